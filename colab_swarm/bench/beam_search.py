@@ -17,12 +17,11 @@ import numpy as np
 
 from colab_swarm.bench.dht import fill_tables
 from colab_swarm.bench.report import BenchReport
-from colab_swarm.dht.records import Fetch, FindValue
+from colab_swarm.dht.records import Fetch, FindNear
 from colab_swarm.dht.service import DHT, DHTSettings, Reading
 from colab_swarm.events import EventLog
 from colab_swarm.moe.directory import Directory, DirectorySettings
-from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.records import ExpertServices
+from colab_swarm.moe.grid import ExpertServices, Grid
 from colab_swarm.net.peers import Message
 from colab_swarm.sim import PAPER_CLOUD, NetworkProfile, SimNetwork, SimPeers, run_virtual, virtual_time
 
@@ -42,7 +41,7 @@ class CountingNetwork(SimNetwork):
 
     def on_message(self, message: Message, sender: str, receiver: str) -> None:
         """Count, then go on as ever."""
-        self.queries += isinstance(message, Fetch | FindValue)
+        self.queries += isinstance(message, Fetch) or (isinstance(message, FindNear) and message.records)
         super().on_message(message, sender, receiver)
 
 

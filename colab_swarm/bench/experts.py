@@ -20,10 +20,10 @@ from colab_swarm.bench.report import BenchReport
 from colab_swarm.bench.workers import Parent, Worker
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.events import EventLog
-from colab_swarm.moe.batching import BatchLimits
 from colab_swarm.moe.calls import ExpertCalls
 from colab_swarm.moe.directory import Directory
-from colab_swarm.moe.records import ExpertInfo, ExpertServices
+from colab_swarm.moe.grid import ExpertInfo, ExpertServices
+from colab_swarm.moe.server import BatchLimits
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import Contact, PeerId
@@ -179,7 +179,7 @@ async def serve_experts(parent: Parent) -> None:
         else:
             assert host.server
             alone = partial(host.samples_per_s_alone, **order["alone"])
-            parent.send(samples_per_s=await host.server.run(alone))
+            parent.send(samples_per_s=await host.server.device.run(alone))
 
 
 class _Host:

@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, layer_norm
 
 from colab_swarm.bench.report import BenchReport
-from colab_swarm.moe.expert import FeedForward
-from colab_swarm.moe.hosting import free_bytes
+from colab_swarm.moe.expert import FeedForward, free_bytes
 from colab_swarm.moe.layer import Gating, mixing_weights, priorities
 from colab_swarm.sim import run_virtual
 

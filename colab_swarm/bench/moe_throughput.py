@@ -25,10 +25,9 @@ from torch import nn
 from colab_swarm.bench.experts import calls_of
 from colab_swarm.bench.report import BenchReport
 from colab_swarm.events import EventLog
-from colab_swarm.moe.batching import BatchLimits
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, TransformerBlock
-from colab_swarm.moe.records import ExpertInfo
-from colab_swarm.moe.server import ExpertServer
+from colab_swarm.moe.grid import ExpertInfo
+from colab_swarm.moe.server import BatchLimits, ExpertServer
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings
 
@@ -170,7 +169,7 @@ class _Chain:
         rng, inputs = random.Random(0), torch.from_numpy(self._inputs)
         done, began, luck_s = 0, time.perf_counter(), 0.0
         while time.perf_counter() - began < min(BASELINE_S, self._plan.seconds):
-            await self.server.run(partial(self._experts[done % len(self._experts)].forward, inputs))
+            await self.server.device.run(partial(self._experts[done % len(self._experts)].forward, inputs))
             done += 1
             wait_s = _exponential(delay_s, rng)
             luck_s += delay_s - wait_s  # of a few dozen draws: they count by their mean
@@ -179,7 +178,7 @@ class _Chain:
 
     async def bound(self) -> float:
         """Return samples per second of the computations alone."""
-        return await self.server.run(self._compute)
+        return await self.server.device.run(self._compute)
 
     def _compute(self) -> float:
         inputs, done, began = torch.from_numpy(self._inputs), 0, time.perf_counter()

@@ -35,8 +35,6 @@ caching along the path (section 2.5) is left out: progress written each second m
   its replicas. Holders store records again every 600 s at the peers that are nearest by then.
 - **Owners.** Only a peer itself writes under the subkey of its id, by its signature. Elsewhere a signed record replaces
   an unsigned one, and a higher version a lower one, so all holders end with the same record.
-- **Clocks.** ``expires_at`` and version are the writer's swarm time, accepted with a tolerance of 600 s. The holder
-  counts down the rest of the life on its own clock.
 
 | limit | value |
 |---|---|
@@ -46,8 +44,6 @@ caching along the path (section 2.5) is left out: progress written each second m
 | all records under one key | 200,000 bytes (one message) |
 | all records that a peer holds for others | 64 MiB |
 | lookup of quiet buckets | every 120 s |
-
-`colab_swarm.dht.records.DHTSettings` has them all.
 
 ## Failures
 
@@ -59,8 +55,6 @@ how many peers hold the record, `get` the values found.
 So do not store secrets, and trust only signed records. No peer can forge another's signed record or bring back an
 expired one. A malicious member can fill a key up to its limit; therefore revocations also travel from peer to peer
 (see `colab_swarm.trust`).
-
-## How to use it
 
 Services call `DHT.store(key, value, subkey=…, ttl_s=…, signed=True)` and `DHT.get`; users rarely do.
 

@@ -17,13 +17,11 @@ from dataclasses import dataclass
 import msgspec
 
 from colab_swarm.net.identity import id_of, verify
-from colab_swarm.net.peers import UNDECODABLE, Contact, Message, PeerId, Peers
+from colab_swarm.net.peers import UNDECODABLE, Contact, Message, PeerId
 
-CLOCK_SLACK_S = 600.0
-"""Two clocks, each 5 minutes off in opposite directions."""
+CLOCK_SLACK_S = 600.0  # two clocks, each 5 minutes off in opposite directions
 ID_BYTES = 32
-VERIFIED_RECORDS = 20_000
-"""Size of the cache: checking a signature takes 170 microseconds."""
+VERIFIED_RECORDS = 20_000  # size of the cache: checking a signature takes 170 microseconds
 
 
 class Record(Message, frozen=True):
@@ -58,17 +56,6 @@ class Record(Message, frozen=True):
         return len(self.subkey) + len(self.value) + 256
 
 
-def write_record(
-    peers: Peers, key: bytes, value: bytes, *, subkey: bytes, ttl_s: float, version: int, signed: bool
-) -> Record:
-    """Return a record by this peer, with its signature if ``signed``."""
-    expires_at, owner = peers.time() + ttl_s, peers.public_key if signed else b""
-    record = Record(subkey, value, expires_at, version, ttl_s, owner)
-    if signed:
-        record = msgspec.structs.replace(record, signature=peers.sign(record.signed_bytes(key)))
-    return record
-
-
 def owner_of(record: Record) -> PeerId | None:
     """Return the id of the peer that signed the record, or None."""
     return id_of(record.owner) if record.owner else None
@@ -81,31 +68,19 @@ def supersedes(new: Record, old: Record) -> bool:
     return (new.version, new.value) > (old.version, old.value)
 
 
-class FindPeers(Message, frozen=True):
-    """Requests the peers that the receiver knows near ``target``."""
-
-    target: bytes
-    asker: Contact
-
-
-class FoundPeers(Message, frozen=True):
-    """The nearest known peers, nearest first."""
-
-    contacts: tuple[Contact, ...]
-
-
-class FindValue(Message, frozen=True):
-    """Requests the records under ``key``, and the peers that the receiver knows near it."""
+class FindNear(Message, frozen=True):
+    """Requests the peers that the receiver knows near ``key`` and, with ``records``, the records under it."""
 
     key: bytes
     asker: Contact
+    records: bool = False
 
 
-class FoundValue(Message, frozen=True):
-    """All records held under the key, and the nearest known peers."""
+class FoundNear(Message, frozen=True):
+    """The nearest known peers, nearest first, and all requested records."""
 
-    records: tuple[Record, ...]
     contacts: tuple[Contact, ...]
+    records: tuple[Record, ...] = ()
 
 
 class Fetch(Message, frozen=True):
@@ -172,56 +147,17 @@ class DHTSettings:
     max_ttl_s: float = 24 * 3600.0
 
 
-class Inspector:
-    """Checks records against the limits; caches the signatures it has verified."""
-
-    def __init__(self, settings: DHTSettings) -> None:
-        self.settings = settings
-        self._verified: OrderedDict[bytes, None] = OrderedDict()
-
-    def fault_of(self, key: bytes, record: Record, *, swarm_time: float) -> str | None:
-        """Return why the record must be refused, or None."""
-        if len(record.value) > self.settings.value_bytes or len(record.subkey) > self.settings.subkey_bytes:
-            return f"{len(record.value)} bytes under a subkey of {len(record.subkey)} are too many"
-        max_ttl_s = self.settings.max_ttl_s
-        left_s = record.expires_at - swarm_time
-        if not (0 < record.ttl_s <= max_ttl_s and -CLOCK_SLACK_S < left_s <= max_ttl_s + CLOCK_SLACK_S):
-            return f"lives for {record.ttl_s:.0f} s, until {left_s:.0f} s from now; limit {max_ttl_s:.0f} s"
-        if record.version > (swarm_time + CLOCK_SLACK_S) * 1e6:
-            return "its version is from the future: check the writer's clock"
-        if len(record.subkey) == ID_BYTES and (not record.owner or id_of(record.owner) != record.subkey):
-            return "the subkey is a peer's id, and the record is not that peer's"
-        if record.owner and not self._signed(key, record):
-            return "its signature is forged"
-        try:
-            msgspec.msgpack.decode(record.value)
-        except UNDECODABLE:
-            return "its value is not msgpack"  # readers decode without a check
-        return None
-
-    def _signed(self, key: bytes, record: Record) -> bool:
-        data = record.signed_bytes(key)
-        digest = hashlib.sha256(data + record.signature).digest()
-        if digest in self._verified:
-            self._verified.move_to_end(digest)
-            return True
-        if not verify(record.owner, record.signature, data):
-            return False
-        self._verified[digest] = None
-        if len(self._verified) > VERIFIED_RECORDS:
-            self._verified.popitem(last=False)
-        return True
-
-
 class Storage:
     """Keys to subkeys to records. ``now`` is monotonic seconds, ``swarm_time`` that of `Peers.time`.
 
     Attributes:
+        verified: digests of the signatures that were checked; storages of one peer share them.
         total_bytes: size of all records held.
     """
 
-    def __init__(self, inspector: Inspector) -> None:
-        self._inspector, self._settings = inspector, inspector.settings
+    def __init__(self, settings: DHTSettings, verified: OrderedDict[bytes, None] | None = None) -> None:
+        self._settings = settings
+        self.verified: OrderedDict[bytes, None] = OrderedDict() if verified is None else verified
         self._keys: dict[bytes, dict[bytes, tuple[Record, float]]] = {}  # each record with its end, by `now`
         self._key_bytes: dict[bytes, int] = {}
         self.total_bytes = 0
@@ -241,8 +177,7 @@ class Storage:
         if held is not None and not supersedes(record, held):
             same = record.signed_bytes(key) == held.signed_bytes(key)
             return None if same else "a newer record is held"
-        fault = self._inspector.fault_of(key, record, swarm_time=swarm_time)
-        if fault is not None:
+        if fault := self.fault_of(key, record, swarm_time=swarm_time):
             return fault
         if held is not None and held.owner not in (b"", record.owner):
             return "the subkey belongs to another peer"
@@ -256,12 +191,53 @@ class Storage:
         self._key_bytes[key] = key_bytes
         self.total_bytes += more_bytes
         self._count += held is None
-        heapq.heappush(self._ends, (now + record.ttl_s, key, record.subkey))
+        self._note_end(key, record.subkey, now + record.ttl_s)
+        return None
+
+    def _note_end(self, key: bytes, subkey: bytes, end: float) -> None:
+        heapq.heappush(self._ends, (end, key, subkey))
         if len(self._ends) > 2 * self._count + 100:  # drop the ends of replaced records
             held_now = self._keys.items()
             self._ends = [(end, key, subkey) for key, held in held_now for subkey, (_, end) in held.items()]
             heapq.heapify(self._ends)
+
+    def fault_of(self, key: bytes, record: Record, *, swarm_time: float) -> str | None:
+        """Return why the record must be refused, or None."""
+        if len(record.value) > self._settings.value_bytes or len(record.subkey) > self._settings.subkey_bytes:
+            return f"{len(record.value)} bytes under a subkey of {len(record.subkey)} are too many"
+        if fault := self._age_fault(record, swarm_time):
+            return fault
+        if len(record.subkey) == ID_BYTES and owner_of(record) != record.subkey:
+            return "the subkey is a peer's id, and the record is not that peer's"
+        if record.owner and not self._signed(key, record):
+            return "its signature is forged"
+        try:
+            msgspec.msgpack.decode(record.value)
+        except UNDECODABLE:
+            return "its value is not msgpack"  # readers decode without a check
         return None
+
+    def _age_fault(self, record: Record, swarm_time: float) -> str | None:
+        max_ttl_s = self._settings.max_ttl_s
+        left_s = record.expires_at - swarm_time
+        if not (0 < record.ttl_s <= max_ttl_s and -CLOCK_SLACK_S < left_s <= max_ttl_s + CLOCK_SLACK_S):
+            return f"lives for {record.ttl_s:.0f} s, until {left_s:.0f} s from now; limit {max_ttl_s:.0f} s"
+        if record.version > (swarm_time + CLOCK_SLACK_S) * 1e6:
+            return "its version is from the future: check the writer's clock"
+        return None
+
+    def _signed(self, key: bytes, record: Record) -> bool:
+        data = record.signed_bytes(key)
+        digest = hashlib.sha256(data + record.signature).digest()
+        if digest in self.verified:
+            self.verified.move_to_end(digest)
+            return True
+        if not verify(record.owner, record.signature, data):
+            return False
+        self.verified[digest] = None
+        if len(self.verified) > VERIFIED_RECORDS:
+            self.verified.popitem(last=False)
+        return True
 
     def get(self, key: bytes, *, now: float) -> tuple[Record, ...]:
         """Return the live records under ``key``, each with the rest of its life."""

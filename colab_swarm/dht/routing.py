@@ -4,17 +4,17 @@
 first. New contacts never replace old ones that still answer, since peers with a long uptime tend to stay. A new peer
 for a full bucket waits as a replacement until a contact in it fails.
 
-**Lookup (section 2.3).** `Lookup` decides which peer to query next for the peers nearest to a target. Silent peers do
-not cost their full timeout. There is no barrier between rounds: an answer starts the next query. A query older than
-``patience_s`` is slow: until it is answered, it frees its place among the ``alpha``, and its peer does not count among
-the nearest. The lookup is done when the ``width`` nearest others have answered; if there are fewer, slow queries get
-`GRACE` times the patience.
+**Lookup (section 2.3).** `Lookup` decides which peer to query next. There is no barrier between rounds: an answer
+starts the next query. A query older than ``patience_s`` is slow: until it is answered, it frees its place among the
+``alpha``, and its peer does not count among the nearest. The lookup is done when the ``width`` nearest others have
+answered; if there are fewer, slow queries get `GRACE` times the patience.
 """
 
 from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -24,10 +24,8 @@ from colab_swarm.net.peers import Contact, PeerId
 
 ID_BITS = 256
 MAX_LOST = 100
-MAX_RETRIES = 20
-"""Failures of a lost peer after which it is dropped for good."""
-MAX_FAILURES = 2
-"""Failures in a row after which a peer is dropped; one is enough if a replacement waits."""
+MAX_RETRIES = 20  # failures of a lost peer after which it is dropped for good
+MAX_FAILURES = 2  # failures in a row after which a peer is dropped; one is enough if a replacement waits
 
 
 def distance(one: bytes, other: bytes) -> int:
@@ -117,7 +115,6 @@ class RoutingTable:
                 self._replace(bucket, peer)
 
     def _replace(self, bucket: _Bucket, peer: PeerId) -> Contact:
-        """Remove and return a contact; the latest replacement takes its place."""
         removed = bucket.contacts.pop(peer)
         if bucket.replacements:
             newest, contact = bucket.replacements.popitem()
@@ -170,8 +167,7 @@ class RoutingTable:
 
 
 GRACE = 4
-MIN_PATIENCE_S = 0.2
-"""A busy notebook cell delays answers by as much."""
+MIN_PATIENCE_S = 0.2  # A busy notebook cell delays answers by as much
 
 
 class _State(Enum):
@@ -249,7 +245,7 @@ class Lookup:
     def nearest(self, count: int) -> list[Contact]:
         """Return the peers nearest to the target that answered, nearest first."""
         answered = (c.contact for _, c in self._by_distance if c.state is _State.ANSWERED)
-        return [contact for contact, _ in zip(answered, range(count), strict=False)]
+        return [*itertools.islice(answered, count)]
 
     def hops(self, peer: PeerId) -> int:
         """Return how many queries in a row led to the answer of ``peer``; 1 for a seed."""
@@ -257,11 +253,9 @@ class Lookup:
 
     def known(self, peer: PeerId) -> Contact | None:
         """Return the contact of a peer that an answer named, or None."""
-        candidate = self._candidates.get(peer)
-        return candidate.contact if candidate else None
+        return self._candidates[peer].contact if peer in self._candidates else None
 
     def _window(self, now: float) -> list[_Candidate]:
-        """Return the ``width`` nearest that neither failed nor are slow."""
         window: list[_Candidate] = []
         for _, candidate in self._by_distance:
             slow = candidate.state is _State.ASKED and now >= candidate.asked_at + self._patience_s
@@ -289,5 +283,4 @@ class Patience:
     @property
     def seconds(self) -> float:
         """The estimate; 1 s before the first answer."""
-        known = None if self._mean_s is None else self._mean_s + 4 * self._deviation_s
-        return 1.0 if known is None else max(MIN_PATIENCE_S, known)
+        return 1.0 if self._mean_s is None else max(MIN_PATIENCE_S, self._mean_s + 4 * self._deviation_s)

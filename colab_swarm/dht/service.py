@@ -30,17 +30,13 @@ from colab_swarm.dht.records import (
     DHTSettings,
     Fetch,
     Fetched,
-    FindPeers,
-    FindValue,
-    FoundPeers,
-    FoundValue,
-    Inspector,
+    FindNear,
+    FoundNear,
     Record,
     Storage,
     Stored,
     StoreRecord,
     owner_of,
-    write_record,
 )
 from colab_swarm.dht.routing import Lookup, Patience, RoutingTable, distance
 from colab_swarm.errors import CallRefused, PeerError
@@ -52,17 +48,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 K = TypeVar("K")
 V = TypeVar("V")
-MAX_ADDRESS_CHARS = 800
-"""Of all addresses in one contact: a reply carries 20 contacts."""
-REMEMBERED = 1000
-"""Size of the caches: replicas by key, clock skews by peer."""
+MAX_ADDRESS_CHARS = 800  # of all addresses in one contact: a reply carries 20 contacts
+REMEMBERED = 1000  # size of the caches: replicas by key, clock skews by peer
 RECORDS_AT_ONCE = 16
 CUT_OFF_RETRY_S = 2.0
 MAX_RELAYS = 4
+# A fetch is forwarded so often in a row, by each peer to so many: one silent peer delays nothing
 RELAY_WIDTH = 2
-"""A fetch is forwarded so often in a row, by each peer to so many: one silent peer delays nothing."""
-SKEW_S = 60.0
-"""Clocks further apart than this are reported."""
+SKEW_S = 60.0  # clocks further apart than this are reported
 
 
 def is_sound(contact: Contact) -> bool:
@@ -126,7 +119,6 @@ class Searcher:
     async def _answer_of(
         self, ask: Callable[[Contact], Awaitable[Iterable[Contact]]], contact: Contact
     ) -> list[Contact] | None:
-        """Return the sound ones of the first ``bucket_size`` contacts that a peer named; None without an answer."""
         try:
             return [one for one in islice(await ask(contact), self._settings.bucket_size) if is_sound(one)]
         except PeerError as error:
@@ -157,7 +149,7 @@ class Searcher:
     async def _ask_peers(self, target: bytes, contact: Contact) -> Iterable[Contact]:
         if contact.id == self._peers.id:
             return ()
-        return (await self.call(contact, FindPeers(target, self._peers.contact), FoundPeers)).contacts
+        return (await self.call(contact, FindNear(target, self._peers.contact), FoundNear)).contacts
 
     def saw(self, contact: Contact) -> None:
         if self.table.saw(contact, self._loop.time()) and self.on_new is not None:
@@ -204,22 +196,17 @@ class DHT:
     ) -> None:
         self.settings, self._events = settings, events or EventLog()
         self.skews: dict[PeerId, float] = {}
-        self._peers = peers
-        self._rng = rng
+        self._peers, self._rng = peers, rng
         self._loop = asyncio.get_running_loop()
         self._searcher = Searcher(peers, settings)
         self.table = self._searcher.table
-        self._inspector = Inspector(settings)
-        self._storage = Storage(self._inspector)
+        self._storage = Storage(settings)
         self._entries: list[Contact] = []
         self._replicas: dict[bytes, list[Contact]] = {}
         self._last_version = 0
-        peers.serve(FindPeers, self._on_find_peers)
-        peers.serve(FindValue, self._on_find_value)
+        peers.serve(FindNear, self._on_find)
         peers.serve(Fetch, self._on_fetch)
         peers.serve(StoreRecord, self._on_store, role=Role.REDUCER)
-
-    # -- for users
 
     async def bootstrap(self, contacts: Iterable[Contact]) -> int:
         """Join the DHT through ``contacts``; return how many peers answered."""
@@ -244,20 +231,15 @@ class DHT:
         Raises:
             ValueError: the value is too large, or the subkey belongs to another peer.
         """
-        self._last_version = max(self._last_version + 1, int(self._peers.time() * 1e6))
-        record = write_record(
-            self._peers,
-            key_id(key),
-            msgspec.msgpack.encode(value),
-            subkey=subkey or b"",
-            ttl_s=ttl_s,
-            version=self._last_version,
-            signed=signed,
-        )
-        fault = self._inspector.fault_of(key_id(key), record, swarm_time=self._peers.time())
-        if fault is not None:
+        peers, id, now = self._peers, key_id(key), self._peers.time()
+        self._last_version = max(self._last_version + 1, int(now * 1e6))
+        data, owner = msgspec.msgpack.encode(value), peers.public_key if signed else b""
+        record = Record(subkey or b"", data, now + ttl_s, self._last_version, ttl_s, owner)
+        if signed:
+            record = msgspec.structs.replace(record, signature=peers.sign(record.signed_bytes(id)))
+        if fault := self._storage.fault_of(id, record, swarm_time=now):
             raise ValueError(f"cannot store under {key!r}: {fault}")
-        return await self._store(key_id(key), (record,))
+        return await self._store(id, (record,))
 
     async def get(self, key: str | bytes) -> dict[bytes, Found]:
         """Return all live values under ``key``, by subkey; empty if there are none."""
@@ -284,18 +266,17 @@ class DHT:
 
     async def read(self, key: str | bytes) -> Reading:
         """Do as `get`, and count hops and calls."""
-        id, merged = key_id(key), Storage(self._inspector)
+        id, merged = key_id(key), Storage(self.settings, self._storage.verified)
         lookup, first = await self._gather(id, merged)
         return Reading(self._found_in(merged, id), lookup.hops(first[0]) if first else None, lookup.calls)
 
     async def records(self, key: str | bytes) -> tuple[Record, ...]:
         """Return the live records under ``key`` as they were written, with their signatures."""
-        id, merged = key_id(key), Storage(self._inspector)
+        id, merged = key_id(key), Storage(self.settings, self._storage.verified)
         await self._gather(id, merged)
         return merged.get(id, now=self._loop.time())
 
     async def _gather(self, id: bytes, merged: Storage) -> tuple[Lookup, list[PeerId]]:
-        """Merge the records of the peers nearest to ``id``; return the peers that held any, first answer first."""
         first: list[PeerId] = []
         lookup = self._searcher.lookup(id, width=self.settings.read_replicas)
         ask = partial(self._ask_value, id, merged, first)
@@ -311,18 +292,16 @@ class DHT:
         Each peer forwards the query to nearer peers over open links, where `read` would dial each peer itself. A write
         that missed this holder is missed, and a dishonest peer on the way can hide all records.
         """
-        id, merged = key_id(key), Storage(self._inspector)
-        hops, width = None, self.settings.parallel
+        id, width = key_id(key), self.settings.parallel
+        merged = Storage(self.settings, self._storage.verified)
         async for answer in self._fetch(id, relays=MAX_RELAYS, width=width):
             if "" in await self._put(merged, id, answer.records):
-                hops = answer.hops
-                break
-        return Reading(self._found_in(merged, id), hops, width)
+                return Reading(self._found_in(merged, id), answer.hops, width)
+        return Reading({}, None, width)
 
     async def find_peer(self, peer: PeerId) -> Contact | None:
         """Return the contact of ``peer``; None if no peer near it knows."""
-        known = self._peers.contact_of(peer)
-        if known.addresses:
+        if (known := self._peers.contact_of(peer)).addresses:
             return known
         return (await self._searcher.find_near(peer, width=self.settings.parallel)).known(peer)
 
@@ -336,7 +315,7 @@ class DHT:
 
     async def stop(self) -> None:
         """End the background work and stop serving."""
-        for kind in (FindPeers, FindValue, Fetch, StoreRecord):
+        for kind in (FindNear, Fetch, StoreRecord):
             self._peers.unserve(kind)
         await asyncio.gather(*self.kill(), return_exceptions=True)
 
@@ -345,31 +324,24 @@ class DHT:
         self._searcher.on_new = None
         return self._searcher.cancel()
 
-    # -- queries
-
     async def _ask_value(
         self, key: bytes, merged: Storage, first: list[PeerId], contact: Contact
     ) -> Iterable[Contact]:
-        """Merge a peer's records under ``key``; add the peer to ``first`` if it holds any."""
         contacts: Iterable[Contact] = ()
         if contact.id == self._peers.id:
             records = self._storage.get(key, now=self._loop.time())
         else:
-            answer = await self._searcher.call(contact, FindValue(key, self._peers.contact), FoundValue)
+            answer = await self._searcher.call(contact, FindNear(key, self._peers.contact, True), FoundNear)
             records, contacts = answer.records, answer.contacts
-        refusals = await self._put(merged, key, records)
-        if "" in refusals:
+        if "" in await self._put(merged, key, records):
             first.append(contact.id)
         return contacts
 
     def _found_in(self, merged: Storage, key: bytes) -> dict[bytes, Found]:
-        swarm_time = self._peers.time()
-        return {
-            record.subkey: Found(
-                msgspec.msgpack.decode(record.value), swarm_time + record.ttl_s, owner_of(record)
-            )
-            for record in merged.get(key, now=self._loop.time())
-        }
+        now, found = self._peers.time(), {}
+        for one in merged.get(key, now=self._loop.time()):
+            found[one.subkey] = Found(msgspec.msgpack.decode(one.value), now + one.ttl_s, owner_of(one))
+        return found
 
     async def _fetch(self, key: bytes, *, relays: int, width: int) -> AsyncIterator[Fetched]:
         """Yield our records or, without any, the answers of the ``width`` nearest known peers as they arrive."""
@@ -389,7 +361,6 @@ class DHT:
         return Fetched(answer.records, answer.hops + 1)
 
     async def _store(self, key: bytes, records: tuple[Record, ...]) -> int:
-        """Store at the nearest peers; return how many hold all records."""
         width = self.settings.replicas
         seeds = [*self._replicas.get(key, ()), *self.table.nearest(key, width), *self._searcher.myself()]
         if key not in self._replicas and len(self.table) >= self.settings.bucket_size:
@@ -415,23 +386,18 @@ class DHT:
         return answer.contacts
 
     async def _put(self, storage: Storage, key: bytes, records: tuple[Record, ...]) -> tuple[str, ...]:
-        """Put all records, yielding to other tasks between batches of signatures; return the refusals."""
-        refusals = []
-        for i, record in enumerate(records):
+        refusals: list[str] = []
+        for record in records:
             refusal = storage.put(key, record, now=self._loop.time(), swarm_time=self._peers.time())
             refusals.append(refusal or "")
-            if i % RECORDS_AT_ONCE == RECORDS_AT_ONCE - 1:
+            if len(refusals) % RECORDS_AT_ONCE == 0:  # signatures take time: let other tasks run
                 await asyncio.sleep(0)
         return tuple(refusals)
 
-    # -- handlers
-
-    async def _on_find_peers(self, caller: PeerId, message: FindPeers) -> FoundPeers:
-        return FoundPeers(self._nearest_for(caller, message.target, message.asker))
-
-    async def _on_find_value(self, caller: PeerId, message: FindValue) -> FoundValue:
+    async def _on_find(self, caller: PeerId, message: FindNear) -> FoundNear:
         contacts = self._nearest_for(caller, message.key, message.asker)
-        return FoundValue(self._storage.get(message.key, now=self._loop.time()), contacts)
+        records = self._storage.get(message.key, now=self._loop.time()) if message.records else ()
+        return FoundNear(contacts, records)
 
     async def _on_fetch(self, caller: PeerId, message: Fetch) -> Fetched:
         if len(message.key) != ID_BYTES:
@@ -454,7 +420,6 @@ class DHT:
         return Stored(await self._put(self._storage, message.key, message.records), contacts)
 
     def _nearest_for(self, caller: PeerId, target: bytes, asker: Contact) -> tuple[Contact, ...]:
-        """Learn the asker's contact; return the known peers nearest to ``target``."""
         if len(target) != ID_BYTES:
             raise Refusal(f"a key has {ID_BYTES} bytes, this one {len(target)}")
         if asker.id != caller:
@@ -464,8 +429,6 @@ class DHT:
             self._searcher.saw(asker)
         nearest = self.table.nearest(target, self.settings.bucket_size)
         return tuple(contact for contact in nearest if contact.id != caller)
-
-    # -- upkeep
 
     async def _hand_over(self, new: Contact) -> None:
         """Send a new peer the records that it should hold; only the nearest holder of each record does so."""
@@ -478,7 +441,6 @@ class DHT:
             await asyncio.sleep(0)
 
     def _nearest_to(self, key: bytes, *, but: Contact | None = None) -> bool:
-        """Return True if no known peer except ``but`` is nearer to ``key`` than we are."""
         others = (contact for contact in self.table.nearest(key, 2) if contact != but)
         mine = distance(self._peers.id, key)
         return all(mine < distance(contact.id, key) for contact in others)
@@ -494,8 +456,7 @@ class DHT:
 
     async def _retry(self) -> None:
         """Query one of the lost peers again; if it is back, its contacts join two halves of a swarm."""
-        lost = [*self.table.lost.values()] or ([] if len(self.table) else self._entries)
-        if lost:
+        if lost := [*self.table.lost.values()] or ([] if len(self.table) else self._entries):
             seeds = [self._rng.choice(lost)]
             await self._searcher.find_near(self._peers.id, width=self.settings.bucket_size, seeds=seeds)
 
@@ -504,7 +465,6 @@ class DHT:
             await self._retry()
 
     async def _republish(self) -> None:
-        """Store again the records that we are the nearest holder of: peers have joined and left."""
         for key in list(self._storage):
             records = self._storage.get(key, now=self._loop.time())
             if records and self._nearest_to(key):

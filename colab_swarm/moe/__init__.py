@@ -54,8 +54,6 @@ A call is one stream. The trainer keeps its end open until the answer arrives; a
 | between two saves; between two checks for dead hosts | 60 s; 20 s |
 | life of a save that is not renewed | a day |
 
-See `MixtureOptions`, `HostOptions` (`colab_swarm.moe.host`), `DirectorySettings` and `BatchLimits`.
-
 ## Failures
 
 An expert that is late, silent or answers invalid values is left out, and the weights of the others are renormalised. A
@@ -90,22 +88,17 @@ Ryabinin and Gusev, *Towards Crowdsourced Training of Large Neural Networks usin
 | section | module of `colab_swarm.moe` |
 |---|---|
 | 3.1, equation 1: the layer; 3.2: gating; load balance | `layer`, `calls` |
-| 3.1: the grid; algorithm 1, SelectExperts: beam search | `grid`, `records`, `directory` |
+| 3.1: the grid; algorithm 1, SelectExperts: beam search | `grid`, `directory` |
 | 3.1, 4.2: asynchronous training | `trainer` |
-| 3.2: experts with their own optimizers; batching at the host | `expert`, `batching`, `server` |
-| checkpoints in the swarm; hosting and takeover | `saves`, `replicas`, `hosting`, `host` |
-
-The search is optimistic: a prefix that was not looked up counts as live. So in a well-filled grid all look-ups are one
-wait instead of one per dimension.
+| 3.2: experts with their own optimizers; batching at the host | `expert`, `server` |
+| checkpoints in the swarm; hosting and takeover | `saves`, `replicas`, `host` |
 
 ## Measured
 
-A host with 8 callers reaches the throughput of the module alone on the device thread (batches of 2,048 x 1,024). In
-hivemind's setting (4 experts of 256, 4 callers, batches of 128) it computes 7,858 samples/s forward and backward,
-against 2,062. At 200 ms mean delay per block, throughput is 102 % of that without delay (Transformer blocks: 99 %), 60
-times that of a pipeline that waits. A search for the top 4 of 1,024 experts among 10,000 simulated peers takes 428 ms
-at first (paper: 764 ms), 2.5 ms later. Measure again with `python -m colab_swarm.bench experts`, `moe-throughput`,
-`moe-convergence` and `beam-search`.
+In hivemind's setting (4 experts of 256, 4 callers, batches of 128) a host computes 7,858 samples/s forward and
+backward, against 2,062. At 200 ms mean delay per block, throughput is 102 % of that without delay, 60 times that of a
+pipeline that waits. A search for the top 4 of 1,024 experts among 10,000 simulated peers takes 428 ms at first (paper:
+764 ms), 2.5 ms later. Measure again with `python -m colab_swarm.bench experts`, `moe-throughput` and `beam-search`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from colab_swarm.errors import CallRefused, ExpertError, PeerError
 from colab_swarm.moe.directory import Directory
-from colab_swarm.moe.records import ExpertInfo
+from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.net.peers import Message, Peers, Stream, StreamEnded, short
 from colab_swarm.runtime import Runner
 from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Buffer, Codec, Floats, all_finite, codec_of
@@ -31,7 +31,6 @@ from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Buffer, Codec, 
 PART_BYTES = 120 << 10
 LINK_BUSY_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
-Flags = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.intp]
 
 
@@ -122,27 +121,20 @@ class ExpertCalls:
     async def _call(self, kind: type[CallExpert], info: ExpertInfo, tensors: Sequence[Floats]) -> Floats:
         try:
             async with asyncio.timeout(self.timeout_s):
-                values = await self._until_free(kind, info, tensors)
+                while True:
+                    try:
+                        values = await self.attempt(kind, info, tensors)
+                        break
+                    except ExpertError as error:
+                        if error.retry_s is None:
+                            raise
+                        await asyncio.sleep(error.retry_s)
         except (ExpertError, TimeoutError) as error:
-            text = (
-                str(error)
-                or f"expert {info.uid} at {short(info.peer)} did not answer in {self.timeout_s:g} s"
-            )
-            self.directory.on_failure(info.uid, text)
-            raise ExpertError(text) from error
-        self.directory.on_success(info.uid)
+            late = f"expert {info.uid} at {short(info.host.id)} did not answer in {self.timeout_s:g} s"
+            self.directory.on_failure(info, str(error) or late)
+            raise ExpertError(str(error) or late) from error
+        self.directory.on_success(info)
         return values
-
-    async def _until_free(
-        self, kind: type[CallExpert], info: ExpertInfo, tensors: Sequence[Floats]
-    ) -> Floats:
-        while True:
-            try:
-                return await self.attempt(kind, info, tensors)
-            except ExpertError as error:
-                if error.retry_s is None:
-                    raise
-                await asyncio.sleep(error.retry_s)
 
     async def attempt(self, kind: type[CallExpert], info: ExpertInfo, tensors: Sequence[Floats]) -> Floats:
         """Call an expert once, without a timeout for the answer and without a report to the directory.
@@ -152,10 +144,10 @@ class ExpertCalls:
         """
         inputs = tensors[0]
         opening = kind(info.uid, len(inputs), inputs.shape[1:], self._codec.name)
-        where = f"expert {info.uid} at {short(info.peer)}"
+        where = f"expert {info.uid} at {short(info.host.id)}"
         self._peers.learn(info.host)
         try:
-            async with await self._peers.stream(info.peer, opening, timeout_s=self.timeout_s) as stream:
+            async with await self._peers.stream(info.host.id, opening, timeout_s=self.timeout_s) as stream:
                 return (await self._converse(stream, tensors)).reshape(inputs.shape)
         except ExpertError as error:
             raise ExpertError(f"{where} {error}", retry_s=error.retry_s) from error

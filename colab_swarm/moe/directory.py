@@ -1,6 +1,6 @@
 """Directory of live experts: hosts announce theirs, trainers look them up.
 
-See `colab_swarm.moe.records` for the records in the DHT, and `colab_swarm.moe.grid` for the beam search. Look-ups are
+See `colab_swarm.moe.grid` for the records in the DHT and the beam search. Look-ups are
 cached for `DirectorySettings.cache_s`, never beyond the expiry of a record; an empty prefix is read again soon. Only
 the remaining life of a record counts, on this peer's monotonic clock, so wrong clocks do no harm. The one exception is
 the order of two claims, which follows their hosts' clocks.
@@ -9,6 +9,7 @@ the order of two claims, which follows their hosts' clocks.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,17 +19,19 @@ import numpy as np
 
 from colab_swarm.errors import NoExpertsError
 from colab_swarm.events import ExpertBanned
-from colab_swarm.moe.grid import Grid, Index, Mask, beam_search
-from colab_swarm.moe.records import (
+from colab_swarm.moe.grid import (
     CLAIMED,
     Bans,
     ExpertInfo,
     ExpertPlace,
     ExpertServices,
+    Grid,
     GridBranch,
-    Holding,
+    Index,
     Listing,
+    Mask,
     RecordRow,
+    beam_search,
     by_page,
     holdings,
     is_row,
@@ -39,7 +42,7 @@ from colab_swarm.moe.records import (
     short_addresses,
     width,
 )
-from colab_swarm.net.peers import Message, PeerId
+from colab_swarm.net.peers import Message
 from colab_swarm.tensors.codecs import Floats
 
 logger = logging.getLogger(__name__)
@@ -59,9 +62,6 @@ class Cache(Generic[K, V]):
     Args:
         load: ``await load(key, old, fresh)`` reads a key; returns its value and for how many seconds it is valid.
             ``old`` is the cached value, or None; ``fresh`` is as in `get`.
-
-    Attributes:
-        loads: reads started so far.
     """
 
     def __init__(self, load: Callable[[K, V | None, bool], Awaitable[tuple[V, float]]]) -> None:
@@ -83,18 +83,12 @@ class Cache(Generic[K, V]):
 
     async def get(self, keys: Iterable[K], *, fresh: bool = False) -> dict[K, V]:
         """Return the values of all keys, reading missing ones in parallel; ``fresh``: only by reads that start now."""
-        values: dict[K, V] = {}
-        reads: dict[K, asyncio.Task[V]] = {}
-        for key in keys:
-            cached = None if fresh else self.peek(key)
-            if cached is None:
-                reads[key] = self._begin(key, fresh=fresh)
-            else:
-                values[key] = cached
+        cached = {key: None if fresh else self.peek(key) for key in keys}
+        reads = {key: self._begin(key, fresh=fresh) for key, value in cached.items() if value is None}
         # shielded: a caller that is cancelled must not end the read of the others
-        for key, value in zip(reads, await asyncio.gather(*map(asyncio.shield, reads.values())), strict=True):
-            values[key] = value
-        return values
+        read = await asyncio.gather(*map(asyncio.shield, reads.values()))
+        found = {key: value for key, value in cached.items() if value is not None}
+        return found | dict(zip(reads, read, strict=True))
 
     def forget(self, key: K) -> None:
         """Drop the cached value of a key."""
@@ -102,7 +96,7 @@ class Cache(Generic[K, V]):
 
     async def close(self) -> None:
         """Cancel all running reads."""
-        loads = list(self._loads.values())
+        loads = [*self._loads.values()]
         for load in loads:
             load.cancel()
         await asyncio.gather(*loads, return_exceptions=True)
@@ -151,9 +145,9 @@ class Directory:
         self._cache: Cache[tuple[Grid, Index], Listing] = Cache(self._read)
         self._mine: dict[Grid, dict[Index, ExpertPlace]] = {}
         self._published: set[str] = set()  # keys under which a record of ours is
-        self._hosts: dict[str, PeerId] = {}  # as `find` and `best` returned them last
-        self._seen: dict[Grid, set[str]] = {}  # all experts since the start
-        self._seen_at: dict[Grid, float] = {}  # when any was seen last, swarm time
+        self._seen: dict[
+            Grid, tuple[set[str], float]
+        ] = {}  # all experts since the start; the last, swarm time
 
     async def close(self) -> None:
         """Cancel all running look-ups."""
@@ -180,17 +174,14 @@ class Directory:
             mine.pop(index, None)
         await self._publish(grid, gone)
 
-    async def claim(self, grid: Grid, count: int, *, wanted: Sequence[str] | None = None) -> list[str]:
+    async def claim(self, grid: Grid, count: int, *, wanted: Collection[str] | None = None) -> list[str]:
         """Claim ``count`` vacant places, among ``wanted`` or anywhere; fewer if there are no more.
 
         A claim is published and then checked: of several peers that claim a place, one gets it. Announce the claimed
         experts within ``ttl_s``.
         """
         held: list[str] = []
-        while count > len(held):
-            chosen = await self._vacant(grid, count - len(held), None if wanted is None else set(wanted))
-            if not chosen:
-                break
+        while count > len(held) and (chosen := await self._vacant(grid, count - len(held), wanted)):
             uids = [grid.uid(index) for index in chosen]
             mine, began, now_ms = self._mine.setdefault(grid, {}), self._loop.time(), self._now_ms()
             mine.update({index: ExpertPlace(position(grid, index), now_ms, CLAIMED, ()) for index in chosen})
@@ -218,11 +209,11 @@ class Directory:
         return lost
 
     async def _vacant(self, grid: Grid, count: int, wanted: Collection[str] | None) -> list[Index]:
-        """Return up to ``count`` places that no peer holds or claims."""
         if wanted is None:
             some = self._rng.sample(range(rows := grid.size // grid.sides[-1]), min(rows, MAX_ROWS))
             prefixes = [tuple(map(int, np.unravel_index(row, grid.sides[:-1]))) for row in some]
         else:
+            wanted = {*wanted}
             prefixes = sorted({grid.index(uid)[:-1] for uid in wanted})
             self._rng.shuffle(prefixes)
         chosen: list[Index] = []
@@ -245,7 +236,6 @@ class Directory:
     # -- publishing
 
     async def _publish(self, grid: Grid, places: Iterable[Index]) -> None:
-        """Store all records that contain these places."""
         shelves = {shelf_of(grid, place[:length]) for place in places for length in range(len(place))}
         await asyncio.gather(*(self._publish_shelf(grid, shelf) for shelf in sorted(shelves)))
 
@@ -263,7 +253,6 @@ class Directory:
             self._cache.forget((grid, shelf))
 
     async def _pages(self, grid: Grid, shelf: Index) -> Mapping[int, Message]:
-        """Return this peer's records, by page."""
         depth, mine = len(shelf), self._mine[grid]
         if not is_row(grid, shelf):
             served = {i[depth] for i, place in mine.items() if i[:depth] == shelf and place.step != CLAIMED}
@@ -327,34 +316,35 @@ class Directory:
             NoExpertsError: no expert is live.
             ValueError: the scores do not fit the grid.
         """
-        samples = {len(s) for s in scores}
-        if [s.shape[1:] for s in scores] != [(side,) for side in grid.sides] or len(samples) != 1:
-            raise ValueError(
-                f"scores of shapes {[s.shape for s in scores]} do not fit {grid}: (samples, side) each"
-            )
+        shapes = [s.shape for s in scores]
+        if not shapes or shapes != [(shapes[0][0], side) for side in grid.sides]:
+            raise ValueError(f"scores of shapes {shapes} do not fit {grid}: (samples, side) each")
         found, shelves = await self._search(grid, scores, k)
-        if found and not any(found):  # the first, quick reads may have missed them
+        if not any(found):  # the first, quick reads may have missed them
             await self._listings(grid, shelves, fresh=True)
             found, shelves = await self._search(grid, scores, k)
-        infos = self._infos(grid, {index for sample in found for index in sample}, shelves)
+        infos = self._infos(grid, set(itertools.chain(*found)), shelves)
         chosen = [[infos[index] for index in sample if index in infos] for sample in found]
         if chosen and not any(chosen):
-            if grid not in self._seen:
-                raise NoExpertsError(
-                    f"no expert of {grid} is live, and this peer never saw one: host some, or check the prefix"
-                )
-            ago_s = self._peers.time() - self._seen_at[grid]
-            past = f"this peer saw {len(self._seen[grid])}, the last {ago_s:.0f} s ago"
-            raise NoExpertsError(
-                f"no expert of {grid} can be called: {past}; host some, or wait for their hosts"
-            )
+            raise self._none_live(grid)
         return chosen
+
+    def _none_live(self, grid: Grid) -> NoExpertsError:
+        if grid not in self._seen:
+            return NoExpertsError(
+                f"no expert of {grid} is live, and this peer never saw one: host some, or check the prefix"
+            )
+        uids, at = self._seen[grid]
+        past = f"this peer saw {len(uids)}, the last {self._peers.time() - at:.0f} s ago"
+        return NoExpertsError(
+            f"no expert of {grid} can be called: {past}; host some, or wait for their hosts"
+        )
 
     async def _search(
         self, grid: Grid, scores: Sequence[Floats], k: int
     ) -> tuple[list[list[Index]], dict[Index, Listing]]:
-        """Search, read the unknown prefixes, search again; also return the listings used."""
         known: dict[Index, Listing] = {}
+        patient = True
 
         def children(prefix: Index) -> Mask | None:
             shelf = shelf_of(grid, prefix)
@@ -364,7 +354,6 @@ class Directory:
             known[shelf] = listing
             return self._mask(grid, prefix, listing)
 
-        patient = True
         for _ in range(len(grid.sides) + EXTRA_WAITS):
             found, unknown = beam_search(scores, k, children)
             if not unknown:
@@ -378,14 +367,12 @@ class Directory:
         return beam_search(scores, k, children)[0], known
 
     def _mask(self, grid: Grid, prefix: Index, listing: Listing) -> Mask:
-        """Return the usable children of one prefix, from the listing of its shelf."""
         mask, begin = listing.mask(width(grid, prefix), self._loop.time(), self._bans), offset(grid, prefix)
         return mask[begin : begin + grid.sides[len(prefix)]]
 
     def _infos(
         self, grid: Grid, indices: Iterable[Index], shelves: Mapping[Index, Listing]
     ) -> dict[Index, ExpertInfo]:
-        """Return the experts that can be called, and learn their hosts' addresses."""
         infos: dict[Index, ExpertInfo] = {}
         now = self._loop.time()
         ahead_s = self._peers.time() - now
@@ -395,32 +382,30 @@ class Directory:
                 infos[index] = ExpertInfo(
                     one.uid, one.host, one.place.shape, one.place.step, one.until + ahead_s
                 )
-                self._hosts[one.uid] = one.host.id
                 self._peers.learn(one.host)
         return infos
 
     # -- failures
 
-    def on_failure(self, uid: str, reason: str) -> None:
+    def on_failure(self, info: ExpertInfo, reason: str) -> None:
         """Ban an expert that failed this peer, longer each time, unless another peer hosts it."""
-        seconds = self._bans.fail((uid, self._hosts.get(uid)), self._loop.time())
+        seconds = self._bans.fail((info.uid, info.host.id), self._loop.time())
         if seconds is not None:
-            self._events.emit(ExpertBanned(self._loop.time(), uid, reason, seconds))
+            self._events.emit(ExpertBanned(self._loop.time(), info.uid, reason, seconds))
 
-    def on_success(self, uid: str) -> None:
+    def on_success(self, info: ExpertInfo) -> None:
         """Forget the failures of an expert that answered."""
-        self._bans.succeed((uid, self._hosts.get(uid)))
+        self._bans.succeed((info.uid, info.host.id))
 
     def banned(self) -> set[str]:
         """Return the experts that this peer does not call for a while because they failed."""
-        return {key[0] for key in self._bans.ends(self._loop.time()) if isinstance(key, tuple)}
+        return {uid for uid, _ in self._bans.ends(self._loop.time())}
 
     # -- reading
 
     async def _listings(
         self, grid: Grid, prefixes: Iterable[Index], *, fresh: bool = False
     ) -> dict[Index, Listing]:
-        """Return the listing of each prefix; those on one shelf share a listing."""
         shelves = {prefix: shelf_of(grid, prefix) for prefix in prefixes}
         found = await self._cache.get(dict.fromkeys((grid, shelf) for shelf in shelves.values()), fresh=fresh)
         return {prefix: found[grid, shelf] for prefix, shelf in shelves.items()}
@@ -428,23 +413,14 @@ class Directory:
     async def _read(self, key: tuple[Grid, Index], old: Listing | None, fresh: bool) -> tuple[Listing, float]:
         """Read a shelf, quickly the first time; hosts of the old listing stay until their records expire."""
         grid, shelf = key
-        began = self._loop.time()
         read = self._dht.read if old or fresh else self._dht.fetch
-        pages = await asyncio.gather(*(read(name) for name in keys(self._run_id, grid, shelf)))
+        pages = await asyncio.gather(*map(read, keys(self._run_id, grid, shelf)))
         now, swarm_time = self._loop.time(), self._peers.time()
-        former = {
-            host: records
-            for host, records in (old.by_host.items() if old else ())
-            if max((one.until for one in records), default=0.0) > now
-        }
-        current: dict[PeerId, list[Holding]] = {}
-        for page in pages:
-            for host, records in holdings(grid, shelf, page.found, now=now, swarm_time=swarm_time).items():
-                current.setdefault(host, []).extend(records)
-        listing = Listing(former | current)
-        logger.debug("read %s in %.0f ms", grid.uid(shelf), (now - began) * 1e3)
-        alive = {one.uid for records in listing.by_host.values() for one in records if one.served}
+        found = itertools.chain(*(page.found.items() for page in pages))
+        by_host = {} if old is None else old.remaining(now)
+        by_host |= holdings(grid, shelf, found, now=now, swarm_time=swarm_time)
+        listing = Listing(by_host)
+        alive = listing.served()
         if alive and is_row(grid, shelf):
-            self._seen.setdefault(grid, set()).update(alive)
-            self._seen_at[grid] = swarm_time
+            self._seen[grid] = self._seen.get(grid, (set(), 0.0))[0] | alive, swarm_time
         return listing, self.settings.cache_s if alive else self.settings.absent_s

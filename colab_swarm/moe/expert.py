@@ -6,17 +6,23 @@ several callers is one step, on the sum of their gradients.
 
 The module runs in the mode in which you pass it. Avoid `BatchNorm` and dropout: batch statistics in training mode are
 those of all merged calls, and dropout draws another mask at backward than at forward. Experts that ship use neither.
+
+Memory. Each expert keeps its parameters, buffers and optimizer state. One batch computes at a time, so these are needed
+once: one expert's gradients, a copy of its state while it is saved, and the activations of the largest batch. They are
+measured on one expert that is built and takes one step.
 """
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -27,15 +33,17 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.errors import StateError
 from colab_swarm.markup import settings
-from colab_swarm.moe.batching import PendingCall
-from colab_swarm.moe.calls import encoded, spans
-from colab_swarm.net.peers import Refusal
-from colab_swarm.tensors.codecs import Buffer, Codec, Floats, all_finite
 from colab_swarm.tensors.device import accelerator
+from colab_swarm.tensors.statedict import flatten, unflatten
 
 ANY_LENGTH = -1
 DRY_RUN_SAMPLES = 2  # batch statistics of a single sample are an error
 DRY_RUN_LENGTH = 3
+USABLE = 0.8  # share of the free memory to use: fragmentation and other programs take the rest
+UNKNOWN_FREE_BYTES = 2 << 30
+USUAL_LENGTH = 128  # assumed for samples of any length
+MEASURED_SAMPLES = 2
+MOST = 256  # experts per host: with more, their calls would queue
 
 
 class FeedForward(nn.Module):
@@ -238,90 +246,82 @@ def _described(value: object) -> str:
     )
 
 
-Answer: TypeAlias = list[Buffer]
-"""The encoded parts of the tensor for the caller."""
+@dataclass(frozen=True)
+class ExpertModel:
+    """Memory that experts of one kind need, in bytes, and the structure of their state."""
+
+    module: int  # parameters and buffers of one expert
+    optimizer: int  # optimizer state of one expert
+    gradients: int  # of one expert
+    sample: int  # activations that the backward pass keeps per sample
+    state_bytes: int = 0  # upper bound of a save's size
+    # the state of an expert after one step; its tensors have shapes but no values
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+    def experts_that_fit(self, free_bytes: int, *, max_batch_size: int) -> tuple[int, str]:
+        """Return how many experts a host with so much free memory takes, 0 to `MOST`, and the arithmetic."""
+        each = self.module + self.optimizer
+        once = self.gradients + each + max_batch_size * self.sample
+        fit = min(MOST, max(0, int((USABLE * free_bytes - once) // max(1, each))))
+        return fit, (
+            f"{USABLE:.0%} of {_mb(free_bytes)} free, less {_mb(once)} to compute a batch of {max_batch_size:,}, "
+            f"divided by {_mb(each)} an expert (weights {_mb(self.module)}, optimizer {_mb(self.optimizer)})"
+        )
 
 
-@dataclass(eq=False)
-class Call(PendingCall):
-    """A call with its encoded parts, and the future that its handler awaits on the loop."""
+def measure(make_expert: Callable[[], nn.Module], rule: ExpertRule, sample: Sequence[int]) -> ExpertModel:
+    """Build one expert, let it take a step, and measure its memory.
 
-    codec: Codec
-    answer: asyncio.Future[Answer]
-    parts: list[memoryview] = field(default_factory=list)
-
-    @property
-    def tensors(self) -> int:
-        """Number of tensors: inputs and, at backward, gradients."""
-        return 2 if self.key.backward else 1
-
-    def decode_into(self, tensors: Sequence[Floats]) -> None:
-        """Decode the parts and free them.
-
-        Raises:
-            ValueError: a part cannot be decoded or holds values that are not finite.
-        """
-        parts = iter(self.parts)
-        for tensor in tensors:
-            flat = tensor.reshape(-1)
-            for span in spans(flat.size, self.codec):
-                flat[span] = self.codec.decode(next(parts), span.stop - span.start)
-                if not all_finite(flat[span]):
-                    raise ValueError(
-                        "your tensors hold values that are not finite: an expert must not see them"
-                    )
-        self.parts.clear()
-
-
-def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Answer | BaseException]]:
-    """Compute calls of one key as one batch; return the answer or the error of each."""
-    samples = sum(call.samples for call in calls)
-    stacks = [np.empty((samples, *calls[0].key.shape), np.float32) for _ in range(calls[0].tensors)]
-    answers: list[tuple[Call, Answer | BaseException]] = []
-    valid: list[Call] = []
-    row = 0
-    for call in calls:
-        try:
-            call.decode_into([stack[row : row + call.samples] for stack in stacks])
-        except ValueError as error:
-            answers.append((call, Refusal(str(error))))
-        else:
-            valid.append(call)
-            row += call.samples
-    if valid:
-        answers += zip(valid, _outcomes(expert, valid, [stack[:row] for stack in stacks]), strict=True)
-    return answers
-
-
-def _outcomes(
-    expert: Expert, calls: Sequence[Call], stacks: Sequence[Floats]
-) -> list[Answer | BaseException]:
-    """Return answers in the order of the calls. A batch that fails is retried call by call: bad data fail one caller.
-
-    A backward that failed for another reason than its data may have taken its step: it is not retried.
+    Raises:
+        ValueError: the module cannot be an expert of such samples.
+        TypeError: its state cannot be saved.
     """
-    try:
-        tensors = [torch.from_numpy(stack) for stack in stacks]
-        outputs = (expert.backward if len(tensors) == 2 else expert.forward)(*tensors).numpy()
-    except Exception as error:  # the user's module may raise anything: the server reports it
-        if len(calls) > 1 and (len(stacks) == 1 or isinstance(error, FloatingPointError)):
-            return [
-                outcome
-                for call, rows in zip(calls, _rows(calls), strict=True)
-                for outcome in _outcomes(expert, [call], [stack[rows] for stack in stacks])
-            ]
-        return [Refusal(str(error)) if isinstance(error, FloatingPointError) else error] * len(calls)
-    answers: list[Answer | BaseException] = []
-    for call, rows in zip(calls, _rows(calls), strict=True):
+    module = make_expert()
+    expert = Expert("the expert", module, rule, tuple(sample))
+    parameters = [*module.parameters()]
+    known = {tensor.data_ptr() for tensor in (*parameters, *module.buffers())}
+    activations: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in known:
+            activations[tensor.data_ptr()] = max(tensor.nbytes, activations.get(tensor.data_ptr(), 0))
+        return tensor
+
+    shape = (MEASURED_SAMPLES, *(USUAL_LENGTH if side == ANY_LENGTH else side for side in sample))
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        expert.backward(torch.rand(shape), torch.rand(shape))
+    tensors, skeleton = flatten(expert.state_dict())  # raises now if the state cannot be saved
+    sizes = Counter[str]()
+    for name, tensor in tensors.items():
+        sizes[name.partition("/")[0]] += tensor.nbytes
+    return ExpertModel(
+        module=sizes["module"],
+        optimizer=sizes["optimizer"],
+        gradients=sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
+        sample=(sum(activations.values()) + 4 * 4 * math.prod(shape)) // MEASURED_SAMPLES,
+        state_bytes=sum(64 + tensor.nbytes for tensor in tensors.values()),
+        state=unflatten({name: tensor.to("meta") for name, tensor in tensors.items()}, skeleton),
+    )
+
+
+def free_bytes() -> int:
+    """Return the free memory of the experts' device; a low guess where the system does not report it."""
+    if accelerator().type == "cuda":
+        return int(torch.cuda.mem_get_info()[0])
+    found: list[int] = []
+    with contextlib.suppress(OSError, ValueError):  # not Linux, or a container without limit ("max")
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+        folder = Path("/sys/fs/cgroup")
+        limit, used = ((folder / name).read_text() for name in ("memory.max", "memory.current"))
+        found.append(max(0, int(limit) - int(used)))
+    if not found:
         try:
-            answers.append(list(encoded(outputs[rows], call.codec)))
-        except ValueError as error:  # not finite: some codecs cannot represent it
-            answers.append(Refusal(f"{call.key.uid} answers with {error}"))
-    return answers
+            found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2]
+        except (AttributeError, ValueError, OSError):  # Windows
+            found = [UNKNOWN_FREE_BYTES]
+    return min(found)
 
 
-def _rows(calls: Sequence[Call]) -> Iterator[slice]:
-    row = 0
-    for call in calls:
-        yield slice(row, row + call.samples)
-        row += call.samples
+def _mb(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:,.1f} MB" if size_bytes < 1e9 else f"{size_bytes / 1e9:,.1f} GB"

@@ -1,6 +1,17 @@
-"""The grid of expert names ``prefix.u_0.….u_(d-1)``, and the beam search for the best live experts. Pure.
+"""Names of experts on a grid ``prefix.u_0.….u_(d-1)``, their records in the DHT, and the beam search for the best.
 
-The search is SelectExperts of Learning@home (section 3.1, Algorithm 1) for a whole batch. It is optimistic: below a
+Records. Each prefix of the grid has one key, the empty prefix included. Under it each host stores one signed record
+with its own id as the subkey. A *row* is a prefix that lacks only the last index. Its record names the host's addresses
+and all its experts there, so a peer that has read the row can call them. Under a shorter prefix the record names only
+the next indices that lead to live experts, and two hosts per index are enough. So the size of a key is bounded by the
+grid and not by the number of peers, and each key fits in one message. Rows of more than `PAGE` places are split over
+several keys. Shorter rows share a key, as many as fit in a page, so that a search reads few keys: they form a *shelf*,
+named after its first row.
+
+To claim a vacant place, a peer announces it with the step `CLAIMED`. If several hosts announce one place, it belongs to
+the first claim; see `Holding.claim`.
+
+Search. It is SelectExperts of Learning@home (section 3.1, Algorithm 1) for a whole batch. It is optimistic: below a
 prefix that has not been looked up, everything counts as live. It runs through all dimensions on that guess and returns
 the unknown prefixes it met. The caller looks them all up at once and searches again, until none is unknown. In a
 well-filled grid the first guess is right, and all look-ups of a search are one wait instead of one per dimension.
@@ -12,18 +23,23 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from colab_swarm.dht.service import DHT, Found, is_sound
+from colab_swarm.events import EventLog
+from colab_swarm.net.peers import Contact, Message, PeerId, Peers
+from colab_swarm.runtime import PauseGate
 from colab_swarm.tensors.codecs import Floats
 
-Index: TypeAlias = tuple[int, ...]
-"""A point of the grid, or its first coordinates."""
+Index: TypeAlias = tuple[int, ...]  # A point of the grid, or its first coordinates
 Mask: TypeAlias = npt.NDArray[np.bool_]
 _Ints: TypeAlias = npt.NDArray[np.int64]
 _Doubles: TypeAlias = npt.NDArray[np.float64]
@@ -33,6 +49,15 @@ MAX_NAME_CHARS = 128
 _HUGE = 1e300
 _NONE = -1  # stands for no prefix where a beam is not full
 _PREFIX = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z_-][A-Za-z0-9_-]*)*")
+PAGE = 256  # places, or next indices, that share a key
+MAX_ADDRESS_CHARS = 256  # of all addresses in a row's record: 256 hosts must fit under one key
+CLAIMED = -1  # the step of a place that its host does not serve yet
+
+NextIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SIDE)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+Step: TypeAlias = Annotated[int, msgspec.Meta(ge=CLAIMED, le=1 << 62)]
+Length: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
+Shape: TypeAlias = Annotated[tuple[Length, ...], msgspec.Meta(max_length=8)]
 
 
 @dataclass(frozen=True)
@@ -95,6 +120,257 @@ class Grid:
         return f"{self.prefix}[{' x '.join(map(str, self.sides))}]"
 
 
+@dataclass(frozen=True)
+class ExpertServices:
+    """This peer's services; ``run_id`` is part of all DHT keys, ``gate`` is closed while experts are paused."""
+
+    peers: Peers
+    dht: DHT
+    events: EventLog
+    rng: random.Random
+    run_id: str
+    gate: PauseGate = field(default_factory=PauseGate)
+
+
+@dataclass(frozen=True)
+class ExpertInfo:
+    """A live expert, as announced in the DHT."""
+
+    uid: str  # its name, ``prefix.u_0.….u_(d-1)``
+    host: Contact  # the peer that serves it
+    shape: tuple[int, ...]  # of one sample, input and output alike; -1: any length
+    step: int  # optimizer steps in its weights at its host's last announcement
+    expires_at: float  # when that announcement expires, swarm time, seconds
+
+    @property
+    def peer(self) -> PeerId:
+        """The host's id."""
+        return self.host.id
+
+
+class Bans:
+    """Excludes experts, each by name and host, that failed. Pure; ``now`` is monotonic seconds.
+
+    A ban is twice as long after each failure in a row.
+
+    Args:
+        first_s: length of the first ban.
+        longest_s: longest ban; without a failure for as long after a ban, the count restarts.
+
+    Attributes:
+        version: changes with each ban that begins or is lifted.
+    """
+
+    def __init__(self, first_s: float = 5.0, longest_s: float = 300.0) -> None:
+        self._first_s, self._longest_s = first_s, longest_s
+        self._records: dict[tuple[str, bytes], tuple[int, float]] = {}  # failures in a row, end of the ban
+        self.version = 0
+
+    def fail(self, key: tuple[str, bytes], now: float) -> float | None:
+        """Count a failure; return the length of the ban that begins, None if one is running.
+
+        Calls that were open when a host died all fail: they count once.
+        """
+        self._records = {
+            k: (n, until) for k, (n, until) in self._records.items() if now < until + self._longest_s
+        }
+        failures, until = self._records.get(key, (0, -math.inf))
+        if now < until:
+            return None
+        seconds = min(self._longest_s, self._first_s * 2.0**failures)
+        self._records[key] = min(failures + 1, 64), now + seconds
+        self.version += 1
+        return seconds
+
+    def succeed(self, key: tuple[str, bytes]) -> None:
+        """Forget the failures of ``key`` and lift its ban."""
+        if self._records.pop(key, None) is not None:
+            self.version += 1
+
+    def banned(self, key: tuple[str, bytes], now: float) -> bool:
+        """Return True while ``key`` is excluded."""
+        return key in self._records and now < self._records[key][1]
+
+    def ends(self, now: float) -> dict[tuple[str, bytes], float]:
+        """Return the running bans, and when each ends."""
+        return {key: until for key, (_, until) in self._records.items() if now < until}
+
+
+class ExpertPlace(Message, frozen=True):
+    """One expert on a shelf."""
+
+    index: NextIndex  # its position on the shelf, counted row by row
+    claimed_ms: Count  # the host's swarm time when it claimed the place, milliseconds
+    step: Step  # optimizer steps in its weights; `CLAIMED`: not served yet
+    shape: Shape  # of one sample; -1: any length
+
+
+class RecordRow(Message, frozen=True):
+    """A host's experts on a shelf, and the host's addresses."""
+
+    addresses: tuple[str, ...]
+    places: Annotated[tuple[ExpertPlace, ...], msgspec.Meta(max_length=PAGE)]
+
+
+class GridBranch(Message, frozen=True):
+    """Next indices under a shorter prefix that lead to experts of this host."""
+
+    indices: Annotated[tuple[NextIndex, ...], msgspec.Meta(max_length=PAGE)]
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One host's announcement of one next index, or of one place on a shelf."""
+
+    host: Contact  # the announcing peer; without addresses above the rows
+    index: int  # the next index, or the position on the shelf
+    until: float  # when the announcement expires, on the reader's monotonic clock, seconds
+    uid: str  # name of the expert, or common prefix of the experts below
+    place: ExpertPlace | None = None  # on a shelf, the expert
+
+    @property
+    def served(self) -> bool:
+        """False for a place that is claimed and cannot be called yet."""
+        return self.place is None or self.place.step != CLAIMED
+
+    @property
+    def claim(self) -> tuple[int, PeerId]:
+        """Sort key of claims to one place. The smallest wins: the earliest and, at equal times, the smaller id's."""
+        return (self.place.claimed_ms if self.place else 0, self.host.id)
+
+
+def is_row(grid: Grid, prefix: Index) -> bool:
+    """Return True if the children of this prefix are experts."""
+    return len(prefix) == len(grid.sides) - 1
+
+
+def shelf_of(grid: Grid, prefix: Index) -> Index:
+    """Return the first row of the shelf that contains a row; a shorter prefix is its own shelf."""
+    if not is_row(grid, prefix) or not prefix:
+        return prefix
+    return (*prefix[:-1], prefix[-1] - prefix[-1] % _rows_together(grid))
+
+
+def _rows_together(grid: Grid) -> int:
+    return max(1, PAGE // grid.sides[-1])
+
+
+def width(grid: Grid, shelf: Index) -> int:
+    """Return the largest number of next indices or, on a shelf, of places."""
+    side = grid.sides[len(shelf)]
+    return side * _rows_together(grid) if is_row(grid, shelf) and shelf else side
+
+
+def offset(grid: Grid, prefix: Index) -> int:
+    """Return the position of a row's first place on its shelf; 0 for a shorter prefix."""
+    if not is_row(grid, prefix) or not prefix:
+        return 0
+    return (prefix[-1] - shelf_of(grid, prefix)[-1]) * grid.sides[-1]
+
+
+def position(grid: Grid, place: Index) -> int:
+    """Return the position of an expert on its shelf."""
+    return offset(grid, place[:-1]) + place[-1]
+
+
+def _uid_at(grid: Grid, shelf: Index, index: int) -> str | None:
+    if index >= width(grid, shelf):
+        return None
+    if not (is_row(grid, shelf) and shelf):
+        return grid.uid((*shelf, index))
+    row, last = divmod(index, grid.sides[-1])
+    return grid.uid((*shelf[:-1], shelf[-1] + row, last)) if shelf[-1] + row < grid.sides[-2] else None
+
+
+def keys(run_id: str, grid: Grid, shelf: Index) -> list[str]:
+    """Return the keys that together hold all records of a shelf or shorter prefix, one per `PAGE`."""
+    pages = -(-width(grid, shelf) // PAGE)
+    return [f"{run_id}/experts/{grid.uid(shelf)}/{page}" for page in range(pages)]
+
+
+def by_page(indices: Iterable[int]) -> dict[int, list[int]]:
+    """Return sorted indices by their page."""
+    return {page: [*group] for page, group in itertools.groupby(sorted(indices), lambda index: index // PAGE)}
+
+
+def short_addresses(contact: Contact) -> tuple[str, ...]:
+    """Return the best addresses that fit in a row's record."""
+    chosen: list[str] = []
+    for address in contact.addresses:
+        if sum(map(len, chosen)) + len(address) <= MAX_ADDRESS_CHARS:
+            chosen.append(address)
+    return tuple(chosen)
+
+
+def holdings(
+    grid: Grid, shelf: Index, found: Iterable[tuple[bytes, Found]], *, now: float, swarm_time: float
+) -> dict[PeerId, list[Holding]]:
+    """Decode the records of a shelf or shorter prefix, by host; invalid records of strangers are dropped.
+
+    A host that has withdrawn everything has an empty list. ``now`` is the reader's monotonic clock at ``swarm_time``:
+    only the remaining life of a record counts, so clocks that are wrong do no harm.
+    """
+    announced: dict[PeerId, list[Holding]] = {}
+    for subkey, record in found:
+        try:
+            contact, places = _decoded(PeerId(subkey), record.value, is_row(grid, shelf))
+        except msgspec.ValidationError:
+            continue
+        if record.owner == subkey and is_sound(contact):
+            until = now + record.expires_at - swarm_time
+            held = announced.setdefault(contact.id, [])
+            for index, place in places:
+                if (uid := _uid_at(grid, shelf, index)) is not None:
+                    held.append(Holding(contact, index, until, uid, place))
+    return announced
+
+
+def _decoded(host: PeerId, value: Any, row: bool) -> tuple[Contact, list[tuple[int, ExpertPlace | None]]]:
+    if not row:
+        return Contact(host, ()), [(index, None) for index in msgspec.convert(value, GridBranch).indices]
+    record = msgspec.convert(value, RecordRow)
+    return Contact(host, record.addresses), [(place.index, place) for place in record.places]
+
+
+class Listing:
+    """The announcements read for one prefix or shelf, by host and by index."""
+
+    def __init__(self, by_host: dict[PeerId, list[Holding]]) -> None:
+        self.by_host = by_host
+        self._by_index: dict[int, list[Holding]] = {}
+        for one in sorted(itertools.chain(*by_host.values()), key=lambda one: one.claim):
+            self._by_index.setdefault(one.index, []).append(one)
+        self._mask: Mask | None = None
+        self._mask_version, self._mask_until = -1, 0.0
+
+    def served(self) -> set[str]:
+        """Return the names, or the common prefixes, of what can be called."""
+        return {one.uid for one in itertools.chain(*self.by_host.values()) if one.served}
+
+    def remaining(self, now: float) -> dict[PeerId, list[Holding]]:
+        """Return the hosts of which an announcement has not expired."""
+        return {host: held for host, held in self.by_host.items() if any(one.until > now for one in held)}
+
+    def live(self, index: int, now: float) -> Iterator[Holding]:
+        """Yield the announcements of an index that have not expired, the rightful owner's first."""
+        return (one for one in self._by_index.get(index, ()) if one.until > now)
+
+    def usable(self, index: int, now: float, bans: Bans) -> Holding | None:
+        """Return the first announcement that can be called and is not banned, or None."""
+        served = (one for one in self.live(index, now) if one.served)
+        return next((one for one in served if not bans.banned((one.uid, one.host.id), now)), None)
+
+    def mask(self, width: int, now: float, bans: Bans) -> Mask:
+        """Return which of ``width`` indices are usable; computed again only after a change."""
+        if self._mask is None or self._mask_version != bans.version or now >= self._mask_until:
+            self._mask = np.zeros(width, np.bool_)
+            self._mask[[index for index in self._by_index if self.usable(index, now, bans)]] = True
+            ends = (one.until for one in itertools.chain(*self._by_index.values()) if one.until > now)
+            self._mask_version = bans.version
+            self._mask_until = min([*bans.ends(now).values(), *ends], default=math.inf)
+        return self._mask
+
+
 def beam_search(
     scores: Sequence[Floats], k: int, children: Callable[[Index], Mask | None]
 ) -> tuple[list[list[Index]], list[Index]]:
@@ -140,11 +416,7 @@ def _descend(
             if mask is None:
                 unknown.add(prefix)
             alive_UM[u] = True if mask is None else mask
-        places = {prefix: u for u, prefix in enumerate(prefixes)} if barren else {}
-        for child in barren:
-            if child[:-1] in places:
-                alive_UM[places[child[:-1]], child[-1]] = False
-        barren |= {prefixes[u] for u in np.flatnonzero(~alive_UM[:-1].any(axis=1)) if prefixes[u]}
+        _bury(alive_UM, prefixes, barren)
         sums_NBM = np.where(alive_UM[beam_NB], totals_NB[:, :, None] + scores_NM[:, None, :], -np.inf)
         flat = sums_NBM.reshape(samples, beam_NB.shape[1] * side)
         chosen = _best(flat, k)
@@ -156,6 +428,15 @@ def _descend(
         totals_NB = np.where(chosen == _NONE, -np.inf, np.take_along_axis(flat, chosen, axis=1))
         prefixes, beam_NB = _extend(prefixes, beam_NB, chosen, side)
     return [[prefixes[u] for u in row if u != _NONE] for row in beam_NB.tolist()]
+
+
+def _bury(alive_UM: Mask, prefixes: list[Index], barren: set[Index]) -> None:
+    """Mark barren children as dead, then add the prefixes without a live child to the barren ones."""
+    places = {prefix: u for u, prefix in enumerate(prefixes)} if barren else {}
+    for child in barren:
+        if child[:-1] in places:
+            alive_UM[places[child[:-1]], child[-1]] = False
+    barren |= {prefixes[u] for u in np.flatnonzero(~alive_UM[:-1].any(axis=1)) if prefixes[u]}
 
 
 def _best(values: _Doubles, count: int) -> _Ints:

@@ -1,11 +1,18 @@
-"""The experts API of a swarm: hosts, layers, remote experts and panels. `plan_host` decides how many experts fit."""
+"""Hosting experts, and the experts API of a swarm: hosts, layers, remote experts and panels.
+
+A host starts with the experts whose saves are on its disk, then those that other peers saved and no peer hosts, then
+vacant names. Later, if memory is left, it takes over experts whose hosts died, each from the newest save of any owner
+that is complete and fits. It gives up names that belong to an earlier claim. A host that stops withdraws its experts
+first, so that no peer calls them, and saves them a last time.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,31 +21,97 @@ from typing import Any, Self, TypedDict, TypeVar
 import torch
 from torch import nn
 
+from colab_swarm.errors import PeerError, StateError
+from colab_swarm.events import ExpertHosted, ExpertLost, Fault
 from colab_swarm.markup import facts, size
-from colab_swarm.moe.batching import BatchLimits
 from colab_swarm.moe.calls import ExpertCalls
 from colab_swarm.moe.directory import Directory
-from colab_swarm.moe.expert import ANY_LENGTH, ExpertRule
-from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.hosting import (
+from colab_swarm.moe.expert import (
+    ANY_LENGTH,
     USUAL_LENGTH,
-    ExpertHosting,
-    HostPlan,
-    HostResources,
-    HostSettings,
+    Expert,
+    ExpertModel,
+    ExpertRule,
     free_bytes,
     measure,
 )
-from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings, RemoteExpert
-from colab_swarm.moe.records import ExpertServices
-from colab_swarm.moe.server import ExpertStatistics
+from colab_swarm.moe.grid import ExpertServices, Grid
+from colab_swarm.moe.layer import MixtureOfExperts, MixtureOptions, MixtureSettings, RemoteExpert
+from colab_swarm.moe.replicas import MAX_HOLDERS, ExpertSaves, HolderRecord, ReplicaService, SavePlace
+from colab_swarm.moe.saves import ReplicaStore, check_fit, cut, freeze, thaw
+from colab_swarm.moe.server import BatchLimits, ExpertServer, ExpertStatistics
 from colab_swarm.moe.watch import ExpertsSnapshot, ExpertsWatch
+from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import Runner
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 ADAM = ExpertRule(partial(torch.optim.Adam, lr=1e-3), max_grad_norm=1.0)  # how experts learn by default
 LIMITS = BatchLimits()
 FILLED = 0.75  # share of the experts that fit to host at first; the rest is for experts of dead hosts
+ANNOUNCEMENTS = 3  # in the life of a record
+REST = 3  # upkeep that took long pauses this many times as long, to leave a slow uplink to calls
+
+
+class HostOptions(TypedDict, total=False):
+    """Options of `Swarm.host_experts`.
+
+    Attributes:
+        folder: stores saves; with the same folder a later session continues from them. Without it, only the copies at
+            other peers survive this process.
+        copies, spare, save_s, takeover_s, farewell_s: see `HostPlan`.
+    """
+
+    folder: str | Path
+    copies: int
+    spare: int
+    save_s: float
+    takeover_s: float
+    farewell_s: float
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """The experts to host, and how.
+
+    Attributes:
+        grid: contains their names.
+        make: returns a new expert's module.
+        rule: how they learn.
+        sample: shape of one sample.
+        model: memory and state of such an expert.
+        count, capacity: how many, and up to how many after other hosts died.
+        uids: host only these; None: any.
+        arithmetic: explains the count in a sentence.
+        copies: other peers that keep each expert's saves.
+        spare: experts of dead hosts to take over beyond ``count``, if memory allows.
+        save_s: between two saves.
+        takeover_s: between two checks for experts whose hosts died.
+        farewell_s: longest time to send the last saves to other peers when the host stops.
+    """
+
+    grid: Grid
+    make: Callable[[], nn.Module]
+    rule: ExpertRule
+    sample: tuple[int, ...]
+    model: ExpertModel
+    count: int = 1
+    capacity: int = 1
+    uids: tuple[str, ...] | None = None
+    arithmetic: str = ""
+    copies: int = 2
+    spare: int = 4
+    save_s: float = 60.0
+    takeover_s: float = 20.0
+    farewell_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.copies <= MAX_HOLDERS or self.spare < 0:
+            raise ValueError(
+                f"copies={self.copies}, spare={self.spare}: give 0 to {MAX_HOLDERS}, and 0 or more"
+            )
+        if (shortest := min(self.save_s, self.takeover_s, self.farewell_s)) <= 0:
+            raise ValueError(f"{shortest:g} s: the times of a host must be above 0")
 
 
 def plan_host(
@@ -48,7 +121,7 @@ def plan_host(
     sample: Sequence[int] | None = None,
     rule: ExpertRule = ADAM,
     count: int | Sequence[str] | None = None,
-    spare: int = HostSettings.spare,
+    **settings: Any,
 ) -> HostPlan:
     """Build one expert, let it take a step, and compute how many this device can host.
 
@@ -58,40 +131,244 @@ def plan_host(
         sample: shape of one sample; -1: any length; None: the module's attribute ``sample``.
         rule: how each learns.
         count: how many, or the names of exactly these; None: three quarters of those that fit in the free memory.
-        spare: experts of dead hosts to take over beyond ``count``.
+        settings: ``copies``, ``spare`` and times, see `HostPlan`.
 
     Raises:
         ValueError: the module cannot be an expert, none fits, or ``count`` is not usable.
         TypeError: the optimizer's state cannot be saved.
     """
-    uids = None if count is None or isinstance(count, int) else tuple(dict.fromkeys(count))
-    for uid in uids or ():
-        grid.index(uid)
-    if isinstance(count, int) and count < 1:
-        raise ValueError(f"count={count}: host at least one expert")
-    if sample is None:
-        module = make_expert()
-        sample = getattr(module, "sample", None)
-        if not isinstance(sample, tuple):
-            name = type(module).__name__
-            raise ValueError(
-                f"unknown samples of {name}. Say sample=(512,), or sample=(-1, 512) for any length"
-            )
-    shape = tuple(sample)
-    model = measure(make_expert, rule, shape)
+    uids = _names(grid, count)
+    shape = _sample_of(make_expert) if sample is None else tuple(sample)
+    plan = HostPlan(grid, make_expert, rule, shape, measure(make_expert, rule, shape), uids=uids, **settings)
     sample_bytes = 4 * math.prod(USUAL_LENGTH if side == ANY_LENGTH else side for side in shape)
     batch_size = min(LIMITS.max_batch_size, max(1, LIMITS.max_batch_bytes // sample_bytes))
-    fit, why = model.experts_that_fit(free_bytes(), max_batch_size=batch_size)
+    fit, why = plan.model.experts_that_fit(free_bytes(), max_batch_size=batch_size)
     fit = min(fit, grid.size)
     why = f"{fit} of {grid} fit: {why}"
     if uids is not None:
-        return HostPlan(grid, make_expert, rule, shape, model, len(uids), len(uids), uids, why)
+        return replace(plan, count=len(uids), capacity=len(uids), arithmetic=why)
     if count is None and not fit:
         raise ValueError(f"{why}. Use smaller experts, or give count=1 to try")
     number = min(count, grid.size) if isinstance(count, int) else max(1, int(FILLED * fit))
-    capacity = max(number, min(number + spare, fit))
+    capacity = max(number, min(number + plan.spare, fit))
     why = f"hosting {number} experts, and up to {capacity} when other hosts die; {why}"
-    return HostPlan(grid, make_expert, rule, shape, model, number, capacity, None, why)
+    return replace(plan, count=number, capacity=capacity, arithmetic=why)
+
+
+def _names(grid: Grid, count: int | Sequence[str] | None) -> tuple[str, ...] | None:
+    if isinstance(count, int) and count < 1:
+        raise ValueError(f"count={count}: host at least one expert")
+    if count is None or isinstance(count, int):
+        return None
+    for uid in count:
+        grid.index(uid)
+    return tuple(dict.fromkeys(count))
+
+
+def _sample_of(make_expert: Callable[[], nn.Module]) -> tuple[int, ...]:
+    module = make_expert()
+    sample = getattr(module, "sample", None)
+    if not isinstance(sample, tuple):
+        raise ValueError(
+            f"unknown samples of {type(module).__name__}. Say sample=(512,), or sample=(-1, 512) for any length"
+        )
+    return sample
+
+
+class HostResources:
+    """Resources that all hosts of one peer share: the accelerator, and ``folder``, used by one process only."""
+
+    def __init__(self, services: ExpertServices, directory: Directory, folder: Path) -> None:
+        self.services, self.directory, self.folder = services, directory, folder
+        self.store = ReplicaStore(folder, me=services.peers.id)
+        self.server = ExpertServer(services.peers, services.events, gate=services.gate)
+        self.replicas = ReplicaService(services, self.store)
+
+    async def close(self) -> None:
+        """Stop serving experts and saves."""
+        await self.server.close()
+        await self.replicas.stop()
+
+
+class ExpertHosting:
+    """The experts of one kind on this peer; made and used on the event loop.
+
+    Attributes:
+        experts: those hosted now, by uid.
+        saves: saves them, and finds saves of others.
+    """
+
+    def __init__(self, resources: HostResources, plan: HostPlan) -> None:
+        self.experts: dict[str, Expert] = {}
+        self.saves = ExpertSaves(resources.services, resources.store, copies=plan.copies)
+        self.plan, self._resources, self._services = plan, resources, resources.services
+        self._directory, self._server = resources.directory, resources.server
+        self._saving = asyncio.Lock()
+        self._save_fault: str | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Host the requested experts, as far as their names are vacant, and keep them until `stop`.
+
+        Raises:
+            Exception: raised by ``plan.make``.
+        """
+        plan = self.plan
+        await self._resources.replicas.start()
+        self._repeat(self._directory.settings.ttl_s / ANNOUNCEMENTS, self._announce)  # claims, too
+        try:
+            await self._take(plan.count, self._here())
+            await self._fill(plan.count)
+        except BaseException:
+            await self.stop()
+            raise
+        self._repeat(plan.save_s, self.save)
+        self._repeat(plan.takeover_s, lambda: self._fill(plan.capacity))
+
+    async def stop(self) -> None:
+        """Withdraw the experts, save them a last time and stop serving them. Idempotent."""
+        await asyncio.gather(*self.kill(), return_exceptions=True)
+        uids = [*self.experts]
+        await self._directory.withdraw(self.plan.grid, uids)
+        for uid in uids:
+            self._server.remove(uid)
+        try:
+            for expert in self.experts.values():  # to this disk first, which is quick
+                await self._save(expert)
+            async with asyncio.timeout(self.plan.farewell_s):
+                await self.save()
+        except (PeerError, StateError, TimeoutError) as error:
+            logger.warning("not all experts were saved: %s", str(error) or "other peers took too long")
+        self.experts.clear()
+        for uid in uids:
+            self._services.events.emit(ExpertLost(_now(), uid, "this host stopped"))
+
+    def kill(self) -> list[asyncio.Task[None]]:
+        """End the upkeep without saving or withdrawing, as a crash would; return the tasks that are ending."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+    async def _fill(self, count: int) -> None:
+        if len(self.experts) < count and (saved := await self.saves.saved(self.plan.grid)):
+            live = {info.uid for info in await self._directory.live(self.plan.grid)}
+            await self._take(count, saved - live)
+        if len(self.experts) < self.plan.count:
+            await self._take(self.plan.count, self.plan.uids)
+
+    def _here(self) -> set[str]:
+        """Return the experts of this grid saved on this disk, by any owner: this peer may have had another id."""
+        return {save.uid for save in self._resources.store.saves() if self.plan.grid.contains(save.uid)}
+
+    async def _take(self, count: int, uids: Iterable[str] | None) -> None:
+        grid, wanted = self.plan.grid, None
+        if uids is not None:
+            allowed = set(uids) - self.experts.keys()
+            if self.plan.uids is not None:
+                allowed &= set(self.plan.uids)
+            wanted = sorted(filter(grid.contains, allowed))
+            if not wanted:
+                return
+        claimed = await self._directory.claim(grid, count - len(self.experts), wanted=wanted)
+        try:
+            claims = await asyncio.gather(*map(self.saves.claims, claimed))
+            for uid, saves in zip(claimed, claims, strict=True):
+                await self._open(uid, saves)
+        finally:
+            await self._directory.withdraw(grid, set(claimed) - self.experts.keys())
+            if claimed:
+                await self._announce()
+
+    async def _open(self, uid: str, claims: Iterable[tuple[PeerId, SavePlace]]) -> None:
+        """Host an expert, from the first save that is complete and fits, or as a new one."""
+        me, taken_over = self._services.peers.id, False
+        for owner, place in claims:
+            try:
+                expert = await self._load(uid, place)
+            except StateError as error:
+                logger.warning("skipped the save of %s at step %d: %s", uid, place.step, error)
+                continue
+            taken_over = owner != me
+            if not taken_over:
+                self.saves.adopt(uid, place)
+            break
+        else:
+            expert = await self._server.device.run(lambda: self._build(uid))
+        self._server.add(expert)
+        self.experts[uid] = expert
+        self._services.events.emit(ExpertHosted(_now(), uid, expert.step, taken_over))
+
+    def _build(self, uid: str, state: dict[str, Any] | None = None) -> Expert:
+        expert = Expert(uid, self.plan.make(), self.plan.rule, self.plan.sample)
+        if state is not None:
+            expert.load_state_dict(state)
+        return expert
+
+    async def _load(self, uid: str, place: SavePlace) -> Expert:
+        saved = await self.saves.fetch(uid, place, limit_bytes=self.plan.model.state_bytes)
+        state = await asyncio.to_thread(thaw, saved)
+        check_fit(state, self.plan.model.state)
+        if state.get("step") != place.step:
+            raise StateError("the state is not of the claimed step")
+        return await self._server.device.run(lambda: self._build(uid, state))
+
+    async def _announce(self) -> None:
+        grid = self.plan.grid
+        rivals = await self._directory.rivals(grid, [*self.experts])
+        lost = [uid for uid in rivals if self.experts.pop(uid, None)]
+        for uid in lost:
+            self._server.remove(uid)
+            self._services.events.emit(ExpertLost(_now(), uid, "another peer claimed it earlier"))
+        if lost:
+            await self._directory.withdraw(grid, lost)
+        experts = {uid: (expert.shape, expert.step) for uid, expert in self.experts.items()}
+        await self._directory.announce(grid, experts)
+
+    async def save(self) -> None:
+        """Save the experts that changed or lost holders, and publish which experts have saves."""
+        async with self._saving:
+            others = await self._resources.replicas.others()
+            for expert in [*self.experts.values()]:
+                await self._save(expert, others)
+            if saved := self._here() | self.saves.results.keys():
+                await self.saves.publish_saved(self.plan.grid, saved)
+
+    async def _save(self, expert: Expert, others: Mapping[PeerId, HolderRecord] | None = None) -> None:
+        """Save an expert here and at some of ``others``; None: only here."""
+        uid = expert.uid
+        if not expert.step or not self.saves.due(uid, expert.step, others or {}):
+            return  # before its first step an expert equals a new one
+        step, frozen = await self._server.device.run(lambda: (expert.step, freeze(expert.state_dict())))
+        saved = await asyncio.to_thread(cut, uid, step, frozen)
+        if others is None:
+            fault = await self.saves.write(saved)
+        else:
+            fault = (await self.saves.save(saved, others)).fault
+        if fault and not self._save_fault:
+            self._services.events.emit(Fault(_now(), f"save of {uid}", fault))
+        self._save_fault = fault
+
+    def _repeat(self, period_s: float, work: Callable[[], Awaitable[None]]) -> None:
+        self._tasks.append(asyncio.create_task(self._every(period_s, work), name="host experts"))
+
+    async def _every(self, period_s: float, work: Callable[[], Awaitable[None]]) -> None:
+        took_s = 0.0
+        while True:
+            await asyncio.sleep(max(period_s, REST * took_s) * self._services.rng.uniform(0.8, 1.0))
+            began = _now()
+            try:
+                await work()
+            except PeerError as error:
+                logger.info("will retry: %s", error)
+            except Exception as error:  # the experts remain in service
+                logger.exception("upkeep of the experts failed")
+                self._services.events.emit(Fault(_now(), "host experts", f"{type(error).__name__}: {error}"))
+            took_s = _now() - began
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 @dataclass(frozen=True)
@@ -118,18 +395,13 @@ class ExpertHost:
     """Experts on this peer, served in the background until `stop`. Made by `Swarm.host_experts`."""
 
     def __init__(
-        self,
-        runtime: Runner,
-        resources: HostResources,
-        plan: HostPlan,
-        settings: HostSettings,
-        show: Callable[[ExpertHost], Any],
+        self, runtime: Runner, resources: HostResources, plan: HostPlan, show: Callable[[ExpertHost], Any]
     ) -> None:
         """Claim names and start to serve; ``show`` makes the panel."""
         self.grid, self.arithmetic = plan.grid, plan.arithmetic
         self.stopped = False
         self._runtime, self._resources, self._show = runtime, resources, show
-        self._hosting = ExpertHosting(resources, plan, settings)
+        self._hosting = ExpertHosting(resources, plan)
         runtime.call(self._hosting.start())
 
     @property
@@ -139,18 +411,19 @@ class ExpertHost:
 
     def statistics(self) -> dict[str, ExpertStatistics]:
         """Return the statistics of each expert, by uid."""
-        return self._runtime.call(self._hosting.statistics())
+        served = self._runtime.call(_on_loop(self._resources.server.statistics))
+        return {uid: served[uid] for uid in self.uids if uid in served}
 
     def snapshot(self) -> HostSnapshot:
         """Return the host's state. Thread-safe."""
-        saves, experts = dict(self._hosting.saves.results), sorted(dict(self._hosting.experts).items())
-        hosted, fault = [], None
-        for uid, expert in experts:
-            save = saves.get(uid)
-            fault = fault or (save.fault if save else None)
-            steps, copies = (save.step, len(save.holders)) if save else (None, 0)
-            hosted.append(HostedExpert(uid, expert.step, steps, copies))
-        return HostSnapshot(str(self.grid), tuple(hosted), self._resources.store.kept_bytes, fault)
+        experts = sorted(dict(self._hosting.experts).items())
+        saves = [self._hosting.saves.results.get(uid) for uid, _ in experts]
+        hosted = tuple(
+            HostedExpert(uid, expert.step, save.step if save else None, len(save.holders) if save else 0)
+            for (uid, expert), save in zip(experts, saves, strict=True)
+        )
+        fault = next((save.fault for save in saves if save and save.fault), None)
+        return HostSnapshot(str(self.grid), hosted, self._resources.store.kept_bytes, fault)
 
     def panel(self) -> Any:
         """Return a live view of all experts of the grid: widgets in a notebook, text elsewhere."""
@@ -194,55 +467,11 @@ class ExpertHost:
         snapshot = self.snapshot()
         entries = {"kept for others": size(snapshot.kept_bytes)}
         entries |= {"fault of the last save": snapshot.fault} if snapshot.fault else {}
-        rows = [
-            (
-                one.uid,
-                f"{one.step:,}",
-                "not yet" if one.saved_step is None else f"{one.saved_step:,}",
-                f"{one.copies}",
-            )
-            for one in snapshot.experts
-        ]
+        rows = []
+        for one in snapshot.experts:
+            saved = "not yet" if one.saved_step is None else f"{one.saved_step:,}"
+            rows.append((one.uid, f"{one.step:,}", saved, str(one.copies)))
         return facts(repr(self), entries, ("expert", "step", "saved at step", "copies elsewhere"), rows)
-
-
-class HostOptions(TypedDict, total=False):
-    """Options of `Swarm.host_experts`.
-
-    Attributes:
-        folder: stores saves; with the same folder a later session continues from them. Without it, only the copies at
-            other peers survive this process.
-        copies: other peers that keep each expert's saves.
-        spare: experts of dead hosts to take over beyond ``count``, if memory allows.
-        save_s: between two saves.
-        takeover_s: between two checks for experts whose hosts died.
-        farewell_s: longest time to send the last saves to other peers.
-    """
-
-    folder: str | Path
-    copies: int
-    spare: int
-    save_s: float
-    takeover_s: float
-    farewell_s: float
-
-
-class MixtureOptions(TypedDict, total=False):
-    """Options of `Swarm.mixture_of_experts`.
-
-    Attributes:
-        k_min, grace_s, sequences, reject_outliers: see `MixtureSettings`.
-        compression: of activations and gradients, as for `Swarm.optimizer`, but not adaptive. Warning: onebit and topk
-            have no error feedback here, so the lost values never arrive. Train with them from the start, or use int8.
-        timeout_s: for finding experts, and again for calling them.
-    """
-
-    k_min: int
-    grace_s: float
-    sequences: bool
-    reject_outliers: float | None
-    compression: str
-    timeout_s: float
 
 
 async def _on_loop(make: Callable[[], T]) -> T:
@@ -283,17 +512,15 @@ class SwarmExperts:
     ) -> ExpertHost:
         """Host experts as `Swarm.host_experts` does; an earlier host of the prefix is stopped."""
         grid = Grid.of(prefix, shape)
-        folder = options.get("folder")
-        settings = HostSettings(**{name: value for name, value in options.items() if name != "folder"})  # type: ignore[arg-type]
-        plan = plan_host(
-            grid, make_expert, sample=sample, rule=rule or ADAM, count=count, spare=settings.spare
-        )
+        settings: dict[str, Any] = {**options}
+        folder = settings.pop("folder", None)
+        plan = plan_host(grid, make_expert, sample=sample, rule=rule or ADAM, count=count, **settings)
         if grid.prefix in self._hosts:
             self._hosts.pop(grid.prefix).stop()
-        resources = self._open(None if folder is None else Path(folder))
+        resources = self._open(folder)
         if count is None:
             print(plan.arithmetic)
-        host = self._hosts[grid.prefix] = ExpertHost(self._runtime, resources, plan, settings, self._panel)
+        host = self._hosts[grid.prefix] = ExpertHost(self._runtime, resources, plan, self._panel)
         return host
 
     def mixture(
@@ -301,9 +528,9 @@ class SwarmExperts:
     ) -> MixtureOfExperts:
         """Return a layer as `Swarm.mixture_of_experts` does."""
         grid = Grid.of(prefix, shape)
-        calls = self._calls(options.get("compression", "float32"), options.get("timeout_s", 30.0))
-        rest = {name: value for name, value in options.items() if name not in ("compression", "timeout_s")}
-        return MixtureOfExperts(calls, grid, dim, MixtureSettings(k, **rest))  # type: ignore[arg-type]
+        rest: dict[str, Any] = {**options}
+        calls = self._calls(rest.pop("compression", "float32"), rest.pop("timeout_s", 30.0))
+        return MixtureOfExperts(calls, grid, dim, MixtureSettings(k, **rest))
 
     def remote(self, uid: str, shape: Sequence[int], *, compression: str, timeout_s: float) -> RemoteExpert:
         """Return one expert as a module, as `Swarm.expert` does."""
@@ -324,9 +551,8 @@ class SwarmExperts:
     def watch(self, grid: Grid) -> ExpertsWatch:
         """Return the source of a grid's snapshots."""
         if grid not in self._watches:
-            self._watches[grid] = ExpertsWatch(
-                self._runtime, self._services, self._directory, grid, self._served
-            )
+            mine = self._runtime, self._services, self._directory
+            self._watches[grid] = ExpertsWatch(*mine, grid, self._served)
         return self._watches[grid]
 
     def _served(self) -> dict[str, ExpertStatistics]:
@@ -354,17 +580,17 @@ class SwarmExperts:
         peers = self._services.peers
         return ExpertCalls(peers, self._directory, self._runtime, codec=compression, timeout_s=timeout_s)
 
-    def _open(self, folder: Path | None) -> HostResources:
+    def _open(self, folder: str | Path | None) -> HostResources:
         """Return the resources of all hosts here, in the folder of the first."""
         if self._resources is None:
             if folder is None:
                 self._temporary = tempfile.TemporaryDirectory(
                     prefix="colab-swarm-experts-", ignore_cleanup_errors=True
                 )
-                folder = Path(self._temporary.name)
-            make = partial(HostResources, self._services, self._directory, folder)
+                folder = self._temporary.name
+            make = partial(HostResources, self._services, self._directory, Path(folder))
             self._resources = self._runtime.call(_on_loop(make))
-        elif folder is not None and folder != self._resources.folder:
+        elif folder is not None and Path(folder) != self._resources.folder:
             raise ValueError(
                 f"this peer saves experts in {self._resources.folder}: omit folder=, or leave the swarm first"
             )

@@ -18,9 +18,9 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -31,15 +31,13 @@ from colab_swarm.markup import facts
 from colab_swarm.moe.calls import (
     ExpertBatch,
     ExpertCalls,
-    Flags,
     Places,
     as_floats,
     attach_backward,
     group,
     wait_for_answers,
 )
-from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.records import ExpertInfo
+from colab_swarm.moe.grid import ExpertInfo, Grid, Mask
 from colab_swarm.tensors.codecs import Floats, all_finite
 
 logger = logging.getLogger(__name__)
@@ -118,7 +116,7 @@ class Usage:
     """Counters and expert shares of a layer. Copies of the layer share it. Thread-safe."""
 
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
+        self._counts = Counter[str]()
         self._shares: dict[str, float] = {}
         self._lock = threading.Lock()
 
@@ -130,10 +128,12 @@ class Usage:
         with self._lock:
             self._counts.update(more)
 
-    def statistics(self) -> MixtureStatistics:
-        """Return the counters, without the bytes."""
+    def statistics(self, calls: ExpertCalls) -> MixtureStatistics:
+        """Return the counters, with the bytes of these calls."""
         with self._lock:
-            return MixtureStatistics(**self._counts)
+            return MixtureStatistics(
+                **self._counts, sent_bytes=calls.sent_bytes, received_bytes=calls.received_bytes
+            )
 
     def on_batch(self, weights: Mapping[str, float]) -> int:
         """Record a batch that was mixed with these sums of weights; return how many other experts are known."""
@@ -143,9 +143,7 @@ class Usage:
                 shares = {uid: DECAY * share for uid, share in self._shares.items()}
                 for uid, weight in weights.items():
                     shares[uid] = shares.get(uid, 0.0) + (1 - DECAY) * weight / total
-                self._shares = {
-                    uid: share for uid, share in shares.items() if share >= FORGOTTEN or uid in weights
-                }
+                self._shares = {u: share for u, share in shares.items() if share >= FORGOTTEN or u in weights}
             return len(self._shares.keys() - weights.keys())
 
     @property
@@ -186,14 +184,12 @@ class RemoteExpert(nn.Module):
         Raises:
             ExpertError: no peer hosts it.
         """
-        return self._calls.runtime.call(self._find())
-
-    async def _find(self) -> ExpertInfo:
+        calls = self._calls
+        found = asyncio.wait_for(calls.directory.find(self.grid, self.uid), calls.timeout_s)
         try:
-            async with asyncio.timeout(self._calls.timeout_s):
-                info = await self._calls.directory.find(self.grid, self.uid)
+            info = calls.runtime.call(found)
         except TimeoutError as error:
-            raise ExpertError(f"{self.uid} was not found in {self._calls.timeout_s:g} s") from error
+            raise ExpertError(f"{self.uid} was not found in {calls.timeout_s:g} s") from error
         if info is None:
             raise ExpertError(f"no peer hosts {self.uid}: host it, or wait until a peer takes it over")
         return info
@@ -247,7 +243,7 @@ class MixtureSettings:
     def __post_init__(self) -> None:
         if not 1 <= self.k_min <= self.k:
             raise ValueError(
-                f"k={self.k}, k_min={self.k_min}: call at least one expert and wait for at most k"
+                f"k={self.k}, k_min={self.k_min}: call one expert or more and wait for at most k"
             )
         if not self.grace_s >= 0:
             raise ValueError(f"grace_s={self.grace_s}: give seconds, 0 or more")
@@ -255,6 +251,24 @@ class MixtureSettings:
             raise ValueError(
                 f"reject_outliers={self.reject_outliers}: half of all answers are within 1; try 5"
             )
+
+
+class MixtureOptions(TypedDict, total=False):
+    """Options of `Swarm.mixture_of_experts`.
+
+    Attributes:
+        k_min, grace_s, sequences, reject_outliers: see `MixtureSettings`.
+        compression: of activations and gradients, as for `Swarm.optimizer`, but not adaptive. Warning: onebit and topk
+            have no error feedback here, so the lost values never arrive. Train with them from the start, or use int8.
+        timeout_s: for finding experts, and again for calling them.
+    """
+
+    k_min: int
+    grace_s: float
+    sequences: bool
+    reject_outliers: float | None
+    compression: str
+    timeout_s: float
 
 
 class MixtureOfExperts(nn.Module):
@@ -301,10 +315,7 @@ class MixtureOfExperts(nn.Module):
 
     def statistics(self) -> MixtureStatistics:
         """Return the counters since the layer's creation."""
-        calls = self._calls
-        return replace(
-            self._usage.statistics(), sent_bytes=calls.sent_bytes, received_bytes=calls.received_bytes
-        )
+        return self._usage.statistics(self._calls)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return a tensor of the same shape and dtype.
@@ -349,11 +360,11 @@ class MixtureOfExperts(nn.Module):
         return grads_BS
 
     def _balance(self, batch: _Batch, weights_BK: Tensor) -> None:
-        experts_BK, uids = batch.experts()
-        importance_E = weights_BK.new_zeros(len(uids) + 1)  # the last: of no expert, 0
-        places = torch.from_numpy(experts_BK.ravel()).to(weights_BK.device)
-        importance_E = importance_E.index_add(0, places, weights_BK.ravel())[:-1]
-        idle = self._usage.on_batch(dict(zip(uids, importance_E.tolist(), strict=True)))
+        count = len(batch.infos)
+        places = torch.from_numpy(batch.experts_BK.ravel() % (count + 1))  # the last: of no expert, 0
+        importance_E = weights_BK.new_zeros(count + 1)
+        importance_E = importance_E.index_add(0, places.to(weights_BK.device), weights_BK.ravel())[:-1]
+        idle = self._usage.on_batch(dict(zip(batch.infos, importance_E.tolist(), strict=True)))
         self.balance_loss = balance_loss(importance_E, idle)
 
 
@@ -369,10 +380,11 @@ class _Batch:
         self._inputs_BS = inputs_BS
         batch, k = len(inputs_BS), min(settings.k, grid.size)
         self.outputs_BKS: Floats = np.zeros((batch, k, *inputs_BS.shape[1:]), np.float32)
-        self.answered_BK: Flags = np.zeros((batch, k), np.bool_)
+        self.answered_BK: Mask = np.zeros((batch, k), np.bool_)
         self.indices_BKG = np.zeros((batch, k, len(grid.sides)), np.int64)
         self.counts = dict.fromkeys(("answers", "failures", "unanswered", "outliers"), 0)
-        self._groups: dict[str, ExpertBatch] = {}
+        self.experts_BK = np.full((batch, k), -1, np.intp)  # places in `infos`; -1: no answer
+        self.infos: dict[str, ExpertInfo] = {}  # experts that answered
 
     async def forward(self, scores: Sequence[Floats]) -> None:
         rows = np.arange(len(self._inputs_BS))
@@ -415,18 +427,16 @@ class _Batch:
         for task, one in tasks.items():
             uid = one.info.uid
             if task.cancelled():
-                calls.directory.on_failure(uid, f"{grace_s:g} s later than others")
+                calls.directory.on_failure(one.info, f"{grace_s:g} s later than others")
             if task.cancelled() or isinstance(task.exception(), ExpertError):
                 self.counts["failures"] += 1
                 continue
             self.outputs_BKS[one.rows, one.slots] = task.result()
             self.answered_BK[one.rows, one.slots] = True
             self.indices_BKG[one.rows, one.slots] = self._grid.index(uid)
+            self.infos.setdefault(uid, one.info)  # it may have answered other samples at the first attempt
+            self.experts_BK[one.rows, one.slots] = [*self.infos].index(uid)
             self.counts["answers"] += 1
-            if first := self._groups.get(uid):  # it answered other samples at the first attempt
-                rows, slots = np.append(first.rows, one.rows), np.append(first.slots, one.slots)
-                one = ExpertBatch(first.info, rows, slots)
-            self._groups[uid] = one
 
     def _reject(self, factor: float) -> None:
         judged = np.flatnonzero(self.answered_BK.sum(1) >= MIN_WITNESSES)
@@ -443,12 +453,12 @@ class _Batch:
     async def backward(self, grads_BKS: Floats) -> tuple[Floats, int]:
         """Return the inputs' gradient, and the number of experts that failed and count as zero in it."""
         if not all_finite(grads_BKS):  # the experts must not receive it, the caller's optimizer may
-            return np.full_like(self._inputs_BS, np.nan), len(self._groups)
+            return np.full_like(self._inputs_BS, np.nan), len(self.infos)
         groups = []
-        for one in self._groups.values():
-            used = self.answered_BK[one.rows, one.slots]  # not those rejected as outliers
-            if used.any():
-                groups.append(ExpertBatch(one.info, one.rows[used], one.slots[used]))
+        for index, info in enumerate(self.infos.values()):
+            rows, slots = np.nonzero(self.answered_BK & (self.experts_BK == index))  # not rejected outliers
+            if len(rows):
+                groups.append(ExpertBatch(info, rows, slots))
         calls = (
             self._calls.backward(one.info, self._inputs_BS[one.rows], grads_BKS[one.rows, one.slots])
             for one in groups
@@ -463,10 +473,3 @@ class _Batch:
             else:
                 grads_BS[one.rows] += result  # a sample is in a group once: nothing is overwritten
         return grads_BS, lost
-
-    def experts(self) -> tuple[Places, list[str]]:
-        """Return the expert of each place as an index into the names that follow; one past the end: none."""
-        experts_BK = np.full(self.answered_BK.shape, len(self._groups), np.intp)
-        for index, one in enumerate(self._groups.values()):
-            experts_BK[one.rows, one.slots] = index
-        return experts_BK, list(self._groups)

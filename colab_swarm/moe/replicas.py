@@ -5,10 +5,9 @@ with the chunks it lacks, then those chunks. So a save with few changes costs li
 is only renewed. A holder keeps two saves per expert and owner until the owner reports that the newer one is safe. It
 drops saves that were not renewed for a day.
 
-Saving. The owner writes the chunks to its disk and sends them to holders, previous ones first; a holder that fails is
-replaced by the next. Then it publishes a signed record. Once enough holders have the save, all may drop the one before;
-until then the record names both. So after the loss of the host and all holders but one, only the steps since the last
-save are lost.
+Saving. The owner writes the chunks to its disk, sends them to holders, previous ones first, and publishes a signed
+record. Once enough holders have the save, all may drop the one before; until then the record names both. So after the
+loss of the host and all holders but one, only the steps since the last save are lost.
 
 Finding. Any peer that may write to the DHT may claim a save of any step. So claims are tried from the highest step
 down, chunks count only if they match their hashes, and a save that is incomplete or does not fit is skipped.
@@ -28,17 +27,15 @@ from blake3 import blake3
 
 from colab_swarm.dht.service import is_sound
 from colab_swarm.errors import CallRefused, PeerError, StateError
-from colab_swarm.moe.grid import Grid, Index
-from colab_swarm.moe.records import ExpertServices
+from colab_swarm.moe.grid import ExpertServices, Grid, Index
 from colab_swarm.moe.saves import (
-    DIGEST_BYTES,
     MAX_CHUNKS,
     MAX_STEP,
     SAVES_OF_ONE,
+    Digest,
     ReplicaStore,
     SavedExpert,
     SaveManifest,
-    cut_digests,
     digest_of,
     save_of,
 )
@@ -52,7 +49,6 @@ RENEWALS = 24  # of an unchanged save during its life
 ANNOUNCE_S = 60.0  # between two announcements of a holder
 CHUNK_TIMEOUT_S = 30.0
 PROBE_S = 10.0  # timeout of the first request to a holder
-Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 PATIENCE_S = 60.0  # a holder that was unreachable is not called for so long
 
 
@@ -76,7 +72,7 @@ class SaveChunk(Message, frozen=True):
 class LackedChunks(Message, frozen=True):
     """The chunks of a save that the holder lacks, by their place in the manifest."""
 
-    places: tuple[int, ...]
+    places: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_CHUNKS)]
 
 
 class SaveKept(Message, frozen=True):
@@ -108,10 +104,9 @@ class SavePlace(Message, frozen=True):
             raise ValueError("record of a save with invalid holders")
 
 
+# an expert's newest save and, until that is safe, the one before; signed, under its owner's subkey
 SaveRecord = Annotated[tuple[SavePlace, ...], msgspec.Meta(max_length=SAVES_OF_ONE)]
-"""An expert's newest save and, until that is safe, the one before; signed, under its owner's subkey."""
-SavedIndices = tuple[Index, ...]
-"""The experts of a grid that a peer has saved; signed, under its own subkey."""
+SavedIndices = tuple[Index, ...]  # the experts of a grid that a peer has saved; signed, under its own subkey
 
 
 class ReplicaService:
@@ -177,18 +172,13 @@ class ReplicaService:
         try:
             head = await _receive_chunk(stream, opening.manifest)
             manifest = SaveManifest.decode(head)
-            save = save_of(manifest, stream.peer, at=self._peers.time())
-            digests, chunks = cut_digests(manifest.digests), self.store.chunks
-            with self.store.receiving(save):
-                await asyncio.to_thread(chunks.put, head)
-                first = {
-                    digest: place for place, digest in reversed([*enumerate(digests)]) if digest not in chunks
-                }
-                lacked = sorted(first.values())
-                await stream.send(LackedChunks(tuple(lacked)))
-                for place in lacked:
-                    await asyncio.to_thread(chunks.put, await _receive_chunk(stream, digests[place]))
-                self.store.add(save)
+            with self.store.adding(save_of(manifest, stream.peer, at=self._peers.time())):
+                await asyncio.to_thread(self.store.put, head)
+                places = enumerate(manifest.digests)
+                lacked = {digest: place for place, digest in places if digest not in self.store}
+                await stream.send(LackedChunks(tuple(lacked.values())))
+                for digest in lacked:
+                    await asyncio.to_thread(self.store.put, await _receive_chunk(stream, digest))
         except (StateError, TimeoutError) as error:
             raise Refusal(str(error) or "the save arrived too slowly") from error
         await stream.send(SaveKept())
@@ -196,7 +186,7 @@ class ReplicaService:
 
     async def _send_chunks(self, request: FetchSave, stream: Stream) -> None:
         for digest in request.digests:
-            chunk = await asyncio.to_thread(self.store.chunks.get, digest)
+            chunk = await asyncio.to_thread(self.store.get, digest)
             if chunk is None:
                 raise Refusal(f"chunk {digest.hex()[:8]} is not here")
             await stream.send(SaveChunk(), chunk)
@@ -208,7 +198,6 @@ class ReplicaService:
 
 
 async def _records(services: ExpertServices, key: str, kind: Any) -> dict[bytes, Any]:
-    """Return the valid records of a key, by subkey."""
     found: dict[bytes, Any] = {}
     for subkey, entry in (await services.dht.get(key)).items():
         try:
@@ -218,9 +207,8 @@ async def _records(services: ExpertServices, key: str, kind: Any) -> dict[bytes,
     return found
 
 
-async def _receive_chunk(stream: Stream, digest: bytes) -> memoryview:
-    async with asyncio.timeout(CHUNK_TIMEOUT_S):
-        _, payload = await stream.receive(SaveChunk)
+async def _receive_chunk(stream: Stream, digest: bytes, timeout_s: float = CHUNK_TIMEOUT_S) -> memoryview:
+    _, payload = await asyncio.wait_for(stream.receive(SaveChunk), timeout_s)
     if digest_of(payload) != digest:
         raise StateError(f"the chunk does not match its hash {digest.hex()[:8]}")
     return payload
@@ -234,24 +222,19 @@ async def send_save(
     Raises:
         PeerError: the holder failed or refused.
     """
-    count, clock = len(saved.manifest.digests) // DIGEST_BYTES, asyncio.get_running_loop()
     sent_bytes = 0
     try:
-        async with (
-            asyncio.timeout(timeout_s) as limit,
-            await peers.stream(holder, KeepSave(digest_of(saved.head)), timeout_s=timeout_s) as stream,
-        ):
-            await stream.send(SaveChunk(), saved.head)
-            lacked, _ = await stream.receive(LackedChunks)
-            if len(lacked.places) > MAX_CHUNKS or any(not 0 <= place < count for place in lacked.places):
+        opening = KeepSave(digest_of(saved.head))
+        async with await peers.stream(holder, opening, timeout_s=timeout_s) as stream:
+            await asyncio.wait_for(stream.send(SaveChunk(), saved.head), timeout_s)
+            lacked, _ = await asyncio.wait_for(stream.receive(LackedChunks), timeout_s)
+            if not {*lacked.places} <= {*range(len(saved.manifest.digests))}:
                 raise PeerError("the holder requests chunks that do not exist")
             for place in lacked.places:
-                limit.reschedule(clock.time() + timeout_s)
                 chunk = memoryview(saved.blob.data)[saved.manifest.span(place)]
-                await stream.send(SaveChunk(), chunk)
+                await asyncio.wait_for(stream.send(SaveChunk(), chunk), timeout_s)
                 sent_bytes += len(chunk)
-            limit.reschedule(clock.time() + timeout_s)
-            await stream.receive(SaveKept)
+            await asyncio.wait_for(stream.receive(SaveKept), timeout_s)
     except TimeoutError as error:
         raise PeerError(f"holder {short(holder)} took longer than {timeout_s:.0f} s for a chunk") from error
     return sent_bytes
@@ -267,30 +250,13 @@ async def fetch_chunks(
     """
     found: dict[bytes, bytes] = {}
     try:
-        async with (
-            asyncio.timeout(timeout_s) as limit,
-            await peers.stream(holder, FetchSave(tuple(digests)), timeout_s=timeout_s) as stream,
-        ):
+        async with await peers.stream(holder, FetchSave(tuple(digests)), timeout_s=timeout_s) as stream:
             for digest in digests:
-                _, payload = await stream.receive(SaveChunk)
-                if digest_of(payload) != digest:
-                    raise PeerError(f"holder {short(holder)} sent a wrong chunk")
-                found[digest] = bytes(payload)
-                limit.reschedule(asyncio.get_running_loop().time() + timeout_s)
-    except (PeerError, TimeoutError) as error:
+                found[digest] = bytes(await _receive_chunk(stream, digest, timeout_s))
+    except (PeerError, StateError, TimeoutError) as error:
         if not found:
             raise PeerError(f"holder {short(holder)} sent nothing: {error}") from error
     return found
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A claim that a save of an expert exists: by which owner, of which step, at which holders."""
-
-    owner: PeerId
-    step: int
-    manifest: bytes
-    holders: tuple[PeerId, ...]
 
 
 @dataclass(frozen=True)
@@ -326,40 +292,43 @@ class ExpertSaves:
 
     async def save(self, saved: SavedExpert, others: Mapping[PeerId, HolderRecord]) -> SaveResult:
         """Save on this disk and at holders among ``others``, then publish it; a fault is part of the result."""
-        uid = saved.manifest.uid
+        uid, step = saved.manifest.uid, saved.manifest.step
         fault = await self.write(saved)
         holders, sent_bytes = await self._spread(saved, others)
-        result = SaveResult(saved.manifest.step, frozenset(holders), sent_bytes, self._peers.time(), fault)
-        here = [] if fault else [self._peers.contact]
-        contacts = (*here, *map(self._peers.contact_of, sorted(holders)))
-        place, former = SavePlace(result.step, digest_of(saved.head), contacts), self._safe.get(uid)
-        before = sum(holder.id != self._peers.id for holder in former.holders) if former else 0
-        safe = len(holders) >= min(self._copies, max(len(others), before))  # former holders may be back soon
-        saves = (place,) if safe or former is None or former.manifest == place.manifest else (place, former)
-        if not (place.holders and await self._publish(self._key(uid, "save"), saves)):
+        result = SaveResult(step, frozenset(holders), sent_bytes, self._peers.time(), fault)
+        contacts = [*map(self._peers.contact_of, sorted(holders))] + [self._peers.contact] * (not fault)
+        place = SavePlace(step, digest_of(saved.head), tuple(contacts))
+        former = self._safe.get(uid, place)
+        safe = len(holders) >= min(self._copies, max(len(others), self._others_in(former)))
+        saves = (place,) if safe or former.manifest == place.manifest else (place, former)
+        if not (contacts and await self._publish(self._key(uid, "save"), saves)):
             return replace(result, fault=fault or f"no peer stored the record of the save of {uid}")
         self.results[uid] = result
-        if safe or (holders and former is None):
+        if safe or (holders and former is place):
             self._safe[uid] = place
         if safe:
-            self._store.settle(self._peers.id, uid, place.manifest)
-            message = SettleSave(uid, place.manifest)
-            calls = (self._peers.call(peer, message, SaveKept, timeout_s=CHUNK_TIMEOUT_S) for peer in holders)
-            await asyncio.gather(*calls, return_exceptions=True)
+            await self._settle(SettleSave(uid, place.manifest), holders)
         return result
 
-    def adopt(self, uid: str, claim: Claim) -> None:
+    def _others_in(self, place: SavePlace) -> int:
+        """Count the former holders of a save: those that are away may be back soon."""
+        return len({contact.id for contact in place.holders} - {self._peers.id})
+
+    async def _settle(self, message: SettleSave, holders: Iterable[PeerId]) -> None:
+        self._store.settle(self._peers.id, message.uid, message.manifest)
+        calls = (self._peers.call(peer, message, SaveKept, timeout_s=CHUNK_TIMEOUT_S) for peer in holders)
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    def adopt(self, uid: str, place: SavePlace) -> None:
         """Keep publishing a save that this peer made earlier, until a newer one is safe."""
-        contacts = tuple(map(self._peers.contact_of, claim.holders))
-        self._safe[uid] = SavePlace(claim.step, claim.manifest, contacts)
+        self._safe[uid] = place
 
     async def write(self, saved: SavedExpert) -> str | None:
         """Save on this disk; return the error text, or None."""
         save = save_of(saved.manifest, self._peers.id, at=self._peers.time())
         try:
-            with self._store.receiving(save):
-                await asyncio.to_thread(lambda: [*map(self._store.chunks.put, saved.chunks.values())])
-                self._store.add(save)
+            with self._store.adding(save):
+                await asyncio.to_thread(lambda: [*map(self._store.put, saved.chunks.values())])
         except StateError as error:
             logger.warning("%s at step %d is not on disk: %s", save.uid, save.step, error)
             return str(error)
@@ -368,7 +337,7 @@ class ExpertSaves:
     async def _spread(
         self, saved: SavedExpert, others: Mapping[PeerId, HolderRecord]
     ) -> tuple[list[PeerId], int]:
-        """Send a save to holders until enough have it; return them, and the bytes they lacked.
+        """Send a save to enough holders; return them, and the bytes they lacked.
 
         Former holders come first, then the others in an order that depends on the expert: this spreads the load.
         """
@@ -377,16 +346,14 @@ class ExpertSaves:
         known = last.holders if last else frozenset()
         since = self._peers.time() - PATIENCE_S
         able = [
-            peer
+            (peer not in known, blake3(uid.encode() + peer).digest(), peer)
             for peer, record in others.items()
             if (peer in known or record.room_bytes >= size_bytes)
             and self._failed_at.get(peer, since) <= since
         ]
         holders: list[PeerId] = []
         total_bytes = 0
-        for holder in sorted(
-            able, key=lambda peer: (peer not in known, blake3(uid.encode() + peer).digest())
-        ):
+        for _, _, holder in sorted(able):
             if len(holders) == self._copies:
                 break
             try:
@@ -406,67 +373,57 @@ class ExpertSaves:
 
     async def saved(self, grid: Grid) -> set[str]:
         """Return the experts of a grid that any peer has saved."""
-        uids: set[str] = set()
-        for indices in (
-            await _records(self._services, self._key(grid.prefix, "saves"), SavedIndices)
-        ).values():
-            found = set(map(grid.uid, indices))
-            if all(map(grid.contains, found)):
-                uids |= found
-        return uids
+        records = await _records(self._services, self._key(grid.prefix, "saves"), SavedIndices)
+        named = [set(map(grid.uid, indices)) for indices in records.values()]
+        return set[str]().union(*(uids for uids in named if all(map(grid.contains, uids))))
 
-    async def claims(self, uid: str) -> list[Claim]:
-        """Return all saves of an expert on this disk or claimed in the DHT, highest step first."""
-        claims: dict[bytes, Claim] = {}
-        for save in self._store.saves(uid):
-            claims[save.manifest] = Claim(PeerId(save.owner), save.step, save.manifest, ())
+    async def claims(self, uid: str) -> list[tuple[PeerId, SavePlace]]:
+        """Return all saves of an expert on this disk or claimed in the DHT, with their owners; highest step first."""
+        claims = {
+            save.manifest: (PeerId(save.owner), SavePlace(save.step, save.manifest, ()))
+            for save in self._store.saves(uid)
+        }
         for subkey, places in (await _records(self._services, self._key(uid, "save"), SaveRecord)).items():
             for place in places:
+                claims[place.manifest] = PeerId(subkey), place
                 for contact in place.holders:
                     self._peers.learn(contact)
-                holders = tuple(contact.id for contact in place.holders if contact.id != self._peers.id)
-                claims[place.manifest] = Claim(PeerId(subkey), place.step, place.manifest, holders)
-        return sorted(claims.values(), key=lambda claim: claim.step, reverse=True)
+        return sorted(claims.values(), key=lambda claim: claim[1].step, reverse=True)
 
-    async def fetch(self, uid: str, claim: Claim, *, limit_bytes: int) -> SavedExpert:
+    async def fetch(self, uid: str, place: SavePlace, *, limit_bytes: int) -> SavedExpert:
         """Return a save from this disk and its holders, several in parallel; every chunk matches its hash.
 
         Raises:
             StateError: the save is not what was claimed, larger than ``limit_bytes``, or incomplete.
         """
-        head, holders = await self._probe(uid, claim)
+        head, holders = await self._probe(uid, place)
         manifest = SaveManifest.decode(head)
-        if (manifest.uid, manifest.step) != (uid, claim.step) or manifest.size_bytes > limit_bytes:
+        if (manifest.uid, manifest.step) != (uid, place.step) or manifest.size_bytes > limit_bytes:
             raise StateError(f"a save of {uid} is of another expert or step, or larger than the expert")
         fetch = _Fetch(manifest)
         batch, fetch.queue = fetch.queue, []
-        await asyncio.to_thread(fetch.take, batch, self._store.chunks.get)
+        await asyncio.to_thread(fetch.take, batch, self._store.get)
         while fetch.queue and holders:  # the chunks of a lost holder go to the remaining ones
             alive = await asyncio.gather(*(self._work(fetch, holder) for holder in holders))
             holders = [holder for holder, works in zip(holders, alive, strict=True) if works]
         if fetch.queue:
-            raise StateError(f"{len(fetch.queue)} chunks of {uid} at step {claim.step} were not found")
+            raise StateError(f"{len(fetch.queue)} chunks of {uid} at step {place.step} were not found")
         return SavedExpert(manifest, fetch.blob)
 
-    async def _probe(self, uid: str, claim: Claim) -> tuple[bytes, list[PeerId]]:
+    async def _probe(self, uid: str, place: SavePlace) -> tuple[bytes, list[PeerId]]:
         """Return the manifest's chunk and the holders that sent it; all are called at once, as dead ones time out."""
-        here = await asyncio.to_thread(self._store.chunks.get, claim.manifest)
-        calls = (
-            fetch_chunks(self._peers, holder, [claim.manifest], timeout_s=PROBE_S) for holder in claim.holders
-        )
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        found = {
-            holder: answer[claim.manifest]
-            for holder, answer in zip(claim.holders, answers, strict=True)
-            if not isinstance(answer, BaseException)
-        }
-        for head in (here, *found.values()):
+        heads = [await asyncio.to_thread(self._store.get, place.manifest)]
+        holders = [contact.id for contact in place.holders if contact.id != self._peers.id]
+        calls = (fetch_chunks(self._peers, peer, [place.manifest], timeout_s=PROBE_S) for peer in holders)
+        answers = zip(holders, await asyncio.gather(*calls, return_exceptions=True), strict=True)
+        found = {peer: chunks for peer, chunks in answers if not isinstance(chunks, BaseException)}
+        heads += [chunks[place.manifest] for chunks in found.values()]
+        for head in heads:
             if head is not None:
                 return head, [*found]
-        raise StateError(f"none of {len(claim.holders)} holders has {uid} at step {claim.step}")
+        raise StateError(f"none of {len(holders)} holders has {uid} at step {place.step}")
 
     async def _work(self, fetch: _Fetch, holder: PeerId) -> bool:
-        """Fetch until the queue is empty; False if the holder failed: its missing chunks are queued again."""
         while batch := fetch.queue[:FETCHED_AT_ONCE]:
             del fetch.queue[:FETCHED_AT_ONCE]
             try:
@@ -479,10 +436,9 @@ class ExpertSaves:
                 return False
         return True
 
-    async def _publish(self, key: str, record: tuple[Any, ...]) -> bool:
-        """Return True if any peer stored the record."""
+    async def _publish(self, key: str, record: tuple[Any, ...]) -> int:
         dht, me = self._services.dht, self._peers.id
-        return await dht.store(key, record, subkey=me, ttl_s=KEPT_S, signed=True) > 0
+        return await dht.store(key, record, subkey=me, ttl_s=KEPT_S, signed=True)
 
     def _key(self, name: str, kind: str) -> str:
         return f"{self._services.run_id}/experts/{name}/{kind}"
@@ -494,7 +450,7 @@ class _Fetch:
     def __init__(self, manifest: SaveManifest) -> None:
         self.blob = np.zeros(manifest.size_bytes, np.uint8)
         self._spans: dict[bytes, list[slice]] = {}
-        for chunk, digest in enumerate(cut_digests(manifest.digests)):
+        for chunk, digest in enumerate(manifest.digests):
             self._spans.setdefault(digest, []).append(manifest.span(chunk))
         self.queue = list(self._spans)
 

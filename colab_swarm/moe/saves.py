@@ -18,12 +18,12 @@ import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -38,13 +38,13 @@ from colab_swarm.tensors.statedict import KINDS, decode_skeleton, encode_skeleto
 
 logger = logging.getLogger(__name__)
 
-DIGEST_BYTES = 32
 SAVES_OF_ONE = 2  # per expert and owner: the new one, and the one before until the new one is safe
 CHUNK_BYTES = 1 << 18
 MAX_CHUNKS = 1 << 14
 MAX_STATE_BYTES = MAX_CHUNKS * CHUNK_BYTES
 MAX_STEP = 1 << 48
 ALIGNMENT_BYTES = 64
+Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 def digest_of(data: Buffer) -> bytes:
@@ -52,34 +52,62 @@ def digest_of(data: Buffer) -> bytes:
     return blake3(data).digest()
 
 
-def cut_digests(joined: bytes) -> list[bytes]:
-    """Split joined digests."""
-    return [joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES)]
+class Save(msgspec.Struct, frozen=True):
+    """One saved state of one expert."""
+
+    owner: bytes  # id of the peer that hosted and saved it
+    uid: str  # of the expert
+    step: int  # optimizer steps in its weights
+    digests: Annotated[
+        tuple[Digest, ...], msgspec.Meta(min_length=1)
+    ]  # of all its chunks, the manifest first
+    size_bytes: int  # of all of them
+    at: float  # swarm time when its owner last renewed it, seconds
+
+    @property
+    def manifest(self) -> bytes:
+        """Digest of the manifest's chunk."""
+        return self.digests[0]
 
 
-class ChunkStore:
-    """Chunks in a folder, with a count of references; unreferenced ones are deleted. Thread-safe."""
+class ReplicaStore:
+    """The saves on this peer's disk: its own, and within a quota those of others.
 
-    def __init__(self, folder: Path) -> None:
-        """Create the folder at the first chunk; chunks already there have no reference yet, see `sweep`."""
-        self._folder = folder
-        self._holds: Counter[bytes] = Counter()
-        self._lock = threading.Lock()
+    Used on one thread; `put` and `get` on any.
+    """
+
+    def __init__(self, folder: Path, *, me: bytes, quota_bytes: int = 8 << 30) -> None:
+        """The quota does not apply to saves owned by ``me``. Only one process may use a folder at a time."""
+        self._chunks, self._folder = folder / "chunks", folder / "saves"
+        self._me, self._quota_bytes = me, quota_bytes
+        self._coming_bytes = 0
+        self._saves: dict[Path, Save] = {}
+        self._holds = Counter[bytes]()  # references to each chunk
+        for path in self._folder.glob("*.save"):
+            try:
+                self._saves[path] = save = msgspec.msgpack.decode(path.read_bytes(), type=Save)
+                self._holds.update(set(save.digests))
+            except (OSError, *UNDECODABLE) as error:
+                logger.warning("dropped %s, which cannot be read: %s", path, error)
+                _delete(path)
+        needed = {digest.hex() for digest in self._holds}
+        for path in [*self._chunks.glob("??/*")]:  # partial files of a killed process, too
+            if path.name not in needed:
+                _delete(path)
 
     def __contains__(self, digest: bytes) -> bool:
-        return self._path(digest).exists()
+        return self._chunk(digest).exists()
 
     def put(self, data: Buffer) -> bytes:
         """Write a chunk atomically; return its digest. Raises StateError if the disk is full or cannot be written."""
         digest = digest_of(data)
-        path = self._path(digest)
-        if not path.exists():
-            write_whole(path, data)
+        if digest not in self:
+            write_whole(self._chunk(digest), data)
         return digest
 
     def get(self, digest: bytes) -> bytes | None:
-        """Return the chunk; None if it is missing or damaged. A damaged one is deleted."""
-        path = self._path(digest)
+        """Return a chunk; None if it is missing or damaged. A damaged one is deleted."""
+        path = self._chunk(digest)
         try:
             data = path.read_bytes()
         except OSError:
@@ -89,80 +117,6 @@ class ChunkStore:
         logger.warning("dropped %s: its contents do not match their hash", path)
         _delete(path)
         return None
-
-    def hold(self, digests: Collection[bytes]) -> None:
-        """Add a reference to these chunks, present or not, until `release`."""
-        with self._lock:
-            self._holds.update(digests)
-
-    def release(self, digests: Collection[bytes]) -> None:
-        """Remove a reference from these chunks, and delete those without any."""
-        with self._lock:
-            self._holds.subtract(digests)
-            for digest in digests:
-                if self._holds[digest] <= 0:
-                    del self._holds[digest]
-                    _delete(self._path(digest))
-
-    def sweep(self) -> None:
-        """Delete all unreferenced chunks, and partial files of a killed process."""
-        with self._lock:
-            needed = {digest.hex() for digest in self._holds}
-            for path in [*self._folder.glob("??/*")]:
-                if path.name not in needed:
-                    _delete(path)
-
-    def _path(self, digest: bytes) -> Path:
-        name = digest.hex()
-        return self._folder / name[:2] / name
-
-
-class Save(msgspec.Struct, frozen=True):
-    """One saved state of one expert."""
-
-    owner: bytes  # id of the peer that hosted and saved it
-    uid: str  # of the expert
-    step: int  # optimizer steps in its weights
-    manifest: bytes  # digest of the manifest's chunk
-    joined: bytes  # digests of all its chunks, the manifest first, joined
-    size_bytes: int  # of all of them
-    at: float  # swarm time when its owner last renewed it, seconds
-
-    @property
-    def digests(self) -> frozenset[bytes]:
-        """Digests of all its chunks."""
-        return frozenset(cut_digests(self.joined))
-
-
-class ReplicaStore:
-    """The saves on this peer's disk: its own, and within a quota those of others.
-
-    Used on one thread; its `chunks` on any.
-    """
-
-    def __init__(self, folder: Path, *, me: bytes, quota_bytes: int = 8 << 30) -> None:
-        """The quota does not apply to saves owned by ``me``. Only one process may use a folder at a time."""
-        self.chunks = ChunkStore(folder / "chunks")
-        self._folder = folder / "saves"
-        self._me, self._quota_bytes = me, quota_bytes
-        self._coming_bytes = 0
-        self._saves: dict[Path, Save] = {}
-        for path in self._folder.glob("*.save"):
-            self._load(path)
-        self.chunks.sweep()
-
-    def _load(self, path: Path) -> None:
-        try:
-            save = msgspec.msgpack.decode(path.read_bytes(), type=Save)
-            missing = sum(digest not in self.chunks for digest in save.digests)
-        except (OSError, *UNDECODABLE) as error:
-            logger.warning("dropped %s, which cannot be read: %s", path, error)
-            _delete(path)
-            return
-        if missing:  # the others may still help, together with other holders
-            logger.warning("%d chunks of %s at step %d are missing here", missing, save.uid, save.step)
-        self._saves[path] = save
-        self.chunks.hold(save.digests)
 
     def saves(self, uid: str | None = None) -> list[Save]:
         """Return the saves of one expert, or all; highest step first."""
@@ -180,61 +134,62 @@ class ReplicaStore:
         return max(0, self._quota_bytes - self.kept_bytes - self._coming_bytes)
 
     @contextmanager
-    def receiving(self, save: Save) -> Iterator[None]:
-        """Reserve space for a save while its chunks arrive, and keep them from deletion.
+    def adding(self, save: Save) -> Iterator[None]:
+        """Reserve space for a save while its chunks are put; then add it, and drop its owner's oldest beyond two.
 
         Raises:
-            StateError: there is not enough space.
+            StateError: there is not enough space, or the disk cannot be written.
         """
-        counted = 0 if save.owner == self._me or self._path(save) in self._saves else save.size_bytes
+        path, digests = (
+            self._folder / f"{save.manifest.hex()[:32]}-{save.owner.hex()[:16]}.save",
+            set(save.digests),
+        )
+        counted = 0 if save.owner == self._me or path in self._saves else save.size_bytes
         if counted > self.room_bytes:
             raise StateError(f"{self.room_bytes:,} bytes are left here, {save.size_bytes:,} are needed")
-        digests = save.digests
         self._coming_bytes += counted
-        self.chunks.hold(digests)
+        self._holds.update(digests)
         try:
             yield
+            write_whole(path, msgspec.msgpack.encode(save))
+            if path not in self._saves:
+                self._holds.update(digests)
+            self._saves[path] = save
+            self._drop(self._of(save.owner, save.uid)[:-SAVES_OF_ONE])
         finally:
             self._coming_bytes -= counted
-            self.chunks.release(digests)
-
-    def add(self, save: Save) -> None:
-        """Add a save whose chunks are all here; its owner's oldest saves beyond two are dropped.
-
-        Raises:
-            StateError: the disk is full or cannot be written.
-        """
-        path = self._path(save)
-        write_whole(path, msgspec.msgpack.encode(save))
-        if path not in self._saves:
-            self.chunks.hold(save.digests)
-        self._saves.pop(path, None)
-        self._saves[path] = save
-        self._drop(self._of(save.owner, save.uid)[:-SAVES_OF_ONE])
+            self._release(digests)
 
     def settle(self, owner: bytes, uid: str, manifest: bytes) -> None:
         """Drop the owner's other saves of the expert, if this one is here."""
-        mine = self._of(owner, uid)
-        if any(save.manifest == manifest for _, save in mine):
-            self._drop([(path, save) for path, save in mine if save.manifest != manifest])
+        paths = self._of(owner, uid)
+        if any(self._saves[path].manifest == manifest for path in paths):
+            self._drop(path for path in paths if self._saves[path].manifest != manifest)
 
     def expire(self, before: float) -> None:
         """Drop saves that were not renewed since ``before``, swarm time in seconds."""
-        self._drop([(path, save) for path, save in self._saves.items() if save.at < before])
+        self._drop([path for path, save in self._saves.items() if save.at < before])
 
-    def _path(self, save: Save) -> Path:
-        return self._folder / f"{save.manifest.hex()[:32]}-{save.owner.hex()[:16]}.save"
+    def _chunk(self, digest: bytes) -> Path:
+        name = digest.hex()
+        return self._chunks / name[:2] / name
 
-    def _of(self, owner: bytes, uid: str) -> list[tuple[Path, Save]]:
+    def _of(self, owner: bytes, uid: str) -> list[Path]:
         """Return an owner's saves of an expert, in the order of their last renewal."""
-        found = ((p, save) for p, save in self._saves.items() if (save.owner, save.uid) == (owner, uid))
-        return sorted(found, key=lambda entry: entry[1].at)
+        found = (path for path, save in self._saves.items() if (save.owner, save.uid) == (owner, uid))
+        return sorted(found, key=lambda path: self._saves[path].at)
 
-    def _drop(self, entries: list[tuple[Path, Save]]) -> None:
-        for path, save in entries:
+    def _drop(self, paths: Iterable[Path]) -> None:
+        for path in paths:
             _delete(path)
-            del self._saves[path]
-            self.chunks.release(save.digests)
+            self._release(set(self._saves.pop(path).digests))
+
+    def _release(self, digests: Collection[bytes]) -> None:
+        self._holds.subtract(digests)
+        for digest in digests:
+            if self._holds[digest] <= 0:
+                del self._holds[digest]
+                _delete(self._chunk(digest))
 
 
 def write_whole(path: Path, data: Buffer) -> None:
@@ -276,11 +231,11 @@ class SaveManifest(Message, frozen=True):
     skeleton: bytes  # the plain part of the state, JSON
     tensors: tuple[TensorPlace, ...]  # in the order of the blob
     size_bytes: int  # of the blob
-    digests: bytes  # of the blob's chunks, joined
+    digests: tuple[Digest, ...]  # of the blob's chunks
 
     def __post_init__(self) -> None:
         chunks = -(-self.size_bytes // CHUNK_BYTES)
-        if not 0 <= self.size_bytes <= MAX_STATE_BYTES or len(self.digests) != DIGEST_BYTES * chunks:
+        if not 0 <= self.size_bytes <= MAX_STATE_BYTES or len(self.digests) != chunks:
             raise ValueError("a manifest's sizes do not add up")
         if not 0 <= self.step < MAX_STEP or len(self.uid) > 2 * MAX_NAME_CHARS:
             raise ValueError("a manifest's uid or step is out of range")
@@ -298,8 +253,8 @@ class SaveManifest(Message, frozen=True):
         return slice(chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.size_bytes))
 
 
+# A copy of an expert's state: skeleton, tensors and blob, as in `SaveManifest`
 FrozenState: TypeAlias = tuple[bytes, tuple[TensorPlace, ...], NDArray[np.uint8]]
-"""A copy of an expert's state: skeleton, tensors and blob, as in `SaveManifest`."""
 
 
 @dataclass(frozen=True)
@@ -318,18 +273,15 @@ class SavedExpert:
     def chunks(self) -> dict[bytes, memoryview]:
         """All chunks by digest, the manifest first; equal chunks once."""
         view, manifest = memoryview(self.blob.data), self.manifest
-        chunks = enumerate(cut_digests(manifest.digests))
-        return {digest_of(self.head): memoryview(self.head)} | {
-            digest: view[manifest.span(chunk)] for chunk, digest in chunks
-        }
+        chunks = {digest: view[manifest.span(chunk)] for chunk, digest in enumerate(manifest.digests)}
+        return {digest_of(self.head): memoryview(self.head)} | chunks
 
 
 def save_of(manifest: SaveManifest, owner: bytes, *, at: float) -> Save:
     """Return the store's entry for a save with this manifest; ``at``: swarm time, seconds."""
     head = msgspec.msgpack.encode(manifest)
-    joined = digest_of(head) + manifest.digests
-    size_bytes = len(head) + manifest.size_bytes
-    return Save(owner, manifest.uid, manifest.step, joined[:DIGEST_BYTES], joined, size_bytes, at)
+    digests = (digest_of(head), *manifest.digests)
+    return Save(owner, manifest.uid, manifest.step, digests, len(head) + manifest.size_bytes, at)
 
 
 def freeze(state: Any) -> FrozenState:
@@ -361,7 +313,7 @@ def cut(uid: str, step: int, frozen: FrozenState) -> SavedExpert:
     if size_bytes > MAX_STATE_BYTES:
         raise StateError(f"{uid} has a state of {size_bytes:,} bytes; peers share up to {MAX_STATE_BYTES:,}")
     view = memoryview(blob.data)
-    digests = b"".join(digest_of(view[at : at + CHUNK_BYTES]) for at in range(0, size_bytes, CHUNK_BYTES))
+    digests = tuple(digest_of(view[at : at + CHUNK_BYTES]) for at in range(0, size_bytes, CHUNK_BYTES))
     saved = SavedExpert(SaveManifest(uid, step, skeleton, tensors, size_bytes, digests), blob)
     if len(saved.head) > MAX_PAYLOAD_BYTES:
         raise StateError(f"{uid} has a state of too many parts to be shared: {len(tensors):,} tensors")
@@ -378,9 +330,9 @@ def thaw(saved: SavedExpert) -> Any:
     if any(place.kind not in KINDS or min(place.shape, default=0) < 0 for place in manifest.tensors):
         raise StateError(f"the saved {manifest.uid} has a tensor of an unknown kind")
     spans, size_bytes = _spans(manifest.tensors)
-    tensors: dict[str, torch.Tensor] = {}
     if size_bytes != manifest.size_bytes:
         raise StateError(f"the saved {manifest.uid} does not have the announced size")
+    tensors: dict[str, torch.Tensor] = {}
     for place, span in zip(manifest.tensors, spans, strict=True):
         try:
             tensor = blob[span].view(getattr(torch, place.kind)).reshape(place.shape)
@@ -418,7 +370,6 @@ def check_fit(found: Any, model: Any, path: str = "") -> None:
 
 
 def _spans(places: Sequence[TensorPlace]) -> tuple[list[slice], int]:
-    """Return each tensor's bytes in the blob, and the blob's size."""
     spans, at = [], 0
     for place in places:
         size_bytes = math.prod(place.shape) * KINDS[place.kind][1]

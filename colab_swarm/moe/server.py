@@ -3,41 +3,268 @@
 The event loop receives and sends parts; its only work that grows with their size is copying. The device thread decodes,
 checks, joins, computes, cuts and encodes. Between them are `Batching`, under a lock, and one short task for the thread
 per call: it computes the next batch, whichever call that contains, or finds that its own was merged already.
+
+`Batching` is pure. Per `Key` it has a queue of waiting calls, oldest first, and it counts the memory of all calls that
+were admitted and have not left: still being received, waiting, being computed or being answered.
+
+- Calls of one key may be merged into a batch; forward and backward, or samples of different shapes, never are.
+- The key whose oldest call has waited longest comes first. Merging is oldest first and skips no call. A call with more
+  samples than `max_batch_size` is computed alone; admission limits bytes, not samples.
+- No caller crowds out the others: a caller that has calls here may hold at most as much as is still free (the dynamic
+  threshold of Choudhury and Hahne, 1998). One caller alone gets half of the memory, two get a third each.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 
 from colab_swarm.errors import PeerLost
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.moe.batching import Batching, BatchLimits, Key, PendingCall
-from colab_swarm.moe.calls import BackwardExpert, CallExpert, ForwardExpert, Part, spans
-from colab_swarm.moe.expert import ANY_LENGTH, Answer, Call, Expert, compute
+from colab_swarm.moe.calls import BackwardExpert, CallExpert, ForwardExpert, Part, encoded, spans
+from colab_swarm.moe.expert import ANY_LENGTH, Expert
 from colab_swarm.net.peers import Peers, Refusal, Role, Stream, StreamEnded, short
 from colab_swarm.runtime import PauseGate
-from colab_swarm.tensors.codecs import codec_of
+from colab_swarm.tensors.codecs import Buffer, Codec, Floats, all_finite, codec_of
 from colab_swarm.tensors.device import DeviceThread
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 LATENCIES = 1000
 CALL_TIMEOUT_S = 60.0  # from a call's opening until its answer is sent
 CLOSE_TIMEOUT_S = 5.0
 PAUSED_RETRY_S = 10.0  # retry hint of a paused host
+MIN_RETRY_S = 0.05
+MAX_RETRY_S = 10.0
+UNKNOWN_RETRY_S = 0.5
+NEWEST = 0.2  # weight of the newest batch in the mean cost of a sample
 SHOWN_CHARS = 80
+Answer: TypeAlias = list[Buffer]  # the encoded parts of the tensor for the caller
+Outcome: TypeAlias = Answer | BaseException
+
+
+class Key(NamedTuple):
+    """What calls must have in common to be merged."""
+
+    uid: str
+    backward: bool
+    shape: tuple[int, ...]
+
+    @property
+    def tensors(self) -> int:
+        """Number of tensors: inputs and, at backward, gradients."""
+        return 1 + self.backward
+
+
+@dataclass(eq=False)
+class Call:
+    """A call: ``samples`` of ``key``, which take ``size_bytes`` of memory, and the future that its handler awaits."""
+
+    key: Key
+    caller: bytes
+    samples: int
+    size_bytes: int
+    arrived_at: float  # monotonic seconds
+    codec: Codec
+    answer: asyncio.Future[Answer]
+    parts: list[memoryview] = field(default_factory=list)  # as received
+
+    def decode_into(self, tensors: Sequence[Floats]) -> None:
+        """Decode the parts and free them.
+
+        Raises:
+            ValueError: a part cannot be decoded or holds values that are not finite.
+        """
+        parts = iter(self.parts)
+        for tensor in tensors:
+            flat = tensor.reshape(-1)
+            for span in spans(flat.size, self.codec):
+                flat[span] = self.codec.decode(next(parts), span.stop - span.start)
+                if not all_finite(flat[span]):
+                    raise ValueError(
+                        "your tensors hold values that are not finite: an expert must not see them"
+                    )
+        self.parts.clear()
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """Limits of one batch and of all calls together."""
+
+    max_batch_size: int = 4096  # samples up to which calls are merged
+    max_batch_bytes: int = 128 << 20  # of a batch's tensors as float32, and so of a call's
+    max_held_bytes: int = 512 << 20  # of all admitted calls together
+
+    def __post_init__(self) -> None:
+        if self.max_batch_size < 1 or not 0 < self.max_batch_bytes <= self.max_held_bytes:
+            raise ValueError(
+                f"{self}: a batch needs a sample, and the memory for all calls must hold a batch"
+            )
+
+
+class Batching:
+    """The calls at one device."""
+
+    def __init__(self, limits: BatchLimits) -> None:
+        self.limits = limits
+        self._queues: dict[Key, deque[Call]] = {}
+        self._inside: dict[Call, None] = {}
+        self._held: Counter[bytes] = Counter()
+        self._held_bytes = 0
+        self._sample_s: dict[tuple[str, bool], float] = {}
+
+    def admit(self, call: Call) -> float | None:
+        """Reserve memory for a call; return None, or the seconds to wait before a retry.
+
+        Raises:
+            ValueError: the call is empty, or has more bytes than any batch.
+        """
+        limits, caller = self.limits, call.caller
+        if call.samples < 1:
+            raise ValueError(f"a call of {call.samples} samples: send at least one")
+        if call.size_bytes > limits.max_batch_bytes:
+            most = f"this host takes {limits.max_batch_bytes / 2**20:.4g} MiB at once"
+            raise ValueError(f"a call of {call.size_bytes / 2**20:.4g} MiB: {most}; split it")
+        free = limits.max_held_bytes - self._held_bytes - call.size_bytes
+        if free < 0 or (self._held[caller] and self._held[caller] + call.size_bytes > free):
+            return self._retry_s()
+        self._inside[call] = None
+        self._held[caller] += call.size_bytes
+        self._held_bytes += call.size_bytes
+        return None
+
+    def enqueue(self, call: Call) -> None:
+        """Queue an admitted call that was received completely."""
+        self._queues.setdefault(call.key, deque()).append(call)
+
+    def leave(self, call: Call) -> None:
+        """Free the memory of a call that is answered or cancelled. Idempotent."""
+        if call not in self._inside:
+            return
+        del self._inside[call]
+        self._held_bytes -= call.size_bytes
+        self._held[call.caller] -= call.size_bytes
+        if not self._held[call.caller]:
+            del self._held[call.caller]
+        if call in (queue := self._queues.get(call.key, deque())):
+            queue.remove(call)
+            self._drop_if_empty(call.key)
+
+    def take(self) -> list[Call]:
+        """Return the next batch; empty if no call waits."""
+        if not self._queues:
+            return []
+        key = min(self._queues, key=lambda key: self._queues[key][0].arrived_at)
+        queue = self._queues[key]
+        batch = [queue.popleft()]
+        samples, size_bytes = batch[0].samples, batch[0].size_bytes
+        while queue:
+            samples, size_bytes = samples + queue[0].samples, size_bytes + queue[0].size_bytes
+            if samples > self.limits.max_batch_size or size_bytes > self.limits.max_batch_bytes:
+                break
+            batch.append(queue.popleft())
+        self._drop_if_empty(key)
+        return batch
+
+    def measured(self, key: Key, samples: int, seconds: float) -> None:
+        """Record that a batch of ``samples`` took ``seconds``."""
+        last = self._sample_s.get((key.uid, key.backward), seconds / samples)
+        self._sample_s[key.uid, key.backward] = last + NEWEST * (seconds / samples - last)
+
+    def queued(self, uid: str) -> int:
+        """Return the number of samples that wait for an expert."""
+        return sum(call.samples for key, queue in self._queues.items() if key.uid == uid for call in queue)
+
+    def forget(self, uid: str) -> None:
+        """Drop the measured cost of an expert that was removed."""
+        for backward in (False, True):
+            self._sample_s.pop((uid, backward), None)
+
+    def _drop_if_empty(self, key: Key) -> None:
+        if not self._queues[key]:
+            del self._queues[key]
+
+    def _retry_s(self) -> float:
+        costs = [
+            call.samples * self._sample_s[call.key.uid, call.key.backward]
+            for call in self._inside
+            if (call.key.uid, call.key.backward) in self._sample_s
+        ]
+        return min(max(MIN_RETRY_S, sum(costs)), MAX_RETRY_S) if costs else UNKNOWN_RETRY_S
+
+    def check_invariants(self) -> None:
+        """Assert, in tests, that the sums are right and every waiting call was admitted."""
+        assert self._held_bytes == sum(call.size_bytes for call in self._inside) <= self.limits.max_held_bytes
+        assert self._held == Counter(
+            {c: sum(x.size_bytes for x in self._inside if x.caller == c) for c in self._held}
+        )
+        waiting = [call for queue in self._queues.values() for call in queue]
+        assert all(self._queues.values()) and set(waiting) <= self._inside.keys()
+        assert len(set(waiting)) == len(waiting)
+
+
+def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Outcome]]:
+    """Compute calls of one key as one batch; return the answer or the error of each."""
+    samples = sum(call.samples for call in calls)
+    stacks = [np.empty((samples, *calls[0].key.shape), np.float32) for _ in range(calls[0].key.tensors)]
+    answers: list[tuple[Call, Outcome]] = []
+    valid: list[Call] = []
+    row = 0
+    for call in calls:
+        try:
+            call.decode_into([stack[row : row + call.samples] for stack in stacks])
+        except ValueError as error:
+            answers.append((call, Refusal(str(error))))
+        else:
+            valid.append(call)
+            row += call.samples
+    if valid:
+        answers += zip(valid, _outcomes(expert, valid, [stack[:row] for stack in stacks]), strict=True)
+    return answers
+
+
+def _outcomes(expert: Expert, calls: Sequence[Call], stacks: Sequence[Floats]) -> list[Outcome]:
+    """Return answers in the order of the calls. A batch that fails is retried call by call: bad data fail one caller.
+
+    A backward that failed for another reason than its data may have taken its step: it is not retried.
+    """
+    parts = [*zip(calls, _rows(calls), strict=True)]
+    try:
+        tensors = map(torch.from_numpy, stacks)
+        outputs = (expert.backward if len(stacks) == 2 else expert.forward)(*tensors).numpy()
+    except Exception as error:  # the user's module may raise anything: the server reports it
+        bad_data = isinstance(error, FloatingPointError)
+        if len(calls) == 1 or not (bad_data or len(stacks) == 1):
+            return [Refusal(str(error)) if bad_data else error] * len(calls)
+        answers = []
+        for call, rows in parts:
+            answers += _outcomes(expert, [call], [stack[rows] for stack in stacks])
+        return answers
+    return [_encoded(call, outputs[rows]) for call, rows in parts]
+
+
+def _rows(calls: Sequence[Call]) -> list[slice]:
+    ends = itertools.accumulate(call.samples for call in calls)
+    return [slice(end - call.samples, end) for call, end in zip(calls, ends, strict=True)]
+
+
+def _encoded(call: Call, outputs: Floats) -> Outcome:
+    try:
+        return list(encoded(outputs, call.codec))
+    except ValueError as error:  # not finite: some codecs cannot represent it
+        return Refusal(f"{call.key.uid} answers with {error}")
 
 
 @dataclass(frozen=True)
@@ -54,29 +281,29 @@ class ExpertStatistics:
     p99_s: float | None
 
 
-class ExpertTally:
-    """Counts what one expert answered."""
+class _Served:
+    """An expert, and counters of what it answered."""
 
-    def __init__(self) -> None:
+    def __init__(self, expert: Expert) -> None:
+        self.expert = expert
         self._samples = {False: 0, True: 0}
         self._calls = self._batches = 0
         self._latencies_s: deque[float] = deque(maxlen=LATENCIES)
 
-    def add(self, batch: Sequence[PendingCall], now: float) -> None:
-        """Count calls that were answered as one batch; ``now`` on the clock of their arrival."""
+    def count(self, batch: Sequence[Call], now: float) -> None:
         self._batches += bool(batch)
         self._calls += len(batch)
         for call in batch:
             self._samples[call.key.backward] += call.samples
             self._latencies_s.append(now - call.arrived_at)
 
-    def statistics(self, *, step: int, queued: int) -> ExpertStatistics:
-        """Return the counters and latencies."""
-        p50_s, p99_s = None, None
-        if self._latencies_s:
-            p50_s, p99_s = map(float, np.percentile(self._latencies_s, (50, 99)))
+    def statistics(self, queued: int) -> ExpertStatistics:
+        forward, backward = self._samples.values()
+        p50_s, p99_s = (
+            np.percentile(self._latencies_s, (50, 99)).tolist() if self._latencies_s else (None, None)
+        )
         return ExpertStatistics(
-            step, self._samples[False], self._samples[True], self._calls, self._batches, queued, p50_s, p99_s
+            self.expert.step, forward, backward, self._calls, self._batches, queued, p50_s, p99_s
         )
 
 
@@ -88,6 +315,9 @@ class ExpertServer:
         events: gets a `Fault` when an expert's own code fails.
         limits: of a batch, and of all calls together.
         gate: closed while experts are paused: new calls get a busy answer, admitted ones wait.
+
+    Attributes:
+        device: computes the batches. What you run on it runs between two of them; after `close` it raises RuntimeError.
     """
 
     def __init__(
@@ -95,62 +325,47 @@ class ExpertServer:
     ) -> None:
         self._peers, self._events = peers, events
         self._gate = gate or PauseGate()
-        self._device = DeviceThread()
-        self._experts: dict[str, Expert] = {}
-        self._tallies: dict[str, ExpertTally] = {}
+        self.device = DeviceThread()
+        self._served: dict[str, _Served] = {}
         self._lock = threading.Lock()  # of the batching, which loop and thread share
-        self._batching: Batching[Call] = Batching(limits or BatchLimits())
+        self._batching = Batching(limits or BatchLimits())
         peers.serve_stream(ForwardExpert, partial(self._serve, backward=False))
         peers.serve_stream(BackwardExpert, partial(self._serve, backward=True), role=Role.WORKER)
 
     def add(self, expert: Expert) -> None:
         """Start to answer calls of this expert. Raises ValueError if one of its name is served already."""
-        if expert.uid in self._experts:
+        if expert.uid in self._served:
             raise ValueError(f"{expert.uid} is served already: remove it first")
-        self._experts[expert.uid] = expert
-        self._tallies[expert.uid] = ExpertTally()
+        self._served[expert.uid] = _Served(expert)
 
     def remove(self, uid: str) -> Expert:
         """Stop answering calls of this expert; waiting ones are refused.
 
-        A batch of it may still run: use `run` for what must come after.
+        A batch of it may still run: use `device` for what must come after.
 
         Raises:
             KeyError: the expert is not served here.
         """
-        expert = self._experts.pop(uid)
-        del self._tallies[uid]
+        expert = self._served.pop(uid).expert
         with self._lock:
             self._batching.forget(uid)
         return expert
 
-    async def run(self, function: Callable[[], T]) -> T:
-        """Return the result of ``function()``, called on the device thread between two batches.
-
-        Raises:
-            RuntimeError: the server is closed.
-        """
-        return await self._device.run(function)
-
     def statistics(self) -> dict[str, ExpertStatistics]:
         """Return the statistics of each expert, by uid."""
         with self._lock:
-            queued = {uid: self._batching.queued(uid) for uid in self._experts}
-        return {
-            uid: self._tallies[uid].statistics(step=expert.step, queued=queued[uid])
-            for uid, expert in self._experts.items()
-        }
+            queued = {uid: self._batching.queued(uid) for uid in self._served}
+        return {uid: one.statistics(queued[uid]) for uid, one in self._served.items()}
 
     async def close(self) -> None:
         """Refuse waiting calls, finish the running batch, accept no more calls. Idempotent."""
         self._peers.unserve(ForwardExpert)
         self._peers.unserve(BackwardExpert)
-        self._experts.clear()
-        self._tallies.clear()
+        self._served.clear()
         with contextlib.suppress(TimeoutError, RuntimeError):  # an expert that hangs; closed already
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self.run(lambda: None)
-        self._device.shutdown(wait=False)
+                await self.device.run(lambda: None)
+        self.device.shutdown(wait=False)
 
     # -- one call, on the loop
 
@@ -175,11 +390,10 @@ class ExpertServer:
                 self._batching.leave(call)
 
     def _accepted(self, opening: CallExpert, stream: Stream, *, backward: bool) -> Call:
-        """Return the call if its announcement is valid; no memory is reserved yet."""
         uid, shape = opening.uid, opening.shape
-        expert = self._experts.get(uid)
-        if expert is None:
+        if uid not in self._served:
             raise Refusal(f"{uid[:SHOWN_CHARS]} is not hosted here: look it up again")
+        expert = self._served[uid].expert
         if len(shape) != len(expert.shape) or not all(
             side > 0 and expected in (side, ANY_LENGTH)
             for side, expected in zip(shape, expert.shape, strict=True)
@@ -189,15 +403,13 @@ class ExpertServer:
             codec = codec_of(opening.codec[:SHOWN_CHARS])
         except ValueError as error:
             raise Refusal(str(error)) from error
-        loop, tensors = asyncio.get_running_loop(), 2 if backward else 1
-        size_bytes = tensors * opening.samples * math.prod(shape) * 4
-        answer: asyncio.Future[Answer] = loop.create_future()
-        key = Key(uid, backward, shape)
-        return Call(key, stream.peer, opening.samples, size_bytes, loop.time(), codec=codec, answer=answer)
+        loop, key = asyncio.get_running_loop(), Key(uid, backward, shape)
+        size_bytes = key.tensors * opening.samples * math.prod(shape) * 4
+        return Call(key, stream.peer, opening.samples, size_bytes, loop.time(), codec, loop.create_future())
 
     async def _receive(self, call: Call, stream: Stream) -> None:
         numel = call.samples * math.prod(call.key.shape)
-        for _ in range(call.tensors):
+        for _ in range(call.key.tensors):
             for span in spans(numel, call.codec):
                 try:
                     _, payload = await stream.receive(Part)
@@ -209,14 +421,13 @@ class ExpertServer:
                 call.parts.append(payload)
 
     async def _answered(self, call: Call, stream: Stream) -> Answer:
-        """Wait for the answer, or until the caller cancels."""
-        if call.key.uid not in self._experts:
+        if call.key.uid not in self._served:
             raise _gone(call.key.uid)
         await self._gate.wait_open()
         call.arrived_at = asyncio.get_running_loop().time()
         with self._lock:
             self._batching.enqueue(call)
-        self._device.run(self._work).add_done_callback(self._deliver)
+        self.device.run(self._work).add_done_callback(self._deliver)
         leaving = asyncio.ensure_future(stream.receive(Part))
         try:
             await asyncio.wait((call.answer, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -231,18 +442,17 @@ class ExpertServer:
 
     # -- one batch, on the device thread
 
-    def _work(self) -> list[tuple[Call, Answer | BaseException]]:
-        """Compute the next batch, if there is one."""
+    def _work(self) -> list[tuple[Call, Outcome]]:
         with self._lock:
             calls = self._batching.take()
         if not calls:
             return []
         key, began = calls[0].key, time.perf_counter()
-        expert = self._experts.get(key.uid)
-        if expert is None:
+        served = self._served.get(key.uid)
+        if served is None:
             return [(call, _gone(key.uid)) for call in calls]
         try:
-            answers = compute(expert, calls)
+            answers = compute(served.expert, calls)
         except BaseException as error:  # SystemExit in a user's module; no memory for the batch
             return [(call, error) for call in calls]
         with self._lock:
@@ -250,7 +460,7 @@ class ExpertServer:
             self._batching.measured(key, samples, time.perf_counter() - began)
         return answers
 
-    def _deliver(self, working: asyncio.Future[list[tuple[Call, Answer | BaseException]]]) -> None:
+    def _deliver(self, working: asyncio.Future[list[tuple[Call, Outcome]]]) -> None:
         if working.cancelled():
             return
         now = asyncio.get_running_loop().time()
@@ -267,8 +477,8 @@ class ExpertServer:
                 call.answer.set_exception(answer)
             else:
                 call.answer.set_result(answer)
-        if answers and (tally := self._tallies.get(answers[0][0].key.uid)):
-            tally.add([call for call, answer in answers if not isinstance(answer, BaseException)], now)
+        if answers and (served := self._served.get(answers[0][0].key.uid)):
+            served.count([call for call, answer in answers if not isinstance(answer, BaseException)], now)
 
 
 def _gone(uid: str) -> Refusal:

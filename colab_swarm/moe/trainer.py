@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -166,8 +167,8 @@ class AsyncTrainer(Generic[Batch]):
         run = _Run(iter(batches))
         replicas = [copy.deepcopy(self._model) for _ in range(self._settings.concurrency)]
         threads = [
-            threading.Thread(target=self._work, args=(run, replica), name=f"trainer-{index}", daemon=True)
-            for index, replica in enumerate(replicas)
+            threading.Thread(target=self._work, args=(run, replica), name="trainer", daemon=True)
+            for replica in replicas
         ]
         try:
             for thread in threads:
@@ -186,16 +187,16 @@ class AsyncTrainer(Generic[Batch]):
         for thread in threads:
             while thread.is_alive() and run.error is None:
                 thread.join(POLL_S)
-                if self._settings.progress and time.monotonic() - shown_at >= 1:
+                if time.monotonic() - shown_at >= 1:
                     shown_at = time.monotonic()
                     self._show(run, end=" ")
-        if self._settings.progress:
-            self._show(run, end="\n")
+        self._show(run, end="\n")
 
     def _show(self, run: _Run[Batch], *, end: str) -> None:
-        with self._lock:
-            result = run.result()
-        print(f"\r{result}", end=end, flush=True)
+        if self._settings.progress:
+            with self._lock:
+                result = run.result()
+            print(f"\r{result}", end=end, flush=True)
 
     def _work(self, run: _Run[Batch], replica: nn.Module) -> None:
         try:
@@ -226,7 +227,8 @@ class AsyncTrainer(Generic[Batch]):
     def _copy_to(self, replica: nn.Module, run: _Run[Batch]) -> int:
         replica.zero_grad(set_to_none=True)
         with self._lock, torch.no_grad():
-            for there, here in zip(_tensors(replica), _tensors(self._model), strict=True):
+            theirs, ours = (chain(model.parameters(), model.buffers()) for model in (replica, self._model))
+            for there, here in zip(theirs, ours, strict=True):
                 there.copy_(here)
             return run.updates
 
@@ -244,10 +246,8 @@ class AsyncTrainer(Generic[Batch]):
             with torch.no_grad():
                 for buffer, newer in zip(self._model.buffers(), replica.buffers(), strict=True):
                     buffer.copy_(newer)
-            if self._counts_samples:
-                self._optimizer.step(samples=samples, loss=loss)  # type: ignore[call-overload]
-            else:
-                self._optimizer.step()
+            more: dict[str, Any] = {"samples": samples, "loss": loss} if self._counts_samples else {}
+            self._optimizer.step(**more)
             self._optimizer.zero_grad(set_to_none=True)
             run.staleness += run.updates - version
             run.max_staleness = max(run.max_staleness, run.updates - version)
@@ -257,11 +257,6 @@ class AsyncTrainer(Generic[Batch]):
             run.last_success = time.monotonic()
             if self._settings.on_update is not None:
                 self._settings.on_update(run.result())
-
-
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
 
 
 def samples_in(batch: Any) -> int:

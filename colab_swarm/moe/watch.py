@@ -6,16 +6,16 @@ An expert's share of the work is the growth of its announced step over the last 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from colab_swarm.moe.directory import Directory
-from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.records import ExpertInfo, ExpertServices
+from colab_swarm.moe.grid import ExpertInfo, ExpertServices, Grid
 from colab_swarm.moe.server import ExpertStatistics
-from colab_swarm.net.peers import short
+from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import Runner
 
 logger = logging.getLogger(__name__)
@@ -146,13 +146,9 @@ class ExpertsWatch:
             async with asyncio.timeout(LIST_TIMEOUT_S):
                 found = await self._directory.live(self._grid, fresh=self._grid.size <= MOST_UNCACHED)
             own = self._served()  # newer than this peer's last announcement
+            mine = {info.uid for info in found if info.host.id == self._peers.id} & own.keys()
             self._listings.append(
-                [
-                    replace(info, step=own[info.uid].step)
-                    if info.peer == self._peers.id and info.uid in own
-                    else info
-                    for info in found
-                ]
+                [replace(info, step=own[info.uid].step) if info.uid in mine else info for info in found]
             )
             self._missed = self._directory.banned()
             self._seen.update(info.uid for info in found)
@@ -164,42 +160,31 @@ class ExpertsWatch:
         self._last, self._listing = replace(self._last, fault=fault), None
 
     def _update(self) -> None:
-        """Compute the shown listing from the newest one and the bans."""
         newest = self._listings[-1] if self._listings else []
         first = {info.uid: info.step for listing in reversed(self._listings) for info in listing}
         grown = {info.uid: max(0, info.step - first[info.uid]) for info in newest}
         left_out, total = self._left_out(), sum(grown.values())
-        ttl_s, swarm_time = self._directory.settings.ttl_s, self._peers.time()
-        live = tuple(
-            LiveExpert(
-                uid=info.uid,
-                host=short(info.peer),
-                mine=info.peer == self._peers.id,
-                step=info.step,
-                age_s=max(0.0, ttl_s - (info.expires_at - swarm_time)),
-                share=grown[info.uid] / total if total else None,
-            )
-            for info in newest
-            if info.uid not in left_out
+        live: list[LiveExpert] = []
+        by_host: dict[PeerId, list[LiveExpert]] = defaultdict(list)
+        for info in newest:
+            if info.uid not in left_out:
+                live.append(self._live(info, grown[info.uid] / total if total else None))
+                by_host[info.host.id].append(live[-1])
+        hosts = sorted(itertools.starmap(self._host, by_host.items()), key=lambda host: -host.experts)
+        dead = sorted(self._seen - {expert.uid for expert in live} - {*left_out})
+        listing = ExpertsListing(self._grid, tuple(live), tuple(hosts), left_out, tuple(dead))
+        self._last = replace(self._last, listing=listing)
+
+    def _live(self, info: ExpertInfo, share: float | None) -> LiveExpert:
+        age_s = max(0.0, self._directory.settings.ttl_s - (info.expires_at - self._peers.time()))
+        return LiveExpert(
+            info.uid, short(info.host.id), info.host.id == self._peers.id, info.step, age_s, share
         )
-        work: dict[str, float] = defaultdict(float)
-        for expert in live:
-            work[expert.host] += expert.share or 0.0
-        ids = {short(info.peer): info.peer for info in newest}
-        hosts = tuple(
-            HostOfExperts(
-                host,
-                ids[host] == self._peers.id,
-                count,
-                work[host] if any(expert.share is not None for expert in live) else None,
-                self._peers.statistics(ids[host]).rtt_s,
-            )
-            for host, count in Counter(expert.host for expert in live).most_common()
-        )
-        dead = self._seen - {expert.uid for expert in live} - {*left_out}
-        self._last = replace(
-            self._last, listing=ExpertsListing(self._grid, live, hosts, left_out, tuple(sorted(dead)))
-        )
+
+    def _host(self, peer: PeerId, experts: Sequence[LiveExpert]) -> HostOfExperts:
+        share = None if experts[0].share is None else sum(expert.share or 0.0 for expert in experts)
+        rtt_s = self._peers.statistics(peer).rtt_s
+        return HostOfExperts(short(peer), peer == self._peers.id, len(experts), share, rtt_s)
 
 
 class ExpertRates:

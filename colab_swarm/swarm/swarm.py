@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from colab_swarm.averaging.moshpit import MoshpitResult
     from colab_swarm.elastic.optimizer import ElasticOptimizer
     from colab_swarm.moe.expert import ExpertRule
-    from colab_swarm.moe.host import ExpertHost, HostOptions, MixtureOptions, SwarmExperts
-    from colab_swarm.moe.layer import MixtureOfExperts, RemoteExpert
+    from colab_swarm.moe.host import ExpertHost, HostOptions, SwarmExperts
+    from colab_swarm.moe.layer import MixtureOfExperts, MixtureOptions, RemoteExpert
     from colab_swarm.moe.trainer import AsyncTrainer
     from colab_swarm.moe.watch import ExpertsSnapshot
     from colab_swarm.notebook.try_model import ModelProbe, TryModel
@@ -386,8 +386,8 @@ class Swarm(AbstractContextManager["Swarm"]):
         return AsyncTrainer(model, loss, optimizer, TrainerSettings(**settings))
 
     def _use_experts(self) -> SwarmExperts:
+        from colab_swarm.moe.grid import ExpertServices
         from colab_swarm.moe.host import SwarmExperts
-        from colab_swarm.moe.records import ExpertServices
         from colab_swarm.notebook.experts import show_experts
 
         self._check()

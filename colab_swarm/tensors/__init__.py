@@ -7,17 +7,9 @@ every codec knows its encoded size in advance, decodes in pieces, and rejects in
 
 ## Codecs
 
-| codec | bytes a value | error of a value x | NaN, too large |
-|---|---|---|---|
-| `float32` | 4 | none | unchanged |
-| `float16` | 2 | 2^-11 of x | NaN stays; beyond 65504 clamps |
-| `bfloat16` | 2 | 2^-8 of x | NaN stays; clamps |
-| `int8` | 1 + 1/1024 | 1/250 of the block's largest | refused |
-| `onebit` | 1/8 + 1/512 | up to the block's largest | refused |
-| `topk:0.01` | 0.051 | x itself, unless it is among the largest 1 % | refused |
-
-`adaptive` is int8, but float16 for small tensors. Use onebit and topk with **error feedback**, which sends what was cut
-off one vector with the next:
+float32, float16 and bfloat16 cast values. int8 and onebit scale blocks of 4096. topk sends the largest values only.
+The table in `colab_swarm.tensors.codecs` has sizes and errors. `adaptive` is int8, but float16 for small tensors. Use
+onebit and topk with **error feedback**, which sends what was cut off one vector with the next:
 
     w = residual + g;   send Q(w);   residual <- w - Q(w)
 

@@ -42,6 +42,7 @@ MAX_SKELETON_BYTES = 64 << 20
 MAX_INT_DIGITS = 1024
 MAX_HEAD_BYTES = 256 << 20
 VERSION = "1"
+# allowed types of values, as torch names them: the name in a file, and the size in bytes
 KINDS = {
     "bool": ("BOOL", 1),
     "uint8": ("U8", 1),
@@ -54,7 +55,6 @@ KINDS = {
     "float32": ("F32", 4),
     "float64": ("F64", 8),
 }
-"""Allowed types of values, as torch names them: the name in a file, and the size in bytes."""
 _TORCH_NAMES = {name: kind for kind, (name, _) in KINDS.items()}
 
 
@@ -160,9 +160,8 @@ class _Flattener:
             kind = f"{tensor.layout} tensor of {tensor.dtype} on {tensor.device}"
             raise TypeError(f"state has a {kind} at {path!r}, which cannot be saved")
         memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        known = self._names.get(memory) if tensor.numel() else None
-        if known:
-            return known
+        if tensor.numel() and memory in self._names:
+            return self._names[memory]
         name = path or "tensor"
         while name in self.tensors:  # keys 0 and "0", or "a/b" and "a" -> "b", lead to one path
             name += "'"
@@ -174,9 +173,7 @@ class _Flattener:
 def _scalar(value: Any, path: str) -> Any:
     match value:
         case int() if value.bit_length() > 4 * (MAX_INT_DIGITS - 3):  # less sign and 0x
-            raise ValueError(
-                f"state has an integer of {value.bit_length()} bits at {path!r}, which is too large"
-            )
+            raise ValueError(f"state has an integer of {value.bit_length()} bits at {path!r}: too large")
         case None | bool():
             return value
         case str():
@@ -333,20 +330,20 @@ def digest(tensors: Mapping[str, TensorBytes], skeleton: str) -> str:
 
 
 def _in_file_order(tensors: Mapping[str, TensorBytes]) -> list[tuple[str, TensorBytes]]:
-    """Widest values first, because the format aligns them; then by name."""
     return sorted(tensors.items(), key=lambda entry: (-KINDS[entry[1].kind][1], entry[0]))
 
 
 def _head(tensors: Mapping[str, TensorBytes], skeleton: str) -> bytes:
-    """The head of a safetensors file: length and JSON of names, types, shapes and offsets."""
     metadata = {"colab_swarm": VERSION, "skeleton": skeleton, "sha256": digest(tensors, skeleton)}
     entries: dict[str, Any] = {"__metadata__": metadata}
-    offset = 0
+    end = 0
     for name, tensor in _in_file_order(tensors):
-        end = offset + tensor.data.nbytes
-        shape = list(tensor.shape)
-        entries[name] = {"dtype": KINDS[tensor.kind][0], "shape": shape, "data_offsets": [offset, end]}
-        offset = end
+        begin, end = end, end + tensor.data.nbytes
+        entries[name] = {
+            "dtype": KINDS[tensor.kind][0],
+            "shape": tensor.shape,
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -363,11 +360,7 @@ def sync_folder(folder: Path) -> None:
 
 
 class StepFiles:
-    """The last checkpoints of one run, ``step-000000000012.safetensors`` and so on.
-
-    Args:
-        path: the folder; created at the first save.
-        keep: number of checkpoints to keep.
+    """The last ``keep`` checkpoints of one run in a folder, ``step-000000000012.safetensors`` and so on.
 
     Raises:
         ValueError: ``keep`` is below 1.

@@ -11,101 +11,87 @@ from colab_swarm.dht.records import Fetch, Fetched, Record
 from colab_swarm.dht.service import MAX_RELAYS, RELAY_WIDTH, key_id
 from colab_swarm.errors import CallRefused
 from colab_swarm.net.peers import PeerId
-from colab_swarm.sim import HOME, run_virtual, virtual_time
-from tests.dht.swarm import Member, swarm
+from colab_swarm.sim import HOME, virtual_time
+from tests.dht.swarm import Member, swarm, virtual
 
 
 def holders(members: list[Member], key: str) -> list[Member]:
     return [member for member in members if key_id(key) in member.dht._storage]
 
 
-def test_every_peer_fetches_a_stored_value() -> None:
-    async def main() -> tuple[list[object], set[int | None]]:
-        _, members = await swarm(40)
-        await members[1].dht.store("key", 7, ttl_s=60)
-        readings = [await member.dht.fetch("key") for member in members]
-        return [reading.found[b""].value for reading in readings], {reading.hops for reading in readings}
-
-    values, hops = run_virtual(main())
+@virtual
+async def test_every_peer_fetches_a_stored_value() -> None:
+    _, members = await swarm(40)
+    await members[1].dht.store("key", 7, ttl_s=60)
+    readings = [await member.dht.fetch("key") for member in members]
+    values = [reading.found[b""].value for reading in readings]
+    hops = {reading.hops for reading in readings}
     assert values == [7] * 40 and {0, 1} <= hops
 
 
-def test_a_key_without_holders_is_not_found() -> None:
-    async def main() -> list[object]:
-        _, members = await swarm(8)
-        readings = [await member.dht.fetch("key") for member in (members[0], (await swarm(1))[1][0])]
-        return [(reading.found, reading.hops) for reading in readings]
-
-    assert run_virtual(main()) == [({}, None)] * 2
+@virtual
+async def test_a_key_without_holders_is_not_found() -> None:
+    _, members = await swarm(8)
+    readings = [await member.dht.fetch("key") for member in (members[0], (await swarm(1))[1][0])]
+    assert [(reading.found, reading.hops) for reading in readings] == [({}, None)] * 2
 
 
-def test_silent_peers_delay_nothing() -> None:
-    async def main() -> tuple[list[object], float, list[str]]:
-        network, members = await swarm(30, profile=HOME)
-        await members[0].dht.store("key", 7, ttl_s=600)
-        reader = next(member for member in members if member not in holders(members, "key"))
-        nearest = [contact.id for contact in reader.dht.table.nearest(key_id("key"), 2)]
-        silent = {member.peers.name for member in members if member.peers.id in nearest}
-        network.now().partition(silent, {member.peers.name for member in members} - silent)
-        began = virtual_time()
-        found = (await reader.dht.fetch("key")).found
-        return (
-            [value.value for value in found.values()],
-            virtual_time() - began,
-            [f.name for f in network.fired],
-        )
-
-    values, seconds, fired = run_virtual(main())
+@virtual
+async def test_silent_peers_delay_nothing() -> None:
+    network, members = await swarm(30, profile=HOME)
+    await members[0].dht.store("key", 7, ttl_s=600)
+    reader = next(member for member in members if member not in holders(members, "key"))
+    nearest = [contact.id for contact in reader.dht.table.nearest(key_id("key"), 2)]
+    silent = {member.peers.name for member in members if member.peers.id in nearest}
+    network.now().partition(silent, {member.peers.name for member in members} - silent)
+    began = virtual_time()
+    found = (await reader.dht.fetch("key")).found
+    values = [value.value for value in found.values()]
+    seconds = virtual_time() - began
+    fired = [f.name for f in network.fired]
     assert values == [7] and seconds < 1 and fired == ["partition"]
 
 
-def test_a_forged_answer_is_skipped() -> None:
-    async def main() -> tuple[list[object], int]:
-        _, members = await swarm(8)
-        alice, bob, *_ = members
-        await alice.dht.store("key", "true", subkey=alice.peers.id, ttl_s=60, signed=True)
-        at, lies = bob.peers.time() + 60, []
-        value = msgspec.msgpack.encode("false")
-        forged = Record(alice.peers.id, value, at, int(at * 1e6), 60.0, alice.peers.public_key, bytes(64))
-        readers = [member for member in members if member not in holders(members, "key")]
+@virtual
+async def test_a_forged_answer_is_skipped() -> None:
+    _, members = await swarm(8)
+    alice, bob, *_ = members
+    await alice.dht.store("key", "true", subkey=alice.peers.id, ttl_s=60, signed=True)
+    at, lies = bob.peers.time() + 60, []
+    value = msgspec.msgpack.encode("false")
+    forged = Record(alice.peers.id, value, at, int(at * 1e6), 60.0, alice.peers.public_key, bytes(64))
+    readers = [member for member in members if member not in holders(members, "key")]
 
-        async def lie(caller: PeerId, message: Fetch) -> Fetched:
-            lies.append(caller)
-            return Fetched((forged,), 0)
+    async def lie(caller: PeerId, message: Fetch) -> Fetched:
+        lies.append(caller)
+        return Fetched((forged,), 0)
 
-        nearest = min(members, key=lambda m: int.from_bytes(m.peers.id) ^ int.from_bytes(key_id("key")))
-        nearest.peers.serve(Fetch, lie)
-        return [found.value for r in readers for found in (await r.dht.fetch("key")).found.values()], len(
-            lies
-        )
-
-    values, lies = run_virtual(main())
+    nearest = min(members, key=lambda m: int.from_bytes(m.peers.id) ^ int.from_bytes(key_id("key")))
+    nearest.peers.serve(Fetch, lie)
+    values = [found.value for r in readers for found in (await r.dht.fetch("key")).found.values()]
+    lies = len(lies)
     assert values == ["true"] * 3 and lies
 
 
-def test_a_fetch_costs_a_bounded_number_of_queries() -> None:
-    async def main() -> int:
-        _, members = await swarm(40)
-        asked = []
-        for member in members:
+@virtual
+async def test_a_fetch_costs_a_bounded_number_of_queries() -> None:
+    _, members = await swarm(40)
+    asked = []
+    for member in members:
 
-            async def count(caller: PeerId, message: Fetch, member: Member = member) -> Fetched:
-                asked.append(message)
-                return await member.dht._on_fetch(caller, message)
+        async def count(caller: PeerId, message: Fetch, member: Member = member) -> Fetched:
+            asked.append(message)
+            return await member.dht._on_fetch(caller, message)
 
-            member.peers.serve(Fetch, count)
-        greedy = Fetch(key_id("nothing"), 1 << 40)
-        await members[0].peers.call(members[1].peers.id, greedy, Fetched, timeout_s=5)
-        await asyncio.sleep(1)
-        return len(asked)
-
-    assert 1 < run_virtual(main()) <= sum(RELAY_WIDTH**i for i in range(MAX_RELAYS + 1))
+        member.peers.serve(Fetch, count)
+    greedy = Fetch(key_id("nothing"), 1 << 40)
+    await members[0].peers.call(members[1].peers.id, greedy, Fetched, timeout_s=5)
+    await asyncio.sleep(1)
+    assert 1 < len(asked) <= sum(RELAY_WIDTH**i for i in range(MAX_RELAYS + 1))
 
 
-def test_a_key_of_the_wrong_length_is_refused() -> None:
-    async def main() -> None:
-        _, (alice, bob) = await swarm(2)
-        with pytest.raises(CallRefused, match="a key has 32 bytes"):
-            await alice.peers.call(bob.peers.id, Fetch(b"short", 1), Fetched, timeout_s=5)
-
-    run_virtual(main())
+@virtual
+async def test_a_key_of_the_wrong_length_is_refused() -> None:
+    _, (alice, bob) = await swarm(2)
+    with pytest.raises(CallRefused, match="a key has 32 bytes"):
+        await alice.peers.call(bob.peers.id, Fetch(b"short", 1), Fetched, timeout_s=5)

@@ -9,279 +9,252 @@ from typing import Any
 import msgspec
 import pytest
 
-from colab_swarm.dht.records import FindPeers, FindValue, FoundPeers, FoundValue, Record, Stored, StoreRecord
+from colab_swarm.dht.records import FindNear, FoundNear, Record, Stored, StoreRecord
 from colab_swarm.dht.service import DHT, DHTSettings, key_id
 from colab_swarm.errors import CallRefused
 from colab_swarm.events import EventLog, Fault
 from colab_swarm.net.peers import Contact, PeerId
 from colab_swarm.sim import HOME, run_virtual, virtual_time
-from tests.dht.swarm import Member, join, swarm
+from tests.dht.swarm import Member, join, swarm, virtual
 
 
 async def read(member: Member, key: str) -> dict[bytes, Any]:
     return {subkey: found.value for subkey, found in (await member.dht.get(key)).items()}
 
 
-def test_every_peer_finds_a_stored_value() -> None:
-    async def main() -> tuple[int, list[Any]]:
-        _, members = await swarm()
-        replicas = await members[1].dht.store("key", {"step": 3}, ttl_s=60)
-        return replicas, [await read(member, "key") for member in members]
-
-    assert run_virtual(main()) == (5, [{b"": {"step": 3}}] * 8)
+@virtual
+async def test_every_peer_finds_a_stored_value() -> None:
+    _, members = await swarm()
+    replicas = await members[1].dht.store("key", {"step": 3}, ttl_s=60)
+    assert (replicas, [await read(member, "key") for member in members]) == (5, [{b"": {"step": 3}}] * 8)
 
 
-def test_a_peer_alone_stores_and_gets() -> None:
-    async def main() -> tuple[int, Any, Any]:
-        _, (alice,) = await swarm(1)
-        return await alice.dht.store("key", 1, ttl_s=60), await read(alice, "key"), await read(alice, "none")
-
-    assert run_virtual(main()) == (1, {b"": 1}, {})
-
-
-def test_every_peer_sees_all_progress_within_a_second() -> None:
-    async def main() -> None:
-        _, members = await swarm(profile=HOME)
-        for step in range(5):
-            for member in members:
-                await member.dht.store("progress", step, subkey=member.peers.id, ttl_s=30, signed=True)
-            began = virtual_time()
-            progress = [await read(member, "progress") for member in members]
-            assert virtual_time() - began < 8
-            assert progress == [{member.peers.id: step for member in members}] * 8
-
-    run_virtual(main())
+@virtual
+async def test_a_peer_alone_stores_and_gets() -> None:
+    _, (alice,) = await swarm(1)
+    assert (
+        await alice.dht.store("key", 1, ttl_s=60),
+        await read(alice, "key"),
+        await read(alice, "none"),
+    ) == (1, {b"": 1}, {})
 
 
-def test_a_value_is_gone_after_its_life() -> None:
-    async def main() -> tuple[Any, Any]:
-        _, members = await swarm()
-        await members[0].dht.store("key", 1, ttl_s=10)
-        await asyncio.sleep(9)
-        before = await read(members[3], "key")
-        await asyncio.sleep(1)
-        return before, await read(members[3], "key")
-
-    assert run_virtual(main()) == ({b"": 1}, {})
-
-
-def test_only_the_owner_changes_a_signed_value() -> None:
-    async def main() -> tuple[int, Any, PeerId | None]:
-        _, (alice, bob, *_) = await swarm()
-        await alice.dht.store("key", "hers", subkey=b"x", ttl_s=60, signed=True)
-        taken = await bob.dht.store("key", "his", subkey=b"x", ttl_s=60)
-        found = (await bob.dht.get("key"))[b"x"]
-        assert found.owner == alice.peers.id
-        return taken, found.value, found.owner
-
-    assert run_virtual(main())[:2] == (0, "hers")
+@virtual
+async def test_every_peer_sees_all_progress_within_a_second() -> None:
+    _, members = await swarm(profile=HOME)
+    for step in range(5):
+        for member in members:
+            await member.dht.store("progress", step, subkey=member.peers.id, ttl_s=30, signed=True)
+        began = virtual_time()
+        progress = [await read(member, "progress") for member in members]
+        assert virtual_time() - began < 8
+        assert progress == [{member.peers.id: step for member in members}] * 8
 
 
-def test_writing_under_the_id_of_another_peer_is_a_mistake() -> None:
-    async def main() -> None:
-        _, (alice, bob, *_) = await swarm()
-        with pytest.raises(ValueError, match="not that peer's"):
-            await bob.dht.store("key", 1, subkey=alice.peers.id, ttl_s=60, signed=True)
-        with pytest.raises(ValueError, match="too many"):
-            await bob.dht.store("key", bytes(1 << 16), ttl_s=60)
+@virtual
+async def test_a_value_is_gone_after_its_life() -> None:
+    _, members = await swarm()
+    await members[0].dht.store("key", 1, ttl_s=10)
+    await asyncio.sleep(9)
+    before = await read(members[3], "key")
+    await asyncio.sleep(1)
+    assert (before, await read(members[3], "key")) == ({b"": 1}, {})
 
-    run_virtual(main())
+
+@virtual
+async def test_only_the_owner_changes_a_signed_value() -> None:
+    _, (alice, bob, *_) = await swarm()
+    await alice.dht.store("key", "hers", subkey=b"x", ttl_s=60, signed=True)
+    taken = await bob.dht.store("key", "his", subkey=b"x", ttl_s=60)
+    found = (await bob.dht.get("key"))[b"x"]
+    assert found.owner == alice.peers.id
+    assert (taken, found.value, found.owner)[:2] == (0, "hers")
 
 
-def test_a_lying_replica_cannot_forge_a_signed_value() -> None:
-    async def main() -> tuple[list[Any], int]:
-        _, (alice, bob, carol) = await swarm(3)
-        await alice.dht.store("key", "true", subkey=alice.peers.id, ttl_s=60, signed=True)
-        at, lies = bob.peers.time() + 60, []
-        value = msgspec.msgpack.encode("false")
-        forged = Record(alice.peers.id, value, at, int(at * 1e6), 60.0, alice.peers.public_key, bytes(64))
+@virtual
+async def test_writing_under_the_id_of_another_peer_is_a_mistake() -> None:
+    _, (alice, bob, *_) = await swarm()
+    with pytest.raises(ValueError, match="not that peer's"):
+        await bob.dht.store("key", 1, subkey=alice.peers.id, ttl_s=60, signed=True)
+    with pytest.raises(ValueError, match="too many"):
+        await bob.dht.store("key", bytes(1 << 16), ttl_s=60)
 
-        async def lie(caller: PeerId, message: FindValue) -> FoundValue:
-            lies.append(caller)
-            return FoundValue((forged,), ())
 
-        bob.peers.serve(FindValue, lie)
-        return [await read(alice, "key"), await read(carol, "key")], len(lies)
+@virtual
+async def test_a_lying_replica_cannot_forge_a_signed_value() -> None:
+    _, (alice, bob, carol) = await swarm(3)
+    await alice.dht.store("key", "true", subkey=alice.peers.id, ttl_s=60, signed=True)
+    at, lies = bob.peers.time() + 60, []
+    value = msgspec.msgpack.encode("false")
+    forged = Record(alice.peers.id, value, at, int(at * 1e6), 60.0, alice.peers.public_key, bytes(64))
 
-    answers, lies = run_virtual(main())
+    async def lie(caller: PeerId, message: FindNear) -> FoundNear:
+        lies.append(caller)
+        return FoundNear((), (forged,))
+
+    bob.peers.serve(FindNear, lie)
+    answers = [await read(alice, "key"), await read(carol, "key")]
+    lies = len(lies)
     assert [list(answer.values()) for answer in answers] == [["true"]] * 2 and lies == 2
 
 
-def test_values_survive_the_crash_of_all_but_one_replica() -> None:
-    async def main() -> tuple[Any, int]:
-        network, members = await swarm(40)
-        await members[0].dht.store("key", 7, ttl_s=600)
-        holders = [member for member in members if key_id("key") in member.dht._storage]
-        assert len(holders) >= 5
-        for member in holders[1:]:
-            network.now().crash(member.peers.name)
-        reader = next(member for member in members if member.peers.up and member not in holders)
-        return await read(reader, "key"), len(network.fired) - len(holders)
-
-    assert run_virtual(main()) == ({b"": 7}, -1)
+@virtual
+async def test_values_survive_the_crash_of_all_but_one_replica() -> None:
+    network, members = await swarm(40)
+    await members[0].dht.store("key", 7, ttl_s=600)
+    holders = [member for member in members if key_id("key") in member.dht._storage]
+    assert len(holders) >= 5
+    for member in holders[1:]:
+        network.now().crash(member.peers.name)
+    reader = next(member for member in members if member.peers.up and member not in holders)
+    assert (await read(reader, "key"), len(network.fired) - len(holders)) == ({b"": 7}, -1)
 
 
-def test_silent_peers_cost_less_than_their_timeout() -> None:
-    async def main() -> tuple[Any, float, list[str]]:
-        network, members = await swarm(30, profile=HOME)
-        await members[0].dht.store("key", 7, ttl_s=600)
-        silent = {member.peers.name for member in members[20:]}
-        network.now().partition(silent, {member.peers.name for member in members[:20]})
-        began = virtual_time()
-        value = await read(members[5], "key")
-        return value, virtual_time() - began, [fault.name for fault in network.fired]
-
-    value, seconds, fired = run_virtual(main())
+@virtual
+async def test_silent_peers_cost_less_than_their_timeout() -> None:
+    network, members = await swarm(30, profile=HOME)
+    await members[0].dht.store("key", 7, ttl_s=600)
+    silent = {member.peers.name for member in members[20:]}
+    network.now().partition(silent, {member.peers.name for member in members[:20]})
+    began = virtual_time()
+    value = await read(members[5], "key")
+    seconds = virtual_time() - began
+    fired = [fault.name for fault in network.fired]
     assert value == {b"": 7} and seconds < 2 and fired == ["partition"]
 
 
 @pytest.mark.parametrize("skew_s", [-300.0, 300.0])
-def test_a_writer_whose_clock_is_five_minutes_off_is_heard_and_reported(skew_s: float) -> None:
-    async def main() -> tuple[tuple[str, ...], Any, float]:
-        _, (alice, bob) = await swarm(2)
-        at = bob.peers.time() + skew_s
-        record = Record(b"", msgspec.msgpack.encode(1), at + 20, int(at * 1e6), 20.0)
-        message = StoreRecord(key_id("key"), (record,), bob.peers.contact, at)
-        reply = await bob.peers.call(alice.peers.id, message, Stored, timeout_s=5)
-        return reply.refusals, await read(alice, "key"), alice.dht.skews[bob.peers.id]
-
-    refusals, value, reported_s = run_virtual(main())
+@virtual
+async def test_a_writer_whose_clock_is_five_minutes_off_is_heard_and_reported(skew_s: float) -> None:
+    _, (alice, bob) = await swarm(2)
+    at = bob.peers.time() + skew_s
+    record = Record(b"", msgspec.msgpack.encode(1), at + 20, int(at * 1e6), 20.0)
+    message = StoreRecord(key_id("key"), (record,), bob.peers.contact, at)
+    reply = await bob.peers.call(alice.peers.id, message, Stored, timeout_s=5)
+    refusals = reply.refusals
+    value = await read(alice, "key")
+    reported_s = alice.dht.skews[bob.peers.id]
     assert refusals == ("",) and value == {b"": 1} and reported_s == pytest.approx(skew_s, abs=0.1)
 
 
-def test_progress_is_seen_by_and_from_a_peer_with_a_bad_clock() -> None:
-    async def main() -> tuple[list[Any], list[str]]:
-        network, (alice, bob, carol) = await swarm(3)
-        network.now().skew("bob", 300.0)
-        for value, member in ((1, alice), (2, bob), (3, bob), (4, alice)):
-            await member.dht.store(f"by {member.peers.name}", value, ttl_s=20)
-        read_by = [await read(member, key) for member in (bob, carol) for key in ("by alice", "by bob")]
-        return read_by, [fault.name for fault in network.fired]
-
-    assert run_virtual(main()) == ([{b"": 4}, {b"": 3}] * 2, ["skew"])
+@virtual
+async def test_progress_is_seen_by_and_from_a_peer_with_a_bad_clock() -> None:
+    network, (alice, bob, carol) = await swarm(3)
+    network.now().skew("bob", 300.0)
+    for value, member in ((1, alice), (2, bob), (3, bob), (4, alice)):
+        await member.dht.store(f"by {member.peers.name}", value, ttl_s=20)
+    read_by = [await read(member, key) for member in (bob, carol) for key in ("by alice", "by bob")]
+    assert (read_by, [fault.name for fault in network.fired]) == ([{b"": 4}, {b"": 3}] * 2, ["skew"])
 
 
-def test_client_mode_peers_store_and_get_but_are_not_queried() -> None:
-    async def main() -> tuple[Any, bool]:
-        network, members = await swarm(6)
-        client = await join(network, "client", members[0].peers, listen=False)
-        assert await client.dht.store("key", 1, ttl_s=60) == 5
-        return await read(client, "key"), any(client.peers.id in member.dht.table for member in members)
+@virtual
+async def test_client_mode_peers_store_and_get_but_are_not_queried() -> None:
+    network, members = await swarm(6)
+    client = await join(network, "client", members[0].peers, listen=False)
+    assert await client.dht.store("key", 1, ttl_s=60) == 5
+    assert (await read(client, "key"), any(client.peers.id in member.dht.table for member in members)) == (
+        {b"": 1},
+        False,
+    )
 
-    assert run_virtual(main()) == ({b"": 1}, False)
 
-
-def test_a_peer_is_found_by_its_id() -> None:
-    async def main() -> tuple[Contact | None, Contact, Contact | None]:
-        _, members = await swarm(40)
-        found = await members[39].dht.find_peer(members[17].peers.id)
-        return found, members[17].peers.contact, await members[3].dht.find_peer(PeerId(bytes(32)))
-
-    found, contact, unknown = run_virtual(main())
+@virtual
+async def test_a_peer_is_found_by_its_id() -> None:
+    _, members = await swarm(40)
+    found = await members[39].dht.find_peer(members[17].peers.id)
+    contact = members[17].peers.contact
+    unknown = await members[3].dht.find_peer(PeerId(bytes(32)))
     assert found == contact and unknown is None
 
 
-def test_no_peer_enters_a_table_under_another_id() -> None:
-    async def main() -> str:
-        _, (alice, bob, carol) = await swarm(3)
-        lie = FindValue(key_id("key"), Contact(carol.peers.id, ("sim://bob",)))
-        with pytest.raises(CallRefused) as caught:
-            await bob.peers.call(alice.peers.id, lie, FoundValue, timeout_s=5)
-        return caught.value.code
-
-    assert run_virtual(main()) == "refused"
+@virtual
+async def test_no_peer_enters_a_table_under_another_id() -> None:
+    _, (alice, bob, carol) = await swarm(3)
+    lie = FindNear(key_id("key"), Contact(carol.peers.id, ("sim://bob",)))
+    with pytest.raises(CallRefused) as caught:
+        await bob.peers.call(alice.peers.id, lie, FoundNear, timeout_s=5)
+    assert caught.value.code == "refused"
 
 
-def test_an_asker_with_endless_addresses_is_answered_but_not_passed_on() -> None:
-    async def main() -> bool:
-        _, (alice, bob) = await swarm(2)
-        alice.dht.table.failed(bob.peers.id)
-        alice.dht.table.failed(bob.peers.id)
-        endless = FindValue(key_id("key"), Contact(bob.peers.id, ("",) * 100_000))
-        await bob.peers.call(alice.peers.id, endless, FoundValue, timeout_s=5)
-        return bob.peers.id in alice.dht.table
-
-    assert not run_virtual(main())
+@virtual
+async def test_an_asker_with_endless_addresses_is_answered_but_not_passed_on() -> None:
+    _, (alice, bob) = await swarm(2)
+    alice.dht.table.failed(bob.peers.id)
+    alice.dht.table.failed(bob.peers.id)
+    endless = FindNear(key_id("key"), Contact(bob.peers.id, ("",) * 100_000))
+    await bob.peers.call(alice.peers.id, endless, FoundNear, timeout_s=5)
+    assert bob.peers.id not in alice.dht.table
 
 
-def test_a_liar_that_names_endless_peers_costs_a_few_calls() -> None:
-    async def main() -> tuple[int, int]:
-        _, (alice, mallory) = await swarm(2)
-        lies = tuple(Contact(PeerId(i.to_bytes(32, "big")), ("sim://no-peer",)) for i in range(3000))
-        asked: list[PeerId] = []
+@virtual
+async def test_a_liar_that_names_endless_peers_costs_a_few_calls() -> None:
+    _, (alice, mallory) = await swarm(2)
+    lies = tuple(Contact(PeerId(i.to_bytes(32, "big")), ("sim://no-peer",)) for i in range(3000))
+    asked: list[PeerId] = []
 
-        async def lie(caller: PeerId, message: FindPeers) -> FoundPeers:
-            asked.append(caller)
-            return FoundPeers((Contact(PeerId(b"short"), ("sim://x",)), *lies))
+    async def lie(caller: PeerId, message: FindNear) -> FoundNear:
+        asked.append(caller)
+        return FoundNear((Contact(PeerId(b"short"), ("sim://x",)), *lies))
 
-        mallory.peers.unserve(FindPeers)
-        mallory.peers.serve(FindPeers, lie)
-        lookup = await alice.dht._searcher.find_near(bytes(32), width=20)
-        return len(asked), lookup.calls
-
-    asked, calls = run_virtual(main())
+    mallory.peers.unserve(FindNear)
+    mallory.peers.serve(FindNear, lie)
+    lookup = await alice.dht._searcher.find_near(bytes(32), width=20)
+    asked = len(asked)
+    calls = lookup.calls
     assert asked == 1 and calls <= 22
 
 
-def test_a_key_of_a_wrong_length_is_refused() -> None:
-    async def main() -> str:
-        _, (alice, bob) = await swarm(2)
-        with pytest.raises(CallRefused) as caught:
-            await bob.peers.call(alice.peers.id, FindValue(b"x", bob.peers.contact), FoundValue, timeout_s=5)
-        return caught.value.code
-
-    assert run_virtual(main()) == "refused"
+@virtual
+async def test_a_key_of_a_wrong_length_is_refused() -> None:
+    _, (alice, bob) = await swarm(2)
+    with pytest.raises(CallRefused) as caught:
+        await bob.peers.call(alice.peers.id, FindNear(b"x", bob.peers.contact), FoundNear, timeout_s=5)
+    assert caught.value.code == "refused"
 
 
 @pytest.mark.slow
 @pytest.mark.ordeal
-def test_records_follow_the_peers_that_come_and_go() -> None:
-    async def main() -> tuple[Any, int]:
-        network, members = await swarm(6)
-        for member in members:
+@virtual
+async def test_records_follow_the_peers_that_come_and_go() -> None:
+    network, members = await swarm(6)
+    for member in members:
+        member.dht.start()
+    await members[0].dht.store("key", 7, ttl_s=50_000)
+    for generation in range(4):
+        joined = [await join(network, f"{generation} {i}", members[-1].peers) for i in range(6)]
+        for member in joined:
             member.dht.start()
-        await members[0].dht.store("key", 7, ttl_s=50_000)
-        for generation in range(4):
-            joined = [await join(network, f"{generation} {i}", members[-1].peers) for i in range(6)]
-            for member in joined:
-                member.dht.start()
-            await asyncio.sleep(1500)
-            for member in members:
-                network.now().crash(member.peers.name)
-                await member.dht.stop()
-            members = joined
-            await asyncio.sleep(1500)
-        return await read(members[0], "key"), len(network.fired)
-
-    assert run_virtual(main()) == ({b"": 7}, 24)
+        await asyncio.sleep(1500)
+        for member in members:
+            network.now().crash(member.peers.name)
+            await member.dht.stop()
+        members = joined
+        await asyncio.sleep(1500)
+    assert (await read(members[0], "key"), len(network.fired)) == ({b"": 7}, 24)
 
 
 @pytest.mark.parametrize("upkeep", [True, False])
-def test_a_new_peer_gets_the_records_it_is_nearest_to_by_upkeep(upkeep: bool) -> None:
-    async def main() -> bool:
-        network, members = await swarm(3)
-        for member in members if upkeep else ():
-            member.dht.start()
-        await members[0].dht.store("key", 7, ttl_s=600)
-        dave = await join(network, "dave", members[0].peers)
-        await asyncio.sleep(1)
-        return key_id("key") in dave.dht._storage
-
-    assert run_virtual(main()) is upkeep
+@virtual
+async def test_a_new_peer_gets_the_records_it_is_nearest_to_by_upkeep(upkeep: bool) -> None:
+    network, members = await swarm(3)
+    for member in members if upkeep else ():
+        member.dht.start()
+    await members[0].dht.store("key", 7, ttl_s=600)
+    dave = await join(network, "dave", members[0].peers)
+    await asyncio.sleep(1)
+    assert (key_id("key") in dave.dht._storage) is upkeep
 
 
-def test_stop_leaves_no_task_and_serves_no_more() -> None:
-    async def main() -> tuple[str, int]:
-        _, (alice, bob) = await swarm(2)
-        bob.dht.start()
-        await bob.dht.stop()
-        with pytest.raises(CallRefused) as caught:
-            await alice.peers.call(
-                bob.peers.id, FindValue(key_id("key"), alice.peers.contact), FoundValue, timeout_s=5
-            )
-        return caught.value.code, len(asyncio.all_tasks())
-
-    assert run_virtual(main()) == ("unknown", 1)
+@virtual
+async def test_stop_leaves_no_task_and_serves_no_more() -> None:
+    _, (alice, bob) = await swarm(2)
+    bob.dht.start()
+    await bob.dht.stop()
+    with pytest.raises(CallRefused) as caught:
+        await alice.peers.call(
+            bob.peers.id, FindNear(key_id("key"), alice.peers.contact), FoundNear, timeout_s=5
+        )
+    assert (caught.value.code, len(asyncio.all_tasks())) == ("unknown", 1)
 
 
 def test_upkeep_that_fails_is_an_event_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,62 +276,62 @@ def test_upkeep_that_fails_is_an_event_and_is_tried_again(monkeypatch: pytest.Mo
     run_virtual(main())
 
 
-def test_a_peer_cut_off_for_long_finds_back_through_its_entries() -> None:
-    async def main() -> tuple[set[int], int, list[str]]:
-        network, members = await swarm(4)
-        bob = members[1]
+@virtual
+async def test_a_peer_cut_off_for_long_finds_back_through_its_entries() -> None:
+    network, members = await swarm(4)
+    bob = members[1]
+    for member in members:
+        member.dht.start()
+    network.now().partition({"bob"}, {member.peers.name for member in members} - {"bob"})
+    for i in range(4):
         for member in members:
-            member.dht.start()
-        network.now().partition({"bob"}, {member.peers.name for member in members} - {"bob"})
-        for i in range(4):
-            for member in members:
-                await member.dht.store("key", i, ttl_s=60)
-            await asyncio.sleep(60)
-        apart = {len(member.dht.table) for member in members}
-        network.now().heal()
-        await asyncio.sleep(2000)
-        return apart, len(bob.dht.table), [fault.name for fault in network.fired]
-
-    assert run_virtual(main()) == ({0, 2}, 3, ["partition", "heal"])
-
-
-def test_stop_ends_a_read_in_progress_in_good_order() -> None:
-    async def main() -> dict[bytes, Any]:
-        _, members = await swarm(profile=HOME)
-        reading = asyncio.create_task(read(members[0], "key"))
-        await asyncio.sleep(0.001)
-        await members[0].dht.stop()
-        return await reading
-
-    assert run_virtual(main()) == {}
-
-
-def test_two_halves_of_a_swarm_meet_again_within_a_minute() -> None:
-    async def main() -> tuple[set[int], set[int], list[str]]:
-        network, members = await swarm(8)
-        halves = {"alice", "bob", "carol", "dave"}, {"erin", "frank", "grace", "heidi"}
-        for member in members:
-            member.dht.start()
-        network.now().partition(*halves)
-        for _ in range(10):
-            for member in members:
-                await member.dht.store("key", 1, ttl_s=60)
-                await member.dht.find_peer(PeerId(bytes(32)))
-            await asyncio.sleep(60)
-        apart = {len(member.dht.table) for member in members}
-        network.now().heal()
+            await member.dht.store("key", i, ttl_s=60)
         await asyncio.sleep(60)
-        return apart, {len(member.dht.table) for member in members}, [fault.name for fault in network.fired]
+    apart = {len(member.dht.table) for member in members}
+    network.now().heal()
+    await asyncio.sleep(2000)
+    assert (apart, len(bob.dht.table), [fault.name for fault in network.fired]) == (
+        {0, 2},
+        3,
+        ["partition", "heal"],
+    )
 
-    assert run_virtual(main()) == ({3}, {7}, ["partition", "heal"])
+
+@virtual
+async def test_stop_ends_a_read_in_progress_in_good_order() -> None:
+    _, members = await swarm(profile=HOME)
+    reading = asyncio.create_task(read(members[0], "key"))
+    await asyncio.sleep(0.001)
+    await members[0].dht.stop()
+    assert (await reading) == {}
 
 
-def test_bootstrap_returns_how_many_answered() -> None:
-    async def main() -> tuple[int, int]:
-        network, members = await swarm(4)
-        new = network.peer("mallory")
-        dht = DHT(new, DHTSettings(), random.Random(0))
-        none = await dht.bootstrap([Contact(PeerId(bytes(32)), ("sim://no-peer",))])
-        return none, await dht.bootstrap([new.contact, members[2].peers.contact])
+@virtual
+async def test_two_halves_of_a_swarm_meet_again_within_a_minute() -> None:
+    network, members = await swarm(8)
+    halves = {"alice", "bob", "carol", "dave"}, {"erin", "frank", "grace", "heidi"}
+    for member in members:
+        member.dht.start()
+    network.now().partition(*halves)
+    for _ in range(10):
+        for member in members:
+            await member.dht.store("key", 1, ttl_s=60)
+            await member.dht.find_peer(PeerId(bytes(32)))
+        await asyncio.sleep(60)
+    apart = {len(member.dht.table) for member in members}
+    network.now().heal()
+    await asyncio.sleep(60)
+    assert (
+        apart,
+        {len(member.dht.table) for member in members},
+        [fault.name for fault in network.fired],
+    ) == ({3}, {7}, ["partition", "heal"])
 
-    assert run_virtual(main()) == (0, 4)
+
+@virtual
+async def test_bootstrap_returns_how_many_answered() -> None:
+    network, members = await swarm(4)
+    new = network.peer("mallory")
+    dht = DHT(new, DHTSettings(), random.Random(0))
+    none = await dht.bootstrap([Contact(PeerId(bytes(32)), ("sim://no-peer",))])
+    assert (none, await dht.bootstrap([new.contact, members[2].peers.contact])) == (0, 4)

@@ -13,11 +13,8 @@ from hypothesis import strategies as st
 from colab_swarm.dht.records import (
     CLOCK_SLACK_S,
     DHTSettings,
-    FindPeers,
-    FindValue,
-    FoundPeers,
-    FoundValue,
-    Inspector,
+    FindNear,
+    FoundNear,
     Record,
     Storage,
     Stored,
@@ -57,7 +54,7 @@ def values(storage: Storage, *, now: float = 0.0) -> set[bytes]:
 
 @pytest.fixture
 def storage() -> Storage:
-    return Storage(Inspector(DHTSettings()))
+    return Storage(DHTSettings())
 
 
 def test_the_latest_version_wins_in_any_order(storage: Storage) -> None:
@@ -165,7 +162,7 @@ def test_a_full_key_and_a_full_peer_refuse_what_is_new_but_not_updates() -> None
         (DHTSettings(key_bytes=600), "key is full"),
         (DHTSettings(total_bytes=600), "peer is full"),
     ):
-        storage = Storage(Inspector(limits))
+        storage = Storage(limits)
         assert put(storage, record(subkey=b"a")) is None and put(storage, record(subkey=b"b")) is None
         assert text in str(put(storage, record(subkey=b"c")))
         assert put(storage, record(b"w", subkey=b"a", at=1)) is None
@@ -193,7 +190,7 @@ wild_records = st.builds(
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(wild_records, st.floats(0, 100)), max_size=8))
 def test_no_record_breaks_the_counters(arrivals: list[tuple[Record, float]]) -> None:
-    storage = Storage(Inspector(DHTSettings(total_bytes=1500)))
+    storage = Storage(DHTSettings(total_bytes=1500))
     for new, now in sorted(arrivals, key=lambda arrival: arrival[1]):
         put(storage, new, now=now)
     assert values(storage, now=100.0 + storage._settings.max_ttl_s) == set()
@@ -202,7 +199,7 @@ def test_no_record_breaks_the_counters(arrivals: list[tuple[Record, float]]) -> 
 @settings(max_examples=200, deadline=None)
 @given(
     st.binary(max_size=200),
-    st.sampled_from([FindPeers, FindValue, FoundPeers, FoundValue, StoreRecord, Stored]),
+    st.sampled_from([FindNear, FoundNear, StoreRecord, Stored]),
 )
 def test_random_bytes_are_no_message_or_a_valid_one(data: bytes, kind: type[Any]) -> None:
     try:

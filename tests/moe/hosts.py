@@ -5,16 +5,16 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.events import Event, EventLog
 from colab_swarm.moe.directory import Directory, DirectorySettings
-from colab_swarm.moe.expert import ExpertRule, FeedForward
-from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.hosting import ExpertHosting, HostPlan, HostResources, HostSettings, measure
-from colab_swarm.moe.records import ExpertServices
+from colab_swarm.moe.expert import ExpertRule, FeedForward, measure
+from colab_swarm.moe.grid import ExpertServices, Grid
+from colab_swarm.moe.host import ExpertHosting, HostPlan, HostResources
 from colab_swarm.moe.saves import ReplicaStore, SavedExpert, cut, freeze
 from colab_swarm.sim import LAN, SimNetwork, SimPeers
 
@@ -26,8 +26,7 @@ def make() -> FeedForward:
     return FeedForward(4, 8)
 
 
-PLAN = HostPlan(GRID, make, RULE, (4,), measure(make, RULE, (4,)), count=1, capacity=1)
-SETTINGS = HostSettings(save_s=30.0, takeover_s=10.0, spare=0)
+PLAN = HostPlan(GRID, make, RULE, (4,), measure(make, RULE, (4,)), save_s=30.0, takeover_s=10.0, spare=0)
 
 
 @dataclass
@@ -70,12 +69,12 @@ class Run:
         *,
         capacity: int | None = None,
         uids: tuple[str, ...] | None = None,
-        settings: HostSettings = SETTINGS,
+        **settings: Any,
     ) -> tuple[Member, ExpertHosting]:
         """A new peer that hosts ``count`` experts, and may take over more."""
         member = await self.join(name)
-        plan = replace(PLAN, count=count, capacity=capacity or count, uids=uids)
-        hosting = ExpertHosting(member.resources, plan, settings)
+        plan = replace(PLAN, count=count, capacity=capacity or count, uids=uids, **settings)
+        hosting = ExpertHosting(member.resources, plan)
         member.peers.when_down(lambda: [*hosting.kill(), member.resources.replicas.kill()])
         await hosting.start()
         return member, hosting

@@ -14,15 +14,19 @@ from torch import nn
 from colab_swarm.errors import ExpertError, NoExpertsError
 from colab_swarm.moe.calls import BackwardExpert, CallExpert, ExpertCalls
 from colab_swarm.moe.directory import Directory
-from colab_swarm.moe.grid import Grid, Index
-from colab_swarm.moe.records import ExpertInfo
+from colab_swarm.moe.grid import ExpertInfo, Grid, Index
 from colab_swarm.net.peers import Contact, Peers
 from colab_swarm.runtime import Runner
 from colab_swarm.tensors.codecs import Floats
+from tests.dht.swarm import on
+from tests.net.swarm import run as run_real
 
 T = TypeVar("T")
 HOST = Contact(bytes(32), ())
 LR = 0.05
+
+
+real = on(run_real)
 
 
 class LocalExperts:
@@ -67,11 +71,11 @@ class LocalExperts:
     def _info(self, uid: str) -> ExpertInfo:
         return ExpertInfo(uid, HOST, self._shape, 0, 1e9)
 
-    def on_failure(self, uid: str, reason: str) -> None:
-        self.failures.append((uid, reason))
-        self.gone.add(uid)
+    def on_failure(self, info: ExpertInfo, reason: str) -> None:
+        self.failures.append((info.uid, reason))
+        self.gone.add(info.uid)
 
-    def on_success(self, uid: str) -> None:
+    def on_success(self, info: ExpertInfo) -> None:
         pass
 
     async def attempt(self, kind: type[CallExpert], info: ExpertInfo, tensors: Sequence[Floats]) -> Floats:
@@ -142,10 +146,10 @@ class LocalRunner:
 class NoDirectory:
     """Ignores reports."""
 
-    def on_failure(self, uid: str, reason: str) -> None:
+    def on_failure(self, info: ExpertInfo, reason: str) -> None:
         pass
 
-    def on_success(self, uid: str) -> None:
+    def on_success(self, info: ExpertInfo) -> None:
         pass
 
 

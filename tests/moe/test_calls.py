@@ -9,17 +9,29 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from colab_swarm.errors import ExpertError
 from colab_swarm.events import EventLog
-from colab_swarm.moe.calls import LINK_BUSY_RETRY_S, BackwardExpert, ForwardExpert, Part
+from colab_swarm.moe.calls import (
+    LINK_BUSY_RETRY_S,
+    PART_BYTES,
+    BackwardExpert,
+    ForwardExpert,
+    Part,
+    encoded,
+    spans,
+)
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward
-from colab_swarm.moe.records import ExpertInfo
+from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.moe.server import ExpertServer
 from colab_swarm.net.identity import id_of
 from colab_swarm.net.peers import Contact, Message, Stream
 from colab_swarm.sim import LAN, SimNetwork, SimPeers, run_virtual, virtual_time
-from tests.moe.local import calls_of
+from colab_swarm.tensors.codecs import CODECS, codec_of
+from tests.dht.swarm import virtual
+from tests.moe.local import calls_of, real
 from tests.net.swarm import peers, run
 
 INPUTS = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -81,32 +93,28 @@ FAULTY: dict[str, tuple[Answering, str]] = {
 
 
 @pytest.mark.parametrize("case", FAULTY)
-def test_an_unusable_answer_is_an_error_that_names_the_expert(case: str) -> None:
-    async def main() -> None:
-        async with peers("alice", "bob") as (alice, bob):
-            answer, text = FAULTY[case]
-            bob.serve_stream(ForwardExpert, answer)
-            with pytest.raises(ExpertError, match=rf"expert ffn\.0 at {bob.id.hex()[:8]} .*{text}") as caught:
-                await calls_of(alice).forward(info(bob.contact), INPUTS)
-            assert caught.value.retry_s is None
-
-    run(main())
+@real
+async def test_an_unusable_answer_is_an_error_that_names_the_expert(case: str) -> None:
+    async with peers("alice", "bob") as (alice, bob):
+        answer, text = FAULTY[case]
+        bob.serve_stream(ForwardExpert, answer)
+        with pytest.raises(ExpertError, match=rf"expert ffn\.0 at {bob.id.hex()[:8]} .*{text}") as caught:
+            await calls_of(alice).forward(info(bob.contact), INPUTS)
+        assert caught.value.retry_s is None
 
 
 @pytest.mark.parametrize(
     ("said", "heard"), [(0.5, 0.5), (-1.0, 0.0), (1e9, 60.0), (float("nan"), 60.0), (float("inf"), 60.0)]
 )
-def test_the_retry_hint_of_a_busy_host_is_bounded(said: float, heard: float) -> None:
-    async def main() -> None:
-        async with peers("alice", "bob") as (alice, bob):
-            bob.serve_stream(ForwardExpert, partial(is_busy, said))
-            calls, large = calls_of(alice), np.zeros((1000, 10_000), np.float32)
-            with pytest.raises(ExpertError, match="busy") as caught:
-                await calls.attempt(ForwardExpert, info(bob.contact), [large])
-            assert caught.value.retry_s == heard
-            assert calls.sent_bytes < large.nbytes / 2, "a busy answer stops the sending"
-
-    run(main())
+@real
+async def test_the_retry_hint_of_a_busy_host_is_bounded(said: float, heard: float) -> None:
+    async with peers("alice", "bob") as (alice, bob):
+        bob.serve_stream(ForwardExpert, partial(is_busy, said))
+        calls, large = calls_of(alice), np.zeros((1000, 10_000), np.float32)
+        with pytest.raises(ExpertError, match="busy") as caught:
+            await calls.attempt(ForwardExpert, info(bob.contact), [large])
+        assert caught.value.retry_s == heard
+        assert calls.sent_bytes < large.nbytes / 2, "a busy answer stops the sending"
 
 
 def test_a_link_that_takes_no_more_streams_is_busy_too() -> None:
@@ -140,23 +148,21 @@ def test_bytes_are_counted_as_they_go_over_the_wire() -> None:
 
 
 @pytest.mark.parametrize("codec", ["onebit", "topk:0.25"])
-def test_an_expert_answers_and_learns_with_lossy_codecs(codec: str) -> None:
-    async def main() -> None:
-        _, alice, bob = pair()
-        server = ExpertServer(bob, EventLog())
-        expert = Expert("ffn.0", FeedForward(4), ExpertRule(partial(torch.optim.SGD, lr=0.1)), (4,))
-        server.add(expert)
-        calls = calls_of(alice, codec=codec)
-        answer = await calls.forward(info(bob.contact), INPUTS)
-        assert answer.shape == INPUTS.shape and np.isfinite(answer).all() and answer.any()
-        assert np.isfinite(await calls.backward(info(bob.contact), INPUTS, INPUTS)).all()
-        assert expert.step == 1 and calls.sent_bytes < INPUTS.nbytes * 3 / 2
-        with pytest.raises(ExpertError, match=r"expert ffn\.0 .*not finite"):
-            await calls.forward(info(bob.contact), np.full_like(INPUTS, np.nan))
-        assert virtual_time() < 1  # no wait for values that could not be sent
-        await server.close()
-
-    run_virtual(main())
+@virtual
+async def test_an_expert_answers_and_learns_with_lossy_codecs(codec: str) -> None:
+    _, alice, bob = pair()
+    server = ExpertServer(bob, EventLog())
+    expert = Expert("ffn.0", FeedForward(4), ExpertRule(partial(torch.optim.SGD, lr=0.1)), (4,))
+    server.add(expert)
+    calls = calls_of(alice, codec=codec)
+    answer = await calls.forward(info(bob.contact), INPUTS)
+    assert answer.shape == INPUTS.shape and np.isfinite(answer).all() and answer.any()
+    assert np.isfinite(await calls.backward(info(bob.contact), INPUTS, INPUTS)).all()
+    assert expert.step == 1 and calls.sent_bytes < INPUTS.nbytes * 3 / 2
+    with pytest.raises(ExpertError, match=r"expert ffn\.0 .*not finite"):
+        await calls.forward(info(bob.contact), np.full_like(INPUTS, np.nan))
+    assert virtual_time() < 1  # no wait for values that could not be sent
+    await server.close()
 
 
 def test_a_host_that_never_answers_is_an_error_after_the_timeout() -> None:
@@ -173,59 +179,75 @@ def test_a_host_that_never_answers_is_an_error_after_the_timeout() -> None:
     assert run_virtual(main()) == pytest.approx(7.0)
 
 
-def test_an_unreachable_host_is_an_error() -> None:
-    async def main() -> None:
-        async with peers("alice") as (alice,):
-            absent = Contact(id_of(bytes(32)), ("ws://127.0.0.1:9",))
-            with pytest.raises(ExpertError, match=r"expert ffn\.0 at"):
-                await calls_of(alice).forward(info(absent), INPUTS)
-
-    run(main())
-
-
-def test_a_host_killed_between_forward_and_backward_is_an_error_and_comes_back() -> None:
-    async def main() -> None:
-        network, alice, bob = pair()
-        rule = ExpertRule(partial(torch.optim.SGD, lr=0.1))
-        server = ExpertServer(bob, EventLog())
-        expert = Expert("ffn.0", FeedForward(4), rule, (4,))
-        server.add(expert)
-        calls, there = calls_of(alice), info(bob.contact)
-        await calls.forward(there, INPUTS)
-        network.now().crash("bob")
+@real
+async def test_an_unreachable_host_is_an_error() -> None:
+    async with peers("alice") as (alice,):
+        absent = Contact(id_of(bytes(32)), ("ws://127.0.0.1:9",))
         with pytest.raises(ExpertError, match=r"expert ffn\.0 at"):
-            await calls.backward(there, INPUTS, INPUTS)
-        assert [fault.name for fault in network.fired] == ["crash"] and expert.step == 0
-        network.now().restart("bob")
+            await calls_of(alice).forward(info(absent), INPUTS)
+
+
+@virtual
+async def test_a_host_killed_between_forward_and_backward_is_an_error_and_comes_back() -> None:
+    network, alice, bob = pair()
+    rule = ExpertRule(partial(torch.optim.SGD, lr=0.1))
+    server = ExpertServer(bob, EventLog())
+    expert = Expert("ffn.0", FeedForward(4), rule, (4,))
+    server.add(expert)
+    calls, there = calls_of(alice), info(bob.contact)
+    await calls.forward(there, INPUTS)
+    network.now().crash("bob")
+    with pytest.raises(ExpertError, match=r"expert ffn\.0 at"):
         await calls.backward(there, INPUTS, INPUTS)
-        assert expert.step == 1
-        await server.close()
-
-    run_virtual(main())
-
-
-def test_a_host_killed_while_it_answers_is_an_error() -> None:
-    async def main() -> None:
-        network, alice, bob = pair()
-        large = np.ones((1000, 1000), np.float32)
-
-        async def half(opening: BackwardExpert, stream: Stream) -> None:
-            await stream.receive(Part)
-            await stream.send(Part(), large.tobytes()[: 28 * 4096])
-            network.now().crash("bob")
-
-        bob.serve_stream(BackwardExpert, half)
-        with pytest.raises(ExpertError, match=r"expert ffn\.0 at"):
-            await calls_of(alice).backward(info(bob.contact), large, large)
-        assert [fault.name for fault in network.fired] == ["crash"]
-
-    run_virtual(main())
+    assert [fault.name for fault in network.fired] == ["crash"] and expert.step == 0
+    network.now().restart("bob")
+    await calls.backward(there, INPUTS, INPUTS)
+    assert expert.step == 1
+    await server.close()
 
 
-def test_an_unknown_codec_is_refused() -> None:
-    async def main() -> None:
-        _, alice, _ = pair()
-        with pytest.raises(ValueError, match="unknown codec 'zip'"):
-            calls_of(alice, codec="zip")
+@virtual
+async def test_a_host_killed_while_it_answers_is_an_error() -> None:
+    network, alice, bob = pair()
+    large = np.ones((1000, 1000), np.float32)
 
-    run_virtual(main())
+    async def half(opening: BackwardExpert, stream: Stream) -> None:
+        await stream.receive(Part)
+        await stream.send(Part(), large.tobytes()[: 28 * 4096])
+        network.now().crash("bob")
+
+    bob.serve_stream(BackwardExpert, half)
+    with pytest.raises(ExpertError, match=r"expert ffn\.0 at"):
+        await calls_of(alice).backward(info(bob.contact), large, large)
+    assert [fault.name for fault in network.fired] == ["crash"]
+
+
+@virtual
+async def test_an_unknown_codec_is_refused() -> None:
+    _, alice, _ = pair()
+    with pytest.raises(ValueError, match="unknown codec 'zip'"):
+        calls_of(alice, codec="zip")
+
+
+NAMES = [*CODECS, "topk:0.0001", "topk:0.01", "topk:0.5"]
+
+
+@given(st.sampled_from(NAMES), st.integers(0, 1_000_000))
+def test_spans_tile_a_tensor_and_fit_into_a_part(name: str, numel: int) -> None:
+    codec = codec_of(name)
+    found = list(spans(numel, codec))
+    assert [span.start for span in found] == [0, *(span.stop for span in found)][: len(found)]
+    assert not found or found[-1].stop == numel
+    assert all(0 < codec.encoded_bytes(span.stop - span.start) <= PART_BYTES for span in found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_hold_what_spans_announce(name: str) -> None:
+    codec = codec_of(name)
+    values = np.random.default_rng(0).standard_normal((70, 1001), np.float32)
+    parts = list(encoded(values, codec))
+    lengths = [span.stop - span.start for span in spans(values.size, codec)]
+    assert [len(part) for part in parts] == [codec.encoded_bytes(length) for length in lengths]
+    decoded = [codec.decode(part, length) for part, length in zip(parts, lengths, strict=True)]
+    lost = np.concatenate(decoded) - values.ravel()
+    assert np.linalg.norm(lost) ** 2 <= codec.gamma(values.size) * np.linalg.norm(values) ** 2 + 1e-6

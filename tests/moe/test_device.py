@@ -7,40 +7,36 @@ import threading
 
 import pytest
 
-from colab_swarm.sim import run_virtual
 from colab_swarm.tensors.device import DeviceThread
-from tests.net.swarm import run
+from tests.dht.swarm import virtual
+from tests.moe.local import real
 
 
 def quit_python() -> None:
     raise SystemExit("a user's module wants to end the program")
 
 
-def test_tasks_run_in_order_on_one_daemon_that_is_not_the_loops_thread() -> None:
-    async def main() -> None:
-        device, order = DeviceThread(), []
-        threads = await asyncio.gather(
-            *(device.run(lambda i=i: order.append(i) or threading.current_thread()) for i in range(100))  # type: ignore[misc]
-        )
-        assert order == list(range(100)) and len(set(threads)) == 1
-        assert threads[0] is not threading.current_thread() and threads[0].daemon
-        device.shutdown()
-        assert not threads[0].is_alive()
-
-    run(main())
+@real
+async def test_tasks_run_in_order_on_one_daemon_that_is_not_the_loops_thread() -> None:
+    device, order = DeviceThread(), []
+    threads = await asyncio.gather(
+        *(device.run(lambda i=i: order.append(i) or threading.current_thread()) for i in range(100))  # type: ignore[misc]
+    )
+    assert order == list(range(100)) and len(set(threads)) == 1
+    assert threads[0] is not threading.current_thread() and threads[0].daemon
+    device.shutdown()
+    assert not threads[0].is_alive()
 
 
-def test_an_error_goes_to_its_caller_and_the_thread_continues() -> None:
-    async def main() -> None:
-        device = DeviceThread()
-        with pytest.raises(ZeroDivisionError):
-            await device.run(lambda: 1 / 0)
-        with pytest.raises(SystemExit):
-            await device.run(quit_python)
-        assert await device.run(lambda: 7) == 7
-        device.shutdown()
-
-    run(main())
+@real
+async def test_an_error_goes_to_its_caller_and_the_thread_continues() -> None:
+    device = DeviceThread()
+    with pytest.raises(ZeroDivisionError):
+        await device.run(lambda: 1 / 0)
+    with pytest.raises(SystemExit):
+        await device.run(quit_python)
+    assert await device.run(lambda: 7) == 7
+    device.shutdown()
 
 
 def test_tasks_queued_before_shutdown_are_computed() -> None:
@@ -63,8 +59,6 @@ def test_cancelled_tasks_are_not_computed() -> None:
     assert not computed
 
 
-def test_on_virtual_time_the_loop_computes_itself() -> None:
-    async def main() -> threading.Thread:
-        return await DeviceThread().run(threading.current_thread)
-
-    assert run_virtual(main()) is threading.current_thread()
+@virtual
+async def test_on_virtual_time_the_loop_computes_itself() -> None:
+    assert (await DeviceThread().run(threading.current_thread)) is threading.current_thread()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from dataclasses import dataclass
 
@@ -11,12 +12,11 @@ import pytest
 
 from colab_swarm.errors import NoExpertsError
 from colab_swarm.events import EventLog, ExpertBanned
-from colab_swarm.moe.directory import Directory, DirectorySettings
-from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.records import ExpertInfo, ExpertServices
-from colab_swarm.sim import LAN, NetworkProfile, SimNetwork, run_virtual, virtual_time
+from colab_swarm.moe.directory import Cache, Directory, DirectorySettings
+from colab_swarm.moe.grid import Bans, ExpertInfo, ExpertServices, Grid
+from colab_swarm.sim import HOME, LAN, PAPER_CLOUD, NetworkProfile, SimNetwork, run_virtual, virtual_time
 from colab_swarm.tensors.codecs import Floats
-from tests.dht.swarm import Member, swarm
+from tests.dht.swarm import Member, swarm, virtual
 
 GRID = Grid("ffn", (4, 8))
 SHAPE = (16,)
@@ -63,26 +63,26 @@ def uids(found: list[list[ExpertInfo]]) -> list[list[str]]:
     return [[info.uid for info in sample] for sample in found]
 
 
-def test_all_peers_find_announced_experts() -> None:
-    async def main() -> tuple[ExpertInfo | None, Scout]:
-        _, (alice, bob, *_) = await scouts(8)
-        await announce(alice, "ffn.1.2", "ffn.3.7", step=5)
-        return await bob.directory.find(GRID, "ffn.3.7"), alice
-
-    info, alice = run_virtual(main())
+@virtual
+async def test_all_peers_find_announced_experts() -> None:
+    _, (alice, bob, *_) = await scouts(8)
+    await announce(alice, "ffn.1.2", "ffn.3.7", step=5)
+    info = await bob.directory.find(GRID, "ffn.3.7")
     assert info is not None and info.host == alice.peers.contact
     assert (info.uid, info.shape, info.step) == ("ffn.3.7", SHAPE, 5)
     assert 59 < info.expires_at - alice.peers.time() <= 60
 
 
-def test_the_best_live_experts_come_first() -> None:
-    async def main() -> list[list[str]]:
-        _, (alice, bob, carol, *_) = await scouts(8)
-        await announce(alice, "ffn.1.2", "ffn.1.3", "ffn.3.7")
-        await announce(bob, "ffn.0.0", "ffn.1.4")
-        return uids(await carol.directory.best(GRID, scores("ffn.1.2", "ffn.3.5", "ffn.1.4"), 2))
-
-    assert run_virtual(main()) == [["ffn.1.2", "ffn.1.3"], ["ffn.3.7", "ffn.1.4"], ["ffn.1.4", "ffn.1.3"]]
+@virtual
+async def test_the_best_live_experts_come_first() -> None:
+    _, (alice, bob, carol, *_) = await scouts(8)
+    await announce(alice, "ffn.1.2", "ffn.1.3", "ffn.3.7")
+    await announce(bob, "ffn.0.0", "ffn.1.4")
+    assert uids(await carol.directory.best(GRID, scores("ffn.1.2", "ffn.3.5", "ffn.1.4"), 2)) == [
+        ["ffn.1.2", "ffn.1.3"],
+        ["ffn.3.7", "ffn.1.4"],
+        ["ffn.1.4", "ffn.1.3"],
+    ]
 
 
 @pytest.mark.parametrize("sides", [(300,), (2, 300), (2, 3, 2), (2, 2, 2, 2)])
@@ -101,66 +101,57 @@ def test_grids_of_any_dimension_are_searched_and_listed(sides: tuple[int, ...]) 
     assert run_virtual(main()) == (everywhere, [[uid] for uid in everywhere])
 
 
-def test_fewer_live_experts_than_requested_are_all_returned() -> None:
-    async def main() -> list[list[str]]:
-        _, (alice, bob) = await scouts(2)
-        await announce(alice, "ffn.1.2", "ffn.3.7")
-        return uids(await bob.directory.best(GRID, scores("ffn.3.7"), 4))
-
-    assert run_virtual(main()) == [["ffn.3.7", "ffn.1.2"]]
+@virtual
+async def test_fewer_live_experts_than_requested_are_all_returned() -> None:
+    _, (alice, bob) = await scouts(2)
+    await announce(alice, "ffn.1.2", "ffn.3.7")
+    assert uids(await bob.directory.best(GRID, scores("ffn.3.7"), 4)) == [["ffn.3.7", "ffn.1.2"]]
 
 
-def test_withdrawn_experts_disappear_at_once() -> None:
-    async def main() -> list[list[str]]:
-        _, (alice, bob, carol) = await scouts(3)
-        await announce(alice, "ffn.1.2", "ffn.3.7")
-        await announce(bob, "ffn.1.4")
-        await alice.directory.withdraw(GRID, ["ffn.1.2", "ffn.3.7"])
-        return uids(await carol.directory.best(GRID, scores("ffn.1.2"), 4))
-
-    assert run_virtual(main()) == [["ffn.1.4"]]
+@virtual
+async def test_withdrawn_experts_disappear_at_once() -> None:
+    _, (alice, bob, carol) = await scouts(3)
+    await announce(alice, "ffn.1.2", "ffn.3.7")
+    await announce(bob, "ffn.1.4")
+    await alice.directory.withdraw(GRID, ["ffn.1.2", "ffn.3.7"])
+    assert uids(await carol.directory.best(GRID, scores("ffn.1.2"), 4)) == [["ffn.1.4"]]
 
 
-def test_a_dead_host_disappears_when_its_record_expires_and_the_error_says_so() -> None:
-    async def main() -> tuple[int, list[str]]:
-        network, (alice, bob, _) = await scouts(3)
-        await announce(alice, "ffn.1.2", "ffn.3.7")
-        before = len(await bob.directory.live(GRID))
-        network.now().crash("alice")
-        await asyncio.sleep(61)
-        with pytest.raises(NoExpertsError, match=r"ffn\[4 x 8\] can be called: this peer saw 2, .* 61 s"):
-            await bob.directory.best(GRID, scores("ffn.1.2"), 4)
-        return before, [fault.name for fault in network.fired]
-
-    assert run_virtual(main()) == (2, ["crash"])
+@virtual
+async def test_a_dead_host_disappears_when_its_record_expires_and_the_error_says_so() -> None:
+    network, (alice, bob, _) = await scouts(3)
+    await announce(alice, "ffn.1.2", "ffn.3.7")
+    before = len(await bob.directory.live(GRID))
+    network.now().crash("alice")
+    await asyncio.sleep(61)
+    with pytest.raises(NoExpertsError, match=r"ffn\[4 x 8\] can be called: this peer saw 2, .* 61 s"):
+        await bob.directory.best(GRID, scores("ffn.1.2"), 4)
+    assert (before, [fault.name for fault in network.fired]) == (2, ["crash"])
 
 
-def test_without_any_announcement_the_error_names_the_prefix() -> None:
-    async def main() -> None:
-        _, (alice, _) = await scouts(2)
-        with pytest.raises(NoExpertsError, match=r"ffn\[4 x 8\] is live, and this peer never saw one"):
-            await alice.directory.best(GRID, scores("ffn.1.2"), 4)
-        assert await alice.directory.live(GRID) == [] and await alice.directory.find(GRID, "ffn.1.2") is None
-
-    run_virtual(main())
+@virtual
+async def test_without_any_announcement_the_error_names_the_prefix() -> None:
+    _, (alice, _) = await scouts(2)
+    with pytest.raises(NoExpertsError, match=r"ffn\[4 x 8\] is live, and this peer never saw one"):
+        await alice.directory.best(GRID, scores("ffn.1.2"), 4)
+    assert await alice.directory.live(GRID) == [] and await alice.directory.find(GRID, "ffn.1.2") is None
 
 
-def test_a_failed_expert_is_banned_until_the_ban_ends_or_it_answers() -> None:
-    async def main() -> tuple[list[list[list[str]]], list[ExpertBanned]]:
-        _, (alice, bob) = await scouts(2)
-        await announce(alice, "ffn.1.2", "ffn.1.3")
-        seen = [uids(await bob.directory.best(GRID, scores("ffn.1.2"), 1))]
-        bob.directory.on_failure("ffn.1.2", "not finite")
-        bob.directory.on_failure("ffn.1.2", "not finite")  # another call that was under way
-        seen.append(uids(await bob.directory.best(GRID, scores("ffn.1.2"), 1)))
-        await asyncio.sleep(5)
-        seen.append(uids(await bob.directory.best(GRID, scores("ffn.1.2"), 1)))
-        bob.directory.on_failure("ffn.1.2", "not finite")
-        bob.directory.on_success("ffn.1.2")
-        seen.append(uids(await bob.directory.best(GRID, scores("ffn.1.2"), 1)))
-        return seen, [event for event in bob.events.recent() if isinstance(event, ExpertBanned)]
-
-    seen, bans = run_virtual(main())
+@virtual
+async def test_a_failed_expert_is_banned_until_the_ban_ends_or_it_answers() -> None:
+    _, (alice, bob) = await scouts(2)
+    await announce(alice, "ffn.1.2", "ffn.1.3")
+    ((info,),) = await bob.directory.best(GRID, scores("ffn.1.2"), 1)
+    seen = [[[info.uid]]]
+    bob.directory.on_failure(info, "not finite")
+    bob.directory.on_failure(info, "not finite")  # another call that was under way
+    seen.append(uids(await bob.directory.best(GRID, scores("ffn.1.2"), 1)))
+    await asyncio.sleep(5)
+    seen.append(uids(await bob.directory.best(GRID, scores("ffn.1.2"), 1)))
+    bob.directory.on_failure(info, "not finite")
+    bob.directory.on_success(info)
+    seen.append(uids(await bob.directory.best(GRID, scores("ffn.1.2"), 1)))
+    bans = [event for event in bob.events.recent() if isinstance(event, ExpertBanned)]
     assert seen == [[["ffn.1.2"]], [["ffn.1.3"]], [["ffn.1.2"]], [["ffn.1.2"]]]
     assert [(ban.uid, ban.reason, ban.seconds) for ban in bans] == [
         ("ffn.1.2", "not finite", 5.0),
@@ -168,62 +159,55 @@ def test_a_failed_expert_is_banned_until_the_ban_ends_or_it_answers() -> None:
     ]
 
 
-def test_a_banned_expert_is_used_again_as_soon_as_another_peer_hosts_it() -> None:
-    async def main() -> list[ExpertInfo | None]:
-        network, (alice, bob, carol) = await scouts(3)
-        await announce(alice, "ffn.1.2")
-        found = [await carol.directory.find(GRID, "ffn.1.2")]
-        network.now().crash("alice")
-        carol.directory.on_failure("ffn.1.2", "lost")
-        found.append(await carol.directory.find(GRID, "ffn.1.2"))
-        await announce(bob, "ffn.1.2", step=9)
-        await carol.directory.live(GRID)
-        await asyncio.sleep(31)
-        carol.directory.on_failure("ffn.1.2", "lost")
-        return [*found, await carol.directory.find(GRID, "ffn.1.2")]
-
-    first, banned, again = run_virtual(main())
+@virtual
+async def test_a_banned_expert_is_used_again_as_soon_as_another_peer_hosts_it() -> None:
+    network, (alice, bob, carol) = await scouts(3)
+    await announce(alice, "ffn.1.2")
+    found = [info := await carol.directory.find(GRID, "ffn.1.2")]
+    assert info is not None
+    network.now().crash("alice")
+    carol.directory.on_failure(info, "lost")
+    found.append(await carol.directory.find(GRID, "ffn.1.2"))
+    await announce(bob, "ffn.1.2", step=9)
+    await carol.directory.live(GRID)
+    await asyncio.sleep(31)
+    carol.directory.on_failure(info, "lost")
+    first, banned, again = [*found, await carol.directory.find(GRID, "ffn.1.2")]
     assert first is not None and banned is None and again is not None
     assert (first.step, again.step) == (0, 9)
 
 
-def test_a_prefix_whose_experts_are_all_dead_is_skipped() -> None:
-    async def main() -> list[list[str]]:
-        _, (alice, bob, carol) = await scouts(3)
-        await announce(alice, "ffn.1.2")
-        await announce(bob, "ffn.3.7")
-        await carol.directory.best(GRID, scores("ffn.1.2"), 4)
-        carol.directory.on_failure("ffn.1.2", "lost")
-        return uids(await carol.directory.best(GRID, scores("ffn.1.2"), 1))
-
-    assert run_virtual(main()) == [["ffn.3.7"]]
+@virtual
+async def test_a_prefix_whose_experts_are_all_dead_is_skipped() -> None:
+    _, (alice, bob, carol) = await scouts(3)
+    await announce(alice, "ffn.1.2")
+    await announce(bob, "ffn.3.7")
+    ((info, _),) = await carol.directory.best(GRID, scores("ffn.1.2"), 4)
+    carol.directory.on_failure(info, "lost")
+    assert uids(await carol.directory.best(GRID, scores("ffn.1.2"), 1)) == [["ffn.3.7"]]
 
 
 @pytest.mark.parametrize("skew_s", [-60.0, 60.0])
-def test_a_clock_that_is_a_minute_off_neither_hides_nor_keeps_experts(skew_s: float) -> None:
-    async def main() -> tuple[list[bool], list[str]]:
-        network, (alice, bob, carol) = await scouts(3)
-        network.now().skew("alice", skew_s)
-        await announce(alice, "ffn.1.2")
-        await announce(bob, "ffn.3.7")
-        seen = [len(await scout.directory.live(GRID)) == 2 for scout in (alice, bob, carol)]
-        await asyncio.sleep(59)
-        seen += [len(await scout.directory.live(GRID)) == 2 for scout in (alice, carol)]
-        await asyncio.sleep(2)
-        seen += [len(await scout.directory.live(GRID)) == 0 for scout in (alice, carol)]
-        return seen, [fault.name for fault in network.fired]
-
-    assert run_virtual(main()) == ([True] * 7, ["skew"])
+@virtual
+async def test_a_clock_that_is_a_minute_off_neither_hides_nor_keeps_experts(skew_s: float) -> None:
+    network, (alice, bob, carol) = await scouts(3)
+    network.now().skew("alice", skew_s)
+    await announce(alice, "ffn.1.2")
+    await announce(bob, "ffn.3.7")
+    seen = [len(await scout.directory.live(GRID)) == 2 for scout in (alice, bob, carol)]
+    await asyncio.sleep(59)
+    seen += [len(await scout.directory.live(GRID)) == 2 for scout in (alice, carol)]
+    await asyncio.sleep(2)
+    seen += [len(await scout.directory.live(GRID)) == 0 for scout in (alice, carol)]
+    assert (seen, [fault.name for fault in network.fired]) == ([True] * 7, ["skew"])
 
 
 @pytest.mark.parametrize("shapes", [[], [(2, 4)], [(2, 8), (2, 4)], [(2, 4), (3, 8)], [(4,), (8,)]])
-def test_scores_that_do_not_fit_the_grid_are_a_mistake(shapes: list[tuple[int, ...]]) -> None:
-    async def main() -> None:
-        _, (alice,) = await scouts(1)
-        with pytest.raises(ValueError, match=r"do not fit ffn\[4 x 8\]"):
-            await alice.directory.best(GRID, [np.zeros(shape, np.float32) for shape in shapes], 1)
-
-    run_virtual(main())
+@virtual
+async def test_scores_that_do_not_fit_the_grid_are_a_mistake(shapes: list[tuple[int, ...]]) -> None:
+    _, (alice,) = await scouts(1)
+    with pytest.raises(ValueError, match=r"do not fit ffn\[4 x 8\]"):
+        await alice.directory.best(GRID, [np.zeros(shape, np.float32) for shape in shapes], 1)
 
 
 def test_two_hosts_announce_a_row_and_others_replace_them_before_their_records_expire() -> None:
@@ -249,17 +233,15 @@ def test_two_hosts_announce_a_row_and_others_replace_them_before_their_records_e
     assert run_virtual(main()) == (2, [True] * 8, ["crash", "crash"])
 
 
-def test_invalid_records_do_no_harm() -> None:
-    async def main() -> list[list[str]]:
-        _, (alice, bob, mallory) = await scouts(3)
-        await announce(alice, "ffn.1.2")
-        for key in ("run/experts/ffn/0", "run/experts/ffn.0/0"):
-            for junk in (7, [["ws://" + "x" * 900], []], [[], [[1 << 40, -5, None, "?"]]]):
-                await mallory.dht.store(key, junk, subkey=mallory.peers.id, ttl_s=60, signed=True)
-                await mallory.dht.store(key, junk, subkey=b"1", ttl_s=60)
-        return uids(await bob.directory.best(GRID, scores("ffn.1.2"), 4))
-
-    assert run_virtual(main()) == [["ffn.1.2"]]
+@virtual
+async def test_invalid_records_do_no_harm() -> None:
+    _, (alice, bob, mallory) = await scouts(3)
+    await announce(alice, "ffn.1.2")
+    for key in ("run/experts/ffn/0", "run/experts/ffn.0/0"):
+        for junk in (7, [["ws://" + "x" * 900], []], [[], [[1 << 40, -5, None, "?"]]]):
+            await mallory.dht.store(key, junk, subkey=mallory.peers.id, ttl_s=60, signed=True)
+            await mallory.dht.store(key, junk, subkey=b"1", ttl_s=60)
+    assert uids(await bob.directory.best(GRID, scores("ffn.1.2"), 4)) == [["ffn.1.2"]]
 
 
 def test_a_search_reads_few_keys_and_a_repeated_one_none() -> None:
@@ -290,3 +272,253 @@ def test_a_wide_sparse_grid_is_searched_without_reading_what_is_empty() -> None:
         return [sorted(sample) for sample in uids(found)], bob.directory._cache.loads
 
     assert run_virtual(main()) == ([["ffn.150.3", "ffn.7.7"]] * 64, 3)
+
+
+EXPERT = ("ffn.0", b"host")
+
+
+def test_each_failure_in_a_row_doubles_the_ban() -> None:
+    bans, now, times = Bans(first_s=5.0, longest_s=60.0), 0.0, []
+    for _ in range(6):
+        seconds = bans.fail(EXPERT, now)
+        assert seconds is not None and bans.banned(EXPERT, now + seconds - 0.1)
+        now += seconds
+        assert not bans.banned(EXPERT, now)
+        times.append(seconds)
+    assert times == [5.0, 10.0, 20.0, 40.0, 60.0, 60.0]
+
+
+def test_failures_during_a_ban_count_once() -> None:
+    bans = Bans()
+    assert [bans.fail(EXPERT, 0.0), bans.fail(EXPERT, 1.0), bans.fail(EXPERT, 5.0)] == [5.0, None, 10.0]
+
+
+def test_success_lifts_the_ban() -> None:
+    bans = Bans()
+    bans.fail(EXPERT, 0.0)
+    bans.succeed(EXPERT)
+    assert not bans.banned(EXPERT, 0.0) and bans.fail(EXPERT, 1.0) == 5.0
+
+
+def test_a_long_time_without_failures_resets_the_count_and_frees_memory() -> None:
+    bans = Bans(first_s=5.0, longest_s=60.0)
+    for i in range(100):
+        bans.fail((f"ffn.{i}", b"host"), 0.0)
+    assert bans.fail(("ffn.0", b"host"), 66.0) == 5.0 and len(bans._records) == 1
+
+
+def test_a_ban_excludes_no_other_expert() -> None:
+    bans = Bans()
+    bans.fail(EXPERT, 0.0)
+    assert not bans.banned(("ffn.0", b"other"), 1.0)
+
+
+def test_the_version_changes_with_every_ban() -> None:
+    bans = Bans()
+    versions = [bans.version]
+    bans.succeed(EXPERT)
+    assert bans.version == versions[0] and not bans.ends(0.0)
+    bans.fail(EXPERT, 0.0)
+    versions.append(bans.version)
+    assert bans.ends(1.0) == {EXPERT: 5.0} and not bans.ends(5.0)
+    bans.succeed(EXPERT)
+    assert len({*versions, bans.version}) == 3
+
+
+class Far:
+    """Takes a second to read and returns the number of reads."""
+
+    def __init__(self) -> None:
+        self.reads: list[tuple[str, int | None]] = []
+        self.fresh = False
+        self.cache: Cache[str, int] = Cache(self.read)
+
+    async def read(self, key: str, old: int | None, fresh: bool) -> tuple[int, float]:
+        self.reads.append((key, old))
+        self.fresh = fresh
+        value = len(self.reads)
+        await asyncio.sleep(1)
+        return value, 10.0
+
+
+@virtual
+async def test_a_cached_value_is_not_read_again() -> None:
+    far = Far()
+    assert await far.cache.get(["a", "b"]) == {"a": 1, "b": 2}
+    assert virtual_time() == 1  # both at once
+    assert await far.cache.get(["b", "a"]) == {"a": 1, "b": 2}
+    assert virtual_time() == 1 and far.cache.peek("a") == 1 and far.cache.peek("c") is None
+
+
+@virtual
+async def test_concurrent_callers_share_a_read() -> None:
+    far = Far()
+    asked = [asyncio.create_task(far.cache.get(["a"])) for _ in range(3)]
+    await asyncio.sleep(0.5)
+    asked[0].cancel()  # must not end the read for the others
+    assert await asyncio.gather(*asked[1:]) == [{"a": 1}] * 2
+    assert far.reads == [("a", None)]
+
+
+@virtual
+async def test_an_ageing_value_is_refreshed_in_the_background() -> None:
+    far = Far()
+    await far.cache.get(["a"])
+    await asyncio.sleep(6)
+    assert far.cache.peek("a") == 1
+    await asyncio.sleep(2)
+    assert far.cache.peek("a") == 2 and far.reads == [("a", None), ("a", 1)]
+
+
+@virtual
+async def test_an_expired_value_is_read_again() -> None:
+    far = Far()
+    await far.cache.get(["a"])
+    await asyncio.sleep(10)
+    assert far.cache.peek("a") is None
+    assert await far.cache.get(["a"]) == {"a": 2} and virtual_time() == 12
+
+
+@virtual
+async def test_a_fresh_value_comes_from_a_read_that_starts_now() -> None:
+    far = Far()
+    early = asyncio.create_task(far.cache.get(["a"]))
+    await asyncio.sleep(0.5)
+    assert await far.cache.get(["a"], fresh=True) == {"a": 2}
+    assert await early == {"a": 1} and far.cache.peek("a") == 2 and far.fresh
+
+
+@virtual
+async def test_a_forgotten_value_is_read_again() -> None:
+    far = Far()
+    await far.cache.get(["a"])
+    far.cache.forget("a")
+    assert await far.cache.get(["a"]) == {"a": 2} and far.reads[1] == ("a", None)
+
+
+@virtual
+async def test_closing_cancels_the_reads() -> None:
+    far = Far()
+    asked = asyncio.create_task(far.cache.get(["a"]))
+    await asyncio.sleep(0.5)
+    await far.cache.close()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert virtual_time() == 0.5 and far.cache.peek("a") is None
+
+
+async def keep_places(scout: Scout, grid: Grid, uids: list[str]) -> None:
+    """Act as a host: announce the held places, give up those of earlier claims."""
+    while True:
+        await scout.directory.announce(grid, {uid: ((16,), 0) for uid in uids})
+        for uid in await scout.directory.rivals(grid, uids):
+            uids.remove(uid)
+            await scout.directory.withdraw(grid, [uid])
+        await asyncio.sleep(15)
+
+
+@virtual
+async def test_a_peer_claims_vacant_places_only() -> None:
+    _, (alice, bob) = await scouts(2)
+    await announce(alice, *(GRID.uid(index) for index in GRID if index != (2, 3)))
+    assert (await bob.directory.claim(GRID, 1), await bob.directory.claim(GRID, 1)) == (["ffn.2.3"], [])
+
+
+@virtual
+async def test_only_wanted_places_are_claimed() -> None:
+    _, (alice, bob) = await scouts(2)
+    await announce(alice, "ffn.1.2")
+    assert sorted(await bob.directory.claim(GRID, 3, wanted=["ffn.1.2", "ffn.3.7", "ffn.0.0"])) == [
+        "ffn.0.0",
+        "ffn.3.7",
+    ]
+
+
+@virtual
+async def test_a_claimed_expert_cannot_be_called_until_it_is_announced() -> None:
+    _, (alice, bob, carol) = await scouts(3)
+    claimed = await alice.directory.claim(GRID, 3)
+    counts = [len(await bob.directory.live(GRID))]
+    await announce(alice, *claimed)
+    assert [*counts, len(await carol.directory.live(GRID))] == [0, 3]
+
+
+@pytest.mark.parametrize("profile", [LAN, HOME, PAPER_CLOUD])
+@pytest.mark.parametrize("sides", [(8,), (3, 4)])
+def test_peers_that_claim_at_once_get_different_places(
+    profile: NetworkProfile, sides: tuple[int, ...]
+) -> None:
+    grid = Grid("ffn", sides)
+
+    async def main() -> list[list[str]]:
+        _, found = await scouts(8, profile=profile)
+        return await asyncio.gather(*(scout.directory.claim(grid, 1) for scout in found))
+
+    got = list(itertools.chain(*run_virtual(main())))
+    assert len(got) == len(set(got)) == 8
+
+
+@virtual
+async def test_a_full_grid_gives_fewer_places() -> None:
+    _, found = await scouts(6, profile=HOME)
+    claims = (scout.directory.claim(Grid("ffn", (3, 4)), 3) for scout in found)
+    got = [*itertools.chain(*await asyncio.gather(*claims))]
+    assert len(got) == len(set(got)) == 12
+
+
+@virtual
+async def test_two_holders_of_a_place_after_a_partition_become_one_when_it_heals() -> None:
+    network, found = await scouts(4, DirectorySettings(settle_s=5.0))
+    alice, bob, *_ = found
+    names = [scout.peers.name for scout in found]
+    for scout in found:
+        scout.dht.start()
+    network.now().partition(set(names[::2]), set(names[1::2]))
+    wanted = ["ffn.1.2", "ffn.3.7"]
+    await asyncio.sleep(60)  # both halves have noticed
+    first = await alice.directory.claim(GRID, 2, wanted=wanted)
+    second = await bob.directory.claim(GRID, 2, wanted=wanted)
+    assert sorted(first) == sorted(second) == wanted  # the fault did harm
+    hosts = [asyncio.create_task(keep_places(s, GRID, u)) for s, u in ((alice, first), (bob, second))]
+    await asyncio.sleep(30)
+    network.now().heal()
+    await asyncio.sleep(120)
+    live = [info.host.id.hex() for info in await found[2].directory.live(GRID)]
+    for host in hosts:
+        host.cancel()
+    assert live == [alice.peers.id.hex()] * 2
+    assert (sorted(first), second) == (wanted, [])
+    assert [fault.name for fault in network.fired] == ["partition", "heal"]
+
+
+@virtual
+async def test_a_place_announced_by_two_at_once_belongs_to_the_smaller_id() -> None:
+    _, (alice, bob) = await scouts(2)
+    await asyncio.gather(announce(alice, "ffn.1.2"), announce(bob, "ffn.1.2"))
+    lost = [await scout.directory.rivals(GRID, ["ffn.1.2"]) for scout in (alice, bob)]
+    greater = [alice.peers.id > bob.peers.id, bob.peers.id > alice.peers.id]
+    assert lost == [["ffn.1.2"] if loses else [] for loses in greater]
+
+
+@virtual
+async def test_a_clock_that_is_a_minute_behind_takes_no_place_from_its_holder() -> None:
+    network, (alice, bob, _) = await scouts(3)
+    await announce(alice, "ffn.1.2")
+    network.now().skew("bob", -60.0)
+    claimed = await bob.directory.claim(GRID, 1, wanted=["ffn.1.2"])
+    assert (claimed, await alice.directory.rivals(GRID, ["ffn.1.2"]), [f.name for f in network.fired]) == (
+        [],
+        [],
+        ["skew"],
+    )
+
+
+@virtual
+async def test_the_place_of_a_dead_host_is_vacant_when_its_record_expires() -> None:
+    network, (alice, bob, _) = await scouts(3)
+    await announce(alice, "ffn.1.2")
+    network.now().crash("alice")
+    early = await bob.directory.claim(GRID, 1, wanted=["ffn.1.2"])
+    await asyncio.sleep(60)
+    late = await bob.directory.claim(GRID, 1, wanted=["ffn.1.2"])
+    assert ([early, late], [fault.name for fault in network.fired]) == ([[], ["ffn.1.2"]], ["crash"])

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from colab_swarm.errors import StateError
-from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward
+from colab_swarm.moe.expert import (
+    MOST,
+    Expert,
+    ExpertModel,
+    ExpertRule,
+    FeedForward,
+    TransformerBlock,
+    free_bytes,
+    measure,
+)
 from colab_swarm.tensors.statedict import flatten, unflatten
 
 ADAM = ExpertRule(
@@ -141,3 +150,81 @@ class Pair(nn.Module):
 def test_a_module_that_cannot_be_an_expert_is_refused_at_once(module: nn.Module, why: str) -> None:
     with pytest.raises(ValueError, match=f"ffn.0.*{why}"):
         expert(module)
+
+
+RULE = ExpertRule(partial(torch.optim.SGD, lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("module", "sample", "samples"),
+    [
+        (FeedForward(8), (8,), (8,)),
+        (FeedForward(8, 3), (8,), (8,)),
+        (TransformerBlock(8, 2), (-1, 8), (7, 8)),
+        (TransformerBlock(8, 2, 5), (4, 8), (4, 8)),
+        (nn.Identity(), (2, 3), (2, 3)),
+    ],
+)
+def test_blocks_are_experts_and_compute_the_same_twice(
+    module: nn.Module, sample: tuple[int, ...], samples: tuple[int, ...]
+) -> None:
+    one = Expert("block.0", module, RULE, sample)
+    inputs = torch.randn(3, *samples)
+    assert one.forward(inputs).shape == inputs.shape
+    assert torch.equal(one.forward(inputs), one.forward(inputs))
+    assert one.backward(inputs, torch.ones_like(inputs)).shape == inputs.shape
+
+
+@pytest.mark.parametrize(("module", "shape"), [(FeedForward(8), (5, 8)), (TransformerBlock(8, 2), (5, 4, 8))])
+def test_a_sample_does_not_see_the_others_in_its_batch(module: nn.Module, shape: tuple[int, ...]) -> None:
+    inputs = torch.randn(shape)
+    alone = torch.cat([module(sample[None]) for sample in inputs])
+    assert torch.allclose(module(inputs), alone, atol=1e-6)
+
+
+MODEL = ExpertModel(module=10_000_000, optimizer=20_000_000, gradients=10_000_000, sample=10_000)
+
+
+def test_memory_of_one_batch_is_subtracted_and_the_rest_divided() -> None:
+    # 0.8 * 1 GB - (10 MB + 30 MB + 1000 * 10 kB) = 750 MB: 25 experts of 30 MB
+    assert MODEL.experts_that_fit(1_000_000_000, max_batch_size=1000)[0] == 25
+
+
+def test_a_larger_batch_leaves_room_for_fewer() -> None:
+    assert MODEL.experts_that_fit(1_000_000_000, max_batch_size=31_000)[0] == 15
+
+
+def test_a_host_takes_no_more_experts_than_it_can_serve() -> None:
+    assert ExpertModel(0, 0, 0, 0).experts_that_fit(1 << 40, max_batch_size=1)[0] == MOST
+
+
+def test_no_expert_fits_if_a_batch_does_not() -> None:
+    assert MODEL.experts_that_fit(50_000_000, max_batch_size=1000)[0] == 0
+
+
+def test_the_arithmetic_is_one_sentence() -> None:
+    assert MODEL.experts_that_fit(2_000_000_000, max_batch_size=1000)[1] == (
+        "80% of 2.0 GB free, less 50.0 MB to compute a batch of 1,000, divided by 30.0 MB an expert "
+        "(weights 10.0 MB, optimizer 20.0 MB)"
+    )
+
+
+def test_adam_takes_two_more_values_for_each_weight() -> None:
+    model = measure(lambda: nn.Linear(64, 64), ExpertRule(torch.optim.Adam), (64,))
+    weights = 4 * (64 * 64 + 64)
+    assert model.module == model.gradients == weights
+    assert 2 * weights <= model.optimizer <= 2 * weights + 16
+    assert model.state["step"] == 1 and model.state_bytes >= 3 * weights
+
+
+def test_the_backward_pass_keeps_what_layers_of_it_keep() -> None:
+    sgd = ExpertRule(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    shallow, deep = (
+        measure(lambda n=n: nn.Sequential(*(nn.Linear(32, 32) for _ in range(n))), sgd, (32,)).sample
+        for n in (1, 9)
+    )
+    assert deep - shallow == 8 * 32 * 4  # each layer keeps its input
+
+
+def test_this_machine_reports_its_free_memory() -> None:
+    assert 1 << 20 < free_bytes() < 1 << 50

@@ -1,10 +1,38 @@
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.moe.grid import Grid
+from colab_swarm.dht.records import DHTSettings
+from colab_swarm.dht.service import Found
+from colab_swarm.moe.grid import (
+    CLAIMED,
+    MAX_ADDRESS_CHARS,
+    PAGE,
+    ExpertPlace,
+    Grid,
+    GridBranch,
+    Index,
+    Mask,
+    RecordRow,
+    beam_search,
+    by_page,
+    holdings,
+    keys,
+    position,
+    shelf_of,
+    short_addresses,
+    width,
+)
+from colab_swarm.net.peers import MAX_MESSAGE_BYTES, Contact, PeerId
+from colab_swarm.tensors.codecs import Floats
 
 SIDES = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 
@@ -35,3 +63,237 @@ def test_a_prefix_that_could_be_taken_for_an_expert_is_refused(prefix: str) -> N
 def test_a_grid_has_sensible_sides(sides: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="dimensions"):
         Grid("ffn", sides)
+
+
+GRID = Grid("ffn", (4, 300))
+ALICE, BOB = PeerId(b"a" * 32), PeerId(b"b" * 32)
+
+
+def received(record: Any, owner: PeerId | None = ALICE) -> Found:
+    """Return a record as the DHT does at swarm time 1000, one minute before it expires."""
+    return Found(msgspec.msgpack.decode(msgspec.msgpack.encode(record)), 1060.0, owner)
+
+
+def read(prefix: tuple[int, ...], found: dict[bytes, Found]) -> dict[PeerId, list[int]]:
+    decoded = holdings(GRID, prefix, found.items(), now=5.0, swarm_time=1000.0)
+    assert all(one.until == 65.0 for records in decoded.values() for one in records)
+    return {host: [one.index for one in records] for host, records in decoded.items()}
+
+
+def test_a_row_describes_its_experts() -> None:
+    row = RecordRow(
+        ("ws://203.0.113.7:4500",), (ExpertPlace(7, 123, 5, (16, -1)), ExpertPlace(9, 124, CLAIMED, ()))
+    )
+    decoded = holdings(GRID, (3,), [(ALICE, received(row))], now=5.0, swarm_time=1000.0)
+    (seven, nine) = decoded[ALICE]
+    assert seven.host == Contact(ALICE, row.addresses) and seven.place == row.places[0]
+    assert seven.served and not nine.served and seven.claim == (123, ALICE)
+
+
+def test_a_branch_lists_next_indices_and_is_empty_after_its_host_left() -> None:
+    found = {ALICE: received(GridBranch((0, 3))), BOB: received(GridBranch(()), BOB)}
+    assert read((), found) == {ALICE: [0, 3], BOB: []}
+
+
+ROW = RecordRow((), (ExpertPlace(1, 2, 3, ()),))
+
+
+@pytest.mark.parametrize(
+    ("subkey", "record", "owner"),
+    [
+        (ALICE, ROW, BOB),
+        (ALICE, ROW, None),
+        (b"", ROW, ALICE),
+        (ALICE, GridBranch((1,)), ALICE),
+        (ALICE, None, ALICE),
+        (ALICE, [[], [[-1, 2, 3, []]]], ALICE),
+        (ALICE, [[], [[1, 2, -2, []]]], ALICE),
+        (ALICE, [[], [[1, 2, 3, [1] * 9]]], ALICE),
+        (ALICE, [["a" * 1000], []], ALICE),
+        (ALICE, [["a"] * 17, []], ALICE),
+    ],
+)
+def test_records_that_are_invalid_or_not_the_hosts_own_are_dropped(
+    subkey: bytes, record: Any, owner: PeerId | None
+) -> None:
+    assert read((3,), {subkey: received(record, owner)}) == {}
+
+
+def test_indices_beyond_the_grid_are_dropped() -> None:
+    assert read((), {ALICE: received(GridBranch((3, 4)))}) == {ALICE: [3]}
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), 1 << 63) | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=2),
+)
+
+
+@settings(max_examples=50)
+@given(VALUES, st.sampled_from([(), (3,)]), st.binary(max_size=40))
+def test_no_strangers_record_does_harm(value: Any, prefix: tuple[int, ...], subkey: bytes) -> None:
+    found = {subkey: Found(value, 1060.0, PeerId(subkey)), ALICE: Found(value, 1060.0, ALICE)}
+    holdings(GRID, prefix, found.items(), now=5.0, swarm_time=1000.0)
+
+
+def test_a_wide_prefix_has_several_keys() -> None:
+    assert keys("run", GRID, ()) == ["run/experts/ffn/0"]
+    assert keys("run", GRID, (3,)) == ["run/experts/ffn.3/0", "run/experts/ffn.3/1"]
+    assert by_page([299, 0, 256, 255]) == {0: [0, 255], 1: [256, 299]}
+
+
+ANY_SIDES = st.lists(st.integers(1, 40), min_size=1, max_size=3) | st.tuples(
+    st.integers(1, 3), st.integers(200, 600)
+)
+
+
+@settings(max_examples=30)
+@given(ANY_SIDES, st.data())
+def test_every_place_has_one_position_on_its_shelf(sides: list[int], data: st.DataObject) -> None:
+    grid = Grid.of("ffn", sides)
+    some = st.tuples(*(st.integers(0, side - 1) for side in sides))
+    places = data.draw(st.lists(some, min_size=1, max_size=20, unique=True))
+    shelf = shelf_of(grid, places[0][:-1])
+    neighbours = [place for place in places if shelf_of(grid, place[:-1]) == shelf]
+    row = RecordRow((), tuple(ExpertPlace(position(grid, place), 1, 2, ()) for place in neighbours))
+    decoded = holdings(grid, shelf, [(ALICE, received(row))], now=5.0, swarm_time=1000.0)[ALICE]
+    assert [one.uid for one in decoded] == [grid.uid(place) for place in neighbours]
+    assert shelf_of(grid, shelf) == shelf and max(one.index for one in decoded) < width(grid, shelf)
+
+
+def test_a_shelf_ends_with_the_grid() -> None:
+    grid = Grid("ffn", (5, 64))
+    assert [shelf_of(grid, (i,)) for i in range(5)] == [(0,), (0,), (0,), (0,), (4,)]
+    row = RecordRow((), (ExpertPlace(63, 1, 2, ()), ExpertPlace(64, 1, 2, ()), ExpertPlace(256, 1, 2, ())))
+    decoded = holdings(grid, (4,), [(ALICE, received(row))], now=5.0, swarm_time=1000.0)
+    assert [one.uid for one in decoded[ALICE]] == ["ffn.4.63"]
+
+
+def test_addresses_that_do_not_fit_are_dropped() -> None:
+    chosen = short_addresses(Contact(ALICE, ("a" * 100, "b" * 200, "c" * 100)))
+    assert chosen == ("a" * 100, "c" * 100) and sum(map(len, chosen)) <= MAX_ADDRESS_CHARS
+
+
+def test_a_full_page_of_hosts_with_many_addresses_fits_under_one_key() -> None:
+    row = RecordRow(("a" * MAX_ADDRESS_CHARS,), (ExpertPlace(PAGE, 1 << 45, 1 << 40, (512, 1024)),))
+    record_bytes = len(msgspec.msgpack.encode(row)) + 32
+    assert PAGE * (record_bytes + 256) <= DHTSettings().key_bytes  # as a holder counts
+    assert PAGE * (record_bytes + 150) <= MAX_MESSAGE_BYTES  # owner, signature, times
+
+
+Scores = list[Floats]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[tuple[int, ...], set[Index], Scores, int]:
+    """Sides, live experts, scores with many ties, k."""
+    sides = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
+    everywhere = list(itertools.product(*map(range, sides)))
+    live = set(draw(st.lists(st.sampled_from(everywhere), max_size=20)))
+    samples = draw(st.integers(1, 3))
+    rng = np.random.default_rng(draw(st.integers(0, 1000)))
+    scores = [rng.integers(-3, 4, (samples, side)).astype(np.float32) for side in sides]
+    return sides, live, scores, draw(st.integers(1, 5))
+
+
+def children_of(sides: tuple[int, ...], live: set[Index], prefix: Index) -> Mask:
+    """Return what up-to-date records in the DHT would say."""
+    depth = len(prefix)
+    mask = np.zeros(sides[depth], np.bool_)
+    mask[[index[depth] for index in live if index[:depth] == prefix]] = True
+    return mask
+
+
+def value(scores: Scores, sample: int, index: Index) -> float:
+    return float(sum(scores[i][sample, j] for i, j in enumerate(index)))
+
+
+def top(scores: Scores, sample: int, candidates: set[Index], k: int) -> list[Index]:
+    return sorted(candidates, key=lambda index: (-value(scores, sample, index), index))[:k]
+
+
+def paper_beam(sides: tuple[int, ...], live: set[Index], scores: Scores, sample: int, k: int) -> list[Index]:
+    """Algorithm 1 as printed."""
+    beam: list[Index] = [()]
+    for depth in range(1, len(sides) + 1):
+        alive = {index[:depth] for index in live if index[: depth - 1] in beam}
+        beam = top(scores, sample, alive, k)
+    return beam
+
+
+def replacing_beams(children: Callable[[Index], Mask], scores: Scores, k: int) -> list[list[Index]]:
+    """Algorithm 1, repeated without the prefixes of any sample's beam that turned out to have no live child."""
+    barren: set[Index] = set()
+    while True:
+        known, beams = len(barren), []
+        for sample in range(len(scores[0])):
+            beam: list[Index] = [()]
+            for _ in scores:
+                below = {p: {(*p, int(j)) for j in np.flatnonzero(children(p))} - barren for p in beam}
+                barren |= {prefix for prefix, live in below.items() if prefix and not live}
+                beam = top(scores, sample, set().union(*below.values()), k)
+            beams.append(beam)
+        if len(barren) == known:
+            return beams
+
+
+@settings(max_examples=50, deadline=None)
+@given(problems())
+def test_a_beam_of_k_matches_the_paper(problem: tuple[tuple[int, ...], set[Index], Scores, int]) -> None:
+    sides, live, scores, k = problem
+    found, unknown = beam_search(scores, k, lambda prefix: children_of(sides, live, prefix))
+    assert not unknown
+    assert found == [paper_beam(sides, live, scores, n, k) for n in range(len(scores[0]))]
+
+
+@settings(max_examples=50, deadline=None)
+@given(problems())
+def test_look_ups_in_steps_give_the_same_result_after_one_wait_per_dimension(
+    problem: tuple[tuple[int, ...], set[Index], Scores, int],
+) -> None:
+    sides, live, scores, k = problem
+    known: dict[Index, Mask] = {}
+    waits = 0
+    while unknown := (found := beam_search(scores, k, known.get))[1]:
+        assert not known.keys() & set(unknown)
+        known |= {prefix: children_of(sides, live, prefix) for prefix in unknown}
+        waits += 1
+    assert waits <= len(sides)
+    assert found == beam_search(scores, k, lambda prefix: children_of(sides, live, prefix))
+
+
+@settings(max_examples=50, deadline=None)
+@given(problems(), st.data())
+def test_stale_prefixes_are_replaced_by_the_next_best(
+    problem: tuple[tuple[int, ...], set[Index], Scores, int], data: st.DataObject
+) -> None:
+    sides, live, scores, k = problem
+    dead = data.draw(st.sets(st.sampled_from(sorted(live)))) if live else set()
+
+    def children(prefix: Index) -> Mask:
+        """Rows are up to date, prefixes above them still contain dead experts."""
+        return children_of(sides, live - dead if len(prefix) == len(sides) - 1 else live, prefix)
+
+    found = beam_search(scores, k, children)[0]
+    assert all(index in live - dead for best in found for index in best)
+    assert found == replacing_beams(children, scores, k)
+
+
+def test_a_full_grid_is_searched_after_one_wait() -> None:
+    sides = (8, 8, 8)
+    live = set(itertools.product(*map(range, sides)))
+    rng = np.random.default_rng(0)
+    scores = [rng.standard_normal((64, side)).astype(np.float32) for side in sides]
+    unknown = beam_search(scores, 4, lambda _: None)[1]
+    known = {prefix: children_of(sides, live, prefix) for prefix in unknown}
+    assert not beam_search(scores, 4, known.get)[1]
+
+
+def test_nan_is_the_worst_score() -> None:
+    scores = [np.array([[np.nan, 1.0, np.inf, -np.inf]], np.float32)]
+    assert beam_search(scores, 4, lambda _: np.ones(4, np.bool_))[0] == [[(2,), (1,), (0,), (3,)]]
+
+
+def test_an_empty_grid_or_batch_gives_an_empty_result() -> None:
+    assert beam_search([np.zeros((2, 3), np.float32)], 1, lambda _: np.zeros(3, np.bool_))[0] == [[], []]
+    assert beam_search([np.zeros((0, 3), np.float32)], 1, lambda _: np.ones(3, np.bool_))[0] == []

@@ -8,6 +8,7 @@ import random
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,22 +18,19 @@ from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.errors import ExpertError
 from colab_swarm.events import EventLog, ExpertHosted, ExpertLost, Fault
 from colab_swarm.moe.directory import Directory, DirectorySettings
-from colab_swarm.moe.host import ExpertHost, plan_host
-from colab_swarm.moe.hosting import ExpertHosting, HostResources, HostSettings
-from colab_swarm.moe.records import ExpertServices
+from colab_swarm.moe.expert import ExpertRule, FeedForward, TransformerBlock
+from colab_swarm.moe.grid import ExpertServices, Grid
+from colab_swarm.moe.host import ExpertHost, ExpertHosting, HostResources, plan_host
 from colab_swarm.moe.replicas import SavePlace
 from colab_swarm.net.node import Node
-from colab_swarm.sim import run_virtual
 from colab_swarm.sim.runtime import SimRuntime
-from tests.moe.hosts import GRID, PLAN, SETTINGS, Member, Run, make, saved, train
-from tests.moe.local import calls_of
+from tests.dht.swarm import virtual
+from tests.moe.hosts import GRID, PLAN, Member, Run, make, saved, train
+from tests.moe.local import calls_of, real
 from tests.net.swarm import peers, until
-from tests.net.swarm import run as run_real
 
-QUICK = HostSettings(save_s=60.0, takeover_s=0.3)
-
-EXPIRED_S = 120.0
-"""Twice the life of an announcement, with checks for dead hosts in between."""
+QUICK = replace(PLAN, save_s=60.0, takeover_s=0.3, capacity=2)
+EXPIRED_S = 120.0  # twice the life of an announcement, with checks for dead hosts in between
 
 
 @pytest.fixture(autouse=True)
@@ -44,11 +42,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def play(folder: Path, story: Callable[[Run], Awaitable[None]]) -> None:
-    async def main() -> None:
-        await story(Run(folder))
+def played(story: Callable[[Run], Awaitable[None]]) -> Callable[..., None]:
+    """Make a story of a simulated run a test."""
 
-    run_virtual(main())
+    @virtual
+    async def wrapped(tmp_path: Path) -> None:
+        await story(Run(tmp_path))
+
+    return wrapped
 
 
 def hosted(member: Member) -> list[tuple[str, int, bool]]:
@@ -60,270 +61,238 @@ async def saved_by(hosting: ExpertHosting, steps: int) -> None:
     await hosting.save()
 
 
-def test_hosts_share_the_grid_and_all_peers_find_their_experts(tmp_path: Path) -> None:
-    async def story(run: Run) -> None:
-        _, alice = await run.host("alice", 4)
-        _, bob = await run.host("bob", 2)
-        reader = await run.join("carol")
-        assert not alice.experts.keys() & bob.experts.keys()
-        live = await reader.resources.directory.live(GRID)
-        assert {info.uid for info in live} == alice.experts.keys() | bob.experts.keys() and len(live) == 6
-        answer = await calls_of(reader.peers).forward(live[0], torch.ones(2, 4).numpy())
-        assert answer.shape == (2, 4)
-
-    play(tmp_path, story)
+@played
+async def test_hosts_share_the_grid_and_all_peers_find_their_experts(run: Run) -> None:
+    _, alice = await run.host("alice", 4)
+    _, bob = await run.host("bob", 2)
+    reader = await run.join("carol")
+    assert not alice.experts.keys() & bob.experts.keys()
+    live = await reader.resources.directory.live(GRID)
+    assert {info.uid for info in live} == alice.experts.keys() | bob.experts.keys() and len(live) == 6
+    answer = await calls_of(reader.peers).forward(live[0], torch.ones(2, 4).numpy())
+    assert answer.shape == (2, 4)
 
 
-def test_a_dead_hosts_expert_continues_elsewhere_from_its_last_save(tmp_path: Path) -> None:
-    async def story(run: Run) -> None:
-        await run.host("alice", 1)
-        _, bob = await run.host("bob", 1)
-        carol, other = await run.host("carol", 1, capacity=2)
-        (uid,) = bob.experts
-        await saved_by(bob, 5)
-        inputs = torch.rand(3, 4)
-        outputs = bob.experts[uid].forward(inputs)
-        train(bob, 2)  # lost: the steps since the save
-        run.network.now().crash("bob")
-        await asyncio.sleep(EXPIRED_S)
-        assert [fault.name for fault in run.network.fired] == ["crash"]
-        assert hosted(carol)[-1] == (uid, 5, True)
-        assert torch.equal(other.experts[uid].forward(inputs), outputs)
-        found = await carol.resources.directory.find(GRID, uid)
-        assert found is not None and found.peer == carol.peers.id and found.step == 5
-        await saved_by(other, 1)
-        assert other.saves.results[uid].step == 6  # and on from there
-
-    play(tmp_path, story)
+@played
+async def test_a_dead_hosts_expert_continues_elsewhere_from_its_last_save(run: Run) -> None:
+    await run.host("alice", 1)
+    _, bob = await run.host("bob", 1)
+    carol, other = await run.host("carol", 1, capacity=2)
+    (uid,) = bob.experts
+    await saved_by(bob, 5)
+    inputs = torch.rand(3, 4)
+    outputs = bob.experts[uid].forward(inputs)
+    train(bob, 2)  # lost: the steps since the save
+    run.network.now().crash("bob")
+    await asyncio.sleep(EXPIRED_S)
+    assert [fault.name for fault in run.network.fired] == ["crash"]
+    assert hosted(carol)[-1] == (uid, 5, True)
+    assert torch.equal(other.experts[uid].forward(inputs), outputs)
+    found = await carol.resources.directory.find(GRID, uid)
+    assert found is not None and found.host.id == carol.peers.id and found.step == 5
+    await saved_by(other, 1)
+    assert other.saves.results[uid].step == 6  # and on from there
 
 
-def test_a_late_joiner_prefers_experts_of_dead_hosts_to_new_ones(tmp_path: Path) -> None:
-    async def story(run: Run) -> None:
-        await run.host("alice", 1)
-        _, bob = await run.host("bob", 1)
-        (uid,) = bob.experts
-        await saved_by(bob, 3)
-        run.network.now().crash("bob")
-        await asyncio.sleep(EXPIRED_S)
-        carol, _ = await run.host("carol", 1)
-        assert hosted(carol) == [(uid, 3, True)] and run.network.fired
-
-    play(tmp_path, story)
+@played
+async def test_a_late_joiner_prefers_experts_of_dead_hosts_to_new_ones(run: Run) -> None:
+    await run.host("alice", 1)
+    _, bob = await run.host("bob", 1)
+    (uid,) = bob.experts
+    await saved_by(bob, 3)
+    run.network.now().crash("bob")
+    await asyncio.sleep(EXPIRED_S)
+    carol, _ = await run.host("carol", 1)
+    assert hosted(carol) == [(uid, 3, True)] and run.network.fired
 
 
-def test_a_host_that_returns_continues_from_its_own_disk(tmp_path: Path) -> None:
-    async def story(run: Run) -> None:
-        run_alone = await run.host("alice", 2)
-        hosting = run_alone[1]
-        await saved_by(hosting, 4)
-        uids = [*hosting.experts]
-        run.network.now().crash("alice")
-        run._entry = None  # no other peer is left, and no record of it
-        again, _ = await run.host("alice", 2)
-        assert sorted(hosted(again)) == sorted((uid, 4, False) for uid in uids)
-        assert [fault.name for fault in run.network.fired] == ["crash"]
-
-    play(tmp_path, story)
+@played
+async def test_a_host_that_returns_continues_from_its_own_disk(run: Run) -> None:
+    run_alone = await run.host("alice", 2)
+    hosting = run_alone[1]
+    await saved_by(hosting, 4)
+    uids = [*hosting.experts]
+    run.network.now().crash("alice")
+    run._entry = None  # no other peer is left, and no record of it
+    again, _ = await run.host("alice", 2)
+    assert sorted(hosted(again)) == sorted((uid, 4, False) for uid in uids)
+    assert [fault.name for fault in run.network.fired] == ["crash"]
 
 
-def test_a_host_that_stops_loses_nothing_and_is_not_called_any_more(tmp_path: Path) -> None:
-    async def story(run: Run) -> None:
-        await run.host("alice", 1)
-        bob, hosting = await run.host("bob", 1)
-        (uid,) = hosting.experts
-        carol, _ = await run.host("carol", 1, capacity=2)
-        train(hosting, 6)
-        await hosting.stop()
-        assert [event.reason for event in bob.events(ExpertLost)] == ["this host stopped"]  # type: ignore[attr-defined]
-        await asyncio.sleep(45)
-        assert hosted(carol)[-1] == (uid, 6, True)  # sooner than a record expires
-        await hosting.stop()
-
-    play(tmp_path, story)
+@played
+async def test_a_host_that_stops_loses_nothing_and_is_not_called_any_more(run: Run) -> None:
+    await run.host("alice", 1)
+    bob, hosting = await run.host("bob", 1)
+    (uid,) = hosting.experts
+    carol, _ = await run.host("carol", 1, capacity=2)
+    train(hosting, 6)
+    await hosting.stop()
+    assert [event.reason for event in bob.events(ExpertLost)] == ["this host stopped"]  # type: ignore[attr-defined]
+    await asyncio.sleep(45)
+    assert hosted(carol)[-1] == (uid, 6, True)  # sooner than a record expires
+    await hosting.stop()
 
 
-def test_a_false_claim_is_skipped_in_favour_of_a_real_save(tmp_path: Path) -> None:
-    async def story(run: Run) -> None:
-        await run.host("alice", 1)
-        _, bob = await run.host("bob", 1)
-        (uid,) = bob.experts
-        await saved_by(bob, 3)
-        mallory = await run.join("mallory")
-        lies = saved(
-            uid, step=10**9, size=100
-        )  # chunks that are there and match: only the state does not fit
-        chunks = mallory.resources.store.chunks
-        for piece in lies.chunks.values():
-            chunks.put(piece)
-        place = SavePlace(10**9, next(iter(lies.chunks)), (mallory.peers.contact,))
-        record = (place,)
-        key, me = f"run/experts/{uid}/save", mallory.peers.id
-        await mallory.services.dht.store(key, record, subkey=me, ttl_s=6000, signed=True)
-        run.network.now().crash("bob")
-        await asyncio.sleep(EXPIRED_S)
-        carol, hosting = await run.host("carol", 1)
-        assert hosted(carol) == [(uid, 3, True)] and run.network.fired
-        assert [claim.step for claim in await hosting.saves.claims(uid)] == [10**9, 3]
-
-    play(tmp_path, story)
+@played
+async def test_a_false_claim_is_skipped_in_favour_of_a_real_save(run: Run) -> None:
+    await run.host("alice", 1)
+    _, bob = await run.host("bob", 1)
+    (uid,) = bob.experts
+    await saved_by(bob, 3)
+    mallory = await run.join("mallory")
+    lies = saved(uid, step=10**9, size=100)  # chunks that are there and match: only the state does not fit
+    for piece in lies.chunks.values():
+        mallory.resources.store.put(piece)
+    place = SavePlace(10**9, next(iter(lies.chunks)), (mallory.peers.contact,))
+    record = (place,)
+    key, me = f"run/experts/{uid}/save", mallory.peers.id
+    await mallory.services.dht.store(key, record, subkey=me, ttl_s=6000, signed=True)
+    run.network.now().crash("bob")
+    await asyncio.sleep(EXPIRED_S)
+    carol, hosting = await run.host("carol", 1)
+    assert hosted(carol) == [(uid, 3, True)] and run.network.fired
+    assert [place.step for _, place in await hosting.saves.claims(uid)] == [10**9, 3]
 
 
-def test_one_of_two_peers_that_claim_a_name_hosts_it(tmp_path: Path) -> None:
-    async def story(run: Run) -> None:
-        await run.join("alice")
-        (bob, his), (carol, hers) = await asyncio.gather(
-            run.host("bob", uids=("ffn.1.2",)), run.host("carol", uids=("ffn.1.2",))
-        )
-        assert [len(his.experts), len(hers.experts)] in ([1, 0], [0, 1])
-        assert len(hosted(bob)) + len(hosted(carol)) == 1
-
-    play(tmp_path, story)
+@played
+async def test_one_of_two_peers_that_claim_a_name_hosts_it(run: Run) -> None:
+    await run.join("alice")
+    (bob, his), (carol, hers) = await asyncio.gather(
+        run.host("bob", uids=("ffn.1.2",)), run.host("carol", uids=("ffn.1.2",))
+    )
+    assert [len(his.experts), len(hers.experts)] in ([1, 0], [0, 1])
+    assert len(hosted(bob)) + len(hosted(carol)) == 1
 
 
-def test_a_name_that_two_sides_of_a_partition_took_is_given_up_by_one(tmp_path: Path) -> None:
-    async def story(run: Run) -> None:
-        alice, hers = await run.host("alice", uids=("ffn.0.1",))
-        await saved_by(hers, 2)
-        await run.join("dave")
-        bob = await run.join("bob")
-        run.network.now().partition({"alice"}, {"bob", "dave"})
-        await asyncio.sleep(100)
-        his = ExpertHosting(bob.resources, replace(PLAN, uids=("ffn.0.1",)), SETTINGS)
-        await his.start()
-        assert hers.experts.keys() == his.experts.keys() == {"ffn.0.1"}
-        run.network.now().heal()
-        await asyncio.sleep(300)
-        assert [fault.name for fault in run.network.fired] == ["partition", "heal"]
-        assert len(hers.experts) + len(his.experts) == 1
-        lost = [*alice.events(ExpertLost), *bob.events(ExpertLost)]
-        assert [event.reason for event in lost] == ["another peer claimed it earlier"]  # type: ignore[attr-defined]
-
-    play(tmp_path, story)
+@played
+async def test_a_name_that_two_sides_of_a_partition_took_is_given_up_by_one(run: Run) -> None:
+    alice, hers = await run.host("alice", uids=("ffn.0.1",))
+    await saved_by(hers, 2)
+    await run.join("dave")
+    bob = await run.join("bob")
+    run.network.now().partition({"alice"}, {"bob", "dave"})
+    await asyncio.sleep(100)
+    his = ExpertHosting(bob.resources, replace(PLAN, uids=("ffn.0.1",)))
+    await his.start()
+    assert hers.experts.keys() == his.experts.keys() == {"ffn.0.1"}
+    run.network.now().heal()
+    await asyncio.sleep(300)
+    assert [fault.name for fault in run.network.fired] == ["partition", "heal"]
+    assert len(hers.experts) + len(his.experts) == 1
+    lost = [*alice.events(ExpertLost), *bob.events(ExpertLost)]
+    assert [event.reason for event in lost] == ["another peer claimed it earlier"]  # type: ignore[attr-defined]
 
 
-def test_a_full_disk_is_reported_once_and_the_host_continues(tmp_path: Path) -> None:
-    async def story(run: Run) -> None:
-        await run.host("alice", 1)
-        (tmp_path / "bob").write_text("a file where the folder should be: nothing can be written")
-        bob, hosting = await run.host("bob", 1)
-        for _ in range(3):
-            await saved_by(hosting, 1)
-        (fault,) = bob.events(Fault)
-        assert "cannot write" in str(fault) and len(hosting.experts) == 1
-        assert {kept.step for kept in hosting.saves.results.values()} == {3}  # alice has it
-
-    play(tmp_path, story)
-
-
-def test_experts_are_saved_in_the_background(tmp_path: Path) -> None:
-    async def story(run: Run) -> None:
-        await run.host("alice", 1)
-        _, bob = await run.host("bob", 2)
-        train(bob, 2)
-        await asyncio.sleep(2 * SETTINGS.save_s)
-        assert {(kept.step, len(kept.holders)) for kept in bob.saves.results.values()} == {(2, 1)}
-
-    play(tmp_path, story)
+@virtual
+async def test_a_full_disk_is_reported_once_and_the_host_continues(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    await run.host("alice", 1)
+    (tmp_path / "bob").write_text("a file where the folder should be: nothing can be written")
+    bob, hosting = await run.host("bob", 1)
+    for _ in range(3):
+        await saved_by(hosting, 1)
+    (fault,) = bob.events(Fault)
+    assert "cannot write" in str(fault) and len(hosting.experts) == 1
+    assert {kept.step for kept in hosting.saves.results.values()} == {3}  # alice has it
 
 
-def test_a_maker_that_fails_is_the_callers_error_and_claims_nothing(tmp_path: Path) -> None:
-    async def story(run: Run) -> None:
-        alice = await run.join("alice")
-
-        def fail() -> nn.Module:
-            raise RuntimeError("CUDA out of memory")
-
-        hosting = ExpertHosting(alice.resources, replace(PLAN, make=fail, count=2, capacity=2), SETTINGS)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            await hosting.start()
-        assert await alice.resources.directory.live(GRID) == []
-        assert len(await alice.resources.directory.claim(GRID, 6)) == 6
-
-    play(tmp_path, story)
+@played
+async def test_experts_are_saved_in_the_background(run: Run) -> None:
+    await run.host("alice", 1)
+    _, bob = await run.host("bob", 2)
+    train(bob, 2)
+    await asyncio.sleep(2 * PLAN.save_s)
+    assert {(kept.step, len(kept.holders)) for kept in bob.saves.results.values()} == {(2, 1)}
 
 
-def test_a_call_of_a_host_that_stopped_says_that_the_expert_is_gone(tmp_path: Path) -> None:
-    async def story(run: Run) -> None:
-        reader = await run.join("alice")
-        _, hosting = await run.host("bob", 1)
-        (info,) = await reader.resources.directory.live(GRID)
-        await hosting.stop()
-        with pytest.raises(ExpertError, match="not hosted here"):
-            await calls_of(reader.peers).forward(info, torch.ones(2, 4).numpy())
+@played
+async def test_a_maker_that_fails_is_the_callers_error_and_claims_nothing(run: Run) -> None:
+    alice = await run.join("alice")
 
-    play(tmp_path, story)
+    def fail() -> nn.Module:
+        raise RuntimeError("CUDA out of memory")
+
+    hosting = ExpertHosting(alice.resources, replace(PLAN, make=fail, count=2, capacity=2))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await hosting.start()
+    assert await alice.resources.directory.live(GRID) == []
+    assert len(await alice.resources.directory.claim(GRID, 6)) == 6
+
+
+@played
+async def test_a_call_of_a_host_that_stopped_says_that_the_expert_is_gone(run: Run) -> None:
+    reader = await run.join("alice")
+    _, hosting = await run.host("bob", 1)
+    (info,) = await reader.resources.directory.live(GRID)
+    await hosting.stop()
+    with pytest.raises(ExpertError, match="not hosted here"):
+        await calls_of(reader.peers).forward(info, torch.ones(2, 4).numpy())
 
 
 @pytest.mark.slow
 @pytest.mark.ordeal
-def test_no_expert_loses_more_than_its_last_steps_while_hosts_are_killed(tmp_path: Path) -> None:
+@played
+async def test_no_expert_loses_more_than_its_last_steps_while_hosts_are_killed(run: Run) -> None:
     """Every 10 s for two minutes a random host dies and another joins; experts are taken over in between."""
 
-    async def story(run: Run) -> None:
-        rng = random.Random(0)
-        run.directory_settings = DirectorySettings(ttl_s=3.0, cache_s=1.0, absent_s=0.5, settle_s=0.5)
-        settings = HostSettings(save_s=1.5, takeover_s=1.0, copies=2)
-        reader = await run.join("reader")
-        hosts = {f"host {i}": await run.host(f"host {i}", 2, capacity=4, settings=settings) for i in range(3)}
-        members = dict(hosts)
-        saved_steps: dict[str, int] = {}
+    rng = random.Random(0)
+    run.directory_settings = DirectorySettings(ttl_s=3.0, cache_s=1.0, absent_s=0.5, settle_s=0.5)
+    settings = {"save_s": 1.5, "takeover_s": 1.0, "capacity": 4}
+    reader = await run.join("reader")
+    hosts = {f"host {i}": await run.host(f"host {i}", 2, **settings) for i in range(3)}
+    members = dict(hosts)
+    saved_steps: dict[str, int] = {}
 
-        async def learn() -> None:
-            ones, calls = torch.ones(2, 4).numpy(), calls_of(reader.peers, timeout_s=2.0)
-            while True:
-                for info in await reader.resources.directory.live(GRID):
-                    with contextlib.suppress(ExpertError):
-                        await calls.backward(info, ones, ones)
-                await asyncio.sleep(1.0)
+    async def learn() -> None:
+        ones, calls = torch.ones(2, 4).numpy(), calls_of(reader.peers, timeout_s=2.0)
+        while True:
+            for info in await reader.resources.directory.live(GRID):
+                with contextlib.suppress(ExpertError):
+                    await calls.backward(info, ones, ones)
+            await asyncio.sleep(1.0)
 
-        learning = asyncio.create_task(learn())
-        for i in range(3, 15):
-            await asyncio.sleep(10)
-            victim = rng.choice(sorted(hosts))
-            run.network.now().crash(victim)
-            _, dead = hosts.pop(victim)
-            for uid, kept in dead.saves.results.items():
-                saved_steps[uid] = max(kept.step, saved_steps.get(uid, 0))
-            name = f"host {i}"
-            members[name] = hosts[name] = await run.host(name, 2, capacity=4, settings=settings)
-        await asyncio.sleep(20)
-        learning.cancel()
-        taken = [one for member, _ in members.values() for one in hosted(member) if one[2]]
-        assert len(run.network.fired) == 12 and len(taken) >= 10
-        alive = {uid: expert.step for _, hosting in hosts.values() for uid, expert in hosting.experts.items()}
-        assert len(alive) == GRID.size
-        assert all(alive[uid] >= step > 0 for uid, step in saved_steps.items())
-
-    play(tmp_path, story)
+    learning = asyncio.create_task(learn())
+    for i in range(3, 15):
+        await asyncio.sleep(10)
+        victim = rng.choice(sorted(hosts))
+        run.network.now().crash(victim)
+        _, dead = hosts.pop(victim)
+        for uid, kept in dead.saves.results.items():
+            saved_steps[uid] = max(kept.step, saved_steps.get(uid, 0))
+        name = f"host {i}"
+        members[name] = hosts[name] = await run.host(name, 2, **settings)
+    await asyncio.sleep(20)
+    learning.cancel()
+    taken = [one for member, _ in members.values() for one in hosted(member) if one[2]]
+    assert len(run.network.fired) == 12 and len(taken) >= 10
+    alive = {uid: expert.step for _, hosting in hosts.values() for uid, expert in hosting.experts.items()}
+    assert len(alive) == GRID.size
+    assert all(alive[uid] >= step > 0 for uid, step in saved_steps.items())
 
 
 @pytest.mark.slow
-def test_a_killed_host_is_replaced_over_encrypted_links_too(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with peers("alice", "bob", "carol") as nodes:
-            members = [await real_member(node, nodes[0], tmp_path) for node in nodes]
-            hostings = [
-                ExpertHosting(resources, replace(PLAN, capacity=2), QUICK) for resources in members[1:]
-            ]
-            for hosting in hostings:
-                await hosting.start()
-            (uid,) = hostings[0].experts
-            info = await members[0].directory.find(GRID, uid)
-            assert info is not None
-            ones = torch.ones(2, 4).numpy()
-            for _ in range(3):
-                await calls_of(nodes[0]).backward(info, ones, ones)
-            await hostings[0].save()
-            assert hostings[0].saves.results[uid].holders == {nodes[2].id}
-            hostings[0].kill()
-            await close(members[1], nodes[1])
-            await until(lambda: uid in hostings[1].experts)
-            assert hostings[1].experts[uid].step == 3
-            await hostings[1].stop()
-            for resources, node in zip(members, nodes, strict=True):
-                await close(resources, node)
-
-    run_real(main())
+@real
+async def test_a_killed_host_is_replaced_over_encrypted_links_too(tmp_path: Path) -> None:
+    async with peers("alice", "bob", "carol") as nodes:
+        members = [await real_member(node, nodes[0], tmp_path) for node in nodes]
+        hostings = [ExpertHosting(resources, QUICK) for resources in members[1:]]
+        for hosting in hostings:
+            await hosting.start()
+        (uid,) = hostings[0].experts
+        info = await members[0].directory.find(GRID, uid)
+        assert info is not None
+        ones = torch.ones(2, 4).numpy()
+        for _ in range(3):
+            await calls_of(nodes[0]).backward(info, ones, ones)
+        await hostings[0].save()
+        assert hostings[0].saves.results[uid].holders == {nodes[2].id}
+        hostings[0].kill()
+        await close(members[1], nodes[1])
+        await until(lambda: uid in hostings[1].experts)
+        assert hostings[1].experts[uid].step == 3
+        await hostings[1].stop()
+        for resources, node in zip(members, nodes, strict=True):
+            await close(resources, node)
 
 
 async def real_member(node: Node, entry: Node, folder: Path) -> HostResources:
@@ -353,7 +322,7 @@ def test_the_host_shows_what_it_hosts_and_stops(tmp_path: Path) -> None:
 
     member = runtime.call(open_run())
     plan = plan_host(GRID, make, count=2)
-    with ExpertHost(runtime, member.resources, plan, SETTINGS, repr) as host:
+    with ExpertHost(runtime, member.resources, plan, repr) as host:
         assert len(host.uids) == 2 and set(host.statistics()) == set(host.uids)
         assert "copies elsewhere" in host._repr_html_()
         assert host.panel() == repr(host) == "ExpertHost(ffn[2 x 3], 2 of 2 experts, 0 steps)"
@@ -365,3 +334,50 @@ def test_the_host_shows_what_it_hosts_and_stops(tmp_path: Path) -> None:
         assert snapshot.fault is None and "; 6 of ffn[2 x 3] fit: 80% of " in host.arithmetic
     assert host.uids == [] and "stopped" in repr(host)
     runtime.close()
+
+
+def test_experts_that_ship_know_their_samples_and_others_need_sample() -> None:
+    assert plan_host(GRID, lambda: FeedForward(8)).sample == (8,)
+    assert plan_host(GRID, lambda: TransformerBlock(8, 2)).sample == (-1, 8)
+    with pytest.raises(ValueError, match=r"unknown samples of Linear\. Say sample=\(512,\)"):
+        plan_host(GRID, lambda: nn.Linear(4, 4))
+
+
+def test_the_count_follows_from_memory_and_leaves_room_for_experts_of_dead_hosts() -> None:
+    plan = plan_host(Grid("ffn", (4, 4)), make)
+    assert (plan.count, plan.capacity) == (12, 16)
+    assert plan.arithmetic.startswith(
+        "hosting 12 experts, and up to 16 when other hosts die; 16 of ffn[4 x 4] fit"
+    )
+    plan = plan_host(Grid("ffn", (4, 4)), make, count=3)
+    assert (plan.count, plan.capacity) == (3, 7)
+    plan = plan_host(GRID, make, count=["ffn.0.1", "ffn.1.1"])
+    assert (plan.count, plan.capacity, plan.uids) == (2, 2, ("ffn.0.1", "ffn.1.1"))
+
+
+@pytest.mark.parametrize("wrong", [{"count": 0}, {"count": ["ffn.9.9"]}, {"sample": (5,)}])
+def test_impossible_hosts_are_refused_at_once(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        plan_host(GRID, make, **wrong)
+
+
+def test_an_optimizer_whose_state_cannot_be_saved_is_refused_at_once() -> None:
+    class Odd(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            return {"state": object()}
+
+    with pytest.raises(TypeError, match="cannot be saved without pickle"):
+        plan_host(GRID, make, rule=ExpertRule(lambda parameters: Odd(parameters, lr=0.1)))
+
+
+@pytest.mark.parametrize("wrong", [{"copies": -1}, {"copies": 99}, {"spare": -1}, {"save_s": 0.0}])
+def test_invalid_settings_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        plan_host(GRID, make, **wrong)
+
+
+def test_none_fits_is_an_error_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colab_swarm.moe.host.free_bytes", lambda: 1000)
+    with pytest.raises(ValueError, match=r"0 of ffn\[2 x 3\] fit: 80% of .* give count=1 to try"):
+        plan_host(GRID, make)
+    assert plan_host(GRID, make, count=1).count == 1

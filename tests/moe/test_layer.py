@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 import pytest
@@ -9,10 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from colab_swarm.errors import NoExpertsError
+from colab_swarm.errors import ExpertError, NoExpertsError
 from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings, priorities
-from tests.moe.local import LR, LocalCalls, LocalExperts, tanh_expert
+from colab_swarm.moe.layer import (
+    Gating,
+    MixtureOfExperts,
+    MixtureSettings,
+    RemoteExpert,
+    Usage,
+    balance_loss,
+    mixing_weights,
+    priorities,
+)
+from colab_swarm.net.peers import Peers
+from tests.moe.local import LR, LocalCalls, LocalExperts, calls_of, tanh_expert
 
 GRID = Grid("ffn", (2, 3))
 DIM = 4
@@ -337,3 +348,124 @@ def test_half_precision_models_work() -> None:
 def test_invalid_settings_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError):
         MixtureSettings(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_priority_is_the_sum_of_its_indices_scores() -> None:
+    gating, x = Gating(3, (2, 5)), torch.randn(4, 3)
+    scores = gating(x)
+    assert [tuple(score.shape) for score in scores] == [(4, 2), (4, 5)]
+    indices = torch.tensor([[1, 3], [0, 4]]).expand(4, 2, 2)
+    expected = torch.stack([scores[0][:, 1] + scores[1][:, 3], scores[0][:, 0] + scores[1][:, 4]], 1)
+    assert torch.equal(priorities(scores, indices), expected)
+
+
+def test_weights_sum_to_one_over_the_answers() -> None:
+    answered = torch.tensor([[True, False, True], [True, True, True]])
+    weights = mixing_weights(torch.tensor([[1.0, 9.0, 1.0], [0.0, 0.0, 0.0]]), answered)
+    assert torch.allclose(weights, torch.tensor([[0.5, 0.0, 0.5], [1 / 3, 1 / 3, 1 / 3]]))
+
+
+def test_without_answers_weights_and_gradients_are_zero() -> None:
+    values = torch.randn(1, 3, requires_grad=True)
+    weights = mixing_weights(values, torch.zeros(1, 3, dtype=torch.bool))
+    weights.sum().backward()
+    assert not weights.any() and values.grad is not None and not values.grad.any()
+
+
+def test_the_loss_is_the_squared_coefficient_of_variation() -> None:
+    importance = torch.tensor([3.0, 1.0, 2.0])
+    everyone = torch.tensor([3.0, 1.0, 2.0, 0.0, 0.0])
+    expected = everyone.var(correction=0) / everyone.mean() ** 2
+    assert torch.allclose(balance_loss(importance, 2), expected)
+
+
+def test_equal_importance_or_no_expert_costs_nothing() -> None:
+    assert balance_loss(torch.full((4,), 2.5), 0) == 0
+    assert balance_loss(torch.zeros(0), 3) == 0
+
+
+def test_minimizing_the_loss_balances_the_importance() -> None:
+    logits = torch.tensor([2.0, 0.0, -1.0], requires_grad=True)
+    for _ in range(200):
+        (grad,) = torch.autograd.grad(balance_loss(logits.softmax(0), 0), logits)
+        logits = (logits - 0.2 * grad).detach().requires_grad_()
+    assert torch.allclose(logits.softmax(0), torch.full((3,), 1 / 3), atol=0.02)
+
+
+def test_shares_follow_the_work_and_sum_to_one() -> None:
+    usage = Usage()
+    for _ in range(300):
+        usage.on_batch({"a": 3.0, "b": 1.0})
+    assert usage.shares == pytest.approx({"a": 0.75, "b": 0.25})
+    assert usage.on_batch({"c": 1.0}) == 2  # a and b were idle
+    assert usage.on_batch({}) == 3
+    assert sum(usage.shares.values()) == pytest.approx(1)
+
+
+def test_an_expert_unused_for_a_thousand_batches_is_forgotten() -> None:
+    usage = Usage()
+    usage.on_batch({"gone": 1.0})
+    for _ in range(1000):
+        usage.on_batch({"a": 1.0})
+    assert list(usage.shares) == ["a"]
+
+
+def test_copies_count_together() -> None:
+    usage = Usage()
+    copy.deepcopy(usage).count(batches=2, lost_gradients=1)
+    usage.count(batches=1)
+    counted = usage.statistics(calls_of(cast(Peers, None)))
+    assert counted.batches == 3 and counted.lost_gradients == 1
+
+
+LINE = Grid("ffn", (3,))
+
+
+@pytest.fixture
+def experts() -> LocalExperts:
+    return LocalExperts(LINE, tanh_expert(), living=[(1,)], shape=(4,))
+
+
+def test_it_computes_what_the_expert_computes_and_both_learn(experts: LocalExperts) -> None:
+    local = copy.deepcopy(experts.modules["ffn.1"])
+    remote, x = RemoteExpert(LocalCalls(experts), LINE, "ffn.1"), torch.randn(2, 3, 4, requires_grad=True)
+    y = remote(x)
+    torch.testing.assert_close(y, local(x))
+    (grad,) = torch.autograd.grad(y.square().sum(), x)
+    torch.testing.assert_close(grad, torch.autograd.grad(local(x).square().sum(), x)[0])
+    assert experts.backwards == ["ffn.1"]
+    assert not torch.equal(experts.modules["ffn.1"](x), local(x)), "the expert has taken its step"
+
+
+def test_it_learns_as_the_first_layer_too_and_keeps_the_dtype(experts: LocalExperts) -> None:
+    model = nn.Sequential(RemoteExpert(LocalCalls(experts), LINE, "ffn.1"), nn.Linear(4, 1))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(3, 4).bfloat16()).sum().backward()
+    assert experts.backwards == ["ffn.1"]
+
+
+def test_failures_are_raised_in_forward_and_backward(experts: LocalExperts) -> None:
+    remote = RemoteExpert(LocalCalls(experts), LINE, "ffn.1")
+    y = remote(torch.randn(1, 4))
+    experts.dead_backward = experts.dead = {"ffn.1"}
+    with pytest.raises(ExpertError, match="dead"):
+        y.sum().backward()
+    with pytest.raises(ExpertError, match="dead"):
+        remote(torch.randn(1, 4))
+    assert len(experts.failures) == 2
+
+
+def test_an_expert_without_a_host_is_named(experts: LocalExperts) -> None:
+    with pytest.raises(ExpertError, match=r"no peer hosts ffn\.2"):
+        RemoteExpert(LocalCalls(experts), LINE, "ffn.2")(torch.randn(1, 4))
+
+
+def test_invalid_names_and_inputs_are_refused(experts: LocalExperts) -> None:
+    with pytest.raises(ValueError, match="not an expert of"):
+        RemoteExpert(LocalCalls(experts), LINE, "gfn.1")
+    remote = RemoteExpert(LocalCalls(experts), LINE, "ffn.1")
+    for wrong in [torch.randn(3), torch.randn(2, 5), torch.tensor(1.0)]:
+        with pytest.raises(ValueError, match="takes samples of shape"):
+            remote(wrong)
+    assert remote(torch.randn(0, 4)).shape == (0, 4)
+    assert repr(remote) == "RemoteExpert(ffn.1)"

@@ -18,9 +18,8 @@ from colab_swarm.events import EventLog, ExpertBanned
 from colab_swarm.moe.calls import ExpertCalls
 from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward
-from colab_swarm.moe.grid import Grid, Index
+from colab_swarm.moe.grid import ExpertServices, Grid, Index
 from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings, RemoteExpert, mixing_weights, priorities
-from colab_swarm.moe.records import ExpertServices
 from colab_swarm.moe.server import ExpertServer
 from colab_swarm.moe.trainer import AsyncTrainer, TrainerSettings
 from colab_swarm.net.node import Node

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from dataclasses import replace
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 
 from colab_swarm.errors import CallRefused, StateError
 from colab_swarm.moe.replicas import (
-    Claim,
     ExpertSaves,
     FetchSave,
     KeepSave,
@@ -26,7 +24,8 @@ from colab_swarm.moe.replicas import (
 )
 from colab_swarm.moe.saves import SavedExpert, digest_of
 from colab_swarm.net.peers import Contact, PeerId
-from colab_swarm.sim import run_virtual, virtual_time
+from colab_swarm.sim import virtual_time
+from tests.dht.swarm import virtual
 from tests.moe.hosts import GRID, Member, Run, saved, shelf_of
 
 LIMIT_BYTES = 10**7
@@ -63,295 +62,266 @@ class Scene:
         self.run.network.now().crash(name)
 
 
-def play(folder: Path, story: Any) -> None:
-    async def main() -> None:
-        await story(Scene(folder))
+def played(story: Callable[[Scene], Awaitable[None]]) -> Callable[..., None]:
+    """Make a story of a simulated run a test."""
 
-    coroutine: Coroutine[Any, Any, None] = main()
-    run_virtual(coroutine)
+    @virtual
+    async def wrapped(tmp_path: Path) -> None:
+        await story(Scene(tmp_path))
+
+    return wrapped
 
 
 async def fetched(copies: ExpertSaves, uid: str = "ffn.0.0") -> SavedExpert:
-    claim = (await copies.claims(uid))[0]
-    return await copies.fetch(uid, claim, limit_bytes=LIMIT_BYTES)
+    _, place = (await copies.claims(uid))[0]
+    return await copies.fetch(uid, place, limit_bytes=LIMIT_BYTES)
 
 
-def test_a_save_comes_back_from_holders_when_its_host_is_dead(tmp_path: Path) -> None:
-    async def story(scene: Scene) -> None:
-        kept = await scene.save(await scene.open("alice", "bob", "carol", "dave"), saved(step=7))
-        assert len(kept.holders) == 2 and kept.fault is None
-        scene.crash("alice")
-        reader = ({"bob", "carol", "dave"} - {scene.name(peer) for peer in kept.holders}).pop()
-        again = await fetched(scene.copies(reader))
-        assert np.array_equal(again.blob, saved(step=7).blob) and again.manifest.step == 7
-        assert [fault.name for fault in scene.run.network.fired] == ["crash"]
-
-    play(tmp_path, story)
+@played
+async def test_a_save_comes_back_from_holders_when_its_host_is_dead(scene: Scene) -> None:
+    kept = await scene.save(await scene.open("alice", "bob", "carol", "dave"), saved(step=7))
+    assert len(kept.holders) == 2 and kept.fault is None
+    scene.crash("alice")
+    reader = ({"bob", "carol", "dave"} - {scene.name(peer) for peer in kept.holders}).pop()
+    again = await fetched(scene.copies(reader))
+    assert np.array_equal(again.blob, saved(step=7).blob) and again.manifest.step == 7
+    assert [fault.name for fault in scene.run.network.fired] == ["crash"]
 
 
-def test_one_holder_is_enough_when_the_host_and_all_others_are_dead(tmp_path: Path) -> None:
-    async def story(scene: Scene) -> None:
-        kept = await scene.save(await scene.open("alice", "bob", "carol", "dave", "erin"), saved(step=7))
-        reader, *_ = {"bob", "carol", "dave", "erin"} - {scene.name(peer) for peer in kept.holders}
-        for name in ("alice", scene.name(min(kept.holders))):
-            scene.crash(name)
-        again = await fetched(scene.copies(reader))
-        assert np.array_equal(again.blob, saved(step=7).blob)
-        assert [fault.name for fault in scene.run.network.fired] == ["crash", "crash"]
-
-    play(tmp_path, story)
+@played
+async def test_one_holder_is_enough_when_the_host_and_all_others_are_dead(scene: Scene) -> None:
+    kept = await scene.save(await scene.open("alice", "bob", "carol", "dave", "erin"), saved(step=7))
+    reader, *_ = {"bob", "carol", "dave", "erin"} - {scene.name(peer) for peer in kept.holders}
+    for name in ("alice", scene.name(min(kept.holders))):
+        scene.crash(name)
+    again = await fetched(scene.copies(reader))
+    assert np.array_equal(again.blob, saved(step=7).blob)
+    assert [fault.name for fault in scene.run.network.fired] == ["crash", "crash"]
 
 
-def test_only_changed_chunks_are_sent_and_an_equal_save_is_renewed(tmp_path: Path) -> None:
-    async def story(scene: Scene) -> None:
-        copies = await scene.open("alice", "bob", copies=1)
-        first = await scene.save(copies, saved(step=1))
-        second = await scene.save(copies, saved(step=2, value=1.0))
-        assert first.sent_bytes == saved().blob.nbytes > 2_000_000
-        assert 0 < second.sent_bytes <= 1 << 18  # the last chunk
-        await asyncio.sleep(60)
-        third = await scene.save(copies, saved(step=2, value=1.0))
-        (save,) = shelf_of(scene.members["bob"]).saves()
-        assert third.sent_bytes == 0 and save.at > second.at
-
-    play(tmp_path, story)
+@played
+async def test_only_changed_chunks_are_sent_and_an_equal_save_is_renewed(scene: Scene) -> None:
+    copies = await scene.open("alice", "bob", copies=1)
+    first = await scene.save(copies, saved(step=1))
+    second = await scene.save(copies, saved(step=2, value=1.0))
+    assert first.sent_bytes == saved().blob.nbytes > 2_000_000
+    assert 0 < second.sent_bytes <= 1 << 18  # the last chunk
+    await asyncio.sleep(60)
+    third = await scene.save(copies, saved(step=2, value=1.0))
+    (save,) = shelf_of(scene.members["bob"]).saves()
+    assert third.sent_bytes == 0 and save.at > second.at
 
 
-def test_the_previous_save_is_dropped_only_when_the_new_one_is_safe(tmp_path: Path) -> None:
-    async def story(scene: Scene) -> None:
-        copies = await scene.open("alice", "bob", "carol")
-        await scene.save(copies, saved(step=1))
-        scene.run.network.when(
-            lambda m: isinstance(m, SaveChunk), sender="alice", receiver="carol", nth=2
-        ).crash("carol")
-        await scene.save(copies, saved(step=2, value=1.0))
-        assert [fault.name for fault in scene.run.network.fired] == ["crash"]
-        assert scene.holders(1) == {"alice", "bob", "carol"} and scene.holders(2) == {"alice", "bob"}
-        await scene.open("dave")
-        await scene.save(copies, saved(step=3, value=2.0))
-        assert scene.holders(3) == {"alice", "bob", "dave"} and not scene.holders(2)
-
-    play(tmp_path, story)
+@played
+async def test_the_previous_save_is_dropped_only_when_the_new_one_is_safe(scene: Scene) -> None:
+    copies = await scene.open("alice", "bob", "carol")
+    await scene.save(copies, saved(step=1))
+    scene.run.network.when(lambda m: isinstance(m, SaveChunk), sender="alice", receiver="carol", nth=2).crash(
+        "carol"
+    )
+    await scene.save(copies, saved(step=2, value=1.0))
+    assert [fault.name for fault in scene.run.network.fired] == ["crash"]
+    assert scene.holders(1) == {"alice", "bob", "carol"} and scene.holders(2) == {"alice", "bob"}
+    await scene.open("dave")
+    await scene.save(copies, saved(step=3, value=2.0))
+    assert scene.holders(3) == {"alice", "bob", "dave"} and not scene.holders(2)
 
 
-def test_a_save_that_no_holder_accepts_does_not_hide_the_previous_one(tmp_path: Path) -> None:
-    async def story(scene: Scene) -> None:
-        copies = await scene.open("alice", "bob", "carol", "dave")
-        first = await scene.save(copies, saved(step=1))
-        for name in ("bob", "carol", "dave"):
-            shelf_of(scene.members[name])._quota_bytes = 1000
-        second = await scene.save(copies, saved(step=2, value=1.0))
-        assert len(first.holders) == 2 and not second.holders
-        scene.crash("alice")
-        reader = scene.copies("dave")
-        lost, safe = await reader.claims("ffn.0.0")
-        assert (lost.step, safe.step) == (2, 1) and scene.run.network.fired
-        with pytest.raises(StateError, match="none of 1 holders"):
-            await reader.fetch("ffn.0.0", lost, limit_bytes=LIMIT_BYTES)
-        again = await reader.fetch("ffn.0.0", safe, limit_bytes=LIMIT_BYTES)
-        assert np.array_equal(again.blob, saved(step=1).blob)
-
-    play(tmp_path, story)
+@played
+async def test_a_save_that_no_holder_accepts_does_not_hide_the_previous_one(scene: Scene) -> None:
+    copies = await scene.open("alice", "bob", "carol", "dave")
+    first = await scene.save(copies, saved(step=1))
+    for name in ("bob", "carol", "dave"):
+        shelf_of(scene.members[name])._quota_bytes = 1000
+    second = await scene.save(copies, saved(step=2, value=1.0))
+    assert len(first.holders) == 2 and not second.holders
+    scene.crash("alice")
+    reader = scene.copies("dave")
+    (_, lost), (_, safe) = await reader.claims("ffn.0.0")
+    assert (lost.step, safe.step) == (2, 1) and scene.run.network.fired
+    with pytest.raises(StateError, match="none of 1 holders"):
+        await reader.fetch("ffn.0.0", lost, limit_bytes=LIMIT_BYTES)
+    again = await reader.fetch("ffn.0.0", safe, limit_bytes=LIMIT_BYTES)
+    assert np.array_equal(again.blob, saved(step=1).blob)
 
 
-def test_an_unreachable_holder_is_called_once_and_not_for_each_expert(tmp_path: Path) -> None:
-    async def story(scene: Scene) -> None:
-        copies = await scene.open("alice", "bob", copies=1)
-        others = await scene.members["alice"].resources.replicas.others()
-        tries: list[str] = []
-        scene.crash("bob")
-        alice = scene.members["alice"].peers
-        dial = alice.stream
+@played
+async def test_an_unreachable_holder_is_called_once_and_not_for_each_expert(scene: Scene) -> None:
+    copies = await scene.open("alice", "bob", copies=1)
+    others = await scene.members["alice"].resources.replicas.others()
+    tries: list[str] = []
+    scene.crash("bob")
+    alice = scene.members["alice"].peers
+    dial = alice.stream
 
-        async def stream(*arguments: Any, **more: Any) -> Any:
-            tries.append("bob")
-            return await dial(*arguments, **more)
+    async def stream(*arguments: Any, **more: Any) -> Any:
+        tries.append("bob")
+        return await dial(*arguments, **more)
 
-        alice.stream = stream  # type: ignore[method-assign]
-        for i in range(3):
-            await copies.save(saved(f"ffn.0.{i}"), others)
-        assert tries == ["bob"] and scene.run.network.fired
-        await asyncio.sleep(61)
-        await copies.save(saved("ffn.0.0"), others)
-        assert tries == ["bob", "bob"]
-
-    play(tmp_path, story)
+    alice.stream = stream  # type: ignore[method-assign]
+    for i in range(3):
+        await copies.save(saved(f"ffn.0.{i}"), others)
+    assert tries == ["bob"] and scene.run.network.fired
+    await asyncio.sleep(61)
+    await copies.save(saved("ffn.0.0"), others)
+    assert tries == ["bob", "bob"]
 
 
-def test_a_lost_holder_is_replaced(tmp_path: Path) -> None:
-    async def story(scene: Scene) -> None:
-        copies = await scene.open("alice", "bob", "carol", copies=1)
-        others = scene.members["alice"].resources.replicas.others
-        lost = scene.name(*(await scene.save(copies, saved(step=1))).holders)
-        assert not copies.due("ffn.0.0", 1, await others())
-        scene.crash(lost)
-        await asyncio.sleep(200)
-        assert copies.due("ffn.0.0", 1, await others())
-        (other,) = (await scene.save(copies, saved(step=1))).holders
-        assert scene.name(other) != lost and not copies.due("ffn.0.0", 1, await others())
-        assert scene.run.network.fired
-
-    play(tmp_path, story)
+@played
+async def test_a_lost_holder_is_replaced(scene: Scene) -> None:
+    copies = await scene.open("alice", "bob", "carol", copies=1)
+    others = scene.members["alice"].resources.replicas.others
+    lost = scene.name(*(await scene.save(copies, saved(step=1))).holders)
+    assert not copies.due("ffn.0.0", 1, await others())
+    scene.crash(lost)
+    await asyncio.sleep(200)
+    assert copies.due("ffn.0.0", 1, await others())
+    (other,) = (await scene.save(copies, saved(step=1))).holders
+    assert scene.name(other) != lost and not copies.due("ffn.0.0", 1, await others())
+    assert scene.run.network.fired
 
 
-def test_a_holder_without_space_refuses_and_another_is_used(tmp_path: Path) -> None:
-    async def story(scene: Scene) -> None:
-        copies = await scene.open("alice", "bob", "carol", copies=1)
-        full = scene.members["bob"].resources.replicas
-        full.store._quota_bytes = 1000
-        with pytest.raises(CallRefused, match="1,000 bytes are left here"):
-            await send_save(scene.members["alice"].peers, scene.members["bob"].peers.id, saved(), timeout_s=5)
-        kept = await scene.save(copies, saved())
-        assert [scene.name(peer) for peer in kept.holders] == ["carol"] and full.store.kept_bytes == 0
-
-    play(tmp_path, story)
+@played
+async def test_a_holder_without_space_refuses_and_another_is_used(scene: Scene) -> None:
+    copies = await scene.open("alice", "bob", "carol", copies=1)
+    full = scene.members["bob"].resources.replicas
+    full.store._quota_bytes = 1000
+    with pytest.raises(CallRefused, match="1,000 bytes are left here"):
+        await send_save(scene.members["alice"].peers, scene.members["bob"].peers.id, saved(), timeout_s=5)
+    kept = await scene.save(copies, saved())
+    assert [scene.name(peer) for peer in kept.holders] == ["carol"] and full.store.kept_bytes == 0
 
 
-def test_a_holder_that_sends_wrong_chunks_is_replaced(tmp_path: Path) -> None:
-    async def story(scene: Scene) -> None:
-        kept = await scene.save(await scene.open("alice", "bob", "carol", "dave"), saved(step=7))
-        liar = scene.members[scene.name(min(kept.holders))]
-        (save,) = shelf_of(liar).saves()
-        lies: list[bytes] = []
+@played
+async def test_a_holder_that_sends_wrong_chunks_is_replaced(scene: Scene) -> None:
+    kept = await scene.save(await scene.open("alice", "bob", "carol", "dave"), saved(step=7))
+    liar = scene.members[scene.name(min(kept.holders))]
+    (save,) = shelf_of(liar).saves()
+    lies: list[bytes] = []
 
-        async def lie(ask: FetchSave, stream: Any) -> None:
-            for digest in ask.digests:
-                lies.append(digest)
-                await stream.send(SaveChunk(), bytes(1 << 18))
+    async def lie(ask: FetchSave, stream: Any) -> None:
+        for digest in ask.digests:
+            lies.append(digest)
+            await stream.send(SaveChunk(), bytes(1 << 18))
 
-        liar.peers.serve_stream(FetchSave, lie)
-        scene.crash("alice")
-        reader, *_ = {"bob", "carol", "dave"} - {scene.name(peer) for peer in kept.holders}
-        again = await fetched(scene.copies(reader))
-        assert np.array_equal(again.blob, saved(step=7).blob) and lies and scene.run.network.fired
-        assert len(save.digests) == 11
-
-    play(tmp_path, story)
+    liar.peers.serve_stream(FetchSave, lie)
+    scene.crash("alice")
+    reader, *_ = {"bob", "carol", "dave"} - {scene.name(peer) for peer in kept.holders}
+    again = await fetched(scene.copies(reader))
+    assert np.array_equal(again.blob, saved(step=7).blob) and lies and scene.run.network.fired
+    assert len(save.digests) == 11
 
 
-def test_a_damaged_chunk_on_our_disk_is_fetched_from_a_holder(tmp_path: Path) -> None:
-    async def story(scene: Scene) -> None:
-        copies = await scene.open("alice", "bob", copies=1)
-        await scene.save(copies, saved(step=7))
-        garbled = [path for path in (tmp_path / "alice" / "chunks").rglob("*") if path.is_file()]
-        for path in garbled:
-            path.write_bytes(b"garbled")
-        assert np.array_equal((await fetched(copies)).blob, saved(step=7).blob) and garbled
-
-    play(tmp_path, story)
-
-
-def test_a_silent_holder_delays_a_fetch_for_seconds_only(tmp_path: Path) -> None:
-    async def story(scene: Scene) -> None:
-        copies = await scene.open("alice", "bob", "carol", "dave", copies=3)
-        scene.members["erin"] = await scene.run.join("erin")
-        kept = await scene.save(copies, saved(step=7))
-        (claim,) = await scene.copies("erin").claims("ffn.0.0")
-        silent = scene.name(min(kept.holders))
-        scene.run.network.now().partition({silent}, scene.members.keys() - {silent})
-        scene.crash("alice")
-        began = virtual_time()
-        again = await scene.copies("erin").fetch("ffn.0.0", claim, limit_bytes=LIMIT_BYTES)
-        assert np.array_equal(again.blob, saved(step=7).blob) and 9 < virtual_time() - began < 12
-        assert [fault.name for fault in scene.run.network.fired] == ["partition", "crash"]
-
-    play(tmp_path, story)
+@virtual
+async def test_a_damaged_chunk_on_our_disk_is_fetched_from_a_holder(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    copies = await scene.open("alice", "bob", copies=1)
+    await scene.save(copies, saved(step=7))
+    garbled = [path for path in (tmp_path / "alice" / "chunks").rglob("*") if path.is_file()]
+    for path in garbled:
+        path.write_bytes(b"garbled")
+    assert np.array_equal((await fetched(copies)).blob, saved(step=7).blob) and garbled
 
 
-def test_a_claim_of_a_missing_save_is_skipped(tmp_path: Path) -> None:
-    async def story(scene: Scene) -> None:
-        copies = await scene.open("alice", "bob", "mallory")
-        await scene.save(copies, saved(step=7))
-        liar = scene.members["mallory"].services
-        record = (SavePlace(10**9, bytes(32), (liar.peers.contact,)),)
-        key = "run/experts/ffn.0.0/save"
-        await liar.dht.store(key, record, subkey=liar.peers.id, ttl_s=600, signed=True)
-        lie, truth = await scene.copies("bob").claims("ffn.0.0")
-        assert (lie.step, truth.step) == (10**9, 7)
-        with pytest.raises(StateError, match="none of 1 holders has"):
-            await scene.copies("bob").fetch("ffn.0.0", lie, limit_bytes=LIMIT_BYTES)
-
-    play(tmp_path, story)
-
-
-def test_a_save_that_is_not_what_was_claimed_or_too_large_is_refused(tmp_path: Path) -> None:
-    async def story(scene: Scene) -> None:
-        copies = await scene.open("alice", "bob")
-        await scene.save(copies, saved(step=7))
-        (claim,) = await scene.copies("bob").claims("ffn.0.0")
-        for uid, wrong, limit_bytes in (
-            ("ffn.0.0", replace(claim, step=8), LIMIT_BYTES),
-            ("ffn.0.1", claim, LIMIT_BYTES),
-            ("ffn.0.0", claim, 1000),
-        ):
-            with pytest.raises(StateError, match="another expert or step, or larger"):
-                await scene.copies("bob").fetch(uid, wrong, limit_bytes=limit_bytes)
-
-    play(tmp_path, story)
+@played
+async def test_a_silent_holder_delays_a_fetch_for_seconds_only(scene: Scene) -> None:
+    copies = await scene.open("alice", "bob", "carol", "dave", copies=3)
+    scene.members["erin"] = await scene.run.join("erin")
+    kept = await scene.save(copies, saved(step=7))
+    ((_, claim),) = await scene.copies("erin").claims("ffn.0.0")
+    silent = scene.name(min(kept.holders))
+    scene.run.network.now().partition({silent}, scene.members.keys() - {silent})
+    scene.crash("alice")
+    began = virtual_time()
+    again = await scene.copies("erin").fetch("ffn.0.0", claim, limit_bytes=LIMIT_BYTES)
+    assert np.array_equal(again.blob, saved(step=7).blob) and 9 < virtual_time() - began < 12
+    assert [fault.name for fault in scene.run.network.fired] == ["partition", "crash"]
 
 
-def test_a_manifest_that_is_wrong_about_the_length_of_a_chunk_is_refused(tmp_path: Path) -> None:
-    async def story(scene: Scene) -> None:
-        copies = await scene.open("alice", "bob")
-        whole = saved()
-        chunks = shelf_of(scene.members["alice"]).chunks
-        short = chunks.put(b"short")
-        lie = msgspec.structs.replace(whole.manifest, digests=short + whole.manifest.digests[32:])
-        head = chunks.put(msgspec.msgpack.encode(lie))
-        for piece in whole.chunks.values():
-            chunks.put(piece)
-        claim = Claim(scene.members["alice"].peers.id, 1, head, ())
-        with pytest.raises(StateError, match="wrong about the length"):
-            await copies.fetch("ffn.0.0", claim, limit_bytes=LIMIT_BYTES)
-
-    play(tmp_path, story)
+@played
+async def test_a_claim_of_a_missing_save_is_skipped(scene: Scene) -> None:
+    copies = await scene.open("alice", "bob", "mallory")
+    await scene.save(copies, saved(step=7))
+    liar = scene.members["mallory"].services
+    record = (SavePlace(10**9, bytes(32), (liar.peers.contact,)),)
+    key = "run/experts/ffn.0.0/save"
+    await liar.dht.store(key, record, subkey=liar.peers.id, ttl_s=600, signed=True)
+    (_, lie), (_, truth) = await scene.copies("bob").claims("ffn.0.0")
+    assert (lie.step, truth.step) == (10**9, 7)
+    with pytest.raises(StateError, match="none of 1 holders has"):
+        await scene.copies("bob").fetch("ffn.0.0", lie, limit_bytes=LIMIT_BYTES)
 
 
-def test_a_save_whose_chunks_do_not_match_is_not_kept(tmp_path: Path) -> None:
-    async def story(scene: Scene) -> None:
-        await scene.open("alice", "bob")
-        alice, bob, whole = scene.members["alice"].peers, scene.members["bob"].peers.id, saved()
-        async with await alice.stream(bob, KeepSave(digest_of(whole.head)), timeout_s=5) as stream:
-            await stream.send(SaveChunk(), whole.head)
-            lacked, _ = await stream.receive(LackedChunks)
-            assert len(lacked.places) == 10
-            await stream.send(SaveChunk(), b"something else")
-            with pytest.raises(CallRefused, match="does not match its hash"):
-                await stream.receive(SaveKept)
-        assert not shelf_of(scene.members["bob"]).saves()
-        assert not [path for path in (tmp_path / "bob" / "chunks").rglob("*") if path.is_file()]
-
-    play(tmp_path, story)
+@played
+async def test_a_save_that_is_not_what_was_claimed_or_too_large_is_refused(scene: Scene) -> None:
+    copies = await scene.open("alice", "bob")
+    await scene.save(copies, saved(step=7))
+    ((_, claim),) = await scene.copies("bob").claims("ffn.0.0")
+    for uid, wrong, limit_bytes in (
+        ("ffn.0.0", msgspec.structs.replace(claim, step=8), LIMIT_BYTES),
+        ("ffn.0.1", claim, LIMIT_BYTES),
+        ("ffn.0.0", claim, 1000),
+    ):
+        with pytest.raises(StateError, match="another expert or step, or larger"):
+            await scene.copies("bob").fetch(uid, wrong, limit_bytes=limit_bytes)
 
 
-def test_a_full_disk_is_reported_and_holders_still_keep_the_save(tmp_path: Path) -> None:
-    async def story(scene: Scene) -> None:
-        copies = await scene.open("alice", "bob", copies=1)
-        (tmp_path / "alice").write_text("a file where the folder should be: nothing can be written")
-        kept = await scene.save(copies, saved(step=7))
-        assert kept.fault is not None and "cannot write" in kept.fault
-        scene.crash("alice")
-        assert scene.run.network.fired
-        assert np.array_equal((await fetched(scene.copies("bob"))).blob, saved(step=7).blob)
+@played
+async def test_a_manifest_that_is_wrong_about_the_length_of_a_chunk_is_refused(scene: Scene) -> None:
+    copies = await scene.open("alice", "bob")
+    whole = saved()
+    chunks = shelf_of(scene.members["alice"])
+    short = chunks.put(b"short")
+    lie = msgspec.structs.replace(whole.manifest, digests=(short, *whole.manifest.digests[1:]))
+    head = chunks.put(msgspec.msgpack.encode(lie))
+    for piece in whole.chunks.values():
+        chunks.put(piece)
+    claim = SavePlace(1, head, ())
+    with pytest.raises(StateError, match="wrong about the length"):
+        await copies.fetch("ffn.0.0", claim, limit_bytes=LIMIT_BYTES)
 
-    play(tmp_path, story)
+
+@virtual
+async def test_a_save_whose_chunks_do_not_match_is_not_kept(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    await scene.open("alice", "bob")
+    alice, bob, whole = scene.members["alice"].peers, scene.members["bob"].peers.id, saved()
+    async with await alice.stream(bob, KeepSave(digest_of(whole.head)), timeout_s=5) as stream:
+        await stream.send(SaveChunk(), whole.head)
+        lacked, _ = await stream.receive(LackedChunks)
+        assert len(lacked.places) == 10
+        await stream.send(SaveChunk(), b"something else")
+        with pytest.raises(CallRefused, match="does not match its hash"):
+            await stream.receive(SaveKept)
+    assert not shelf_of(scene.members["bob"]).saves()
+    assert not [path for path in (tmp_path / "bob" / "chunks").rglob("*") if path.is_file()]
 
 
-def test_invalid_records_of_saves_are_ignored(tmp_path: Path) -> None:
-    async def story(scene: Scene) -> None:
-        copies = await scene.open("alice", "bob")
-        services = scene.members["bob"].services
-        many = (Contact(PeerId(bytes(32)), ()),) * 50
-        for key, value in (
-            ("run/experts/ffn.0.0/save", "rubbish"),
-            ("run/experts/ffn.0.0/save", [[1, bytes(32), many]]),
-            ("run/experts/ffn.0.0/save", [[1, bytes(3), ()]]),
-            ("run/expert-holders", {"room": "much"}),
-            ("run/experts/ffn/saves", ((7, 7), (0, 0))),
-            ("run/experts/ffn/saves", 7),
-        ):
-            await services.dht.store(key, value, subkey=services.peers.id, ttl_s=60, signed=True)
-            assert not await copies.claims("ffn.0.0") and not await copies.saved(GRID)
-        assert await scene.members["alice"].resources.replicas.others() == {}
+@virtual
+async def test_a_full_disk_is_reported_and_holders_still_keep_the_save(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    copies = await scene.open("alice", "bob", copies=1)
+    (tmp_path / "alice").write_text("a file where the folder should be: nothing can be written")
+    kept = await scene.save(copies, saved(step=7))
+    assert kept.fault is not None and "cannot write" in kept.fault
+    scene.crash("alice")
+    assert scene.run.network.fired
+    assert np.array_equal((await fetched(scene.copies("bob"))).blob, saved(step=7).blob)
 
-    play(tmp_path, story)
+
+@played
+async def test_invalid_records_of_saves_are_ignored(scene: Scene) -> None:
+    copies = await scene.open("alice", "bob")
+    services = scene.members["bob"].services
+    many = (Contact(PeerId(bytes(32)), ()),) * 50
+    for key, value in (
+        ("run/experts/ffn.0.0/save", "rubbish"),
+        ("run/experts/ffn.0.0/save", [[1, bytes(32), many]]),
+        ("run/experts/ffn.0.0/save", [[1, bytes(3), ()]]),
+        ("run/expert-holders", {"room": "much"}),
+        ("run/experts/ffn/saves", ((7, 7), (0, 0))),
+        ("run/experts/ffn/saves", 7),
+    ):
+        await services.dht.store(key, value, subkey=services.peers.id, ttl_s=60, signed=True)
+        assert not await copies.claims("ffn.0.0") and not await copies.saved(GRID)
+    assert await scene.members["alice"].resources.replicas.others() == {}

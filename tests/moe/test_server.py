@@ -6,27 +6,42 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from colab_swarm.errors import CallRefused, ExpertError
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.moe.batching import BatchLimits
 from colab_swarm.moe.calls import BackwardExpert, CallExpert, ForwardExpert, Part
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, TransformerBlock
-from colab_swarm.moe.records import ExpertInfo
-from colab_swarm.moe.server import ExpertServer
+from colab_swarm.moe.grid import ExpertInfo
+from colab_swarm.moe.server import (
+    MAX_RETRY_S,
+    MIN_RETRY_S,
+    PAUSED_RETRY_S,
+    UNKNOWN_RETRY_S,
+    Answer,
+    Batching,
+    BatchLimits,
+    Call,
+    ExpertServer,
+    Key,
+    compute,
+)
 from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import Role
-from colab_swarm.sim import LAN, SimNetwork, run_virtual, virtual_time
-from colab_swarm.tensors.codecs import Floats
-from tests.moe.local import calls_of
+from colab_swarm.net.peers import Refusal, Role
+from colab_swarm.runtime import PauseGate
+from colab_swarm.sim import LAN, SimNetwork, virtual_time
+from colab_swarm.tensors.codecs import CODECS, Floats, codec_of
+from tests.dht.swarm import virtual
+from tests.moe.local import calls_of, real
 from tests.net.swarm import peers, run, start, until
 
 RULE = ExpertRule(partial(torch.optim.SGD, lr=0.1))
@@ -103,104 +118,92 @@ async def occupied(gate: Gate, call: Any) -> asyncio.Task[Floats]:
 
 
 @pytest.mark.parametrize("codec", ["float32", "float16", "bfloat16", "int8"])
-def test_a_remote_expert_computes_as_a_local_one(codec: str) -> None:
-    async def main() -> None:
-        local, inputs, grads = expert(), samples(50), samples(50, seed=1)
-        near = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 1e-2, "int8": 2e-2}[codec]
-        async with hosting() as (server, alice, bob):
-            calls = calls_of(alice, codec=codec)
-            outputs = await calls.forward(info(bob), inputs)
-            assert np.abs(outputs - here(local, inputs)).mean() < near
-            back = await calls.backward(info(bob), inputs, grads)
-            assert np.abs(back - here(local, inputs, grads)).mean() < near
-            counted = server.statistics()["ffn.0"]
-            assert (counted.forward_samples, counted.backward_samples, counted.calls, counted.step) == (
-                50,
-                50,
-                2,
-                1,
-            )
-            assert counted.p50_s is not None and counted.p99_s is not None and counted.queued == 0
-
-    run(main())
+@real
+async def test_a_remote_expert_computes_as_a_local_one(codec: str) -> None:
+    local, inputs, grads = expert(), samples(50), samples(50, seed=1)
+    near = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 1e-2, "int8": 2e-2}[codec]
+    async with hosting() as (server, alice, bob):
+        calls = calls_of(alice, codec=codec)
+        outputs = await calls.forward(info(bob), inputs)
+        assert np.abs(outputs - here(local, inputs)).mean() < near
+        back = await calls.backward(info(bob), inputs, grads)
+        assert np.abs(back - here(local, inputs, grads)).mean() < near
+        counted = server.statistics()["ffn.0"]
+        assert (counted.forward_samples, counted.backward_samples, counted.calls, counted.step) == (
+            50,
+            50,
+            2,
+            1,
+        )
+        assert counted.p50_s is not None and counted.p99_s is not None and counted.queued == 0
 
 
-def test_after_many_backward_calls_the_weights_equal_a_local_replicas() -> None:
-    async def main() -> None:
-        local, remote = expert(), expert()
-        async with hosting(remote) as (_, alice, bob):
-            calls = calls_of(alice)
-            for step in range(20):
-                tensors = samples(4, seed=step), samples(4, seed=1000 + step)
-                assert np.allclose(
-                    await calls.backward(info(bob), *tensors), here(local, *tensors), atol=1e-6
-                )
-            for name, value in local.state_dict()["module"].items():
-                assert torch.allclose(remote.state_dict()["module"][name], value, atol=1e-6)
-            assert remote.step == 20
-
-    run(main())
+@real
+async def test_after_many_backward_calls_the_weights_equal_a_local_replicas() -> None:
+    local, remote = expert(), expert()
+    async with hosting(remote) as (_, alice, bob):
+        calls = calls_of(alice)
+        for step in range(20):
+            tensors = samples(4, seed=step), samples(4, seed=1000 + step)
+            assert np.allclose(await calls.backward(info(bob), *tensors), here(local, *tensors), atol=1e-6)
+        for name, value in local.state_dict()["module"].items():
+            assert torch.allclose(remote.state_dict()["module"][name], value, atol=1e-6)
+        assert remote.step == 20
 
 
-def test_tensors_of_many_parts_and_sequences_of_any_length_arrive_whole() -> None:
-    async def main() -> None:
-        block, gate = expert("text.0", TransformerBlock(DIM, 2), (-1, DIM)), expert("gate.0", Gate(), (1000,))
-        async with hosting(block, gate) as (_, alice, bob):
-            calls = calls_of(alice)
-            for length in (1, 3, 10):
-                inputs = samples(2, length, DIM)
-                outputs = await calls.forward(info(bob, "text.0"), inputs)
-                assert np.allclose(outputs, here(block, inputs), atol=1e-6)
-            large = samples(1500, 1000)
-            assert np.array_equal(await calls.forward(info(bob, "gate.0"), large), 2 * large)
-
-    run(main())
+@real
+async def test_tensors_of_many_parts_and_sequences_of_any_length_arrive_whole() -> None:
+    block, gate = expert("text.0", TransformerBlock(DIM, 2), (-1, DIM)), expert("gate.0", Gate(), (1000,))
+    async with hosting(block, gate) as (_, alice, bob):
+        calls = calls_of(alice)
+        for length in (1, 3, 10):
+            inputs = samples(2, length, DIM)
+            outputs = await calls.forward(info(bob, "text.0"), inputs)
+            assert np.allclose(outputs, here(block, inputs), atol=1e-6)
+        large = samples(1500, 1000)
+        assert np.array_equal(await calls.forward(info(bob, "gate.0"), large), 2 * large)
 
 
-def test_waiting_calls_are_merged_with_equal_results_and_kinds_never_mix() -> None:
-    async def main() -> None:
-        gate, local = Gate(), expert()
-        async with hosting(expert("gate.0", gate), expert()) as (server, alice, bob):
-            calls = calls_of(alice)
-            with gate.closed():
-                first = await occupied(gate, calls.forward(info(bob, "gate.0"), samples(1)))
-                inputs = [samples(n, seed=n) for n in range(1, 9)]
-                forward = [asyncio.create_task(calls.forward(info(bob), x)) for x in inputs]
-                await until(lambda: server.statistics()["ffn.0"].queued == 36)
-                backward = [asyncio.create_task(calls.backward(info(bob), x, x)) for x in inputs]
-                await until(lambda: server.statistics()["ffn.0"].queued == 72)
-            for x, outputs in zip(inputs, await asyncio.gather(*forward), strict=True):
-                assert np.allclose(outputs, here(local, x), atol=1e-6)
-            together = np.concatenate(inputs)
-            expected = here(local, together, together)
-            assert np.allclose(np.concatenate(await asyncio.gather(*backward)), expected, atol=1e-6)
-            counted = server.statistics()["ffn.0"]
-            assert (counted.calls, counted.batches, counted.step) == (16, 2, 1)
-            await first
-
-    run(main())
+@real
+async def test_waiting_calls_are_merged_with_equal_results_and_kinds_never_mix() -> None:
+    gate, local = Gate(), expert()
+    async with hosting(expert("gate.0", gate), expert()) as (server, alice, bob):
+        calls = calls_of(alice)
+        with gate.closed():
+            first = await occupied(gate, calls.forward(info(bob, "gate.0"), samples(1)))
+            inputs = [samples(n, seed=n) for n in range(1, 9)]
+            forward = [asyncio.create_task(calls.forward(info(bob), x)) for x in inputs]
+            await until(lambda: server.statistics()["ffn.0"].queued == 36)
+            backward = [asyncio.create_task(calls.backward(info(bob), x, x)) for x in inputs]
+            await until(lambda: server.statistics()["ffn.0"].queued == 72)
+        for x, outputs in zip(inputs, await asyncio.gather(*forward), strict=True):
+            assert np.allclose(outputs, here(local, x), atol=1e-6)
+        together = np.concatenate(inputs)
+        expected = here(local, together, together)
+        assert np.allclose(np.concatenate(await asyncio.gather(*backward)), expected, atol=1e-6)
+        counted = server.statistics()["ffn.0"]
+        assert (counted.calls, counted.batches, counted.step) == (16, 2, 1)
+        await first
 
 
-def test_one_callers_fault_in_a_batch_does_not_fail_the_others() -> None:
-    async def main() -> None:
-        gate, learner = Gate(), expert()
-        async with hosting(expert("gate.0", gate), learner) as (server, alice, bob):
-            calls, fine = calls_of(alice), samples(2)
-            with gate.closed():
-                first = await occupied(gate, calls.forward(info(bob, "gate.0"), samples(1)))
-                tasks = [
-                    asyncio.create_task(calls.backward(info(bob), x, grads))
-                    for x, grads in ((fine, fine), (fine, np.full_like(fine, 3e38)), (fine, fine * np.nan))
-                ]
-                await until(lambda: server.statistics()["ffn.0"].queued == 6)
-            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-            assert isinstance(outcomes[0], np.ndarray) and learner.step == 1
-            assert "lead to values that are not finite" in str(outcomes[1])
-            assert "your tensors hold values that are not finite" in str(outcomes[2])
-            assert all(value.isfinite().all() for value in learner.state_dict()["module"].values())
-            await first
-
-    run(main())
+@real
+async def test_one_callers_fault_in_a_batch_does_not_fail_the_others() -> None:
+    gate, learner = Gate(), expert()
+    async with hosting(expert("gate.0", gate), learner) as (server, alice, bob):
+        calls, fine = calls_of(alice), samples(2)
+        with gate.closed():
+            first = await occupied(gate, calls.forward(info(bob, "gate.0"), samples(1)))
+            tasks = [
+                asyncio.create_task(calls.backward(info(bob), x, grads))
+                for x, grads in ((fine, fine), (fine, np.full_like(fine, 3e38)), (fine, fine * np.nan))
+            ]
+            await until(lambda: server.statistics()["ffn.0"].queued == 6)
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(outcomes[0], np.ndarray) and learner.step == 1
+        assert "lead to values that are not finite" in str(outcomes[1])
+        assert "your tensors hold values that are not finite" in str(outcomes[2])
+        assert all(value.isfinite().all() for value in learner.state_dict()["module"].values())
+        await first
 
 
 def test_an_error_in_the_experts_code_is_an_event_an_error_at_the_caller_and_ends_no_service() -> None:
@@ -242,19 +245,17 @@ REFUSED: dict[str, tuple[CallExpert, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_impossible_calls_are_refused_before_anything_is_received(case: str) -> None:
-    async def main() -> None:
-        opening, text = REFUSED[case]
-        async with hosting(expert(), expert("text.0", TransformerBlock(DIM, 2), (-1, DIM))) as (
-            _,
-            alice,
-            bob,
-        ):
-            stream = await alice.stream(bob.id, opening, timeout_s=5)
-            with pytest.raises(CallRefused, match=text):
-                await stream.receive(Part)
-
-    run(main())
+@real
+async def test_impossible_calls_are_refused_before_anything_is_received(case: str) -> None:
+    opening, text = REFUSED[case]
+    async with hosting(expert(), expert("text.0", TransformerBlock(DIM, 2), (-1, DIM))) as (
+        _,
+        alice,
+        bob,
+    ):
+        stream = await alice.stream(bob.id, opening, timeout_s=5)
+        with pytest.raises(CallRefused, match=text):
+            await stream.receive(Part)
 
 
 @pytest.mark.parametrize(
@@ -266,144 +267,128 @@ def test_impossible_calls_are_refused_before_anything_is_received(case: str) -> 
         ([32, 32], "more parts"),
     ],
 )
-def test_parts_of_the_wrong_size_are_refused(sizes: list[int], text: str) -> None:
-    async def main() -> None:
-        gate = Gate()
-        async with hosting(expert(module=gate)) as (_, alice, bob):
-            with gate.closed():
-                stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 1, (DIM,), "float32"), timeout_s=5)
-                for size in sizes:
-                    await stream.send(Part(), bytes(size))
-                with pytest.raises(CallRefused, match=text):
-                    await stream.receive(Part)
-
-    run(main())
-
-
-def test_values_that_are_not_finite_never_reach_an_expert() -> None:
-    async def main() -> None:
-        gate = Gate()
-        one = expert(module=gate)
-        async with hosting(one) as (_, alice, bob):
-            gate.batches.clear()
-            for codec in ("float32", "float16", "bfloat16", "int8"):
-                bad = samples(2)
-                bad[1, 3] = np.nan
-                with pytest.raises(ExpertError, match=r"not finite|infinite or not a number"):
-                    await calls_of(alice, codec=codec).backward(info(bob), samples(2), bad)
-            assert not gate.batches and one.step == 0
-
-    run(main())
-
-
-def test_a_full_server_answers_busy_with_a_retry_delay() -> None:
-    async def main() -> None:
-        gate = Gate()
-        limits = BatchLimits(max_batch_bytes=64, max_held_bytes=64)
-        async with hosting(expert(module=gate), limits=limits) as (_, alice, bob):
-            calls = calls_of(alice)
-            with gate.closed():
-                first = await occupied(gate, calls.forward(info(bob), samples(2)))
-                with pytest.raises(ExpertError, match="busy: call again in") as caught:
-                    await calls.attempt(ForwardExpert, info(bob), [samples(1)])
-                assert caught.value.retry_s is not None and caught.value.retry_s > 0
-            await first
-            await calls.forward(info(bob), samples(1))
-
-    run(main())
-
-
-def test_a_cancelled_call_frees_its_memory_and_is_not_computed() -> None:
-    async def main() -> None:
-        gate = Gate()
-        async with hosting(expert("gate.0", gate), expert()) as (server, alice, bob):
-            calls = calls_of(alice)
-            with gate.closed():
-                first = await occupied(gate, calls.forward(info(bob, "gate.0"), samples(1)))
-                waiting = asyncio.create_task(calls.backward(info(bob), samples(3), samples(3)))
-                await until(lambda: server.statistics()["ffn.0"].queued == 3)
-                waiting.cancel()
-                await until(lambda: server.statistics()["ffn.0"].queued == 0)
-            await first
-            await calls.forward(info(bob), samples(1))
-            assert server.statistics()["ffn.0"].step == 0, "the cancelled backward was computed"
-
-    run(main())
-
-
-def test_a_caller_that_never_sends_its_tensors_times_out() -> None:
-    async def main() -> float:
-        network = SimNetwork(LAN, seed=1)
-        alice, bob = network.peer("alice"), network.peer("bob")
-        network.introduce()
-        server = ExpertServer(bob, EventLog())
-        server.add(expert())
-        stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 4096, (DIM,), "float32"), timeout_s=5)
-        await asyncio.sleep(59)
-        assert len(server._batching._inside) == 1
-        with pytest.raises(CallRefused, match="took over 60 s"):
-            await stream.receive(Part)
-        assert not server._batching._inside
-        await server.close()
-        return virtual_time()
-
-    assert run_virtual(main()) == pytest.approx(60, abs=0.1)
-
-
-def test_calls_of_a_removed_expert_are_refused_and_it_can_be_added_again() -> None:
-    async def main() -> None:
-        gate, one = Gate(), expert()
-        async with hosting(expert("gate.0", gate), one) as (server, alice, bob):
-            calls = calls_of(alice)
-            with gate.closed():
-                first = await occupied(gate, calls.forward(info(bob, "gate.0"), samples(1)))
-                waiting = asyncio.create_task(calls.forward(info(bob), samples(3)))
-                await until(lambda: server.statistics()["ffn.0"].queued == 3)
-                assert server.remove("ffn.0") is one
-            with pytest.raises(ExpertError, match=r"ffn\.0 is no longer hosted here"):
-                await waiting
-            await first
-            assert await server.run(lambda: one.step) == 0
-            server.add(one)
-            with pytest.raises(ValueError, match=r"ffn\.0 is served already"):
-                server.add(one)
-            await calls.forward(info(bob), samples(3))
-
-    run(main())
-
-
-def test_a_call_that_still_arrives_when_the_server_closes_is_refused() -> None:
-    async def main() -> None:
-        async with hosting() as (server, alice, bob):
+@real
+async def test_parts_of_the_wrong_size_are_refused(sizes: list[int], text: str) -> None:
+    gate = Gate()
+    async with hosting(expert(module=gate)) as (_, alice, bob):
+        with gate.closed():
             stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 1, (DIM,), "float32"), timeout_s=5)
-            await until(lambda: bool(server._batching._inside))
-            await server.close()
-            await stream.send(Part(), bytes(4 * DIM))
-            with pytest.raises(CallRefused, match="no longer hosted"):
+            for size in sizes:
+                await stream.send(Part(), bytes(size))
+            with pytest.raises(CallRefused, match=text):
                 await stream.receive(Part)
 
-    run(main())
+
+@real
+async def test_values_that_are_not_finite_never_reach_an_expert() -> None:
+    gate = Gate()
+    one = expert(module=gate)
+    async with hosting(one) as (_, alice, bob):
+        gate.batches.clear()
+        for codec in ("float32", "float16", "bfloat16", "int8"):
+            bad = samples(2)
+            bad[1, 3] = np.nan
+            with pytest.raises(ExpertError, match=r"not finite|infinite or not a number"):
+                await calls_of(alice, codec=codec).backward(info(bob), samples(2), bad)
+        assert not gate.batches and one.step == 0
 
 
-def test_a_closing_server_answers_running_calls_and_refuses_waiting_ones() -> None:
-    async def main() -> None:
-        gate = Gate()
-        async with hosting(expert(module=gate)) as (server, alice, bob):
-            calls = calls_of(alice)
-            with gate.closed():
-                first = await occupied(gate, calls.forward(info(bob), samples(1)))
-                waiting = asyncio.create_task(calls.forward(info(bob), samples(3)))
-                await until(lambda: server.statistics()["ffn.0"].queued == 3)
-                closing = asyncio.create_task(server.close())
-                await asyncio.sleep(0)
-            assert np.array_equal(await first, 2 * samples(1))
-            with pytest.raises(ExpertError, match="no longer hosted"):
-                await waiting
-            await closing
-            with pytest.raises(ExpertError, match="ForwardExpert is not served"):
-                await calls.forward(info(bob), samples(1))
+@real
+async def test_a_full_server_answers_busy_with_a_retry_delay() -> None:
+    gate = Gate()
+    limits = BatchLimits(max_batch_bytes=64, max_held_bytes=64)
+    async with hosting(expert(module=gate), limits=limits) as (_, alice, bob):
+        calls = calls_of(alice)
+        with gate.closed():
+            first = await occupied(gate, calls.forward(info(bob), samples(2)))
+            with pytest.raises(ExpertError, match="busy: call again in") as caught:
+                await calls.attempt(ForwardExpert, info(bob), [samples(1)])
+            assert caught.value.retry_s is not None and caught.value.retry_s > 0
+        await first
+        await calls.forward(info(bob), samples(1))
 
-    run(main())
+
+@real
+async def test_a_cancelled_call_frees_its_memory_and_is_not_computed() -> None:
+    gate = Gate()
+    async with hosting(expert("gate.0", gate), expert()) as (server, alice, bob):
+        calls = calls_of(alice)
+        with gate.closed():
+            first = await occupied(gate, calls.forward(info(bob, "gate.0"), samples(1)))
+            waiting = asyncio.create_task(calls.backward(info(bob), samples(3), samples(3)))
+            await until(lambda: server.statistics()["ffn.0"].queued == 3)
+            waiting.cancel()
+            await until(lambda: server.statistics()["ffn.0"].queued == 0)
+        await first
+        await calls.forward(info(bob), samples(1))
+        assert server.statistics()["ffn.0"].step == 0, "the cancelled backward was computed"
+
+
+@virtual
+async def test_a_caller_that_never_sends_its_tensors_times_out() -> None:
+    network = SimNetwork(LAN, seed=1)
+    alice, bob = network.peer("alice"), network.peer("bob")
+    network.introduce()
+    server = ExpertServer(bob, EventLog())
+    server.add(expert())
+    stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 4096, (DIM,), "float32"), timeout_s=5)
+    await asyncio.sleep(59)
+    assert len(server._batching._inside) == 1
+    with pytest.raises(CallRefused, match="took over 60 s"):
+        await stream.receive(Part)
+    assert not server._batching._inside
+    await server.close()
+    assert virtual_time() == pytest.approx(60, abs=0.1)
+
+
+@real
+async def test_calls_of_a_removed_expert_are_refused_and_it_can_be_added_again() -> None:
+    gate, one = Gate(), expert()
+    async with hosting(expert("gate.0", gate), one) as (server, alice, bob):
+        calls = calls_of(alice)
+        with gate.closed():
+            first = await occupied(gate, calls.forward(info(bob, "gate.0"), samples(1)))
+            waiting = asyncio.create_task(calls.forward(info(bob), samples(3)))
+            await until(lambda: server.statistics()["ffn.0"].queued == 3)
+            assert server.remove("ffn.0") is one
+        with pytest.raises(ExpertError, match=r"ffn\.0 is no longer hosted here"):
+            await waiting
+        await first
+        assert await server.device.run(lambda: one.step) == 0
+        server.add(one)
+        with pytest.raises(ValueError, match=r"ffn\.0 is served already"):
+            server.add(one)
+        await calls.forward(info(bob), samples(3))
+
+
+@real
+async def test_a_call_that_still_arrives_when_the_server_closes_is_refused() -> None:
+    async with hosting() as (server, alice, bob):
+        stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 1, (DIM,), "float32"), timeout_s=5)
+        await until(lambda: bool(server._batching._inside))
+        await server.close()
+        await stream.send(Part(), bytes(4 * DIM))
+        with pytest.raises(CallRefused, match="no longer hosted"):
+            await stream.receive(Part)
+
+
+@real
+async def test_a_closing_server_answers_running_calls_and_refuses_waiting_ones() -> None:
+    gate = Gate()
+    async with hosting(expert(module=gate)) as (server, alice, bob):
+        calls = calls_of(alice)
+        with gate.closed():
+            first = await occupied(gate, calls.forward(info(bob), samples(1)))
+            waiting = asyncio.create_task(calls.forward(info(bob), samples(3)))
+            await until(lambda: server.statistics()["ffn.0"].queued == 3)
+            closing = asyncio.create_task(server.close())
+            await asyncio.sleep(0)
+        assert np.array_equal(await first, 2 * samples(1))
+        with pytest.raises(ExpertError, match="no longer hosted"):
+            await waiting
+        await closing
+        with pytest.raises(ExpertError, match="ForwardExpert is not served"):
+            await calls.forward(info(bob), samples(1))
 
 
 def test_only_workers_may_teach_an_expert() -> None:
@@ -426,3 +411,238 @@ def test_only_workers_may_teach_an_expert() -> None:
         await bob.close()
 
     run(main())
+
+
+LIMITS = BatchLimits(max_batch_size=8, max_batch_bytes=80, max_held_bytes=120)
+FORWARD, BACKWARD = Key("ffn.0", False, (4,)), Key("ffn.0", True, (4,))
+
+
+def pending(
+    caller: str = "alice", samples: int = 1, *, key: Key = FORWARD, size_bytes: int = 1, at: float = 0.0
+) -> Call:
+    return Call(
+        key, caller.encode(), samples, size_bytes, at, CODECS["float32"], cast(asyncio.Future[Answer], None)
+    )
+
+
+@pytest.fixture
+def batching() -> Iterator[Batching]:
+    batching = Batching(LIMITS)
+    yield batching
+    batching.check_invariants()
+
+
+def enqueue(batching: Batching, *calls: Call) -> None:
+    for one in calls:
+        assert batching.admit(one) is None
+        batching.enqueue(one)
+
+
+def test_calls_are_merged_oldest_first_until_a_batch_is_full(batching: Batching) -> None:
+    calls = [pending(samples=3, at=at) for at in range(4)]
+    enqueue(batching, *calls)
+    assert [batching.take(), batching.take(), batching.take()] == [calls[:2], calls[2:], []]
+
+
+def test_a_call_of_more_samples_than_a_batch_is_computed_alone(batching: Batching) -> None:
+    calls = [pending(samples=9), pending(samples=1, at=1), pending(samples=9, at=2)]
+    enqueue(batching, *calls)
+    assert [batching.take() for _ in calls] == [[one] for one in calls]
+
+
+def test_a_batch_is_bounded_in_bytes_too(batching: Batching) -> None:
+    calls = [pending(name, size_bytes=30, at=at) for at, name in enumerate("abc")]
+    enqueue(batching, *calls)
+    assert [batching.take(), batching.take()] == [calls[:2], calls[2:]]
+
+
+def test_different_kinds_of_calls_never_mix_and_the_oldest_comes_first(
+    batching: Batching,
+) -> None:
+    keys = [FORWARD, BACKWARD, Key("ffn.0", False, (5,)), Key("ffn.1", False, (4,))]
+    calls = [pending(key=key, at=-at) for at, key in enumerate(keys)]
+    late = pending(key=FORWARD, at=1)
+    enqueue(batching, *calls, late)
+    assert [batching.take() for _ in keys] == [[calls[3]], [calls[2]], [calls[1]], [calls[0], late]]
+
+
+@pytest.mark.parametrize(
+    ("samples", "size_bytes", "text"),
+    [
+        (0, 0, "at least"),
+        (-1, -1, "at least"),
+        (1, 81, "split it"),
+        (10**12, 10**15, "a call of .* MiB: .* MiB"),
+    ],
+)
+def test_an_empty_call_and_one_larger_than_any_batch_are_refused(
+    batching: Batching, samples: int, size_bytes: int, text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        batching.admit(pending(samples=samples, size_bytes=size_bytes))
+
+
+def test_one_caller_gets_half_of_the_memory_and_leaves_the_rest_to_others(
+    batching: Batching,
+) -> None:
+    enqueue(batching, *(pending("alice", size_bytes=20) for _ in range(3)))
+    assert batching.admit(pending("alice", size_bytes=20)) is not None
+    enqueue(batching, pending("bob", size_bytes=20), pending("carol", size_bytes=20))
+    assert batching.admit(pending("bob", size_bytes=20)) is not None
+
+
+def test_an_empty_server_takes_a_call_as_large_as_a_batch(batching: Batching) -> None:
+    large = pending(size_bytes=80)
+    enqueue(batching, large)
+    assert batching.admit(pending("bob", size_bytes=80)) is not None
+    batching.leave(large)
+    batching.leave(large)
+    assert batching.admit(pending("bob", size_bytes=80)) is None
+
+
+def test_a_cancelled_call_is_not_computed(batching: Batching) -> None:
+    calls = [pending(at=at) for at in range(3)]
+    enqueue(batching, *calls)
+    batching.leave(calls[1])
+    assert batching.queued("ffn.0") == 2
+    assert batching.take() == [calls[0], calls[2]] and batching.queued("ffn.0") == 0
+
+
+def test_a_busy_answer_says_how_long_the_admitted_calls_will_take(batching: Batching) -> None:
+    enqueue(batching, *(pending(name, 5, size_bytes=40) for name in "abc"))
+    more = pending(size_bytes=40)
+    assert batching.admit(more) == UNKNOWN_RETRY_S
+    batching.measured(FORWARD, 10, 1.0)
+    assert batching.admit(more) == pytest.approx(1.5)
+    for _ in range(50):
+        batching.measured(FORWARD, 10, 1e6)
+    assert batching.admit(more) == MAX_RETRY_S
+    batching.forget("ffn.0")
+    batching.measured(FORWARD, 10, 1e-9)
+    assert batching.admit(more) == MIN_RETRY_S
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 5), st.sampled_from("abc"), st.integers(1, 12), st.integers(1, 80), st.booleans()
+        ),
+        max_size=60,
+    )
+)
+def test_in_any_sequence_the_sums_are_right_and_every_admitted_call_is_computed(
+    steps: list[tuple[int, str, int, int, bool]],
+) -> None:
+    batching = Batching(LIMITS)
+    waiting: list[Call] = []
+    for at, (verb, caller, samples, size_bytes, backward) in enumerate(steps):
+        if verb < 4:
+            new = pending(
+                caller, samples, size_bytes=size_bytes, key=BACKWARD if backward else FORWARD, at=at
+            )
+            if batching.admit(new) is None:
+                batching.enqueue(new)
+                waiting.append(new)
+        elif verb == 4 and waiting:
+            batching.leave(waiting.pop(0))
+        else:
+            for done in batching.take():
+                waiting.remove(done)
+                batching.leave(done)
+        batching.check_invariants()
+    while batch := batching.take():
+        assert len({one.key for one in batch}) == 1
+        assert len(batch) == 1 or sum(one.samples for one in batch) <= 8
+        assert [one.arrived_at for one in batch] == sorted(one.arrived_at for one in batch)
+        for one in batch:
+            waiting.remove(one)
+            batching.leave(one)
+        batching.check_invariants()
+    assert not waiting and batching.admit(pending(size_bytes=80)) is None
+
+
+def test_limits_that_hold_no_batch_are_refused() -> None:
+    with pytest.raises(ValueError, match="must hold a batch"):
+        BatchLimits(max_batch_bytes=2, max_held_bytes=1)
+
+
+SMALL = 4
+
+
+@cache
+def small_expert() -> Expert:
+    return Expert("ffn.0", FeedForward(SMALL, 8), ExpertRule(partial(torch.optim.SGD, lr=1e-3)), (SMALL,))
+
+
+def received_call(parts: list[bytes], codec: str, *, backward: bool) -> Call:
+    waiting: asyncio.Future[Answer] = asyncio.Future(loop=asyncio.new_event_loop())
+    waiting.get_loop().close()
+    views = [memoryview(part) for part in parts]
+    key = Key("ffn.0", backward, (SMALL,))
+    return Call(key, b"alice", 1, 16, 0.0, codec_of(codec), waiting, views)
+
+
+@given(
+    st.booleans(),
+    st.lists(st.sampled_from([*CODECS, "topk:0.25"]), min_size=1, max_size=4),
+    st.integers(0, 1 << 32),
+)
+@settings(deadline=None)  # the first received_call warms torch up
+def test_any_input_is_answered_or_refused_and_the_expert_stays_finite(
+    backward: bool, codecs: list[str], seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    calls = [
+        received_call(
+            [rng.bytes(codec_of(codec).encoded_bytes(SMALL)) for _ in range(1 + backward)],
+            codec,
+            backward=backward,
+        )
+        for codec in codecs
+    ]
+    answers = compute(small_expert(), calls)
+    assert {id(one) for one, _ in answers} == {id(one) for one in calls}
+    for one, answer in answers:
+        if isinstance(answer, list):
+            assert [len(part) for part in answer] == [one.codec.encoded_bytes(SMALL)]
+        else:
+            assert isinstance(answer, Refusal)
+    assert all(value.isfinite().all() for value in small_expert().state_dict()["module"].values())
+
+
+@pytest.mark.parametrize("codec", ["onebit", "topk:0.25"])
+def test_outputs_that_a_codec_cannot_represent_fail_only_that_call(codec: str) -> None:
+    module = FeedForward(SMALL, 8)
+    spoilt = Expert("ffn.0", module, ExpertRule(partial(torch.optim.SGD, lr=1e-3)), (SMALL,))
+    with torch.no_grad():
+        next(module.parameters()).fill_(float("nan"))
+    parts = [bytes(codec_of(name).encode(np.ones(SMALL, np.float32))) for name in (codec, "float32")]
+    calls = [
+        received_call([part], name, backward=False)
+        for part, name in zip(parts, (codec, "float32"), strict=True)
+    ]
+    (_, refused), (_, answered) = compute(spoilt, calls)
+    assert isinstance(refused, Refusal) and "not finite" in str(refused)
+    assert isinstance(answered, list)
+
+
+@real
+async def test_a_paused_host_takes_no_calls_and_finishes_those_it_has_afterwards() -> None:
+    gate = PauseGate()
+    async with peers("alice", "bob") as (alice, bob):
+        server = ExpertServer(bob, EventLog(), gate=gate)
+        server.add(expert())
+        stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 2, (DIM,), "float32"), timeout_s=5)
+        await until(lambda: len(server._batching._inside) == 1)
+        gate.hold()
+        await stream.send(Part(), samples(2).tobytes())
+        with pytest.raises(ExpertError) as caught:
+            await calls_of(alice).attempt(ForwardExpert, info(bob), [samples(3)])
+        assert caught.value.retry_s == PAUSED_RETRY_S
+        await until(lambda: next(iter(server._batching._inside)).parts != [])
+        await asyncio.sleep(0)
+        assert server.statistics()["ffn.0"].calls == 0
+        gate.release()
+        _, answer = await stream.receive(Part)
+        assert len(answer) == 2 * DIM * 4 and server.statistics()["ffn.0"].calls == 1
+        await server.close()

@@ -13,7 +13,7 @@ from colab_swarm.moe.server import ExpertStatistics
 from colab_swarm.moe.watch import LIST_EVERY_S, ExpertRates, ExpertsSnapshot, ExpertsWatch
 from colab_swarm.net.peers import short
 from colab_swarm.runtime import Runtime
-from colab_swarm.sim import run_virtual
+from tests.dht.swarm import virtual
 from tests.moe.hosts import GRID, Member, Run
 
 
@@ -31,94 +31,83 @@ async def look(watch: ExpertsWatch, after_s: float = 0.0) -> ExpertsSnapshot:
     return await watch._look()
 
 
-def test_the_first_snapshot_is_immediate_and_later_ones_list_hosts_and_experts(tmp_path: Path) -> None:
-    async def main() -> None:
-        run = Run(tmp_path)
-        alice, _ = await run.host("alice", 2)
-        bob, _ = await run.host("bob", 1)
-        watch, _ = watch_of(bob)
-        at_once = await look(watch)
-        assert (at_once.listing.live, at_once.listed_s) == ((), None)
-        seen = await look(watch, 2.0)
-        assert [(host.host, host.mine, host.experts) for host in seen.listing.hosts] == [
-            (short(alice.peers.id), False, 2),
-            (short(bob.peers.id), True, 1),
-        ]
-        assert [expert.uid for expert in seen.served] == [one.uid for one in seen.listing.live if one.mine]
-        assert seen.listed_s is not None and seen.listed_s < 2.5 and not seen.fault
-
-    run_virtual(main())
+@virtual
+async def test_the_first_snapshot_is_immediate_and_later_ones_list_hosts_and_experts(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    alice, _ = await run.host("alice", 2)
+    bob, _ = await run.host("bob", 1)
+    watch, _ = watch_of(bob)
+    at_once = await look(watch)
+    assert (at_once.listing.live, at_once.listed_s) == ((), None)
+    seen = await look(watch, 2.0)
+    assert [(host.host, host.mine, host.experts) for host in seen.listing.hosts] == [
+        (short(alice.peers.id), False, 2),
+        (short(bob.peers.id), True, 1),
+    ]
+    assert [expert.uid for expert in seen.served] == [one.uid for one in seen.listing.live if one.mine]
+    assert seen.listed_s is not None and seen.listed_s < 2.5 and not seen.fault
 
 
-def test_shares_follow_the_steps_of_the_last_minute(tmp_path: Path) -> None:
-    async def main() -> None:
-        run = Run(tmp_path)
-        _, hosting = await run.host("alice", 2)
-        watch, _ = watch_of(await run.join("bob"))
-        assert {one.share for one in (await look(watch, 2.0)).listing.live} == {None}, "no expert has learned"
-        busy, idle = sorted(hosting.experts)
-        for _ in range(3):
-            hosting.experts[busy].backward(torch.rand(2, 4), torch.rand(2, 4))
-        seen = await look(watch, 60.0)
-        assert {one.uid: one.share for one in seen.listing.live} == {busy: 1.0, idle: 0.0}
-        assert seen.listing.hosts[0].share == 1.0
-
-    run_virtual(main())
+@virtual
+async def test_shares_follow_the_steps_of_the_last_minute(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    _, hosting = await run.host("alice", 2)
+    watch, _ = watch_of(await run.join("bob"))
+    assert {one.share for one in (await look(watch, 2.0)).listing.live} == {None}, "no expert has learned"
+    busy, idle = sorted(hosting.experts)
+    for _ in range(3):
+        hosting.experts[busy].backward(torch.rand(2, 4), torch.rand(2, 4))
+    seen = await look(watch, 60.0)
+    assert {one.uid: one.share for one in seen.listing.live} == {busy: 1.0, idle: 0.0}
+    assert seen.listing.hosts[0].share == 1.0
 
 
-def test_steps_of_this_peers_own_experts_are_known_at_once(tmp_path: Path) -> None:
-    async def main() -> None:
-        run = Run(tmp_path)
-        alice, hosting = await run.host("alice", 1)
-        watch, _ = watch_of(alice)
-        await look(watch, 2.0)
-        (expert,) = hosting.experts.values()
-        expert.backward(torch.rand(2, 4), torch.rand(2, 4))
-        (one,) = (await look(watch, LIST_EVERY_S)).listing.live
-        assert (one.step, one.share) == (1, 1.0)
-
-    run_virtual(main())
+@virtual
+async def test_steps_of_this_peers_own_experts_are_known_at_once(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    alice, hosting = await run.host("alice", 1)
+    watch, _ = watch_of(alice)
+    await look(watch, 2.0)
+    (expert,) = hosting.experts.values()
+    expert.backward(torch.rand(2, 4), torch.rand(2, 4))
+    (one,) = (await look(watch, LIST_EVERY_S)).listing.live
+    assert (one.step, one.share) == (1, 1.0)
 
 
-def test_a_failed_expert_is_left_out_and_one_of_a_dead_host_is_dead(tmp_path: Path) -> None:
-    async def main() -> None:
-        run = Run(tmp_path)
-        alice, _ = await run.host("alice", 2)
-        watch, directory = watch_of(await run.join("bob"))
-        seen = await look(watch, 2.0)
-        first, second = (one.uid for one in seen.listing.live)
-        directory.on_failure(first, "did not answer")
-        seen = await look(watch)
-        assert [one.uid for one in seen.listing.live] == [second] and seen.listing.left_out == (first,)
-        assert [one.uid for one in (await look(watch, 2 * LIST_EVERY_S)).listing.live] == [first, second]
-        alice.peers.crash()
-        seen = await look(watch, 120.0)
-        assert not alice.peers.up, "the fault did not fire"
-        assert seen.listing.live == () and seen.listing.dead == (first, second)
-
-    run_virtual(main())
-
-
-def test_a_closed_watch_says_so_and_reads_nothing(tmp_path: Path) -> None:
-    async def main() -> None:
-        watch, _ = watch_of(await Run(tmp_path).join("alice"))
-        watch.close()
-        assert watch.snapshot().over
-
-    run_virtual(main())
+@virtual
+async def test_a_failed_expert_is_left_out_and_one_of_a_dead_host_is_dead(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    alice, _ = await run.host("alice", 2)
+    watch, directory = watch_of(await run.join("bob"))
+    seen = await look(watch, 2.0)
+    first, second = (one.uid for one in seen.listing.live)
+    (info, _) = await directory.live(GRID)
+    directory.on_failure(info, "did not answer")
+    seen = await look(watch)
+    assert [one.uid for one in seen.listing.live] == [second] and seen.listing.left_out == (first,)
+    assert [one.uid for one in (await look(watch, 2 * LIST_EVERY_S)).listing.live] == [first, second]
+    alice.peers.crash()
+    seen = await look(watch, 120.0)
+    assert not alice.peers.up, "the fault did not fire"
+    assert seen.listing.live == () and seen.listing.dead == (first, second)
 
 
-def test_a_failed_listing_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        watch, directory = watch_of(await Run(tmp_path).join("alice"))
+@virtual
+async def test_a_closed_watch_says_so_and_reads_nothing(tmp_path: Path) -> None:
+    watch, _ = watch_of(await Run(tmp_path).join("alice"))
+    watch.close()
+    assert watch.snapshot().over
 
-        async def fails(grid: object, fresh: bool) -> None:
-            raise ConnectionError("no way")
 
-        monkeypatch.setattr(directory, "live", fails)
-        assert "no way" in (await look(watch, 1.0)).fault
+@virtual
+async def test_a_failed_listing_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, directory = watch_of(await Run(tmp_path).join("alice"))
 
-    run_virtual(main())
+    async def fails(grid: object, fresh: bool) -> None:
+        raise ConnectionError("no way")
+
+    monkeypatch.setattr(directory, "live", fails)
+    assert "no way" in (await look(watch, 1.0)).fault
 
 
 def statistics(calls: int, samples: int, batches: int) -> ExpertStatistics:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import colab_swarm as cs
-from colab_swarm.dht.records import FindPeers
+from colab_swarm.dht.records import FindNear
 from colab_swarm.events import Fault
 from colab_swarm.notebook.platforms import SessionClock
 from colab_swarm.swarm.saved import PeerStore
@@ -118,7 +118,7 @@ def test_a_service_that_cannot_be_stopped_leaves_no_other_running(
     monkeypatch.setattr(Contributions, "publish", fail_to_publish)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         alice.leave()
-    stop_serving = {FindPeers.__name__, ShareRevoked.__name__, PresentMembership.__name__}
+    stop_serving = {FindNear.__name__, ShareRevoked.__name__, PresentMembership.__name__}
     assert alice.network is not None and alice.network.node.linker.closed
     assert not stop_serving & set(alice.network.node.linker.services[0]._by_name)
 

@@ -1,0 +1,247 @@
+"""Chunks on disk: complete, checked, bounded, and deleted when unreferenced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colab_swarm.errors import StateError
+from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward
+from colab_swarm.moe.saves import (
+    CHUNK_BYTES,
+    ReplicaStore,
+    Save,
+    SavedExpert,
+    SaveManifest,
+    check_fit,
+    cut,
+    digest_of,
+    freeze,
+    thaw,
+)
+
+ALICE, BOB = b"a" * 32, b"b" * 32
+
+
+def save_of(*chunks: bytes, owner: bytes = BOB, step: int = 1, at: float = 0.0) -> Save:
+    return Save(owner, "ffn.0", step, tuple(map(digest_of, chunks)), sum(map(len, chunks)), at)
+
+
+def put(shelf: ReplicaStore, *chunks: bytes, owner: bytes = BOB, step: int = 1, at: float = 0.0) -> Save:
+    save = save_of(*chunks, owner=owner, step=step, at=at)
+    with shelf.adding(save):
+        for chunk in chunks:
+            shelf.put(chunk)
+    return save
+
+
+def files(folder: Path) -> int:
+    return sum(path.is_file() for path in (folder / "chunks").rglob("*"))
+
+
+def test_a_chunk_is_read_unchanged(tmp_path: Path) -> None:
+    store = ReplicaStore(tmp_path, me=ALICE)
+    digest = store.put(b"weights")
+    assert store.get(digest) == b"weights" and digest in store and store.get(digest_of(b"others")) is None
+
+
+def test_a_damaged_chunk_is_detected_and_dropped(tmp_path: Path) -> None:
+    store = ReplicaStore(tmp_path, me=ALICE)
+    digest = store.put(b"weights")
+    (path,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    path.write_bytes(b"wEights")
+    assert store.get(digest) is None and digest not in store
+
+
+def test_a_full_disk_is_an_error_and_leaves_no_partial_file(tmp_path: Path) -> None:
+    (tmp_path / "chunks").write_text("a file where the folder should be: nothing can be written")
+    with pytest.raises(StateError, match=r"cannot write .* name another folder"):
+        ReplicaStore(tmp_path, me=ALICE).put(b"weights")
+    assert not [*tmp_path.rglob("*.partial")]
+
+
+def test_saves_share_chunks_and_unreferenced_chunks_are_deleted(tmp_path: Path) -> None:
+    shelf = ReplicaStore(tmp_path, me=ALICE, quota_bytes=1000)
+    first = put(shelf, b"manifest 1", b"same", b"old")
+    second = put(shelf, b"manifest 2", b"same", b"new", step=2, at=1.0)
+    assert files(tmp_path) == 5 and shelf.saves("ffn.0") == [second, first]
+    shelf.settle(BOB, "ffn.0", second.manifest)
+    assert files(tmp_path) == 3 and shelf.saves() == [second]
+
+
+def test_an_owner_has_two_saves_of_an_expert_at_most(tmp_path: Path) -> None:
+    shelf = ReplicaStore(tmp_path, me=ALICE, quota_bytes=1000)
+    saves = [put(shelf, b"manifest %d" % step, step=step, at=float(step)) for step in range(4)]
+    assert shelf.saves() == [saves[3], saves[2]] and files(tmp_path) == 2
+
+
+def test_the_quota_bounds_saves_of_others_and_not_our_own(tmp_path: Path) -> None:
+    shelf = ReplicaStore(tmp_path, me=ALICE, quota_bytes=20)
+    put(shelf, b"15 bytes of his")
+    with pytest.raises(StateError, match="5 bytes are left here, 6 are needed"):
+        put(shelf, b"6 more")
+    put(shelf, b"but my own are as long as I want", owner=ALICE)
+    assert len(shelf.saves()) == 2 and shelf.kept_bytes == 15
+
+
+def test_a_renewed_save_needs_no_more_space(tmp_path: Path) -> None:
+    shelf = ReplicaStore(tmp_path, me=ALICE, quota_bytes=20)
+    put(shelf, b"15 bytes of his")
+    put(shelf, b"15 bytes of his", at=1.0)
+    assert [save.at for save in shelf.saves()] == [1.0] and shelf.room_bytes == 5
+
+
+def test_an_incomplete_save_leaves_no_files(tmp_path: Path) -> None:
+    shelf = ReplicaStore(tmp_path, me=ALICE, quota_bytes=1000)
+    with pytest.raises(RuntimeError), shelf.adding(save_of(b"manifest", b"chunk")):
+        shelf.put(b"manifest")
+        raise RuntimeError("the sender vanished")
+    assert files(tmp_path) == 0 and shelf.room_bytes == 1000
+
+
+def test_saves_outlive_the_process_and_partial_files_do_not(tmp_path: Path) -> None:
+    save = put(ReplicaStore(tmp_path, me=ALICE, quota_bytes=1000), b"manifest", b"chunk")
+    (tmp_path / "chunks" / "ab").mkdir(exist_ok=True)
+    (tmp_path / "chunks" / "ab" / "half-written.partial").write_bytes(b"x")
+    (tmp_path / "saves" / "garbled.save").write_bytes(b"\xff" * 9)
+    again = ReplicaStore(tmp_path, me=ALICE, quota_bytes=1000)
+    assert again.saves() == [save] and files(tmp_path) == 2
+    assert not (tmp_path / "saves" / "garbled.save").exists()
+
+
+def test_saves_that_are_not_renewed_expire(tmp_path: Path) -> None:
+    shelf = ReplicaStore(tmp_path, me=ALICE, quota_bytes=1000)
+    put(shelf, b"manifest", at=5.0)
+    shelf.expire(5.0)
+    assert len(shelf.saves()) == 1
+    put(shelf, b"manifest", at=9.0)  # its owner wants it still
+    shelf.expire(8.0)
+    assert [save.at for save in shelf.saves()] == [9.0]
+    shelf.expire(10.0)
+    assert files(tmp_path) == 0 and not shelf.saves()
+
+
+RULE = ExpertRule(
+    lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
+    lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2),
+)
+
+
+def expert(*, steps: int = 0, dim: int = 8, hidden: int = 16) -> Expert:
+    made = Expert("ffn.0", FeedForward(dim, hidden), RULE, (dim,))
+    for _ in range(steps):
+        made.backward(torch.rand(4, dim), torch.rand(4, dim))
+    return made
+
+
+def saved(state: Any, step: int = 3) -> SavedExpert:
+    return cut("ffn.0", step, freeze(state))
+
+
+def replaced(whole: SavedExpert, **changes: Any) -> SavedExpert:
+    return SavedExpert(msgspec.structs.replace(whole.manifest, **changes), whole.blob)
+
+
+def test_an_expert_continues_from_its_save_with_equal_results() -> None:
+    old = expert(steps=3)
+    new = expert()
+    new.load_state_dict(thaw(saved(old.state_dict())))
+    inputs, grads = torch.rand(4, 8), torch.rand(4, 8)
+    assert torch.equal(old.backward(inputs, grads), new.backward(inputs, grads))
+    assert torch.equal(old.forward(inputs), new.forward(inputs)) and new.step == 4
+
+
+def test_a_frozen_state_does_not_change_while_the_expert_learns() -> None:
+    learning = expert(steps=1)
+    before = saved(learning.state_dict())
+    learning.backward(torch.rand(4, 8), torch.rand(4, 8))
+    assert digest_of(before.head) != digest_of(saved(learning.state_dict()).head)
+    assert before.manifest == cut("ffn.0", 3, freeze(thaw(before))).manifest
+
+
+def test_a_save_names_chunks_that_tile_the_state_and_only_what_changed_is_new() -> None:
+    state = {"frozen": torch.rand(200_000), "learnt": torch.rand(10), "step": 1}
+    first = saved(state)
+    state["learnt"] += 1
+    second = saved(state)
+    assert len(first.manifest.digests) == -(-first.blob.nbytes // CHUNK_BYTES) == 4
+    assert len(second.chunks.keys() - first.chunks.keys()) == 2  # the manifest and the last chunk
+    assert all(digest_of(piece) == digest for digest, piece in first.chunks.items())
+
+
+def test_every_type_of_tensor_is_aligned_and_comes_back() -> None:
+    state = {
+        "a": torch.tensor([True]),
+        "b": torch.rand(3).bfloat16(),
+        "c": torch.arange(3),
+        "d": torch.empty(0),
+    }
+    again = thaw(saved(state))
+    assert again.keys() == state.keys()
+    assert all(torch.equal(state[key], again[key]) and state[key].dtype == again[key].dtype for key in state)
+
+
+def test_a_state_that_is_not_finite_is_refused() -> None:
+    with pytest.raises(StateError, match=r"NaN or infinite values in 'weight'"):
+        thaw(saved({"weight": torch.tensor([1.0, float("nan")])}))
+
+
+def test_a_manifest_that_lies_about_its_tensors_is_refused() -> None:
+    whole = saved({"weight": torch.rand(100)})
+    (place,) = whole.manifest.tensors
+    lies = (
+        {"shape": (10**9,)},
+        {"shape": (0, 2**64 - 1)},
+        {"shape": (-1,)},
+        {"kind": "object"},
+        {"kind": "load"},
+        {"shape": (50,)},
+    )
+    for lie in lies:
+        with pytest.raises(StateError):
+            thaw(replaced(whole, tensors=(msgspec.structs.replace(place, **lie),)))
+    empty = saved({"weight": torch.empty(0)})
+    with pytest.raises(StateError, match="invalid tensor"):
+        thaw(replaced(empty, tensors=(msgspec.structs.replace(place, shape=(0, 2**64 - 1)),)))
+
+
+@given(st.binary(max_size=200))
+def test_a_garbled_manifest_is_refused(data: bytes) -> None:
+    with pytest.raises(StateError, match="cannot be read"):
+        SaveManifest.decode(data)
+
+
+@given(
+    st.lists(st.binary(min_size=31, max_size=32), max_size=3), st.integers(-5, 2**50), st.integers(-5, 2**50)
+)
+def test_a_manifest_whose_sizes_do_not_add_up_is_refused(digests: list[bytes], size: int, step: int) -> None:
+    try:
+        manifest = SaveManifest.decode(msgspec.msgpack.encode(["ffn.0", step, b"", (), size, digests]))
+    except StateError:
+        return
+    assert -(-manifest.size_bytes // CHUNK_BYTES) == len(digests) and step >= 0
+    assert {len(digest) for digest in digests} <= {32}
+
+
+def test_a_state_fits_an_equal_expert_before_and_after_the_first_step() -> None:
+    model = expert(steps=1).state_dict()
+    check_fit(expert().state_dict(), model)
+    check_fit(expert(steps=2).state_dict(), model)
+
+
+def test_a_state_of_other_shapes_or_with_more_in_it_does_not_fit() -> None:
+    model = expert(steps=1).state_dict()
+    with pytest.raises(StateError, match=r"does not fit this expert at '/module/layers.0.weight'"):
+        check_fit(expert(hidden=17).state_dict(), model)
+    twisted = expert(steps=1).state_dict()
+    twisted["optimizer"]["state"][0]["exp_avg"] = torch.zeros(1 << 20)
+    with pytest.raises(StateError, match="/optimizer/state/0/exp_avg"):
+        check_fit(twisted, model)
+    with pytest.raises(StateError):
+        check_fit(model | {"more": 1}, model)
