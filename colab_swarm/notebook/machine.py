@@ -85,7 +85,7 @@ def versions() -> tuple[Version, ...]:
     """Return the installed versions beside the lowest ones that this package accepts."""
     floors = wanted(requires("colab-swarm") or ())
     python = Version("python", ".".join(map(str, sys.version_info[:3])), "3.11")
-    return (python, *(Version(name, _version(name), floors.get(name, "0")) for name in PACKAGES))
+    return (python, *(Version(name, installed_version(name), floors.get(name, "0")) for name in PACKAGES))
 
 
 def wanted(requirements: Iterable[str]) -> dict[str, str]:
@@ -93,7 +93,8 @@ def wanted(requirements: Iterable[str]) -> dict[str, str]:
     return {match[1]: match[2] for line in requirements if (match := FLOOR.match(line))}
 
 
-def _version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed package, or None."""
     try:
         return version(name)
     except PackageNotFoundError:

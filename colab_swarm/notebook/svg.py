@@ -38,7 +38,7 @@ def curve(
     points, above = _drawable(history), _drawable(limit)
     if len(points) < 2:
         return ""
-    shade = [one for one in _thinned(spread) if max(map(abs, one[1:])) < MAX_VALUE]
+    shade = [one for one in thinned(spread) if max(map(abs, one[1:])) < MAX_VALUE]
     values = [value for _, value in (*points, *above)] + [0.0] * from_zero
     first, low = points[0][0], min(values)
     high = max(*values, low + 1e-3 * (1 + abs(low)))
@@ -118,8 +118,9 @@ def key(entries: Mapping[str, str], before: str = "", after: str = "") -> str:
 
 
 def _drawable(history: History) -> list[tuple[float, float]]:
-    return _thinned([(step, value) for step, value in history if abs(value) < MAX_VALUE])
+    return thinned([(step, value) for step, value in history if abs(value) < MAX_VALUE])
 
 
-def _thinned(points: Sequence[T]) -> list[T]:
-    return [*points[: -1 : math.ceil(len(points) / MAX_POINTS)], points[-1]] if points else []
+def thinned(points: Sequence[T], limit: int = MAX_POINTS) -> list[T]:
+    """Return about ``limit`` of the points, the last one included."""
+    return [*points[: -1 : math.ceil(len(points) / limit)], points[-1]] if points else []
