@@ -420,7 +420,7 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _coordinate(options: argparse.Namespace) -> None:
-    from colab_swarm.notebook.coordinator_view import render_text, summary
+    from colab_swarm.notebook.coordinator_view import draw, summary
     from colab_swarm.workunits.coordinator import coordinate
 
     names = ("folder", "store", "servers", "host", "port", "url", "tunnel")
@@ -442,7 +442,7 @@ def _coordinate(options: argparse.Namespace) -> None:
             epochs = [(end.epoch, end.accuracy, end.at) for end in status.overview.epochs]
             facts: dict[str, Any] = {"epochs": epochs, "version": status.version}
             if done:
-                _report(options, "finished", render_text(status), since=status.since, **facts)
+                _report(options, "finished", draw(status).text(), since=status.since, **facts)
             else:
                 _report(options, "status", summary(status), epoch=status.overview.epoch, **facts)
         time.sleep(LINGER_S)

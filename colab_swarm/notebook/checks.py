@@ -12,6 +12,7 @@ from colab_swarm.markup import bandwidth, count, duration, plain, text
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.platforms import Platform
+from colab_swarm.notebook.theme import Document
 
 PARAMETER_BYTES = 16  # training memory per parameter: value, gradient and two moments, in float32
 STATE_BYTES = 12  # what a late joiner downloads per parameter: value and two moments, in float32
@@ -317,28 +318,22 @@ def summary(checks: Sequence[Check]) -> str:
     return f"{verdict}: {lights}"
 
 
-def render_text(checks: Sequence[Check]) -> str:
-    """Draw each check as a line or more, with its fix below."""
-    lines = [summary(checks)]
-    for check in checks:
-        first = f" {check.light.symbol} {plain(check.name):<15}{plain(check.text, MAX_CHARS)}"
-        lines += textwrap.wrap(first, WIDTH, subsequent_indent=INDENT)
-        if check.fix:
-            arrow = f"{INDENT}→ {plain(check.fix, MAX_CHARS)}"
-            lines += textwrap.wrap(arrow, WIDTH, subsequent_indent=INDENT + "  ", break_on_hyphens=False)
-    return "\n".join(lines)
-
-
-def render_html(checks: Sequence[Check]) -> str:
-    """Draw the checks as a table."""
-    rows = []
+def draw(checks: Sequence[Check]) -> Document:
+    """Return a table of the checks; in the text each is a line or more, with its fix below."""
+    shown = Document("doctor", summary(checks), label="report of the doctor", line=summary(checks))
+    rows, lines = [], []
     for check in checks:
         fix = f"<br>→ <b>{text(check.fix, MAX_CHARS)}</b>" if check.fix else ""
         name = f'<b style="white-space:nowrap">{text(check.name)}</b>'
         mark = theme.mark(check.light.hue, check.light.symbol, check.light.word)
         rows.append((name, mark, text(check.text, MAX_CHARS) + fix))
-    table = theme.table(("check", "", "facts, and what to do"), rows, label="checks")
-    return theme.wrap(theme.heading("doctor", text(summary(checks))) + table, "report of the doctor")
+        first = f" {check.light.symbol} {plain(check.name):<15}{plain(check.text, MAX_CHARS)}"
+        lines += textwrap.wrap(first, WIDTH, subsequent_indent=INDENT)
+        if check.fix:
+            arrow = f"{INDENT}→ {plain(check.fix, MAX_CHARS)}"
+            lines += textwrap.wrap(arrow, WIDTH, subsequent_indent=INDENT + "  ", break_on_hyphens=False)
+    shown.draw(theme.table(("check", "", "facts, and what to do"), rows, label="checks"), *lines)
+    return shown
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------

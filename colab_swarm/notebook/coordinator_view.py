@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import html
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
-from colab_swarm.markup import aligned, count, duration, plain, text
-from colab_swarm.notebook import svg, theme
+from colab_swarm.markup import count, duration, plain
+from colab_swarm.notebook import svg
+from colab_swarm.notebook.theme import Document
 
 if TYPE_CHECKING:
     from colab_swarm.workunits.overview import JobStatus, UnitMark, VolunteerRow
 
-MAX_ROWS = 20
 SQUARE, ACROSS = 15, 50
 CHART = (
     "<style>.cs-view .mean{stroke:var(--blue);fill:none;stroke-width:2}.cs-view .band{fill:var(--blue);opacity:.2}"
@@ -38,6 +38,7 @@ LOOKS = {
     "rejected": 'fill="none" stroke="var(--red)" stroke-width="2"',
 }
 """Attributes of the path that draws all units of a state; a unit that waits is an empty square."""
+WORDS = {state: STATES[state][1] for state in LOOKS if state in STATES}
 COLUMNS = ("volunteer", "reliability", "units", "rejected", "late", "in hand")
 
 
@@ -74,46 +75,29 @@ def figures(status: JobStatus) -> dict[str, str]:
     return {name: value for name, value in known.items() if value}
 
 
-def render_text(status: JobStatus) -> str:
-    """Draw the job as lines."""
-    overview, lines = status.overview, [summary(status)]
-    lines.append("  " + "; ".join(f"{name}: {value}" for name, value in figures(status).items()))
-    if overview.finished is None and overview.marks:
-        shown = "".join(STATES[mark.state][0] for mark in overview.marks)
-        lines += [f"  {shown[begin : begin + 2 * ACROSS]}" for begin in range(0, len(shown), 2 * ACROSS)]
-        key = "  ".join(f"{character} {words}" for character, words in STATES.values())
-        lines.append(f"  units: {key}{_more_units(status)}")
-    rows = [_cells(row, status.at) for row in overview.volunteers[:MAX_ROWS]]
-    lines += aligned([COLUMNS, *rows]) if rows else []
-    return "\n".join(lines + [f"  {line}" for line in (_more(status), plain(status.fault)) if line])
-
-
-def render_html(status: JobStatus) -> str:
-    """Draw the job as one ``div``: figures, the units of the epoch, accuracy with the target, volunteers."""
+def draw(status: JobStatus) -> Document:
+    """Return the job: figures, the units of the epoch, accuracy with the target, volunteers."""
     overview = status.overview
-    rows = [tuple(map(text, _cells(row, status.at))) for row in overview.volunteers[:MAX_ROWS]]
-    volunteers = theme.table(COLUMNS, rows, numbers=range(2, 6), label="volunteers") if rows else ""
-    name, _, state = summary(status).partition(": ")
-    fault = f'<p class="warn">the store does not answer: {text(status.fault)}</p>' if status.fault else ""
-    more = f'<p class="soft">{_more(status)}</p>' if _more(status) else ""
-    units = _units(status) if overview.finished is None and overview.marks else ""
-    return theme.wrap(
-        f"{theme.heading(text(name), text(state))}{fault}{theme.cards(figures(status))}{units}"
-        f"{_accuracy(status)}{volunteers}{more}",
-        f"work units of {plain(status.name)}",
-    )
-
-
-def _units(status: JobStatus) -> str:
-    label = f"{status.overview.units.assimilated} of {len(status.rows)} units done"
-    key = {
-        words: f'<path d="{_shape(state, 0, 0)}" {LOOKS[state]}/>'
-        for state, (_, words) in STATES.items()
-        if state in LOOKS
-    }
-    return _squares(status.overview.marks, label) + svg.key(
-        key, "units: ", f"empty: waits{_more_units(status)}"
-    )
+    shown = Document(*summary(status).split(": ", 1), label=f"work units of {plain(status.name)}")
+    shown.warn(f"the store does not answer: {status.fault}" if status.fault else "")
+    shown.figures(figures(status))
+    if overview.finished is None and overview.marks:
+        label = f"{overview.units.assimilated} of {len(status.rows)} units done"
+        squares = {
+            words: f'<path d="{_shape(state, 0, 0)}" {LOOKS[state]}/>' for state, words in WORDS.items()
+        }
+        marks = "".join(STATES[mark.state][0] for mark in overview.marks)
+        more = len(status.rows) - len(overview.marks)
+        hidden = f"; and {more:,} more units" if more > 0 else ""
+        shown.draw(
+            _squares(overview.marks, label) + svg.key(squares, "units: ", f"empty: waits{hidden}"),
+            *(f"  {marks[begin : begin + 2 * ACROSS]}" for begin in range(0, len(marks), 2 * ACROSS)),
+            f"  units: {'  '.join(map(' '.join, STATES.values()))}{hidden}",
+        )
+    shown.draw(_accuracy(status))
+    cells = partial(_cells, now=status.at)
+    shown.table(COLUMNS, overview.volunteers, cells, numbers=range(2, 6), what="volunteers")
+    return shown
 
 
 @lru_cache(maxsize=2)
@@ -173,13 +157,3 @@ def _cells(row: VolunteerRow, now: float) -> tuple[str, ...]:
 
     counts = map(str, (row.accepted, row.rejected, row.expired, row.in_flight))
     return (plain(row.name or row.volunteer[:8], 40), reliability(row, now), *counts)
-
-
-def _more(status: JobStatus) -> str:
-    more = len(status.overview.volunteers) - MAX_ROWS
-    return f"and {more:,} more" if more > 0 else ""
-
-
-def _more_units(status: JobStatus) -> str:
-    more = len(status.rows) - len(status.overview.marks)
-    return f"; and {more:,} more units" if more > 0 else ""

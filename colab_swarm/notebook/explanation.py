@@ -18,11 +18,10 @@ from typing import Any, TypeAlias
 
 from colab_swarm.errors import SwarmError
 from colab_swarm.markup import plain, text
-from colab_swarm.notebook import theme
 from colab_swarm.notebook.invitation import PROJECT
+from colab_swarm.notebook.theme import MAX_CHARS, Document
 
 MAX_CHAIN = 5
-MAX_CHARS = 1000
 DOCUMENTED = re.compile(r"^Cause: (?P<cause>.+?)\n\nFix: (?P<fix>.+?)(?:\n\n|\Z)", re.DOTALL | re.MULTILINE)
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
 """Packages whose name differs from their module's."""
@@ -62,7 +61,7 @@ COMMON: dict[str | int, Advice] = {
     "ConnectionError": ("a connection could not be opened, or the other side closed it", NETWORK_FIX),
 }
 """By errno, or by the name of a class."""
-OURS: dict[str, Advice] = {
+OURS: dict[str | int, Advice] = {
     "PermissionError": (
         "this peer's role in the run does not allow the call: it joined with an invitation for another role",
         "ask the run's organizer for an invitation with the role that the text names, then cs.join it",
@@ -100,18 +99,24 @@ class Explanation:
         return f"Explanation({self.kind})"
 
     def __str__(self) -> str:
+        return self._drawn().text()
+
+    def _drawn(self) -> Document:
         title = f"{self.kind}: {self.said}" if self.said else self.kind
-        lines = [title, f"  cause: {self.cause}", f"  fix:   {self.fix}"]
-        return "\n".join(lines + [f"  came from {line}" for line in self.behind])
+        shown = Document(self.kind, self.said, label=f"what {self.kind} means", line=title)
+        for name, words in (("cause", self.cause), ("fix", self.fix)):
+            shown.draw(
+                f"<p><b>{name}</b> {text(words, MAX_CHARS)}</p>",
+                f"  {name + ':':<7}{plain(words, MAX_CHARS)}",
+            )
+        shown.note(*(f"came from {line}" for line in self.behind))
+        return shown
 
     def _repr_html_(self) -> str:
-        rows = [("<b>cause</b>", text(self.cause, MAX_CHARS)), ("<b>fix</b>", text(self.fix, MAX_CHARS))]
-        behind = "".join(f'<br><span class="soft">came from {text(line)}</span>' for line in self.behind)
-        title = theme.heading(self.kind, text(self.said, MAX_CHARS))
-        return theme.wrap(f"{title}{theme.table((), rows)}{behind}", f"what {self.kind} means")
+        return self._drawn().html()
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
-        return theme.mime_bundle(str(self), self._repr_html_())
+        return self._drawn().bundle()
 
 
 def explain(error: BaseException | type[BaseException] | None = None) -> Explanation:
@@ -173,13 +178,14 @@ def _known(error: BaseException) -> Advice | None:
     if isinstance(error, ModuleNotFoundError):
         return _missing_module((error.name or "").partition(".")[0])
     number, filename = getattr(error, "errno", None), getattr(error, "filename", None)
-    ours = number is None and (_modules(error) or ["colab_swarm"])[-1].partition(".")[0] == "colab_swarm"
-    advice = {**COMMON, **OURS} if ours else COMMON
-    for key in (number, *(kind.__name__ for kind in type(error).__mro__)):
-        if key in advice:
-            cause, fix = advice[key]
-            return (f"{cause} ({filename})" if filename else cause), fix
-    return None
+    ours = _is_ours((_modules(error) or ["colab_swarm"])[-1])
+    advice = COMMON | OURS if ours and number is None else COMMON
+    keys = (number or 0, *(kind.__name__ for kind in type(error).__mro__))
+    found = [advice[key] for key in keys if key in advice]
+    if not found:
+        return None
+    cause, fix = found[0]
+    return (f"{cause} ({filename})" if filename else cause), fix
 
 
 def _missing_module(name: str) -> Advice:
@@ -206,10 +212,14 @@ def _modules(error: BaseException) -> list[str]:
     return [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] == "colab_swarm"
+
+
 def _unknown(error: BaseException) -> Advice:
     modules = _modules(error)
     raised_in = (modules or [""])[-1]
-    if any(name.partition(".")[0] == "colab_swarm" for name in modules) and raised_in != "__main__":
+    if any(map(_is_ours, modules)) and raised_in != "__main__":
         return (
             f"unknown error while code of colab_swarm ran (raised in {raised_in}): it may be a bug of colab_swarm",
             f"report it with the whole traceback and the output of cs.doctor(): https://github.com/{PROJECT}/issues",

@@ -23,12 +23,13 @@ import msgspec
 
 from colab_swarm import events as _events
 from colab_swarm.events import Event, EventLog, Fault, RoundFinished, StepFinished
-from colab_swarm.markup import count, duration, plain, size, text
+from colab_swarm.markup import count, duration, plain, size
 from colab_swarm.net.peers import UNDECODABLE
-from colab_swarm.notebook import svg, theme
+from colab_swarm.notebook import svg
 from colab_swarm.notebook.machine import installed_version
 from colab_swarm.notebook.platforms import has_frontend
-from colab_swarm.notebook.rounds import waterfall_html, waterfall_text
+from colab_swarm.notebook.rounds import draw_waterfall
+from colab_swarm.notebook.theme import Document
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +198,9 @@ def _is_torn(path: Path) -> bool:
         try:
             first = _decoded(file.readline(MAX_LINE_BYTES))
         except ValueError as error:
-            raise ValueError(f"{path} exists and is not a recording ({error}): choose another file") from error
+            raise ValueError(
+                f"{path} exists and is not a recording ({error}): choose another file"
+            ) from error
         if not isinstance(first, Header):
             raise ValueError(f"{path} exists and does not start with a header: choose another file")
         file.seek(-1, 2)
@@ -239,24 +242,24 @@ class Replay:
         by_step = {one.step: one.loss for one in steps if one.loss is not None and math.isfinite(one.loss)}
         return tuple(sorted(by_step.items()))
 
+    def draw(self, chosen: int = -1) -> Document:
+        """Return the run, with the round at index ``chosen`` in full."""
+        shown = Document("recorded", self._summary(), label="a recorded run", line=self._summary())
+        for note in self.notes:
+            shown.warn(note)
+        losses = "  ".join(f"step {step}: {loss:.3f}" for step, loss in svg.thinned(self.losses, MAX_LOSSES))
+        shown.draw(svg.curve(self.losses), *([losses] if losses else []))
+        back = 0 if chosen < 0 else max(len(self.rounds) - 1 - chosen, 0)
+        draw_waterfall(shown, self.rounds, back, self.names)
+        return shown
+
     def html(self, chosen: int = -1) -> str:
-        """Draw the run, with the round at index ``chosen`` in full."""
-        notes = "".join(f'<p class="warn">{text(note)}</p>' for note in self.notes)
-        curve = svg.curve(self.losses)
-        loss = f"<h4>loss</h4>{curve}" if curve else ""
-        rounds = waterfall_html(self.rounds, self._back(chosen), self.names)
-        head = theme.heading("recorded", text(self._summary(), 400))
-        return theme.wrap(head + notes + loss + rounds, "a recorded run")
+        """Draw the run as HTML, with the round at index ``chosen`` in full."""
+        return self.draw(chosen).html()
 
     def text(self, chosen: int = -1) -> str:
         """Return the same as lines of text."""
-        lines = [self._summary(), *self.notes]
-        if some := svg.thinned(self.losses, MAX_LOSSES):
-            lines.append("  ".join(f"step {step}: {loss:.3f}" for step, loss in some))
-        return "\n".join([*lines, waterfall_text(self.rounds, self._back(chosen), self.names)])
-
-    def _back(self, chosen: int) -> int:
-        return 0 if chosen < 0 else max(len(self.rounds) - 1 - chosen, 0)
+        return self.draw(chosen).text()
 
     def _summary(self) -> str:
         header = self.headers[-1]
@@ -281,7 +284,7 @@ class Replay:
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         widget = self._widget if self.live and len(self.rounds) > 1 else None
-        return theme.mime_bundle(self.text(), self.html(), widget)
+        return self.draw().bundle(widget)
 
     @cached_property
     def _widget(self) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from colab_swarm.markup import aligned, bandwidth, count, milliseconds, plain, text
 from colab_swarm.notebook import theme
+from colab_swarm.notebook.theme import Document
 from colab_swarm.snapshot import PeerRow, SwarmSnapshot
 
 MAX_PEERS = 32  # the panel's first page counts all peers
@@ -24,29 +25,26 @@ State = tuple[str, str, str]  # hue, symbol and word
 Place = tuple[float, float]
 
 
-def render_html(snapshot: SwarmSnapshot) -> str:
-    """Draw the map with its key."""
-    shown, hidden = _others(snapshot)
+def draw(snapshot: SwarmSnapshot) -> Document:
+    """Return the map with its key; the text lists the links."""
+    others = sorted((peer for peer in snapshot.peers if not peer.me), key=lambda peer: not peer.connected)
+    shown = others[:MAX_PEERS]
+    names = {peer.id[:ID_CHARS]: peer.name for peer in shown}
+    own = _own_state(snapshot)
     states = "".join(
         f"{theme.mark(hue, symbol, text(word))} &#160; "
-        for hue, symbol, word in sorted({_own_state(snapshot), *map(_state, shown)})
+        for hue, symbol, word in sorted({own, *map(_state, shown)})
     )
-    more = f'<p class="soft">… and {hidden} more peers</p>' if hidden else ""
-    head = theme.heading(text(snapshot.run), _linked(shown))
-    return theme.wrap(f"{head}{_svg(snapshot, shown)}{more}<p>{states}</p>{KEY}", "map of the swarm")
-
-
-def render_text(snapshot: SwarmSnapshot) -> str:
-    """List the links as aligned lines."""
-    shown, hidden = _others(snapshot)
-    names = {peer.id[:ID_CHARS]: peer.name for peer in shown}
-    _, symbol, word = _own_state(snapshot)
-    rows = [(f"{symbol} {plain(snapshot.me, 24)} (me)", word, "", "", "")]
+    rows = [(f"{own[1]} {plain(snapshot.me, 24)} (me)", own[2], "", "", "")]
     for peer in shown:
         _, symbol, word = _state(peer)
         rows.append((f"{symbol} {plain(peer.name, 24)}", word, *_link_words(peer, names)))
-    more = [f"  … and {hidden} more peers"] if hidden else []
-    return "\n".join([f"links of {plain(snapshot.run, 40)}: {_linked(shown)}", *aligned(rows), *more])
+    run, links = plain(snapshot.run, 40), _linked(shown)
+    page = Document(run, links, label="map of the swarm", line=f"links of {run}: {links}")
+    page.draw(f"{_svg(snapshot, shown)}<p>{states}</p>{KEY}", *aligned(rows))
+    if len(others) > MAX_PEERS:
+        page.note(f"… and {len(others) - MAX_PEERS} more peers")
+    return page
 
 
 def _svg(snapshot: SwarmSnapshot, shown: Sequence[PeerRow]) -> str:
@@ -64,12 +62,6 @@ def _svg(snapshot: SwarmSnapshot, shown: Sequence[PeerRow]) -> str:
         f'<text x="{middle[0]}" y="{middle[1] + 29}" text-anchor="middle" style="fill:var(--ink);'
         f'stroke:var(--paper);stroke-width:4px;paint-order:stroke">{text(snapshot.me, 24)} (me)</text></svg>'
     )
-
-
-def _others(snapshot: SwarmSnapshot) -> tuple[list[PeerRow], int]:
-    """Return the peers to show, linked ones first, and the number of the rest."""
-    others = sorted((peer for peer in snapshot.peers if not peer.me), key=lambda peer: not peer.connected)
-    return others[:MAX_PEERS], max(len(others) - MAX_PEERS, 0)
 
 
 def _linked(shown: Sequence[PeerRow]) -> str:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from colab_swarm.markup import count, plain, size, text
+from colab_swarm.markup import aligned, count, plain, size, text
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.panel import make_button
 from colab_swarm.notebook.platforms import has_frontend
+from colab_swarm.notebook.theme import Document
 from colab_swarm.recipes.evaluation import Answer, MaskedText, Reply
 
 if TYPE_CHECKING:
@@ -127,31 +128,20 @@ class ModelProbe:
 # --- views ------------------------------------------------------------------------------------------------------------
 
 
-def render_text(found: Replies) -> str:
-    """Draw the replies as aligned lines."""
-    lines = []
+def draw(found: Replies) -> Document:
+    """Return each question with its answers before and now."""
+    shown = Document("", label="the model's answers")
     for reply in found.replies[:MAX_REPLIES]:
-        lines.append(plain(reply.question, 300))
+        shown.draw(f"<h4>{text(reply.question, 300)}</h4>", plain(reply.question, 300))
+        columns = _columns(reply, found)
         cells = [
             [title, *(f"{one.probability:6.1%} {plain(one.label, LABEL_CHARS)}" for one in answers)]
-            for title, answers in _columns(reply, found)
+            for title, answers in columns
         ]
-        lines += [
-            "  " + "  ".join(f"{cell:<34}" for cell in row).rstrip() for row in zip(*cells, strict=False)
-        ]
-    return "\n".join([*lines, *([f"No before: {found.why_not}."] if found.why_not else [])])
-
-
-def render_html(found: Replies) -> str:
-    """Draw the replies as one ``div``."""
-    shown = "".join(
-        f'<h4>{text(reply.question, 300)}</h4><div class="row">'
-        + "".join(_side(title, answers) for title, answers in _columns(reply, found))
-        + "</div>"
-        for reply in found.replies[:MAX_REPLIES]
-    )
-    why = f'<p class="soft">No before: {text(found.why_not, 300)}.</p>' if found.why_not else ""
-    return theme.wrap(shown + why, "the model's answers")
+        sides = "".join(_side(title, answers) for title, answers in columns)
+        shown.draw(f'<div class="row">{sides}</div>', *aligned(list(zip(*cells, strict=False))))
+    shown.note(*([f"No before: {found.why_not}."] if found.why_not else []))
+    return shown
 
 
 def _columns(reply: Reply, found: Replies) -> list[tuple[str, tuple[Answer, ...]]]:
@@ -207,7 +197,7 @@ class TryModel:
         """
         self._replies = self._ask([question])
         if self._box is not None:
-            self._view.value = render_html(self._replies)
+            self._view.value = draw(self._replies).html()
         return self._replies
 
     def snapshot(self) -> Replies:
@@ -217,7 +207,7 @@ class TryModel:
     def _build(self, question: str) -> None:
         import ipywidgets
 
-        self._view = ipywidgets.HTML(render_html(self._replies))
+        self._view = ipywidgets.HTML(draw(self._replies).html())
         self._error = ipywidgets.Label()
         self._text = ipywidgets.Text(value=question, description="question:", layout={"width": "70%"})
         button = make_button("Ask the model", "question", "Ask the model to fill in each [MASK]", self._click)
@@ -244,13 +234,13 @@ class TryModel:
         return f"TryModel({count(len(replies), 'question')}: {', '.join(best)})"
 
     def __str__(self) -> str:
-        return render_text(self._replies)
+        return draw(self._replies).text()
 
     def _repr_html_(self) -> str:
-        return render_html(self._replies)
+        return draw(self._replies).html()
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return theme.mime_bundle(str(self), self._repr_html_(), self._box)
+        return draw(self._replies).bundle(self._box)
 
 
 def cell_runs() -> bool:

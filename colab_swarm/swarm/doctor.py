@@ -24,10 +24,9 @@ from colab_swarm.notebook.checks import (
     Workload,
     albert_needs,
     diagnose,
+    draw,
     micro_batch,
     predict,
-    render_html,
-    render_text,
     summary,
 )
 from colab_swarm.notebook.machine import internet, machine, versions
@@ -75,13 +74,13 @@ class Diagnosis:
         return all(check.light is not Light.RED for check in self.checks)
 
     def __str__(self) -> str:
-        return render_text(self.checks)
+        return draw(self.checks).text()
 
     def __repr__(self) -> str:
         return f"Diagnosis({summary(self.checks)})"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        return {"text/plain": render_text(self.checks), "text/html": render_html(self.checks)}
+        return draw(self.checks).bundle()
 
 
 def doctor(

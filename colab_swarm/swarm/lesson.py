@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from colab_swarm.errors import JoinError
 from colab_swarm.events import Event, RoundFinished
-from colab_swarm.notebook import theme
 from colab_swarm.notebook.lessons import (
     LESSON,
     MAX_PEERS,
@@ -32,8 +31,7 @@ from colab_swarm.notebook.lessons import (
     Verb,
     describe_event,
     describe_fault,
-    lesson_html,
-    lesson_text,
+    draw_lesson,
     summary,
 )
 from colab_swarm.notebook.panel import WRAPPING, Panel, make_button, update_button
@@ -191,12 +189,12 @@ class InteractiveRun:
         return f"Lesson({summary(self.snapshot())})"
 
     def _repr_html_(self) -> str:
-        return lesson_html(self.snapshot())
+        return draw_lesson(self.snapshot()).html()
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         if self._panel is not None:
             return self._panel._repr_mimebundle_()
-        return theme.mime_bundle(lesson_text(self.snapshot()), self._repr_html_())
+        return draw_lesson(self.snapshot()).bundle()
 
     # --- the passing of time --------------------------------------------------------------------------------------
 

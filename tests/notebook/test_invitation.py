@@ -56,7 +56,7 @@ def test_a_warning_is_shown_but_is_not_part_of_the_text() -> None:
     warned = Invitation(LINE, run="my-run", role="worker", expires_at=0.0, warning="Only <here>.")
     assert str(warned) == LINE
     assert warned._repr_mimebundle_()["text/plain"] == f"Only <here>.\n{LINE}"
-    assert '<p class="warn">Only &lt;here&gt;.</p>' in warned._repr_html_()
+    assert '<p class="warn">⚠ Only &lt;here&gt;.</p>' in warned._repr_html_()
     assert 'class="warn"' not in invitation()._repr_html_()
 
 
