@@ -115,21 +115,17 @@ class LossCurve:
         if self.points and branch.step < self.points[-1].step:  # the run went back to a checkpoint
             self._reported.clear()
             self.points = [point for point in self.points if point.step < branch.step]
-        for peer, record in records.items():
+        trainers = {peer: record for peer, record in records.items() if not record.syncing}
+        first = max(self.points[-1].step + 1 if self.points else 0, branch.step - 1)
+        for peer, record in trainers.items():
             step = record.step if record.samples else record.step - 1  # of the batch that has just ended
-            if record.loss is not None and abs(record.loss) < MAX_LOSS and not record.syncing:
-                known = self.points[-1].step if self.points else -1
-                if max(known + 1, branch.step - 1) <= step <= branch.step:
-                    self._reported.setdefault(step, {})[peer] = (record.loss, record.samples_per_s)
-        speed = sum(record.samples_per_s for record in records.values() if not record.syncing)
-        points = []
-        for step in sorted(step for step in self._reported if step < branch.step):
-            reported = self._reported.pop(step).values()
-            most = median(weight for _, weight in reported)
-            weighted = [(loss, min(weight, most) or 1.0) for loss, weight in reported]
-            low, middle, high = (weighted_quantile(weighted, q) for q in (0.25, 0.5, 0.75))
-            points.append(LossPoint(step, at, middle, low, high, len(weighted), speed))
-            self._add(points[-1])
+            if first <= step <= branch.step and record.loss is not None and abs(record.loss) < MAX_LOSS:
+                self._reported.setdefault(step, {})[peer] = (record.loss, record.samples_per_s)
+        speed = sum(record.samples_per_s for record in trainers.values())
+        ended = sorted(step for step in self._reported if step < branch.step)
+        points = [_loss_point(step, at, list(self._reported.pop(step).values()), speed) for step in ended]
+        for point in points:
+            self._add(point)
         return points
 
     def loss_at(self, step: int) -> float | None:
@@ -143,6 +139,13 @@ class LossCurve:
         if len(self.points) > MAX_POINTS:
             old = len(self.points) * 3 // 4
             self.points = self.points[:old:2] + self.points[old:]
+
+
+def _loss_point(step: int, at: float, reported: list[tuple[float, float]], speed: float) -> LossPoint:
+    most = median(weight for _, weight in reported)
+    weighted = [(loss, min(weight, most) or 1.0) for loss, weight in reported]
+    low, middle, high = (weighted_quantile(weighted, q) for q in (0.25, 0.5, 0.75))
+    return LossPoint(step, at, middle, low, high, len(weighted), speed)
 
 
 def weighted_quantile(weighted: Sequence[tuple[float, float]], q: float) -> float:
@@ -273,25 +276,28 @@ class Observer:
 
     def _see_peers(self, at: float) -> None:
         """Update the peers' lines from the live records; a peer without one is not present now."""
-        trainers, assistants = self.trainers, self.assistants.records
-        before = {peer for peer, line in self._peers.items() if line.here}
-        for peer in before:
-            self._peers[peer] = msgspec.structs.replace(self._peers[peer], here=False, samples_per_s=0.0)
-        seen = [
-            (peer, one.name, "assistant", 0, 0.0) for peer, one in assistants.items() if peer not in trainers
-        ]
-        for peer, record in trainers.items():
-            role = "catching up" if record.syncing else "trainer"
-            seen.append((peer, record.name, role, record.step, record.samples_per_s))
-        for peer, name, role, step, samples_per_s in seen:
-            known = self._peers.pop(peer, None)
-            spans = known.spans if known is not None else ()
-            if spans and spans[-1].role == role and peer in before:
+        seen = {
+            peer: PeerLine(record.name, peer.hex(), True, 0, 0.0, (PeerSpan("assistant", at, at),))
+            for peer, record in self.assistants.records.items()
+        }
+        for peer, one in self.trainers.items():
+            span = PeerSpan("catching up" if one.syncing else "trainer", at, at)
+            seen[peer] = PeerLine(one.name, peer.hex(), True, one.step, one.samples_per_s, (span,))
+        before = self._peers
+        self._peers = {
+            peer: msgspec.structs.replace(line, here=False, samples_per_s=0.0)
+            for peer, line in before.items()
+            if peer not in seen
+        }
+        for peer, line in seen.items():
+            spans = before[peer].spans if peer in before else ()
+            (span,) = line.spans
+            if spans and before[peer].here and spans[-1].role == span.role:
                 spans = (*spans[:-1], msgspec.structs.replace(spans[-1], until=at))
             else:
-                spans = (*spans[1 - MAX_SPANS :], PeerSpan(role, at, at))
-            shown = name[:MAX_NAME_CHARS] or short(peer)
-            self._peers[peer] = PeerLine(shown, peer.hex(), True, step, samples_per_s, spans)
+                spans = (*spans[1 - MAX_SPANS :], span)
+            shown = line.name[:MAX_NAME_CHARS] or short(peer)
+            self._peers[peer] = msgspec.structs.replace(line, name=shown, spans=spans)
         while len(self._peers) > MAX_PEERS:
             del self._peers[next(iter(self._peers))]
 
