@@ -14,7 +14,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -107,7 +107,7 @@ class Keeper:
         settings: when to save.
         observer: what is known of the peers.
         vault: where checkpoints are.
-        on_saved: called with each checkpoint and its file.
+        push: called with each checkpoint, its file, and all checkpoints.
         on_standing_in: called before peers get a checkpoint: the steps after it will be repeated.
     """
 
@@ -120,12 +120,12 @@ class Keeper:
         settings: CollaborationFile,
         observer: Observer,
         vault: Vault,
-        on_saved: Callable[[Checkpoint, Path], None],
+        push: Callable[[Checkpoint, Path, Sequence[Checkpoint]], None] | None,
         on_standing_in: Callable[[], None],
     ) -> None:
         self._services, self._prefix, self._name = services, prefix, name
         self.settings, self.observer, self.vault = settings, observer, vault
-        self._on_saved, self._on_standing_in = on_saved, on_standing_in
+        self._push, self._on_standing_in = push, on_standing_in
         self._saved_step, self._saved_at = vault.newest_step, time.time()
         self.stored: Snapshot | None = None  # for late joiners, while nobody trains
         self._published_at = self._failed_at = float("-inf")
@@ -189,7 +189,9 @@ class Keeper:
             self._failed_at = _now()
         else:
             self._saved_step, self._saved_at = saved.step, saved.at
-            self._on_saved(saved, self.vault.path / saved.file)
+            logger.info("%s: %s saved", self._prefix, saved)
+            if self._push is not None:
+                self._push(saved, self.vault.path / saved.file, tuple(self.vault.history))
 
     async def _download(self, branch: Branch) -> Snapshot:
         """Download from a trainer, or from an assistant that may reach trainers which this peer cannot."""

@@ -224,19 +224,15 @@ class Observer:
     Args:
         prefix: of the collaboration.
         folder: where its ``losses.jsonl`` is; the curve continues after a restart.
-        on_points: called with new points of the curve.
+
+    Attributes:
+        on_points: called with new points of the curve; may be set.
     """
 
-    def __init__(
-        self,
-        services: PeerServices,
-        prefix: str,
-        folder: Path,
-        on_points: Callable[[Sequence[LossPoint]], None] = lambda points: None,
-    ) -> None:
+    def __init__(self, services: PeerServices, prefix: str, folder: Path) -> None:
         self._services, self._prefix = services, prefix
         self._file = folder / "losses.jsonl"
-        self._on_points = on_points
+        self.on_points: Callable[[Sequence[LossPoint]], None] | None = None
         self.curve = LossCurve(read_records(self._file, LossPoint))
         self.rounds: deque[RoundRow] = deque(maxlen=MAX_ROUNDS)
         self.round_count = 0
@@ -272,7 +268,8 @@ class Observer:
         points = self.curve.on_records(self.trainers, branch, at=at)
         if points:
             append_records(self._file, *points)
-            self._on_points(points)
+            if self.on_points is not None:
+                self.on_points(points)
 
     def _see_peers(self, at: float) -> None:
         """Update the peers' lines from the live records; a peer without one is not present now."""

@@ -21,8 +21,6 @@ from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.trust.authority import Allowlist
 
 if TYPE_CHECKING:
-    from torch.nn import Module
-
     from colab_swarm.invite import Access
     from colab_swarm.moe.host import HostOptions
     from colab_swarm.workunits.coordinator import CoordinatorOptions
@@ -400,7 +398,7 @@ def _train(options: argparse.Namespace) -> None:
             sys.stdin.readline()  # the parent process writes a line when no other peer needs this one
 
 
-def _digest(model: Module) -> str:
+def _digest(model: Any) -> str:
     """Return a digest that is equal for equal parameters."""
     import torch
 

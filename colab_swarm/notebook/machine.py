@@ -120,12 +120,11 @@ def _try_host(
 ) -> None:
     try:
         connection = connect(host, CONNECT_TIMEOUT_S)
+        if isinstance(connection, socket.socket):
+            connection.close()
+        answers.put(True)
     except OSError:
         answers.put(False)
-        return
-    if isinstance(connection, socket.socket):
-        connection.close()
-    answers.put(True)
 
 
 @dataclass(frozen=True)

@@ -118,8 +118,7 @@ class Recorder:
         self.count, self.stopped = 0, ""
         torn = _is_torn(self.path)
         self._file = self.path.open("ab", buffering=0)
-        self._size = self._file.tell()
-        self._write((b"\n" if torn else b"") + _encoded(header))
+        self._file.write((b"\n" if torn else b"") + _encoded(header))
         self._queue: SimpleQueue[Event | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="colab-swarm-recorder", daemon=True)
         self._thread.start()
@@ -142,15 +141,11 @@ class Recorder:
         if len(data) > MAX_LINE_BYTES:  # `replay` would refuse the file
             return
         line = self._new_names(event) + data
-        if self._size + len(line) > self._max_bytes:
+        if self._file.tell() + len(line) > self._max_bytes:
             self._give_up(f"{self.path} has reached its limit of {size(self._max_bytes)}", event.at)
             return
-        self._write(line)
-        self.count += 1
-
-    def _write(self, line: bytes) -> None:
         self._file.write(line)
-        self._size += len(line)
+        self.count += 1
 
     def _give_up(self, reason: str, at: float) -> None:
         self.stopped = f"{reason}: the recording has ended"
@@ -183,7 +178,7 @@ class Recorder:
 
     def __repr__(self) -> str:
         state = f", {self.stopped}" if self.stopped else "" if self._thread.is_alive() else ", closed"
-        return f"Recorder({self.path}, {count(self.count, 'event')}, {size(self._size)}{state})"
+        return f"Recorder({self.path}, {count(self.count, 'event')}, {size(self.path.stat().st_size)}{state})"
 
 
 def _encoded(item: Header | Named | Event) -> bytes:
@@ -362,16 +357,15 @@ def _decoded(line: bytes) -> Header | Named | Event | None:
     try:
         found = msgspec.json.decode(line, type=_Line)
         if found.kind == "Header" and found.data.get("format") == FORMAT:
-            return _header(msgspec.convert(found.data, Header))
+            header = msgspec.convert(found.data, Header)
+            if header.version > VERSION:
+                raise ValueError(
+                    f"version {header.package} of colab-swarm wrote it: update colab-swarm to read it"
+                )
+            return header
         return _item(found.data, KINDS[found.kind]) if found.kind in KINDS else None
     except UNDECODABLE as error:
         raise ValueError(str(error)) from error
-
-
-def _header(header: Header) -> Header:
-    if header.version > VERSION:
-        raise ValueError(f"version {header.package} of colab-swarm wrote it: update colab-swarm to read it")
-    return header
 
 
 def _item(data: dict[str, Any], kind: type[Named | Event]) -> Named | Event:

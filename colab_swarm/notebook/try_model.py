@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,42 +27,6 @@ LABEL_CHARS = 24
 BUSY = "A cell is running and uses the model: try again when it has ended."
 
 
-class InitialParameters:
-    """A copy of the parameters before training, in half precision and main memory.
-
-    Args:
-        parameters: the trained ones.
-        step: their global step.
-
-    Attributes:
-        why_not: why there is no copy; empty if there is one.
-    """
-
-    def __init__(self, parameters: Iterable[Tensor], *, step: int) -> None:
-        self._parameters = list(parameters)
-        self.step, self.why_not = step, ""
-        self._copies: list[Tensor] = []
-        size_bytes = 2 * sum(parameter.numel() for parameter in self._parameters)
-        if size_bytes > MAX_BYTES:
-            copy = f"a copy of the initial weights would take {size(size_bytes)}"
-            self.why_not = f"{copy}, more than {size(MAX_BYTES)}"
-            return
-        self._copies = [
-            parameter.detach().to("cpu", torch.float16, copy=True) for parameter in self._parameters
-        ]
-
-    def is_of(self, model: nn.Module) -> bool:
-        """Return True if these are parameters of the model."""
-        mine = set(map(id, self._parameters))
-        return any(id(parameter) in mine for parameter in model.parameters())
-
-    def weights_of(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the model's initial parameters by name; empty if there is no copy."""
-        copies = dict(zip(map(id, self._parameters), self._copies, strict=False))
-        named = model.named_parameters()
-        return {name: copies[id(parameter)] for name, parameter in named if id(parameter) in copies}
-
-
 @dataclass(frozen=True)
 class Replies:
     """Questions with their answers.
@@ -80,22 +44,39 @@ class Replies:
     why_not: str = ""
 
 
+@dataclass
+class _Trained:
+    """An optimizer, its parameters, and their values at ``step``, before training."""
+
+    optimizer: SwarmOptimizer
+    step: int
+    parameters: list[Tensor]
+    before: list[Tensor] = field(default_factory=list)
+    why_not: str = ""
+
+
 class ModelProbe:
     """The models that `Swarm.try_model` can use, and their weights before training."""
 
     def __init__(self) -> None:
         self._known: tuple[nn.Module, MaskedText] | None = None
-        self._trained: dict[str, tuple[SwarmOptimizer, InitialParameters]] = {}
+        self._trained: dict[str, _Trained] = {}
 
     def set_model(self, model: nn.Module, texts: MaskedText) -> None:
         """Make this the model to try unless another one is given."""
         self._known = model, texts
 
     def on_optimizer(self, name: str, optimizer: SwarmOptimizer) -> None:
-        """Copy the parameters of ``optimizer``, which has caught up with the swarm."""
+        """Copy the parameters of ``optimizer``, which has caught up with the swarm, in half precision."""
         groups = optimizer.param_groups
         parameters = [one for group in groups for one in group["params"] if one.requires_grad]
-        self._trained[name] = optimizer, InitialParameters(parameters, step=optimizer.global_step)
+        trained = self._trained[name] = _Trained(optimizer, optimizer.global_step, parameters)
+        size_bytes = 2 * sum(parameter.numel() for parameter in parameters)
+        if size_bytes <= MAX_BYTES:
+            trained.before = [one.detach().to("cpu", torch.float16, copy=True) for one in parameters]
+        else:
+            copy = f"a copy of the initial weights would take {size(size_bytes)}"
+            trained.why_not = f"{copy}, more than {size(MAX_BYTES)}"
 
     def try_model(self, question: str | None, model: nn.Module | None, texts: MaskedText | None) -> TryModel:
         """Return the answers to one question; without a question those to the examples, and a form.
@@ -114,15 +95,15 @@ class ModelProbe:
         return TryModel(lambda these: self._ask(chosen, masked, these), questions, form=question is None)
 
     def _ask(self, model: nn.Module, texts: MaskedText, questions: Sequence[str]) -> Replies:
-        trained = (one for one in self._trained.values() if one[1].is_of(model))
-        optimizer, initial = next(trained, (None, None))
-        before = None if initial is None else initial.weights_of(model) or None
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        trained = (one for one in self._trained.values() if names.keys() & set(map(id, one.parameters)))
+        found = next(trained, None)
+        initial = zip(found.parameters, found.before, strict=False) if found else ()
+        before = {names[id(one)]: copy for one, copy in initial if id(one) in names} or None
         replies = tuple(reply for one in questions for reply in texts.replies(model, one, before))
-        if optimizer is None or initial is None:
+        if found is None:
             return Replies(replies, None, None, "no swarm.optimizer(…) trains this model")
-        return Replies(
-            replies, None if before is None else initial.step, optimizer.global_step, initial.why_not
-        )
+        return Replies(replies, found.step if before else None, found.optimizer.global_step, found.why_not)
 
 
 # --- views ------------------------------------------------------------------------------------------------------------
