@@ -112,21 +112,29 @@ class LossCurve:
         """
         if branch is None:
             return []
-        if self.points and branch.step < self.points[-1].step:  # the run went back to a checkpoint
-            self._reported.clear()
-            self.points = [point for point in self.points if point.step < branch.step]
+        self._go_back(branch.step)
         trainers = {peer: record for peer, record in records.items() if not record.syncing}
-        first = max(self.points[-1].step + 1 if self.points else 0, branch.step - 1)
         for peer, record in trainers.items():
-            step = record.step if record.samples else record.step - 1  # of the batch that has just ended
-            if first <= step <= branch.step and record.loss is not None and abs(record.loss) < MAX_LOSS:
-                self._reported.setdefault(step, {})[peer] = (record.loss, record.samples_per_s)
+            self._report(peer, record, branch.step)
         speed = sum(record.samples_per_s for record in trainers.values())
         ended = sorted(step for step in self._reported if step < branch.step)
         points = [_loss_point(step, at, list(self._reported.pop(step).values()), speed) for step in ended]
         for point in points:
             self._add(point)
         return points
+
+    def _go_back(self, now: int) -> None:
+        """Forget what came after the checkpoint that the run went back to, if it did."""
+        if self.points and now < self.points[-1].step:
+            self._reported.clear()
+            self.points = [point for point in self.points if point.step < now]
+
+    def _report(self, peer: PeerId, record: ProgressRecord, now: int) -> None:
+        """Take the loss of one record, if it belongs to the swarm's step ``now`` or the one before."""
+        step = record.step if record.samples else record.step - 1  # of the batch that has just ended
+        first = max(self.points[-1].step + 1 if self.points else 0, now - 1)
+        if first <= step <= now and record.loss is not None and abs(record.loss) < MAX_LOSS:
+            self._reported.setdefault(step, {})[peer] = (record.loss, record.samples_per_s)
 
     def loss_at(self, step: int) -> float | None:
         """Return the loss at a step, or the last one before it."""
@@ -274,29 +282,30 @@ class Observer:
     def _see_peers(self, at: float) -> None:
         """Update the peers' lines from the live records; a peer without one is not present now."""
         seen = {
-            peer: PeerLine(record.name, peer.hex(), True, 0, 0.0, (PeerSpan("assistant", at, at),))
+            peer: self._line(peer, record.name, "assistant", 0, 0.0, at)
             for peer, record in self.assistants.records.items()
         }
         for peer, one in self.trainers.items():
-            span = PeerSpan("catching up" if one.syncing else "trainer", at, at)
-            seen[peer] = PeerLine(one.name, peer.hex(), True, one.step, one.samples_per_s, (span,))
-        before = self._peers
-        self._peers = {
+            role = "catching up" if one.syncing else "trainer"
+            seen[peer] = self._line(peer, one.name, role, one.step, one.samples_per_s, at)
+        gone = {
             peer: msgspec.structs.replace(line, here=False, samples_per_s=0.0)
-            for peer, line in before.items()
+            for peer, line in self._peers.items()
             if peer not in seen
         }
-        for peer, line in seen.items():
-            spans = before[peer].spans if peer in before else ()
-            (span,) = line.spans
-            if spans and before[peer].here and spans[-1].role == span.role:
-                spans = (*spans[:-1], msgspec.structs.replace(spans[-1], until=at))
-            else:
-                spans = (*spans[1 - MAX_SPANS :], span)
-            shown = line.name[:MAX_NAME_CHARS] or short(peer)
-            self._peers[peer] = msgspec.structs.replace(line, name=shown, spans=spans)
-        while len(self._peers) > MAX_PEERS:
-            del self._peers[next(iter(self._peers))]
+        self._peers = dict([*gone.items(), *seen.items()][-MAX_PEERS:])
+
+    def _line(
+        self, peer: PeerId, name: str, role: str, step: int, samples_per_s: float, at: float
+    ) -> PeerLine:
+        """Return the line of a peer that is present; its last span goes on, or a new one begins."""
+        known = self._peers.get(peer)
+        spans = known.spans if known is not None else ()
+        if known is not None and known.here and spans[-1].role == role:
+            spans = (*spans[:-1], msgspec.structs.replace(spans[-1], until=at))
+        else:
+            spans = (*spans[1 - MAX_SPANS :], PeerSpan(role, at, at))
+        return PeerLine(name[:MAX_NAME_CHARS] or short(peer), peer.hex(), True, step, samples_per_s, spans)
 
     def name_of(self, peer: PeerId) -> str | None:
         """Return the name that a peer chose, or None if it was never seen."""

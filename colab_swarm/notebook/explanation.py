@@ -22,6 +22,7 @@ from colab_swarm.notebook.invitation import PROJECT
 from colab_swarm.notebook.theme import MAX_CHARS, Document
 
 MAX_CHAIN = 5
+NOT_RAISED = "an unknown place"  # the module of an error without a traceback
 DOCUMENTED = re.compile(r"^Cause: (?P<cause>.+?)\n\nFix: (?P<fix>.+?)(?:\n\n|\Z)", re.DOTALL | re.MULTILINE)
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
 """Packages whose name differs from their module's."""
@@ -36,7 +37,7 @@ ARGUMENT: Advice = (
     "colab_swarm cannot use an argument; arguments are checked first, so nothing has changed",
     "change what the text names and run the cell again; help(function) lists the arguments",
 )
-COMMON: dict[str | int, Advice] = {
+COMMON: dict[str | int | None, Advice] = {
     errno.EADDRINUSE: (
         "another program, or an earlier run of this cell, uses that port of this machine",
         "leave port= out or pass port=0 to get a free port; or stop the other program",
@@ -61,7 +62,7 @@ COMMON: dict[str | int, Advice] = {
     "ConnectionError": ("a connection could not be opened, or the other side closed it", NETWORK_FIX),
 }
 """By errno, or by the name of a class."""
-OURS: dict[str | int, Advice] = {
+OURS: dict[str | int | None, Advice] = {
     "PermissionError": (
         "this peer's role in the run does not allow the call: it joined with an invitation for another role",
         "ask the run's organizer for an invitation with the role that the text names, then cs.join it",
@@ -134,13 +135,18 @@ def explain(error: BaseException | type[BaseException] | None = None) -> Explana
             "no error", "", "no cell of this notebook has failed so far", "pass an error: cs.explain(error)"
         )
     if isinstance(error, type) and issubclass(error, BaseException):
-        inside = ("", [ValueError()]) if issubclass(error, BaseExceptionGroup) else ()
-        error = error.__new__(error, *inside)  # never raised: without a text
+        error = _instance_of(error)
     if not isinstance(error, BaseException):
         raise TypeError(f"cs.explain({error!r:.50}): pass an error, its class, or nothing for the last one")
     cause, fix = _documented(error) or _known(error) or _unknown(error)
     behind = tuple(f"{type(one).__name__}: {_text_of(one)}" for one in _chain(error))
     return Explanation(type(error).__name__, _text_of(error), cause, fix, behind)
+
+
+def _instance_of(kind: type[BaseException]) -> BaseException:
+    """Return an error that was never raised and has no text."""
+    inside = ("", [ValueError()]) if issubclass(kind, BaseExceptionGroup) else ()
+    return kind.__new__(kind, *inside)
 
 
 def _text_of(error: BaseException) -> str:
@@ -177,15 +183,14 @@ def _known(error: BaseException) -> Advice | None:
         return MEMORY
     if isinstance(error, ModuleNotFoundError):
         return _missing_module((error.name or "").partition(".")[0])
-    number, filename = getattr(error, "errno", None), getattr(error, "filename", None)
-    ours = _is_ours((_modules(error) or ["colab_swarm"])[-1])
-    advice = COMMON | OURS if ours and number is None else COMMON
-    keys = (number or 0, *(kind.__name__ for kind in type(error).__mro__))
-    found = [advice[key] for key in keys if key in advice]
-    if not found:
-        return None
-    cause, fix = found[0]
-    return (f"{cause} ({filename})" if filename else cause), fix
+    number: int | None = getattr(error, "errno", None)
+    filename = getattr(error, "filename", None)
+    advice = COMMON if number or not _is_ours(_modules(error)[-1]) else COMMON | OURS
+    for key in (number, *(kind.__name__ for kind in type(error).__mro__)):
+        if key in advice:
+            cause, fix = advice[key]
+            return (f"{cause} ({filename})" if filename else cause), fix
+    return None
 
 
 def _missing_module(name: str) -> Advice:
@@ -209,22 +214,23 @@ def extra_of(module: str) -> str | None:
 
 def _modules(error: BaseException) -> list[str]:
     """Return the modules that the error passed through; the one that raised it comes last."""
-    return [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    frames = traceback.walk_tb(error.__traceback__)
+    return [frame.f_globals.get("__name__", "") for frame, _ in frames] or [NOT_RAISED]
 
 
 def _is_ours(module: str) -> bool:
-    return module.partition(".")[0] == "colab_swarm"
+    return module.partition(".")[0] in ("colab_swarm", NOT_RAISED)
 
 
 def _unknown(error: BaseException) -> Advice:
     modules = _modules(error)
-    raised_in = (modules or [""])[-1]
-    if any(map(_is_ours, modules)) and raised_in != "__main__":
+    raised_in = modules[-1]
+    if any(map(_is_ours, modules)) and raised_in not in ("__main__", NOT_RAISED):
         return (
             f"unknown error while code of colab_swarm ran (raised in {raised_in}): it may be a bug of colab_swarm",
             f"report it with the whole traceback and the output of cs.doctor(): https://github.com/{PROJECT}/issues",
         )
-    where = {"": "an unknown place", "__main__": "this notebook's own code"}.get(raised_in, raised_in)
+    where = "this notebook's own code" if raised_in == "__main__" else raised_in
     return (
         f"colab_swarm does not know this error: it was raised in {where}",
         "read the traceback from the bottom up, to the last line of your own code",

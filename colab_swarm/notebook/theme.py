@@ -192,15 +192,11 @@ class Document:
             numbers: indices of right-aligned columns.
             title: of the table.
         """
-        rows = [
-            [(cell, markup.text(cell)) if isinstance(cell, str) else cell for cell in cells(item)]
-            for item in items[:MAX_ROWS]
-        ]
+        rows = [_both(cells(item)) for item in items[:MAX_ROWS]]
         if rows:
-            drawn = table(columns, [[shown for _, shown in row] for row in rows], numbers=numbers, label=what)
-            words = [[markup.plain(said) for said, _ in row] for row in rows]
-            head = f"<h4>{title}</h4>" if title else ""
-            self.draw(head + drawn, *([f"{title}:"] if title else []), *markup.aligned([columns, *words]))
+            drawn = table(columns, [shown for _, shown in rows], numbers=numbers, label=what)
+            head, lines = (f"<h4>{title}</h4>", [f"{title}:"]) if title else ("", [])
+            self.draw(head + drawn, *lines, *markup.aligned([columns, *(words for words, _ in rows)]))
         if len(items) > MAX_ROWS:
             self.note(f"… and {len(items) - MAX_ROWS:,} more {what}")
 
@@ -218,3 +214,9 @@ class Document:
         if widget is not None:
             bundle[VIEW_TYPE] = {"model_id": widget.model_id, "version_major": 2, "version_minor": 0}
         return bundle
+
+
+def _both(cells: Sequence[Cell]) -> tuple[list[str], list[str]]:
+    """Return a row as texts and as HTML."""
+    pairs = [(cell, markup.text(cell)) if isinstance(cell, str) else cell for cell in cells]
+    return [markup.plain(words) for words, _ in pairs], [shown for _, shown in pairs]
