@@ -40,21 +40,13 @@ TTL_S, GONE_S = 4 * PUBLISH_S, 0.5
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """A saved checkpoint.
+    """A saved checkpoint."""
 
-    Attributes:
-        step: global step.
-        loss: of the swarm at that step, if a trainer reported one.
-        at: seconds since the epoch.
-        size_bytes: of its tensors.
-        file: name in the folder; deleted when newer ones replace it.
-    """
-
-    step: int
-    loss: float | None
-    at: float
-    size_bytes: int
-    file: str
+    step: int  # global step
+    loss: float | None  # of the swarm at that step, if a trainer reported one
+    at: float  # seconds since the epoch
+    size_bytes: int  # of its tensors
+    file: str  # name in the folder; deleted when newer ones replace it
 
     def __str__(self) -> str:
         return f"Step {self.step}" + ("" if self.loss is None else f", loss {self.loss:.3f}")

@@ -75,21 +75,16 @@ class LossPoint(msgspec.Struct, frozen=True):
     """The loss at a global step.
 
     Attributes:
-        step: updates of the parameters that it was measured with.
-        at: seconds since the epoch.
-        loss: weighted median over the peers.
         low, high: the lower and upper quartile.
-        peers: how many reported a loss.
-        samples_per_s: speed of all together.
     """
 
-    step: int
-    at: float
-    loss: float
+    step: int  # updates of the parameters that it was measured with
+    at: float  # seconds since the epoch
+    loss: float  # weighted median over the peers
     low: float
     high: float
-    peers: int
-    samples_per_s: float
+    peers: int  # how many reported a loss
+    samples_per_s: float  # speed of all together
 
 
 class LossCurve:
@@ -186,44 +181,35 @@ class PeerLine(msgspec.Struct, frozen=True):
     """A peer and the times when it was present.
 
     Attributes:
-        name: chosen by the peer; not to be trusted.
-        id: in hex.
-        here: whether it is present now.
         step, samples_per_s: as it last reported.
-        spans: oldest first.
     """
 
-    name: str
-    id: str
-    here: bool
+    name: str  # chosen by the peer; not to be trusted
+    id: str  # in hex
+    here: bool  # whether it is present now
     step: int
     samples_per_s: float
-    spans: tuple[PeerSpan, ...]
+    spans: tuple[PeerSpan, ...]  # oldest first
 
 
 class RoundRow(msgspec.Struct, frozen=True):
     """A round that the backbone reduced in.
 
     Attributes:
-        step: global step.
-        at: when its group began to form, seconds since the epoch.
         forming_s, exchange_s, recovery_s: how long each phase took.
         peers, contributors: members, and those whose values are in the mean.
-        samples: of the contributors.
-        spans_lost: parts of the vector whose reducer was lost.
-        moved_bytes: received and sent by the backbone.
     """
 
-    step: int
-    at: float
+    step: int  # global step
+    at: float  # when its group began to form, seconds since the epoch
     forming_s: float
     exchange_s: float
     recovery_s: float
     peers: int
     contributors: int
-    samples: float
-    spans_lost: int
-    moved_bytes: int
+    samples: float  # of the contributors
+    spans_lost: int  # parts of the vector whose reducer was lost
+    moved_bytes: int  # received and sent by the backbone
 
 
 class Observer:

@@ -61,31 +61,23 @@ class CollaborationView(msgspec.Struct, frozen=True):
     """One model of the run.
 
     Attributes:
-        name: of the collaboration.
-        step: global step.
-        samples_per_s: of all trainers.
         trainers, catching_up, assistants: present peers by role.
-        points: the loss, oldest first.
-        peers: the peers and the times when they were present.
         rounds: the last that the backbone reduced in, oldest first; ``round_count`` of all.
-        checkpoints: history, oldest first.
-        standing_in: step of the checkpoint for late joiners, while nobody trains.
-        hub: state of pushes to the Hub; empty without pushes. ``hub_failures``: of all tries.
     """
 
-    name: str
-    step: int
-    samples_per_s: float
+    name: str  # of the collaboration
+    step: int  # global step
+    samples_per_s: float  # of all trainers
     trainers: int
     catching_up: int
     assistants: int
-    points: tuple[LossPoint, ...]
-    peers: tuple[PeerLine, ...]
+    points: tuple[LossPoint, ...]  # the loss, oldest first
+    peers: tuple[PeerLine, ...]  # the peers and the times when they were present
     rounds: tuple[RoundRow, ...]
     round_count: int
-    checkpoints: tuple[Checkpoint, ...]
-    standing_in: int | None
-    hub: str
+    checkpoints: tuple[Checkpoint, ...]  # history, oldest first
+    standing_in: int | None  # step of the checkpoint for late joiners, while nobody trains
+    hub: str  # state of pushes to the Hub; empty without pushes. ``hub_failures``: of all tries
     hub_failures: int
 
 
@@ -94,24 +86,19 @@ class View(msgspec.Struct, frozen=True):
 
     Attributes:
         run, backbone: names.
-        at: now; ``since``: when the backbone started; seconds since the epoch.
-        reached: how other peers reach the backbone, in words.
-        linked: peers linked to it.
         sent_bytes, received_bytes: at the backbone, since it started.
-        collaborations: the models.
-        contributions: most samples first.
     """
 
     run: str
     backbone: str
-    at: float
+    at: float  # now; ``since``: when the backbone started; seconds since the epoch
     since: float
-    reached: str
-    linked: int
+    reached: str  # how other peers reach the backbone, in words
+    linked: int  # peers linked to it
     sent_bytes: int
     received_bytes: int
-    collaborations: tuple[CollaborationView, ...]
-    contributions: tuple[ContributionView, ...]
+    collaborations: tuple[CollaborationView, ...]  # the models
+    contributions: tuple[ContributionView, ...]  # most samples first
 
 
 def render_prometheus(view: View) -> str:

@@ -45,21 +45,13 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """The resources that this process may use.
+    """The resources that this process may use."""
 
-    Attributes:
-        cores: CPU cores.
-        free_ram_bytes: available main memory; None if unknown.
-        free_disk_bytes: in the current folder.
-        open_files: limit of file descriptors, sockets included; None without a limit.
-        gpu: the card that torch uses.
-    """
-
-    cores: int
-    free_ram_bytes: int | None
-    free_disk_bytes: int
-    open_files: int | None
-    gpu: Gpu | None
+    cores: int  # CPU cores
+    free_ram_bytes: int | None  # available main memory; None if unknown
+    free_disk_bytes: int  # in the current folder
+    open_files: int | None  # limit of file descriptors, sockets included; None without a limit
+    gpu: Gpu | None  # the card that torch uses
 
 
 @dataclass(frozen=True)
@@ -96,78 +88,46 @@ class UplinkFacts:
 
 @dataclass(frozen=True)
 class MembershipFacts:
-    """This peer in its swarm.
+    """This peer in its swarm."""
 
-    Attributes:
-        run: the run's name.
-        reachability: how others reach this peer, and why not better.
-        linked: number of linked peers.
-        trainers: speeds of the training peers, samples/s.
-        skew_s: own clock minus the swarm's, seconds.
-        uplink: result of speed tests with peers; None if no peer took one.
-    """
-
-    run: str
-    reachability: Reachability
-    linked: int
-    trainers: tuple[float, ...]
-    skew_s: float
-    uplink: UplinkFacts | None
+    run: str  # the run's name
+    reachability: Reachability  # how others reach this peer, and why not better
+    linked: int  # number of linked peers
+    trainers: tuple[float, ...]  # speeds of the training peers, samples/s
+    skew_s: float  # own clock minus the swarm's, seconds
+    uplink: UplinkFacts | None  # result of speed tests with peers; None if no peer took one
 
 
 @dataclass(frozen=True)
 class Needs:
-    """The training memory of a model.
+    """The training memory of a model."""
 
-    Attributes:
-        name: for people, such as "ALBERT-large at 512 tokens".
-        parameters: number of trained values.
-        sample_bytes: saved for the backward pass of one sample.
-    """
-
-    name: str
-    parameters: int
-    sample_bytes: float
+    name: str  # for people, such as "ALBERT-large at 512 tokens"
+    parameters: int  # number of trained values
+    sample_bytes: float  # saved for the backward pass of one sample
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A training task.
+    """A training task."""
 
-    Attributes:
-        parameters: number of the model's trained values.
-        micro_batch: samples of one forward and backward pass.
-        target_batch_size: samples of all peers for one global step.
-        value_bytes: bytes of one compressed value.
-    """
-
-    parameters: int
-    micro_batch: int
-    target_batch_size: int
-    value_bytes: float
+    parameters: int  # number of the model's trained values
+    micro_batch: int  # samples of one forward and backward pass
+    target_batch_size: int  # samples of all peers for one global step
+    value_bytes: float  # bytes of one compressed value
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The expected training.
+    """The expected training."""
 
-    Attributes:
-        first_sample_s: from now to this peer's first counted sample.
-        samples_per_s: this peer's speed.
-        swarm_samples_per_s: speed of all peers while they compute.
-        step_s: time of a global step with its averaging.
-        averaging_s: time of the averaging.
-        gb_per_hour: sent plus received by this peer.
-        share: this peer's part of a step's samples, 0 to 1.
-    """
-
-    first_sample_s: float
-    samples_per_s: float
-    swarm_samples_per_s: float
-    step_s: float
-    averaging_s: float
-    gb_per_hour: float
-    share: float
+    first_sample_s: float  # from now to this peer's first counted sample
+    samples_per_s: float  # this peer's speed
+    swarm_samples_per_s: float  # speed of all peers while they compute
+    step_s: float  # time of a global step with its averaging
+    averaging_s: float  # time of the averaging
+    gb_per_hour: float  # sent plus received by this peer
+    share: float  # this peer's part of a step's samples, 0 to 1
 
 
 @dataclass(frozen=True)
@@ -176,20 +136,16 @@ class DoctorFacts:
 
     Attributes:
         platform, machine, versions: of this process.
-        internet: whether well-known hosts answer.
-        membership: the swarm, if there is one.
-        refused: why the swarm could not be joined; empty if it was, or without a swarm.
-        needs: memory of the model, if known.
         work, prediction: of the training, if its speed was measured and the target batch size is known.
     """
 
     platform: Platform
     machine: Machine
     versions: tuple[Version, ...]
-    internet: bool
-    membership: MembershipFacts | None = None
-    refused: str = ""
-    needs: Needs | None = None
+    internet: bool  # whether well-known hosts answer
+    membership: MembershipFacts | None = None  # the swarm, if there is one
+    refused: str = ""  # why the swarm could not be joined; empty if it was, or without a swarm
+    needs: Needs | None = None  # memory of the model, if known
     work: Workload | None = None
     prediction: Prediction | None = None
 
@@ -290,19 +246,12 @@ REACH_FIXES = {
 
 @dataclass(frozen=True)
 class Check:
-    """One result.
+    """One result."""
 
-    Attributes:
-        name: what was checked.
-        light: the result.
-        text: the facts.
-        fix: what to do; empty only for a green light.
-    """
-
-    name: str
-    light: Light
-    text: str
-    fix: str = ""
+    name: str  # what was checked
+    light: Light  # the result
+    text: str  # the facts
+    fix: str = ""  # what to do; empty only for a green light
 
 
 def summary(checks: Sequence[Check]) -> str:

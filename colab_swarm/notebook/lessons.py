@@ -67,20 +67,15 @@ class SimulatedPeer:
     """One peer of a simulation.
 
     Attributes:
-        name: as faults use it.
         state: ``training``, ``catching up``, ``joined``, ``finished``, ``joining``, ``crashed`` or ``left``.
-        step: global step of its parameters.
-        samples: accumulated towards the next step.
-        samples_per_s: training speed.
-        loss: at its last step; None before the first.
     """
 
-    name: str
+    name: str  # as faults use it
     state: str
-    step: int
-    samples: float
-    samples_per_s: float
-    loss: float | None
+    step: int  # global step of its parameters
+    samples: float  # accumulated towards the next step
+    samples_per_s: float  # training speed
+    loss: float | None  # at its last step; None before the first
 
 
 @dataclass(frozen=True)
@@ -88,40 +83,27 @@ class SimulationSnapshot:
     """A simulated swarm at one moment.
 
     Attributes:
-        at: virtual seconds since it started.
-        network: name and description.
-        peers: in the order in which they joined.
-        target_batch_size: samples of a global step; 0 while no peer trains.
         fired, coming: past and future faults, in words, with their times; oldest first.
-        seen: the swarm as one of the peers sees it; None without peers.
     """
 
-    at: float
-    network: str
-    peers: tuple[SimulatedPeer, ...]
-    target_batch_size: float
+    at: float  # virtual seconds since it started
+    network: str  # name and description
+    peers: tuple[SimulatedPeer, ...]  # in the order in which they joined
+    target_batch_size: float  # samples of a global step; 0 while no peer trains
     fired: tuple[str, ...]
     coming: tuple[str, ...]
-    seen: SwarmSnapshot | None
+    seen: SwarmSnapshot | None  # the swarm as one of the peers sees it; None without peers
 
 
 @dataclass(frozen=True)
 class LessonSnapshot:
-    """An interactive run at one moment.
+    """An interactive run at one moment."""
 
-    Attributes:
-        simulation: its swarm.
-        state: ``playing``, ``paused``, ``finished``, ``stopped`` or ``failed``.
-        speed: virtual seconds per second.
-        story: what happened, one line each, oldest first.
-        error: raised by a peer's code; empty if none.
-    """
-
-    simulation: SimulationSnapshot
-    state: str
-    speed: float
-    story: tuple[str, ...]
-    error: str = ""
+    simulation: SimulationSnapshot  # its swarm
+    state: str  # ``playing``, ``paused``, ``finished``, ``stopped`` or ``failed``
+    speed: float  # virtual seconds per second
+    story: tuple[str, ...]  # what happened, one line each, oldest first
+    error: str = ""  # raised by a peer's code; empty if none
 
 
 def describe_fault(name: str, arguments: Sequence[object]) -> str:

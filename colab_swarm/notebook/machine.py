@@ -129,19 +129,12 @@ def _try_host(
 
 @dataclass(frozen=True)
 class Calibration:
-    """The measured speed of a model.
+    """The measured speed of a model."""
 
-    Attributes:
-        samples_per_s: forward and backward, with the loading of batches.
-        micro_batch: samples of a batch.
-        parameters: number of trained values.
-        sample_bytes: saved for the backward pass of one sample, on average.
-    """
-
-    samples_per_s: float
-    micro_batch: int
-    parameters: int
-    sample_bytes: float
+    samples_per_s: float  # forward and backward, with the loading of batches
+    micro_batch: int  # samples of a batch
+    parameters: int  # number of trained values
+    sample_bytes: float  # saved for the backward pass of one sample, on average
 
 
 def calibrate(

@@ -39,15 +39,10 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class Page(Generic[S]):
-    """A further page of a panel.
+    """A further page of a panel."""
 
-    Attributes:
-        draw: takes a snapshot, and the value of the slider if there is one.
-        slider: its name and its largest value; the smallest is 0.
-    """
-
-    draw: Callable[..., Document]
-    slider: tuple[str, int] | None = None
+    draw: Callable[..., Document]  # takes a snapshot, and the value of the slider if there is one
+    slider: tuple[str, int] | None = None  # its name and its largest value; the smallest is 0
 
 
 @dataclass(frozen=True)
@@ -55,26 +50,19 @@ class Views(Generic[S]):
     """How to draw snapshots of one kind.
 
     Attributes:
-        draw: returns the first page.
-        line: sums it up in one line.
-        over: whether nothing will change any more.
-        who: what continues when the user stops watching.
         leave: label of the button that ends it, before and after the click.
-        first: name of the first page.
-        pages: further pages by name.
         paused: whether it is paused; needed by panels that can pause.
-        stops: whether to offer a button that interrupts the running cell.
     """
 
-    draw: Callable[[S], Document]
-    line: Callable[[S], str]
-    over: Callable[[S], bool]
-    who: str = "peer"
+    draw: Callable[[S], Document]  # returns the first page
+    line: Callable[[S], str]  # sums it up in one line
+    over: Callable[[S], bool]  # whether nothing will change any more
+    who: str = "peer"  # what continues when the user stops watching
     leave: tuple[str, str] = ("Leave swarm", "Left")
-    first: str = "overview"
-    pages: Mapping[str, Page[S]] = field(default_factory=dict)
+    first: str = "overview"  # name of the first page
+    pages: Mapping[str, Page[S]] = field(default_factory=dict)  # further pages by name
     paused: Callable[[S], bool] = lambda snapshot: False
-    stops: bool = False
+    stops: bool = False  # whether to offer a button that interrupts the running cell
 
 
 SWARM: Views[SwarmSnapshot] = Views(

@@ -73,19 +73,12 @@ class SignedCredit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Proven:
-    """The verified content of a receipt.
+    """The verified content of a receipt."""
 
-    Attributes:
-        peer: its owner.
-        given: what the other peers credit it with, in sum.
-        vouchers: how many peers credit it.
-        authority: id of the key that admitted them to the run; None in an open run.
-    """
-
-    peer: PeerId
-    given: SignedCredit
-    vouchers: int
-    authority: PeerId | None
+    peer: PeerId  # its owner
+    given: SignedCredit  # what the other peers credit it with, in sum
+    vouchers: int  # how many peers credit it
+    authority: PeerId | None  # id of the key that admitted them to the run; None in an open run
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -46,18 +46,15 @@ class Header:
 
     Attributes:
         run, name, peer: the run, the recording peer's name and its hex id.
-        began: wall time, seconds since the epoch.
-        at: the events' clock at that time, seconds.
-        package: version of this package.
         format, version: of the file.
     """
 
     run: str
     name: str
     peer: str
-    began: float
-    at: float
-    package: str = ""
+    began: float  # wall time, seconds since the epoch
+    at: float  # the events' clock at that time, seconds
+    package: str = ""  # version of this package
     format: str = FORMAT
     version: int = VERSION
 

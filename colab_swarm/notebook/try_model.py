@@ -29,19 +29,12 @@ BUSY = "A cell is running and uses the model: try again when it has ended."
 
 @dataclass(frozen=True)
 class Replies:
-    """Questions with their answers.
+    """Questions with their answers."""
 
-    Attributes:
-        replies: one for each gap.
-        step_before: global step of the initial weights; None if there is no copy of them.
-        step_now: global step of the model; None if no swarm trains it.
-        why_not: why there are no answers from before; empty if there are.
-    """
-
-    replies: tuple[Reply, ...]
-    step_before: int | None
-    step_now: int | None
-    why_not: str = ""
+    replies: tuple[Reply, ...]  # one for each gap
+    step_before: int | None  # global step of the initial weights; None if there is no copy of them
+    step_now: int | None  # global step of the model; None if no swarm trains it
+    why_not: str = ""  # why there are no answers from before; empty if there are
 
 
 @dataclass
