@@ -168,7 +168,6 @@ class HubPush:
         self._offer(None)
 
     def _offer(self, parcel: _Parcel | None, *, again: bool = False) -> None:
-        """Push this parcel next; one that is tried again gives way to a newer one."""
         with self._changed:
             if again and (self._closed or self._next is not None):
                 _discard(parcel)
@@ -197,7 +196,6 @@ class HubPush:
                 _discard(parcel)
 
     def _take(self, not_before: float) -> _Parcel | None:
-        """Wait for a checkpoint and its time; None when closed."""
         with self._changed:
             while not self._closed:
                 wait_s = not_before - time.monotonic()
@@ -228,7 +226,6 @@ class HubPush:
 
 
 def _discard(parcel: _Parcel | None) -> None:
-    """Delete the link to a checkpoint that need not be pushed any more."""
     if parcel is not None and parcel[1].name.startswith("push-"):
         with contextlib.suppress(OSError):
             parcel[1].unlink(missing_ok=True)

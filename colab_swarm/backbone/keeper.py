@@ -30,11 +30,9 @@ from colab_swarm.training.state import Snapshot, download_state, snapshot_of, te
 
 logger = logging.getLogger(__name__)
 
-MAX_HISTORY = 200
-"""Entries in memory and on the page."""
+MAX_HISTORY = 200  # Entries in memory and on the page
 LOOK_S = 3.0
-RETRY_S = 30.0
-"""After a checkpoint that failed."""
+RETRY_S = 30.0  # After a checkpoint that failed
 PUBLISH_S = 15.0
 TTL_S, GONE_S = 4 * PUBLISH_S, 0.5
 

@@ -284,7 +284,6 @@ class Observer:
     def _line(
         self, peer: PeerId, name: str, role: str, step: int, samples_per_s: float, at: float
     ) -> PeerLine:
-        """Return the line of a peer that is present; its last span goes on, or a new one begins."""
         known = self._peers.get(peer)
         spans = known.spans if known is not None else ()
         if known is not None and known.here and spans[-1].role == role:

@@ -29,11 +29,9 @@ from colab_swarm.net.addresses import VisitLimit, source_of
 from colab_swarm.notebook.svg import curve, ticks
 
 JSON = "application/json"
-RATE_POINTS = 20
-"""Steps over which a rate is taken."""
+RATE_POINTS = 20  # Steps over which a rate is taken
 FRESH_S = 1.0
-ANSWERS_PER_S = 100
-"""For one visitor; see `colab_swarm.net.addresses`."""
+ANSWERS_PER_S = 100  # For one visitor; see `colab_swarm.net.addresses`
 WIDTH, ROW, NAMES, SPEEDS = 760, 20, 140, 75
 """Pixels: the page, the height of a row, the names before a timeline, the speeds behind it."""
 MAX_ROWS, SHOWN_ROUNDS, MAX_SHOWN_S = 40, 15, 6 * 3600.0
@@ -282,8 +280,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-PARTS = ("points", "peers", "rounds", "checkpoints")
-"""Of a collaboration, under ``/api/NAME/PART``."""
+PARTS = ("points", "peers", "rounds", "checkpoints")  # Of a collaboration, under ``/api/NAME/PART``
 
 
 def answer(view: View, path: str) -> tuple[str, str | bytes]:

@@ -84,7 +84,6 @@ def _parser() -> argparse.ArgumentParser:
 def _command(
     commands: Any, run: Callable[[argparse.Namespace], None], words: str, **more: bool
 ) -> argparse.ArgumentParser:
-    """Add the command that ``run`` executes and is named after."""
     command: argparse.ArgumentParser = commands.add_parser(run.__name__.strip("_"), help=words, **more)
     command.set_defaults(command=run)
     return command
@@ -227,7 +226,6 @@ def _network_options(options: argparse.Namespace, *, relay: bool | RelayQuota = 
 
 
 def _report(options: argparse.Namespace, event: str, text: str = "", /, **facts: Any) -> None:
-    """Print an event: as JSON, or as ``text``, or as its facts."""
     if options.json_lines:
         print(json.dumps({"event": event, **facts}), flush=True)
         return
@@ -399,7 +397,6 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _digest(model: Any) -> str:
-    """Return a digest that is equal for equal parameters."""
     import torch
 
     digest = hashlib.sha256()

@@ -96,7 +96,6 @@ def demo(*, steps: int = 60) -> None:
 
 
 def _watch(children: _Children, steps: int, trainer: list[str], screen: _Screen) -> None:
-    """Show events until all survivors have finished; half-way, carol is killed and dave joins."""
     while not children.finished.keys() >= set(SURVIVORS):
         name, event = children.next_event(may_end="carol")
         screen.show(name, event)

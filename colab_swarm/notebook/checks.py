@@ -305,7 +305,6 @@ def _checks(facts: DoctorFacts) -> Iterator[Check]:
 
 
 def _check(name: str, words: str, fix: str = "", light: Light = YELLOW) -> Check:
-    """Return a check that is green unless there is something to fix."""
     return Check(name, light if fix else GREEN, words, fix)
 
 

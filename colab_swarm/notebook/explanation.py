@@ -144,7 +144,6 @@ def explain(error: BaseException | type[BaseException] | None = None) -> Explana
 
 
 def _instance_of(kind: type[BaseException]) -> BaseException:
-    """Return an error that was never raised and has no text."""
     inside = ("", [ValueError()]) if issubclass(kind, BaseExceptionGroup) else ()
     return kind.__new__(kind, *inside)
 
@@ -213,7 +212,6 @@ def extra_of(module: str) -> str | None:
 
 
 def _modules(error: BaseException) -> list[str]:
-    """Return the modules that the error passed through; the one that raised it comes last."""
     frames = traceback.walk_tb(error.__traceback__)
     return [frame.f_globals.get("__name__", "") for frame, _ in frames] or [NOT_RAISED]
 

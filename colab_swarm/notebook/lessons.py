@@ -199,7 +199,6 @@ def _peers(snapshot: SimulationSnapshot) -> str:
 
 
 def _draw_seen(draw: Callable[..., Document], snapshot: LessonSnapshot, *chosen: int) -> Document:
-    """Return the swarm as one of the peers sees it."""
     seen = snapshot.simulation.seen
     if seen is not None:
         return draw(seen, *chosen)

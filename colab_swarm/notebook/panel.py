@@ -316,7 +316,6 @@ def play_button(refresh: Callable[[], object]) -> tuple[Any, Any]:
 
 
 def _print(text: str) -> None:
-    """Print, in ASCII where the terminal cannot show more."""
     encoding = getattr(sys.stdout, "encoding", None) or "ascii"
     try:
         text.encode(encoding)

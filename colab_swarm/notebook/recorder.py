@@ -150,7 +150,6 @@ class Recorder:
         self._events.emit(Fault(at, "the flight recorder", self.stopped))
 
     def _new_names(self, event: Event) -> bytes:
-        """Return lines with the names of the event's peers that are not in the file yet."""
         peers = [one.peer for one in event.members] if isinstance(event, RoundFinished) else []
         ids = {peer[:8] for peer in [*peers, getattr(event, "peer", "")] if peer}
         known = self._names() if ids else {}

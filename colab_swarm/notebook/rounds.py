@@ -140,7 +140,6 @@ def _share(member: MemberTrace) -> str:
 
 
 def _outcome(member: MemberTrace) -> tuple[str, str]:
-    """Return hue, and symbol with words."""
     if member.dropped:
         return "red", f"✖ {plain(member.dropped, 80)}"
     if not any((member.sent, member.received, member.means)):
@@ -149,7 +148,6 @@ def _outcome(member: MemberTrace) -> tuple[str, str]:
 
 
 def _spans(member: MemberTrace, finished: RoundFinished) -> list[tuple[_Track, float, float]]:
-    """Return the member's transfers as parts of the round, 0 to 1."""
     waited = finished.seconds - finished.averaging_s
     spans = []
     for track in TRACKS:

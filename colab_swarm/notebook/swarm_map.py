@@ -87,7 +87,6 @@ def _own_state(snapshot: SwarmSnapshot) -> State:
 
 
 def _link_words(peer: PeerRow, names: Mapping[str, str]) -> tuple[str, str, str]:
-    """Return round-trip time, way and speed of a link; empty where unknown."""
     relay = peer.connected.removeprefix(RELAYED)[:ID_CHARS]
     way = f"via {names.get(relay, relay)}" if peer.connected.startswith(RELAYED) else peer.connected
     bps = _bandwidth_bps(peer)
@@ -99,7 +98,6 @@ def _link_words(peer: PeerRow, names: Mapping[str, str]) -> tuple[str, str, str]
 
 
 def _bandwidth_bps(peer: PeerRow) -> float | None:
-    """Return the lower bandwidth of the two directions, or None if the peer does not report it."""
     known = [bps for bps in (peer.upload_bps, peer.download_bps) if bps is not None and math.isfinite(bps)]
     return min(known, default=None)
 

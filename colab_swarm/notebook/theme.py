@@ -17,8 +17,7 @@ from typing import Any, TypeAlias, TypeVar
 from colab_swarm import markup
 
 T = TypeVar("T")
-Cell: TypeAlias = str | tuple[str, str]
-"""A text, or a text and the HTML that shows it."""
+Cell: TypeAlias = str | tuple[str, str]  # A text, or a text and the HTML that shows it
 MAX_ROWS = 20
 MAX_CHARS = 1000
 VIEW_TYPE = "application/vnd.jupyter.widget-view+json"
@@ -217,6 +216,5 @@ class Document:
 
 
 def _both(cells: Sequence[Cell]) -> tuple[list[str], list[str]]:
-    """Return a row as texts and as HTML."""
     pairs = [(cell, markup.text(cell)) if isinstance(cell, str) else cell for cell in cells]
     return [markup.plain(words) for words, _ in pairs], [shown for _, shown in pairs]

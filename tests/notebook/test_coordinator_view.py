@@ -10,7 +10,6 @@ from xml.etree import ElementTree
 import pytest
 
 from colab_swarm.notebook.coordinator_view import draw, figures
-from colab_swarm.notebook.theme import MAX_ROWS
 from colab_swarm.workunits.overview import MAX_MARKS, UnitMark
 from tests.workunits.statuses import EVIL, status
 
@@ -22,12 +21,6 @@ def test_names_of_volunteers_are_escaped() -> None:
     calm = status(volunteers=(ROW, ROW))
     assert "\x1b" not in draw(hostile).text() + draw(hostile).html() and EVIL not in draw(hostile).html()
     assert len(draw(hostile).text().splitlines()) == len(draw(calm).text().splitlines())
-
-
-def test_many_volunteers_are_cut_and_counted() -> None:
-    crowd = status(volunteers=(ROW,) * (MAX_ROWS + 7))
-    for shown in (draw(crowd).text(), draw(crowd).html()):
-        assert shown.count("alice") == MAX_ROWS and "and 7 more" in shown
 
 
 MARKS = (

@@ -1,21 +1,17 @@
 from __future__ import annotations
 
 import re
-import xml.etree.ElementTree as ElementTree
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.notebook.checks import WIDTH, Check, Light, draw, summary
+from tests.notebook.test_views import parsed
 
 GOOD = Check("disk", Light.GREEN, "50.0 GB free here")
 LOOK = Check("bandwidth", Light.YELLOW, "1 Mbit/s up: slow", "use a cable")
 STOP = Check("versions", Light.RED, "torch 2.8 is older than 2.9", 'pip install -U "torch>=2.9"')
-
-
-def parsed(markup: str) -> ElementTree.Element:
-    return ElementTree.fromstring(markup.replace("<br>", "<br/>"))
 
 
 def test_text_shows_each_light_with_its_fix() -> None:

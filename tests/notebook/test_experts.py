@@ -76,15 +76,6 @@ def test_a_large_grid_is_cut_and_counted_and_failed_experts_stay() -> None:
         assert len(shown) < 20_000
 
 
-def test_many_hosts_are_cut_and_counted() -> None:
-    crowd = replace(LISTING, hosts=(HostOfExperts(ALICE, False, 1, None, None),) * (MAX_ROWS + 7))
-    for shown in (
-        draw(replace(SNAPSHOT, listing=crowd)).text(),
-        draw(replace(SNAPSHOT, listing=crowd)).html(),
-    ):
-        assert "and 7 more hosts" in shown
-
-
 def test_warnings_are_shown_and_escaped() -> None:
     faulty = ExpertsSnapshot(ExpertsListing(GRID), 1.0, fault="<script>\x1b[2J")
     assert "swarm.host_experts" in draw(faulty).text() and "swarm.host_experts" in draw(faulty).html()

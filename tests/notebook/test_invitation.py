@@ -3,23 +3,19 @@ from __future__ import annotations
 import pickle
 import re
 import sys
-import xml.etree.ElementTree as ElementTree
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.notebook.invitation import COLAB_URL, KAGGLE_URL, MAX_QR_CHARACTERS, Invitation
+from tests.notebook.test_views import parsed
 
 LINE = "https://example.org/join#my-run.AbCd_-" + "x" * 300
 
 
 def invitation(line: str = LINE, run: str = "my-run", uses: int | None = 3) -> Invitation:
     return Invitation(line, run=run, role="worker", expires_at=1_800_000_000.0, uses=uses)
-
-
-def parsed(markup: str) -> ElementTree.Element:
-    return ElementTree.fromstring(markup.replace("<br>", "<br/>"))
 
 
 def test_an_invitation_is_its_text() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import xml.etree.ElementTree as ElementTree
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +18,7 @@ from colab_swarm.notebook.rounds import (
     draw_waterfall,
 )
 from colab_swarm.notebook.theme import Document
-from tests.notebook.test_views import ALICE, BOB, SNAPSHOT
+from tests.notebook.test_views import ALICE, BOB, SNAPSHOT, parsed
 
 ME = MemberTrace(ALICE.id + "0" * 56, 64.0, 0.5)
 OTHER = MemberTrace(BOB.id + "0" * 56, 128.0, 0.5, sent=(0.0, 0.5), received=(0.25, 0.75), means=(0.75, 1.0))
@@ -42,10 +41,6 @@ ROUND = RoundFinished(
 )
 GOOD = dataclasses.replace(ROUND, step=11, spans_lost=0, kept_local=0, members=(ME, OTHER))
 TOLD = dataclasses.replace(SNAPSHOT, rounds=(GOOD, ROUND))
-
-
-def parsed(markup: str) -> ElementTree.Element:
-    return ElementTree.fromstring(markup.replace("<br>", "<br/>"))
 
 
 def words(markup: str) -> str:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-import xml.etree.ElementTree as ElementTree
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.notebook.swarm_map import MAX_PEERS, WIDTH, draw
 from colab_swarm.snapshot import PeerRow
-from tests.notebook.test_views import ALICE, BOB, SNAPSHOT
+from tests.notebook.test_views import ALICE, BOB, SNAPSHOT, parsed
 
 LINKED = dataclasses.replace(
     BOB, role="trainer", samples_per_s=9.0, rtt_s=0.0234, connected="direct", upload_bps=2e7, download_bps=1e9
@@ -28,10 +27,6 @@ CAROL = dataclasses.replace(
 )
 DAVE = dataclasses.replace(BOB, name="dave", id="dae00000", role="paused")
 SWARM = dataclasses.replace(SNAPSHOT, peers=(ALICE, DAVE, LINKED, CAROL))
-
-
-def parsed(markup: str) -> ElementTree.Element:
-    return ElementTree.fromstring(markup)
 
 
 def test_text_is_an_aligned_list_of_the_links() -> None:

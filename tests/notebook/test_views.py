@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.notebook.theme import MAX_ROWS
 from colab_swarm.notebook.views import draw, summary
 from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime, SwarmSnapshot
 
@@ -156,12 +155,6 @@ def test_texts_of_peers_are_escaped(words: str) -> None:
     assert {element.tag for element in parsed(draw(hostile).html()).iter()} <= usual
     assert len(draw(hostile).text().splitlines()) == len(draw(SNAPSHOT).text().splitlines())
     assert "\x1b" not in draw(hostile).text()
-
-
-def test_many_peers_are_cut_and_counted() -> None:
-    crowd = dataclasses.replace(SNAPSHOT, peers=(ALICE, *[BOB] * 100))
-    assert "… and 81 more peers" in draw(crowd).text()
-    assert len(list(parsed(draw(crowd).html()).iter("tr"))) == MAX_ROWS + 1
 
 
 def test_before_training_there_is_no_progress_and_no_loss() -> None:
