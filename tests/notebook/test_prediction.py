@@ -79,7 +79,7 @@ def bob_trains(invite: str) -> Iterator[IO[str]]:
         "--peer-name",
         "bob",
     ]
-    command += ["--target-batch-size", str(TARGET), "--codec", "float16"]
+    command += ["--target-batch-size", str(TARGET), "--compression", "float16"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     bob = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert bob.stdout is not None
