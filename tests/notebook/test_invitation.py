@@ -56,9 +56,7 @@ def test_a_warning_is_shown_but_is_not_part_of_the_text() -> None:
     assert 'class="warn"' not in invitation()._repr_html_()
 
 
-def test_without_segno_or_for_a_long_text_words_replace_the_code(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_segno_or_for_a_long_text_words_replace_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "too long" in invitation("x" * (MAX_QR_CHARACTERS + 1))._repr_html_()
     monkeypatch.setitem(sys.modules, "segno", None)
     monkeypatch.setattr("colab_swarm.notebook.invitation.find_spec", lambda name: None)

@@ -269,9 +269,7 @@ def test_repr_is_one_line() -> None:
     assert repr(Panel(lambda: SNAPSHOT, nothing)) == f"Panel({summary(SNAPSHOT)})"
 
 
-def test_tick_in_a_training_loop_reads_few_snapshots(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_tick_in_a_training_loop_reads_few_snapshots(capsys: pytest.CaptureFixture[str]) -> None:
     reads = 0
 
     def read() -> SwarmSnapshot:

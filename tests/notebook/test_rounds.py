@@ -9,14 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.events import MemberTrace, RoundFinished
-from colab_swarm.notebook.rounds import (
-    MAX_LANES,
-    NONE_YET,
-    RECENT,
-    SLOTS,
-    draw,
-    draw_waterfall,
-)
+from colab_swarm.notebook.rounds import MAX_LANES, NONE_YET, RECENT, SLOTS, draw, draw_waterfall
 from colab_swarm.notebook.theme import Document
 from tests.notebook.test_views import ALICE, BOB, SNAPSHOT, parsed
 
