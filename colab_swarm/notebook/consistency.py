@@ -51,12 +51,9 @@ def draw(snapshot: ElasticSnapshot) -> Document:
     measured = [(float(step.step), step.inconsistency) for step in snapshot.steps]
     bounds = [(float(step.step), step.bound) for step in snapshot.steps if step.bound is not None]
     if chart := svg.curve(measured, limit=bounds, label="inconsistency", from_zero=True, width=WIDTH):
-        solid = f'<path d="M0 7h14" fill="none" style="stroke:{svg.LINE}" stroke-width="2"/>'
-        dashed = '<path d="M0 7h5m4 0h5" fill="none" stroke="var(--ink)"/>'
-        lines = {"measured: ||x - v|| / learning rate": solid} | (
-            {"bound in theory": dashed} if bounds else {}
-        )
-        shown.draw(chart + svg.key(lines, after="" if bounds else "no bound is known for this codec"))
+        bound = "dashed: bound in theory" if bounds else "no bound is known for this codec"
+        shown.draw(chart)
+        shown.note(f"solid: measured, ||x - v|| / learning rate; {bound}")
     if snapshot.passed:
         shown.warn(TOO_FAR)
     return shown

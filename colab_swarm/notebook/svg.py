@@ -1,9 +1,9 @@
-"""Curves over steps, and keys that explain shapes, as inline SVG. Pure functions in the colours of the theme."""
+"""Curves over steps as inline SVG. Pure functions in the colours of the theme."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -100,21 +100,6 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough)
     return [round(step * i, 10) for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
-
-
-def key(entries: Mapping[str, str], before: str = "", after: str = "") -> str:
-    """Explain shapes in one line.
-
-    Args:
-        entries: the SVG of a shape, 14 by 14 pixels, by its meaning.
-        before, after: HTML around them.
-    """
-    inline = 'width="14" height="14" style="display:inline-block;vertical-align:-2px" aria-hidden="true"'
-    shown = "".join(
-        f'<span style="white-space:nowrap"><svg {inline} class="blue">{drawn}</svg> {words}</span> '
-        for words, drawn in entries.items()
-    )
-    return f'<p class="key soft">{before}{shown}{after}</p>'
 
 
 def _drawable(history: History) -> list[tuple[float, float]]:

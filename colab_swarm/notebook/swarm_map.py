@@ -18,7 +18,6 @@ WIDTH, ROW, RADIUS = 600, 30, 90
 RELAYED = "relayed by "
 ID_CHARS = 8
 WAY_CHARS = 17  # length of ``via peer-01234567``
-ABOVE, BELOW = 25, 45  # distance between a relayed link and this peer's mark and name, which it only passes
 KEY = '<p class="soft">line: a link, wider if faster; dashed: through a relay; no line: no link</p>'
 
 State = tuple[str, str, str]  # hue, symbol and word
@@ -117,18 +116,14 @@ def _places(number: int, height: float) -> list[Place]:
 def _link(peer: PeerRow, place: Place, middle: Place, by_id: Mapping[str, Place]) -> str:
     if not peer.connected:
         return ""
-    begin, dashed, bend = middle, "", "L"
+    begin, dashed = middle, ""
     if peer.connected.startswith(RELAYED):
         dashed = ' stroke-dasharray="5 4"'
-        if relay := by_id.get(peer.connected.removeprefix(RELAYED)[:ID_CHARS]):
-            # a curve whose middle stays above or below this peer
-            x, y = (relay[0] + place[0]) / 2, (relay[1] + place[1]) / 2
-            half = max(y, middle[1] + BELOW) if y >= middle[1] else min(y, middle[1] - ABOVE)
-            begin, bend = relay, f"Q{x:.1f} {2 * half - y:.1f} "
+        begin = by_id.get(peer.connected.removeprefix(RELAYED)[:ID_CHARS], middle)
     # 1 pixel for 1 Mbit/s or less, 1.3 more for each factor of ten
     width = min(1 + 1.3 * math.log10(max((_bandwidth_bps(peer) or 0.0) / 1e6, 1.0)), 6.0)
     return (
-        f'<path class="soft" d="M{begin[0]:.1f} {begin[1]:.1f}{bend}{place[0]:.1f} {place[1]:.1f}" fill="none" '
+        f'<path class="soft" d="M{begin[0]:.1f} {begin[1]:.1f}L{place[0]:.1f} {place[1]:.1f}" fill="none" '
         f'stroke="currentColor" stroke-width="{width:.1f}"{dashed}/>'
     )
 
