@@ -88,61 +88,21 @@ def demo(*, steps: int = 60) -> None:
         trainer = ["peer", event["invite"], "--steps", str(steps), *batch]
         for name in ("alice", "bob", "carol"):
             children.start(name, *trainer)
-        with _Screen(steps) as screen:
-            _watch(children, steps, trainer, screen)
+        _watch(children, steps, trainer)
         _conclude(children, time.monotonic() - began)
     finally:
         children.stop()
 
 
-def _watch(children: _Children, steps: int, trainer: list[str], screen: _Screen) -> None:
+def _watch(children: _Children, steps: int, trainer: list[str]) -> None:
     while not children.finished.keys() >= set(SURVIVORS):
         name, event = children.next_event(may_end="carol")
-        screen.show(name, event)
+        if text := _describe(event):
+            print(f"{name:>9}  {text}", flush=True)
         if event["event"] == "step" and event["step"] >= steps // 2 and "dave" not in children.processes:
             children.processes["carol"].kill()
             children.start("dave", *trainer)
             print("    --- carol is killed, dave joins ---", flush=True)
-
-
-class _Screen:
-    """Shows the peers: a live table with progress in a terminal, a line per event elsewhere."""
-
-    def __init__(self, steps: int) -> None:
-        self._steps, self._step = steps, 0
-        self._rows: dict[str, str] = {}
-        self._live = None
-        if sys.stdout.isatty():
-            from rich.live import Live
-
-            self._live = Live(refresh_per_second=4)
-
-    def __enter__(self) -> _Screen:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    def show(self, name: str, event: dict[str, Any]) -> None:
-        text = _describe(event)
-        if text is None:
-            return
-        if self._live is None:
-            print(f"{name:>9}  {text}", flush=True)
-            return
-        from rich.console import Group
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-
-        self._rows[name] = text
-        table = Table("peer", "status", box=None)
-        for row in self._rows.items():
-            table.add_row(*row)
-        self._step = max(self._step, event.get("step", 0))
-        self._live.update(Group(table, "", ProgressBar(self._steps, self._step, width=60)))
 
 
 def _describe(event: dict[str, Any]) -> str | None:

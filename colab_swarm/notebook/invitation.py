@@ -61,9 +61,8 @@ class Invitation(str):
         warning: str = "",
     ) -> Self:
         invitation = super().__new__(cls, text)
-        invitation.run, invitation.role = run, role
-        invitation.expires_at, invitation.uses = expires_at, uses
-        invitation.purpose, invitation.warning = purpose, warning
+        invitation.run, invitation.role, invitation.expires_at = run, role, expires_at
+        invitation.uses, invitation.purpose, invitation.warning = uses, purpose, warning
         return invitation
 
     def __getnewargs_ex__(self) -> tuple[tuple[str], dict[str, Any]]:
