@@ -8,13 +8,12 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from colab_swarm.backbone.config import CollaborationFile, RunFile
 from colab_swarm.backbone.hub import Forwarder, HubPush
-from colab_swarm.backbone.keeper import Checkpoint, Keeper, Vault
-from colab_swarm.backbone.observer import LossPoint, Observer
+from colab_swarm.backbone.keeper import Keeper, Vault
+from colab_swarm.backbone.observer import Observer
 from colab_swarm.backbone.web import CollaborationView, ContributionView, DashboardServer, View
 from colab_swarm.credentials import find_secret
 from colab_swarm.errors import PeerError
@@ -64,7 +63,7 @@ class Backbone:
         self._since = time.time()
         self._task: asyncio.Task[None] | None = None
         self._hubs: dict[str, HubPush] = {}
-        self._forwarders: dict[str, Forwarder] = {}
+        self._forwarders: list[Forwarder] = []
         self.keepers = {f"{run_id}/{one.name}": self._keeper(one) for one in file.collaborations}
         memory = Memory(stored=self._stored, on_round=self._on_round)
         self.assistant = Assistant(services, run_id, name=file.peer_name, memory=memory)
@@ -72,30 +71,22 @@ class Backbone:
 
     def _keeper(self, settings: CollaborationFile) -> Keeper:
         prefix, folder = f"{self._run_id}/{settings.name}", Path(self._file.folder) / settings.name
-        vault = Vault(folder, keep=settings.keep)
+        observer = Observer(self._services, prefix, folder)
+        if self._file.forward is not None:
+            self._forwarders.append(Forwarder(self._file.forward, prefix))
+            observer.on_points = self._forwarders[-1].forward
         if settings.repo:
             self._hubs[prefix] = HubPush(settings, self._file.name, token=self._hub_token)
-        if self._file.forward is not None:
-            self._forwarders[prefix] = Forwarder(self._file.forward, prefix)
         return Keeper(
             self._services,
             prefix,
             name=self._file.peer_name,
             settings=settings,
-            observer=Observer(self._services, prefix, folder, partial(self._on_points, prefix)),
-            vault=vault,
-            on_saved=partial(self._on_saved, prefix, vault),
+            observer=observer,
+            vault=Vault(folder, keep=settings.keep),
+            push=self._hubs[prefix].push if settings.repo else None,
             on_standing_in=lambda: self.assistant.leave(prefix),  # with the groups that it remembers
         )
-
-    def _on_points(self, prefix: str, points: Sequence[LossPoint]) -> None:
-        if prefix in self._forwarders:
-            self._forwarders[prefix].forward(points)
-
-    def _on_saved(self, prefix: str, vault: Vault, saved: Checkpoint, path: Path) -> None:
-        logger.info("%s: %s saved", prefix, saved)
-        if prefix in self._hubs:
-            self._hubs[prefix].push(saved, path, tuple(vault.history))
 
     async def _stored(self, prefix: str) -> Snapshot | None:
         return self.keepers[prefix].stored if prefix in self.keepers else None
@@ -131,7 +122,7 @@ class Backbone:
             logger.info("left without notice to other peers: %s", error)
         for push in self._hubs.values():
             push.close()
-        for forwarder in self._forwarders.values():
+        for forwarder in self._forwarders:
             await asyncio.to_thread(forwarder.close)
 
     async def _read(self, contributions: Callable[[], Awaitable[Sequence[Contribution]]]) -> None:

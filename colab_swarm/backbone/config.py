@@ -173,7 +173,6 @@ def read_run_file(path: str | Path) -> RunFile:
 
 
 def _advice(error: str) -> str:
-    """Return a hint at the known key that is most like an unknown one."""
     found = re.search(r"unknown field `(.*?)`", error)
     tables: list[Any] = [RunFile, Network, RelayLimits, Dashboard, CollaborationFile, Forward]
     names = {name for table in tables for name in table.__struct_fields__}

@@ -160,18 +160,21 @@ class HubPush:
         with contextlib.suppress(OSError):
             link.unlink(missing_ok=True)
             os.link(path, link)
-        self._replace_next((saved, link if link.exists() else path, tuple(history)))
+        self._offer((saved, link if link.exists() else path, tuple(history)))
 
     def close(self) -> None:
         """Stop pushing; a push under way is not finished."""
         self._closed = True
-        self._replace_next(None)
+        self._offer(None)
 
-    def _replace_next(self, parcel: _Parcel | None) -> None:
+    def _offer(self, parcel: _Parcel | None, *, again: bool = False) -> None:
         with self._changed:
-            _discard(self._next)
-            self._next = parcel
-            self._changed.notify()
+            if again and (self._closed or self._next is not None):
+                _discard(parcel)
+            else:
+                _discard(self._next)
+                self._next = parcel
+                self._changed.notify()
 
     def _run(self) -> None:
         every_s, retry_s = 60 * self._settings.push_every_minutes, self._first_retry_s
@@ -184,7 +187,7 @@ class HubPush:
                 self.failures += 1
                 self._state = f"{saved} not pushed ({type(error).__name__}), again in {retry_s:.0f} s"
                 logger.warning("%s not pushed to %s: %s", saved, self._settings.repo, error)
-                self._put_back(parcel)
+                self._offer(parcel, again=True)
                 not_before = time.monotonic() + retry_s
                 retry_s = min(2 * retry_s, MAX_RETRY_S)
             else:
@@ -193,7 +196,6 @@ class HubPush:
                 _discard(parcel)
 
     def _take(self, not_before: float) -> _Parcel | None:
-        """Wait for a checkpoint and its time; None when closed."""
         with self._changed:
             while not self._closed:
                 wait_s = not_before - time.monotonic()
@@ -202,13 +204,6 @@ class HubPush:
                     return parcel
                 self._changed.wait(None if self._next is None else wait_s)
         return None
-
-    def _put_back(self, parcel: _Parcel) -> None:
-        with self._changed:
-            if self._next is None and not self._closed:
-                self._next = parcel
-            else:
-                _discard(parcel)
 
     def _push(self, saved: Checkpoint, path: Path, history: Sequence[Checkpoint]) -> None:
         from huggingface_hub import CommitOperationAdd
@@ -231,7 +226,6 @@ class HubPush:
 
 
 def _discard(parcel: _Parcel | None) -> None:
-    """Delete the link to a checkpoint that need not be pushed any more."""
     if parcel is not None and parcel[1].name.startswith("push-"):
         with contextlib.suppress(OSError):
             parcel[1].unlink(missing_ok=True)

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -30,31 +30,21 @@ from colab_swarm.training.state import Snapshot, download_state, snapshot_of, te
 
 logger = logging.getLogger(__name__)
 
-MAX_HISTORY = 200
-"""Entries in memory and on the page."""
+MAX_HISTORY = 200  # Entries in memory and on the page
 LOOK_S = 3.0
-RETRY_S = 30.0
-"""After a checkpoint that failed."""
+RETRY_S = 30.0  # After a checkpoint that failed
 PUBLISH_S = 15.0
 TTL_S, GONE_S = 4 * PUBLISH_S, 0.5
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """A saved checkpoint.
+    """A saved checkpoint."""
 
-    Attributes:
-        step: global step.
-        loss: of the swarm at that step, if a trainer reported one.
-        at: seconds since the epoch.
-        size_bytes: of its tensors.
-        file: name in the folder; deleted when newer ones replace it.
-    """
-
-    step: int
-    loss: float | None
-    at: float
-    size_bytes: int
-    file: str
+    step: int  # global step
+    loss: float | None  # of the swarm at that step, if a trainer reported one
+    at: float  # seconds since the epoch
+    size_bytes: int  # of its tensors
+    file: str  # name in the folder; deleted when newer ones replace it
 
     def __str__(self) -> str:
         return f"Step {self.step}" + ("" if self.loss is None else f", loss {self.loss:.3f}")
@@ -107,7 +97,7 @@ class Keeper:
         settings: when to save.
         observer: what is known of the peers.
         vault: where checkpoints are.
-        on_saved: called with each checkpoint and its file.
+        push: called with each checkpoint, its file, and all checkpoints.
         on_standing_in: called before peers get a checkpoint: the steps after it will be repeated.
     """
 
@@ -120,12 +110,12 @@ class Keeper:
         settings: CollaborationFile,
         observer: Observer,
         vault: Vault,
-        on_saved: Callable[[Checkpoint, Path], None],
+        push: Callable[[Checkpoint, Path, Sequence[Checkpoint]], None] | None,
         on_standing_in: Callable[[], None],
     ) -> None:
         self._services, self._prefix, self._name = services, prefix, name
         self.settings, self.observer, self.vault = settings, observer, vault
-        self._on_saved, self._on_standing_in = on_saved, on_standing_in
+        self._push, self._on_standing_in = push, on_standing_in
         self._saved_step, self._saved_at = vault.newest_step, time.time()
         self.stored: Snapshot | None = None  # for late joiners, while nobody trains
         self._published_at = self._failed_at = float("-inf")
@@ -189,7 +179,9 @@ class Keeper:
             self._failed_at = _now()
         else:
             self._saved_step, self._saved_at = saved.step, saved.at
-            self._on_saved(saved, self.vault.path / saved.file)
+            logger.info("%s: %s saved", self._prefix, saved)
+            if self._push is not None:
+                self._push(saved, self.vault.path / saved.file, tuple(self.vault.history))
 
     async def _download(self, branch: Branch) -> Snapshot:
         """Download from a trainer, or from an assistant that may reach trainers which this peer cannot."""

@@ -74,21 +74,16 @@ class LossPoint(msgspec.Struct, frozen=True):
     """The loss at a global step.
 
     Attributes:
-        step: updates of the parameters that it was measured with.
-        at: seconds since the epoch.
-        loss: weighted median over the peers.
         low, high: the lower and upper quartile.
-        peers: how many reported a loss.
-        samples_per_s: speed of all together.
     """
 
-    step: int
-    at: float
-    loss: float
+    step: int  # updates of the parameters that it was measured with
+    at: float  # seconds since the epoch
+    loss: float  # weighted median over the peers
     low: float
     high: float
-    peers: int
-    samples_per_s: float
+    peers: int  # how many reported a loss
+    samples_per_s: float  # speed of all together
 
 
 class LossCurve:
@@ -111,25 +106,29 @@ class LossCurve:
         """
         if branch is None:
             return []
-        if self.points and branch.step < self.points[-1].step:  # the run went back to a checkpoint
-            self._reported.clear()
-            self.points = [point for point in self.points if point.step < branch.step]
-        for peer, record in records.items():
-            step = record.step if record.samples else record.step - 1  # of the batch that has just ended
-            if record.loss is not None and abs(record.loss) < MAX_LOSS and not record.syncing:
-                known = self.points[-1].step if self.points else -1
-                if max(known + 1, branch.step - 1) <= step <= branch.step:
-                    self._reported.setdefault(step, {})[peer] = (record.loss, record.samples_per_s)
-        speed = sum(record.samples_per_s for record in records.values() if not record.syncing)
-        points = []
-        for step in sorted(step for step in self._reported if step < branch.step):
-            reported = self._reported.pop(step).values()
-            most = median(weight for _, weight in reported)
-            weighted = [(loss, min(weight, most) or 1.0) for loss, weight in reported]
-            low, middle, high = (weighted_quantile(weighted, q) for q in (0.25, 0.5, 0.75))
-            points.append(LossPoint(step, at, middle, low, high, len(weighted), speed))
-            self._add(points[-1])
+        self._go_back(branch.step)
+        trainers = {peer: record for peer, record in records.items() if not record.syncing}
+        for peer, record in trainers.items():
+            self._report(peer, record, branch.step)
+        speed = sum(record.samples_per_s for record in trainers.values())
+        ended = sorted(step for step in self._reported if step < branch.step)
+        points = [_loss_point(step, at, list(self._reported.pop(step).values()), speed) for step in ended]
+        for point in points:
+            self._add(point)
         return points
+
+    def _go_back(self, now: int) -> None:
+        """Forget what came after the checkpoint that the run went back to, if it did."""
+        if self.points and now < self.points[-1].step:
+            self._reported.clear()
+            self.points = [point for point in self.points if point.step < now]
+
+    def _report(self, peer: PeerId, record: ProgressRecord, now: int) -> None:
+        """Take the loss of one record, if it belongs to the swarm's step ``now`` or the one before."""
+        step = record.step if record.samples else record.step - 1  # of the batch that has just ended
+        first = max(self.points[-1].step + 1 if self.points else 0, now - 1)
+        if first <= step <= now and record.loss is not None and abs(record.loss) < MAX_LOSS:
+            self._reported.setdefault(step, {})[peer] = (record.loss, record.samples_per_s)
 
     def loss_at(self, step: int) -> float | None:
         """Return the loss at a step, or the last one before it."""
@@ -142,6 +141,13 @@ class LossCurve:
         if len(self.points) > MAX_POINTS:
             old = len(self.points) * 3 // 4
             self.points = self.points[:old:2] + self.points[old:]
+
+
+def _loss_point(step: int, at: float, reported: list[tuple[float, float]], speed: float) -> LossPoint:
+    most = median(weight for _, weight in reported)
+    weighted = [(loss, min(weight, most) or 1.0) for loss, weight in reported]
+    low, middle, high = (weighted_quantile(weighted, q) for q in (0.25, 0.5, 0.75))
+    return LossPoint(step, at, middle, low, high, len(weighted), speed)
 
 
 def weighted_quantile(weighted: Sequence[tuple[float, float]], q: float) -> float:
@@ -174,44 +180,35 @@ class PeerLine(msgspec.Struct, frozen=True):
     """A peer and the times when it was present.
 
     Attributes:
-        name: chosen by the peer; not to be trusted.
-        id: in hex.
-        here: whether it is present now.
         step, samples_per_s: as it last reported.
-        spans: oldest first.
     """
 
-    name: str
-    id: str
-    here: bool
+    name: str  # chosen by the peer; not to be trusted
+    id: str  # in hex
+    here: bool  # whether it is present now
     step: int
     samples_per_s: float
-    spans: tuple[PeerSpan, ...]
+    spans: tuple[PeerSpan, ...]  # oldest first
 
 
 class RoundRow(msgspec.Struct, frozen=True):
     """A round that the backbone reduced in.
 
     Attributes:
-        step: global step.
-        at: when its group began to form, seconds since the epoch.
         forming_s, exchange_s, recovery_s: how long each phase took.
         peers, contributors: members, and those whose values are in the mean.
-        samples: of the contributors.
-        spans_lost: parts of the vector whose reducer was lost.
-        moved_bytes: received and sent by the backbone.
     """
 
-    step: int
-    at: float
+    step: int  # global step
+    at: float  # when its group began to form, seconds since the epoch
     forming_s: float
     exchange_s: float
     recovery_s: float
     peers: int
     contributors: int
-    samples: float
-    spans_lost: int
-    moved_bytes: int
+    samples: float  # of the contributors
+    spans_lost: int  # parts of the vector whose reducer was lost
+    moved_bytes: int  # received and sent by the backbone
 
 
 class Observer:
@@ -220,19 +217,15 @@ class Observer:
     Args:
         prefix: of the collaboration.
         folder: where its ``losses.jsonl`` is; the curve continues after a restart.
-        on_points: called with new points of the curve.
+
+    Attributes:
+        on_points: called with new points of the curve; may be set.
     """
 
-    def __init__(
-        self,
-        services: PeerServices,
-        prefix: str,
-        folder: Path,
-        on_points: Callable[[Sequence[LossPoint]], None] = lambda points: None,
-    ) -> None:
+    def __init__(self, services: PeerServices, prefix: str, folder: Path) -> None:
         self._services, self._prefix = services, prefix
         self._file = folder / "losses.jsonl"
-        self._on_points = on_points
+        self.on_points: Callable[[Sequence[LossPoint]], None] | None = None
         self.curve = LossCurve(read_records(self._file, LossPoint))
         self.rounds: deque[RoundRow] = deque(maxlen=MAX_ROUNDS)
         self.round_count = 0
@@ -267,31 +260,35 @@ class Observer:
         points = self.curve.on_records(self.trainers, branch, at=at)
         if points:
             append_records(self._file, *points)
-            self._on_points(points)
+            if self.on_points is not None:
+                self.on_points(points)
 
     def _see_peers(self, at: float) -> None:
         """Update the peers' lines from the live records; a peer without one is not present now."""
-        trainers, assistants = self.trainers, self.assistants.records
-        before = {peer for peer, line in self._peers.items() if line.here}
-        for peer in before:
-            self._peers[peer] = msgspec.structs.replace(self._peers[peer], here=False, samples_per_s=0.0)
-        seen = [
-            (peer, one.name, "assistant", 0, 0.0) for peer, one in assistants.items() if peer not in trainers
-        ]
-        for peer, record in trainers.items():
-            role = "catching up" if record.syncing else "trainer"
-            seen.append((peer, record.name, role, record.step, record.samples_per_s))
-        for peer, name, role, step, samples_per_s in seen:
-            known = self._peers.pop(peer, None)
-            spans = known.spans if known is not None else ()
-            if spans and spans[-1].role == role and peer in before:
-                spans = (*spans[:-1], msgspec.structs.replace(spans[-1], until=at))
-            else:
-                spans = (*spans[1 - MAX_SPANS :], PeerSpan(role, at, at))
-            shown = name[:MAX_NAME_CHARS] or short(peer)
-            self._peers[peer] = PeerLine(shown, peer.hex(), True, step, samples_per_s, spans)
-        while len(self._peers) > MAX_PEERS:
-            del self._peers[next(iter(self._peers))]
+        seen = {
+            peer: self._line(peer, record.name, "assistant", 0, 0.0, at)
+            for peer, record in self.assistants.records.items()
+        }
+        for peer, one in self.trainers.items():
+            role = "catching up" if one.syncing else "trainer"
+            seen[peer] = self._line(peer, one.name, role, one.step, one.samples_per_s, at)
+        gone = {
+            peer: msgspec.structs.replace(line, here=False, samples_per_s=0.0)
+            for peer, line in self._peers.items()
+            if peer not in seen
+        }
+        self._peers = dict([*gone.items(), *seen.items()][-MAX_PEERS:])
+
+    def _line(
+        self, peer: PeerId, name: str, role: str, step: int, samples_per_s: float, at: float
+    ) -> PeerLine:
+        known = self._peers.get(peer)
+        spans = known.spans if known is not None else ()
+        if known is not None and known.here and spans[-1].role == role:
+            spans = (*spans[:-1], msgspec.structs.replace(spans[-1], until=at))
+        else:
+            spans = (*spans[1 - MAX_SPANS :], PeerSpan(role, at, at))
+        return PeerLine(name[:MAX_NAME_CHARS] or short(peer), peer.hex(), True, step, samples_per_s, spans)
 
     def name_of(self, peer: PeerId) -> str | None:
         """Return the name that a peer chose, or None if it was never seen."""

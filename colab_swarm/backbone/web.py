@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 from aiohttp import web
@@ -13,7 +13,6 @@ from colab_swarm.backbone.keeper import Checkpoint
 from colab_swarm.backbone.observer import LossPoint, PeerLine, RoundRow
 from colab_swarm.markup import (
     Labels,
-    Metric,
     card,
     content_security_policy,
     count,
@@ -29,11 +28,10 @@ from colab_swarm.markup import (
 from colab_swarm.net.addresses import VisitLimit, source_of
 from colab_swarm.notebook.svg import curve, ticks
 
-RATE_POINTS = 20
-"""Steps over which a rate is taken."""
+JSON = "application/json"
+RATE_POINTS = 20  # Steps over which a rate is taken
 FRESH_S = 1.0
-ANSWERS_PER_S = 100
-"""For one visitor; see `colab_swarm.net.addresses`."""
+ANSWERS_PER_S = 100  # For one visitor; see `colab_swarm.net.addresses`
 WIDTH, ROW, NAMES, SPEEDS = 760, 20, 140, 75
 """Pixels: the page, the height of a row, the names before a timeline, the speeds behind it."""
 MAX_ROWS, SHOWN_ROUNDS, MAX_SHOWN_S = 40, 15, 6 * 3600.0
@@ -61,31 +59,23 @@ class CollaborationView(msgspec.Struct, frozen=True):
     """One model of the run.
 
     Attributes:
-        name: of the collaboration.
-        step: global step.
-        samples_per_s: of all trainers.
         trainers, catching_up, assistants: present peers by role.
-        points: the loss, oldest first.
-        peers: the peers and the times when they were present.
         rounds: the last that the backbone reduced in, oldest first; ``round_count`` of all.
-        checkpoints: history, oldest first.
-        standing_in: step of the checkpoint for late joiners, while nobody trains.
-        hub: state of pushes to the Hub; empty without pushes. ``hub_failures``: of all tries.
     """
 
-    name: str
-    step: int
-    samples_per_s: float
+    name: str  # of the collaboration
+    step: int  # global step
+    samples_per_s: float  # of all trainers
     trainers: int
     catching_up: int
     assistants: int
-    points: tuple[LossPoint, ...]
-    peers: tuple[PeerLine, ...]
+    points: tuple[LossPoint, ...]  # the loss, oldest first
+    peers: tuple[PeerLine, ...]  # the peers and the times when they were present
     rounds: tuple[RoundRow, ...]
     round_count: int
-    checkpoints: tuple[Checkpoint, ...]
-    standing_in: int | None
-    hub: str
+    checkpoints: tuple[Checkpoint, ...]  # history, oldest first
+    standing_in: int | None  # step of the checkpoint for late joiners, while nobody trains
+    hub: str  # state of pushes to the Hub; empty without pushes. ``hub_failures``: of all tries
     hub_failures: int
 
 
@@ -94,54 +84,50 @@ class View(msgspec.Struct, frozen=True):
 
     Attributes:
         run, backbone: names.
-        at: now; ``since``: when the backbone started; seconds since the epoch.
-        reached: how other peers reach the backbone, in words.
-        linked: peers linked to it.
         sent_bytes, received_bytes: at the backbone, since it started.
-        collaborations: the models.
-        contributions: most samples first.
     """
 
     run: str
     backbone: str
-    at: float
+    at: float  # now; ``since``: when the backbone started; seconds since the epoch
     since: float
-    reached: str
-    linked: int
+    reached: str  # how other peers reach the backbone, in words
+    linked: int  # peers linked to it
     sent_bytes: int
     received_bytes: int
-    collaborations: tuple[CollaborationView, ...]
-    contributions: tuple[ContributionView, ...]
+    collaborations: tuple[CollaborationView, ...]  # the models
+    contributions: tuple[ContributionView, ...]  # most samples first
 
 
 def render_prometheus(view: View) -> str:
     """Return the figures of the run in Prometheus' text format."""
-    return exposition(_metrics(view))
-
-
-def _metrics(view: View) -> Iterator[Metric]:
     run = (("run", view.run),)
-    yield "uptime_seconds", "gauge", {run: view.at - view.since}
-    yield "linked_peers", "gauge", {run: view.linked}
-    yield "sent_bytes_total", "counter", {run: view.sent_bytes}
-    yield "received_bytes_total", "counter", {run: view.received_bytes}
-    models: dict[Labels, CollaborationView] = {
-        (*run, ("collaboration", one.name)): one for one in view.collaborations
+    metrics: dict[str, dict[Labels, float]] = {
+        "uptime_seconds": {run: view.at - view.since},
+        "linked_peers": {run: view.linked},
+        "sent_bytes_total": {run: view.sent_bytes},
+        "received_bytes_total": {run: view.received_bytes},
     }
-    yield "step", "gauge", {labels: one.step for labels, one in models.items()}
-    yield "loss", "gauge", {labels: one.points[-1].loss for labels, one in models.items() if one.points}
-    yield "samples_per_second", "gauge", {labels: one.samples_per_s for labels, one in models.items()}
-    peers: dict[Labels, float] = {}
-    for labels, one in models.items():
+    for one in view.collaborations:
+        labels = (*run, ("collaboration", one.name))
+        for name, value in _known(one).items():
+            metrics.setdefault(name, {})[labels] = value
         roles = {"trainer": one.trainers, "catching up": one.catching_up, "assistant": one.assistants}
-        peers |= {(*labels, ("role", role)): present for role, present in roles.items()}
-    yield "peers", "gauge", peers
-    yield "rounds_total", "counter", {labels: one.round_count for labels, one in models.items()}
-    saved = {labels: one.checkpoints[-1] for labels, one in models.items() if one.checkpoints}
-    yield "checkpoint_step", "gauge", {labels: one.step for labels, one in saved.items()}
-    yield "checkpoint_timestamp_seconds", "gauge", {labels: one.at for labels, one in saved.items()}
-    failures = {labels: float(one.hub_failures) for labels, one in models.items() if one.hub}
-    yield "hub_failures_total", "counter", failures
+        for role, present in roles.items():
+            metrics.setdefault("peers", {})[*labels, ("role", role)] = present
+    return exposition(
+        (name, "counter" if name.endswith("_total") else "gauge", values) for name, values in metrics.items()
+    )
+
+
+def _known(one: CollaborationView) -> dict[str, float]:
+    figures = {"step": one.step, "samples_per_second": one.samples_per_s, "rounds_total": one.round_count}
+    if one.points:
+        figures["loss"] = one.points[-1].loss
+    if one.checkpoints:
+        saved = one.checkpoints[-1]
+        figures |= {"checkpoint_step": saved.step, "checkpoint_timestamp_seconds": saved.at}
+    return figures | ({"hub_failures_total": one.hub_failures} if one.hub else {})
 
 
 def render_page(view: View) -> str:
@@ -161,28 +147,7 @@ def render_live(view: View) -> str:
     for one in view.collaborations:
         if len(view.collaborations) > 1:
             parts.append(f"<h2>{text(one.name)}</h2>")
-        if one.standing_in is not None:
-            parts.append(
-                f'<p class="warning">There are no trainers now. New trainers continue from the checkpoint of step '
-                f"{one.standing_in:,}.</p>"
-            )
-        parts += [_figures(one, view.at), _timeline(one.peers, view.at)]
-        rounds = [
-            (
-                f"step {row.step:,}",
-                f"{row.contributors} of {count(row.peers, 'peer')}",
-                f"{row.forming_s:.2f} s",
-                f"{row.exchange_s:.2f} s",
-                f"{row.recovery_s:.2f} s"
-                + (f", {count(row.spans_lost, 'span')} lost" if row.spans_lost else ""),
-                f"{row.samples:,.0f}",
-                size(row.moved_bytes),
-            )
-            for row in reversed(one.rounds[-SHOWN_ROUNDS:])
-        ]
-        if rounds:
-            columns = ("", "contributed", "forming", "exchange", "recovery", "samples", "moved")
-            parts.append(card("Last rounds that the backbone reduced in", table(columns, rounds)))
+        parts += [_figures(one, view.at), _timeline(one.peers, view.at), _rounds(one.rounds)]
     rows = [
         (
             text(f"{one.name} ({one.id[:8]})"),
@@ -197,9 +162,25 @@ def render_live(view: View) -> str:
     return "".join(parts)
 
 
+def _rounds(rounds: Sequence[RoundRow]) -> str:
+    rows = [
+        (
+            f"step {row.step:,}",
+            f"{row.contributors} of {count(row.peers, 'peer')}",
+            f"{row.forming_s:.2f} s",
+            f"{row.exchange_s:.2f} s",
+            f"{row.recovery_s:.2f} s" + (f", {count(row.spans_lost, 'span')} lost" if row.spans_lost else ""),
+            f"{row.samples:,.0f}",
+            size(row.moved_bytes),
+        )
+        for row in reversed(rounds[-SHOWN_ROUNDS:])
+    ]
+    columns = ("", "contributed", "forming", "exchange", "recovery", "samples", "moved")
+    return card("Last rounds that the backbone reduced in", table(columns, rows)) if rows else ""
+
+
 def _figures(one: CollaborationView, now: float) -> str:
     """Return the tiles, the curves of loss and rate, and the checkpoints."""
-    last = one.checkpoints[-1] if one.checkpoints else None
     apart = min(RATE_POINTS, 1 + len(one.points) // 4)
     rates = [
         (end.step, 60 * (end.step - begin.step) / (end.at - begin.at))
@@ -211,12 +192,30 @@ def _figures(one: CollaborationView, now: float) -> str:
         "loss": f"{one.points[-1].loss:.3f}" if one.points else "–",
         "samples/s": f"{one.samples_per_s:,.1f}",
         "steps/min": f"{rates[-1][1]:,.1f}" if rates and one.trainers else "–",
-        "trainers": f"{one.trainers}" + (f" (+{one.catching_up})" if one.catching_up else ""),
-        "last saved": "–" if last is None else f"{duration(now - last.at)} ago",
+        "trainers": f"{one.trainers}" + f" (+{one.catching_up})" * bool(one.catching_up),
+        "last saved": f"{duration(now - one.checkpoints[-1].at)} ago" if one.checkpoints else "–",
     }
     spread = [(point.step, point.low, point.high) for point in one.points]
-    loss = curve([(point.step, point.loss) for point in one.points], spread=spread, width=WIDTH, height=260)
+    losses = [(point.step, point.loss) for point in one.points]
+    loss = curve(losses, spread=spread, width=WIDTH, height=260) or _soft(
+        "Fewer than two losses reported yet."
+    )
     rate = curve(rates, label="steps per minute", from_zero=True, width=WIDTH // 2, height=190)
+    steps = card("Steps per minute", rate or _soft("Not known yet."))
+    return (
+        f"{_warning(one)}{tiles(head)}{card('Loss: median of the trainers', loss)}"
+        f'<div class="two">{steps}{card("Checkpoints", _checkpoints(one, now))}</div>'
+    )
+
+
+def _warning(one: CollaborationView) -> str:
+    if one.standing_in is None:
+        return ""
+    where = f"New trainers continue from the checkpoint of step {one.standing_in:,}."
+    return f'<p class="warning">There are no trainers now. {where}</p>'
+
+
+def _checkpoints(one: CollaborationView, now: float) -> str:
     rows = [
         (
             f"step {saved.step:,}",
@@ -226,15 +225,11 @@ def _figures(one: CollaborationView, now: float) -> str:
         )
         for saved in reversed(one.checkpoints[-5:])
     ]
-    hub = f'<p class="soft">{text(one.hub)}</p>' if one.hub else ""
-    missing = '<p class="soft">Fewer than two losses reported yet.</p>'
-    unknown = '<p class="soft">Not known yet.</p>'
-    return (
-        tiles(head)
-        + card("Loss: median of the trainers", loss or missing)
-        + f'<div class="two">{card("Steps per minute", rate or unknown)}'
-        + f"{card('Checkpoints', table(('', 'loss', 'size', 'saved'), rows) + hub)}</div>"
-    )
+    return table(("", "loss", "size", "saved"), rows) + (_soft(text(one.hub)) if one.hub else "")
+
+
+def _soft(words: str) -> str:
+    return f'<p class="soft">{words}</p>'
 
 
 def _timeline(peers: Sequence[PeerLine], now: float) -> str:
@@ -285,15 +280,31 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-PAGES: dict[str, tuple[str, Callable[[View], str | bytes]]] = {
-    "/": ("text/html", render_page),
-    "/live": ("text/html", render_live),
-    "/metrics": ("text/plain", render_prometheus),
-    "/api/run": ("application/json", msgspec.json.encode),
-    "/api/contributions": ("application/json", lambda view: msgspec.json.encode(view.contributions)),
-}
-PARTS = ("points", "peers", "rounds", "checkpoints")
-"""Of a collaboration, under ``/api/NAME/PART``."""
+PARTS = ("points", "peers", "rounds", "checkpoints")  # Of a collaboration, under ``/api/NAME/PART``
+
+
+def answer(view: View, path: str) -> tuple[str, str | bytes]:
+    """Return content type and body for a path of the dashboard.
+
+    Raises:
+        HTTPNotFound: there is no such path.
+    """
+    match path.split("/")[1:]:
+        case [""]:
+            return "text/html", render_page(view)
+        case ["live"]:
+            return "text/html", render_live(view)
+        case ["metrics"]:
+            return "text/plain", render_prometheus(view)
+        case ["api", "run"]:
+            return JSON, msgspec.json.encode(view)
+        case ["api", "contributions"]:
+            return JSON, msgspec.json.encode(view.contributions)
+        case ["api", name, part] if part in PARTS:
+            for one in view.collaborations:
+                if one.name == name:
+                    return JSON, msgspec.json.encode(getattr(one, part))
+    raise web.HTTPNotFound(text=f"there are {', '.join(PARTS)} of each collaboration")
 
 
 class DashboardServer:
@@ -307,7 +318,7 @@ class DashboardServer:
         self._look = look
         self._view: View | None = None
         self._viewed_at = float("-inf")
-        self._answers: dict[str, bytes] = {}  # made of `_view`
+        self._answers: dict[str, tuple[str, str | bytes]] = {}  # made of `_view`
         self._visits = VisitLimit(ANSWERS_PER_S)
         self._runner: web.AppRunner | None = None
         self.url = ""
@@ -318,10 +329,8 @@ class DashboardServer:
         Raises:
             OSError: the port is taken.
         """
-        app = web.Application(middlewares=[self._bounded], client_max_size=1024)
-        for path in PAGES:
-            app.router.add_get(path, self._answer)
-        app.router.add_get("/api/{name}/{part}", self._answer_part)
+        app = web.Application(client_max_size=1024)
+        app.router.add_get("/{path:.*}", self._answer)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
         site = web.TCPSite(self._runner, settings.host, settings.port)
@@ -335,34 +344,15 @@ class DashboardServer:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    @web.middleware
-    async def _bounded(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        """Refresh the view, and limit the answers to one visitor."""
-        now = asyncio.get_running_loop().time()
-        if self._view is None or now - self._viewed_at >= FRESH_S:
-            self._view, self._viewed_at = self._look(), now
-            self._answers.clear()
+    async def _answer(self, request: web.Request) -> web.Response:
+        now, path = asyncio.get_running_loop().time(), request.path
         if not self._visits.admit(source_of(request), now):
             too_many = "too many requests: try again in a second"
             return web.Response(status=429, text=too_many, headers={"Retry-After": "1"})
-        return await handler(request)
-
-    async def _answer(self, request: web.Request) -> web.Response:
-        kind, render = PAGES[request.path]
-        assert self._view is not None  # the middleware looked
-        if request.path not in self._answers:
-            made = render(self._view)
-            self._answers[request.path] = made.encode() if isinstance(made, str) else made
-        body = self._answers[request.path]
+        if self._view is None or now - self._viewed_at >= FRESH_S:
+            self._view, self._viewed_at = self._look(), now
+            self._answers.clear()
+        if path not in self._answers:
+            self._answers[path] = answer(self._view, path)
+        kind, body = self._answers[path]
         return web.Response(body=body, content_type=kind, charset="utf-8", headers=HEADERS)
-
-    async def _answer_part(self, request: web.Request) -> web.Response:
-        assert self._view is not None
-        name, part = request.match_info["name"], request.match_info["part"]
-        found = [one for one in self._view.collaborations if one.name == name]
-        if not found or part not in PARTS:
-            raise web.HTTPNotFound(text=f"there are {', '.join(PARTS)} of each collaboration")
-        body = msgspec.json.encode(getattr(found[0], part))
-        return web.Response(body=body, content_type="application/json", charset="utf-8", headers=HEADERS)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from colab_swarm.workunits.coordinator import CoordinatorOptions
 
 MAX_HOURS = 24 * 365
+TUNNELS = ("ngrok", "cloudflared")
 SIZES = ("tiny", "base", "large", "xlarge")
 STATUS_EVERY_S = 5.0
 LAST_ROUND_S = 60.0
@@ -57,104 +58,90 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="colab-swarm", description="Train one large model together.")
     parser.add_argument("-v", "--verbose", action="store_true", help="log the messages between peers")
     commands = parser.add_subparsers(required=True)
-
-    demo = commands.add_parser(
-        "demo", help="train ALBERT-tiny with several processes on this machine; 2 minutes"
-    )
-    demo.add_argument("--steps", type=int, default=60, help="number of global steps")
-    demo.set_defaults(command=_demo)
-
-    backbone = commands.add_parser(
-        "backbone", help="create a run and stay online as a peer that others can reach"
-    )
-    backbone.add_argument("run", help="name of the run, or a run.toml with its settings")
-    backbone.add_argument("--hours", type=_hours, default=24.0, help="life of the invitation")
-    backbone.add_argument(
-        "--access", default="invite", choices=["open", "invite", "allowlist"], help="who may join the run"
-    )
-    backbone.add_argument(
-        "--allow-user", action="append", default=[], help="Hugging Face user on the allowlist; repeatable"
-    )
-    backbone.add_argument(
-        "--allow-organisation", action="append", default=[], help="Hugging Face organisation; repeatable"
-    )
-    backbone.set_defaults(command=_backbone)
-
-    relay = commands.add_parser("relay", help="join a run and relay for peers that cannot be dialled")
+    demo = "train ALBERT-tiny with several processes on this machine; 2 minutes"
+    add = _command(commands, _demo, demo).add_argument
+    add("--steps", type=int, default=60, help="number of global steps")
+    add = _command(
+        commands, _doctor, "check whether this machine can take part, and how to fix it"
+    ).add_argument
+    add("invite", nargs="?", default=None, help="also check this run")
+    add("--size", default=None, choices=SIZES, help="size of the ALBERT to train")
+    add("--target-batch-size", type=int, default=None, help="samples per global step, all peers")
+    _add_backbone(commands)
+    relay = _command(commands, _relay, "join a run and relay for peers that cannot be dialled")
     relay.add_argument("invite", help=INVITE)
     relay.add_argument("--gb", type=float, default=None, help="total relay quota, GB")
     relay.add_argument("--mbit-s", type=float, default=None, help="relay rate limit, Mbit/s")
-    relay.set_defaults(command=_relay)
-
-    doctor = commands.add_parser("doctor", help="check whether this machine can take part, and how to fix it")
-    doctor.add_argument("invite", nargs="?", default=None, help="also check this run")
-    doctor.add_argument("--size", default=None, choices=SIZES, help="size of the ALBERT to train")
-    doctor.add_argument(
-        "--target-batch-size", type=int, default=None, help="samples per global step, all peers"
-    )
-    doctor.set_defaults(command=_doctor)
-
-    for command in (backbone, relay, _add_peer(commands), _add_experts(commands)):
-        _add_network(command)
+    _add_network(relay)
+    _add_peer(commands)
+    _add_experts(commands)
     _add_work(commands)
-    bench = commands.add_parser(
-        "bench", help="run benchmarks: link, dht, averaging, overhead …", add_help=False
-    )
-    bench.add_argument("rest", nargs=argparse.REMAINDER)
-    bench.set_defaults(command=_bench)
+    bench = "run benchmarks: link, dht, averaging, overhead …"
+    _command(commands, _bench, bench, add_help=False).add_argument("rest", nargs=argparse.REMAINDER)
     return parser
 
 
-def _add_peer(commands: Any) -> argparse.ArgumentParser:
-    peer: argparse.ArgumentParser = commands.add_parser(
-        "peer", help="join a run and train, or only reduce for the trainers"
-    )
-    peer.add_argument("invite", help=INVITE)
-    peer.add_argument(
-        "--reduce-only", action="store_true", help="help the trainers; needs no GPU, data or torch"
-    )
-    peer.add_argument("--hours", type=_hours, default=None, help="leave after this many hours")
-    peer.add_argument("--size", default="tiny", choices=SIZES, help="size of the ALBERT")
-    peer.add_argument("--text", default="python-docs", help="file, Hub data set, or python-docs")
-    peer.add_argument("--steps", type=int, default=0, help="leave at this global step; 0: stay")
-    peer.add_argument("--target-batch-size", type=int, default=256, help="samples per global step, all peers")
-    peer.add_argument("--batch-size", type=int, default=16, help="samples of one micro-batch")
-    peer.add_argument("--lr", type=float, default=1e-2, help="LAMB learning rate")
-    peer.add_argument(
+def _command(
+    commands: Any, run: Callable[[argparse.Namespace], None], words: str, **more: bool
+) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(run.__name__.strip("_"), help=words, **more)
+    command.set_defaults(command=run)
+    return command
+
+
+def _add_backbone(commands: Any) -> None:
+    backbone = _command(commands, _backbone, "create a run and stay online as a peer that others can reach")
+    add = backbone.add_argument
+    add("run", help="name of the run, or a run.toml with its settings")
+    add("--hours", type=_hours, default=24.0, help="life of the invitation")
+    add("--access", default="invite", choices=["open", "invite", "allowlist"], help="who may join the run")
+    add("--allow-user", action="append", default=[], help="Hugging Face user on the allowlist; repeatable")
+    add("--allow-organisation", action="append", default=[], help="Hugging Face organisation; repeatable")
+    _add_network(backbone)
+
+
+def _add_peer(commands: Any) -> None:
+    peer = _command(commands, _peer, "join a run and train, or only reduce for the trainers")
+    add = peer.add_argument
+    add("invite", help=INVITE)
+    add("--reduce-only", action="store_true", help="help the trainers; needs no GPU, data or torch")
+    add("--hours", type=_hours, default=None, help="leave after this many hours")
+    add("--size", default="tiny", choices=SIZES, help="size of the ALBERT")
+    add("--text", default="python-docs", help="file, Hub data set, or python-docs")
+    add("--steps", type=int, default=0, help="leave at this global step; 0: stay")
+    add("--target-batch-size", type=int, default=256, help="samples per global step, all peers")
+    add("--batch-size", type=int, default=16, help="samples of one micro-batch")
+    add("--lr", type=float, default=1e-2, help="LAMB learning rate")
+    add(
         "--compression",
         default="float32",
         help="float16, int8, adaptive, onebit, topk:0.01 …; default: float32",
     )
-    peer.add_argument("--overlap", action="store_true", help="compute during an averaging round")
-    peer.add_argument(
-        "--local-steps", type=_steps, default=1, help="local steps per round: a number, or auto"
-    )
-    peer.add_argument("--gb-per-hour", type=float, default=None, help="traffic budget, GB/h")
-    peer.add_argument("--mbit-s", type=float, default=None, help="traffic budget per direction, Mbit/s")
-    peer.set_defaults(command=_peer)
-    return peer
+    add("--overlap", action="store_true", help="compute during an averaging round")
+    add("--local-steps", type=_steps, default=1, help="local steps per round: a number, or auto")
+    add("--gb-per-hour", type=float, default=None, help="traffic budget, GB/h")
+    add("--mbit-s", type=float, default=None, help="traffic budget per direction, Mbit/s")
+    _add_network(peer)
 
 
-def _add_experts(commands: Any) -> argparse.ArgumentParser:
-    experts: argparse.ArgumentParser = commands.add_parser(
-        "experts", help="join a run and host experts for the trainers"
-    )
-    experts.add_argument("invite", help=INVITE)
-    experts.add_argument("prefix", help="name of the kind of experts, such as ffn")
-    experts.add_argument("--grid", type=_grid, required=True, help="such as 16x16, the same for all peers")
-    experts.add_argument("--dim", type=int, required=True, help="width of the layer")
-    experts.add_argument("--hidden", type=int, default=None, help="width inside an expert; default: 4 x dim")
-    experts.add_argument("--heads", type=int, default=None, help="attention heads: host Transformer blocks")
-    experts.add_argument("--count", type=int, default=None, help="number of experts; default: as many as fit")
-    experts.add_argument("--folder", default=None, help="folder for saves")
-    experts.add_argument("--lr", type=float, default=1e-3, help="Adam learning rate")
-    experts.add_argument("--hours", type=_hours, default=None, help="leave after this many hours")
-    experts.set_defaults(command=_experts)
-    return experts
+def _add_experts(commands: Any) -> None:
+    experts = _command(commands, _experts, "join a run and host experts for the trainers")
+    add = experts.add_argument
+    add("invite", help=INVITE)
+    add("prefix", help="name of the kind of experts, such as ffn")
+    add("--grid", type=_grid, required=True, help="such as 16x16, the same for all peers")
+    add("--dim", type=int, required=True, help="width of the layer")
+    add("--hidden", type=int, default=None, help="width inside an expert; default: 4 x dim")
+    add("--heads", type=int, default=None, help="attention heads: host Transformer blocks")
+    add("--count", type=int, default=None, help="number of experts; default: as many as fit")
+    add("--folder", default=None, help="folder for saves")
+    add("--lr", type=float, default=1e-3, help="Adam learning rate")
+    add("--hours", type=_hours, default=None, help="leave after this many hours")
+    _add_network(experts)
 
 
 def _add_work(commands: Any) -> None:
-    coordinate = commands.add_parser("coordinate", help="hand out a job in work units to volunteers")
+    coordinate = _command(commands, _coordinate, "hand out a job in work units to volunteers")
     add = coordinate.add_argument
     add("job", help="Python file with job = cs.workunits.Job(…)")
     add(
@@ -165,12 +152,11 @@ def _add_work(commands: Any) -> None:
     add("--host", default=None, help="address to listen on; default: all interfaces")
     add("--port", type=int, default=None, help="port to listen on; default: the last one, or a free one")
     add("--url", default=None, help="address for volunteers, if a proxy forwards to this one")
-    add("--tunnel", default=None, choices=["ngrok", "cloudflared"], help="open a public https address")
+    add("--tunnel", default=None, choices=TUNNELS, help="open a public https address")
     add("--open", action="store_true", help="accept volunteers without the link's secret")
     add("--stay", action="store_true", help="keep the status page up when the job is done")
-    coordinate.set_defaults(command=_coordinate)
-
-    volunteer = commands.add_parser("volunteer", help="train work units; needs outgoing HTTPS only")
+    _add_common(coordinate)
+    volunteer = _command(commands, _volunteer, "train work units; needs outgoing HTTPS only")
     add = volunteer.add_argument
     add("link", help="shown by the coordinator")
     add("--units", type=int, default=1, help="work units at a time")
@@ -179,9 +165,7 @@ def _add_work(commands: Any) -> None:
     add("--device", default=None, help="device to train on, such as cuda:1; default: a GPU if there is one")
     add("--trust-code", action="store_true", help="run the code that the coordinator sends")
     add("--hours", type=float, default=None, help="leave after this many hours")
-    volunteer.set_defaults(command=_volunteer)
-    for command in (coordinate, volunteer):
-        _add_common(command)
+    _add_common(volunteer)
 
 
 def _add_common(command: argparse.ArgumentParser) -> None:
@@ -201,9 +185,7 @@ def _add_network(command: argparse.ArgumentParser) -> None:
     add("--no-relays", action="store_true", help="do not use relays to be reached")
     add("--no-punch", action="store_true", help="do not turn relayed links into direct ones")
     add("--no-lan", action="store_true", help="do not announce the run in the local network")
-    add(
-        "--tunnel", default=None, choices=["ngrok", "cloudflared"], help="open a public address for this peer"
-    )
+    add("--tunnel", default=None, choices=TUNNELS, help="open a public address for this peer")
     add("--upload-mbit-s", type=float, default=None, help="upload limit, Mbit/s")
     add("--download-mbit-s", type=float, default=None, help="download limit, Mbit/s")
     _add_common(command)
@@ -244,7 +226,6 @@ def _network_options(options: argparse.Namespace, *, relay: bool | RelayQuota = 
 
 
 def _report(options: argparse.Namespace, event: str, text: str = "", /, **facts: Any) -> None:
-    """Print an event: as JSON, or as ``text``, or as its facts."""
     if options.json_lines:
         print(json.dumps({"event": event, **facts}), flush=True)
         return
@@ -374,8 +355,6 @@ def _peer(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace) -> None:
-    import torch
-
     from colab_swarm.recipes.masked_lm import albert, parameter_groups
     from colab_swarm.training.layerwise import Lamb
     from colab_swarm.training.settings import TrafficBudget
@@ -403,14 +382,12 @@ def _train(options: argparse.Namespace) -> None:
             optimizer.step(samples=len(batch["input_ids"]), loss=loss.item())
         if options.hours is not None:
             optimizer.wait_step(LAST_ROUND_S)
-        digest, total = hashlib.sha256(), swarm.snapshot()
-        for parameter in model.parameters():
-            digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        total = swarm.snapshot()
         _report(
             options,
             "finished",
             step=optimizer.global_step,
-            parameters=digest.hexdigest()[:16],
+            parameters=_digest(model),
             reached=total.reached,
             sent=total.sent_bytes,
             received=total.received_bytes,
@@ -419,8 +396,17 @@ def _train(options: argparse.Namespace) -> None:
             sys.stdin.readline()  # the parent process writes a line when no other peer needs this one
 
 
+def _digest(model: Any) -> str:
+    import torch
+
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]
+
+
 def _coordinate(options: argparse.Namespace) -> None:
-    from colab_swarm.notebook.coordinator_view import render_text, summary
+    from colab_swarm.notebook.coordinator_view import draw, summary
     from colab_swarm.workunits.coordinator import coordinate
 
     names = ("folder", "store", "servers", "host", "port", "url", "tunnel")
@@ -442,7 +428,7 @@ def _coordinate(options: argparse.Namespace) -> None:
             epochs = [(end.epoch, end.accuracy, end.at) for end in status.overview.epochs]
             facts: dict[str, Any] = {"epochs": epochs, "version": status.version}
             if done:
-                _report(options, "finished", render_text(status), since=status.since, **facts)
+                _report(options, "finished", draw(status).text(), since=status.since, **facts)
             else:
                 _report(options, "status", summary(status), epoch=status.overview.epoch, **facts)
         time.sleep(LINGER_S)

@@ -13,7 +13,7 @@ training, grow the notebook, or break when you run a cell again, interrupt it, o
            |                       |      ^                                     buttons, a slider, Play
            |--frozen snapshot----->|      '--- watch(), tick(), Play, click ----'
                                    v
-                     view: a pure function, snapshot -> HTML, and snapshot -> text with the same content
+                     view: a pure function, snapshot -> `theme.Document`: HTML, and text with the same content
 
 Only the user's thread touches a widget: some platforms do not repaint what other threads change. A button's callback
 hands its work to a thread and returns at once. There is no JavaScript of ours, no `Output` widget and no live

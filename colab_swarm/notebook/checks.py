@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from colab_swarm.markup import bandwidth, count, duration, plain, text
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.platforms import Platform
+from colab_swarm.notebook.theme import Document
 
 PARAMETER_BYTES = 16  # training memory per parameter: value, gradient and two moments, in float32
 STATE_BYTES = 12  # what a late joiner downloads per parameter: value and two moments, in float32
@@ -43,21 +45,13 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """The resources that this process may use.
+    """The resources that this process may use."""
 
-    Attributes:
-        cores: CPU cores.
-        free_ram_bytes: available main memory; None if unknown.
-        free_disk_bytes: in the current folder.
-        open_files: limit of file descriptors, sockets included; None without a limit.
-        gpu: the card that torch uses.
-    """
-
-    cores: int
-    free_ram_bytes: int | None
-    free_disk_bytes: int
-    open_files: int | None
-    gpu: Gpu | None
+    cores: int  # CPU cores
+    free_ram_bytes: int | None  # available main memory; None if unknown
+    free_disk_bytes: int  # in the current folder
+    open_files: int | None  # limit of file descriptors, sockets included; None without a limit
+    gpu: Gpu | None  # the card that torch uses
 
 
 @dataclass(frozen=True)
@@ -76,12 +70,8 @@ class Version:
 
 def numbers(version: str) -> tuple[int, ...]:
     """Return the leading numbers of a version: (2, 9) for ``2.9.0+cu126``."""
-    parts: list[int] = []
-    for part in version.split("+")[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        parts.append(int(digits))
+    leading = re.match(r"\d+(\.\d+)*", version)
+    parts = [int(part) for part in leading[0].split(".")] if leading else []
     while parts and parts[-1] == 0:  # 3.0 is 3
         parts.pop()
     return tuple(parts)
@@ -98,78 +88,46 @@ class UplinkFacts:
 
 @dataclass(frozen=True)
 class MembershipFacts:
-    """This peer in its swarm.
+    """This peer in its swarm."""
 
-    Attributes:
-        run: the run's name.
-        reachability: how others reach this peer, and why not better.
-        linked: number of linked peers.
-        trainers: speeds of the training peers, samples/s.
-        skew_s: own clock minus the swarm's, seconds.
-        uplink: result of speed tests with peers; None if no peer took one.
-    """
-
-    run: str
-    reachability: Reachability
-    linked: int
-    trainers: tuple[float, ...]
-    skew_s: float
-    uplink: UplinkFacts | None
+    run: str  # the run's name
+    reachability: Reachability  # how others reach this peer, and why not better
+    linked: int  # number of linked peers
+    trainers: tuple[float, ...]  # speeds of the training peers, samples/s
+    skew_s: float  # own clock minus the swarm's, seconds
+    uplink: UplinkFacts | None  # result of speed tests with peers; None if no peer took one
 
 
 @dataclass(frozen=True)
 class Needs:
-    """The training memory of a model.
+    """The training memory of a model."""
 
-    Attributes:
-        name: for people, such as "ALBERT-large at 512 tokens".
-        parameters: number of trained values.
-        sample_bytes: saved for the backward pass of one sample.
-    """
-
-    name: str
-    parameters: int
-    sample_bytes: float
+    name: str  # for people, such as "ALBERT-large at 512 tokens"
+    parameters: int  # number of trained values
+    sample_bytes: float  # saved for the backward pass of one sample
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A training task.
+    """A training task."""
 
-    Attributes:
-        parameters: number of the model's trained values.
-        micro_batch: samples of one forward and backward pass.
-        target_batch_size: samples of all peers for one global step.
-        value_bytes: bytes of one compressed value.
-    """
-
-    parameters: int
-    micro_batch: int
-    target_batch_size: int
-    value_bytes: float
+    parameters: int  # number of the model's trained values
+    micro_batch: int  # samples of one forward and backward pass
+    target_batch_size: int  # samples of all peers for one global step
+    value_bytes: float  # bytes of one compressed value
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The expected training.
+    """The expected training."""
 
-    Attributes:
-        first_sample_s: from now to this peer's first counted sample.
-        samples_per_s: this peer's speed.
-        swarm_samples_per_s: speed of all peers while they compute.
-        step_s: time of a global step with its averaging.
-        averaging_s: time of the averaging.
-        gb_per_hour: sent plus received by this peer.
-        share: this peer's part of a step's samples, 0 to 1.
-    """
-
-    first_sample_s: float
-    samples_per_s: float
-    swarm_samples_per_s: float
-    step_s: float
-    averaging_s: float
-    gb_per_hour: float
-    share: float
+    first_sample_s: float  # from now to this peer's first counted sample
+    samples_per_s: float  # this peer's speed
+    swarm_samples_per_s: float  # speed of all peers while they compute
+    step_s: float  # time of a global step with its averaging
+    averaging_s: float  # time of the averaging
+    gb_per_hour: float  # sent plus received by this peer
+    share: float  # this peer's part of a step's samples, 0 to 1
 
 
 @dataclass(frozen=True)
@@ -178,20 +136,16 @@ class DoctorFacts:
 
     Attributes:
         platform, machine, versions: of this process.
-        internet: whether well-known hosts answer.
-        membership: the swarm, if there is one.
-        refused: why the swarm could not be joined; empty if it was, or without a swarm.
-        needs: memory of the model, if known.
         work, prediction: of the training, if its speed was measured and the target batch size is known.
     """
 
     platform: Platform
     machine: Machine
     versions: tuple[Version, ...]
-    internet: bool
-    membership: MembershipFacts | None = None
-    refused: str = ""
-    needs: Needs | None = None
+    internet: bool  # whether well-known hosts answer
+    membership: MembershipFacts | None = None  # the swarm, if there is one
+    refused: str = ""  # why the swarm could not be joined; empty if it was, or without a swarm
+    needs: Needs | None = None  # memory of the model, if known
     work: Workload | None = None
     prediction: Prediction | None = None
 
@@ -292,19 +246,12 @@ REACH_FIXES = {
 
 @dataclass(frozen=True)
 class Check:
-    """One result.
+    """One result."""
 
-    Attributes:
-        name: what was checked.
-        light: the result.
-        text: the facts.
-        fix: what to do; empty only for a green light.
-    """
-
-    name: str
-    light: Light
-    text: str
-    fix: str = ""
+    name: str  # what was checked
+    light: Light  # the result
+    text: str  # the facts
+    fix: str = ""  # what to do; empty only for a green light
 
 
 def summary(checks: Sequence[Check]) -> str:
@@ -317,28 +264,22 @@ def summary(checks: Sequence[Check]) -> str:
     return f"{verdict}: {lights}"
 
 
-def render_text(checks: Sequence[Check]) -> str:
-    """Draw each check as a line or more, with its fix below."""
-    lines = [summary(checks)]
-    for check in checks:
-        first = f" {check.light.symbol} {plain(check.name):<15}{plain(check.text, MAX_CHARS)}"
-        lines += textwrap.wrap(first, WIDTH, subsequent_indent=INDENT)
-        if check.fix:
-            arrow = f"{INDENT}→ {plain(check.fix, MAX_CHARS)}"
-            lines += textwrap.wrap(arrow, WIDTH, subsequent_indent=INDENT + "  ", break_on_hyphens=False)
-    return "\n".join(lines)
-
-
-def render_html(checks: Sequence[Check]) -> str:
-    """Draw the checks as a table."""
-    rows = []
+def draw(checks: Sequence[Check]) -> Document:
+    """Return a table of the checks; in the text each is a line or more, with its fix below."""
+    shown = Document("doctor", summary(checks), label="report of the doctor", line=summary(checks))
+    rows, lines = [], []
     for check in checks:
         fix = f"<br>→ <b>{text(check.fix, MAX_CHARS)}</b>" if check.fix else ""
         name = f'<b style="white-space:nowrap">{text(check.name)}</b>'
         mark = theme.mark(check.light.hue, check.light.symbol, check.light.word)
         rows.append((name, mark, text(check.text, MAX_CHARS) + fix))
-    table = theme.table(("check", "", "facts, and what to do"), rows, label="checks")
-    return theme.wrap(theme.heading("doctor", text(summary(checks))) + table, "report of the doctor")
+        first = f" {check.light.symbol} {plain(check.name):<15}{plain(check.text, MAX_CHARS)}"
+        lines += textwrap.wrap(first, WIDTH, subsequent_indent=INDENT)
+        if check.fix:
+            arrow = f"{INDENT}→ {plain(check.fix, MAX_CHARS)}"
+            lines += textwrap.wrap(arrow, WIDTH, subsequent_indent=INDENT + "  ", break_on_hyphens=False)
+    shown.draw(theme.table(("check", "", "facts, and what to do"), rows, label="checks"), *lines)
+    return shown
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -350,7 +291,7 @@ def diagnose(facts: DoctorFacts) -> tuple[Check, ...]:
 
 
 def _checks(facts: DoctorFacts) -> Iterator[Check]:
-    yield _platform(facts)
+    yield _platform(facts.platform)
     yield _internet(facts)
     yield _versions(facts.versions)
     yield _compute(facts.machine, facts.needs)
@@ -363,117 +304,108 @@ def _checks(facts: DoctorFacts) -> Iterator[Check]:
         yield _prediction(facts.work, facts.prediction)
 
 
-def _platform(facts: DoctorFacts) -> Check:
-    here = facts.platform
-    words = (
-        here.name + (f": {here.limits}" if here.limits else "") + (f". {here.terms}" if here.terms else "")
-    )
-    if here.must_agree:
-        fix = "read the terms; if they allow it: accept_terms=True. cs.simulate(…) needs no permission"
-        return Check("platform", YELLOW, words, fix)
-    return Check("platform", GREEN, words)
+def _check(name: str, words: str, fix: str = "", light: Light = YELLOW) -> Check:
+    return Check(name, light if fix else GREEN, words, fix)
+
+
+def _platform(here: Platform) -> Check:
+    words = ". ".join(filter(None, (": ".join(filter(None, (here.name, here.limits))), here.terms)))
+    fix = "read the terms; if they allow it: accept_terms=True. cs.simulate(…) needs no permission"
+    return _check("platform", words, fix if here.must_agree else "")
 
 
 def _internet(facts: DoctorFacts) -> Check:
     if facts.internet:
-        return Check("internet", GREEN, "well-known hosts answer")
+        return _check("internet", "well-known hosts answer")
     if facts.platform.internet_help:
         return Check("internet", RED, "it is off for this notebook", facts.platform.internet_help)
     fix = "check the network and its proxy; a swarm in the local network needs no internet: cs.join()"
-    return Check("internet", YELLOW, "no well-known host answers", fix)
+    return _check("internet", "no well-known host answers", fix)
 
 
 def _versions(versions: tuple[Version, ...]) -> Check:
     found = ", ".join(f"{each.name} {each.found}" for each in versions if each.found)
     if old := [each for each in versions if each.too_old]:
         wrong = ", ".join(f"{each.name} {each.found} is older than {each.wanted}" for each in old)
-        if python := [each for each in old if each.name == "python"]:
-            return Check("versions", RED, wrong, f"start a kernel with Python {python[0].wanted} or newer")
         packages = " ".join(f'"{each.name}>={each.wanted}"' for each in old)
-        return Check("versions", RED, wrong, f"pip install -U {packages}, then restart the kernel")
-    if missing := [each.name for each in versions if each.found is None]:
-        words = f"{found}; without {', '.join(missing)} this peer can be a backbone or a relay but not train"
-        return Check("versions", YELLOW, words, 'pip install "colab-swarm[train]"')
-    return Check("versions", GREEN, found)
+        fix = f"pip install -U {packages}, then restart the kernel"
+        if python := [each for each in old if each.name == "python"]:
+            fix = f"start a kernel with Python {python[0].wanted} or newer"
+        return Check("versions", RED, wrong, fix)
+    if missing := ", ".join(each.name for each in versions if each.found is None):
+        words = f"{found}; without {missing} this peer can be a backbone or a relay but not train"
+        return _check("versions", words, 'pip install "colab-swarm[train]"')
+    return _check("versions", found)
 
 
 def _compute(machine: Machine, needs: Needs | None) -> Check:
     gpu, free_bytes, words = machine.gpu, machine.free_ram_bytes, f"no GPU, {count(machine.cores, 'core')}"
+    fix = "training works, but slowly; Colab and Kaggle offer GPUs in their settings"
     if gpu is not None:
-        free_bytes = gpu.free_bytes
+        free_bytes, fix = gpu.free_bytes, ""
         words = f"{gpu.name}, {free_bytes / GB:.1f} of {gpu.total_bytes / GB:.1f} GB free"
-    if needs is not None and free_bytes is not None:
-        size = micro_batch(free_bytes, needs)
-        words += (
-            f". For {needs.name}: ({USABLE:g} × {free_bytes / GB:.1f} GB free − {needs.parameters / 1e6:.1f} M "
-            f"parameters × {PARAMETER_BYTES} B) / {needs.sample_bytes / 1e6:,.1f} MB a sample: micro-batch {size}"
-        )
-        if not size:
-            fix = "take a smaller model or shorter samples, or free memory: restart the kernel"
-            return Check("compute", RED, words, fix)
-    if gpu is None:
-        fix = "training works, but slowly; Colab and Kaggle offer GPUs in their settings"
-        return Check("compute", YELLOW, words, fix)
-    return Check("compute", GREEN, words)
+    if needs is None or free_bytes is None:
+        return _check("compute", words, fix)
+    size = micro_batch(free_bytes, needs)
+    words += (
+        f". For {needs.name}: ({USABLE:g} × {free_bytes / GB:.1f} GB free − {needs.parameters / 1e6:.1f} M "
+        f"parameters × {PARAMETER_BYTES} B) / {needs.sample_bytes / 1e6:,.1f} MB a sample: micro-batch {size}"
+    )
+    if size:
+        return _check("compute", words, fix)
+    fix = "take a smaller model or shorter samples, or free memory: restart the kernel"
+    return Check("compute", RED, words, fix)
 
 
 def _limits(machine: Machine) -> Iterator[Check]:
-    ram_bytes, disk_bytes = machine.free_ram_bytes, machine.free_disk_bytes
+    ram_bytes, disk_bytes, files = machine.free_ram_bytes, machine.free_disk_bytes, machine.open_files
     if ram_bytes is None:
-        yield Check("memory", GREEN, "this system does not report its free memory")
-    elif ram_bytes < MIN_FREE_RAM:
-        fix = "restart the kernel, and close others"
-        yield Check("memory", RED, f"{ram_bytes / GB:.1f} GB of main memory free", fix)
+        yield _check("memory", "this system does not report its free memory")
     else:
-        yield Check("memory", GREEN, f"{ram_bytes / GB:.1f} GB of main memory free")
-    little = disk_bytes < MIN_FREE_DISK
-    fix = "checkpoints and data sets need space: delete old ones" if little else ""
-    yield Check("disk", YELLOW if little else GREEN, f"{disk_bytes / GB:.1f} GB free here", fix)
-    if machine.open_files is not None:
-        words = f"{machine.open_files:,} files and sockets may be open at once"
-        if machine.open_files >= MIN_OPEN_FILES:
-            yield Check("open files", GREEN, words)
-        else:
-            fix = f"in the shell that starts Python: ulimit -n {2 * MIN_OPEN_FILES}"
-            yield Check("open files", YELLOW, f"{words}; a busy peer has 300 links", fix)
+        fix = "restart the kernel, and close others" if ram_bytes < MIN_FREE_RAM else ""
+        yield _check("memory", f"{ram_bytes / GB:.1f} GB of main memory free", fix, RED)
+    fix = "checkpoints and data sets need space: delete old ones" if disk_bytes < MIN_FREE_DISK else ""
+    yield _check("disk", f"{disk_bytes / GB:.1f} GB free here", fix)
+    if files is not None:
+        few = files < MIN_OPEN_FILES
+        fix = f"in the shell that starts Python: ulimit -n {2 * MIN_OPEN_FILES}" if few else ""
+        words = f"{files:,} files and sockets may be open at once"
+        yield _check("open files", words + "; a busy peer has 300 links" * few, fix)
 
 
 def _swarm(swarm: MembershipFacts) -> Iterator[Check]:
-    if not swarm.linked:
-        yield Check("swarm", YELLOW, f"{swarm.run}: no linked peer", "invite others: print(swarm.invite())")
+    if swarm.linked:
+        words = f"linked to {count(swarm.linked, 'peer')}, {len(swarm.trainers)} of the run train"
+        yield _check("swarm", f"{swarm.run}: {words}")
     else:
-        peers = count(swarm.linked, "peer")
-        yield Check("swarm", GREEN, f"{swarm.run}: linked to {peers}, {len(swarm.trainers)} of the run train")
+        yield _check("swarm", f"{swarm.run}: no linked peer", "invite others: print(swarm.invite())")
     reached = swarm.reachability
     words = "; ".join((str(reached), *(f"not {level.value}: {why}" for level, why in reached.reasons)))
-    fix = REACH_FIXES.get(reached.level, "")
-    yield Check("reachability", YELLOW if fix else GREEN, words, fix)
+    yield _check("reachability", words, REACH_FIXES.get(reached.level, ""))
     if swarm.linked:
         yield _clock(swarm.skew_s)
         yield _bandwidth(swarm.uplink)
 
 
 def _clock(skew_s: float) -> Check:
-    way = "ahead of" if skew_s > 0 else "behind"
-    words = f"{abs(skew_s):,.1f} s {way} the swarm's"
-    if abs(skew_s) < MAX_SKEW_S:
-        return Check("clock", GREEN, words)
+    words = f"{abs(skew_s):,.1f} s {'ahead of' if skew_s > 0 else 'behind'} the swarm's"
     fix = "let the system set its clock: sudo timedatectl set-ntp true"
+    if abs(skew_s) < MAX_SKEW_S:
+        return _check("clock", words)
     if abs(skew_s) <= MAX_COMPENSATED_SKEW_S:
-        return Check("clock", YELLOW, f"{words}; compensated", fix)
+        return _check("clock", f"{words}; compensated", fix)
     limit = f"only {MAX_COMPENSATED_SKEW_S / 60:g} minutes are compensated"
     return Check("clock", RED, f"{words}; {limit}", fix)
 
 
 def _bandwidth(uplink: UplinkFacts | None) -> Check:
     if uplink is None:
-        return Check("bandwidth", YELLOW, "no peer was free for a speed test", "run the doctor again in 10 s")
+        return _check("bandwidth", "no peer was free for a speed test", "run the doctor again in 10 s")
     up, down = bandwidth(uplink.upload_bps), bandwidth(uplink.download_bps)
     words = f"{up} up, {down} down, round trip {uplink.rtt_s * 1e3:.0f} ms"
-    if min(uplink.upload_bps, uplink.download_bps) < SLOW_BPS:
-        fix = "use a cable, end other transfers, and swarm.optimizer(…, compression='int8')"
-        return Check("bandwidth", YELLOW, f"{words}: slow", fix)
-    return Check("bandwidth", GREEN, words)
+    slow = min(uplink.upload_bps, uplink.download_bps) < SLOW_BPS
+    fix = "use a cable, end other transfers, and swarm.optimizer(…, compression='int8')" if slow else ""
+    return _check("bandwidth", words + ": slow" * slow, fix)
 
 
 def _prediction(work: Workload, found: Prediction) -> Check:
@@ -485,12 +417,9 @@ def _prediction(work: Workload, found: Prediction) -> Check:
     if found.averaging_s > found.step_s / 2:
         enough = 2 ** math.ceil(math.log2(found.averaging_s * found.swarm_samples_per_s))
         fix = f"target_batch_size={enough} or more for all peers, or compression='int8'"
-        return Check("prediction", YELLOW, f"{words}. Most of a step is averaging", fix)
-    if found.step_s > LONG_STEP_S:
-        return Check(
-            "prediction", YELLOW, words, "invite more peers, or agree on a smaller target_batch_size"
-        )
-    return Check("prediction", GREEN, words)
+        return _check("prediction", f"{words}. Most of a step is averaging", fix)
+    fix = "invite more peers, or agree on a smaller target_batch_size" if found.step_s > LONG_STEP_S else ""
+    return _check("prediction", words, fix)
 
 
 def _time(seconds: float) -> str:

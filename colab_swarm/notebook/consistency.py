@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import html
 from typing import TYPE_CHECKING
 
 from colab_swarm.elastic.steps import ElasticSnapshot
-from colab_swarm.notebook import svg, theme
+from colab_swarm.notebook import svg
 from colab_swarm.notebook.panel import Panel, Views
+from colab_swarm.notebook.theme import Document
 
 if TYPE_CHECKING:
     from colab_swarm.elastic.optimizer import ElasticOptimizer
 
 WIDTH = 760
 RECENT = 20  # steps in the means of waiting and missing
+TOO_FAR = (
+    "The peers are further apart than the bound of this scheduler allows: increase beta, or use a shorter timeout or "
+    "less compression."
+)
 
 
 def summary(snapshot: ElasticSnapshot) -> str:
@@ -39,44 +43,23 @@ def _figures(snapshot: ElasticSnapshot) -> dict[str, str]:
     }
 
 
-def _warning(snapshot: ElasticSnapshot) -> str:
-    if not snapshot.passed:
-        return ""
-    return (
-        "The peers are further apart than the bound of this scheduler allows: increase beta, or use a shorter timeout "
-        "or less compression."
-    )
-
-
-def render_text(snapshot: ElasticSnapshot) -> str:
-    """Draw the meter as lines."""
-    warning = _warning(snapshot)
-    return summary(snapshot) + (f"\n! {warning}" if warning else "")
-
-
-def render_html(snapshot: ElasticSnapshot) -> str:
-    """Draw the meter as one ``div``: figures, the measured inconsistency under its bound, a warning."""
+def draw(snapshot: ElasticSnapshot) -> Document:
+    """Return the meter: figures, the measured inconsistency under its bound, a warning."""
+    shown = Document(*summary(snapshot).split(": ", 1), label="inconsistency of this member")
+    if snapshot.steps:
+        shown.figures(_figures(snapshot))
     measured = [(float(step.step), step.inconsistency) for step in snapshot.steps]
     bounds = [(float(step.step), step.bound) for step in snapshot.steps if step.bound is not None]
-    chart = svg.curve(measured, limit=bounds, label="inconsistency", from_zero=True, width=WIDTH)
-    solid = f'<path d="M0 7h14" fill="none" style="stroke:{svg.LINE}" stroke-width="2"/>'
-    dashed = '<path d="M0 7h5m4 0h5" fill="none" stroke="var(--ink)"/>'
-    lines = {"measured: ||x - v|| / learning rate": solid} | ({"bound in theory": dashed} if bounds else {})
-    key = svg.key(lines, after="" if bounds else "no bound is known for this codec")
-    warning = _warning(snapshot)
-    name, _, state = summary(snapshot).partition(": ")
-    return theme.wrap(
-        theme.heading(html.escape(name), html.escape(state.partition("; ")[0]))
-        + (theme.cards(_figures(snapshot)) if snapshot.steps else "")
-        + (chart + key if chart else "")
-        + (f'<p class="warn">⚠ {html.escape(warning)}</p>' if warning else ""),
-        "inconsistency of this member",
-    )
+    if chart := svg.curve(measured, limit=bounds, label="inconsistency", from_zero=True, width=WIDTH):
+        bound = "dashed: bound in theory" if bounds else "no bound is known for this codec"
+        shown.draw(chart)
+        shown.note(f"solid: measured, ||x - v|| / learning rate; {bound}")
+    if snapshot.passed:
+        shown.warn(TOO_FAR)
+    return shown
 
 
 def consistency_panel(elastic: ElasticOptimizer) -> Panel[ElasticSnapshot]:
     """Return a live view of an elastic optimizer's inconsistency and its bound."""
-    views: Views[ElasticSnapshot] = Views(
-        render_html, render_text, summary, lambda snapshot: snapshot.left, stops=True
-    )
+    views: Views[ElasticSnapshot] = Views(draw, summary, lambda snapshot: snapshot.left, stops=True)
     return Panel(elastic.snapshot, elastic.close, views=views)

@@ -3,41 +3,30 @@
 from __future__ import annotations
 
 import html
-import math
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
-from colab_swarm.markup import aligned, count, duration, plain, text
-from colab_swarm.notebook import svg, theme
+from colab_swarm.markup import count, duration, plain
+from colab_swarm.notebook.theme import Document
 
 if TYPE_CHECKING:
     from colab_swarm.workunits.page import JobStatus, UnitMark, VolunteerRow
 
-MAX_ROWS = 20
-SQUARE, ACROSS = 15, 50
+ACROSS = 100  # units in a line
 CHART = (
     "<style>.cs-view .mean{stroke:var(--blue);fill:none;stroke-width:2}.cs-view .band{fill:var(--blue);opacity:.2}"
     ".cs-view .dot{fill:var(--blue)}.cs-view .target{stroke:var(--amber);stroke-width:1.5;stroke-dasharray:6 4}"
     ".cs-view .level{stroke:var(--line)}</style>"
 )
 STATES = {
-    "assimilated": ("#", "done"),
-    "queued": ("=", "to assimilate"),
-    "training": (">", "training"),
-    "late": ("!", "late"),
-    "rejected": ("x", "rejected"),
-    "waiting": (".", "waits"),
+    "assimilated": ("#", "done", "green"),
+    "queued": ("=", "to assimilate", "green"),
+    "training": (">", "training", "blue"),
+    "late": ("!", "late", "amber"),
+    "rejected": ("x", "rejected", "red"),
+    "waiting": (".", "waits", "soft"),
 }
-"""Character and words for each state of a unit."""
-LOOKS = {
-    "frame": 'fill="none" stroke="var(--line)"',
-    "assimilated": 'fill="var(--green)"',
-    "queued": 'fill="none" stroke="var(--green)" stroke-width="2"',
-    "training": 'fill="var(--blue)"',
-    "late": 'fill="none" stroke="var(--amber)" stroke-width="2.5"',
-    "rejected": 'fill="none" stroke="var(--red)" stroke-width="2"',
-}
-"""Attributes of the path that draws all units of a state; a unit that waits is an empty square."""
+"""Character, words and hue for each state of a unit."""
 COLUMNS = ("volunteer", "reliability", "units", "rejected", "late", "in hand")
 
 
@@ -73,82 +62,34 @@ def figures(status: JobStatus) -> dict[str, str]:
     return {name: value for name, value in known.items() if value}
 
 
-def render_text(status: JobStatus) -> str:
-    """Draw the job as lines."""
-    overview, lines = status.overview, [summary(status)]
-    lines.append("  " + "; ".join(f"{name}: {value}" for name, value in figures(status).items()))
-    if overview.finished is None and overview.marks:
-        shown = "".join(STATES[mark.state][0] for mark in overview.marks)
-        lines += [f"  {shown[begin : begin + 2 * ACROSS]}" for begin in range(0, len(shown), 2 * ACROSS)]
-        key = "  ".join(f"{character} {words}" for character, words in STATES.values())
-        lines.append(f"  units: {key}{_more_units(status)}")
-    rows = [_cells(row, status.at) for row in overview.volunteers[:MAX_ROWS]]
-    lines += aligned([COLUMNS, *rows]) if rows else []
-    return "\n".join(lines + [f"  {line}" for line in (_more(status), plain(status.fault)) if line])
-
-
-def render_html(status: JobStatus) -> str:
-    """Draw the job as one ``div``: figures, the units of the epoch, accuracy with the target, volunteers."""
+def draw(status: JobStatus) -> Document:
+    """Return the job: figures, the units of the epoch, accuracy with the target, volunteers."""
     overview = status.overview
-    rows = [tuple(map(text, _cells(row, status.at))) for row in overview.volunteers[:MAX_ROWS]]
-    volunteers = theme.table(COLUMNS, rows, numbers=range(2, 6), label="volunteers") if rows else ""
-    name, _, state = summary(status).partition(": ")
-    fault = f'<p class="warn">the store does not answer: {text(status.fault)}</p>' if status.fault else ""
-    more = f'<p class="soft">{_more(status)}</p>' if _more(status) else ""
-    units = _units(status) if overview.finished is None and overview.marks else ""
-    return theme.wrap(
-        f"{theme.heading(text(name), text(state))}{fault}{theme.cards(figures(status))}{units}"
-        f"{_accuracy(status)}{volunteers}{more}",
-        f"work units of {plain(status.name)}",
-    )
-
-
-def _units(status: JobStatus) -> str:
-    label = f"{status.overview.units.assimilated} of {len(status.rows)} units done"
-    key = {
-        words: f'<path d="{_shape(state, 0, 0)}" {LOOKS[state]}/>'
-        for state, (_, words) in STATES.items()
-        if state in LOOKS
-    }
-    return _squares(status.overview.marks, label) + svg.key(
-        key, "units: ", f"empty: waits{_more_units(status)}"
-    )
+    shown = Document(*summary(status).split(": ", 1), label=f"work units of {plain(status.name)}")
+    shown.warn(f"the store does not answer: {status.fault}" if status.fault else "")
+    shown.figures(figures(status))
+    if overview.finished is None and overview.marks:
+        marks = "".join(STATES[mark.state][0] for mark in overview.marks)
+        lines = [f"  {marks[begin : begin + ACROSS]}" for begin in range(0, len(marks), ACROSS)]
+        shown.draw(_units(overview.marks), *lines)
+        more = len(status.rows) - len(overview.marks)
+        key = "  ".join(f"{character} {words}" for character, words, _ in STATES.values())
+        shown.note(f"units: {key}" + (f"; and {more:,} more units" if more > 0 else ""))
+    shown.draw(_accuracy(status))
+    cells = partial(_cells, now=status.at)
+    shown.table(COLUMNS, overview.volunteers, cells, numbers=range(2, 6), what="volunteers")
+    return shown
 
 
 @lru_cache(maxsize=2)
-def _squares(marks: tuple[UnitMark, ...], label: str) -> str:
-    """Draw a square per unit; drawn again only when a unit has changed. Units of one state share a path."""
-    paths, tips = dict.fromkeys(LOOKS, ""), []
-    for number, mark in enumerate(marks):
-        x, y = number % ACROSS * SQUARE + 1, number // ACROSS * SQUARE + 1
-        paths["frame"] += _box(x, y, SQUARE)
-        if mark.state in LOOKS:
-            paths[mark.state] += _shape(mark.state, x, y)
-        title = f"<title>{html.escape(_tip(number, mark))}</title>"
-        tips.append(f'<rect x="{x}" y="{y}" width="{SQUARE}" height="{SQUARE}">{title}</rect>')
-    drawn = "".join(f'<path d="{path}" {LOOKS[state]}/>' for state, path in paths.items() if path)
-    width, height = min(len(marks), ACROSS) * SQUARE + 2, math.ceil(len(marks) / ACROSS) * SQUARE + 2
-    return (
-        f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="{label}">'
-        f'{drawn}<g fill="none" pointer-events="all">{"".join(tips)}</g></svg>'
+def _units(marks: tuple[UnitMark, ...]) -> str:
+    """Return a character per unit, with words; drawn again only when a unit has changed."""
+    drawn = "".join(
+        f'<span class="{STATES[mark.state][2]}" title="{html.escape(_tip(number, mark))}">'
+        f"{html.escape(STATES[mark.state][0])}</span>"
+        for number, mark in enumerate(marks)
     )
-
-
-def _box(x: float, y: float, width: float, height: float | None = None) -> str:
-    return f"M{x:g} {y:g}h{width:g}v{height or width:g}h{-width:g}z"
-
-
-def _shape(state: str, x: float, y: float) -> str:
-    """Return the path of a state: shapes differ, not only colours."""
-    inner = SQUARE - 4
-    shapes = {
-        "assimilated": _box(x + 2, y + 2, inner),
-        "queued": _box(x + 3, y + 3, inner - 2),
-        "training": _box(x + 2, y + 2 + inner / 2, inner, inner / 2),
-        "late": f"M{x + SQUARE / 2:g} {y + 3:g}v5m0 2v2.5",
-        "rejected": f"M{x + 3:g} {y + 3:g}l{inner - 2} {inner - 2}m0 {2 - inner}l{2 - inner} {inner - 2}",
-    }
-    return shapes[state]
+    return f'<p style="font:15px ui-monospace,monospace;overflow-wrap:anywhere">{drawn}</p>'
 
 
 def _tip(number: int, mark: UnitMark) -> str:
@@ -172,13 +113,3 @@ def _cells(row: VolunteerRow, now: float) -> tuple[str, ...]:
 
     counts = map(str, (row.accepted, row.rejected, row.expired, row.in_flight))
     return (plain(row.name or row.volunteer[:8], 40), reliability(row, now), *counts)
-
-
-def _more(status: JobStatus) -> str:
-    more = len(status.overview.volunteers) - MAX_ROWS
-    return f"and {more:,} more" if more > 0 else ""
-
-
-def _more_units(status: JobStatus) -> str:
-    more = len(status.rows) - len(status.overview.marks)
-    return f"; and {more:,} more units" if more > 0 else ""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from colab_swarm.markup import aligned, count, plain, text
-from colab_swarm.moe.watch import ExpertsListing, ExpertsSnapshot, HostOfExperts, LiveExpert, ServedExpert
+from colab_swarm.markup import count
+from colab_swarm.moe.watch import ExpertsSnapshot, HostOfExperts, LiveExpert, ServedExpert
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.panel import Panel, Views
+from colab_swarm.notebook.theme import Cell, Document
 
-MAX_ROWS = 20
 MAX_NAMED = 5
 EXPERTS = ("expert", "state", "host", "step", "of the updates")
 HOSTS = ("host", "experts", "of the updates", "round trip")
@@ -35,7 +35,7 @@ def summary(snapshot: ExpertsSnapshot) -> str:
 def _warnings(snapshot: ExpertsSnapshot) -> list[str]:
     listing, found = snapshot.listing, []
     if snapshot.fault:
-        found.append(f"the last lookup failed and is retried: {plain(snapshot.fault)}")
+        found.append(f"the last lookup failed and is retried: {snapshot.fault}")
     if snapshot.listed_s is not None and not listing.live and not snapshot.over:
         found.append(
             "no expert is alive: host some with swarm.host_experts(…), or compare prefix and grid with the hosts'"
@@ -46,52 +46,26 @@ def _warnings(snapshot: ExpertsSnapshot) -> list[str]:
     return found
 
 
-def render_text(snapshot: ExpertsSnapshot) -> str:
-    """Draw the experts as lines: the grid, its hosts, this peer's experts."""
+def draw(snapshot: ExpertsSnapshot) -> Document:
+    """Return the grid with a bar for each use, its hosts, and this peer's experts."""
     listing = snapshot.listing
-    tables = (
-        (EXPERTS, _experts(listing)),
-        (HOSTS, list(map(_host, listing.hosts[:MAX_ROWS]))),
-        (SERVED, list(map(_served, snapshot.served[:MAX_ROWS]))),
-    )
-    lines = [summary(snapshot), *(f"  ! {warning}" for warning in _warnings(snapshot))]
-    for columns, rows in tables:
-        lines += aligned([columns, *rows]) if rows else []
-    return "\n".join([*lines, *(f"  {line}" for line in _hidden(snapshot))])
+    shown = Document(*summary(snapshot).split(": ", 1), label=f"experts of {listing.grid}")
+    for warning in _warnings(snapshot):
+        shown.warn(warning)
+    failed = [(uid, "! left out") for uid in listing.left_out] + [(uid, "x dead") for uid in listing.dead]
+    experts: list[LiveExpert | tuple[str, str]] = [*failed, *sorted(listing.live, key=_use, reverse=True)]
+    shown.table(EXPERTS, experts, _expert, numbers=(3,), what="experts")
+    shown.table(HOSTS, listing.hosts, _host, numbers=(1, 2, 3), what="hosts")
+    shown.table(SERVED, snapshot.served, _served, numbers=range(1, 7), what="experts here")
+    return shown
 
 
-def render_html(snapshot: ExpertsSnapshot) -> str:
-    """Draw the experts as one ``div``: the grid with a bar for each use, its hosts, this peer's experts."""
-    listing = snapshot.listing
-    name, _, state = summary(snapshot).partition(": ")
-    warnings = "".join(f'<p class="warn">{text(warning)}</p>' for warning in _warnings(snapshot))
-    shares = {expert.uid: expert.share for expert in listing.live}
-    experts = []
-    for uid, state_of, host, step, share in _experts(listing):
-        bar = theme.bar(shares.get(uid) or 0.0, f"{share} of the updates")
-        experts.append((text(uid), state_of, host, step, share + bar if share else ""))
-    tables = [theme.table(EXPERTS, experts, numbers=(3,), label="experts")] if experts else []
-    if listing.hosts:
-        rows = map(_host, listing.hosts[:MAX_ROWS])
-        tables.append(theme.table(HOSTS, rows, numbers=(1, 2, 3), label="hosts"))
-    if snapshot.served:
-        served = map(_served, snapshot.served[:MAX_ROWS])
-        tables.append(theme.table(SERVED, served, numbers=range(1, 7), label="my experts"))
-    more = "".join(f'<p class="soft">{line}</p>' for line in _hidden(snapshot))
-    head = theme.heading(text(name), text(state))
-    return theme.wrap(f"{head}{warnings}{''.join(tables)}{more}", f"experts of {listing.grid}")
-
-
-def _experts(listing: ExpertsListing) -> list[tuple[str, ...]]:
-    """Return the rows of the grid: experts that failed first, then the most used ones."""
-    failed: list[tuple[str, ...]] = [(uid, "! left out", "", "", "") for uid in listing.left_out]
-    failed += [(uid, "x dead", "", "", "") for uid in listing.dead]
-    used = sorted(listing.live, key=_use, reverse=True)
-    live = [
-        (expert.uid, "live", _me(expert.host, expert.mine), f"{expert.step:,}", _percent(expert.share))
-        for expert in used[:MAX_ROWS]
-    ]
-    return [*failed, *live][:MAX_ROWS]
+def _expert(one: LiveExpert | tuple[str, str]) -> tuple[Cell, ...]:
+    if isinstance(one, tuple):  # without a host
+        return (*one, "", "", "")
+    share = _percent(one.share)
+    bar = theme.bar(_use(one), f"{share} of the updates")
+    return one.uid, "live", _me(one.host, one.mine), f"{one.step:,}", (share, share + bar)
 
 
 def _use(expert: LiveExpert) -> float:
@@ -122,17 +96,7 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:,.0f} ms" if seconds >= 0.01 else f"{1000 * seconds:.1f} ms"
 
 
-def _hidden(snapshot: ExpertsSnapshot) -> list[str]:
-    listing = snapshot.listing
-    rows = {
-        "experts": len(listing.live) + len(listing.left_out) + len(listing.dead),
-        "hosts": len(listing.hosts),
-        "experts here": len(snapshot.served),
-    }
-    return [f"and {number - MAX_ROWS:,} more {what}" for what, number in rows.items() if number > MAX_ROWS]
-
-
-VIEWS: Views[ExpertsSnapshot] = Views(render_html, render_text, summary, lambda snapshot: snapshot.over)
+VIEWS: Views[ExpertsSnapshot] = Views(draw, summary, lambda snapshot: snapshot.over)
 HOST_VIEWS = replace(VIEWS, who="host", leave=("Stop hosting", "Stopped"))
 
 

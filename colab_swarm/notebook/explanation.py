@@ -18,11 +18,11 @@ from typing import Any, TypeAlias
 
 from colab_swarm.errors import SwarmError
 from colab_swarm.markup import plain, text
-from colab_swarm.notebook import theme
 from colab_swarm.notebook.invitation import PROJECT
+from colab_swarm.notebook.theme import MAX_CHARS, Document
 
 MAX_CHAIN = 5
-MAX_CHARS = 1000
+NOT_RAISED = "an unknown place"  # the module of an error without a traceback
 DOCUMENTED = re.compile(r"^Cause: (?P<cause>.+?)\n\nFix: (?P<fix>.+?)(?:\n\n|\Z)", re.DOTALL | re.MULTILINE)
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
 """Packages whose name differs from their module's."""
@@ -33,45 +33,49 @@ MEMORY: Advice = (
     "use smaller micro-batches: the target batch size, and so the training, stays the same. Then restart the kernel, "
     "which may still hold memory of the failed step; cs.doctor(model=…) shows what fits",
 )
-ROLE: Advice = (
-    "this peer's role in the run does not allow the call: it joined with an invitation for another role",
-    "ask the run's organizer for an invitation with the role that the text names, then cs.join it",
-)
-STATE: Advice = (
-    "the call does not fit the current state, such as a swarm that was left already",
-    "do what the text says; otherwise run the cells again from the one that joins",
-)
 ARGUMENT: Advice = (
     "colab_swarm cannot use an argument; arguments are checked first, so nothing has changed",
     "change what the text names and run the cell again; help(function) lists the arguments",
 )
-BY_ERRNO: dict[int, Advice] = {
+COMMON: dict[str | int | None, Advice] = {
     errno.EADDRINUSE: (
         "another program, or an earlier run of this cell, uses that port of this machine",
         "leave port= out or pass port=0 to get a free port; or stop the other program",
     ),
     errno.ENOSPC: ("the disk is full", "delete files that you do not need, or choose another folder="),
+    "OutOfMemoryError": MEMORY,
+    "MemoryError": MEMORY,
+    "KeyboardInterrupt": (
+        "you or the notebook's stop button interrupted the cell",
+        "nothing is broken: the peer is still in the swarm, and optimizers are as after their last whole step. "
+        "Run the cell again to continue, or swarm.leave() to end",
+    ),
+    "PermissionError": ("this user may not read or write there", "choose a folder of your own: folder=…"),
+    "FileNotFoundError": (
+        "there is no such file or folder",
+        "check the path; os.getcwd() shows where relative paths start",
+    ),
+    "TimeoutError": (
+        "no answer in time: a peer left, a connection is slow, or a machine is overloaded",
+        NETWORK_FIX,
+    ),
+    "ConnectionError": ("a connection could not be opened, or the other side closed it", NETWORK_FIX),
 }
-BY_KIND: tuple[tuple[type[BaseException], Advice], ...] = (
-    (
-        KeyboardInterrupt,
-        (
-            "you or the notebook's stop button interrupted the cell",
-            "nothing is broken: the peer is still in the swarm, and optimizers are as after their last whole step. "
-            "Run the cell again to continue, or swarm.leave() to end",
-        ),
+"""By errno, or by the name of a class."""
+OURS: dict[str | int | None, Advice] = {
+    "PermissionError": (
+        "this peer's role in the run does not allow the call: it joined with an invitation for another role",
+        "ask the run's organizer for an invitation with the role that the text names, then cs.join it",
     ),
-    (PermissionError, ("this user may not read or write there", "choose a folder of your own: folder=…")),
-    (
-        FileNotFoundError,
-        ("there is no such file or folder", "check the path; os.getcwd() shows where relative paths start"),
+    "RuntimeError": (
+        "the call does not fit the current state, such as a swarm that was left already",
+        "do what the text says; otherwise run the cells again from the one that joins",
     ),
-    (
-        TimeoutError,
-        ("no answer in time: a peer left, a connection is slow, or a machine is overloaded", NETWORK_FIX),
-    ),
-    (ConnectionError, ("a connection could not be opened, or the other side closed it", NETWORK_FIX)),
-)
+    "ValueError": ARGUMENT,
+    "TypeError": ARGUMENT,
+    "LookupError": ARGUMENT,
+}
+"""The same for errors that this package raises."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -96,18 +100,24 @@ class Explanation:
         return f"Explanation({self.kind})"
 
     def __str__(self) -> str:
+        return self._drawn().text()
+
+    def _drawn(self) -> Document:
         title = f"{self.kind}: {self.said}" if self.said else self.kind
-        lines = [title, f"  cause: {self.cause}", f"  fix:   {self.fix}"]
-        return "\n".join(lines + [f"  came from {line}" for line in self.behind])
+        shown = Document(self.kind, self.said, label=f"what {self.kind} means", line=title)
+        for name, words in (("cause", self.cause), ("fix", self.fix)):
+            shown.draw(
+                f"<p><b>{name}</b> {text(words, MAX_CHARS)}</p>",
+                f"  {name + ':':<7}{plain(words, MAX_CHARS)}",
+            )
+        shown.note(*(f"came from {line}" for line in self.behind))
+        return shown
 
     def _repr_html_(self) -> str:
-        rows = [("<b>cause</b>", text(self.cause, MAX_CHARS)), ("<b>fix</b>", text(self.fix, MAX_CHARS))]
-        behind = "".join(f'<br><span class="soft">came from {text(line)}</span>' for line in self.behind)
-        title = theme.heading(self.kind, text(self.said, MAX_CHARS))
-        return theme.wrap(f"{title}{theme.table((), rows)}{behind}", f"what {self.kind} means")
+        return self._drawn().html()
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
-        return theme.mime_bundle(str(self), self._repr_html_())
+        return self._drawn().bundle()
 
 
 def explain(error: BaseException | type[BaseException] | None = None) -> Explanation:
@@ -119,20 +129,23 @@ def explain(error: BaseException | type[BaseException] | None = None) -> Explana
     Raises:
         TypeError: it is not an error.
     """
+    error = error or getattr(sys, "last_value", None) or getattr(sys, "last_exc", None)
     if error is None:
-        error = getattr(sys, "last_value", None) or getattr(sys, "last_exc", None)
-        if error is None:
-            return Explanation(
-                "no error", "", "no cell has failed so far", "pass an error: cs.explain(error)"
-            )
+        return Explanation(
+            "no error", "", "no cell of this notebook has failed so far", "pass an error: cs.explain(error)"
+        )
     if isinstance(error, type) and issubclass(error, BaseException):
-        inside = ("", [ValueError()]) if issubclass(error, BaseExceptionGroup) else ()
-        error = error.__new__(error, *inside)  # never raised: without a text
+        error = _instance_of(error)
     if not isinstance(error, BaseException):
         raise TypeError(f"cs.explain({error!r:.50}): pass an error, its class, or nothing for the last one")
     cause, fix = _documented(error) or _known(error) or _unknown(error)
     behind = tuple(f"{type(one).__name__}: {_text_of(one)}" for one in _chain(error))
     return Explanation(type(error).__name__, _text_of(error), cause, fix, behind)
+
+
+def _instance_of(kind: type[BaseException]) -> BaseException:
+    inside = ("", [ValueError()]) if issubclass(kind, BaseExceptionGroup) else ()
+    return kind.__new__(kind, *inside)
 
 
 def _text_of(error: BaseException) -> str:
@@ -156,32 +169,27 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _documented(error: BaseException) -> Advice | None:
-    if isinstance(error, SwarmError):
-        for kind in type(error).__mro__:  # a subclass without advice inherits its base's
-            if found := DOCUMENTED.search(inspect.cleandoc(kind.__doc__ or "")):
-                cause, fix = (" ".join(part.split()).removesuffix(".") for part in found.groups())
-                return cause, fix
+    kinds = type(error).__mro__ if isinstance(error, SwarmError) else ()
+    for kind in kinds:  # a subclass without advice inherits its base's
+        if found := DOCUMENTED.search(inspect.cleandoc(kind.__doc__ or "")):
+            cause, fix = (" ".join(part.split()).removesuffix(".") for part in found.groups())
+            return cause, fix
     return None
 
 
 def _known(error: BaseException) -> Advice | None:
-    ours = (_modules(error) or ["colab_swarm"])[-1].partition(".")[0] == "colab_swarm"
-    names = {kind.__name__ for kind in type(error).__mro__}
-    if names & {"OutOfMemoryError", "MemoryError"} or "out of memory" in _text_of(error):
+    if "out of memory" in _text_of(error):
         return MEMORY
     if isinstance(error, ModuleNotFoundError):
         return _missing_module((error.name or "").partition(".")[0])
-    if isinstance(error, PermissionError) and error.errno is None and ours:
-        return ROLE
-    if isinstance(error, OSError) and error.errno in BY_ERRNO:
-        return BY_ERRNO[error.errno]
-    for kind, (cause, fix) in BY_KIND:
-        if isinstance(error, kind):
-            filename = getattr(error, "filename", None)
+    number: int | None = getattr(error, "errno", None)
+    filename = getattr(error, "filename", None)
+    advice = COMMON if number or not _is_ours(_modules(error)[-1]) else COMMON | OURS
+    for key in (number, *(kind.__name__ for kind in type(error).__mro__)):
+        if key in advice:
+            cause, fix = advice[key]
             return (f"{cause} ({filename})" if filename else cause), fix
-    if ours and isinstance(error, RuntimeError):
-        return STATE
-    return ARGUMENT if ours and isinstance(error, ValueError | TypeError | LookupError) else None
+    return None
 
 
 def _missing_module(name: str) -> Advice:
@@ -193,33 +201,34 @@ def _missing_module(name: str) -> Advice:
 
 def extra_of(module: str) -> str | None:
     """Return the extra of this package that installs a module, or None."""
-    wanted = DISTRIBUTIONS.get(module, module).lower().replace("_", "-")
+    package = re.escape(DISTRIBUTIONS.get(module, module)).replace("_", "[-_]")
     try:
-        needed = requires("colab-swarm") or []
+        needed = "\n".join(requires("colab-swarm") or ())
     except PackageNotFoundError:  # it runs from its source
         return None
-    for line in needed:
-        name = re.match(r"[A-Za-z0-9._-]+", line)
-        extra = re.search(r"extra\s*==\s*['\"]([\w-]+)['\"]", line)
-        if name and extra and extra[1] != "all" and name[0].lower().replace("_", "-") == wanted:
-            return extra[1]
-    return None
+    extra = rf"^{package}(?![\w.-]).*extra\s*==\s*['\"](?!all\b)([\w-]+)"
+    found = re.search(extra, needed, re.IGNORECASE | re.MULTILINE)
+    return found[1] if found else None
 
 
 def _modules(error: BaseException) -> list[str]:
-    """Return the modules that the error passed through; the one that raised it comes last."""
-    return [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    frames = traceback.walk_tb(error.__traceback__)
+    return [frame.f_globals.get("__name__", "") for frame, _ in frames] or [NOT_RAISED]
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] in ("colab_swarm", NOT_RAISED)
 
 
 def _unknown(error: BaseException) -> Advice:
     modules = _modules(error)
-    raised_in = (modules or [""])[-1]
-    if any(name.partition(".")[0] == "colab_swarm" for name in modules) and raised_in != "__main__":
+    raised_in = modules[-1]
+    if any(map(_is_ours, modules)) and raised_in not in ("__main__", NOT_RAISED):
         return (
             f"unknown error while code of colab_swarm ran (raised in {raised_in}): it may be a bug of colab_swarm",
             f"report it with the whole traceback and the output of cs.doctor(): https://github.com/{PROJECT}/issues",
         )
-    where = {"": "an unknown place", "__main__": "this notebook's own code"}.get(raised_in, raised_in)
+    where = "this notebook's own code" if raised_in == "__main__" else raised_in
     return (
         f"colab_swarm does not know this error: it was raised in {where}",
         "read the traceback from the bottom up, to the last line of your own code",

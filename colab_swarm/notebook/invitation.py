@@ -7,9 +7,8 @@ import time
 from importlib.util import find_spec
 from typing import Any, Self
 
-from colab_swarm.markup import text
 from colab_swarm.net.lan import LanSwarm
-from colab_swarm.notebook import theme
+from colab_swarm.notebook.theme import Document
 
 PROJECT = "OWNER/colab_swarm"  # on GitHub; replace OWNER in your own copy
 COLAB_URL = f"https://colab.research.google.com/github/{PROJECT}/blob/main/notebooks/NAME.ipynb"
@@ -62,9 +61,8 @@ class Invitation(str):
         warning: str = "",
     ) -> Self:
         invitation = super().__new__(cls, text)
-        invitation.run, invitation.role = run, role
-        invitation.expires_at, invitation.uses = expires_at, uses
-        invitation.purpose, invitation.warning = purpose, warning
+        invitation.run, invitation.role, invitation.expires_at = run, role, expires_at
+        invitation.uses, invitation.purpose, invitation.warning = uses, purpose, warning
         return invitation
 
     def __getnewargs_ex__(self) -> tuple[tuple[str], dict[str, Any]]:
@@ -96,22 +94,24 @@ class Invitation(str):
         drawn = code.svg_inline(scale=scale, border=4, dark="#000", light="#fff", omitsize=False)
         return f'<div role="img" aria-label="QR code of the invitation">{drawn}</div>'
 
-    def _repr_html_(self) -> str:
+    def _drawn(self) -> Document:
         colab, kaggle = NOTEBOOKS[self.purpose]
-        warning = f'<p class="warn">{html.escape(self.warning)}</p>' if self.warning else ""
         badges = _badge(COLAB_URL, colab, "Open in Colab") + _badge(KAGGLE_URL, kaggle, "Open in Kaggle")
-        return theme.wrap(
-            f"{theme.heading(html.escape(self.described()))}{warning}{self._qr_html()}"
-            f'<p><code style="{BOX};display:block;padding:6px 8px;overflow-wrap:anywhere;white-space:normal;'
-            'background:var(--card);color:inherit;user-select:all" title="one click selects all of it">'
-            f"{html.escape(self)}</code></p><p>{badges}and paste the text there.</p>",
-            "invitation",
+        shown = Document(self.described(), label="invitation")
+        shown.warn(self.warning)
+        shown.draw(
+            f'{self._qr_html()}<p><code style="{BOX};display:block;padding:6px 8px;overflow-wrap:anywhere;'
+            'white-space:normal;background:var(--card);color:inherit;user-select:all" title="one click selects all of '
+            f'it">{html.escape(self)}</code></p><p>{badges}and paste the text there.</p>'
         )
+        return shown
+
+    def _repr_html_(self) -> str:
+        return self._drawn().html()
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         # the invitation comes last: a copy of the whole text can still be used to join
-        plain = f"{self.warning}\n{self}" if self.warning else str(self)
-        return theme.mime_bundle(plain, self._repr_html_())
+        return self._drawn().bundle() | {"text/plain": "\n".join(filter(None, (self.warning, str(self))))}
 
 
 def _badge(url: str, notebook: str, text: str) -> str:
@@ -134,10 +134,15 @@ class LanSwarms(tuple[LanSwarm, ...]):
             for index, swarm in enumerate(self)
         ]
 
+    def _drawn(self) -> Document:
+        shown = Document("", label="swarms in this network")
+        shown.table(("swarm", "peers", "how to join"), self.rows(), list, what="swarms in this network")
+        if not self:
+            shown.draw(f"<p>{html.escape(NONE)}</p>", NONE)
+        return shown
+
     def __repr__(self) -> str:
-        return "\n".join("  ".join(row) for row in self.rows()) or NONE
+        return self._drawn().text()
 
     def _repr_html_(self) -> str:
-        rows = [tuple(map(text, row)) for row in self.rows()]
-        table = theme.table(("swarm", "peers", "how to join"), rows, label="swarms in this network")
-        return theme.wrap(table if rows else f"<p>{html.escape(NONE)}</p>", "swarms in this network")
+        return self._drawn().html()

@@ -13,13 +13,24 @@ from functools import partial
 from typing import Literal, TypeAlias
 
 from colab_swarm.events import BatchDropped, Event, Fault, RoundFinished, StateReceived
-from colab_swarm.markup import aligned, count, plain, size, text
+from colab_swarm.markup import count, plain, size, text
 from colab_swarm.notebook import rounds, swarm_map, theme
 from colab_swarm.notebook.panel import Page, Views
+from colab_swarm.notebook.theme import Cell, Document
 from colab_swarm.snapshot import SwarmSnapshot
 
 MAX_PEERS = 32
 MAX_LINES = 12
+FAULTS = {
+    "crash": "{} crashes",
+    "restart": "{} can be dialled again",
+    "heal": "the network is whole again",
+    "slow": "{}'s connection becomes {:g} times slower than at first",
+    "skew": "{}'s clock is {:g} s ahead",
+    "lose": "{:.1%} of all messages are lost once",
+    "latency": "latency becomes {:g} times that at first",
+    "bandwidth": "bandwidth becomes {:g} times that at first",
+}
 OVER = ("finished", "stopped", "failed")  # final states of a run
 COLUMNS = ("peer", "state", "step", "samples", "samples/s", "loss")
 SYMBOLS = {
@@ -56,20 +67,15 @@ class SimulatedPeer:
     """One peer of a simulation.
 
     Attributes:
-        name: as faults use it.
         state: ``training``, ``catching up``, ``joined``, ``finished``, ``joining``, ``crashed`` or ``left``.
-        step: global step of its parameters.
-        samples: accumulated towards the next step.
-        samples_per_s: training speed.
-        loss: at its last step; None before the first.
     """
 
-    name: str
+    name: str  # as faults use it
     state: str
-    step: int
-    samples: float
-    samples_per_s: float
-    loss: float | None
+    step: int  # global step of its parameters
+    samples: float  # accumulated towards the next step
+    samples_per_s: float  # training speed
+    loss: float | None  # at its last step; None before the first
 
 
 @dataclass(frozen=True)
@@ -77,64 +83,36 @@ class SimulationSnapshot:
     """A simulated swarm at one moment.
 
     Attributes:
-        at: virtual seconds since it started.
-        network: name and description.
-        peers: in the order in which they joined.
-        target_batch_size: samples of a global step; 0 while no peer trains.
         fired, coming: past and future faults, in words, with their times; oldest first.
-        seen: the swarm as one of the peers sees it; None without peers.
     """
 
-    at: float
-    network: str
-    peers: tuple[SimulatedPeer, ...]
-    target_batch_size: float
+    at: float  # virtual seconds since it started
+    network: str  # name and description
+    peers: tuple[SimulatedPeer, ...]  # in the order in which they joined
+    target_batch_size: float  # samples of a global step; 0 while no peer trains
     fired: tuple[str, ...]
     coming: tuple[str, ...]
-    seen: SwarmSnapshot | None
+    seen: SwarmSnapshot | None  # the swarm as one of the peers sees it; None without peers
 
 
 @dataclass(frozen=True)
 class LessonSnapshot:
-    """An interactive run at one moment.
+    """An interactive run at one moment."""
 
-    Attributes:
-        simulation: its swarm.
-        state: ``playing``, ``paused``, ``finished``, ``stopped`` or ``failed``.
-        speed: virtual seconds per second.
-        story: what happened, one line each, oldest first.
-        error: raised by a peer's code; empty if none.
-    """
-
-    simulation: SimulationSnapshot
-    state: str
-    speed: float
-    story: tuple[str, ...]
-    error: str = ""
+    simulation: SimulationSnapshot  # its swarm
+    state: str  # ``playing``, ``paused``, ``finished``, ``stopped`` or ``failed``
+    speed: float  # virtual seconds per second
+    story: tuple[str, ...]  # what happened, one line each, oldest first
+    error: str = ""  # raised by a peer's code; empty if none
 
 
 def describe_fault(name: str, arguments: Sequence[object]) -> str:
     """Return a fault in words, such as ``carol crashes``."""
-    match name, *arguments:
-        case ("crash", who):
-            return f"{who} crashes"
-        case ("restart", who):
-            return f"{who} can be dialled again"
-        case ("partition", *groups):
-            parts = (", ".join(sorted(group)) for group in groups if isinstance(group, set))
-            return f"the network is partitioned: {' | '.join(parts)}"
-        case ("heal",):
-            return "the network is whole again"
-        case ("slow", who, float() | int() as factor):
-            return f"{who}'s connection becomes {factor:g} times slower than at first"
-        case ("skew", who, float() | int() as seconds):
-            return f"{who}'s clock is {seconds:g} s ahead"
-        case ("lose", float() | int() as rate):
-            return f"{rate:.1%} of all messages are lost once"
-        case ("latency", float() | int() as factor):
-            return f"latency becomes {factor:g} times that at first"
-        case ("bandwidth", float() | int() as factor):
-            return f"bandwidth becomes {factor:g} times that at first"
+    if name == "partition":
+        parts = (", ".join(sorted(group)) for group in arguments if isinstance(group, set))
+        return f"the network is partitioned: {' | '.join(parts)}"
+    if name in FAULTS:
+        return FAULTS[name].format(*arguments)
     return f"{name} {', '.join(map(str, arguments))}".strip()
 
 
@@ -165,60 +143,49 @@ def summary(snapshot: LessonSnapshot) -> str:
     return f"{snapshot.state} at {snapshot.simulation.at:.1f} s: {_peers(snapshot.simulation)}"
 
 
-def simulation_text(snapshot: SimulationSnapshot) -> str:
-    """Draw the simulation as aligned lines."""
-    head = f"{_peers(snapshot)} after {snapshot.at:.1f} s on {snapshot.network}"
-    rows = [COLUMNS, *map(_cells, snapshot.peers[:MAX_PEERS])]
-    return "\n".join([head, *aligned(rows), *(f"  {line}" for line in _faults(snapshot, snapshot.fired))])
+def draw_simulation(snapshot: SimulationSnapshot) -> Document:
+    """Return the simulation: its peers and faults."""
+    shown = Document(*_head(snapshot), label="simulated swarm")
+    _draw_peers(shown, snapshot)
+    shown.note(*_faults(snapshot, snapshot.fired), title="Faults")
+    return shown
 
 
-def simulation_html(snapshot: SimulationSnapshot) -> str:
-    """Draw the simulation as one ``div``."""
-    return theme.wrap(
-        _table(snapshot) + _lines("Faults", _faults(snapshot, snapshot.fired)), "simulated swarm"
+def draw_lesson(snapshot: LessonSnapshot) -> Document:
+    """Return the run: its time, the peers and the story."""
+    simulation = snapshot.simulation
+    shown = Document(*_head(simulation), label="run of a simulated swarm", line=summary(snapshot))
+    shown.figures(
+        {
+            "virtual time": f"{simulation.at:,.0f} s",
+            "run": f"{snapshot.speed:g} s a second" if snapshot.state == "playing" else snapshot.state,
+        }
     )
+    shown.warn(f"A peer's code raised {snapshot.error}" if snapshot.error else "")
+    _draw_peers(shown, simulation)
+    shown.note(*_faults(simulation, snapshot.story), title="What happened")
+    return shown
 
 
-def lesson_text(snapshot: LessonSnapshot) -> str:
-    """Draw the run as lines: peers, faults and an error."""
-    error = [f"A peer's code raised {plain(snapshot.error, 500)}"] if snapshot.error else []
-    return "\n".join([summary(snapshot), simulation_text(snapshot.simulation), *error])
+def _draw_peers(shown: Document, snapshot: SimulationSnapshot) -> None:
+    cells = partial(_cells, target_batch_size=snapshot.target_batch_size)
+    shown.table(COLUMNS, snapshot.peers, cells, numbers=(2, 3, 4, 5), what="peers")
 
 
-def lesson_html(snapshot: LessonSnapshot) -> str:
-    """Draw the run as one ``div``: its time, the peers and the story."""
-    error = f'<p class="warn">A peer\'s code raised {text(snapshot.error, 500)}</p>' if snapshot.error else ""
-    figures = {
-        "virtual time": f"{snapshot.simulation.at:,.0f} s",
-        "run": f"{snapshot.speed:g} s a second" if snapshot.state == "playing" else snapshot.state,
-    }
-    story = _lines("What happened", _faults(snapshot.simulation, snapshot.story))
-    return theme.wrap(
-        theme.cards(figures) + error + _table(snapshot.simulation) + story, "run of a simulated swarm"
-    )
-
-
-def _table(snapshot: SimulationSnapshot) -> str:
-    rows = []
-    for peer in snapshot.peers[:MAX_PEERS]:
-        name, state, step, samples, *rest = map(text, _cells(peer))
-        if snapshot.target_batch_size > 0 and peer.samples > 0:
-            label = f"{samples} of the {snapshot.target_batch_size:,.0f} samples of a step"
-            samples += theme.bar(peer.samples / snapshot.target_batch_size, label)
-        hue, symbol = SYMBOLS.get(peer.state, ("soft", "•"))
-        rows.append((name, theme.mark(hue, symbol, state), step, samples, *rest))
-    head = theme.heading(_peers(snapshot), f"after {snapshot.at:.1f} s on {text(snapshot.network)}")
-    return head + theme.table(COLUMNS, rows, numbers=(2, 3, 4, 5), label="peers")
-
-
-def _lines(title: str, lines: Sequence[str]) -> str:
-    return f"<h4>{title}</h4><p>{'<br>'.join(map(text, lines))}</p>" if lines else ""
-
-
-def _cells(peer: SimulatedPeer) -> tuple[str, ...]:
+def _cells(peer: SimulatedPeer, target_batch_size: float) -> tuple[Cell, ...]:
     loss = "" if peer.loss is None or not math.isfinite(peer.loss) else f"{peer.loss:.3f}"
-    speeds = (f"{peer.samples:,.0f}", f"{peer.samples_per_s:,.1f}")
-    return (plain(peer.name, 40), plain(peer.state, 40), str(peer.step), *speeds, loss)
+    state, (hue, symbol) = plain(peer.state, 40), SYMBOLS.get(peer.state, ("soft", "•"))
+    samples = drawn = f"{peer.samples:,.0f}"
+    if target_batch_size > 0 and peer.samples > 0:
+        label = f"{samples} of the {target_batch_size:,.0f} samples of a step"
+        drawn += theme.bar(peer.samples / target_batch_size, label)
+    mark = theme.mark(hue, symbol, text(state))
+    speed = f"{peer.samples_per_s:,.1f}"
+    return plain(peer.name, 40), (state, mark), str(peer.step), (samples, drawn), speed, loss
+
+
+def _head(snapshot: SimulationSnapshot) -> tuple[str, str]:
+    return _peers(snapshot), f"after {snapshot.at:.1f} s on {snapshot.network}"
 
 
 def _faults(snapshot: SimulationSnapshot, past: Sequence[str]) -> list[str]:
@@ -231,32 +198,25 @@ def _peers(snapshot: SimulationSnapshot) -> str:
     return f"{count(len(alive), 'peer')} at step {step}"
 
 
-def _seen_page(
-    draw: Callable[..., str], empty: Callable[[str], str], snapshot: LessonSnapshot, *chosen: int
-) -> str:
-    """Draw the swarm as one of the peers sees it."""
+def _draw_seen(draw: Callable[..., Document], snapshot: LessonSnapshot, *chosen: int) -> Document:
     seen = snapshot.simulation.seen
-    return empty("No peer is online.") if seen is None else draw(seen, *chosen)
+    if seen is not None:
+        return draw(seen, *chosen)
+    shown = Document("", label="empty")
+    shown.note("No peer is online.")
+    return shown
 
 
 LESSON: Views[LessonSnapshot] = Views(
-    lesson_html,
-    lesson_text,
+    draw_lesson,
     summary,
     lambda snapshot: snapshot.state in OVER,
     who="run",
     leave=("End run", "Ended"),
     first="peers",
     pages={
-        "rounds": Page(
-            partial(_seen_page, rounds.render_html, partial(theme.wrap, label="empty")),
-            partial(_seen_page, rounds.render_text, str),
-            slider=("rounds back", rounds.RECENT - 1),
-        ),
-        "map": Page(
-            partial(_seen_page, swarm_map.render_html, partial(theme.wrap, label="empty")),
-            partial(_seen_page, swarm_map.render_text, str),
-        ),
+        "rounds": Page(partial(_draw_seen, rounds.draw), slider=("rounds back", rounds.RECENT - 1)),
+        "map": Page(partial(_draw_seen, swarm_map.draw)),
     },
     paused=lambda snapshot: snapshot.state == "paused",
 )

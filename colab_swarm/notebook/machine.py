@@ -85,7 +85,7 @@ def versions() -> tuple[Version, ...]:
     """Return the installed versions beside the lowest ones that this package accepts."""
     floors = wanted(requires("colab-swarm") or ())
     python = Version("python", ".".join(map(str, sys.version_info[:3])), "3.11")
-    return (python, *(Version(name, _version(name), floors.get(name, "0")) for name in PACKAGES))
+    return (python, *(Version(name, installed_version(name), floors.get(name, "0")) for name in PACKAGES))
 
 
 def wanted(requirements: Iterable[str]) -> dict[str, str]:
@@ -93,7 +93,8 @@ def wanted(requirements: Iterable[str]) -> dict[str, str]:
     return {match[1]: match[2] for line in requirements if (match := FLOOR.match(line))}
 
 
-def _version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed package, or None."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -119,29 +120,21 @@ def _try_host(
 ) -> None:
     try:
         connection = connect(host, CONNECT_TIMEOUT_S)
+        if isinstance(connection, socket.socket):
+            connection.close()
+        answers.put(True)
     except OSError:
         answers.put(False)
-        return
-    if isinstance(connection, socket.socket):
-        connection.close()
-    answers.put(True)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The measured speed of a model.
+    """The measured speed of a model."""
 
-    Attributes:
-        samples_per_s: forward and backward, with the loading of batches.
-        micro_batch: samples of a batch.
-        parameters: number of trained values.
-        sample_bytes: saved for the backward pass of one sample, on average.
-    """
-
-    samples_per_s: float
-    micro_batch: int
-    parameters: int
-    sample_bytes: float
+    samples_per_s: float  # forward and backward, with the loading of batches
+    micro_batch: int  # samples of a batch
+    parameters: int  # number of trained values
+    sample_bytes: float  # saved for the backward pass of one sample, on average
 
 
 def calibrate(

@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from colab_swarm.notebook import rounds, swarm_map, theme, views
+from colab_swarm.notebook import rounds, swarm_map, views
 from colab_swarm.notebook.platforms import has_frontend
+from colab_swarm.notebook.theme import Document
 from colab_swarm.snapshot import SwarmSnapshot
 
 logger = logging.getLogger(__name__)
@@ -38,16 +39,10 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class Page(Generic[S]):
-    """A further page of a panel.
+    """A further page of a panel."""
 
-    Attributes:
-        html, text: draw the page. With a slider they take its value too.
-        slider: its name and its largest value; the smallest is 0.
-    """
-
-    html: Callable[..., str]
-    text: Callable[..., str]
-    slider: tuple[str, int] | None = None
+    draw: Callable[..., Document]  # takes a snapshot, and the value of the slider if there is one
+    slider: tuple[str, int] | None = None  # its name and its largest value; the smallest is 0
 
 
 @dataclass(frozen=True)
@@ -55,38 +50,29 @@ class Views(Generic[S]):
     """How to draw snapshots of one kind.
 
     Attributes:
-        html, text: draw the first page.
-        line: sums it up in one line.
-        over: whether nothing will change any more.
-        who: what continues when the user stops watching.
         leave: label of the button that ends it, before and after the click.
-        first: name of the first page.
-        pages: further pages by name.
         paused: whether it is paused; needed by panels that can pause.
-        stops: whether to offer a button that interrupts the running cell.
     """
 
-    html: Callable[[S], str]
-    text: Callable[[S], str]
-    line: Callable[[S], str]
-    over: Callable[[S], bool]
-    who: str = "peer"
+    draw: Callable[[S], Document]  # returns the first page
+    line: Callable[[S], str]  # sums it up in one line
+    over: Callable[[S], bool]  # whether nothing will change any more
+    who: str = "peer"  # what continues when the user stops watching
     leave: tuple[str, str] = ("Leave swarm", "Left")
-    first: str = "overview"
-    pages: Mapping[str, Page[S]] = field(default_factory=dict)
+    first: str = "overview"  # name of the first page
+    pages: Mapping[str, Page[S]] = field(default_factory=dict)  # further pages by name
     paused: Callable[[S], bool] = lambda snapshot: False
-    stops: bool = False
+    stops: bool = False  # whether to offer a button that interrupts the running cell
 
 
 SWARM: Views[SwarmSnapshot] = Views(
-    views.render_html,
-    views.render_text,
+    views.draw,
     views.summary,
     lambda snapshot: snapshot.state == "left",
     first="swarm",
     pages={
-        "rounds": Page(rounds.render_html, rounds.render_text, slider=("rounds back", rounds.RECENT - 1)),
-        "map": Page(swarm_map.render_html, swarm_map.render_text),
+        "rounds": Page(rounds.draw, slider=("rounds back", rounds.RECENT - 1)),
+        "map": Page(swarm_map.draw),
     },
     paused=lambda snapshot: snapshot.paused,
     stops=True,
@@ -116,7 +102,7 @@ class Panel(Generic[S]):
         live: bool | None = None,
     ) -> None:
         self._read, self._stop, self._pause, self._views = read, stop, pause, views
-        self._pages = {views.first: Page(views.html, views.text), **views.pages}
+        self._pages = {views.first: Page(views.draw), **views.pages}
         self._page, self._chosen = views.first, 0
         self._lock = threading.RLock()  # some kernels call back on a thread beside the busy cell
         self._box: Any = None
@@ -200,9 +186,8 @@ class Panel(Generic[S]):
 
     # --- staying live ---------------------------------------------------------------------------------------------
 
-    def _draw(self, page: Page[S], snapshot: S, *, text: bool = False) -> str:
-        draw = page.text if text else page.html
-        return draw(snapshot, self._chosen) if page.slider else draw(snapshot)
+    def _draw(self, page: Page[S], snapshot: S) -> Document:
+        return page.draw(snapshot, self._chosen) if page.slider else page.draw(snapshot)
 
     def refresh(self) -> S:
         """Take a snapshot, show it in the widget if there is one, and return it."""
@@ -210,7 +195,7 @@ class Panel(Generic[S]):
             self._shown_at = time.monotonic()
             snapshot = self._read()
             if self._box is not None:
-                self._view.value = self._draw(self._pages[self._page], snapshot)
+                self._view.value = self._draw(self._pages[self._page], snapshot).html()
                 self._left = self._left or self._views.over(snapshot)
                 self._paused = self._views.paused(snapshot)
                 self._show_buttons()
@@ -251,7 +236,7 @@ class Panel(Generic[S]):
             _print(f"Stopped watching; the {self._views.who} continues. {method}() stops it.")
         if self._box is None:
             snapshot = self._read()
-            pages = (self._draw(page, snapshot, text=True) for page in self._pages.values())
+            pages = (self._draw(page, snapshot).text() for page in self._pages.values())
             _print("\n\n".join(filter(None, pages)))
 
     def _watch(self, seconds: float | None, every_s: float) -> None:
@@ -270,9 +255,7 @@ class Panel(Generic[S]):
         return f"Panel({self._views.line(self._read())})"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        snapshot, page = self.refresh(), self._pages[self._page]
-        text, html = self._draw(page, snapshot, text=True), self._draw(page, snapshot)
-        return theme.mime_bundle(text, html, self._box)
+        return self._draw(self._pages[self._page], self.refresh()).bundle(self._box)
 
 
 # --- buttons ----------------------------------------------------------------------------------------------------------
@@ -333,7 +316,6 @@ def play_button(refresh: Callable[[], object]) -> tuple[Any, Any]:
 
 
 def _print(text: str) -> None:
-    """Print, in ASCII where the terminal cannot show more."""
     encoding = getattr(sys.stdout, "encoding", None) or "ascii"
     try:
         text.encode(encoding)

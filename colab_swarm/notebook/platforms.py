@@ -20,25 +20,15 @@ from colab_swarm.snapshot import SessionTime
 
 @dataclass(frozen=True)
 class Platform:
-    """A platform and its rules for a swarm.
+    """A platform and its rules for a swarm."""
 
-    Attributes:
-        name: for people.
-        terms: what its terms are reported to say about swarms; empty if unknown.
-        limits: duration and resources of a session; empty if unknown.
-        internet_help: how to switch the internet on; empty where there is no switch.
-        must_agree: whether training here needs `require_terms`.
-        limit_s: longest duration of a session; None if unknown.
-        lasting: the folder that outlives a session; empty if all folders do, or none.
-    """
-
-    name: str
-    terms: str = ""
-    limits: str = ""
-    internet_help: str = ""
-    must_agree: bool = False
-    limit_s: float | None = None
-    lasting: str = ""
+    name: str  # for people
+    terms: str = ""  # what its terms are reported to say about swarms; empty if unknown
+    limits: str = ""  # duration and resources of a session; empty if unknown
+    internet_help: str = ""  # how to switch the internet on; empty where there is no switch
+    must_agree: bool = False  # whether training here needs `require_terms`
+    limit_s: float | None = None  # longest duration of a session; None if unknown
+    lasting: str = ""  # the folder that outlives a session; empty if all folders do, or none
 
 
 COLAB = Platform(
@@ -136,19 +126,12 @@ WARN_BEFORE_S = 600.0  # time between the warning and leaving
 
 @dataclass(frozen=True)
 class SessionClock:
-    """The duration of one session. Times are those of the runtime's loop, seconds.
+    """The duration of one session. Times are those of the runtime's loop, seconds."""
 
-    Attributes:
-        platform: for people.
-        began_at: start of the session.
-        limit_s: its longest duration.
-        leave_before_s: this peer leaves so long before the end.
-    """
-
-    platform: str
-    began_at: float
-    limit_s: float
-    leave_before_s: float = LEAVE_BEFORE_S
+    platform: str  # for people
+    began_at: float  # start of the session
+    limit_s: float  # its longest duration
+    leave_before_s: float = LEAVE_BEFORE_S  # this peer leaves so long before the end
 
     @classmethod
     def of(

@@ -9,6 +9,7 @@ rounds are the peer's own statement.
 from __future__ import annotations
 
 import base64
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,30 +27,12 @@ from colab_swarm.net.identity import id_of, verify
 from colab_swarm.net.membership import Key, MembershipAdmission, Moment, RunId, Sign
 from colab_swarm.net.peers import UNDECODABLE, PeerId, Role, short
 from colab_swarm.training.settings import PeerServices
-from colab_swarm.trust.contributions import (
-    MAX_AMOUNT,
-    RECORD_S,
-    Amount,
-    leaderboard,
-    tally_key,
-    tally_of,
-)
+from colab_swarm.trust.contributions import MAX_AMOUNT, RECORD_S, Amount, tally_key, tally_of
 
 MAX_VOUCHERS = 1000
 MAX_BYTES = 64 << 20
 CAVEAT = "Members that credit each other look like members that worked."
-CARD = (
-    '<svg xmlns="http://www.w3.org/2000/svg" width="600" height="{height}" viewBox="0 0 600 {height}" role="img" '
-    'font-family="system-ui,sans-serif" font-size="15" fill="#1b1f24"><title>{title}</title>'
-    '<rect x="8" y="8" width="584" height="{inner}" rx="14" fill="#ffffff" stroke="#0069a8" stroke-width="3"/>'
-    '<text x="32" y="46" font-size="13" fill="#57606a">contribution to {run}</text>'
-    '<text x="32" y="84" font-size="26" font-weight="700">{name}</text>'
-    '<text x="568" y="84" text-anchor="end" font-family="monospace" fill="#57606a">{id}</text>'
-    '<text x="32" y="136" font-size="34" font-weight="700" fill="#0069a8">{first}</text>{more}'
-    '<path d="M32 {rule}H568" stroke="#d0d7de"/>'
-    '<text x="32" y="{vouched_y}" font-weight="600" fill="#00735a">{vouched}</text>'
-    '<text x="32" y="{caveat_y}" font-size="12" fill="#57606a">{caveat}</text></svg>'
-)
+BIG, NORMAL, SMALL = 28, 15, 12  # pixels of the card's lines
 
 
 class Voucher(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,12 +46,12 @@ class Voucher(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def record(self) -> Record:
         """Return the record that its writer signed."""
-        writer = id_of(self.owner)
-        return Record(writer, self.value, self.expires_at, self.version, 0.0, self.owner, self.signature)
+        subkey = id_of(self.owner)
+        return Record(subkey, self.value, self.expires_at, self.version, 0.0, self.owner, self.signature)
 
 
 class SignedCredit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Sums over all vouchers; see `colab_swarm.trust.contributions`."""
+    """Sums over all vouchers, in the order of `colab_swarm.trust.contributions.KINDS`."""
 
     samples: Amount = 0.0
     reduced_bytes: Amount = 0.0
@@ -90,19 +73,12 @@ class SignedCredit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Proven:
-    """The verified content of a receipt.
+    """The verified content of a receipt."""
 
-    Attributes:
-        peer: its owner.
-        given: what the other peers credit it with, in sum.
-        vouchers: how many peers credit it.
-        authority: id of the key that admitted them to the run; None in an open run.
-    """
-
-    peer: PeerId
-    given: SignedCredit
-    vouchers: int
-    authority: PeerId | None
+    peer: PeerId  # its owner
+    given: SignedCredit  # what the other peers credit it with, in sum
+    vouchers: int  # how many peers credit it
+    authority: PeerId | None  # id of the key that admitted them to the run; None in an open run
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -220,25 +196,23 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         first, *rest = self.given.lines()
         days = [time.strftime("%Y-%m-%d", time.gmtime(at)) for at in (self.began_at, self.ended_at)]
         period = " to ".join(dict.fromkeys(days))
-        lines = [f"and {line}" for line in rest]
-        lines.append(f"in {count(self.rounds, 'averaging round')}, {period} (own statement)")
-        height = 244 + 24 * len(lines)
-        return CARD.format(
-            height=height,
-            inner=height - 16,
-            title=text(f"{plain(self.name, 40)} gave {first} to {self._run()}"),
-            run=text(self._run()),
-            name=text(self.name, 28),
-            id=short(id_of(self.key)),
-            first=text(first),
-            more="".join(
-                f'<text x="32" y="{168 + 24 * i}">{text(line)}</text>' for i, line in enumerate(lines)
-            ),
-            rule=height - 68,
-            vouched_y=height - 44,
-            vouched="✓ " * bool(self.vouchers) + self._vouched(),
-            caveat_y=height - 24,
-            caveat=CAVEAT,
+        lines = [
+            (SMALL, f"contribution of {short(id_of(self.key))} to {self._run()}"),
+            (BIG, plain(self.name, 28)),
+            (BIG, first),
+            *((NORMAL, f"and {line}") for line in rest),
+            (NORMAL, f"in {count(self.rounds, 'averaging round')}, {period} (own statement)"),
+            (NORMAL, "✓ " * bool(self.vouchers) + self._vouched()),
+            (SMALL, CAVEAT),
+        ]
+        drawn, y = "", 20
+        for pixels, line in lines:
+            y += pixels + 12
+            drawn += f'<text x="32" y="{y}" font-size="{pixels}">{text(line)}</text>'
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="600" height="{y + 32}" role="img" fill="#1b1f24" '
+            f'font-family="system-ui,sans-serif"><title>{text(repr(self), 500)}</title><rect x="8" y="8" '
+            f'width="584" height="{y + 16}" rx="14" fill="#fff" stroke="#0069a8" stroke-width="3"/>{drawn}</svg>'
         )
 
     def _repr_html_(self) -> str:
@@ -253,41 +227,40 @@ def total(run_id: str, peer: PeerId, authority: bytes, records: Sequence[Record]
     Raises:
         ValueError: a tally is forged, does not mention the peer, or its writer is not a member.
     """
-    tallies = []
-    for record in records:
-        writer, key = short(PeerId(record.subkey)), key_id(tally_key(run_id, PeerId(record.subkey)))
-        if not verify(record.owner, record.signature, record.signed_bytes(key)):
-            raise ValueError(f"the tally of {writer} has a wrong signature, or is of another run")
-        tally = tally_of(record)
-        if tally is None or peer not in {row.peer for row in tally.rows}:
-            raise ValueError(f"the tally of {writer} does not mention this peer")
-        if authority:
-            admission = MembershipAdmission(run_id, authority=authority, own=b"")
-            try:
-                role = admission.verify(tally.key, tally.membership, now=record.expires_at - RECORD_S)
-            except NotAdmitted as error:
-                raise ValueError(f"{writer} vouches but was not a member of the run: {error}") from error
-            if role < Role.REDUCER:
-                raise ValueError(f"{writer} vouches but was only a viewer")
-        tallies.append(tally)
-    found = (one for one in leaderboard(tallies) if one.peer == peer)
-    amounts = next(
-        ({kind: getattr(one, kind) for kind in SignedCredit.__struct_fields__} for one in found), {}
-    )
-    return SignedCredit(**{kind: min(amount, MAX_AMOUNT) for kind, amount in amounts.items()})
+    amounts = [_credited(run_id, peer, authority, record) for record in records]
+    return SignedCredit(*(min(math.fsum(column), MAX_AMOUNT) for column in zip(*amounts, strict=True)))
+
+
+def _credited(run_id: str, peer: PeerId, authority: bytes, record: Record) -> tuple[float, ...]:
+    """Return the amounts that one tally credits the peer with."""
+    writer, key = short(PeerId(record.subkey)), key_id(tally_key(run_id, PeerId(record.subkey)))
+    if not verify(record.owner, record.signature, record.signed_bytes(key)):
+        raise ValueError(f"the tally of {writer} has a wrong signature, or is of another run")
+    tally = tally_of(record)
+    amounts = {} if tally is None else {row.peer: row.amounts for row in tally.rows}
+    if tally is None or peer not in amounts:
+        raise ValueError(f"the tally of {writer} does not mention this peer")
+    if authority:
+        admission = MembershipAdmission(run_id, authority=authority, own=b"")
+        try:
+            role = admission.verify(tally.key, tally.membership, now=record.expires_at - RECORD_S)
+        except NotAdmitted as error:
+            raise ValueError(f"{writer} vouches but was not a member of the run: {error}") from error
+        if role < Role.REDUCER:
+            raise ValueError(f"{writer} vouches but was only a viewer")
+    return amounts[peer]
 
 
 class LocalStats:
     """A peer's own count: when it joined, and how many rounds used its values."""
 
     def __init__(self, services: PeerServices) -> None:
-        self._peers, self._me = services.peers, services.peers.id.hex()
+        self._peers = services.peers
         self.began_at, self.rounds = services.peers.time(), 0
         services.events.listen(self._on_event)
 
     def _on_event(self, event: Event) -> None:
-        if isinstance(event, RoundFinished) and self._me in event.contributors:
-            self.rounds += 1
+        self.rounds += isinstance(event, RoundFinished) and self._peers.id.hex() in event.contributors
 
     def receipt(self, run_id: str, name: str, vouchers: Sequence[Record], *, authority: bytes) -> Receipt:
         """Return a signed receipt.
@@ -308,7 +281,5 @@ class LocalStats:
             rounds=self.rounds,
             given=total(run_id, peers.id, authority, used),
             authority=authority,
-            vouchers=tuple(
-                Voucher(one.owner, one.value, one.expires_at, one.version, one.signature) for one in used
-            ),
+            vouchers=msgspec.convert(used, tuple[Voucher, ...], from_attributes=True),
         ).signed(peers.sign)

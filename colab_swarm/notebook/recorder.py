@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self
@@ -23,21 +22,14 @@ from typing import Any, Self
 import msgspec
 
 from colab_swarm import events as _events
-from colab_swarm.events import (
-    Event,
-    EventLog,
-    Fault,
-    PeerJoined,
-    PeerLeft,
-    PeerSilent,
-    RoundFinished,
-    StepFinished,
-)
-from colab_swarm.markup import count, duration, plain, size, text
+from colab_swarm.events import Event, EventLog, Fault, RoundFinished, StepFinished
+from colab_swarm.markup import count, duration, plain, size
 from colab_swarm.net.peers import UNDECODABLE
-from colab_swarm.notebook import svg, theme
+from colab_swarm.notebook import svg
+from colab_swarm.notebook.machine import installed_version
 from colab_swarm.notebook.platforms import has_frontend
-from colab_swarm.notebook.rounds import waterfall_html, waterfall_text
+from colab_swarm.notebook.rounds import draw_waterfall
+from colab_swarm.notebook.theme import Document
 
 logger = logging.getLogger(__name__)
 
@@ -54,29 +46,22 @@ class Header:
 
     Attributes:
         run, name, peer: the run, the recording peer's name and its hex id.
-        began: wall time, seconds since the epoch.
-        at: the events' clock at that time, seconds.
-        package: version of this package.
         format, version: of the file.
     """
 
     run: str
     name: str
     peer: str
-    began: float
-    at: float
-    package: str = ""
+    began: float  # wall time, seconds since the epoch
+    at: float  # the events' clock at that time, seconds
+    package: str = ""  # version of this package
     format: str = FORMAT
     version: int = VERSION
 
     @classmethod
     def now(cls, *, run: str, name: str, peer: str, at: float) -> Header:
         """Return a header for a session that starts now; ``at`` by the events' clock."""
-        try:
-            package = version("colab-swarm")
-        except PackageNotFoundError:  # run from its sources
-            package = ""
-        return cls(run, name, peer, time.time(), at, package)
+        return cls(run, name, peer, time.time(), at, installed_version("colab-swarm") or "")
 
 
 @dataclass(frozen=True)
@@ -88,12 +73,9 @@ class Named:
 
 
 KINDS: dict[str, type[Named | Event]] = {
-    "Named": Named,
-    **{
-        name: kind
-        for name, kind in vars(_events).items()
-        if isinstance(kind, type) and issubclass(kind, Event)
-    },
+    name: kind
+    for name, kind in {"Named": Named, **vars(_events)}.items()
+    if isinstance(kind, type) and issubclass(kind, Named | Event)
 }
 """The kinds of lines after the header."""
 
@@ -133,8 +115,7 @@ class Recorder:
         self.count, self.stopped = 0, ""
         torn = _is_torn(self.path)
         self._file = self.path.open("ab", buffering=0)
-        self._size = self._file.tell()
-        self._write((b"\n" if torn else b"") + _encoded(header))
+        self._file.write((b"\n" if torn else b"") + _encoded(header))
         self._queue: SimpleQueue[Event | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="colab-swarm-recorder", daemon=True)
         self._thread.start()
@@ -143,12 +124,11 @@ class Recorder:
 
     def _run(self) -> None:
         while (event := self._queue.get()) is not None:
-            if self.stopped:
-                continue
             try:
-                self._record(event)
+                if not self.stopped:
+                    self._record(event)
             except Exception as error:  # a full disk or an unmounted drive must not end the training
-                self._give_up(f"cannot write {self.path} ({error}): the recording has ended", event.at)
+                self._give_up(f"cannot write {self.path} ({error})", event.at)
 
     def _record(self, event: Event) -> None:
         try:
@@ -157,35 +137,25 @@ class Recorder:
             return
         if len(data) > MAX_LINE_BYTES:  # `replay` would refuse the file
             return
-        line = b"".join(_encoded(named) for named in self._new_names(event)) + data
-        if self._size + len(line) > self._max_bytes:
-            limit = f"{self.path} has reached its limit of {size(self._max_bytes)}"
-            self._give_up(f"{limit}: the recording has ended", event.at)
+        line = self._new_names(event) + data
+        if self._file.tell() + len(line) > self._max_bytes:
+            self._give_up(f"{self.path} has reached its limit of {size(self._max_bytes)}", event.at)
             return
-        self._write(line)
+        self._file.write(line)
         self.count += 1
 
-    def _write(self, line: bytes) -> None:
-        self._file.write(line)
-        self._size += len(line)
-
     def _give_up(self, reason: str, at: float) -> None:
-        self.stopped = reason
-        logger.warning("%s", reason)
-        self._events.emit(Fault(at, "the flight recorder", reason))
+        self.stopped = f"{reason}: the recording has ended"
+        logger.warning("%s", self.stopped)
+        self._events.emit(Fault(at, "the flight recorder", self.stopped))
 
-    def _new_names(self, event: Event) -> Iterator[Named]:
-        """Yield names of the event's peers that are not in the file yet."""
-        ids: list[str] = []
-        if isinstance(event, RoundFinished):
-            ids = [member.peer[:8] for member in event.members]
-        elif isinstance(event, PeerJoined | PeerLeft | PeerSilent):
-            ids = [event.peer[:8]]
-        names = self._names() if ids else {}
-        for id in ids:
-            if id in names and self._named.get(id) != names[id]:
-                self._named[id] = names[id]
-                yield Named(id, names[id])
+    def _new_names(self, event: Event) -> bytes:
+        peers = [one.peer for one in event.members] if isinstance(event, RoundFinished) else []
+        ids = {peer[:8] for peer in [*peers, getattr(event, "peer", "")] if peer}
+        known = self._names() if ids else {}
+        new = {id: known[id] for id in sorted(ids & known.keys()) if self._named.get(id) != known[id]}
+        self._named |= new
+        return b"".join(_encoded(Named(*named)) for named in new.items())
 
     def close(self) -> None:
         """Write the remaining events and close the file. Idempotent."""
@@ -204,7 +174,7 @@ class Recorder:
 
     def __repr__(self) -> str:
         state = f", {self.stopped}" if self.stopped else "" if self._thread.is_alive() else ", closed"
-        return f"Recorder({self.path}, {count(self.count, 'event')}, {size(self._size)}{state})"
+        return f"Recorder({self.path}, {count(self.count, 'event')}, {size(self.path.stat().st_size)}{state})"
 
 
 def _encoded(item: Header | Named | Event) -> bytes:
@@ -263,25 +233,24 @@ class Replay:
         by_step = {one.step: one.loss for one in steps if one.loss is not None and math.isfinite(one.loss)}
         return tuple(sorted(by_step.items()))
 
+    def draw(self, chosen: int = -1) -> Document:
+        """Return the run, with the round at index ``chosen`` in full."""
+        shown = Document("recorded", self._summary(), label="a recorded run", line=self._summary())
+        for note in self.notes:
+            shown.warn(note)
+        losses = "  ".join(f"step {step}: {loss:.3f}" for step, loss in svg.thinned(self.losses, MAX_LOSSES))
+        shown.draw(svg.curve(self.losses), *([losses] if losses else []))
+        back = 0 if chosen < 0 else max(len(self.rounds) - 1 - chosen, 0)
+        draw_waterfall(shown, self.rounds, back, self.names)
+        return shown
+
     def html(self, chosen: int = -1) -> str:
-        """Draw the run, with the round at index ``chosen`` in full."""
-        notes = "".join(f'<p class="warn">{text(note)}</p>' for note in self.notes)
-        curve = svg.curve(self.losses)
-        loss = f"<h4>loss</h4>{curve}" if curve else ""
-        rounds = waterfall_html(self.rounds, self._back(chosen), self.names)
-        head = theme.heading("recorded", text(self._summary(), 400))
-        return theme.wrap(head + notes + loss + rounds, "a recorded run")
+        """Draw the run as HTML, with the round at index ``chosen`` in full."""
+        return self.draw(chosen).html()
 
     def text(self, chosen: int = -1) -> str:
         """Return the same as lines of text."""
-        lines = [self._summary(), *self.notes]
-        if losses := self.losses:
-            some = [*losses[: -1 : math.ceil(len(losses) / MAX_LOSSES)], losses[-1]]
-            lines.append("  ".join(f"step {step}: {loss:.3f}" for step, loss in some))
-        return "\n".join([*lines, waterfall_text(self.rounds, self._back(chosen), self.names)])
-
-    def _back(self, chosen: int) -> int:
-        return 0 if chosen < 0 else max(len(self.rounds) - 1 - chosen, 0)
+        return self.draw(chosen).text()
 
     def _summary(self) -> str:
         header = self.headers[-1]
@@ -306,7 +275,7 @@ class Replay:
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         widget = self._widget if self.live and len(self.rounds) > 1 else None
-        return theme.mime_bundle(self.text(), self.html(), widget)
+        return self.draw().bundle(widget)
 
     @cached_property
     def _widget(self) -> Any:
@@ -338,17 +307,16 @@ def replay(path: str | Path, *, live: bool | None = None) -> Replay:
     """
     found = Replay(Path(path), has_frontend() if live is None else live)
     unknown = 0
-    for number, item in _items(found.path, found.notes):
-        if isinstance(item, Header):
-            found.headers.append(item)
-        elif isinstance(item, Named):
-            found.names[item.peer] = item.name
-        elif item is None:
-            unknown += 1
-        else:
-            found.events.append(item)
-        if not found.headers:
-            raise ValueError(f"{path}, line {number}: a recording starts with a header")
+    for item in _items(found):
+        match item:
+            case Header():
+                found.headers.append(item)
+            case Named():
+                found.names[item.peer] = item.name
+            case None:
+                unknown += 1
+            case _:
+                found.events.append(item)
     if not found.headers:
         raise ValueError(f"{path} is empty: nothing was recorded")
     if unknown:
@@ -356,30 +324,26 @@ def replay(path: str | Path, *, live: bool | None = None) -> Replay:
     return found
 
 
-def _items(path: Path, notes: list[str]) -> Iterator[tuple[int, Header | Named | Event | None]]:
+def _items(found: Replay) -> Iterator[Header | Named | Event | None]:
     """Yield the lines. An unreadable one is an error, unless a killed process tore it: then a note."""
-    torn: tuple[int, ValueError] | None = None
-    with path.open("rb") as file:
+    torn: ValueError | None = None
+    with found.path.open("rb") as file:
         for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), 1):
             try:
                 item = _decoded(line)
             except ValueError as error:
-                if torn is not None or number == 1:
-                    raise _damaged(path, *(torn or (number, error))) from error
-                torn = number, error
+                damaged = ValueError(f"{found.path}, line {number} is not a line of a recording: {error}")
+                if torn or number == 1:
+                    raise torn or damaged from error
+                torn = damaged
+                found.notes.append(f"line {number} is torn because its process was killed; it is left out")
                 continue
-            if torn is not None:
-                if not isinstance(item, Header):
-                    raise _damaged(path, *torn) from torn[1]
-                notes.append(f"line {torn[0]} is torn because its process was killed; it is left out")
-                torn = None
-            yield number, item
-    if torn is not None:
-        notes.append("the last line is torn because its process was killed; it is left out")
-
-
-def _damaged(path: Path, number: int, error: ValueError) -> ValueError:
-    return ValueError(f"{path}, line {number} is not a line of a recording: {error}")
+            if torn and not isinstance(item, Header):
+                raise torn
+            if number == 1 and not isinstance(item, Header):
+                raise ValueError(f"{found.path}, line 1: a recording starts with a header")
+            torn = None
+            yield item
 
 
 def _decoded(line: bytes) -> Header | Named | Event | None:
@@ -387,26 +351,22 @@ def _decoded(line: bytes) -> Header | Named | Event | None:
     if len(line) > MAX_LINE_BYTES:
         raise ValueError(f"it is longer than {size(MAX_LINE_BYTES)}")
     try:
-        return _item(msgspec.json.decode(line, type=_Line))
+        found = msgspec.json.decode(line, type=_Line)
+        if found.kind == "Header" and found.data.get("format") == FORMAT:
+            header = msgspec.convert(found.data, Header)
+            if header.version > VERSION:
+                raise ValueError(
+                    f"version {header.package} of colab-swarm wrote it: update colab-swarm to read it"
+                )
+            return header
+        return _item(found.data, KINDS[found.kind]) if found.kind in KINDS else None
     except UNDECODABLE as error:
         raise ValueError(str(error)) from error
 
 
-def _item(line: _Line) -> Header | Named | Event | None:
-    if line.kind == "Header" and line.data.get("format") == FORMAT:
-        header: Header = msgspec.convert(line.data, Header)
-        if header.version > VERSION:
-            raise ValueError(
-                f"version {header.package} of colab-swarm wrote it: update colab-swarm to read it"
-            )
-        return header
-    kind = KINDS.get(line.kind)
-    if kind is None:
-        return None
-    item: Named | Event
+def _item(data: dict[str, Any], kind: type[Named | Event]) -> Named | Event:
     try:
-        item = msgspec.convert(line.data, kind)
+        return msgspec.convert(data, kind)
     except msgspec.ValidationError:  # JSON writes NaN as null
-        data = {key: math.nan if value is None else value for key, value in line.data.items()}
-        item = msgspec.convert(data, kind)
-    return item
+        with_nan = {key: math.nan if value is None else value for key, value in data.items()}
+        return msgspec.convert(with_nan, kind)

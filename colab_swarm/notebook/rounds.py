@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from colab_swarm.events import MemberTrace, RoundFinished
-from colab_swarm.markup import count, plain, size, text
+from colab_swarm.markup import aligned, count, plain, size, text
 from colab_swarm.notebook import theme
+from colab_swarm.notebook.theme import Document
 from colab_swarm.snapshot import SwarmSnapshot
 
 RECENT = 20  # rounds in the strip
@@ -46,54 +47,50 @@ TRACKS = (
 )
 
 
-def render_html(snapshot: SwarmSnapshot, back: int = 0) -> str:
-    """Draw the round ``back`` rounds before the last one, under the strip of the last rounds."""
-    return theme.wrap(waterfall_html(snapshot.rounds, back, _names(snapshot)), "averaging rounds")
+def draw(snapshot: SwarmSnapshot, back: int = 0) -> Document:
+    """Return the round ``back`` rounds before the last one, and the strip of the last rounds."""
+    shown = Document("", label="averaging rounds")
+    draw_waterfall(shown, snapshot.rounds, back, _names(snapshot))
+    return shown
 
 
-def render_text(snapshot: SwarmSnapshot, back: int = 0) -> str:
-    """Draw the same as lines."""
-    return waterfall_text(snapshot.rounds, back, _names(snapshot))
-
-
-def waterfall_html(rounds: Sequence[RoundFinished], back: int, names: Mapping[str, str]) -> str:
-    """Draw one round in full and the last ones as a strip; without the style sheet.
+def draw_waterfall(
+    shown: Document, rounds: Sequence[RoundFinished], back: int, names: Mapping[str, str]
+) -> None:
+    """Draw one round in full and the last ones as a strip.
 
     Args:
+        shown: where.
         rounds: oldest first.
         back: how many rounds before the last one; the first one if there are fewer.
         names: of peers, by the first `ID_CHARS` of their ids.
     """
     if not rounds:
-        return f'<p class="soft">{NONE_YET}</p>'
+        shown.draw(f'<p class="soft">{NONE_YET}</p>', NONE_YET)
+        return
     rounds = [_drawable(one) for one in rounds]
     chosen = max(len(rounds) - 1 - back, 0)
-    shown = rounds[chosen]
-    head = theme.heading(f"round {shown.step}", text(_facts(shown), 400))
-    why = f'<p class="soft">shares: {text(shown.explanation, 400)}</p>' if shown.explanation else ""
-    return head + _strip(rounds, chosen) + why + _lanes(shown, names)
-
-
-def waterfall_text(rounds: Sequence[RoundFinished], back: int, names: Mapping[str, str]) -> str:
-    """Draw the same as lines."""
-    if not rounds:
-        return NONE_YET
-    rounds = [_drawable(one) for one in rounds]
-    shown = rounds[max(len(rounds) - 1 - back, 0)]
-    lines = [f"round {shown.step}: {plain(_facts(shown), 400)}"]
-    if shown.members:
-        rows = [
-            (_name(member, names), _slots(member, shown), f"{_share(member)} {_outcome(member)[1]}")
-            for member in _members(shown)
-        ]
-        width = max(len(name) for name, *_ in rows)
-        lines += [f"  {name.ljust(width)}  {slots}  {outcome}" for name, slots, outcome in rows]
-        lines += [f"  {more}" for more in _more(shown)]
-        lines.append(f"  · {GROUP}" + "".join(f"  {track.character} {track.meaning}" for track in TRACKS))
-    recent = rounds[-RECENT:]
-    times = ", ".join(_time(one.seconds) + "✖" * _lost(one) for one in recent)
-    lines.append(f"  last {count(len(recent), 'round')}: {times}")
-    return "\n".join(lines)
+    one, recent = rounds[chosen], rounds[-RECENT:]
+    facts = _facts(one)
+    shown.draw(theme.heading(f"round {one.step}", text(facts, 400)), f"round {one.step}: {plain(facts, 400)}")
+    times = ", ".join(_time(each.seconds) + "✖" * _lost(each) for each in recent)
+    shown.draw(_strip(rounds, chosen), f"  last {count(len(recent), 'round')}: {times}")
+    shown.note(*([f"shares: {one.explanation}"] if one.explanation else []))
+    if not one.members:
+        shown.note("This round left no trace of its members.")
+        return
+    members = sorted(
+        one.members, key=lambda member: not member.dropped
+    )  # failed ones are not hidden by a crowd
+    lanes = [
+        (_name(member, names), _slots(member, one), f"{_share(member)} {_outcome(member)[1]}")
+        for member in members[:MAX_LANES]
+    ]
+    key = "".join(f"  {track.character} {track.meaning}" for track in TRACKS)
+    lines = [*aligned(lanes), f"  · {GROUP}{key}"]
+    shown.draw(_lanes(one, members[:MAX_LANES], names), *lines)
+    if len(members) > MAX_LANES:
+        shown.note(f"… and {len(members) - MAX_LANES} more members")
 
 
 def _names(snapshot: SwarmSnapshot) -> dict[str, str]:
@@ -104,16 +101,6 @@ def _names(snapshot: SwarmSnapshot) -> dict[str, str]:
 def _name(member: MemberTrace, names: Mapping[str, str]) -> str:
     short = member.peer[:ID_CHARS]
     return plain(names.get(short, short), 24)
-
-
-def _members(finished: RoundFinished) -> list[MemberTrace]:
-    """Return the members to show: those that failed come first, so a crowd does not hide them."""
-    return sorted(finished.members, key=lambda member: not member.dropped)[:MAX_LANES]
-
-
-def _more(finished: RoundFinished) -> list[str]:
-    hidden = len(finished.members) - MAX_LANES
-    return [f"… and {hidden} more members"] if hidden > 0 else []
 
 
 def _drawable(finished: RoundFinished) -> RoundFinished:
@@ -153,7 +140,6 @@ def _share(member: MemberTrace) -> str:
 
 
 def _outcome(member: MemberTrace) -> tuple[str, str]:
-    """Return hue, and symbol with words."""
     if member.dropped:
         return "red", f"✖ {plain(member.dropped, 80)}"
     if not any((member.sent, member.received, member.means)):
@@ -162,7 +148,6 @@ def _outcome(member: MemberTrace) -> tuple[str, str]:
 
 
 def _spans(member: MemberTrace, finished: RoundFinished) -> list[tuple[_Track, float, float]]:
-    """Return the member's transfers as parts of the round, 0 to 1."""
     waited = finished.seconds - finished.averaging_s
     spans = []
     for track in TRACKS:
@@ -186,11 +171,9 @@ def _slots(member: MemberTrace, finished: RoundFinished) -> str:
     return "".join(slots)
 
 
-def _lanes(finished: RoundFinished, names: Mapping[str, str]) -> str:
-    if not finished.members:
-        return '<p class="soft">This round left no trace of its members.</p>'
+def _lanes(finished: RoundFinished, members: Sequence[MemberTrace], names: Mapping[str, str]) -> str:
     rows = []
-    for member in _members(finished):
+    for member in members:
         hue, outcome = _outcome(member)
         words = f'<span class="{hue}">{text(outcome, 90)}</span>'
         lane, samples = _lane(member, finished), f"{member.weight:,.0f}"
@@ -207,8 +190,7 @@ def _lanes(finished: RoundFinished, names: Mapping[str, str]) -> str:
         f"{_line(hue, dashes, thick, 0, 28, 4, meaning)}</svg> {meaning}</span>"
         for hue, dashes, thick, meaning in entries
     )
-    more = "".join(f'<p class="soft">{line}</p>' for line in _more(finished))
-    return f'{table}{more}<p class="key soft">{key}</p>'
+    return f'{table}<p class="key soft">{key}</p>'
 
 
 def _line(hue: str, dashes: str, thick: float, begin: float, end: float, y: float, title: str) -> str:

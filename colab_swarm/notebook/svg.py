@@ -1,9 +1,9 @@
-"""Curves over steps, and keys that explain shapes, as inline SVG. Pure functions in the colours of the theme."""
+"""Curves over steps as inline SVG. Pure functions in the colours of the theme."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -38,7 +38,7 @@ def curve(
     points, above = _drawable(history), _drawable(limit)
     if len(points) < 2:
         return ""
-    shade = [one for one in _thinned(spread) if max(map(abs, one[1:])) < MAX_VALUE]
+    shade = [one for one in thinned(spread) if max(map(abs, one[1:])) < MAX_VALUE]
     values = [value for _, value in (*points, *above)] + [0.0] * from_zero
     first, low = points[0][0], min(values)
     high = max(*values, low + 1e-3 * (1 + abs(low)))
@@ -102,24 +102,10 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     return [round(step * i, 10) for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def key(entries: Mapping[str, str], before: str = "", after: str = "") -> str:
-    """Explain shapes in one line.
-
-    Args:
-        entries: the SVG of a shape, 14 by 14 pixels, by its meaning.
-        before, after: HTML around them.
-    """
-    inline = 'width="14" height="14" style="display:inline-block;vertical-align:-2px" aria-hidden="true"'
-    shown = "".join(
-        f'<span style="white-space:nowrap"><svg {inline} class="blue">{drawn}</svg> {words}</span> '
-        for words, drawn in entries.items()
-    )
-    return f'<p class="key soft">{before}{shown}{after}</p>'
-
-
 def _drawable(history: History) -> list[tuple[float, float]]:
-    return _thinned([(step, value) for step, value in history if abs(value) < MAX_VALUE])
+    return thinned([(step, value) for step, value in history if abs(value) < MAX_VALUE])
 
 
-def _thinned(points: Sequence[T]) -> list[T]:
-    return [*points[: -1 : math.ceil(len(points) / MAX_POINTS)], points[-1]] if points else []
+def thinned(points: Sequence[T], limit: int = MAX_POINTS) -> list[T]:
+    """Return about ``limit`` of the points, the last one included."""
+    return [*points[: -1 : math.ceil(len(points) / limit)], points[-1]] if points else []

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from colab_swarm.markup import aligned, bandwidth, count, milliseconds, plain, text
 from colab_swarm.notebook import theme
+from colab_swarm.notebook.theme import Document
 from colab_swarm.snapshot import PeerRow, SwarmSnapshot
 
 MAX_PEERS = 32  # the panel's first page counts all peers
@@ -17,36 +18,32 @@ WIDTH, ROW, RADIUS = 600, 30, 90
 RELAYED = "relayed by "
 ID_CHARS = 8
 WAY_CHARS = 17  # length of ``via peer-01234567``
-ABOVE, BELOW = 25, 45  # distance between a relayed link and this peer's mark and name, which it only passes
 KEY = '<p class="soft">line: a link, wider if faster; dashed: through a relay; no line: no link</p>'
 
 State = tuple[str, str, str]  # hue, symbol and word
 Place = tuple[float, float]
 
 
-def render_html(snapshot: SwarmSnapshot) -> str:
-    """Draw the map with its key."""
-    shown, hidden = _others(snapshot)
+def draw(snapshot: SwarmSnapshot) -> Document:
+    """Return the map with its key; the text lists the links."""
+    others = sorted((peer for peer in snapshot.peers if not peer.me), key=lambda peer: not peer.connected)
+    shown = others[:MAX_PEERS]
+    names = {peer.id[:ID_CHARS]: peer.name for peer in shown}
+    own = _own_state(snapshot)
     states = "".join(
         f"{theme.mark(hue, symbol, text(word))} &#160; "
-        for hue, symbol, word in sorted({_own_state(snapshot), *map(_state, shown)})
+        for hue, symbol, word in sorted({own, *map(_state, shown)})
     )
-    more = f'<p class="soft">… and {hidden} more peers</p>' if hidden else ""
-    head = theme.heading(text(snapshot.run), _linked(shown))
-    return theme.wrap(f"{head}{_svg(snapshot, shown)}{more}<p>{states}</p>{KEY}", "map of the swarm")
-
-
-def render_text(snapshot: SwarmSnapshot) -> str:
-    """List the links as aligned lines."""
-    shown, hidden = _others(snapshot)
-    names = {peer.id[:ID_CHARS]: peer.name for peer in shown}
-    _, symbol, word = _own_state(snapshot)
-    rows = [(f"{symbol} {plain(snapshot.me, 24)} (me)", word, "", "", "")]
+    rows = [(f"{own[1]} {plain(snapshot.me, 24)} (me)", own[2], "", "", "")]
     for peer in shown:
         _, symbol, word = _state(peer)
         rows.append((f"{symbol} {plain(peer.name, 24)}", word, *_link_words(peer, names)))
-    more = [f"  … and {hidden} more peers"] if hidden else []
-    return "\n".join([f"links of {plain(snapshot.run, 40)}: {_linked(shown)}", *aligned(rows), *more])
+    run, links = plain(snapshot.run, 40), _linked(shown)
+    page = Document(run, links, label="map of the swarm", line=f"links of {run}: {links}")
+    page.draw(f"{_svg(snapshot, shown)}<p>{states}</p>{KEY}", *aligned(rows))
+    if len(others) > MAX_PEERS:
+        page.note(f"… and {len(others) - MAX_PEERS} more peers")
+    return page
 
 
 def _svg(snapshot: SwarmSnapshot, shown: Sequence[PeerRow]) -> str:
@@ -64,12 +61,6 @@ def _svg(snapshot: SwarmSnapshot, shown: Sequence[PeerRow]) -> str:
         f'<text x="{middle[0]}" y="{middle[1] + 29}" text-anchor="middle" style="fill:var(--ink);'
         f'stroke:var(--paper);stroke-width:4px;paint-order:stroke">{text(snapshot.me, 24)} (me)</text></svg>'
     )
-
-
-def _others(snapshot: SwarmSnapshot) -> tuple[list[PeerRow], int]:
-    """Return the peers to show, linked ones first, and the number of the rest."""
-    others = sorted((peer for peer in snapshot.peers if not peer.me), key=lambda peer: not peer.connected)
-    return others[:MAX_PEERS], max(len(others) - MAX_PEERS, 0)
 
 
 def _linked(shown: Sequence[PeerRow]) -> str:
@@ -95,7 +86,6 @@ def _own_state(snapshot: SwarmSnapshot) -> State:
 
 
 def _link_words(peer: PeerRow, names: Mapping[str, str]) -> tuple[str, str, str]:
-    """Return round-trip time, way and speed of a link; empty where unknown."""
     relay = peer.connected.removeprefix(RELAYED)[:ID_CHARS]
     way = f"via {names.get(relay, relay)}" if peer.connected.startswith(RELAYED) else peer.connected
     bps = _bandwidth_bps(peer)
@@ -107,7 +97,6 @@ def _link_words(peer: PeerRow, names: Mapping[str, str]) -> tuple[str, str, str]
 
 
 def _bandwidth_bps(peer: PeerRow) -> float | None:
-    """Return the lower bandwidth of the two directions, or None if the peer does not report it."""
     known = [bps for bps in (peer.upload_bps, peer.download_bps) if bps is not None and math.isfinite(bps)]
     return min(known, default=None)
 
@@ -127,18 +116,14 @@ def _places(number: int, height: float) -> list[Place]:
 def _link(peer: PeerRow, place: Place, middle: Place, by_id: Mapping[str, Place]) -> str:
     if not peer.connected:
         return ""
-    begin, dashed, bend = middle, "", "L"
+    begin, dashed = middle, ""
     if peer.connected.startswith(RELAYED):
         dashed = ' stroke-dasharray="5 4"'
-        if relay := by_id.get(peer.connected.removeprefix(RELAYED)[:ID_CHARS]):
-            # a curve whose middle stays above or below this peer
-            x, y = (relay[0] + place[0]) / 2, (relay[1] + place[1]) / 2
-            half = max(y, middle[1] + BELOW) if y >= middle[1] else min(y, middle[1] - ABOVE)
-            begin, bend = relay, f"Q{x:.1f} {2 * half - y:.1f} "
+        begin = by_id.get(peer.connected.removeprefix(RELAYED)[:ID_CHARS], middle)
     # 1 pixel for 1 Mbit/s or less, 1.3 more for each factor of ten
     width = min(1 + 1.3 * math.log10(max((_bandwidth_bps(peer) or 0.0) / 1e6, 1.0)), 6.0)
     return (
-        f'<path class="soft" d="M{begin[0]:.1f} {begin[1]:.1f}{bend}{place[0]:.1f} {place[1]:.1f}" fill="none" '
+        f'<path class="soft" d="M{begin[0]:.1f} {begin[1]:.1f}L{place[0]:.1f} {place[1]:.1f}" fill="none" '
         f'stroke="currentColor" stroke-width="{width:.1f}"{dashed}/>'
     )
 

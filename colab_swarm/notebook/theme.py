@@ -4,15 +4,22 @@ A view has its own paper and ink, so it is readable on any page. Colours are tho
 colour-blind people, with a contrast of 4.5 to 1 for text. No view uses colour alone. Classes: ``blue green amber red
 purple soft`` colour text and shapes in ``currentColor``, ``row`` puts boxes side by side, ``warn`` marks a warning.
 
-All pieces take and return HTML: texts of other peers go through `markup.text` first.
+A `Document` collects what a view shows, escapes it, and returns it as HTML and as text. The functions are pieces of
+HTML: texts of other peers go through `markup.text` first.
 """
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
+from colab_swarm import markup
+
+T = TypeVar("T")
+Cell: TypeAlias = str | tuple[str, str]  # A text, or a text and the HTML that shows it
+MAX_ROWS = 20
+MAX_CHARS = 1000
 VIEW_TYPE = "application/vnd.jupyter.widget-view+json"
 HUES = ("blue", "green", "amber", "red", "purple", "soft")
 LIGHT = (
@@ -67,20 +74,6 @@ def heading(title: str, state: str = "") -> str:
     return f'<p><b>{title}</b> <span class="soft">{state}</span></p>'
 
 
-def cards(figures: Mapping[str, str]) -> str:
-    """Return a row of figures, each under its name."""
-    shown = (
-        f'<div class="card"><span class="soft">{name}</span><b>{value}</b></div>'
-        for name, value in figures.items()
-    )
-    return f'<div class="row cards">{"".join(shown)}</div>'
-
-
-def figure(value: str, unit: str) -> str:
-    """Return a figure for `cards`, with its unit under it."""
-    return f'{value}<small class="soft">{unit}</small>'
-
-
 def table(
     columns: Sequence[str],
     rows: Iterable[Sequence[str]],
@@ -126,9 +119,102 @@ def mark(hue: str, symbol: str, word: str) -> str:
     return f'<span class="{hue}" style="white-space:nowrap">{symbol} {word}</span>'
 
 
-def mime_bundle(text: str, html: str, widget: Any = None) -> dict[str, Any]:
-    """Return what a cell shows: files show the HTML, front-ends prefer the widget. For ipywidgets 7 and 8."""
-    bundle: dict[str, Any] = {"text/plain": text, "text/html": html}
-    if widget is not None:
-        bundle[VIEW_TYPE] = {"model_id": widget.model_id, "version_major": 2, "version_minor": 0}
-    return bundle
+class Document:
+    """What a view shows, as HTML and as lines of text with the same content; all texts are escaped and bounded.
+
+    Args:
+        title, state: the first line.
+        label: names the view for screen readers.
+        line: the first line of the text, if it differs.
+    """
+
+    def __init__(self, title: str, state: str = "", *, label: str, line: str = "") -> None:
+        self._label = label
+        self._html = [heading(markup.text(title), markup.text(state, MAX_CHARS))] if title else []
+        first = line or f"{title}: {state}" if title else ""
+        self._lines = [markup.plain(first, MAX_CHARS)] if first else []
+
+    def draw(self, html: str, *lines: str) -> None:
+        """Add HTML and the lines that say the same."""
+        self._html.append(html)
+        self._lines += lines
+
+    def warn(self, words: str, symbol: str = "⚠") -> None:
+        """Add a warning, unless it is empty."""
+        if words:
+            shown = f'<p class="warn">{symbol} {markup.text(words, MAX_CHARS)}</p>'
+            self.draw(shown, f"  {symbol} {markup.plain(words, MAX_CHARS)}")
+
+    def note(self, *lines: str, title: str = "") -> None:
+        """Add lines in a soft colour; nothing without lines."""
+        if lines:
+            shown = "<br>".join(map(markup.text, lines))
+            head = f"<h4>{title}</h4>" if title else ""
+            self.draw(f'{head}<p class="soft">{shown}</p>', *(f"  {markup.plain(line)}" for line in lines))
+
+    def bar(self, part: float, words: str, *, title: str, hue: str = "blue") -> None:
+        """Add a bar with its meaning; see `bar`."""
+        shown, full = markup.text(f"{title}: {words}"), int(20 * min(part, 1.0)) if part > 0 else 0
+        line = f"  [{'#' * full}{'.' * (20 - full)}] {markup.plain(f'{title}: {words}')}"
+        self.draw(f"<p>{shown}{bar(part, shown, hue)}</p>", line)
+
+    def figures(self, figures: Mapping[str, str]) -> None:
+        """Add figures, each under its name; a part after a line break is smaller."""
+        cards, words = "", []
+        for name, figure in figures.items():
+            value, _, unit = figure.partition("\n")
+            small = f'<small class="soft">{markup.text(unit)}</small>' if unit else ""
+            cards += (
+                f'<div class="card"><span class="soft">{name}</span><b>{markup.text(value)}{small}</b></div>'
+            )
+            words.append(markup.plain(f"{name}: {value} {unit}".rstrip()))
+        if words:
+            self.draw(f'<div class="row cards">{cards}</div>', f"  {'; '.join(words)}")
+
+    def table(
+        self,
+        columns: Sequence[str],
+        items: Sequence[T],
+        cells: Callable[[T], Sequence[Cell]],
+        *,
+        what: str,
+        numbers: Sequence[int] = (),
+        title: str = "",
+    ) -> None:
+        """Add a table of the first `MAX_ROWS` items, and how many more there are; nothing without items.
+
+        Args:
+            columns: names.
+            items: a row each.
+            cells: returns the cells of an item.
+            what: the items, in words.
+            numbers: indices of right-aligned columns.
+            title: of the table.
+        """
+        rows = [_both(cells(item)) for item in items[:MAX_ROWS]]
+        if rows:
+            drawn = table(columns, [shown for _, shown in rows], numbers=numbers, label=what)
+            head, lines = (f"<h4>{title}</h4>", [f"{title}:"]) if title else ("", [])
+            self.draw(head + drawn, *lines, *markup.aligned([columns, *(words for words, _ in rows)]))
+        if len(items) > MAX_ROWS:
+            self.note(f"… and {len(items) - MAX_ROWS:,} more {what}")
+
+    def html(self) -> str:
+        """Return the view as one ``div`` with its style sheet."""
+        return wrap("".join(self._html), self._label)
+
+    def text(self) -> str:
+        """Return the view as lines."""
+        return "\n".join(self._lines)
+
+    def bundle(self, widget: Any = None) -> dict[str, Any]:
+        """Return what a cell shows: files show the HTML, front-ends prefer the widget. For ipywidgets 7 and 8."""
+        bundle: dict[str, Any] = {"text/plain": self.text(), "text/html": self.html()}
+        if widget is not None:
+            bundle[VIEW_TYPE] = {"model_id": widget.model_id, "version_major": 2, "version_minor": 0}
+        return bundle
+
+
+def _both(cells: Sequence[Cell]) -> tuple[list[str], list[str]]:
+    pairs = [(cell, markup.text(cell)) if isinstance(cell, str) else cell for cell in cells]
+    return [markup.plain(words) for words, _ in pairs], [shown for _, shown in pairs]

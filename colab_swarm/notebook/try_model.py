@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from colab_swarm.markup import count, plain, size, text
+from colab_swarm.markup import aligned, count, plain, size, text
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.panel import make_button
 from colab_swarm.notebook.platforms import has_frontend
+from colab_swarm.notebook.theme import Document
 from colab_swarm.recipes.evaluation import Answer, MaskedText, Reply
 
 if TYPE_CHECKING:
@@ -26,56 +27,24 @@ LABEL_CHARS = 24
 BUSY = "A cell is running and uses the model: try again when it has ended."
 
 
-class InitialParameters:
-    """A copy of the parameters before training, in half precision and main memory.
-
-    Args:
-        parameters: the trained ones.
-        step: their global step.
-
-    Attributes:
-        why_not: why there is no copy; empty if there is one.
-    """
-
-    def __init__(self, parameters: Iterable[Tensor], *, step: int) -> None:
-        self._parameters = list(parameters)
-        self.step, self.why_not = step, ""
-        self._copies: list[Tensor] = []
-        size_bytes = 2 * sum(parameter.numel() for parameter in self._parameters)
-        if size_bytes > MAX_BYTES:
-            copy = f"a copy of the initial weights would take {size(size_bytes)}"
-            self.why_not = f"{copy}, more than {size(MAX_BYTES)}"
-            return
-        self._copies = [
-            parameter.detach().to("cpu", torch.float16, copy=True) for parameter in self._parameters
-        ]
-
-    def is_of(self, model: nn.Module) -> bool:
-        """Return True if these are parameters of the model."""
-        mine = set(map(id, self._parameters))
-        return any(id(parameter) in mine for parameter in model.parameters())
-
-    def weights_of(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the model's initial parameters by name; empty if there is no copy."""
-        copies = dict(zip(map(id, self._parameters), self._copies, strict=False))
-        named = model.named_parameters()
-        return {name: copies[id(parameter)] for name, parameter in named if id(parameter) in copies}
-
-
 @dataclass(frozen=True)
 class Replies:
-    """Questions with their answers.
+    """Questions with their answers."""
 
-    Attributes:
-        replies: one for each gap.
-        step_before: global step of the initial weights; None if there is no copy of them.
-        step_now: global step of the model; None if no swarm trains it.
-        why_not: why there are no answers from before; empty if there are.
-    """
+    replies: tuple[Reply, ...]  # one for each gap
+    step_before: int | None  # global step of the initial weights; None if there is no copy of them
+    step_now: int | None  # global step of the model; None if no swarm trains it
+    why_not: str = ""  # why there are no answers from before; empty if there are
 
-    replies: tuple[Reply, ...]
-    step_before: int | None
-    step_now: int | None
+
+@dataclass
+class _Trained:
+    """An optimizer, its parameters, and their values at ``step``, before training."""
+
+    optimizer: SwarmOptimizer
+    step: int
+    parameters: list[Tensor]
+    before: list[Tensor] = field(default_factory=list)
     why_not: str = ""
 
 
@@ -84,17 +53,23 @@ class ModelProbe:
 
     def __init__(self) -> None:
         self._known: tuple[nn.Module, MaskedText] | None = None
-        self._trained: dict[str, tuple[SwarmOptimizer, InitialParameters]] = {}
+        self._trained: dict[str, _Trained] = {}
 
     def set_model(self, model: nn.Module, texts: MaskedText) -> None:
         """Make this the model to try unless another one is given."""
         self._known = model, texts
 
     def on_optimizer(self, name: str, optimizer: SwarmOptimizer) -> None:
-        """Copy the parameters of ``optimizer``, which has caught up with the swarm."""
+        """Copy the parameters of ``optimizer``, which has caught up with the swarm, in half precision."""
         groups = optimizer.param_groups
         parameters = [one for group in groups for one in group["params"] if one.requires_grad]
-        self._trained[name] = optimizer, InitialParameters(parameters, step=optimizer.global_step)
+        trained = self._trained[name] = _Trained(optimizer, optimizer.global_step, parameters)
+        size_bytes = 2 * sum(parameter.numel() for parameter in parameters)
+        if size_bytes <= MAX_BYTES:
+            trained.before = [one.detach().to("cpu", torch.float16, copy=True) for one in parameters]
+        else:
+            copy = f"a copy of the initial weights would take {size(size_bytes)}"
+            trained.why_not = f"{copy}, more than {size(MAX_BYTES)}"
 
     def try_model(self, question: str | None, model: nn.Module | None, texts: MaskedText | None) -> TryModel:
         """Return the answers to one question; without a question those to the examples, and a form.
@@ -113,45 +88,34 @@ class ModelProbe:
         return TryModel(lambda these: self._ask(chosen, masked, these), questions, form=question is None)
 
     def _ask(self, model: nn.Module, texts: MaskedText, questions: Sequence[str]) -> Replies:
-        trained = (one for one in self._trained.values() if one[1].is_of(model))
-        optimizer, initial = next(trained, (None, None))
-        before = None if initial is None else initial.weights_of(model) or None
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        trained = (one for one in self._trained.values() if names.keys() & set(map(id, one.parameters)))
+        found = next(trained, None)
+        initial = zip(found.parameters, found.before, strict=False) if found else ()
+        before = {names[id(one)]: copy for one, copy in initial if id(one) in names} or None
         replies = tuple(reply for one in questions for reply in texts.replies(model, one, before))
-        if optimizer is None or initial is None:
+        if found is None:
             return Replies(replies, None, None, "no swarm.optimizer(…) trains this model")
-        return Replies(
-            replies, None if before is None else initial.step, optimizer.global_step, initial.why_not
-        )
+        return Replies(replies, found.step if before else None, found.optimizer.global_step, found.why_not)
 
 
 # --- views ------------------------------------------------------------------------------------------------------------
 
 
-def render_text(found: Replies) -> str:
-    """Draw the replies as aligned lines."""
-    lines = []
+def draw(found: Replies) -> Document:
+    """Return each question with its answers before and now."""
+    shown = Document("", label="the model's answers")
     for reply in found.replies[:MAX_REPLIES]:
-        lines.append(plain(reply.question, 300))
+        shown.draw(f"<h4>{text(reply.question, 300)}</h4>", plain(reply.question, 300))
+        columns = _columns(reply, found)
         cells = [
             [title, *(f"{one.probability:6.1%} {plain(one.label, LABEL_CHARS)}" for one in answers)]
-            for title, answers in _columns(reply, found)
+            for title, answers in columns
         ]
-        lines += [
-            "  " + "  ".join(f"{cell:<34}" for cell in row).rstrip() for row in zip(*cells, strict=False)
-        ]
-    return "\n".join([*lines, *([f"No before: {found.why_not}."] if found.why_not else [])])
-
-
-def render_html(found: Replies) -> str:
-    """Draw the replies as one ``div``."""
-    shown = "".join(
-        f'<h4>{text(reply.question, 300)}</h4><div class="row">'
-        + "".join(_side(title, answers) for title, answers in _columns(reply, found))
-        + "</div>"
-        for reply in found.replies[:MAX_REPLIES]
-    )
-    why = f'<p class="soft">No before: {text(found.why_not, 300)}.</p>' if found.why_not else ""
-    return theme.wrap(shown + why, "the model's answers")
+        sides = "".join(_side(title, answers) for title, answers in columns)
+        shown.draw(f'<div class="row">{sides}</div>', *aligned(list(zip(*cells, strict=False))))
+    shown.note(*([f"No before: {found.why_not}."] if found.why_not else []))
+    return shown
 
 
 def _columns(reply: Reply, found: Replies) -> list[tuple[str, tuple[Answer, ...]]]:
@@ -207,7 +171,7 @@ class TryModel:
         """
         self._replies = self._ask([question])
         if self._box is not None:
-            self._view.value = render_html(self._replies)
+            self._view.value = draw(self._replies).html()
         return self._replies
 
     def snapshot(self) -> Replies:
@@ -217,7 +181,7 @@ class TryModel:
     def _build(self, question: str) -> None:
         import ipywidgets
 
-        self._view = ipywidgets.HTML(render_html(self._replies))
+        self._view = ipywidgets.HTML(draw(self._replies).html())
         self._error = ipywidgets.Label()
         self._text = ipywidgets.Text(value=question, description="question:", layout={"width": "70%"})
         button = make_button("Ask the model", "question", "Ask the model to fill in each [MASK]", self._click)
@@ -244,13 +208,13 @@ class TryModel:
         return f"TryModel({count(len(replies), 'question')}: {', '.join(best)})"
 
     def __str__(self) -> str:
-        return render_text(self._replies)
+        return draw(self._replies).text()
 
     def _repr_html_(self) -> str:
-        return render_html(self._replies)
+        return draw(self._replies).html()
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return theme.mime_bundle(str(self), self._repr_html_(), self._box)
+        return draw(self._replies).bundle(self._box)
 
 
 def cell_runs() -> bool:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import math
 
-from colab_swarm.markup import aligned, count, milliseconds, plain, size, text
-from colab_swarm.notebook import svg, theme
+from colab_swarm.markup import count, milliseconds, plain, size
+from colab_swarm.notebook import svg
+from colab_swarm.notebook.theme import MAX_CHARS, Document
 from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime, SwarmSnapshot
 
-MAX_ROWS = 20
 MAX_CONTRIBUTIONS = 8
 MAX_NAME_CHARS = 40
 LOSS_WIDTH = 420
 COLUMNS = ("peer", "id", "role", "step", "samples/s", "RTT", "link", "reachable")
+CREDITS = ("peer", "samples", "averaged for others")
 SOON_S = 1800.0  # the view warns this long before a session's end
 PAUSED = "Paused: your work has stopped and the others continue. Press Resume, or call swarm.unpause()."
 CONTRIBUTIONS = "contributions, as seen by the other peers"
@@ -31,43 +32,27 @@ def summary(snapshot: SwarmSnapshot) -> str:
     return ", ".join(parts)
 
 
-def render_text(snapshot: SwarmSnapshot) -> str:
-    """Draw the swarm as aligned lines, for terminals and for outputs without HTML."""
-    lines = [
-        _me(snapshot),
-        summary(snapshot),
-        f"‖ {PAUSED}" if snapshot.paused else "",
-        _session(snapshot.session) if snapshot.session else "",
-        f"next step: {_next_step(snapshot)}" if snapshot.target_batch_size > 0 else "",
-        "; ".join(" ".join((name, *figure)).rstrip() for name, figure in _figures(snapshot).items()),
-        *aligned([COLUMNS, *map(_cells, snapshot.peers[:MAX_ROWS])]),
-        *_more(snapshot),
-        f"{CONTRIBUTIONS}:" if snapshot.leaderboard else "",
-        *(f"  {_contribution(row)}" for row in snapshot.leaderboard[:MAX_CONTRIBUTIONS]),
-    ]
-    return "\n".join([*filter(None, lines), *(f"  {plain(line)}" for line in snapshot.log)])
-
-
-def render_html(snapshot: SwarmSnapshot) -> str:
-    """Draw the swarm as one ``div``: figures, progress to the next step, loss, peers, contributions and log."""
-    paused = f'<p class="warn">‖ {PAUSED}</p>' if snapshot.paused else ""
-    figures = {name: theme.figure(*map(text, figure)) for name, figure in _figures(snapshot).items()}
-    lines = "<br>".join(map(text, snapshot.log))
-    boxes = ((_loss(snapshot), LOSS_WIDTH), (_contributions(snapshot), 260))
-    beside = "".join(
-        f'<div style="flex:1 1 {width}px;min-width:0">{box}</div>' for box, width in boxes if box
-    )
-    return theme.wrap(
-        theme.heading(text(_state(snapshot)), text(_me(snapshot)))
-        + paused
-        + (_html_session(snapshot.session) if snapshot.session else "")
-        + theme.cards(figures)
-        + _progress(snapshot)
-        + f'<div class="row" style="gap:0 24px">{beside}</div>'
-        + _peers(snapshot)
-        + (f'<h4>log</h4><p class="soft">{lines}</p>' if lines else ""),
-        f"swarm {plain(snapshot.run)}",
-    )
+def draw(snapshot: SwarmSnapshot) -> Document:
+    """Return the page: figures, progress to the next step, loss, contributions, peers and log."""
+    label = f"swarm {plain(snapshot.run)}"
+    shown = Document(_state(snapshot), _me(snapshot), label=label, line=_me(snapshot))
+    shown.draw("", plain(summary(snapshot), MAX_CHARS))
+    if snapshot.paused:
+        shown.warn(PAUSED, "‖")
+    if snapshot.session:
+        _draw_session(shown, snapshot.session)
+    shown.figures(_figures(snapshot))
+    if snapshot.target_batch_size > 0:
+        part = snapshot.accumulated / snapshot.target_batch_size
+        shown.bar(part, _next_step(snapshot), title="next step")
+    losses = _finite_losses(snapshot)
+    if drawn := svg.curve(snapshot.loss_history, width=LOSS_WIDTH):
+        shown.draw(f"<h4>loss of my batches: {losses[-1]:.3f} (first {losses[0]:.3f})</h4>{drawn}")
+    best = snapshot.leaderboard[:MAX_CONTRIBUTIONS]
+    shown.table(CREDITS, best, _credit, numbers=(1, 2), what="contributors", title=CONTRIBUTIONS)
+    shown.table(COLUMNS, snapshot.peers, _cells, numbers=(3, 4, 5), what="peers", title="peers")
+    shown.note(*snapshot.log, title="log")
+    return shown
 
 
 def _name(name: str) -> str:
@@ -101,16 +86,17 @@ def _next_step(snapshot: SwarmSnapshot) -> str:
     return f"{_collected(snapshot)} samples; step {snapshot.step + 1} {when}"
 
 
-def _figures(snapshot: SwarmSnapshot) -> dict[str, tuple[str, str]]:
-    """Return value and unit by name."""
+def _figures(snapshot: SwarmSnapshot) -> dict[str, str]:
     figures = {}
     if snapshot.target_batch_size > 0:
-        value, _, unit = _speed(snapshot).partition(" ")
-        figures = {"all peers": (value, unit), "me": (f"{snapshot.own_samples_per_s:,.1f}", "samples/s")}
+        figures = {
+            "all peers": _speed(snapshot).replace(" ", "\n", 1),
+            "me": f"{snapshot.own_samples_per_s:,.1f}\nsamples/s",
+        }
         if snapshot.last_share is not None:
-            figures["my share"] = (f"{snapshot.last_share:.0%}", "of the last step's samples")
-    figures["sent"] = (size(snapshot.sent_bytes), f"now {size(snapshot.sent_bps / 8)}/s")
-    figures["received"] = (size(snapshot.received_bytes), f"now {size(snapshot.received_bps / 8)}/s")
+            figures["my share"] = f"{snapshot.last_share:.0%}\nof the last step's samples"
+    figures["sent"] = f"{size(snapshot.sent_bytes)}\nnow {size(snapshot.sent_bps / 8)}/s"
+    figures["received"] = f"{size(snapshot.received_bytes)}\nnow {size(snapshot.received_bps / 8)}/s"
     return figures
 
 
@@ -123,40 +109,25 @@ def _clock(seconds: float) -> str:
     return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
 
 
-def _session(session: SessionTime) -> str:
-    words = f"session: {plain(session.platform)}, {_clock(session.elapsed_s)} of {_clock(session.limit_s)}"
-    return words if session.leaves_s is None else f"{words}; leaves at {_clock(session.leaves_s)}"
-
-
-def _html_session(session: SessionTime) -> str:
-    ends_s = session.limit_s if session.leaves_s is None else session.leaves_s
+def _draw_session(shown: Document, session: SessionTime) -> None:
+    words = f"{plain(session.platform)}, {_clock(session.elapsed_s)} of {_clock(session.limit_s)}"
+    ends_s = session.limit_s
+    if session.leaves_s is not None:
+        words, ends_s = f"{words}; leaves at {_clock(session.leaves_s)}", session.leaves_s
     soon = session.elapsed_s > ends_s - SOON_S
     part = session.elapsed_s / session.limit_s if session.limit_s > 0 else 1.0
-    words = text(_session(session))
-    hue, kind, mark = ("amber", "warn", "⚠ ") if soon else ("soft", "soft", "")
-    return f'<p class="{kind}">{mark}{words}</p>{theme.bar(part, words, hue)}'
-
-
-def _progress(snapshot: SwarmSnapshot) -> str:
-    if snapshot.target_batch_size <= 0:
-        return ""
-    words = _next_step(snapshot)
-    bar = theme.bar(snapshot.accumulated / snapshot.target_batch_size, words)
-    return f"<h4>next step</h4>{bar}<p>{words}</p>"
+    shown.bar(part, words, title="session", hue="amber" if soon else "soft")
+    if soon:
+        shown.warn("the session ends soon")
 
 
 def _finite_losses(snapshot: SwarmSnapshot) -> list[float]:
     return [loss for _, loss in snapshot.loss_history if math.isfinite(loss)]
 
 
-def _loss(snapshot: SwarmSnapshot) -> str:
-    drawn, losses = svg.curve(snapshot.loss_history, width=LOSS_WIDTH), _finite_losses(snapshot)
-    return f"<h4>loss of my batches: {losses[-1]:.3f} (first {losses[0]:.3f})</h4>{drawn}" if drawn else ""
-
-
 def _cells(peer: PeerRow) -> tuple[str, ...]:
     return (
-        _name(peer.name) + (" (me)" if peer.me else ""),
+        _name(peer.name) + " (me)" * peer.me,
         _name(peer.id),
         _name(peer.role),
         str(peer.step),
@@ -167,35 +138,5 @@ def _cells(peer: PeerRow) -> tuple[str, ...]:
     )
 
 
-def _more(snapshot: SwarmSnapshot) -> list[str]:
-    hidden = len(snapshot.peers) - MAX_ROWS
-    return [f"  … and {hidden} more peers"] if hidden > 0 else []
-
-
-def _peers(snapshot: SwarmSnapshot) -> str:
-    rows = []
-    for peer in snapshot.peers[:MAX_ROWS]:
-        first, *rest = map(text, _cells(peer))
-        rows.append((f"<b>{first}</b>" if peer.me else first, *rest))
-    more = "".join(f'<p class="soft">{line}</p>' for line in _more(snapshot))
-    return f"<h4>peers</h4>{theme.table(COLUMNS, rows, numbers=(3, 4, 5), label='peers')}{more}"
-
-
-def _contribution(row: ContributionRow) -> str:
-    me = " (me)" if row.me else ""
-    return f"{_name(row.name)}{me}: {row.samples:,.0f} samples, {size(row.reduced_bytes)} averaged for others"
-
-
-def _contributions(snapshot: SwarmSnapshot) -> str:
-    if not snapshot.leaderboard:
-        return ""
-    rows = [
-        (
-            text(_name(row.name)) + (" (me)" if row.me else ""),
-            f"{row.samples:,.0f}",
-            size(row.reduced_bytes),
-        )
-        for row in snapshot.leaderboard[:MAX_CONTRIBUTIONS]
-    ]
-    table = theme.table(("peer", "samples", "averaged"), rows, numbers=(1, 2), label="leaderboard")
-    return f"<h4>{CONTRIBUTIONS}</h4>{table}"
+def _credit(row: ContributionRow) -> tuple[str, ...]:
+    return _name(row.name) + " (me)" * row.me, f"{row.samples:,.0f}", size(row.reduced_bytes)

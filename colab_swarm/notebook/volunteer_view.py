@@ -5,13 +5,12 @@ from __future__ import annotations
 import html
 from typing import TYPE_CHECKING
 
-from colab_swarm.markup import count, duration, plain, size, text
-from colab_swarm.notebook import theme
+from colab_swarm.markup import count, duration, plain, size
+from colab_swarm.notebook.theme import Document
 
 if TYPE_CHECKING:
     from colab_swarm.workunits.resume import UnitProgress, VolunteerSnapshot
 
-BAR_CHARACTERS = 20
 MAX_FAULT_CHARACTERS = 4000
 
 
@@ -20,34 +19,17 @@ def summary(snapshot: VolunteerSnapshot) -> str:
     return f"{plain(snapshot.job)}: {_state(snapshot)}"
 
 
-def render_text(snapshot: VolunteerSnapshot) -> str:
-    """Draw the volunteer as lines, for terminals and for outputs without HTML."""
-    lines = [summary(snapshot)]
+def draw(snapshot: VolunteerSnapshot) -> Document:
+    """Return the volunteer: its state, a bar per unit, its contribution."""
+    shown = Document(plain(snapshot.job), _state(snapshot), label=f"volunteer for {plain(snapshot.job)}")
     for unit in snapshot.units:
         if unit.unit:
-            full = int(_share(unit) * BAR_CHARACTERS)
-            lines.append(f"  [{'#' * full}{'.' * (BAR_CHARACTERS - full)}] {_progress(unit)}")
-    lines.append("  " + "; ".join(f"{name}: {value}" for name, value in _figures(snapshot).items()))
-    if snapshot.refusal:
-        lines.append(f"  last refusal: {plain(snapshot.refusal)}")
-    return "\n".join(lines) + (f"\n{snapshot.fault[-MAX_FAULT_CHARACTERS:]}" if snapshot.fault else "")
-
-
-def render_html(snapshot: VolunteerSnapshot) -> str:
-    """Draw the volunteer as one ``div``: its state, a bar per unit, its contribution."""
-    refusal = f'<p class="warn">last refusal: {text(snapshot.refusal)}</p>' if snapshot.refusal else ""
-    fault = html.escape(snapshot.fault[-MAX_FAULT_CHARACTERS:])
-    units = "".join(
-        f"<p>{html.escape(_progress(unit))}{theme.bar(_share(unit), html.escape(_progress(unit)))}</p>"
-        for unit in snapshot.units
-        if unit.unit
-    )
-    return theme.wrap(
-        f"{theme.heading(text(snapshot.job), html.escape(_state(snapshot)))}{units}"
-        f"{theme.cards(_figures(snapshot))}{refusal}"
-        + (f'<pre style="font-size:11px;overflow:auto">{fault}</pre>' if fault else ""),
-        f"volunteer for {plain(snapshot.job)}",
-    )
+            shown.bar(unit.done / unit.batches if unit.batches else 0.0, _progress(unit), title=unit.unit)
+    shown.figures(_figures(snapshot))
+    shown.warn(f"last refusal: {snapshot.refusal}" if snapshot.refusal else "")
+    if fault := snapshot.fault[-MAX_FAULT_CHARACTERS:]:
+        shown.draw(f'<pre style="font-size:11px;overflow:auto">{html.escape(fault)}</pre>', fault)
+    return shown
 
 
 def _figures(snapshot: VolunteerSnapshot) -> dict[str, str]:
@@ -76,8 +58,4 @@ def _state(snapshot: VolunteerSnapshot) -> str:
 def _progress(unit: UnitProgress) -> str:
     batches = f" {unit.done:,} of {unit.batches:,} batches" if unit.batches else ""
     loss = "" if unit.loss is None else f", loss {unit.loss:.3f}"
-    return f"{unit.unit}: {unit.phase}{batches}{loss}, {duration(unit.seconds)}"
-
-
-def _share(unit: UnitProgress) -> float:
-    return unit.done / unit.batches if unit.batches else 0.0
+    return f"{unit.phase}{batches}{loss}, {duration(unit.seconds)}"

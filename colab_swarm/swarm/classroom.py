@@ -113,7 +113,7 @@ class Board:
         return f"Board({summary(self.snapshot())})"
 
     def _repr_html_(self) -> str:
-        return render_html(self.snapshot())
+        return draw(self.snapshot()).html()
 
 
 def open_board(swarm: Swarm, *, port: int = PORT) -> Board:
@@ -217,31 +217,19 @@ def summary(snapshot: BoardSnapshot) -> str:
     return f"{state}; {here} of {markup.count(len(snapshot.pupils), 'animal')} training"
 
 
-def _doing(row: PeerRow | None) -> str:
-    return "not here" if row is None else f"step {row.step}, {row.samples_per_s:.1f} samples/s"
+def _cells(pupil: tuple[str, PeerRow | None]) -> tuple[str, str]:
+    name, row = pupil
+    return name, "not here" if row is None else f"step {row.step}, {row.samples_per_s:.1f} samples/s"
 
 
-def render_text(snapshot: BoardSnapshot) -> str:
-    """Return the board as text."""
-    rows = [f"  {name:<12}{_doing(row)}" for name, row in snapshot.pupils]
-    return "\n".join([summary(snapshot), *rows])
-
-
-def render_html(snapshot: BoardSnapshot) -> str:
-    """Return the board as HTML, large enough for the last row of the room."""
-    rows = ((markup.text(name), _doing(row)) for name, row in snapshot.pupils)
-    address = f'<p style="font:600 32px ui-monospace,monospace">{markup.text(snapshot.address)}</p>'
-    roster = theme.table(("animal", "does"), rows, label="roster")
-    return theme.wrap(
-        theme.heading("Board", markup.text(summary(snapshot))) + address + roster, "classroom board"
-    )
+def draw(snapshot: BoardSnapshot) -> theme.Document:
+    """Return the board, large enough for the last row of the room."""
+    shown = theme.Document("Board", summary(snapshot), label="classroom board", line=summary(snapshot))
+    shown.draw(f'<p style="font:600 32px ui-monospace,monospace">{markup.text(snapshot.address)}</p>')
+    shown.table(("animal", "does"), snapshot.pupils, _cells, what="animals")
+    return shown
 
 
 VIEWS: Views[BoardSnapshot] = Views(
-    render_html,
-    render_text,
-    summary,
-    lambda snapshot: snapshot.closed,
-    who="board",
-    leave=("Close the board", "Closed"),
+    draw, summary, lambda snapshot: snapshot.closed, who="board", leave=("Close the board", "Closed")
 )

@@ -57,13 +57,13 @@ class Diagnosis:
         return all(check.light is not checks.Light.RED for check in self.checks)
 
     def __str__(self) -> str:
-        return checks.render_text(self.checks)
+        return checks.draw(self.checks).text()
 
     def __repr__(self) -> str:
         return f"Diagnosis({checks.summary(self.checks)})"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        return {"text/plain": checks.render_text(self.checks), "text/html": checks.render_html(self.checks)}
+        return checks.draw(self.checks).bundle()
 
 
 def doctor(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from colab_swarm.errors import JoinError
 from colab_swarm.events import Event, RoundFinished
-from colab_swarm.notebook import lessons, theme
+from colab_swarm.notebook import lessons
 from colab_swarm.notebook.panel import WRAPPING, Panel, make_button, update_button
 from colab_swarm.notebook.platforms import has_frontend
 from colab_swarm.runtime import POLL_S
@@ -178,12 +178,12 @@ class InteractiveRun:
         return f"Lesson({lessons.summary(self.snapshot())})"
 
     def _repr_html_(self) -> str:
-        return lessons.lesson_html(self.snapshot())
+        return lessons.draw_lesson(self.snapshot()).html()
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         if self._panel is not None:
             return self._panel._repr_mimebundle_()
-        return theme.mime_bundle(lessons.lesson_text(self.snapshot()), self._repr_html_())
+        return lessons.draw_lesson(self.snapshot()).bundle()
 
     # --- the passing of time --------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from colab_swarm.notebook.lessons import (
     SimulatedPeer,
     SimulationSnapshot,
     describe_fault,
-    simulation_html,
+    draw_simulation,
 )
 from colab_swarm.sim.faults import ScriptedFault
 from colab_swarm.sim.network import SimNetwork
@@ -309,9 +309,8 @@ class Simulation(AbstractContextManager["Simulation"]):
         return f"Simulation({len(self.swarms)} peers on {self.network.profile.name}, {self.time:.1f} s)"
 
     def _repr_html_(self) -> str:
-        return simulation_html(
-            self.snapshot() if self._lesson is None else self._lesson.snapshot().simulation
-        )
+        seen = self.snapshot() if self._lesson is None else self._lesson.snapshot().simulation
+        return draw_simulation(seen).html()
 
 
 def _describe(fault: ScriptedFault) -> str:

@@ -21,7 +21,7 @@ from colab_swarm.notebook.panel import Panel
 from colab_swarm.notebook.platforms import has_frontend, in_notebook
 from colab_swarm.notebook.receipt import LocalStats, Receipt
 from colab_swarm.notebook.recorder import Header, Recorder
-from colab_swarm.notebook.views import render_html
+from colab_swarm.notebook.views import draw
 from colab_swarm.runtime import Runner
 from colab_swarm.swarm.network import NetworkSession, close
 from colab_swarm.swarm.overview import Overview
@@ -510,7 +510,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         return f"Swarm({self.run}, {self.name}, {state})"
 
     def _repr_html_(self) -> str:
-        return render_html(self.snapshot())
+        return draw(self.snapshot()).html()
 
     def paused(self) -> AbstractContextManager[None]:
         """``with swarm.paused():`` stops this peer's background work while you need the machine.

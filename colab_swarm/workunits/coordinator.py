@@ -31,7 +31,7 @@ from colab_swarm.net.addresses import host_of, is_local, reachable_addresses
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.peers import PeerId
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings, settings_of
-from colab_swarm.notebook.coordinator_view import render_html, render_text, summary
+from colab_swarm.notebook.coordinator_view import draw, summary
 from colab_swarm.notebook.invitation import Invitation
 from colab_swarm.notebook.panel import Panel, Views
 from colab_swarm.notebook.platforms import require_terms
@@ -62,8 +62,7 @@ LOCAL_ONLY = (
 )
 LINK_HOURS = 7 * 24.0
 VIEWS: Views[JobStatus] = Views(
-    render_html,
-    render_text,
+    draw,
     summary,
     lambda status: bool(status.overview.finished),
     "coordinator",
@@ -216,7 +215,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         return f"Coordinator({summary(self.snapshot())})"
 
     def _repr_html_(self) -> str:
-        return render_html(self.snapshot())
+        return draw(self.snapshot()).html()
 
     # -- life
 

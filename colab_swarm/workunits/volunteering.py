@@ -31,7 +31,7 @@ from colab_swarm.errors import CallRefused, JoinError, PeerError
 from colab_swarm.net.identity import Identity
 from colab_swarm.notebook.panel import Panel, Views
 from colab_swarm.notebook.platforms import require_terms
-from colab_swarm.notebook.volunteer_view import render_html, render_text, summary
+from colab_swarm.notebook.volunteer_view import draw, summary
 from colab_swarm.runtime import PauseGate, Runtime
 from colab_swarm.tensors.device import DeviceThread
 from colab_swarm.workunits.client import CoordinatorClient, SubsetCache
@@ -54,9 +54,7 @@ FAREWELL_S = 5.0
 """Time limit for giving units back."""
 AFTER_REFUSAL_S = 0.5, 60.0
 THREAD = DeviceThread()
-VIEWS = Views(
-    render_html, render_text, summary, lambda snapshot: snapshot.over, "volunteer", ("Stop", "Stopped")
-)
+VIEWS = Views(draw, summary, lambda snapshot: snapshot.over, "volunteer", ("Stop", "Stopped"))
 _volunteers: set[Volunteer] = set()
 
 
@@ -208,7 +206,7 @@ class Volunteer:
         return f"Volunteer({summary(self.snapshot())})"
 
     def _repr_html_(self) -> str:
-        return render_html(self.snapshot())
+        return draw(self.snapshot()).html()
 
     def snapshot(self) -> VolunteerSnapshot:
         """Return its progress. Thread-safe."""

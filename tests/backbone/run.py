@@ -17,10 +17,7 @@ def file(folder: Path, **settings: object) -> RunFile:
     """The contents of a ``run.toml``."""
     kept = CollaborationFile(**{"every_steps": 5, **settings})  # type: ignore[arg-type]
     return RunFile(
-        name="simulation",
-        folder=str(folder),
-        dashboard=Dashboard(enabled=False),
-        collaborations=(kept,),
+        name="simulation", folder=str(folder), dashboard=Dashboard(enabled=False), collaborations=(kept,)
     )
 
 

@@ -58,18 +58,18 @@ SWARM = dataclasses.replace(
     paused=True,
 )
 VIEWS = {
-    "swarm": views.render_html(SWARM),
-    "rounds": rounds.render_html(SWARM),
-    "map": swarm_map.render_html(SWARM),
-    "experts": experts.render_html(test_experts.SNAPSHOT),
-    "experts-full": experts.render_html(
+    "swarm": views.draw(SWARM).html(),
+    "rounds": rounds.draw(SWARM).html(),
+    "map": swarm_map.draw(SWARM).html(),
+    "experts": experts.draw(test_experts.SNAPSHOT).html(),
+    "experts-full": experts.draw(
         dataclasses.replace(test_experts.SNAPSHOT, listing=test_experts.full(16, 16, share=0.004))
-    ),
-    "job": job.render_html(status(marks=MARKS)),
-    "volunteer": volunteer.render_html(VOLUNTEER),
-    "consistency": consistency.render_html(test_consistency.snapshot(0.2, 0.4, 1.3)),
-    "doctor": checks.render_html([test_doctor_view.GOOD, test_doctor_view.LOOK, test_doctor_view.STOP]),
-    "lesson": lessons.lesson_html(test_lesson.LESSON_NOW),
+    ).html(),
+    "job": job.draw(status(marks=MARKS)).html(),
+    "volunteer": volunteer.draw(VOLUNTEER).html(),
+    "consistency": consistency.draw(test_consistency.snapshot(0.2, 0.4, 1.3)).html(),
+    "doctor": checks.draw([test_doctor_view.GOOD, test_doctor_view.LOOK, test_doctor_view.STOP]).html(),
+    "lesson": lessons.draw_lesson(test_lesson.LESSON_NOW).html(),
 }
 TRAINED = """import torch, colab_swarm as cs
 swarm = cs.create("accessible", peer_name="alice")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 from colab_swarm.elastic.steps import ElasticSnapshot, ElasticStep
-from colab_swarm.notebook.consistency import render_html, render_text, summary
+from colab_swarm.notebook.consistency import draw, summary
 
 
 def snapshot(*inconsistencies: float, bound: float | None = 1.0) -> ElasticSnapshot:
@@ -25,15 +25,15 @@ def test_the_summary_has_the_inconsistency_and_its_cost() -> None:
 
 
 def test_it_warns_above_the_bound() -> None:
-    assert "!" not in render_text(snapshot(0.2, 0.9))
-    assert "further apart" in render_text(snapshot(0.2, 1.2))
-    assert "⚠" in render_html(snapshot(0.2, 1.2))
+    assert "!" not in draw(snapshot(0.2, 0.9)).text()
+    assert "further apart" in draw(snapshot(0.2, 1.2)).text()
+    assert "⚠" in draw(snapshot(0.2, 1.2)).html()
 
 
 def test_the_chart_shows_measured_and_bound() -> None:
-    tree = ElementTree.fromstring(render_html(snapshot(0.2, 0.4, 0.3)))
+    tree = ElementTree.fromstring(draw(snapshot(0.2, 0.4, 0.3)).html())
     lines = [one for one in tree.iter("polyline")]
     assert "bound in theory" in " ".join(tree.itertext())
-    assert "no bound is known" in render_html(snapshot(0.2, 0.4, bound=None))
+    assert "no bound is known" in draw(snapshot(0.2, 0.4, bound=None)).html()
     assert [("stroke-dasharray" in line.attrib) for line in lines] == [True, False]
     assert all(len(line.attrib["points"].split()) >= 3 for line in lines)

@@ -1,25 +1,21 @@
 from __future__ import annotations
 
 import re
-import xml.etree.ElementTree as ElementTree
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.notebook.checks import WIDTH, Check, Light, render_html, render_text, summary
+from colab_swarm.notebook.checks import WIDTH, Check, Light, draw, summary
+from tests.notebook.test_views import parsed
 
 GOOD = Check("disk", Light.GREEN, "50.0 GB free here")
 LOOK = Check("bandwidth", Light.YELLOW, "1 Mbit/s up: slow", "use a cable")
 STOP = Check("versions", Light.RED, "torch 2.8 is older than 2.9", 'pip install -U "torch>=2.9"')
 
 
-def parsed(markup: str) -> ElementTree.Element:
-    return ElementTree.fromstring(markup.replace("<br>", "<br/>"))
-
-
 def test_text_shows_each_light_with_its_fix() -> None:
-    assert render_text([GOOD, LOOK, STOP]).splitlines() == [
+    assert draw([GOOD, LOOK, STOP]).text().splitlines() == [
         "fix the problems before you train: 1 ✔ good, 1 ▲ warning, 1 ✖ problem",
         " ✔ disk           50.0 GB free here",
         " ▲ bandwidth      1 Mbit/s up: slow",
@@ -42,7 +38,7 @@ def test_the_worst_light_decides(checks: list[Check], verdict: str) -> None:
 
 
 def test_the_html_has_symbols_and_words_and_loads_nothing() -> None:
-    page = render_html([GOOD, LOOK, STOP])
+    page = draw([GOOD, LOOK, STOP]).html()
     text = " ".join(parsed(page).itertext())
     assert all(
         words in text for words in ("✔", "▲", "✖", "50.0 GB", "use a cable", 'pip install -U "torch>=2.9"')
@@ -53,12 +49,12 @@ def test_the_html_has_symbols_and_words_and_loads_nothing() -> None:
 
 
 def test_the_name_of_a_check_stays_on_its_line() -> None:
-    names = [name.attrib["style"] for name in parsed(render_html([GOOD])).iter("b") if name.text == "disk"]
+    names = [name.attrib["style"] for name in parsed(draw([GOOD]).html()).iter("b") if name.text == "disk"]
     assert names == ["white-space:nowrap"]
 
 
 def test_a_long_text_is_wrapped_under_its_beginning() -> None:
-    lines = render_text([Check("compute", Light.GREEN, "word " * 60)]).splitlines()
+    lines = draw([Check("compute", Light.GREEN, "word " * 60)]).text().splitlines()
     assert len(lines) > 3
     assert all(len(line) <= WIDTH for line in lines)
     assert lines[2].startswith(" " * 18 + "word")
@@ -68,6 +64,6 @@ def test_a_long_text_is_wrapped_under_its_beginning() -> None:
 @given(st.text(max_size=80) | st.sampled_from(["<script>alert(1)</script>", '"><img src=x>', "a\x1b[2Jb\n"]))
 def test_texts_are_escaped(words: str) -> None:
     hostile = [Check(words, Light.RED, words, words or "x")]
-    usual = {element.tag for element in parsed(render_html([STOP])).iter()}
-    assert {element.tag for element in parsed(render_html(hostile)).iter()} <= usual
-    assert "\x1b" not in render_text(hostile)
+    usual = {element.tag for element in parsed(draw([STOP]).html()).iter()}
+    assert {element.tag for element in parsed(draw(hostile).html()).iter()} <= usual
+    assert "\x1b" not in draw(hostile).text()

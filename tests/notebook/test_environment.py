@@ -11,6 +11,7 @@ from colab_swarm.notebook.platforms import (
     COLAB,
     JUPYTER,
     KAGGLE,
+    KAGGLE_TPU,
     PLAIN,
     VS_CODE,
     Platform,
@@ -64,11 +65,6 @@ def test_a_kernel_that_allows_input_has_a_page(monkeypatch: pytest.MonkeyPatch, 
     assert has_frontend()
 
 
-def test_colab_is_known_by_its_release_tag(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLAB_RELEASE_TAG", "release-colab")
-    assert in_colab()
-
-
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
@@ -77,6 +73,7 @@ def test_colab_is_known_by_its_release_tag(monkeypatch: pytest.MonkeyPatch) -> N
         ({"BINDER_SERVICE_HOST": "10.0.0.1"}, BINDER),
         ({"COLAB_RELEASE_TAG": "release-colab"}, COLAB),
         ({"KAGGLE_KERNEL_RUN_TYPE": "Batch", "COLAB_RELEASE_TAG": "base image"}, KAGGLE),
+        ({"KAGGLE_KERNEL_RUN_TYPE": "Interactive", "TPU_WORKER_ID": "0"}, KAGGLE_TPU),
     ],
 )
 def test_each_platform_is_known_by_its_environment(

@@ -7,7 +7,8 @@ from xml.etree import ElementTree
 
 from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.watch import ExpertsListing, ExpertsSnapshot, HostOfExperts, LiveExpert, ServedExpert
-from colab_swarm.notebook.experts import MAX_ROWS, render_html, render_text, summary
+from colab_swarm.notebook.experts import draw, summary
+from colab_swarm.notebook.theme import MAX_ROWS
 
 GRID = Grid("ffn", (2, 4))
 ALICE, BOB = "a1a1a1a1", "b2b2b2b2"
@@ -43,8 +44,8 @@ def test_the_summary_counts_live_experts_and_this_peers_work() -> None:
 
 
 def test_the_text_has_the_grid_the_hosts_and_this_peers_experts() -> None:
-    assert render_text(SNAPSHOT).splitlines()[1:] == [
-        "  ! not called for a while because they failed this peer: ffn.1.1",
+    assert draw(SNAPSHOT).text().splitlines()[1:] == [
+        "  ⚠ not called for a while because they failed this peer: ffn.1.1",
         "  expert   state       host           step  of the updates",
         "  ffn.1.1  ! left out",
         "  ffn.1.3  x dead",
@@ -60,7 +61,7 @@ def test_the_text_has_the_grid_the_hosts_and_this_peers_experts() -> None:
 
 
 def test_the_html_is_valid_and_has_the_same_content() -> None:
-    tree = ElementTree.fromstring(render_html(SNAPSHOT))
+    tree = ElementTree.fromstring(draw(SNAPSHOT).html())
     bars = [element.get("aria-label") for element in tree.iter() if element.get("role") == "img"]
     assert bars == ["90% of the updates", "10% of the updates", "0% of the updates"]
     shown = " ".join(tree.itertext())
@@ -70,21 +71,12 @@ def test_the_html_is_valid_and_has_the_same_content() -> None:
 
 def test_a_large_grid_is_cut_and_counted_and_failed_experts_stay() -> None:
     listing = replace(full(64, 64, share=1 / 4096), dead=("ffn.9.9",))
-    for shown in (render_text(ExpertsSnapshot(listing, 1.0)), render_html(ExpertsSnapshot(listing, 1.0))):
+    for shown in (draw(ExpertsSnapshot(listing, 1.0)).text(), draw(ExpertsSnapshot(listing, 1.0)).html()):
         assert f"and {4097 - MAX_ROWS:,} more experts" in shown and "x dead" in shown
         assert len(shown) < 20_000
 
 
-def test_many_hosts_are_cut_and_counted() -> None:
-    crowd = replace(LISTING, hosts=(HostOfExperts(ALICE, False, 1, None, None),) * (MAX_ROWS + 7))
-    for shown in (
-        render_text(replace(SNAPSHOT, listing=crowd)),
-        render_html(replace(SNAPSHOT, listing=crowd)),
-    ):
-        assert "and 7 more hosts" in shown
-
-
 def test_warnings_are_shown_and_escaped() -> None:
     faulty = ExpertsSnapshot(ExpertsListing(GRID), 1.0, fault="<script>\x1b[2J")
-    assert "swarm.host_experts" in render_text(faulty) and "swarm.host_experts" in render_html(faulty)
-    assert "<script" not in render_html(faulty) and "\x1b" not in render_html(faulty) + render_text(faulty)
+    assert "swarm.host_experts" in draw(faulty).text() and "swarm.host_experts" in draw(faulty).html()
+    assert "<script" not in draw(faulty).html() and "\x1b" not in draw(faulty).html() + draw(faulty).text()

@@ -3,23 +3,19 @@ from __future__ import annotations
 import pickle
 import re
 import sys
-import xml.etree.ElementTree as ElementTree
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.notebook.invitation import COLAB_URL, KAGGLE_URL, MAX_QR_CHARACTERS, Invitation
+from tests.notebook.test_views import parsed
 
 LINE = "https://example.org/join#my-run.AbCd_-" + "x" * 300
 
 
 def invitation(line: str = LINE, run: str = "my-run", uses: int | None = 3) -> Invitation:
     return Invitation(line, run=run, role="worker", expires_at=1_800_000_000.0, uses=uses)
-
-
-def parsed(markup: str) -> ElementTree.Element:
-    return ElementTree.fromstring(markup.replace("<br>", "<br/>"))
 
 
 def test_an_invitation_is_its_text() -> None:
@@ -56,13 +52,11 @@ def test_a_warning_is_shown_but_is_not_part_of_the_text() -> None:
     warned = Invitation(LINE, run="my-run", role="worker", expires_at=0.0, warning="Only <here>.")
     assert str(warned) == LINE
     assert warned._repr_mimebundle_()["text/plain"] == f"Only <here>.\n{LINE}"
-    assert '<p class="warn">Only &lt;here&gt;.</p>' in warned._repr_html_()
+    assert '<p class="warn">⚠ Only &lt;here&gt;.</p>' in warned._repr_html_()
     assert 'class="warn"' not in invitation()._repr_html_()
 
 
-def test_without_segno_or_for_a_long_text_words_replace_the_code(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_segno_or_for_a_long_text_words_replace_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "too long" in invitation("x" * (MAX_QR_CHARACTERS + 1))._repr_html_()
     monkeypatch.setitem(sys.modules, "segno", None)
     monkeypatch.setattr("colab_swarm.notebook.invitation.find_spec", lambda name: None)

@@ -16,10 +16,8 @@ from colab_swarm.notebook.lessons import (
     SimulationSnapshot,
     describe_event,
     describe_fault,
-    lesson_html,
-    lesson_text,
-    simulation_html,
-    simulation_text,
+    draw_lesson,
+    draw_simulation,
     summary,
 )
 from colab_swarm.swarm.lesson import LessonControls
@@ -35,20 +33,21 @@ LESSON_NOW = LessonSnapshot(SIMULATION, "playing", 10.0, ("  20.0 s  bob crashes
 
 def test_a_run_shows_its_peers_in_html_and_in_text() -> None:
     assert summary(LESSON_NOW) == "playing at 61.0 s: 1 peer at step 4"
-    for shown in (lesson_html(LESSON_NOW), simulation_html(SIMULATION)):
+    for shown in (draw_lesson(LESSON_NOW).html(), draw_simulation(SIMULATION).html()):
         texts = " ".join(parsed(shown).itertext())
         assert (
             "<b>bob" in texts and "✗ crashed" in texts and "to come: 90 s: x" in texts and "nan" not in texts
         )
-    for text in (lesson_text(LESSON_NOW), simulation_text(SIMULATION)):
-        assert "crashed" in text and "20 s: bob crashes" in text and "nan" not in text
+    for text in (draw_lesson(LESSON_NOW).text(), draw_simulation(SIMULATION).text()):
+        assert "crashed" in text and "bob crashes" in text and "nan" not in text
 
 
 def test_pages_show_what_a_peer_sees_or_that_no_peer_is_online() -> None:
     deserted = dataclasses.replace(LESSON_NOW, simulation=dataclasses.replace(SIMULATION, seen=None))
     for page in LESSON.pages.values():
-        assert parsed(page.html(LESSON_NOW)) is not None and page.text(LESSON_NOW)
-        assert "No peer is online" in page.html(deserted) and "No peer is online" in page.text(deserted)
+        assert parsed(page.draw(LESSON_NOW).html()) is not None and page.draw(LESSON_NOW).text()
+        shown = page.draw(deserted)
+        assert "No peer is online" in shown.html() and "No peer is online" in shown.text()
 
 
 @pytest.mark.parametrize(

@@ -69,17 +69,8 @@ def test_a_simulated_step_takes_as_long_as_predicted(peers: int, parameters: int
 @contextmanager
 def bob_trains(invite: str) -> Iterator[IO[str]]:
     """A trainer in a process of its own, as in the demo; its output as JSON lines."""
-    command = [
-        sys.executable,
-        "-m",
-        "colab_swarm.cli",
-        "peer",
-        invite,
-        "--json-lines",
-        "--peer-name",
-        "bob",
-    ]
-    command += ["--target-batch-size", str(TARGET), "--codec", "float16"]
+    command = [sys.executable, "-m", "colab_swarm.cli", "peer", invite, "--json-lines", "--peer-name", "bob"]
+    command += ["--target-batch-size", str(TARGET), "--compression", "float16"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     bob = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert bob.stdout is not None

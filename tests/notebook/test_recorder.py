@@ -32,20 +32,9 @@ def finished(step: int, *, dropped: str = "") -> RoundFinished:
         MemberTrace(BOB, 8.0, 0.5, (0.0, 0.1), (0.05, 0.15), None if dropped else (0.1, 0.2), dropped),
     )
     contributors = (ALICE,) if dropped else (ALICE, BOB)
+    lost = int(bool(dropped))
     return RoundFinished(
-        float(step),
-        step,
-        2,
-        contributors,
-        12.0,
-        int(bool(dropped)),
-        0,
-        100,
-        100,
-        0.3,
-        0.0,
-        0.2,
-        members=members,
+        float(step), step, 2, contributors, 12.0, lost, 0, 100, 100, 0.3, 0.0, 0.2, members=members
     )
 
 
@@ -76,14 +65,8 @@ def test_replay_returns_the_recorded_events(tmp_path: Path) -> None:
 
 
 def test_every_kind_of_event_can_be_read_back() -> None:
-    assert {
-        "RoundFinished",
-        "StepFinished",
-        "PeerLeft",
-        "PeerSilent",
-        "Fault",
-        "ExpertBanned",
-    } <= KINDS.keys()
+    kinds = {"RoundFinished", "StepFinished", "PeerLeft", "PeerSilent", "Fault", "ExpertBanned"}
+    assert kinds <= KINDS.keys()
 
 
 def test_nan_and_infinity_are_recorded(tmp_path: Path) -> None:

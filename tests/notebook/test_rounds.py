@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import xml.etree.ElementTree as ElementTree
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.events import MemberTrace, RoundFinished
-from colab_swarm.notebook.rounds import (
-    MAX_LANES,
-    NONE_YET,
-    RECENT,
-    SLOTS,
-    render_html,
-    render_text,
-    waterfall_html,
-    waterfall_text,
-)
-from tests.notebook.test_views import ALICE, BOB, SNAPSHOT
+from colab_swarm.notebook.rounds import MAX_LANES, NONE_YET, RECENT, SLOTS, draw, draw_waterfall
+from colab_swarm.notebook.theme import Document
+from tests.notebook.test_views import ALICE, BOB, SNAPSHOT, parsed
 
 ME = MemberTrace(ALICE.id + "0" * 56, 64.0, 0.5)
 OTHER = MemberTrace(BOB.id + "0" * 56, 128.0, 0.5, sent=(0.0, 0.5), received=(0.25, 0.75), means=(0.75, 1.0))
@@ -45,38 +36,40 @@ GOOD = dataclasses.replace(ROUND, step=11, spans_lost=0, kept_local=0, members=(
 TOLD = dataclasses.replace(SNAPSHOT, rounds=(GOOD, ROUND))
 
 
-def parsed(markup: str) -> ElementTree.Element:
-    return ElementTree.fromstring(markup.replace("<br>", "<br/>"))
-
-
 def words(markup: str) -> str:
     return " ".join(" ".join(parsed(f"<div>{markup}</div>").itertext()).split())
 
 
+def waterfall(rounds: list[RoundFinished], back: int, names: dict[str, str]) -> Document:
+    shown = Document("", label="rounds")
+    draw_waterfall(shown, rounds, back, names)
+    return shown
+
+
 def test_text_has_a_lane_for_each_member_on_one_time_axis() -> None:
-    lines = render_text(TOLD).splitlines()
+    lines = draw(TOLD).text().splitlines()
     assert lines[0] == (
         "round 12: values of 2 of 3 peers, 192 samples, 2.00 s, of which 1.00 s for forming the group, "
         "2 MB sent, 1 MB received, averaging took 1.00 s, 900 ms expected, 1 reducer lost, "
         "1,000 values not averaged"
     )
     half = "·" * (SLOTS // 2)
-    assert lines[1:4] == [
+    assert lines[1:3] == ["  last 2 rounds: 2.00 s, 2.00 s✖", "  shares: bob's line is the faster"]
+    assert lines[3:6] == [
         f"  ca401000    {half}{'░' * 4}{' ' * 16}    0% ✖ its link closed",
         f"  alice (me)  {half}{' ' * 20}   50% – nothing to exchange",
         f"  bob         {half}{'░' * 5}{'▒' * 10}{'▓' * 5}   50% ✔ complete",
     ]
-    assert lines[4].split("  ")[1:] == [
+    assert lines[6].split("  ")[1:] == [
         "· forming the group",
         "░ sent to it",
         "▒ received from it",
         "▓ average received",
     ]
-    assert lines[5] == "  last 2 rounds: 2.00 s, 2.00 s✖"
 
 
 def test_the_html_has_the_same_content() -> None:
-    shown = words(render_html(TOLD))
+    shown = words(draw(TOLD).html())
     for fact in (
         "round 12",
         "✖ its link closed",
@@ -88,7 +81,7 @@ def test_the_html_has_the_same_content() -> None:
         assert fact in shown
     labels = [
         svg.attrib["aria-label"]
-        for svg in parsed(render_html(TOLD)).iter("svg")
+        for svg in parsed(draw(TOLD).html()).iter("svg")
         if "aria-label" in svg.attrib
     ]
     assert labels[1] == "sent to it: 1.00 s to 1.20 s"
@@ -98,39 +91,39 @@ def test_the_html_has_the_same_content() -> None:
 
 def test_an_earlier_round_can_be_chosen_down_to_the_first() -> None:
     for back, step in ((0, 12), (1, 11), (5, 11)):
-        assert render_text(TOLD, back).startswith(f"round {step}:")
-        assert f"round {step} " in words(render_html(TOLD, back))
+        assert draw(TOLD, back).text().startswith(f"round {step}:")
+        assert f"round {step} " in words(draw(TOLD, back).html())
 
 
 def test_phases_differ_by_dashes_and_not_only_by_colour() -> None:
-    dashes = re.findall(r'stroke-dasharray="([^"]+)"', render_html(TOLD).rpartition('class="key')[2])
+    dashes = re.findall(r'stroke-dasharray="([^"]+)"', draw(TOLD).html().rpartition('class="key')[2])
     assert len(dashes) == len(set(dashes)) == 3  # of four, one is not dashed
 
 
 def test_before_the_first_round_there_is_a_hint() -> None:
-    assert render_text(SNAPSHOT) == NONE_YET and NONE_YET in words(render_html(SNAPSHOT))
+    assert draw(SNAPSHOT).text() == NONE_YET and NONE_YET in words(draw(SNAPSHOT).html())
 
 
 def test_the_strip_has_the_last_rounds_and_marks_the_chosen_and_the_bad_ones() -> None:
     many = [dataclasses.replace(GOOD, step=step) for step in range(2 * RECENT)]
-    strip = next(parsed(f"<div>{waterfall_html(many, 0, {})}</div>").iter("svg"))
+    strip = next(parsed(f"<div>{waterfall(many, 0, {}).html()}</div>").iter("svg"))
     assert len(list(strip.iter("g"))) == RECENT
     assert [mark.text for mark in strip.iter("text")] == ["▲"]
-    early = next(parsed(f"<div>{waterfall_html(many, 2 * RECENT - 1, {})}</div>").iter("svg"))
+    early = next(parsed(f"<div>{waterfall(many, 2 * RECENT - 1, {}).html()}</div>").iter("svg"))
     assert [mark.text for mark in next(early.iter("g")).iter("text")] == ["▲"]
-    bad = next(parsed(f"<div>{waterfall_html([ROUND, GOOD], 0, {})}</div>").iter("svg"))
+    bad = next(parsed(f"<div>{waterfall([ROUND, GOOD], 0, {}).html()}</div>").iter("svg"))
     assert [mark.text for mark in bad.iter("text")] == ["✖", "▲"]
 
 
 def test_a_round_without_traces_says_so() -> None:
     bare = dataclasses.replace(ROUND, members=())
-    assert "left no trace" in waterfall_html([bare], 0, {})
-    assert len(waterfall_text([bare], 0, {}).splitlines()) == 2
+    shown = waterfall([bare], 0, {})
+    assert "left no trace" in shown.html() and "left no trace" in shown.text()
 
 
 def test_many_members_are_cut_and_counted_and_failed_ones_stay() -> None:
     crowd = dataclasses.replace(ROUND, members=(OTHER,) * 500 + (GONE,))
-    for shown in (waterfall_text([crowd], 0, {}), words(waterfall_html([crowd], 0, {}))):
+    for shown in (waterfall([crowd], 0, {}).text(), words(waterfall([crowd], 0, {}).html())):
         assert f"… and {501 - MAX_LANES} more members" in shown and "its link closed" in shown
 
 
@@ -149,9 +142,9 @@ def test_any_round_can_be_drawn(
         ROUND, members=tuple(members), seconds=seconds, averaging_s=averaging_s, explanation=said
     )
     names = {member.peer[:8]: said for member in members}
-    drawn = waterfall_html([odd, GOOD], back, names)
+    drawn = waterfall([odd, GOOD], back, names).html()
     parsed(f"<div>{drawn}</div>")
     geometry = " ".join(re.findall(r' (?:d|x|y|width|height)="([^"]*)"', drawn))
     assert "nan" not in geometry and "inf" not in geometry
-    shown = waterfall_text([odd, GOOD], back, names)
+    shown = waterfall([odd, GOOD], back, names).text()
     assert len(shown.split("\n")) <= len(members) + 6 and "\x1b" not in shown

@@ -17,7 +17,6 @@ from colab_swarm.notebook.platforms import (
     PLAIN,
     Platform,
     SessionClock,
-    platform,
     session_age_s,
     wait_for_end,
 )
@@ -36,14 +35,6 @@ def clock_on(here: Platform, hours: float | None = None, *, age_s: float = 0.0) 
 def test_platforms_end_sessions_when_they_say(here: Platform, limit_h: float | None) -> None:
     clock = clock_on(here)
     assert (None if clock is None else clock.limit_s / H) == limit_h
-
-
-def test_kaggles_tpu_sessions_are_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
-    monkeypatch.delenv("TPU_WORKER_ID", raising=False)
-    assert platform() is KAGGLE
-    monkeypatch.setenv("TPU_WORKER_ID", "0")
-    assert platform() is KAGGLE_TPU
 
 
 def test_a_peer_leaves_ten_minutes_before_the_end() -> None:

@@ -91,3 +91,12 @@ def test_a_bar_stays_within_its_place(part: float, width: str) -> None:
 
 def test_colours_never_stand_without_a_word() -> None:
     assert "".join(ElementTree.fromstring(theme.mark("red", "✖", "lost")).itertext()) == "✖ lost"
+
+
+def test_a_document_cuts_and_counts_rows_in_html_and_in_text() -> None:
+    shown = theme.Document("peers", "many", label="peers")
+    shown.table(("name", "step"), range(theme.MAX_ROWS + 7), lambda i: (f"<b>{i}", "3"), what="peers")
+    rows = list(ElementTree.fromstring(shown.html()).iter("tr"))
+    assert len(rows) == theme.MAX_ROWS + 1 and "<b>19" in "".join(rows[-1].itertext())
+    for drawn in (shown.html(), shown.text()):
+        assert "… and 7 more peers" in drawn

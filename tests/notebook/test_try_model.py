@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from transformers.modeling_outputs import MaskedLMOutput
 
 import colab_swarm as cs
 from colab_swarm.notebook import try_model
-from colab_swarm.notebook.try_model import InitialParameters, ModelProbe, TryModel, cell_runs
+from colab_swarm.notebook.try_model import ModelProbe, TryModel, cell_runs
 from colab_swarm.recipes.evaluation import MaskedText, call
 from colab_swarm.recipes.text import train_tokenizer
 from colab_swarm.swarm.swarm import Swarm
@@ -93,9 +94,15 @@ def test_a_large_model_has_no_before_and_it_says_why(
 
 def test_the_copy_has_only_the_trained_parameters(net: Guesser, texts: MaskedText) -> None:
     net.layers[0].weight.requires_grad_(False)
-    initial = InitialParameters([p for p in net.parameters() if p.requires_grad], step=3)
-    assert initial.is_of(net) and not initial.is_of(Guesser(len(texts.tokenizer)))
-    assert set(initial.weights_of(net)) == {"layers.2.weight", "layers.2.bias"}
+    optimizer: Any = SimpleNamespace(param_groups=[{"params": list(net.parameters())}], global_step=3)
+    probe = ModelProbe()
+    probe.on_optimizer("model", optimizer)
+    assert [copy.shape for copy in probe._trained["model"].before] == [
+        parameter.shape for parameter in net.layers[2].parameters()
+    ]
+    assert probe.try_model(QUESTION, net, texts).snapshot().step_before == 3
+    other = Guesser(len(texts.tokenizer)).train()
+    assert "no swarm.optimizer" in probe.try_model(QUESTION, other, texts).snapshot().why_not
 
 
 def test_a_model_is_needed_and_a_recipe_can_set_it(net: Guesser, texts: MaskedText) -> None:

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from xml.etree import ElementTree
 
-from colab_swarm.notebook.volunteer_view import render_html, render_text, summary
+from colab_swarm.notebook.volunteer_view import draw, summary
 from colab_swarm.workunits.resume import UnitProgress, VolunteerSnapshot
 
 UNITS = (
@@ -42,18 +42,18 @@ def test_the_summary_has_job_state_and_units() -> None:
 
 
 def test_the_text_has_a_bar_per_unit_in_hand_and_the_whole_contribution() -> None:
-    lines = render_text(SNAPSHOT).splitlines()
+    lines = draw(SNAPSHOT).text().splitlines()
     assert lines[1:] == [
         "  [#####...............] epoch 3, subset 7: training 5 of 20 batches, loss 0.432, 12 s",
         "  [....................] epoch 3, subset 8: downloading, 0 s",
         "  contributed: 4,800 samples in 10 min; downloaded: 3.4 MB; uploaded: 1.2 MB; data found on disk: 8 of 12 "
         "times; running uploads: 0",
-        "  last refusal: its deadline passed <b>",
+        "  ⚠ last refusal: its deadline passed <b>",
     ]
 
 
 def test_the_html_is_sound_and_tells_screen_readers_how_far_units_are() -> None:
-    root = ElementTree.fromstring(render_html(SNAPSHOT))
+    root = ElementTree.fromstring(draw(SNAPSHOT).html())
     bars = root.findall(".//*[@role='img']")
     assert [bar[0].get("style") for bar in bars] == ["width:25.0%", "width:0.0%"]
     assert bars[0].get("aria-label", "").startswith("epoch 3, subset 7: training 5 of 20")
@@ -62,12 +62,12 @@ def test_the_html_is_sound_and_tells_screen_readers_how_far_units_are() -> None:
 def test_texts_of_others_are_escaped() -> None:
     evil = "<script>x</script>\x1b[2J"
     snapshot = replace(SNAPSHOT, job=evil, state=evil, refusal=evil, fault="<script>")
-    assert "<script" not in render_html(snapshot)
-    assert "\x1b" not in render_text(snapshot) + render_html(snapshot)
+    assert "<script" not in draw(snapshot).html()
+    assert "\x1b" not in draw(snapshot).text() + draw(snapshot).html()
 
 
 def test_a_fault_of_the_job_is_shown_at_its_end() -> None:
     snapshot = replace(SNAPSHOT, over=True, fault="x" * 9000 + "\nZeroDivisionError: division by zero")
-    assert render_text(snapshot).endswith("ZeroDivisionError: division by zero")
-    assert len(render_text(snapshot)) < 5000
-    assert re.search(r"<pre[^>]*>x+\nZeroDivisionError: division by zero</pre>", render_html(snapshot))
+    assert draw(snapshot).text().endswith("ZeroDivisionError: division by zero")
+    assert len(draw(snapshot).text()) < 5000
+    assert re.search(r"<pre[^>]*>x+\nZeroDivisionError: division by zero</pre>", draw(snapshot).html())

@@ -88,8 +88,8 @@ def test_the_roster_shows_which_pupils_train() -> None:
     pupils = (("otter", row), ("fox", None))
     snapshot = classroom.BoardSnapshot("192.168.1.10:8421", pupils, closed=False)
     assert classroom.summary(snapshot) == "join at 192.168.1.10:8421; 1 of 2 animals training"
-    text, html = classroom.render_text(snapshot), classroom.render_html(snapshot)
-    assert "otter       step 7, 12.3 samples/s" in text and "fox         not here" in text
+    text, html = classroom.draw(snapshot).text(), classroom.draw(snapshot).html()
+    assert "otter   step 7, 12.3 samples/s" in text and "fox     not here" in text
     assert all(word in html for word in ("192.168.1.10:8421", "otter", "step 7, 12.3 samples/s", "not here"))
 
 
