@@ -171,7 +171,7 @@ class Watched:
         from colab_swarm.notebook.recorder import Header, Recorder
 
         swarm, path = self._swarm, Path(self._folder.name) / "run.jsonl"
-        header = Header.now(run=swarm.run, name=swarm.name, peer=swarm.id.hex(), at=time.monotonic())
+        header = Header(swarm.run, swarm.name, swarm.id.hex(), time.time(), time.monotonic())
         with Recorder(swarm.events, path, header) if watched else nullcontext():
             return self._loop.speed(seconds, self.panel.tick if watched else lambda: None)
 

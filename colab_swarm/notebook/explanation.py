@@ -22,7 +22,6 @@ from colab_swarm.notebook.invitation import PROJECT
 from colab_swarm.notebook.theme import MAX_CHARS, Document
 
 MAX_CHAIN = 5
-NOT_RAISED = "an unknown place"  # the module of an error without a traceback
 DOCUMENTED = re.compile(r"^Cause: (?P<cause>.+?)\n\nFix: (?P<fix>.+?)(?:\n\n|\Z)", re.DOTALL | re.MULTILINE)
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
 """Packages whose name differs from their module's."""
@@ -33,16 +32,13 @@ MEMORY: Advice = (
     "use smaller micro-batches: the target batch size, and so the training, stays the same. Then restart the kernel, "
     "which may still hold memory of the failed step; cs.doctor(model=…) shows what fits",
 )
-ARGUMENT: Advice = (
-    "colab_swarm cannot use an argument; arguments are checked first, so nothing has changed",
-    "change what the text names and run the cell again; help(function) lists the arguments",
-)
 COMMON: dict[str | int | None, Advice] = {
     errno.EADDRINUSE: (
         "another program, or an earlier run of this cell, uses that port of this machine",
         "leave port= out or pass port=0 to get a free port; or stop the other program",
     ),
     errno.ENOSPC: ("the disk is full", "delete files that you do not need, or choose another folder="),
+    errno.EACCES: ("this user may not read or write there", "choose a folder of your own: folder=…"),
     "OutOfMemoryError": MEMORY,
     "MemoryError": MEMORY,
     "KeyboardInterrupt": (
@@ -50,7 +46,6 @@ COMMON: dict[str | int | None, Advice] = {
         "nothing is broken: the peer is still in the swarm, and optimizers are as after their last whole step. "
         "Run the cell again to continue, or swarm.leave() to end",
     ),
-    "PermissionError": ("this user may not read or write there", "choose a folder of your own: folder=…"),
     "FileNotFoundError": (
         "there is no such file or folder",
         "check the path; os.getcwd() shows where relative paths start",
@@ -62,20 +57,6 @@ COMMON: dict[str | int | None, Advice] = {
     "ConnectionError": ("a connection could not be opened, or the other side closed it", NETWORK_FIX),
 }
 """By errno, or by the name of a class."""
-OURS: dict[str | int | None, Advice] = {
-    "PermissionError": (
-        "this peer's role in the run does not allow the call: it joined with an invitation for another role",
-        "ask the run's organizer for an invitation with the role that the text names, then cs.join it",
-    ),
-    "RuntimeError": (
-        "the call does not fit the current state, such as a swarm that was left already",
-        "do what the text says; otherwise run the cells again from the one that joins",
-    ),
-    "ValueError": ARGUMENT,
-    "TypeError": ARGUMENT,
-    "LookupError": ARGUMENT,
-}
-"""The same for errors that this package raises."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -182,12 +163,10 @@ def _known(error: BaseException) -> Advice | None:
         return MEMORY
     if isinstance(error, ModuleNotFoundError):
         return _missing_module((error.name or "").partition(".")[0])
-    number: int | None = getattr(error, "errno", None)
     filename = getattr(error, "filename", None)
-    advice = COMMON if number or not _is_ours(_modules(error)[-1]) else COMMON | OURS
-    for key in (number, *(kind.__name__ for kind in type(error).__mro__)):
-        if key in advice:
-            cause, fix = advice[key]
+    for key in (getattr(error, "errno", None), *(kind.__name__ for kind in type(error).__mro__)):
+        if key in COMMON:
+            cause, fix = COMMON[key]
             return (f"{cause} ({filename})" if filename else cause), fix
     return None
 
@@ -211,24 +190,21 @@ def extra_of(module: str) -> str | None:
     return found[1] if found else None
 
 
-def _modules(error: BaseException) -> list[str]:
-    frames = traceback.walk_tb(error.__traceback__)
-    return [frame.f_globals.get("__name__", "") for frame, _ in frames] or [NOT_RAISED]
-
-
-def _is_ours(module: str) -> bool:
-    return module.partition(".")[0] in ("colab_swarm", NOT_RAISED)
-
-
 def _unknown(error: BaseException) -> Advice:
-    modules = _modules(error)
-    raised_in = modules[-1]
-    if any(map(_is_ours, modules)) and raised_in not in ("__main__", NOT_RAISED):
+    frames = traceback.walk_tb(error.__traceback__)
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in frames] or ["colab_swarm"]
+    ours = [module.partition(".")[0] == "colab_swarm" for module in modules]
+    if ours[-1]:
         return (
-            f"unknown error while code of colab_swarm ran (raised in {raised_in}): it may be a bug of colab_swarm",
+            "colab_swarm refused the call; the text says why. Calls are checked first, so nothing has changed",
+            "change what the text names and run the cell again; help(function) lists the arguments",
+        )
+    if any(ours) and modules[-1] != "__main__":
+        return (
+            f"unknown error while code of colab_swarm ran (raised in {modules[-1]}): it may be a bug of colab_swarm",
             f"report it with the whole traceback and the output of cs.doctor(): https://github.com/{PROJECT}/issues",
         )
-    where = "this notebook's own code" if raised_in == "__main__" else raised_in
+    where = "this notebook's own code" if modules[-1] == "__main__" else modules[-1]
     return (
         f"colab_swarm does not know this error: it was raised in {where}",
         "read the traceback from the bottom up, to the last line of your own code",

@@ -1,8 +1,8 @@
 """The flight recorder: a peer's events as lines of JSON in one file; `replay` reads and draws it.
 
-A line is ``{"kind": …, "data": {…}}``. A ``Header`` starts each session; ``Named`` gives a peer's name before the first
-event about it; all other kinds are the classes of `colab_swarm.events`. A thread of its own writes line by line, so
-nothing waits for a disk. A killed process leaves at most one torn line; the next session starts a new one.
+A line is ``{"kind": …, "data": {…}}``: a `Header` starts each session, `Names` are those of the peers, all other kinds
+are the classes of `colab_swarm.events`. A thread of its own writes, so nothing waits for a disk. A killed process
+leaves at most one torn line; the next session starts a new one.
 """
 
 from __future__ import annotations
@@ -11,29 +11,25 @@ import atexit
 import logging
 import math
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Self
+from typing import Any, Literal, Self, TypeAlias
 
 import msgspec
 
-from colab_swarm import events as _events
 from colab_swarm.events import Event, EventLog, Fault, RoundFinished, StepFinished
 from colab_swarm.markup import count, duration, plain, size
 from colab_swarm.net.peers import UNDECODABLE
 from colab_swarm.notebook import svg
-from colab_swarm.notebook.machine import installed_version
 from colab_swarm.notebook.platforms import has_frontend
 from colab_swarm.notebook.rounds import draw_waterfall
 from colab_swarm.notebook.theme import Document
 
 logger = logging.getLogger(__name__)
 
-FORMAT, VERSION = "colab-swarm recording", 1
 MAX_BYTES = 200_000_000
 MAX_LINE_BYTES = 1 << 20
 CLOSE_S = 10.0
@@ -46,38 +42,27 @@ class Header:
 
     Attributes:
         run, name, peer: the run, the recording peer's name and its hex id.
-        format, version: of the file.
+        began: wall time, seconds since the epoch.
+        at: the events' clock at that time, seconds.
     """
 
     run: str
     name: str
     peer: str
-    began: float  # wall time, seconds since the epoch
-    at: float  # the events' clock at that time, seconds
-    package: str = ""  # version of this package
-    format: str = FORMAT
-    version: int = VERSION
-
-    @classmethod
-    def now(cls, *, run: str, name: str, peer: str, at: float) -> Header:
-        """Return a header for a session that starts now; ``at`` by the events' clock."""
-        return cls(run, name, peer, time.time(), at, installed_version("colab-swarm") or "")
+    began: float
+    at: float
+    format: Literal["colab-swarm recording"] = "colab-swarm recording"
 
 
 @dataclass(frozen=True)
-class Named:
-    """The name of ``peer``, which is given by the first 8 hex digits of its id."""
+class Names:
+    """The names of peers by the first 8 hex digits of their ids, as far as they are new."""
 
-    peer: str
-    name: str
+    names: dict[str, str]
 
 
-KINDS: dict[str, type[Named | Event]] = {
-    name: kind
-    for name, kind in {"Named": Named, **vars(_events)}.items()
-    if isinstance(kind, type) and issubclass(kind, Named | Event)
-}
-"""The kinds of lines after the header."""
+Item: TypeAlias = Header | Names | Event
+KINDS: dict[str, type[Item]] = {kind.__name__: kind for kind in (Header, Names, *Event.__subclasses__())}
 
 
 class _Line(msgspec.Struct):
@@ -113,9 +98,10 @@ class Recorder:
         self._events, self._names, self._max_bytes = events, names, max_bytes
         self._named: dict[str, str] = {}
         self.count, self.stopped = 0, ""
-        torn = _is_torn(self.path)
+        if continued := self.path.exists() and self.path.stat().st_size > 0:
+            _check_recording(self.path)
         self._file = self.path.open("ab", buffering=0)
-        self._file.write((b"\n" if torn else b"") + _encoded(header))
+        self._file.write(b"\n" * continued + _encoded(header))  # the last line may be torn
         self._queue: SimpleQueue[Event | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="colab-swarm-recorder", daemon=True)
         self._thread.start()
@@ -127,17 +113,19 @@ class Recorder:
             try:
                 if not self.stopped:
                     self._record(event)
+            except UnicodeEncodeError:  # a file name that is not valid text
+                continue
             except Exception as error:  # a full disk or an unmounted drive must not end the training
                 self._give_up(f"cannot write {self.path} ({error})", event.at)
 
     def _record(self, event: Event) -> None:
-        try:
-            data = _encoded(event)
-        except UnicodeEncodeError:  # a file name that is not valid text
+        line = _encoded(event)
+        if len(line) > MAX_LINE_BYTES:  # `replay` would refuse it
             return
-        if len(data) > MAX_LINE_BYTES:  # `replay` would refuse the file
-            return
-        line = self._new_names(event) + data
+        new = {id: name for id, name in self._names().items() if self._named.get(id) != name}
+        if new:
+            self._named |= new
+            line = _encoded(Names(new)) + line
         if self._file.tell() + len(line) > self._max_bytes:
             self._give_up(f"{self.path} has reached its limit of {size(self._max_bytes)}", event.at)
             return
@@ -148,14 +136,6 @@ class Recorder:
         self.stopped = f"{reason}: the recording has ended"
         logger.warning("%s", self.stopped)
         self._events.emit(Fault(at, "the flight recorder", self.stopped))
-
-    def _new_names(self, event: Event) -> bytes:
-        peers = [one.peer for one in event.members] if isinstance(event, RoundFinished) else []
-        ids = {peer[:8] for peer in [*peers, getattr(event, "peer", "")] if peer}
-        known = self._names() if ids else {}
-        new = {id: known[id] for id in sorted(ids & known.keys()) if self._named.get(id) != known[id]}
-        self._named |= new
-        return b"".join(_encoded(Named(*named)) for named in new.items())
 
     def close(self) -> None:
         """Write the remaining events and close the file. Idempotent."""
@@ -177,25 +157,38 @@ class Recorder:
         return f"Recorder({self.path}, {count(self.count, 'event')}, {size(self.path.stat().st_size)}{state})"
 
 
-def _encoded(item: Header | Named | Event) -> bytes:
+def _encoded(item: Item) -> bytes:
     return msgspec.json.encode({"kind": type(item).__name__, "data": item}) + b"\n"
 
 
-def _is_torn(path: Path) -> bool:
-    """Return True if a recording is there whose last line is incomplete."""
-    if not path.exists() or not path.stat().st_size:
-        return False
+def _check_recording(path: Path) -> None:
     with path.open("rb") as file:
         try:
-            first = _decoded(file.readline(MAX_LINE_BYTES))
+            _decoded(file.readline(MAX_LINE_BYTES), Header)
         except ValueError as error:
             raise ValueError(
                 f"{path} exists and is not a recording ({error}): choose another file"
             ) from error
-        if not isinstance(first, Header):
-            raise ValueError(f"{path} exists and does not start with a header: choose another file")
-        file.seek(-1, 2)
-        return file.read() != b"\n"
+
+
+def _decoded(line: bytes, *kinds: type[Item]) -> Item | None:
+    """Return the content of a line; None for an unknown kind. Raises ValueError for anything else."""
+    if len(line) > MAX_LINE_BYTES:
+        raise ValueError(f"it is longer than {size(MAX_LINE_BYTES)}")
+    try:
+        found = msgspec.json.decode(line, type=_Line)
+        kind = KINDS.get(found.kind)
+        if kinds and kind not in kinds:
+            raise ValueError("a recording starts with a header")
+        if kind is None:
+            return None
+        try:
+            return msgspec.convert(found.data, kind)
+        except msgspec.ValidationError:  # JSON writes NaN as null
+            with_nan = {key: math.nan if value is None else value for key, value in found.data.items()}
+            return msgspec.convert(with_nan, kind)
+    except UNDECODABLE as error:
+        raise ValueError(str(error)) from error
 
 
 # --- replay -----------------------------------------------------------------------------------------------------------
@@ -211,6 +204,7 @@ class Replay:
         headers: of its sessions.
         names: of peers, by the first 8 hex digits of their ids.
         events: all of them, in order.
+        unknown: number of lines of kinds that this version does not know.
         notes: what could not be read, in words.
     """
 
@@ -219,7 +213,20 @@ class Replay:
     headers: list[Header] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
+    unknown: int = 0
     notes: list[str] = field(default_factory=list)
+
+    def add(self, line: bytes) -> None:
+        """Add what a line of the file holds; raises ValueError if it is damaged."""
+        item = _decoded(line, *([] if self.headers else [Header])) if line.strip() else Names({})
+        if isinstance(item, Header):
+            self.headers.append(item)
+        elif isinstance(item, Names):
+            self.names |= item.names
+        elif item is None:
+            self.unknown += 1
+        else:
+            self.events.append(item)
 
     @cached_property
     def rounds(self) -> tuple[RoundFinished, ...]:
@@ -244,34 +251,23 @@ class Replay:
         draw_waterfall(shown, self.rounds, back, self.names)
         return shown
 
-    def html(self, chosen: int = -1) -> str:
-        """Draw the run as HTML, with the round at index ``chosen`` in full."""
-        return self.draw(chosen).html()
-
-    def text(self, chosen: int = -1) -> str:
-        """Return the same as lines of text."""
-        return self.draw(chosen).text()
-
     def _summary(self) -> str:
-        header = self.headers[-1]
-        times = [event.at for event in self.events if math.isfinite(event.at)]
+        header, losses = self.headers[-1], self.losses
+        times = [event.at for event in self.events if math.isfinite(event.at)] or [0.0]
+        sessions, seconds = count(len(self.headers), "session"), duration(max(times) - min(times))
         facts = [
             f"{plain(header.run, 40)}, recorded by {plain(header.name, 40)}",
             count(len(self.rounds), "round"),
+            sessions if len(self.headers) > 1 else seconds,
+            f"loss {losses[0][1]:.3f} to {losses[-1][1]:.3f}" if losses else "no loss",
         ]
-        if len(self.headers) > 1:
-            facts.append(count(len(self.headers), "session"))
-        elif times:
-            facts.append(duration(max(times) - min(times)))
-        if self.losses:
-            facts.append(f"loss {self.losses[0][1]:.3f} to {self.losses[-1][1]:.3f}")
         return ", ".join(facts)
 
     def __repr__(self) -> str:
         return f"Replay({self.path.name}: {self._summary()})"
 
     def __str__(self) -> str:
-        return self.text()
+        return self.draw().text()
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         widget = self._widget if self.live and len(self.rounds) > 1 else None
@@ -282,91 +278,44 @@ class Replay:
         import ipywidgets
 
         last = len(self.rounds) - 1
-        self._view = ipywidgets.HTML(self.html())
+        self._view = ipywidgets.HTML(self.draw().html())
         slider = ipywidgets.IntSlider(last, 0, last, description="round", continuous_update=False)
         slider.tooltip = "choose the round to show in full"  # no trait in ipywidgets 7
         slider.observe(self._on_slider, names="value")
         return ipywidgets.VBox([slider, self._view])
 
     def _on_slider(self, change: Any) -> None:
-        self._view.value = self.html(change["new"])
+        self._view.value = self.draw(change["new"]).html()
 
 
 def replay(path: str | Path, *, live: bool | None = None) -> Replay:
     """Read a run that ``swarm.record(path)`` recorded; needs no swarm.
 
-    Torn lines of killed processes and kinds of a newer version are left out; `Replay.notes` says so.
+    Damaged lines, such as torn ones of killed processes, and kinds of a newer version are left out; `Replay.notes`
+    says so.
 
     Args:
         path: the file.
         live: whether to use widgets; None to detect a front-end.
 
     Raises:
-        ValueError: the file is not a recording, or is damaged; names the line.
+        ValueError: the file is not a recording.
         OSError: the file cannot be read.
     """
-    found = Replay(Path(path), has_frontend() if live is None else live)
-    unknown = 0
-    for item in _items(found):
-        match item:
-            case Header():
-                found.headers.append(item)
-            case Named():
-                found.names[item.peer] = item.name
-            case None:
-                unknown += 1
-            case _:
-                found.events.append(item)
-    if not found.headers:
-        raise ValueError(f"{path} is empty: nothing was recorded")
-    if unknown:
-        found.notes.append(f"{count(unknown, 'event')} of a newer version left out: update colab-swarm")
-    return found
-
-
-def _items(found: Replay) -> Iterator[Header | Named | Event | None]:
-    """Yield the lines. An unreadable one is an error, unless a killed process tore it: then a note."""
-    torn: ValueError | None = None
+    found, damaged = Replay(Path(path), has_frontend() if live is None else live), list[int]()
     with found.path.open("rb") as file:
         for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), 1):
             try:
-                item = _decoded(line)
+                found.add(line)
             except ValueError as error:
-                damaged = ValueError(f"{found.path}, line {number} is not a line of a recording: {error}")
-                if torn or number == 1:
-                    raise torn or damaged from error
-                torn = damaged
-                found.notes.append(f"line {number} is torn because its process was killed; it is left out")
-                continue
-            if torn and not isinstance(item, Header):
-                raise torn
-            if number == 1 and not isinstance(item, Header):
-                raise ValueError(f"{found.path}, line 1: a recording starts with a header")
-            torn = None
-            yield item
-
-
-def _decoded(line: bytes) -> Header | Named | Event | None:
-    """Return the content of a line; None for an unknown kind. Raises ValueError for anything else."""
-    if len(line) > MAX_LINE_BYTES:
-        raise ValueError(f"it is longer than {size(MAX_LINE_BYTES)}")
-    try:
-        found = msgspec.json.decode(line, type=_Line)
-        if found.kind == "Header" and found.data.get("format") == FORMAT:
-            header = msgspec.convert(found.data, Header)
-            if header.version > VERSION:
-                raise ValueError(
-                    f"version {header.package} of colab-swarm wrote it: update colab-swarm to read it"
-                )
-            return header
-        return _item(found.data, KINDS[found.kind]) if found.kind in KINDS else None
-    except UNDECODABLE as error:
-        raise ValueError(str(error)) from error
-
-
-def _item(data: dict[str, Any], kind: type[Named | Event]) -> Named | Event:
-    try:
-        return msgspec.convert(data, kind)
-    except msgspec.ValidationError:  # JSON writes NaN as null
-        with_nan = {key: math.nan if value is None else value for key, value in data.items()}
-        return msgspec.convert(with_nan, kind)
+                if not found.headers:
+                    raise ValueError(f"{path} is not a recording: line {number}: {error}") from error
+                damaged.append(number)
+    if not found.headers:
+        raise ValueError(f"{path} is empty: nothing was recorded")
+    if damaged:
+        first = f"line {damaged[0]} is the first; a killed process may have torn it"
+        found.notes.append(f"{count(len(damaged), 'damaged line')} left out: {first}")
+    if found.unknown:
+        found.notes.append(f"{count(found.unknown, 'event')} of a newer version left out: update colab-swarm")
+    return found

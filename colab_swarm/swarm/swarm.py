@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -468,7 +469,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         """
         if self._recorder is not None:
             self._recorder.close()
-        header = Header.now(run=self.run, name=self.name, peer=self.id.hex(), at=self.runtime.time())
+        header = Header(self.run, self.name, self.id.hex(), time.time(), self.runtime.time())
         self._recorder = Recorder(self.events, path, header, names=self._overview.names)
         return self._recorder
 

@@ -62,12 +62,10 @@ _OutOfMemoryError.__name__ = "OutOfMemoryError"
         (OSError(errno.EADDRINUSE, "Address already in use"), "port", "port=0"),
         (OSError(errno.ENOSPC, "No space left on device"), "disk is full", "folder="),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), "/x", "folder="),
-        (PermissionError("you joined as a viewer"), "role", "invitation"),
         (FileNotFoundError(errno.ENOENT, "No such file", "job.py"), "job.py", "path"),
         (TimeoutError(), "in time", "cs.doctor()"),
         (ConnectionResetError(), "connection", "cs.doctor()"),
         (TypeError("peers=x"), "nothing has changed", "help(function)"),
-        (RuntimeError("this peer has left its swarm"), "left already", "run the cells again"),
     ],
 )
 def test_common_errors_of_others_are_explained(error: BaseException, cause: str, fix: str) -> None:

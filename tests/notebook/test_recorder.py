@@ -23,7 +23,7 @@ from colab_swarm.notebook.recorder import KINDS, MAX_LINE_BYTES, Header, Recorde
 
 ALICE, BOB = "a11ce000" * 8, "b0b00000" * 8
 NAMES = {"a11ce000": "alice", "b0b00000": "bob"}
-HEADER = Header("mnist", "alice", ALICE, began=1.8e9, at=5.0, package="0.1.0")
+HEADER = Header("mnist", "alice", ALICE, began=1.8e9, at=5.0)
 
 
 def finished(step: int, *, dropped: str = "") -> RoundFinished:
@@ -92,8 +92,8 @@ def test_a_torn_line_is_left_out_with_a_note(tmp_path: Path, again: bool) -> Non
     found = replay(path)
     assert found.events == [*EVENTS[:-1], *([EVENTS[0]] if again else [])]
     (note,) = found.notes
-    assert "torn" in note and "left out" in note
-    assert note in str(found) and note in found.html()
+    assert "1 damaged line left out" in note and f"line {len(EVENTS) + 2} is the first" in note
+    assert note in str(found) and note in found.draw().html()
 
 
 def test_a_full_file_ends_the_recording_with_a_fault(tmp_path: Path) -> None:
@@ -153,9 +153,6 @@ GOOD = msgspec.json.encode({"kind": "Header", "data": HEADER}) + b"\n"
             b'{"kind":"PeerJoined","data":{"at":1.0,"peer":"b0b"}}\n',
             "line 1: a recording starts with a header",
         ),
-        (GOOD + b"nonsense\n" + GOOD[:-1].replace(b"Header", b"PeerGone") + b"\n", "line 2"),
-        (GOOD + b'{"kind":"PeerJoined","data":{"at":"x"}}\n{}\n', "line 2"),
-        (GOOD.replace(b'"version":1', b'"version":99'), "update"),
     ],
 )
 def test_a_file_of_another_kind_is_refused_with_its_line(tmp_path: Path, content: bytes, reason: str) -> None:
@@ -163,6 +160,15 @@ def test_a_file_of_another_kind_is_refused_with_its_line(tmp_path: Path, content
     path.write_bytes(content)
     with pytest.raises(ValueError, match=reason):
         replay(path)
+
+
+@pytest.mark.parametrize("bad", [b"nonsense", b'{"kind":"PeerJoined","data":{"at":"x"}}', b"{}", b"\xff"])
+def test_a_damaged_line_costs_only_itself(tmp_path: Path, bad: bytes) -> None:
+    path = record(tmp_path / "run.jsonl", *EVENTS)
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([*lines[:2], bad, *lines[2:]]))
+    found = replay(path)
+    assert found.events == EVENTS and "line 3 is the first" in found.notes[0]
 
 
 def test_kinds_of_a_newer_version_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -183,7 +189,7 @@ fields = st.dictionaries(
 @given(
     st.lists(
         st.binary(max_size=60)
-        | st.tuples(st.sampled_from(["RoundFinished", "StepFinished", "Named", "Header"]), fields),
+        | st.tuples(st.sampled_from(["RoundFinished", "StepFinished", "Names", "Header"]), fields),
         max_size=4,
     )
 )
@@ -205,8 +211,8 @@ def test_an_arbitrary_file_is_drawn_or_refused(
     except ValueError as error:
         assert str(path) in str(error)
     else:
-        assert shown.text().startswith(shown._summary())
-        assert ("<svg" in shown.html()) or not shown.rounds
+        assert str(shown).startswith(shown._summary())
+        assert ("<svg" in shown.draw().html()) or not shown.rounds
 
 
 def test_a_number_with_thousands_of_digits_is_refused_or_drawn(tmp_path: Path) -> None:
@@ -214,7 +220,7 @@ def test_a_number_with_thousands_of_digits_is_refused_or_drawn(tmp_path: Path) -
     line = msgspec.json.encode({"kind": "RoundFinished", "data": finished(7)})
     path.write_bytes(GOOD + line.replace(b'"step":7', b'"step":' + b"7" * 5000) + b"\n" + GOOD)
     try:
-        assert replay(path).html()
+        assert replay(path).draw().html()
     except ValueError as error:
         assert "line 2" in str(error)
 
@@ -224,7 +230,7 @@ def test_names_of_peers_are_escaped(tmp_path: Path) -> None:
     log = EventLog()
     with Recorder(log, path, HEADER, names=lambda: {"b0b00000": "<script>alert(1)</script>"}):
         log.emit(finished(1))
-    assert "<script" not in replay(path).html()
+    assert "<script" not in replay(path).draw().html()
 
 
 # --- how it looks ---------------------------------------------------------------------------------------------------
@@ -235,14 +241,14 @@ def test_a_replay_shows_the_run_in_one_line_and_in_full(tmp_path: Path) -> None:
     assert repr(shown) == "Replay(run.jsonl: mnist, recorded by alice, 5 rounds, 9 s, loss 2.000 to 1.250)"
     assert len(shown.events) == len(EVENTS) and len(shown.rounds) == 5
     assert shown.losses == ((1, 2.0), (2, 1.75), (3, 1.5), (4, 1.25))
-    for drawn in (shown.html(), str(shown)):
+    for drawn in (shown.draw().html(), str(shown)):
         assert "round 4" in drawn and "bob" in drawn and "is lost" in drawn
-    assert "round 2" in shown.text(2).splitlines()[2]
+    assert "round 2" in shown.draw(2).text().splitlines()[2]
 
 
 def test_without_a_front_end_it_is_text_and_static_html(tmp_path: Path) -> None:
     shown = replay(record(tmp_path / "run.jsonl", *EVENTS))
-    assert shown._repr_mimebundle_() == {"text/plain": str(shown), "text/html": shown.html()}
+    assert shown._repr_mimebundle_() == {"text/plain": str(shown), "text/html": shown.draw().html()}
 
 
 def test_a_recording_without_rounds_says_so(tmp_path: Path) -> None:
@@ -255,4 +261,4 @@ def test_the_slider_chooses_the_round(tmp_path: Path) -> None:
     slider, view = shown._widget.children
     assert shown._repr_mimebundle_()["application/vnd.jupyter.widget-view+json"]["model_id"]
     slider.value = 1
-    assert view.value == shown.html(1) != shown.html()
+    assert view.value == shown.draw(1).html() != shown.draw().html()
