@@ -1,4 +1,4 @@
-"""Real pyngrok against a stand-in for ngrok's agent, whose edge is a port on loopback; the same for cloudflared."""
+"""Tunnels by stand-ins for the ngrok and cloudflared programs, whose edge is a port on loopback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from colab_swarm.errors import TunnelError
 from colab_swarm.events import EventLog, QuotaWarning, TunnelChanged
 from colab_swarm.net.node import Node
-from colab_swarm.net.tunnels import ADVICE, Guardian, Tunnel, TunnelSettings, explain, passed_marks, probe
+from colab_swarm.net.tunnels import ADVICE, Tunnel, TunnelSettings, explain, probe
 from colab_swarm.snapshot import describe
 from tests.net import agents
 from tests.net.swarm import Echo, peers, run, until
@@ -152,7 +152,7 @@ def test_errors_of_ngrok_are_reported_with_their_fix_and_without_the_token(
             async with tunnel(ngrok(folder, token)):
                 pass
         assert "Your authtoken: " + token not in str(caught.value) + caplog.text
-        assert caught.value.__suppress_context__
+        assert caught.value.__context__ is None
         assert running(folder) == []
 
     run(main())
@@ -181,7 +181,7 @@ def test_a_silent_agent_is_given_up_and_the_error_names_the_timeout(
     monkeypatch.setattr("colab_swarm.net.tunnels.OPEN_TIMEOUT_S", 1.0)
 
     async def main() -> None:
-        with pytest.raises(TunnelError, match="no tunnel after 1 s; ngrok cannot be reached"):
+        with pytest.raises(TunnelError, match=r"ngrok cannot be reached .*no tunnel after 1 s"):
             async with tunnel(ngrok(folder, "silent")):
                 pass
         assert running(folder) == []
@@ -201,7 +201,7 @@ def test_without_token_or_agent_nothing_is_tried(folder: Path) -> None:
             TunnelSettings("ngrok", auth_token="t", agent="/nowhere/ngrok"), "/nowhere/ngrok: leave"
         )
         await refused(
-            TunnelSettings("cloudflared", agent="/nowhere/cloudflared"), "no cloudflared at /nowhere"
+            TunnelSettings("cloudflared", agent="/nowhere/cloudflared"), "no cloudflared is at /nowhere"
         )
         os.environ["PATH"] = ""
         await refused(TunnelSettings("cloudflared"), "releases/latest")
@@ -231,21 +231,15 @@ def test_the_quota_is_metered_from_the_opening_on(folder: Path) -> None:
         events, sent_bytes = EventLog(), [5_000.0]
         settings = ngrok(folder, quota_bytes=1000.0)
         async with tunnel(settings, events=events, sent_bytes=lambda: sent_bytes[0]):
-            sent_bytes[0] += 600
-            await until(lambda: bool(events.recent(QuotaWarning)))
-            await asyncio.sleep(0.15)
-            (warning,) = events.recent(QuotaWarning)
-            sent_bytes[0] += 370
-            await until(lambda: len(events.recent(QuotaWarning)) == 2)
-        assert (warning.used_bytes, warning.quota_bytes) == (600, 1000)
-        assert "60% of the plan's" in describe(warning)
+            for used, warned in ((499, 0), (500, 1), (799, 1), (800, 2), (949, 2), (950, 3), (2000, 3)):
+                sent_bytes[0] = 5_000 + used
+                await asyncio.sleep(0.15)
+                assert len(events.recent(QuotaWarning)) == warned, used
+        warning = events.recent(QuotaWarning)[0]
+        assert (warning.used_bytes, warning.quota_bytes) == (500, 1000)
+        assert "50% of the plan's" in describe(warning)
 
     run(main())
-
-
-def test_a_quota_has_marks_at_50_80_and_95_percent() -> None:
-    passed = [passed_marks(used, 100.0) for used in range(120)]
-    assert [passed.index(count) for count in (0, 1, 2, 3)] == [0, 50, 80, 95] and passed == sorted(passed)
 
 
 def test_every_error_code_of_ngrok_that_is_known_comes_with_a_fix() -> None:
@@ -327,12 +321,3 @@ def test_an_agent_dies_with_its_owner_that_was_killed_even_while_it_starts(folde
         await until(lambda: not running(folder))
 
     run(main())
-
-
-def test_a_released_guardian_kills_no_process() -> None:
-    with subprocess.Popen(["sleep", "60"]) as child:
-        guardian = Guardian(child.pid)
-        guardian.release()
-        guardian.release()
-        assert child.poll() is None
-        child.kill()
