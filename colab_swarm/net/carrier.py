@@ -119,6 +119,25 @@ class Traffic:
     upload: Sequence[TokenBucket] = ()
     download: Sequence[TokenBucket] = ()
 
+    def count_sent(self, size_bytes: int, now: float) -> None:
+        """Count bytes that the link sent."""
+        for meter in self.sent:
+            meter.add(size_bytes, now)
+        for bucket in self.upload:
+            bucket.take(size_bytes, now)
+
+    def upload_delay(self, now: float) -> float:
+        """Return the seconds to wait before sending more."""
+        return max(bucket.delay(now) for bucket in self.upload) if self.upload else 0.0
+
+    def count_received(self, size_bytes: int, now: float) -> float:
+        """Count bytes that the link received; return the seconds to wait before receiving more."""
+        for meter in self.received:
+            meter.add(size_bytes, now)
+        for bucket in self.download:
+            bucket.take(size_bytes, now)
+        return max(bucket.delay(now) for bucket in self.download) if self.download else 0.0
+
 
 class LinkType(StrEnum):
     """How a link reaches the other end."""

@@ -271,31 +271,43 @@ async def dial_any(
     """
     waiting, detoured = list(addresses), False
     running: set[asyncio.Future[T]] = set()
-    done: set[asyncio.Future[T]] = set()
     failures: list[PeerError] = []
     try:
         while waiting or running:
             if waiting:
                 running.add(asyncio.ensure_future(dial(waiting.pop(0))))
-            done, running = await asyncio.wait(
-                running, timeout=STAGGER_S if waiting else DETOUR_AFTER_S, return_when=asyncio.FIRST_COMPLETED
-            )
-            for attempt in done:
-                error = attempt.exception()
-                if error is None:
-                    return attempt.result()
-                if not isinstance(error, PeerError):
-                    raise error
-                failures.append(error)
-            if not (waiting or detoured or (done and running)):
+            count = len(running)
+            success = await _first_success(running, failures, last=not waiting)
+            if success is not None:
+                return success.result()
+            if not (waiting or detoured) and len(running) in (0, count):
                 waiting = list(detours())
                 detoured = bool(waiting)
     finally:
         for attempt in running:
             attempt.cancel()
-        await asyncio.gather(*running, *done, return_exceptions=True)  # some may have failed as one succeeded
-    kind = next((type(error) for error in failures if isinstance(error, WrongPeer)), PeerUnreachable)
+        await asyncio.gather(*running, return_exceptions=True)
+    kind = WrongPeer if WrongPeer in map(type, failures) else PeerUnreachable
     raise kind("; ".join(map(str, failures)))
+
+
+async def _first_success(
+    running: set[asyncio.Future[T]], failures: list[PeerError], *, last: bool
+) -> asyncio.Future[T] | None:
+    """Wait until attempts end, remove them from ``running``, return one that succeeded, append the ``failures``."""
+    timeout_s = DETOUR_AFTER_S if last else STAGGER_S
+    done, _ = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    running -= done
+    success = None
+    for attempt in done:
+        error = attempt.exception()
+        if error is None:
+            success = attempt
+        elif isinstance(error, PeerError):
+            failures.append(error)
+        else:
+            raise error
+    return success
 
 
 class _Refused(asyncio.Protocol):
