@@ -97,7 +97,7 @@ def may_dial_back(address: str, seen: str) -> bool:
     one, two = ip_of(host_of(address)), ip_of(seen)
     if not is_address(address) or relay_of(address) is not None or one is None or two is None:
         return False
-    own = _own_ips()
+    own = own_ips()
     return one == two or all(ip.is_loopback or ip in own for ip in (one, two))
 
 
@@ -115,7 +115,7 @@ def reachable_addresses(host: str, port: int) -> tuple[str, ...]:
     """
     if host not in ("0.0.0.0", ""):
         return (f"ws://{host}:{port}",)
-    usable = {ip for ip in _own_ips() if not ip.is_link_local and not ip.is_loopback}
+    usable = {ip for ip in own_ips() if not ip.is_link_local and not ip.is_loopback}
     if host == "0.0.0.0":
         usable = {ip for ip in usable if ip.version == 4}
     ordered = sorted(usable, key=lambda ip: (is_local(str(ip)), ip.version, int(ip)))
@@ -123,7 +123,8 @@ def reachable_addresses(host: str, port: int) -> tuple[str, ...]:
     return tuple(f"ws://{one}:{port}" for one in hosts[:MAX_ADDRESSES])
 
 
-def _own_ips() -> set[IP]:
+def own_ips() -> set[IP]:
+    """Return the IP addresses of this machine."""
     ips = [ip.ip for adapter in ifaddr.get_adapters() for ip in adapter.ips]
     return {ipaddress.ip_address(ip if isinstance(ip, str) else ip[0]) for ip in ips}
 

@@ -15,7 +15,7 @@ from functools import partial
 from colab_swarm.errors import PeerError, PeerLost, PeerUnreachable
 from colab_swarm.net.addresses import circuit_address, host_of, is_local, is_loopback, relay_of
 from colab_swarm.net.carrier import HostPort, LinkType, Path, Receiver
-from colab_swarm.net.handshake import TICKET
+from colab_swarm.net.handshake import TICKET, HandshakeReceiver
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Ack, Contact, PeerId, Refusal, Role, short
 from colab_swarm.net.relay import CircuitOffer, CircuitTicket, OpenCircuit, Reserve, Reserved
@@ -110,16 +110,14 @@ class Circuits:
 
     # --- dialling others ------------------------------------------------------------------------------------
 
-    async def _open(self, relay: Contact, peer: PeerId, receiver: Receiver) -> WebSocket:
+    async def _open(self, relay: Contact, peer: PeerId, receiver: HandshakeReceiver) -> WebSocket:
         """Open a connection to ``peer`` through the relay."""
         self._node.learn(relay)
         ticket = await self._node.call(relay.id, OpenCircuit(peer), CircuitTicket, timeout_s=CALL_TIMEOUT_S)
         self.seen_at[relay.id] = (ticket.seen_host, ticket.seen_port)
-        gate = _Gate(receiver)
-        websocket = await self._show(relay.id, ticket.token, gate)
-        gate.websocket = websocket
+        websocket = await self._show(relay.id, ticket.token, receiver)
         try:
-            await gate.opened
+            await receiver.opened.wait()  # the relay's message: the other end is connected
         except BaseException:
             websocket.abort("no circuit")
             raise
@@ -232,26 +230,3 @@ class Circuits:
         if peer in self.places:
             self._forget([peer])
             self._look.set()
-
-
-class _Gate:
-    """Receives until the relay reports that the other end is connected; then ``receiver`` does."""
-
-    def __init__(self, receiver: Receiver) -> None:
-        self._receiver = receiver
-        self.websocket: WebSocket | None = None
-        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def on_message(self, data: memoryview) -> None:
-        """Take the relay's message; the other end sends nothing before we do."""
-        assert self.websocket is not None  # set before the event loop can read
-        self.websocket.receiver = self._receiver
-        if not self.opened.done():
-            self.opened.set_result(None)
-
-    def on_writable(self, writable: bool) -> None:
-        """Do nothing: nothing is sent yet."""
-
-    def on_lost(self, reason: str) -> None:
-        if not self.opened.done():
-            self.opened.set_exception(PeerLost(reason))

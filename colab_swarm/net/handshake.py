@@ -109,8 +109,8 @@ class Introduction:
         self._static = X25519PrivateKey.generate()
         prologue = f"colab_swarm {VERSION} {run_id}".encode()
         self._digest = sha256(prologue).digest()
-        self._noise = Handshake(initiator=expected is not None, static=self._static, prologue=prologue)
-        self._run_checked = expected is not None
+        self.dialled = self._run_checked = expected is not None
+        self._noise = Handshake(initiator=self.dialled, static=self._static, prologue=prologue)
         self.result: Introduced | None = None
 
     def start(self) -> bytes:
@@ -174,6 +174,10 @@ class HandshakeReceiver:
         wall_clock: seconds since the epoch.
         make_link: called with the carrier, the result and the measured round trip (seconds); sends nothing yet. If
             it raises a `PeerError`, the other end receives no further message.
+
+    Attributes:
+        opened: set by the first message, or the end of the connection.
+        link: the result.
     """
 
     def __init__(
@@ -187,15 +191,17 @@ class HandshakeReceiver:
         self._loop = asyncio.get_running_loop()
         self._sent_at = self._loop.time()
         self._carrier: WebSocket | None = None
+        self.opened = asyncio.Event()
         self.link: asyncio.Future[Link] = self._loop.create_future()
 
-    def use(self, carrier: WebSocket, *, start: bool) -> None:
-        """Run the handshake over this carrier; ``start`` for the end that dialled."""
+    def use(self, carrier: WebSocket) -> None:
+        """Run the handshake over this carrier; the end that dialled sends first."""
         self._carrier = carrier
-        if start:
+        if self._introduction.dialled:
             self._send(self._introduction.start())
 
     def on_message(self, data: memoryview) -> None:
+        self.opened.set()
         if self.link.done() or self._carrier is None:
             return
         rtt_s = self._loop.time() - self._sent_at
@@ -214,6 +220,7 @@ class HandshakeReceiver:
         """Do nothing: handshakes are short."""
 
     def on_lost(self, reason: str) -> None:
+        self.opened.set()
         if not self.link.done():
             self._fail(PeerLost(reason))
 
@@ -233,9 +240,8 @@ async def introduce(
     *,
     timeout_s: float,
     name: str,
-    start: bool = True,
 ) -> Link:
-    """Connect and shake hands; ``start`` for the end that sends first, ``name`` stands for the way in error texts.
+    """Connect and shake hands; ``name`` stands for the way in error texts.
 
     Raises:
         PeerUnreachable: no peer answers there, or not in time.
@@ -246,7 +252,7 @@ async def introduce(
     try:
         async with asyncio.timeout(timeout_s):
             websocket = await connect()
-            receiver.use(websocket, start=start)
+            receiver.use(websocket)
             return await receiver.link
     except TimeoutError:
         raise PeerUnreachable(f"{name} did not answer in {timeout_s:.3g} s") from None
@@ -412,7 +418,7 @@ class Listener:
             websocket.close("too many handshakes at once")
             return
         self._shaking_hands += 1
-        receiver.use(websocket, start=False)
+        receiver.use(websocket)
         receiver.on_message(memoryview(first))
         try:
             async with asyncio.timeout(self._timeout_s):

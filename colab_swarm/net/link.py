@@ -61,20 +61,16 @@ class LinkStream:
     """One stream of a link; implements `colab_swarm.net.peers.Stream`."""
 
     def __init__(self, link: Link, id: int) -> None:
-        self._link, self.id = link, id
+        self._link, self.id, self.peer = link, id, link.peer
         self._inbox: deque[tuple[memoryview, memoryview]] = deque()
         self._fault: PeerError | None = None
         self._got_end = self._sent_end = self._discarding = False
         self._receiving: asyncio.Future[None] | None = None
-        self._credit = asyncio.Event()
+        self.credit = asyncio.Event()
 
     def __repr__(self) -> str:
         state = "failed" if self._fault else f"inbox={len(self._inbox)}"
         return f"LinkStream({short(self.peer)}, {self.id}, {state})"
-
-    @property
-    def peer(self) -> PeerId:
-        return self._link.peer
 
     async def send(self, message: Message, payload: Buffer = b"") -> None:
         body = _encoder.encode(message)
@@ -89,8 +85,8 @@ class LinkStream:
             if self._fault is not None:
                 raise PeerLost(str(self._fault)) from self._fault
             if not self._link.mux.may_send(self.id):
-                self._credit.clear()
-                await self._credit.wait()
+                self.credit.clear()
+                await self.credit.wait()
             elif not self._link.ready:
                 await self._link.wait_ready()
             else:
@@ -157,9 +153,6 @@ class LinkStream:
         self._inbox.append((message, payload))
         self._wake()
 
-    def on_credit(self) -> None:
-        self._credit.set()
-
     def on_end(self) -> None:
         self._got_end = True
         self._wake()
@@ -167,7 +160,7 @@ class LinkStream:
     def on_fault(self, fault: PeerError) -> None:
         """Fail the stream; items received before are still delivered."""
         self._fault = self._fault or fault
-        self._credit.set()
+        self.credit.set()
         self._wake()
 
     def _wake(self) -> None:
@@ -504,7 +497,7 @@ class Link:
         elif kind is FrameKind.CANCEL:
             self._answering.pop(id).cancel()
         elif kind is FrameKind.CREDIT:
-            self._streams[id].on_credit()
+            self._streams[id].credit.set()
         elif kind is FrameKind.END:
             self._streams[id].on_end()
             self._forget_if_over(id)

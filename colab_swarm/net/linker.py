@@ -189,8 +189,8 @@ class Linker:
         self.metering = Metering(settings, self._loop.time)
         self.addresses: tuple[str, ...] = ()
         self.pinned: set[PeerId] = set()
-        self.lost_listeners: list[Callable[[PeerId], None]] = []
-        self.open_circuit: Callable[[Contact, PeerId, Receiver], Awaitable[WebSocket]] | None = None
+        self.lost_listeners: dict[Callable[[PeerId], None], None] = {}
+        self.open_circuit: Callable[[Contact, PeerId, HandshakeReceiver], Awaitable[WebSocket]] | None = None
         self.on_relayed: Callable[[Link], None] = lambda link: None
         self.listener = Listener(self._receive_caller, self.scratch, settings)
 
@@ -291,10 +291,9 @@ class Linker:
             proof.append(introduced)
             raise PeerError("probed")
 
-        receiver = HandshakeReceiver(self.introduction(peer), wall_clock=self._wall_clock, make_link=stop)
         try:
             async with asyncio.timeout(timeout_s):
-                await self._introduce(address, receiver)
+                await self._introduce(address, self._receiver(peer, Path(), stop))
         except TimeoutError:
             raise PeerUnreachable(f"{address} did not answer in {timeout_s:.3g} s") from None
         except PeerError:
@@ -320,25 +319,27 @@ class Linker:
     # --- handshakes -----------------------------------------------------------------------------------------
 
     async def shake_hands(
-        self, connect: Callable[[Receiver], Awaitable[WebSocket]], *, expected: PeerId | None, path: Path
+        self,
+        connect: Callable[[HandshakeReceiver], Awaitable[WebSocket]],
+        *,
+        expected: PeerId | None,
+        path: Path,
     ) -> Link:
         """Make a link over the connection that ``connect(receiver)`` opens; ``expected`` at the end that sends first.
 
         Raises:
             PeerError: the handshake failed; the connection is closed.
         """
-        receiver = self._receiver(expected, path)
-        return await introduce(
-            partial(connect, receiver),
-            receiver,
-            timeout_s=self._settings.handshake_timeout_s,
-            name=str(path),
-            start=expected is not None,
-        )
+        receiver, timeout_s = self._receiver(expected, path), self._settings.handshake_timeout_s
+        return await introduce(partial(connect, receiver), receiver, timeout_s=timeout_s, name=str(path))
 
-    def introduction(self, expected: PeerId | None) -> Introduction:
-        """Return this peer's end of a handshake."""
-        return Introduction(
+    def _receiver(
+        self,
+        expected: PeerId | None,
+        path: Path,
+        make_link: Callable[[WebSocket, Introduced, float], Link] | None = None,
+    ) -> HandshakeReceiver:
+        introduction = Introduction(
             self._identity,
             addresses=self.addresses,
             run_id=self._settings.run_id,
@@ -346,12 +347,8 @@ class Linker:
             membership=self._admission.membership,
             admit=lambda key, membership: self._admission.admit(key, membership, now=self.time()),
         )
-
-    def _receiver(self, expected: PeerId | None, path: Path) -> HandshakeReceiver:
-        make_link = partial(self._on_introduced, path, expected is not None)
-        return HandshakeReceiver(
-            self.introduction(expected), wall_clock=self._wall_clock, make_link=make_link
-        )
+        make_link = make_link or partial(self._on_introduced, path, expected is not None)
+        return HandshakeReceiver(introduction, wall_clock=self._wall_clock, make_link=make_link)
 
     def _receive_caller(self, request: web.BaseRequest) -> HandshakeReceiver:
         self.require_room()

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from hashlib import sha256
-from typing import Annotated, Protocol, Self, TypeAlias
+from typing import Annotated, Self, TypeAlias
 
 import msgspec
 
@@ -90,6 +90,14 @@ class Grant(Signed, frozen=True):
     uses: Annotated[int, msgspec.Meta(ge=0, le=MAX_USES)] = 0
     offline: bool = True
 
+    def require_covers(self, membership: Membership, authority: bytes) -> None:
+        """Raise `NotAdmitted` if the authority did not sign this, or role or times of the membership exceed it."""
+        if not self.is_signed_by(authority):
+            raise NotAdmitted("the invitation was not signed by this run's authority: ask for another")
+        in_time = membership.issued_at <= self.join_until and membership.expires_at <= self.member_until
+        if not (in_time and membership.role <= self.role):
+            raise NotAdmitted("the membership is more than its invitation allows: ask for another one")
+
 
 class Membership(Signed, frozen=True):
     """A peer's role in a run, shown in its handshakes.
@@ -146,11 +154,7 @@ class Membership(Signed, frozen=True):
         if not Role.GUEST < self.role < Role.AUTHORITY:
             raise NotAdmitted("the role of the membership cannot be granted: join again with an invitation")
         if grant is not None:
-            if not grant.is_signed_by(authority):
-                raise NotAdmitted("the invitation was not signed by this run's authority: ask for another")
-            within = self.role <= grant.role and self.expires_at <= grant.member_until
-            if not (within and self.issued_at <= grant.join_until):
-                raise NotAdmitted("the membership is more than its invitation allows: ask for another one")
+            grant.require_covers(self, authority)
         if not self.is_signed_by(authority if grant is None else grant.key):
             raise NotAdmitted("the membership's signature is wrong: join again with an invitation")
 
@@ -186,7 +190,7 @@ _revocations_decoder = msgspec.msgpack.Decoder(Revocations)
 
 
 class MembershipAdmission:
-    """Admits peers with a membership; an `Admission`. The authority needs no membership, only its key.
+    """Admits peers with a membership. The authority needs no membership, only its key.
 
     At the authority, and only there, a peer without a valid membership is a guest, for a minute.
 
@@ -209,7 +213,11 @@ class MembershipAdmission:
         self._guests: dict[bytes, tuple[float, float]] = {}  # first and last seen, by public key
 
     def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
-        """Return the peer's role, as `Admission.admit` does."""
+        """Return the role of a peer with this Ed25519 key that shows ``membership``; ``now`` is swarm time.
+
+        Raises:
+            NotAdmitted: it may not link, or no longer.
+        """
         try:
             role = self.verify(public_key, membership, now=now)
         except NotAdmitted as error:
@@ -309,27 +317,18 @@ def in_words(seconds: float) -> str:
     return f"{seconds:.0f} seconds"
 
 
-class Admission(Protocol):
-    """This peer's membership, and its rule for admitting others."""
-
-    @property
-    def membership(self) -> bytes:
-        """Shown in this peer's handshakes; empty without a membership."""
-
-    def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
-        """Return the role of a peer with this Ed25519 key that shows ``membership``; ``now`` is swarm time.
-
-        Called at each handshake and every few seconds for each link, so implementations cache what they verified.
-
-        Raises:
-            NotAdmitted: it may not link, or no longer.
-        """
-
-
 class OpenAdmission:
-    """Every peer that knows the run is a worker."""
+    """Admits every peer that knows the run, as a worker."""
 
     membership = b""
 
     def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
         return Role.WORKER
+
+
+Admission: TypeAlias = OpenAdmission | MembershipAdmission
+"""This peer's ``membership`` (shown in its handshakes), and its rule for admitting others.
+
+``admit`` is called at each handshake and every few seconds for each link. It raises `NotAdmitted` if a peer may not
+link, or no longer.
+"""

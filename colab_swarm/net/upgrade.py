@@ -289,11 +289,12 @@ class Upgrades:
         for _ in range(ASKS):
             async with self._punching:
                 link = self._node.linker.table.best(peer)
-                if link is None or link.remote.path.way is not LinkType.RELAYED:
-                    return fault or "the link was lost" if link is None else None
+                if link is None:
+                    return fault or "the link was lost"
                 try:
                     async with asyncio.timeout(TALK_TIMEOUT_S + PUNCH_S):
-                        await self._ask(link)
+                        if self._relayed(peer):
+                            await self._ask(link)
                     fault = f"no hole to {short(peer)} in {PUNCH_S:g} s: one of the two NATs may change ports"
                     tries += 1
                 except _Busy:
