@@ -210,7 +210,7 @@ class Receiver(Protocol):
 
 
 class NoCipher:
-    """Stands for `colab_swarm.net.noise.Keys` on the link of a peer to itself: copies without sealing."""
+    """Replaces `colab_swarm.net.noise.Keys` on the link of a peer to itself: copies without sealing."""
 
     overhead_bytes = 0
 
@@ -222,7 +222,7 @@ class NoCipher:
 
 
 class Loopback:
-    """Stands for a `colab_swarm.net.websocket.WebSocket` on the link of a peer to itself: one end, in memory."""
+    """Replaces a `colab_swarm.net.websocket.WebSocket` on the link of a peer to itself: one end, in memory."""
 
     backlog_bytes = 0
 
@@ -233,14 +233,12 @@ class Loopback:
         self._open = True
 
     def send(self, size: int, fill: Callable[[memoryview], None]) -> int:
-        """Deliver in the next turn of the event loop."""
         message = memoryview(bytearray(size))
         fill(message)
         self._loop.call_soon(self.other._deliver, message)
         return size
 
     def close(self, reason: str = "") -> None:
-        """Close the other end after what was sent before."""
         if self._open:
             self._open = False
             self._loop.call_soon(self.other._lose, reason)

@@ -112,9 +112,8 @@ class LinkStream:
             return decoder_of(kind).decode(message), payload
         except UNDECODABLE as error:
             self.reset("undecodable item")
-            raise ProtocolError(
-                f"an item from {short(self.peer)} is not a valid {kind.__name__}: {error}"
-            ) from error
+            text = f"an item from {short(self.peer)} is not a valid {kind.__name__}: {error}"
+            raise ProtocolError(text) from error
 
     async def end(self) -> None:
         self._sent_end = True
@@ -174,7 +173,6 @@ class Link:
     A lost link cancels the handlers of the peer's calls; handlers of its streams get `PeerLost` instead.
 
     Args:
-        remote: the peer at the other end.
         carrier, cipher: how bytes travel and are sealed.
         dialled: whether this end opened the link.
         services: handlers of calls, and of streams.
@@ -198,9 +196,8 @@ class Link:
         self.remote, self.dialled = remote, dialled
         self.peer: PeerId = remote.contact.id
         self._max_calls = settings.max_calls_per_link
-        self.mux = Mux(
-            initiator=dialled, max_streams=settings.max_streams_per_link, max_calls=self._max_calls
-        )
+        max_streams = settings.max_streams_per_link
+        self.mux = Mux(initiator=dialled, max_streams=max_streams, max_calls=self._max_calls)
         self._carrier, self._cipher, self._traffic, self._events = carrier, cipher, traffic, events
         self._call_services, self._stream_services = services
         self._loop = asyncio.get_running_loop()

@@ -125,7 +125,7 @@ class Flow:
 
 
 def item_cost(message: Buffer, payload: Buffer) -> int:
-    """Return what an item takes from the credit; empty items cost too, so that their number is bounded."""
+    """Return what an item takes from the credit. Empty items cost too, so that their number is bounded."""
     return len(message) + len(payload) + ITEM_OVERHEAD_BYTES
 
 
@@ -311,9 +311,8 @@ class Mux:
         if flow is None:
             return False
         if flow.got_end or flow.window <= 0:
-            raise ProtocolError(
-                f"an item on stream {frame.id} {'after its end' if flow.got_end else 'without credit'}"
-            )
+            fault = "after its end" if flow.got_end else "without credit"
+            raise ProtocolError(f"an item on stream {frame.id} {fault}")
         flow.window -= item_cost(frame.message, frame.payload)
         return True
 

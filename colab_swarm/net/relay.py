@@ -136,6 +136,9 @@ class RelayState:
             raise Refusal(f"all {self.quota.places} places are taken")
         self.places[peer] = now + self.quota.place_s
 
+    def forget(self, peer: PeerId) -> None:
+        self.places.pop(peer, None)
+
     def has_place(self, peer: PeerId, now: float) -> bool:
         return self.places.get(peer, 0.0) > now
 
@@ -194,12 +197,7 @@ class RelayState:
 
 
 class Relay:
-    """Relays for the peers of the run until `close`.
-
-    Args:
-        node: a peer that others can dial.
-        quota: its limits.
-    """
+    """Relays for the peers of the run until `close`; ``node`` is a peer that others can dial."""
 
     def __init__(self, node: Node, quota: RelayQuota = RelayQuota()) -> None:
         self._node = node
@@ -209,7 +207,7 @@ class Relay:
         node.serve(Reserve, self._on_reserve, role=Role.REDUCER)
         node.serve(OpenCircuit, self._on_open)
         node.linker.listener.on_ticket = self._on_ticket
-        self._stop_listening = node.on_lost(self._on_lost)
+        self._stop_listening = node.on_lost(self.state.forget)
         self._upkeep = node.linker.spawn(self._expire())
 
     def close(self) -> None:
@@ -279,9 +277,6 @@ class Relay:
             self.state.circuits.remove(circuit)
             for socket in circuit.sockets.values():
                 socket.close(reason)
-
-    def _on_lost(self, peer: PeerId) -> None:
-        self.state.places.pop(peer, None)
 
     async def _expire(self) -> None:
         while True:

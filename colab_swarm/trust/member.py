@@ -85,10 +85,6 @@ class RenewalPlan:
         wanted_at = (held.issued_at + held.expires_at) / 2 if held.grant is None else held.issued_at
         return now >= max(wanted_at, self._not_before)
 
-    def on_renewed(self) -> None:
-        """Note a success."""
-        self._failures, self._not_before = 0, float("-inf")
-
     def on_failed(self, *, now: float) -> None:
         """Wait twice as long as the last time, at most 10 minutes."""
         self._not_before = now + min(RETRY_S * 2**self._failures, MAX_RETRY_S)
@@ -99,9 +95,7 @@ class RunMember:
     """Gets and renews this peer's membership, and accepts the renewed ones of other peers.
 
     Args:
-        peers: the network.
         dht: finds the authority.
-        admission: of this peer; this class renews its `membership`.
         events: gets `MembershipRenewed`, `MembershipEnding`, `ClockSkewed`, and a `Fault` when renewing fails.
         credentials: what admits this peer; None for the authority, and in an open run.
         readmit: gives a linked peer the role of a membership, see `Linker.readmit`.
@@ -199,7 +193,7 @@ class RunMember:
                 reason = why if refused else f"the organizer's peer cannot be reached for a new one: {why}"
                 self._events.emit(MembershipEnding(self._loop.time(), max(0.0, left_s), reason))
             return
-        self._plan.on_renewed()
+        self._plan = RenewalPlan()
         self._unaware = set(self._peers.linked())
         self._events.emit(MembershipRenewed(self._loop.time(), renewed.expires_at - self._peers.time()))
 
@@ -222,7 +216,7 @@ class RunMember:
         return issued
 
     def _words_of(self, error: PeerError) -> str:
-        """The error for people: the authority's refusal without its id in front."""
+        # the authority's refusal without its id in front
         return str(error).removeprefix(f"{short(id_of(self._admission.authority))}: ")
 
     async def _present(self, peer: PeerId) -> None:

@@ -36,11 +36,8 @@ class RevocationWatch:
     """Keeps a peer's `MembershipAdmission` up to date with the authority's list.
 
     Args:
-        peers: the network.
         dht: stores the list.
-        admission: learns the list.
         events: gets `PeersRevoked`, and a `Fault` when looking for revocations fails.
-        rng: chooses moments and peers.
         recheck: called when the list has changed; closes the links of revoked peers, see `Linker.recheck`.
     """
 
@@ -73,10 +70,9 @@ class RevocationWatch:
     async def stop(self) -> None:
         """End the background work."""
         self._peers.unserve(ShareRevoked)
-        tasks = list(self._tasks)
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def spread(self) -> None:
         """Close the links of revoked peers and send the list to all others; call it after `Authority.revoke`."""
