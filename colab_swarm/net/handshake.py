@@ -47,15 +47,7 @@ T = TypeVar("T")
 
 
 class Hello(Message, frozen=True):
-    """What each end states about itself.
-
-    Attributes:
-        public_key: Ed25519, 32 bytes.
-        signature: by that key, 64 bytes.
-        addresses: where this peer can be dialled; none in client mode.
-        time: its wall clock, seconds since the epoch.
-        membership: what `Admission.admit` checks; empty if it has none.
-    """
+    """What each end states about itself: its Ed25519 key, addresses, wall clock (seconds), membership; signed."""
 
     public_key: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
     signature: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
@@ -86,11 +78,8 @@ class Introduction:
     """One end of the handshake. Free of I/O.
 
     Args:
-        identity: this end's key.
         addresses: where this end can be dialled.
-        run_id: the run of both ends.
         expected: the id of the dialled peer; None if this end was dialled.
-        membership: this end's membership.
         admit: returns a peer's role by its public key and membership; raises `NotAdmitted`.
     """
 
@@ -121,9 +110,7 @@ class Introduction:
         """Take the other end's next message; return the answer to send, or None.
 
         Raises:
-            ProtocolError: another run or version, or a garbled message.
-            WrongPeer: not the expected peer.
-            NotAdmitted: it may not link.
+            ProtocolError, WrongPeer, NotAdmitted: another run or version, garbled; not the expected peer; no right.
         """
         before = self._noise.hash
         payload = self._noise.read(message)
@@ -170,8 +157,6 @@ class HandshakeReceiver:
     The next message may lie in the same buffer as the last one of the handshake, so the link is made in `on_message`.
 
     Args:
-        introduction: this end of the handshake.
-        wall_clock: seconds since the epoch.
         make_link: called with the carrier, the result and the measured round trip (seconds); sends nothing yet. If
             it raises a `PeerError`, the other end receives no further message.
 
@@ -244,9 +229,7 @@ async def introduce(
     """Connect and shake hands; ``name`` stands for the way in error texts.
 
     Raises:
-        PeerUnreachable: no peer answers there, or not in time.
-        PeerLost: refused; the text says why.
-        WrongPeer, NotAdmitted, ProtocolError: another peer answers, it may not link, or it sends garbage.
+        PeerError: `PeerUnreachable` if no peer answers in time, `PeerLost` if it refuses, or another of `Introduction`.
     """
     websocket: WebSocket | None = None
     try:
@@ -317,8 +300,6 @@ async def _first_success(
 
 
 class _Refused(asyncio.Protocol):
-    """Closes the connection at once."""
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         transport.abort()
@@ -327,11 +308,11 @@ class _Refused(asyncio.Protocol):
 class Listener:
     """Accepts connections until `close`.
 
+    At most ``max_handshakes`` connections are no links yet, each for ``handshake_timeout_s``.
+
     Args:
         receive: makes the receiver of a new connection; raises `PeerError` to refuse it.
         scratch: memory to receive into.
-        settings: ``handshake_timeout_s``, after which a connection that is not a link is aborted, and
-            ``max_handshakes``, the number of such connections; more are refused.
 
     Attributes:
         on_ticket: takes connections whose first message starts with `TICKET`; None if this peer is not a relay.
@@ -353,11 +334,7 @@ class Listener:
         self.on_ticket: Callable[[bytes, WebSocket], None] | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Listen, for an empty host on every interface; return the port.
-
-        Raises:
-            OSError: the port is taken.
-        """
+        """Listen, for an empty host on every interface; return the port, or raise `OSError` if it is taken."""
         if host == "" and socket.has_dualstack_ipv6():
             both = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
             self._server = await self._loop.create_server(self._on_connection, sock=both)

@@ -59,15 +59,10 @@ DIALS = 3
 class LinkTable:
     """Links by peer.
 
-    A link through a relay is only used while there is no other. Both ends leave it as soon as they have a better one;
-    it ends when its calls and streams are over, so none is lost.
-
-    When both ends dial at once there are two links for a moment. Both ends use the one that the peer with the smaller
-    id dialled, and leave the other in the same way. A link that is opened later than `SIMULTANEOUS_S` replaces the old
-    one: the peer would not have dialled if the old link still worked for it.
-
-    Args:
-        own: this peer's id.
+    Both ends leave a relayed link as soon as they have a better one; it ends when its calls and streams are over. When
+    both ends dial at once, both use the link that the peer with the smaller id dialled, and leave the other. A link
+    that is opened later than `SIMULTANEOUS_S` replaces the old one: the peer would not have dialled if that still
+    worked for it.
     """
 
     def __init__(self, own: PeerId) -> None:
@@ -115,7 +110,7 @@ class LinkTable:
         return False
 
     def full(self, limit: int) -> bool:
-        """Return True if no link may be added: ``limit`` links are all in use, or twice as many do not close."""
+        """Return True if ``limit`` links are all in use, or twice as many do not close: then none may be added."""
         return len(self) >= 2 * limit or (len(self) >= limit and self.longest_unused() is None)
 
     def longest_unused(self) -> Link | None:
@@ -206,11 +201,7 @@ class Linker:
     # --- dialling -------------------------------------------------------------------------------------------
 
     async def link_to(self, peer: PeerId, timeout_s: float) -> Link:
-        """Return a link to the peer: in memory to ourselves, else the first that opens, from either end.
-
-        Raises:
-            PeerError: no link opened in time.
-        """
+        """Return a link to the peer: in memory to ourselves, else the first that opens, from either end."""
         self._require_open()
         if peer == self._identity.id:
             return self._own_link()
@@ -273,18 +264,13 @@ class Linker:
         """Dial one direct address.
 
         Raises:
-            PeerUnreachable: no peer answers there, or it refuses the link.
-            WrongPeer, NotAdmitted, ProtocolError: another peer answers, it may not link, or it sends garbage.
+            PeerError: `PeerUnreachable` if no peer answers there or it refuses the link, or another of `Introduction`.
         """
         path = Path(LinkType.TUNNEL if address.startswith("wss") else LinkType.DIRECT, address=address)
         return await self._introduce(address, self._receiver(peer, path))
 
     async def probe(self, peer: PeerId, address: str, *, timeout_s: float) -> None:
-        """Check whether the peer can be dialled at a direct address, without opening a link.
-
-        Raises:
-            PeerError: it cannot; see `dial_direct`.
-        """
+        """Raise `PeerError` unless the peer can be dialled at a direct address; opens no link."""
         proof: list[Introduced] = []
 
         def stop(carrier: WebSocket, introduced: Introduced, rtt_s: float) -> Link:
@@ -309,11 +295,7 @@ class Linker:
             raise PeerUnreachable(f"{address} refused the link: {error} (we belong to {ours})") from error
 
     async def connect(self, address: str, receiver: Receiver) -> WebSocket:
-        """Open a WebSocket to a direct address.
-
-        Raises:
-            PeerLost, aiohttp.ClientError, OSError: as `dial` does.
-        """
+        """Open a WebSocket to a direct address; raises as `dial` does."""
         return await dial(self._session, address, scratch=self.scratch, receiver=receiver)
 
     # --- handshakes -----------------------------------------------------------------------------------------
@@ -325,11 +307,7 @@ class Linker:
         expected: PeerId | None,
         path: Path,
     ) -> Link:
-        """Make a link over the connection that ``connect(receiver)`` opens; ``expected`` at the end that sends first.
-
-        Raises:
-            PeerError: the handshake failed; the connection is closed.
-        """
+        """Make a link over the connection that ``connect`` opens; ``expected`` is None at the end that was dialled."""
         receiver, timeout_s = self._receiver(expected, path), self._settings.handshake_timeout_s
         return await introduce(partial(connect, receiver), receiver, timeout_s=timeout_s, name=str(path))
 
@@ -434,11 +412,7 @@ class Linker:
                 link.close(f"not admitted: {error}")
 
     def readmit(self, peer: PeerId, membership: bytes) -> Role:
-        """Admit the peer with a renewed membership; return its role.
-
-        Raises:
-            NotAdmitted: the membership is not valid; the links stay as they were.
-        """
+        """Admit the peer with a renewed membership, and return its role; raise `NotAdmitted` if that is not valid."""
         roles = [self._admit_again(link, membership) for link in self.table.of(peer)]
         return max(roles, default=Role.GUEST)
 

@@ -123,8 +123,7 @@ class RunAccess:
             PermissionError: only the authority can make such an invitation.
             ValueError: the role is unknown, or hours or uses are out of range.
         """
-        chosen = role is not None or uses is not None
-        self._require_right(chosen, chosen or hours is not None, authority)
+        self._require_right(authority, role, hours, uses)
         entries, life_h = self._ways_in(peers), 24.0 if hours is None else hours
         if self.closed is None:
             return Invite(self.run_id, entries, peers.time() + 3600 * life_h)
@@ -139,12 +138,15 @@ class RunAccess:
             )
         return Invite.issue(grant, secret, entries, access=self.access, authority=peers.public_key)
 
-    def _require_right(self, limited: bool, chosen: bool, authority: Authority | None) -> None:
+    def _require_right(
+        self, authority: Authority | None, role: str | None, hours: float | None, uses: int | None
+    ) -> None:
+        limited = role is not None or uses is not None
         if self.closed is None and limited:
             raise PermissionError(
                 "an open run has no roles and no counted invitations: create it with access='invite'"
             )
-        if self.closed is not None and authority is None and chosen:
+        if self.closed is not None and authority is None and (limited or hours is not None):
             raise PermissionError(
                 "only the organizer's peer chooses role, hours and uses; "
                 "without arguments, invite() passes your own invitation on"
