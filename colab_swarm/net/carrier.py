@@ -65,10 +65,7 @@ class NodeSettings:
 
 
 class TokenBucket:
-    """Keeps a flow at ``rate_bps`` bits per second on average, with bursts of 0.1 s (64 KiB at least).
-
-    `take` may exceed the tokens; the debt shows as a `delay` before the next bytes.
-    """
+    """Keeps a flow at ``rate_bps`` bits per second on average, with bursts of 0.1 s (64 KiB at least)."""
 
     def __init__(self, rate_bps: float, now: float) -> None:
         if not rate_bps > 0:
@@ -79,7 +76,7 @@ class TokenBucket:
         self._at = now
 
     def take(self, size_bytes: int, now: float) -> None:
-        """Count bytes that were sent (or received)."""
+        """Count bytes; they may exceed the tokens: the debt shows as a `delay`."""
         earned = (now - self._at) * self._bytes_per_s
         self._tokens_bytes = min(self._tokens_bytes + earned, self._burst_bytes) - size_bytes
         self._at = now
@@ -153,7 +150,6 @@ class Path:
     """The way of a link to the other end.
 
     Attributes:
-        way: the type of link.
         relay: the relay of a relayed link.
         local, remote: IP address and port of both ends of the TCP connection, None in memory.
         address: the dial address that worked, empty where this end did not dial.
@@ -179,15 +175,7 @@ class Path:
 
 @dataclass(frozen=True)
 class Remote:
-    """The peer at the other end of a link.
-
-    Attributes:
-        contact: its id and its dial addresses.
-        public_key: Ed25519, 32 bytes.
-        membership: the one it showed last.
-        role: the role that this membership gives.
-        path: how it is reached.
-    """
+    """The peer at the other end of a link, with the membership that it showed last and the role that this gives."""
 
     contact: Contact
     public_key: bytes = b""

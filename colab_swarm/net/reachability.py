@@ -22,10 +22,10 @@ import msgspec
 from colab_swarm.errors import PeerError, TunnelError
 from colab_swarm.events import EventLog, ReachabilityChanged
 from colab_swarm.net.addresses import host_of, is_local, may_dial_back
-from colab_swarm.net.circuits import Circuits
 from colab_swarm.net.handshake import Address
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import MAX_ADDRESSES, Ack, Contact, Message, PeerId, Refusal, short
+from colab_swarm.net.relay import Circuits
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings
 from colab_swarm.net.upgrade import Upgrades
 
@@ -75,11 +75,9 @@ class ReachabilityLevel(StrEnum):
 
 @dataclass(frozen=True)
 class Reachability:
-    """How others reach this peer.
+    """How others reach this peer: the best ``level`` that works, ``via`` relays or a tunnel.
 
     Attributes:
-        level: the best level that works.
-        via: the relays, or the tunnel's address.
         addresses: what to tell others, the best first.
         reasons: for each better level why it does not work.
     """
@@ -263,11 +261,9 @@ class ReachabilityWatch:
         self._tunnel: Tunnel | None = None
         self.current: Reachability = self._policy.decide()
         self.circuits = Circuits(node, relays, self._on_places, rng) if use_relays else None
-        self.upgrades = (
-            Upgrades(node, self.circuits.seen_at.get, self._on_upgrade, rng)
-            if self.circuits and punch
-            else None
-        )
+        self.upgrades: Upgrades | None = None
+        if self.circuits and punch:
+            self.upgrades = Upgrades(node, self.circuits.seen_at.get, self._on_upgrade, rng)
         if not use_relays:
             self._policy.on_places((), (), "this peer uses no relay (use_relays=False)")
         if not punch:
@@ -279,7 +275,7 @@ class ReachabilityWatch:
         """Determine the level; return when it is known or after some seconds.
 
         Raises:
-            TunnelError: the requested tunnel cannot be opened; the text names the fix.
+            TunnelError: the requested tunnel cannot be opened.
         """
         if self._tunnel_settings is not None:
             if self._node.port is None:
@@ -322,7 +318,7 @@ class ReachabilityWatch:
         return self.current
 
     def _distance(self, peer: PeerId) -> tuple[bool, float]:
-        """Sort peers across the internet first: what they reach, every peer reaches."""
+        # peers across the internet first: what they reach, every peer reaches
         path = self._node.path_to(peer)
         local = path is None or path.remote is None or is_local(path.remote[0])
         return local, self._rng.random()

@@ -108,8 +108,7 @@ class TunnelSettings:
     """Which tunnel to open, and how to watch it.
 
     Attributes:
-        kind: ``ngrok`` (needs an account's token) or ``cloudflared`` (needs the program, no account).
-        auth_token: the ngrok token.
+        kind: ``ngrok`` (needs an account's ``auth_token``) or ``cloudflared`` (needs the program, no account).
         agent: path of the program; None uses pyngrok's own, or the cloudflared on the PATH.
         quota_bytes: monthly data volume of the ngrok plan (1 GB on the free one); None for no limit.
         check_s: seconds between checks of the agent.
@@ -177,8 +176,6 @@ async def probe(address: str) -> str | None:
 
 
 class _NgrokLine(msgspec.Struct):
-    """What matters of a line of the ngrok agent's log."""
-
     msg: str = ""
     lvl: str = ""
     err: str | None = None
@@ -342,11 +339,9 @@ async def _install_ngrok(settings: TunnelSettings) -> tuple[str, str]:
 
 
 class Tunnel:
-    """One tunnel to a local port; opened by `open`, then reopened whenever it is lost, until `close`.
+    """One tunnel to a ``port`` on 127.0.0.1; opened by `open`, then reopened whenever it is lost, until `close`.
 
     Args:
-        settings: which tunnel.
-        port: the port on 127.0.0.1 where a peer listens.
         on_change: called on the loop with each later address, and with None when the tunnel is lost.
         events: gets `TunnelChanged` and `QuotaWarning`.
         sent_bytes: returns the bytes sent through tunnels so far; the quota counts from the opening.

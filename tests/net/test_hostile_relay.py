@@ -13,15 +13,15 @@ import pytest
 
 from colab_swarm.errors import CallRefused, PeerError
 from colab_swarm.events import Fault
-from colab_swarm.net import circuits as circuits_module
 from colab_swarm.net import upgrade
 from colab_swarm.net.addresses import may_dial_back
 from colab_swarm.net.carrier import LinkType, Path
-from colab_swarm.net.circuits import Circuits
 from colab_swarm.net.handshake import TICKET
 from colab_swarm.net.peers import Ack, Contact, PeerId, Refusal
 from colab_swarm.net.relay import (
+    OFFERS_AT_ONCE,
     CircuitOffer,
+    Circuits,
     CircuitTicket,
     OpenCircuit,
     Relay,
@@ -129,7 +129,7 @@ async def test_offers_without_end_are_refused() -> None:
             except CallRefused:
                 refused += 1
         await asyncio.sleep(0)
-        assert shown == circuits_module.OFFERS_AT_ONCE and refused == 100 - shown
+        assert shown == OFFERS_AT_ONCE and refused == 100 - shown
         circuits.close()
 
 

@@ -13,12 +13,11 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from colab_swarm.errors import PeerError, PeerLost
 from colab_swarm.net.carrier import LinkType
-from colab_swarm.net.circuits import Circuits, choose
 from colab_swarm.net.handshake import VERSION
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.noise import Handshake
 from colab_swarm.net.peers import Contact, PeerId, Refusal
-from colab_swarm.net.relay import Relay, RelayQuota, RelayState, _Pump
+from colab_swarm.net.relay import Circuits, Relay, RelayQuota, RelayState, _Pump, choose
 from tests.net.swarm import Echo, Piece, Talk, peers, run, until
 
 ALICE, BOB, CAROL = PeerId(b"a" * 32), PeerId(b"b" * 32), PeerId(b"c" * 32)

@@ -10,10 +10,9 @@ import pytest
 
 from colab_swarm.net import upgrade
 from colab_swarm.net.carrier import LinkType
-from colab_swarm.net.circuits import Circuits
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Contact, PeerId, Stream
-from colab_swarm.net.relay import Relay
+from colab_swarm.net.relay import Circuits, Relay
 from colab_swarm.net.upgrade import Upgrades
 from tests.net.swarm import Echo, Piece, Talk, peers, until
 
