@@ -25,8 +25,6 @@ class RunAccess:
     """A peer's way into a run.
 
     Attributes:
-        run_id: the run.
-        access: who may join.
         closed: its rights; None in an open run.
         invitation: the one it joined with; None if it created the run.
         known, tally: of an earlier session: peers, and the contributions this peer saw.
@@ -112,7 +110,6 @@ class RunAccess:
         """Make an invitation. A peer that is not the authority passes its own on, with itself as one more entry.
 
         Args:
-            peers: the network.
             authority: set where this peer is it.
             role: worker, reducer or viewer; worker by default.
             hours: how long the invitation can be used; 24 by default.

@@ -234,10 +234,7 @@ class Authority:
     def revoke(self, subject: PeerId) -> None:
         """Revoke a peer, or the key of an invitation with all peers that only the invitation admits.
 
-        `RevocationWatch.spread` sends the list to the others.
-
-        Raises:
-            ValueError: the subject is the authority itself.
+        `RevocationWatch.spread` sends the list to the others. Raises `ValueError` for the authority itself.
         """
         if subject == self._peers.id:
             raise ValueError("this is the authority itself; to end the run, leave it")

@@ -60,12 +60,9 @@ class ClockWatch:
 
 @dataclass(frozen=True)
 class Credentials:
-    """What admits a peer.
+    """What admits a peer: an invitation's grant and key, a Hugging Face token where the run requires one.
 
-    Attributes:
-        grant, invitation: the invitation's grant and key.
-        token: of Hugging Face, where the run requires one.
-        membership: of an earlier session; it may outlive the invitation.
+    ``membership`` is of an earlier session; it may outlive the invitation.
     """
 
     grant: Grant
@@ -121,11 +118,7 @@ class RunMember:
         peers.serve(PresentMembership, self._on_present, role=Role.GUEST)
 
     async def join(self) -> None:
-        """Get the first membership, before any other call to the swarm.
-
-        Raises:
-            JoinError: the authority refused, or is needed and does not answer.
-        """
+        """Get the first membership; raise `JoinError` if the authority refuses or does not answer."""
         if self._credentials is None:
             return
         grant, key, now = self._credentials.grant, self._peers.public_key, self._peers.time()
@@ -198,11 +191,7 @@ class RunMember:
         self._events.emit(MembershipRenewed(self._loop.time(), renewed.expires_at - self._peers.time()))
 
     async def _request(self, proof: bytes, token: str) -> Membership:
-        """Request a membership from the authority, and use it.
-
-        Raises:
-            PeerError: the authority issues none, or none that is valid.
-        """
+        """Request a membership from the authority and use it; raise `PeerError` if it issues none."""
         authority = id_of(self._admission.authority)
         if authority not in self._peers.linked():
             contact = await self._dht.find_peer(authority)
