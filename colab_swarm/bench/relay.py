@@ -19,11 +19,10 @@ from colab_swarm.averaging.group import CHUNK_BYTES
 from colab_swarm.bench.link import MIB, Sink, TransferTime, send_pieces, take_pieces, time_transfer
 from colab_swarm.bench.report import BenchReport
 from colab_swarm.bench.workers import Parent, Worker
-from colab_swarm.net.circuits import Circuits
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import Contact, Message, PeerId
-from colab_swarm.net.relay import Relay, RelayQuota
+from colab_swarm.net.relay import Circuits, Relay, RelayQuota
 
 IDLE_CIRCUITS = 100
 PIECE = os.urandom(CHUNK_BYTES)

@@ -25,9 +25,8 @@ A *call* is one message and its reply. A *stream* carries items both ways: a sma
 payload (1 MiB at most, best 120 KiB: one packet, no copy). Messages are msgspec structs, which are checked as they are
 decoded. Nothing is pickled.
 
-A link is dialling, in its handshake, open, leaving (no new calls or streams; it closes when the present ones are over),
-or closed. If both ends dial at once, both keep the link that the smaller id dialled. A relayed link is left for a
-better one, and ends when its streams are over.
+If both ends dial at once, both keep the link that the smaller id dialled. A relayed link is left for a better one: it
+takes no new calls or streams, and closes when the present ones are over.
 
 | limit or time | value |
 |---|---|
@@ -54,7 +53,7 @@ checks again every 300 s and whenever the network changes. `swarm.reachability.e
 | direct | they dial a public address | `colab_swarm.net.linker` |
 | LAN | peers in the same network dial it | `colab_swarm.net.lan` |
 | punched | links start at a relay and continue directly, through both NATs | `colab_swarm.net.upgrade` |
-| relayed by … | a relay copies its bytes unread | `colab_swarm.net.relay`, `colab_swarm.net.circuits` |
+| relayed by … | a relay copies its bytes unread | `colab_swarm.net.relay` |
 | tunnel … | an ngrok or cloudflared tunnel | `colab_swarm.net.tunnels` |
 | outgoing only | it dials others and is called back over these links | |
 
@@ -68,8 +67,8 @@ checks again every 300 s and whenever the network changes. `swarm.reachability.e
          |<======= both dial at once: the holes meet ============>|   the relayed link drains, no stream is lost
 
 A peer holds places at the two nearest relays. A ticket is valid for 15 s and once; a circuit that is silent for 120 s
-is closed. A punch takes 4 s at most. It fails if one NAT takes a new port for every connection, unless the other is a
-full cone; nothing is punched on Windows. `cs.RelayQuota` limits places, circuits, bytes and bandwidth of a relay.
+is closed. A punch takes 4 s at most; it fails if one NAT takes a new port for every connection, unless the other is a
+full cone, and on Windows. `cs.RelayQuota` limits places, circuits, bytes and bandwidth of a relay.
 
 **At least one peer must be reachable.** Without one, peers train alone and diverge; when it is back, one branch wins. A
 relay that is cut off is noticed after half a minute.

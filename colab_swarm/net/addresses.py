@@ -22,13 +22,8 @@ MAX_SOURCES = 4096
 _ID = re.compile(r"[0-9a-f]{64}")
 _ADDRESS = re.compile(r"wss?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
 IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
-_LOCAL = [
-    ipaddress.ip_network(network)
-    for network in (
-        *("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "169.254.0.0/16", "127.0.0.0/8"),
-        *("fc00::/7", "fe80::/10", "::1/128"),
-    )
-]
+_LOCAL_4 = "10.0.0.0/8 172.16.0.0/12 192.168.0.0/16 100.64.0.0/10 169.254.0.0/16 127.0.0.0/8"
+_LOCAL = [ipaddress.ip_network(one) for one in f"{_LOCAL_4} fc00::/7 fe80::/10 ::1/128".split()]
 
 
 def circuit_address(entry: str, relay: PeerId) -> str:
@@ -85,19 +80,15 @@ def is_loopback(host: str) -> bool:
 
 
 def may_dial_back(address: str, seen: str) -> bool:
-    """Return True if a peer that is seen at ``seen`` may have us dial ``address``: only where it is seen itself.
+    """Return True if a peer may have us dial ``address``: only at the IP address ``seen`` at which we see it ourselves.
 
     Otherwise it could have us connect to other people's machines, or to those of our own network (SSRF). Two
-    addresses of this machine count as the same host.
-
-    Args:
-        address: what the peer says of itself.
-        seen: its IP address as we see it; "" behind a relay or a tunnel, where nothing may be dialled.
+    addresses of this machine count as one host. Behind a relay or a tunnel (``seen`` is "") nothing may be dialled.
     """
     one, two = ip_of(host_of(address)), ip_of(seen)
     if not is_address(address) or relay_of(address) is not None or one is None or two is None:
         return False
-    own = _own_ips()
+    own = own_ips()
     return one == two or all(ip.is_loopback or ip in own for ip in (one, two))
 
 
@@ -110,12 +101,11 @@ def only_local(contacts: Iterable[Contact]) -> bool:
 def reachable_addresses(host: str, port: int) -> tuple[str, ...]:
     """Return the addresses of a server that listens on ``host``; an empty host stands for every interface.
 
-    Loopback comes first: peers on the same machine succeed at once, others are refused at once. Public addresses
-    come next, IPv4 before IPv6.
+    Loopback comes first, where others are refused at once; then public addresses, IPv4 before IPv6.
     """
     if host not in ("0.0.0.0", ""):
         return (f"ws://{host}:{port}",)
-    usable = {ip for ip in _own_ips() if not ip.is_link_local and not ip.is_loopback}
+    usable = {ip for ip in own_ips() if not ip.is_link_local and not ip.is_loopback}
     if host == "0.0.0.0":
         usable = {ip for ip in usable if ip.version == 4}
     ordered = sorted(usable, key=lambda ip: (is_local(str(ip)), ip.version, int(ip)))
@@ -123,7 +113,8 @@ def reachable_addresses(host: str, port: int) -> tuple[str, ...]:
     return tuple(f"ws://{one}:{port}" for one in hosts[:MAX_ADDRESSES])
 
 
-def _own_ips() -> set[IP]:
+def own_ips() -> set[IP]:
+    """Return the IP addresses of this machine."""
     ips = [ip.ip for adapter in ifaddr.get_adapters() for ip in adapter.ips]
     return {ipaddress.ip_address(ip if isinstance(ip, str) else ip[0]) for ip in ips}
 
@@ -166,11 +157,7 @@ class AddressBook:
 
 
 class VisitLimit:
-    """Limits the requests of each source for a public page, so that none locks out the others. Free of I/O.
-
-    Args:
-        most: visits of one source per window of one second.
-    """
+    """Limits each source to ``most`` requests in a second, so that none locks out the others. Free of I/O."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -181,12 +168,7 @@ class VisitLimit:
         return len(self._counts)
 
     def admit(self, source: str, now: float) -> bool:
-        """Count a visit; return whether it is allowed.
-
-        Args:
-            source: from `source_of`.
-            now: monotonic seconds.
-        """
+        """Count a visit from a `source_of` at ``now`` (monotonic seconds); return whether it is allowed."""
         if now - self._began_at >= VISIT_WINDOW_S:
             self._counts.clear()
             self._began_at = now

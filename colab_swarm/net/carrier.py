@@ -65,10 +65,7 @@ class NodeSettings:
 
 
 class TokenBucket:
-    """Keeps a flow at ``rate_bps`` bits per second on average, with bursts of 0.1 s (64 KiB at least).
-
-    `take` may exceed the tokens; the debt shows as a `delay` before the next bytes.
-    """
+    """Keeps a flow at ``rate_bps`` bits per second on average, with bursts of 0.1 s (64 KiB at least)."""
 
     def __init__(self, rate_bps: float, now: float) -> None:
         if not rate_bps > 0:
@@ -79,7 +76,7 @@ class TokenBucket:
         self._at = now
 
     def take(self, size_bytes: int, now: float) -> None:
-        """Count bytes that were sent (or received)."""
+        """Count bytes; they may exceed the tokens: the debt shows as a `delay`."""
         earned = (now - self._at) * self._bytes_per_s
         self._tokens_bytes = min(self._tokens_bytes + earned, self._burst_bytes) - size_bytes
         self._at = now
@@ -119,6 +116,25 @@ class Traffic:
     upload: Sequence[TokenBucket] = ()
     download: Sequence[TokenBucket] = ()
 
+    def count_sent(self, size_bytes: int, now: float) -> None:
+        """Count bytes that the link sent."""
+        for meter in self.sent:
+            meter.add(size_bytes, now)
+        for bucket in self.upload:
+            bucket.take(size_bytes, now)
+
+    def upload_delay(self, now: float) -> float:
+        """Return the seconds to wait before sending more."""
+        return max(bucket.delay(now) for bucket in self.upload) if self.upload else 0.0
+
+    def count_received(self, size_bytes: int, now: float) -> float:
+        """Count bytes that the link received; return the seconds to wait before receiving more."""
+        for meter in self.received:
+            meter.add(size_bytes, now)
+        for bucket in self.download:
+            bucket.take(size_bytes, now)
+        return max(bucket.delay(now) for bucket in self.download) if self.download else 0.0
+
 
 class LinkType(StrEnum):
     """How a link reaches the other end."""
@@ -134,7 +150,6 @@ class Path:
     """The way of a link to the other end.
 
     Attributes:
-        way: the type of link.
         relay: the relay of a relayed link.
         local, remote: IP address and port of both ends of the TCP connection, None in memory.
         address: the dial address that worked, empty where this end did not dial.
@@ -160,15 +175,7 @@ class Path:
 
 @dataclass(frozen=True)
 class Remote:
-    """The peer at the other end of a link.
-
-    Attributes:
-        contact: its id and its dial addresses.
-        public_key: Ed25519, 32 bytes.
-        membership: the one it showed last.
-        role: the role that this membership gives.
-        path: how it is reached.
-    """
+    """The peer at the other end of a link, with the membership that it showed last and the role that this gives."""
 
     contact: Contact
     public_key: bytes = b""
@@ -191,7 +198,7 @@ class Receiver(Protocol):
 
 
 class NoCipher:
-    """Stands for `colab_swarm.net.noise.Keys` on the link of a peer to itself: copies without sealing."""
+    """Replaces `colab_swarm.net.noise.Keys` on the link of a peer to itself: copies without sealing."""
 
     overhead_bytes = 0
 
@@ -203,7 +210,7 @@ class NoCipher:
 
 
 class Loopback:
-    """Stands for a `colab_swarm.net.websocket.WebSocket` on the link of a peer to itself: one end, in memory."""
+    """Replaces a `colab_swarm.net.websocket.WebSocket` on the link of a peer to itself: one end, in memory."""
 
     backlog_bytes = 0
 
@@ -214,14 +221,12 @@ class Loopback:
         self._open = True
 
     def send(self, size: int, fill: Callable[[memoryview], None]) -> int:
-        """Deliver in the next turn of the event loop."""
         message = memoryview(bytearray(size))
         fill(message)
         self._loop.call_soon(self.other._deliver, message)
         return size
 
     def close(self, reason: str = "") -> None:
-        """Close the other end after what was sent before."""
         if self._open:
             self._open = False
             self._loop.call_soon(self.other._lose, reason)

@@ -137,10 +137,7 @@ def _read_header(view: memoryview, at: int) -> tuple[FrameKind, int, int, int]:
     kind, message_bytes = _KINDS.get(packed & 0xFF), packed >> 8
     if kind is None:
         raise ProtocolError(f"unknown frame kind {packed & 0xFF}")
-    if message_bytes > MAX_MESSAGE_BYTES or payload_bytes > (
-        MAX_PAYLOAD_BYTES if kind is FrameKind.ITEM else 0
-    ):
-        raise ProtocolError(
-            f"oversized {kind.name} frame: message {message_bytes}, payload {payload_bytes} bytes"
-        )
+    max_payload_bytes = MAX_PAYLOAD_BYTES if kind is FrameKind.ITEM else 0
+    if message_bytes > MAX_MESSAGE_BYTES or payload_bytes > max_payload_bytes:
+        raise ProtocolError(f"oversized {kind.name} frame: {message_bytes} and {payload_bytes} bytes")
     return kind, id, message_bytes, payload_bytes

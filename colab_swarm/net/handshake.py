@@ -47,15 +47,7 @@ T = TypeVar("T")
 
 
 class Hello(Message, frozen=True):
-    """What each end states about itself.
-
-    Attributes:
-        public_key: Ed25519, 32 bytes.
-        signature: by that key, 64 bytes.
-        addresses: where this peer can be dialled; none in client mode.
-        time: its wall clock, seconds since the epoch.
-        membership: what `Admission.admit` checks; empty if it has none.
-    """
+    """What each end states about itself: its Ed25519 key, addresses, wall clock (seconds), membership; signed."""
 
     public_key: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
     signature: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
@@ -86,11 +78,8 @@ class Introduction:
     """One end of the handshake. Free of I/O.
 
     Args:
-        identity: this end's key.
         addresses: where this end can be dialled.
-        run_id: the run of both ends.
         expected: the id of the dialled peer; None if this end was dialled.
-        membership: this end's membership.
         admit: returns a peer's role by its public key and membership; raises `NotAdmitted`.
     """
 
@@ -109,8 +98,8 @@ class Introduction:
         self._static = X25519PrivateKey.generate()
         prologue = f"colab_swarm {VERSION} {run_id}".encode()
         self._digest = sha256(prologue).digest()
-        self._noise = Handshake(initiator=expected is not None, static=self._static, prologue=prologue)
-        self._run_checked = expected is not None
+        self.dialled = self._run_checked = expected is not None
+        self._noise = Handshake(initiator=self.dialled, static=self._static, prologue=prologue)
         self.result: Introduced | None = None
 
     def start(self) -> bytes:
@@ -121,9 +110,7 @@ class Introduction:
         """Take the other end's next message; return the answer to send, or None.
 
         Raises:
-            ProtocolError: another run or version, or a garbled message.
-            WrongPeer: not the expected peer.
-            NotAdmitted: it may not link.
+            ProtocolError, WrongPeer, NotAdmitted: another run or version, garbled; not the expected peer; no right.
         """
         before = self._noise.hash
         payload = self._noise.read(message)
@@ -170,10 +157,12 @@ class HandshakeReceiver:
     The next message may lie in the same buffer as the last one of the handshake, so the link is made in `on_message`.
 
     Args:
-        introduction: this end of the handshake.
-        wall_clock: seconds since the epoch.
         make_link: called with the carrier, the result and the measured round trip (seconds); sends nothing yet. If
             it raises a `PeerError`, the other end receives no further message.
+
+    Attributes:
+        opened: set by the first message, or the end of the connection.
+        link: the result.
     """
 
     def __init__(
@@ -187,15 +176,17 @@ class HandshakeReceiver:
         self._loop = asyncio.get_running_loop()
         self._sent_at = self._loop.time()
         self._carrier: WebSocket | None = None
+        self.opened = asyncio.Event()
         self.link: asyncio.Future[Link] = self._loop.create_future()
 
-    def use(self, carrier: WebSocket, *, start: bool) -> None:
-        """Run the handshake over this carrier; ``start`` for the end that dialled."""
+    def use(self, carrier: WebSocket) -> None:
+        """Run the handshake over this carrier; the end that dialled sends first."""
         self._carrier = carrier
-        if start:
+        if self._introduction.dialled:
             self._send(self._introduction.start())
 
     def on_message(self, data: memoryview) -> None:
+        self.opened.set()
         if self.link.done() or self._carrier is None:
             return
         rtt_s = self._loop.time() - self._sent_at
@@ -214,6 +205,7 @@ class HandshakeReceiver:
         """Do nothing: handshakes are short."""
 
     def on_lost(self, reason: str) -> None:
+        self.opened.set()
         if not self.link.done():
             self._fail(PeerLost(reason))
 
@@ -233,20 +225,17 @@ async def introduce(
     *,
     timeout_s: float,
     name: str,
-    start: bool = True,
 ) -> Link:
-    """Connect and shake hands; ``start`` for the end that sends first, ``name`` stands for the way in error texts.
+    """Connect and shake hands; ``name`` stands for the way in error texts.
 
     Raises:
-        PeerUnreachable: no peer answers there, or not in time.
-        PeerLost: refused; the text says why.
-        WrongPeer, NotAdmitted, ProtocolError: another peer answers, it may not link, or it sends garbage.
+        PeerError: `PeerUnreachable` if no peer answers in time, `PeerLost` if it refuses, or another of `Introduction`.
     """
     websocket: WebSocket | None = None
     try:
         async with asyncio.timeout(timeout_s):
             websocket = await connect()
-            receiver.use(websocket, start=start)
+            receiver.use(websocket)
             return await receiver.link
     except TimeoutError:
         raise PeerUnreachable(f"{name} did not answer in {timeout_s:.3g} s") from None
@@ -271,36 +260,46 @@ async def dial_any(
     """
     waiting, detoured = list(addresses), False
     running: set[asyncio.Future[T]] = set()
-    done: set[asyncio.Future[T]] = set()
     failures: list[PeerError] = []
     try:
         while waiting or running:
             if waiting:
                 running.add(asyncio.ensure_future(dial(waiting.pop(0))))
-            done, running = await asyncio.wait(
-                running, timeout=STAGGER_S if waiting else DETOUR_AFTER_S, return_when=asyncio.FIRST_COMPLETED
-            )
-            for attempt in done:
-                error = attempt.exception()
-                if error is None:
-                    return attempt.result()
-                if not isinstance(error, PeerError):
-                    raise error
-                failures.append(error)
-            if not (waiting or detoured or (done and running)):
+            count = len(running)
+            success = await _first_success(running, failures, last=not waiting)
+            if success is not None:
+                return success.result()
+            if not (waiting or detoured) and len(running) in (0, count):
                 waiting = list(detours())
                 detoured = bool(waiting)
     finally:
         for attempt in running:
             attempt.cancel()
-        await asyncio.gather(*running, *done, return_exceptions=True)  # some may have failed as one succeeded
-    kind = next((type(error) for error in failures if isinstance(error, WrongPeer)), PeerUnreachable)
+        await asyncio.gather(*running, return_exceptions=True)
+    kind = WrongPeer if WrongPeer in map(type, failures) else PeerUnreachable
     raise kind("; ".join(map(str, failures)))
 
 
-class _Refused(asyncio.Protocol):
-    """Closes the connection at once."""
+async def _first_success(
+    running: set[asyncio.Future[T]], failures: list[PeerError], *, last: bool
+) -> asyncio.Future[T] | None:
+    """Wait until attempts end, remove them from ``running``, return one that succeeded, append the ``failures``."""
+    timeout_s = DETOUR_AFTER_S if last else STAGGER_S
+    done, _ = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    running -= done
+    success = None
+    for attempt in done:
+        error = attempt.exception()
+        if error is None:
+            success = attempt
+        elif isinstance(error, PeerError):
+            failures.append(error)
+        else:
+            raise error
+    return success
 
+
+class _Refused(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         transport.abort()
@@ -309,11 +308,11 @@ class _Refused(asyncio.Protocol):
 class Listener:
     """Accepts connections until `close`.
 
+    At most ``max_handshakes`` connections are no links yet, each for ``handshake_timeout_s``.
+
     Args:
         receive: makes the receiver of a new connection; raises `PeerError` to refuse it.
         scratch: memory to receive into.
-        settings: ``handshake_timeout_s``, after which a connection that is not a link is aborted, and
-            ``max_handshakes``, the number of such connections; more are refused.
 
     Attributes:
         on_ticket: takes connections whose first message starts with `TICKET`; None if this peer is not a relay.
@@ -335,11 +334,7 @@ class Listener:
         self.on_ticket: Callable[[bytes, WebSocket], None] | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Listen, for an empty host on every interface; return the port.
-
-        Raises:
-            OSError: the port is taken.
-        """
+        """Listen, for an empty host on every interface; return the port, or raise `OSError` if it is taken."""
         if host == "" and socket.has_dualstack_ipv6():
             both = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
             self._server = await self._loop.create_server(self._on_connection, sock=both)
@@ -400,7 +395,7 @@ class Listener:
             websocket.close("too many handshakes at once")
             return
         self._shaking_hands += 1
-        receiver.use(websocket, start=False)
+        receiver.use(websocket)
         receiver.on_message(memoryview(first))
         try:
             async with asyncio.timeout(self._timeout_s):

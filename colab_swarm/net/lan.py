@@ -13,20 +13,19 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal, cast, get_args
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-import ifaddr
+import msgspec
 from zeroconf import ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
-from colab_swarm.net.addresses import ip_of, is_loopback
+from colab_swarm.net.addresses import ip_of, is_loopback, own_ips, relay_of
+from colab_swarm.net.carrier import MAX_RUN_ID_BYTES
 from colab_swarm.net.peers import MAX_ADDRESSES, Contact, PeerId
 
 SERVICE = "_colab-swarm._tcp.local."
-VERSION = "1"
 MAX_SERVICES = 256
-MAX_RUN_ID_BYTES = 64
 MAX_NAME_CHARS = 48
 Access = Literal["open", "invite", "allowlist"]
 
@@ -66,12 +65,20 @@ class LanSwarm:
 def write_properties(announcement: Announcement) -> dict[str, str]:
     """Return the service's TXT record, under 300 bytes."""
     return {
-        "v": VERSION,
+        "v": "1",
         "run": announcement.run_id,
         "access": announcement.access,
         "peer": announcement.contact.id.hex(),
         "name": _printable(announcement.name),
     }
+
+
+class _Record(msgspec.Struct):
+    v: Literal["1"]
+    run: Annotated[str, msgspec.Meta(min_length=1)]
+    access: Access
+    peer: Annotated[str, msgspec.Meta(pattern="^[0-9a-fA-F]{64}$")]
+    name: str = ""
 
 
 def read_announcement(
@@ -80,16 +87,15 @@ def read_announcement(
     """Decode a service's records; None if they are of another version, garbled or without address."""
     try:
         text = {key.decode(): (value or b"").decode() for key, value in properties.items()}
-        peer = bytes.fromhex(text["peer"])
-    except (ValueError, KeyError):
+        record = msgspec.convert(text, _Record)
+    except (msgspec.ValidationError, UnicodeDecodeError):
         return None
-    run_id, access = text.get("run", ""), text.get("access")
     addresses = [f"ws://{host}:{port}" for host in dict.fromkeys(map(_dialled, ips)) if host and port]
-    proper = 0 < len(run_id.encode()) <= MAX_RUN_ID_BYTES and run_id.isprintable() and len(peer) == 32
-    if not (proper and addresses and text.get("v") == VERSION and access in get_args(Access)):
+    proper = len(record.run.encode()) <= MAX_RUN_ID_BYTES and record.run.isprintable()
+    if not (proper and addresses):
         return None
-    contact = Contact(PeerId(peer), tuple(addresses[:MAX_ADDRESSES]))
-    return Announcement(run_id, cast(Access, access), _printable(text.get("name", "")), contact)
+    contact = Contact(PeerId(bytes.fromhex(record.peer)), tuple(addresses[:MAX_ADDRESSES]))
+    return Announcement(record.run, record.access, _printable(record.name), contact)
 
 
 def merge(announcements: Iterable[Announcement]) -> list[LanSwarm]:
@@ -116,14 +122,14 @@ def announced(contact: Contact) -> tuple[list[str], int]:
 
     Loopback is announced only if there is no other address: it leads every other machine to itself.
     """
-    found: dict[int, list[str]] = {}
-    for address in contact.addresses:
-        parts = urlsplit(address)
-        if parts.scheme == "ws" and parts.port and not parts.path and _dialled(parts.hostname or ""):
-            found.setdefault(parts.port, []).append(parts.hostname or "")
-    for port, ips in found.items():
-        return [ip for ip in ips if not is_loopback(ip)] or ips, port
-    return [], 0
+    parts = [urlsplit(address) for address in contact.addresses if relay_of(address) is None]
+    found = [(one.port, one.hostname or "") for one in parts if one.scheme == "ws" and one.port]
+    dialled = [(port, host) for port, host in found if _dialled(host)]
+    if not dialled:
+        return [], 0
+    port = dialled[0][0]
+    ips = [host for other, host in dialled if other == port]
+    return [ip for ip in ips if not is_loopback(ip)] or ips, port
 
 
 class LanAnnouncer:
@@ -228,9 +234,8 @@ def _open(interfaces: Sequence[str] | None) -> AsyncZeroconf:
     """Open multicast sockets on the interfaces, IPv4 and IPv6 as far as the machine has them."""
     if interfaces is not None:
         return AsyncZeroconf(interfaces=list(interfaces))
-    found = [ip for adapter in ifaddr.get_adapters() for ip in adapter.ips]
-    old = [ip.ip for ip in found if isinstance(ip.ip, str)]
-    new = [ip.ip[0] for ip in found if not isinstance(ip.ip, str) and not is_loopback(ip.ip[0])]
+    old = [str(ip) for ip in own_ips() if ip.version == 4]
+    new = [str(ip) for ip in own_ips() if ip.version == 6 and not ip.is_loopback]
     for choice in ([*old, *new], old, new):
         with suppress(OSError, RuntimeError):  # some interfaces have one version only, or no multicast
             return AsyncZeroconf(interfaces=choice)

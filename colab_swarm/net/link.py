@@ -61,20 +61,16 @@ class LinkStream:
     """One stream of a link; implements `colab_swarm.net.peers.Stream`."""
 
     def __init__(self, link: Link, id: int) -> None:
-        self._link, self.id = link, id
+        self._link, self.id, self.peer = link, id, link.peer
         self._inbox: deque[tuple[memoryview, memoryview]] = deque()
         self._fault: PeerError | None = None
         self._got_end = self._sent_end = self._discarding = False
         self._receiving: asyncio.Future[None] | None = None
-        self._credit = asyncio.Event()
+        self.credit = asyncio.Event()
 
     def __repr__(self) -> str:
         state = "failed" if self._fault else f"inbox={len(self._inbox)}"
         return f"LinkStream({short(self.peer)}, {self.id}, {state})"
-
-    @property
-    def peer(self) -> PeerId:
-        return self._link.peer
 
     async def send(self, message: Message, payload: Buffer = b"") -> None:
         body = _encoder.encode(message)
@@ -89,8 +85,8 @@ class LinkStream:
             if self._fault is not None:
                 raise PeerLost(str(self._fault)) from self._fault
             if not self._link.mux.may_send(self.id):
-                self._credit.clear()
-                await self._credit.wait()
+                self.credit.clear()
+                await self.credit.wait()
             elif not self._link.ready:
                 await self._link.wait_ready()
             else:
@@ -116,9 +112,8 @@ class LinkStream:
             return decoder_of(kind).decode(message), payload
         except UNDECODABLE as error:
             self.reset("undecodable item")
-            raise ProtocolError(
-                f"an item from {short(self.peer)} is not a valid {kind.__name__}: {error}"
-            ) from error
+            text = f"an item from {short(self.peer)} is not a valid {kind.__name__}: {error}"
+            raise ProtocolError(text) from error
 
     async def end(self) -> None:
         self._sent_end = True
@@ -133,9 +128,8 @@ class LinkStream:
         self._discarding = True
         while self._inbox:
             self._link.consumed(self.id, item_cost(*self._inbox.popleft()))
-        if not self._sent_end:
-            self._sent_end = True
-            self._link.end_stream(self.id)
+        self._sent_end = True
+        self._link.end_stream(self.id)
 
     async def __aenter__(self) -> Self:
         return self
@@ -158,9 +152,6 @@ class LinkStream:
         self._inbox.append((message, payload))
         self._wake()
 
-    def on_credit(self) -> None:
-        self._credit.set()
-
     def on_end(self) -> None:
         self._got_end = True
         self._wake()
@@ -168,7 +159,7 @@ class LinkStream:
     def on_fault(self, fault: PeerError) -> None:
         """Fail the stream; items received before are still delivered."""
         self._fault = self._fault or fault
-        self._credit.set()
+        self.credit.set()
         self._wake()
 
     def _wake(self) -> None:
@@ -182,7 +173,6 @@ class Link:
     A lost link cancels the handlers of the peer's calls; handlers of its streams get `PeerLost` instead.
 
     Args:
-        remote: the peer at the other end.
         carrier, cipher: how bytes travel and are sealed.
         dialled: whether this end opened the link.
         services: handlers of calls, and of streams.
@@ -206,9 +196,8 @@ class Link:
         self.remote, self.dialled = remote, dialled
         self.peer: PeerId = remote.contact.id
         self._max_calls = settings.max_calls_per_link
-        self.mux = Mux(
-            initiator=dialled, max_streams=settings.max_streams_per_link, max_calls=self._max_calls
-        )
+        max_streams = settings.max_streams_per_link
+        self.mux = Mux(initiator=dialled, max_streams=max_streams, max_calls=self._max_calls)
         self._carrier, self._cipher, self._traffic, self._events = carrier, cipher, traffic, events
         self._call_services, self._stream_services = services
         self._loop = asyncio.get_running_loop()
@@ -251,30 +240,20 @@ class Link:
         id = self.mux.call(opening)
         self.flush_soon()
         answer = self._calls[id] = self._loop.create_future()
-        timer = self._loop.call_later(timeout_s, self._expire, id, type(message).__name__, timeout_s)
         try:
-            body = await answer
-        except asyncio.CancelledError:
-            self._give_up(id)
-            raise
-        finally:
-            timer.cancel()
-        try:
+            async with asyncio.timeout(timeout_s):
+                body = await answer
             return decoder_of(reply).decode(body)  # type: ignore[no-any-return]
+        except TimeoutError:
+            text = f"{short(self.peer)} did not answer {type(message).__name__} in {timeout_s:.3g} s"
+            raise PeerTimeout(text) from None
         except UNDECODABLE as error:
             text = f"the answer of {short(self.peer)} is not a valid {reply.__name__}: {error}"
             raise ProtocolError(text) from error
-
-    def _expire(self, id: int, name: str, timeout_s: float) -> None:
-        answer = self._give_up(id)
-        if answer is not None and not answer.done():
-            text = f"{short(self.peer)} did not answer {name} in {timeout_s:.3g} s"
-            answer.set_exception(PeerTimeout(text))
-
-    def _give_up(self, id: int) -> asyncio.Future[memoryview] | None:
-        self.mux.cancel(id)
-        self.flush_soon()
-        return self._calls.pop(id, None)
+        finally:
+            if self._calls.pop(id, None) is not None:
+                self.mux.cancel(id)
+                self.flush_soon()
 
     def open_stream(self, opening: Message) -> LinkStream:
         """Open a stream at once.
@@ -283,9 +262,7 @@ class Link:
             PeerLost: the link is closed or closing.
         """
         self._require_open()
-        return self._add_stream(LinkStream(self, self.mux.open(encode_opening(opening))))
-
-    def _add_stream(self, stream: LinkStream) -> LinkStream:
+        stream = LinkStream(self, self.mux.open(encode_opening(opening)))
         self._streams[stream.id] = stream
         self.flush_soon()
         return stream
@@ -293,7 +270,7 @@ class Link:
     @property
     def ready(self) -> bool:
         """Whether bulk data may be sent now: the carrier has room and the budgets allow it."""
-        return self._writable.is_set() and (not self._traffic.upload or self._upload_delay() <= 0)
+        return self._writable.is_set() and self._traffic.upload_delay(self._loop.time()) <= 0
 
     async def wait_ready(self) -> None:
         """Return when `ready`; tasks wait in the order of their calls."""
@@ -302,7 +279,7 @@ class Link:
                 if not self._writable.is_set():
                     await self._writable.wait()
                 else:
-                    await asyncio.sleep(self._upload_delay())
+                    await asyncio.sleep(self._traffic.upload_delay(self._loop.time()))
 
     def send_item(self, id: int, message: bytes, payload: Buffer) -> None:
         """Seal and send an item now; ``payload`` may be reused afterwards."""
@@ -331,26 +308,21 @@ class Link:
 
     # --- handlers for the peer ------------------------------------------------------------------------------
 
-    def _find_handler(self, services: ServiceTable, opening: memoryview) -> tuple[Handler, Any]:
-        if len(self.tasks) >= MAX_TASKS:
-            raise Unserved("busy", f"{len(self.tasks)} handlers still run for this link")
-        return services.find(opening, self.remote.role)
-
-    def _on_call(self, id: int, opening: memoryview) -> None:
+    def _on_opening(self, frame: Frame) -> None:
+        id, is_call = frame.id, frame.kind is FrameKind.CALL
+        services = self._call_services if is_call else self._stream_services
         try:
-            handler, message = self._find_handler(self._call_services, opening)
+            if len(self.tasks) >= MAX_TASKS:
+                raise Unserved("busy", f"{len(self.tasks)} handlers still run for this link")
+            handler, message = services.find(frame.message, self.remote.role)
         except Unserved as error:
-            self.mux.fail(id, error.code, str(error))
-        else:
+            (self.mux.fail if is_call else self.mux.reset)(id, error.code, str(error))
+            return
+        if is_call:
             self._answering[id] = self._start(self._answer(id, handler, message))
-
-    def _on_open(self, id: int, opening: memoryview) -> None:
-        try:
-            handler, message = self._find_handler(self._stream_services, opening)
-        except Unserved as error:
-            self.mux.reset(id, error.code, str(error))
         else:
-            self._start(self._converse(self._add_stream(LinkStream(self, id)), handler, message))
+            stream = self._streams[id] = LinkStream(self, id)
+            self._start(self._converse(stream, handler, message))
 
     def _start(self, handling: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         self.used_at = self._loop.time()
@@ -454,8 +426,7 @@ class Link:
         if self.lost is not None:
             return
         now = self.heard_at = self._loop.time()
-        for meter in self._traffic.received:
-            meter.add(len(data), now)
+        pause_s = self._traffic.count_received(len(data), now)
         try:
             for frame in self.mux.on_packet(self._cipher.open(data)):
                 self._on_frame(frame)
@@ -466,15 +437,11 @@ class Link:
             self.abort(str(error))
             return
         self.flush_soon()
-        if self._traffic.download:
-            for bucket in self._traffic.download:
-                bucket.take(len(data), now)
-            delay = max(bucket.delay(now) for bucket in self._traffic.download)
-            if delay > 0:
-                self._carrier.pause_reading()
-                if self._resume is not None:  # an earlier message of the same read set a shorter pause
-                    self._resume.cancel()
-                self._resume = self._loop.call_later(delay, self._carrier.resume_reading)
+        if pause_s > 0:
+            self._carrier.pause_reading()
+            if self._resume is not None:  # an earlier message of the same read set a shorter pause
+                self._resume.cancel()
+            self._resume = self._loop.call_later(pause_s, self._carrier.resume_reading)
 
     def on_writable(self, writable: bool) -> None:
         if writable:
@@ -503,8 +470,8 @@ class Link:
         kind, id = frame.kind, frame.id
         if kind is FrameKind.ITEM:
             self._streams[id].on_item(frame.message, frame.payload)
-        elif kind is FrameKind.CALL:
-            self._on_call(id, frame.message)
+        elif kind is FrameKind.CALL or kind is FrameKind.OPEN:
+            self._on_opening(frame)
         elif kind is FrameKind.REPLY:
             answer = self._calls.pop(id)
             if not answer.done():
@@ -526,10 +493,8 @@ class Link:
                 answer.set_exception(CallRefused(*self._failure(frame)))
         elif kind is FrameKind.CANCEL:
             self._answering.pop(id).cancel()
-        elif kind is FrameKind.OPEN:
-            self._on_open(id, frame.message)
         elif kind is FrameKind.CREDIT:
-            self._streams[id].on_credit()
+            self._streams[id].credit.set()
         elif kind is FrameKind.END:
             self._streams[id].on_end()
             self._forget_if_over(id)
@@ -560,14 +525,6 @@ class Link:
         for packet in self.mux.take():
             seal = partial(self._cipher.seal_into, packet)
             size = self._carrier.send(len(packet) + self._cipher.overhead_bytes, seal)
-            now = self._loop.time()
-            for meter in self._traffic.sent:
-                meter.add(size, now)
-            for bucket in self._traffic.upload:
-                bucket.take(size, now)
+            self._traffic.count_sent(size, self._loop.time())
         if self._carrier.backlog_bytes > MAX_BACKLOG_BYTES:
             self.abort(f"{MAX_BACKLOG_BYTES} bytes are waiting and the peer does not read")
-
-    def _upload_delay(self) -> float:
-        now = self._loop.time()
-        return max(bucket.delay(now) for bucket in self._traffic.upload)

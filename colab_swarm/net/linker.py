@@ -59,15 +59,10 @@ DIALS = 3
 class LinkTable:
     """Links by peer.
 
-    A link through a relay is only used while there is no other. Both ends leave it as soon as they have a better one;
-    it ends when its calls and streams are over, so none is lost.
-
-    When both ends dial at once there are two links for a moment. Both ends use the one that the peer with the smaller
-    id dialled, and leave the other in the same way. A link that is opened later than `SIMULTANEOUS_S` replaces the old
-    one: the peer would not have dialled if the old link still worked for it.
-
-    Args:
-        own: this peer's id.
+    Both ends leave a relayed link as soon as they have a better one; it ends when its calls and streams are over. When
+    both ends dial at once, both use the link that the peer with the smaller id dialled, and leave the other. A link
+    that is opened later than `SIMULTANEOUS_S` replaces the old one: the peer would not have dialled if that still
+    worked for it.
     """
 
     def __init__(self, own: PeerId) -> None:
@@ -115,7 +110,7 @@ class LinkTable:
         return False
 
     def full(self, limit: int) -> bool:
-        """Return True if no link may be added: ``limit`` links are all in use, or twice as many do not close."""
+        """Return True if ``limit`` links are all in use, or twice as many do not close: then none may be added."""
         return len(self) >= 2 * limit or (len(self) >= limit and self.longest_unused() is None)
 
     def longest_unused(self) -> Link | None:
@@ -189,8 +184,8 @@ class Linker:
         self.metering = Metering(settings, self._loop.time)
         self.addresses: tuple[str, ...] = ()
         self.pinned: set[PeerId] = set()
-        self.lost_listeners: list[Callable[[PeerId], None]] = []
-        self.open_circuit: Callable[[Contact, PeerId, Receiver], Awaitable[WebSocket]] | None = None
+        self.lost_listeners: dict[Callable[[PeerId], None], None] = {}
+        self.open_circuit: Callable[[Contact, PeerId, HandshakeReceiver], Awaitable[WebSocket]] | None = None
         self.on_relayed: Callable[[Link], None] = lambda link: None
         self.listener = Listener(self._receive_caller, self.scratch, settings)
 
@@ -206,11 +201,7 @@ class Linker:
     # --- dialling -------------------------------------------------------------------------------------------
 
     async def link_to(self, peer: PeerId, timeout_s: float) -> Link:
-        """Return a link to the peer: in memory to ourselves, else the first that opens, from either end.
-
-        Raises:
-            PeerError: no link opened in time.
-        """
+        """Return a link to the peer: in memory to ourselves, else the first that opens, from either end."""
         self._require_open()
         if peer == self._identity.id:
             return self._own_link()
@@ -273,28 +264,22 @@ class Linker:
         """Dial one direct address.
 
         Raises:
-            PeerUnreachable: no peer answers there, or it refuses the link.
-            WrongPeer, NotAdmitted, ProtocolError: another peer answers, it may not link, or it sends garbage.
+            PeerError: `PeerUnreachable` if no peer answers there or it refuses the link, or another of `Introduction`.
         """
         path = Path(LinkType.TUNNEL if address.startswith("wss") else LinkType.DIRECT, address=address)
         return await self._introduce(address, self._receiver(peer, path))
 
     async def probe(self, peer: PeerId, address: str, *, timeout_s: float) -> None:
-        """Check whether the peer can be dialled at a direct address, without opening a link.
-
-        Raises:
-            PeerError: it cannot; see `dial_direct`.
-        """
+        """Raise `PeerError` unless the peer can be dialled at a direct address; opens no link."""
         proof: list[Introduced] = []
 
         def stop(carrier: WebSocket, introduced: Introduced, rtt_s: float) -> Link:
             proof.append(introduced)
             raise PeerError("probed")
 
-        receiver = HandshakeReceiver(self.introduction(peer), wall_clock=self._wall_clock, make_link=stop)
         try:
             async with asyncio.timeout(timeout_s):
-                await self._introduce(address, receiver)
+                await self._introduce(address, self._receiver(peer, Path(), stop))
         except TimeoutError:
             raise PeerUnreachable(f"{address} did not answer in {timeout_s:.3g} s") from None
         except PeerError:
@@ -310,35 +295,29 @@ class Linker:
             raise PeerUnreachable(f"{address} refused the link: {error} (we belong to {ours})") from error
 
     async def connect(self, address: str, receiver: Receiver) -> WebSocket:
-        """Open a WebSocket to a direct address.
-
-        Raises:
-            PeerLost, aiohttp.ClientError, OSError: as `dial` does.
-        """
+        """Open a WebSocket to a direct address; raises as `dial` does."""
         return await dial(self._session, address, scratch=self.scratch, receiver=receiver)
 
     # --- handshakes -----------------------------------------------------------------------------------------
 
     async def shake_hands(
-        self, connect: Callable[[Receiver], Awaitable[WebSocket]], *, expected: PeerId | None, path: Path
+        self,
+        connect: Callable[[HandshakeReceiver], Awaitable[WebSocket]],
+        *,
+        expected: PeerId | None,
+        path: Path,
     ) -> Link:
-        """Make a link over the connection that ``connect(receiver)`` opens; ``expected`` at the end that sends first.
+        """Make a link over the connection that ``connect`` opens; ``expected`` is None at the end that was dialled."""
+        receiver, timeout_s = self._receiver(expected, path), self._settings.handshake_timeout_s
+        return await introduce(partial(connect, receiver), receiver, timeout_s=timeout_s, name=str(path))
 
-        Raises:
-            PeerError: the handshake failed; the connection is closed.
-        """
-        receiver = self._receiver(expected, path)
-        return await introduce(
-            partial(connect, receiver),
-            receiver,
-            timeout_s=self._settings.handshake_timeout_s,
-            name=str(path),
-            start=expected is not None,
-        )
-
-    def introduction(self, expected: PeerId | None) -> Introduction:
-        """Return this peer's end of a handshake."""
-        return Introduction(
+    def _receiver(
+        self,
+        expected: PeerId | None,
+        path: Path,
+        make_link: Callable[[WebSocket, Introduced, float], Link] | None = None,
+    ) -> HandshakeReceiver:
+        introduction = Introduction(
             self._identity,
             addresses=self.addresses,
             run_id=self._settings.run_id,
@@ -346,12 +325,8 @@ class Linker:
             membership=self._admission.membership,
             admit=lambda key, membership: self._admission.admit(key, membership, now=self.time()),
         )
-
-    def _receiver(self, expected: PeerId | None, path: Path) -> HandshakeReceiver:
-        make_link = partial(self._on_introduced, path, expected is not None)
-        return HandshakeReceiver(
-            self.introduction(expected), wall_clock=self._wall_clock, make_link=make_link
-        )
+        make_link = make_link or partial(self._on_introduced, path, expected is not None)
+        return HandshakeReceiver(introduction, wall_clock=self._wall_clock, make_link=make_link)
 
     def _receive_caller(self, request: web.BaseRequest) -> HandshakeReceiver:
         self.require_room()
@@ -437,11 +412,7 @@ class Linker:
                 link.close(f"not admitted: {error}")
 
     def readmit(self, peer: PeerId, membership: bytes) -> Role:
-        """Admit the peer with a renewed membership; return its role.
-
-        Raises:
-            NotAdmitted: the membership is not valid; the links stay as they were.
-        """
+        """Admit the peer with a renewed membership, and return its role; raise `NotAdmitted` if that is not valid."""
         roles = [self._admit_again(link, membership) for link in self.table.of(peer)]
         return max(roles, default=Role.GUEST)
 

@@ -3,10 +3,10 @@
     authority's key ── signs ──> Membership of a peer's key
     authority's key ── signs ──> Grant of an invitation's key ── signs ──> Membership of a peer's key
 
-The second chain admits late joiners while the authority is offline. The invitation holds the secret of its own key,
-so the joining peer signs its membership itself, within the grant's limits. A grant that is not ``offline`` only allows
-to request a membership from the authority. The holder of an offline invitation can come back under a new key until
-``member_until``, revoked or not, unless the invitation's own key is revoked too.
+The second chain admits late joiners while the authority is offline: the invitation holds the secret of its own key,
+so the joining peer signs its membership itself. A grant that is not ``offline`` only allows to request a membership
+from the authority. The holder of an offline invitation can come back under a new key until ``member_until``, revoked
+or not, unless the invitation's own key is revoked too.
 
 Times are swarm time, with a tolerance of `SLACK_S`.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from hashlib import sha256
-from typing import Annotated, Protocol, Self, TypeAlias
+from typing import Annotated, Self, TypeAlias
 
 import msgspec
 
@@ -39,11 +39,8 @@ GUEST_S = 60.0
 """How long a peer without a membership may stay linked to the authority to request one."""
 
 Key: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-
 Moment: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e11)]
-
 RunId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_RUN_ID_BYTES)]
-
 Sign: TypeAlias = Callable[[bytes], bytes]
 
 
@@ -90,6 +87,14 @@ class Grant(Signed, frozen=True):
     uses: Annotated[int, msgspec.Meta(ge=0, le=MAX_USES)] = 0
     offline: bool = True
 
+    def require_covers(self, membership: Membership, authority: bytes) -> None:
+        """Raise `NotAdmitted` if the authority did not sign this, or role or times of the membership exceed it."""
+        if not self.is_signed_by(authority):
+            raise NotAdmitted("the invitation was not signed by this run's authority: ask for another")
+        in_time = membership.issued_at <= self.join_until and membership.expires_at <= self.member_until
+        if not (in_time and membership.role <= self.role):
+            raise NotAdmitted("the membership is more than its invitation allows: ask for another one")
+
 
 class Membership(Signed, frozen=True):
     """A peer's role in a run, shown in its handshakes.
@@ -112,11 +117,7 @@ class Membership(Signed, frozen=True):
 
     @classmethod
     def decode(cls, data: bytes) -> Membership:
-        """Decode what a peer showed.
-
-        Raises:
-            NotAdmitted: it is empty or cannot be decoded.
-        """
+        """Decode what a peer showed; raise `NotAdmitted` if it is empty or garbled."""
         if not data:
             raise NotAdmitted("no membership: join with an invitation")
         try:
@@ -133,11 +134,7 @@ class Membership(Signed, frozen=True):
         return unsigned.signed(invitation.sign)
 
     def require_sound(self, run_id: str, *, authority: bytes, key: bytes) -> None:
-        """Check all but the time: the run, the owner, the signatures, and the grant's limits.
-
-        Raises:
-            NotAdmitted: a check failed.
-        """
+        """Raise `NotAdmitted` unless run, owner, signatures and the grant's limits are right; the time may be over."""
         grant = self.grant
         if self.key != key:
             raise NotAdmitted("the membership is another peer's: join again with an invitation")
@@ -146,20 +143,12 @@ class Membership(Signed, frozen=True):
         if not Role.GUEST < self.role < Role.AUTHORITY:
             raise NotAdmitted("the role of the membership cannot be granted: join again with an invitation")
         if grant is not None:
-            if not grant.is_signed_by(authority):
-                raise NotAdmitted("the invitation was not signed by this run's authority: ask for another")
-            within = self.role <= grant.role and self.expires_at <= grant.member_until
-            if not (within and self.issued_at <= grant.join_until):
-                raise NotAdmitted("the membership is more than its invitation allows: ask for another one")
+            grant.require_covers(self, authority)
         if not self.is_signed_by(authority if grant is None else grant.key):
             raise NotAdmitted("the membership's signature is wrong: join again with an invitation")
 
     def require_current(self, now: float) -> None:
-        """Check the time.
-
-        Raises:
-            NotAdmitted: it has expired, or is not valid yet.
-        """
+        """Raise `NotAdmitted` if it has expired, or is not valid yet."""
         late_s, early_s = now - self.expires_at, self.issued_at - now
         if not late_s <= SLACK_S:
             raise NotAdmitted(f"membership ended {in_words(late_s)} ago: join again with a new invitation")
@@ -181,19 +170,16 @@ class Revocations(Signed, frozen=True):
 
 
 _membership_decoder = msgspec.msgpack.Decoder(Membership)
-
 _revocations_decoder = msgspec.msgpack.Decoder(Revocations)
 
 
 class MembershipAdmission:
-    """Admits peers with a membership; an `Admission`. The authority needs no membership, only its key.
+    """Admits peers with a membership. The authority needs no membership, only its key.
 
     At the authority, and only there, a peer without a valid membership is a guest, for a minute.
 
     Args:
-        run_id: the run.
-        authority: the authority's Ed25519 public key.
-        own: this peer's public key.
+        authority, own: Ed25519 public keys of the authority and of this peer.
 
     Attributes:
         membership: this peer's own; set it whenever it gets a new one.
@@ -209,7 +195,11 @@ class MembershipAdmission:
         self._guests: dict[bytes, tuple[float, float]] = {}  # first and last seen, by public key
 
     def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
-        """Return the peer's role, as `Admission.admit` does."""
+        """Return the role of a peer with this Ed25519 key that shows ``membership``; ``now`` is swarm time.
+
+        Raises:
+            NotAdmitted: it may not link, or no longer.
+        """
         try:
             role = self.verify(public_key, membership, now=now)
         except NotAdmitted as error:
@@ -220,11 +210,7 @@ class MembershipAdmission:
         return role
 
     def verify(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
-        """Return the role that a peer's membership gives at ``now``.
-
-        Raises:
-            NotAdmitted: it gives none.
-        """
+        """Return the role that a peer's membership gives at ``now``; raise `NotAdmitted` if it gives none."""
         if public_key == self.authority:
             return Role.AUTHORITY
         if id_of(public_key) in self._revoked_ids:
@@ -233,11 +219,7 @@ class MembershipAdmission:
         return self.check(public_key, membership, now=now).role
 
     def check(self, public_key: bytes, membership: bytes, *, now: float) -> Membership:
-        """Return the peer's membership if it is valid without the authority.
-
-        Raises:
-            NotAdmitted: it is not.
-        """
+        """Return the peer's membership if it is valid without the authority; raise `NotAdmitted` otherwise."""
         found = self.inspect(public_key, membership)
         if found.grant is not None and (found.grant.uses or not found.grant.offline):
             raise NotAdmitted("this invitation is only good at the authority: ask it for a membership")
@@ -245,11 +227,7 @@ class MembershipAdmission:
         return found
 
     def inspect(self, public_key: bytes, membership: bytes) -> Membership:
-        """Return the peer's membership if it is sound and not revoked, expired or not.
-
-        Raises:
-            NotAdmitted: it is neither.
-        """
+        """Return the peer's membership, expired or not; raise `NotAdmitted` if it is not sound, or revoked."""
         digest = sha256(public_key + membership).digest()
         found = self._verified.get(digest)
         if found is None:
@@ -309,27 +287,18 @@ def in_words(seconds: float) -> str:
     return f"{seconds:.0f} seconds"
 
 
-class Admission(Protocol):
-    """This peer's membership, and its rule for admitting others."""
-
-    @property
-    def membership(self) -> bytes:
-        """Shown in this peer's handshakes; empty without a membership."""
-
-    def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
-        """Return the role of a peer with this Ed25519 key that shows ``membership``; ``now`` is swarm time.
-
-        Called at each handshake and every few seconds for each link, so implementations cache what they verified.
-
-        Raises:
-            NotAdmitted: it may not link, or no longer.
-        """
-
-
 class OpenAdmission:
-    """Every peer that knows the run is a worker."""
+    """Admits every peer that knows the run, as a worker."""
 
     membership = b""
 
     def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
         return Role.WORKER
+
+
+Admission: TypeAlias = OpenAdmission | MembershipAdmission
+"""This peer's ``membership`` (shown in its handshakes), and its rule for admitting others.
+
+``admit`` is called at each handshake and every few seconds for each link. It raises `NotAdmitted` if a peer may not
+link, or no longer.
+"""

@@ -125,7 +125,7 @@ class Flow:
 
 
 def item_cost(message: Buffer, payload: Buffer) -> int:
-    """Return what an item takes from the credit; empty items cost too, so that their number is bounded."""
+    """Return what an item takes from the credit. Empty items cost too, so that their number is bounded."""
     return len(message) + len(payload) + ITEM_OVERHEAD_BYTES
 
 
@@ -276,16 +276,16 @@ class Mux:
         if kind is FrameKind.CANCEL:
             return self._remove(self._serving, id)
         if kind is FrameKind.PING:
-            if len(frame.message) > MAX_PING_BYTES:
-                raise ProtocolError(f"a ping of {len(frame.message)} bytes")
-            self._queue.append(encode(FrameKind.PONG, 0, frame.message))
-            return False
-        if kind is FrameKind.PONG:
-            return True
+            return self._on_ping(frame)
         if kind is FrameKind.LEAVING:
             self.peer_leaving = True
-            return True
-        return self._on_stream_control(frame)
+        return kind in (FrameKind.LEAVING, FrameKind.PONG) or self._on_stream_control(frame)
+
+    def _on_ping(self, frame: Frame) -> bool:
+        if len(frame.message) > MAX_PING_BYTES:
+            raise ProtocolError(f"a ping of {len(frame.message)} bytes")
+        self._queue.append(encode(FrameKind.PONG, 0, frame.message))
+        return False
 
     def _on_opening(self, frame: Frame) -> bool:
         id = frame.id
@@ -311,9 +311,8 @@ class Mux:
         if flow is None:
             return False
         if flow.got_end or flow.window <= 0:
-            raise ProtocolError(
-                f"an item on stream {frame.id} {'after its end' if flow.got_end else 'without credit'}"
-            )
+            fault = "after its end" if flow.got_end else "without credit"
+            raise ProtocolError(f"an item on stream {frame.id} {fault}")
         flow.window -= item_cost(frame.message, frame.payload)
         return True
 

@@ -133,13 +133,8 @@ class Node:
 
     def on_lost(self, listener: Callable[[PeerId], None]) -> Callable[[], None]:
         listeners = self.linker.lost_listeners
-        listeners.append(listener)
-
-        def stop() -> None:
-            if listener in listeners:
-                listeners.remove(listener)
-
-        return stop
+        listeners[listener] = None
+        return lambda: listeners.pop(listener, None)
 
     def statistics(self, peer: PeerId | None = None) -> LinkStatistics:
         table = self.linker.table

@@ -117,7 +117,7 @@ class Handshake:
 
     @property
     def remote_static(self) -> bytes:
-        """The other end's static public key (32 bytes); known once it has been read."""
+        """The other end's static public key (32 bytes), once it has been read."""
         return self._remote["s"].public_bytes_raw()
 
     def write(self, payload: bytes) -> bytes:
@@ -160,9 +160,8 @@ class Handshake:
         return Keys(to_responder, to_initiator) if self._initiator else Keys(to_initiator, to_responder)
 
     def _next_tokens(self, *, writing: bool) -> tuple[str, ...]:
-        assert not self.finished and writing == (self._initiator == (self._turn % 2 == 0)), (
-            "not this end's turn"
-        )
+        our_turn = writing == (self._initiator == (self._turn % 2 == 0))
+        assert our_turn and not self.finished, "not this end's turn"
         self._turn += 1
         return PATTERN[self._turn - 1]
 

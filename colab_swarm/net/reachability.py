@@ -22,10 +22,10 @@ import msgspec
 from colab_swarm.errors import PeerError, TunnelError
 from colab_swarm.events import EventLog, ReachabilityChanged
 from colab_swarm.net.addresses import host_of, is_local, may_dial_back
-from colab_swarm.net.circuits import Circuits
 from colab_swarm.net.handshake import Address
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import MAX_ADDRESSES, Ack, Contact, Message, PeerId, Refusal, short
+from colab_swarm.net.relay import Circuits
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings
 from colab_swarm.net.upgrade import Upgrades
 
@@ -75,11 +75,9 @@ class ReachabilityLevel(StrEnum):
 
 @dataclass(frozen=True)
 class Reachability:
-    """How others reach this peer.
+    """How others reach this peer: the best ``level`` that works, ``via`` relays or a tunnel.
 
     Attributes:
-        level: the best level that works.
-        via: the relays, or the tunnel's address.
         addresses: what to tell others, the best first.
         reasons: for each better level why it does not work.
     """
@@ -115,11 +113,13 @@ class ReachabilityPolicy:
         self._reports: dict[PeerId, DialledBack] = {}
         self._circuits: tuple[str, ...] = ()
         self._relays: tuple[PeerId, ...] = ()
-        self._no_relay = "no relay of the run is known"
         self._punched: set[PeerId] = set()
-        self._no_punch = "no peer has been met through a relay yet"
-        self._tunnel: str | None = None
-        self._no_tunnel = "not requested; tunnel='ngrok' opens one"
+        self._tunnel: tuple[str, ...] = ()
+        self._why = {
+            ReachabilityLevel.PUNCHED: "no peer has been met through a relay yet",
+            ReachabilityLevel.RELAYED: "no relay of the run is known",
+            ReachabilityLevel.TUNNEL: "not requested; tunnel='ngrok' opens one",
+        }
 
     @property
     def verifiers(self) -> frozenset[PeerId]:
@@ -137,7 +137,7 @@ class ReachabilityPolicy:
     def on_places(self, relays: tuple[PeerId, ...], circuits: tuple[str, ...], why_none: str = "") -> None:
         """Note the places at relays."""
         self._relays, self._circuits = relays, circuits
-        self._no_relay = why_none or self._no_relay
+        self._why[ReachabilityLevel.RELAYED] = why_none or self._why[ReachabilityLevel.RELAYED]
 
     def on_punched(self, peer: PeerId, fault: str | None) -> None:
         """Note that a relayed link to the peer was upgraded, or why not."""
@@ -145,12 +145,12 @@ class ReachabilityPolicy:
             self._punched.add(peer)
         else:
             self._punched.discard(peer)
-            self._no_punch = fault
+            self._why[ReachabilityLevel.PUNCHED] = fault
 
     def on_tunnel(self, address: str | None, why_none: str = "") -> None:
         """Note the tunnel's address, or why there is none."""
-        self._tunnel = address
-        self._no_tunnel = why_none or self._no_tunnel
+        self._tunnel = () if address is None else (address,)
+        self._why[ReachabilityLevel.TUNNEL] = why_none or self._why[ReachabilityLevel.TUNNEL]
 
     @property
     def dialable(self) -> bool:
@@ -162,63 +162,64 @@ class ReachabilityPolicy:
 
     def decide(self) -> Reachability:
         """Return the best level for which there is evidence."""
-        public, local, outside = self._verified()
         if self._trusted and self.listening:
             return Reachability(ReachabilityLevel.DIRECT, addresses=self.listening)
-        if public:
-            return Reachability(ReachabilityLevel.DIRECT, addresses=(*public, *local))
-        reasons = [(ReachabilityLevel.DIRECT, self._why_not(local=False))]
-
-        def settle(level: ReachabilityLevel, *addresses: str, via: str = "") -> Reachability:
-            return Reachability(level, via, addresses, tuple(reasons))
-
-        if local and not outside:
-            return settle(ReachabilityLevel.LAN, *local, *self._circuits)
-        if self.listening and not self._reports and not self._circuits and not self._tunnel:
-            return settle(ReachabilityLevel.UNVERIFIED, *self.listening)
-        reasons.append((ReachabilityLevel.LAN, self._why_not(local=True)))
+        public, local, outside = self._verified()
         untried = self._untried()
-        addresses = (*self._circuits, *((self._tunnel,) if self._tunnel else ()), *untried)
-        if self._circuits and self._punched:
-            return settle(ReachabilityLevel.PUNCHED, *addresses)
-        reasons.append((ReachabilityLevel.PUNCHED, self._no_punch))
-        if self._circuits:
-            return settle(ReachabilityLevel.RELAYED, *addresses, via=", ".join(map(short, self._relays)))
-        reasons.append((ReachabilityLevel.RELAYED, self._no_relay))
-        if self._tunnel:
-            return settle(ReachabilityLevel.TUNNEL, *addresses, via=self._tunnel)
-        reasons.append((ReachabilityLevel.TUNNEL, self._no_tunnel))
-        if untried:
-            return settle(ReachabilityLevel.UNVERIFIED, *untried, *local)
-        return settle(ReachabilityLevel.OUTGOING, *local)
+        others = (*self._circuits, *self._tunnel, *untried)
+        levels = (
+            (ReachabilityLevel.DIRECT, public, (*public, *local), ""),
+            (ReachabilityLevel.LAN, local and not outside, (*local, *self._circuits), ""),
+            (ReachabilityLevel.PUNCHED, self._circuits and self._punched, others, ""),
+            (ReachabilityLevel.RELAYED, self._circuits, others, ", ".join(map(short, self._relays))),
+            (ReachabilityLevel.TUNNEL, self._tunnel, others, "".join(self._tunnel)),
+        )
+        reasons: list[tuple[ReachabilityLevel, str]] = []
+        for level, works, addresses, via in levels:
+            if works:
+                return Reachability(level, via, addresses, tuple(reasons))
+            reasons.append((level, self._why_not(level)))
+        if self.listening and not self._reports:
+            return Reachability(ReachabilityLevel.UNVERIFIED, "", self.listening, tuple(reasons[:1]))
+        level = ReachabilityLevel.UNVERIFIED if untried else ReachabilityLevel.OUTGOING
+        return Reachability(level, "", (*untried, *local), tuple(reasons))
 
     def _verified(self) -> tuple[list[str], list[str], bool]:
         """Return the verified public and private addresses, and whether a peer outside has tried."""
         worked = {one for report in self._reports.values() for one, fault in report.outcomes if not fault}
-        known = [address for address in self.listening if address in worked]
-        public = [address for address in known if not _is_local(address)]
-        local = [address for address in known if _is_local(address)]
+        public, local = ([one for one in self._own(local=local) if one in worked] for local in (False, True))
         return public, local, any(not is_local(report.seen_host) for report in self._reports.values())
+
+    def _own(self, *, local: bool) -> list[str]:
+        return [address for address in self.listening if _is_local(address) == local]
 
     def _untried(self) -> tuple[str, ...]:
         """Return the public addresses while all verifiers see this peer through a relay or a tunnel."""
         if not self._reports or any(report.seen_host for report in self._reports.values()):
             return ()
-        return tuple(address for address in self.listening if not _is_local(address))
+        return tuple(self._own(local=False))
 
-    def _why_not(self, *, local: bool) -> str:
+    def _faults(self, *, local: bool) -> list[str]:
+        return [
+            f"dialled back at {address}, {fault}; a NAT or firewall blocks it"
+            for report in self._reports.values()
+            for address, fault in report.outcomes
+            if fault and _is_local(address) == local
+        ]
+
+    def _why_not(self, level: ReachabilityLevel) -> str:
+        if level in self._why:
+            return self._why[level]
         if not self.listening:
             return "this peer does not listen (listen=False)"
-        for report in self._reports.values():
-            for address, fault in report.outcomes:
-                if fault and _is_local(address) == local:
-                    return f"dialled back at {address}, {fault}; a NAT or firewall blocks it"
-        kind = "private" if local else "public"
-        if not any(_is_local(address) == local for address in self.listening):
-            return f"this machine has no {kind} address"
+        local = level is ReachabilityLevel.LAN
+        if faults := self._faults(local=local):
+            return faults[0]
+        if not self._own(local=local):
+            return f"this machine has no {'private' if local else 'public'} address"
         if not local and self._untried():
             return "all verifiers see this peer through a relay or a tunnel, and cannot dial it back there"
-        return "nobody has tried" if not self._reports else "no peer outside this network has tried"
+        return "no peer outside this network has tried" if self._reports else "nobody has tried"
 
 
 def _is_local(address: str) -> bool:
@@ -260,11 +261,9 @@ class ReachabilityWatch:
         self._tunnel: Tunnel | None = None
         self.current: Reachability = self._policy.decide()
         self.circuits = Circuits(node, relays, self._on_places, rng) if use_relays else None
-        self.upgrades = (
-            Upgrades(node, self.circuits.seen_at.get, self._on_upgrade, rng)
-            if self.circuits and punch
-            else None
-        )
+        self.upgrades: Upgrades | None = None
+        if self.circuits and punch:
+            self.upgrades = Upgrades(node, self.circuits.seen_at.get, self._on_upgrade, rng)
         if not use_relays:
             self._policy.on_places((), (), "this peer uses no relay (use_relays=False)")
         if not punch:
@@ -276,7 +275,7 @@ class ReachabilityWatch:
         """Determine the level; return when it is known or after some seconds.
 
         Raises:
-            TunnelError: the requested tunnel cannot be opened; the text names the fix.
+            TunnelError: the requested tunnel cannot be opened.
         """
         if self._tunnel_settings is not None:
             if self._node.port is None:
@@ -319,7 +318,7 @@ class ReachabilityWatch:
         return self.current
 
     def _distance(self, peer: PeerId) -> tuple[bool, float]:
-        """Sort peers across the internet first: what they reach, every peer reaches."""
+        # peers across the internet first: what they reach, every peer reaches
         path = self._node.path_to(peer)
         local = path is None or path.remote is None or is_local(path.remote[0])
         return local, self._rng.random()

@@ -1,11 +1,10 @@
 """A tunnel gives a peer behind a NAT a public address: an agent process here holds a link to a provider's edge.
 
 `Tunnel` watches the agent: its process, its local API and, now and then, the public address. It starts a new agent
-when one is lost; the address may change then. Each agent has a guardian process that kills it when this process dies,
-because a killed kernel runs no exit hooks.
+when one is lost; the address may change then. A guardian process starts each agent and kills it when this process
+dies, because a killed kernel runs no exit hooks.
 
-pyngrok identifies an agent by the path of its binary. Each ngrok agent gets its own path, a link in a temporary
-directory, so it does not disturb the user's own pyngrok tunnels. Its configuration lies there too: it holds the token,
+pyngrok only downloads the ngrok agent. The agent's configuration lies in a temporary directory: it holds the token,
 which any user of the machine could read on a command line. The directory is deleted once the agent runs.
 """
 
@@ -20,28 +19,27 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import aiohttp
+import msgspec
 
 from colab_swarm.credentials import require_secret
 from colab_swarm.errors import TunnelError
 from colab_swarm.events import EventLog, Fault, QuotaWarning, TunnelChanged
 from colab_swarm.net.addresses import is_address
-
-if TYPE_CHECKING:
-    from pyngrok.process import NgrokProcess
+from colab_swarm.net.peers import UNDECODABLE
 
 logger = logging.getLogger(__name__)
-AGENT_LOG = logging.getLogger("pyngrok.process.ngrok")
-OPEN_TIMEOUT_S = 60.0
-"""Includes a download of 10 MB the first time ngrok is used."""
-API_TIMEOUT_S, STOP_TIMEOUT_S, POLL_S = 5.0, 5.0, 0.05
+DOWNLOAD_TIMEOUT_S = 60.0
+"""For the 10 MB of the ngrok agent, the first time it is used."""
+OPEN_TIMEOUT_S = 30.0
+API_TIMEOUT_S = 5.0
 WARN_AT = (0.5, 0.8, 0.95)
 MAX_MISSES = 2
 PROBES, PROBE_AGAIN_S, PROBE_TIMEOUT_S = 3, 10.0, 15.0
@@ -88,15 +86,20 @@ ADVICE = {
 }
 """What to do, by the number of ngrok's error code (https://ngrok.com/docs/errors)."""
 _OFFLINE = re.compile(
-    r"dial tcp|no such host|failed to dial|i/o timeout|urlopen|downloading|resolve|unreachable", re.I
+    r"dial tcp|no such host|failed to dial|i/o timeout|urlopen|downloading|resolve|unreachable|no tunnel after",
+    re.I,
 )
-_CLOUDFLARED_URL = re.compile(
-    r"https://[a-z0-9]+(?:-[a-z0-9]+)+\.trycloudflare\.com"
-)  # its API has no hyphen
+_CLOUDFLARED_URL = re.compile(r"https://[a-z0-9]+(?:-[a-z0-9]+)+\.trycloudflare\.com")
+"""The address of Cloudflare's own API has no hyphen."""
 _GUARDIAN = """
-import os, sys
-if not sys.stdin.buffer.read(1):  # the pipe closed without a release: the owner is dead
-    os.kill(int(sys.argv[1]), 9)
+import os, subprocess, sys, threading
+agent = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+def kill_without_owner():
+    sys.stdin.buffer.read()  # ends when the owner closes the pipe, or dies
+    agent.kill()
+threading.Thread(target=kill_without_owner, daemon=True).start()
+agent.wait()
+os._exit(0)  # not sys.exit: the thread holds stdin
 """
 
 
@@ -105,8 +108,7 @@ class TunnelSettings:
     """Which tunnel to open, and how to watch it.
 
     Attributes:
-        kind: ``ngrok`` (needs an account's token) or ``cloudflared`` (needs the program, no account).
-        auth_token: the ngrok token.
+        kind: ``ngrok`` (needs an account's ``auth_token``) or ``cloudflared`` (needs the program, no account).
         agent: path of the program; None uses pyngrok's own, or the cloudflared on the PATH.
         quota_bytes: monthly data volume of the ngrok plan (1 GB on the free one); None for no limit.
         check_s: seconds between checks of the agent.
@@ -154,11 +156,6 @@ def explain(text: str) -> str:
     return f"{NO_INTERNET} ({text[:300]})" if _OFFLINE.search(text) else f"ngrok: {text[:300]}"
 
 
-def passed_marks(used_bytes: float, quota_bytes: float) -> int:
-    """Return how many of the marks 50, 80 and 95 % of the quota are reached."""
-    return sum(used_bytes >= share * quota_bytes for share in WARN_AT)
-
-
 async def probe(address: str) -> str | None:
     """Request a page from the public address; return None if the tunnel leads to a server, else the fault."""
     url, headers = "http" + address.removeprefix("ws"), {"ngrok-skip-browser-warning": "1"}
@@ -178,248 +175,173 @@ async def probe(address: str) -> str | None:
         return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
-class Guardian:
-    """Kills process ``pid`` when this process dies.
+class _NgrokLine(msgspec.Struct):
+    msg: str = ""
+    lvl: str = ""
+    err: str | None = None
+    addr: str = ""
+    url: str = ""
 
-    The guardian is a process that waits for the end of a pipe from here. It has its own session, so it survives
-    signals to the notebook's process group.
+
+class TunnelAgent:
+    """The program of a tunnel, run by a guardian process that kills it when this process dies. Make it with `open`.
+
+    The guardian has its own session, so it survives signals to the notebook's process group.
+
+    Attributes:
+        address: where peers dial.
     """
 
-    def __init__(self, pid: int) -> None:
-        self._watcher = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _GUARDIAN, str(pid)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-
-    def release(self) -> None:
-        """Stop guarding. Call it as soon as the process has ended, before the system reuses its pid."""
-        if self._watcher.returncode is None:
-            with suppress(OSError):  # the watcher was killed
-                self._watcher.communicate(b".")
-
-
-class CloudflaredAgent:
-    """A cloudflared process. Make it with `open`; peers dial ``address``."""
-
     def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.address = ""
-        self._process, self._guardian = process, Guardian(process.pid)
-        self._connected = asyncio.Event()
-        self._last_lines: list[str] = []
+        self.address = self._url = self._api_url = self._fault = ""
+        self._process, self._settled = process, asyncio.Event()
+        self._last_lines: deque[str] = deque(maxlen=LOG_LINES)
         self._reading = asyncio.create_task(self._read_log())
 
     @classmethod
-    async def open(cls, settings: TunnelSettings, port: int) -> CloudflaredAgent:
-        """Start cloudflared with a tunnel to ``port`` on 127.0.0.1.
+    async def open(cls, settings: TunnelSettings, port: int) -> TunnelAgent:
+        """Start the program with a tunnel to ``port`` on 127.0.0.1.
 
         Raises:
             TunnelError: the text names the fix.
         """
-        binary = settings.agent
-        path = shutil.which(binary or "cloudflared")
-        if path is None:
-            missing = f"there is no cloudflared at {binary}: leave it out to use the one on the PATH"
-            raise TunnelError(missing if binary else INSTALL)
-        # no configuration file: a quick tunnel conflicts with the user's own
-        arguments = ["tunnel", "--config", os.devnull, "--no-autoupdate", "--url", f"http://127.0.0.1:{port}"]
-        nothing, pipe = asyncio.subprocess.DEVNULL, asyncio.subprocess.PIPE
-        try:
-            process = await asyncio.create_subprocess_exec(
-                path, *arguments, stdin=nothing, stdout=nothing, stderr=pipe, start_new_session=True
-            )
-        except OSError as error:
-            raise TunnelError(f"{path} does not start: {error}") from error
-        agent, fault = cls(process), "it ended"
-        try:
-            try:
-                await asyncio.wait_for(agent._connected.wait(), OPEN_TIMEOUT_S)
-            except TimeoutError:
-                fault = f"no tunnel after {OPEN_TIMEOUT_S:.0f} s"
+        url = f"http://127.0.0.1:{port}"
+        if settings.kind == "cloudflared":
+            program = shutil.which(settings.agent or "cloudflared")
+            if program is None:
+                missing = f"no cloudflared is at {settings.agent}: leave it out to use the one on the PATH"
+                raise TunnelError(missing if settings.agent else INSTALL)
+            # no configuration file: a quick tunnel conflicts with the user's own
+            quick = ["tunnel", "--config", os.devnull, "--no-autoupdate", "--url", url]
+            agent = await cls._run([program, *quick])
             if not agent.address:
                 raise TunnelError(
-                    f"cloudflared: {fault}; its log says {' / '.join(agent._last_lines)!r}; check the internet "
-                    "connection (on Kaggle: Settings, Internet on), and try again later: quick tunnels come "
-                    "without a guarantee"
+                    f"cloudflared: {agent._fault}; check the internet connection (on Kaggle: Settings, Internet on), "
+                    "and try again later: quick tunnels come without a guarantee"
                 )
-        except BaseException:
-            await agent.close()
-            raise
+            return agent
+        program, version = await _install_ngrok(settings)
+        secret: dict[str, Any] = {"authtoken": settings.auth_token}
+        with tempfile.TemporaryDirectory(prefix="colab-swarm-", ignore_cleanup_errors=True) as private:
+            file = Path(private) / "ngrok.yml"
+            file.touch(mode=0o600)
+            nested = {"agent": secret} if version == "3" else secret
+            file.write_text(json.dumps({"version": version, **nested}))  # JSON is valid YAML
+            log_format = ["--log", "stdout", "--log-format", "json"]
+            agent = await cls._run([program, "http", url, "--config", str(file), *log_format])
+        if not agent.address:
+            # the agent repeats a refused token
+            raise TunnelError(explain(agent._fault.replace(str(settings.auth_token), "(hidden)")))
+        return agent
+
+    @classmethod
+    async def _run(cls, command: Sequence[str]) -> TunnelAgent:
+        """Return the agent with its address, or closed and without one."""
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", "-c", _GUARDIAN, *command),
+            stdin=pipe,
+            stdout=pipe,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+            creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
+        )
+        agent = cls(process)
+        ended = "it ended"
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                await agent._settled.wait()
+        except TimeoutError:
+            ended = f"no tunnel after {OPEN_TIMEOUT_S:.0f} s"
+        finally:
+            if not agent.address:
+                await agent.close()
+        agent._fault = agent._fault or f"{ended}; its log says {' / '.join(agent._last_lines)!r}"
         return agent
 
     def alive(self) -> bool:
         return self._process.returncode is None
 
     async def answers(self) -> bool:
-        """Return True: cloudflared has no local API to try."""
-        return True
-
-    async def close(self) -> None:
-        """Stop cloudflared; return when its process has ended. Idempotent."""
-        with suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.wait()
-        await asyncio.to_thread(self._guardian.release)
-        await self._reading
-
-    async def _read_log(self) -> None:
-        """Read the log to its end, since a full pipe would block cloudflared; set the address once it is connected."""
-        assert self._process.stderr is not None
-        url = ""
-        while line := (await self._process.stderr.readline()).decode(errors="replace"):
-            self._last_lines = [*self._last_lines, line.strip()[:200]][-LOG_LINES:]
-            found = _CLOUDFLARED_URL.search(line)
-            url = url or (found[0] if found else "")
-            if "Registered tunnel connection" in line and url:
-                self.address = "ws" + url.removeprefix("http")
-                self._connected.set()
-        self._connected.set()
-
-
-class NgrokAgent:
-    """An ngrok agent, driven by pyngrok. Make it with `open`; peers dial ``address``."""
-
-    def __init__(self, settings: TunnelSettings, port: int) -> None:
-        self.address = ""
-        self._port, self._token, self._binary = port, settings.auth_token or "", settings.agent
-        self._path = ""
-        self._process: NgrokProcess | None = None
-        self._guardian: Guardian | None = None
-        self._given_up = False
-
-    @classmethod
-    async def open(cls, settings: TunnelSettings, port: int) -> NgrokAgent:
-        """Download the agent if there is none, start it and open a tunnel to ``port`` on 127.0.0.1.
-
-        Raises:
-            TunnelError: the text names the fix.
-        """
-        _require_pyngrok()
-        if not settings.auth_token:
-            raise TunnelError(explain("ERR_NGROK_4018"))
-        if settings.agent is not None and not os.path.exists(settings.agent):
-            raise TunnelError(f"there is no ngrok agent at {settings.agent}: leave it out to download one")
-        agent = cls(settings, port)
-        starting = asyncio.create_task(asyncio.to_thread(agent._start))
-        try:
-            async with asyncio.timeout(OPEN_TIMEOUT_S):
-                while not starting.done():
-                    await asyncio.wait([starting], timeout=POLL_S)
-                    agent._guard()
-            starting.result()
-        except BaseException as error:
-            await agent._give_up(starting)
-            if isinstance(error, TimeoutError):
-                raise TunnelError(f"no tunnel after {OPEN_TIMEOUT_S:.0f} s; {NO_INTERNET}") from None
-            raise
-        return agent
-
-    def alive(self) -> bool:
-        return self._process is not None and self._process.proc.poll() is None
-
-    async def answers(self) -> bool:
-        """Return True if the agent's local API answers."""
-        assert self._process is not None
+        """Return True if the agent's local API answers; cloudflared has none to try."""
+        if not self._api_url:
+            return True
         timeout = aiohttp.ClientTimeout(total=API_TIMEOUT_S)
         try:
-            async with (
-                aiohttp.ClientSession(timeout=timeout) as session,
-                session.get(f"{self._process.api_url}/api/tunnels"),
-            ):
+            async with aiohttp.ClientSession(timeout=timeout) as session, session.get(self._api_url):
                 return True
         except (aiohttp.ClientError, TimeoutError, OSError):
             return False
 
     async def close(self) -> None:
-        """Stop the agent; return when its process has ended. Idempotent."""
-        await asyncio.to_thread(self._stop)
+        """Stop the program; return when its process has ended. Idempotent."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()  # the guardian kills the program, and ends
+        await self._process.wait()
+        self._reading.cancel()
+        await asyncio.wait([self._reading])
 
-    def _start(self) -> None:
-        """Run in a thread: pyngrok has no asynchronous interface in all its versions."""
-        from pyngrok.exception import PyngrokError
-
-        AGENT_LOG.addFilter(self._redact)
+    async def _read_log(self) -> None:
+        """Read the log to its end, since a full pipe would block the program; set the address once it is connected."""
+        assert self._process.stdout is not None
         try:
-            with tempfile.TemporaryDirectory(prefix="colab-swarm-", ignore_cleanup_errors=True) as private:
-                self._connect(Path(private))
-        except (PyngrokError, OSError) as error:
-            # not chained: pyngrok's errors hold the agent's log
-            raise TunnelError(explain(str(error).replace(self._token, "(hidden)"))) from None
+            while line := (await self._process.stdout.readline()).decode(errors="replace"):
+                self._last_lines.append(line.strip()[:200])
+                self._read_line(line)
+                if self.address:
+                    self._settled.set()
         finally:
-            if self._given_up:
-                self._stop()
+            self._settled.set()
 
-    def _connect(self, private: Path) -> None:
-        from pyngrok import conf, ngrok, process
-
-        config = conf.PyngrokConfig(ngrok_path=self._binary, start_new_session=True)
-        config.auth_token = None  # pyngrok would put it on the command line
-        secret: dict[str, Any] = {"authtoken": str(self._token)}
-        nested = {"agent": secret} if config.config_version == "3" else secret
-        file = private / "ngrok.yml"
-        file.touch(mode=0o600)
-        file.write_text(json.dumps({"version": config.config_version, **nested}))  # JSON is valid YAML
-        config.config_path = str(file)
-        ngrok.install_ngrok(config)
-        if self._given_up:
+    def _read_line(self, line: str) -> None:
+        if line.startswith("{"):
+            self._read_ngrok(line)
             return
-        binary = Path(config.ngrok_path)
-        link = private / binary.name
+        found = _CLOUDFLARED_URL.search(line)
+        self._url = self._url or (found[0] if found else "")
+        if "Registered tunnel connection" in line and self._url:
+            self.address = "ws" + self._url.removeprefix("http")
+
+    def _read_ngrok(self, line: str) -> None:
         try:
-            link.symlink_to(binary.absolute())
-        except OSError:  # Windows allows links to administrators only
-            shutil.copy2(binary, link)
-        config.ngrok_path = self._path = str(link)
-        tunnel = ngrok.connect(f"http://127.0.0.1:{self._port}", "http", pyngrok_config=config)
-        self._process = process.get_process(config)
-        self.address = "ws" + (tunnel.public_url or "").removeprefix("http")
+            said = msgspec.json.decode(line, type=_NgrokLine)
+        except UNDECODABLE:
+            return
+        if said.lvl in ("eror", "crit") and said.err:
+            self._fault = said.err
+        elif said.msg == "starting web service":
+            self._api_url = f"http://{said.addr}/api/tunnels"
+        elif said.msg == "started tunnel":
+            self.address = "ws" + said.url.removeprefix("http")
 
-    def _guard(self) -> NgrokProcess | None:
-        """Guard the process as soon as it exists and return it; pyngrok's public functions wait until it is ready."""
-        from pyngrok import process
 
-        started = process._current_processes.get(self._path)
-        if started is not None and self._guardian is None:
-            self._guardian = Guardian(started.proc.pid)
-        return started
+async def _install_ngrok(settings: TunnelSettings) -> tuple[str, str]:
+    """Return the path of the ngrok agent, downloaded if there is none, and the version of its configuration."""
+    _require_pyngrok()
+    from pyngrok import conf, installer
+    from pyngrok.exception import PyngrokError
 
-    async def _give_up(self, starting: asyncio.Task[None]) -> None:
-        """End the starting thread soon: pyngrok reads the agent's log without a timeout."""
-        self._given_up = True
-        for _ in range(round(STOP_TIMEOUT_S / POLL_S)):
-            started = self._guard()
-            if started is not None:
-                started.proc.kill()
-            if starting.done():
-                break
-            await asyncio.wait([starting], timeout=POLL_S)
-        else:
-            starting.cancel()  # a download continues in its thread, and ends by ``_given_up``
-        await asyncio.gather(starting, return_exceptions=True)  # the caller has its error already
-        await self.close()
-
-    def _stop(self) -> None:
-        from pyngrok import process
-
-        process.kill_process(self._path)
-        if self._guardian is not None:
-            self._guardian.release()
-        AGENT_LOG.removeFilter(self._redact)
-
-    def _redact(self, record: logging.LogRecord) -> bool:
-        """Hide the token: the agent repeats a refused one, and pyngrok logs that as an error."""
-        record.msg = str(record.msg).replace(self._token, "(hidden)")
-        return True
+    if not settings.auth_token:
+        raise TunnelError(explain("ERR_NGROK_4018"))
+    if settings.agent is not None and not os.path.exists(settings.agent):
+        raise TunnelError(f"there is no ngrok agent at {settings.agent}: leave it out to download one")
+    config = conf.PyngrokConfig(ngrok_path=settings.agent)
+    try:
+        async with asyncio.timeout(DOWNLOAD_TIMEOUT_S):
+            if not os.path.exists(config.ngrok_path):
+                path, version = config.ngrok_path, config.ngrok_version
+                await asyncio.to_thread(installer.install_ngrok, path, ngrok_version=version)
+    except TimeoutError:
+        raise TunnelError(f"no ngrok agent after {DOWNLOAD_TIMEOUT_S:.0f} s; {NO_INTERNET}") from None
+    except (PyngrokError, OSError) as error:
+        raise TunnelError(explain(str(error))) from None
+    return config.ngrok_path, config.config_version
 
 
 class Tunnel:
-    """One tunnel to a local port; opened by `open`, then reopened whenever it is lost, until `close`.
+    """One tunnel to a ``port`` on 127.0.0.1; opened by `open`, then reopened whenever it is lost, until `close`.
 
     Args:
-        settings: which tunnel.
-        port: the port on 127.0.0.1 where a peer listens.
         on_change: called on the loop with each later address, and with None when the tunnel is lost.
         events: gets `TunnelChanged` and `QuotaWarning`.
         sent_bytes: returns the bytes sent through tunnels so far; the quota counts from the opening.
@@ -441,7 +363,7 @@ class Tunnel:
         self._settings, self._port, self._on_change, self._events = settings, port, on_change, events
         self._sent_bytes, self._sent_before, self._warned = sent_bytes, sent_bytes(), 0
         self._loop = asyncio.get_running_loop()
-        self._agent: NgrokAgent | CloudflaredAgent | None = None
+        self._agent: TunnelAgent | None = None
         self._watching: asyncio.Task[None] | None = None
 
     async def open(self) -> Tunnel:
@@ -467,16 +389,15 @@ class Tunnel:
             await self._agent.close()
         self.address = None
 
-    async def _open_agent(self) -> NgrokAgent | CloudflaredAgent:
-        kind = NgrokAgent if self._settings.kind == "ngrok" else CloudflaredAgent
-        agent = await kind.open(self._settings, self._port)
+    async def _open_agent(self) -> TunnelAgent:
+        agent = await TunnelAgent.open(self._settings, self._port)
         if not is_address(agent.address):
             await agent.close()
             fault = f"{self._settings.kind} opened {agent.address!r}, which no peer can dial: try again"
             raise TunnelError(fault)
         return agent
 
-    async def _watch(self, agent: NgrokAgent | CloudflaredAgent) -> None:
+    async def _watch(self, agent: TunnelAgent) -> None:
         try:
             while True:
                 reason = await self._wait_lost(agent)
@@ -490,17 +411,12 @@ class Tunnel:
             logger.exception("a tunnel is no longer watched")
             self._events.emit(Fault.of(self._loop.time(), "tunnel", error))
 
-    async def _wait_lost(self, agent: NgrokAgent | CloudflaredAgent) -> str:
+    async def _wait_lost(self, agent: TunnelAgent) -> str:
         misses = failures = 0
         probe_at = self._loop.time() + self._settings.probe_s
         while True:
             await asyncio.sleep(self._settings.check_s)
-            used_bytes, quota_bytes = self._sent_bytes() - self._sent_before, self._settings.quota_bytes
-            if self._settings.kind == "ngrok" and quota_bytes is not None:
-                passed = passed_marks(used_bytes, quota_bytes)
-                if passed > self._warned:
-                    self._warned = passed
-                    self._events.emit(QuotaWarning(self._loop.time(), used_bytes, quota_bytes))
+            self._check_quota()
             if not agent.alive():
                 return "its agent died"
             misses = 0 if await agent.answers() else misses + 1
@@ -515,7 +431,15 @@ class Tunnel:
             again_s = PROBE_AGAIN_S if fault else self._settings.probe_s
             probe_at = self._loop.time() + min(again_s, self._settings.probe_s)
 
-    async def _reopen(self) -> NgrokAgent | CloudflaredAgent:
+    def _check_quota(self) -> None:
+        used_bytes, quota_bytes = self._sent_bytes() - self._sent_before, self._settings.quota_bytes
+        if self._settings.kind == "ngrok" and quota_bytes is not None:
+            passed = sum(used_bytes >= share * quota_bytes for share in WARN_AT)
+            if passed > self._warned:
+                self._warned = passed
+                self._events.emit(QuotaWarning(self._loop.time(), used_bytes, quota_bytes))
+
+    async def _reopen(self) -> TunnelAgent:
         """Open a new agent; retry at growing intervals until it works."""
         back_off_s = BACK_OFF_S
         while True:

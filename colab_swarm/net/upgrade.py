@@ -114,16 +114,13 @@ def plan_tries(
 ) -> tuple[float, ...]:
     """Return when to connect, in loop time: beats that both ends share, further apart than a SYN and its refusal take.
 
-    The asking end measures the round trip through the relay, sends the start signal, and starts half a round trip
-    later, when the other end receives it. The two directions may differ in latency, so the asking end moves every
-    other beat at random, by about half a round trip at most.
+    The asking end starts half a round trip after its signal, when the other end receives it. The two directions may
+    differ in latency, so the asking end moves every other beat at random, by about half a round trip at most.
 
     Args:
-        now: when the signal was sent, or received; loop time, seconds.
-        until: when to end; loop time, seconds.
+        now, until: when the signal was sent, or received; when to end; loop time, seconds.
         rtt_s: of the signal's path, seconds.
         answering: True at the end that received the signal.
-        rng: moves the beats.
     """
     beat_s = max(_MIN_BEAT_S, 2 * rtt_s)
     begin_at = now if answering else now + rtt_s / 2
@@ -143,19 +140,15 @@ async def punch(
 
     Args:
         port: local port of a connection made with `bound_socket` to the relay.
-        targets: endpoints of the other end: seen from outside, and in its own network; 8 at most are tried.
+        targets: endpoints of the other end, 8 at most are tried.
         tries: when to connect, from `plan_tries`.
-        until: when to end; no network fault is raised.
     """
     loop = asyncio.get_running_loop()
-    families = {target: target.family for target in targets[:MAX_TARGETS]}
+    families = [(target, target.family) for target in targets[:MAX_TARGETS]]
+    usable = {target: family for target, family in families if family is not None}
     found: asyncio.Queue[socket.socket | None] = asyncio.Queue()
-    jobs = [_accept_all(family, port, found) for family in {*families.values()} if family is not None]
-    jobs += [
-        _connect_often(target, family, port, tries, found)
-        for target, family in families.items()
-        if family is not None
-    ]
+    jobs = [_accept_all(family, port, found) for family in {*usable.values()}]
+    jobs += [_connect_often(target, family, port, tries, found) for target, family in usable.items()]
     tasks = [loop.create_task(job) for job in jobs]
     end = loop.call_at(until, found.put_nowait, None)
     try:
@@ -231,8 +224,6 @@ class _Busy(PeerError):
 
 
 class _Silent(asyncio.Protocol):
-    """Reads nothing until a WebSocket takes the connection over."""
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         transport.pause_reading()
@@ -289,11 +280,12 @@ class Upgrades:
         for _ in range(ASKS):
             async with self._punching:
                 link = self._node.linker.table.best(peer)
-                if link is None or link.remote.path.way is not LinkType.RELAYED:
-                    return fault or "the link was lost" if link is None else None
+                if link is None:
+                    return fault or "the link was lost"
                 try:
                     async with asyncio.timeout(TALK_TIMEOUT_S + PUNCH_S):
-                        await self._ask(link)
+                        if self._relayed(peer):
+                            await self._ask(link)
                     fault = f"no hole to {short(peer)} in {PUNCH_S:g} s: one of the two NATs may change ports"
                     tries += 1
                 except _Busy:
@@ -321,7 +313,6 @@ class Upgrades:
         await self._punch(link.peer, port, answer.endpoints, rtt_s, answering=False)
 
     async def _measure_rtt(self, stream: Stream, ready: UpgradeReady) -> float:
-        """Send ``ready``; once it is answered, send the start signal. Return the round trip, seconds."""
         asked_at = self._loop.time()
         await stream.send(ready)
         await stream.receive(UpgradeReady)
@@ -378,7 +369,6 @@ class Upgrades:
         return True
 
     def _endpoints(self, link: Link) -> tuple[int, tuple[Endpoint, ...]]:
-        """Return the local port of the connection to the relay, and that connection's endpoints."""
         relay = link.remote.path.relay
         path = None if relay is None else self._node.path_to(relay)
         if not CAN_PUNCH or relay is None or path is None or path.local is None or not path.address:

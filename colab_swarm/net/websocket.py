@@ -50,11 +50,7 @@ class Head(NamedTuple):
 
 
 def read_head(data: memoryview, at: int) -> Head | None:
-    """Return the header of the frame at ``at``, or None if more bytes are needed to read it.
-
-    Raises:
-        ProtocolError: reserved bits, or a length over the limit.
-    """
+    """Return the header of the frame at ``at``, or None if more bytes are needed; `ProtocolError` if it is bad."""
     available = len(data) - at
     if available < 2:
         return None
@@ -175,9 +171,8 @@ class WebSocket(asyncio.BufferedProtocol):
     def close(self, reason: str = "") -> None:
         """Send what is queued and ``reason`` (123 bytes of it, in clear), then close."""
         if not self._transport.is_closing():
-            self._control(
-                _CLOSE, _POLICY_VIOLATION.to_bytes(2, "big") + reason.encode()[: MAX_CONTROL_BYTES - 2]
-            )
+            told = _POLICY_VIOLATION.to_bytes(2, "big") + reason.encode()[: MAX_CONTROL_BYTES - 2]
+            self._control(_CLOSE, told)
             self._transport.close()
             self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._transport.abort)
 
@@ -296,8 +291,7 @@ async def dial(
     """Open a WebSocket to ``ws://host:port``. Send one message, then wait for the answer before the next.
 
     Raises:
-        PeerLost: something answered, but not as a WebSocket server.
-        aiohttp.ClientError, OSError: nothing answered.
+        PeerLost, aiohttp.ClientError, OSError: no WebSocket server answered; nothing answered.
     """
     key = base64.b64encode(os.urandom(16)).decode()
     headers = {
@@ -327,7 +321,7 @@ async def accept(
     """Upgrade an HTTP request; return the WebSocket, the client's first message, and the handler's response.
 
     Raises:
-        PeerLost: the client closed the connection, or its first message is not binary.
+        PeerLost: the client left, or its first message is not binary.
     """
     response = web.WebSocketResponse(compress=False, autoping=False, max_msg_size=MAX_MESSAGE_BYTES)
     await response.prepare(request)

@@ -17,10 +17,9 @@ grant's limits, while the authority is offline. Every peer shows its membership 
 
 ## What an invitation is
 
-One line, `https://…/join#NAME.PAYLOAD`. The part after ``#`` never reaches a web server. The payload is base64url
-of a version byte, msgpack and a checksum (`colab_swarm.invite.Invite`): the run's id, three peers to dial, an end,
-the access rule, the authority's public key, the invitation's secret, role, number of uses, settings for training.
-Its text holds a secret, its ``repr`` does not.
+One line, `https://…/join#NAME.PAYLOAD` (`colab_swarm.invite.Invite`). The part after ``#`` never reaches a web server.
+It holds the run's id, three peers to dial, an end, the access rule, the authority's public key, the invitation's
+secret, role, number of uses, and settings for training. Its text holds a secret, its ``repr`` does not.
 
 | `cs.create(…, access=…)` | who may join |
 |---|---|
@@ -67,14 +66,8 @@ its links. So it reaches all peers within a minute, even if the DHT's key is stu
 ## The contribution ledger
 
 Each peer counts the contributions that it *saw*, and publishes this tally signed, with its membership. The
-leaderboard, `swarm.contributions()`, is the sum over all tallies, without what each says of its own writer:
-
-- *samples*: reducer j credits contributor p with ``weight_p * share_j / (1 - share_p)``, so that all credits
-  for p add up to its weight;
-- *bytes reduced*: every other member credits a reducer with the span that it received from it;
-- *bytes relayed*: each end of a circuit credits half; *work units*, *expert calls*: the served peer credits them.
-
-A tally stays for a day after its writer has left.
+leaderboard, `swarm.contributions()`, is the sum over all tallies, without what each says of its own writer. How each
+kind is counted: `colab_swarm.trust.contributions`. A tally stays for a day after its writer has left.
 
 ## Failures
 
@@ -91,17 +84,6 @@ start it with the same `NetworkOptions(identity=…)` and it is the same run.
 
 A peer that is not admitted gets four lines: what was refused, why, what to do, whom to ask
 (`colab_swarm.errors.NotAdmitted`, `InviteError`, `JoinError`).
-
-## Modules
-
-| what | module |
-|---|---|
-| invitations as text; a peer's way into a run | `colab_swarm.invite`, `colab_swarm.trust.access` |
-| statements, signatures, the check in the handshake | `colab_swarm.net.membership` |
-| the authority and its memory | `colab_swarm.trust.authority` |
-| a peer's own membership and its renewal, reports of a wrong clock | `colab_swarm.trust.member` |
-| revocation, and all of it wired together | `colab_swarm.trust.service` |
-| the ledger | `colab_swarm.trust.contributions` |
 
 ## How to use it
 

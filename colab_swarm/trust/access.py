@@ -25,8 +25,6 @@ class RunAccess:
     """A peer's way into a run.
 
     Attributes:
-        run_id: the run.
-        access: who may join.
         closed: its rights; None in an open run.
         invitation: the one it joined with; None if it created the run.
         known, tally: of an earlier session: peers, and the contributions this peer saw.
@@ -55,21 +53,18 @@ class RunAccess:
             ValueError: the name or the list is not usable, or the key file belongs to another run.
         """
         if not NAME.fullmatch(name):
-            raise ValueError(
-                f"{name!r} is no run name: use up to 63 of a-z, 0-9, '.', '_', '-', such as 'my-first-swarm'"
-            )
+            rule = "use up to 63 of a-z, 0-9, '.', '_', '-', such as 'my-first-swarm'"
+            raise ValueError(f"{name!r} is no run name: {rule}")
         if (access == "allowlist") != (allow is not None):
-            raise ValueError(
-                "access='allowlist' and allow=Allowlist(users=…, organisations=…) need each other: give both"
-            )
+            both = "access='allowlist' and allow=Allowlist(users=…, organisations=…)"
+            raise ValueError(f"{both} need each other: give both")
         run_id = f"{name}-{secrets.token_hex(4) if key_file is None else identity.id.hex()[:8]}"
         if access == "open":
             return cls(run_id, access, None)
         book = AuthorityBook(run_id, key_file)
-        if book.run_id.rpartition("-")[0] != name:
-            raise ValueError(
-                f"{key_file} is the key of the run {book.run_id.rpartition('-')[0]!r}: use another file for {name!r}"
-            )
+        known = book.run_id.rpartition("-")[0]
+        if known != name:
+            raise ValueError(f"{key_file} is the key of the run {known!r}: use another file for {name!r}")
         key = identity.public_key
         admission = MembershipAdmission(book.run_id, authority=key, own=key)
         # short memberships: an account that leaves the list is soon out
@@ -80,20 +75,12 @@ class RunAccess:
     def by(
         cls, invitation: Invite, identity: Identity, *, token: str = "", membership: bytes = b""
     ) -> RunAccess:
-        """Join a run.
-
-        Args:
-            invitation: to it.
-            identity: of this peer.
-            token: of Hugging Face, where the run requires one.
-            membership: of an earlier session, if there was one.
-        """
+        """Join a run; ``token`` is of Hugging Face, ``membership`` of an earlier session, if there are any."""
         grant = invitation.grant
         if grant is None:
             return cls(invitation.run_id, invitation.access, None, invitation)
-        admission = MembershipAdmission(
-            invitation.run_id, authority=invitation.authority, own=identity.public_key
-        )
+        run_id, own = invitation.run_id, identity.public_key
+        admission = MembershipAdmission(run_id, authority=invitation.authority, own=own)
         closed = ClosedRun(admission, Credentials(grant, invitation.key, token, membership))
         return cls(invitation.run_id, invitation.access, closed, invitation)
 
@@ -123,7 +110,6 @@ class RunAccess:
         """Make an invitation. A peer that is not the authority passes its own on, with itself as one more entry.
 
         Args:
-            peers: the network.
             authority: set where this peer is it.
             role: worker, reducer or viewer; worker by default.
             hours: how long the invitation can be used; 24 by default.
@@ -134,24 +120,14 @@ class RunAccess:
             PermissionError: only the authority can make such an invitation.
             ValueError: the role is unknown, or hours or uses are out of range.
         """
-        entries = self._ways_in(peers)
+        self._require_right(authority, role, hours, uses)
+        entries, life_h = self._ways_in(peers), 24.0 if hours is None else hours
         if self.closed is None:
-            if role is not None or uses is not None:
-                raise PermissionError(
-                    "an open run has no roles and no counted invitations: create it with access='invite'"
-                )
-            return Invite(self.run_id, entries, peers.time() + 3600 * (24.0 if hours is None else hours))
+            return Invite(self.run_id, entries, peers.time() + 3600 * life_h)
         if authority is None:
             assert self.invitation is not None  # only the authority has none
-            if role is not None or hours is not None or uses is not None:
-                raise PermissionError(
-                    "only the organizer's peer chooses role, hours and uses; "
-                    "without arguments, invite() passes your own invitation on"
-                )
             return self.invitation.with_entries(entries)
-        grant, secret = authority.grant(
-            role_named(role or "worker"), hours=24.0 if hours is None else hours, uses=uses or 0
-        )
+        grant, secret = authority.grant(role_named(role or "worker"), hours=life_h, uses=uses or 0)
         if not grant.offline and not (peers.contact.addresses and peers.contact.direct):
             raise JoinError(
                 "such an invitation requires that others can dial this peer, and they cannot: "
@@ -159,8 +135,22 @@ class RunAccess:
             )
         return Invite.issue(grant, secret, entries, access=self.access, authority=peers.public_key)
 
+    def _require_right(
+        self, authority: Authority | None, role: str | None, hours: float | None, uses: int | None
+    ) -> None:
+        limited = role is not None or uses is not None
+        if self.closed is None and limited:
+            raise PermissionError(
+                "an open run has no roles and no counted invitations: create it with access='invite'"
+            )
+        if self.closed is not None and authority is None and (limited or hours is not None):
+            raise PermissionError(
+                "only the organizer's peer chooses role, hours and uses; "
+                "without arguments, invite() passes your own invitation on"
+            )
+
     def _ways_in(self, peers: Peers) -> tuple[Contact, ...]:
-        """A few dialable peers, direct ones before relayed ones, the authority and this peer first."""
+        """Return a few dialable peers, direct ones before relayed ones, the authority and this peer first."""
         found = [peers.contact, *(self.invitation.entries if self.invitation else ())]
         found += map(peers.contact_of, sorted(peers.linked()))
         if self.admission is not None:
@@ -170,8 +160,6 @@ class RunAccess:
             if contact.addresses:
                 by_id.setdefault(contact.id, Contact(contact.id, contact.addresses[:ADDRESSES]))
         if not by_id:
-            raise JoinError(
-                "nobody could use this invitation: no known peer accepts connections; "
-                "start one on any machine that does: colab-swarm backbone"
-            )
+            do = "start one on any machine that does: colab-swarm backbone"
+            raise JoinError(f"nobody could use this invitation: no known peer accepts connections; {do}")
         return tuple(by_id.values())[:ENTRIES]

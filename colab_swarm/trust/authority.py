@@ -41,9 +41,8 @@ Shown = Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)]
 class RequestMembership(Message, frozen=True):
     """To the authority: request a membership, or a renewed one.
 
-    Attributes:
-        proof: a membership of the sender: under an invitation's grant, or an earlier one by the authority.
-        token: of the sender's Hugging Face account, where the run requires one.
+    ``proof`` is a membership of the sender: under an invitation's grant, or an earlier one by the authority. ``token``
+    is of its Hugging Face account, where the run requires one.
     """
 
     proof: Shown
@@ -102,14 +101,13 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 class AuthorityBook:
-    """The authority's memory: saved in a file beside the key file, or lost with the process without one."""
+    """The authority's memory, saved in a file beside the key file; lost with the process without one.
+
+    Raises:
+        ValueError: the file exists and cannot be read.
+    """
 
     def __init__(self, run_id: str, key_file: str | Path | None = None) -> None:
-        """Open the book beside the key file; start a new one, of ``run_id``, if there is none.
-
-        Raises:
-            ValueError: the file beside it cannot be read.
-        """
         self._path = None if key_file is None else Path(f"{key_file}.authority")
         self._saved = _Saved(run_id)
         if self._path is not None:
@@ -118,9 +116,8 @@ class AuthorityBook:
             except FileNotFoundError:
                 self._save()
             except msgspec.MsgspecError as error:
-                raise ValueError(
-                    f"{self._path} cannot be read ({error}); move it away to create a new run"
-                ) from error
+                text = f"{self._path} cannot be read ({error}); move it away to create a new run"
+                raise ValueError(text) from error
         self.run_id = self._saved.run_id  # the same after a restart
 
     @property
@@ -142,9 +139,9 @@ class AuthorityBook:
             if len(used.peers) >= grant.uses:
                 return False
             used.peers.append(peer.hex())
-            self._saved.used = {
-                key: one for key, one in self._saved.used.items() if one.until + SLACK_S >= now
-            }
+            ended = [key for key, one in self._saved.used.items() if one.until + SLACK_S < now]
+            for key in ended:
+                del self._saved.used[key]
             self._save()
         return True
 
@@ -189,15 +186,12 @@ class AuthoritySettings:
 class Authority:
     """Issues memberships. Its peer's key is the run's authority key.
 
-    Attributes:
-        allowlist: accounts that it admits; None if an invitation suffices.
-
     Args:
         peers: the network; its key must be the admission's ``authority``.
-        admission: of this peer.
-        book: its memory.
-        settings: how it admits.
         readmit: gives a linked peer the role of a membership, see `Linker.readmit`.
+
+    Attributes:
+        allowlist: accounts that it admits; None if an invitation suffices.
     """
 
     def __init__(
@@ -222,20 +216,14 @@ class Authority:
         self._peers.unserve(RequestMembership)
 
     def grant(self, role: Role, *, hours: float, uses: int = 0) -> tuple[Grant, bytes]:
-        """Return the grant of a new invitation, and the secret seed of its key.
-
-        Args:
-            role: of those who join with it.
-            hours: how long it can be used.
-            uses: how many peers can join with it; 0: any number.
+        """Return the grant of a new invitation, for ``hours`` and so many ``uses`` (0: any), and its key's secret seed.
 
         Raises:
             ValueError: hours or uses are out of range.
         """
         if not (0 < hours < 1e6 and 0 <= uses <= MAX_USES):
-            raise ValueError(
-                f"hours={hours}, uses={uses}: hours must be above 0, uses 1 to {MAX_USES:,} or 0 for any number"
-            )
+            rule = f"hours must be above 0, uses 1 to {MAX_USES:,} or 0 for any number"
+            raise ValueError(f"hours={hours}, uses={uses}: {rule}")
         secret, join_until = os.urandom(32), self._peers.time() + 3600 * hours
         offline = self.allowlist is None and not uses
         member_until = join_until + self._settings.member_s
@@ -246,10 +234,7 @@ class Authority:
     def revoke(self, subject: PeerId) -> None:
         """Revoke a peer, or the key of an invitation with all peers that only the invitation admits.
 
-        `RevocationWatch.spread` sends the list to the others.
-
-        Raises:
-            ValueError: the subject is the authority itself.
+        `RevocationWatch.spread` sends the list to the others. Raises `ValueError` for the authority itself.
         """
         if subject == self._peers.id:
             raise ValueError("this is the authority itself; to end the run, leave it")
@@ -271,12 +256,9 @@ class Authority:
         name = proof.name if self.allowlist is None else await self._name_of(message.token, self.allowlist)
         now = self._peers.time()
         if proof.grant is not None and not self._book.use(proof.grant, peer, now=now):
-            count = proof.grant.uses
-            raise self._refusal(
-                f"peer {short(peer)}",
-                f"this invitation was for {count} {'peer' if count == 1 else 'peers'}, and all have joined",
-                "ask for an invitation of your own",
-            )
+            count = f"{proof.grant.uses} {'peer' if proof.grant.uses == 1 else 'peers'}"
+            why = f"this invitation was for {count}, and all have joined"
+            raise self._refusal(f"peer {short(peer)}", why, "ask for an invitation of your own")
         end = now + self._settings.member_s
         unsigned = Membership(proof.run_id, proof.role, proof.key, name[:MAX_NAME_CHARS], now, end)
         membership = unsigned.signed(self._peers.sign).encode()
@@ -285,11 +267,7 @@ class Authority:
         return IssuedMembership(membership)
 
     def _proof_of(self, peer: PeerId, shown: bytes) -> Membership:
-        """Check what entitles the peer to a membership: an invitation, or an earlier membership.
-
-        Raises:
-            Refusal: it shows neither.
-        """
+        """Return what entitles the peer to a membership: one under an invitation's grant, or an earlier one."""
         try:
             proof = Membership.decode(shown)
             if id_of(proof.key) != peer:
@@ -304,17 +282,12 @@ class Authority:
             if late_s > SLACK_S:
                 raise NotAdmitted(f"the membership it shows ended {in_words(late_s)} ago")
         except NotAdmitted as error:
-            raise self._refusal(
-                f"peer {short(peer)}", str(error), "join again with a new invitation"
-            ) from None
+            do = "join again with a new invitation"
+            raise self._refusal(f"peer {short(peer)}", str(error), do) from None
         return proof
 
     async def _name_of(self, token: str, allowlist: Allowlist) -> str:
-        """Return the token's user, if the list admits it.
-
-        Raises:
-            Refusal: the list does not, or the token is not valid, or it cannot be checked now.
-        """
+        """Return the token's user, if the list admits it; raise `Refusal` otherwise."""
         tokens = "https://huggingface.co/settings/tokens"
         if not token:
             why, do = "it requires a Hugging Face account, and you gave no token", f"make one at {tokens}"

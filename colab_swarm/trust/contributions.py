@@ -10,8 +10,7 @@ leaderboard is the sum over all tallies, without what a tally says of its own wr
 - *Bytes relayed.* Each end of a circuit credits the relay with half of what the circuit carried.
 - *Work units, expert calls.* The served peer credits the serving one.
 
-Two members that credit each other look like two that worked: the ledger gives thanks, not money. A tally stays in the
-DHT for a day after its writer has left.
+Two members that credit each other look like two that worked: the ledger gives thanks, not money.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias, get_args
 
@@ -138,7 +138,6 @@ class ContributionLedger:
                 self.credit(PeerId(row.peer), kind, amount)
 
     def _largest(self) -> list[tuple[PeerId, list[float]]]:
-        """The peers with the largest shares of what all contributed."""
         totals = [sum(column) or 1.0 for column in zip(*self._amounts.values(), strict=True)]
         parts = {
             peer: sum(amount / total for amount, total in zip(amounts, totals, strict=True))
@@ -189,9 +188,7 @@ class Contributions:
     """Publishes this peer's ledger and reads those of all peers.
 
     Args:
-        peers: the network.
         dht: stores the tallies.
-        run_id: the run.
         admission: only tallies of reducers and above count; None in an open run, where all count.
         relayed_bytes: what each relay has carried for this peer, see `Metering.relayed_bytes`.
         events: gets a `Fault` when the tally cannot be found or published.
@@ -262,7 +259,7 @@ class Contributions:
         return [record for record, tally in await self._others() if any(row.peer == me for row in tally.rows)]
 
     async def _others(self) -> list[tuple[Record, ContributionTally]]:
-        """The other peers' tallies, each as a signed record and decoded; only those under the writer's own key."""
+        """Return the other peers' tallies, each as a signed record and decoded; only those under the writer's key."""
         keys = [f"{self._run_id}/credits/{shard}" for shard in range(SHARDS)]
         found = await asyncio.gather(*map(self._dht.records, keys))
         return [
@@ -280,14 +277,13 @@ class Contributions:
         return ContributionTally(self._peers.public_key, membership, self.ledger.rows())
 
     def _counts(self, tally: ContributionTally, record: Record) -> bool:
-        """Whether the writer was a member when it wrote the tally."""
+        """Return True if the writer was a member when it wrote the tally."""
         if self._admission is None:
             return True
-        written_at = record.expires_at - RECORD_S
-        try:
+        with suppress(NotAdmitted):
+            written_at = record.expires_at - RECORD_S
             return self._admission.verify(tally.key, tally.membership, now=written_at) >= Role.REDUCER
-        except NotAdmitted:
-            return False
+        return False
 
 
 def tally_key(run_id: str, writer: PeerId) -> str:
@@ -305,7 +301,6 @@ def tally_of(record: Record) -> ContributionTally | None:
 
 
 def _tally(record: Found | None) -> ContributionTally | None:
-    """The tally in a record, if its writer signed it."""
     if record is None or record.owner is None:
         return None
     try:
@@ -327,13 +322,11 @@ class Leaderboard(tuple[Contribution, ...]):
     me: PeerId
 
     def __new__(cls, given: Iterable[Contribution], names: Mapping[str, str], me: PeerId) -> Leaderboard:
-        """Keep the order of ``given``."""
         board = super().__new__(cls, given)
         board.names, board.me = names, me
         return board
 
     def __getnewargs__(self) -> tuple[tuple[Contribution, ...], Mapping[str, str], PeerId]:
-        """Arguments for copies and pickles."""
         return tuple(self), self.names, self.me
 
     def rows(self) -> list[tuple[str, ...]]:

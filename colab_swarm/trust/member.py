@@ -60,12 +60,9 @@ class ClockWatch:
 
 @dataclass(frozen=True)
 class Credentials:
-    """What admits a peer.
+    """What admits a peer: an invitation's grant and key, a Hugging Face token where the run requires one.
 
-    Attributes:
-        grant, invitation: the invitation's grant and key.
-        token: of Hugging Face, where the run requires one.
-        membership: of an earlier session; it may outlive the invitation.
+    ``membership`` is of an earlier session; it may outlive the invitation.
     """
 
     grant: Grant
@@ -85,10 +82,6 @@ class RenewalPlan:
         wanted_at = (held.issued_at + held.expires_at) / 2 if held.grant is None else held.issued_at
         return now >= max(wanted_at, self._not_before)
 
-    def on_renewed(self) -> None:
-        """Note a success."""
-        self._failures, self._not_before = 0, float("-inf")
-
     def on_failed(self, *, now: float) -> None:
         """Wait twice as long as the last time, at most 10 minutes."""
         self._not_before = now + min(RETRY_S * 2**self._failures, MAX_RETRY_S)
@@ -99,9 +92,7 @@ class RunMember:
     """Gets and renews this peer's membership, and accepts the renewed ones of other peers.
 
     Args:
-        peers: the network.
         dht: finds the authority.
-        admission: of this peer; this class renews its `membership`.
         events: gets `MembershipRenewed`, `MembershipEnding`, `ClockSkewed`, and a `Fault` when renewing fails.
         credentials: what admits this peer; None for the authority, and in an open run.
         readmit: gives a linked peer the role of a membership, see `Linker.readmit`.
@@ -127,11 +118,7 @@ class RunMember:
         peers.serve(PresentMembership, self._on_present, role=Role.GUEST)
 
     async def join(self) -> None:
-        """Get the first membership, before any other call to the swarm.
-
-        Raises:
-            JoinError: the authority refused, or is needed and does not answer.
-        """
+        """Get the first membership; raise `JoinError` if the authority refuses or does not answer."""
         if self._credentials is None:
             return
         grant, key, now = self._credentials.grant, self._peers.public_key, self._peers.time()
@@ -199,16 +186,12 @@ class RunMember:
                 reason = why if refused else f"the organizer's peer cannot be reached for a new one: {why}"
                 self._events.emit(MembershipEnding(self._loop.time(), max(0.0, left_s), reason))
             return
-        self._plan.on_renewed()
+        self._plan = RenewalPlan()
         self._unaware = set(self._peers.linked())
         self._events.emit(MembershipRenewed(self._loop.time(), renewed.expires_at - self._peers.time()))
 
     async def _request(self, proof: bytes, token: str) -> Membership:
-        """Request a membership from the authority, and use it.
-
-        Raises:
-            PeerError: the authority issues none, or none that is valid.
-        """
+        """Request a membership from the authority and use it; raise `PeerError` if it issues none."""
         authority = id_of(self._admission.authority)
         if authority not in self._peers.linked():
             contact = await self._dht.find_peer(authority)
@@ -222,7 +205,7 @@ class RunMember:
         return issued
 
     def _words_of(self, error: PeerError) -> str:
-        """The error for people: the authority's refusal without its id in front."""
+        # the authority's refusal without its id in front
         return str(error).removeprefix(f"{short(id_of(self._admission.authority))}: ")
 
     async def _present(self, peer: PeerId) -> None:

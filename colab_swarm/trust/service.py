@@ -36,11 +36,8 @@ class RevocationWatch:
     """Keeps a peer's `MembershipAdmission` up to date with the authority's list.
 
     Args:
-        peers: the network.
         dht: stores the list.
-        admission: learns the list.
         events: gets `PeersRevoked`, and a `Fault` when looking for revocations fails.
-        rng: chooses moments and peers.
         recheck: called when the list has changed; closes the links of revoked peers, see `Linker.recheck`.
     """
 
@@ -73,10 +70,9 @@ class RevocationWatch:
     async def stop(self) -> None:
         """End the background work."""
         self._peers.unserve(ShareRevoked)
-        tasks = list(self._tasks)
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def spread(self) -> None:
         """Close the links of revoked peers and send the list to all others; call it after `Authority.revoke`."""
@@ -148,14 +144,7 @@ class RevocationWatch:
 
 @dataclass(frozen=True)
 class ClosedRun:
-    """A peer's rights in a run with members.
-
-    Attributes:
-        admission: decides which peers its links admit.
-        credentials: what admits this peer; None at the authority.
-        book: the authority's memory; None elsewhere.
-        settings: how the authority admits.
-    """
+    """A peer's rights in a closed run; only the authority has a ``book``, and no ``credentials``."""
 
     admission: MembershipAdmission
     credentials: Credentials | None = None
@@ -164,11 +153,9 @@ class ClosedRun:
 
 
 class Trust:
-    """A peer's membership, revocations, and the contribution ledger; in an open run only the ledger.
+    """A peer's membership, revocations, and contributions; in an open run only the latter.
 
-    Attributes:
-        contributions: the ledger.
-        authority: set where this peer is the authority of a closed run.
+    ``authority`` is set where this peer is the authority of a closed run.
     """
 
     def __init__(
@@ -196,11 +183,7 @@ class Trust:
                 self.authority = Authority(node, admission, closed.book, closed.settings, readmit)
 
     async def join(self) -> None:
-        """Get a membership, before the DHT is used.
-
-        Raises:
-            JoinError: this peer is not admitted.
-        """
+        """Get a membership, before the DHT is used; raise `JoinError` if this peer is not admitted."""
         if self._member is not None:
             await self._member.join()
 
@@ -225,8 +208,7 @@ class Trust:
         """Remove a peer from the run, or an invitation (the id of its key).
 
         Raises:
-            PermissionError: this peer is not the authority.
-            ValueError: it is, and would remove itself.
+            PermissionError, ValueError: this peer is not the authority; it would remove itself.
         """
         if self.authority is None or self._watch is None:
             raise PermissionError("only the peer that created the run, if it is not open, can remove others")

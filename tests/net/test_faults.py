@@ -32,64 +32,52 @@ def flip_last_byte(data: bytes) -> bytes:
     ],
     ids=["garbled", "replayed", "oversized", "reserved bits", "empty"],
 )
-def test_damaged_bytes_close_the_link(meddle, reason, caplog) -> None:  # type: ignore[no-untyped-def]
-    async def main() -> None:
-        async with peers("alice", "bob") as (alice, bob), proxied(alice, bob) as proxy:
-            reasons: list[str] = []
-            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-            (link,) = bob.linker.table.of(alice.id)
-            bob.on_lost(lambda peer: reasons.append(link.lost or ""))
-            proxy.meddle = meddle
-            with pytest.raises(PeerLost):
-                await alice.call(bob.id, Echo(b"damaged"), Echo, timeout_s=5)
-                await alice.call(bob.id, Echo(b"after"), Echo, timeout_s=5)
-            await until(lambda: bool(reasons))
-            assert reason in reasons[0]
-
-    run(main())
+async def test_damaged_bytes_close_the_link(meddle, reason, caplog) -> None:  # type: ignore[no-untyped-def]
+    async with peers("alice", "bob") as (alice, bob), proxied(alice, bob) as proxy:
+        reasons: list[str] = []
+        await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+        (link,) = bob.linker.table.of(alice.id)
+        bob.on_lost(lambda peer: reasons.append(link.lost or ""))
+        proxy.meddle = meddle
+        with pytest.raises(PeerLost):
+            await alice.call(bob.id, Echo(b"damaged"), Echo, timeout_s=5)
+            await alice.call(bob.id, Echo(b"after"), Echo, timeout_s=5)
+        await until(lambda: bool(reasons))
+        assert reason in reasons[0]
 
 
-def test_a_truncated_message_is_never_delivered() -> None:
-    async def main() -> None:
-        async with peers("alice", "bob") as (alice, bob), proxied(alice, bob) as proxy:
-            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-            sent: list[int] = []
-            proxy.meddle = lambda data: (sent.append(len(data)), data[:-1])[1]
-            with pytest.raises(PeerTimeout):
-                await alice.call(bob.id, Echo(b"cut short"), Echo, timeout_s=0.05)
-            assert sent and "serving=0" in repr(bob.linker.table.of(alice.id))
-
-    run(main())
+async def test_a_truncated_message_is_never_delivered() -> None:
+    async with peers("alice", "bob") as (alice, bob), proxied(alice, bob) as proxy:
+        await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+        sent: list[int] = []
+        proxy.meddle = lambda data: (sent.append(len(data)), data[:-1])[1]
+        with pytest.raises(PeerTimeout):
+            await alice.call(bob.id, Echo(b"cut short"), Echo, timeout_s=0.05)
+        assert sent and "serving=0" in repr(bob.linker.table.of(alice.id))
 
 
-def test_a_peer_that_never_answers_the_dial_is_unreachable() -> None:
-    async def main() -> None:
-        async with peers("alice", dial_timeout_s=0.05) as (alice,):
-            bob = identity("bob").id
-            async with silence() as address:
-                alice.learn(Contact(bob, (address,)))
-                with pytest.raises(PeerUnreachable, match="did not answer in"):
-                    await alice.call(bob, Echo(), Echo, timeout_s=5)
-
-    run(main())
+async def test_a_peer_that_never_answers_the_dial_is_unreachable() -> None:
+    async with peers("alice", dial_timeout_s=0.05) as (alice,):
+        bob = identity("bob").id
+        async with silence() as address:
+            alice.learn(Contact(bob, (address,)))
+            with pytest.raises(PeerUnreachable, match="did not answer in"):
+                await alice.call(bob, Echo(), Echo, timeout_s=5)
 
 
-def test_a_web_server_at_the_address_is_no_peer() -> None:
+async def test_a_web_server_at_the_address_is_no_peer() -> None:
     async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi")
         writer.close()
 
-    async def main() -> None:
-        async with peers("alice") as (alice,):
-            web = await asyncio.start_server(reply, "127.0.0.1", 0)
-            bob = identity("bob").id
-            alice.learn(Contact(bob, (f"ws://127.0.0.1:{web.sockets[0].getsockname()[1]}",)))
-            with pytest.raises(PeerUnreachable, match="opens no link: HTTP status 200"):
-                await alice.call(bob, Echo(), Echo, timeout_s=5)
-            web.close()
-
-    run(main())
+    async with peers("alice") as (alice,):
+        web = await asyncio.start_server(reply, "127.0.0.1", 0)
+        bob = identity("bob").id
+        alice.learn(Contact(bob, (f"ws://127.0.0.1:{web.sockets[0].getsockname()[1]}",)))
+        with pytest.raises(PeerUnreachable, match="opens no link: HTTP status 200"):
+            await alice.call(bob, Echo(), Echo, timeout_s=5)
+        web.close()
 
 
 UPGRADE = (
@@ -108,81 +96,66 @@ def noise_message_1() -> bytes:
     [(b"", b""), (b"GET / HT", b""), (UPGRADE, b"101"), (UPGRADE + noise_message_1(), b"stalled")],
     ids=["nothing", "half a request", "no first message", "no third message"],
 )
-def test_a_connection_that_stalls_in_the_handshake_is_dropped(sent: bytes, answer: bytes) -> None:
-    async def main() -> None:
-        async with peers("bob", handshake_timeout_s=0.05) as (bob,):
-            port = int(bob.contact.addresses[0].rsplit(":", 1)[1])
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(sent)
-            got = b""
-            with contextlib.suppress(ConnectionError):
-                while part := await reader.read(1000):  # until bob hangs up
-                    got += part
-            assert answer in got
+async def test_a_connection_that_stalls_in_the_handshake_is_dropped(sent: bytes, answer: bytes) -> None:
+    async with peers("bob", handshake_timeout_s=0.05) as (bob,):
+        port = int(bob.contact.addresses[0].rsplit(":", 1)[1])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        got = b""
+        with contextlib.suppress(ConnectionError):
+            while part := await reader.read(1000):  # until bob hangs up
+                got += part
+        assert answer in got
+        writer.close()
+        assert not bob.linked()
+
+
+async def test_too_many_connections_in_the_handshake_are_refused() -> None:
+    async with peers("bob", max_handshakes=2) as (bob,):
+        port = int(bob.contact.addresses[0].rsplit(":", 1)[1])
+        ends = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        with pytest.raises(ConnectionError):
+            await ends[2][0].read()
+            raise ConnectionError  # an orderly close will do as well
+        assert not ends[0][0].at_eof()
+        for _, writer in ends:
             writer.close()
-            assert not bob.linked()
-
-    run(main())
-
-
-def test_too_many_connections_in_the_handshake_are_refused() -> None:
-    async def main() -> None:
-        async with peers("bob", max_handshakes=2) as (bob,):
-            port = int(bob.contact.addresses[0].rsplit(":", 1)[1])
-            ends = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-            with pytest.raises(ConnectionError):
-                await ends[2][0].read()
-                raise ConnectionError  # an orderly close will do as well
-            assert not ends[0][0].at_eof()
-            for _, writer in ends:
-                writer.close()
-
-    run(main())
 
 
 @pytest.mark.parametrize("size", [0, 1, 40, MAX_HANDSHAKE_BYTES + 1])
-def test_garbage_in_place_of_the_first_handshake_message_is_refused(size: int) -> None:
-    async def main() -> None:
-        async with peers("bob") as (bob,):
-            port = int(bob.contact.addresses[0].rsplit(":", 1)[1])
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(UPGRADE)
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(b"\x82\xfe" + size.to_bytes(2, "big") + bytes(4) + b"x" * size)
-            assert b"\x88" in await reader.read()  # a close frame
-            writer.close()
-            assert not bob.linked()
-
-    run(main())
+async def test_garbage_in_place_of_the_first_handshake_message_is_refused(size: int) -> None:
+    async with peers("bob") as (bob,):
+        port = int(bob.contact.addresses[0].rsplit(":", 1)[1])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(UPGRADE)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"\x82\xfe" + size.to_bytes(2, "big") + bytes(4) + b"x" * size)
+        assert b"\x88" in await reader.read()  # a close frame
+        writer.close()
+        assert not bob.linked()
 
 
 @pytest.mark.slow
-def test_a_half_open_link_is_given_up_after_missed_keep_alives() -> None:
-    async def main() -> None:
-        async with peers("alice", "bob", keep_alive_s=0.1) as (alice, bob), proxied(alice, bob) as proxy:
+async def test_a_half_open_link_is_given_up_after_missed_keep_alives() -> None:
+    async with peers("alice", "bob", keep_alive_s=0.1) as (alice, bob), proxied(alice, bob) as proxy:
+        await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+        reasons: list[str] = []
+        (link,) = alice.linker.table.of(bob.id)
+        alice.on_lost(lambda peer: reasons.append(link.lost or ""))
+        proxy.freeze()
+        with pytest.raises(PeerLost, match="silent"):
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-            reasons: list[str] = []
-            (link,) = alice.linker.table.of(bob.id)
-            alice.on_lost(lambda peer: reasons.append(link.lost or ""))
-            proxy.freeze()
-            with pytest.raises(PeerLost, match="silent"):
-                await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-            assert "silent" in reasons[0]
-            await until(lambda: not bob.linked())
-
-    run(main())
+        assert "silent" in reasons[0]
+        await until(lambda: not bob.linked())
 
 
-def test_keep_alives_hold_a_quiet_link_and_measure_the_round_trip() -> None:
-    async def main() -> None:
-        async with peers("alice", "bob", keep_alive_s=0.1) as (alice, bob):
-            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-            before = alice.statistics(bob.id)
-            await until(lambda: alice.statistics(bob.id).received_bytes > before.received_bytes)
-            assert alice.statistics(bob.id).links == 1
-            assert 0 < (alice.statistics(bob.id).rtt_s or 0) < 1
-
-    run(main())
+async def test_keep_alives_hold_a_quiet_link_and_measure_the_round_trip() -> None:
+    async with peers("alice", "bob", keep_alive_s=0.1) as (alice, bob):
+        await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+        before = alice.statistics(bob.id)
+        await until(lambda: alice.statistics(bob.id).received_bytes > before.received_bytes)
+        assert alice.statistics(bob.id).links == 1
+        assert 0 < (alice.statistics(bob.id).rtt_s or 0) < 1
 
 
 def test_close_leaves_no_task_thread_or_socket() -> None:
@@ -201,15 +174,12 @@ def test_close_leaves_no_task_thread_or_socket() -> None:
     assert threading.active_count() == threads
 
 
-def test_the_proxy_of_these_tests_passes_bytes_unchanged() -> None:
-    async def main() -> None:
-        async with peers("alice", "bob") as (alice, bob):
-            proxy = Proxy(bob.contact)
-            passed: list[bytes] = []
-            async with proxy.open() as address:
-                alice.learn(Contact(bob.id, (address,)))
-                proxy.meddle = lambda data: (passed.append(data), data)[1]
-                assert await alice.call(bob.id, Echo(b"x"), Echo, timeout_s=5) == Echo(b"x")
-            assert passed
-
-    run(main())
+async def test_the_proxy_of_these_tests_passes_bytes_unchanged() -> None:
+    async with peers("alice", "bob") as (alice, bob):
+        proxy = Proxy(bob.contact)
+        passed: list[bytes] = []
+        async with proxy.open() as address:
+            alice.learn(Contact(bob.id, (address,)))
+            proxy.meddle = lambda data: (passed.append(data), data)[1]
+            assert await alice.call(bob.id, Echo(b"x"), Echo, timeout_s=5) == Echo(b"x")
+        assert passed

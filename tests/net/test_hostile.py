@@ -19,76 +19,64 @@ from colab_swarm.net.peers import Stream
 from tests.net.swarm import Echo, Piece, Talk, identity, peers, run, start, until
 
 
-def test_a_small_item_does_not_keep_its_big_packet_alive() -> None:
-    async def main() -> None:
-        received: list[memoryview] = []
+async def test_a_small_item_does_not_keep_its_big_packet_alive() -> None:
+    received: list[memoryview] = []
 
-        async def keep(opening: Talk, stream: Stream) -> None:
-            received.append((await stream.receive(Piece))[1])
+    async def keep(opening: Talk, stream: Stream) -> None:
+        received.append((await stream.receive(Piece))[1])
 
-        async with peers("alice", "bob") as (alice, bob):
-            bob.serve_stream(Talk, keep)
-            stream = await alice.stream(bob.id, Talk(), timeout_s=5)
-            (link,) = alice.linker.table.of(bob.id)
-            link.mux._queue.append(encode(FrameKind.PONG, 0, bytes(100_000)))
-            await stream.send(Piece(1), b"12345678")
-            await until(lambda: bool(received))
-            assert bytes(received[0]) == b"12345678" and len(memoryview(received[0].obj)) == 8
-
-    run(main())
+    async with peers("alice", "bob") as (alice, bob):
+        bob.serve_stream(Talk, keep)
+        stream = await alice.stream(bob.id, Talk(), timeout_s=5)
+        (link,) = alice.linker.table.of(bob.id)
+        link.mux._queue.append(encode(FrameKind.PONG, 0, bytes(100_000)))
+        await stream.send(Piece(1), b"12345678")
+        await until(lambda: bool(received))
+        assert bytes(received[0]) == b"12345678" and len(memoryview(received[0].obj)) == 8
 
 
-def test_a_peer_that_never_leaves_loses_its_quiet_link() -> None:
-    async def main() -> None:
-        async with peers("alice", "bob", keep_alive_s=0.01) as (alice, bob):
-            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-            (near,), (far,) = bob.linker.table.of(alice.id), alice.linker.table.of(bob.id)
-            far.leave = lambda: None  # type: ignore[method-assign]
-            near.leave()
-            await until(lambda: far.mux.peer_leaving)
-            assert near.lost is None
-            near.used_at -= LEAVE_TIMEOUT_S
-            await until(lambda: near.lost is not None)
-
-    run(main())
+async def test_a_peer_that_never_leaves_loses_its_quiet_link() -> None:
+    async with peers("alice", "bob", keep_alive_s=0.01) as (alice, bob):
+        await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+        (near,), (far,) = bob.linker.table.of(alice.id), alice.linker.table.of(bob.id)
+        far.leave = lambda: None  # type: ignore[method-assign]
+        near.leave()
+        await until(lambda: far.mux.peer_leaving)
+        assert near.lost is None
+        near.used_at -= LEAVE_TIMEOUT_S
+        await until(lambda: near.lost is not None)
 
 
-def test_links_that_never_leave_are_bounded() -> None:
-    async def main() -> None:
-        callers = [await start(name) for name in ("bob", "carol", "dave", "erin", "frank")]
-        async with peers("alice", max_links=2) as (alice,):
-            outcomes = []
-            for caller in callers:
-                caller.learn(alice.contact)
-                try:
-                    await caller.call(alice.id, Echo(), Echo, timeout_s=5)
-                    (link,) = caller.linker.table.of(alice.id)
-                    link.leave = lambda: None  # type: ignore[method-assign]
-                    outcomes.append("linked")
-                except PeerError as error:
-                    outcomes.append("busy" if "links, all busy" in str(error) else str(error))
-            assert outcomes == ["linked"] * 4 + ["busy"]
+async def test_links_that_never_leave_are_bounded() -> None:
+    callers = [await start(name) for name in ("bob", "carol", "dave", "erin", "frank")]
+    async with peers("alice", max_links=2) as (alice,):
+        outcomes = []
         for caller in callers:
-            await caller.close()
+            caller.learn(alice.contact)
+            try:
+                await caller.call(alice.id, Echo(), Echo, timeout_s=5)
+                (link,) = caller.linker.table.of(alice.id)
+                link.leave = lambda: None  # type: ignore[method-assign]
+                outcomes.append("linked")
+            except PeerError as error:
+                outcomes.append("busy" if "links, all busy" in str(error) else str(error))
+        assert outcomes == ["linked"] * 4 + ["busy"]
+    for caller in callers:
+        await caller.close()
 
-    run(main())
 
-
-def test_handshakes_that_stall_after_the_first_message_are_bounded() -> None:
-    async def main() -> None:
-        async with peers("alice", max_handshakes=3) as (alice,), aiohttp.ClientSession() as session:
-            url, held, kinds = alice.contact.addresses[0], [], []
-            for _ in range(5):
-                socket = await session.ws_connect(url)
-                caller = Introduction(identity("bob"), addresses=(), run_id="", expected=alice.id)
-                await socket.send_bytes(caller.start())
-                held.append(socket)  # collected, it would close
-                kinds.append((await socket.receive()).type)
-            assert kinds == [aiohttp.WSMsgType.BINARY] * 3 + [aiohttp.WSMsgType.CLOSE] * 2
-            for socket in held:
-                await socket.close()
-
-    run(main())
+async def test_handshakes_that_stall_after_the_first_message_are_bounded() -> None:
+    async with peers("alice", max_handshakes=3) as (alice,), aiohttp.ClientSession() as session:
+        url, held, kinds = alice.contact.addresses[0], [], []
+        for _ in range(5):
+            socket = await session.ws_connect(url)
+            caller = Introduction(identity("bob"), addresses=(), run_id="", expected=alice.id)
+            await socket.send_bytes(caller.start())
+            held.append(socket)  # collected, it would close
+            kinds.append((await socket.receive()).type)
+        assert kinds == [aiohttp.WSMsgType.BINARY] * 3 + [aiohttp.WSMsgType.CLOSE] * 2
+        for socket in held:
+            await socket.close()
 
 
 def test_an_address_that_fails_as_another_succeeds_is_not_logged_as_forgotten(
@@ -112,18 +100,15 @@ def test_an_address_that_fails_as_another_succeeds_is_not_logged_as_forgotten(
     assert not caplog.records
 
 
-def test_a_failure_text_with_surrogates_reaches_the_caller() -> None:
-    async def main() -> None:
-        async def fail(peer: object, message: Echo) -> Echo:
-            raise OSError("no file \udc80")
+async def test_a_failure_text_with_surrogates_reaches_the_caller() -> None:
+    async def fail(peer: object, message: Echo) -> Echo:
+        raise OSError("no file \udc80")
 
-        async with peers("alice", "bob") as (alice, bob):
-            bob.unserve(Echo)
-            bob.serve(Echo, fail)
-            with pytest.raises(PeerError, match="no file"):
-                await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-
-    run(main())
+    async with peers("alice", "bob") as (alice, bob):
+        bob.unserve(Echo)
+        bob.serve(Echo, fail)
+        with pytest.raises(PeerError, match="no file"):
+            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
 
 
 def test_a_saved_identity_is_read_back_and_only_its_owner_can_read_it(tmp_path: Path) -> None:
@@ -133,25 +118,21 @@ def test_a_saved_identity_is_read_back_and_only_its_owner_can_read_it(tmp_path: 
     assert path.stat().st_mode & 0o777 == 0o600 and list(path.parent.iterdir()) == [path]
 
 
-def test_handlers_of_streams_given_up_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_handlers_of_streams_given_up_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "MAX_TASKS", 3)
+    release = asyncio.Event()
 
-    async def main() -> None:
-        release = asyncio.Event()
+    async def brood(opening: Talk, stream: Stream) -> None:
+        await release.wait()
 
-        async def brood(opening: Talk, stream: Stream) -> None:
-            await release.wait()
-
-        async with peers("alice", "bob") as (alice, bob):
-            bob.serve_stream(Talk, brood)
-            for _ in range(8):
-                (await alice.stream(bob.id, Talk(), timeout_s=5)).reset()
-            with pytest.raises(CallRefused, match="handlers still run"):
-                await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-            (link,) = bob.linker.table.of(alice.id)
-            assert len(link.tasks) == 3
-            release.set()
-            await until(lambda: not link.tasks)
-            assert await alice.call(bob.id, Echo(b"again"), Echo, timeout_s=5) == Echo(b"again")
-
-    run(main())
+    async with peers("alice", "bob") as (alice, bob):
+        bob.serve_stream(Talk, brood)
+        for _ in range(8):
+            (await alice.stream(bob.id, Talk(), timeout_s=5)).reset()
+        with pytest.raises(CallRefused, match="handlers still run"):
+            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+        (link,) = bob.linker.table.of(alice.id)
+        assert len(link.tasks) == 3
+        release.set()
+        await until(lambda: not link.tasks)
+        assert await alice.call(bob.id, Echo(b"again"), Echo, timeout_s=5) == Echo(b"again")

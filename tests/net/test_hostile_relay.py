@@ -13,15 +13,15 @@ import pytest
 
 from colab_swarm.errors import CallRefused, PeerError
 from colab_swarm.events import Fault
-from colab_swarm.net import circuits as circuits_module
 from colab_swarm.net import upgrade
 from colab_swarm.net.addresses import may_dial_back
 from colab_swarm.net.carrier import LinkType, Path
-from colab_swarm.net.circuits import Circuits
 from colab_swarm.net.handshake import TICKET
 from colab_swarm.net.peers import Ack, Contact, PeerId, Refusal
 from colab_swarm.net.relay import (
+    OFFERS_AT_ONCE,
     CircuitOffer,
+    Circuits,
     CircuitTicket,
     OpenCircuit,
     Relay,
@@ -55,35 +55,29 @@ class Socket:
         self.reading = True
 
 
-def test_many_messages_of_one_read_wait_for_the_quota_together() -> None:
-    async def main() -> None:
-        async with peers("carol") as (carol,):
-            relay = Relay(carol, RelayQuota(circuit_bps=8e4))
-            loop = asyncio.get_running_loop()
-            circuit = relay.state.open(ALICE, BOB, loop.time(), os.urandom)
-            near, far = (_Pump(relay, circuit, Socket()) for _ in range(2))  # type: ignore[arg-type]
-            near.other, far.other = far, near
-            while circuit.buckets[0].delay(loop.time()) < 1.0:
-                near.on_message(memoryview(bytes(100)))
-            await asyncio.sleep(0.1)
-            assert not near.socket.reading  # type: ignore[attr-defined]
-            relay.state.circuits.clear()
-            relay.close()
-
-    run(main())
+async def test_many_messages_of_one_read_wait_for_the_quota_together() -> None:
+    async with peers("carol") as (carol,):
+        relay = Relay(carol, RelayQuota(circuit_bps=8e4))
+        loop = asyncio.get_running_loop()
+        circuit = relay.state.open(ALICE, BOB, loop.time(), os.urandom)
+        near, far = (_Pump(relay, circuit, Socket()) for _ in range(2))  # type: ignore[arg-type]
+        near.other, far.other = far, near
+        while circuit.buckets[0].delay(loop.time()) < 1.0:
+            near.on_message(memoryview(bytes(100)))
+        await asyncio.sleep(0.1)
+        assert not near.socket.reading  # type: ignore[attr-defined]
+        relay.state.circuits.clear()
+        relay.close()
 
 
-def test_a_relay_leads_neither_to_itself_nor_back_to_the_caller() -> None:
-    async def main() -> None:
-        async with peers("alice", "carol") as (alice, carol):
-            relay = Relay(carol)
-            for called in (alice.id, carol.id):
-                with pytest.raises(CallRefused, match="a third peer"):
-                    await alice.call(carol.id, OpenCircuit(called), CircuitTicket, timeout_s=5)
-            assert not relay.state.circuits
-            relay.close()
-
-    run(main())
+async def test_a_relay_leads_neither_to_itself_nor_back_to_the_caller() -> None:
+    async with peers("alice", "carol") as (alice, carol):
+        relay = Relay(carol)
+        for called in (alice.id, carol.id):
+            with pytest.raises(CallRefused, match="a third peer"):
+                await alice.call(carol.id, OpenCircuit(called), CircuitTicket, timeout_s=5)
+        assert not relay.state.circuits
+        relay.close()
 
 
 def test_one_caller_cannot_use_up_what_a_peer_may_have_open() -> None:
@@ -94,97 +88,85 @@ def test_one_caller_cannot_use_up_what_a_peer_may_have_open() -> None:
     assert books.open(CAROL, BOB, 0.0, os.urandom)
 
 
-def test_a_ticket_that_was_guessed_leaves_no_error_behind() -> None:
-    async def main() -> None:
-        unhandled: list[str] = []
-        asyncio.get_running_loop().set_exception_handler(
-            lambda loop, context: unhandled.append(context["message"])
-        )
-        async with peers("alice", "carol") as (alice, carol):
-            relay = Relay(carol)
-            lost = asyncio.get_running_loop().create_future()
+async def test_a_ticket_that_was_guessed_leaves_no_error_behind() -> None:
+    unhandled: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(
+        lambda loop, context: unhandled.append(context["message"])
+    )
+    async with peers("alice", "carol") as (alice, carol):
+        relay = Relay(carol)
+        lost = asyncio.get_running_loop().create_future()
 
-            class Guesser:
-                def on_message(self, data: memoryview) -> None: ...
-                def on_writable(self, writable: bool) -> None: ...
-                def on_lost(self, reason: str) -> None:
-                    lost.set_result(reason)
+        class Guesser:
+            def on_message(self, data: memoryview) -> None: ...
+            def on_writable(self, writable: bool) -> None: ...
+            def on_lost(self, reason: str) -> None:
+                lost.set_result(reason)
 
-            socket = await alice.linker.connect(carol.contact.addresses[0], Guesser())
-            socket.send_bytes(TICKET + b"guess")
-            assert "not valid" in await lost
-            relay.close()
-        gc.collect()
-        assert unhandled == []
-
-    run(main())
+        socket = await alice.linker.connect(carol.contact.addresses[0], Guesser())
+        socket.send_bytes(TICKET + b"guess")
+        assert "not valid" in await lost
+        relay.close()
+    gc.collect()
+    assert unhandled == []
 
 
-def test_offers_without_end_are_refused() -> None:
-    async def main() -> None:
-        async with peers("alice", "carol") as (alice, carol):
-            circuits = Circuits(alice, lambda: asyncio.sleep(0, []), lambda: None, random.Random(1))
-            shown = 0
+async def test_offers_without_end_are_refused() -> None:
+    async with peers("alice", "carol") as (alice, carol):
+        circuits = Circuits(alice, lambda: asyncio.sleep(0, []), lambda: None, random.Random(1))
+        shown = 0
 
-            async def never(relay: PeerId, token: bytes, receiver: Any) -> Any:
-                nonlocal shown
-                shown += 1
-                await asyncio.Event().wait()
+        async def never(relay: PeerId, token: bytes, receiver: Any) -> Any:
+            nonlocal shown
+            shown += 1
+            await asyncio.Event().wait()
 
-            circuits._show = never  # type: ignore[assignment,method-assign]
-            refused = 0
-            for _ in range(100):
-                try:
-                    await carol.call(alice.id, CircuitOffer(BOB, bytes(16)), Ack, timeout_s=5)
-                except CallRefused:
-                    refused += 1
-            await asyncio.sleep(0)
-            assert shown == circuits_module.OFFERS_AT_ONCE and refused == 100 - shown
-            circuits.close()
-
-    run(main())
+        circuits._show = never  # type: ignore[assignment,method-assign]
+        refused = 0
+        for _ in range(100):
+            try:
+                await carol.call(alice.id, CircuitOffer(BOB, bytes(16)), Ack, timeout_s=5)
+            except CallRefused:
+                refused += 1
+        await asyncio.sleep(0)
+        assert shown == OFFERS_AT_ONCE and refused == 100 - shown
+        circuits.close()
 
 
-def test_a_peer_with_all_the_links_it_may_have_takes_none_through_relays(
+async def test_a_peer_with_all_the_links_it_may_have_takes_none_through_relays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def main() -> None:
-        async with peers("carol") as (carol,), circuit(carol) as (alice, bob, _):
-            monkeypatch.setattr(bob.linker.table, "full", lambda limit: True)
-            with pytest.raises(PeerError):
-                await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-            assert bob.linked() == {carol.id}
-
-    run(main())
+    async with peers("carol") as (carol,), circuit(carol) as (alice, bob, _):
+        monkeypatch.setattr(bob.linker.table, "full", lambda limit: True)
+        with pytest.raises(PeerError):
+            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+        assert bob.linked() == {carol.id}
 
 
-def test_a_relay_that_drops_peers_with_a_place_is_retried_after_a_pause(
+async def test_a_relay_that_drops_peers_with_a_place_is_retried_after_a_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def main() -> None:
-        async with peers("alice", listen=False) as (alice,), peers("carol") as (carol,):
-            places = 0
+    async with peers("alice", listen=False) as (alice,), peers("carol") as (carol,):
+        places = 0
 
-            async def drop(peer: PeerId, message: Reserve) -> Reserved:
-                nonlocal places
-                places += 1
-                loop = asyncio.get_running_loop()
-                loop.call_later(0.002, lambda: [link.abort("") for link in carol.linker.table.of(peer)])
-                return Reserved(300.0, "192.0.2.1", 1)
+        async def drop(peer: PeerId, message: Reserve) -> Reserved:
+            nonlocal places
+            places += 1
+            loop = asyncio.get_running_loop()
+            loop.call_later(0.002, lambda: [link.abort("") for link in carol.linker.table.of(peer)])
+            return Reserved(300.0, "192.0.2.1", 1)
 
-            carol.serve(Reserve, drop)
+        carol.serve(Reserve, drop)
 
-            async def candidates() -> list[Contact]:
-                return [carol.contact]
+        async def candidates() -> list[Contact]:
+            return [carol.contact]
 
-            circuits = Circuits(alice, candidates, lambda: None, random.Random(1))
-            circuits.start()
-            await until(lambda: places == 1)
-            await asyncio.sleep(0.15)
-            assert places == 1
-            circuits.close()
-
-    run(main())
+        circuits = Circuits(alice, candidates, lambda: None, random.Random(1))
+        circuits.start()
+        await until(lambda: places == 1)
+        await asyncio.sleep(0.15)
+        assert places == 1
+        circuits.close()
 
 
 def test_a_relay_that_lies_about_where_it_sees_a_peer_does_not_keep_it_from_upgrading() -> None:
@@ -199,23 +181,20 @@ def test_a_relay_that_lies_about_where_it_sees_a_peer_does_not_keep_it_from_upgr
             run(main())
 
 
-def test_an_upgrade_calls_no_web_server_s_api(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with peers("alice", "bob") as (alice, bob):
-            dialled: list[str] = []
+async def test_an_upgrade_calls_no_web_server_s_api(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with peers("alice", "bob") as (alice, bob):
+        dialled: list[str] = []
 
-            async def dial(peer: PeerId, address: str) -> Any:
-                dialled.append(address)
-                raise PeerError(address)
+        async def dial(peer: PeerId, address: str) -> Any:
+            dialled.append(address)
+            raise PeerError(address)
 
-            monkeypatch.setattr(alice.linker, "dial_direct", dial)
-            upgrades = Upgrades(alice, lambda relay: None, lambda peer, fault: None, random.Random(1))
-            evil = ("ws://127.0.0.1:1/api?delete=all", "ws://127.0.0.1:2", "://x", "s://10.0.0.1/admin")
-            assert not await upgrades._dial_back(bob.id, evil, "127.0.0.1")
-            assert dialled == ["ws://127.0.0.1:2"]
-            upgrades.close()
-
-    run(main())
+        monkeypatch.setattr(alice.linker, "dial_direct", dial)
+        upgrades = Upgrades(alice, lambda relay: None, lambda peer, fault: None, random.Random(1))
+        evil = ("ws://127.0.0.1:1/api?delete=all", "ws://127.0.0.1:2", "://x", "s://10.0.0.1/admin")
+        assert not await upgrades._dial_back(bob.id, evil, "127.0.0.1")
+        assert dialled == ["ws://127.0.0.1:2"]
+        upgrades.close()
 
 
 EVIL = (
@@ -227,25 +206,21 @@ EVIL = (
 )
 
 
-def test_a_relayed_peer_can_only_have_its_own_host_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_relayed_peer_can_only_have_its_own_host_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Upgrades, "_on_relayed", lambda self, link: None)
+    async with relayed() as (alice, bob, _):
+        dialled: list[str] = []
 
-    async def main() -> None:
-        async with relayed() as (alice, bob, _):
-            dialled: list[str] = []
+        async def dial(peer: PeerId, address: str) -> Any:
+            dialled.append(address)
+            raise PeerError(address)
 
-            async def dial(peer: PeerId, address: str) -> Any:
-                dialled.append(address)
-                raise PeerError(address)
-
-            monkeypatch.setattr(bob.linker, "dial_direct", dial)
-            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-            stream = await alice.stream(bob.id, Upgrade((*EVIL, "ws://127.0.0.1:2"), ()), timeout_s=5)
-            await stream.receive(UpgradeReady)
-            assert dialled == ["ws://127.0.0.1:2"]  # where the relay sees alice
-            await stream.end()
-
-    run(main())
+        monkeypatch.setattr(bob.linker, "dial_direct", dial)
+        await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+        stream = await alice.stream(bob.id, Upgrade((*EVIL, "ws://127.0.0.1:2"), ()), timeout_s=5)
+        await stream.receive(UpgradeReady)
+        assert dialled == ["ws://127.0.0.1:2"]  # where the relay sees alice
+        await stream.end()
 
 
 @pytest.mark.parametrize(
@@ -287,44 +262,35 @@ def test_a_relayed_peer_is_dialled_at_its_own_host_or_in_public(address: str, se
         ("127.0.0.1", "127.0.0.1", "127.0.0.1"),
     ],
 )
-def test_a_relay_that_is_not_in_our_network_names_no_host_in_it(
+async def test_a_relay_that_is_not_in_our_network_names_no_host_in_it(
     relay_at: str, claimed: str, believed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with peers("alice") as (alice,):
-            upgrades = Upgrades(alice, lambda relay: None, lambda peer, fault: None, random.Random(1))
-            monkeypatch.setattr(alice, "path_to", lambda relay: Path(remote=(relay_at, 1)))
-            assert upgrades._seen(Path(LinkType.RELAYED, relay=CAROL, caller_host=claimed)) == believed
-            upgrades.close()
-
-    run(main())
+    async with peers("alice") as (alice,):
+        upgrades = Upgrades(alice, lambda relay: None, lambda peer, fault: None, random.Random(1))
+        monkeypatch.setattr(alice, "path_to", lambda relay: Path(remote=(relay_at, 1)))
+        assert upgrades._seen(Path(LinkType.RELAYED, relay=CAROL, caller_host=claimed)) == believed
+        upgrades.close()
 
 
-def test_a_peer_that_requests_upgrades_and_stays_silent_is_refused_after_a_few(
+async def test_a_peer_that_requests_upgrades_and_stays_silent_is_refused_after_a_few(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(upgrade, "TALK_TIMEOUT_S", 0.01)
     monkeypatch.setattr(upgrade, "PUNCH_S", 0.01)
     monkeypatch.setattr(Upgrades, "_on_relayed", lambda self, link: None)
-
-    async def main() -> None:
-        async with relayed() as (alice, bob, _):
-            faults: list[object] = []
-            bob.linker._events.listen(
-                lambda event: faults.append(event) if isinstance(event, Fault) else None
-            )
-            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-            texts = []
-            for _ in range(upgrade.TRIES + 1):
-                stream = await alice.stream(bob.id, Upgrade((), ()), timeout_s=5)
-                with pytest.raises(PeerError) as caught:
-                    while True:
-                        await stream.receive(UpgradeReady)
-                texts.append(str(caught.value))
-            assert not faults, faults
-            assert "minute" in texts[-1] and not any("minute" in text for text in texts[:-1])
-
-    run(main())
+    async with relayed() as (alice, bob, _):
+        faults: list[object] = []
+        bob.linker._events.listen(lambda event: faults.append(event) if isinstance(event, Fault) else None)
+        await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+        texts = []
+        for _ in range(upgrade.TRIES + 1):
+            stream = await alice.stream(bob.id, Upgrade((), ()), timeout_s=5)
+            with pytest.raises(PeerError) as caught:
+                while True:
+                    await stream.receive(UpgradeReady)
+            texts.append(str(caught.value))
+        assert not faults, faults
+        assert "minute" in texts[-1] and not any("minute" in text for text in texts[:-1])
 
 
 @pytest.mark.parametrize(
@@ -360,14 +326,11 @@ def test_only_the_requesting_host_is_dialled_back(address: str, seen: str, may: 
 @pytest.mark.parametrize(
     ("remote", "way"), [("203.0.113.9", LinkType.DIRECT), ("127.0.0.1", LinkType.TUNNEL)]
 )
-def test_a_caller_outside_is_not_taken_for_the_tunnels_agent(
+async def test_a_caller_outside_is_not_taken_for_the_tunnels_agent(
     remote: str, way: LinkType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with peers("alice") as (alice,):
-            monkeypatch.setattr(alice.linker, "_receiver", lambda expected, path: path)
-            request: Any = SimpleNamespace(remote=remote, headers={"X-Forwarded-For": "198.51.100.7"})
-            path: Any = alice.linker._receive_caller(request)
-            assert path.way is way
-
-    run(main())
+    async with peers("alice") as (alice,):
+        monkeypatch.setattr(alice.linker, "_receiver", lambda expected, path: path)
+        request: Any = SimpleNamespace(remote=remote, headers={"X-Forwarded-For": "198.51.100.7"})
+        path: Any = alice.linker._receive_caller(request)
+        assert path.way is way

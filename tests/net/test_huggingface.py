@@ -43,22 +43,16 @@ async def hub(answer: Any = ALICE, status: int = 200) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-def test_a_token_names_its_user_and_organisations(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with hub() as address:
-            monkeypatch.setenv("HF_ENDPOINT", address + "/")
-            assert await whoami(TOKEN) == Account("alice", ("neuropark",))
-            assert await whoami("hf_other") is None
-
-    run(main())
+async def test_a_token_names_its_user_and_organisations(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with hub() as address:
+        monkeypatch.setenv("HF_ENDPOINT", address + "/")
+        assert await whoami(TOKEN) == Account("alice", ("neuropark",))
+        assert await whoami("hf_other") is None
 
 
-def test_a_token_of_an_organisation_has_no_account() -> None:
-    async def main() -> None:
-        async with hub({"type": "org", "name": "neuropark"}) as address:
-            assert await whoami(TOKEN, endpoint=address) is None
-
-    run(main())
+async def test_a_token_of_an_organisation_has_no_account() -> None:
+    async with hub({"type": "org", "name": "neuropark"}) as address:
+        assert await whoami(TOKEN, endpoint=address) is None
 
 
 @pytest.mark.parametrize(
@@ -79,22 +73,16 @@ def test_a_hub_in_trouble_is_reported_without_the_token(
     assert TOKEN not in caplog.text
 
 
-def test_a_missing_hub_is_reported() -> None:
-    async def main() -> None:
-        async with hub() as address:
-            pass
-        with pytest.raises(PeerUnreachable, match="does not answer"):
-            await whoami(TOKEN, endpoint=address)
-
-    run(main())
+async def test_a_missing_hub_is_reported() -> None:
+    async with hub() as address:
+        pass
+    with pytest.raises(PeerUnreachable, match="does not answer"):
+        await whoami(TOKEN, endpoint=address)
 
 
 @pytest.mark.parametrize("token", ["", "two words", "line\nbreak", "x" * 600])
-def test_what_cannot_be_a_token_is_not_sent(token: str) -> None:
-    async def main() -> None:
-        assert await whoami(token, endpoint="http://127.0.0.1:1") is None
-
-    run(main())
+async def test_what_cannot_be_a_token_is_not_sent(token: str) -> None:
+    assert await whoami(token, endpoint="http://127.0.0.1:1") is None
 
 
 @given(st.binary(max_size=300))

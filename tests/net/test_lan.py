@@ -22,7 +22,7 @@ from colab_swarm.net.lan import (
     write_properties,
 )
 from colab_swarm.net.peers import MAX_ADDRESSES, Contact
-from tests.net.swarm import identity, run
+from tests.net.swarm import identity
 
 ALICE, BOB = (identity(name).id for name in ("alice", "bob"))
 
@@ -149,7 +149,7 @@ async def find(run_id: str, wanted: set[Contact]) -> LanSwarm:
 
 
 @pytest.mark.slow
-def test_announced_peers_are_found_until_they_say_goodbye() -> None:
+async def test_announced_peers_are_found_until_they_say_goodbye() -> None:
     if multicast_missing():
         pytest.skip(multicast_missing())
     run_id = f"lantest-{os.getpid()}"
@@ -158,24 +158,16 @@ def test_announced_peers_are_found_until_they_say_goodbye() -> None:
         said = announcement(name, run_id=run_id, address="ws://127.0.0.1:4500")
         return await LanAnnouncer.start(said, interfaces=LOOPBACK)
 
-    async def main() -> None:
-        alice, bob = await asyncio.gather(announce("alice"), announce("bob"))
-        both = {Contact(one, ("ws://127.0.0.1:4500",)) for one in (ALICE, BOB)}
-        swarm = await find(run_id, both)
-        assert (swarm.run, swarm.access, set(swarm.names)) == ("lantest", "open", {"alice", "bob"})
-        moved = Contact(BOB, ("ws://127.0.0.1:4600",))
-        await asyncio.gather(
-            alice.update(Contact(ALICE)), bob.update(moved)
-        )  # alice can no longer be dialled
-        await find(run_id, {moved})
-        await asyncio.gather(alice.close(), bob.close())
-        await bob.close()
-
-    run(main())
+    alice, bob = await asyncio.gather(announce("alice"), announce("bob"))
+    both = {Contact(one, ("ws://127.0.0.1:4500",)) for one in (ALICE, BOB)}
+    swarm = await find(run_id, both)
+    assert (swarm.run, swarm.access, set(swarm.names)) == ("lantest", "open", {"alice", "bob"})
+    moved = Contact(BOB, ("ws://127.0.0.1:4600",))
+    await asyncio.gather(alice.update(Contact(ALICE)), bob.update(moved))  # alice can no longer be dialled
+    await find(run_id, {moved})
+    await asyncio.gather(alice.close(), bob.close())
+    await bob.close()
 
 
-def test_where_there_is_no_multicast_nothing_is_found() -> None:
-    async def main() -> None:
-        assert await find_swarms(seconds=0.01, interfaces=["192.0.2.250"]) == []
-
-    run(main())
+async def test_where_there_is_no_multicast_nothing_is_found() -> None:
+    assert await find_swarms(seconds=0.01, interfaces=["192.0.2.250"]) == []

@@ -20,7 +20,7 @@ from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
 from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.peers import CIRCUIT, Contact, Message, PeerId, Refusal, Role
 from colab_swarm.net.websocket import WebSocket
-from tests.net.swarm import LOOPBACK, Echo, Piece, Talk, echo, identity, peers, run, silence, start, until
+from tests.net.swarm import LOOPBACK, Echo, Piece, Talk, echo, identity, peers, silence, start, until
 
 
 class Without(OpenAdmission):
@@ -35,29 +35,23 @@ class Without(OpenAdmission):
         return super().admit(public_key, membership, now=now)
 
 
-def test_a_call_is_answered() -> None:
-    async def main() -> None:
-        async with peers("alice", "bob") as (alice, bob):
-            assert await alice.call(bob.id, Echo(b"hello"), Echo, timeout_s=5) == Echo(b"hello")
-            big = Echo(bytes(200_000))
-            assert await alice.call(bob.id, big, Echo, timeout_s=5) == big
-            assert alice.linked() == {bob.id} and bob.linked() == {alice.id}
-
-    run(main())
+async def test_a_call_is_answered() -> None:
+    async with peers("alice", "bob") as (alice, bob):
+        assert await alice.call(bob.id, Echo(b"hello"), Echo, timeout_s=5) == Echo(b"hello")
+        big = Echo(bytes(200_000))
+        assert await alice.call(bob.id, big, Echo, timeout_s=5) == big
+        assert alice.linked() == {bob.id} and bob.linked() == {alice.id}
 
 
-def test_a_peer_can_call_itself() -> None:
-    async def main() -> None:
-        async with peers("alice") as (alice,):
-            assert await alice.call(alice.id, Echo(b"me"), Echo, timeout_s=5) == Echo(b"me")
-            assert alice.linked() == frozenset()
-            with pytest.raises(CallRefused, match="Talk is not served"):
-                await alice.call(alice.id, Talk(), Echo, timeout_s=5)
-
-    run(main())
+async def test_a_peer_can_call_itself() -> None:
+    async with peers("alice") as (alice,):
+        assert await alice.call(alice.id, Echo(b"me"), Echo, timeout_s=5) == Echo(b"me")
+        assert alice.linked() == frozenset()
+        with pytest.raises(CallRefused, match="Talk is not served"):
+            await alice.call(alice.id, Talk(), Echo, timeout_s=5)
 
 
-def test_every_way_a_handler_can_fail_reaches_the_caller_as_a_code() -> None:
+async def test_every_way_a_handler_can_fail_reaches_the_caller_as_a_code() -> None:
     class Ask(Message, frozen=True):
         kind: str
 
@@ -70,336 +64,272 @@ def test_every_way_a_handler_can_fail_reaches_the_caller_as_a_code() -> None:
         number: int
 
     Other.__name__ = "Ask"  # same name, other fields
-
-    async def main() -> None:
-        events = EventLog()
-        bob = await start("bob", events=events)
-        bob.serve(Ask, answer)
-        async with peers("alice") as (alice,):
-            alice.learn(bob.contact)
-            for message, code, text in (
-                (Ask("refused"), "refused", "not today"),
-                (Ask("bug"), "failed", "a bug"),
-                (Other(5), "invalid", "undecodable"),
-                (Talk(), "unknown", "Talk"),
-            ):
-                with pytest.raises(CallRefused, match=text) as caught:
-                    await alice.call(bob.id, message, Ask, timeout_s=5)
-                assert caught.value.code == code
-        assert [fault.text for fault in events.recent(Fault)] == ["RuntimeError: a bug"]
-        await bob.close()
-
-    run(main())
+    events = EventLog()
+    bob = await start("bob", events=events)
+    bob.serve(Ask, answer)
+    async with peers("alice") as (alice,):
+        alice.learn(bob.contact)
+        for message, code, text in (
+            (Ask("refused"), "refused", "not today"),
+            (Ask("bug"), "failed", "a bug"),
+            (Other(5), "invalid", "undecodable"),
+            (Talk(), "unknown", "Talk"),
+        ):
+            with pytest.raises(CallRefused, match=text) as caught:
+                await alice.call(bob.id, message, Ask, timeout_s=5)
+            assert caught.value.code == code
+    assert [fault.text for fault in events.recent(Fault)] == ["RuntimeError: a bug"]
+    await bob.close()
 
 
-def test_a_reply_of_another_shape_is_a_protocol_error() -> None:
-    async def main() -> None:
-        async with peers("alice", "bob") as (alice, bob):
-            with pytest.raises(ProtocolError, match="is not a valid Piece"):
-                await alice.call(bob.id, Echo(b"text"), Piece, timeout_s=5)
-
-    run(main())
+async def test_a_reply_of_another_shape_is_a_protocol_error() -> None:
+    async with peers("alice", "bob") as (alice, bob):
+        with pytest.raises(ProtocolError, match="is not a valid Piece"):
+            await alice.call(bob.id, Echo(b"text"), Piece, timeout_s=5)
 
 
 @pytest.mark.parametrize("how", ["timeout", "cancel", "link lost"])
-def test_a_caller_that_gives_up_cancels_the_handler(how: str) -> None:
-    async def main() -> None:
-        started, cancelled = asyncio.Event(), asyncio.Event()
+async def test_a_caller_that_gives_up_cancels_the_handler(how: str) -> None:
+    started, cancelled = asyncio.Event(), asyncio.Event()
 
-        async def wait_for_ever(peer: PeerId, message: Talk) -> Message:
-            started.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                cancelled.set()
-            return message
+    async def wait_for_ever(peer: PeerId, message: Talk) -> Message:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+        return message
 
-        async with peers("alice", "bob") as (alice, bob):
-            bob.serve(Talk, wait_for_ever)
+    async with peers("alice", "bob") as (alice, bob):
+        bob.serve(Talk, wait_for_ever)
+        await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+        call = asyncio.create_task(
+            alice.call(bob.id, Talk(), Talk, timeout_s=0.02 if how == "timeout" else 5)
+        )
+        await started.wait()
+        if how == "cancel":
+            call.cancel()
+        if how == "link lost":
+            await alice.close()
+        expected = {"timeout": PeerTimeout, "cancel": asyncio.CancelledError, "link lost": PeerLost}[how]
+        with pytest.raises(expected):
+            await call
+        await cancelled.wait()
+
+
+async def test_a_peer_in_client_mode_is_called_back_over_its_own_link() -> None:
+    async with peers("bob") as (bob,), peers("alice", listen=False) as (alice,):
+        alice.learn(bob.contact)
+        assert alice.contact.addresses == ()
+        with pytest.raises(PeerUnreachable, match="no address"):
+            await bob.call(alice.id, Echo(), Echo, timeout_s=5)
+        await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+        assert await bob.call(alice.id, Echo(b"back"), Echo, timeout_s=5) == Echo(b"back")
+
+
+async def test_another_peer_at_the_address_is_a_wrong_peer() -> None:
+    async with peers("alice", "bob") as (alice, bob):
+        carol = identity("carol").id
+        alice.learn(Contact(carol, bob.contact.addresses))
+        with pytest.raises(WrongPeer, match=f"{bob.id.hex()[:8]} answered, {carol.hex()[:8]} was expected"):
+            await alice.call(carol, Echo(), Echo, timeout_s=5)
+        await until(lambda: not bob.linked())
+
+
+async def test_peers_of_another_run_are_refused_and_both_runs_are_named() -> None:
+    async with peers("alice", run_id="red") as (alice,), peers("bob", run_id="blue") as (bob,):
+        alice.learn(bob.contact)
+        with pytest.raises(PeerUnreachable, match=r"to run 'blue'.*we belong to run 'red'"):
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-            call = asyncio.create_task(
-                alice.call(bob.id, Talk(), Talk, timeout_s=0.02 if how == "timeout" else 5)
-            )
-            await started.wait()
-            if how == "cancel":
-                call.cancel()
-            if how == "link lost":
-                await alice.close()
-            expected = {"timeout": PeerTimeout, "cancel": asyncio.CancelledError, "link lost": PeerLost}[how]
-            with pytest.raises(expected):
-                await call
-            await cancelled.wait()
-
-    run(main())
 
 
-def test_a_peer_in_client_mode_is_called_back_over_its_own_link() -> None:
-    async def main() -> None:
-        async with peers("bob") as (bob,), peers("alice", listen=False) as (alice,):
-            alice.learn(bob.contact)
-            assert alice.contact.addresses == ()
-            with pytest.raises(PeerUnreachable, match="no address"):
-                await bob.call(alice.id, Echo(), Echo, timeout_s=5)
+async def test_a_key_that_is_not_admitted_gets_no_link() -> None:
+    bob = await start("bob", admission=Without(identity("alice").public_key))
+    bob.serve(Echo, echo)
+    async with peers("alice", "carol") as (alice, carol):
+        alice.learn(bob.contact)
+        carol.learn(bob.contact)
+        with pytest.raises((PeerLost, PeerUnreachable), match="not admitted: you are on the list"):
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-            assert await bob.call(alice.id, Echo(b"back"), Echo, timeout_s=5) == Echo(b"back")
-
-    run(main())
-
-
-def test_another_peer_at_the_address_is_a_wrong_peer() -> None:
-    async def main() -> None:
-        async with peers("alice", "bob") as (alice, bob):
-            carol = identity("carol").id
-            alice.learn(Contact(carol, bob.contact.addresses))
-            with pytest.raises(
-                WrongPeer, match=f"{bob.id.hex()[:8]} answered, {carol.hex()[:8]} was expected"
-            ):
-                await alice.call(carol, Echo(), Echo, timeout_s=5)
-            await until(lambda: not bob.linked())
-
-    run(main())
+        assert await carol.call(bob.id, Echo(b"in"), Echo, timeout_s=5) == Echo(b"in")
+    await bob.close()
 
 
-def test_peers_of_another_run_are_refused_and_both_runs_are_named() -> None:
-    async def main() -> None:
-        async with peers("alice", run_id="red") as (alice,), peers("bob", run_id="blue") as (bob,):
-            alice.learn(bob.contact)
-            with pytest.raises(PeerUnreachable, match=r"to run 'blue'.*we belong to run 'red'"):
-                await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-
-    run(main())
-
-
-def test_a_key_that_is_not_admitted_gets_no_link() -> None:
-    async def main() -> None:
-        bob = await start("bob", admission=Without(identity("alice").public_key))
-        bob.serve(Echo, echo)
-        async with peers("alice", "carol") as (alice, carol):
-            alice.learn(bob.contact)
-            carol.learn(bob.contact)
-            with pytest.raises((PeerLost, PeerUnreachable), match="not admitted: you are on the list"):
-                await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-            assert await carol.call(bob.id, Echo(b"in"), Echo, timeout_s=5) == Echo(b"in")
-        await bob.close()
-
-    run(main())
+async def test_a_peer_that_is_no_longer_admitted_loses_its_link() -> None:
+    door = Without(b"")
+    bob = await start("bob", admission=door)
+    bob.serve(Echo, echo)
+    async with peers("alice") as (alice,):
+        alice.learn(bob.contact)
+        assert await alice.call(bob.id, Echo(b"in"), Echo, timeout_s=5) == Echo(b"in")
+        door.barred.add(alice.public_key)
+        bob.linker.recheck()
+        assert bob.linked() == frozenset()
+        await until(lambda: not alice.linked())
+    await bob.close()
 
 
-def test_a_peer_that_is_no_longer_admitted_loses_its_link() -> None:
-    async def main() -> None:
-        door = Without(b"")
-        bob = await start("bob", admission=door)
-        bob.serve(Echo, echo)
-        async with peers("alice") as (alice,):
-            alice.learn(bob.contact)
-            assert await alice.call(bob.id, Echo(b"in"), Echo, timeout_s=5) == Echo(b"in")
-            door.barred.add(alice.public_key)
-            bob.linker.recheck()
-            assert bob.linked() == frozenset()
-            await until(lambda: not alice.linked())
-        await bob.close()
-
-    run(main())
-
-
-def test_a_role_is_refused_what_it_may_not() -> None:
+async def test_a_role_is_refused_what_it_may_not() -> None:
     class Viewers(OpenAdmission):
         def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
             return Role.WORKER if membership == b"renewed" else Role.VIEWER
 
-    async def main() -> None:
-        bob = await start("bob", admission=Viewers())
-        bob.serve(Echo, echo, role=Role.WORKER)
-        async with peers("alice") as (alice,):
-            alice.learn(bob.contact)
-            with pytest.raises(CallRefused, match="needs the role worker; yours is viewer") as refused:
-                await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-            assert refused.value.code == "refused" and bob.role_of(alice.id) is Role.VIEWER
-            assert bob.linker.readmit(alice.id, b"renewed") is Role.WORKER
-            assert await alice.call(bob.id, Echo(b"in"), Echo, timeout_s=5) == Echo(b"in")
+    bob = await start("bob", admission=Viewers())
+    bob.serve(Echo, echo, role=Role.WORKER)
+    async with peers("alice") as (alice,):
+        alice.learn(bob.contact)
+        with pytest.raises(CallRefused, match="needs the role worker; yours is viewer") as refused:
+            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+        assert refused.value.code == "refused" and bob.role_of(alice.id) is Role.VIEWER
+        assert bob.linker.readmit(alice.id, b"renewed") is Role.WORKER
+        assert await alice.call(bob.id, Echo(b"in"), Echo, timeout_s=5) == Echo(b"in")
+    await bob.close()
+
+
+async def test_two_peers_with_one_identity_say_so() -> None:
+    async with peers("alice") as (alice,), peers("alice", "bob") as (twin, bob):
+        bob.learn(alice.contact)
+        alice.learn(Contact(bob.id, twin.contact.addresses))
+        with pytest.raises(WrongPeer, match="key file in use twice"):
+            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+
+
+async def test_an_address_without_a_peer_is_unreachable() -> None:
+    async with peers("alice", "bob") as (alice, bob):
         await bob.close()
+        with pytest.raises(PeerUnreachable, match=r"127\.0\.0\.1"):
+            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
 
-    run(main())
+
+async def test_a_peer_is_found_at_its_second_address() -> None:
+    async with peers("alice", "bob", "carol") as (alice, bob, carol):
+        others = Contact(bob.id, (*carol.contact.addresses, *bob.contact.addresses))
+        alice.learn(others)
+        assert await alice.call(bob.id, Echo(), Echo, timeout_s=5) == Echo()
 
 
-def test_two_peers_with_one_identity_say_so() -> None:
-    async def main() -> None:
-        async with peers("alice") as (alice,), peers("alice", "bob") as (twin, bob):
+async def test_both_dialling_at_once_loses_nothing_and_leaves_one_link() -> None:
+    async with peers("alice", "bob") as (alice, bob):
+        calls = [
+            one.call(other.id, Echo(bytes([number])), Echo, timeout_s=5)
+            for number in range(5)
+            for one, other in ((alice, bob), (bob, alice))
+        ]
+        assert len(await asyncio.gather(*calls)) == 10
+        assert await alice.call(bob.id, Echo(), Echo, timeout_s=5) == Echo()
+        await until(lambda: alice.statistics().links == bob.statistics().links == 1)
+        assert await bob.call(alice.id, Echo(), Echo, timeout_s=5) == Echo()
+
+
+async def test_events_and_listeners_report_joining_and_leaving_peers() -> None:
+    events, lost = EventLog(), []
+    alice = await start("alice", events=events)
+    alice.on_lost(lost.append)
+    async with peers("bob") as (bob,):
+        bob.learn(alice.contact)
+        alice.serve(Echo, echo)
+        await bob.call(alice.id, Echo(), Echo, timeout_s=5)
+    await until(lambda: bool(lost))
+    assert lost == [bob.id]
+    assert [event.peer for event in events.recent(PeerJoined)] == [bob.id.hex()]
+    assert [(event.peer, event.reason) for event in events.recent(PeerLeft)] == [
+        (bob.id.hex(), "the peer left")
+    ]
+    await alice.close()
+
+
+async def test_a_lost_link_is_dialled_again_by_the_next_call() -> None:
+    async with peers("bob") as (bob,):
+        async with peers("alice") as (alice,):
             bob.learn(alice.contact)
-            alice.learn(Contact(bob.id, twin.contact.addresses))
-            with pytest.raises(WrongPeer, match="key file in use twice"):
-                await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-
-    run(main())
-
-
-def test_an_address_without_a_peer_is_unreachable() -> None:
-    async def main() -> None:
-        async with peers("alice", "bob") as (alice, bob):
-            await bob.close()
-            with pytest.raises(PeerUnreachable, match=r"127\.0\.0\.1"):
-                await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-
-    run(main())
-
-
-def test_a_peer_is_found_at_its_second_address() -> None:
-    async def main() -> None:
-        async with peers("alice", "bob", "carol") as (alice, bob, carol):
-            others = Contact(bob.id, (*carol.contact.addresses, *bob.contact.addresses))
-            alice.learn(others)
-            assert await alice.call(bob.id, Echo(), Echo, timeout_s=5) == Echo()
-
-    run(main())
-
-
-def test_both_dialling_at_once_loses_nothing_and_leaves_one_link() -> None:
-    async def main() -> None:
-        async with peers("alice", "bob") as (alice, bob):
-            calls = [
-                one.call(other.id, Echo(bytes([number])), Echo, timeout_s=5)
-                for number in range(5)
-                for one, other in ((alice, bob), (bob, alice))
-            ]
-            assert len(await asyncio.gather(*calls)) == 10
-            assert await alice.call(bob.id, Echo(), Echo, timeout_s=5) == Echo()
-            await until(lambda: alice.statistics().links == bob.statistics().links == 1)
+            await bob.call(alice.id, Echo(), Echo, timeout_s=5)
+            port = int(alice.contact.addresses[0].rsplit(":", 1)[1])
+        await until(lambda: not bob.linked())
+        async with peers("alice", port=port):
             assert await bob.call(alice.id, Echo(), Echo, timeout_s=5) == Echo()
 
-    run(main())
+
+async def test_skewed_clocks_agree_on_the_swarms_time() -> None:
+    now = asyncio.get_running_loop().time
+    alice = await start("alice", wall_clock=lambda: 1e9 + now())
+    bob = await start("bob", wall_clock=lambda: 1e9 + 300 + now())
+    bob.serve(Echo, echo)
+    alice.learn(bob.contact)
+    await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+    assert abs(alice.time() - bob.time()) < 0.5
+    assert abs(alice.time() - (1e9 + 150 + now())) < 0.5
+    await alice.close()
+    await bob.close()
 
 
-def test_events_and_listeners_report_joining_and_leaving_peers() -> None:
-    async def main() -> None:
-        events, lost = EventLog(), []
-        alice = await start("alice", events=events)
-        alice.on_lost(lost.append)
-        async with peers("bob") as (bob,):
-            bob.learn(alice.contact)
-            alice.serve(Echo, echo)
-            await bob.call(alice.id, Echo(), Echo, timeout_s=5)
-        await until(lambda: bool(lost))
-        assert lost == [bob.id]
-        assert [event.peer for event in events.recent(PeerJoined)] == [bob.id.hex()]
-        assert [(event.peer, event.reason) for event in events.recent(PeerLeft)] == [
-            (bob.id.hex(), "the peer left")
-        ]
-        await alice.close()
-
-    run(main())
-
-
-def test_a_lost_link_is_dialled_again_by_the_next_call() -> None:
-    async def main() -> None:
-        async with peers("bob") as (bob,):
-            async with peers("alice") as (alice,):
-                bob.learn(alice.contact)
-                await bob.call(alice.id, Echo(), Echo, timeout_s=5)
-                port = int(alice.contact.addresses[0].rsplit(":", 1)[1])
-            await until(lambda: not bob.linked())
-            async with peers("alice", port=port):
-                assert await bob.call(alice.id, Echo(), Echo, timeout_s=5) == Echo()
-
-    run(main())
-
-
-def test_skewed_clocks_agree_on_the_swarms_time() -> None:
-    async def main() -> None:
-        now = asyncio.get_running_loop().time
-        alice = await start("alice", wall_clock=lambda: 1e9 + now())
-        bob = await start("bob", wall_clock=lambda: 1e9 + 300 + now())
-        bob.serve(Echo, echo)
-        alice.learn(bob.contact)
+async def test_an_unused_link_is_closed_and_a_client_modes_link_stays() -> None:
+    changes = {"idle_link_s": 0.05, "keep_alive_s": 0.1}
+    client_mode = peers("carol", listen=False, **changes)
+    async with peers("alice", "bob", **changes) as (alice, bob), client_mode as (carol,):
+        carol.learn(bob.contact)
         await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-        assert abs(alice.time() - bob.time()) < 0.5
-        assert abs(alice.time() - (1e9 + 150 + now())) < 0.5
-        await alice.close()
-        await bob.close()
-
-    run(main())
+        await carol.call(bob.id, Echo(), Echo, timeout_s=5)
+        await until(lambda: not alice.linked())
+        assert bob.linked() == {carol.id}
 
 
-def test_an_unused_link_is_closed_and_a_client_modes_link_stays() -> None:
-    async def main() -> None:
-        changes = {"idle_link_s": 0.05, "keep_alive_s": 0.1}
-        client_mode = peers("carol", listen=False, **changes)
-        async with peers("alice", "bob", **changes) as (alice, bob), client_mode as (carol,):
-            carol.learn(bob.contact)
-            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+async def test_the_longest_unused_link_makes_room_for_a_new_one() -> None:
+    async with peers("bob", max_links=1) as (bob,), peers("alice", "carol") as (alice, carol):
+        for node in (alice, carol):
+            node.learn(bob.contact)
+            await node.call(bob.id, Echo(), Echo, timeout_s=5)
+        await until(lambda: bob.linked() == {carol.id})
+        await until(lambda: not alice.linked())
+
+
+async def test_a_busy_peer_refuses_more_links() -> None:
+    async def wait(peer: PeerId, message: Talk) -> Message:
+        await asyncio.Event().wait()
+        return message
+
+    async with peers("bob", max_links=1) as (bob,), peers("alice", "carol") as (alice, carol):
+        bob.serve(Talk, wait)
+        alice.learn(bob.contact)
+        carol.learn(bob.contact)
+        await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+        call = asyncio.create_task(alice.call(bob.id, Talk(), Talk, timeout_s=5))
+        await until(lambda: "serving=1" in repr(bob.linker.table.of(alice.id)))
+        with pytest.raises(PeerUnreachable, match="all busy"):
             await carol.call(bob.id, Echo(), Echo, timeout_s=5)
-            await until(lambda: not alice.linked())
-            assert bob.linked() == {carol.id}
-
-    run(main())
+        call.cancel()
 
 
-def test_the_longest_unused_link_makes_room_for_a_new_one() -> None:
-    async def main() -> None:
-        async with peers("bob", max_links=1) as (bob,), peers("alice", "carol") as (alice, carol):
-            for node in (alice, carol):
-                node.learn(bob.contact)
-                await node.call(bob.id, Echo(), Echo, timeout_s=5)
-            await until(lambda: bob.linked() == {carol.id})
-            await until(lambda: not alice.linked())
-
-    run(main())
-
-
-def test_a_busy_peer_refuses_more_links() -> None:
-    async def main() -> None:
-        async def wait(peer: PeerId, message: Talk) -> Message:
-            await asyncio.Event().wait()
-            return message
-
-        async with peers("bob", max_links=1) as (bob,), peers("alice", "carol") as (alice, carol):
-            bob.serve(Talk, wait)
-            alice.learn(bob.contact)
-            carol.learn(bob.contact)
-            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-            call = asyncio.create_task(alice.call(bob.id, Talk(), Talk, timeout_s=5))
-            await until(lambda: "serving=1" in repr(bob.linker.table.of(alice.id)))
-            with pytest.raises(PeerUnreachable, match="all busy"):
-                await carol.call(bob.id, Echo(), Echo, timeout_s=5)
-            call.cancel()
-
-    run(main())
-
-
-def test_close_wakes_tasks_that_wait_for_a_link_and_refuses_new_calls() -> None:
-    async def main() -> None:
-        async with peers("alice") as (alice,):
-            bob = identity("bob").id
-            async with silence() as address:
-                alice.learn(Contact(bob, (address,)))
-                call = asyncio.create_task(alice.call(bob, Echo(), Echo, timeout_s=10))
-                await until(lambda: bob in alice.linker._awaited)
-                await alice.close()
-            for late in (call, alice.call(bob, Echo(), Echo, timeout_s=10)):
-                with pytest.raises(PeerLost, match="closed"):
-                    await late
-
-    run(main())
+async def test_close_wakes_tasks_that_wait_for_a_link_and_refuses_new_calls() -> None:
+    async with peers("alice") as (alice,):
+        bob = identity("bob").id
+        async with silence() as address:
+            alice.learn(Contact(bob, (address,)))
+            call = asyncio.create_task(alice.call(bob, Echo(), Echo, timeout_s=10))
+            await until(lambda: bob in alice.linker._awaited)
+            await alice.close()
+        for late in (call, alice.call(bob, Echo(), Echo, timeout_s=10)):
+            with pytest.raises(PeerLost, match="closed"):
+                await late
 
 
 @pytest.mark.parametrize("fault", [RuntimeError("a bug"), asyncio.CancelledError()])
-def test_a_peer_whose_dial_failed_in_an_unforeseen_way_can_be_dialled_again(fault: BaseException) -> None:
+async def test_a_peer_whose_dial_failed_in_an_unforeseen_way_can_be_dialled_again(
+    fault: BaseException,
+) -> None:
     async def fail(relay: Contact, peer: PeerId, receiver: object) -> WebSocket:
         raise fault
 
-    async def main() -> None:
-        events = EventLog()
-        alice = await start("alice", events=events)
-        async with peers("bob") as (bob,):
-            alice.linker.open_circuit = fail
-            alice.learn(Contact(bob.id, (f"ws://127.0.0.1:9{CIRCUIT}{'ab' * 32}",)))
-            with pytest.raises((PeerUnreachable, PeerLost), match=r"(failed.*a bug|was cancelled)$"):
-                await alice.call(bob.id, Echo(), Echo, timeout_s=1)
-            alice.learn(bob.contact)
-            assert await alice.call(bob.id, Echo(b"hello"), Echo, timeout_s=5) == Echo(b"hello")
-            await alice.close()
-        assert len(events.recent(Fault)) == isinstance(fault, Exception)
-
-    run(main())
+    events = EventLog()
+    alice = await start("alice", events=events)
+    async with peers("bob") as (bob,):
+        alice.linker.open_circuit = fail
+        alice.learn(Contact(bob.id, (f"ws://127.0.0.1:9{CIRCUIT}{'ab' * 32}",)))
+        with pytest.raises((PeerUnreachable, PeerLost), match=r"(failed.*a bug|was cancelled)$"):
+            await alice.call(bob.id, Echo(), Echo, timeout_s=1)
+        alice.learn(bob.contact)
+        assert await alice.call(bob.id, Echo(b"hello"), Echo, timeout_s=5) == Echo(b"hello")
+        await alice.close()
+    assert len(events.recent(Fault)) == isinstance(fault, Exception)
 
 
 def test_a_run_id_that_does_not_fit_is_refused_at_once() -> None:

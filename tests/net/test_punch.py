@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from colab_swarm.net.peers import UNDECODABLE
 from colab_swarm.net.upgrade import Endpoint, plan_tries, punch
 from colab_swarm.net.websocket import CAN_PUNCH, bound_socket
-from tests.net.swarm import run
 
 needs_reuse = pytest.mark.skipif(not CAN_PUNCH, reason="this system has no SO_REUSEPORT")
 
@@ -58,7 +57,7 @@ async def first_name(
 
 @needs_reuse
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_two_ends_that_punch_each_other_talk(host: str) -> None:
+async def test_two_ends_that_punch_each_other_talk(host: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with bound_socket(family) as probe:
@@ -66,49 +65,36 @@ def test_two_ends_that_punch_each_other_talk(host: str) -> None:
             alice, bob = free_port(family), free_port(family)
     except OSError:
         pytest.skip(f"this machine has no {host}")
-
-    async def main() -> None:
-        names = await asyncio.gather(
-            first_name(b"alice", alice, [Endpoint("192.0.2.1", 9), Endpoint(host, bob)]),
-            first_name(b"bob", bob, [Endpoint(host, alice)]),
-        )
-        assert [*names] == [b"bob", b"alice"]
-
-    run(main())
+    names = await asyncio.gather(
+        first_name(b"alice", alice, [Endpoint("192.0.2.1", 9), Endpoint(host, bob)]),
+        first_name(b"bob", bob, [Endpoint(host, alice)]),
+    )
+    assert [*names] == [b"bob", b"alice"]
 
 
 @needs_reuse
-def test_an_end_that_only_listens_is_reached() -> None:
-    async def main() -> None:
-        alice, bob = free_port(), free_port()
-        no_use = Endpoint("127.0.0.1", free_port())
-        names = await asyncio.gather(
-            first_name(b"alice", alice, [Endpoint("127.0.0.1", bob)]), first_name(b"bob", bob, [no_use])
-        )
-        assert [*names] == [b"bob", b"alice"]
-
-    run(main())
+async def test_an_end_that_only_listens_is_reached() -> None:
+    alice, bob = free_port(), free_port()
+    no_use = Endpoint("127.0.0.1", free_port())
+    names = await asyncio.gather(
+        first_name(b"alice", alice, [Endpoint("127.0.0.1", bob)]), first_name(b"bob", bob, [no_use])
+    )
+    assert [*names] == [b"bob", b"alice"]
 
 
 @needs_reuse
-def test_without_the_other_end_punching_ends_in_silence_and_frees_the_port() -> None:
-    async def main() -> None:
-        port = free_port()
-        targets = [Endpoint("127.0.0.1", free_port()), Endpoint("no address", 1), Endpoint("224.0.0.1", 1)]
-        assert await first_name(b"alice", port, targets, seconds=0.05) is None
-        with socket.socket() as plain:
-            plain.bind(("127.0.0.1", port))
-
-    run(main())
+async def test_without_the_other_end_punching_ends_in_silence_and_frees_the_port() -> None:
+    port = free_port()
+    targets = [Endpoint("127.0.0.1", free_port()), Endpoint("no address", 1), Endpoint("224.0.0.1", 1)]
+    assert await first_name(b"alice", port, targets, seconds=0.05) is None
+    with socket.socket() as plain:
+        plain.bind(("127.0.0.1", port))
 
 
 @needs_reuse
-def test_a_connection_to_oneself_is_refused() -> None:
-    async def main() -> None:
-        port = free_port()
-        assert await first_name(b"alice", port, [Endpoint("127.0.0.1", port)], seconds=0.05) is None
-
-    run(main())
+async def test_a_connection_to_oneself_is_refused() -> None:
+    port = free_port()
+    assert await first_name(b"alice", port, [Endpoint("127.0.0.1", port)], seconds=0.05) is None
 
 
 @needs_reuse

@@ -13,12 +13,11 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from colab_swarm.errors import PeerError, PeerLost
 from colab_swarm.net.carrier import LinkType
-from colab_swarm.net.circuits import Circuits, choose
 from colab_swarm.net.handshake import VERSION
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.noise import Handshake
 from colab_swarm.net.peers import Contact, PeerId, Refusal
-from colab_swarm.net.relay import Relay, RelayQuota, RelayState, _Pump
+from colab_swarm.net.relay import Circuits, Relay, RelayQuota, RelayState, _Pump, choose
 from tests.net.swarm import Echo, Piece, Talk, peers, run, until
 
 ALICE, BOB, CAROL = PeerId(b"a" * 32), PeerId(b"b" * 32), PeerId(b"c" * 32)
@@ -111,17 +110,14 @@ async def relayed(
         one.close()
 
 
-def test_two_peers_that_cannot_be_dialled_talk_through_a_relay() -> None:
-    async def main() -> None:
-        async with peers("carol") as (carol,), relayed(carol) as (alice, bob, (relay,)):
-            big = Echo(os.urandom(200_000))
-            assert await alice.call(bob.id, big, Echo, timeout_s=5) == big
-            for one, other in ((alice, bob), (bob, alice)):
-                path = one.path_to(other.id)
-                assert path and path.way is LinkType.RELAYED and path.relay == carol.id
-            assert relay.state.carried_bytes > 400_000
-
-    run(main())
+async def test_two_peers_that_cannot_be_dialled_talk_through_a_relay() -> None:
+    async with peers("carol") as (carol,), relayed(carol) as (alice, bob, (relay,)):
+        big = Echo(os.urandom(200_000))
+        assert await alice.call(bob.id, big, Echo, timeout_s=5) == big
+        for one, other in ((alice, bob), (bob, alice)):
+            path = one.path_to(other.id)
+            assert path and path.way is LinkType.RELAYED and path.relay == carol.id
+        assert relay.state.carried_bytes > 400_000
 
 
 def test_the_relay_sees_no_plaintext(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +156,7 @@ class Mallory:
         return self._ends[not called].write(said)
 
 
-def test_a_relay_that_swaps_keys_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_relay_that_swaps_keys_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     mallory = Mallory(NodeSettings().run_id)
 
     def swap(pump: _Pump, data: memoryview) -> None:
@@ -168,87 +164,72 @@ def test_a_relay_that_swaps_keys_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         assert pump.other is not None
         pump.other.socket.send_bytes(mallory.pass_on(bytes(data), called))
 
-    async def main() -> None:
-        async with peers("carol") as (carol,), relayed(carol) as (alice, bob, _):
-            monkeypatch.setattr(_Pump, "on_message", swap)
-            with pytest.raises(PeerError, match="signature"):
-                await alice.call(bob.id, Echo(b"attack at dawn"), Echo, timeout_s=5)
-            assert bob.public_key in mallory.overheard  # so far she came
-            assert bob.id not in alice.linked() and alice.id not in bob.linked()
-
-    run(main())
+    async with peers("carol") as (carol,), relayed(carol) as (alice, bob, _):
+        monkeypatch.setattr(_Pump, "on_message", swap)
+        with pytest.raises(PeerError, match="signature"):
+            await alice.call(bob.id, Echo(b"attack at dawn"), Echo, timeout_s=5)
+        assert bob.public_key in mallory.overheard  # so far she came
+        assert bob.id not in alice.linked() and alice.id not in bob.linked()
 
 
-def test_a_transfer_through_a_dying_relay_continues_over_another() -> None:
-    async def main() -> None:
-        async with peers("carol", "dave") as (carol, dave), relayed(carol, dave) as (alice, bob, relays):
-            got: list[int] = []
-            failed = 0
+async def test_a_transfer_through_a_dying_relay_continues_over_another() -> None:
+    async with peers("carol", "dave") as (carol, dave), relayed(carol, dave) as (alice, bob, relays):
+        got: list[int] = []
+        failed = 0
 
-            async def collect(opening: Talk, stream) -> None:  # type: ignore[no-untyped-def]
-                while True:
-                    piece, payload = await stream.receive(Piece)
-                    assert bytes(payload) == bytes([piece.index % 256]) * 100_000
-                    got.append(piece.index)
+        async def collect(opening: Talk, stream) -> None:  # type: ignore[no-untyped-def]
+            while True:
+                piece, payload = await stream.receive(Piece)
+                assert bytes(payload) == bytes([piece.index % 256]) * 100_000
+                got.append(piece.index)
 
-            bob.serve_stream(Talk, collect)
-            for index in range(40):
-                while True:
-                    try:
-                        stream = await alice.stream(bob.id, Talk(), timeout_s=5)
-                        await stream.send(Piece(index), bytes([index % 256]) * 100_000)
-                        await stream.end()
-                        break
-                    except PeerError:
-                        failed += 1
-                        assert failed < 5
-                if index == 20:
-                    await until(lambda: 20 in got)
-                    path = alice.path_to(bob.id)
-                    assert path
-                    killed = next(one for one in (carol, dave) if one.id == path.relay)
-                    relays[(carol, dave).index(killed)].close()
-                    await killed.close()
-            await until(lambda: 39 in got)
-            path = alice.path_to(bob.id)
-            assert path and path.relay not in (None, killed.id)
-            assert got == sorted(got)
-
-    run(main())
+        bob.serve_stream(Talk, collect)
+        for index in range(40):
+            while True:
+                try:
+                    stream = await alice.stream(bob.id, Talk(), timeout_s=5)
+                    await stream.send(Piece(index), bytes([index % 256]) * 100_000)
+                    await stream.end()
+                    break
+                except PeerError:
+                    failed += 1
+                    assert failed < 5
+            if index == 20:
+                await until(lambda: 20 in got)
+                path = alice.path_to(bob.id)
+                assert path
+                killed = next(one for one in (carol, dave) if one.id == path.relay)
+                relays[(carol, dave).index(killed)].close()
+                await killed.close()
+        await until(lambda: 39 in got)
+        path = alice.path_to(bob.id)
+        assert path and path.relay not in (None, killed.id)
+        assert got == sorted(got)
 
 
-def test_a_circuit_over_its_quota_fails_with_the_reason() -> None:
-    async def main() -> None:
-        quota = RelayQuota(circuit_bytes=300_000)
-        async with peers("carol") as (carol,), relayed(carol, quota=quota) as (alice, bob, _):
-            assert await alice.call(bob.id, Echo(bytes(100_000)), Echo, timeout_s=5)
-            with pytest.raises(PeerLost, match=r"the relay carries 0\.3 MB per circuit"):
-                await alice.call(bob.id, Echo(bytes(200_000)), Echo, timeout_s=5)
-
-    run(main())
-
-
-def test_a_slow_circuit_holds_back_its_sender() -> None:
-    async def main() -> None:
-        quota = RelayQuota(circuit_bps=8e6)
-        async with peers("carol") as (carol,), relayed(carol, quota=quota) as (alice, bob, _):
-            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-            loop = asyncio.get_running_loop()
-            began = loop.time()
+async def test_a_circuit_over_its_quota_fails_with_the_reason() -> None:
+    quota = RelayQuota(circuit_bytes=300_000)
+    async with peers("carol") as (carol,), relayed(carol, quota=quota) as (alice, bob, _):
+        assert await alice.call(bob.id, Echo(bytes(100_000)), Echo, timeout_s=5)
+        with pytest.raises(PeerLost, match=r"the relay carries 0\.3 MB per circuit"):
             await alice.call(bob.id, Echo(bytes(200_000)), Echo, timeout_s=5)
-            assert loop.time() - began > 0.2  # 400 kB less the burst of 100 kB at 1 MB/s
-
-    run(main())
 
 
-def test_peers_without_a_place_are_not_called() -> None:
-    async def main() -> None:
-        async with peers("carol") as (carol,), relayed(carol) as (alice, bob, (relay,)):
-            relay.state.places.clear()
-            with pytest.raises(PeerError, match="holds no place"):
-                await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+async def test_a_slow_circuit_holds_back_its_sender() -> None:
+    quota = RelayQuota(circuit_bps=8e6)
+    async with peers("carol") as (carol,), relayed(carol, quota=quota) as (alice, bob, _):
+        await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await alice.call(bob.id, Echo(bytes(200_000)), Echo, timeout_s=5)
+        assert loop.time() - began > 0.2  # 400 kB less the burst of 100 kB at 1 MB/s
 
-    run(main())
+
+async def test_peers_without_a_place_are_not_called() -> None:
+    async with peers("carol") as (carol,), relayed(carol) as (alice, bob, (relay,)):
+        relay.state.places.clear()
+        with pytest.raises(PeerError, match="holds no place"):
+            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
 
 
 def test_a_peer_that_can_be_dialled_but_not_by_all_needs_no_place(monkeypatch: pytest.MonkeyPatch) -> None:

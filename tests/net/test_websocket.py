@@ -21,7 +21,7 @@ from colab_swarm.net.websocket import (
     unmask,
     write_head,
 )
-from tests.net.swarm import run, until
+from tests.net.swarm import until
 
 SIZES = (0, 1, 125, 126, 65535, 65536, MAX_MESSAGE_BYTES)
 
@@ -73,7 +73,7 @@ def test_unmasking_is_xor_with_the_repeated_key(data: bytes, mask: bytes) -> Non
     )
 
 
-def test_our_client_talks_to_aiohttps_server() -> None:
+async def test_our_client_talks_to_aiohttps_server() -> None:
     async def mirror(request: web.BaseRequest) -> web.StreamResponse:
         response = web.WebSocketResponse()
         await response.prepare(request)
@@ -83,55 +83,49 @@ def test_our_client_talks_to_aiohttps_server() -> None:
             await response.send_bytes(message.data)
         return response
 
-    async def main() -> None:
-        server = web.Server(mirror, access_log=None)
-        listening = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
-        address = f"ws://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-        got = Collector()
-        async with aiohttp.ClientSession() as session:
-            websocket = await dial(session, address, scratch=scratch(), receiver=got)
-            for size in SIZES:
-                websocket.send_bytes(bytes([size % 251]) * size)
-            await until(lambda: len(got.messages) == len(SIZES))
-            websocket.close("done")
-            await websocket.wait_closed()
-        assert got.messages == [bytes([size % 251]) * size for size in SIZES]
-        listening.close()
-        await server.shutdown()
-
-    run(main())
+    server = web.Server(mirror, access_log=None)
+    listening = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
+    address = f"ws://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    got = Collector()
+    async with aiohttp.ClientSession() as session:
+        websocket = await dial(session, address, scratch=scratch(), receiver=got)
+        for size in SIZES:
+            websocket.send_bytes(bytes([size % 251]) * size)
+        await until(lambda: len(got.messages) == len(SIZES))
+        websocket.close("done")
+        await websocket.wait_closed()
+    assert got.messages == [bytes([size % 251]) * size for size in SIZES]
+    listening.close()
+    await server.shutdown()
 
 
-def test_our_server_talks_to_aiohttps_client_which_masks() -> None:
-    async def main() -> None:
-        got, ends = Collector(), list[WebSocket]()
+async def test_our_server_talks_to_aiohttps_client_which_masks() -> None:
+    got, ends = Collector(), list[WebSocket]()
 
-        async def serve(request: web.BaseRequest) -> web.StreamResponse:
-            websocket, first, response = await accept(request, scratch=scratch(), receiver=got)
-            got.on_message(memoryview(first))
-            ends.append(websocket)
-            websocket.send_bytes(b"taken over")
-            await websocket.wait_closed()
-            return response
+    async def serve(request: web.BaseRequest) -> web.StreamResponse:
+        websocket, first, response = await accept(request, scratch=scratch(), receiver=got)
+        got.on_message(memoryview(first))
+        ends.append(websocket)
+        websocket.send_bytes(b"taken over")
+        await websocket.wait_closed()
+        return response
 
-        server = web.Server(serve, access_log=None)
-        listening = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
-        address = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-        async with aiohttp.ClientSession() as session, session.ws_connect(address) as client:
-            await client.send_bytes(b"first")
-            assert await client.receive_bytes() == b"taken over"
-            await client.ping(b"are you there")
-            for size in SIZES:
-                await client.send_bytes(bytes([size % 251]) * size)
-            await until(lambda: len(got.messages) == 1 + len(SIZES))
-            ends[0].close("enough")
-            assert (await client.receive()).extra == "enough"
-        assert got.messages == [b"first"] + [bytes([size % 251]) * size for size in SIZES]
-        await until(lambda: bool(got.lost))
-        listening.close()
-        await server.shutdown()
-
-    run(main())
+    server = web.Server(serve, access_log=None)
+    listening = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
+    address = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    async with aiohttp.ClientSession() as session, session.ws_connect(address) as client:
+        await client.send_bytes(b"first")
+        assert await client.receive_bytes() == b"taken over"
+        await client.ping(b"are you there")
+        for size in SIZES:
+            await client.send_bytes(bytes([size % 251]) * size)
+        await until(lambda: len(got.messages) == 1 + len(SIZES))
+        ends[0].close("enough")
+        assert (await client.receive()).extra == "enough"
+    assert got.messages == [b"first"] + [bytes([size % 251]) * size for size in SIZES]
+    await until(lambda: bool(got.lost))
+    listening.close()
+    await server.shutdown()
 
 
 class FakeTransport(asyncio.Transport):
@@ -230,24 +224,21 @@ def test_a_fragmented_message_without_end_is_bounded() -> None:
     assert transport.aborted and got.messages == []
 
 
-def test_a_client_that_sends_text_first_is_refused() -> None:
-    async def main() -> None:
-        refused: list[Exception] = []
+async def test_a_client_that_sends_text_first_is_refused() -> None:
+    refused: list[Exception] = []
 
-        async def serve(request: web.BaseRequest) -> web.StreamResponse:
-            try:
-                await accept(request, scratch=scratch(), receiver=Collector())
-            except PeerLost as error:
-                refused.append(error)
-            return web.Response()
+    async def serve(request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            await accept(request, scratch=scratch(), receiver=Collector())
+        except PeerLost as error:
+            refused.append(error)
+        return web.Response()
 
-        server = web.Server(serve, access_log=None)
-        listening = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
-        address = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-        async with aiohttp.ClientSession() as session, session.ws_connect(address) as client:
-            await client.send_str("hello")
-            await until(lambda: bool(refused))
-        listening.close()
-        await server.shutdown()
-
-    run(main())
+    server = web.Server(serve, access_log=None)
+    listening = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
+    address = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    async with aiohttp.ClientSession() as session, session.ws_connect(address) as client:
+        await client.send_str("hello")
+        await until(lambda: bool(refused))
+    listening.close()
+    await server.shutdown()

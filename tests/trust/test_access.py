@@ -21,7 +21,7 @@ from colab_swarm.net.peers import Contact, Role
 from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.authority import Allowlist
 from colab_swarm.trust.service import Trust
-from tests.net.swarm import LOOPBACK, Echo, echo, identity, run
+from tests.net.swarm import LOOPBACK, Echo, echo, identity
 
 ALLOW = Allowlist(("alice",))
 
@@ -69,76 +69,61 @@ def joining(name: str, text: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("access", ["open", "invite"])
-def test_an_invited_peer_takes_part_and_invites_others(access: Access) -> None:
-    async def main() -> None:
-        async with (
-            peer(identity("authority"), found(access=access)) as authority,
-            joining("alice", authority.invite()) as alice,
-            joining("bob", alice.invite()) as bob,
-        ):
-            assert bob.way.entries[0].id == (alice.node.id if access == "open" else authority.node.id)
-            bob.node.learn(alice.node.contact)
-            assert await bob.node.call(alice.node.id, Echo(b"in"), Echo, timeout_s=5) == Echo(b"in")
-
-    run(main())
+async def test_an_invited_peer_takes_part_and_invites_others(access: Access) -> None:
+    async with (
+        peer(identity("authority"), found(access=access)) as authority,
+        joining("alice", authority.invite()) as alice,
+        joining("bob", alice.invite()) as bob,
+    ):
+        assert bob.way.entries[0].id == (alice.node.id if access == "open" else authority.node.id)
+        bob.node.learn(alice.node.contact)
+        assert await bob.node.call(alice.node.id, Echo(b"in"), Echo, timeout_s=5) == Echo(b"in")
 
 
-def test_a_closed_run_admits_no_peer_without_an_invitation() -> None:
-    async def main() -> None:
-        async with (
-            peer(identity("authority"), found()) as authority,
-            joining("alice", authority.invite()) as alice,
-        ):
-            strange = Invite(authority.way.run_id, (alice.node.contact,), 4e9)
-            with pytest.raises(PeerError, match="no membership: join with an invitation"):
-                own = identity("mallory")
-                mallory = await Node.start(own, replace(LOOPBACK, run_id=strange.run_id))
-                try:
-                    mallory.learn(alice.node.contact)
-                    await mallory.call(alice.node.id, Echo(), Echo, timeout_s=5)
-                finally:
-                    await mallory.close()
-
-    run(main())
+async def test_a_closed_run_admits_no_peer_without_an_invitation() -> None:
+    async with (
+        peer(identity("authority"), found()) as authority,
+        joining("alice", authority.invite()) as alice,
+    ):
+        strange = Invite(authority.way.run_id, (alice.node.contact,), 4e9)
+        with pytest.raises(PeerError, match="no membership: join with an invitation"):
+            own = identity("mallory")
+            mallory = await Node.start(own, replace(LOOPBACK, run_id=strange.run_id))
+            try:
+                mallory.learn(alice.node.contact)
+                await mallory.call(alice.node.id, Echo(), Echo, timeout_s=5)
+            finally:
+                await mallory.close()
 
 
-def test_a_counted_invitation_leads_to_the_authority_and_gives_its_role() -> None:
-    async def main() -> None:
-        async with (
-            peer(identity("authority"), found()) as authority,
-            joining("alice", authority.invite(role="viewer", uses=1)) as alice,
-        ):
-            assert authority.node.role_of(alice.node.id) is Role.VIEWER
-            with pytest.raises(PermissionError, match="only the organizer's peer chooses"):
-                alice.invite(role="worker")
-            passed_on = Invite.parse(alice.invite())
-            assert passed_on.role is Role.VIEWER and passed_on.uses == 1
-            with pytest.raises(ValueError, match="uses=-1"):
-                authority.invite(uses=-1)
-
-    run(main())
+async def test_a_counted_invitation_leads_to_the_authority_and_gives_its_role() -> None:
+    async with (
+        peer(identity("authority"), found()) as authority,
+        joining("alice", authority.invite(role="viewer", uses=1)) as alice,
+    ):
+        assert authority.node.role_of(alice.node.id) is Role.VIEWER
+        with pytest.raises(PermissionError, match="only the organizer's peer chooses"):
+            alice.invite(role="worker")
+        passed_on = Invite.parse(alice.invite())
+        assert passed_on.role is Role.VIEWER and passed_on.uses == 1
+        with pytest.raises(ValueError, match="uses=-1"):
+            authority.invite(uses=-1)
 
 
-def test_an_unusable_invitation_is_not_made() -> None:
-    async def main() -> None:
-        async with peer(identity("authority"), found(), listen=False) as authority:
-            with pytest.raises(JoinError, match="start one on any machine"):
-                authority.invite()
-            authority.node.announce((f"ws://203.0.113.7:4500/relay/{'a' * 64}",))
-            assert Invite.parse(authority.invite()).entries == (authority.node.contact,)
-            with pytest.raises(JoinError, match="requires that others can dial this peer"):
-                authority.invite(uses=3)
-
-    run(main())
+async def test_an_unusable_invitation_is_not_made() -> None:
+    async with peer(identity("authority"), found(), listen=False) as authority:
+        with pytest.raises(JoinError, match="start one on any machine"):
+            authority.invite()
+        authority.node.announce((f"ws://203.0.113.7:4500/relay/{'a' * 64}",))
+        assert Invite.parse(authority.invite()).entries == (authority.node.contact,)
+        with pytest.raises(JoinError, match="requires that others can dial this peer"):
+            authority.invite(uses=3)
 
 
-def test_an_open_run_has_no_roles() -> None:
-    async def main() -> None:
-        async with peer(identity("authority"), found(access="open")) as authority:
-            with pytest.raises(PermissionError, match="open run"):
-                authority.invite(role="viewer")
-
-    run(main())
+async def test_an_open_run_has_no_roles() -> None:
+    async with peer(identity("authority"), found(access="open")) as authority:
+        with pytest.raises(PermissionError, match="open run"):
+            authority.invite(role="viewer")
 
 
 def test_an_authority_restarted_from_its_key_file_continues_its_run(tmp_path: Path) -> None:
@@ -156,18 +141,14 @@ def test_a_run_that_cannot_be_created_says_why() -> None:
     assert found(access="allowlist").closed is not None
 
 
-def test_a_token_is_in_no_repr() -> None:
+async def test_a_token_is_in_no_repr() -> None:
     entry = Contact(identity("authority").id, ("ws://127.0.0.1:1",))
     way = found()
     assert way.closed is not None and way.closed.book is not None
-
-    async def main() -> None:
-        async with peer(identity("authority"), way) as authority:
-            invitation = Invite.parse(authority.invite()).with_entries([entry])
-            shown = repr(RunAccess.by(invitation, identity("alice"), token="hf_secret"))
-            assert "hf_secret" not in shown and repr(invitation.secret) not in shown
-
-    run(main())
+    async with peer(identity("authority"), way) as authority:
+        invitation = Invite.parse(authority.invite()).with_entries([entry])
+        shown = repr(RunAccess.by(invitation, identity("alice"), token="hf_secret"))
+        assert "hf_secret" not in shown and repr(invitation.secret) not in shown
 
 
 @pytest.mark.parametrize("access", ["open", "invite"])

@@ -14,7 +14,7 @@ from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Membership
 from colab_swarm.net.peers import Role
 from colab_swarm.trust.authority import Allowlist, AuthoritySettings, RequestMembership
-from tests.net.swarm import run, until
+from tests.net.swarm import until
 from tests.trust.run import Clock, Echo, Peer, call, run_with
 
 HOUR = 3600.0
@@ -24,114 +24,90 @@ def shown(peer: Peer) -> Membership:
     return Membership.decode(peer.member._admission.membership)
 
 
-def test_an_invitation_of_unlimited_use_admits_while_the_authority_sleeps() -> None:
-    async def main() -> None:
-        async with run_with("alice") as (here, (authority, alice)):
-            invitation = here.invite()
-            await here.leave(authority)
-            bob = await here.start("bob", invitation)
-            assert await call(bob, alice) == Echo(b"in")
-            assert alice.node.role_of(bob.node.id) is Role.WORKER
-
-    run(main())
+async def test_an_invitation_of_unlimited_use_admits_while_the_authority_sleeps() -> None:
+    async with run_with("alice") as (here, (authority, alice)):
+        invitation = here.invite()
+        await here.leave(authority)
+        bob = await here.start("bob", invitation)
+        assert await call(bob, alice) == Echo(b"in")
+        assert alice.node.role_of(bob.node.id) is Role.WORKER
 
 
-def test_the_authority_replaces_a_self_signed_membership_and_all_take_the_new_one() -> None:
-    async def main() -> None:
-        async with run_with("alice", "bob") as (_, (authority, alice, bob)):
-            await call(alice, bob)
-            await alice.member.tick()
-            assert shown(alice).grant is None and len(alice.events.recent(MembershipRenewed)) == 1
-            links = {link.remote.membership for link in bob.node.linker.table.of(alice.node.id)}
-            assert links == {alice.member._admission.membership}
-            assert authority.node.role_of(alice.node.id) is Role.WORKER
-
-    run(main())
+async def test_the_authority_replaces_a_self_signed_membership_and_all_take_the_new_one() -> None:
+    async with run_with("alice", "bob") as (_, (authority, alice, bob)):
+        await call(alice, bob)
+        await alice.member.tick()
+        assert shown(alice).grant is None and len(alice.events.recent(MembershipRenewed)) == 1
+        links = {link.remote.membership for link in bob.node.linker.table.of(alice.node.id)}
+        assert links == {alice.member._admission.membership}
+        assert authority.node.role_of(alice.node.id) is Role.WORKER
 
 
-def test_the_text_of_an_invitation_is_all_that_a_new_peer_needs() -> None:
-    async def main() -> None:
-        async with run_with("alice") as (here, (authority, alice)):
-            issued = Invite.issue(
-                *here.invite(), [alice.node.contact], access="invite", authority=authority.node.public_key
-            )
-            passed_on = Invite.parse(str(issued)).with_entries([alice.node.contact, authority.node.contact])
-            read = Invite.parse(str(passed_on))
-            assert read.grant is not None and repr(read.secret) not in repr(read)
-            bob = await here.start("bob", (read.grant, read.secret))
-            assert await call(bob, alice) == Echo(b"in")
-
-    run(main())
+async def test_the_text_of_an_invitation_is_all_that_a_new_peer_needs() -> None:
+    async with run_with("alice") as (here, (authority, alice)):
+        issued = Invite.issue(
+            *here.invite(), [alice.node.contact], access="invite", authority=authority.node.public_key
+        )
+        passed_on = Invite.parse(str(issued)).with_entries([alice.node.contact, authority.node.contact])
+        read = Invite.parse(str(passed_on))
+        assert read.grant is not None and repr(read.secret) not in repr(read)
+        bob = await here.start("bob", (read.grant, read.secret))
+        assert await call(bob, alice) == Echo(b"in")
 
 
-def test_an_invitation_for_no_peer_is_not_made() -> None:
-    async def main() -> None:
-        async with run_with() as (here, _):
-            for figures in ({"hours": 0.0}, {"uses": -1}, {"uses": 1_000_000}):
-                with pytest.raises(ValueError, match="hours must be above 0"):
-                    here.invite(**figures)  # type: ignore[arg-type]
-
-    run(main())
+async def test_an_invitation_for_no_peer_is_not_made() -> None:
+    async with run_with() as (here, _):
+        for figures in ({"hours": 0.0}, {"uses": -1}, {"uses": 1_000_000}):
+            with pytest.raises(ValueError, match="hours must be above 0"):
+                here.invite(**figures)  # type: ignore[arg-type]
 
 
-def test_a_viewer_cannot_send_gradients() -> None:
-    async def main() -> None:
-        async with run_with("alice") as (here, (_, alice)):
-            victor = await here.start("victor", here.invite(Role.VIEWER))
-            with pytest.raises(CallRefused, match="needs the role worker; yours is viewer"):
-                await call(victor, alice)
-            assert await victor.dht.get("anything") == {}
-            assert await victor.dht.store("anything", 1, ttl_s=60) == 1  # at itself alone
-            assert len(victor.dht.table) == 2  # a peer that refuses is alive
-
-    run(main())
+async def test_a_viewer_cannot_send_gradients() -> None:
+    async with run_with("alice") as (here, (_, alice)):
+        victor = await here.start("victor", here.invite(Role.VIEWER))
+        with pytest.raises(CallRefused, match="needs the role worker; yours is viewer"):
+            await call(victor, alice)
+        assert await victor.dht.get("anything") == {}
+        assert await victor.dht.store("anything", 1, ttl_s=60) == 1  # at itself alone
+        assert len(victor.dht.table) == 2  # a peer that refuses is alive
 
 
-def test_a_counted_invitation_admits_its_number_and_refuses_the_next() -> None:
-    async def main() -> None:
-        async with run_with("alice") as (here, (_, alice)):
-            invitation = here.invite(uses=1)
-            bob = await here.start("bob", invitation)
-            assert await call(bob, alice) == Echo(b"in") and shown(bob).grant is None
-            with pytest.raises(JoinError) as error:
-                await here.start("carol", invitation)
-            assert str(error.value).splitlines() == [
-                f"my-run does not admit peer {here.peers[-1].node.id.hex()[:8]}",
-                "why: this invitation was for 1 peer, and all have joined",
-                "what to do: ask for an invitation of your own",
-                f"whom to ask: the organizer (peer {here.peers[0].node.id.hex()[:8]})",
-            ]
-            with pytest.raises(PeerError, match="no membership"):
-                await call(here.peers[-1], alice)
-
-    run(main())
+async def test_a_counted_invitation_admits_its_number_and_refuses_the_next() -> None:
+    async with run_with("alice") as (here, (_, alice)):
+        invitation = here.invite(uses=1)
+        bob = await here.start("bob", invitation)
+        assert await call(bob, alice) == Echo(b"in") and shown(bob).grant is None
+        with pytest.raises(JoinError) as error:
+            await here.start("carol", invitation)
+        assert str(error.value).splitlines() == [
+            f"my-run does not admit peer {here.peers[-1].node.id.hex()[:8]}",
+            "why: this invitation was for 1 peer, and all have joined",
+            "what to do: ask for an invitation of your own",
+            f"whom to ask: the organizer (peer {here.peers[0].node.id.hex()[:8]})",
+        ]
+        with pytest.raises(PeerError, match="no membership"):
+            await call(here.peers[-1], alice)
 
 
-def test_a_counted_invitation_needs_the_organizer() -> None:
-    async def main() -> None:
-        async with run_with("alice") as (here, (authority, _)):
-            invitation = here.invite(uses=1)
-            await here.leave(authority)
-            with pytest.raises(JoinError, match=r"only the organizer's peer can admit you.*Is it running"):
-                await here.start("bob", invitation)
-
-    run(main())
+async def test_a_counted_invitation_needs_the_organizer() -> None:
+    async with run_with("alice") as (here, (authority, _)):
+        invitation = here.invite(uses=1)
+        await here.leave(authority)
+        with pytest.raises(JoinError, match=r"only the organizer's peer can admit you.*Is it running"):
+            await here.start("bob", invitation)
 
 
-def test_a_proof_of_another_peer_is_refused() -> None:
-    async def main() -> None:
-        async with run_with("alice") as (here, (authority, alice)):
-            proof = alice.member._admission.membership
-            with suppress(JoinError):
-                await here.start("mallory", (here.invite(uses=1)[0], bytes(31) + b"x"))
-            mallory = here.peers[-1]
-            for stolen in (proof, b"", b"garbage"):
-                with pytest.raises(CallRefused, match="does not admit peer"):
-                    await mallory.node.call(
-                        authority.node.id, RequestMembership(stolen), RequestMembership, timeout_s=5
-                    )
-
-    run(main())
+async def test_a_proof_of_another_peer_is_refused() -> None:
+    async with run_with("alice") as (here, (authority, alice)):
+        proof = alice.member._admission.membership
+        with suppress(JoinError):
+            await here.start("mallory", (here.invite(uses=1)[0], bytes(31) + b"x"))
+        mallory = here.peers[-1]
+        for stolen in (proof, b"", b"garbage"):
+            with pytest.raises(CallRefused, match="does not admit peer"):
+                await mallory.node.call(
+                    authority.node.id, RequestMembership(stolen), RequestMembership, timeout_s=5
+                )
 
 
 # --- by name ------------------------------------------------------------------------------------------------------
@@ -152,17 +128,14 @@ async def stand_in_hub(token: str) -> Account | None:
 BY_NAME = AuthoritySettings(Allowlist(("alice",), ("neuropark",)), 4 * HOUR, 7 * 24 * HOUR, stand_in_hub)
 
 
-def test_users_and_members_of_organisations_on_the_list_are_admitted_for_four_hours() -> None:
-    async def main() -> None:
-        async with run_with(settings=BY_NAME) as (here, _):
-            invitation = here.invite()
-            alice = await here.start("alice", invitation, "hf_alice")
-            bob = await here.start("bob", invitation, "hf_bob")
-            assert await call(alice, bob) == Echo(b"in")
-            assert [shown(alice).name, shown(bob).name] == ["Alice", "bob"]
-            assert shown(bob).expires_at - shown(bob).issued_at == 4 * HOUR
-
-    run(main())
+async def test_users_and_members_of_organisations_on_the_list_are_admitted_for_four_hours() -> None:
+    async with run_with(settings=BY_NAME) as (here, _):
+        invitation = here.invite()
+        alice = await here.start("alice", invitation, "hf_alice")
+        bob = await here.start("bob", invitation, "hf_bob")
+        assert await call(alice, bob) == Echo(b"in")
+        assert [shown(alice).name, shown(bob).name] == ["Alice", "bob"]
+        assert shown(bob).expires_at - shown(bob).issued_at == 4 * HOUR
 
 
 def test_the_token_is_in_no_repr() -> None:
@@ -178,115 +151,97 @@ def test_the_token_is_in_no_repr() -> None:
         ("", "a peer without a name", "you gave no token", "set HF_TOKEN"),
     ],
 )
-def test_an_account_that_is_not_listed_gets_four_lines_of_help(
+async def test_an_account_that_is_not_listed_gets_four_lines_of_help(
     token: str, first: str, why: str, do: str
 ) -> None:
-    async def main() -> None:
-        async with run_with(settings=BY_NAME) as (here, _):
-            with pytest.raises(JoinError) as error:
-                await here.start("mallory", here.invite(), token)
-            lines = str(error.value).splitlines()
-            assert len(lines) == 4 and first in lines[0] and why in lines[1] and do in lines[2]
-            assert "organizer" in lines[3] and "hf_" not in str(error.value)
-
-    run(main())
+    async with run_with(settings=BY_NAME) as (here, _):
+        with pytest.raises(JoinError) as error:
+            await here.start("mallory", here.invite(), token)
+        lines = str(error.value).splitlines()
+        assert len(lines) == 4 and first in lines[0] and why in lines[1] and do in lines[2]
+        assert "organizer" in lines[3] and "hf_" not in str(error.value)
 
 
-def test_a_name_without_an_invitation_is_not_enough() -> None:
-    async def main() -> None:
-        async with run_with(settings=BY_NAME) as (here, (authority,)):
-            grant, _ = here.invite()
-            with pytest.raises(JoinError, match="signature is wrong"):
-                await here.start(
-                    "alice", (grant, Identity(bytes(31) + b"x")._key.private_bytes_raw()), "hf_alice"
-                )
-            assert authority.node.role_of(here.peers[-1].node.id) is Role.GUEST
-
-    run(main())
+async def test_a_name_without_an_invitation_is_not_enough() -> None:
+    async with run_with(settings=BY_NAME) as (here, (authority,)):
+        grant, _ = here.invite()
+        with pytest.raises(JoinError, match="signature is wrong"):
+            await here.start(
+                "alice", (grant, Identity(bytes(31) + b"x")._key.private_bytes_raw()), "hf_alice"
+            )
+        assert authority.node.role_of(here.peers[-1].node.id) is Role.GUEST
 
 
-def test_a_membership_is_renewed_at_half_of_its_life_and_nothing_is_interrupted() -> None:
-    async def main() -> None:
-        async with run_with(settings=BY_NAME) as (here, _):
-            invitation = here.invite(hours=1)
-            alice = await here.start("alice", invitation, "hf_alice")
-            bob = await here.start("bob", invitation, "hf_bob")
-            await call(alice, bob)
-            link, first = bob.node.linker.table.of(alice.node.id)[0], shown(alice)
-            for hour in (1.5, 2.5, 4.0, 6.5):
-                for peer in here.peers:
-                    peer.clock.ahead_s = hour * HOUR
-                await alice.member.tick()
-                for peer in here.peers:
-                    peer.node.linker.recheck()
-                assert await call(alice, bob) == Echo(b"in")
-                await bob.member.tick()
-            assert bob.node.linker.table.of(alice.node.id) == [link]
-            assert shown(alice).expires_at > first.expires_at + 6 * HOUR
-            assert len(alice.events.recent(MembershipRenewed)) == 2
-
-    run(main())
-
-
-def test_a_membership_that_ended_while_the_authority_was_away_is_renewed_when_it_is_back() -> None:
-    async def main() -> None:
-        async with run_with(settings=BY_NAME) as (here, (authority,)):
-            alice = await here.start("alice", here.invite(hours=1), "hf_alice")
-            await here.leave(authority)
-            for hours in (2.5, 5.0):
-                alice.clock.ahead_s = hours * HOUR
-                await alice.member.tick()
-            reasons = [event.reason for event in alice.events.recent(MembershipEnding)]
-            (reason,) = reasons  # silent while there is time
-            assert reason.startswith("the organizer's peer cannot be reached for a new one: ")
-            again = await here.start("authority", clock=alice.clock)
-            alice.node.learn(again.node.contact)
-            alice.clock.ahead_s += 700.0
+async def test_a_membership_is_renewed_at_half_of_its_life_and_nothing_is_interrupted() -> None:
+    async with run_with(settings=BY_NAME) as (here, _):
+        invitation = here.invite(hours=1)
+        alice = await here.start("alice", invitation, "hf_alice")
+        bob = await here.start("bob", invitation, "hf_bob")
+        await call(alice, bob)
+        link, first = bob.node.linker.table.of(alice.node.id)[0], shown(alice)
+        for hour in (1.5, 2.5, 4.0, 6.5):
+            for peer in here.peers:
+                peer.clock.ahead_s = hour * HOUR
             await alice.member.tick()
-            assert again.node.role_of(alice.node.id) is Role.WORKER
-            assert len(alice.events.recent(MembershipRenewed)) == 1
-
-    run(main())
-
-
-def test_an_account_that_leaves_the_list_is_warned_and_out_when_its_membership_ends() -> None:
-    async def main() -> None:
-        async with run_with(settings=BY_NAME) as (here, _):
-            alice = await here.start("alice", here.invite(), "hf_alice")
-            bob = await here.start("bob", here.invite(), "hf_bob")
-            await call(alice, bob)
             for peer in here.peers:
-                peer.clock.ahead_s = 3 * HOUR
-            ACCOUNTS["hf_bob"] = Account("bob")
-            try:
-                await bob.member.tick()
-            finally:
-                ACCOUNTS["hf_bob"] = Account("bob", ("cats", "NeuroPark"))
-            (ending,) = bob.events.recent(MembershipEnding)
-            assert "not on the list" in ending.reason and 0.9 * HOUR < ending.seconds < 1.1 * HOUR
-            for peer in here.peers:
-                peer.clock.ahead_s = 5 * HOUR
-            alice.node.linker.recheck()
-            await until(lambda: alice.node.id not in bob.node.linked())
-            with pytest.raises(PeerError, match="ended"):
-                await call(bob, alice)
-
-    run(main())
+                peer.node.linker.recheck()
+            assert await call(alice, bob) == Echo(b"in")
+            await bob.member.tick()
+        assert bob.node.linker.table.of(alice.node.id) == [link]
+        assert shown(alice).expires_at > first.expires_at + 6 * HOUR
+        assert len(alice.events.recent(MembershipRenewed)) == 2
 
 
-def test_a_clock_two_hours_off_is_reported_with_the_fix() -> None:
-    async def main() -> None:
-        async with run_with("alice", "bob") as (here, _):
-            clock = Clock()
-            clock.ahead_s = -540.0
-            carol = await here.start("carol", here.invite(), clock=clock)
-            await carol.member.tick()
-            (skewed,) = carol.events.recent(ClockSkewed)
-            assert "9 minutes behind the other peers': compensated" in skewed.text
-            assert await call(carol, here.peers[1]) == Echo(b"in")
-            clock.ahead_s = -7200.0
-            with pytest.raises(PeerError, match="our clocks is off"):
-                await here.start("dave", here.invite(), clock=clock)
-                await call(here.peers[-1], here.peers[1])
+async def test_a_membership_that_ended_while_the_authority_was_away_is_renewed_when_it_is_back() -> None:
+    async with run_with(settings=BY_NAME) as (here, (authority,)):
+        alice = await here.start("alice", here.invite(hours=1), "hf_alice")
+        await here.leave(authority)
+        for hours in (2.5, 5.0):
+            alice.clock.ahead_s = hours * HOUR
+            await alice.member.tick()
+        reasons = [event.reason for event in alice.events.recent(MembershipEnding)]
+        (reason,) = reasons  # silent while there is time
+        assert reason.startswith("the organizer's peer cannot be reached for a new one: ")
+        again = await here.start("authority", clock=alice.clock)
+        alice.node.learn(again.node.contact)
+        alice.clock.ahead_s += 700.0
+        await alice.member.tick()
+        assert again.node.role_of(alice.node.id) is Role.WORKER
+        assert len(alice.events.recent(MembershipRenewed)) == 1
 
-    run(main())
+
+async def test_an_account_that_leaves_the_list_is_warned_and_out_when_its_membership_ends() -> None:
+    async with run_with(settings=BY_NAME) as (here, _):
+        alice = await here.start("alice", here.invite(), "hf_alice")
+        bob = await here.start("bob", here.invite(), "hf_bob")
+        await call(alice, bob)
+        for peer in here.peers:
+            peer.clock.ahead_s = 3 * HOUR
+        ACCOUNTS["hf_bob"] = Account("bob")
+        try:
+            await bob.member.tick()
+        finally:
+            ACCOUNTS["hf_bob"] = Account("bob", ("cats", "NeuroPark"))
+        (ending,) = bob.events.recent(MembershipEnding)
+        assert "not on the list" in ending.reason and 0.9 * HOUR < ending.seconds < 1.1 * HOUR
+        for peer in here.peers:
+            peer.clock.ahead_s = 5 * HOUR
+        alice.node.linker.recheck()
+        await until(lambda: alice.node.id not in bob.node.linked())
+        with pytest.raises(PeerError, match="ended"):
+            await call(bob, alice)
+
+
+async def test_a_clock_two_hours_off_is_reported_with_the_fix() -> None:
+    async with run_with("alice", "bob") as (here, _):
+        clock = Clock()
+        clock.ahead_s = -540.0
+        carol = await here.start("carol", here.invite(), clock=clock)
+        await carol.member.tick()
+        (skewed,) = carol.events.recent(ClockSkewed)
+        assert "9 minutes behind the other peers': compensated" in skewed.text
+        assert await call(carol, here.peers[1]) == Echo(b"in")
+        clock.ahead_s = -7200.0
+        with pytest.raises(PeerError, match="our clocks is off"):
+            await here.start("dave", here.invite(), clock=clock)
+            await call(here.peers[-1], here.peers[1])

@@ -17,7 +17,7 @@ from colab_swarm.sim import HOME, SimNetwork, run_virtual, virtual_time
 from colab_swarm.trust.authority import ShareRevoked
 from colab_swarm.trust.service import PERIOD_S, RevocationWatch
 from tests.dht.swarm import join, swarm
-from tests.net.swarm import run, until
+from tests.net.swarm import until
 from tests.trust.run import Echo, call, run_with
 
 RUN = "my-run-0badcafe"
@@ -144,59 +144,45 @@ def test_a_list_that_is_not_the_authority_s_changes_nothing() -> None:
 # --- with real links ----------------------------------------------------------------------------------------------
 
 
-def test_a_revoked_peer_loses_its_links_everywhere_and_gets_none_again() -> None:
-    async def main() -> None:
-        async with run_with("alice", "bob", "mallory") as (_, (authority, alice, bob, mallory)):
-            for one in (alice, bob):
-                assert await call(mallory, one) == Echo(b"in")
-            await call(alice, bob)
-            authority.trust.revoke(mallory.node.id)
-            await until(
-                lambda: all(mallory.node.id not in one.node.linked() for one in (authority, alice, bob))
-            )
-            for one in (alice, bob, authority):
-                with pytest.raises(PeerError, match="revoked your membership: ask its organizer"):
-                    await call(mallory, one)
-            assert await call(alice, bob) == Echo(b"in")
-
-    run(main())
+async def test_a_revoked_peer_loses_its_links_everywhere_and_gets_none_again() -> None:
+    async with run_with("alice", "bob", "mallory") as (_, (authority, alice, bob, mallory)):
+        for one in (alice, bob):
+            assert await call(mallory, one) == Echo(b"in")
+        await call(alice, bob)
+        authority.trust.revoke(mallory.node.id)
+        await until(lambda: all(mallory.node.id not in one.node.linked() for one in (authority, alice, bob)))
+        for one in (alice, bob, authority):
+            with pytest.raises(PeerError, match="revoked your membership: ask its organizer"):
+                await call(mallory, one)
+        assert await call(alice, bob) == Echo(b"in")
 
 
-def test_a_revoked_invitation_spares_peers_that_the_authority_has_confirmed() -> None:
-    async def main() -> None:
-        async with run_with() as (here, (authority,)):
-            invitation = here.invite()
-            alice, bob = await here.start("alice", invitation), await here.start("bob", invitation)
-            await alice.member.tick()
-            authority.trust.revoke(id_of(invitation[0].key))
-            assert await call(alice, authority) == Echo(b"in")
-            with pytest.raises(PeerError, match="revoked"):
-                await call(bob, alice)
-
-    run(main())
+async def test_a_revoked_invitation_spares_peers_that_the_authority_has_confirmed() -> None:
+    async with run_with() as (here, (authority,)):
+        invitation = here.invite()
+        alice, bob = await here.start("alice", invitation), await here.start("bob", invitation)
+        await alice.member.tick()
+        authority.trust.revoke(id_of(invitation[0].key))
+        assert await call(alice, authority) == Echo(b"in")
+        with pytest.raises(PeerError, match="revoked"):
+            await call(bob, alice)
 
 
-def test_only_the_authority_revokes_and_it_remembers_after_a_restart() -> None:
-    async def main() -> None:
-        async with run_with("alice") as (here, (authority, alice)):
-            with pytest.raises(PermissionError, match="only the peer that created the run"):
-                alice.trust.revoke(MALLORY)
-            authority.trust.revoke(MALLORY)
-            await here.leave(authority)
-            again = await here.start("authority")
-            assert again.trust.authority is not None
-            assert again.trust.authority._admission.revoked.subjects == (MALLORY,)
-
-    run(main())
+async def test_only_the_authority_revokes_and_it_remembers_after_a_restart() -> None:
+    async with run_with("alice") as (here, (authority, alice)):
+        with pytest.raises(PermissionError, match="only the peer that created the run"):
+            alice.trust.revoke(MALLORY)
+        authority.trust.revoke(MALLORY)
+        await here.leave(authority)
+        again = await here.start("authority")
+        assert again.trust.authority is not None
+        assert again.trust.authority._admission.revoked.subjects == (MALLORY,)
 
 
-def test_the_authority_does_not_put_itself_out() -> None:
-    async def main() -> None:
-        async with run_with() as (_, (authority,)):
-            with pytest.raises(ValueError, match="this is the authority itself"):
-                authority.trust.revoke(authority.node.id)
-
-    run(main())
+async def test_the_authority_does_not_put_itself_out() -> None:
+    async with run_with() as (_, (authority,)):
+        with pytest.raises(ValueError, match="this is the authority itself"):
+            authority.trust.revoke(authority.node.id)
 
 
 def test_a_watch_that_fails_emits_an_event_and_continues(monkeypatch: pytest.MonkeyPatch) -> None:
