@@ -1,7 +1,11 @@
 """Work units: VC-ASGD, training by volunteers who can only make plain HTTPS requests.
 
+## The problem
+
 Volunteers' machines may be preempted at any moment, and sit behind any firewall that lets a browser through. Only the
 coordinator must be reachable. A volunteer that vanishes costs one small piece of work.
+
+## The idea
 
     coordinator                                              volunteer (any number, anywhere)
       job = epochs x subsets = units       <--- POST units --- request work

@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import random
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
 
 from colab_swarm.dht.service import DHT, DHTSettings
-from colab_swarm.sim import LAN, NetworkProfile, SimNetwork, SimPeers, run_virtual
+from colab_swarm.sim import LAN, NetworkProfile, SimNetwork, SimPeers
 
 NAMES = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi")
-
-
-def on(
-    runner: Callable[[Coroutine[Any, Any, None]], object],
-) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Make an async test a plain one, which ``runner`` runs."""
-
-    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
-        @functools.wraps(test)
-        def wrapped(**given: Any) -> None:
-            runner(test(**given))
-
-        return wrapped
-
-    return decorate
-
-
-virtual = on(run_virtual)
 
 
 @dataclass

@@ -12,14 +12,13 @@ from colab_swarm.dht.service import MAX_RELAYS, RELAY_WIDTH, key_id
 from colab_swarm.errors import CallRefused
 from colab_swarm.net.peers import PeerId
 from colab_swarm.sim import HOME, virtual_time
-from tests.dht.swarm import Member, swarm, virtual
+from tests.dht.swarm import Member, swarm
 
 
 def holders(members: list[Member], key: str) -> list[Member]:
     return [member for member in members if key_id(key) in member.dht._storage]
 
 
-@virtual
 async def test_every_peer_fetches_a_stored_value() -> None:
     _, members = await swarm(40)
     await members[1].dht.store("key", 7, ttl_s=60)
@@ -29,14 +28,12 @@ async def test_every_peer_fetches_a_stored_value() -> None:
     assert values == [7] * 40 and {0, 1} <= hops
 
 
-@virtual
 async def test_a_key_without_holders_is_not_found() -> None:
     _, members = await swarm(8)
     readings = [await member.dht.fetch("key") for member in (members[0], (await swarm(1))[1][0])]
     assert [(reading.found, reading.hops) for reading in readings] == [({}, None)] * 2
 
 
-@virtual
 async def test_silent_peers_delay_nothing() -> None:
     network, members = await swarm(30, profile=HOME)
     await members[0].dht.store("key", 7, ttl_s=600)
@@ -52,7 +49,6 @@ async def test_silent_peers_delay_nothing() -> None:
     assert values == [7] and seconds < 1 and fired == ["partition"]
 
 
-@virtual
 async def test_a_forged_answer_is_skipped() -> None:
     _, members = await swarm(8)
     alice, bob, *_ = members
@@ -73,7 +69,6 @@ async def test_a_forged_answer_is_skipped() -> None:
     assert values == ["true"] * 3 and lies
 
 
-@virtual
 async def test_a_fetch_costs_a_bounded_number_of_queries() -> None:
     _, members = await swarm(40)
     asked = []
@@ -90,7 +85,6 @@ async def test_a_fetch_costs_a_bounded_number_of_queries() -> None:
     assert 1 < len(asked) <= sum(RELAY_WIDTH**i for i in range(MAX_RELAYS + 1))
 
 
-@virtual
 async def test_a_key_of_the_wrong_length_is_refused() -> None:
     _, (alice, bob) = await swarm(2)
     with pytest.raises(CallRefused, match="a key has 32 bytes"):

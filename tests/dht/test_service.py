@@ -14,22 +14,20 @@ from colab_swarm.dht.service import DHT, DHTSettings, key_id
 from colab_swarm.errors import CallRefused
 from colab_swarm.events import EventLog, Fault
 from colab_swarm.net.peers import Contact, PeerId
-from colab_swarm.sim import HOME, run_virtual, virtual_time
-from tests.dht.swarm import Member, join, swarm, virtual
+from colab_swarm.sim import HOME, virtual_time
+from tests.dht.swarm import Member, join, swarm
 
 
 async def read(member: Member, key: str) -> dict[bytes, Any]:
     return {subkey: found.value for subkey, found in (await member.dht.get(key)).items()}
 
 
-@virtual
 async def test_every_peer_finds_a_stored_value() -> None:
     _, members = await swarm()
     replicas = await members[1].dht.store("key", {"step": 3}, ttl_s=60)
     assert (replicas, [await read(member, "key") for member in members]) == (5, [{b"": {"step": 3}}] * 8)
 
 
-@virtual
 async def test_a_peer_alone_stores_and_gets() -> None:
     _, (alice,) = await swarm(1)
     assert (
@@ -39,7 +37,6 @@ async def test_a_peer_alone_stores_and_gets() -> None:
     ) == (1, {b"": 1}, {})
 
 
-@virtual
 async def test_every_peer_sees_all_progress_within_a_second() -> None:
     _, members = await swarm(profile=HOME)
     for step in range(5):
@@ -51,7 +48,6 @@ async def test_every_peer_sees_all_progress_within_a_second() -> None:
         assert progress == [{member.peers.id: step for member in members}] * 8
 
 
-@virtual
 async def test_a_value_is_gone_after_its_life() -> None:
     _, members = await swarm()
     await members[0].dht.store("key", 1, ttl_s=10)
@@ -61,7 +57,6 @@ async def test_a_value_is_gone_after_its_life() -> None:
     assert (before, await read(members[3], "key")) == ({b"": 1}, {})
 
 
-@virtual
 async def test_only_the_owner_changes_a_signed_value() -> None:
     _, (alice, bob, *_) = await swarm()
     await alice.dht.store("key", "hers", subkey=b"x", ttl_s=60, signed=True)
@@ -71,7 +66,6 @@ async def test_only_the_owner_changes_a_signed_value() -> None:
     assert (taken, found.value, found.owner)[:2] == (0, "hers")
 
 
-@virtual
 async def test_writing_under_the_id_of_another_peer_is_a_mistake() -> None:
     _, (alice, bob, *_) = await swarm()
     with pytest.raises(ValueError, match="not that peer's"):
@@ -80,7 +74,6 @@ async def test_writing_under_the_id_of_another_peer_is_a_mistake() -> None:
         await bob.dht.store("key", bytes(1 << 16), ttl_s=60)
 
 
-@virtual
 async def test_a_lying_replica_cannot_forge_a_signed_value() -> None:
     _, (alice, bob, carol) = await swarm(3)
     await alice.dht.store("key", "true", subkey=alice.peers.id, ttl_s=60, signed=True)
@@ -98,7 +91,6 @@ async def test_a_lying_replica_cannot_forge_a_signed_value() -> None:
     assert [list(answer.values()) for answer in answers] == [["true"]] * 2 and lies == 2
 
 
-@virtual
 async def test_values_survive_the_crash_of_all_but_one_replica() -> None:
     network, members = await swarm(40)
     await members[0].dht.store("key", 7, ttl_s=600)
@@ -110,7 +102,6 @@ async def test_values_survive_the_crash_of_all_but_one_replica() -> None:
     assert (await read(reader, "key"), len(network.fired) - len(holders)) == ({b"": 7}, -1)
 
 
-@virtual
 async def test_silent_peers_cost_less_than_their_timeout() -> None:
     network, members = await swarm(30, profile=HOME)
     await members[0].dht.store("key", 7, ttl_s=600)
@@ -124,7 +115,6 @@ async def test_silent_peers_cost_less_than_their_timeout() -> None:
 
 
 @pytest.mark.parametrize("skew_s", [-300.0, 300.0])
-@virtual
 async def test_a_writer_whose_clock_is_five_minutes_off_is_heard_and_reported(skew_s: float) -> None:
     _, (alice, bob) = await swarm(2)
     at = bob.peers.time() + skew_s
@@ -137,7 +127,6 @@ async def test_a_writer_whose_clock_is_five_minutes_off_is_heard_and_reported(sk
     assert refusals == ("",) and value == {b"": 1} and reported_s == pytest.approx(skew_s, abs=0.1)
 
 
-@virtual
 async def test_progress_is_seen_by_and_from_a_peer_with_a_bad_clock() -> None:
     network, (alice, bob, carol) = await swarm(3)
     network.now().skew("bob", 300.0)
@@ -147,7 +136,6 @@ async def test_progress_is_seen_by_and_from_a_peer_with_a_bad_clock() -> None:
     assert (read_by, [fault.name for fault in network.fired]) == ([{b"": 4}, {b"": 3}] * 2, ["skew"])
 
 
-@virtual
 async def test_client_mode_peers_store_and_get_but_are_not_queried() -> None:
     network, members = await swarm(6)
     client = await join(network, "client", members[0].peers, listen=False)
@@ -158,7 +146,6 @@ async def test_client_mode_peers_store_and_get_but_are_not_queried() -> None:
     )
 
 
-@virtual
 async def test_a_peer_is_found_by_its_id() -> None:
     _, members = await swarm(40)
     found = await members[39].dht.find_peer(members[17].peers.id)
@@ -167,7 +154,6 @@ async def test_a_peer_is_found_by_its_id() -> None:
     assert found == contact and unknown is None
 
 
-@virtual
 async def test_no_peer_enters_a_table_under_another_id() -> None:
     _, (alice, bob, carol) = await swarm(3)
     lie = FindNear(key_id("key"), Contact(carol.peers.id, ("sim://bob",)))
@@ -176,7 +162,6 @@ async def test_no_peer_enters_a_table_under_another_id() -> None:
     assert caught.value.code == "refused"
 
 
-@virtual
 async def test_an_asker_with_endless_addresses_is_answered_but_not_passed_on() -> None:
     _, (alice, bob) = await swarm(2)
     alice.dht.table.failed(bob.peers.id)
@@ -186,7 +171,6 @@ async def test_an_asker_with_endless_addresses_is_answered_but_not_passed_on() -
     assert bob.peers.id not in alice.dht.table
 
 
-@virtual
 async def test_a_liar_that_names_endless_peers_costs_a_few_calls() -> None:
     _, (alice, mallory) = await swarm(2)
     lies = tuple(Contact(PeerId(i.to_bytes(32, "big")), ("sim://no-peer",)) for i in range(3000))
@@ -204,7 +188,6 @@ async def test_a_liar_that_names_endless_peers_costs_a_few_calls() -> None:
     assert asked == 1 and calls <= 22
 
 
-@virtual
 async def test_a_key_of_a_wrong_length_is_refused() -> None:
     _, (alice, bob) = await swarm(2)
     with pytest.raises(CallRefused) as caught:
@@ -214,7 +197,6 @@ async def test_a_key_of_a_wrong_length_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.ordeal
-@virtual
 async def test_records_follow_the_peers_that_come_and_go() -> None:
     network, members = await swarm(6)
     for member in members:
@@ -234,7 +216,6 @@ async def test_records_follow_the_peers_that_come_and_go() -> None:
 
 
 @pytest.mark.parametrize("upkeep", [True, False])
-@virtual
 async def test_a_new_peer_gets_the_records_it_is_nearest_to_by_upkeep(upkeep: bool) -> None:
     network, members = await swarm(3)
     for member in members if upkeep else ():
@@ -245,7 +226,6 @@ async def test_a_new_peer_gets_the_records_it_is_nearest_to_by_upkeep(upkeep: bo
     assert (key_id("key") in dave.dht._storage) is upkeep
 
 
-@virtual
 async def test_stop_leaves_no_task_and_serves_no_more() -> None:
     _, (alice, bob) = await swarm(2)
     bob.dht.start()
@@ -257,26 +237,22 @@ async def test_stop_leaves_no_task_and_serves_no_more() -> None:
     assert (caught.value.code, len(asyncio.all_tasks())) == ("unknown", 1)
 
 
-def test_upkeep_that_fails_is_an_event_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_upkeep_that_fails_is_an_event_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> list[bytes]:
         raise ZeroDivisionError("a bug")
 
-    async def main() -> None:
-        _, members = await swarm(2)
-        events = EventLog()
-        dht = DHT(members[1].peers, DHTSettings(refresh_s=10), random.Random(0), events)
-        monkeypatch.setattr(dht.table, "refresh_targets", fail)
-        dht.start()
-        await asyncio.sleep(60)
-        await dht.stop()
-        faults = {(fault.where, fault.text) for fault in events.recent(Fault) if isinstance(fault, Fault)}
-        assert faults == {("upkeep of the DHT", "ZeroDivisionError: a bug")}
-        assert len(events.recent(Fault)) > 1
-
-    run_virtual(main())
+    _, members = await swarm(2)
+    events = EventLog()
+    dht = DHT(members[1].peers, DHTSettings(refresh_s=10), random.Random(0), events)
+    monkeypatch.setattr(dht.table, "refresh_targets", fail)
+    dht.start()
+    await asyncio.sleep(60)
+    await dht.stop()
+    faults = {(fault.where, fault.text) for fault in events.recent(Fault) if isinstance(fault, Fault)}
+    assert faults == {("upkeep of the DHT", "ZeroDivisionError: a bug")}
+    assert len(events.recent(Fault)) > 1
 
 
-@virtual
 async def test_a_peer_cut_off_for_long_finds_back_through_its_entries() -> None:
     network, members = await swarm(4)
     bob = members[1]
@@ -297,7 +273,6 @@ async def test_a_peer_cut_off_for_long_finds_back_through_its_entries() -> None:
     )
 
 
-@virtual
 async def test_stop_ends_a_read_in_progress_in_good_order() -> None:
     _, members = await swarm(profile=HOME)
     reading = asyncio.create_task(read(members[0], "key"))
@@ -306,7 +281,6 @@ async def test_stop_ends_a_read_in_progress_in_good_order() -> None:
     assert (await reading) == {}
 
 
-@virtual
 async def test_two_halves_of_a_swarm_meet_again_within_a_minute() -> None:
     network, members = await swarm(8)
     halves = {"alice", "bob", "carol", "dave"}, {"erin", "frank", "grace", "heidi"}
@@ -328,7 +302,6 @@ async def test_two_halves_of_a_swarm_meet_again_within_a_minute() -> None:
     ) == ({3}, {7}, ["partition", "heal"])
 
 
-@virtual
 async def test_bootstrap_returns_how_many_answered() -> None:
     network, members = await swarm(4)
     new = network.peer("mallory")

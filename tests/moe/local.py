@@ -18,15 +18,10 @@ from colab_swarm.moe.grid import ExpertInfo, Grid, Index
 from colab_swarm.net.peers import Contact, Peers
 from colab_swarm.runtime import Runner
 from colab_swarm.tensors.codecs import Floats
-from tests.dht.swarm import on
-from tests.net.swarm import run as run_real
 
 T = TypeVar("T")
 HOST = Contact(bytes(32), ())
 LR = 0.05
-
-
-real = on(run_real)
 
 
 class LocalExperts:

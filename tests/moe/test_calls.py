@@ -30,9 +30,8 @@ from colab_swarm.net.identity import id_of
 from colab_swarm.net.peers import Contact, Message, Stream
 from colab_swarm.sim import LAN, SimNetwork, SimPeers, run_virtual, virtual_time
 from colab_swarm.tensors.codecs import CODECS, codec_of
-from tests.dht.swarm import virtual
-from tests.moe.local import calls_of, real
-from tests.net.swarm import peers, run
+from tests.moe.local import calls_of
+from tests.net.swarm import peers
 
 INPUTS = np.arange(12, dtype=np.float32).reshape(3, 4)
 Answering = Callable[[ForwardExpert, Stream], Awaitable[None]]
@@ -93,7 +92,7 @@ FAULTY: dict[str, tuple[Answering, str]] = {
 
 
 @pytest.mark.parametrize("case", FAULTY)
-@real
+@pytest.mark.real_time
 async def test_an_unusable_answer_is_an_error_that_names_the_expert(case: str) -> None:
     async with peers("alice", "bob") as (alice, bob):
         answer, text = FAULTY[case]
@@ -106,7 +105,7 @@ async def test_an_unusable_answer_is_an_error_that_names_the_expert(case: str) -
 @pytest.mark.parametrize(
     ("said", "heard"), [(0.5, 0.5), (-1.0, 0.0), (1e9, 60.0), (float("nan"), 60.0), (float("inf"), 60.0)]
 )
-@real
+@pytest.mark.real_time
 async def test_the_retry_hint_of_a_busy_host_is_bounded(said: float, heard: float) -> None:
     async with peers("alice", "bob") as (alice, bob):
         bob.serve_stream(ForwardExpert, partial(is_busy, said))
@@ -117,38 +116,33 @@ async def test_the_retry_hint_of_a_busy_host_is_bounded(said: float, heard: floa
         assert calls.sent_bytes < large.nbytes / 2, "a busy answer stops the sending"
 
 
-def test_a_link_that_takes_no_more_streams_is_busy_too() -> None:
+@pytest.mark.real_time
+async def test_a_link_that_takes_no_more_streams_is_busy_too() -> None:
     async def silent(opening: ForwardExpert, stream: Stream) -> None:
         await stream.receive(Part)
 
-    async def main() -> None:
-        async with peers("alice", "bob", max_streams_per_link=1) as (alice, bob):
-            bob.serve_stream(ForwardExpert, silent)
-            first = await alice.stream(bob.id, ForwardExpert("ffn.0", 1, (4,), "float32"), timeout_s=5)
-            with pytest.raises(ExpertError, match="1 streams are open") as caught:
-                await calls_of(alice).attempt(ForwardExpert, info(bob.contact), [INPUTS])
-            assert caught.value.retry_s == LINK_BUSY_RETRY_S
-            first.reset()
-
-    run(main())
+    async with peers("alice", "bob", max_streams_per_link=1) as (alice, bob):
+        bob.serve_stream(ForwardExpert, silent)
+        first = await alice.stream(bob.id, ForwardExpert("ffn.0", 1, (4,), "float32"), timeout_s=5)
+        with pytest.raises(ExpertError, match="1 streams are open") as caught:
+            await calls_of(alice).attempt(ForwardExpert, info(bob.contact), [INPUTS])
+        assert caught.value.retry_s == LINK_BUSY_RETRY_S
+        first.reset()
 
 
-def test_bytes_are_counted_as_they_go_over_the_wire() -> None:
+@pytest.mark.real_time
+async def test_bytes_are_counted_as_they_go_over_the_wire() -> None:
     async def echo(opening: ForwardExpert, stream: Stream) -> None:
         await stream.send(Part(), (await stream.receive(Part))[1])
 
-    async def main() -> None:
-        async with peers("alice", "bob") as (alice, bob):
-            bob.serve_stream(ForwardExpert, echo)
-            calls = calls_of(alice, codec="float16")
-            assert np.array_equal(await calls.forward(info(bob.contact), INPUTS), INPUTS)
-            assert (calls.sent_bytes, calls.received_bytes) == (24, 24)
-
-    run(main())
+    async with peers("alice", "bob") as (alice, bob):
+        bob.serve_stream(ForwardExpert, echo)
+        calls = calls_of(alice, codec="float16")
+        assert np.array_equal(await calls.forward(info(bob.contact), INPUTS), INPUTS)
+        assert (calls.sent_bytes, calls.received_bytes) == (24, 24)
 
 
 @pytest.mark.parametrize("codec", ["onebit", "topk:0.25"])
-@virtual
 async def test_an_expert_answers_and_learns_with_lossy_codecs(codec: str) -> None:
     _, alice, bob = pair()
     server = ExpertServer(bob, EventLog())
@@ -179,7 +173,7 @@ def test_a_host_that_never_answers_is_an_error_after_the_timeout() -> None:
     assert run_virtual(main()) == pytest.approx(7.0)
 
 
-@real
+@pytest.mark.real_time
 async def test_an_unreachable_host_is_an_error() -> None:
     async with peers("alice") as (alice,):
         absent = Contact(id_of(bytes(32)), ("ws://127.0.0.1:9",))
@@ -187,7 +181,6 @@ async def test_an_unreachable_host_is_an_error() -> None:
             await calls_of(alice).forward(info(absent), INPUTS)
 
 
-@virtual
 async def test_a_host_killed_between_forward_and_backward_is_an_error_and_comes_back() -> None:
     network, alice, bob = pair()
     rule = ExpertRule(partial(torch.optim.SGD, lr=0.1))
@@ -206,7 +199,6 @@ async def test_a_host_killed_between_forward_and_backward_is_an_error_and_comes_
     await server.close()
 
 
-@virtual
 async def test_a_host_killed_while_it_answers_is_an_error() -> None:
     network, alice, bob = pair()
     large = np.ones((1000, 1000), np.float32)
@@ -222,7 +214,6 @@ async def test_a_host_killed_while_it_answers_is_an_error() -> None:
     assert [fault.name for fault in network.fired] == ["crash"]
 
 
-@virtual
 async def test_an_unknown_codec_is_refused() -> None:
     _, alice, _ = pair()
     with pytest.raises(ValueError, match="unknown codec 'zip'"):

@@ -8,15 +8,13 @@ import threading
 import pytest
 
 from colab_swarm.tensors.device import DeviceThread
-from tests.dht.swarm import virtual
-from tests.moe.local import real
 
 
 def quit_python() -> None:
     raise SystemExit("a user's module wants to end the program")
 
 
-@real
+@pytest.mark.real_time
 async def test_tasks_run_in_order_on_one_daemon_that_is_not_the_loops_thread() -> None:
     device, order = DeviceThread(), []
     threads = await asyncio.gather(
@@ -28,7 +26,7 @@ async def test_tasks_run_in_order_on_one_daemon_that_is_not_the_loops_thread() -
     assert not threads[0].is_alive()
 
 
-@real
+@pytest.mark.real_time
 async def test_an_error_goes_to_its_caller_and_the_thread_continues() -> None:
     device = DeviceThread()
     with pytest.raises(ZeroDivisionError):
@@ -59,6 +57,5 @@ def test_cancelled_tasks_are_not_computed() -> None:
     assert not computed
 
 
-@virtual
 async def test_on_virtual_time_the_loop_computes_itself() -> None:
     assert (await DeviceThread().run(threading.current_thread)) is threading.current_thread()

@@ -16,7 +16,7 @@ from colab_swarm.moe.directory import Cache, Directory, DirectorySettings
 from colab_swarm.moe.grid import Bans, ExpertInfo, ExpertServices, Grid
 from colab_swarm.sim import HOME, LAN, PAPER_CLOUD, NetworkProfile, SimNetwork, run_virtual, virtual_time
 from colab_swarm.tensors.codecs import Floats
-from tests.dht.swarm import Member, swarm, virtual
+from tests.dht.swarm import Member, swarm
 
 GRID = Grid("ffn", (4, 8))
 SHAPE = (16,)
@@ -63,7 +63,6 @@ def uids(found: list[list[ExpertInfo]]) -> list[list[str]]:
     return [[info.uid for info in sample] for sample in found]
 
 
-@virtual
 async def test_all_peers_find_announced_experts() -> None:
     _, (alice, bob, *_) = await scouts(8)
     await announce(alice, "ffn.1.2", "ffn.3.7", step=5)
@@ -73,7 +72,6 @@ async def test_all_peers_find_announced_experts() -> None:
     assert 59 < info.expires_at - alice.peers.time() <= 60
 
 
-@virtual
 async def test_the_best_live_experts_come_first() -> None:
     _, (alice, bob, carol, *_) = await scouts(8)
     await announce(alice, "ffn.1.2", "ffn.1.3", "ffn.3.7")
@@ -86,29 +84,24 @@ async def test_the_best_live_experts_come_first() -> None:
 
 
 @pytest.mark.parametrize("sides", [(300,), (2, 300), (2, 3, 2), (2, 2, 2, 2)])
-def test_grids_of_any_dimension_are_searched_and_listed(sides: tuple[int, ...]) -> None:
+async def test_grids_of_any_dimension_are_searched_and_listed(sides: tuple[int, ...]) -> None:
     grid = Grid("block", sides)
     everywhere = [grid.uid(index) for index in grid][:: max(1, grid.size // 8)]
 
-    async def main() -> tuple[list[str], list[list[str]]]:
-        _, (alice, bob, carol) = await scouts(3)
-        await announce(alice, *everywhere[::2], grid=grid)
-        await announce(bob, *everywhere[1::2], grid=grid)
-        live = [info.uid for info in await carol.directory.live(grid)]
-        best = await carol.directory.best(grid, scores(*everywhere, grid=grid), 1)
-        return live, uids(best)
-
-    assert run_virtual(main()) == (everywhere, [[uid] for uid in everywhere])
+    _, (alice, bob, carol) = await scouts(3)
+    await announce(alice, *everywhere[::2], grid=grid)
+    await announce(bob, *everywhere[1::2], grid=grid)
+    live = [info.uid for info in await carol.directory.live(grid)]
+    best = await carol.directory.best(grid, scores(*everywhere, grid=grid), 1)
+    assert (live, uids(best)) == (everywhere, [[uid] for uid in everywhere])
 
 
-@virtual
 async def test_fewer_live_experts_than_requested_are_all_returned() -> None:
     _, (alice, bob) = await scouts(2)
     await announce(alice, "ffn.1.2", "ffn.3.7")
     assert uids(await bob.directory.best(GRID, scores("ffn.3.7"), 4)) == [["ffn.3.7", "ffn.1.2"]]
 
 
-@virtual
 async def test_withdrawn_experts_disappear_at_once() -> None:
     _, (alice, bob, carol) = await scouts(3)
     await announce(alice, "ffn.1.2", "ffn.3.7")
@@ -117,7 +110,6 @@ async def test_withdrawn_experts_disappear_at_once() -> None:
     assert uids(await carol.directory.best(GRID, scores("ffn.1.2"), 4)) == [["ffn.1.4"]]
 
 
-@virtual
 async def test_a_dead_host_disappears_when_its_record_expires_and_the_error_says_so() -> None:
     network, (alice, bob, _) = await scouts(3)
     await announce(alice, "ffn.1.2", "ffn.3.7")
@@ -129,7 +121,6 @@ async def test_a_dead_host_disappears_when_its_record_expires_and_the_error_says
     assert (before, [fault.name for fault in network.fired]) == (2, ["crash"])
 
 
-@virtual
 async def test_without_any_announcement_the_error_names_the_prefix() -> None:
     _, (alice, _) = await scouts(2)
     with pytest.raises(NoExpertsError, match=r"ffn\[4 x 8\] is live, and this peer never saw one"):
@@ -137,7 +128,6 @@ async def test_without_any_announcement_the_error_names_the_prefix() -> None:
     assert await alice.directory.live(GRID) == [] and await alice.directory.find(GRID, "ffn.1.2") is None
 
 
-@virtual
 async def test_a_failed_expert_is_banned_until_the_ban_ends_or_it_answers() -> None:
     _, (alice, bob) = await scouts(2)
     await announce(alice, "ffn.1.2", "ffn.1.3")
@@ -159,7 +149,6 @@ async def test_a_failed_expert_is_banned_until_the_ban_ends_or_it_answers() -> N
     ]
 
 
-@virtual
 async def test_a_banned_expert_is_used_again_as_soon_as_another_peer_hosts_it() -> None:
     network, (alice, bob, carol) = await scouts(3)
     await announce(alice, "ffn.1.2")
@@ -177,7 +166,6 @@ async def test_a_banned_expert_is_used_again_as_soon_as_another_peer_hosts_it() 
     assert (first.step, again.step) == (0, 9)
 
 
-@virtual
 async def test_a_prefix_whose_experts_are_all_dead_is_skipped() -> None:
     _, (alice, bob, carol) = await scouts(3)
     await announce(alice, "ffn.1.2")
@@ -188,7 +176,6 @@ async def test_a_prefix_whose_experts_are_all_dead_is_skipped() -> None:
 
 
 @pytest.mark.parametrize("skew_s", [-60.0, 60.0])
-@virtual
 async def test_a_clock_that_is_a_minute_off_neither_hides_nor_keeps_experts(skew_s: float) -> None:
     network, (alice, bob, carol) = await scouts(3)
     network.now().skew("alice", skew_s)
@@ -203,7 +190,6 @@ async def test_a_clock_that_is_a_minute_off_neither_hides_nor_keeps_experts(skew
 
 
 @pytest.mark.parametrize("shapes", [[], [(2, 4)], [(2, 8), (2, 4)], [(2, 4), (3, 8)], [(4,), (8,)]])
-@virtual
 async def test_scores_that_do_not_fit_the_grid_are_a_mistake(shapes: list[tuple[int, ...]]) -> None:
     _, (alice,) = await scouts(1)
     with pytest.raises(ValueError, match=r"do not fit ffn\[4 x 8\]"):
@@ -233,7 +219,6 @@ def test_two_hosts_announce_a_row_and_others_replace_them_before_their_records_e
     assert run_virtual(main()) == (2, [True] * 8, ["crash", "crash"])
 
 
-@virtual
 async def test_invalid_records_do_no_harm() -> None:
     _, (alice, bob, mallory) = await scouts(3)
     await announce(alice, "ffn.1.2")
@@ -244,34 +229,31 @@ async def test_invalid_records_do_no_harm() -> None:
     assert uids(await bob.directory.best(GRID, scores("ffn.1.2"), 4)) == [["ffn.1.2"]]
 
 
-def test_a_search_reads_few_keys_and_a_repeated_one_none() -> None:
+async def test_a_search_reads_few_keys_and_a_repeated_one_none() -> None:
     grid = Grid("ffn", (32, 32))
 
-    async def main() -> tuple[int, int, float]:
-        _, (alice, bob) = await scouts(2)
-        await announce(alice, *map(grid.uid, grid), grid=grid)
-        batch = scores(*map(grid.uid, list(grid)[::16]), grid=grid)
-        first = await bob.directory.best(grid, batch, 4)
-        reads = bob.directory._cache.loads
-        began = virtual_time()
-        assert await bob.directory.best(grid, batch, 4) == first
-        return reads, bob.directory._cache.loads, virtual_time() - began
-
-    assert run_virtual(main()) == (5, 5, 0.0)
+    _, (alice, bob) = await scouts(2)
+    await announce(alice, *map(grid.uid, grid), grid=grid)
+    batch = scores(*map(grid.uid, list(grid)[::16]), grid=grid)
+    first = await bob.directory.best(grid, batch, 4)
+    reads = bob.directory._cache.loads
+    began = virtual_time()
+    assert await bob.directory.best(grid, batch, 4) == first
+    assert (reads, bob.directory._cache.loads, virtual_time() - began) == (5, 5, 0.0)
 
 
-def test_a_wide_sparse_grid_is_searched_without_reading_what_is_empty() -> None:
+async def test_a_wide_sparse_grid_is_searched_without_reading_what_is_empty() -> None:
     grid = Grid("ffn", (200, 200))
 
-    async def main() -> tuple[list[list[str]], int]:
-        _, (alice, bob) = await scouts(2)
-        await announce(alice, "ffn.7.7", "ffn.150.3", grid=grid)
-        rng = np.random.default_rng(0)
-        batch = [rng.standard_normal((64, 200)).astype(np.float32) for _ in range(2)]
-        found = await bob.directory.best(grid, batch, 4)
-        return [sorted(sample) for sample in uids(found)], bob.directory._cache.loads
-
-    assert run_virtual(main()) == ([["ffn.150.3", "ffn.7.7"]] * 64, 3)
+    _, (alice, bob) = await scouts(2)
+    await announce(alice, "ffn.7.7", "ffn.150.3", grid=grid)
+    rng = np.random.default_rng(0)
+    batch = [rng.standard_normal((64, 200)).astype(np.float32) for _ in range(2)]
+    found = await bob.directory.best(grid, batch, 4)
+    assert ([sorted(sample) for sample in uids(found)], bob.directory._cache.loads) == (
+        [["ffn.150.3", "ffn.7.7"]] * 64,
+        3,
+    )
 
 
 EXPERT = ("ffn.0", b"host")
@@ -341,7 +323,6 @@ class Far:
         return value, 10.0
 
 
-@virtual
 async def test_a_cached_value_is_not_read_again() -> None:
     far = Far()
     assert await far.cache.get(["a", "b"]) == {"a": 1, "b": 2}
@@ -350,7 +331,6 @@ async def test_a_cached_value_is_not_read_again() -> None:
     assert virtual_time() == 1 and far.cache.peek("a") == 1 and far.cache.peek("c") is None
 
 
-@virtual
 async def test_concurrent_callers_share_a_read() -> None:
     far = Far()
     asked = [asyncio.create_task(far.cache.get(["a"])) for _ in range(3)]
@@ -360,7 +340,6 @@ async def test_concurrent_callers_share_a_read() -> None:
     assert far.reads == [("a", None)]
 
 
-@virtual
 async def test_an_ageing_value_is_refreshed_in_the_background() -> None:
     far = Far()
     await far.cache.get(["a"])
@@ -370,7 +349,6 @@ async def test_an_ageing_value_is_refreshed_in_the_background() -> None:
     assert far.cache.peek("a") == 2 and far.reads == [("a", None), ("a", 1)]
 
 
-@virtual
 async def test_an_expired_value_is_read_again() -> None:
     far = Far()
     await far.cache.get(["a"])
@@ -379,7 +357,6 @@ async def test_an_expired_value_is_read_again() -> None:
     assert await far.cache.get(["a"]) == {"a": 2} and virtual_time() == 12
 
 
-@virtual
 async def test_a_fresh_value_comes_from_a_read_that_starts_now() -> None:
     far = Far()
     early = asyncio.create_task(far.cache.get(["a"]))
@@ -388,7 +365,6 @@ async def test_a_fresh_value_comes_from_a_read_that_starts_now() -> None:
     assert await early == {"a": 1} and far.cache.peek("a") == 2 and far.fresh
 
 
-@virtual
 async def test_a_forgotten_value_is_read_again() -> None:
     far = Far()
     await far.cache.get(["a"])
@@ -396,7 +372,6 @@ async def test_a_forgotten_value_is_read_again() -> None:
     assert await far.cache.get(["a"]) == {"a": 2} and far.reads[1] == ("a", None)
 
 
-@virtual
 async def test_closing_cancels_the_reads() -> None:
     far = Far()
     asked = asyncio.create_task(far.cache.get(["a"]))
@@ -417,14 +392,12 @@ async def keep_places(scout: Scout, grid: Grid, uids: list[str]) -> None:
         await asyncio.sleep(15)
 
 
-@virtual
 async def test_a_peer_claims_vacant_places_only() -> None:
     _, (alice, bob) = await scouts(2)
     await announce(alice, *(GRID.uid(index) for index in GRID if index != (2, 3)))
     assert (await bob.directory.claim(GRID, 1), await bob.directory.claim(GRID, 1)) == (["ffn.2.3"], [])
 
 
-@virtual
 async def test_only_wanted_places_are_claimed() -> None:
     _, (alice, bob) = await scouts(2)
     await announce(alice, "ffn.1.2")
@@ -434,7 +407,6 @@ async def test_only_wanted_places_are_claimed() -> None:
     ]
 
 
-@virtual
 async def test_a_claimed_expert_cannot_be_called_until_it_is_announced() -> None:
     _, (alice, bob, carol) = await scouts(3)
     claimed = await alice.directory.claim(GRID, 3)
@@ -445,20 +417,16 @@ async def test_a_claimed_expert_cannot_be_called_until_it_is_announced() -> None
 
 @pytest.mark.parametrize("profile", [LAN, HOME, PAPER_CLOUD])
 @pytest.mark.parametrize("sides", [(8,), (3, 4)])
-def test_peers_that_claim_at_once_get_different_places(
+async def test_peers_that_claim_at_once_get_different_places(
     profile: NetworkProfile, sides: tuple[int, ...]
 ) -> None:
     grid = Grid("ffn", sides)
 
-    async def main() -> list[list[str]]:
-        _, found = await scouts(8, profile=profile)
-        return await asyncio.gather(*(scout.directory.claim(grid, 1) for scout in found))
-
-    got = list(itertools.chain(*run_virtual(main())))
+    _, found = await scouts(8, profile=profile)
+    got = list(itertools.chain(*(await asyncio.gather(*(scout.directory.claim(grid, 1) for scout in found)))))
     assert len(got) == len(set(got)) == 8
 
 
-@virtual
 async def test_a_full_grid_gives_fewer_places() -> None:
     _, found = await scouts(6, profile=HOME)
     claims = (scout.directory.claim(Grid("ffn", (3, 4)), 3) for scout in found)
@@ -466,7 +434,6 @@ async def test_a_full_grid_gives_fewer_places() -> None:
     assert len(got) == len(set(got)) == 12
 
 
-@virtual
 async def test_two_holders_of_a_place_after_a_partition_become_one_when_it_heals() -> None:
     network, found = await scouts(4, DirectorySettings(settle_s=5.0))
     alice, bob, *_ = found
@@ -491,7 +458,6 @@ async def test_two_holders_of_a_place_after_a_partition_become_one_when_it_heals
     assert [fault.name for fault in network.fired] == ["partition", "heal"]
 
 
-@virtual
 async def test_a_place_announced_by_two_at_once_belongs_to_the_smaller_id() -> None:
     _, (alice, bob) = await scouts(2)
     await asyncio.gather(announce(alice, "ffn.1.2"), announce(bob, "ffn.1.2"))
@@ -500,7 +466,6 @@ async def test_a_place_announced_by_two_at_once_belongs_to_the_smaller_id() -> N
     assert lost == [["ffn.1.2"] if loses else [] for loses in greater]
 
 
-@virtual
 async def test_a_clock_that_is_a_minute_behind_takes_no_place_from_its_holder() -> None:
     network, (alice, bob, _) = await scouts(3)
     await announce(alice, "ffn.1.2")
@@ -513,7 +478,6 @@ async def test_a_clock_that_is_a_minute_behind_takes_no_place_from_its_holder() 
     )
 
 
-@virtual
 async def test_the_place_of_a_dead_host_is_vacant_when_its_record_expires() -> None:
     network, (alice, bob, _) = await scouts(3)
     await announce(alice, "ffn.1.2")

@@ -24,9 +24,8 @@ from colab_swarm.moe.host import ExpertHost, ExpertHosting, HostResources, plan_
 from colab_swarm.moe.replicas import SavePlace
 from colab_swarm.net.node import Node
 from colab_swarm.sim.runtime import SimRuntime
-from tests.dht.swarm import virtual
 from tests.moe.hosts import GRID, PLAN, Member, Run, make, saved, train
-from tests.moe.local import calls_of, real
+from tests.moe.local import calls_of
 from tests.net.swarm import peers, until
 
 QUICK = replace(PLAN, save_s=60.0, takeover_s=0.3, capacity=2)
@@ -45,7 +44,6 @@ def one_thread() -> Iterator[None]:
 def played(story: Callable[[Run], Awaitable[None]]) -> Callable[..., None]:
     """Make a story of a simulated run a test."""
 
-    @virtual
     async def wrapped(tmp_path: Path) -> None:
         await story(Run(tmp_path))
 
@@ -183,7 +181,6 @@ async def test_a_name_that_two_sides_of_a_partition_took_is_given_up_by_one(run:
     assert [event.reason for event in lost] == ["another peer claimed it earlier"]  # type: ignore[attr-defined]
 
 
-@virtual
 async def test_a_full_disk_is_reported_once_and_the_host_continues(tmp_path: Path) -> None:
     run = Run(tmp_path)
     await run.host("alice", 1)
@@ -271,7 +268,7 @@ async def test_no_expert_loses_more_than_its_last_steps_while_hosts_are_killed(r
 
 
 @pytest.mark.slow
-@real
+@pytest.mark.real_time
 async def test_a_killed_host_is_replaced_over_encrypted_links_too(tmp_path: Path) -> None:
     async with peers("alice", "bob", "carol") as nodes:
         members = [await real_member(node, nodes[0], tmp_path) for node in nodes]

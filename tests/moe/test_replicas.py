@@ -25,7 +25,6 @@ from colab_swarm.moe.replicas import (
 from colab_swarm.moe.saves import SavedExpert, digest_of
 from colab_swarm.net.peers import Contact, PeerId
 from colab_swarm.sim import virtual_time
-from tests.dht.swarm import virtual
 from tests.moe.hosts import GRID, Member, Run, saved, shelf_of
 
 LIMIT_BYTES = 10**7
@@ -65,7 +64,6 @@ class Scene:
 def played(story: Callable[[Scene], Awaitable[None]]) -> Callable[..., None]:
     """Make a story of a simulated run a test."""
 
-    @virtual
     async def wrapped(tmp_path: Path) -> None:
         await story(Scene(tmp_path))
 
@@ -212,7 +210,6 @@ async def test_a_holder_that_sends_wrong_chunks_is_replaced(scene: Scene) -> Non
     assert len(save.digests) == 11
 
 
-@virtual
 async def test_a_damaged_chunk_on_our_disk_is_fetched_from_a_holder(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     copies = await scene.open("alice", "bob", copies=1)
@@ -281,7 +278,6 @@ async def test_a_manifest_that_is_wrong_about_the_length_of_a_chunk_is_refused(s
         await copies.fetch("ffn.0.0", claim, limit_bytes=LIMIT_BYTES)
 
 
-@virtual
 async def test_a_save_whose_chunks_do_not_match_is_not_kept(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     await scene.open("alice", "bob")
@@ -297,7 +293,6 @@ async def test_a_save_whose_chunks_do_not_match_is_not_kept(tmp_path: Path) -> N
     assert not [path for path in (tmp_path / "bob" / "chunks").rglob("*") if path.is_file()]
 
 
-@virtual
 async def test_a_full_disk_is_reported_and_holders_still_keep_the_save(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     copies = await scene.open("alice", "bob", copies=1)

@@ -40,9 +40,8 @@ from colab_swarm.net.peers import Refusal, Role
 from colab_swarm.runtime import PauseGate
 from colab_swarm.sim import LAN, SimNetwork, virtual_time
 from colab_swarm.tensors.codecs import CODECS, Floats, codec_of
-from tests.dht.swarm import virtual
-from tests.moe.local import calls_of, real
-from tests.net.swarm import peers, run, start, until
+from tests.moe.local import calls_of
+from tests.net.swarm import peers, start, until
 
 RULE = ExpertRule(partial(torch.optim.SGD, lr=0.1))
 DIM = 8
@@ -118,7 +117,7 @@ async def occupied(gate: Gate, call: Any) -> asyncio.Task[Floats]:
 
 
 @pytest.mark.parametrize("codec", ["float32", "float16", "bfloat16", "int8"])
-@real
+@pytest.mark.real_time
 async def test_a_remote_expert_computes_as_a_local_one(codec: str) -> None:
     local, inputs, grads = expert(), samples(50), samples(50, seed=1)
     near = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 1e-2, "int8": 2e-2}[codec]
@@ -138,7 +137,7 @@ async def test_a_remote_expert_computes_as_a_local_one(codec: str) -> None:
         assert counted.p50_s is not None and counted.p99_s is not None and counted.queued == 0
 
 
-@real
+@pytest.mark.real_time
 async def test_after_many_backward_calls_the_weights_equal_a_local_replicas() -> None:
     local, remote = expert(), expert()
     async with hosting(remote) as (_, alice, bob):
@@ -151,7 +150,7 @@ async def test_after_many_backward_calls_the_weights_equal_a_local_replicas() ->
         assert remote.step == 20
 
 
-@real
+@pytest.mark.real_time
 async def test_tensors_of_many_parts_and_sequences_of_any_length_arrive_whole() -> None:
     block, gate = expert("text.0", TransformerBlock(DIM, 2), (-1, DIM)), expert("gate.0", Gate(), (1000,))
     async with hosting(block, gate) as (_, alice, bob):
@@ -164,7 +163,7 @@ async def test_tensors_of_many_parts_and_sequences_of_any_length_arrive_whole() 
         assert np.array_equal(await calls.forward(info(bob, "gate.0"), large), 2 * large)
 
 
-@real
+@pytest.mark.real_time
 async def test_waiting_calls_are_merged_with_equal_results_and_kinds_never_mix() -> None:
     gate, local = Gate(), expert()
     async with hosting(expert("gate.0", gate), expert()) as (server, alice, bob):
@@ -186,7 +185,7 @@ async def test_waiting_calls_are_merged_with_equal_results_and_kinds_never_mix()
         await first
 
 
-@real
+@pytest.mark.real_time
 async def test_one_callers_fault_in_a_batch_does_not_fail_the_others() -> None:
     gate, learner = Gate(), expert()
     async with hosting(expert("gate.0", gate), learner) as (server, alice, bob):
@@ -206,7 +205,8 @@ async def test_one_callers_fault_in_a_batch_does_not_fail_the_others() -> None:
         await first
 
 
-def test_an_error_in_the_experts_code_is_an_event_an_error_at_the_caller_and_ends_no_service() -> None:
+@pytest.mark.real_time
+async def test_an_error_in_the_experts_code_is_an_event_an_error_at_the_caller_and_ends_no_service() -> None:
     class Fragile(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             if len(x) == 3:
@@ -215,19 +215,16 @@ def test_an_error_in_the_experts_code_is_an_event_an_error_at_the_caller_and_end
                 raise SystemExit("four")
             return x
 
-    async def main() -> None:
-        events = EventLog()
-        async with hosting(expert(module=Fragile()), events=events) as (_, alice, bob):
-            calls = calls_of(alice)
-            with pytest.raises(ExpertError, match=r"ffn\.0 failed: KeyError: 'three'"):
-                await calls.forward(info(bob), samples(3))
-            with pytest.raises(ExpertError, match=r"ffn\.0 failed: SystemExit: four"):
-                await calls.forward(info(bob), samples(4))
-            faults = events.recent(Fault)
-            assert [fault.where for fault in faults if isinstance(fault, Fault)] == 2 * ["expert ffn.0"]
-            assert np.array_equal(await calls.forward(info(bob), samples(2)), samples(2))
-
-    run(main())
+    events = EventLog()
+    async with hosting(expert(module=Fragile()), events=events) as (_, alice, bob):
+        calls = calls_of(alice)
+        with pytest.raises(ExpertError, match=r"ffn\.0 failed: KeyError: 'three'"):
+            await calls.forward(info(bob), samples(3))
+        with pytest.raises(ExpertError, match=r"ffn\.0 failed: SystemExit: four"):
+            await calls.forward(info(bob), samples(4))
+        faults = events.recent(Fault)
+        assert [fault.where for fault in faults if isinstance(fault, Fault)] == 2 * ["expert ffn.0"]
+        assert np.array_equal(await calls.forward(info(bob), samples(2)), samples(2))
 
 
 REFUSED: dict[str, tuple[CallExpert, str]] = {
@@ -245,7 +242,7 @@ REFUSED: dict[str, tuple[CallExpert, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-@real
+@pytest.mark.real_time
 async def test_impossible_calls_are_refused_before_anything_is_received(case: str) -> None:
     opening, text = REFUSED[case]
     async with hosting(expert(), expert("text.0", TransformerBlock(DIM, 2), (-1, DIM))) as (
@@ -267,7 +264,7 @@ async def test_impossible_calls_are_refused_before_anything_is_received(case: st
         ([32, 32], "more parts"),
     ],
 )
-@real
+@pytest.mark.real_time
 async def test_parts_of_the_wrong_size_are_refused(sizes: list[int], text: str) -> None:
     gate = Gate()
     async with hosting(expert(module=gate)) as (_, alice, bob):
@@ -279,7 +276,7 @@ async def test_parts_of_the_wrong_size_are_refused(sizes: list[int], text: str) 
                 await stream.receive(Part)
 
 
-@real
+@pytest.mark.real_time
 async def test_values_that_are_not_finite_never_reach_an_expert() -> None:
     gate = Gate()
     one = expert(module=gate)
@@ -293,7 +290,7 @@ async def test_values_that_are_not_finite_never_reach_an_expert() -> None:
         assert not gate.batches and one.step == 0
 
 
-@real
+@pytest.mark.real_time
 async def test_a_full_server_answers_busy_with_a_retry_delay() -> None:
     gate = Gate()
     limits = BatchLimits(max_batch_bytes=64, max_held_bytes=64)
@@ -308,7 +305,7 @@ async def test_a_full_server_answers_busy_with_a_retry_delay() -> None:
         await calls.forward(info(bob), samples(1))
 
 
-@real
+@pytest.mark.real_time
 async def test_a_cancelled_call_frees_its_memory_and_is_not_computed() -> None:
     gate = Gate()
     async with hosting(expert("gate.0", gate), expert()) as (server, alice, bob):
@@ -324,7 +321,6 @@ async def test_a_cancelled_call_frees_its_memory_and_is_not_computed() -> None:
         assert server.statistics()["ffn.0"].step == 0, "the cancelled backward was computed"
 
 
-@virtual
 async def test_a_caller_that_never_sends_its_tensors_times_out() -> None:
     network = SimNetwork(LAN, seed=1)
     alice, bob = network.peer("alice"), network.peer("bob")
@@ -341,7 +337,7 @@ async def test_a_caller_that_never_sends_its_tensors_times_out() -> None:
     assert virtual_time() == pytest.approx(60, abs=0.1)
 
 
-@real
+@pytest.mark.real_time
 async def test_calls_of_a_removed_expert_are_refused_and_it_can_be_added_again() -> None:
     gate, one = Gate(), expert()
     async with hosting(expert("gate.0", gate), one) as (server, alice, bob):
@@ -361,7 +357,7 @@ async def test_calls_of_a_removed_expert_are_refused_and_it_can_be_added_again()
         await calls.forward(info(bob), samples(3))
 
 
-@real
+@pytest.mark.real_time
 async def test_a_call_that_still_arrives_when_the_server_closes_is_refused() -> None:
     async with hosting() as (server, alice, bob):
         stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 1, (DIM,), "float32"), timeout_s=5)
@@ -372,7 +368,7 @@ async def test_a_call_that_still_arrives_when_the_server_closes_is_refused() -> 
             await stream.receive(Part)
 
 
-@real
+@pytest.mark.real_time
 async def test_a_closing_server_answers_running_calls_and_refuses_waiting_ones() -> None:
     gate = Gate()
     async with hosting(expert(module=gate)) as (server, alice, bob):
@@ -391,26 +387,24 @@ async def test_a_closing_server_answers_running_calls_and_refuses_waiting_ones()
             await calls.forward(info(bob), samples(1))
 
 
-def test_only_workers_may_teach_an_expert() -> None:
+@pytest.mark.real_time
+async def test_only_workers_may_teach_an_expert() -> None:
     class Watching(OpenAdmission):
         def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
             return Role.VIEWER
 
-    async def main() -> None:
-        bob = await start("bob", admission=Watching())
-        server = ExpertServer(bob, EventLog())
-        one = expert()
-        server.add(one)
-        async with peers("alice") as (alice,):
-            calls = calls_of(alice)
-            await calls.forward(info(bob), samples(1))
-            with pytest.raises(ExpertError, match="needs the role worker"):
-                await calls.backward(info(bob), samples(1), samples(1))
-            assert one.step == 0
-        await server.close()
-        await bob.close()
-
-    run(main())
+    bob = await start("bob", admission=Watching())
+    server = ExpertServer(bob, EventLog())
+    one = expert()
+    server.add(one)
+    async with peers("alice") as (alice,):
+        calls = calls_of(alice)
+        await calls.forward(info(bob), samples(1))
+        with pytest.raises(ExpertError, match="needs the role worker"):
+            await calls.backward(info(bob), samples(1), samples(1))
+        assert one.step == 0
+    await server.close()
+    await bob.close()
 
 
 LIMITS = BatchLimits(max_batch_size=8, max_batch_bytes=80, max_held_bytes=120)
@@ -626,7 +620,7 @@ def test_outputs_that_a_codec_cannot_represent_fail_only_that_call(codec: str) -
     assert isinstance(answered, list)
 
 
-@real
+@pytest.mark.real_time
 async def test_a_paused_host_takes_no_calls_and_finishes_those_it_has_afterwards() -> None:
     gate = PauseGate()
     async with peers("alice", "bob") as (alice, bob):

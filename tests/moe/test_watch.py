@@ -13,7 +13,6 @@ from colab_swarm.moe.server import ExpertStatistics
 from colab_swarm.moe.watch import LIST_EVERY_S, ExpertRates, ExpertsSnapshot, ExpertsWatch
 from colab_swarm.net.peers import short
 from colab_swarm.runtime import Runtime
-from tests.dht.swarm import virtual
 from tests.moe.hosts import GRID, Member, Run
 
 
@@ -31,7 +30,6 @@ async def look(watch: ExpertsWatch, after_s: float = 0.0) -> ExpertsSnapshot:
     return await watch._look()
 
 
-@virtual
 async def test_the_first_snapshot_is_immediate_and_later_ones_list_hosts_and_experts(tmp_path: Path) -> None:
     run = Run(tmp_path)
     alice, _ = await run.host("alice", 2)
@@ -48,7 +46,6 @@ async def test_the_first_snapshot_is_immediate_and_later_ones_list_hosts_and_exp
     assert seen.listed_s is not None and seen.listed_s < 2.5 and not seen.fault
 
 
-@virtual
 async def test_shares_follow_the_steps_of_the_last_minute(tmp_path: Path) -> None:
     run = Run(tmp_path)
     _, hosting = await run.host("alice", 2)
@@ -62,7 +59,6 @@ async def test_shares_follow_the_steps_of_the_last_minute(tmp_path: Path) -> Non
     assert seen.listing.hosts[0].share == 1.0
 
 
-@virtual
 async def test_steps_of_this_peers_own_experts_are_known_at_once(tmp_path: Path) -> None:
     run = Run(tmp_path)
     alice, hosting = await run.host("alice", 1)
@@ -74,7 +70,6 @@ async def test_steps_of_this_peers_own_experts_are_known_at_once(tmp_path: Path)
     assert (one.step, one.share) == (1, 1.0)
 
 
-@virtual
 async def test_a_failed_expert_is_left_out_and_one_of_a_dead_host_is_dead(tmp_path: Path) -> None:
     run = Run(tmp_path)
     alice, _ = await run.host("alice", 2)
@@ -92,14 +87,12 @@ async def test_a_failed_expert_is_left_out_and_one_of_a_dead_host_is_dead(tmp_pa
     assert seen.listing.live == () and seen.listing.dead == (first, second)
 
 
-@virtual
 async def test_a_closed_watch_says_so_and_reads_nothing(tmp_path: Path) -> None:
     watch, _ = watch_of(await Run(tmp_path).join("alice"))
     watch.close()
     assert watch.snapshot().over
 
 
-@virtual
 async def test_a_failed_listing_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watch, directory = watch_of(await Run(tmp_path).join("alice"))
 

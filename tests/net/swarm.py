@@ -14,7 +14,7 @@ from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import Contact, Message, PeerId, Stream, StreamEnded
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 LOOPBACK = NodeSettings(host="127.0.0.1")
 
 
@@ -34,14 +34,14 @@ def identity(name: str) -> Identity:
     return Identity(sha256(name.encode()).digest())
 
 
-def run(main: Coroutine[Any, Any, None]) -> None:
-    """Run a test against the deadline; fail if it leaves tasks behind."""
+def run(main: Coroutine[Any, Any, None], *, tidy: bool = True) -> None:
+    """Run a test against the deadline; if it must be ``tidy``, fail if it leaves tasks behind."""
 
     async def bounded() -> None:
         async with asyncio.timeout(DEADLINE_S):
             await main
         left = asyncio.all_tasks() - {asyncio.current_task()}
-        assert not left, f"left running: {left}"
+        assert not (tidy and left), f"left running: {left}"
 
     asyncio.run(bounded())
 

@@ -20,7 +20,7 @@ from colab_swarm.notebook.platforms import (
     session_age_s,
     wait_for_end,
 )
-from colab_swarm.sim import run_virtual, virtual_time
+from colab_swarm.sim import virtual_time
 
 H = 3600.0
 
@@ -61,14 +61,11 @@ def test_the_users_hours_count_from_now_and_go_first() -> None:
         clock_on(PLAIN, 0.0)
 
 
-def test_two_warnings_precede_leaving() -> None:
+async def test_two_warnings_precede_leaving() -> None:
     events = EventLog()
 
-    async def main() -> float:
-        await wait_for_end(SessionClock("Binder", 0.0, 6 * H), events)
-        return virtual_time()
-
-    assert run_virtual(main()) == 6 * H - 600.0
+    await wait_for_end(SessionClock("Binder", 0.0, 6 * H), events)
+    assert virtual_time() == 6 * H - 600.0
     warnings = [
         (one.at, one.seconds) for one in events.recent(SessionEnding) if isinstance(one, SessionEnding)
     ]
