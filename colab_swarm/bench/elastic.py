@@ -13,7 +13,6 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -26,9 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 import colab_swarm as cs
 from colab_swarm.bench import elastic_consistency
 from colab_swarm.bench.elastic_consistency import ImageRows
-from colab_swarm.bench.report import BenchReport
+from colab_swarm.bench.harness import BenchReport, Crew, Parent, call_all, python_command
 from colab_swarm.bench.slow_link import ADDRESSES, DEVICE, SlowLink, missing
-from colab_swarm.bench.workers import Parent, Worker, python_command
 from colab_swarm.elastic.optimizer import ElasticOptimizer
 from colab_swarm.elastic.schedulers import (
     BoundedStaleness,
@@ -70,7 +68,6 @@ def run(quick: bool = False, data: str | None = None) -> BenchReport:
     """
     images = ImageRows(data, (3, 32, 32), "resnet") if data else None
     report = elastic_consistency.run(quick, images)
-    report.name = "elastic"
     add_speed(report, *((1, 100) if quick else (3, 300)))
     return report
 
@@ -78,7 +75,7 @@ def run(quick: bool = False, data: str | None = None) -> BenchReport:
 def add_speed(report: BenchReport, seeds: int, steps: int) -> None:
     """Measure step times over ``seeds`` runs of ``steps`` steps; if that is impossible, add a row with the reason."""
     if reason := missing():
-        report.add("elastic.speed_measured", 0, "", f"step times need two network namespaces: {reason}")
+        report.add("speed_measured", 0, "", f"step times need two network namespaces: {reason}")
         return
     runs = _measure(seeds, steps)
     step_s = {way: statistics.median(figures["step_s"]) for way, figures in runs.items()}
@@ -86,33 +83,27 @@ def add_speed(report: BenchReport, seeds: int, steps: int) -> None:
     synchronous_s, ddp_s, norm_s = step_s["synchronous"], step_s["ddp"], step_s[HEADLINE]
     for way, seconds in step_s.items():
         what = f"{seconds / synchronous_s:.2f} of synchronous, {seconds / ddp_s:.2f} of DDP"
-        report.add(f"elastic.step_ms_{way}", 1e3 * seconds, "ms", f"{what}; accuracy {accuracy[way]:.1f} %")
+        report.add(f"step_ms_{way}", 1e3 * seconds, "ms", f"{what}; accuracy {accuracy[way]:.1f} %")
     share = 1 - statistics.median(runs["alone"]["cpu_s"]) / synchronous_s
-    what = f"of a synchronous step, over {1e3 * DELAY_S:g} ms of latency; the rest is computed alone, too"
-    report.add("elastic.communication_share", share, "", what)
+    lost = accuracy["synchronous"] - accuracy[HEADLINE]
+    report.add("communication_share", share, "", f"of a synchronous step, {1e3 * DELAY_S:g} ms of latency")
     what = f"{WAYS[HEADLINE]()!r}: waits for the step before, not for this one; <= 0.8 wanted"
-    report.add("elastic.step_time_vs_synchronous", norm_s / synchronous_s, "", what)
-    lost, what = accuracy["synchronous"] - accuracy[HEADLINE], f"of it, mean of {seeds} seeds; <= 1 wanted"
-    report.add("elastic.speed_accuracy_drop", lost, "points", what)
-    what = "torch's DistributedDataParallel over gloo, not encrypted; <= 1.15 wanted"
-    report.add("elastic.synchronous_vs_ddp", synchronous_s / ddp_s, "", what)
+    report.add("step_time_vs_synchronous", norm_s / synchronous_s, "", what)
+    report.add("speed_accuracy_drop", lost, "points", f"of it, mean of {seeds} seeds; <= 1 wanted")
+    report.add("synchronous_vs_ddp", synchronous_s / ddp_s, "", "over gloo, not encrypted; <= 1.15 wanted")
 
 
 def _measure(seeds: int, steps: int) -> dict[str, dict[str, list[float]]]:
     """Run all ways in turn, seed by seed; return the figures of each, one per seed."""
     runs: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    with SlowLink(delay_s=DELAY_S, jitter_s=JITTER_S) as link, ExitStack() as stack:
-        workers: list[Worker] = []
+    with SlowLink(delay_s=DELAY_S, jitter_s=JITTER_S) as link, Crew() as crew:
         invite = ""
         for rank in range(PEERS):
             command = ["nice", "-n", "-10", *python_command(train, rank, invite)]
-            workers.append(stack.enter_context(Worker(link.command(rank, *command))))
-            invite = workers[-1].receive()["invite"]
+            invite = crew.start(link.command(rank, *command)).receive()["invite"]
         for seed in range(seeds):
             for way in (*OTHERS, *WAYS):
-                for worker in workers:
-                    worker.send(way=way, seed=seed, steps=steps)
-                found = [worker.receive() for worker in workers]
+                found = call_all(crew, way=way, seed=seed, steps=steps)
                 for key, combine in (("step_s", max), ("cpu_s", max), ("accuracy", statistics.mean)):
                     runs[way][key].append(combine(one[key] for one in found))
     return runs

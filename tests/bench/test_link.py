@@ -7,8 +7,7 @@ from colab_swarm.bench import link
 
 @pytest.mark.slow
 def test_the_link_benchmark_reports_every_figure() -> None:
-    report = link.run(quick=True)
-    figures = {row.key.removeprefix("link."): row.value for row in report.rows}
+    figures = link.run(quick=True).figures
     assert set(figures) >= {
         "vs_raw",
         "cpu_s_per_gb",

@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from colab_swarm.bench import relay
+from colab_swarm.bench import link
 
 
 @pytest.mark.slow
 @pytest.mark.ordeal
 def test_the_relay_benchmark_reports_every_figure() -> None:
-    report = relay.run(quick=True)
-    figures = {row.key.removeprefix("relay."): row.value for row in report.rows}
+    report = link.run_relay(quick=True)
+    figures = report.figures
     assert set(figures) == {
         "vs_direct",
         "mb_s",

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from colab_swarm.bench import store_servers
+from colab_swarm.bench import parameter_store
 from colab_swarm.workunits.state import Accepted, Assimilated, Unit
 from colab_swarm.workunits.store import ParameterStore, open_store
 from colab_swarm.workunits.weights import Floats
 
 SERVERS = {
-    "redis": store_servers.redis_server,
-    "postgresql": store_servers.postgresql_server,
-    "mariadb": store_servers.mariadb_server,
+    "redis": parameter_store.redis_server,
+    "postgresql": parameter_store.postgresql_server,
+    "mariadb": parameter_store.mariadb_server,
 }
 SHARED = ("sqlite", *SERVERS)
 KINDS = ("memory", *SHARED)
@@ -33,7 +33,7 @@ def url_of(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
         try:
             with SERVERS[kind]() as url:
                 yield url
-        except store_servers.Absent as absent:
+        except parameter_store.Absent as absent:
             pytest.skip(str(absent))
 
 
