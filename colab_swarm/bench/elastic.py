@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import colab_swarm as cs
 from colab_swarm.bench import elastic_consistency
-from colab_swarm.bench.elastic_consistency import ImageRows
+from colab_swarm.bench.elastic_consistency import ImageRows, Part, tensors
 from colab_swarm.bench.harness import BenchReport, Crew, Parent, call_all, python_command
 from colab_swarm.bench.slow_link import ADDRESSES, DEVICE, SlowLink, missing
 from colab_swarm.elastic.optimizer import ElasticOptimizer
@@ -112,29 +112,6 @@ def _measure(seeds: int, steps: int) -> dict[str, dict[str, list[float]]]:
 # --- one of the two peers ---------------------------------------------------------------------------------------------
 
 
-class Digits:
-    """Pixels and labels, and one peer's random batches of them."""
-
-    def __init__(self) -> None:
-        job = classification_job()
-        self._train, self._test = (
-            [torch.from_numpy(part) for part in read()] for read in (job.data, job.validation)
-        )
-
-    def batches(self, steps: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return so many batches, prepared in advance."""
-        rng = torch.Generator().manual_seed(seed)
-        images, labels = self._train[0].flatten(1).float() / 255, self._train[1]
-        drawn = [torch.randint(0, len(labels), (BATCH,), generator=rng) for _ in range(steps)]
-        return [(images[rows], labels[rows]) for rows in drawn]
-
-    def accuracy(self, model: nn.Module) -> float:
-        """Return the share of the test images that ``model`` classifies right."""
-        with torch.no_grad():
-            guesses = model(self._test[0].flatten(1).float() / 255).argmax(1)
-        return float((guesses == self._test[1]).float().mean())
-
-
 class Layer(nn.Module):
     """A residual layer, (n, HIDDEN) -> (n, HIDDEN)."""
 
@@ -156,13 +133,16 @@ def train(parent: Parent, rank: int, invite: str) -> None:
     swarm = cs.join(invite, options=options) if invite else cs.create("bench", options=options)
     parent.send(invite=invite or str(swarm.invite()))
     dist.init_process_group("gloo", init_method=f"tcp://{ADDRESSES[0]}:{PORT}", rank=rank, world_size=PEERS)
-    digits = Digits()
+    job = classification_job()
+    data = [
+        ((images / 255).flatten(1), labels) for images, labels in map(tensors, (job.data(), job.validation()))
+    ]
     while True:
-        parent.send(**_train_one(swarm, digits, rank, **parent.receive()))
+        parent.send(**_train_one(swarm, rank, *data, **parent.receive()))
 
 
 def _train_one(
-    swarm: Swarm, digits: Digits, rank: int, *, way: str, seed: int, steps: int
+    swarm: Swarm, rank: int, learned: Part, unseen: Part, *, way: str, seed: int, steps: int
 ) -> dict[str, float]:
     """Train one model; return its accuracy and the seconds of a step, in all and in this thread."""
     torch.manual_seed(seed)
@@ -173,16 +153,20 @@ def _train_one(
     if way in WAYS:
         name = f"{way}-{seed}"
         optimizer = swarm.elastic_optimizer(optimizer, peers=PEERS, scheduler=WAYS[way](), name=name)
+    rng, (images, labels) = torch.Generator().manual_seed(PEERS * seed + rank), learned
+    drawn = [torch.randint(0, len(labels), (BATCH,), generator=rng) for _ in range(steps)]
     ends, computed = [], []
-    for images, labels in digits.batches(steps, PEERS * seed + rank):
-        F.cross_entropy(forward(images), labels).backward()  # type: ignore[no-untyped-call]
+    for inputs, wanted in [(images[rows], labels[rows]) for rows in drawn]:
+        F.cross_entropy(forward(inputs), wanted).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         ends.append(time.perf_counter())
         computed.append(time.thread_time())
     if isinstance(optimizer, ElasticOptimizer):
         optimizer.close()
-    return {"step_s": typical(ends), "cpu_s": typical(computed), "accuracy": digits.accuracy(model)}
+    with torch.no_grad():
+        right = float((model(unseen[0]).argmax(1) == unseen[1]).float().mean())
+    return {"step_s": typical(ends), "cpu_s": typical(computed), "accuracy": right}
 
 
 def typical(ends: list[float]) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import random
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import accumulate, count, pairwise
@@ -42,7 +42,7 @@ from colab_swarm.elastic.schedulers import (
 from colab_swarm.recipes.classify import classification_job
 from colab_swarm.tensors.codecs import Floats, codec_of
 from colab_swarm.tensors.feedback import ErrorFeedback
-from colab_swarm.workunits.job import Job
+from colab_swarm.workunits.job import Array, Job
 
 Gradient = Callable[[int, int, Floats], Floats]
 """(peer, step, parameters) -> gradient."""
@@ -64,13 +64,10 @@ class Scene:
 
     Attributes:
         sizes: values per bucket; a gradient is all buckets, one after the other.
-        scheduler: makes one for each peer.
-        alpha, momentum: of SGD.
-        decay: alpha falls linearly to 0.
+        alpha, momentum, decay: of SGD, and whether alpha falls linearly to 0.
         delay: of a bucket on its way; no bucket overtakes another.
         backward_s: seconds of a (peer, step); buckets become ready evenly.
-        codec, feedback: how gradients are compressed, and whether the residual is sent later.
-        crashes: by peer.
+        feedback: whether the residual of a compressed gradient is sent later.
         noticed_s: how long after a crash the other peers notice.
     """
 
@@ -93,11 +90,9 @@ class Member:
     """One peer of an emulation.
 
     Attributes:
-        parameters: its view.
         history: its view at the start of each step, and after the last.
         estimates, found: distances of its views, as its `Meter` estimated them at once and found them later.
         betas: of each step, if they change.
-        waited_s: seconds waited in all steps together.
         missing: share of the others' values that came late or never.
     """
 
@@ -286,13 +281,7 @@ STRESS = {"mlp": _MLP, "resnet": replace(_MLP, peers=2, steps=120, alpha=0.3)}
 
 @dataclass(frozen=True)
 class ImageRows:
-    """A task to learn.
-
-    Attributes:
-        data: ``digits``, or an ``.npz`` file as `classification_job` takes it.
-        shape: channels, height, width.
-        model: an MLP or a small residual network.
-    """
+    """A task to learn, in the words of `classification_job`."""
 
     data: str | Path = "digits"
     shape: tuple[int, int, int] = (1, 8, 8)
@@ -300,12 +289,7 @@ class ImageRows:
 
 
 class ConsistencyTask:
-    """Images to classify, as gradients over one flat vector that starts with the last layer.
-
-    Attributes:
-        start: the first parameters.
-        sizes: values of each bucket; they are of equal size.
-    """
+    """Images to classify, as gradients over one flat vector: ``start`` at first, the last layer at its begin."""
 
     def __init__(self, images: ImageRows, seed: int) -> None:
         job, self._train, self._test = _load(images)
@@ -335,8 +319,12 @@ class ConsistencyTask:
 @lru_cache(maxsize=1)
 def _load(images: ImageRows) -> tuple[Job, Part, Part]:
     job = classification_job(images.data, shape=images.shape, model=images.model)
-    (x, y), (x_test, y_test) = (map(torch.from_numpy, part()) for part in (job.data, job.validation))
-    return job, (x, y), (x_test, y_test)
+    return job, tensors(job.data()), tensors(job.validation())
+
+
+def tensors(part: Sequence[Array]) -> Part:
+    """Return the images and labels of a job as tensors."""
+    return torch.from_numpy(part[0]), torch.from_numpy(part[1])
 
 
 def slow_network(sizes: tuple[int, ...], seed: int) -> Delay:

@@ -155,20 +155,21 @@ class _Player(Averager):
         return self.held[max(done for done in self.held if done <= rounds)]
 
 
-def play(town: Town, *, passes: int = 1, script: Callable[[SimNetwork], None] | None = None) -> GroupRun:
+def play(
+    town: Town, *, passes: int = 1, script: Callable[[SimNetwork], None] = lambda network: None
+) -> GroupRun:
     """Let the town average, so many passes each."""
     with ThreadPoolExecutor(1) as pool:  # in a notebook, this thread has a loop already
         return pool.submit(run_virtual, _play(town, passes, script)).result()
 
 
-async def _play(town: Town, passes: int, script: Callable[[SimNetwork], None] | None) -> GroupRun:
+async def _play(town: Town, passes: int, script: Callable[[SimNetwork], None]) -> GroupRun:
     network = SimNetwork(town.profile, seed=town.seed)
     listening = town.count - town.clients
     players = {n: _Player(town, network, n, listen=i < listening) for i, n in enumerate(town.names())}
     for player in players.values():
         await player.enter(players["p0"])
-    if script is not None:
-        script(network)
+    script(network)
     began = virtual_time()
     await asyncio.gather(*(player.play_until_down(passes) for player in players.values()))
     left = {name: player for name, player in players.items() if not player.down}
@@ -178,8 +179,7 @@ async def _play(town: Town, passes: int, script: Callable[[SimNetwork], None] | 
         story.history.append({name: player.held_after(done) for name, player in left.items()})
     for name, player in left.items():
         story.votes[name] = player.averager.meter.choose_group_size(town.count)
-        if player.result is not None:
-            story.results[name] = player.result
+    story.results = {name: player.result for name, player in left.items() if player.result is not None}
     return story
 
 

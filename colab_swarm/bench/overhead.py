@@ -12,6 +12,7 @@ import statistics
 import sys
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,9 +160,10 @@ def join_late(parent: Parent, numel: int, invite: str) -> None:
 
 
 def _answer_with_step(parent: Parent, optimizer: Any) -> None:
-    while True:
-        parent.receive()
-        parent.send(step=optimizer.global_step)
+    with suppress(EOFError):
+        while True:
+            parent.receive()
+            parent.send(step=optimizer.global_step)
 
 
 def _late_joiner(report: BenchReport, crew: Crew, invite: str) -> None:

@@ -15,7 +15,7 @@ from colab_swarm.markup import count, plain, size, text
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.panel import make_button
 from colab_swarm.notebook.platforms import has_frontend
-from colab_swarm.recipes.evaluation import Answer, MaskedText, Reply
+from colab_swarm.recipes.evaluation import Guess, MaskedText, Reply
 
 if TYPE_CHECKING:
     from colab_swarm.training.optimizer import SwarmOptimizer
@@ -154,7 +154,7 @@ def render_html(found: Replies) -> str:
     return theme.wrap(shown + why, "the model's answers")
 
 
-def _columns(reply: Reply, found: Replies) -> list[tuple[str, tuple[Answer, ...]]]:
+def _columns(reply: Reply, found: Replies) -> list[tuple[str, tuple[Guess, ...]]]:
     columns = [("before", found.step_before, reply.before), ("now", found.step_now, reply.now)]
     return [
         (when if step is None else f"{when} (step {step})", answers)
@@ -163,7 +163,7 @@ def _columns(reply: Reply, found: Replies) -> list[tuple[str, tuple[Answer, ...]
     ]
 
 
-def _side(title: str, answers: Sequence[Answer]) -> str:
+def _side(title: str, answers: Sequence[Guess]) -> str:
     hue = "blue" if title.startswith("now") else "soft"
     rows = (
         (
