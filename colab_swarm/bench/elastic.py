@@ -134,9 +134,8 @@ def train(parent: Parent, rank: int, invite: str) -> None:
     parent.send(invite=invite or str(swarm.invite()))
     dist.init_process_group("gloo", init_method=f"tcp://{ADDRESSES[0]}:{PORT}", rank=rank, world_size=PEERS)
     job = classification_job()
-    data = [
-        ((images / 255).flatten(1), labels) for images, labels in map(tensors, (job.data(), job.validation()))
-    ]
+    parts = map(tensors, (job.data(), job.validation()))
+    data = [((images / 255).flatten(1), labels) for images, labels in parts]
     while True:
         parent.send(**_train_one(swarm, rank, *data, **parent.receive()))
 

@@ -155,9 +155,7 @@ class _Player(Averager):
         return self.held[max(done for done in self.held if done <= rounds)]
 
 
-def play(
-    town: Town, *, passes: int = 1, script: Callable[[SimNetwork], None] = lambda network: None
-) -> GroupRun:
+def play(town: Town, *, passes: int = 1, script: Callable[[SimNetwork], None] = lambda _: None) -> GroupRun:
     """Let the town average, so many passes each."""
     with ThreadPoolExecutor(1) as pool:  # in a notebook, this thread has a loop already
         return pool.submit(run_virtual, _play(town, passes, script)).result()

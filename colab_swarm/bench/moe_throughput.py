@@ -150,9 +150,8 @@ class _Chain:
                 await asyncio.sleep(_exponential(delay_s, rng))
 
         async with asyncio.TaskGroup() as group:
-            travels = [
-                group.create_task(travel(random.Random(index))) for index in range(self._plan.in_flight)
-            ]
+            rngs = map(random.Random, range(self._plan.in_flight))
+            travels = [group.create_task(travel(rng)) for rng in rngs]
             await asyncio.sleep(max(1.0, 5 * delay_s))  # until batches are spread over the chain
             before, began = done, time.perf_counter()
             await asyncio.sleep(self._plan.seconds)

@@ -6,12 +6,14 @@ what the online peers could do without ever waiting: their samples, divided by t
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import statistics
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,8 +24,8 @@ from colab_swarm.bench.harness import BenchReport, Crew, Parent, call_all
 if TYPE_CHECKING:
     from colab_swarm.swarm.swarm import Swarm
 
-AVERAGE_EVERY = 4
-"""Micro-batches of one peer per global step."""
+SAMPLES, AVERAGE_EVERY = 2, 4
+"""Samples of a micro-batch; micro-batches of one peer per global step."""
 
 
 def run(quick: bool) -> BenchReport:
@@ -41,32 +43,60 @@ def run(quick: bool) -> BenchReport:
 # --- training speed -------------------------------------------------------------------------------------------------
 
 
+class TrainingLoop:
+    """A loop that trains an ALBERT, as a peer of a swarm or bare."""
+
+    def __init__(self, swarm: Swarm | None, size: str = "tiny", average_every: int = AVERAGE_EVERY) -> None:
+        import torch
+
+        import colab_swarm as cs
+
+        torch.set_num_threads(1)
+        self._model, batches = cs.recipes.albert(size, batch_size=SAMPLES, sequence_length=128)
+        self._batch, self._average_every, self._batches = next(iter(batches)), average_every, 0
+        self._bare = inner = cs.Lamb(self._model.parameters(), lr=1e-3)
+        target = 2 * SAMPLES * average_every
+        self._joined = None if swarm is None else swarm.optimizer(inner, target_batch_size=target)
+
+    def batch(self) -> float:
+        """Train on a micro-batch; return the seconds of a global step, if there was one."""
+        loss = self._model(**self._batch).loss
+        loss.backward()
+        self._batches += 1
+        began = time.perf_counter()
+        if self._joined is not None:
+            stepped = self._joined.step(samples=SAMPLES, loss=loss.item()) is not None
+        elif stepped := self._batches % self._average_every == 0:
+            self._bare.step()
+            self._bare.zero_grad()
+        return time.perf_counter() - began if stepped else 0.0
+
+    def samples_per_s(
+        self,
+        *,
+        batches: float = math.inf,
+        seconds: float = math.inf,
+        after_each: Callable[[], object] | None = None,
+    ) -> float:
+        """Return the speed over so many batches, or so long, without global steps."""
+        began, done, stepping_s, took_s = time.perf_counter(), 0, 0.0, 0.0
+        while done < batches and took_s < seconds:
+            stepping_s += self.batch()
+            if after_each is not None:
+                after_each()
+            done, took_s = done + 1, time.perf_counter() - began - stepping_s
+        return SAMPLES * done / took_s
+
+
 def train(parent: Parent, size: str, batches: int, invite: str) -> None:
-    """Worker: train for each message; answer with samples per second, without global steps. No invite: a bare loop."""
-    import torch
+    """Worker: train for each message; answer with samples per second. No invite: a bare loop."""
+    from colab_swarm.swarm.joining import join
 
-    import colab_swarm as cs
-
-    torch.set_num_threads(1)
-    model, stream = cs.recipes.albert(size, batch_size=2, sequence_length=128)
-    optimizer: Any = cs.Lamb(model.parameters(), lr=1e-3)
-    if invite:
-        optimizer = cs.join(invite).optimizer(optimizer, target_batch_size=2 * 2 * AVERAGE_EVERY)
-    batch = next(iter(stream))
+    loop = TrainingLoop(join(invite) if invite else None, size)
     parent.send()
     while True:
         parent.receive()
-        began, stepping_s = time.perf_counter(), 0.0
-        for number in range(batches):
-            model(**batch).loss.backward()
-            before = time.perf_counter()
-            if invite:
-                stepped = optimizer.step(samples=2) is not None
-            elif stepped := number % AVERAGE_EVERY == AVERAGE_EVERY - 1:
-                optimizer.step()
-                optimizer.zero_grad()
-            stepping_s += time.perf_counter() - before if stepped else 0.0
-        parent.send(samples_per_s=2 * batches / (time.perf_counter() - began - stepping_s))
+        parent.send(samples_per_s=loop.samples_per_s(batches=batches))
 
 
 def _throughput(report: BenchReport, crew: Crew, invite: str) -> None:
@@ -77,9 +107,8 @@ def _throughput(report: BenchReport, crew: Crew, invite: str) -> None:
         worker.receive()
     ratios = []
     for _ in range(phases + 1):
-        bare, joined = (
-            sum(answer["samples_per_s"] for answer in call_all(pair)) for pair in (crew[:2], crew[2:])
-        )
+        answers = call_all(crew[:2]), call_all(crew[2:])  # one pair after the other
+        bare, joined = (sum(one["samples_per_s"] for one in pair) for pair in answers)
         ratios.append(joined / bare)
     note = f"ALBERT-{size}, 2 peers, against 2 bare loops, averaging left out of both"
     report.add("throughput_ratio", statistics.median(ratios[1:]), "", note)  # the first warms up

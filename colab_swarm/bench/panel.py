@@ -13,24 +13,19 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import nbformat
-import torch
 from nbclient import NotebookClient
 
 from colab_swarm.bench.harness import BenchReport, Crew, Parent
-from colab_swarm.bench.overhead import memory_mib
+from colab_swarm.bench.overhead import TrainingLoop, memory_mib
 from colab_swarm.events import MemberTrace, RoundFinished, StepFinished
 from colab_swarm.notebook.panel import Panel
 from colab_swarm.notebook.recorder import Header, Recorder
-from colab_swarm.recipes.masked_lm import albert
 from colab_swarm.swarm.joining import create, join
-from colab_swarm.swarm.swarm import Swarm
-from colab_swarm.training.layerwise import Lamb
 
 WARM_UP = 1500
 """Refreshes until all bounded histories are full: the last thousand events and losses, the last rounds."""
@@ -39,8 +34,8 @@ from colab_swarm.bench.panel import Watched
 watched = Watched({invite!r})
 watched.panel
 """
-SAMPLES, AVERAGE_EVERY = 2, 8
-"""Samples of a micro-batch; micro-batches of one peer per global step."""
+AVERAGE_EVERY = 8
+"""Micro-batches of one peer per global step."""
 MEMBERS = 8
 
 
@@ -58,9 +53,8 @@ def run(quick: bool) -> BenchReport:
         notebook.run(WATCH.format(invite=invite))
         bob = crew.start(train_beside, invite)
         bob.receive()
-        ratios = [
-            notebook.evaluate(f"watched.ratio({phase_s}, first={pair % 2})") for pair in range(pairs + 1)
-        ]
+        firsts = [pair % 2 for pair in range(pairs + 1)]
+        ratios = [notebook.evaluate(f"watched.ratio({phase_s}, first={first})") for first in firsts]
         bob.process.kill()
         notebook.evaluate(f"watched.refresh({WARM_UP})")
         before = notebook.saved_bytes()
@@ -104,38 +98,10 @@ class Notebook:
 
 def train_beside(parent: Parent, invite: str) -> None:
     """Worker: train until killed."""
-    loop = TrainingLoop(join(invite, peer_name="bob"))
+    loop = TrainingLoop(join(invite, peer_name="bob"), average_every=AVERAGE_EVERY)
     parent.send()
     while True:
         loop.batch()
-
-
-class TrainingLoop:
-    """A peer's training loop."""
-
-    def __init__(self, swarm: Swarm) -> None:
-        torch.set_num_threads(1)
-        self._model, batches = albert("tiny", batch_size=SAMPLES, sequence_length=128)
-        self._batch = next(iter(batches))
-        inner = Lamb(self._model.parameters(), lr=1e-3)
-        self._optimizer = swarm.optimizer(inner, target_batch_size=2 * SAMPLES * AVERAGE_EVERY)
-
-    def batch(self) -> float:
-        """Train on a micro-batch; return the seconds of a global step, which do not depend on the panel."""
-        loss = self._model(**self._batch).loss
-        loss.backward()
-        began = time.perf_counter()
-        stepped = self._optimizer.step(samples=SAMPLES, loss=loss.item()) is not None
-        return time.perf_counter() - began if stepped else 0.0
-
-    def speed(self, seconds: float, after_each: Callable[[], None]) -> float:
-        """Return batches per second over so long, without averaging."""
-        began, batches, stepping_s = time.perf_counter(), 0, 0.0
-        while (took_s := time.perf_counter() - began) < seconds + stepping_s:
-            stepping_s += self.batch()
-            after_each()
-            batches += 1
-        return batches / (took_s - stepping_s)
 
 
 class Watched:
@@ -143,7 +109,7 @@ class Watched:
 
     def __init__(self, invite: str) -> None:
         self._swarm = join(invite, peer_name="alice")
-        self._loop = TrainingLoop(self._swarm)
+        self._loop = TrainingLoop(self._swarm, average_every=AVERAGE_EVERY)
         self._folder = tempfile.TemporaryDirectory()
         self._step = 0
         # live without a front-end: nbclient keeps the widgets' state as a page does
@@ -158,7 +124,7 @@ class Watched:
         swarm, path = self._swarm, Path(self._folder.name) / "run.jsonl"
         header = Header.now(run=swarm.run, name=swarm.name, peer=swarm.id.hex(), at=time.monotonic())
         with Recorder(swarm.events, path, header) if watched else nullcontext():
-            return self._loop.speed(seconds, self.panel.tick if watched else lambda: None)
+            return self._loop.samples_per_s(seconds=seconds, after_each=self.panel.tick if watched else None)
 
     def refresh(self, times: int) -> tuple[float, float]:
         """Show so many different views; return the kernel's growth in MB and the processor time of one in seconds."""
