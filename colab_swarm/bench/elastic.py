@@ -27,28 +27,21 @@ from colab_swarm.bench import elastic_consistency
 from colab_swarm.bench.elastic_consistency import ImageRows, Part, tensors
 from colab_swarm.bench.harness import BenchReport, Crew, Parent, call_all, python_command
 from colab_swarm.bench.slow_link import ADDRESSES, DEVICE, SlowLink, missing
+from colab_swarm.elastic import schedulers
 from colab_swarm.elastic.optimizer import ElasticOptimizer
-from colab_swarm.elastic.schedulers import (
-    BoundedStaleness,
-    CrashTolerant,
-    NormBounded,
-    Scheduler,
-    Synchronous,
-    VarianceBounded,
-)
 from colab_swarm.recipes.classify import classification_job
 from colab_swarm.swarm.swarm import Swarm
 
 plot = elastic_consistency.plot
 DELAY_S, JITTER_S = 0.005, 0.0002
-WAYS: dict[str, Callable[[], Scheduler]] = {
-    "synchronous": Synchronous,
-    "norm_0.5": partial(NormBounded, 0.5),
-    "norm_0.1": partial(NormBounded, 0.1),
-    "norm_0": partial(NormBounded, 0.0),
-    "variance": partial(VarianceBounded, 0.001),
-    "stale_1": partial(BoundedStaleness, 1),
-    "crash_1": partial(CrashTolerant, 1, 0.001),
+WAYS: dict[str, Callable[[], schedulers.Scheduler]] = {
+    "synchronous": schedulers.Synchronous,
+    "norm_0.5": partial(schedulers.NormBounded, 0.5),
+    "norm_0.1": partial(schedulers.NormBounded, 0.1),
+    "norm_0": partial(schedulers.NormBounded, 0.0),
+    "variance": partial(schedulers.VarianceBounded, 0.001),
+    "stale_1": partial(schedulers.BoundedStaleness, 1),
+    "crash_1": partial(schedulers.CrashTolerant, 1, 0.001),
 }
 HEADLINE = "norm_0"
 OTHERS = ("alone", "ddp")

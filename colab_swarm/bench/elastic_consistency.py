@@ -27,18 +27,9 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from colab_swarm.bench.harness import BenchReport, drawn, torch_threads
+from colab_swarm.elastic import schedulers
 from colab_swarm.elastic.ledger import GradientLedger
 from colab_swarm.elastic.meter import ExactMeter, Meter
-from colab_swarm.elastic.schedulers import (
-    AdaptiveBeta,
-    BoundedStaleness,
-    CrashTolerant,
-    NormBounded,
-    Scheduler,
-    StepStatus,
-    Synchronous,
-    VarianceBounded,
-)
 from colab_swarm.recipes.classify import classification_job
 from colab_swarm.tensors.codecs import Floats, codec_of
 from colab_swarm.tensors.feedback import ErrorFeedback
@@ -72,7 +63,7 @@ class Scene:
     """
 
     sizes: tuple[int, ...]
-    scheduler: Callable[[], Scheduler]
+    scheduler: Callable[[], schedulers.Scheduler]
     peers: int = 2
     steps: int = 50
     alpha: float = 0.1
@@ -231,7 +222,7 @@ class Emulation:
         elif (seconds := member.scheduler.ask_again_s(status)) is not None:
             self._at(self._now + seconds, self._end_step, peer)
 
-    def _close_step(self, peer: int, status: StepStatus) -> None:
+    def _close_step(self, peer: int, status: schedulers.StepStatus) -> None:
         member, scene = self.members[peer], self._scene
         member.waited_s += status.waited_s
         member.missing += status.missing / scene.steps
@@ -239,7 +230,7 @@ class Emulation:
         distances = member.meter.on_closed(closed)
         member.estimates.append(member.meter.estimate)
         member.found += distances
-        if isinstance(member.scheduler, AdaptiveBeta):
+        if isinstance(member.scheduler, schedulers.AdaptiveBeta):
             member.betas.append(member.scheduler.beta)
             for distance in distances:
                 member.scheduler.on_measured(distance)
@@ -263,18 +254,18 @@ Part = tuple[torch.Tensor, torch.Tensor]
 """Images and labels."""
 BETAS = (0.0, 0.1, 0.3, 0.5, 0.8, 1.0)
 CODECS = ("float32", "float16", "int8", "topk:0.01", "onebit")
-SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
-    "synchronous": Synchronous,
-    "norm_l2": partial(NormBounded, 0.5),
-    "norm_l0": partial(NormBounded, 0.5, "l0"),
-    "variance": partial(VarianceBounded, 0.1),
-    "stale_3": partial(BoundedStaleness, 3),
-    "crash_1": partial(CrashTolerant, 1, 0.3),
+SCHEDULERS: dict[str, Callable[[], schedulers.Scheduler]] = {
+    "synchronous": schedulers.Synchronous,
+    "norm_l2": partial(schedulers.NormBounded, 0.5),
+    "norm_l0": partial(schedulers.NormBounded, 0.5, "l0"),
+    "variance": partial(schedulers.VarianceBounded, 0.1),
+    "stale_3": partial(schedulers.BoundedStaleness, 3),
+    "crash_1": partial(schedulers.CrashTolerant, 1, 0.3),
 }
 BATCH, TEST_BATCH, BUCKETS = 32, 1000, 8
 STAYS_AWAY_S = 0.5
-COMPRESSED = Scene((), Synchronous, steps=400, momentum=0.9, decay=True)
-_MLP = Scene((), Synchronous, peers=4, steps=150, alpha=0.6, momentum=0.9, decay=True)
+COMPRESSED = Scene((), schedulers.Synchronous, steps=400, momentum=0.9, decay=True)
+_MLP = Scene((), schedulers.Synchronous, peers=4, steps=150, alpha=0.6, momentum=0.9, decay=True)
 STRESS = {"mlp": _MLP, "resnet": replace(_MLP, peers=2, steps=120, alpha=0.3)}
 """At rates so high that training may depend on consistency; at usual ones all schedulers end equal."""
 
@@ -374,8 +365,10 @@ def train(images: ImageRows, scene: Scene, seed: int, *, delayed: bool = True) -
 
 def accuracies(report: BenchReport, images: ImageRows, like: Scene, seeds: int) -> float:
     """Report the final accuracy for each scheduler, over the seeds; return how much beta 0.8 loses, in points."""
-    cases: dict[str, Callable[[], Scheduler]] = {"variance": partial(VarianceBounded, 0.1)}
-    cases |= {f"beta_{beta:g}": partial(NormBounded, beta) for beta in BETAS}
+    cases: dict[str, Callable[[], schedulers.Scheduler]] = {
+        "variance": partial(schedulers.VarianceBounded, 0.1)
+    }
+    cases |= {f"beta_{beta:g}": partial(schedulers.NormBounded, beta) for beta in BETAS}
     accuracy = {}
     for case, scheduler in cases.items():
         outcomes = [train(images, replace(like, scheduler=scheduler), seed) for seed in range(seeds)]

@@ -32,11 +32,9 @@ from colab_swarm.tensors.codecs import Floats
 
 @dataclass
 class Town:
-    """Peers ``p0``, ``p1``, … that average a vector each, on the simulated network.
+    """Peers ``p0``, ``p1``, … that average a vector of ``numel`` values each, on the simulated network.
 
     Attributes:
-        count: number of peers.
-        numel: length of their vectors.
         clients: how many of them, the last ones, cannot be dialled.
         weights: one per peer; 1 by default.
         doomed: ``doomed(name, round)``: whether the peer crashes while it sends in that round, counted from 0.
@@ -78,11 +76,8 @@ class Town:
 class GroupRun:
     """The results of a `Town`, without the peers that crashed.
 
-    Attributes:
-        history: the vector of every peer before the first and after each round.
-        results: of the last pass.
-        votes: the group size that each would choose next.
-        seconds: on the virtual clock, for all passes.
+    ``history`` has the vector of every peer before the first and after each round, ``results`` those of the last pass,
+    ``votes`` the group size that each would choose next; ``seconds`` are virtual, for all passes.
     """
 
     history: list[dict[str, Floats]] = field(default_factory=list)

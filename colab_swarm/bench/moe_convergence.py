@@ -6,11 +6,11 @@ the baseline one such block of width 128, which computes about as much. Low dela
 takes 0.1 s on average; high: 64 and 1 s. Computing takes no virtual time, so the number of trainers alone determines
 the staleness.
 
-Gating and mixing are the product's own code; experts are the product's feed-forward block, computed many at a time.
-The baseline's gradients are all taken from one copy and applied when the batch ends. With experts, each layer's forward
-and backward takes an eighth of the delay, an expert computes with the weights it has at that moment and steps at once,
-and stem, gating and head are updated at the end. ``--faithful`` follows the published emulator instead: the gating is
-never trained, experts' updates are never delayed, and the learning rate is constant instead of falling to 0.
+Experts are the product's feed-forward block, computed many at a time. The baseline's gradients are all taken from one
+copy and applied when the batch ends. With experts, each layer's forward and backward takes an eighth of the delay, an
+expert computes with its weights at that moment and steps at once; stem, gating and head are updated at the end.
+``--faithful`` follows the published emulator: the gating is never trained, experts' updates are never delayed, and the
+learning rate is constant instead of falling to 0.
 """
 
 from __future__ import annotations
