@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from colab_swarm.recipes.pretraining import IGNORED, MIN_WINDOW, Collator, Sample, check_sizes
+from colab_swarm.recipes.pretraining import IGNORED, MIN_WINDOW, Collator, check_sizes, windows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -148,7 +148,8 @@ def masked_loss(
     """
     check_sizes(batch_size, sequence_length)
     collate = Collator(tokenizer, sequence_length, seed)
-    samples = [collate([sample]) for text in texts for sample in _samples(text, tokenizer, sequence_length)]
+    found = [window for text in texts for window in windows(text, tokenizer, sequence_length)]
+    samples = [collate([(one[: len(one) // 2], one[len(one) // 2 :], False)]) for one in found]
     if not samples:
         raise ValueError(f"the held-out text is too short: a sample needs {MIN_WINDOW} tokens")
     total = count = 0.0
@@ -167,15 +168,6 @@ def token_logits(output: Any) -> Tensor:
     """Return the scores (B, L, V) in the output of a model for pretraining or for masked language modelling."""
     scores: Tensor = output.prediction_logits if "prediction_logits" in output else output.logits
     return scores
-
-
-def _samples(text: str, tokenizer: PreTrainedTokenizerFast, sequence_length: int) -> Iterator[Sample]:
-    """Yield consecutive pieces in two halves, in order, as in training."""
-    tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    size = sequence_length - 3
-    for start in range(0, len(tokens) - MIN_WINDOW + 1, size):
-        window = tokens[start : start + size]
-        yield window[: len(window) // 2], window[len(window) // 2 :], False
 
 
 def call(model: nn.Module, weights: Weights | None, **inputs: Tensor) -> Any:

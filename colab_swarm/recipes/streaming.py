@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from colab_swarm.recipes.pretraining import Collator, check_sizes
+from colab_swarm.recipes.pretraining import SampledBatches
 from colab_swarm.recipes.text import Passage, find_files, open_hub, open_text, order_sample, passages, text_of
 
 if TYPE_CHECKING:
@@ -400,7 +400,7 @@ class ShuffleBuffer:
         self._held = [Passage(t.numpy().copy(), tuple(b.tolist())) for t, b in pairs]
 
 
-class MixedBatches:
+class MixedBatches(SampledBatches):
     """Batches like those of `PretrainingBatches`, from whole sentences of a mix; can be resumed exactly.
 
     Args:
@@ -419,15 +419,11 @@ class MixedBatches:
         mix: TextMix,
         tokenizer: PreTrainedTokenizerFast,
         *,
-        batch_size: int,
-        sequence_length: int,
-        seed: int,
         buffer: int = SHUFFLE_PASSAGES,
+        **sizes: int,
     ) -> None:
-        check_sizes(batch_size, sequence_length)
-        self.tokenizer, self.batch_size, self.sequence_length = tokenizer, batch_size, sequence_length
-        self._mix, self._buffer, self._rng = mix, ShuffleBuffer(buffer), random.Random(seed)
-        self._collate = Collator(tokenizer, sequence_length, seed)
+        super().__init__(tokenizer, **sizes)
+        self._mix, self._buffer = mix, ShuffleBuffer(buffer)
 
     def __next__(self) -> dict[str, Tensor]:
         samples = []
@@ -490,19 +486,17 @@ class StreamedBatches(Prefetched[dict[str, Tensor]]):
     """
 
     def __init__(
-        self,
-        sources: Mapping[str, float],
-        tokenizer: PreTrainedTokenizerFast,
-        *,
-        batch_size: int,
-        sequence_length: int,
-        seed: int,
+        self, sources: Mapping[str, float], tokenizer: PreTrainedTokenizerFast, *, seed: int, **sizes: int
     ) -> None:
         stop = threading.Event()
-        self.tokenizer, self.batch_size, self.sequence_length = tokenizer, batch_size, sequence_length
-        mix, sizes = TextMix(sources, seed=seed, wait=stop.wait), {"batch_size": batch_size}
-        mixed = MixedBatches(mix, tokenizer, **sizes, sequence_length=sequence_length, seed=seed)
-        super().__init__(mixed, depth=BATCHES_AHEAD, stop=stop)
+        mix = TextMix(sources, seed=seed, wait=stop.wait)
+        made = MixedBatches(mix, tokenizer, seed=seed, **sizes)
+        self.tokenizer, self.batch_size, self.sequence_length = (
+            tokenizer,
+            made.batch_size,
+            made.sequence_length,
+        )
+        super().__init__(made, depth=BATCHES_AHEAD, stop=stop)
 
     def __repr__(self) -> str:
         size = f"{self.batch_size} x {self.sequence_length} of {len(self.tokenizer)} tokens"
