@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -250,9 +250,12 @@ def albert(
     if fit.checkpointing:
         checkpoint_layers(model)
     if (probe := getattr(swarm, "probe", None)) is not None:
-        examples = EXAMPLES.get(language) or EXAMPLES.get(text if isinstance(text, str) else "") or ENGLISH
-        probe.set_model(model, MaskedText(words, examples))
+        probe.set_model(model, MaskedText(words, _examples(text, language)))
     return model, batches
+
+
+def _examples(text: TextSource | Mapping[str, float], language: str) -> Sequence[str]:
+    return EXAMPLES.get(language) or EXAMPLES.get(text if isinstance(text, str) else "") or ENGLISH
 
 
 def _first_pass(text: TextSource | Mapping[str, float], seed: int) -> Iterator[str]:
