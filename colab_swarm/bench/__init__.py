@@ -29,11 +29,10 @@ after 0.18 s.
 
 ## Averaging (`colab_swarm.averaging`)
 
-- `averaging.seconds`, `vs_gloo`: one round, 4 peers, 18 M parameters, and in unencrypted gloo's all-reduces:
-  **0.26 s, 2.5**
+- `averaging.seconds`, `vs_gloo`: a round of 4 peers, 18 M parameters; in gloo's all-reduces: **0.26 s, 2.5**
 - `averaging.success`: rounds that succeeded: **100 %**
-- `averaging.step_s_4`, `_8`: a full step (group, averaging), 4 and 8 processes, 2.4 M values, float16, both in one
-  run: **0.046 s, 0.103 s** (hivemind: 0.183 s, 0.757 s)
+- `averaging.step_s_4`, `_8`: a full step, 4 and 8 processes, 2.4 M values, float16: **0.046 s, 0.103 s** (hivemind:
+  0.183 s, 0.757 s)
 - `averaging.allreduce_s_4`, `_8`: the averaging in it: **0.035 s, 0.078 s** (hivemind: 0.123 s, 0.466 s)
 - `averaging.groups_success`: correct averages of 16 processes in groups of 4: **100 %** (hivemind: 55 %)
 - `strategy.speedup_c`: adaptive shares against equal ones, DeDLOC's Table 1 C, predicted (simulated: 1.81): **1.92**
@@ -47,47 +46,36 @@ after 0.18 s.
 - `soak.step_share`: steps in 20 simulated hours with churn, share of the ideal: **95 %**
 - `overhead.join_s`: until a peer is constructed: **0.3 s** (hivemind: 7.6–9.9 s)
 - `join.first_sample_s`: from join to the first counted sample, 18 M parameters: **7.1 s**
-- `join.counted_s`: from pasting the invitation into `notebooks/join_colab.ipynb` to a sample that others count, doctor
-  included: **6.3 s**
+- `join.counted_s`: from pasting the invitation into the notebook to a sample that others count: **6.3 s**
 
 ## Mixture of experts (`colab_swarm.moe`)
 
-- `experts.vs_local`: forward samples/s through a host with 8 callers, batches of 2,048 x 1,024, share of the same
-  module's on the host's device thread: **100 %**
-- `experts.samples_per_s`: hivemind's setting (4 experts of 256, 4 callers, batches of 128), forward and backward:
-  **7,858** (hivemind: 2,062)
+- `experts.vs_local`: forward samples/s with 8 callers, share of the same module's without network: **100 %**
+- `experts.samples_per_s`: 4 experts of 256, 4 callers, batches of 128, both ways: **7,858** (hivemind: 2,062)
 - `experts.nop_calls_per_s`: calls of 128 KiB each way without computation: **2,049** (hivemind: 86)
-- `moe.retained_at_200ms`: throughput at 200 ms mean delay a block, share of that without delay (Transformer blocks:
-  99 %): **102 %**
+- `moe.retained_at_200ms`: throughput at 200 ms mean delay a block, share of that without delay: **102 %**
 - `moe.vs_model_parallel_at_200ms`: the same against a pipeline that waits (Learning@home: 42): **60**
-- `beam.cold_ms_10k`, `warm_ms`: finding the top 4 of 1,024 experts for a batch of 64 among 10,000 simulated peers,
-  92.5 ms apart, already linked (Learning@home: 764 ms): **428 ms, 2.5 ms**
+- `beam.cold_ms_10k`, `warm_ms`: finding the top 4 of 1,024 experts among 10,000 simulated peers (Learning@home: 764
+  ms): **428 ms, 2.5 ms**
 
 ## Work units (`colab_swarm.workunits`)
 
-- `store.redis_ms`, `sqlite_ms`, `sql_ms`: assimilating a result of 5 M parameters in the store (VC-ASGD: Redis 870 ms,
-  MySQL 1,290 ms): **39 ms, 32 ms, 302 ms**
+- `store.redis_ms`, `sqlite_ms`, `sql_ms`: assimilating a result of 5 M parameters (VC-ASGD: Redis 870 ms, MySQL 1,290
+  ms): **39 ms, 32 ms, 302 ms**
 - `workunits.p1c3t8_vs_p3c3t8`: time per epoch with 1 parameter server against 3, which are the bottleneck: **1.36**
-- `vc_asgd.serial_minus_best`: accuracy lost to work units after 40 epochs, digits (VC-ASGD, CIFAR-10: 9 points):
-  **2.0 points**
-- `work_ordeal.once`: units assimilated exactly once, with 20 kills of the coordinator and 76 of volunteers:
-  **360 of 360**
+- `vc_asgd.serial_minus_best`: accuracy lost to work units after 40 epochs (VC-ASGD: 9 points): **2.0 points**
+- `work_ordeal.once`: units assimilated exactly once, 20 kills of the coordinator, 76 of volunteers: **360 of 360**
 
 ## Elastic groups (`colab_swarm.elastic`)
 
-- `elastic.step_time_vs_synchronous`: an elastic step at beta 0 against a synchronous one, 2 peers, 5 ms of latency
-  (beta 0.1: 0.86): **0.73**
+- `elastic.step_time_vs_synchronous`: an elastic step at beta 0 against a synchronous one, 5 ms of latency: **0.73**
 - `elastic.synchronous_vs_ddp`: the synchronous one against torch's DistributedDataParallel over gloo: **0.52**
-- `elastic.max_bound_ratio`: measured inconsistency over the bound of theory, the largest of 29 schedulers and codecs:
-  **0.72**
-- `elastic.topk_feedback_drop`: accuracy lost to sending 1 % of the gradient, with error feedback (without: 2.7 points):
-  **0.4 points**
+- `elastic.max_bound_ratio`: measured inconsistency over the bound of theory, largest of 29 cases: **0.72**
+- `elastic.topk_feedback_drop`: accuracy lost to sending 1 % of the gradient (without feedback: 2.7): **0.4 points**
 
 ## In the notebook (`colab_swarm.notebook`)
 
-- `panel.throughput_ratio`: training speed with the panel open and the recorder on, share of the speed with neither:
-  **102 %**, no loss
+- `panel.throughput_ratio`: training speed with panel and recorder, share of the speed with neither: **102 %**
 - `panel.refresh_ms`, `core_share`: processor time of a refresh, share of a core at four a second: **1.4 ms, 0.6 %**
-- `panel.memory_mb`, `notebook_kb`: what half an hour of refreshes adds to the kernel and to the saved notebook:
-  **0.3 MB, 0.1 kB**
+- `panel.memory_mb`, `notebook_kb`: half an hour of refreshes adds to kernel and saved notebook: **0.3 MB, 0.1 kB**
 """

@@ -5,35 +5,40 @@ from __future__ import annotations
 import argparse
 import importlib
 
-from colab_swarm.bench.report import BenchReport
+from colab_swarm.bench.harness import BenchReport
 
-BENCHMARKS = (
-    "link",
-    "relay",
-    "dht",
-    "averaging",
-    "groups",
-    "strategy",
-    "albert",
-    "overhead",
-    "join",
-    "soak",
-    "experts",
-    "moe-throughput",
-    "moe-convergence",
-    "beam-search",
-    "parameter-store",
-    "workunits",
-    "vc-asgd",
-    "work-ordeal",
-    "elastic",
-    "panel",
-)
-"""Each is a module of this package with ``run(quick: bool) -> BenchReport``."""
+BENCHMARKS = {
+    "link": "link:run",
+    "relay": "link:run_relay",
+    "dht": "dht:run",
+    "averaging": "averaging:run",
+    "groups": "groups:run",
+    "strategy": "strategy:run",
+    "albert": "albert:run",
+    "overhead": "overhead:run",
+    "join": "join:run",
+    "soak": "overhead:run_soak",
+    "experts": "experts:run",
+    "moe-throughput": "moe_throughput:run",
+    "moe-convergence": "moe_convergence:run",
+    "beam-search": "beam_search:run",
+    "parameter-store": "parameter_store:run",
+    "workunits": "workunits:run",
+    "vc-asgd": "vc_asgd:run",
+    "work-ordeal": "workunits:run_ordeal",
+    "elastic": "elastic:run",
+    "panel": "panel:run",
+}
+"""By name, the module of this package and its function ``run(quick: bool) -> BenchReport``."""
 PLOTTED = ("groups", "strategy", "albert", "moe-convergence", "vc-asgd", "elastic")
-"""These also have ``plot(report, path)``, which draws the report's figures as the paper does."""
-WITH_DATA = ("workunits", "vc-asgd", "elastic")
-"""These take ``--data``."""
+"""The modules of these also have ``plot(report, path)``, which draws the report's figures as the paper does."""
+OPTIONS = {
+    "plot": PLOTTED,
+    "data": ("workunits", "vc-asgd", "elastic"),
+    "faithful": ("moe-convergence",),
+    "python": ("averaging",),
+}
+"""The benchmarks that take an option."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -42,34 +47,34 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("name", choices=[*BENCHMARKS, "all"])
     parser.add_argument("--quick", action="store_true", help="under a minute, rougher figures")
     parser.add_argument("--json", metavar="PATH", help="also write the figures to this file")
-    plotted, with_data = ", ".join(PLOTTED), ", ".join(WITH_DATA)
+    plotted, with_data = (", ".join(OPTIONS[option]) for option in ("plot", "data"))
     parser.add_argument("--plot", metavar="PNG", help=f"also draw them ({plotted}; needs matplotlib)")
-    parser.add_argument(
-        "--faithful", action="store_true", help="moe-convergence: the published emulator's rules"
-    )
+    parser.add_argument("--faithful", action="store_true", help="moe-convergence: the published rules")
     parser.add_argument("--data", metavar="NPZ", help=f"{with_data}: images of 32 x 32 instead of digits")
     parser.add_argument("--vs", choices=["hivemind"], help="averaging: compare side by side")
     parser.add_argument("--python", metavar="PATH", help="of an environment with the package of --vs")
     options = parser.parse_args(arguments)
-    if (options.vs is None) != (options.python is None) or (options.vs and options.name != "averaging"):
-        parser.error("use: averaging --vs hivemind --python PATH")
-    if options.faithful and options.name != "moe-convergence":
-        parser.error("use: moe-convergence --faithful")
-    if options.data and options.name not in WITH_DATA:
-        parser.error(f"--data is for {' or '.join(WITH_DATA)}, not {options.name}")
-    if options.plot and options.name not in PLOTTED:
-        parser.error(f"--plot draws {' or '.join(PLOTTED)}, not {options.name}")
-    more = {"python": options.python, "faithful": options.faithful, "data": options.data}
+    _check(parser, options)
+    more = {key: value for key in ("python", "faithful", "data") if (value := getattr(options, key))}
     merged = BenchReport(options.name, options.quick)
     for name in BENCHMARKS if options.name == "all" else [options.name]:
-        module = importlib.import_module(f"colab_swarm.bench.{name.replace('-', '_')}")
-        report = module.run(quick=options.quick, **{key: value for key, value in more.items() if value})
+        module_name, _, run = BENCHMARKS[name].partition(":")
+        module = importlib.import_module(f"colab_swarm.bench.{module_name}")
+        report = getattr(module, run)(quick=options.quick, **more)
         print(report.table(), flush=True)
         merged.rows += report.rows
         if options.plot:
             module.plot(report, options.plot)
     if options.json:
         merged.save(options.json)
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if (options.vs is None) != (options.python is None):
+        parser.error("use: averaging --vs hivemind --python PATH")
+    for option, names in OPTIONS.items():
+        if getattr(options, option) and options.name not in names:
+            parser.error(f"--{option} is for {' or '.join(names)}, not {options.name}")
 
 
 if __name__ == "__main__":

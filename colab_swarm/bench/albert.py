@@ -14,9 +14,11 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
+import torch
+
 from colab_swarm.averaging.group import equal_shares
 from colab_swarm.averaging.strategy import adaptive_shares
-from colab_swarm.bench.report import BenchReport
+from colab_swarm.bench.harness import BenchReport, drawn
 from colab_swarm.bench.strategy import SimulatedHost, Vector, simulate_round
 from colab_swarm.events import RoundFinished, StepFinished
 from colab_swarm.sim import HostProfile, NetworkProfile
@@ -43,15 +45,10 @@ SETUPS = {
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step's two parts."""
+    """Seconds of a step's two parts. A delayed step takes their maximum, else their sum."""
 
     compute_s: float
     averaging_s: float
-
-    @property
-    def delayed_s(self) -> float:
-        """Return the seconds of a step whose parts run at the same time."""
-        return max(self)
 
 
 def run(quick: bool) -> BenchReport:
@@ -62,10 +59,10 @@ def run(quick: bool) -> BenchReport:
     batch_s = averaging_s["heterogeneous"] / SLOWDOWN  # of `TRAINERS` trainers
     steps = {name: _step(SETUPS[name][0], seconds, batch_s) for name, seconds in averaging_s.items()}
     for name, step in steps.items():
-        share = steps["high_bandwidth"].delayed_s / step.delayed_s
+        share = max(steps["high_bandwidth"]) / max(step)
         note = f"{share:.0%} of high bandwidth; averaging {step.averaging_s:.2f} s, computing {step.compute_s:.2f} s"
-        report.add(f"albert.{name}_s", step.delayed_s, "s", note)
-        report.add(f"albert.{name}_sequential_s", sum(step), "s", "without delayed updates")
+        report.add(f"{name}_s", max(step), "s", note)
+        report.add(f"{name}_sequential_s", sum(step), "s", "without delayed updates")
     _gains(report, steps)
     _scaling(report, vector, batch_s, (1, 8, 64) if quick else (1, 2, 4, 8, 16, 32, 64))
     for delayed, key in ((False, "sequential_s"), (True, "s")):
@@ -79,18 +76,15 @@ def _step(hosts: Sequence[SimulatedHost], averaging_s: float, batch_s: float) ->
 
 def _gains(report: BenchReport, steps: dict[str, StepTime]) -> None:
     naive, balanced = steps["heterogeneous"], steps["load_balancing"]
-    published = {"load_balancing": "published 1.47", "auxiliary": "published over 1.60"}
-    for name, note in published.items():
-        gain, sequential = naive.delayed_s / steps[name].delayed_s, sum(naive) / sum(steps[name])
-        what = f"over equal shares; {note}; {sequential:.2f} not delayed"
-        report.add(f"albert.{name}_gain", gain, "times", what)
-    rates = [1 / steps[name].delayed_s for name in ("auxiliary", "part_time_on")]  # 8 hours each
-    share = statistics.mean(rates) * steps["high_bandwidth"].delayed_s
-    what = "of the high-bandwidth speed, 8 of 28 peers half the time; published 0.74"
-    report.add("albert.part_time_share", share, "", what)
-    hidden = 1 - (balanced.delayed_s - balanced.compute_s) / balanced.averaging_s
-    what = "of averaging hidden behind computing by delayed updates, load balancing"
-    report.add("albert.hidden", hidden, "", what)
+    for name, published in (("load_balancing", "1.47"), ("auxiliary", "over 1.60")):
+        gain, sequential = max(naive) / max(steps[name]), sum(naive) / sum(steps[name])
+        note = f"over equal shares; published {published}; {sequential:.2f} not delayed"
+        report.add(f"{name}_gain", gain, "times", note)
+    rates = [1 / max(steps[name]) for name in ("auxiliary", "part_time_on")]  # 8 hours each
+    share = statistics.mean(rates) * max(steps["high_bandwidth"])
+    report.add("part_time_share", share, "", "of high bandwidth, 8 of 28 peers half the time; published 0.74")
+    hidden = 1 - (max(balanced) - balanced.compute_s) / balanced.averaging_s
+    report.add("hidden", hidden, "", "of averaging behind computing by delayed updates, load balancing")
 
 
 def _scaling(report: BenchReport, vector: Vector, batch_s: float, counts: tuple[int, ...]) -> None:
@@ -101,8 +95,8 @@ def _scaling(report: BenchReport, vector: Vector, batch_s: float, counts: tuple[
             part = max(vector.scale, count // TRAINERS)
             averaging_s = simulate_round(crowd, adaptive_shares, replace(vector, scale=part))
             note = f"{count} peers, delayed; averaging {averaging_s:.2f} s, 1/{part} of the bytes"
-            seconds = _step(crowd, averaging_s, batch_s).delayed_s
-            report.add(f"albert.scaling_{name}_{count}_s", seconds, "s", note)
+            seconds = max(_step(crowd, averaging_s, batch_s))
+            report.add(f"scaling_{name}_{count}_s", seconds, "s", note)
 
 
 # --- whole peers -----------------------------------------------------------------------------------------------------
@@ -128,12 +122,10 @@ def _whole_peers(report: BenchReport, key: str, batch_s: float, *, scale: int, d
     if errors:
         error = statistics.median(errors)
         note = f"{rounds[-1].explanation}; 1/{scale} of the bytes: prediction off by {error:.0%}"
-    report.add(f"albert.whole_peers_{key}", statistics.median(between_s), "s", note)
+    report.add(f"whole_peers_{key}", statistics.median(between_s), "s", note)
 
 
 def _train_one(swarm: Swarm, scale: int, *, delayed: bool) -> None:
-    import torch
-
     weights = torch.nn.Parameter(torch.zeros(ALBERT_LARGE.numel // scale))
     inner = torch.optim.SGD([weights], lr=0.1)
     micro_batch = BATCH // TRAINERS // 8
@@ -145,21 +137,16 @@ def _train_one(swarm: Swarm, scale: int, *, delayed: bool) -> None:
 
 def plot(report: BenchReport, path: str) -> None:
     """Draw the set-ups' speeds (Figure 4's order) and the scaling (Figure 5); needs matplotlib."""
-    from matplotlib.figure import Figure
-
-    values = {row.key.removeprefix("albert."): row.value for row in report.rows}
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    speeds, scaling = figure.subplots(1, 2)
-    for index, name in enumerate(SETUPS):
-        speeds.barh(index, values["high_bandwidth_s"] / values[f"{name}_s"], color=f"C{index}")
-    speeds.set_yticks(range(len(SETUPS)), [name.replace("_", " ") for name in SETUPS])
-    speeds.invert_yaxis()
-    speeds.set_xlabel("speed, share of high bandwidth")
-    for name in ("high_bandwidth", "load_balancing"):
-        start, end = f"scaling_{name}_", "_s"
-        found = {int(key[len(start) : -len(end)]): s for key, s in values.items() if key.startswith(start)}
-        scaling.plot(list(found), list(found.values()), "o-", label=name.replace("_", " "))
-    scaling.set(xscale="log", yscale="log", xlabel="peers", ylabel="seconds per step")
-    scaling.set_xticks(list(found), list(map(str, found)))
-    scaling.legend()
-    figure.savefig(path, dpi=150)
+    values = report.figures
+    with drawn(path, (9, 3.4), 2) as (speeds, scaling):
+        for index, name in enumerate(SETUPS):
+            speeds.barh(index, values["high_bandwidth_s"] / values[f"{name}_s"], color=f"C{index}")
+        speeds.set_yticks(range(len(SETUPS)), [name.replace("_", " ") for name in SETUPS])
+        speeds.invert_yaxis()
+        speeds.set_xlabel("speed, share of high bandwidth")
+        for name in ("high_bandwidth", "load_balancing"):
+            keys = [key for key in values if key.startswith(f"scaling_{name}_")]
+            counts = [int(key.split("_")[-2]) for key in keys]
+            scaling.plot(counts, [values[key] for key in keys], "o-", label=name.replace("_", " "))
+        scaling.set(xscale="log", yscale="log", xlabel="peers", ylabel="seconds per step")
+        scaling.set_xticks(counts, list(map(str, counts)))

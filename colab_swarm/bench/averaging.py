@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import os
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import torch
+from torch import distributed
 
+import colab_swarm as cs
 from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.averaging.group import Group, GroupMember
 from colab_swarm.averaging.round import Averager
-from colab_swarm.bench.report import BenchReport
-from colab_swarm.bench.workers import Parent, Worker
-from colab_swarm.net.identity import Identity
-from colab_swarm.net.node import Node, NodeSettings
+from colab_swarm.bench.harness import BenchReport, Crew, Parent, Worker, call_all
+from colab_swarm.bench.link import contact, start_node, where
+from colab_swarm.events import RoundFinished
 from colab_swarm.net.peers import Contact
 from colab_swarm.tensors.codecs import Floats
+from colab_swarm.training.collaboration import Collaboration
+from colab_swarm.training.progress import ProgressRecord, next_lineage
+from colab_swarm.training.settings import TrainingSettings
+from colab_swarm.training.state import Snapshot
 
 PATTERN_VALUES = 1 << 16
 PEERS = 4
-HIVEMIND_WORKER = Path(__file__).with_name("hivemind_worker.py")
 STEP_PEERS, CROWD, GROUP = (4, 8), 16, 4
 """Processes that make full steps; processes that average in groups, and the size of such a group."""
 
@@ -48,94 +50,78 @@ def run(quick: bool, python: str | None = None) -> BenchReport:
 # --- one round ------------------------------------------------------------------------------------------------------
 
 
-class RoundWorker(Worker):
-    """A process that averages; its vector repeats the pattern of ``seed``."""
+class RoundPeer(NamedTuple):
+    """A process that averages, and its entry in a group; its vector repeats the pattern of ``seed``."""
 
-    def __init__(self, kind: str, seed: int, numel: int, *more: object) -> None:
-        super().__init__(average_with_gloo if kind == "gloo" else average_as_peer, seed, numel, *more)
-        self.seed = seed
-        self.contact: Contact | None = None
+    worker: Worker
+    seed: int
+    member: GroupMember
 
-    def wait_ready(self) -> RoundWorker:
-        """Wait until it can average; return itself."""
-        if found := self.receive()["contact"]:
-            self.contact = msgspec.convert(found, Contact)
-        return self
 
-    def member(self) -> GroupMember:
-        """Return its entry in a group."""
-        assert self.contact is not None
-        return GroupMember(self.contact.id, self.contact.addresses, 1.0 + self.seed % 3, 1.0)
+def _start_peers(crew: Crew, seeds: Sequence[int], numel: int) -> list[RoundPeer]:
+    peers = []
+    for seed, worker in [(seed, crew.start(average_as_peer, seed, numel)) for seed in seeds]:
+        found = contact(worker.receive())
+        peers.append(RoundPeer(worker, seed, GroupMember(found.id, found.addresses, 1.0 + seed % 3, 1.0)))
+    return peers
 
 
 def _compare_with_gloo(report: BenchReport, numel: int, rounds: int) -> None:
-    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+    with Crew() as crew, tempfile.TemporaryDirectory() as folder:
         meeting = str(Path(folder) / "meeting")
-        ours = [stack.enter_context(RoundWorker("swarm", rank, numel)) for rank in range(PEERS)]
-        gloo = [
-            stack.enter_context(RoundWorker("gloo", rank, numel, PEERS, meeting)) for rank in range(PEERS)
-        ]
-        for worker in (*ours, *gloo):
-            worker.wait_ready()
-        pairs = [(_round(ours, numel), _run_together(gloo, {})) for _ in range(rounds + 1)][1:]
-    mine = [own for own, _ in pairs]
-    seconds, gloo_s = _median_s(mine), _median_s([other for _, other in pairs])
+        gloo = [crew.start(average_with_gloo, rank, numel, PEERS, meeting) for rank in range(PEERS)]
+        peers = _start_peers(crew, range(PEERS), numel)
+        for worker in gloo:
+            worker.receive()
+        pairs = [(_round(peers, numel), _run_together(gloo, {})) for _ in range(rounds + 1)][1:]
+    ours, theirs = zip(*pairs, strict=True)
+    seconds, gloo_s = _median_s(ours), _median_s(theirs)
     wire_gb = 2 * (PEERS - 1) * numel * 4 / 1e9
-    cpu_s = statistics.median(sum(one["cpu_s"] for one in members) for members in mine)
-    what = f"{PEERS} processes, {numel / 1e6:g} M float32 values, encrypted"
-    report.add("averaging.seconds", seconds, "s", what)
-    report.add("averaging.gloo_seconds", gloo_s, "s", "torch.distributed all_reduce, in turns, not encrypted")
-    report.add("averaging.vs_gloo", seconds / gloo_s, "times", "lower is better")
-    report.add("averaging.cpu_s_per_gb", cpu_s / wire_gb, "CPU-s/GB", "of payload, all processes together")
-    report.add("averaging.memory_limit_s", _memory_limit_s(numel), "s", "summing and copying, no network")
-    report.add("averaging.success", statistics.mean(map(_right, mine)), "", f"of {rounds} rounds")
+    cpu_s = statistics.median(sum(one["cpu_s"] for one in members) for members in ours)
+    note = f"{PEERS} processes, {numel / 1e6:g} M float32 values, encrypted"
+    report.add("seconds", seconds, "s", note)
+    report.add("gloo_seconds", gloo_s, "s", "torch.distributed all_reduce, in turns, not encrypted")
+    report.add("vs_gloo", seconds / gloo_s, "times", "lower is better")
+    report.add("cpu_s_per_gb", cpu_s / wire_gb, "CPU-s/GB", "of payload, all processes together")
+    report.add("memory_limit_s", _memory_limit_s(numel), "s", "summing and copying, no network")
+    report.add("success", statistics.mean(map(_right, ours)), "", f"of {rounds} rounds")
 
 
 def _kill_members(report: BenchReport, numel: int, crowd: int, kills: int) -> None:
-    rng = random.Random(0)
-    with ExitStack() as stack:
-        workers = [stack.enter_context(RoundWorker("swarm", seed, numel)) for seed in range(crowd)]
-        for worker in workers:
-            worker.wait_ready()
-        calm_s = _median_s([_round(workers, numel) for _ in range(4)][1:])
-        killed = []
+    rng, killed = random.Random(0), []
+    with Crew() as crew:
+        peers = _start_peers(crew, range(crowd), numel)
+        calm_s = _median_s([_round(peers, numel) for _ in range(4)][1:])
         for number in range(kills):
-            victim = rng.choice(workers)
-            killed.append(_round(workers, numel, victim=victim, after_s=calm_s * rng.random()))
-            workers.remove(victim)
-            workers.append(stack.enter_context(RoundWorker("swarm", crowd + number, numel)).wait_ready())
-    extra_s = max(max(one["seconds"] for one in members) for members in killed) - calm_s
-    what = f"1 of {crowd} killed in each of {kills} rounds, over {calm_s:.2f} s undisturbed"
-    report.add("averaging.kill_extra_s", extra_s, "s", f"slowest survivor; {what}")
-    what = "rounds complete and right at all survivors"
-    report.add("averaging.kill_success", statistics.mean(map(_right, killed)), "", what)
+            victim = rng.choice(peers)
+            killed.append(_round(peers, numel, victim=victim, after_s=calm_s * rng.random()))
+            peers.remove(victim)
+            peers += _start_peers(crew, [crowd + number], numel)
+    extra_s = max(one["seconds"] for members in killed for one in members) - calm_s
+    note = f"slowest survivor; 1 of {crowd} killed in each of {kills} rounds, over {calm_s:.2f} s undisturbed"
+    report.add("kill_extra_s", extra_s, "s", note)
+    report.add("kill_success", statistics.mean(map(_right, killed)), "", "right at all survivors")
 
 
 def _round(
-    workers: Sequence[RoundWorker], numel: int, *, victim: RoundWorker | None = None, after_s: float = 0.0
+    peers: Sequence[RoundPeer], numel: int, *, victim: RoundPeer | None = None, after_s: float = 0.0
 ) -> list[dict[str, Any]]:
     """Average once. The victim is killed ``after_s`` seconds after the start and gives no result."""
-    ordered = sorted(workers, key=lambda worker: worker.member().id)
-    group = Group(os.urandom(16), 0, b"bench", tuple(worker.member() for worker in ordered), numel)
+    ordered = sorted(peers, key=lambda peer: peer.member.id)
+    group = Group(os.urandom(16), 0, b"bench", tuple(peer.member for peer in ordered), numel)
     task = {
         "group": msgspec.to_builtins(group),
-        "seeds": [worker.seed for worker in ordered],
+        "seeds": [peer.seed for peer in ordered],
         "dead": [victim.seed] if victim else [],
     }
-    return _run_together(workers, task, victim, after_s)
+    return _run_together([peer.worker for peer in peers], task, victim and victim.worker, after_s)
 
 
 def _run_together(
-    workers: Sequence[RoundWorker],
-    task: dict[str, object],
-    victim: RoundWorker | None = None,
-    after_s: float = 0.0,
+    workers: Sequence[Worker], task: dict[str, object], victim: Worker | None = None, after_s: float = 0.0
 ) -> list[dict[str, Any]]:
     """Prepare all, start all, and check the values only when all have finished."""
-    for worker in workers:
-        worker.send(**task)
-    for worker in workers:
-        worker.receive()
+    call_all(workers, **task)
     for worker in workers:
         worker.send()
     if victim is not None:
@@ -144,9 +130,7 @@ def _run_together(
     left = [worker for worker in workers if worker is not victim]
     for worker in left:
         worker.receive()
-    for worker in left:
-        worker.send()
-    return [worker.receive() for worker in left]
+    return call_all(left)
 
 
 def _right(members: Sequence[dict[str, Any]]) -> bool:
@@ -188,10 +172,10 @@ def _count_wrong(values: Floats, group: Group, seeds: list[int], dead: list[int]
 
 async def average_as_peer(parent: Parent, seed: int, numel: int) -> None:
     """Worker: a peer on the real network."""
-    node = await Node.start(Identity(), NodeSettings(run_id="bench", host="127.0.0.1"))
+    node = await start_node(run_id="bench")
     averager = Averager(node)
     values, others = np.empty(numel, np.float32), np.empty(numel, np.float32)
-    parent.send(contact=msgspec.to_builtins(node.contact))
+    parent.send(**where(node))
     while True:
         task = await parent.wait()
         group = msgspec.convert(task["group"], Group)
@@ -213,14 +197,11 @@ async def average_as_peer(parent: Parent, seed: int, numel: int) -> None:
 
 def average_with_gloo(parent: Parent, rank: int, numel: int, world: int, meeting: str) -> None:
     """Worker: a rank of a torch.distributed group."""
-    import torch
-    from torch import distributed
-
     torch.set_num_threads(1)
     collectives: Any = distributed
     collectives.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     values = torch.from_numpy(np.resize(pattern(rank), numel))
-    parent.send(contact=None)
+    parent.send()
     while True:
         parent.receive()
         parent.send()
@@ -239,56 +220,50 @@ def average_with_gloo(parent: Parent, rank: int, numel: int, world: int, meeting
 
 def _measure_steps(report: BenchReport, python: str | None) -> None:
     numel, steps = (400_000, 3) if report.quick else (2_400_000, 10)
+    hivemind = [python, Path(__file__).with_name("hivemind_worker.py")]
     for peers in STEP_PEERS[:1] if report.quick else STEP_PEERS:
-        ours = _time_steps(partial(Worker, make_full_steps, "step"), peers, numel, steps)
+        ours = _time_steps(make_full_steps, "step", peers=peers, numel=numel, steps=steps)
         seconds, reduced_s = _add_steps(report, "", ours, peers, numel)
         waits = [one["seconds"] - one["reduced_s"] for one in ours]
-        what = "of a step is not the averaging itself"
-        report.add(f"averaging.overhead_s_{peers}", statistics.median(waits), "s", what)
+        report.add(f"overhead_s_{peers}", statistics.median(waits), "s", "of a step is not the averaging")
         if python is not None:
-            found = _time_steps(partial(Worker, [python, str(HIVEMIND_WORKER)]), peers, numel, steps)
-            theirs = _add_steps(report, "hivemind_", found, peers, numel)
+            found = _time_steps(hivemind, peers=peers, numel=numel, steps=steps)
+            their_s, their_reduced_s = _add_steps(report, "hivemind_", found, peers, numel)
             suffix = "" if peers == STEP_PEERS[-1] or report.quick else f"_{peers}"
-            what = "faster per full step"
-            report.add(f"averaging.step_vs_hivemind{suffix}", theirs[0] / seconds, "times", what)
-            report.add(
-                f"averaging.allreduce_vs_hivemind{suffix}", theirs[1] / reduced_s, "times", "faster in it"
-            )
+            report.add(f"step_vs_hivemind{suffix}", their_s / seconds, "times", "faster per full step")
+            report.add(f"allreduce_vs_hivemind{suffix}", their_reduced_s / reduced_s, "times", "faster in it")
     if not report.quick:
-        crowd = _time_steps(partial(Worker, make_full_steps, "groups"), CROWD, numel, steps)
-        what = f"of {steps} averages of {CROWD} processes in groups of {GROUP}, right at all"
-        report.add("averaging.groups_success", statistics.mean(one["right"] for one in crowd), "", what)
+        crowd = _time_steps(make_full_steps, "groups", peers=CROWD, numel=numel, steps=steps)
+        note = f"of {steps} averages of {CROWD} processes in groups of {GROUP}, right at all"
+        report.add("groups_success", statistics.mean(one["right"] for one in crowd), "", note)
 
 
-def _time_steps(start: Callable[..., Worker], peers: int, numel: int, steps: int) -> list[dict[str, Any]]:
-    """Time steps of ``peers`` processes; ``start(numel, peers[, address of the first])`` starts one.
+def _time_steps(
+    work: Callable[..., None] | list[Any], *mode: str, peers: int, numel: int, steps: int
+) -> list[dict[str, Any]]:
+    """Time steps of ``peers`` processes that ``work(*mode, numel, peers[, address of the first])``.
 
     Returns:
         Per step, the slowest member's ``seconds`` in all and ``reduced_s`` in the averaging, whether the mean was
         ``right`` at all, and the ``traffic`` over loopback in bytes. The first step is not counted.
     """
     found, mean = [], (peers - 1) / 2
-    with ExitStack() as stack:
-        workers = [stack.enter_context(start(numel, peers, grace_s=10.0))]
-        entry = workers[0].receive()["contact"]
+    with Crew() as crew:
+        entry = crew.start(work, *mode, numel, peers, grace_s=10.0).receive()["contact"]
         for _ in range(peers - 1):
-            workers.append(stack.enter_context(start(numel, peers, entry, grace_s=10.0)))
-        for worker in workers[1:]:
+            crew.start(work, *mode, numel, peers, entry, grace_s=10.0)
+        for worker in crew[1:]:
             worker.receive()
         for _ in range(steps + 1):
-            for index, worker in enumerate(workers):
+            for index, worker in enumerate(crew):
                 worker.send(value=float(index))
-            for worker in workers:
+            for worker in crew:
                 worker.receive()
             before = _loopback_bytes()
-            for worker in workers:
-                worker.send()
-            members = [worker.receive() for worker in workers]
+            members = call_all(crew)
+            errors = [abs(one[end] - mean) for one in members for end in ("low", "high")]
             step: dict[str, Any] = {key: max(one[key] for one in members) for key in ("seconds", "reduced_s")}
-            step["right"] = all(
-                max(abs(one["low"] - mean), abs(one["high"] - mean)) < 0.01 for one in members
-            )
-            found.append({**step, "traffic": _loopback_bytes() - before})
+            found.append({**step, "right": max(errors) < 0.01, "traffic": _loopback_bytes() - before})
     return found[1:]
 
 
@@ -308,13 +283,13 @@ def _add_steps(
         statistics.median(one[key] for one in steps) for key in ("seconds", "reduced_s", "traffic")
     )
     right = sum(one["right"] for one in steps)
-    what = f"{peers} processes, {numel / 1e6:g} M values as float16; right at all in {right} of {len(steps)}"
-    report.add(f"averaging.{whose}step_s_{peers}", seconds, "s", what)
-    report.add(f"averaging.{whose}allreduce_s_{peers}", reduced_s, "s", "the averaging itself")
+    note = f"{peers} processes, {numel / 1e6:g} M values as float16; right at all in {right} of {len(steps)}"
+    report.add(f"{whose}step_s_{peers}", seconds, "s", note)
+    report.add(f"{whose}allreduce_s_{peers}", reduced_s, "s", "the averaging itself")
     if traffic:
         least_mb = 2 * (peers - 1) * numel * 2 / 1e6
-        what = f"over loopback in a step, headers included; the values alone are {least_mb:.1f}"
-        report.add(f"averaging.{whose}traffic_mb_{peers}", traffic / 1e6, "MB", what)
+        note = f"over loopback in a step, headers included; the values alone are {least_mb:.1f}"
+        report.add(f"{whose}traffic_mb_{peers}", traffic / 1e6, "MB", note)
     return seconds, reduced_s
 
 
@@ -324,12 +299,6 @@ def make_full_steps(parent: Parent, mode: str, numel: int, peers: int, *invites:
     Args:
         mode: ``step`` for a training step of all, ``groups`` for `Swarm.average` in groups.
     """
-    import colab_swarm as cs
-    from colab_swarm.events import RoundFinished
-    from colab_swarm.training.collaboration import Collaboration
-    from colab_swarm.training.progress import ProgressRecord, next_lineage
-    from colab_swarm.training.settings import TrainingSettings
-    from colab_swarm.training.state import Snapshot
 
     def no_state() -> Snapshot:
         raise AssertionError("no peer falls behind in this benchmark")
@@ -350,7 +319,6 @@ def make_full_steps(parent: Parent, mode: str, numel: int, peers: int, *invites:
         if result is not None:
             await collaboration.advance(next_lineage(collaboration.progress.own.lineage, values), result)
 
-    importlib.import_module("torch")  # a trainer has it, and casts with it
     options = cs.NetworkOptions(lan=False, use_relays=False)
     if invites:
         swarm = cs.join(invites[0], peer_name=f"peer-{time.monotonic_ns()}", options=options)

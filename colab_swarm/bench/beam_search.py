@@ -1,4 +1,4 @@
-"""How fast a trainer finds its experts: the top 4 of 1,024 for a batch of 64, among up to 10,000 peers on virtual time.
+"""How fast a trainer finds the top 4 of 1,024 experts for a batch of 64, among up to 10,000 peers on virtual time.
 
 Learning@home (section 4.1) took 317, 528 and 764 ms among 100, 1,000 and 10,000 peers, in three cloud regions that were
 92.5 ms apart. Here that is the mean delay of each single message, not of a round trip. As in a swarm that has run for a
@@ -15,8 +15,8 @@ from collections import defaultdict
 
 import numpy as np
 
-from colab_swarm.bench.dht import fill_tables
-from colab_swarm.bench.report import BenchReport
+from colab_swarm.bench.dht import fill_tables, size_name
+from colab_swarm.bench.harness import BenchReport
 from colab_swarm.dht.records import Fetch, FindNear
 from colab_swarm.dht.service import DHT, DHTSettings, Reading
 from colab_swarm.events import EventLog
@@ -28,7 +28,6 @@ from colab_swarm.sim import PAPER_CLOUD, NetworkProfile, SimNetwork, SimPeers, r
 GRID = Grid("ffn", (32, 32))
 HOSTS = 256
 BATCH, BEST = 64, 4
-SIZES = (100, 1000, 10_000)
 PUBLISHED_MS = {100: 317, 1000: 528, 10_000: 764}
 EXPONENTIAL = NetworkProfile("exponential", 0.0925, jitter_s=0.0924, hosts=PAPER_CLOUD.hosts)
 """Each message has its own exponential delay, like the blocks of the paper's Figure 4."""
@@ -57,17 +56,13 @@ class WatchedDHT(DHT):
         return reading
 
 
-BeamSearches = dict[str, list[float]]
-"""Per figure one entry per search; cold times are virtual milliseconds, warm ones those of the processor."""
-
-
-def directory_of(peer: SimPeers, dht: DHT) -> Directory:
+def _directory(peer: SimPeers, dht: DHT) -> Directory:
     """Return the directory of one peer; its announcements do not expire during the benchmark."""
     services = ExpertServices(peer, dht, EventLog(), random.Random(peer.name), "bench")
     return Directory(services, DirectorySettings(ttl_s=3600.0))
 
 
-async def announce(peers: list[SimPeers], dhts: list[WatchedDHT]) -> None:
+async def _announce(peers: list[SimPeers], dhts: list[WatchedDHT]) -> None:
     """Let the first `HOSTS` peers host all experts of the grid between them."""
     uids = [GRID.uid(index) for index in GRID]
     hosts = min(HOSTS, len(peers) // 2)
@@ -75,17 +70,19 @@ async def announce(peers: list[SimPeers], dhts: list[WatchedDHT]) -> None:
     parts = [uids[i * share : (i + 1) * share] for i in range(hosts)]
     await asyncio.gather(
         *(
-            directory_of(peer, dht).announce(GRID, {uid: ((1024,), 0) for uid in part})
+            _directory(peer, dht).announce(GRID, {uid: ((1024,), 0) for uid in part})
             for peer, dht, part in zip(peers, dhts, parts, strict=False)
         )
     )
 
 
-async def search(network: CountingNetwork, peer: SimPeers, dht: WatchedDHT, into: BeamSearches) -> None:
+async def _search(
+    network: CountingNetwork, peer: SimPeers, dht: WatchedDHT, into: dict[str, list[float]]
+) -> None:
     """Search once with an empty cache, then again with a full one."""
     rng = np.random.default_rng(len(into["cold_ms"]))
     scores = [rng.standard_normal((BATCH, side), dtype=np.float32) for side in GRID.sides]
-    directory, dht.readings = directory_of(peer, dht), []
+    directory, dht.readings = _directory(peer, dht), []
     queries, received = network.queries, peer.statistics().received_bytes
     began, cpu_began = virtual_time(), time.process_time()
     cold = await directory.best(GRID, scores, BEST)
@@ -102,10 +99,14 @@ async def search(network: CountingNetwork, peer: SimPeers, dht: WatchedDHT, into
     await directory.close()
 
 
-async def search_virtual(
+async def find_experts(
     size: int, searches: int, profile: NetworkProfile, *, standing: bool
-) -> BeamSearches:
-    """Let peers without experts search, one after the other, each for the first time."""
+) -> dict[str, list[float]]:
+    """Let peers without experts search, one after the other, each for the first time.
+
+    Returns:
+        Per figure one entry per search; cold times are virtual milliseconds, warm ones those of the processor.
+    """
     network, rng = CountingNetwork(profile), random.Random(0)
     peers = [network.peer(str(i)) for i in range(size)]
     dhts = [WatchedDHT(peer, DHTSettings(), random.Random(i)) for i, peer in enumerate(peers)]
@@ -115,43 +116,37 @@ async def search_virtual(
     known = {peer.name: {contact.id for contact in dht.table} for peer, dht in zip(peers, dhts, strict=True)}
     if standing:
         network.standing = lambda one, other: other.id in known[one.name] or one.id in known[other.name]
-    await announce(peers, dhts)
+    await _announce(peers, dhts)
     found = defaultdict[str, list[float]](list)
     for i in rng.sample(range(size // 2, size), searches):
-        await search(network, peers[i], dhts[i], found)
+        await _search(network, peers[i], dhts[i], found)
     return found
 
 
-def bench_size(report: BenchReport, size: int, searches: int) -> None:
-    """Report all figures for a swarm of ``size`` peers."""
-    began = time.perf_counter()
-    found = run_virtual(search_virtual(size, searches, PAPER_CLOUD, standing=True))
-    name = f"{size // 1000}k" if size >= 1000 else str(size)
+def _beam_searches(report: BenchReport, size: int, searches: int) -> None:
+    began, name = time.perf_counter(), size_name(size)
+    found = run_virtual(find_experts(size, searches, PAPER_CLOUD, standing=True))
     took = f"{searches} searches, {time.perf_counter() - began:.0f} s real"
-    what = f"virtual, median; published {PUBLISHED_MS[size]}; {took}"
-    report.add(f"beam.cold_ms_{name}", statistics.median(found["cold_ms"]), "ms", what)
-    report.add(f"beam.cold_ms_{name}_worst", max(found["cold_ms"]), "ms", "virtual")
-    for key, unit, note in (
-        ("look_ups", "keys", "mean per search"),
-        ("hops", "hops", "mean per look-up"),
-        ("queries", "", "by all peers, mean per search"),
-        ("received_kb", "kB", "mean per search"),
-    ):
-        report.add(f"beam.{key}_{name}", statistics.mean(found[key]), unit, note)
-    if size == SIZES[-1]:
+    cold_ms, note = found["cold_ms"], f"virtual, median; published {PUBLISHED_MS[size]}; {took}"
+    report.add(f"cold_ms_{name}", statistics.median(cold_ms), "ms", note)
+    report.add(f"cold_ms_{name}_worst", max(cold_ms), "ms", "virtual")
+    report.add(f"look_ups_{name}", statistics.mean(found["look_ups"]), "keys", "mean per search")
+    report.add(f"hops_{name}", statistics.mean(found["hops"]), "hops", "mean per look-up")
+    report.add(f"queries_{name}", statistics.mean(found["queries"]), "", "by all peers, mean per search")
+    report.add(f"received_kb_{name}", statistics.mean(found["received_kb"]), "kB", "mean per search")
+    if size == max(PUBLISHED_MS):
         compute_ms = statistics.median(found["compute_ms"])
-        report.add("beam.cold_compute_ms", compute_ms, "ms", "of the whole simulation")
-        report.add("beam.warm_ms", statistics.median(found["warm_ms"]), "ms", "processor time, median")
+        report.add("cold_compute_ms", compute_ms, "ms", "of the whole simulation")
+        report.add("warm_ms", statistics.median(found["warm_ms"]), "ms", "processor time, median")
 
 
 def run(quick: bool) -> BenchReport:
-    """Measure all figures; ``quick`` searches less often."""
-    report, searches = BenchReport("beam-search", quick), 8 if quick else 40
-    for size in SIZES:
-        bench_size(report, size, searches)
+    """Measure how fast experts are found; ``quick`` searches less often."""
+    report, searches = BenchReport("beam-search", quick, "beam"), 8 if quick else 40
+    for size in PUBLISHED_MS:
+        _beam_searches(report, size, searches)
     for name, profile, standing in (("exponential", EXPONENTIAL, True), ("no_links", PAPER_CLOUD, False)):
-        found = run_virtual(search_virtual(SIZES[0], searches, profile, standing=standing))
-        note = "exponential delays" if standing else "as a late joiner without links"
-        cold_ms = statistics.median(found["cold_ms"])
-        report.add(f"beam.cold_ms_100_{name}", cold_ms, "ms", f"virtual, median; {note}")
+        found = run_virtual(find_experts(100, searches, profile, standing=standing))
+        note = f"virtual, median; {'exponential delays' if standing else 'as a late joiner without links'}"
+        report.add(f"cold_ms_100_{name}", statistics.median(found["cold_ms"]), "ms", note)
     return report

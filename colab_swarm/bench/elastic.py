@@ -13,7 +13,6 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -25,32 +24,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 import colab_swarm as cs
 from colab_swarm.bench import elastic_consistency
-from colab_swarm.bench.elastic_consistency import ImageRows
-from colab_swarm.bench.report import BenchReport
+from colab_swarm.bench.elastic_consistency import ImageRows, Part, tensors
+from colab_swarm.bench.harness import BenchReport, Crew, Parent, call_all, python_command
 from colab_swarm.bench.slow_link import ADDRESSES, DEVICE, SlowLink, missing
-from colab_swarm.bench.workers import Parent, Worker, python_command
+from colab_swarm.elastic import schedulers
 from colab_swarm.elastic.optimizer import ElasticOptimizer
-from colab_swarm.elastic.schedulers import (
-    BoundedStaleness,
-    CrashTolerant,
-    NormBounded,
-    Scheduler,
-    Synchronous,
-    VarianceBounded,
-)
 from colab_swarm.recipes.classify import classification_job
 from colab_swarm.swarm.swarm import Swarm
 
 plot = elastic_consistency.plot
 DELAY_S, JITTER_S = 0.005, 0.0002
-WAYS: dict[str, Callable[[], Scheduler]] = {
-    "synchronous": Synchronous,
-    "norm_0.5": partial(NormBounded, 0.5),
-    "norm_0.1": partial(NormBounded, 0.1),
-    "norm_0": partial(NormBounded, 0.0),
-    "variance": partial(VarianceBounded, 0.001),
-    "stale_1": partial(BoundedStaleness, 1),
-    "crash_1": partial(CrashTolerant, 1, 0.001),
+WAYS: dict[str, Callable[[], schedulers.Scheduler]] = {
+    "synchronous": schedulers.Synchronous,
+    "norm_0.5": partial(schedulers.NormBounded, 0.5),
+    "norm_0.1": partial(schedulers.NormBounded, 0.1),
+    "norm_0": partial(schedulers.NormBounded, 0.0),
+    "variance": partial(schedulers.VarianceBounded, 0.001),
+    "stale_1": partial(schedulers.BoundedStaleness, 1),
+    "crash_1": partial(schedulers.CrashTolerant, 1, 0.001),
 }
 HEADLINE = "norm_0"
 OTHERS = ("alone", "ddp")
@@ -70,7 +61,6 @@ def run(quick: bool = False, data: str | None = None) -> BenchReport:
     """
     images = ImageRows(data, (3, 32, 32), "resnet") if data else None
     report = elastic_consistency.run(quick, images)
-    report.name = "elastic"
     add_speed(report, *((1, 100) if quick else (3, 300)))
     return report
 
@@ -78,7 +68,7 @@ def run(quick: bool = False, data: str | None = None) -> BenchReport:
 def add_speed(report: BenchReport, seeds: int, steps: int) -> None:
     """Measure step times over ``seeds`` runs of ``steps`` steps; if that is impossible, add a row with the reason."""
     if reason := missing():
-        report.add("elastic.speed_measured", 0, "", f"step times need two network namespaces: {reason}")
+        report.add("speed_measured", 0, "", f"step times need two network namespaces: {reason}")
         return
     runs = _measure(seeds, steps)
     step_s = {way: statistics.median(figures["step_s"]) for way, figures in runs.items()}
@@ -86,62 +76,33 @@ def add_speed(report: BenchReport, seeds: int, steps: int) -> None:
     synchronous_s, ddp_s, norm_s = step_s["synchronous"], step_s["ddp"], step_s[HEADLINE]
     for way, seconds in step_s.items():
         what = f"{seconds / synchronous_s:.2f} of synchronous, {seconds / ddp_s:.2f} of DDP"
-        report.add(f"elastic.step_ms_{way}", 1e3 * seconds, "ms", f"{what}; accuracy {accuracy[way]:.1f} %")
+        report.add(f"step_ms_{way}", 1e3 * seconds, "ms", f"{what}; accuracy {accuracy[way]:.1f} %")
     share = 1 - statistics.median(runs["alone"]["cpu_s"]) / synchronous_s
-    what = f"of a synchronous step, over {1e3 * DELAY_S:g} ms of latency; the rest is computed alone, too"
-    report.add("elastic.communication_share", share, "", what)
+    lost = accuracy["synchronous"] - accuracy[HEADLINE]
+    report.add("communication_share", share, "", f"of a synchronous step, {1e3 * DELAY_S:g} ms of latency")
     what = f"{WAYS[HEADLINE]()!r}: waits for the step before, not for this one; <= 0.8 wanted"
-    report.add("elastic.step_time_vs_synchronous", norm_s / synchronous_s, "", what)
-    lost, what = accuracy["synchronous"] - accuracy[HEADLINE], f"of it, mean of {seeds} seeds; <= 1 wanted"
-    report.add("elastic.speed_accuracy_drop", lost, "points", what)
-    what = "torch's DistributedDataParallel over gloo, not encrypted; <= 1.15 wanted"
-    report.add("elastic.synchronous_vs_ddp", synchronous_s / ddp_s, "", what)
+    report.add("step_time_vs_synchronous", norm_s / synchronous_s, "", what)
+    report.add("speed_accuracy_drop", lost, "points", f"of it, mean of {seeds} seeds; <= 1 wanted")
+    report.add("synchronous_vs_ddp", synchronous_s / ddp_s, "", "over gloo, not encrypted; <= 1.15 wanted")
 
 
 def _measure(seeds: int, steps: int) -> dict[str, dict[str, list[float]]]:
     """Run all ways in turn, seed by seed; return the figures of each, one per seed."""
     runs: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    with SlowLink(delay_s=DELAY_S, jitter_s=JITTER_S) as link, ExitStack() as stack:
-        workers: list[Worker] = []
+    with SlowLink(delay_s=DELAY_S, jitter_s=JITTER_S) as link, Crew() as crew:
         invite = ""
         for rank in range(PEERS):
             command = ["nice", "-n", "-10", *python_command(train, rank, invite)]
-            workers.append(stack.enter_context(Worker(link.command(rank, *command))))
-            invite = workers[-1].receive()["invite"]
+            invite = crew.start(link.command(rank, *command)).receive()["invite"]
         for seed in range(seeds):
             for way in (*OTHERS, *WAYS):
-                for worker in workers:
-                    worker.send(way=way, seed=seed, steps=steps)
-                found = [worker.receive() for worker in workers]
+                found = call_all(crew, way=way, seed=seed, steps=steps)
                 for key, combine in (("step_s", max), ("cpu_s", max), ("accuracy", statistics.mean)):
                     runs[way][key].append(combine(one[key] for one in found))
     return runs
 
 
 # --- one of the two peers ---------------------------------------------------------------------------------------------
-
-
-class Digits:
-    """Pixels and labels, and one peer's random batches of them."""
-
-    def __init__(self) -> None:
-        job = classification_job()
-        self._train, self._test = (
-            [torch.from_numpy(part) for part in read()] for read in (job.data, job.validation)
-        )
-
-    def batches(self, steps: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return so many batches, prepared in advance."""
-        rng = torch.Generator().manual_seed(seed)
-        images, labels = self._train[0].flatten(1).float() / 255, self._train[1]
-        drawn = [torch.randint(0, len(labels), (BATCH,), generator=rng) for _ in range(steps)]
-        return [(images[rows], labels[rows]) for rows in drawn]
-
-    def accuracy(self, model: nn.Module) -> float:
-        """Return the share of the test images that ``model`` classifies right."""
-        with torch.no_grad():
-            guesses = model(self._test[0].flatten(1).float() / 255).argmax(1)
-        return float((guesses == self._test[1]).float().mean())
 
 
 class Layer(nn.Module):
@@ -165,13 +126,15 @@ def train(parent: Parent, rank: int, invite: str) -> None:
     swarm = cs.join(invite, options=options) if invite else cs.create("bench", options=options)
     parent.send(invite=invite or str(swarm.invite()))
     dist.init_process_group("gloo", init_method=f"tcp://{ADDRESSES[0]}:{PORT}", rank=rank, world_size=PEERS)
-    digits = Digits()
+    job = classification_job()
+    parts = map(tensors, (job.data(), job.validation()))
+    data = [((images / 255).flatten(1), labels) for images, labels in parts]
     while True:
-        parent.send(**_train_one(swarm, digits, rank, **parent.receive()))
+        parent.send(**_train_one(swarm, rank, *data, **parent.receive()))
 
 
 def _train_one(
-    swarm: Swarm, digits: Digits, rank: int, *, way: str, seed: int, steps: int
+    swarm: Swarm, rank: int, learned: Part, unseen: Part, *, way: str, seed: int, steps: int
 ) -> dict[str, float]:
     """Train one model; return its accuracy and the seconds of a step, in all and in this thread."""
     torch.manual_seed(seed)
@@ -182,16 +145,20 @@ def _train_one(
     if way in WAYS:
         name = f"{way}-{seed}"
         optimizer = swarm.elastic_optimizer(optimizer, peers=PEERS, scheduler=WAYS[way](), name=name)
+    rng, (images, labels) = torch.Generator().manual_seed(PEERS * seed + rank), learned
+    drawn = [torch.randint(0, len(labels), (BATCH,), generator=rng) for _ in range(steps)]
     ends, computed = [], []
-    for images, labels in digits.batches(steps, PEERS * seed + rank):
-        F.cross_entropy(forward(images), labels).backward()  # type: ignore[no-untyped-call]
+    for inputs, wanted in [(images[rows], labels[rows]) for rows in drawn]:
+        F.cross_entropy(forward(inputs), wanted).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         ends.append(time.perf_counter())
         computed.append(time.thread_time())
     if isinstance(optimizer, ElasticOptimizer):
         optimizer.close()
-    return {"step_s": typical(ends), "cpu_s": typical(computed), "accuracy": digits.accuracy(model)}
+    with torch.no_grad():
+        right = float((model(unseen[0]).argmax(1) == unseen[1]).float().mean())
+    return {"step_s": typical(ends), "cpu_s": typical(computed), "accuracy": right}
 
 
 def typical(ends: list[float]) -> float:

@@ -3,16 +3,10 @@
 Groups are emulated on virtual time, with the product's ledgers, schedulers, meters and codecs and with real gradients.
 A backward pass takes a second (+-0.2); a gradient as long to travel, and single buckets longer.
 
-* `accuracies`: the norm-bounded scheduler for several beta, and the variance-bounded one; the paper's Figure 1 (left).
-* `ratios`: measured over bound, for every scheduler and codec, with the M and sigma of the same run.
-* `compressions`: topk at 1 % with and without error feedback.
-
-Results: accuracy depends on beta only where training is on the edge. An MLP of 4 peers at a high rate loses 1.7 points
-at beta 0, and from 0.1 on nothing beyond the spread of seeds; nor does a residual network of 2 peers. The bounds for
-delays and crashes are 1.4 to 4.2 times the measured distance: no real network delays everything always. Those for
-compression are loose: 24 (int8), 94 (topk at 1 %) and 10,000 times (onebit). Their gamma is that of the worst vector
-possible, unlike gradients, and counts by (1 - gamma)^-1.5. With the largest gamma of the run itself they are 3 to 14
-times the measured distance.
+Accuracy depends on beta only where training is on the edge: an MLP of 4 peers at a high rate loses 1.7 points at beta
+0, and from 0.1 on nothing beyond the spread of seeds. The bounds for delays and crashes are 1.4 to 4.2 times the
+measured distance, those for compression 24 (int8) to 10,000 times (onebit). Their gamma is that of the worst vector
+possible; with the largest gamma of the run itself they are 3 to 14 times the measured distance.
 """
 
 from __future__ import annotations
@@ -20,10 +14,10 @@ from __future__ import annotations
 import heapq
 import random
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from itertools import accumulate, count
+from itertools import accumulate, count, pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -32,22 +26,14 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from colab_swarm.bench.report import BenchReport
+from colab_swarm.bench.harness import BenchReport, drawn, torch_threads
+from colab_swarm.elastic import schedulers
 from colab_swarm.elastic.ledger import GradientLedger
 from colab_swarm.elastic.meter import ExactMeter, Meter
-from colab_swarm.elastic.schedulers import (
-    AdaptiveBeta,
-    BoundedStaleness,
-    CrashTolerant,
-    NormBounded,
-    Scheduler,
-    Synchronous,
-    VarianceBounded,
-)
 from colab_swarm.recipes.classify import classification_job
 from colab_swarm.tensors.codecs import Floats, codec_of
 from colab_swarm.tensors.feedback import ErrorFeedback
-from colab_swarm.workunits.job import Job
+from colab_swarm.workunits.job import Array, Job
 
 Gradient = Callable[[int, int, Floats], Floats]
 """(peer, step, parameters) -> gradient."""
@@ -69,18 +55,15 @@ class Scene:
 
     Attributes:
         sizes: values per bucket; a gradient is all buckets, one after the other.
-        scheduler: makes one for each peer.
-        alpha, momentum: of SGD.
-        decay: alpha falls linearly to 0.
+        alpha, momentum, decay: of SGD, and whether alpha falls linearly to 0.
         delay: of a bucket on its way; no bucket overtakes another.
         backward_s: seconds of a (peer, step); buckets become ready evenly.
-        codec, feedback: how gradients are compressed, and whether the residual is sent later.
-        crashes: by peer.
+        feedback: whether the residual of a compressed gradient is sent later.
         noticed_s: how long after a crash the other peers notice.
     """
 
     sizes: tuple[int, ...]
-    scheduler: Callable[[], Scheduler]
+    scheduler: Callable[[], schedulers.Scheduler]
     peers: int = 2
     steps: int = 50
     alpha: float = 0.1
@@ -98,11 +81,9 @@ class Member:
     """One peer of an emulation.
 
     Attributes:
-        parameters: its view.
         history: its view at the start of each step, and after the last.
         estimates, found: distances of its views, as its `Meter` estimated them at once and found them later.
         betas: of each step, if they change.
-        waited_s: seconds waited in all steps together.
         missing: share of the others' values that came late or never.
     """
 
@@ -134,9 +115,8 @@ class Emulation:
     def __init__(self, scene: Scene, start: Floats, gradient: Gradient) -> None:
         self._scene, self._gradient = scene, gradient
         self._codec = codec_of(scene.codec)
-        self._parts = [
-            slice(end - size, end) for size, end in zip(scene.sizes, accumulate(scene.sizes), strict=True)
-        ]
+        ends = [0, *accumulate(scene.sizes)]
+        self._parts = [slice(*ends) for ends in pairwise(ends)]
         self.members = [Member(scene, index, start) for index in range(scene.peers)]
         self.exact = ExactMeter(start, scene.alpha, scene.peers)
         self.gamma, self._stated = 0.0, max(map(self._codec.gamma, scene.sizes))
@@ -233,21 +213,24 @@ class Emulation:
 
     def _end_step(self, peer: int) -> None:
         """End the step if this peer's gradient is complete and the scheduler agrees."""
-        member, scene = self.members[peer], self._scene
+        member = self.members[peer]
         if peer in self.fired or not member.ledger.ready:
             return
         status = member.ledger.standing(self._now)
-        if not member.scheduler.may_go_on(status):
-            if (seconds := member.scheduler.ask_again_s(status)) is not None:
-                self._at(self._now + seconds, self._end_step, peer)
-            return
+        if member.scheduler.may_go_on(status):
+            self._close_step(peer, status)
+        elif (seconds := member.scheduler.ask_again_s(status)) is not None:
+            self._at(self._now + seconds, self._end_step, peer)
+
+    def _close_step(self, peer: int, status: schedulers.StepStatus) -> None:
+        member, scene = self.members[peer], self._scene
         member.waited_s += status.waited_s
         member.missing += status.missing / scene.steps
         closed = member.ledger.close_step()
         distances = member.meter.on_closed(closed)
         member.estimates.append(member.meter.estimate)
         member.found += distances
-        if isinstance(member.scheduler, AdaptiveBeta):
+        if isinstance(member.scheduler, schedulers.AdaptiveBeta):
             member.betas.append(member.scheduler.beta)
             for distance in distances:
                 member.scheduler.on_measured(distance)
@@ -271,31 +254,25 @@ Part = tuple[torch.Tensor, torch.Tensor]
 """Images and labels."""
 BETAS = (0.0, 0.1, 0.3, 0.5, 0.8, 1.0)
 CODECS = ("float32", "float16", "int8", "topk:0.01", "onebit")
-SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
-    "synchronous": Synchronous,
-    "norm_l2": partial(NormBounded, 0.5),
-    "norm_l0": partial(NormBounded, 0.5, "l0"),
-    "variance": partial(VarianceBounded, 0.1),
-    "stale_3": partial(BoundedStaleness, 3),
-    "crash_1": partial(CrashTolerant, 1, 0.3),
+SCHEDULERS: dict[str, Callable[[], schedulers.Scheduler]] = {
+    "synchronous": schedulers.Synchronous,
+    "norm_l2": partial(schedulers.NormBounded, 0.5),
+    "norm_l0": partial(schedulers.NormBounded, 0.5, "l0"),
+    "variance": partial(schedulers.VarianceBounded, 0.1),
+    "stale_3": partial(schedulers.BoundedStaleness, 3),
+    "crash_1": partial(schedulers.CrashTolerant, 1, 0.3),
 }
 BATCH, TEST_BATCH, BUCKETS = 32, 1000, 8
 STAYS_AWAY_S = 0.5
-COMPRESSED = Scene((), Synchronous, steps=400, momentum=0.9, decay=True)
-_MLP = Scene((), Synchronous, peers=4, steps=150, alpha=0.6, momentum=0.9, decay=True)
+COMPRESSED = Scene((), schedulers.Synchronous, steps=400, momentum=0.9, decay=True)
+_MLP = Scene((), schedulers.Synchronous, peers=4, steps=150, alpha=0.6, momentum=0.9, decay=True)
 STRESS = {"mlp": _MLP, "resnet": replace(_MLP, peers=2, steps=120, alpha=0.3)}
 """At rates so high that training may depend on consistency; at usual ones all schedulers end equal."""
 
 
 @dataclass(frozen=True)
 class ImageRows:
-    """A task to learn.
-
-    Attributes:
-        data: ``digits``, or an ``.npz`` file as `classification_job` takes it.
-        shape: channels, height, width.
-        model: an MLP or a small residual network.
-    """
+    """A task to learn, in the words of `classification_job`."""
 
     data: str | Path = "digits"
     shape: tuple[int, int, int] = (1, 8, 8)
@@ -303,12 +280,7 @@ class ImageRows:
 
 
 class ConsistencyTask:
-    """Images to classify, as gradients over one flat vector that starts with the last layer.
-
-    Attributes:
-        start: the first parameters.
-        sizes: values of each bucket; they are of equal size.
-    """
+    """Images to classify, as gradients over one flat vector: ``start`` at first, the last layer at its begin."""
 
     def __init__(self, images: ImageRows, seed: int) -> None:
         job, self._train, self._test = _load(images)
@@ -338,8 +310,12 @@ class ConsistencyTask:
 @lru_cache(maxsize=1)
 def _load(images: ImageRows) -> tuple[Job, Part, Part]:
     job = classification_job(images.data, shape=images.shape, model=images.model)
-    (x, y), (x_test, y_test) = (map(torch.from_numpy, part()) for part in (job.data, job.validation))
-    return job, (x, y), (x_test, y_test)
+    return job, tensors(job.data()), tensors(job.validation())
+
+
+def tensors(part: Sequence[Array]) -> Part:
+    """Return the images and labels of a job as tensors."""
+    return torch.from_numpy(part[0]), torch.from_numpy(part[1])
 
 
 def slow_network(sizes: tuple[int, ...], seed: int) -> Delay:
@@ -389,19 +365,18 @@ def train(images: ImageRows, scene: Scene, seed: int, *, delayed: bool = True) -
 
 def accuracies(report: BenchReport, images: ImageRows, like: Scene, seeds: int) -> float:
     """Report the final accuracy for each scheduler, over the seeds; return how much beta 0.8 loses, in points."""
-    cases: dict[str, Callable[[], Scheduler]] = {
-        f"beta_{beta:g}": partial(NormBounded, beta) for beta in BETAS
+    cases: dict[str, Callable[[], schedulers.Scheduler]] = {
+        "variance": partial(schedulers.VarianceBounded, 0.1)
     }
-    cases["variance"] = partial(VarianceBounded, 0.1)
+    cases |= {f"beta_{beta:g}": partial(schedulers.NormBounded, beta) for beta in BETAS}
     accuracy = {}
     for case, scheduler in cases.items():
         outcomes = [train(images, replace(like, scheduler=scheduler), seed) for seed in range(seeds)]
         found = Outcome(*map(statistics.mean, zip(*outcomes, strict=True)))
         spread = statistics.stdev(one.accuracy for one in outcomes) if seeds > 1 else 0.0
         note = f"+- {spread:.2f}, {seeds} seeds; {found.missing:.0%} came late, {found.step_s:.2f} s a step"
-        report.add(f"elastic.accuracy_{images.model}_{case}", found.accuracy, "%", note)
-        note = "||x - v|| / alpha, root mean square"
-        report.add(f"elastic.distance_{images.model}_{case}", found.distance, "", note)
+        report.add(f"accuracy_{images.model}_{case}", found.accuracy, "%", note)
+        report.add(f"distance_{images.model}_{case}", found.distance, "", "||x - v|| / alpha, rms")
         accuracy[case] = found.accuracy
     return accuracy["beta_1"] - accuracy["beta_0.8"]
 
@@ -419,25 +394,21 @@ def ratios(report: BenchReport, images: ImageRows, steps: int, peers: int = 4) -
             worst, tightest = max(worst, *run.ratios), max(tightest, *run.tight_ratios)
             stated, found = 1 / max(run.ratios), 1 / max(run.tight_ratios)
             note = f"bound / measured = {stated:.3g}, {found:.3g} with gamma as found"
-            report.add(f"elastic.bound_ratio_{name}_{codec}", max(run.ratios), "", note)
-    report.add("elastic.max_bound_ratio", worst, "", "largest measured / bound; <= 1 wanted")
-    report.add("elastic.max_bound_ratio_found_gamma", tightest, "", "the same, with the gamma of the run")
+            report.add(f"bound_ratio_{name}_{codec}", max(run.ratios), "", note)
+    report.add("max_bound_ratio", worst, "", "largest measured / bound; <= 1 wanted")
+    report.add("max_bound_ratio_found_gamma", tightest, "", "the same, with the gamma of the run")
 
 
 def compressions(report: BenchReport, images: ImageRows, like: Scene, seeds: int) -> None:
     """Report the accuracy with one value of a hundred, with and without error feedback, against all values."""
-    cases = {
-        "float32": like,
-        "topk_feedback": replace(like, codec="topk:0.01"),
-        "topk_alone": replace(like, codec="topk:0.01", feedback=False),
-    }
-    found = {
-        name: statistics.mean(train(images, scene, seed, delayed=False).accuracy for seed in range(seeds))
-        for name, scene in cases.items()
-    }
-    for name in ("topk_feedback", "topk_alone"):
-        note = f"of {found['float32']:.2f} % uncompressed, {seeds} seeds, {like.steps} steps"
-        report.add(f"elastic.{name}_drop", found["float32"] - found[name], "points", note)
+    topk = replace(like, codec="topk:0.01")
+    found = [
+        statistics.mean(train(images, scene, seed, delayed=False).accuracy for seed in range(seeds))
+        for scene in (like, topk, replace(topk, feedback=False))
+    ]
+    note = f"of {found[0]:.2f} % uncompressed, {seeds} seeds, {like.steps} steps"
+    report.add("topk_feedback_drop", found[0] - found[1], "points", note)
+    report.add("topk_alone_drop", found[0] - found[2], "points", note)
 
 
 def run(quick: bool = False, images: ImageRows | None = None) -> BenchReport:
@@ -446,37 +417,26 @@ def run(quick: bool = False, images: ImageRows | None = None) -> BenchReport:
     Args:
         images: for the first: instead of digits, by an MLP and, unless ``quick``, by a residual network.
     """
-    report = BenchReport("elastic-consistency", quick)
+    report, seeds = BenchReport("elastic", quick), 1 if quick else 3
     learnt = [images] if images else [ImageRows()] if quick else [ImageRows(), ImageRows(model="resnet")]
-    seeds, threads = 1 if quick else 3, torch.get_num_threads()
-    torch.set_num_threads(1)  # tensors are tiny
-    try:
+    with torch_threads(1):  # tensors are tiny
         drops = [accuracies(report, one, STRESS[one.model], seeds) for one in learnt]
-        report.add("elastic.accuracy_drop", max(drops), "points", "of beta 0.8 against 1; <= 1 wanted")
+        report.add("accuracy_drop", max(drops), "points", "of beta 0.8 against 1; <= 1 wanted")
         ratios(report, ImageRows(), steps=20 if quick else 150)
         compressions(report, ImageRows(), COMPRESSED, seeds)
-    finally:
-        torch.set_num_threads(threads)
     return report
 
 
 def plot(report: BenchReport, path: str) -> None:
     """Draw accuracy and distance over beta; needs matplotlib."""
-    from matplotlib.figure import Figure
-
-    figures = {row.key: row.value for row in report.rows}
-    models = [model for model in STRESS if f"elastic.accuracy_{model}_variance" in figures]
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figures = report.figures
     titles = {"accuracy": "accuracy on unseen images, %", "distance": "||x - v|| / learning rate"}
-    for axes, (kind, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
-        for index, model in enumerate(models):
-            name, color = f"elastic.{kind}_{model}", f"C{index}"
-            values = [figures[f"{name}_beta_{beta:g}"] for beta in BETAS]
-            axes.plot(BETAS, values, color=color, marker="o", label=f"{model}, norm-bounded")
-            axes.axhline(
-                figures[f"{name}_variance"], color=color, linestyle="--", label=f"{model}, variance-bounded"
-            )
-        axes.set(xlabel="beta", ylabel=title)
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.savefig(path, dpi=120)
+    with drawn(path, (10, 4), 2) as both:
+        for axes, (kind, title) in zip(both, titles.items(), strict=True):
+            axes.set(xlabel="beta", ylabel=title)
+            for color, model in enumerate(model for model in STRESS if f"{kind}_{model}_variance" in figures):
+                look: dict[str, Any] = {"color": f"C{color}"}
+                values = [figures[f"{kind}_{model}_beta_{beta:g}"] for beta in BETAS]
+                axes.plot(BETAS, values, marker="o", label=f"{model}, norm-bounded", **look)
+                variance = figures[f"{kind}_{model}_variance"]
+                axes.axhline(variance, linestyle="--", label=f"{model}, variance-bounded", **look)

@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -24,20 +23,18 @@ from colab_swarm.averaging.moshpit import (
     choose_group_size,
 )
 from colab_swarm.averaging.round import Averager, RoundResult
-from colab_swarm.bench.report import BenchReport
+from colab_swarm.bench.harness import BenchReport, drawn
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.net.peers import Message
-from colab_swarm.sim import LAN, NetworkProfile, ScriptedFault, SimNetwork, run_virtual
+from colab_swarm.sim import LAN, NetworkProfile, ScriptedFault, SimNetwork, run_virtual, virtual_time
 from colab_swarm.tensors.codecs import Floats
 
 
 @dataclass
 class Town:
-    """Peers ``p0``, ``p1``, … that average a vector each, on the simulated network.
+    """Peers ``p0``, ``p1``, … that average a vector of ``numel`` values each, on the simulated network.
 
     Attributes:
-        count: number of peers.
-        numel: length of their vectors.
         clients: how many of them, the last ones, cannot be dialled.
         weights: one per peer; 1 by default.
         doomed: ``doomed(name, round)``: whether the peer crashes while it sends in that round, counted from 0.
@@ -79,11 +76,8 @@ class Town:
 class GroupRun:
     """The results of a `Town`, without the peers that crashed.
 
-    Attributes:
-        history: the vector of every peer before the first and after each round.
-        results: of the last pass.
-        votes: the group size that each would choose next.
-        seconds: on the virtual clock, for all passes.
+    ``history`` has the vector of every peer before the first and after each round, ``results`` those of the last pass,
+    ``votes`` the group size that each would choose next; ``seconds`` are virtual, for all passes.
     """
 
     history: list[dict[str, Floats]] = field(default_factory=list)
@@ -114,6 +108,7 @@ class _Player(Averager):
         self.averager = MoshpitAverager(PrefixRouter(self.peers), self._dht, self, "town/average")
         self.held = {0: town.vector(name)}  # by rounds done
         self.result: MoshpitResult | None = None
+        self.down = False
         self._done = 0
 
     async def average(
@@ -129,13 +124,19 @@ class _Player(Averager):
         return result
 
     async def enter(self, entry: _Player) -> None:
-        """Join the DHT."""
         if entry is not self:
             await self._dht.bootstrap([entry.peers.contact])
         self._dht.start()
 
-    async def play(self, passes: int) -> None:
-        """Average so often."""
+    async def play_until_down(self, passes: int) -> None:
+        task = asyncio.create_task(self._play(passes))
+        self.peers.when_down(task.cancel)
+        await asyncio.wait([task])
+        self.down = task.cancelled()
+        if not self.down:
+            task.result()  # raises what it raised
+
+    async def _play(self, passes: int) -> None:
         weight, values = self._town.weight(self._name), self.held[0]
         group_size = 1_000_000 if self._name in self._town.liars else self._town.group_size
         for _ in range(passes):
@@ -149,10 +150,8 @@ class _Player(Averager):
         return self.held[max(done for done in self.held if done <= rounds)]
 
 
-def play(
-    town: Town, *, passes: int = 1, script: Callable[[SimNetwork], None] = lambda network: None
-) -> GroupRun:
-    """Let the town average."""
+def play(town: Town, *, passes: int = 1, script: Callable[[SimNetwork], None] = lambda _: None) -> GroupRun:
+    """Let the town average, so many passes each."""
     with ThreadPoolExecutor(1) as pool:  # in a notebook, this thread has a loop already
         return pool.submit(run_virtual, _play(town, passes, script)).result()
 
@@ -164,29 +163,17 @@ async def _play(town: Town, passes: int, script: Callable[[SimNetwork], None]) -
     for player in players.values():
         await player.enter(players["p0"])
     script(network)
-    loop = asyncio.get_running_loop()
-    began, tasks = loop.time(), {}
-    for name, player in players.items():
-        tasks[name] = asyncio.create_task(player.play(passes))
-        player.peers.when_down(partial(_cancel, tasks[name]))
-    await asyncio.wait(tasks.values())
-    left = {
-        name: players[name] for name, task in tasks.items() if not task.cancelled() and task.result() is None
-    }
+    began = virtual_time()
+    await asyncio.gather(*(player.play_until_down(passes) for player in players.values()))
+    left = {name: player for name, player in players.items() if not player.down}
     rounds = max((max(player.held) for player in left.values()), default=0)
-    return GroupRun(
-        history=[
-            {name: player.held_after(done) for name, player in left.items()} for done in range(rounds + 1)
-        ],
-        results={name: player.result for name, player in left.items() if player.result is not None},
-        votes={name: one.averager.meter.choose_group_size(town.count) for name, one in left.items()},
-        fired=network.fired,
-        seconds=loop.time() - began,
-    )
-
-
-def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
+    story = GroupRun(fired=network.fired, seconds=virtual_time() - began)
+    for done in range(rounds + 1):
+        story.history.append({name: player.held_after(done) for name, player in left.items()})
+    for name, player in left.items():
+        story.votes[name] = player.averager.meter.choose_group_size(town.count)
+    story.results = {name: player.result for name, player in left.items() if player.result is not None}
+    return story
 
 
 def is_contribution(message: Message) -> bool:
@@ -220,55 +207,46 @@ def run(quick: bool) -> BenchReport:
         town = Town(count, group_size=4)
         story = play(town)
         worst = max(float(np.abs(values - town.mean()).max()) for values in story.means.values())
-        what = f"{count} peers, m = 4, {len(story.history) - 1} rounds"
-        report.add(f"groups.error_{count}", worst, "", what)
+        report.add(f"error_{count}", worst, "", f"{count} peers, m = 4, {len(story.history) - 1} rounds")
     for size in SIZES:
         _with_failures(report, size, seeds=1 if quick else 10)
     for percent in (0, 5, 10, 20, 50):
-        note = f"chosen for 16 peers, of which {percent} % fail in a round of four"
-        report.add(f"groups.size_16_q{percent}", chosen_size(16, percent / 100), "peers", note)
+        note = f"chosen for 16, of which {percent} % fail in a round of four"
+        report.add(f"size_16_q{percent}", chosen_size(16, percent / 100), "peers", note)
     return report
 
 
 def _with_failures(report: BenchReport, size: int, *, seeds: int) -> None:
     """Crash a tenth of 16 peers in every round, for two passes."""
-    stories = [
-        play(Town(16, group_size=size, doomed=failing_at_random(0.1, seed), seed=seed), passes=2)
-        for seed in range(seeds)
-    ]
-    spreads = [story.spread() for story in stories]
+    spreads, results = [], list[MoshpitResult]()
+    for seed in range(seeds):
+        town = Town(16, group_size=size, doomed=failing_at_random(0.1, seed), seed=seed)
+        story = play(town, passes=2)
+        spreads.append(story.spread())
+        results += story.results.values()
     left = [now / before for spread in spreads for before, now in pairwise(spread) if before > 1e-12]
-    results = [result for story in stories for result in story.results.values()]
     rounds = [one for result in results for one in result.rounds]
     whole = [one is not None and len(one.contributors) == len(one.group.members) for one in rounds]
     what = f"16 peers, m = {size}, 10 % crash in every round"
-    report.add(f"groups.error_kept_m{size}", max(left), "", f"{what}: worst round")
-    report.add(f"groups.undisturbed_m{size}", float(np.mean(whole)), "", f"{what}: rounds without a crash")
-    slowest_s, note = max(result.seconds for result in results), f"{what}: the window of 5 s included"
-    report.add(f"groups.slowest_pass_m{size}", slowest_s, "s", note)
+    report.add(f"error_kept_m{size}", max(left), "", f"{what}: worst round")
+    report.add(f"undisturbed_m{size}", float(np.mean(whole)), "", f"{what}: rounds without a crash")
+    slowest_s = max(result.seconds for result in results)
+    report.add(f"slowest_pass_m{size}", slowest_s, "s", f"{what}: the window of 5 s included")
     for done, variances in enumerate(zip(*spreads, strict=False)):
-        note = f"{what}: after {done} rounds"
-        report.add(f"groups.spread_m{size}_{done}", float(np.mean(variances)), "", note)
+        report.add(f"spread_m{size}_{done}", float(np.mean(variances)), "", f"{what}: after {done} rounds")
 
 
 def plot(report: BenchReport, path: str) -> None:
     """Draw chosen group sizes over failure rates, and the error round by round; needs matplotlib."""
-    from matplotlib.figure import Figure
-
-    figures = {row.key: row.value for row in report.rows}
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figures = report.figures
     percents = np.geomspace(0.1, 50, 400)
-    for peers in CROWDS:
-        left.plot(percents, [chosen_size(peers, q / 100) for q in percents], label=f"{peers} peers")
-    left.set(xlabel="peers that fail in a round of four, %", xscale="log")
-    left.set(ylabel="chosen group size m", yscale="log")
-    left.set_yticks([2, 4, 8, 16, 64, 256], labels=["2", "4", "8", "16", "64", "256"])
-    for size in SIZES:
-        keys = sorted((key for key in figures if key.startswith(f"groups.spread_m{size}_")), key=len)
-        right.plot([max(figures[key], 1e-9) for key in keys], marker="o", label=f"groups of {size}")
-    right.set(xlabel="rounds", ylabel="variance among 16 peers, 10 % crash per round", yscale="log")
-    for axes in (left, right):
-        axes.legend()
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    with drawn(path, (10, 4), 2) as (left, right):
+        for peers in CROWDS:
+            left.plot(percents, [chosen_size(peers, q / 100) for q in percents], label=f"{peers} peers")
+        left.set(xlabel="peers that fail in a round of four, %", xscale="log")
+        left.set(ylabel="chosen group size m", yscale="log")
+        left.set_yticks([2, 4, 8, 16, 64, 256], labels=["2", "4", "8", "16", "64", "256"])
+        for size in SIZES:
+            keys = sorted((key for key in figures if key.startswith(f"spread_m{size}_")), key=len)
+            right.plot([max(figures[key], 1e-9) for key in keys], marker="o", label=f"groups of {size}")
+        right.set(xlabel="rounds", ylabel="variance among 16 peers, 10 % crash per round", yscale="log")

@@ -19,8 +19,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from colab_swarm.bench.report import BenchReport
-from colab_swarm.bench.workers import Parent, Worker
+import colab_swarm as cs
+from colab_swarm.bench.harness import BenchReport, Crew, Parent
 from colab_swarm.errors import SwarmError
 from colab_swarm.invite import Setting
 from colab_swarm.swarm.swarm import Swarm
@@ -99,11 +99,8 @@ def run_notebook(parent: Parent, invite: str, folder: str) -> None:
 
 def _train(swarm: Swarm) -> None:
     """Take one step alone, so that there is a state to download."""
-    from colab_swarm.recipes.masked_lm import albert, parameter_groups
-    from colab_swarm.training.layerwise import Lamb
-
-    model, batches = albert("tiny", swarm=swarm)
-    inner = Lamb(parameter_groups(model), lr=1e-2)
+    model, batches = cs.recipes.albert("tiny", swarm=swarm)
+    inner = cs.Lamb(cs.recipes.parameter_groups(model), lr=1e-2)
     optimizer = swarm.optimizer(inner, target_batch_size=64, compression="float16")
     while optimizer.global_step < 1:
         model(**next(batches)).loss.backward()
@@ -125,18 +122,16 @@ def _wait_counted(swarm: Swarm) -> None:
 
 def _measure() -> list[float]:
     """Return the seconds until a late joiner counts, and those of each part."""
-    from colab_swarm.swarm.joining import create
-
-    with create("join", peer_name="creator") as creator, TemporaryDirectory() as folder:
+    with cs.create("join", peer_name="creator") as creator, TemporaryDirectory() as folder, Crew() as crew:
         _train(creator)
-        with Worker(run_notebook, str(creator.invite(settings=SETTINGS)), folder) as worker:
-            worker.receive()
-            began = time.perf_counter()
-            worker.send()
-            _wait_counted(creator)
-            counted_s = time.perf_counter() - began
-            parts: list[float] = worker.receive()["seconds"]
-            worker.call()
+        worker = crew.start(run_notebook, str(creator.invite(settings=SETTINGS)), folder)
+        worker.receive()
+        began = time.perf_counter()
+        worker.send()
+        _wait_counted(creator)
+        counted_s = time.perf_counter() - began
+        parts: list[float] = worker.receive()["seconds"]
+        worker.call()
     return [counted_s, *parts]
 
 
@@ -145,8 +140,8 @@ def run(quick: bool) -> BenchReport:
     report = BenchReport("join", quick)
     code_cells(NOTEBOOK)  # better to fail before there is a run
     counted_s, imports_s, *parts = sorted(_measure() for _ in range(1 if quick else 3))[0 if quick else 1]
-    report.add("join.counted_s", counted_s, "s", "from pasting the invitation to a sample that others count")
-    report.add("join.imports_s", imports_s, "s", "of which: import torch, transformers, colab_swarm")
+    report.add("counted_s", counted_s, "s", "from pasting the invitation to a sample that others count")
+    report.add("imports_s", imports_s, "s", "of which: import torch, transformers, colab_swarm")
     for cell, seconds in zip(CELLS, parts, strict=True):
-        report.add(f"join.{cell}_s", seconds, "s", f"the notebook's cell: {cell}")
+        report.add(f"{cell}_s", seconds, "s", f"the notebook's cell: {cell}")
     return report

@@ -1,34 +1,43 @@
-"""What a link costs: bulk data and calls between two processes, compared with a plain asyncio socket in the same run.
+"""What a link costs, and what a relay in between adds, among processes.
 
-Three ways lead to the same child process. Each gets 64 KiB pieces in turn, round by round, so that other load on the
-machine hits all three. *raw* is an asyncio socket read by a `BufferedProtocol`, *ws* the WebSocket carrier without
-encryption, *link* a stream between two nodes. The child answers with its CPU time so far.
+*link*: bulk data and calls, compared with a plain asyncio socket. Three ways lead to the same child process. Each gets
+64 KiB pieces in turn, round by round, so that other load on the machine hits all three. *raw* is an asyncio socket
+read by a `BufferedProtocol`, *ws* the WebSocket carrier without encryption, *link* a stream between two nodes.
+
+*relay*: this process sends, one child receives, another one is the relay between them. Transfers through it and over
+the direct link alternate. Then circuits stay idle.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import random
 import statistics
 import struct
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
 from aiohttp import web
 
-from colab_swarm.bench.report import BenchReport
-from colab_swarm.bench.workers import Parent, Worker
+from colab_swarm.averaging.group import CHUNK_BYTES
+from colab_swarm.bench.harness import BenchReport, Crew, Parent
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import Contact, Message, PeerId, Stream
+from colab_swarm.net.relay import Circuits, Relay, RelayQuota
 from colab_swarm.net.websocket import SCRATCH_BYTES, WebSocket, accept, dial
 
-PIECE = os.urandom(1 << 16)
+PIECE, CHUNK = os.urandom(1 << 16), os.urandom(CHUNK_BYTES)
+"""What is sent over a link; what is sent through a relay, as large as a chunk of averaging."""
 MIB = 1 << 20
 _COUNT, _SECONDS = struct.Struct("<Q"), struct.Struct("<d")
 IN_FLIGHT = 32
+IDLE_CIRCUITS = 100
 
 
 class Sink(Message, frozen=True):
@@ -37,10 +46,15 @@ class Sink(Message, frozen=True):
     pieces: int
 
 
+class UsageQuery(Message, frozen=True):
+    """Requests a `ResourceUse`."""
+
+
 class ResourceUse(Message, frozen=True):
-    """CPU seconds of the process so far."""
+    """CPU seconds of a process so far, and its resident memory where it is asked for."""
 
     cpu_s: float
+    memory_bytes: int = 0
 
 
 class Ping(Message, frozen=True):
@@ -56,48 +70,54 @@ class TransferTime(NamedTuple):
     cpu_s: float
 
 
+async def start_node(**settings: Any) -> Node:
+    """Start a real peer on loopback."""
+    return await Node.start(Identity(), NodeSettings(host="127.0.0.1", **settings))
+
+
+def where(node: Node) -> dict[str, Any]:
+    """Return how to reach a node, as JSON; see `contact`."""
+    return {"id": node.id.hex(), "addresses": node.contact.addresses}
+
+
+def contact(found: dict[str, Any]) -> Contact:
+    """Return the contact of a worker's node from its message; see `where`."""
+    return Contact(PeerId(bytes.fromhex(found["id"])), tuple(found["addresses"]))
+
+
 def run(*, quick: bool) -> BenchReport:
-    """Measure against a child process."""
+    """Measure a link to a child process."""
     report = BenchReport("link", quick)
-    with Worker(serve) as worker:
-        asyncio.run(_measure(worker.receive(), report))
+    with Crew() as crew:
+        asyncio.run(_measure(crew.start(serve).receive(), report))
     return report
 
 
 async def _measure(child: dict[str, Any], report: BenchReport) -> None:
-    node = await Node.start(Identity(), NodeSettings(listen=False))
+    node, peer = await start_node(listen=False), contact(child)
+    node.learn(peer)
+    rounds, size_mib, calls = (3, 96, 640) if report.quick else (9, 512, 6400)
+    pieces = size_mib * MIB // len(PIECE)
     try:
-        peer = PeerId(bytes.fromhex(child["id"]))
-        node.learn(Contact(peer, (child["address"],)))
-        rounds, size_mib, calls = (3, 96, 640) if report.quick else (9, 512, 6400)
-        pieces = size_mib * MIB // len(PIECE)
-        took = await _bulk(node, peer, child, rounds=rounds, pieces=pieces)
-        one_ms, _ = await _round_trips(node, peer, count=calls, in_flight=1)
-        many_ms, calls_per_s = await _round_trips(node, peer, count=calls * 4, in_flight=IN_FLIGHT)
+        took = await _bulk(node, peer.id, child, rounds=rounds, pieces=pieces)
+        one_ms, _ = await _round_trips(node, peer.id, count=calls, in_flight=1)
+        many_ms, calls_per_s = await _round_trips(node, peer.id, count=calls * 4, in_flight=IN_FLIGHT)
     finally:
         await node.close()
-    _add_bulk(report, took, pieces * len(PIECE))
-    for key, values in (("rtt", one_ms), ("rtt32", many_ms)):
-        note = "1 KiB call, 1 in flight" if key == "rtt" else f"{IN_FLIGHT} in flight"
-        report.add(f"link.{key}_ms_p50", statistics.median(values), "ms", note)
-        report.add(f"link.{key}_ms_p99", values[int(len(values) * 0.99)], "ms", note)
-    report.add("link.calls_per_s", calls_per_s, "1/s", f"{IN_FLIGHT} in flight, one link")
-
-
-def _add_bulk(report: BenchReport, took: dict[str, list[TransferTime]], size_bytes: int) -> None:
     ratios = [raw.wall_s / link.wall_s for raw, link in zip(took["raw"], took["link"], strict=True)]
-    report.add("link.vs_raw", statistics.median(ratios), "", "encrypted bulk against the plain socket")
-    notes = {
-        "link": "encrypted, both ends",
-        "ws": "the WebSocket alone",
-        "raw": "plain asyncio socket, BufferedProtocol",
-    }
+    report.add("vs_raw", statistics.median(ratios), "", "encrypted bulk against the plain socket")
+    gb = pieces * len(PIECE) / 1e9
+    notes = {"link": "encrypted", "ws": "the WebSocket alone", "raw": "plain asyncio socket"}
     for name, note in notes.items():
-        prefix = "link." if name == "link" else f"link.{name}_"
-        cpu_s = statistics.median(one.cpu_s for one in took[name])
-        wall_s = statistics.median(one.wall_s for one in took[name])
-        report.add(f"{prefix}mb_s", size_bytes / 1e6 / wall_s, "MB/s", note)
-        report.add(f"{prefix}cpu_s_per_gb", cpu_s / (size_bytes / 1e9), "CPU-s/GB", note)
+        prefix = "" if name == "link" else f"{name}_"
+        wall_s, cpu_s = map(statistics.median, zip(*took[name], strict=True))
+        report.add(f"{prefix}mb_s", 1e3 * gb / wall_s, "MB/s", note)
+        report.add(f"{prefix}cpu_s_per_gb", cpu_s / gb, "CPU-s/GB", f"{note}, both ends")
+    for key, in_flight, values in (("rtt", 1, one_ms), ("rtt32", IN_FLIGHT, many_ms)):
+        note = f"1 KiB call, {in_flight} in flight"
+        report.add(f"{key}_ms_p50", statistics.median(values), "ms", note)
+        report.add(f"{key}_ms_p99", values[int(len(values) * 0.99)], "ms", note)
+    report.add("calls_per_s", calls_per_s, "1/s", f"{IN_FLIGHT} in flight, one link")
 
 
 async def _bulk(
@@ -235,15 +255,11 @@ async def serve(parent: Parent) -> None:
     loop = asyncio.get_running_loop()
     raw = await loop.create_server(RawSink, "127.0.0.1", 0)
     ws = await loop.create_server(web.Server(_serve_websocket, access_log=None), "127.0.0.1", 0)
-    node = await Node.start(Identity(), NodeSettings(host="127.0.0.1"))
+    node = await start_node()
     node.serve(Ping, _echo)
     node.serve_stream(Sink, take_pieces)
-    parent.send(
-        raw=raw.sockets[0].getsockname()[1],
-        ws=ws.sockets[0].getsockname()[1],
-        id=node.id.hex(),
-        address=node.contact.addresses[0],
-    )
+    raw_port, ws_port = (server.sockets[0].getsockname()[1] for server in (raw, ws))
+    parent.send(raw=raw_port, ws=ws_port, **where(node))
     await parent.wait()
 
 
@@ -265,3 +281,104 @@ async def take_pieces(opening: Sink, stream: Stream) -> None:
     for _ in range(opening.pieces):
         await stream.receive(Sink)
     await stream.send(ResourceUse(time.process_time()))
+
+
+# --- a relay in between --------------------------------------------------------------------------------------------
+
+
+async def _on_usage_query(peer: PeerId, message: UsageQuery) -> ResourceUse:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return ResourceUse(time.process_time(), pages * 4096)
+
+
+def run_relay(*, quick: bool) -> BenchReport:
+    """Measure a relay with two child processes."""
+    report = BenchReport("relay", quick)
+    with Crew() as crew:
+        relay = crew.start(serve_relay, None).receive()
+        far = crew.start(serve_relay, relay).receive()
+        asyncio.run(_measure_relay(contact(relay), contact(far), report))
+    return report
+
+
+def _circuits(node: Node, relay: Contact) -> Circuits:
+    async def known() -> list[Contact]:
+        return [relay]
+
+    return Circuits(node, known, lambda: None, random.Random(0))
+
+
+async def serve_relay(parent: Parent, relay: dict[str, Any] | None) -> None:
+    """Worker: the relay, or the process that receives through ``relay``."""
+    node = await start_node(max_links=4 * IDLE_CIRCUITS, max_handshakes=4 * IDLE_CIRCUITS)
+    node.serve(UsageQuery, _on_usage_query)
+    found = where(node)
+    if relay is None:
+        Relay(node, RelayQuota(circuits=2 * IDLE_CIRCUITS, circuits_per_peer=2 * IDLE_CIRCUITS))
+    else:
+        node.serve_stream(Sink, take_pieces)
+        circuits = _circuits(node, contact(relay))
+        circuits.start()
+        await circuits.wait_looked(10.0)
+        found["addresses"] = (*found["addresses"], *circuits.addresses)
+    parent.send(**found)
+    await parent.wait()
+
+
+async def _measure_relay(relay: Contact, far: Contact, report: BenchReport) -> None:
+    direct, relayed = [await start_node(listen=False) for _ in range(2)]
+    circuit = Contact(far.id, tuple(one for one in far.addresses if "/relay/" in one))
+    try:
+        direct.learn(Contact(far.id, tuple(one for one in far.addresses if "/relay/" not in one)))
+        direct.learn(relay)
+        _circuits(relayed, relay)
+        relayed.learn(circuit)
+        await _relayed_bulk(direct, relayed, relay.id, far.id, report)
+        await _idle(direct, relay, circuit, report)
+    finally:
+        await direct.close()
+        await relayed.close()
+
+
+async def _usage(node: Node, relay: PeerId) -> ResourceUse:
+    return await node.call(relay, UsageQuery(), ResourceUse, timeout_s=10)
+
+
+async def _relayed_bulk(direct: Node, relayed: Node, relay: PeerId, far: PeerId, report: BenchReport) -> None:
+    rounds, size_mib = (3, 64) if report.quick else (9, 256)
+    pieces, mb = size_mib * MIB // len(CHUNK), size_mib * MIB / 1e6
+    took: dict[Node, list[float]] = {direct: [], relayed: []}
+    relay_cpu_s = []
+    for _ in range(rounds + 1):
+        for node, seconds in took.items():
+            before = await _usage(direct, relay)
+            one = await time_transfer(partial(send_pieces, node, far, CHUNK), pieces)
+            seconds.append(one.wall_s)
+            relay_cpu_s.append((await _usage(direct, relay)).cpu_s - before.cpu_s)
+    direct_s, relayed_s = (seconds[1:] for seconds in took.values())
+    ratios = [a / b for a, b in zip(direct_s, relayed_s, strict=True)]
+    report.add("vs_direct", statistics.median(ratios), "", "bulk, same run")
+    report.add("mb_s", mb / statistics.median(relayed_s), "MB/s", "relayed")
+    report.add("direct_mb_s", mb / statistics.median(direct_s), "MB/s", "direct")
+    cpu_s = statistics.median(relay_cpu_s[3::2])  # of the relayed ones
+    report.add("cpu_s_per_gb", 1e3 * cpu_s / mb, "CPU-s/GB", "the relay's process")
+
+
+async def _idle(node: Node, relay: Contact, circuit: Contact, report: BenchReport) -> None:
+    """Measure circuits that carry only keep-alives."""
+    before, seconds = await _usage(node, relay.id), 5.0 if report.quick else 30.0
+    callers = [await start_node(listen=False) for _ in range(IDLE_CIRCUITS)]
+    try:
+        for caller in callers:
+            _circuits(caller, relay)
+            caller.learn(circuit)
+            await caller.linker.link_to(circuit.id, 10.0)
+        open_at = await _usage(node, relay.id)
+        await asyncio.sleep(seconds)
+        later = await _usage(node, relay.id)
+        still = sum(bool(caller.linker.table.of(circuit.id)) for caller in callers)
+    finally:
+        await asyncio.gather(*(caller.close() for caller in callers))
+    note = f"{still} idle circuits"
+    report.add("idle_mb", (later.memory_bytes - before.memory_bytes) / 1e6, "MB", note)
+    report.add("idle_cpu_percent", 100 * (later.cpu_s - open_at.cpu_s) / seconds, "% of a core", note)

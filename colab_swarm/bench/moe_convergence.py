@@ -6,11 +6,11 @@ the baseline one such block of width 128, which computes about as much. Low dela
 takes 0.1 s on average; high: 64 and 1 s. Computing takes no virtual time, so the number of trainers alone determines
 the staleness.
 
-Gating and mixing are the product's own code; experts are the product's feed-forward block, computed many at a time.
-The baseline's gradients are all taken from one copy and applied when the batch ends. With experts, each layer's forward
-and backward takes an eighth of the delay, an expert computes with the weights it has at that moment and steps at once,
-and stem, gating and head are updated at the end. ``--faithful`` follows the published emulator instead: the gating is
-never trained, experts' updates are never delayed, and the learning rate is constant instead of falling to 0.
+Experts are the product's feed-forward block, computed many at a time. The baseline's gradients are all taken from one
+copy and applied when the batch ends. With experts, each layer's forward and backward takes an eighth of the delay, an
+expert computes with its weights at that moment and steps at once; stem, gating and head are updated at the end.
+``--faithful`` follows the published emulator: the gating is never trained, experts' updates are never delayed, and the
+learning rate is constant instead of falling to 0.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, layer_norm
 
-from colab_swarm.bench.report import BenchReport
+from colab_swarm.bench.harness import BenchReport, drawn, torch_threads
 from colab_swarm.moe.expert import FeedForward, free_bytes
 from colab_swarm.moe.layer import Gating, mixing_weights, priorities
 from colab_swarm.sim import run_virtual
@@ -77,8 +78,6 @@ class DigitsSplit:
     """All digits; the test part is always the same."""
 
     def __init__(self) -> None:
-        from sklearn.datasets import load_digits
-
         pixels, labels = load_digits(return_X_y=True)
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
         x, y = torch.tensor(pixels, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]
@@ -304,20 +303,15 @@ def scenes(like: ConvergenceScene, most_experts: int) -> Iterator[tuple[str, Con
 
 def run(quick: bool = False, faithful: bool = False) -> ConvergenceCurves:
     """Run all scenes with several seeds each."""
-    report = ConvergenceCurves("moe-convergence", quick)
+    report = ConvergenceCurves("moe-convergence", quick, "moe")
     seeds, batches, evaluations = (1, 240, 6) if quick else (3, 1600, 20)
     most_experts = 64 if quick or free_bytes() < MOST_BYTES else 1024
-    threads, digits = torch.get_num_threads(), DigitsSplit()
-    torch.set_num_threads(1)  # tensors are tiny
-    try:
-        for name, scene in scenes(
-            ConvergenceScene((), 1, 0.0, 0.0, batches, evaluations, faithful), most_experts
-        ):
+    like, digits = ConvergenceScene((), 1, 0.0, 0.0, batches, evaluations, faithful), DigitsSplit()
+    with torch_threads(1):  # tensors are tiny
+        for name, scene in scenes(like, most_experts):
             curves = [ConvergenceEmulation(scene, digits, seed).run() for seed in range(seeds)]
             report.curves[name] = curves
             _add_scene(report, name, scene, curves)
-    finally:
-        torch.set_num_threads(threads)
     _compare(report)
     return report
 
@@ -326,46 +320,34 @@ def _add_scene(report: BenchReport, name: str, scene: ConvergenceScene, curves: 
     what = f"{scene.trainers} trainers, {scene.batches} batches of {BATCH}, {len(curves)} seeds"
     for kind, values in (("final", [c.final for c in curves]), ("mean", [c.mean for c in curves])):
         percent = [100 * value for value in values]
-        report.add(f"moe.{name}_{kind}_accuracy", statistics.mean(percent), "%", what)
+        report.add(f"{name}_{kind}_accuracy", statistics.mean(percent), "%", what)
         if len(percent) > 1:
-            report.add(f"moe.{name}_{kind}_deviation", statistics.stdev(percent), "points")
+            report.add(f"{name}_{kind}_deviation", statistics.stdev(percent), "points")
 
 
 def _compare(report: ConvergenceCurves) -> None:
-    values = {row.key: row.value for row in report.rows}
-
-    def mean(name: str, kind: str) -> float:
-        return values[f"moe.{name}_{kind}_accuracy"]
-
+    values = report.figures
     for model, sides in MODELS.items():
-        if f"{model}_low" not in report.curves:
-            continue
-        lost = mean(f"{model}_low", "mean") - mean(f"{model}_high", "mean")
-        report.add(f"moe.{model}_lost_to_delay", lost, "points", "of the mean accuracy over the run")
-        if sides:
-            lost = mean(f"{model}_low", "final") - mean(f"{model}_failures", "final")
-            report.add(f"moe.{model}_lost_to_failures", lost, "points", "10 % of calls fail; <= 2 wanted")
+        if f"{model}_low" in report.curves:
+            lost = values[f"{model}_low_mean_accuracy"] - values[f"{model}_high_mean_accuracy"]
+            report.add(f"{model}_lost_to_delay", lost, "points", "of the mean accuracy over the run")
+            if sides:
+                lost = values[f"{model}_low_final_accuracy"] - values[f"{model}_failures_final_accuracy"]
+                report.add(f"{model}_lost_to_failures", lost, "points", "10 % of calls fail; <= 2 wanted")
 
 
 def plot(report: BenchReport, path: str) -> None:
     """Draw accuracy over batches: mean and standard deviation of all seeds; needs matplotlib."""
-    from matplotlib.figure import Figure
-
     assert isinstance(report, ConvergenceCurves)
-    figure = Figure(figsize=(12, 4), layout="constrained")
-    panels = {"low": "low delay", "high": "high delay", "failures": "low delay, 10 % of calls fail"}
-    for axes, (suffix, title) in zip(figure.subplots(1, 3, sharey=True), panels.items(), strict=True):
-        for index, model in enumerate(MODELS):
-            curves = report.curves.get(f"{model}_{suffix}")
-            if curves:
-                values = torch.tensor([curve.accuracies for curve in curves])
-                mean, deviation = values.mean(0), values.std(0, correction=min(1, len(curves) - 1))
-                x = [(step + 1) / values.shape[1] for step in range(values.shape[1])]
-                axes.plot(x, mean, color=f"C{index}", label=model)
-                axes.fill_between(x, mean - deviation, mean + deviation, color=f"C{index}", alpha=0.2)
-        axes.set(title=title, xlabel="part of the run")
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend()
-    figure.axes[0].set_ylabel("accuracy on unseen digits")
-    figure.savefig(path, dpi=120)
+    titles = {"low": "low delay", "high": "high delay", "failures": "low delay, 10 % of calls fail"}
+    with drawn(path, (12, 4), 3, sharey=True) as panels:
+        panels[0].set_ylabel("accuracy on unseen digits")
+        for axes, (suffix, title) in zip(panels, titles.items(), strict=True):
+            axes.set(title=title, xlabel="part of the run")
+            for index, model in enumerate(MODELS):
+                if curves := report.curves.get(f"{model}_{suffix}"):
+                    values = torch.tensor([curve.accuracies for curve in curves])
+                    mean, deviation = values.mean(0), values.std(0, correction=min(1, len(curves) - 1))
+                    x = [(step + 1) / len(mean) for step in range(len(mean))]
+                    axes.plot(x, mean, color=f"C{index}", label=model)
+                    axes.fill_between(x, mean - deviation, mean + deviation, color=f"C{index}", alpha=0.2)

@@ -23,13 +23,13 @@ import torch
 from torch import nn
 
 from colab_swarm.bench.experts import calls_of
-from colab_swarm.bench.report import BenchReport
+from colab_swarm.bench.harness import BenchReport, torch_threads
+from colab_swarm.bench.link import start_node
 from colab_swarm.events import EventLog
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, TransformerBlock
 from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.moe.server import BatchLimits, ExpertServer
-from colab_swarm.net.identity import Identity
-from colab_swarm.net.node import Node, NodeSettings
+from colab_swarm.net.node import Node
 
 BASELINE_S = 4.0
 
@@ -76,20 +76,16 @@ GPU = ThroughputPlan(
 
 def run(quick: bool = False) -> BenchReport:
     """Measure both kinds of blocks under all delays."""
-    report, plan = BenchReport("moe-throughput", quick), GPU if torch.cuda.is_available() else CPU
+    report, plan = BenchReport("moe-throughput", quick, "moe"), GPU if torch.cuda.is_available() else CPU
     if quick:
         plan = replace(plan, blocks=min(plan.blocks, 8), delays_s=(0.0, 0.2), seconds=2.0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))  # one core is the network's
-    try:
+    with torch_threads(max(1, (os.cpu_count() or 2) - 1)):  # one core is the network's
         for kind in plan.kinds:
             asyncio.run(_measure(report, plan, kind))
-    finally:
-        torch.set_num_threads(threads)
-    values = {row.key: row.value for row in report.rows}
+    values = report.figures
     for key, text in (("retained", ">= 0.9 wanted"), ("vs_model_parallel", ">= 40 wanted; published 41.6")):
-        worst = min(values[f"moe.{kind.name}_{key}_at_200ms"] for kind in plan.kinds)
-        report.add(f"moe.{key}_at_200ms", worst, "times", f"{text}; the worse of both kinds")
+        worst = min(values[f"{kind.name}_{key}_at_200ms"] for kind in plan.kinds)
+        report.add(f"{key}_at_200ms", worst, "times", f"{text}; the worse of both kinds")
     return report
 
 
@@ -97,18 +93,18 @@ async def _measure(report: BenchReport, plan: ThroughputPlan, kind: BlockKind) -
     async with AsyncExitStack() as stack:
         chain = await _Chain.start(stack, plan, kind)
         bound = await chain.bound()
-        report.add(f"moe.{kind.name}_bound_samples_per_s", bound, "samples/s", "no delay, no network")
+        report.add(f"{kind.name}_bound_samples_per_s", bound, "samples/s", "no delay, no network")
         ours: dict[int, float] = {}
         for delay_s in plan.delays_s:
             ms = round(1000 * delay_s)
             ours[ms] = await chain.ours(delay_s)
             parallel = await chain.model_parallel(delay_s)
             note = f"{plan.blocks} blocks, {plan.in_flight} batches of {kind.batch} in flight"
-            report.add(f"moe.{kind.name}_{ms}ms_samples_per_s", ours[ms], "samples/s", note)
-            report.add(f"moe.{kind.name}_model_parallel_{ms}ms_samples_per_s", parallel, "samples/s")
-    report.add(f"moe.{kind.name}_retained_at_200ms", ours[200] / ours[0], "times", "of ours at 0 ms")
-    report.add(f"moe.{kind.name}_vs_model_parallel_at_200ms", ours[200] / parallel, "times")  # the last delay
-    report.add(f"moe.{kind.name}_of_bound_at_200ms", ours[200] / bound, "times", "of the bound")
+            report.add(f"{kind.name}_{ms}ms_samples_per_s", ours[ms], "samples/s", note)
+            report.add(f"{kind.name}_model_parallel_{ms}ms_samples_per_s", parallel, "samples/s")
+    report.add(f"{kind.name}_retained_at_200ms", ours[200] / ours[0], "times", "of ours at 0 ms")
+    report.add(f"{kind.name}_vs_model_parallel_at_200ms", ours[200] / parallel, "times")  # the last delay
+    report.add(f"{kind.name}_of_bound_at_200ms", ours[200] / bound, "times", "of the bound")
 
 
 class _Chain:
@@ -130,7 +126,7 @@ class _Chain:
     @classmethod
     async def start(cls, stack: AsyncExitStack, plan: ThroughputPlan, kind: BlockKind) -> _Chain:
         """Start both nodes; ``stack`` closes them."""
-        nodes = [await Node.start(Identity(), NodeSettings(host="127.0.0.1")) for _ in range(2)]
+        nodes = [await start_node() for _ in range(2)]
         for node in nodes:
             stack.push_async_callback(node.close)
         chain = cls(plan, kind, *nodes)
@@ -153,9 +149,8 @@ class _Chain:
                 await asyncio.sleep(_exponential(delay_s, rng))
 
         async with asyncio.TaskGroup() as group:
-            travels = [
-                group.create_task(travel(random.Random(index))) for index in range(self._plan.in_flight)
-            ]
+            rngs = map(random.Random, range(self._plan.in_flight))
+            travels = [group.create_task(travel(rng)) for rng in rngs]
             await asyncio.sleep(max(1.0, 5 * delay_s))  # until batches are spread over the chain
             before, began = done, time.perf_counter()
             await asyncio.sleep(self._plan.seconds)

@@ -25,14 +25,17 @@ import time
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
-from colab_swarm.bench.report import BenchReport
-from colab_swarm.bench.workers import Parent, Worker
+import torch
+from sklearn.datasets import load_digits
+from torch.nn.functional import cross_entropy
 
-if TYPE_CHECKING:
-    from colab_swarm.moe.layer import MixtureStatistics
-    from colab_swarm.swarm.swarm import Swarm
+import colab_swarm as cs
+from colab_swarm.bench.harness import BenchReport, Parent, Worker
+from colab_swarm.events import ExpertHosted
+from colab_swarm.moe.layer import MixtureStatistics
+from colab_swarm.swarm.swarm import Swarm
 
 TARGET_BATCH_SIZE = 96
 MBIT_S = {"alice": 50, "bob": 100, "carol": 200}
@@ -63,8 +66,8 @@ class Victims:
 
     def start(self, name: str, work: Any, *arguments: object) -> None:
         """Start a `Worker`, or start it again."""
-        environment = {"TOKENIZERS_PARALLELISM": "false"}
-        self._workers[name] = worker = Worker(work, *arguments, environment=environment)
+        worker = Worker(work, *arguments, environment={"TOKENIZERS_PARALLELISM": "false"})
+        self._workers[name] = worker
         threading.Thread(target=self._read, args=(worker,), daemon=True).start()
 
     def _read(self, worker: Worker) -> None:
@@ -72,12 +75,16 @@ class Victims:
             while True:
                 self.messages.put(worker.receive())
 
+    def drain(self) -> list[dict[str, Any]]:
+        """Return the messages that are there."""
+        return [self.messages.get() for _ in range(self.messages.qsize())]
+
     def kill(self, name: str) -> None:
         """Kill one with SIGKILL."""
         self._workers.pop(name).__exit__()
         self.killed.append(name)
 
-    def __enter__(self) -> Victims:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -107,20 +114,20 @@ def run_training(*, minutes: float, kill_every_s: float, text: str = "python-doc
         losses, killed = _train_among_kills(Path(folder), minutes, min(kill_every_s, 15 * minutes), text)
         loaded = [_continue_from(path, text) for path in Path(folder).glob("ordeal/model/*.safetensors")]
     curve = [statistics.fmean(losses[step]) for step in sorted(losses)]
-    alone = _train_alone(len(curve), text)
-    smooth, smooth_alone = (
-        [statistics.fmean(one[end - SMOOTHED_STEPS : end]) for end in range(SMOOTHED_STEPS, len(one) + 1)]
-        for one in (curve, alone)
-    )
-    gap = max(abs(a - b) for a, b in zip(smooth, smooth_alone, strict=True))
-    what = f"{minutes:g} minutes, {len(killed)} killed: {', '.join(killed)}"
-    report.add("ordeal.steps", len(curve), "", what)
-    what = f"mean of the last {SMOOTHED_STEPS} steps; {curve[0]:.2f} at the first"
-    report.add("ordeal.loss", smooth[-1], "", what)
-    report.add("ordeal.loss_alone", smooth_alone[-1], "", "one process, the same batch, as many steps")
-    report.add("ordeal.loss_gap", gap, "", f"largest, of means over {SMOOTHED_STEPS} steps")
-    report.add("ordeal.checkpoints", len(loaded), "", f"loaded and continued, of steps {sorted(loaded)}")
+    smooth, alone = (_smoothed(one) for one in (curve, _train_alone(len(curve), text)))
+    gap = max(abs(ours - theirs) for ours, theirs in zip(smooth, alone, strict=True))
+    report.add("steps", len(curve), "", f"{minutes:g} minutes, {len(killed)} killed: {', '.join(killed)}")
+    what = f"mean of {SMOOTHED_STEPS} steps"
+    report.add("loss", smooth[-1], "", f"{what}, the last ones; {curve[0]:.2f} at the first")
+    report.add("loss_alone", alone[-1], "", "one process, the same batch, as many steps")
+    report.add("loss_gap", gap, "", f"largest; {what}")
+    report.add("checkpoints", len(loaded), "", f"loaded and continued, of steps {sorted(loaded)}")
     return report
+
+
+def _smoothed(curve: list[float]) -> list[float]:
+    ends = range(SMOOTHED_STEPS, len(curve) + 1)
+    return [statistics.fmean(curve[end - SMOOTHED_STEPS : end]) for end in ends]
 
 
 def _train_among_kills(
@@ -151,7 +158,7 @@ def _train_among_kills(
         while until - time.monotonic() > kill_every_s:
             time.sleep(kill_every_s - away_s)
             victim = next(order)
-            if victim in victims.killed and victim == "backbone":
+            if victim == "backbone" and victim in victims.killed:
                 victim = next(order)
             victims.kill(victim)
             time.sleep(away_s)
@@ -159,8 +166,7 @@ def _train_among_kills(
             print(f"  {victim} was killed", flush=True)
         time.sleep(max(0.0, until - time.monotonic()))
         assert len(victims.names) == len(words)
-        while not victims.messages.empty():
-            message = victims.messages.get()
+        for message in victims.drain():
             if message.get("event") == "step" and message["loss"] is not None:
                 losses[message["step"]].append(message["loss"])
     return losses, victims.killed
@@ -168,10 +174,6 @@ def _train_among_kills(
 
 def _train_alone(steps: int, text: str) -> list[float]:
     """Train one process with the joint batch, set up like the trainers; return its losses."""
-    import torch
-
-    import colab_swarm as cs
-
     model, batches = cs.recipes.albert("tiny", text=text, batch_size=8)
     optimizer = cs.Lamb(cs.recipes.parameter_groups(model), lr=1e-2)
     losses: list[float] = []
@@ -190,8 +192,6 @@ def _train_alone(steps: int, text: str) -> list[float]:
 
 def _continue_from(checkpoint: Path, text: str) -> int:
     """Load a checkpoint and take a step with it; return its step."""
-    import colab_swarm as cs
-
     model, batches = cs.recipes.albert("tiny", text=text, batch_size=8)
     with cs.create("check", options=cs.NetworkOptions(lan=False, listen=False)) as swarm:
         lamb = cs.Lamb(cs.recipes.parameter_groups(model), lr=1e-2)
@@ -210,8 +210,6 @@ def _continue_from(checkpoint: Path, text: str) -> int:
 
 def host_experts(parent: Parent, invite: str, folder: str) -> None:
     """Worker: host experts until killed."""
-    import colab_swarm as cs
-    from colab_swarm.events import ExpertHosted
 
     def on_event(event: object) -> None:
         if isinstance(event, ExpertHosted):
@@ -250,8 +248,6 @@ def _kill_hosts(victims: Victims, invite: str, folder: Path, every_s: float, ove
 
 def run_experts(*, minutes: float, kill_every_s: float) -> BenchReport:
     """Train through experts while their hosts are killed; an exception in the training loop is raised here."""
-    import colab_swarm as cs
-
     over, messages = threading.Event(), list[dict[str, Any]]()
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -271,31 +267,25 @@ def run_experts(*, minutes: float, kill_every_s: float) -> BenchReport:
         finally:
             over.set()
             killer.join()
-        while not victims.messages.empty():
-            messages.append(victims.messages.get())
-    report = BenchReport("expert_ordeal", quick=False)
-    report.add("moe.ordeal_steps", len(losses), "", "without an exception")
-    report.add("moe.ordeal_killed", len(victims.killed), "hosts", "with SIGKILL")
+        messages += victims.drain()
+    report = BenchReport("expert_ordeal", quick=False, prefix="moe")
     first, last = (statistics.fmean(part) for part in (losses[:SMOOTHED], losses[-SMOOTHED:]))
-    report.add("moe.ordeal_loss", last, "", f"mean of the last {SMOOTHED} steps, {first:.3g} at first")
-    report.add("moe.ordeal_accuracy", right, "", "of digits never trained on")
-    hosted = [message for message in messages if "uid" in message]
-    over_at = sorted(message["step"] for message in hosted if message["over"])
-    back = [message for message in hosted if not message["over"] and message["step"]]
-    report.add("moe.ordeal_taken_over", len(over_at), "experts", f"at steps {over_at}")
-    what = "with their host, from its disk, at a step above 0"
-    report.add("moe.ordeal_came_back", len(back), "experts", what)
-    what = f"of {len(losses) * 64}; {seen.failures} calls failed"
-    report.add("moe.ordeal_unanswered", seen.unanswered, "inputs", what)
+    hosted = [message for message in messages if message.get("step")]
+    over_at = sorted(message["step"] for message in messages if message.get("over"))
+    back = sum(not message["over"] for message in hosted)
+    unanswered = f"of {len(losses) * 64}; {seen.failures} calls failed"
+    report.add("ordeal_steps", len(losses), "", "without an exception")
+    report.add("ordeal_killed", len(victims.killed), "hosts", "with SIGKILL")
+    report.add("ordeal_loss", last, "", f"mean of the last {SMOOTHED} steps, {first:.3g} at first")
+    report.add("ordeal_accuracy", right, "", "of digits never trained on")
+    report.add("ordeal_taken_over", len(over_at), "experts", f"at steps {over_at}")
+    report.add("ordeal_came_back", back, "experts", "with their host, from its disk, at a step above 0")
+    report.add("ordeal_unanswered", seen.unanswered, "inputs", unanswered)
     return report
 
 
 def _train_on_digits(swarm: Swarm, minutes: float) -> tuple[list[float], float, MixtureStatistics]:
     """Return the loss of each step, the accuracy on unseen digits, and the statistics of the mixture."""
-    import torch
-    from sklearn.datasets import load_digits
-    from torch.nn.functional import cross_entropy
-
     torch.manual_seed(0)
     digits, losses = load_digits(), list[float]()
     images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)

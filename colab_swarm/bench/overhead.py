@@ -1,21 +1,31 @@
-"""What it costs to be a peer: training speed, memory and time to join, compared with the same loop without a swarm."""
+"""What it costs to be a peer: training speed, memory and time to join, against the same loop without a swarm.
+
+*soak*: twenty virtual hours of a simulated run whose volunteers come and go. Do all peers keep training? The ideal is
+what the online peers could do without ever waiting: their samples, divided by the target batch size.
+"""
 
 from __future__ import annotations
 
+import math
 import os
+import random
 import statistics
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from colab_swarm.bench.report import BenchReport
-from colab_swarm.bench.workers import Parent, Worker
+from colab_swarm.bench.harness import BenchReport, Crew, Parent, call_all
 
-AVERAGE_EVERY = 4
-"""Micro-batches of one peer per global step."""
+if TYPE_CHECKING:
+    from colab_swarm.swarm.swarm import Swarm
+
+SAMPLES, AVERAGE_EVERY = 2, 4
+"""Samples of a micro-batch; micro-batches of one peer per global step."""
 
 
 def run(quick: bool) -> BenchReport:
@@ -25,61 +35,83 @@ def run(quick: bool) -> BenchReport:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     report = BenchReport("overhead", quick)
     for measure in (_throughput, _late_joiner, _idle_peer):
-        with create("overhead", peer_name="backbone") as backbone:
-            measure(report, str(backbone.invite()))
+        with create("overhead", peer_name="backbone") as backbone, Crew() as crew:
+            measure(report, crew, str(backbone.invite()))
     return report
 
 
 # --- training speed -------------------------------------------------------------------------------------------------
 
 
+class TrainingLoop:
+    """A loop that trains an ALBERT, as a peer of a swarm or bare."""
+
+    def __init__(self, swarm: Swarm | None, size: str = "tiny", average_every: int = AVERAGE_EVERY) -> None:
+        import torch
+
+        import colab_swarm as cs
+
+        torch.set_num_threads(1)
+        self._model, batches = cs.recipes.albert(size, batch_size=SAMPLES, sequence_length=128)
+        self._batch, self._average_every, self._batches = next(iter(batches)), average_every, 0
+        self._bare = inner = cs.Lamb(self._model.parameters(), lr=1e-3)
+        target = 2 * SAMPLES * average_every
+        self._joined = None if swarm is None else swarm.optimizer(inner, target_batch_size=target)
+
+    def batch(self) -> float:
+        """Train on a micro-batch; return the seconds of a global step, if there was one."""
+        loss = self._model(**self._batch).loss
+        loss.backward()
+        self._batches += 1
+        began = time.perf_counter()
+        if self._joined is not None:
+            stepped = self._joined.step(samples=SAMPLES, loss=loss.item()) is not None
+        elif stepped := self._batches % self._average_every == 0:
+            self._bare.step()
+            self._bare.zero_grad()
+        return time.perf_counter() - began if stepped else 0.0
+
+    def samples_per_s(
+        self,
+        *,
+        batches: float = math.inf,
+        seconds: float = math.inf,
+        after_each: Callable[[], object] | None = None,
+    ) -> float:
+        """Return the speed over so many batches, or so long, without global steps."""
+        began, done, stepping_s, took_s = time.perf_counter(), 0, 0.0, 0.0
+        while done < batches and took_s < seconds:
+            stepping_s += self.batch()
+            if after_each is not None:
+                after_each()
+            done, took_s = done + 1, time.perf_counter() - began - stepping_s
+        return SAMPLES * done / took_s
+
+
 def train(parent: Parent, size: str, batches: int, invite: str) -> None:
-    """Worker: train for each message; answer with samples per second, without global steps. No invite: a bare loop."""
-    import torch
-
-    from colab_swarm.recipes.masked_lm import albert
+    """Worker: train for each message; answer with samples per second. No invite: a bare loop."""
     from colab_swarm.swarm.joining import join
-    from colab_swarm.training.layerwise import Lamb
 
-    torch.set_num_threads(1)
-    model, stream = albert(size, batch_size=2, sequence_length=128)
-    optimizer: Any = Lamb(model.parameters(), lr=1e-3)
-    if invite:
-        optimizer = join(invite).optimizer(optimizer, target_batch_size=2 * 2 * AVERAGE_EVERY)
-    batch = next(iter(stream))
+    loop = TrainingLoop(join(invite) if invite else None, size)
     parent.send()
     while True:
         parent.receive()
-        began, stepping_s = time.perf_counter(), 0.0
-        for number in range(batches):
-            model(**batch).loss.backward()
-            before = time.perf_counter()
-            if invite:
-                stepped = optimizer.step(samples=2) is not None
-            elif stepped := number % AVERAGE_EVERY == AVERAGE_EVERY - 1:
-                optimizer.step()
-                optimizer.zero_grad()
-            stepping_s += time.perf_counter() - before if stepped else 0.0
-        parent.send(samples_per_s=2 * batches / (time.perf_counter() - began - stepping_s))
+        parent.send(samples_per_s=loop.samples_per_s(batches=batches))
 
 
-def _throughput(report: BenchReport, invite: str) -> None:
+def _throughput(report: BenchReport, crew: Crew, invite: str) -> None:
     size, batches, phases = ("tiny", 40, 2) if report.quick else ("base", 8, 5)
+    for one in ("", "", invite, invite):
+        crew.start(train, size, batches, one)
+    for worker in crew:
+        worker.receive()
     ratios = []
-    with ExitStack() as stack:
-        invites = ("", "", invite, invite)
-        workers = [stack.enter_context(Worker(train, size, batches, one)) for one in invites]
-        for worker in workers:
-            worker.receive()
-        for _ in range(phases + 1):
-            speeds = []
-            for pair in (workers[:2], workers[2:]):
-                for worker in pair:
-                    worker.send()
-                speeds.append(statistics.mean(worker.receive()["samples_per_s"] for worker in pair))
-            ratios.append(speeds[1] / speeds[0])
-    what = f"ALBERT-{size}, 2 peers, against 2 bare loops, averaging left out of both"
-    report.add("overhead.throughput_ratio", statistics.median(ratios[1:]), "", what)  # the first warms up
+    for _ in range(phases + 1):
+        answers = call_all(crew[:2]), call_all(crew[2:])  # one pair after the other
+        bare, joined = (sum(one["samples_per_s"] for one in pair) for pair in answers)
+        ratios.append(joined / bare)
+    note = f"ALBERT-{size}, 2 peers, against 2 bare loops, averaging left out of both"
+    report.add("throughput_ratio", statistics.median(ratios[1:]), "", note)  # the first warms up
 
 
 # --- an idle peer ---------------------------------------------------------------------------------------------------
@@ -120,13 +152,11 @@ def idle(parent: Parent, invite: str) -> None:
     parent.receive()
 
 
-def _idle_peer(report: BenchReport, invite: str) -> None:
-    with Worker(idle, invite) as worker:
-        found = worker.receive()
-    what = f"an idle peer of {found['peers']}, torch loaded before"
-    report.add("overhead.memory_mib", found["memory"], "MiB", what)
-    report.add("overhead.processes", found["children"], "", "child processes of an idle peer")
-    report.add("overhead.join_s", found["took_s"], "s", "import colab_swarm and join")
+def _idle_peer(report: BenchReport, crew: Crew, invite: str) -> None:
+    found = crew.start(idle, invite).receive()
+    report.add("memory_mib", found["memory"], "MiB", f"an idle peer of {found['peers']}, torch loaded before")
+    report.add("processes", found["children"], "", "child processes of an idle peer")
+    report.add("join_s", found["took_s"], "s", "import colab_swarm and join")
 
 
 # --- joining late ---------------------------------------------------------------------------------------------------
@@ -141,45 +171,96 @@ def join_late(parent: Parent, numel: int, invite: str) -> None:
     torch.set_num_threads(1)
     parameters = [torch.nn.Parameter(torch.zeros(numel // 8)) for _ in range(8)]
     gradient = torch.full((numel // 8,), 1e-3)
+    inner = torch.optim.Adam(parameters, lr=1e-4)
     parent.send()
     parent.receive()
-    began, counted = time.perf_counter(), False
-    inner = torch.optim.Adam(parameters, lr=1e-4)
+    began = time.perf_counter()
     optimizer = join(invite).optimizer(inner, target_batch_size=16)
-    joined_at = optimizer.global_step
-    answers = threading.Thread(target=_answer_with_step, args=(parent, optimizer), daemon=True)
+    joined_at, answers = optimizer.global_step, None
     while True:
         for parameter in parameters:
             parameter.grad = gradient.clone()
         time.sleep(0.1)  # the forward and backward pass of a GPU
         optimizer.step(samples=1)
-        if not counted:
-            counted = True
+        if answers is None:
             parent.send(seconds=time.perf_counter() - began, step=joined_at)
+            answers = threading.Thread(target=_answer_with_step, args=(parent, optimizer), daemon=True)
             answers.start()
 
 
 def _answer_with_step(parent: Parent, optimizer: Any) -> None:
-    while True:
-        parent.receive()
-        parent.send(step=optimizer.global_step)
+    with suppress(EOFError):
+        while True:
+            parent.receive()
+            parent.send(step=optimizer.global_step)
 
 
-def _late_joiner(report: BenchReport, invite: str) -> None:
+def _late_joiner(report: BenchReport, crew: Crew, invite: str) -> None:
     numel = 2_000_000 if report.quick else 18_000_000
-    with ExitStack() as stack:
-        workers = [stack.enter_context(Worker(join_late, numel, invite)) for _ in range(3)]
-        for worker in workers:
-            worker.receive()
-        alice, bob, carol = workers
-        alice.call()
-        bob.call()
-        first, began = alice.call()["step"], time.perf_counter()
-        time.sleep(5.0)
-        calm = (alice.call()["step"] - first) / (time.perf_counter() - began)
-        first, began = alice.call()["step"], time.perf_counter()
-        joined = carol.call()
-        during = (alice.call()["step"] - first) / (time.perf_counter() - began)
-    what = f"from join to the first counted sample, {numel / 1e6:g} M parameters and Adam"
-    report.add("join.first_sample_s", joined["seconds"], "s", f"{what}, at step {joined['step']}")
-    report.add("join.others_step_rate", during / calm, "", "of the others meanwhile, against before")
+    alice, bob, carol = (crew.start(join_late, numel, invite) for _ in range(3))
+    for worker in crew:
+        worker.receive()
+    alice.call()
+    bob.call()
+    first, began = alice.call()["step"], time.perf_counter()
+    time.sleep(5.0)
+    calm = (alice.call()["step"] - first) / (time.perf_counter() - began)
+    first, began = alice.call()["step"], time.perf_counter()
+    found = carol.call()
+    during = (alice.call()["step"] - first) / (time.perf_counter() - began)
+    joined = BenchReport("join", report.quick)
+    note = f"from join to the first counted sample, {numel / 1e6:g} M parameters and Adam, at step {found['step']}"
+    joined.add("first_sample_s", found["seconds"], "s", note)
+    joined.add("others_step_rate", during / calm, "", "of the others meanwhile, against before")
+    report.rows += joined.rows
+
+
+# --- soak -----------------------------------------------------------------------------------------------------------
+
+SAMPLES_PER_S, MICRO_BATCH, SEED = 1.0, 20, 1
+SESSION_S, ABSENCE_S = 4 * 3600.0, 1800.0
+
+
+def _train(swarm: Swarm, target_batch_size: int) -> None:
+    import torch
+
+    parameters = [torch.nn.Parameter(torch.zeros(64))]
+    optimizer = swarm.optimizer(torch.optim.SGD(parameters, lr=0.1), target_batch_size=target_batch_size)
+    while True:
+        parameters[0].grad = torch.ones(64)
+        optimizer.step(samples=MICRO_BATCH)
+
+
+def run_soak(quick: bool) -> BenchReport:
+    """Simulate the long run."""
+    from colab_swarm.events import RoundFinished, StateReceived
+    from colab_swarm.sim.profiles import ChurnProfile
+    from colab_swarm.swarm.simulation import simulate
+
+    peers, hours, step_s = (8, 2.0, 300.0) if quick else (16, 20.0, 600.0)  # a step with all peers online
+    report, began, batch = (
+        BenchReport("soak", quick),
+        time.perf_counter(),
+        int(peers * step_s * SAMPLES_PER_S),
+    )
+    churn, end_s = ChurnProfile(mean_session_s=SESSION_S, mean_absence_s=ABSENCE_S), hours * 3600
+    with simulate(peers, network="home", seed=SEED, samples_per_s=SAMPLES_PER_S) as simulation:
+        online, since, peer_seconds = peers, 0.0, 0.0  # of peers that never wait, with the same churn
+        for event in churn.events(list(simulation.swarms), until_s=end_s, rng=random.Random(f"churn {SEED}")):
+            peer_seconds += online * (event.at - since)
+            online, since = online + 2 * event.online - 1, event.at
+        ideal_steps = (peer_seconds + online * (end_s - since)) * SAMPLES_PER_S / batch
+        simulation.run(partial(_train, target_batch_size=batch), seconds=end_s, churn=churn)
+        steps = [swarm.snapshot().step for swarm in simulation.swarms.values()]
+        events = [event for swarm in simulation.swarms.values() for event in swarm.events.recent()]
+        crashes = sum(fault.name == "crash" for fault in simulation.network.fired)
+    note = f"of the ideal; {peers} peers, {hours:g} virtual hours, mean session 4 h, {crashes} crashes"
+    report.add("step_share", max(steps) / ideal_steps, "", note)
+    stuck = sum(step < max(steps) - 1 for step in steps)
+    report.add("stuck_peers", stuck, "", "online but behind at the end")
+    caught_up = sum(isinstance(event, StateReceived) for event in events)
+    report.add("caught_up", caught_up, "", "late joiners online")
+    kept_local = sum(event.kept_local for event in events if isinstance(event, RoundFinished))
+    report.add("kept_local", kept_local, "values", "without a mean in a round")
+    report.add("real_s", time.perf_counter() - began, "s", "to simulate it")
+    return report

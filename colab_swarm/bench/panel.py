@@ -13,18 +13,19 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from colab_swarm.bench.overhead import memory_mib
-from colab_swarm.bench.report import BenchReport
-from colab_swarm.bench.workers import Parent, Worker
+import nbformat
+from nbclient import NotebookClient
+
+from colab_swarm.bench.harness import BenchReport, Crew, Parent
+from colab_swarm.bench.overhead import TrainingLoop, memory_mib
 from colab_swarm.events import MemberTrace, RoundFinished, StepFinished
-
-if TYPE_CHECKING:
-    from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.notebook.panel import Panel
+from colab_swarm.notebook.recorder import Header, Recorder
+from colab_swarm.swarm.joining import create, join
 
 WARM_UP = 1500
 """Refreshes until all bounded histories are full: the last thousand events and losses, the last rounds."""
@@ -33,8 +34,8 @@ from colab_swarm.bench.panel import Watched
 watched = Watched({invite!r})
 watched.panel
 """
-SAMPLES, AVERAGE_EVERY = 2, 8
-"""Samples of a micro-batch; micro-batches of one peer per global step."""
+AVERAGE_EVERY = 8
+"""Micro-batches of one peer per global step."""
 MEMBERS = 8
 
 
@@ -44,30 +45,27 @@ def run(quick: bool) -> BenchReport:
     Raises:
         ImportError: nbclient or ipykernel is not installed.
     """
-    from colab_swarm.swarm.joining import create
-
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     pairs, phase_s, refreshes = (3, 1.0, 400) if quick else (40, 2.5, 7200)  # half an hour at four a second
     report, notebook = BenchReport("panel", quick), Notebook()
-    with create("panel", peer_name="backbone") as backbone, notebook.client.setup_kernel():
+    with create("panel", peer_name="backbone") as backbone, notebook.client.setup_kernel(), Crew() as crew:
         invite = str(backbone.invite())
         notebook.run(WATCH.format(invite=invite))
-        with Worker(train_beside, invite) as bob:
-            bob.receive()
-            ratios = [
-                notebook.evaluate(f"watched.ratio({phase_s}, first={pair % 2})") for pair in range(pairs + 1)
-            ]
-        what = f"ALBERT-tiny, 2 peers, panel open and recorder on against neither; {pairs} pairs in turns"
-        report.add("panel.throughput_ratio", statistics.median(ratios[1:]), "", what)  # the first warms up
+        bob = crew.start(train_beside, invite)
+        bob.receive()
+        firsts = [pair % 2 for pair in range(pairs + 1)]
+        ratios = [notebook.evaluate(f"watched.ratio({phase_s}, first={first})") for first in firsts]
+        bob.process.kill()
         notebook.evaluate(f"watched.refresh({WARM_UP})")
         before = notebook.saved_bytes()
         grown_mb, refresh_s = notebook.evaluate(f"watched.refresh({refreshes})")
         grown_kb = (notebook.saved_bytes() - before) / 1e3
-    what = f"of the kernel over {refreshes} refreshes, each of another view"
-    report.add("panel.memory_mb", grown_mb, "MB", what)
-    report.add("panel.notebook_kb", grown_kb, "kB", "of the saved notebook")
-    report.add("panel.refresh_ms", 1e3 * refresh_s, "ms", "processor time, of all threads")
-    report.add("panel.core_share", 4 * refresh_s, "", "of a core, at four refreshes a second")
+    note = f"ALBERT-tiny, 2 peers, panel open and recorder on against neither; {pairs} pairs in turns"
+    report.add("throughput_ratio", statistics.median(ratios[1:]), "", note)  # the first warms up
+    report.add("memory_mb", grown_mb, "MB", f"of the kernel over {refreshes} refreshes, each of another view")
+    report.add("notebook_kb", grown_kb, "kB", "of the saved notebook")
+    report.add("refresh_ms", 1e3 * refresh_s, "ms", "processor time, of all threads")
+    report.add("core_share", 4 * refresh_s, "", "of a core, at four refreshes a second")
     return report
 
 
@@ -75,18 +73,13 @@ class Notebook:
     """A new notebook in a kernel of its own."""
 
     def __init__(self) -> None:
-        from nbclient import NotebookClient
-        from nbformat.v4 import new_notebook
-
-        empty = new_notebook()  # type: ignore[no-untyped-call]
+        empty = nbformat.v4.new_notebook()  # type: ignore[no-untyped-call]
         self.client: Any = NotebookClient(empty, timeout=1200, kernel_name="python3")
 
     def run(self, code: str) -> str:
         """Run a new cell and return what it printed. The outputs stay in the notebook."""
-        from nbformat.v4 import new_code_cell
-
         cells = self.client.nb.cells
-        cells.append(new_code_cell(code))  # type: ignore[no-untyped-call]
+        cells.append(nbformat.v4.new_code_cell(code))  # type: ignore[no-untyped-call]
         cell = self.client.execute_cell(cells[-1], len(cells) - 1)
         return "".join(output["text"] for output in cell.outputs if output["output_type"] == "stream")
 
@@ -98,8 +91,6 @@ class Notebook:
 
     def saved_bytes(self) -> int:
         """Return the size of the notebook with the state of its widgets, as saved now."""
-        import nbformat
-
         self.client.set_widgets_metadata()
         saved: str = nbformat.writes(self.client.nb)  # type: ignore[no-untyped-call]
         return len(saved.encode())
@@ -107,56 +98,18 @@ class Notebook:
 
 def train_beside(parent: Parent, invite: str) -> None:
     """Worker: train until killed."""
-    from colab_swarm.swarm.joining import join
-
-    loop = TrainingLoop(join(invite, peer_name="bob"))
+    loop = TrainingLoop(join(invite, peer_name="bob"), average_every=AVERAGE_EVERY)
     parent.send()
     while True:
         loop.batch()
-
-
-class TrainingLoop:
-    """A peer's training loop."""
-
-    def __init__(self, swarm: Swarm) -> None:
-        import torch
-
-        from colab_swarm.recipes.masked_lm import albert
-        from colab_swarm.training.layerwise import Lamb
-
-        torch.set_num_threads(1)
-        self._model, batches = albert("tiny", batch_size=SAMPLES, sequence_length=128)
-        self._batch = next(iter(batches))
-        inner = Lamb(self._model.parameters(), lr=1e-3)
-        self._optimizer = swarm.optimizer(inner, target_batch_size=2 * SAMPLES * AVERAGE_EVERY)
-
-    def batch(self) -> float:
-        """Train on a micro-batch; return the seconds of a global step, which do not depend on the panel."""
-        loss = self._model(**self._batch).loss
-        loss.backward()
-        began = time.perf_counter()
-        stepped = self._optimizer.step(samples=SAMPLES, loss=loss.item()) is not None
-        return time.perf_counter() - began if stepped else 0.0
-
-    def speed(self, seconds: float, after_each: Callable[[], None]) -> float:
-        """Return batches per second over so long, without averaging."""
-        began, batches, stepping_s = time.perf_counter(), 0, 0.0
-        while (took_s := time.perf_counter() - began) < seconds + stepping_s:
-            stepping_s += self.batch()
-            after_each()
-            batches += 1
-        return batches / (took_s - stepping_s)
 
 
 class Watched:
     """The peer alice and her panel; lives in the kernel."""
 
     def __init__(self, invite: str) -> None:
-        from colab_swarm.notebook.panel import Panel
-        from colab_swarm.swarm.joining import join
-
         self._swarm = join(invite, peer_name="alice")
-        self._loop = TrainingLoop(self._swarm)
+        self._loop = TrainingLoop(self._swarm, average_every=AVERAGE_EVERY)
         self._folder = tempfile.TemporaryDirectory()
         self._step = 0
         # live without a front-end: nbclient keeps the widgets' state as a page does
@@ -168,12 +121,10 @@ class Watched:
         return speeds[1] / speeds[0]
 
     def _speed(self, seconds: float, watched: int) -> float:
-        from colab_swarm.notebook.recorder import Header, Recorder
-
         swarm, path = self._swarm, Path(self._folder.name) / "run.jsonl"
         header = Header(swarm.run, swarm.name, swarm.id.hex(), time.time(), time.monotonic())
         with Recorder(swarm.events, path, header) if watched else nullcontext():
-            return self._loop.speed(seconds, self.panel.tick if watched else lambda: None)
+            return self._loop.samples_per_s(seconds=seconds, after_each=self.panel.tick if watched else None)
 
     def refresh(self, times: int) -> tuple[float, float]:
         """Show so many different views; return the kernel's growth in MB and the processor time of one in seconds."""

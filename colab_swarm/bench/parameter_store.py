@@ -1,37 +1,169 @@
 """How long one update of 5 M parameters takes in each store (VC-ASGD, section IV-D: Redis 0.87 s, MySQL 1.29 s).
 
 An update is all work of a parameter server except measuring accuracy: it claims a result, reads it, reads the
-parameters, computes ``W_s <- alpha W_s + (1 - alpha) W_c`` and writes the new ones. The servers of stores run on this
-machine with their default settings. A process like that of a coordinator makes the updates.
+parameters, computes ``W_s <- alpha W_s + (1 - alpha) W_c`` and writes the new ones. A process like that of a
+coordinator makes the updates. The servers of stores are temporary ones from installed programs, with default settings,
+on Unix sockets in a new folder.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from colab_swarm.bench.report import BenchReport
-from colab_swarm.bench.store_servers import Absent, mariadb_server, postgresql_server, redis_server
-from colab_swarm.bench.workers import Parent, Worker
+from colab_swarm.bench.harness import BenchReport, Crew, Parent
 from colab_swarm.workunits.state import Accepted, Unit
-from colab_swarm.workunits.store import KEEP_MEMORY, ParameterStore, open_store
+from colab_swarm.workunits.store import KEEP_MEMORY, open_store
 from colab_swarm.workunits.weights import assimilate
 
 NUMEL = 5_000_000
 ALPHA = 0.95
 LEASE_S = 60.0
+START_S, STOP_S = 60.0, 30.0
+DEBIAN_POSTGRESQL = Path("/usr/lib/postgresql")
+
+
+class Absent(Exception):
+    """A program is not installed; the text says which."""
 
 
 @contextmanager
-def _memory() -> Iterator[str]:
-    yield "memory"
+def redis_server(*, durable: bool = False) -> Iterator[str]:
+    """Run a Redis server, in memory or writing all to disk; give its URL.
+
+    Raises:
+        Absent: redis-server is not installed.
+    """
+    program = _program("redis-server")
+    with _folder(None) as folder:
+        socket = folder / "redis.sock"
+        options = ["--port", "0", "--unixsocket", str(socket), "--dir", str(folder), "--save", ""]
+        options += ["--appendonly", "yes" if durable else "no"]
+        with _running([program, *options], socket.exists, folder, None):
+            yield f"unix://{socket}"
+
+
+@contextmanager
+def postgresql_server() -> Iterator[str]:
+    """Run a PostgreSQL server with default settings; give the URL of a database.
+
+    Raises:
+        Absent: its programs, or a user to run them as, are missing.
+    """
+    found = sorted(DEBIAN_POSTGRESQL.glob("*/bin"))
+    folders = os.pathsep.join([str(path) for path in found[::-1]] + [os.environ.get("PATH", "")])
+    initdb, postgres = (_program(name, folders) for name in ("initdb", "postgres"))
+    user = _other_user("postgres")
+    with _folder(user) as folder:
+        data = folder / "data"
+        options = ["--no-sync", "--auth=trust", "--username=swarm", "--encoding=UTF8", "--no-locale"]
+        _run([initdb, *options, f"--pgdata={data}"], user)
+        server = [postgres, "-D", str(data), "-k", str(folder), "-h", ""]
+        ready = partial(_postgresql_ready, data / "postmaster.pid")
+        with _running(server, ready, folder, user, end=signal.SIGINT):  # SIGTERM waits for clients to leave
+            yield f"postgresql+psycopg://swarm@/postgres?host={folder}"
+
+
+def _postgresql_ready(file: Path) -> bool:
+    return file.exists() and "ready" in file.read_text()
+
+
+@contextmanager
+def mariadb_server() -> Iterator[str]:
+    """Run a MariaDB server with default settings; give the URL of a database.
+
+    Raises:
+        Absent: its programs, or a user to run them as, are missing.
+    """
+    install = _program("mariadb-install-db")
+    server = _program("mariadbd", os.environ.get("PATH", "") + ":/usr/sbin")
+    user = _other_user("mysql")
+    with _folder(user) as folder:
+        data, socket = folder / "data", folder / "mariadb.sock"
+        options = ["--no-defaults", "--auth-root-authentication-method=normal", "--skip-test-db"]
+        _run([install, *options, f"--datadir={data}"], user)
+        command = [server, "--no-defaults", "--skip-networking", f"--datadir={data}", f"--socket={socket}"]
+        with _running(command, socket.exists, folder, user):
+            yield f"mysql+pymysql://root@localhost/mysql?unix_socket={socket}"
+
+
+def _program(name: str, path: str | None = None) -> str:
+    found = shutil.which(name, path=path)
+    if found is None:
+        raise Absent(f"{name} is not installed")
+    return found
+
+
+def _other_user(name: str) -> str | None:
+    """Return the user to run a server as that refuses to run as root; None for the current one."""
+    if os.name != "posix" or os.geteuid() != 0:
+        return None
+    import pwd
+
+    try:
+        return pwd.getpwnam(name).pw_name
+    except KeyError:
+        raise Absent(f"there is no user {name}, and its server refuses to run as root") from None
+
+
+@contextmanager
+def _folder(user: str | None) -> Iterator[Path]:
+    """Make a folder that belongs to ``user``; its path is short, as that of a socket must be."""
+    folder = Path(tempfile.mkdtemp(prefix="swarm-"))
+    try:
+        if user is not None:
+            shutil.chown(folder, user)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run(command: list[str], user: str | None) -> None:
+    done = subprocess.run(command, user=user, cwd="/", capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{command[0]} failed: {done.stdout}{done.stderr}")
+
+
+@contextmanager
+def _running(
+    command: list[str],
+    ready: Callable[[], bool],
+    folder: Path,
+    user: str | None,
+    *,
+    end: int = signal.SIGTERM,
+) -> Iterator[None]:
+    log = folder / "server.log"
+    with log.open("w") as output:
+        server = subprocess.Popen(command, user=user, cwd="/", stdout=output, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + START_S
+        while not ready():
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{command[0]} did not start: {log.read_text()}")
+            time.sleep(0.02)
+        yield
+    finally:
+        server.send_signal(end)
+        try:
+            server.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+# --- the figures ---------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -41,7 +173,7 @@ def _sqlite() -> Iterator[str]:
 
 
 STORES: dict[str, tuple[Callable[[], AbstractContextManager[str]], str]] = {
-    "memory": (_memory, "of this process"),
+    "memory": (lambda: nullcontext("memory"), "of this process"),
     "sqlite": (_sqlite, "durable"),
     "redis": (redis_server, "in memory, as the paper has it; published 870 ms"),
     "redis_durable": (partial(redis_server, durable=True), "appendonly yes"),
@@ -54,24 +186,21 @@ SQL = ("mariadb", "postgresql")
 
 def run(quick: bool) -> BenchReport:
     """Time updates in every store whose program is installed."""
-    report, took_ms, updates = BenchReport("parameter-store", quick), {}, 5 if quick else 20
+    report, took_ms, updates = BenchReport("parameter-store", quick, "store"), {}, 5 if quick else 20
     for name, (opened, note) in STORES.items():
         try:
-            with (
-                opened() as url,
-                Worker(time_updates, url, NUMEL, updates, environment=KEEP_MEMORY) as worker,
-            ):
+            with opened() as url, Crew() as crew:
+                worker = crew.start(time_updates, url, NUMEL, updates, environment=KEEP_MEMORY)
                 took_ms[name] = worker.receive()["ms"]
         except Absent as absent:
             print(f"{name} is left out: {absent}", flush=True)
             continue
-        report.add(f"store.{name}_ms", took_ms[name], "ms", f"median of {updates}; {note}")
+        report.add(f"{name}_ms", took_ms[name], "ms", f"median of {updates}; {note}")
     sql = next((name for name in SQL if name in took_ms), None)
     if sql is not None:
-        report.add("store.sql_ms", took_ms[sql], "ms", sql)
+        report.add("sql_ms", took_ms[sql], "ms", sql)
         if "redis" in took_ms:
-            ratio = took_ms[sql] / took_ms["redis"]
-            report.add("store.sql_to_redis", ratio, "times", f"{sql}; published 1.5")
+            report.add("sql_to_redis", took_ms[sql] / took_ms["redis"], "times", f"{sql}; published 1.5")
     return report
 
 
@@ -85,15 +214,11 @@ def time_updates(parent: Parent, url: str, numel: int, updates: int) -> None:
         unit, file = Unit(1, subset), f"result-{name}"
         accepted = Accepted(at=0.0, unit=unit, assignment=name, result=file, alpha=ALPHA, base=0, change=1.0)
         store.append([accepted], put={file: result})
-        took_s.append(_update(store))
+        began = time.perf_counter()
+        claimed = store.claim("bench", now=1.0, lease_s=LEASE_S)
+        assert claimed is not None
+        update = partial(assimilate, result=np.frombuffer(store.blob(claimed.result), "<f4"), alpha=ALPHA)
+        store.assimilate(claimed, update, server="bench", now=1.0)
+        took_s.append(time.perf_counter() - began)
     store.close()
     parent.send(ms=1000 * statistics.median(took_s[1:]))  # the first grows files and memory
-
-
-def _update(store: ParameterStore) -> float:
-    began = time.perf_counter()
-    claimed = store.claim("bench", now=1.0, lease_s=LEASE_S)
-    assert claimed is not None
-    result = np.frombuffer(store.blob(claimed.result), "<f4")
-    store.assimilate(claimed, lambda values: assimilate(values, result, ALPHA), server="bench", now=1.0)
-    return time.perf_counter() - began

@@ -27,7 +27,7 @@ from colab_swarm.averaging.group import (
 )
 from colab_swarm.averaging.round import Averager, AveragingSettings, RoundResult
 from colab_swarm.averaging.strategy import AveragingSetup, Capacity, adaptive_shares, plan, plan_round
-from colab_swarm.bench.report import BenchReport
+from colab_swarm.bench.harness import BenchReport, drawn
 from colab_swarm.net.peers import Contact
 from colab_swarm.sim import HostProfile, NetworkProfile, SimNetwork, SimPeers, run_virtual
 from colab_swarm.sim.profiles import GIGABIT
@@ -134,30 +134,34 @@ STRATEGIES: dict[str, Strategy] = {
 def run(quick: bool) -> BenchReport:
     """Predict and simulate the table; time the planning."""
     report, vector = BenchReport("strategy", quick), replace(RESNET50, scale=4) if quick else RESNET50
-    seconds: dict[tuple[str, str], tuple[float, float]] = {}
     for name, (hosts, published) in TABLE.items():
         for (kind, strategy), published_s in zip(STRATEGIES.items(), published, strict=True):
-            predicted_s, simulated_s = _predict(hosts, strategy), simulate_round(hosts, strategy, vector)
-            seconds[name, kind] = predicted_s, simulated_s
-            report.add(f"strategy.{name}_{kind}_s", predicted_s, "s", f"predicted; published {published_s} s")
-            report.add(f"strategy.{name}_{kind}_simulated_s", simulated_s, "s")
-    for index, suffix in enumerate(("", "_simulated")):
-        gain = seconds["c", "all_reduce"][index] / seconds["c", "adaptive"][index]
-        what = "adaptive against all-reduce; published 1.92"
-        report.add(f"strategy.speedup_c{suffix}", gain, "times", what)
-    errors = {key: abs(simulated_s / predicted_s - 1) for key, (predicted_s, simulated_s) in seconds.items()}
-    worst = max(error for (_, kind), error in errors.items() if kind == "adaptive")
-    report.add("strategy.prediction_error", worst, "", "simulated against predicted, adaptive, worst of 4")
-    report.add("strategy.prediction_error_all", max(errors.values()), "", "all strategies, worst of 12")
-    repeats = 10 if quick else 50
+            report.add(f"{name}_{kind}_s", _predict(hosts, strategy), "s", f"published {published_s} s")
+            report.add(f"{name}_{kind}_simulated_s", simulate_round(hosts, strategy, vector), "s")
+    seconds = report.figures
+    for end in ("", "_simulated"):
+        gain = seconds[f"c_all_reduce{end}_s"] / seconds[f"c_adaptive{end}_s"]
+        report.add(f"speedup_c{end}", gain, "times", "adaptive against all-reduce; published 1.92")
+    errors = {
+        (name, kind): abs(seconds[f"{name}_{kind}_simulated_s"] / seconds[f"{name}_{kind}_s"] - 1)
+        for name in TABLE
+        for kind in STRATEGIES
+    }
+    worst = max(errors[name, "adaptive"] for name in TABLE)
+    report.add("prediction_error", worst, "", "simulated against predicted, adaptive, worst of 4")
+    report.add("prediction_error_all", max(errors.values()), "", "all strategies, worst of 12")
+    _time_plans(report)
+    return report
+
+
+def _time_plans(report: BenchReport) -> None:
+    repeats = 10 if report.quick else 50
     setups = [random_setup(random.Random(seed)) for seed in range(repeats)]
-    what = f"median of {repeats} random setups of 64 peers: who computes, and shares"
-    report.add("strategy.solve_ms_64", _median_ms(setups), "ms", what)
+    note = f"median of {repeats} random setups of 64 peers: who computes, and shares"
+    report.add("solve_ms_64", _median_ms(setups), "ms", note)
     pairs = {(i, j): 10 * GIGABIT for i in range(64) for j in range(64) if i != j}
     limited = [replace(setup, pair_bps=pairs, target_batch_size=1e6) for setup in setups[:10]]
-    what = "shares, every pair limited, by HiGHS"
-    report.add("strategy.solve_pairs_ms_64", _median_ms(limited), "ms", what)
-    return report
+    report.add("solve_pairs_ms_64", _median_ms(limited), "ms", "shares, every pair limited, by HiGHS")
 
 
 def _predict(hosts: Sequence[SimulatedHost], strategy: Strategy) -> float:
@@ -191,16 +195,12 @@ def _median_ms(setups: list[AveragingSetup]) -> float:
 
 def plot(report: BenchReport, path: str) -> None:
     """Draw the table, predicted and simulated; needs matplotlib."""
-    from matplotlib.figure import Figure
-
-    values = {row.key: row.value for row in report.rows}
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    for axes, name in zip(figure.subplots(1, len(TABLE)), TABLE, strict=True):
-        for index, kind in enumerate(STRATEGIES):
-            predicted_s = values[f"strategy.{name}_{kind}_s"]
-            axes.bar(index, predicted_s, color=f"C{index}", label=kind.replace("_", "-"))
-            axes.plot(index, values[f"strategy.{name}_{kind}_simulated_s"], "k_", markersize=18)
-        axes.set_title(name.upper())
-        axes.set_xticks(range(len(STRATEGIES)), ["AR", "PS", "ours"])
-    figure.axes[0].set_ylabel("seconds per round (— simulated)")
-    figure.savefig(path, dpi=150)
+    values = report.figures
+    with drawn(path, (9, 3.2), len(TABLE)) as panels:
+        panels[0].set_ylabel("seconds per round (— simulated)")
+        for axes, name in zip(panels, TABLE, strict=True):
+            for index, kind in enumerate(STRATEGIES):
+                axes.bar(index, values[f"{name}_{kind}_s"], color=f"C{index}")
+                axes.plot(index, values[f"{name}_{kind}_simulated_s"], "k_", markersize=18)
+            axes.set_title(name.upper())
+            axes.set_xticks(range(len(STRATEGIES)), ["AR", "PS", "ours"])

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import heapq
 import random
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from colab_swarm.bench.report import BenchReport
+from torch import nn
+
+from colab_swarm.bench.harness import BenchReport, drawn
 from colab_swarm.recipes.classify import classification_job
-from colab_swarm.workunits.job import Alpha, Evaluator, Job, UnitTraining, WorkPlan, unit_seed
+from colab_swarm.workunits.job import Alpha, Evaluator, Job, Rows, UnitTraining, WorkPlan, unit_seed
 from colab_swarm.workunits.weights import Floats, assimilate
 
 ALPHAS: dict[str, Alpha] = {"0.7": 0.7, "0.95": 0.95, "0.999": 0.999, "e/(e+1)": "e/(e+1)"}
@@ -49,10 +52,9 @@ def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
     epochs: list[Epoch] = []
     now = 0.0
     for epoch in range(1, plan.max_epochs + 1):
-        alpha, waiting = plan.alpha_of(epoch), rng.sample(range(len(parts)), len(parts))
+        waiting, accuracies = rng.sample(range(len(parts)), len(parts)), []
         flying: list[tuple[float, int, float, Floats]] = []  # returned at, subset, speed, first parameters
         free = list(SPEEDS) * AT_ONCE
-        accuracies = []
         while waiting or flying:
             while waiting and free:
                 speed = free.pop()
@@ -61,19 +63,18 @@ def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
             now, subset, speed, base = heapq.heappop(flying)
             free.append(speed)
             evaluator.schema.load(model, base)
-            training = UnitTraining(
-                job,
-                parts[subset],
-                local_epochs=plan.local_epochs,
-                batch_size=plan.batch_size,
-                seed=unit_seed(plan.seed, epoch, subset),
-                model=model,
-            )
-            training.finish()
-            values = assimilate(values, evaluator.schema.flatten(model), alpha)
+            _train_unit(job, model, parts[subset], unit_seed(plan.seed, epoch, subset))
+            values = assimilate(values, evaluator.schema.flatten(model), plan.alpha_of(epoch))
             accuracies.append(evaluator.accuracy(values))
         epochs.append(Epoch(statistics.mean(accuracies), min(accuracies), max(accuracies), now))
     return epochs
+
+
+def _train_unit(job: Job, model: nn.Module, rows: Rows, seed: int) -> None:
+    plan = job.plan
+    UnitTraining(
+        job, rows, local_epochs=plan.local_epochs, batch_size=plan.batch_size, seed=seed, model=model
+    ).finish()
 
 
 def _job(data: str, seed: int, alpha: Alpha, *, quick: bool) -> Job:
@@ -102,30 +103,33 @@ class AccuracyCurves(BenchReport):
 def run(*, quick: bool, data: str = "digits") -> AccuracyCurves:
     """Report the orders that the paper found, as differences that are over 0 where they hold."""
     seeds = range(1 if quick else 3)
-    runs: dict[str, list[list[Epoch]]] = {
+    runs = {
         name: [train_by_volunteers(_job(data, seed, alpha, quick=quick), seed=seed) for seed in seeds]
         for name, alpha in ALPHAS.items()
     }
     serial = [_job(data, seed, 0.0, quick=quick).train_serially().accuracies for seed in seeds]
     runs["serial"] = [[Epoch(one, one, one, at) for at, one in enumerate(curve)] for curve in serial]
     report = AccuracyCurves("vc-asgd", quick, epochs=runs)
-    for name, curves in runs.items():
-        key = "vc_asgd." + name.replace("/", "_over_").replace("(", "").replace(")", "")
-        note = f"{len(seeds)} seeds, {len(curves[0])} epochs"
-        report.add(f"{key}.final", 100 * _mean(curves, -1), "%", note)
+    _add_figures(report)
+    return report
+
+
+def _add_figures(report: AccuracyCurves) -> None:
+    for name, curves in report.epochs.items():
+        key, note = re.sub(r"[()]", "", name.replace("/", "_over_")), f"{len(curves)} seeds"
+        report.add(f"{key}.final", 100 * _mean(curves, -1), "%", f"{note}, {len(curves[0])} epochs")
         report.add(f"{key}.early", 100 * _early(curves), "%", f"mean of the first {EARLY} epochs")
         if name != "serial":
-            note = "highest - lowest unit of an epoch, mean"
-            report.add(f"{key}.spread", 100 * _spread(curves), "points", note)
-    best = max(_mean(runs[name], -1) for name in ALPHAS)
-    ahead = _early(runs["e/(e+1)"]) - _early(runs["0.95"])
-    slowest = min(_early(runs[name]) for name in ALPHAS if name != "0.999") - _early(runs["0.999"])
-    wider = _spread(runs["0.7"]) - _spread(runs["0.95"])
-    report.add("vc_asgd.slowest_is_0.999_by", 100 * slowest, "points", "early; the paper: over 0")
-    report.add("vc_asgd.variable_ahead_of_0.95_by", 100 * ahead, "points", "early; the paper: over 0")
-    report.add("vc_asgd.spread_of_0.7_over_0.95", 100 * wider, "points", "the paper: over 0")
-    report.add("vc_asgd.serial_minus_best", 100 * (_mean(runs["serial"], -1) - best), "points", "paper: 9")
-    return report
+            report.add(f"{key}.spread", 100 * _spread(curves), "points", "of the units of an epoch, mean")
+    found = report.figures
+    early = {name: found[f"{name}.early"] for name in ("0.7", "0.95", "0.999", "e_over_e+1")}
+    slow = early.pop("0.999")
+    ahead, wider = early["e_over_e+1"] - early["0.95"], found["0.7.spread"] - found["0.95.spread"]
+    best = max(found[f"{name}.final"] for name in (*early, "0.999"))
+    report.add("slowest_is_0.999_by", min(early.values()) - slow, "points", "early; the paper: over 0")
+    report.add("variable_ahead_of_0.95_by", ahead, "points", "early; the paper: over 0")
+    report.add("spread_of_0.7_over_0.95", wider, "points", "the paper: over 0")
+    report.add("serial_minus_best", found["serial.final"] - best, "points", "paper: 9")
 
 
 def _mean(curves: Sequence[Sequence[Epoch]], place: int) -> float:
@@ -142,20 +146,12 @@ def _spread(curves: Sequence[Sequence[Epoch]]) -> float:
 
 def plot(report: BenchReport, path: str | Path) -> None:
     """Draw accuracy by epoch, with bars from the lowest to the highest unit; needs matplotlib."""
-    from matplotlib.figure import Figure
-
     assert isinstance(report, AccuracyCurves)
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for name, curves in report.epochs.items():
-        first = curves[0]
-        at = range(1, len(first) + 1)
-        means = [100 * epoch.mean for epoch in first]
-        below = [100 * (epoch.mean - epoch.low) for epoch in first]
-        above = [100 * (epoch.high - epoch.mean) for epoch in first]
-        label = name if name == "serial" else f"alpha {name}"
-        axes.errorbar(at, means, [below, above], label=label, linewidth=1.2, elinewidth=0.7, capsize=2)
-    axes.set(xlabel="epoch", ylabel="validation accuracy, %")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=150)
+    with drawn(path, (7, 4.5)) as (axes,):
+        axes.set(xlabel="epoch", ylabel="validation accuracy, %")
+        for name, (first, *_) in report.epochs.items():
+            means = [100 * epoch.mean for epoch in first]
+            below = [100 * (epoch.mean - epoch.low) for epoch in first]
+            above = [100 * (epoch.high - epoch.mean) for epoch in first]
+            label, look = name if name == "serial" else f"alpha {name}", {"linewidth": 1.2, "elinewidth": 0.7}
+            axes.errorbar(range(1, len(first) + 1), means, [below, above], label=label, capsize=2, **look)

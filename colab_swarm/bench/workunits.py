@@ -4,21 +4,38 @@ Real processes on this machine: a coordinator, its parameter servers, the volunt
 limit an epoch at first, and with more of their units at a time the parameter servers do. Each of these measures the
 accuracy after every result, here of a small ResNetV2 on 11,504 images. That takes far longer than to train a unit of 30
 images, so one server is too slow. ``--data`` takes an ``.npz`` of 32 x 32 colour images instead.
+
+*work-ordeal*: the coordinator is killed (SIGKILL) at random moments together with its parameter servers, and restarted
+in the same folder. Volunteers are killed in the middle of a unit with probability 0.2 and come back under their names.
+At the end the store's log must contain every unit of every epoch as assimilated exactly once.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import random
+import signal
 import statistics
 import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import product
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from colab_swarm.bench.report import BenchReport
+import torch
+
+from colab_swarm.bench.harness import BenchReport
+from colab_swarm.errors import JoinError
+from colab_swarm.recipes.classify import classification_job
 from colab_swarm.workunits.coordinator import coordinate
-from colab_swarm.workunits.state import Assigned, EpochEnded
+from colab_swarm.workunits.job import Job, WorkPlan
+from colab_swarm.workunits.state import Assigned, Assimilated, EpochEnded, Expired, Finished
+from colab_swarm.workunits.store import open_store
 from colab_swarm.workunits.volunteering import volunteer
 
 CODE = """
@@ -38,7 +55,15 @@ QUICK = ((1, 3, 8), (3, 3, 8))
 """Parameter servers, volunteers, units at a time of each."""
 SUBSETS, EPOCHS = 48, 3
 TIME_LIMIT_S = 300.0
-PRELOADED = ["colab_swarm.workunits.volunteering", "colab_swarm.recipes.classify"]
+
+
+def _started(work: Callable[..., None], *arguments: object) -> BaseProcess:
+    """Start a process that is forked from one with torch and this module, so that it begins at once."""
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload([__name__])
+    process = processes.Process(target=work, args=arguments, daemon=True)
+    process.start()
+    return process
 
 
 def run(*, quick: bool, data: str = "digits") -> BenchReport:
@@ -49,10 +74,9 @@ def run(*, quick: bool, data: str = "digits") -> BenchReport:
         with tempfile.TemporaryDirectory() as folder:
             took_s = epoch_seconds(Path(folder), servers, volunteers, units, data=data, quick=quick)
         seconds[servers, volunteers, units] = took_s
-        key = f"workunits.p{servers}c{volunteers}t{units}_epoch_s"
-        report.add(key, took_s, "s", f"{SUBSETS} units")
+        report.add(f"p{servers}c{volunteers}t{units}_epoch_s", took_s, "s", f"{SUBSETS} units")
     ratio = seconds[1, 3, 8] / seconds[3, 3, 8]
-    report.add("workunits.p1c3t8_vs_p3c3t8", ratio, "x", "the paper: over 1, assimilation is the bottleneck")
+    report.add("p1c3t8_vs_p3c3t8", ratio, "x", "the paper: over 1, assimilation is the bottleneck")
     return report
 
 
@@ -65,15 +89,12 @@ def epoch_seconds(
     file, epochs = folder / "job.py", 2 if quick else EPOCHS
     code = CODE.format(subsets=SUBSETS, epochs=epochs, data=where, shape=shape, validation=validation)
     file.write_text(code)
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(PRELOADED)
     coordinator = coordinate(file, folder=folder / "work", host="127.0.0.1", servers=servers)
     helping: list[BaseProcess] = []
     try:
         for number in range(volunteers):
             arguments = (str(coordinator.link), folder / "volunteers", f"volunteer-{number}", units)
-            helping.append(processes.Process(target=_volunteer, args=arguments, daemon=True))
-            helping[-1].start()
+            helping.append(_started(_volunteer, *arguments))
         if not coordinator.wait(TIME_LIMIT_S):
             raise TimeoutError(f"no {epochs} epochs in {TIME_LIMIT_S:.0f} s: {coordinator!r}")
         begun: dict[int, float] = {}
@@ -87,13 +108,113 @@ def epoch_seconds(
     finally:
         coordinator.stop()
         for process in helping:
-            process.kill()
-            process.join()
+            _end(process)
 
 
 def _volunteer(link: str, folder: Path, name: str, units: int) -> None:
-    import torch
-
     torch.set_num_threads(1)
     volunteer(link, trust_code=True, name=name, folder=folder, units=units).wait()
     os._exit(0)
+
+
+# --- the ordeal ----------------------------------------------------------------------------------------------------
+
+NAMES = ("alice", "bob", "carol")
+ORDEAL_SUBSETS = 12
+KILL_PROBABILITY = 0.2
+"""Per unit of a volunteer."""
+UP_S = (0.2, 4.0)
+"""Life of a coordinator."""
+ORDEAL_LIMIT_S = 600.0
+
+
+def run_ordeal(*, quick: bool) -> BenchReport:
+    """Kill the coordinator 20 times over 30 epochs; if quick, 3 times over 3."""
+    report = BenchReport("work-ordeal", quick)
+    with tempfile.TemporaryDirectory() as folder:
+        ordeal(report, Path(folder), kills=3 if quick else 20, epochs=3 if quick else 30)
+    return report
+
+
+def ordeal(report: BenchReport, folder: Path, *, kills: int, epochs: int) -> None:
+    """Run a job on the digits to its end and report what its log says.
+
+    Args:
+        folder: for all files.
+        kills: of the coordinator.
+        epochs: of 12 units each; enough that the job outlives the kills.
+    """
+    plan = WorkPlan(
+        subsets=ORDEAL_SUBSETS,
+        max_epochs=epochs,
+        local_epochs=4,
+        batch_size=8,
+        alpha=0.7,
+        deadline_s=4.0,
+        in_flight=2,
+    )
+    job, rng, began = classification_job(plan=plan), random.Random(0), time.monotonic()
+    coordinator = _started(_coordinate, job, folder)
+    volunteers: dict[str, BaseProcess] = {}
+    killed, volunteers_killed, die_at = 0, 0, began + rng.uniform(*UP_S)
+    while coordinator.is_alive() and time.monotonic() - began < ORDEAL_LIMIT_S:
+        for name in NAMES:
+            if name not in volunteers or not volunteers[name].is_alive():
+                volunteers_killed += name in volunteers and volunteers[name].exitcode == -signal.SIGKILL
+                volunteers[name] = _started(_die_in_units, job, folder, name)
+        if killed < kills and time.monotonic() >= die_at:
+            _end(coordinator)
+            killed += coordinator.exitcode == -signal.SIGKILL
+            coordinator = _started(_coordinate, job, folder)
+            die_at = time.monotonic() + rng.uniform(*UP_S)
+        time.sleep(0.02)
+    for process in (coordinator, *volunteers.values()):
+        _end(process)
+    report.add("coordinator_kills", killed, "", "SIGKILL, parameter servers included")
+    report.add("volunteer_kills", volunteers_killed, "", "SIGKILL within a unit")
+    _add_log(report, folder, job.name)
+    report.add("units", epochs * ORDEAL_SUBSETS, "", "of all epochs")
+    report.add("seconds", time.monotonic() - began, "s")
+
+
+def _add_log(report: BenchReport, folder: Path, job: str) -> None:
+    store = open_store(str(folder / "work" / "job.db"), job)
+    log = [entry for _, entry in store.entries()]
+    store.close()
+    assimilated = [entry for entry in log if isinstance(entry, Assimilated)]
+    counts = Counter(entry.unit for entry in assimilated)
+    in_order = [entry.version for entry in assimilated] == list(range(1, len(assimilated) + 1))
+    ends = [entry.reason for entry in log if isinstance(entry, Finished)]
+    report.add("expired", sum(isinstance(entry, Expired) for entry in log), "", "deadlines that passed")
+    report.add("once", list(counts.values()).count(1), "", "assimilated exactly once, by the store's log")
+    report.add("versions_in_order", in_order, "", "1: without a gap")
+    report.add("finished", bool(ends), "", f"1: the job reached its end: {', '.join(ends)}")
+
+
+def _end(process: BaseProcess) -> None:
+    process.kill()
+    process.join()
+
+
+def _coordinate(job: Job, folder: Path) -> None:
+    coordinator = coordinate(job, folder=folder / "work", host="127.0.0.1", servers=2)
+    partial_file = folder / "link.partial"
+    partial_file.write_text(coordinator.link)
+    partial_file.replace(folder / "link")
+    coordinator.wait()
+    os._exit(0)
+
+
+def _die_in_units(job: Job, folder: Path, name: str) -> None:
+    rng, own = random.Random(f"{name} {os.getpid()}"), None
+    while own is None:
+        with suppress(JoinError, FileNotFoundError):  # the coordinator is being started again
+            link = (folder / "link").read_text()
+            own = volunteer(link, job=job, name=name, folder=folder / "volunteers")
+        time.sleep(0.02)
+    last = ""
+    while not own.wait(0.01):
+        unit = own.snapshot().units[0].unit
+        if unit and unit != last and rng.random() < KILL_PROBABILITY:
+            threading.Timer(rng.uniform(0.0, 0.3), os.kill, (os.getpid(), signal.SIGKILL)).start()
+        last = unit or last

@@ -16,7 +16,7 @@ from colab_swarm.notebook import theme
 from colab_swarm.notebook.panel import make_button
 from colab_swarm.notebook.platforms import has_frontend
 from colab_swarm.notebook.theme import Document
-from colab_swarm.recipes.evaluation import Answer, MaskedText, Reply
+from colab_swarm.recipes.evaluation import Guess, MaskedText, Reply
 
 if TYPE_CHECKING:
     from colab_swarm.training.optimizer import SwarmOptimizer
@@ -118,7 +118,7 @@ def draw(found: Replies) -> Document:
     return shown
 
 
-def _columns(reply: Reply, found: Replies) -> list[tuple[str, tuple[Answer, ...]]]:
+def _columns(reply: Reply, found: Replies) -> list[tuple[str, tuple[Guess, ...]]]:
     columns = [("before", found.step_before, reply.before), ("now", found.step_now, reply.now)]
     return [
         (when if step is None else f"{when} (step {step})", answers)
@@ -127,7 +127,7 @@ def _columns(reply: Reply, found: Replies) -> list[tuple[str, tuple[Answer, ...]
     ]
 
 
-def _side(title: str, answers: Sequence[Answer]) -> str:
+def _side(title: str, answers: Sequence[Guess]) -> str:
     hue = "blue" if title.startswith("now") else "soft"
     rows = (
         (

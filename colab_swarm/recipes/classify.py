@@ -114,7 +114,6 @@ def _digits(part: str) -> tuple[Any, Any]:
 
 def _load(path: str, part: str) -> tuple[Any, Any]:
     with np.load(path) as arrays:
-        missing = {f"x_{part}", f"y_{part}"} - set(arrays.files)
-        if missing:
+        if missing := {f"x_{part}", f"y_{part}"} - set(arrays.files):
             raise ValueError(f"{path} has no {min(missing)}: it holds {', '.join(arrays.files)}")
         return arrays[f"x_{part}"], arrays[f"y_{part}"]

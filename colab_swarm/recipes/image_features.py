@@ -33,18 +33,19 @@ SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 ImageSource: TypeAlias = "str | Path | Tensor | NDArray[Any] | Sequence[Any]"
 
 
+@dataclass(frozen=True)
 class Images:
     """Images by number, each loaded when needed: a sequence for `as_image`, or a ``column`` of a data set."""
 
-    def __init__(self, rows: Any, column: str | None = None) -> None:
-        self._rows, self._column = rows, column
+    rows: Any
+    column: str | None = None
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> Tensor:
-        row = self._rows[index]
-        return as_image(row if self._column is None else row[self._column])
+        row = self.rows[index]
+        return as_image(row if self.column is None else row[self.column])
 
 
 def open_images(images: ImageSource) -> Images:
@@ -58,22 +59,7 @@ def open_images(images: ImageSource) -> Images:
     Raises:
         ValueError: there is no image.
     """
-    rows: Any = images
-    if isinstance(images, str | Path):
-        if images == "digits":
-            from sklearn.datasets import load_digits
-
-            return Images(load_digits().images / 16)
-        files = sorted(path for path in Path(images).rglob("*") if path.suffix.lower() in SUFFIXES)
-        if files:
-            return Images(files)
-        from datasets import load_dataset
-
-        try:
-            rows = load_dataset(str(images), split="train")
-        except (OSError, ValueError) as error:
-            place = f"{str(images)!r} is no folder of images"
-            raise ValueError(f"{place} and cannot be loaded as a data set: {error}") from error
+    rows: Any = _named(images) if isinstance(images, str | Path) else images
     if not len(rows):
         raise ValueError("images is empty: give at least one")
     if not hasattr(rows, "column_names"):
@@ -82,6 +68,22 @@ def open_images(images: ImageSource) -> Images:
     if not columns:
         raise ValueError(f"the data set has no column of images, only {', '.join(rows.column_names)}")
     return Images(rows, columns[0])
+
+
+def _named(images: str | Path) -> Any:
+    if images == "digits":
+        from sklearn.datasets import load_digits
+
+        return load_digits().images / 16
+    if files := sorted(path for path in Path(images).rglob("*") if path.suffix.lower() in SUFFIXES):
+        return files
+    from datasets import load_dataset
+
+    try:
+        return load_dataset(str(images), split="train")
+    except (OSError, ValueError) as error:
+        place = f"{str(images)!r} is no folder of images"
+        raise ValueError(f"{place} and cannot be loaded as a data set: {error}") from error
 
 
 def as_image(image: Any) -> Tensor:
@@ -99,8 +101,8 @@ def as_image(image: Any) -> Tensor:
     elif pixels.dim() == 3 and pixels.shape[0] not in (1, 3):
         pixels = pixels.permute(2, 0, 1)
     if pixels.dim() != 3 or pixels.shape[0] not in (1, 3) or 0 in pixels.shape:
-        shapes = "(H, W), (H, W, C) or (C, H, W), C 1 or 3"
-        raise ValueError(f"an image has shape {shapes}; not {tuple(pixels.shape)}")
+        shape = f"not {tuple(pixels.shape)}"
+        raise ValueError(f"an image has shape (H, W), (H, W, C) or (C, H, W), C 1 or 3; {shape}")
     if pixels.is_floating_point():
         pixels = pixels.mul(255).round().clamp(0, 255)
     return pixels.to(torch.uint8).expand(3, -1, -1)
@@ -147,7 +149,7 @@ def random_view(image_CHW: Tensor, crops: Crops, flip: float, rng: torch.Generat
 
 
 def resized(image_CHW: Tensor, size_px: int) -> Tensor:
-    """The whole image as a square, float32 in [0, 1]."""
+    """Return the whole image as a square, float32 in [0, 1]."""
     square = F.interpolate(image_CHW[None] / 255, (size_px, size_px), mode="bilinear", antialias=True)
     return square[0].clamp(0, 1)
 
@@ -207,10 +209,8 @@ class SwavSize:
     Attributes:
         resnet: arguments of `transformers.ResNetConfig`.
         large, small: the views of an image: "2 + 6 random crops".
-        hidden: width of the projection's hidden layer.
-        features, prototypes: D and K.
-        epsilon: of the assignment; towards 0 each sample gets one prototype.
-        iterations: of Sinkhorn-Knopp.
+        hidden, features, prototypes: width of the projection's hidden layer, D and K.
+        epsilon, iterations: of Sinkhorn-Knopp; see `balance`.
         queue: earlier samples that assignments include, for batches small compared to K; 0: none.
         queue_from_step: first global step with the queue; features change too fast before.
     """
@@ -274,7 +274,7 @@ class Swav(nn.Module):
         self._queue_VQD: list[Tensor] = []
 
     def embed(self, pixels_BCHW: Tensor) -> Tensor:
-        """The ResNet's pooled output, (B, width): the features for other tasks."""
+        """Return the ResNet's pooled output, (B, width): the features for other tasks."""
         pooled: Tensor = self.backbone(pixels_BCHW).pooler_output
         return pooled.flatten(1)
 
@@ -445,14 +445,9 @@ def swav_optimizer(model: Swav, settings: SwavSettings | str = "tiny") -> tuple[
     """
     chosen = SETTINGS[settings] if isinstance(settings, str) else settings
     body = [parameter for name, parameter in model.named_parameters() if name != "prototypes"]
-    optimizer = Lars(
-        [{"params": body}, {"params": [model.prototypes]}],
-        lr=chosen.lr,
-        momentum=chosen.momentum,
-        weight_decay=chosen.weight_decay,
-        trust=chosen.trust,
-        clip=chosen.clip,
-    )
+    names = ("lr", "momentum", "weight_decay", "trust", "clip")
+    groups = [{"params": body}, {"params": [model.prototypes]}]
+    optimizer = Lars(groups, **{name: getattr(chosen, name) for name in names})
 
     def body_share(step: int) -> float:
         if step < chosen.warmup_steps:
@@ -478,12 +473,12 @@ def embed(model: Swav, images: ImageSource, *, size_px: int, batch_size: int = 2
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
             part.reset_running_stats()
             part.momentum = None  # the plain mean of all batches
-    features: list[Tensor] = []
     for mode in (True, False):  # first the statistics, then the features
         backbone.train(mode)
+        features: list[Tensor] = []
         for start in range(0, len(opened), batch_size):
             numbers = range(start, min(start + batch_size, len(opened)))
             pixels = normalized(torch.stack([resized(opened[number], size_px) for number in numbers]))
             pooled = backbone(pixels.to(model.prototypes.device)).pooler_output
-            features += [] if mode else [pooled.flatten(1).float().cpu()]
+            features.append(pooled.flatten(1).float().cpu())
     return torch.cat(features)

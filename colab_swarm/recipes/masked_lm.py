@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -23,7 +23,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
-from colab_swarm.recipes.evaluation import ENGLISH, EXAMPLES, MaskedText
+from colab_swarm.recipes.evaluation import ENGLISH, EXAMPLES, MaskedText, call
 from colab_swarm.recipes.pretraining import HasId, PretrainingBatches, peer_seed
 from colab_swarm.recipes.streaming import StreamedBatches, TextMix
 from colab_swarm.recipes.text import (
@@ -174,13 +174,8 @@ def albert_optimizer(
         settings: a size's name, or your own settings.
     """
     chosen = SETTINGS[settings] if isinstance(settings, str) else settings
-    optimizer = Lamb(
-        parameter_groups(model, chosen.weight_decay),
-        lr=chosen.lr,
-        betas=chosen.betas,
-        eps=chosen.eps,
-        clamp=chosen.clamp,
-    )
+    groups = parameter_groups(model, chosen.weight_decay)
+    optimizer = Lamb(groups, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, clamp=chosen.clamp)
 
     def share(step: int) -> float:
         if step < chosen.warmup_steps:
@@ -242,11 +237,11 @@ def albert(
     words = load_tokenizer(tokenizer)
     sizes = {"batch_size": fit.batch_size, "sequence_length": length}
     own_seed = peer_seed(seed, swarm.id if swarm else b"")
-    batches: Batches
-    if isinstance(text, Mapping):
-        batches = StreamedBatches(text, words, **sizes, seed=own_seed)
-    else:
-        batches = PretrainingBatches(open_text(text), words, **sizes, seed=own_seed)
+    batches: Batches = (
+        StreamedBatches(text, words, **sizes, seed=own_seed)
+        if isinstance(text, Mapping)
+        else PretrainingBatches(open_text(text), words, **sizes, seed=own_seed)
+    )
     from transformers import AlbertForPreTraining
 
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -255,13 +250,16 @@ def albert(
     if fit.checkpointing:
         checkpoint_layers(model)
     if (probe := getattr(swarm, "probe", None)) is not None:
-        examples = EXAMPLES.get(language) or EXAMPLES.get(text if isinstance(text, str) else "") or ENGLISH
-        probe.set_model(model, MaskedText(words, examples))
+        probe.set_model(model, MaskedText(words, _examples(text, language)))
     return model, batches
 
 
+def _examples(text: TextSource | Mapping[str, float], language: str) -> Sequence[str]:
+    return EXAMPLES.get(language) or EXAMPLES.get(text if isinstance(text, str) else "") or ENGLISH
+
+
 def _first_pass(text: TextSource | Mapping[str, float], seed: int) -> Iterator[str]:
-    """One pass over the text in an order that all peers share, to train a tokenizer on."""
+    """Return one pass over the text in an order that all peers share, to train a tokenizer on."""
     rng = random.Random(seed)
     if isinstance(text, Mapping):
         return pack(TextMix(text, seed=seed).until_read(rng))
@@ -298,13 +296,4 @@ def albert_config(shape: AlbertSize, tokenizer: PreTrainedTokenizerFast) -> Albe
 
 def mean_loss(model: torch.nn.Module, batches: Batches, *, count: int = 8) -> float:
     """Return the mean loss over the next ``count`` batches, without training on them."""
-    was_training = model.training
-    device = next(model.parameters()).device
-    model.eval()
-    with torch.no_grad():
-        losses = [
-            float(model(**{name: tensor.to(device) for name, tensor in next(batches).items()}).loss)
-            for _ in range(count)
-        ]
-    model.train(was_training)
-    return sum(losses) / count
+    return sum(float(call(model, None, **next(batches)).loss) for _ in range(count)) / count

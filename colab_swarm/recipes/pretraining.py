@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -99,7 +99,33 @@ class Collator:
         return masked.where(~(hidden & (fate >= 0.9)), noise), labels
 
 
-class PretrainingBatches:
+def windows(text: str, tokenizer: PreTrainedTokenizerFast, sequence_length: int) -> Iterator[list[int]]:
+    """Yield the tokens of a text in consecutive pieces that fill a sample; a rest of a few tokens is dropped."""
+    tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    size = sequence_length - 3
+    for start in range(0, len(tokens) - MIN_WINDOW + 1, size):
+        yield tokens[start : start + size]
+
+
+class SampledBatches:
+    """What iterators of batches share: their sizes, their randomness and how samples become a batch."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, *, batch_size: int, sequence_length: int, seed: int
+    ) -> None:
+        check_sizes(batch_size, sequence_length)
+        self.tokenizer, self.batch_size, self.sequence_length = tokenizer, batch_size, sequence_length
+        self._rng, self._collate = random.Random(seed), Collator(tokenizer, sequence_length, seed)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __repr__(self) -> str:
+        size = f"{self.batch_size} x {self.sequence_length} of {len(self.tokenizer)} tokens"
+        return f"{type(self).__name__}({size})"
+
+
+class PretrainingBatches(SampledBatches):
     """An endless iterator of batches, ready for ``model(**batch)``.
 
     A batch holds int64 CPU tensors: ``input_ids``, ``attention_mask``, ``token_type_ids`` and ``labels`` of
@@ -116,23 +142,9 @@ class PretrainingBatches:
         ValueError: a size is too small.
     """
 
-    def __init__(
-        self,
-        blocks: BlockSource,
-        tokenizer: PreTrainedTokenizerFast,
-        *,
-        batch_size: int,
-        sequence_length: int,
-        seed: int,
-    ) -> None:
-        check_sizes(batch_size, sequence_length)
-        self.tokenizer, self.batch_size, self.sequence_length = tokenizer, batch_size, sequence_length
-        self._blocks, self._rng = blocks, random.Random(seed)
-        self._collate = Collator(tokenizer, sequence_length, seed)
-        self._windows = self._shuffled_windows()
-
-    def __iter__(self) -> PretrainingBatches:
-        return self
+    def __init__(self, blocks: BlockSource, tokenizer: PreTrainedTokenizerFast, **sizes: int) -> None:
+        super().__init__(tokenizer, **sizes)
+        self._blocks, self._windows = blocks, self._shuffled_windows()
 
     def __next__(self) -> dict[str, Tensor]:
         samples: list[Sample] = []
@@ -143,12 +155,8 @@ class PretrainingBatches:
             samples.append((second, first, True) if swap else (first, second, False))
         return self._collate(samples)
 
-    def __repr__(self) -> str:
-        size = f"{self.batch_size} x {self.sequence_length} of {len(self.tokenizer)} tokens"
-        return f"PretrainingBatches({size})"
-
     def _shuffled_windows(self) -> Iterator[list[int]]:
-        """Windows in random order: blocks come shuffled, and the windows of many blocks are shuffled again."""
+        """Yield windows in random order: blocks come shuffled, and the windows of many blocks are shuffled again."""
         held: list[list[int]] = []
         for window in self._endless_windows():
             held.append(window)
@@ -158,13 +166,11 @@ class PretrainingBatches:
                 yield held.pop()
 
     def _endless_windows(self) -> Iterator[list[int]]:
-        size = self.sequence_length - 3
         while True:
             found = False
             for block in self._blocks(self._rng):
-                tokens = self.tokenizer(block, add_special_tokens=False, verbose=False)["input_ids"]
-                for start in range(0, len(tokens) - MIN_WINDOW + 1, size):
+                for window in windows(block, self.tokenizer, self.sequence_length):
                     found = True
-                    yield tokens[start : start + size]
+                    yield window
             if not found:
                 raise ValueError("the text is too short or an exhausted iterator: give a longer list")

@@ -27,16 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from colab_swarm.recipes.pretraining import Collator, check_sizes
-from colab_swarm.recipes.text import (
-    Passage,
-    find_files,
-    open_hub,
-    open_text,
-    order_sample,
-    passages,
-    text_of,
-)
+from colab_swarm.recipes.pretraining import SampledBatches
+from colab_swarm.recipes.text import Passage, find_files, open_hub, open_text, order_sample, passages, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -87,8 +79,9 @@ def open_shards(source: str) -> list[Shard]:
 
 
 def _rows(data_set: Any) -> list[Shard]:
-    """The shards of a streamed data set; few large ones are split, so that peers start with different text."""
-    if data_set.num_shards < MANY_SHARDS and hasattr(data_set, "reshard"):  # since datasets 4.5
+    if data_set.num_shards < MANY_SHARDS and hasattr(
+        data_set, "reshard"
+    ):  # datasets 4.5: so that peers differ
         data_set = data_set.reshard()
     count: int = data_set.num_shards
 
@@ -99,7 +92,7 @@ def _rows(data_set: Any) -> list[Shard]:
 
 
 def _read_shard(file: Path, start: int) -> Iterator[str]:
-    """The documents of the lines that start within one shard of a file."""
+    """Yield the documents of the lines that start within one shard of a file."""
     lines = _lines(file, start)
     if file.suffix == ".jsonl":
         yield from _cut(text_of(json.loads(line)) for line in lines if line.strip())
@@ -130,14 +123,7 @@ def _cut(texts: Iterable[str]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """A reader's position.
-
-    Attributes:
-        pass_number: from 0.
-        shard: number in the shuffled order of this pass.
-        documents: read of this shard.
-        given: documents read in this pass.
-    """
+    """A reader's position: the pass from 0, the shard in its order, documents read of it and of the whole pass."""
 
     pass_number: int = 0
     shard: int = 0
@@ -163,12 +149,7 @@ class ShardReader:
     """
 
     def __init__(
-        self,
-        name: str,
-        shards: Sequence[Shard],
-        *,
-        seed: int,
-        wait: Callable[[float], object] = time.sleep,
+        self, name: str, shards: Sequence[Shard], *, seed: int, wait: Callable[[float], object] = time.sleep
     ) -> None:
         self.name, self.count = name, len(shards)
         self.position = StreamPosition()
@@ -191,14 +172,13 @@ class ShardReader:
         self.position, self._documents = position, None
 
     def _next_of_shard(self) -> str | None:
-        """The next document of the current shard; None at its end, or after the last retry."""
+        """Return the next document of the current shard; None at its end, or after the last retry."""
         for delay_s in (*RETRY_AFTER_S, None):
             at = self.position
             try:
                 if self._documents is None:
-                    order = random.Random(f"{self._seed}/{at.pass_number}").sample(
-                        range(self.count), self.count
-                    )
+                    rng = random.Random(f"{self._seed}/{at.pass_number}")
+                    order = rng.sample(range(self.count), self.count)
                     self._documents = islice(self._shards[order[at.shard]](), at.documents, None)
                 return next(self._documents, None)
             except Exception as error:  # datasets, fsspec, aiohttp and pyarrow raise many kinds
@@ -245,7 +225,7 @@ class Prefetched(Generic[T]):
 
     def __init__(self, source: Any, *, depth: int, stop: threading.Event) -> None:
         self._producer: _Producer[T] = _Producer(source, depth, stop)
-        # Runs at exit as well: a thread killed within pyarrow would crash the process.
+        # also at exit: a thread killed within pyarrow would crash the process
         weakref.finalize(self, self._producer.close)
 
     def __iter__(self) -> Prefetched[T]:
@@ -359,7 +339,7 @@ class TextMix:
         return next(reader)
 
     def until_read(self, rng: random.Random) -> Iterator[str]:
-        """Documents until each source has been read to its end at least once."""
+        """Yield documents until each source has been read to its end at least once."""
         while not all(reader.position.pass_number for reader in self._readers):
             yield self.draw(rng)
 
@@ -375,11 +355,9 @@ class TextMix:
         if set(state) != set(self.sources):
             raise ValueError(f"a state of {', '.join(state)} does not fit sources {', '.join(self.sources)}")
         for reader in self._readers:
-            count = state[reader.name][0]
-            if count != reader.count:
-                raise ValueError(
-                    f"{reader.name} had {count} shards and has {reader.count}: start without the state"
-                )
+            if (count := state[reader.name][0]) != reader.count:
+                shards = f"{reader.name} had {count} shards and has {reader.count}"
+                raise ValueError(f"{shards}: start without the state")
         for reader in self._readers:
             reader.seek(StreamPosition(*state[reader.name][1:]))
 
@@ -393,7 +371,7 @@ class ShuffleBuffer:
 
     @property
     def hungry(self) -> bool:
-        """Whether passages must be added before the next one is drawn."""
+        """Return True if passages must be added before the next one is drawn."""
         return len(self._held) < min(self._size, FIRST_PASSAGES + self._drawn)
 
     def extend(self, found: Sequence[Passage]) -> None:
@@ -406,7 +384,7 @@ class ShuffleBuffer:
         return self._held.pop()
 
     def state_dict(self) -> dict[str, Any]:
-        """All passages in four tensors: one tensor for each would be slow to save."""
+        """Return all passages in four tensors: one tensor for each would be slow to save."""
         state: dict[str, Any] = {"drawn": self._drawn}
         for name in ("tokens", "borders"):
             arrays = [np.array(getattr(passage, name), dtype=np.int32) for passage in self._held]
@@ -422,7 +400,7 @@ class ShuffleBuffer:
         self._held = [Passage(t.numpy().copy(), tuple(b.tolist())) for t, b in pairs]
 
 
-class MixedBatches:
+class MixedBatches(SampledBatches):
     """Batches like those of `PretrainingBatches`, from whole sentences of a mix; can be resumed exactly.
 
     Args:
@@ -441,15 +419,11 @@ class MixedBatches:
         mix: TextMix,
         tokenizer: PreTrainedTokenizerFast,
         *,
-        batch_size: int,
-        sequence_length: int,
-        seed: int,
         buffer: int = SHUFFLE_PASSAGES,
+        **sizes: int,
     ) -> None:
-        check_sizes(batch_size, sequence_length)
-        self.tokenizer, self.batch_size, self.sequence_length = tokenizer, batch_size, sequence_length
-        self._mix, self._buffer, self._rng = mix, ShuffleBuffer(buffer), random.Random(seed)
-        self._collate = Collator(tokenizer, sequence_length, seed)
+        super().__init__(tokenizer, **sizes)
+        self._mix, self._buffer = mix, ShuffleBuffer(buffer)
 
     def __next__(self) -> dict[str, Tensor]:
         samples = []
@@ -512,21 +486,17 @@ class StreamedBatches(Prefetched[dict[str, Tensor]]):
     """
 
     def __init__(
-        self,
-        sources: Mapping[str, float],
-        tokenizer: PreTrainedTokenizerFast,
-        *,
-        batch_size: int,
-        sequence_length: int,
-        seed: int,
+        self, sources: Mapping[str, float], tokenizer: PreTrainedTokenizerFast, *, seed: int, **sizes: int
     ) -> None:
         stop = threading.Event()
-        self.tokenizer, self.batch_size, self.sequence_length = tokenizer, batch_size, sequence_length
         mix = TextMix(sources, seed=seed, wait=stop.wait)
-        mixed = MixedBatches(
-            mix, tokenizer, batch_size=batch_size, sequence_length=sequence_length, seed=seed
+        made = MixedBatches(mix, tokenizer, seed=seed, **sizes)
+        self.tokenizer, self.batch_size, self.sequence_length = (
+            tokenizer,
+            made.batch_size,
+            made.sequence_length,
         )
-        super().__init__(mixed, depth=BATCHES_AHEAD, stop=stop)
+        super().__init__(made, depth=BATCHES_AHEAD, stop=stop)
 
     def __repr__(self) -> str:
         size = f"{self.batch_size} x {self.sequence_length} of {len(self.tokenizer)} tokens"

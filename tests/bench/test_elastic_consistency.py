@@ -16,12 +16,8 @@ from colab_swarm.bench.elastic_consistency import (
     plot,
     ratios,
 )
-from colab_swarm.bench.report import BenchReport
+from colab_swarm.bench.harness import BenchReport
 from colab_swarm.elastic.schedulers import BoundedStaleness
-
-
-def figures(report: BenchReport) -> dict[str, float]:
-    return {row.key: row.value for row in report.rows}
 
 
 @pytest.mark.slow
@@ -41,10 +37,10 @@ def test_the_model_can_be_a_residual_network() -> None:
 def test_every_measured_distance_is_within_its_bound() -> None:
     report = BenchReport("elastic", True)
     ratios(report, ImageRows(), steps=10, peers=3)
-    found = figures(report)
-    assert len([key for key in found if key.startswith("elastic.bound_ratio_")]) == 6 * len(CODECS) - 1
-    assert 0.2 < found["elastic.max_bound_ratio"] <= 1
-    assert found["elastic.max_bound_ratio_found_gamma"] <= 1
+    found = report.figures
+    assert len([key for key in found if key.startswith("bound_ratio_")]) == 6 * len(CODECS) - 1
+    assert 0.2 < found["max_bound_ratio"] <= 1
+    assert found["max_bound_ratio_found_gamma"] <= 1
 
 
 @pytest.mark.slow
@@ -52,15 +48,15 @@ def test_every_measured_distance_is_within_its_bound() -> None:
 def test_topk_loses_accuracy_without_error_feedback() -> None:
     report = BenchReport("elastic", True)
     compressions(report, ImageRows(), COMPRESSED, seeds=1)
-    found = figures(report)
-    assert found["elastic.topk_feedback_drop"] < 1 < found["elastic.topk_alone_drop"]
+    found = report.figures
+    assert found["topk_feedback_drop"] < 1 < found["topk_alone_drop"]
 
 
 def test_accuracy_is_drawn_over_beta(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report = BenchReport("elastic", True)
     for name in [*(f"beta_{beta:g}" for beta in BETAS), "variance"]:
-        report.add(f"elastic.accuracy_mlp_{name}", 90.0)
-        report.add(f"elastic.distance_mlp_{name}", 0.1)
+        report.add(f"accuracy_mlp_{name}", 90.0)
+        report.add(f"distance_mlp_{name}", 0.1)
     plot(report, str(tmp_path / "beta.png"))
     assert (tmp_path / "beta.png").read_bytes().startswith(b"\x89PNG")

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 import pytest
 
 from colab_swarm.bench import parameter_store
-from colab_swarm.bench.store_servers import Absent
+from colab_swarm.bench.parameter_store import Absent
 
 
 def absent() -> AbstractContextManager[str]:
@@ -23,10 +23,9 @@ def test_updates_are_timed_and_absent_programs_reported(
     stores = {"memory": memory, "mariadb": sqlite, "redis": (absent, "")}
     monkeypatch.setattr(parameter_store, "STORES", stores)
     monkeypatch.setattr(parameter_store, "NUMEL", 1000)
-    report = parameter_store.run(quick=True)
-    figures = {row.key: row.value for row in report.rows}
-    assert figures.keys() == {"store.memory_ms", "store.mariadb_ms", "store.sql_ms"}
-    assert 0 < figures["store.memory_ms"] < 1000 and figures["store.sql_ms"] == figures["store.mariadb_ms"]
+    figures = parameter_store.run(quick=True).figures
+    assert figures.keys() == {"memory_ms", "mariadb_ms", "sql_ms"}
+    assert 0 < figures["memory_ms"] < 1000 and figures["sql_ms"] == figures["mariadb_ms"]
     assert "redis is left out: redis-server is not installed" in capsys.readouterr().out
 
 
@@ -34,7 +33,7 @@ def test_updates_are_timed_and_absent_programs_reported(
 @pytest.mark.ordeal
 def test_an_update_is_timed_in_redis_and_in_sql(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parameter_store, "NUMEL", 100_000)
-    figures = {row.key: row.value for row in parameter_store.run(quick=True).rows}
-    if "store.redis_ms" not in figures or "store.sql_ms" not in figures:
+    figures = parameter_store.run(quick=True).figures
+    if "redis_ms" not in figures or "sql_ms" not in figures:
         pytest.skip("Redis, or PostgreSQL and MariaDB, are not installed")
-    assert figures["store.sql_to_redis"] > 0.5
+    assert figures["sql_to_redis"] > 0.5

@@ -134,7 +134,7 @@ def test_a_masked_language_model_fills_every_gap(texts: MaskedText) -> None:
 def test_other_weights_are_used_for_one_call_only_even_if_it_fails(net: Guesser) -> None:
     own = net.layers[2].weight
     with pytest.raises(RuntimeError):
-        call(net, {"layers.2.weight": torch.zeros(10, 64)}, torch.zeros(1, dtype=torch.int64))
+        call(net, {"layers.2.weight": torch.zeros(10, 64)}, input_ids=torch.zeros(1, dtype=torch.int64))
     assert net.layers[2].weight is own and net.training
 
 

@@ -9,13 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from colab_swarm.recipes.pretraining import IGNORED, PretrainingBatches, peer_seed
-from colab_swarm.recipes.text import TextSource, open_text, train_tokenizer
-from tests.recipes.test_text import read
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return train_tokenizer(read("python-docs"), vocabulary=2000)
+from colab_swarm.recipes.text import TextSource, open_text
 
 
 def batches(
@@ -46,9 +40,8 @@ def test_samples_are_two_pieces_between_special_tokens(tokenizer: PreTrainedToke
     assert ((tokens == tokenizer.pad_token_id) == ~used).all()
     assert (tokens.gather(1, used.sum(dim=1, keepdim=True) - 1) == tokenizer.sep_token_id).all()
     first_piece_ends = (tokens == tokenizer.sep_token_id).int().argmax(dim=1)
-    assert ((batch["token_type_ids"] == 0).int() * used).sum(dim=1).tolist() == (
-        first_piece_ends + 1
-    ).tolist()
+    first_piece = (batch["token_type_ids"] == 0) & used
+    assert first_piece.sum(dim=1).tolist() == (first_piece_ends + 1).tolist()
 
 
 @pytest.mark.slow
@@ -56,9 +49,8 @@ def test_fifteen_percent_are_hidden_in_the_published_proportions(tokenizer: PreT
     seen = list(itertools.islice(batches(tokenizer), 60))
     shown = torch.cat([batch["input_ids"] for batch in seen])
     labels = torch.cat([batch["labels"] for batch in seen])
-    special = torch.isin(
-        torch.cat([original(batch) for batch in seen]), torch.tensor(tokenizer.all_special_ids)
-    )
+    tokens = torch.cat([original(batch) for batch in seen])
+    special = torch.isin(tokens, torch.tensor(tokenizer.all_special_ids))
     hidden = labels != IGNORED
     assert hidden.sum().item() / (~special).sum().item() == pytest.approx(0.15, abs=0.005)
     assert not (hidden & special).any()

@@ -20,19 +20,12 @@ from colab_swarm.recipes.streaming import (
     StreamedBatches,
     TextMix,
 )
-from colab_swarm.recipes.text import train_tokenizer
 from colab_swarm.training.checkpoint import load_checkpoint, save_checkpoint
 from tests.recipes.test_pretraining import original
 from tests.recipes.test_sentences import Passage
-from tests.recipes.test_text import read
 
 SOURCES = {"python-docs": 1.0}
 SMALL = {"batch_size": 8, "sequence_length": 64, "seed": 1}
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return train_tokenizer(read("python-docs"), vocabulary=2000)
 
 
 @pytest.fixture

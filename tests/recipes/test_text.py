@@ -48,9 +48,8 @@ def test_files_are_found_by_path_by_pattern_and_by_list(tmp_path: Path) -> None:
 
 def test_a_letter_cut_by_a_block_border_is_left_out_and_nothing_else(tmp_path: Path) -> None:
     file = tmp_path / "bengali.txt"
-    file.write_text(
-        "ক" * BLOCK_CHARS, encoding="utf-8"
-    )  # three bytes each: every border but one cuts a letter
+    # three bytes each: every border but one cuts a letter
+    file.write_text("ক" * BLOCK_CHARS, encoding="utf-8")
     letters = "".join(read(file))
     assert set(letters) == {"ক"}
     assert BLOCK_CHARS - 2 <= len(letters) < BLOCK_CHARS
@@ -72,18 +71,13 @@ def test_a_name_that_is_nothing_is_refused_in_one_sentence(monkeypatch: pytest.M
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        ValueError, match="'no/such/thing' is no file here and cannot be loaded as a data set"
-    ):
+    with pytest.raises(ValueError, match="'no/such/thing' is no file here and cannot be loaded"):
         read("no/such/thing")
 
 
 def test_a_source_without_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
-    for source, reason in (
-        ("*.none", "no file matches"),
-        ([], "empty list"),
-        (tmp_path / "empty.txt", "no text"),
-    ):
+    sources = {"*.none": "no file matches", (): "empty list", tmp_path / "empty.txt": "no text"}
+    for source, reason in sources.items():
         with pytest.raises(ValueError, match=reason):
             read(source)

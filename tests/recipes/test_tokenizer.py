@@ -20,16 +20,10 @@ BENGALI = [
 ]
 PROGRAM = """
 import hashlib, random
-from colab_swarm.recipes.text import open_text
-from colab_swarm.recipes.text import train_tokenizer
+from colab_swarm.recipes.text import open_text, train_tokenizer
 tokenizer = train_tokenizer(open_text("python-docs")(random.Random(0)), vocabulary=2000)
 print(hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest())
 """
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return train_tokenizer(read("python-docs"), vocabulary=2000)
 
 
 @pytest.mark.slow
@@ -54,12 +48,10 @@ def test_text_is_normalised_and_comes_back(tokenizer: PreTrainedTokenizerFast) -
     assert tokenizer.decode(ids) == "the with statement, first"
 
 
-def test_digits_and_punctuation_stand_alone(tokenizer: PreTrainedTokenizerFast) -> None:
-    pieces = tokenizer.tokenize("(2024)")
-    assert {"(", "2", "0", "4", ")"} <= set(pieces)
-
-
-def test_letters_never_seen_become_the_unknown_token(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_digits_and_punctuation_stand_alone_and_new_letters_are_unknown(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    assert {"(", "2", "0", "4", ")"} <= set(tokenizer.tokenize("(2024)"))
     assert tokenizer.unk_token_id in tokenizer("ক", add_special_tokens=False)["input_ids"]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from colab_swarm.bench.store_servers import Absent
+from colab_swarm.bench.parameter_store import Absent
 from tests.workunits.servers import SERVERS
 
 

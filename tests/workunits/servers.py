@@ -6,15 +6,15 @@ import itertools
 
 import numpy as np
 
-from colab_swarm.bench import store_servers
+from colab_swarm.bench import parameter_store
 from colab_swarm.workunits.state import Accepted, Assimilated, Unit
 from colab_swarm.workunits.store import ParameterStore, open_store
 from colab_swarm.workunits.weights import Floats
 
 SERVERS = {
-    "redis": store_servers.redis_server,
-    "postgresql": store_servers.postgresql_server,
-    "mariadb": store_servers.mariadb_server,
+    "redis": parameter_store.redis_server,
+    "postgresql": parameter_store.postgresql_server,
+    "mariadb": parameter_store.mariadb_server,
 }
 SHARED = ("sqlite", *SERVERS)
 KINDS = ("memory", *SHARED)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from redis import Redis
 
-from colab_swarm.bench.store_servers import redis_server
+from colab_swarm.bench.parameter_store import redis_server
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits import redis_store
 from colab_swarm.workunits.state import Assimilated

@@ -1,0 +1,256 @@
+"""What benchmarks share: child processes, the report of figures, and plots.
+
+A worker is a function, plain or async, ``work(parent, *arguments)`` at the top level of a module. `Worker` runs it in a
+fresh Python. Parent and child exchange JSON objects, one per line:
+
+    with Crew() as crew:
+        alice = crew.start(work, 4)
+        answer = alice.call(batch=32)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Self
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure. ``key`` is stable, because other programs read it from the JSON."""
+
+    key: str
+    value: float
+    unit: str
+    note: str = ""
+
+
+@dataclass
+class BenchReport:
+    """The figures of one benchmark run; their keys begin with ``prefix``, by default the name."""
+
+    name: str
+    quick: bool
+    prefix: str = ""
+    rows: list[Figure] = field(default_factory=list)
+
+    def add(self, key: str, value: float, unit: str = "", note: str = "") -> None:
+        """Add one figure."""
+        prefix = self.prefix or self.name.replace("-", "_")
+        self.rows.append(Figure(f"{prefix}.{key}", float(value), unit, note))
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Return the figures by their keys without the prefix."""
+        prefix = self.prefix or self.name.replace("-", "_")
+        return {row.key.removeprefix(f"{prefix}."): row.value for row in self.rows}
+
+    def table(self) -> str:
+        """Return the figures as aligned text."""
+        width = max((len(row.key) for row in self.rows), default=0)
+        lines = [f"{self.name}{' (quick)' if self.quick else ''}"]
+        lines += [f"  {r.key:<{width}}  {r.value:>12,.4g} {r.unit:<12} {r.note}".rstrip() for r in self.rows]
+        return "\n".join(lines)
+
+    def save(self, path: str | Path) -> None:
+        """Write ``{"metrics": {key: number}, "environment": {...}}``."""
+        metrics = {row.key: row.value for row in self.rows}
+        Path(path).write_text(json.dumps({"metrics": metrics, "environment": environment()}, indent=1))
+
+
+def environment() -> dict[str, str | int | float]:
+    """Describe the machine and the installed versions."""
+    found: dict[str, str | int | float] = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": os.cpu_count() or 0,
+        "load_1min": os.getloadavg()[0] if hasattr(os, "getloadavg") else -1.0,
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    for package in ("colab-swarm", "torch", "aiohttp", "cryptography", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "absent"
+    return found
+
+
+@contextmanager
+def drawn(
+    path: str | Path, size: tuple[float, float], columns: int = 1, *, sharey: bool = False
+) -> Iterator[Any]:
+    """Give the axes of a new figure, side by side; then add grids and legends and save a PNG. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    yield figure.subplots(1, columns, squeeze=False, sharey=sharey)[0]
+    for axes in figure.axes:
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Let torch use so many threads for the time of a ``with`` block."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def python_command(function: Callable[..., object], *arguments: object) -> list[str]:
+    """Return the command that runs ``function(parent, *arguments)``; arguments must be JSON values."""
+    module = function.__module__
+    if module == "__main__":  # the child imports the module under its own name
+        module = sys.modules[module].__spec__.name  # type: ignore[union-attr]
+    return [sys.executable, "-m", __name__, f"{module}:{function.__name__}", json.dumps(arguments)]
+
+
+class Worker:
+    """A child process that is killed at the end of its ``with`` block.
+
+    Args:
+        work: a function of a module, or the words of a command.
+        arguments: of the function, or more words of the command.
+        grace_s: seconds that the child gets to end by itself when its input ends.
+        environment: variables to set for it.
+    """
+
+    def __init__(
+        self,
+        work: Callable[..., object] | list[Any],
+        *arguments: object,
+        grace_s: float = 0.0,
+        environment: Mapping[str, str] = {},
+    ) -> None:
+        command = [*work, *arguments] if isinstance(work, list) else python_command(work, *arguments)
+        self._grace_s = grace_s
+        self.process = subprocess.Popen(
+            list(map(str, command)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            text=True,
+        )
+
+    def send(self, **message: object) -> None:
+        """Send one message."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(message) + "\n")
+        self.process.stdin.flush()
+
+    def receive(self) -> dict[str, Any]:
+        """Return the next message. Other lines, printed by libraries, are skipped.
+
+        Raises:
+            RuntimeError: the worker ended.
+        """
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                message: dict[str, Any] = json.loads(line)
+                return message
+        raise RuntimeError(f"a worker ended: {self.process.args!r}, exit code {self.process.wait()}")
+
+    def call(self, **message: object) -> dict[str, Any]:
+        """Send a message and return the answer."""
+        self.send(**message)
+        return self.receive()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.close()
+            self.process.wait(self._grace_s)
+        except (subprocess.TimeoutExpired, OSError):
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+
+
+class Crew(list[Worker]):
+    """Workers in the order of their start. They are killed at the end of the ``with`` block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stack = ExitStack()
+
+    def start(self, work: Callable[..., object] | list[Any], *arguments: object, **options: Any) -> Worker:
+        """Start a `Worker`."""
+        self.append(self._stack.enter_context(Worker(work, *arguments, **options)))
+        return self[-1]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+def call_all(workers: Sequence[Worker], **message: object) -> list[dict[str, Any]]:
+    """Send a message to all workers at once, then return their answers."""
+    for worker in workers:
+        worker.send(**message)
+    return [worker.receive() for worker in workers]
+
+
+class Parent:
+    """The worker's view of the process that started it."""
+
+    def __init__(self) -> None:
+        self._output = sys.stdout  # a worker may redirect the standard output later
+
+    def send(self, **message: object) -> None:
+        """Send one message."""
+        print(json.dumps(message), file=self._output, flush=True)
+
+    def receive(self) -> dict[str, Any]:
+        """Return the next message.
+
+        Raises:
+            EOFError: there are no more; it ends the worker quietly.
+        """
+        if line := sys.stdin.readline():
+            message: dict[str, Any] = json.loads(line)
+            return message
+        raise EOFError
+
+    async def wait(self) -> dict[str, Any]:
+        """Wait for the next message without blocking the event loop; see `receive`."""
+        return await asyncio.to_thread(self.receive)
+
+
+if __name__ == "__main__":
+    module, _, name = sys.argv[1].partition(":")
+    try:
+        work = getattr(importlib.import_module(module), name)(Parent(), *json.loads(sys.argv[2]))
+        if inspect.iscoroutine(work):
+            asyncio.run(work)
+    except EOFError:
+        sys.exit(0)

@@ -1,0 +1,180 @@
+"""Each benchmark runs with its quick preset and reports plausible figures, whatever the machine."""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from colab_swarm.bench import averaging, dht, experts, groups, link, moe_throughput, overhead, workunits
+from colab_swarm.bench.__main__ import BENCHMARKS, main
+from colab_swarm.bench.beam_search import PUBLISHED_MS, find_experts
+from colab_swarm.bench.harness import BenchReport
+from colab_swarm.bench.moe_throughput import CPU
+from colab_swarm.bench.ordeal import run_experts
+from colab_swarm.moe.expert import FeedForward
+from colab_swarm.sim import PAPER_CLOUD, run_virtual
+
+
+@pytest.mark.parametrize("place", sorted({*BENCHMARKS.values()} - {"panel:run"}))
+def test_every_benchmark_has_its_function(place: str) -> None:
+    module, _, name = place.partition(":")
+    assert callable(getattr(importlib.import_module(f"colab_swarm.bench.{module}"), name))
+
+
+@pytest.mark.parametrize(
+    "line", ["link --plot x.png", "dht --data x.npz", "link --vs hivemind", "all --faithful"]
+)
+def test_an_option_of_another_benchmark_is_refused(line: str) -> None:
+    with pytest.raises(SystemExit):
+        main(line.split())
+
+
+@pytest.mark.slow
+@pytest.mark.ordeal
+def test_the_averaging_benchmark_runs_and_every_round_succeeds() -> None:
+    figures = averaging.run(quick=True).figures
+    assert figures["success"] == figures["kill_success"] == 1
+    assert 0 < figures["seconds"] < 10
+    assert figures["vs_gloo"] == pytest.approx(figures["seconds"] / figures["gloo_seconds"])
+    assert figures["kill_extra_s"] < 3
+
+
+@pytest.mark.slow
+def test_a_trainer_finds_its_experts_faster_than_published() -> None:
+    found = run_virtual(find_experts(100, 4, PAPER_CLOUD, standing=True))
+    assert statistics.median(found["cold_ms"]) < PUBLISHED_MS[100]
+    assert found["look_ups"] == [5] * 4 and statistics.mean(found["hops"]) < 2
+
+
+@pytest.mark.slow
+def test_a_thousand_virtual_peers_find_fresh_records_in_few_hops() -> None:
+    lookups = run_virtual(dht.read_records(1000, 30, seed=3))
+    assert sum(one.found for one in lookups) >= 29 and sorted(one.hops for one in lookups)[15] <= 5
+
+
+@pytest.mark.slow
+@pytest.mark.ordeal
+def test_the_dht_benchmark_reports_every_figure() -> None:
+    figures = dht.run(quick=True).figures
+    assert figures["found_10k"] >= 0.98 and figures["hops_10k"] <= 6.6
+    assert figures["ops_success"] == figures["found_loopback_32"] == 1
+    assert {"store_ms", "get_ms", "ops_per_s", "latency_ms_10k"} <= figures.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.ordeal
+def test_the_experts_benchmark_reports_every_figure() -> None:
+    figures = experts.run(quick=True).figures
+    keys = {"vs_local", "batching_gain", "nop_calls_per_s", "samples_per_s", "learning_vs_local"}
+    assert figures.keys() >= keys
+    assert all(value > 0 for value in figures.values())
+    assert figures["forward_p99_ms"] >= figures["forward_p50_ms"]
+    assert figures["vs_local"] > 0.1  # far below what it should be: catches a fast path that is gone
+
+
+@pytest.mark.slow
+def test_the_link_benchmark_reports_every_figure() -> None:
+    figures = link.run(quick=True).figures
+    assert figures.keys() >= {"vs_raw", "cpu_s_per_gb", "mb_s", "ws_mb_s", "raw_mb_s", "calls_per_s"}
+    assert figures.keys() >= {"rtt_ms_p50", "rtt_ms_p99", "rtt32_ms_p50", "rtt32_ms_p99"}
+    assert all(value > 0 for value in figures.values())
+    assert figures["rtt_ms_p99"] >= figures["rtt_ms_p50"]
+    assert figures["vs_raw"] > 0.1  # catches a fast path that is gone, not a busy machine
+
+
+@pytest.mark.slow
+@pytest.mark.ordeal
+def test_the_relay_benchmark_reports_every_figure() -> None:
+    report = link.run_relay(quick=True)
+    figures = report.figures
+    assert set(figures) == {"vs_direct", "mb_s", "direct_mb_s", "cpu_s_per_gb", "idle_mb", "idle_cpu_percent"}
+    assert {row.note for row in report.rows if row.key.startswith("relay.idle")} == {"100 idle circuits"}
+    assert figures["vs_direct"] > 0.1 and figures["idle_mb"] < 50
+
+
+@pytest.mark.slow
+@pytest.mark.ordeal
+def test_the_overhead_benchmark_reports_every_figure() -> None:
+    figures = overhead.run(quick=True).figures
+    assert figures.keys() >= {"throughput_ratio", "memory_mib", "join.first_sample_s"}
+    assert figures["processes"] == 0 and figures["memory_mib"] < 80
+    assert figures["throughput_ratio"] > 0.3  # catches a step that blocks, not a busy machine
+
+
+@pytest.mark.slow
+@pytest.mark.ordeal
+def test_no_peer_is_stuck_after_two_virtual_hours_of_churn() -> None:
+    figures = overhead.run_soak(quick=True).figures
+    assert figures["stuck_peers"] == 0 and figures["caught_up"] > 0
+    assert figures["step_share"] >= 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.ordeal
+def test_watching_costs_little_time_and_memory() -> None:
+    pytest.importorskip("nbclient")
+    from colab_swarm.bench import panel
+
+    figures = panel.run(quick=True).figures
+    assert figures.keys() == {"throughput_ratio", "memory_mb", "notebook_kb", "refresh_ms", "core_share"}
+    assert figures["throughput_ratio"] > 0.5  # a busy machine, and few and short phases
+    assert figures["memory_mb"] < 5 and figures["notebook_kb"] < 100
+    assert figures["core_share"] < 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.ordeal
+def test_training_through_experts_continues_while_their_hosts_are_killed() -> None:
+    figures = run_experts(minutes=0.11, kill_every_s=3.0).figures
+    assert figures["ordeal_killed"] >= 2 and figures["ordeal_steps"] > 20
+
+
+@pytest.mark.slow
+@pytest.mark.ordeal
+def test_every_unit_is_assimilated_exactly_once_despite_kills(tmp_path: Path) -> None:
+    report = BenchReport("work-ordeal", True)
+    workunits.ordeal(report, tmp_path, kills=3, epochs=3)
+    figures = report.figures
+    assert figures["coordinator_kills"] == 3 and figures["volunteer_kills"] >= 1
+    assert any("all 3 epochs are done" in row.note for row in report.rows)
+    assert figures["once"] == figures["units"] == 36 and figures["versions_in_order"]
+
+
+@pytest.mark.slow
+@pytest.mark.ordeal
+def test_an_epoch_among_processes_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workunits, "SUBSETS", 6)
+    assert 0 < workunits.epoch_seconds(tmp_path, 2, 2, 2, quick=True) < 60
+
+
+def test_the_group_chosen_for_sixteen_falls_from_all_to_pairs() -> None:
+    assert [groups.chosen_size(16, failing) for failing in (0.0, 0.1, 0.3)] == [16, 4, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.ordeal
+def test_the_report_has_plausible_figures_and_can_be_drawn(tmp_path: Path) -> None:
+    report = groups.run(quick=True)
+    figures = report.figures
+    assert figures["error_16"] < 1e-6 and figures["error_13"] < 1e-6
+    assert figures["error_kept_m4"] < 1
+    assert 0 < figures["undisturbed_m2"] <= 1
+    assert max(value for key, value in figures.items() if "slowest" in key) < 10
+    groups.plot(report, str(tmp_path / "groups.png"))
+    assert (tmp_path / "groups.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_many_batches_in_flight_do_not_feel_a_delay_that_stops_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = tuple(replace(kind, make=lambda: FeedForward(8), sample=(8,)) for kind in CPU.kinds)
+    plan = replace(CPU, kinds=kinds, blocks=2, in_flight=8, delays_s=(0.0, 0.2), seconds=0.5)
+    monkeypatch.setattr(moe_throughput, "CPU", plan)
+    monkeypatch.setattr(moe_throughput.torch.cuda, "is_available", lambda: False)
+    values = moe_throughput.run().figures
+    assert values["vs_model_parallel_at_200ms"] > 2
+    assert values["retained_at_200ms"] > 0
+    assert values["ffn_0ms_samples_per_s"] > values["ffn_200ms_samples_per_s"]

@@ -1,0 +1,13 @@
+from __future__ import annotations
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from colab_swarm.recipes.text import train_tokenizer
+from tests.recipes.test_text import read
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """That of `albert("tiny")`."""
+    return train_tokenizer(read("python-docs"), vocabulary=2000)
