@@ -17,9 +17,10 @@ import msgspec
 from colab_swarm.errors import CallRefused, PeerError, PeerLost, PeerTimeout, ProtocolError
 from colab_swarm.events import EventLog, Fault
 from colab_swarm.net.carrier import Loopback, NoCipher, NodeSettings, Remote, Traffic
-from colab_swarm.net.frames import Frame, FrameKind
 from colab_swarm.net.mux import (
     Failure,
+    Frame,
+    FrameKind,
     Handler,
     Mux,
     ServiceTable,

@@ -28,10 +28,9 @@ from colab_swarm.net.relay import Relay, RelayQuota
 from colab_swarm.net.tunnels import TunnelSettings
 from colab_swarm.swarm.saved import PeerStore
 from colab_swarm.training.settings import PeerServices
-from colab_swarm.trust.access import RunAccess
+from colab_swarm.trust.access import RunAccess, Trust
 from colab_swarm.trust.contributions import newest
 from colab_swarm.trust.member import ClockWatch
-from colab_swarm.trust.service import Trust
 
 logger = logging.getLogger(__name__)
 ENTER_TIMEOUT_S = 15.0

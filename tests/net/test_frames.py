@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.errors import ProtocolError
-from colab_swarm.net.frames import HEADER, MAX_PACKET_BYTES, Frame, FrameKind, FrameReader, encode, to_packets
+from colab_swarm.net.mux import HEADER, MAX_PACKET_BYTES, Frame, FrameKind, FrameReader, encode, to_packets
 from colab_swarm.net.peers import MAX_MESSAGE_BYTES, MAX_PAYLOAD_BYTES
 
 PARTS = st.tuples(st.integers(0, 2**63), st.binary(max_size=300), st.integers(0, 200_000))

@@ -11,10 +11,10 @@ import pytest
 
 from colab_swarm.errors import CallRefused, PeerError, PeerLost
 from colab_swarm.net import link as answers
-from colab_swarm.net.frames import FrameKind, encode
 from colab_swarm.net.handshake import Introduction, dial_any
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.link import LEAVE_TIMEOUT_S
+from colab_swarm.net.mux import FrameKind, encode
 from colab_swarm.net.peers import Stream
 from tests.net.swarm import Echo, Piece, Talk, identity, peers, run, start, until
 

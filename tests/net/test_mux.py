@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.errors import ProtocolError
-from colab_swarm.net.frames import Frame, FrameKind, encode
-from colab_swarm.net.mux import STREAM_WINDOW_BYTES, Mux, encode_opening, item_cost
+from colab_swarm.net.mux import STREAM_WINDOW_BYTES, Frame, FrameKind, Mux, encode, encode_opening, item_cost
 from colab_swarm.net.peers import MAX_MESSAGE_BYTES, Message
 
 

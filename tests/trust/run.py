@@ -14,9 +14,9 @@ from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Grant, MembershipAdmission
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Role
+from colab_swarm.trust.access import ClosedRun, Trust
 from colab_swarm.trust.authority import AuthorityBook, AuthoritySettings
 from colab_swarm.trust.member import Credentials, RunMember
-from colab_swarm.trust.service import ClosedRun, Trust
 from tests.net.swarm import LOOPBACK, echo, identity
 from tests.net.swarm import Echo as Echo
 

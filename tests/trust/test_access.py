@@ -18,9 +18,8 @@ from colab_swarm.invite import Access, Invite
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Contact, Role
-from colab_swarm.trust.access import RunAccess
+from colab_swarm.trust.access import RunAccess, Trust
 from colab_swarm.trust.authority import Allowlist
-from colab_swarm.trust.service import Trust
 from tests.net.swarm import LOOPBACK, Echo, echo, identity
 
 ALLOW = Allowlist(("alice",))

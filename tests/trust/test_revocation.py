@@ -14,8 +14,8 @@ from colab_swarm.net.identity import id_of
 from colab_swarm.net.membership import MembershipAdmission
 from colab_swarm.net.peers import PeerId
 from colab_swarm.sim import HOME, SimNetwork, run_virtual, virtual_time
+from colab_swarm.trust.access import PERIOD_S, RevocationWatch
 from colab_swarm.trust.authority import ShareRevoked
-from colab_swarm.trust.service import PERIOD_S, RevocationWatch
 from tests.dht.swarm import join, swarm
 from tests.net.swarm import until
 from tests.trust.run import Echo, call, run_with

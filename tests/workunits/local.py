@@ -19,8 +19,7 @@ from torch import nn
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import MembershipAdmission
 from colab_swarm.net.peers import Message
-from colab_swarm.trust.access import RunAccess
-from colab_swarm.trust.service import ClosedRun
+from colab_swarm.trust.access import ClosedRun, RunAccess
 from colab_swarm.workunits.coordinator import Coordinator
 from colab_swarm.workunits.job import Job, WorkPlan
 from colab_swarm.workunits.messages import AskForUnits, GivenUnit, GivenUnits, Problem
