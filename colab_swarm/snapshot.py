@@ -16,7 +16,7 @@ class PeerRow:
     Attributes:
         name: chosen by the peer; untrusted.
         id: short hex id.
-        role: trainer, backbone, catching up and the like.
+        role: trainer, idle, paused, catching up, assistant or peer.
         step: its global step.
         samples_per_s: its speed.
         samples: accumulated towards the next step.

@@ -197,6 +197,7 @@ class Overview:
         peers, rows, shown = self._services.peers, [], trainers.keys() | assistants.keys()
         for peer, record in sorted(trainers.items()):
             role = "catching up" if record.syncing else "paused" if record.paused else "trainer"
+            role = "idle" if record.idle and not record.paused else role
             rows.append(self._row(peer, record.name, role, bool(record.addresses), record))
         for peer in sorted(assistants.keys() - trainers.keys()):
             rows.append(self._row(peer, assistants[peer].name, "assistant", True))
@@ -217,7 +218,7 @@ class Overview:
         return replace(
             row,
             step=record.step,
-            samples_per_s=record.samples_per_s,
+            samples_per_s=0.0 if record.absent else record.samples_per_s,
             samples=record.samples,
             upload_bps=record.upload_bps,
             download_bps=record.download_bps,

@@ -8,6 +8,7 @@ import textwrap
 import threading
 import time
 
+import msgspec
 import pytest
 
 import colab_swarm as cs
@@ -45,6 +46,17 @@ def test_a_trainer_sees_links_speeds_its_share_and_the_last_rounds() -> None:
     assert [one.step for one in shown.rounds] == [0, 1, 2]
     assert all(len(one.members) == one.group_size for one in shown.rounds)
     assert shown.leaderboard == () and not shown.paused
+
+
+@pytest.mark.parametrize("state", ["idle", "paused"])
+def test_a_peer_that_computes_nothing_is_no_trainer(state: str) -> None:
+    with cs.simulate(peers=1, network="lan") as simulation:
+        swarm = simulation.swarms["alice"]
+        progress = join_training(swarm, model()).collaboration.progress
+        progress.own = msgspec.structs.replace(progress.own, samples_per_s=5.0)
+        assert [(row.role, row.samples_per_s) for row in swarm.snapshot().peers] == [("trainer", 5.0)]
+        progress.own = msgspec.structs.replace(progress.own, **{state: True})
+        assert [(row.role, row.samples_per_s) for row in swarm.snapshot().peers] == [(state, 0.0)]
 
 
 @pytest.mark.slow
