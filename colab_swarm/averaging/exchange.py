@@ -32,16 +32,13 @@ class AveragingSettings:
     """Timeouts of a round.
 
     Attributes:
-        round_timeout_s: bound on the whole round, recovery included.
         patience_s: silence after which a contributor is dropped; 10 s or more, as a busy notebook stalls its peer.
-        probe_s: how often to look for silent and absent members.
-        dial_timeout_s: for reaching a member.
     """
 
-    round_timeout_s: float = 120.0
+    round_timeout_s: float = 120.0  # bound on the whole round, recovery included
     patience_s: float = 10.0
-    probe_s: float = 0.5
-    dial_timeout_s: float = 3.0
+    probe_s: float = 0.5  # how often to look for silent and absent members
+    dial_timeout_s: float = 3.0  # for reaching a member
 
 
 LEAD = 0.01
@@ -186,17 +183,11 @@ class Chunk(Message, frozen=True):
 
 @dataclass(frozen=True)
 class UploadEncoding:
-    """How a member encodes its contribution.
+    """How a member encodes its contribution."""
 
-    Attributes:
-        precision: None: the group's codec.
-        fine: values at the front that belong to small tensors (see `Precision`).
-        feedback: records what compression cut off each value.
-    """
-
-    precision: str | None = None
-    fine: int | None = None
-    feedback: ErrorFeedback | None = None
+    precision: str | None = None  # None: the group's codec
+    fine: int | None = None  # values at the front that belong to small tensors (see `Precision`)
+    feedback: ErrorFeedback | None = None  # records what compression cut off each value
 
 
 class RoundPing(Message, frozen=True):

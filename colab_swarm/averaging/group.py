@@ -119,24 +119,21 @@ class Ticket(Message, frozen=True):
 
     Attributes:
         lineage, schema: digests of the training history and of the vector's layout; all members have the same.
-        weight: usually samples; a peer with weight 0 only receives.
-        reduces: the peer accepts connections.
         upload_bps, download_bps: measured bandwidth of its links, bits per second; None: not measured yet.
-        assists: the peer trains nothing and needs no means; it only reduces.
     """
 
     prefix: str
     step: int
     lineage: bytes
-    weight: float
+    weight: float  # usually samples; a peer with weight 0 only receives
     numel: int
     schema: bytes
-    reduces: bool = True
+    reduces: bool = True  # the peer accepts connections
     upload_bps: float | None = None
     download_bps: float | None = None
     codec: str = "float32"
     mean_codec: str = "float32"
-    assists: bool = False
+    assists: bool = False  # the peer trains nothing and needs no means; it only reduces
     samples_per_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -237,17 +234,11 @@ class JoinEta(Message, frozen=True):
 
 @dataclass(frozen=True)
 class Sharing:
-    """The decision of a strategy.
+    """The decision of a strategy."""
 
-    Attributes:
-        shares: relative share per ticket, >= 0; one at least is > 0 if any ticket reduces.
-        predicted_s: seconds that averaging will take; None: not known.
-        explanation: one sentence for people.
-    """
-
-    shares: tuple[float, ...]
-    predicted_s: float | None = None
-    explanation: str = ""
+    shares: tuple[float, ...]  # relative share per ticket, >= 0; one at least is > 0 if any ticket reduces
+    predicted_s: float | None = None  # seconds that averaging will take; None: not known
+    explanation: str = ""  # one sentence for people
 
 
 Strategy: TypeAlias = Callable[[Sequence[Ticket]], Sharing]
@@ -267,19 +258,12 @@ def rank(prefix: str, step: int, peers: Iterable[PeerId]) -> list[PeerId]:
 
 @dataclass(frozen=True)
 class GroupFormationSettings:
-    """How long an organizer waits for candidates.
+    """How long an organizer waits for candidates."""
 
-    Attributes:
-        window_s: for candidates that cannot be called but may join on their own.
-        slack_s: beyond the time that a candidate announced.
-        max_window_s: in any case.
-        call_timeout_s: for the answer to a call; a busy notebook answers late.
-    """
-
-    window_s: float = 2.0
-    slack_s: float = 1.0
-    max_window_s: float = 60.0
-    call_timeout_s: float = 10.0
+    window_s: float = 2.0  # for candidates that cannot be called but may join on their own
+    slack_s: float = 1.0  # beyond the time that a candidate announced
+    max_window_s: float = 60.0  # in any case
+    call_timeout_s: float = 10.0  # for the answer to a call; a busy notebook answers late
 
 
 def valid_weight(weight: float) -> bool:

@@ -142,15 +142,10 @@ def _covered(peers: int, group_size: int, reachable: int) -> tuple[tuple[int, ..
 
 @dataclass(frozen=True)
 class RoundTime:
-    """Duration of a round: finding the group, and the transfer, of which a member moves (m - 1) / m.
+    """Duration of a round: finding the group, and the transfer, of which a member moves (m - 1) / m."""
 
-    Attributes:
-        overhead_s: for any size of the group.
-        transfer_s: in a large group.
-    """
-
-    overhead_s: float
-    transfer_s: float
+    overhead_s: float  # for any size of the group
+    transfer_s: float  # in a large group
 
     def seconds(self, group_size: int) -> float:
         """Return T(m), seconds."""

@@ -44,17 +44,14 @@ class Capacity:
     """Speed and bandwidth of one peer.
 
     Attributes:
-        samples_per_s: speed of its gradients; 0: it has no accelerator.
         upload_bps, download_bps: bits per second; None: not known, taken as the median of the others'.
-        reduces: accepts connections.
-        receives: needs the means; an assistant does not.
     """
 
-    samples_per_s: float = 0.0
+    samples_per_s: float = 0.0  # speed of its gradients; 0: it has no accelerator
     upload_bps: float | None = None
     download_bps: float | None = None
-    reduces: bool = True
-    receives: bool = True
+    reduces: bool = True  # accepts connections
+    receives: bool = True  # needs the means; an assistant does not
 
 
 @dataclass(frozen=True)
@@ -76,21 +73,13 @@ class AveragingSetup:
 
 @dataclass(frozen=True)
 class SharePlan:
-    """The work of each peer, and the predicted speed.
+    """The work of each peer, and the predicted speed."""
 
-    Attributes:
-        computes: per peer, whether it contributes gradients.
-        shares: per peer, the part of the vector that it reduces; they add up to 1.
-        averaging_s: predicted seconds of one round.
-        steps_per_s: predicted rate of steps, with gradients computed during averaging.
-        explanation: one sentence for people.
-    """
-
-    computes: tuple[bool, ...]
-    shares: tuple[float, ...]
-    averaging_s: float
-    steps_per_s: float
-    explanation: str
+    computes: tuple[bool, ...]  # per peer, whether it contributes gradients
+    shares: tuple[float, ...]  # per peer, the part of the vector that it reduces; they add up to 1
+    averaging_s: float  # predicted seconds of one round
+    steps_per_s: float  # predicted rate of steps, with gradients computed during averaging
+    explanation: str  # one sentence for people
 
 
 def plan(setup: AveragingSetup) -> SharePlan:

@@ -28,19 +28,14 @@ class Record(Message, frozen=True):
     """One value under a key and a subkey.
 
     Attributes:
-        subkey: holds one record; a subkey of 32 bytes is a peer's id, and only that peer may write it.
-        value: msgpack.
-        expires_at: end of its life, the writer's swarm time.
-        version: the writer's swarm time when it wrote, microseconds; the highest wins.
-        ttl_s: seconds left when this message was sent; not signed.
         owner, signature: Ed25519 public key and signature, or empty; only its owner replaces an owned record.
     """
 
-    subkey: bytes
-    value: bytes
-    expires_at: float
-    version: int
-    ttl_s: float
+    subkey: bytes  # holds one record; a subkey of 32 bytes is a peer's id, and only that peer may write it
+    value: bytes  # msgpack
+    expires_at: float  # end of its life, the writer's swarm time
+    version: int  # the writer's swarm time when it wrote, microseconds; the highest wins
+    ttl_s: float  # seconds left when this message was sent; not signed
     owner: bytes = b""
     signature: bytes = b""
 
@@ -118,33 +113,23 @@ class DHTSettings:
     """Settings of the DHT.
 
     Attributes:
-        bucket_size: contacts per bucket and in a reply (Kademlia's k).
-        replicas: peers that hold a record.
-        read_replicas: peers that a reader hears.
-        parallel: queries in flight during a lookup (Kademlia's alpha).
-        timeout_s: of one query; a silent peer costs less, see `Lookup`.
-        refresh_s: seconds between lookups of quiet buckets.
-        retry_s: seconds between retries of one of the lost peers.
         republish_s: seconds after which held records are stored again at the peers that are nearest by then.
         value_bytes, subkey_bytes: limits of one record.
-        key_bytes: limit of all records under one key; they must fit in one message.
-        total_bytes: limit of all records that this peer holds for others.
-        max_ttl_s: longest life of a record, seconds.
     """
 
-    bucket_size: int = 20
-    replicas: int = 5
-    read_replicas: int = 3
-    parallel: int = 3
-    timeout_s: float = 5.0
-    refresh_s: float = 120.0
-    retry_s: float = 30.0
+    bucket_size: int = 20  # contacts per bucket and in a reply (Kademlia's k)
+    replicas: int = 5  # peers that hold a record
+    read_replicas: int = 3  # peers that a reader hears
+    parallel: int = 3  # queries in flight during a lookup (Kademlia's alpha)
+    timeout_s: float = 5.0  # of one query; a silent peer costs less, see `Lookup`
+    refresh_s: float = 120.0  # seconds between lookups of quiet buckets
+    retry_s: float = 30.0  # seconds between retries of one of the lost peers
     republish_s: float = 600.0
     value_bytes: int = 1 << 15
     subkey_bytes: int = 256
-    key_bytes: int = 200_000
-    total_bytes: int = 1 << 26
-    max_ttl_s: float = 24 * 3600.0
+    key_bytes: int = 200_000  # limit of all records under one key; they must fit in one message
+    total_bytes: int = 1 << 26  # limit of all records that this peer holds for others
+    max_ttl_s: float = 24 * 3600.0  # longest life of a record, seconds
 
 
 class Storage:

@@ -210,17 +210,11 @@ class PeerExchange:
 
 
 class WaitingRecord(Message, frozen=True):
-    """Published by a peer that waits for a group; signed, under its own subkey.
+    """Published by a peer that waits for a group; signed, under its own subkey."""
 
-    Attributes:
-        addresses: at which it can be dialled.
-        terms: see `ElasticSettings.terms`.
-        at: its swarm time; an older record may be a leftover.
-    """
-
-    addresses: tuple[str, ...]
-    terms: str
-    at: float
+    addresses: tuple[str, ...]  # at which it can be dialled
+    terms: str  # see `ElasticSettings.terms`
+    at: float  # its swarm time; an older record may be a leftover
 
 
 @contextlib.asynccontextmanager

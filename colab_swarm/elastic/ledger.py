@@ -27,36 +27,24 @@ from colab_swarm.tensors.codecs import Floats
 
 @dataclass(frozen=True)
 class Late:
-    """A bucket that arrived after its step was closed.
-
-    Attributes:
-        values: the received values.
-        change: correction of the sum over peers: the values less their stand-in.
-    """
+    """A bucket that arrived after its step was closed."""
 
     peer: int
     step: int
     bucket: int
-    values: Floats
-    change: Floats
+    values: Floats  # the received values
+    change: Floats  # correction of the sum over peers: the values less their stand-in
 
 
 @dataclass(frozen=True)
 class Closed:
-    """A closed step.
-
-    Attributes:
-        gradients: per bucket, what to apply: the mean over peers, with stand-ins and corrections.
-        arrived: buckets of this step by peer, including the peer's own.
-        late: buckets of earlier steps that arrived during this one, corrected here.
-        missing: (peer, step, bucket) still owed by peers that are not lost.
-    """
+    """A closed step."""
 
     step: int
-    gradients: list[Floats]
-    arrived: dict[int, dict[int, Floats]]
-    late: tuple[Late, ...]
-    missing: frozenset[tuple[int, int, int]]
+    gradients: list[Floats]  # per bucket, what to apply: the mean over peers, with stand-ins and corrections
+    arrived: dict[int, dict[int, Floats]]  # buckets of this step by peer, including the peer's own
+    late: tuple[Late, ...]  # buckets of earlier steps that arrived during this one, corrected here
+    missing: frozenset[tuple[int, int, int]]  # (peer, step, bucket) still owed by peers that are not lost
 
 
 class GradientLedger:

@@ -32,19 +32,15 @@ class StepFacts:
     """Measured facts of a run.
 
     Attributes:
-        peers: p, of the group at its start.
-        m: M, the root of the gradients' second moment, ``E ||g||^2 <= M^2``.
-        sigma: the root of their variance, ``E ||g - E g||^2 <= sigma^2``.
         gamma: of the codec with error feedback, ``||Q(w) - w||^2 <= gamma ||w||^2``; None: unknown.
-        crashed: number of lost peers.
         largest: largest norm of a gradient so far. It bounds what crashes lose, which is too little for a mean.
     """
 
-    peers: int
-    m: float
-    sigma: float
+    peers: int  # p, of the group at its start
+    m: float  # M, the root of the gradients' second moment, ``E ||g||^2 <= M^2``
+    sigma: float  # the root of their variance, ``E ||g - E g||^2 <= sigma^2``
     gamma: float | None = 0.0
-    crashed: int = 0
+    crashed: int = 0  # number of lost peers
     largest: float = 0.0
 
 
@@ -74,17 +70,11 @@ RESOLUTION_S = 1e-3
 
 @dataclass(frozen=True)
 class Arrived:
-    """The received part of another peer's gradient.
+    """The received part of another peer's gradient."""
 
-    Attributes:
-        norm: of all received buckets together.
-        numel: values in them.
-        complete: whether nothing is missing.
-    """
-
-    norm: float
-    numel: int
-    complete: bool
+    norm: float  # of all received buckets together
+    numel: int  # values in them
+    complete: bool  # whether nothing is missing
 
 
 @dataclass(frozen=True)
@@ -92,25 +82,18 @@ class StepStatus:
     """Status of the open step at one peer.
 
     Attributes:
-        step: t, from 0.
-        peers: p, of the group at its start.
         own_norm, own_numel: of its own gradient.
-        arrived: of step t, one for each other peer that is not lost.
-        overdue: peers, not lost, that still owe something of step t - max_delay or earlier.
-        owed: incomplete gradients (of one peer and step, up to t) of peers that are not lost.
-        lost: number of lost peers.
-        waited_s: since its own backward pass ended.
     """
 
-    step: int
-    peers: int
+    step: int  # t, from 0
+    peers: int  # p, of the group at its start
     own_norm: float
     own_numel: int
-    arrived: tuple[Arrived, ...]
-    overdue: int
-    owed: int
-    lost: int
-    waited_s: float
+    arrived: tuple[Arrived, ...]  # of step t, one for each other peer that is not lost
+    overdue: int  # peers, not lost, that still owe something of step t - max_delay or earlier
+    owed: int  # incomplete gradients (of one peer and step, up to t) of peers that are not lost
+    lost: int  # number of lost peers
+    waited_s: float  # since its own backward pass ended
 
     @property
     def complete(self) -> bool:

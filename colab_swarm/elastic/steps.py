@@ -127,17 +127,12 @@ class ElasticSnapshot:
 
 
 class Piece(Message, frozen=True):
-    """One bucket of a gradient; its encoded values are the payload.
-
-    Attributes:
-        squares: squared norm of the values before compression.
-        residual_squares: squared norm of what compression keeps back for the next step.
-    """
+    """One bucket of a gradient; its encoded values are the payload."""
 
     step: int
     bucket: int
-    squares: float = 0.0
-    residual_squares: float = 0.0
+    squares: float = 0.0  # squared norm of the values before compression
+    residual_squares: float = 0.0  # squared norm of what compression keeps back for the next step
 
     def __post_init__(self) -> None:
         if not (0 <= self.squares < math.inf and 0 <= self.residual_squares < math.inf):
@@ -148,15 +143,10 @@ logger = logging.getLogger(__name__)
 
 
 class PieceExchange(Protocol):
-    """One member's connections to all others of its group. Used on the runtime's loop.
+    """One member's connections to all others of its group. Used on the runtime's loop."""
 
-    Attributes:
-        me: this member's number.
-        members: size of the group.
-    """
-
-    me: int
-    members: int
+    me: int  # this member's number
+    members: int  # size of the group
 
     async def begin(self, steps: ElasticSteps) -> None:
         """Report buckets and losses to ``steps`` from now on; return when all members are ready to receive.

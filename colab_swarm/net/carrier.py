@@ -21,7 +21,6 @@ class NodeSettings:
     """Settings of `colab_swarm.net.node.Node`.
 
     Attributes:
-        run_id: name of the run, 64 bytes at most; peers of another run are refused.
         host, port: where to listen; an empty host is every interface, IPv4 and IPv6; port 0 takes a free one.
         listen: whether to accept links; a node that does not (client mode) dials, and is called back over its links.
         announce: addresses others can dial, like ``ws://203.0.113.7:4500``; None uses those of the interfaces.
@@ -29,13 +28,10 @@ class NodeSettings:
         keep_alive_s: seconds between pings of a link; one silent for three times as long is closed.
         idle_link_s: a link unused for so long is closed, unless one of its ends cannot be dialled.
         max_links: links at once; beyond that the one unused for longest is closed, or new ones are refused.
-        max_handshakes: accepted connections whose handshake is not complete.
-        dial_timeout_s: for one address, handshake included.
-        handshake_timeout_s: for an accepted connection to complete its handshake.
         max_streams_per_link, max_calls_per_link: what one peer may have open.
     """
 
-    run_id: str = ""
+    run_id: str = ""  # name of the run, 64 bytes at most; peers of another run are refused
     host: str = ""
     port: int = 0
     listen: bool = True
@@ -45,9 +41,9 @@ class NodeSettings:
     keep_alive_s: float = 10.0
     idle_link_s: float = 300.0
     max_links: int = 256
-    max_handshakes: int = 64
-    dial_timeout_s: float = 10.0
-    handshake_timeout_s: float = 10.0
+    max_handshakes: int = 64  # accepted connections whose handshake is not complete
+    dial_timeout_s: float = 10.0  # for one address, handshake included
+    handshake_timeout_s: float = 10.0  # for an accepted connection to complete its handshake
     max_streams_per_link: int = 256
     max_calls_per_link: int = 1024
 
@@ -150,18 +146,15 @@ class Path:
     """The way of a link to the other end.
 
     Attributes:
-        relay: the relay of a relayed link.
         local, remote: IP address and port of both ends of the TCP connection, None in memory.
-        address: the dial address that worked, empty where this end did not dial.
-        caller_host: IP address at which the relay sees the caller, empty if the relay does not say.
     """
 
     way: LinkType = LinkType.DIRECT
-    relay: PeerId | None = None
+    relay: PeerId | None = None  # the relay of a relayed link
     local: HostPort | None = None
     remote: HostPort | None = None
-    address: str = ""
-    caller_host: str = ""
+    address: str = ""  # the dial address that worked, empty where this end did not dial
+    caller_host: str = ""  # IP address at which the relay sees the caller, empty if the relay does not say
 
     @property
     def seen_host(self) -> str:

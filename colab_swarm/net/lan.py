@@ -32,19 +32,12 @@ Access = Literal["open", "invite", "allowlist"]
 
 @dataclass(frozen=True)
 class Announcement:
-    """What one peer announces on its network.
+    """What one peer announces on its network."""
 
-    Attributes:
-        run_id: the run's unique name, 64 bytes at most.
-        access: the run admits every peer, holders of an invitation, or accounts on its list.
-        name: the peer's display name; cut to 48 characters.
-        contact: the peer; of its addresses, the ``ws://IP:PORT`` ones of one port are announced.
-    """
-
-    run_id: str
-    access: Access
-    name: str
-    contact: Contact
+    run_id: str  # the run's unique name, 64 bytes at most
+    access: Access  # the run admits every peer, holders of an invitation, or accounts on its list
+    name: str  # the peer's display name; cut to 48 characters
+    contact: Contact  # the peer; of its addresses, the ``ws://IP:PORT`` ones of one port are announced
 
 
 @dataclass(frozen=True)

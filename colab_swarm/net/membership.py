@@ -70,22 +70,16 @@ class Grant(Signed, frozen=True):
     """Rights of an invitation, signed by the authority.
 
     Attributes:
-        run_id: the run.
-        role: the highest role it gives.
-        key: the invitation's own public key.
-        join_until: memberships under it start before this time.
-        member_until: memberships under it end before this time.
         uses: peers that may join by it, 0 for any number; the authority counts.
-        offline: whether the invitation's key may sign memberships; only with unlimited uses.
     """
 
-    run_id: RunId
-    role: Role
-    key: Key
-    join_until: Moment
-    member_until: Moment
+    run_id: RunId  # the run
+    role: Role  # the highest role it gives
+    key: Key  # the invitation's own public key
+    join_until: Moment  # memberships under it start before this time
+    member_until: Moment  # memberships under it end before this time
     uses: Annotated[int, msgspec.Meta(ge=0, le=MAX_USES)] = 0
-    offline: bool = True
+    offline: bool = True  # whether the invitation's key may sign memberships; only with unlimited uses
 
     def require_covers(self, membership: Membership, authority: bytes) -> None:
         """Raise `NotAdmitted` if the authority did not sign this, or role or times of the membership exceed it."""

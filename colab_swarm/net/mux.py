@@ -245,15 +245,12 @@ class Flow:
     """Flow control of one stream, in bytes.
 
     Attributes:
-        credit: what this end may still send; negative when the last item overdrew it.
-        window: what the peer may still send.
-        consumed: taken by the application but not yet granted again.
         sent_end, got_end: which END has passed.
     """
 
-    credit: int = STREAM_WINDOW_BYTES
-    window: int = STREAM_WINDOW_BYTES
-    consumed: int = 0
+    credit: int = STREAM_WINDOW_BYTES  # what this end may still send; negative when the last item overdrew it
+    window: int = STREAM_WINDOW_BYTES  # what the peer may still send
+    consumed: int = 0  # taken by the application but not yet granted again
     sent_end: bool = False
     got_end: bool = False
 

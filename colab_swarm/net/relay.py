@@ -102,23 +102,20 @@ class RelayQuota:
     """Limits of a relay; None for no limit.
 
     Attributes:
-        places: peers that may hold a place.
         circuits, circuits_per_peer: open at once, in all and for one peer.
         circuit_bytes, circuit_s: one circuit carries so much, for so long; then it is closed.
         circuit_bps, total_bps: bits per second of one circuit and of all.
-        total_bytes: all circuits together since the relay started; then it opens no more.
-        place_s: duration of a place, seconds.
     """
 
-    places: int = 256
+    places: int = 256  # peers that may hold a place
     circuits: int = 256
     circuits_per_peer: int = 32
     circuit_bytes: float | None = None
     circuit_s: float | None = None
     circuit_bps: float | None = None
     total_bps: float | None = None
-    total_bytes: float | None = None
-    place_s: float = 300.0
+    total_bytes: float | None = None  # all circuits together since the relay started; then it opens no more
+    place_s: float = 300.0  # duration of a place, seconds
 
     def __repr__(self) -> str:
         return settings(self)

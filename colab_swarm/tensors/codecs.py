@@ -152,17 +152,12 @@ class TopK:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Elias-Fano layout of ``kept`` ascending indices below ``numel``.
-
-    Attributes:
-        low_bits: of each index, written directly.
-        high_bits: length of the string whose ones encode the rest.
-    """
+    """Elias-Fano layout of ``kept`` ascending indices below ``numel``."""
 
     numel: int
     kept: int
-    low_bits: int
-    high_bits: int
+    low_bits: int  # of each index, written directly
+    high_bits: int  # length of the string whose ones encode the rest
 
     @classmethod
     def of(cls, numel: int, kept: int) -> _Layout:

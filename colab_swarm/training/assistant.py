@@ -82,19 +82,12 @@ class Memory:
 
 @dataclass
 class AssistantTally:
-    """The work of an assistant.
+    """The work of an assistant."""
 
-    Attributes:
-        collaborations: prefixes of those it helps now.
-        rounds: rounds in which it reduced.
-        reduced_bytes: payload that it received and sent in them.
-        mirrored_bytes: training state that it passed on.
-    """
-
-    collaborations: tuple[str, ...] = ()
-    rounds: int = 0
-    reduced_bytes: int = 0
-    mirrored_bytes: int = 0
+    collaborations: tuple[str, ...] = ()  # prefixes of those it helps now
+    rounds: int = 0  # rounds in which it reduced
+    reduced_bytes: int = 0  # payload that it received and sent in them
+    mirrored_bytes: int = 0  # training state that it passed on
 
 
 class Assistant:

@@ -50,34 +50,23 @@ class ProgressRecord(Message, frozen=True):
     """A peer's progress, published in the DHT, signed, under its own subkey.
 
     Attributes:
-        step: updates applied to its parameters.
-        lineage: digest chain that names the branch of its parameters.
-        samples: accumulated for the next step.
-        samples_per_s: its own speed.
-        syncing: it has no state yet; it takes part with weight 0 and reduces nothing.
-        reduces: other peers can reach it, and it takes a share of the averaging.
-        name: for people.
-        addresses: where it can be dialled.
-        loss: mean loss of the samples, if reported.
-        local_steps: least number of steps that it takes between two rounds.
-        paused: it computes nothing for now; no round waits for it, but it gives its state.
         upload_bps, download_bps: measured bandwidth of its links, bits per second, for people; None: not measured yet.
         idle: it is not paused, but has finished no micro-batch for much longer than one takes; counts like paused.
     """
 
-    step: int
-    lineage: bytes
-    samples: float
-    samples_per_s: float
-    syncing: bool
-    reduces: bool
-    name: str
-    addresses: tuple[str, ...] = ()
-    loss: float | None = None
-    local_steps: int = 1
+    step: int  # updates applied to its parameters
+    lineage: bytes  # digest chain that names the branch of its parameters
+    samples: float  # accumulated for the next step
+    samples_per_s: float  # its own speed
+    syncing: bool  # it has no state yet; it takes part with weight 0 and reduces nothing
+    reduces: bool  # other peers can reach it, and it takes a share of the averaging
+    name: str  # for people
+    addresses: tuple[str, ...] = ()  # where it can be dialled
+    loss: float | None = None  # mean loss of the samples, if reported
+    local_steps: int = 1  # least number of steps that it takes between two rounds
     upload_bps: float | None = None
     download_bps: float | None = None
-    paused: bool = False
+    paused: bool = False  # it computes nothing for now; no round waits for it, but it gives its state
     idle: bool = False
 
     def __post_init__(self) -> None:
@@ -291,19 +280,12 @@ def participants_of(records: Mapping[PeerId, ProgressRecord], step: int, lineage
 
 
 class AssistantRecord(Message, frozen=True):
-    """A peer that reduces, and passes on the state, for a run's collaborations; signed, under its own subkey.
+    """A peer that reduces, and passes on the state, for a run's collaborations; signed, under its own subkey."""
 
-    Attributes:
-        name: for people.
-        addresses: where it can be dialled.
-        collaboration: prefix of the only one that it helps; empty: any of the run.
-        told_at: its swarm time; a record that is not newer is no sign of life.
-    """
-
-    name: str
-    addresses: tuple[str, ...]
-    collaboration: str
-    told_at: float
+    name: str  # for people
+    addresses: tuple[str, ...]  # where it can be dialled
+    collaboration: str  # prefix of the only one that it helps; empty: any of the run
+    told_at: float  # its swarm time; a record that is not newer is no sign of life
 
 
 class Assistants:

@@ -68,21 +68,13 @@ class TrafficBudget:
 
 @dataclass(frozen=True)
 class CommunicationPlan:
-    """How a peer stays within its budget.
+    """How a peer stays within its budget."""
 
-    Attributes:
-        reduces: for other peers.
-        precision: of its contributions.
-        local_steps: that it requests between two rounds.
-        mbit_s: resulting traffic of its rounds, in the busier direction.
-        within: whether that is within the budget.
-    """
-
-    reduces: bool
-    precision: str
-    local_steps: int
-    mbit_s: float
-    within: bool
+    reduces: bool  # for other peers
+    precision: str  # of its contributions
+    local_steps: int  # that it requests between two rounds
+    mbit_s: float  # resulting traffic of its rounds, in the busier direction
+    within: bool  # whether that is within the budget
 
     def like(self, other: CommunicationPlan | None) -> bool:
         """Return True if the plans differ in their traffic at most."""
@@ -215,26 +207,21 @@ class TrainingSettings:
     """How a collaboration trains; see `AveragingOptions` for the fields that are not listed.
 
     Attributes:
-        prefix: names the collaboration within the run; peers of one prefix train one model.
-        target_batch_size: samples of all peers together for one global step.
-        budget: for this peer's traffic.
-        max_matchmaking_s: how long a round waits for peers that announced to finish a batch.
-        round_timeout_s: bound on matchmaking and averaging of one round together.
         max_report_s: longest time between two progress records of a peer; one that vanished without its links
             breaking is forgotten after four times as long.
         max_replay_bytes: memory for the means that a late joiner collects while it downloads the state.
     """
 
-    prefix: str
-    target_batch_size: float
+    prefix: str  # names the collaboration within the run; peers of one prefix train one model
+    target_batch_size: float  # samples of all peers together for one global step
     compression: str = "float32"
     mean_compression: str = "float32"
     error_feedback: bool = False
     local_steps: int | Literal["auto"] = 1
-    budget: TrafficBudget | None = None
+    budget: TrafficBudget | None = None  # for this peer's traffic
     matchmaking_timeout_s: float = 5.0
-    max_matchmaking_s: float = 60.0
-    round_timeout_s: float = 180.0
+    max_matchmaking_s: float = 60.0  # how long a round waits for peers that announced to finish a batch
+    round_timeout_s: float = 180.0  # bound on matchmaking and averaging of one round together
     max_report_s: float = 60.0
     max_replay_bytes: int = 1 << 30
 

@@ -72,18 +72,14 @@ class StateManifest(Message, frozen=True):
 
     Attributes:
         step, lineage: of the state.
-        skeleton: everything that is not tensor bytes, encoded by the owner of the state.
-        size_bytes: of all tensors together.
-        chunk_bytes: of each chunk but the last.
-        digests: SHA-256 of each chunk, 32 bytes each, joined.
     """
 
     step: int
     lineage: bytes
-    skeleton: bytes
-    size_bytes: int
-    chunk_bytes: int
-    digests: bytes
+    skeleton: bytes  # everything that is not tensor bytes, encoded by the owner of the state
+    size_bytes: int  # of all tensors together
+    chunk_bytes: int  # of each chunk but the last
+    digests: bytes  # SHA-256 of each chunk, 32 bytes each, joined
 
     def __post_init__(self) -> None:
         if not 0 <= self.size_bytes <= MAX_STATE_BYTES or not 0 < self.chunk_bytes <= MAX_PAYLOAD_BYTES:
