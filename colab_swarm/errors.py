@@ -109,8 +109,8 @@ class CallRefused(PeerError):
     Fix: a busy peer answers later. If it does not know the message, update colab-swarm on both sides.
 
     Attributes:
-        code: ``unknown`` (no such message), ``invalid`` (undecodable), ``busy`` (a limit is reached),
-            ``refused`` (by the handler) or ``failed`` (a fault in the handler).
+        code: ``unknown`` (no such message), ``invalid`` (undecodable), ``busy`` (a limit is
+            reached), ``refused`` (by the handler) or ``failed`` (a fault in the handler).
     """
 
     def __init__(self, code: str, text: str) -> None:

@@ -27,8 +27,8 @@ POLL_S = 0.2
 class PauseGate:
     """Closed while background work pauses. Thread-safe.
 
-    It is closed inside blocks of code (``with swarm.paused():``), which nest, and from `hold` to `release`, as by a
-    panel's button.
+    It is closed inside blocks of code (``with swarm.paused():``), which nest, and from `hold` to
+    `release`, as by a panel's button.
     """
 
     def __init__(self) -> None:

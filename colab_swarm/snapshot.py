@@ -23,8 +23,8 @@ class PeerRow:
         reachable: whether others can dial it; None if unknown.
         me: whether it is this peer.
         rtt_s: round-trip time; None if not measured, or without a link.
-        connected: type of this peer's link to it: ``direct``, ``LAN``, ``punched``, ``relayed by 1a2b3c4d``; empty
-            without a link.
+        connected: type of this peer's link to it: ``direct``, ``LAN``, ``punched``, ``relayed by
+            1a2b3c4d``; empty without a link.
         upload_bps, download_bps: its bandwidth by its own report, bits per second; None if it reports none.
     """
 

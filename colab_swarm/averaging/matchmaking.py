@@ -182,8 +182,8 @@ class Matchmaker:
     Args:
         prefix: name of the collaboration.
         expected: ``expected(step, lineage)``: peers believed to take part, with or without this one.
-        on_called: ``on_called(terms, peer)``: in how many seconds this peer joins the caller, None if it declines.
-            Returns at once.
+        on_called: ``on_called(terms, peer)``: in how many seconds this peer joins the caller, None
+            if it declines. Returns at once.
         stands: ``stands(step, lineage)``: whether the swarm still follows the group that this peer had.
         strategy: assigns the shares.
     """

@@ -12,8 +12,8 @@ What makes it exact:
   the line's cells, and within a cell among its peers. So no weight is lost or counted twice.
 - A peer that misses a round keeps its values and its weight; the next pass mixes them in.
 
-Every line gets a peer that can be dialled. In the meeting each member votes for a group size, from the failures and
-times that it measured. The median vote counts, so a few liars have no effect.
+Every line gets a peer that can be dialled. In the meeting each member votes for a group size, from
+the failures and times that it measured. The median vote counts, so a few liars have no effect.
 """
 
 from __future__ import annotations
@@ -251,8 +251,8 @@ class MoshpitAverager:
     """Averages one named vector repeatedly with the other peers that call for it.
 
     Args:
-        codec: on the wire (see `colab_swarm.tensors.codecs`). Warning: onebit and topk drop most of a vector, and there
-            is no error feedback here; means travel as float16 then.
+        codec: on the wire (see `colab_swarm.tensors.codecs`). Warning: onebit and topk drop most of
+            a vector, and there is no error feedback here; means travel as float16 then.
 
     Attributes:
         codec: as given.

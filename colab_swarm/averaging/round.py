@@ -305,8 +305,8 @@ class Averager:
 
         Args:
             group: from the matchmaker; this peer is a member.
-            values: float32, contiguous, one-dimensional, ``group.numel`` long. Do not change it before the next
-                round has ended: use two vectors in turn.
+            values: float32, contiguous, one-dimensional, ``group.numel`` long. Do not change it
+                before the next round has ended: use two vectors in turn.
             encoding: of the contribution; None: the group's codec.
 
         Returns:

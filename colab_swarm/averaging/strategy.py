@@ -291,8 +291,8 @@ def adaptive_shares(tickets: Sequence[Ticket], *, flattery: float = 1.0) -> Shar
     Shares are equal if planned ones save less than a tenth of the time, or if no bandwidth is known.
 
     Args:
-        flattery: how many times more optimistic forecasts were for planned shares than for equal ones, compared to the
-            actual times (see `AdaptiveShares`).
+        flattery: how many times more optimistic forecasts were for planned shares than for equal
+            ones, compared to the actual times (see `AdaptiveShares`).
     """
     equal = equal_shares(tickets)
     uploads = believed([ticket.upload_bps for ticket in tickets])
@@ -342,8 +342,8 @@ class AdaptiveShares:
 def _raise_assistants(tickets: Sequence[Ticket], rates: list[float | None]) -> None:
     """Raise an assistant's bandwidth to the upper median of the trainers'.
 
-    Its measured bandwidth says little, because it only carries the load that it gets. An assistant is well connected,
-    otherwise it would be of no use.
+    Its measured bandwidth says little, because it only carries the load that it gets. An assistant
+    is well connected, otherwise it would be of no use.
     """
     trainers = [
         rate for ticket, rate in zip(tickets, rates, strict=True) if rate is not None and not ticket.assists

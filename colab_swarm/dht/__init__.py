@@ -12,8 +12,8 @@ all peers: each record is stored at the few peers whose ids are nearest to its k
       queries those                               ->  … until the nearest 3 that are alive have answered
       merges the answers, subkey by subkey: the newest version of each wins
 
-Under a key are **subkeys**, each with its own value, version and expiration. So a hundred peers write their progress
-under one key, each under its own id, and one lookup reads them all.
+Under a key are **subkeys**, each with its own value, version and expiration. So a hundred peers
+write their progress under one key, each under its own id, and one lookup reads them all.
 
 ## Modules
 
@@ -47,20 +47,20 @@ caching along the path (section 2.5) is left out: progress written each second m
 
 ## Failures
 
-A peer that does not answer twice in a row (once, if a replacement waits) leaves its bucket. One of the lost peers is
-queried again every 30 s, and every 2 s by a peer without any contact. A peer's failure raises nothing: `store` returns
-how many peers hold the record, `get` the values found.
+A peer that does not answer twice in a row (once, if a replacement waits) leaves its bucket. One of
+the lost peers is queried again every 30 s, and every 2 s by a peer without any contact. A peer's
+failure raises nothing: `store` returns how many peers hold the record, `get` the values found.
 
 **Security.** A holder can drop or hide records, and a member that makes many ids near a key can hold all its replicas.
-So do not store secrets, and trust only signed records. No peer can forge another's signed record or bring back an
-expired one. A malicious member can fill a key up to its limit; therefore revocations also travel from peer to peer
-(see `colab_swarm.trust`).
+So do not store secrets, and trust only signed records. No peer can forge another's signed record or
+bring back an expired one. A malicious member can fill a key up to its limit; therefore revocations
+also travel from peer to peer (see `colab_swarm.trust`).
 
 Services call `DHT.store(key, value, subkey=…, ttl_s=…, signed=True)` and `DHT.get`; users rarely do.
 
 ## Measured
 
 On one machine with 8 processes: 0.83 ms to store, 0.56 ms to get, one at a time, and 4,124 operations a second
-concurrently (hivemind 1.1.12: 26 ms, 19 ms, 53). With 10,000 simulated peers of which 20 % are dead, all records are
-found, in 2 hops (median). `python -m colab_swarm.bench dht` measures again.
+concurrently (hivemind 1.1.12: 26 ms, 19 ms, 53). With 10,000 simulated peers of which 20 % are
+dead, all records are found, in 2 hops (median). `python -m colab_swarm.bench dht` measures again.
 """

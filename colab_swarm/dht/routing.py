@@ -1,8 +1,8 @@
 """Routing table and lookups of Kademlia over 256-bit ids (Maymounkov & Mazieres 2002). Free of I/O.
 
 **Buckets (section 2.2).** Bucket i holds peers whose id shares exactly i leading bits with ours, least recently seen
-first. New contacts never replace old ones that still answer, since peers with a long uptime tend to stay. A new peer
-for a full bucket waits as a replacement until a contact in it fails.
+first. New contacts never replace old ones that still answer, since peers with a long uptime tend to
+stay. A new peer for a full bucket waits as a replacement until a contact in it fails.
 
 **Lookup (section 2.3).** `Lookup` decides which peer to query next. There is no barrier between rounds: an answer
 starts the next query. A query older than ``patience_s`` is slow: until it is answered, it frees its place among the
@@ -134,8 +134,8 @@ class RoutingTable:
     def _groups_by_distance(self, target: bytes) -> Iterator[list[Contact]]:
         """Yield contacts in groups; every member of a group is nearer to ``target`` than any of the next.
 
-        Let ``target`` share c bits with us. Then bucket c shares more than c bits with ``target``, all later buckets
-        share exactly c, and each earlier bucket i shares i.
+        Let ``target`` share c bits with us. Then bucket c shares more than c bits with ``target``,
+        all later buckets share exactly c, and each earlier bucket i shares i.
         """
         shared = common_bits(self._me, target)
         buckets = self._buckets

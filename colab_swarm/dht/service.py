@@ -6,8 +6,8 @@ merge the answers, subkey by subkey. Nothing is cached on the way, so progress w
 second. A peer that knows the whole swarm, or stored under the key lately, stores without a lookup: the replies name
 peers that are nearer still. `DHT.fetch` is faster and less reliable: peers forward the query.
 
-Each query carries its sender's contact. Only peers that sent us a query or an answer enter the routing table. Peers in
-client mode look up and store but are never queried.
+Each query carries its sender's contact. Only peers that sent us a query or an answer enter the
+routing table. Peers in client mode look up and store but are never queried.
 """
 
 from __future__ import annotations

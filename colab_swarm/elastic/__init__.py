@@ -2,9 +2,9 @@
 
 ## The problem
 
-On a link where gradients take longer than the computation, synchronous training mostly waits. 2 to 16 peers can start
-the next batch before all gradients have arrived, if no peer's parameters get too far from the correct ones. That
-distance is measured during training.
+On a link where gradients take longer than the computation, synchronous training mostly waits. 2 to
+16 peers can start the next batch before all gradients have arrived, if no peer's parameters get too
+far from the correct ones. That distance is measured during training.
 
 ## The idea
 
@@ -13,8 +13,8 @@ distance is measured during training.
                  ----buckets--->
     step t applies   1/p ( own g_t  +  received gradients  +  stand-ins for the rest  +  corrections of earlier steps )
 
-Late gradients are applied one step late, and nothing is applied twice. Once everything has arrived, a peer has the
-parameters of synchronous training. A **scheduler** decides when enough has arrived:
+Late gradients are applied one step late, and nothing is applied twice. Once everything has arrived,
+a peer has the parameters of synchronous training. A **scheduler** decides when enough has arrived:
 
 | scheduler | continues | bound B (Table 1) |
 |---|---|---|
@@ -25,10 +25,10 @@ parameters of synchronous training. A **scheduler** decides when enough has arri
 | `BoundedStaleness(tau)` | while nothing is more than *tau* steps late | (p - 1) tau M / p |
 | `CrashTolerant(f, timeout_s)` | with up to *f* gradients missing | f M / p |
 
-A peer's **view** v lacks what has not arrived. Elastic consistency (definition 1) requires ``E ||x - v||^2 <= alpha^2
-B^2``. Here x are the parameters with everything applied, alpha is the learning rate, and M^2 and sigma^2 are the second
-moment and the variance of the gradients. `swarm.consistency_meter()` shows ``||x - v|| / alpha`` beside B, and warns
-when it exceeds B.
+A peer's **view** v lacks what has not arrived. Elastic consistency (definition 1) requires ``E ||x
+- v||^2 <= alpha^2 B^2``. Here x are the parameters with everything applied, alpha is the learning
+rate, and M^2 and sigma^2 are the second moment and the variance of the gradients.
+`swarm.consistency_meter()` shows ``||x - v|| / alpha`` beside B, and warns when it exceeds B.
 
 ## Messages
 
@@ -56,13 +56,13 @@ error that names the difference. The first member, by id, sends its parameters a
 ## Failures
 
 The group continues without a lost peer: its share of the mean is missing, and the bound grows by M / p. The peer cannot
-rejoin this group. Error feedback, on by default, sends later what a lossy codec cuts off. Without it the bound is
-unknown, and the meter says so. `swarm.elastic_optimizer` raises `ValueError` if peers have different terms, and
-`StateError` if not enough peers come in time.
+rejoin this group. Error feedback, on by default, sends later what a lossy codec cuts off. Without
+it the bound is unknown, and the meter says so. `swarm.elastic_optimizer` raises `ValueError` if
+peers have different terms, and `StateError` if not enough peers come in time.
 
 **Security.** Members are workers of the run (`colab_swarm.trust`) and links are encrypted. A member's values are taken
-as its gradient. Within a data centre, `colab_swarm.elastic.process_group.group_optimizer` trains over
-`torch.distributed` with gloo, unencrypted.
+as its gradient. Within a data centre, `colab_swarm.elastic.process_group.group_optimizer` trains
+over `torch.distributed` with gloo, unencrypted.
 
 ## Usage
 
@@ -80,8 +80,8 @@ as its gradient. Within a data centre, `colab_swarm.elastic.process_group.group_
 
 ## Paper and modules
 
-Nadiradze et al., *Elastic Consistency: A General Consistency Model for Distributed Stochastic Gradient
-Descent*, [arXiv 2001.05918](https://arxiv.org/abs/2001.05918).
+Nadiradze et al., *Elastic Consistency: A General Consistency Model for Distributed Stochastic
+Gradient Descent*, [arXiv 2001.05918](https://arxiv.org/abs/2001.05918).
 
 | section | module |
 |---|---|

@@ -4,9 +4,9 @@ Step t applies, by equation 11 of "Elastic Consistency", divided by the number o
 
     g_i^t  +  the others' g_j^t that arrived  +  stand-ins for the rest  +  corrections
 
-A stand-in is zero, or the peer's own values of the same bucket. A correction is the difference between a late bucket
-and its stand-in. So everything that arrives is applied once. Whatever its delays, a peer ends with the parameters of
-synchronous training.
+A stand-in is zero, or the peer's own values of the same bucket. A correction is the difference
+between a late bucket and its stand-in. So everything that arrives is applied once. Whatever its
+delays, a peer ends with the parameters of synchronous training.
 
 Invariants: a bucket is applied once. Nothing older than the scheduler's ``max_delay`` is missing from a peer that is
 not lost. Gradients are summed in peer order, so equal gradients give equal bits at all peers.

@@ -5,9 +5,9 @@ arrived, and the residuals eps_j that compression sends later. With plain SGD at
 
     (x_t - v_t^i) / alpha  =  1/p  sum (missing values - their stand-ins)  +  1/p  sum_j eps_j
 
-All figures are in the unit of gradients. So alpha need not be known, and other optimizers get a figure too. Second
-moments, the variance and the squared distance are averages over recent steps with equal weights, so they can be
-compared. M is that of the peer with the largest second moment.
+All figures are in the unit of gradients. So alpha need not be known, and other optimizers get a
+figure too. Second moments, the variance and the squared distance are averages over recent steps
+with equal weights, so they can be compared. M is that of the peer with the largest second moment.
 """
 
 from __future__ import annotations
@@ -103,9 +103,9 @@ class _View:
 class Meter:
     """A peer's own distance: estimated at once, and exact except for residuals once everything missing has arrived.
 
-    Only the norms of residuals are known. They count as if all had the same direction, so they never make the
-    distance too small. Pieces of a lost peer never arrive; each counts permanently with the typical size of such a
-    piece.
+    Only the norms of residuals are known. They count as if all had the same direction, so they
+    never make the distance too small. Pieces of a lost peer never arrive; each counts permanently
+    with the typical size of such a piece.
 
     Args:
         buckets: of a gradient.

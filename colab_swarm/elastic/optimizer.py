@@ -55,8 +55,8 @@ class Buckets:
     Args:
         parameters: in the order of the model's layers.
         most: values of a bucket, at most; a multiple of `BLOCK_VALUES`.
-        on_full: ``on_full(bucket, values)``, called on the thread that runs backward when a bucket is full. The values
-            are a view of `vector` and do not change any more.
+        on_full: ``on_full(bucket, values)``, called on the thread that runs backward when a bucket
+            is full. The values are a view of `vector` and do not change any more.
 
     Attributes:
         sizes: values of each bucket.
@@ -155,9 +155,9 @@ class ElasticOptimizer(Optimizer):
 
         g_i + the others' gradients that arrived + stand-ins for the rest + corrections of earlier steps,   all / p
 
-    So p members with batches of n train like one process with batches of p n, except for what is late. Call `step` once
-    after each ``backward()``. The parameters must stay the same tensors. Buffers, such as the statistics of batch
-    normalization, are local to each member.
+    So p members with batches of n train like one process with batches of p n, except for what is
+    late. Call `step` once after each ``backward()``. The parameters must stay the same tensors.
+    Buffers, such as the statistics of batch normalization, are local to each member.
     """
 
     def __init__(

@@ -154,8 +154,8 @@ class Synchronous:
 class NormBounded:
     """Continues when the received norm of every other peer is at least ``beta`` times the own norm (section 5).
 
-    With ``beta=1`` it waits for everything, because another peer's norm may reach the own norm before its gradient is
-    complete.
+    With ``beta=1`` it waits for everything, because another peer's norm may reach the own norm
+    before its gradient is complete.
 
     Attributes:
         beta: 0 never waits for this step's gradients, 1 is perfectly consistent.
@@ -333,8 +333,8 @@ class AdaptiveBeta:
     squared distance from its target. If no constant beta fits, beta oscillates and the mean fits.
 
     Args:
-        max_inconsistency: target of the root mean square of ``||x_t - v_t^i|| / alpha``, in the unit of gradients; see
-            `Meter.measured`.
+        max_inconsistency: target of the root mean square of ``||x_t - v_t^i|| / alpha``, in the
+            unit of gradients; see `Meter.measured`.
         measure: see `NormBounded`.
 
     Attributes:

@@ -84,8 +84,8 @@ class ElasticStep:
         step: from 0, since the group was formed.
         waited_s: from the end of its own backward pass until the scheduler let it continue.
         missing: share of the others' values of this step that had not arrived.
-        inconsistency: distance of this peer's parameters from the group's, divided by the learning rate: the root mean
-            square over recent steps whose gradients have all arrived.
+        inconsistency: distance of this peer's parameters from the group's, divided by the learning
+            rate: the root mean square over recent steps whose gradients have all arrived.
         bound: the theory's limit for it, with M and sigma as estimated so far; None: unknown for this codec.
         lost: numbers of the lost members.
     """

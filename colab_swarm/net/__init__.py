@@ -1,7 +1,7 @@
 """Bytes between peers: identities, encrypted links with calls and streams, and connections to peers behind NATs.
 
-Does not import torch. Services above see only the interface `colab_swarm.net.peers.Peers`, which `colab_swarm.sim`
-implements as well.
+Does not import torch. Services above see only the interface `colab_swarm.net.peers.Peers`, which
+`colab_swarm.sim` implements as well.
 
 ## The problem
 
@@ -17,16 +17,16 @@ encrypted from end to end, passes wherever a WebSocket passes, and carries many 
       v websocket.py: WebSocket messages                                     |
       '------------- direct, punched, relayed or through a tunnel -----------'
 
-A **peer** is an Ed25519 key; its id is the SHA-256 of the public key (`colab_swarm.net.identity`). The **handshake**
-(`colab_swarm.net.handshake`) is Noise XX, revision 34, with X25519 and SHA-256. Both ends check key, signature,
-membership (`colab_swarm.net.membership`), run and expected id.
+A **peer** is an Ed25519 key; its id is the SHA-256 of the public key (`colab_swarm.net.identity`).
+The **handshake** (`colab_swarm.net.handshake`) is Noise XX, revision 34, with X25519 and SHA-256.
+Both ends check key, signature, membership (`colab_swarm.net.membership`), run and expected id.
 
-A *call* is one message and its reply. A *stream* carries items both ways: a small message (256 KiB at most) and a raw
-payload (1 MiB at most, best 120 KiB: one packet, no copy). Messages are msgspec structs, which are checked as they are
-decoded. Nothing is pickled.
+A *call* is one message and its reply. A *stream* carries items both ways: a small message (256 KiB
+at most) and a raw payload (1 MiB at most, best 120 KiB: one packet, no copy). Messages are msgspec
+structs, which are checked as they are decoded. Nothing is pickled.
 
-If both ends dial at once, both keep the link that the smaller id dialled. A relayed link is left for a better one: it
-takes no new calls or streams, and closes when the present ones are over.
+If both ends dial at once, both keep the link that the smaller id dialled. A relayed link is left
+for a better one: it takes no new calls or streams, and closes when the present ones are over.
 
 | limit or time | value |
 |---|---|
@@ -73,9 +73,9 @@ full cone, and on Windows. `cs.RelayQuota` limits places, circuits, bytes and ba
 **At least one peer must be reachable.** Without one, peers train alone and diverge; when it is back, one branch wins. A
 relay that is cut off is noticed after half a minute.
 
-In a local network, swarms announce themselves by multicast DNS; `cs.join()` without an invitation lists them. Where no
-machine is reachable, `cs.NetworkOptions(tunnel="ngrok")` makes a notebook reachable. Its free plan carries 1 GB a
-month, and you are warned before that is used up.
+In a local network, swarms announce themselves by multicast DNS; `cs.join()` without an invitation
+lists them. Where no machine is reachable, `cs.NetworkOptions(tunnel="ngrok")` makes a notebook
+reachable. Its free plan carries 1 GB a month, and you are warned before that is used up.
 
 ## Failures
 

@@ -157,8 +157,8 @@ class HandshakeReceiver:
     The next message may lie in the same buffer as the last one of the handshake, so the link is made in `on_message`.
 
     Args:
-        make_link: called with the carrier, the result and the measured round trip (seconds); sends nothing yet. If
-            it raises a `PeerError`, the other end receives no further message.
+        make_link: called with the carrier, the result and the measured round trip (seconds); sends
+            nothing yet. If it raises a `PeerError`, the other end receives no further message.
 
     Attributes:
         opened: set by the first message, or the end of the connection.

@@ -1,8 +1,8 @@
 """Swarms on the same local network announce themselves by multicast DNS and are found without an invitation.
 
 The announcement is public on that network: the run's id, the announcing peer, its addresses, and whether an invitation
-is needed. Trust none of it before the handshake. Each announcing peer is one service; peers of one run are merged. On
-platforms without multicast (Colab, Kaggle) nothing is found and nothing fails.
+is needed. Trust none of it before the handshake. Each announcing peer is one service; peers of one
+run are merged. On platforms without multicast (Colab, Kaggle) nothing is found and nothing fails.
 """
 
 from __future__ import annotations

@@ -59,10 +59,10 @@ DIALS = 3
 class LinkTable:
     """Links by peer.
 
-    Both ends leave a relayed link as soon as they have a better one; it ends when its calls and streams are over. When
-    both ends dial at once, both use the link that the peer with the smaller id dialled, and leave the other. A link
-    that is opened later than `SIMULTANEOUS_S` replaces the old one: the peer would not have dialled if that still
-    worked for it.
+    Both ends leave a relayed link as soon as they have a better one; it ends when its calls and
+    streams are over. When both ends dial at once, both use the link that the peer with the smaller
+    id dialled, and leave the other. A link that is opened later than `SIMULTANEOUS_S` replaces the
+    old one: the peer would not have dialled if that still worked for it.
     """
 
     def __init__(self, own: PeerId) -> None:

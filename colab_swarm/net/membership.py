@@ -4,9 +4,9 @@
     authority's key ── signs ──> Grant of an invitation's key ── signs ──> Membership of a peer's key
 
 The second chain admits late joiners while the authority is offline: the invitation holds the secret of its own key,
-so the joining peer signs its membership itself. A grant that is not ``offline`` only allows to request a membership
-from the authority. The holder of an offline invitation can come back under a new key until ``member_until``, revoked
-or not, unless the invitation's own key is revoked too.
+so the joining peer signs its membership itself. A grant that is not ``offline`` only allows to
+request a membership from the authority. The holder of an offline invitation can come back under a
+new key until ``member_until``, revoked or not, unless the invitation's own key is revoked too.
 
 Times are swarm time, with a tolerance of `SLACK_S`.
 """

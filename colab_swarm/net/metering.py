@@ -8,9 +8,9 @@
     Burst(0)      ------------------>
                   <----------------->                   the same the other way: download
 
-Bursts grow fourfold from `FIRST_BYTES` until one takes `ENOUGH_S` or has the agreed size, and the last burst gives the
-rate. So a slow link needs a second or two, and a fast one carries at most 4/3 of the size. An answering peer runs one
-test at a time, and each peer gets one in `PAUSE_S`.
+Bursts grow fourfold from `FIRST_BYTES` until one takes `ENOUGH_S` or has the agreed size, and the
+last burst gives the rate. So a slow link needs a second or two, and a fast one carries at most 4/3
+of the size. An answering peer runs one test at a time, and each peer gets one in `PAUSE_S`.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ Frames are the plaintext of an encrypted packet:
     frame    header (16 bytes) | payload | message
     header   id u64 | payload length u32 | message length u24 | kind u8, little-endian
 
-The payload follows the header at once, so a float32 payload is aligned in memory. A packet stays under 128 KiB, where
-glibc's malloc would turn to mmap and every packet would cost page faults. A frame over `MAX_PACKET_BYTES` is cut into
-consecutive packets that carry nothing else.
+The payload follows the header at once, so a float32 payload is aligned in memory. A packet stays
+under 128 KiB, where glibc's malloc would turn to mmap and every packet would cost page faults. A
+frame over `MAX_PACKET_BYTES` is cut into consecutive packets that carry nothing else.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ CIRCUIT = "/relay/"
 class Contact(Message, frozen=True):
     """A peer's id and dial addresses, the best first; a peer that cannot be dialled has none.
 
-    Direct addresses look like ``ws://203.0.113.7:4500`` or ``wss://HOST``; a circuit through a relay like
-    ``ws://203.0.113.7:4500/relay/<64 hex digits of the relay's id>``.
+    Direct addresses look like ``ws://203.0.113.7:4500`` or ``wss://HOST``; a circuit through a
+    relay like ``ws://203.0.113.7:4500/relay/<64 hex digits of the relay's id>``.
     """
 
     id: PeerId

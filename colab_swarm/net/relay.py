@@ -7,8 +7,8 @@
 3. Both ends connect to the relay's ordinary port and show their ticket as the first message. When both are connected
    the relay sends `GO` to the caller, and from then on copies messages unread.
 
-The two ends shake hands and encrypt through the circuit as over any connection. So the relay sees sizes, times and
-the two peers, but no key and no content, and spends no time on cryptography.
+The two ends shake hands and encrypt through the circuit as over any connection. So the relay sees
+sizes, times and the two peers, but no key and no content, and spends no time on cryptography.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A tunnel gives a peer behind a NAT a public address: an agent process here holds a link to a provider's edge.
 
 `Tunnel` watches the agent: its process, its local API and, now and then, the public address. It starts a new agent
-when one is lost; the address may change then. A guardian process starts each agent and kills it when this process
-dies, because a killed kernel runs no exit hooks.
+when one is lost; the address may change then. A guardian process starts each agent and kills it
+when this process dies, because a killed kernel runs no exit hooks.
 
 pyngrok only downloads the ngrok agent. The agent's configuration lies in a temporary directory: it holds the token,
 which any user of the machine could read on a command line. The directory is deleted once the agent runs.

@@ -5,8 +5,8 @@ longer touches each message, and received bytes land in one buffer that all link
 parsing happen in one synchronous step. The client masks with the key zero, which leaves bytes as they are: a mask
 protects proxies from chosen plaintext, and these bytes are ciphertext.
 
-The takeover loses no bytes if before it the server sends nothing and the client one message, which aiohttp delivers:
-see `dial` and `accept`.
+The takeover loses no bytes if before it the server sends nothing and the client one message, which
+aiohttp delivers: see `dial` and `accept`.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
 ## The problem
 
-What happens if the third peer dies in the middle of a round, on a connection with 2 % loss? On real machines this
-never happens twice. Here it is a script with a seed, and hours take seconds. It opens no connection, so you can
-also use it on platforms whose terms forbid distributed workers.
+What happens if the third peer dies in the middle of a round, on a connection with 2 % loss? On real
+machines this never happens twice. Here it is a script with a seed, and hours take seconds. It opens
+no connection, so you can also use it on platforms whose terms forbid distributed workers.
 
 ## The idea
 
-Everything above `colab_swarm.net` sees the network through the interface `colab_swarm.net.peers.Peers`, and time
-through its event loop. Both have a second implementation:
+Everything above `colab_swarm.net` sees the network through the interface
+`colab_swarm.net.peers.Peers`, and time through its event loop. Both have a second implementation:
 
     your training function, one thread for each peer, strictly in turns
               |
@@ -46,9 +46,9 @@ Exactly one thread runs at any moment: the loop's, or one peer's. So a run depen
 delivered) take: `crash`, `restart`, `partition`, `heal`, `slow`, `skew`, `lose`, `latency`, `bandwidth`. Each fault
 that happened is in `network.fired`: a test of a fault asserts that it fired.
 
-A crashed peer's links break, and other peers notice after a moment. A partition leaves links silent, as a cut
-cable does; they break after 30 s, when keep-alive would notice. A lost message costs 0.2 s, or a round
-trip if that is longer.
+A crashed peer's links break, and other peers notice after a moment. A partition leaves links
+silent, as a cut cable does; they break after 30 s, when keep-alive would notice. A lost message
+costs 0.2 s, or a round trip if that is longer.
 
 ## How to use it
 
@@ -81,9 +81,9 @@ mean_absence_s)` they come and go. Tests use `SimNetwork` and `run_virtual` dire
 
 ## Limits
 
-A simulated peer has one thread, so `swarm.trainer` (many batches in flight), invitations, work units and
-tunnels need real peers. Figures of a simulation are predictions: adaptive shares, for example, gain 1.81
-times in simulation where the linear program predicts 1.92.
+A simulated peer has one thread, so `swarm.trainer` (many batches in flight), invitations, work
+units and tunnels need real peers. Figures of a simulation are predictions: adaptive shares, for
+example, gain 1.81 times in simulation where the linear program predicts 1.92.
 """
 
 from colab_swarm.sim.faults import ScriptedFault

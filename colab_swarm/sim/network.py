@@ -127,8 +127,8 @@ class SimNetwork(Conditions):
     ) -> Script:
         """Script a fault for the moment just before the ``nth`` matching message reaches its receiver.
 
-        If the fault breaks the link between the two, the message is not delivered. Calls, replies, openings
-        of streams and their items count.
+        If the fault breaks the link between the two, the message is not delivered. Calls, replies,
+        openings of streams and their items count.
         """
 
         def set_trap(name: str, *arguments: Any) -> None:

@@ -65,8 +65,8 @@ def create(
 
     Args:
         name: of the run, for people.
-        access: who may join: everyone who knows an address (``open``), everyone with an invitation (``invite``), or
-            those with an invitation whose account is on a list (``allowlist``).
+        access: who may join: everyone who knows an address (``open``), everyone with an invitation
+            (``invite``), or those with an invitation whose account is on a list (``allowlist``).
         allow: the list, for ``allowlist``.
         peer_name: what others see of this peer.
         options: how this peer takes part in the network.
@@ -117,8 +117,8 @@ def join(
 
     Without an invitation it lists the runs in the local network. Open ones can be joined: ``join(found[0])``.
 
-    With ``state_dir`` (a folder, see `create`) this peer is the same one each time and continues where it was, also
-    in a later session and after the invitation expired.
+    With ``state_dir`` (a folder, see `create`) this peer is the same one each time and continues
+    where it was, also in a later session and after the invitation expired.
 
     Raises:
         InviteError: the invitation is mistyped, expired or of another version.

@@ -55,8 +55,8 @@ class NetworkOptions:
         punch: try to turn relayed links into direct ones.
         tunnel: ``ngrok`` or ``cloudflared``: open a tunnel whose public address leads to this peer.
         lan: let peers in the local network find this run.
-        session_hours: how long this machine may be used from now on; this peer leaves a few minutes before. None: as
-            long as the platform (Colab, Kaggle, Binder) lets a session live.
+        session_hours: how long this machine may be used from now on; this peer leaves a few minutes
+            before. None: as long as the platform (Colab, Kaggle, Binder) lets a session live.
     """
 
     listen: bool = True

@@ -1,7 +1,7 @@
 """What panels show of a peer, gathered from its services.
 
-A snapshot is taken on the user's thread up to four times a second, so it only reads memory: no network call, no file.
-Slow readings run in the background and appear a moment later.
+A snapshot is taken on the user's thread up to four times a second, so it only reads memory: no
+network call, no file. Slow readings run in the background and appear a moment later.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ logger = logging.getLogger(__name__)
 class Swarm(AbstractContextManager["Swarm"]):
     """One peer's membership in a run. Use `create`, `join` or `simulate` to get one.
 
-    Methods that train, host or average raise PermissionError where the peer joined as a viewer or reducer; those for
-    invitations, contributions and work units, in a simulation.
+    Methods that train, host or average raise PermissionError where the peer joined as a viewer or
+    reducer; those for invitations, contributions and work units, in a simulation.
 
     Attributes:
         id: this peer's id, 32 bytes: the hash of its public key.
@@ -117,8 +117,8 @@ class Swarm(AbstractContextManager["Swarm"]):
     ) -> Invitation:
         """Return an invitation: one line that lets others join. A notebook shows it with a QR code and badges.
 
-        The authority, the peer that created the run, makes new invitations. Other peers pass on the one they joined
-        with, with fresh addresses. In an open run any peer can make one.
+        The authority, the peer that created the run, makes new invitations. Other peers pass on the
+        one they joined with, with fresh addresses. In an open run any peer can make one.
 
         Args:
             role: of those who join: ``worker`` (the default), ``reducer`` or ``viewer``.
@@ -149,8 +149,8 @@ class Swarm(AbstractContextManager["Swarm"]):
         """Remove a peer from the run for good. All other peers close their links to it within a minute.
 
         Args:
-            peer: its id, or the first hex digits of it as panels show them. The text of an invitation removes every
-                peer that joined with it.
+            peer: its id, or the first hex digits of it as panels show them. The text of an
+                invitation removes every peer that joined with it.
 
         Raises:
             PermissionError: this peer did not create the run, or the run is open to everybody.
@@ -314,8 +314,8 @@ class Swarm(AbstractContextManager["Swarm"]):
 
         Args:
             prefix: names the kind of experts.
-            make_expert: returns one: ``lambda: cs.moe.FeedForward(512)``, or any module that keeps the shape
-                (n, *sample).
+            make_expert: returns one: ``lambda: cs.moe.FeedForward(512)``, or any module that keeps
+                the shape (n, *sample).
             grid: number of experts along each dimension of the grid; the same for all peers.
             count: how many, or their names (``["ffn.0.3"]``); None: as many as fit, with the arithmetic printed.
             sample: shape of one sample; -1: any length. The experts that ship know theirs.
@@ -516,8 +516,8 @@ class Swarm(AbstractContextManager["Swarm"]):
     def paused(self) -> AbstractContextManager[None]:
         """``with swarm.paused():`` stops this peer's background work while you need the machine.
 
-        Hosted experts and work units wait, no round waits for this peer, and afterwards it catches up. Links stay
-        open. Blocks may be nested; do not train inside.
+        Hosted experts and work units wait, no round waits for this peer, and afterwards it catches
+        up. Links stay open. Blocks may be nested; do not train inside.
         """
         return self.session.paused()
 

@@ -56,8 +56,8 @@ class Codec(Protocol):
     def gamma(self, numel: int) -> float:
         """Return the least known gamma, 0 to 1, with ``||Q(w) - w||^2 <= gamma ||w||^2`` for w of ``numel`` values.
 
-        Q(w) is the decoded encoding of w. Values beyond the codec's range, or too small to differ from 0, are
-        excluded (Elastic Consistency, equation 25).
+        Q(w) is the decoded encoding of w. Values beyond the codec's range, or too small to differ
+        from 0, are excluded (Elastic Consistency, equation 25).
         """
 
     def encode(self, values: Floats) -> Buffer:
@@ -258,8 +258,8 @@ def mean_codec_for(codec: str) -> str:
 class Precision:
     """Compression of a flat vector: one codec, or ``adaptive``: small tensors as float16, the others as int8.
 
-    Normalization layers and biases are few but sensitive values; large matrices tolerate 8 bits (hivemind's
-    SizeAdaptiveCompression).
+    Normalization layers and biases are few but sensitive values; large matrices tolerate 8 bits
+    (hivemind's SizeAdaptiveCompression).
 
     Attributes:
         name: of a codec, or adaptive.
@@ -409,8 +409,8 @@ class Int8:
 class OneBit:
     """Blocks of 4096 values: positive ones become their mean, the others theirs.
 
-    Elastic Consistency, section 5.2, uses one block for the whole vector; blocks have a smaller error. Layout: two
-    float32 means per block, then one bit per value.
+    Elastic Consistency, section 5.2, uses one block for the whole vector; blocks have a smaller
+    error. Layout: two float32 means per block, then one bit per value.
     """
 
     name = "onebit"

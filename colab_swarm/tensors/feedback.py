@@ -1,8 +1,8 @@
 """Error feedback: send what compression cut off one vector with the next.
 
-``w = residual + g; send Q(w); residual <- w - Q(w)`` (Seide et al. 2014; Stich et al. 2018; Elastic Consistency,
-section 5.2). So the sum of the sent vectors stays within one residual of the sum of the true ones. Without it, topk and
-onebit are biased, and training converges elsewhere.
+``w = residual + g; send Q(w); residual <- w - Q(w)`` (Seide et al. 2014; Stich et al. 2018; Elastic
+Consistency, section 5.2). So the sum of the sent vectors stays within one residual of the sum of
+the true ones. Without it, topk and onebit are biased, and training converges elsewhere.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class ErrorFeedback:
     """The residual of one peer. Its vectors may be sent in pieces, and sending may fail.
 
-    The residual changes only in `settle`. So a checkpoint taken meanwhile, or a failed round, keeps the residual of the
-    last vector that arrived.
+    The residual changes only in `settle`. So a checkpoint taken meanwhile, or a failed round, keeps
+    the residual of the last vector that arrived.
 
     Args:
         numel: values of the vector.

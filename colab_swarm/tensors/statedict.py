@@ -9,9 +9,9 @@ and dictionaries with exactly one entry, which stand for what JSON cannot expres
 
 Skeleton and tensors may come from a stranger: `unflatten` checks all of it before use.
 
-A file is in the safetensors format. Its metadata hold the skeleton and a SHA-256 over tensors and skeleton, which
-detects damage. It is written under another name, synced and renamed, so it is complete or absent. This module does not
-import torch: a relay keeps checkpoints without it.
+A file is in the safetensors format. Its metadata hold the skeleton and a SHA-256 over tensors and
+skeleton, which detects damage. It is written under another name, synced and renamed, so it is
+complete or absent. This module does not import torch: a relay keeps checkpoints without it.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ _TORCH_NAMES = {name: kind for kind, (name, _) in KINDS.items()}
 def flatten(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
     """Split a state into named tensors and a skeleton that `encode_skeleton` can write.
 
-    Tensors are detached, on the CPU and contiguous. Those that were already share the state's memory: clone them if
-    they must not change. Tensors with the same memory (tied weights) get one name. A name is the path to the tensor,
-    such as ``optimizer/state/0/exp_avg``.
+    Tensors are detached, on the CPU and contiguous. Those that were already share the state's
+    memory: clone them if they must not change. Tensors with the same memory (tied weights) get one
+    name. A name is the path to the tensor, such as ``optimizer/state/0/exp_avg``.
 
     Raises:
         TypeError: part of the state has an unsupported type; the text names its place.

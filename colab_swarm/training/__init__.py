@@ -86,8 +86,8 @@ All peers start with equal parameters: build the model from the same seed. Optio
 
 `swarm.leave(hand_over_s=60)` waits for a last round that takes the accumulated samples. Several GPUs of one machine are
 one peer: start the script with `torchrun`, join on rank 0 only, and call `cs.host_optimizer(swarm if rank == 0 else
-None, optimizer, target_batch_size=…)` on all ranks, without `DistributedDataParallel` and without a `GradScaler`. This
-is tested with gloo on CPUs, not yet with NCCL.
+None, optimizer, target_batch_size=…)` on all ranks, without `DistributedDataParallel` and without a
+`GradScaler`. This is tested with gloo on CPUs, not yet with NCCL.
 
 ## The paper and the modules
 
@@ -105,8 +105,8 @@ is tested with gloo on CPUs, not yet with NCCL.
 
 ## Measured
 
-A swarm of one trains at 98 % of a bare loop's speed; an idle peer takes 18 MiB beside torch (hivemind 1.1.12: 531 MiB
-in 5 processes). From joining to the first counted sample with 18 M parameters: 7.1 s. 20 simulated hours with churn
-reach 95 % of the ideal number of steps. Measure again with `python -m colab_swarm.bench overhead`, `soak`, `join` or
-`albert`.
+A swarm of one trains at 98 % of a bare loop's speed; an idle peer takes 18 MiB beside torch
+(hivemind 1.1.12: 531 MiB in 5 processes). From joining to the first counted sample with 18 M
+parameters: 7.1 s. 20 simulated hours with churn reach 95 % of the ideal number of steps. Measure
+again with `python -m colab_swarm.bench overhead`, `soak`, `join` or `albert`.
 """

@@ -34,8 +34,8 @@ def save_checkpoint(path: str | Path, state: Any) -> None:
 
     Args:
         path: the file; its folder is created if needed.
-        state: anything that `flatten` takes, such as a dictionary of the step, the random state and the
-            ``state_dict()`` of model, optimizer and scheduler.
+        state: anything that `flatten` takes, such as a dictionary of the step, the random state and
+            the ``state_dict()`` of model, optimizer and scheduler.
 
     Raises:
         StateError: the disk is full or cannot be written; no partial file remains.

@@ -123,8 +123,8 @@ class HostOptimizer:
 
         Raises:
             HostError: another rank failed, or did not respond within ``timeout_s``.
-            ValueError: no rank has samples. StateError: this peer fell behind and no peer could give it the state; both
-                on rank 0.
+            ValueError: no rank has samples. StateError: this peer fell behind and no peer could
+                give it the state; both on rank 0.
         """
         self._gather(float(samples), loss)
         return self._follow_lead(self._step)

@@ -1,8 +1,8 @@
 """`SwarmOptimizer`: a torch optimizer whose step is the whole swarm's.
 
-Another thread may close an optimizer when the platform's session is about to end. It must not change the model while
-the trainer computes with it. So it requests the end (`OptimizerLock.end`); the trainer's next call then hands over its
-samples, closes, and raises the reason.
+Another thread may close an optimizer when the platform's session is about to end. It must not
+change the model while the trainer computes with it. So it requests the end (`OptimizerLock.end`);
+the trainer's next call then hands over its samples, closes, and raises the reason.
 
 A `ProgressSaver` saves checkpoints in the state folder, from a copy and on a thread of its own: every two minutes, or
 less often where that takes long, and once more after an interrupt and at the end.
@@ -204,8 +204,8 @@ class SwarmOptimizer(Optimizer):
     The averaged gradient is ``sum_i n_i * grad_i / sum_i n_i`` over the peers (DeDLOC, section 3.1), where ``grad_i``
     is the mean over ``n_i`` samples: n peers train as one process with the joined batch would.
 
-    ``param_groups``, ``state``, ``defaults`` and ``state_dict()`` are those of the wrapped optimizer, to read. With
-    delayed updates, a change of ``param_groups`` has no effect.
+    ``param_groups``, ``state``, ``defaults`` and ``state_dict()`` are those of the wrapped
+    optimizer, to read. With delayed updates, a change of ``param_groups`` has no effect.
     """
 
     def __init__(
@@ -311,8 +311,8 @@ class SwarmOptimizer(Optimizer):
         Raises:
             ValueError: ``samples`` is not a positive number.
             StateError: this peer fell behind and no peer could give it the state.
-            RuntimeError: this peer has left: you closed it, or the platform's session is about to end and the
-                accumulated samples are handed over; the text says how to continue.
+            RuntimeError: this peer has left: you closed it, or the platform's session is about to
+                end and the accumulated samples are handed over; the text says how to continue.
         """
         if closure is not None:
             raise ValueError(

@@ -1,7 +1,7 @@
 """This peer's copy of the training state: parameters, optimizer, scheduler, step and lineage. The torch side.
 
-The user's thread applies updates, and the runtime's thread pool copies snapshots for late joiners. One lock keeps a
-copy from seeing half an update. It is never held during network calls.
+The user's thread applies updates, and the runtime's thread pool copies snapshots for late joiners.
+One lock keeps a copy from seeing half an update. It is never held during network calls.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class UpdateRule:
     """How a mean gradient becomes an update: clipping comes after averaging, the scheduler counts global steps.
 
     Attributes:
-        delayed: the optimizer works on copies of the parameters in main memory, off the trainer's thread;
-            `Replica.show` copies them to the model.
+        delayed: the optimizer works on copies of the parameters in main memory, off the trainer's
+            thread; `Replica.show` copies them to the model.
         local: the optimizer takes this peer's local steps, and Nesterov's SGD the swarm's (DiLoCo).
     """
 
@@ -57,8 +57,8 @@ class Replica:
 
     Attributes:
         model: the parameters that the trainer computes with.
-        parameters: those that the swarm's step updates: the same, or a copy. With delayed updates the copy is ahead,
-            with local steps behind.
+        parameters: those that the swarm's step updates: the same, or a copy. With delayed updates
+            the copy is ahead, with local steps behind.
         lock: held during updates and copies.
     """
 

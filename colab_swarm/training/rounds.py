@@ -35,8 +35,8 @@ LATE_S, ANSWER_S = 2.0, 2.0
 class Rate:
     """Bandwidth of one direction, bits per second, from links and from rounds.
 
-    Rounds are often shorter than the second over which links measure. The best round counts for long but decays,
-    because bandwidth changes.
+    Rounds are often shorter than the second over which links measure. The best round counts for
+    long but decays, because bandwidth changes.
     """
 
     def __init__(self) -> None:

@@ -181,14 +181,14 @@ class AveragingOptions(TypedDict, total=False):
     """How peers average: further options of `Swarm.optimizer`.
 
     Attributes:
-        compression: of gradients on the wire: float32, float16, bfloat16, int8, adaptive (int8; small tensors
-            float16), onebit, or topk and a share, as in topk:0.01. Warning: onebit and topk are biased without
-            ``error_feedback``, and train a worse model.
-        mean_compression: of averaged gradients; by default the same, but float16 with onebit and topk, because a mean
-            has no error feedback.
+        compression: of gradients on the wire: float32, float16, bfloat16, int8, adaptive (int8;
+            small tensors float16), onebit, or topk and a share, as in topk:0.01. Warning: onebit
+            and topk are biased without ``error_feedback``, and train a worse model.
+        mean_compression: of averaged gradients; by default the same, but float16 with onebit and
+            topk, because a mean has no error feedback.
         error_feedback: add what compression cut off a gradient to the next one; costs two vectors of memory.
-        overlap: average, and take the optimizer's step on copies in main memory, while this peer computes on. Updates
-            come exactly one round late (DeDLOC, section 3.2; ZeRO-Offload).
+        overlap: average, and take the optimizer's step on copies in main memory, while this peer
+            computes on. Updates come exactly one round late (DeDLOC, section 3.2; ZeRO-Offload).
         local_steps: steps of ``target_batch_size`` samples that every peer takes alone before the swarm averages the
             resulting parameters (DiLoCo), for as many times less traffic; "auto": as many as the peers' budgets need.
         matchmaking_timeout_s: how long a round waits for slow peers.
@@ -207,8 +207,8 @@ class TrainingSettings:
     """How a collaboration trains; see `AveragingOptions` for the fields that are not listed.
 
     Attributes:
-        max_report_s: longest time between two progress records of a peer; one that vanished without its links
-            breaking is forgotten after four times as long.
+        max_report_s: longest time between two progress records of a peer; one that vanished without
+            its links breaking is forgotten after four times as long.
         max_replay_bytes: memory for the means that a late joiner collects while it downloads the state.
     """
 

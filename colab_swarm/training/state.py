@@ -1,8 +1,8 @@
 """Sharing the training state: a late joiner fetches hashed chunks of a snapshot from several donors at once.
 
-The snapshot is a copy, so a donor trains on while it serves, and shares no lock with averaging. Donors on one branch
-hold equal states, so their chunks are interchangeable. A chunk is accepted by its digest only: a donor that lies,
-stalls or vanishes costs the chunks in flight and nothing else.
+The snapshot is a copy, so a donor trains on while it serves, and shares no lock with averaging.
+Donors on one branch hold equal states, so their chunks are interchangeable. A chunk is accepted by
+its digest only: a donor that lies, stalls or vanishes costs the chunks in flight and nothing else.
 
 A `Mirror` passes on the state of trainers that a late joiner cannot reach, because both only dial out. Both are linked
 to an assistant, which forwards manifest and chunks over the trainer's own link. It stores none of them, and holds one

@@ -1,8 +1,8 @@
 """The authority of a run: signs invitations and memberships, and revokes them.
 
-The authority is an ordinary peer whose key the invitations name. The swarm continues while it is away: its signatures
-prove memberships, and invitations of unlimited use admit peers without it. It must be online only for counted
-invitations, and for runs with an `Allowlist`.
+The authority is an ordinary peer whose key the invitations name. The swarm continues while it is
+away: its signatures prove memberships, and invitations of unlimited use admit peers without it. It
+must be online only for counted invitations, and for runs with an `Allowlist`.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ class AuthoritySettings:
 
     Attributes:
         allowlist: accounts that it admits; None if an invitation suffices.
-        member_s: life of a membership, 4 hours with an allowlist. Members renew theirs at half of it, so the authority
-            may be away for the other half.
+        member_s: life of a membership, 4 hours with an allowlist. Members renew theirs at half of
+            it, so the authority may be away for the other half.
         grace_s: how long an ended membership can be renewed.
         check_token: returns the account of a token, None if it has none; raises PeerError if that is unknown now.
     """
