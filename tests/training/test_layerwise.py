@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from colab_swarm.training.layerwise import Lamb, Lars
+
+BOTH = pytest.mark.parametrize("kind", [Lamb, Lars])
+
+
+def lamb_reference(
+    weight: NDArray[Any], gradients: list[NDArray[Any]], lr: float, decay: float, clamp: float
+) -> NDArray[Any]:
+    """You et al. 2020, Algorithm 2, line by line, in float64; betas (0.9, 0.999), eps 1e-6."""
+    m, v = np.zeros_like(weight), np.zeros_like(weight)
+    for t, g in enumerate(gradients, start=1):
+        m = 0.9 * m + 0.1 * g
+        v = 0.999 * v + 0.001 * g**2
+        r = (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-6) + decay * weight
+        trust = min(np.linalg.norm(weight), clamp) / np.linalg.norm(r)
+        weight = weight - lr * trust * r
+    return weight
+
+
+def lars_reference(
+    weight: NDArray[Any], gradients: list[NDArray[Any]], lr: float, decay: float, clip: bool
+) -> NDArray[Any]:
+    """The algorithm line by line, in float64; momentum 0.9, trust 0.001, as apex has it before SGD."""
+    m = np.zeros_like(weight)
+    for g in gradients:
+        norm = np.linalg.norm(weight)
+        ratio = 1e-3 * norm / (np.linalg.norm(g) + decay * norm + 1e-8)
+        if clip:
+            ratio = min(ratio / lr, 1)
+        m = 0.9 * m + ratio * (g + decay * weight)
+        weight = weight - lr * m
+    return weight
+
+
+def run(kind: type[torch.optim.Optimizer], weight: Any, gradients: list[Any], **options: Any) -> torch.Tensor:
+    parameter = torch.nn.Parameter(torch.tensor(weight, dtype=torch.float64))
+    optimizer = kind([parameter], **options)
+    for gradient in gradients:
+        parameter.grad = torch.tensor(gradient, dtype=torch.float64)
+        optimizer.step()
+    return parameter.detach()
+
+
+# --- LAMB ---
+
+
+@pytest.mark.slow
+def test_the_first_step_of_lamb_equals_the_one_worked_out_by_hand() -> None:
+    # w = (3, 4), |w| = 5. After bias correction m^ = g and v^ = g^2, so r = g / |g| = (1, -1), |r| = sqrt(2).
+    # trust = 5 / sqrt(2) = 3.5355339; w - 0.1 * 3.5355339 * (1, -1) = (2.64644661, 4.35355339).
+    moved = run(Lamb, [3.0, 4.0], [[0.5, -0.25]], lr=0.1, eps=0.0)
+    assert moved.tolist() == pytest.approx([2.64644661, 4.35355339], abs=1e-8)
+
+
+def test_the_first_step_of_lamb_without_bias_correction_equals_the_one_worked_out_by_hand() -> None:
+    # m = 0.1 g = (0.1, 0.1), v = 0.001 g^2, sqrt(v) = 0.0316228; m / sqrt(v) = (3.1622777, 3.1622777)
+    # r = that + 0.5 w = (4.6622777, 5.1622777)
+    # |w| = 5, |r| = 6.9560163, trust = 0.7188022; w - 0.1 * trust * r = (2.6648745, 3.6289344).
+    moved = run(Lamb, [3.0, 4.0], [[1.0, 1.0]], lr=0.1, eps=0.0, weight_decay=0.5, bias_correction=False)
+    assert moved.tolist() == pytest.approx([2.6648745, 3.6289344], abs=1e-6)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+@pytest.mark.parametrize("clamp", [1e4, 0.5])
+def test_many_steps_of_lamb_equal_the_algorithm_of_the_paper(decay: float, clamp: float) -> None:
+    rng = np.random.default_rng(0)
+    weight, gradients = rng.normal(size=(4, 3)), list(rng.normal(size=(20, 4, 3)))
+    moved = run(Lamb, weight, gradients, lr=0.01, weight_decay=decay, clamp=clamp)
+    np.testing.assert_allclose(
+        moved.numpy(), lamb_reference(weight, gradients, 0.01, decay, clamp), rtol=1e-12
+    )
+
+
+def test_lamb_moves_a_zero_weight_by_the_plain_adam_step() -> None:
+    assert run(Lamb, [0.0, 0.0], [[2.0, -3.0]], lr=0.1, eps=0.0).tolist() == pytest.approx([-0.1, 0.1])
+
+
+def test_a_parameter_without_gradient_is_left_alone() -> None:
+    used, unused = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    optimizer = Lamb([used, unused])
+    used.sum().backward()
+    optimizer.step()
+    assert unused not in optimizer.state
+    assert unused.tolist() == [1.0, 1.0] != used.tolist()
+
+
+def test_groups_of_lamb_keep_their_own_settings() -> None:
+    still, moving = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    optimizer = Lamb([{"params": [still], "lr": 0.0}, {"params": [moving]}], lr=0.1)
+    (still.sum() + moving.sum()).backward()
+    optimizer.step()
+    assert still.tolist() == [1.0, 1.0]
+    assert moving.tolist() == pytest.approx([0.9, 0.9])
+
+
+# --- LARS ---
+
+
+def test_the_first_step_of_lars_equals_the_one_worked_out_by_hand() -> None:
+    # |w| = 5, |g| = 10, r = 0.2 * 5 / (10 + 0.5 * 5) = 0.08; g + 0.5 w = (7.5, 10)
+    # w - 2 * 0.08 * (7.5, 10) = (1.8, 2.4).
+    moved = run(Lars, [3.0, 4.0], [[6.0, 8.0]], lr=2.0, weight_decay=0.5, trust=0.2)
+    assert moved.tolist() == pytest.approx([1.8, 2.4], abs=1e-8)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("lr", [4.8, 0.002, 0.0002])  # LARC clips never, at some steps, always
+def test_many_steps_of_lars_equal_the_algorithm_of_the_paper(lr: float, clip: bool, decay: float) -> None:
+    rng = np.random.default_rng(0)
+    weight, gradients = rng.normal(size=(4, 3)), list(rng.normal(size=(20, 4, 3)))
+    moved = run(Lars, weight, gradients, lr=lr, weight_decay=decay, clip=clip)
+    np.testing.assert_allclose(moved.numpy(), lars_reference(weight, gradients, lr, decay, clip), rtol=1e-12)
+
+
+def test_larc_with_a_large_trust_is_plain_sgd() -> None:
+    rng = np.random.default_rng(1)
+    weight, gradients = rng.normal(size=(4, 3)), list(rng.normal(size=(20, 4, 3)))
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+    moved = run(Lars, weight, gradients, trust=1e9, clip=True, **options)
+    torch.testing.assert_close(moved, run(torch.optim.SGD, weight, gradients, **options))
+
+
+def test_lars_gives_a_zero_weight_the_plain_gradient() -> None:
+    moved = run(Lars, [0.0, 0.0], [[2.0, -3.0]], lr=0.1, weight_decay=0.5)
+    assert moved.tolist() == pytest.approx([-0.2, 0.3])
+
+
+def test_a_frozen_group_gathers_no_momentum() -> None:
+    still, moving = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    optimizer = Lars([{"params": [still], "lr": 0.0}, {"params": [moving]}], lr=0.1, trust=0.1)
+    (still.sum() + moving.sum()).backward()
+    optimizer.step()
+    assert still.tolist() == [1.0, 1.0] and still not in optimizer.state
+    assert moving.tolist() == pytest.approx([0.99, 0.99])
+
+
+# --- both ---
+
+
+@BOTH
+def test_a_zero_gradient_moves_nothing(kind: type[torch.optim.Optimizer]) -> None:
+    assert run(kind, [1.0, 2.0], [[0.0, 0.0]], lr=0.1).tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(("kind", "lr", "moved"), [(Lamb, 0.1, 1984.4), (Lars, 1.0, 1998.0)])
+def test_a_half_precision_norm_does_not_overflow(kind: Any, lr: float, moved: float) -> None:
+    weight = torch.nn.Parameter(torch.full((4096,), 2000.0, dtype=torch.float16))
+    optimizer = kind([weight], lr=lr)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()  # |w| = 128,000, which LAMB clamps to 10,000; |g| = 64
+    assert weight.tolist() == pytest.approx([moved] * 4096, abs=1)
+
+
+@BOTH
+def test_a_closure_is_called_with_gradients_on_and_its_loss_returned(kind: Any) -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = kind([weight])
+
+    def closure() -> float:
+        loss = (weight * 3).sum()
+        loss.backward()
+        return loss.item()
+
+    assert optimizer.step(closure) == 3.0
+    assert weight.item() < 1
+
+
+@BOTH
+def test_a_sparse_gradient_is_refused_before_anything_moves(kind: Any) -> None:
+    table = torch.nn.Embedding(3, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    optimizer = kind(table.parameters())
+    with pytest.raises(RuntimeError, match="sparse=False"):
+        optimizer.step()
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        *(
+            (Lamb, wrong)
+            for wrong in ({"lr": -1.0}, {"lr": float("nan")}, {"eps": -1e-8}, {"betas": (1.0, 0.9)})
+        ),
+        (Lamb, {"clamp": float("inf")}),
+        *((Lars, wrong) for wrong in ({"lr": -1.0}, {"lr": float("nan")}, {"momentum": 1.0})),
+        (Lars, {"trust": float("inf")}),
+    ],
+)
+def test_an_argument_out_of_range_is_named(kind: Any, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        kind([torch.nn.Parameter(torch.ones(1))], **wrong)
