@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import socket
-import subprocess
-import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import nbformat
 
 from tests.browser.chromium import Window
+from tests.browser.lab import Server
 
 ENVIRONMENT = Path(__file__).parents[2] / ".venv-classic"
 """Made by ``make classic``."""
@@ -23,42 +18,14 @@ CONNECTED = "() => window.Jupyter?.notebook?.kernel?.is_connected() && !Jupyter.
 FINISHED = "i => Jupyter.notebook.get_cell(i).input_prompt_number > 0 && !Jupyter.notebook.kernel_busy"
 
 
-class Classic:
+class Classic(Server):
     """A server of classic Notebook; its notebooks go to ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
-        options = ("--no-browser", "--allow-root", "--NotebookApp.token=", f"--port={self._port}")
-        self.log = folder / "classic.log"
-        with self.log.open("w") as log:
-            self._process = subprocess.Popen(
-                [ENVIRONMENT / "bin" / "python", "-m", "notebook", "--ip=127.0.0.1", *options],
-                env={**os.environ, **{name: str(folder / name.lower()) for name in FOLDERS}},
-                cwd=folder,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def wait_up(self, timeout_s: float = 60.0) -> None:
-        """Wait until the server answers."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{self._port}/api", timeout=1).close()
-                return
-            except OSError:
-                if time.monotonic() > deadline or self._process.poll() is not None:
-                    raise RuntimeError(self.log.read_text()[-2000:]) from None
-                time.sleep(0.1)
-
-    def close(self) -> None:
-        """End the server and its kernels."""
-        os.killpg(self._process.pid, signal.SIGTERM)
-        self._process.wait(20)
+        options = ("--no-browser", "--allow-root", "--NotebookApp.token=", "--ip=127.0.0.1")
+        command = [ENVIRONMENT / "bin" / "python", "-m", "notebook", *options]
+        super().__init__(folder, command, {name: str(folder / name.lower()) for name in FOLDERS}, folder)
 
     def open(self, window: Window, name: str, cells: list[str]) -> ClassicNotebook:
         """Write a notebook of these cells and open it in a page of its own."""
@@ -69,7 +36,7 @@ class Classic:
             cell.pop("id")
         nbformat.write(notebook, self._folder / f"{name}.ipynb")
         opened = ClassicNotebook(window.new_page(width=1000, height=2400))
-        opened.page.goto(f"http://127.0.0.1:{self._port}/notebooks/{name}.ipynb")
+        opened.page.goto(f"http://127.0.0.1:{self.port}/notebooks/{name}.ipynb")
         opened.page.wait_for_function(CONNECTED, timeout=60_000)
         return opened
 

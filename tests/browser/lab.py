@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -46,22 +45,19 @@ STARTED = f"i => !/^\\[ ?\\]/.test(({PROMPT})(i))"
 FINISHED = f"i => /^\\[\\d+\\]/.test(({PROMPT})(i))"
 
 
-class Lab:
-    """A JupyterLab server that knows nothing of the user's settings; notebooks go to ``folder/notebooks``."""
+class Server:
+    """A server of notebooks, a process of its own."""
 
-    def __init__(self, folder: Path) -> None:
-        self.notebooks = folder / "notebooks"
-        self.notebooks.mkdir()
+    def __init__(self, folder: Path, command: list[Any], environment: dict[str, str], work: Path) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        self._numbers = itertools.count()
-        self.log = folder / "lab.log"
+        self.log = folder / "server.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "jupyter", "lab", *OPTIONS, f"--port={self.port}"],
-                env={**os.environ, **_settings(folder)},
-                cwd=self.notebooks,
+                [*command, f"--port={self.port}"],
+                env={**os.environ, **environment},
+                cwd=work,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -74,14 +70,26 @@ class Lab:
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{self.port}/api", timeout=1).close()
                 return
-            except (urllib.error.URLError, TimeoutError):
+            except OSError:
                 if time.monotonic() > deadline or self.process.poll() is not None:
                     raise RuntimeError(self.log.read_text()[-2000:]) from None
+                time.sleep(0.1)
 
     def close(self) -> None:
         """End the server and its kernels."""
         os.killpg(self.process.pid, signal.SIGTERM)
         self.process.wait(20)
+
+
+class Lab(Server):
+    """A JupyterLab server that knows nothing of the user's settings; notebooks go to ``folder/notebooks``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.notebooks = folder / "notebooks"
+        self.notebooks.mkdir()
+        self._numbers = itertools.count()
+        command = [sys.executable, "-m", "jupyter", "lab", *OPTIONS]
+        super().__init__(folder, command, _settings(folder), self.notebooks)
 
     def end_kernels(self) -> None:
         """End all kernels, and with them what notebooks run."""
