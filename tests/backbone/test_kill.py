@@ -115,7 +115,7 @@ class Scene:
 
     def wait_checkpoint(self, step: int) -> int:
         until = time.monotonic() + LIMIT_S
-        while not (kept := Vault(self.vault).history) or kept[-1].step < step:
+        while not (kept := Vault(self.vault).checkpoints) or kept[-1].step < step:
             assert time.monotonic() < until, f"no checkpoint beyond step {step}: {list(kept)[-2:]}"
             time.sleep(0.1)
         return kept[-1].step
