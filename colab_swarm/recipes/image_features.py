@@ -132,10 +132,8 @@ def distort(views_NCHW: Tensor, how: Distortions, rng: torch.Generator) -> Tenso
 
 
 def normalized(views_NCHW: Tensor) -> Tensor:
-    imagenet = torch.tensor([(0.485, 0.456, 0.406), (0.229, 0.224, 0.225)]).view(
-        2, 3, 1, 1
-    )  # mean, deviation
-    return (views_NCHW - imagenet[0]) / imagenet[1]
+    mean_std = torch.tensor([(0.485, 0.456, 0.406), (0.229, 0.224, 0.225)]).view(2, 3, 1, 1)  # ImageNet's
+    return (views_NCHW - mean_std[0]) / mean_std[1]
 
 
 def _uniform(views: Tensor, low: float, high: float, rng: torch.Generator) -> Tensor:
