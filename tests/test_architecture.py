@@ -25,7 +25,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 NO_TORCH = {"net", "dht", "backbone"}
 SIM_USERS = {"sim", "swarm.simulation", "workunits.preemption", "bench"}
 WIRE_LIBRARIES = {"aiohttp", "pyngrok", "zeroconf", "cryptography"}
-PLAIN_HTTP = {"workunits.web", "workunits.client", "backbone.web", "backbone.hub"}
+PLAIN_HTTP = {"workunits.web", "workunits.client", "backbone.web"}
 """Pages for browsers; volunteers without links to peers."""
 MODULES = sorted(ROOT.rglob("*.py"))
 MOST = {"statements": 28_300, "classes": 692, "functions": 3_480}

@@ -1,4 +1,4 @@
-"""The peer that stays: it saves a run's checkpoints, collects its figures, and shows them on a web page.
+"""The peer that stays: it saves a run's checkpoints, collects its losses, and shows them on a web page.
 
 ## The problem
 
@@ -22,10 +22,9 @@ start over under the same name, move the run's folder away.
 |---|---|
 | organizes rounds, reduces, serves the state | `colab_swarm.training.assistant` |
 | relays | `colab_swarm.net.relay` |
-| saves checkpoints while there are trainers, and serves the newest when there are none | `keeper` |
-| collects progress, losses, rounds and present peers | `observer` |
-| shows them: page, `/metrics` for Prometheus, JSON | `web` |
-| pushes to the Hub; forwards curves to Weights & Biases or trackio | `hub` |
+| saves checkpoints while there are trainers, serves the newest when there are none, pushes it to the Hub | `keeper` |
+| collects progress, losses and present peers | `observer` |
+| shows them: page, `/metrics` for Prometheus, `/api/run` as JSON | `web` |
 | connects all of these | `backbone` |
 
 The loss of a step is the median over the trainers, weighted by their speeds. No weight exceeds the median weight, so a

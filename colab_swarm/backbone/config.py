@@ -1,7 +1,7 @@
 """``run.toml``: the settings of a run that an organizer writes once, so that a backbone can be restarted.
 
 name = "sahajbert"                  # of the run
-folder = "sahajbert"                # identity, checkpoints and history; beside this file
+folder = "sahajbert"                # identity, checkpoints and losses; beside this file
 access = "allowlist"                # open, invite or allowlist
 allow_organisations = ["neuropark"]
 
@@ -20,19 +20,13 @@ every_steps = 50
 every_minutes = 30
 keep = 3
 repo = "neuropark/sahajBERT"
-
-[forward]
-to = "wandb"
-project = "sahajbert"
 """
 
 from __future__ import annotations
 
-import difflib
-import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, field
@@ -44,8 +38,6 @@ from colab_swarm.trust.authority import Allowlist
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Positive = Annotated[float, Meta(gt=0)]
-Count = Annotated[int, Meta(ge=0)]
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 
 
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -53,21 +45,13 @@ class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Network(_Table, frozen=True):
-    """How other peers reach the backbone. The port stays the same, so that they find it again after a restart.
+    """How other peers reach the backbone; with a fixed port they find it again after a restart."""
 
-    Attributes:
-        listen: accept connections.
-        port: TCP.
-        announce: addresses for other peers, such as ``ws://203.0.113.7:4500``; detected if empty.
-        tunnel: one that leads to this peer.
-        lan: let peers in the local network find the run.
-    """
-
-    listen: bool = True
+    listen: bool = True  # accept connections
     port: Port = 4500
-    announce: tuple[str, ...] = ()
+    announce: tuple[str, ...] = ()  # addresses for other peers, ``ws://203.0.113.7:4500``; detected if empty
     tunnel: Literal["ngrok", "cloudflared"] | None = None
-    lan: bool = True
+    lan: bool = True  # let peers in the local network find the run
 
 
 class RelayLimits(_Table, frozen=True):
@@ -97,20 +81,13 @@ class CollaborationFile(_Table, frozen=True):
         push_every_minutes: least time between two pushes.
     """
 
-    name: Name = "model"
-    every_steps: Count = 100
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "model"
+    every_steps: Annotated[int, Meta(ge=0)] = 100
     every_minutes: Annotated[float, Meta(ge=0)] = 30.0
     keep: Annotated[int, Meta(ge=1)] = 3
     repo: Annotated[str, Meta(pattern=r"^$|^[\w.-]+/[\w.-]+$")] = ""
     private: bool = False
     push_every_minutes: Positive = 30.0
-
-
-class Forward(_Table, frozen=True):
-    """A tracker that also gets the curves; the package of that name must be installed."""
-
-    to: Literal["wandb", "trackio"]
-    project: str
 
 
 class RunFile(_Table, frozen=True):
@@ -135,8 +112,7 @@ class RunFile(_Table, frozen=True):
     network: Network = field(default_factory=Network)
     relay: RelayLimits = field(default_factory=RelayLimits)
     dashboard: Dashboard = field(default_factory=Dashboard)
-    collaborations: tuple[CollaborationFile, ...] = field(default_factory=lambda: (CollaborationFile(),))
-    forward: Forward | None = None
+    collaborations: tuple[CollaborationFile, ...] = (CollaborationFile(),)
 
     @property
     def allowlist(self) -> Allowlist | None:
@@ -165,16 +141,8 @@ def read_run_file(path: str | Path) -> RunFile:
     try:
         run = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), RunFile)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: {error}{_advice(str(error))}") from error
-    names = [one.name for one in run.collaborations]
-    if not names or len(set(names)) != len(names):
+        raise ValueError(f"{path}: {error}") from error
+    names = {one.name for one in run.collaborations}
+    if not names or len(names) != len(run.collaborations):
         raise ValueError(f"{path}: needs at least one of [[collaborations]], each with a name of its own")
     return msgspec.structs.replace(run, folder=str(path.parent / (run.folder or run.name)))
-
-
-def _advice(error: str) -> str:
-    found = re.search(r"unknown field `(.*?)`", error)
-    tables: list[Any] = [RunFile, Network, RelayLimits, Dashboard, CollaborationFile, Forward]
-    names = {name for table in tables for name in table.__struct_fields__}
-    near = difflib.get_close_matches(found[1], sorted(names), 1) if found else []
-    return f": did you mean `{near[0]}`?" if near else ""

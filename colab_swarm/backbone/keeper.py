@@ -4,7 +4,7 @@ When no trainer is as far as the newest checkpoint, the backbone publishes a pro
 that cannot reduce. Any trainer that is further outvotes it, and late joiners download the state from it.
 
 A checkpoint is made of a snapshot, without torch or a model. Its file equals that of `SwarmOptimizer.save`: a trainer
-loads it, or the folder, with ``optimizer.load``. ``history.jsonl`` beside the files lists all checkpoints ever saved.
+loads it, or the folder, with ``optimizer.load``. The newest one can be pushed to the Hugging Face Hub.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from colab_swarm.backbone.config import CollaborationFile
-from colab_swarm.backbone.observer import Observer, append_records, read_records
+from colab_swarm.backbone.observer import Observer
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import Fault
 from colab_swarm.tensors.statedict import StepFiles, read_tensors, write_tensors
@@ -30,53 +31,68 @@ from colab_swarm.training.state import Snapshot, download_state, snapshot_of, te
 
 logger = logging.getLogger(__name__)
 
-MAX_HISTORY = 200  # Entries in memory and on the page
 LOOK_S = 3.0
 RETRY_S = 30.0  # After a checkpoint that failed
 PUBLISH_S = 15.0
 TTL_S, GONE_S = 4 * PUBLISH_S, 0.5
+FIRST_PUSH_RETRY_S, MAX_PUSH_RETRY_S = 60.0, 3600.0
+HUB_FILE = "state.safetensors"
+CARD = """---
+tags:
+- colab_swarm
+- collaborative-training
+---
+# {repo}
+
+Trained together by the peers of a run with colab_swarm. `{file}` holds parameters, optimizer and schedule of
+**{title}**. To continue from it, build the same model and optimizer and load it:
+
+```python
+from huggingface_hub import hf_hub_download
+optimizer.load(hf_hub_download("{repo}", "{file}"))
+```
+"""
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """A saved checkpoint."""
+    """A checkpoint on disk."""
 
     step: int  # global step
-    loss: float | None  # of the swarm at that step, if a trainer reported one
     at: float  # seconds since the epoch
-    size_bytes: int  # of its tensors
-    file: str  # name in the folder; deleted when newer ones replace it
-
-    def __str__(self) -> str:
-        return f"Step {self.step}" + ("" if self.loss is None else f", loss {self.loss:.3f}")
+    size_bytes: int  # of its file
 
 
 class Vault(StepFiles):
-    """The last checkpoints and the history of all.
+    """The last checkpoints.
 
     Args:
         path: the folder; made at the first save.
         keep: number of files.
+
+    Attributes:
+        checkpoints: on disk, the last saved one last.
     """
 
     def __init__(self, path: str | Path, *, keep: int = 3) -> None:
         super().__init__(path, keep=keep)
-        self._records = self.path / "history.jsonl"
-        self.history: deque[Checkpoint] = deque(read_records(self._records, Checkpoint), MAX_HISTORY)
+        self.checkpoints = self._on_disk()
 
-    def save(self, snapshot: Snapshot, *, loss: float | None, at: float) -> Checkpoint:
+    def _on_disk(self) -> tuple[Checkpoint, ...]:
+        files = [(int(path.stem.partition("-")[2]), path.stat()) for path in self.paths()]
+        found = (Checkpoint(step, file.st_mtime, file.st_size) for step, file in files)
+        return tuple(sorted(found, key=lambda one: (one.at, one.step)))
+
+    def save(self, snapshot: Snapshot) -> Path:
         """Write a snapshot, whole or not at all, and delete the files beyond ``keep``.
 
         Raises:
             StateError: it is not sound, or the disk is full; older checkpoints are untouched.
         """
-        step = snapshot.manifest.step
-        path = self.file_of(step)
+        path = self.file_of(snapshot.manifest.step)
         write_tensors(path, *tensors_of(snapshot))
         self.prune(path)
-        saved = Checkpoint(step, loss, at, snapshot.manifest.size_bytes, path.name)
-        append_records(self._records, saved)
-        self.history.append(saved)
-        return saved
+        self.checkpoints = self._on_disk()
+        return path
 
     def latest(self) -> Snapshot | None:
         """Return the newest readable checkpoint, or None; skips the others with a warning."""
@@ -88,6 +104,87 @@ class Vault(StepFiles):
         return None
 
 
+class HubPush:
+    """Pushes the newest checkpoint of a collaboration, in a thread; whatever goes wrong there, the run continues.
+
+    Args:
+        settings: the repository, whether it is private, and the least time between pushes.
+        token: one that may write; None for the login of this machine.
+        endpoint: the Hub; None for the usual one.
+        retry_s: seconds after the first failure; doubled with each.
+
+    Attributes:
+        state: the last push and its success, in words.
+        failures: of all tries.
+
+    Raises:
+        ValueError: huggingface_hub is not installed.
+    """
+
+    def __init__(
+        self,
+        settings: CollaborationFile,
+        *,
+        token: str | None = None,
+        endpoint: str | None = None,
+        retry_s: float = FIRST_PUSH_RETRY_S,
+    ) -> None:
+        try:
+            from huggingface_hub import HfApi
+            from huggingface_hub.utils.tqdm import disable_progress_bars
+        except ImportError as error:
+            raise ValueError(f"to push to {settings.repo}: pip install huggingface_hub") from error
+        disable_progress_bars()
+        self._api = HfApi(endpoint=endpoint, token=token)
+        self._settings, self._retry_s = settings, retry_s
+        self._newest: tuple[Path, str] | None = None
+        self._closed = threading.Event()
+        self.state, self.failures = f"{settings.repo}: nothing pushed yet", 0
+        threading.Thread(target=self._run, name="colab-swarm-hub", daemon=True).start()
+
+    def push(self, path: Path, title: str) -> None:
+        """Push a checkpoint when its time has come, unless a newer one replaces it; returns at once."""
+        self._newest = path, title
+
+    def close(self) -> None:
+        """Stop pushing; a push under way is not finished."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        every_s, retry_s = 60 * self._settings.push_every_minutes, self._retry_s
+        pushed, wait_s = None, 0.0
+        while not self._closed.wait(wait_s):
+            newest = self._newest
+            if newest is None or newest is pushed:
+                wait_s = min(1.0, every_s)
+                continue
+            try:
+                self._push(*newest)
+            except Exception as error:  # the Hub's and the network's errors are many: all are retried
+                self.failures += 1
+                failed = f"{newest[1]} not pushed ({type(error).__name__}), again in {retry_s:.0f} s"
+                self.state = f"{self._settings.repo}: {failed}"
+                logger.warning("%s not pushed to %s: %s", newest[1], self._settings.repo, error)
+                wait_s, retry_s = retry_s, min(2 * retry_s, MAX_PUSH_RETRY_S)
+            else:
+                self.state = f"{self._settings.repo}: {newest[1]} pushed"
+                pushed, wait_s, retry_s = newest, every_s, self._retry_s
+
+    def _push(self, path: Path, title: str) -> None:
+        from huggingface_hub import CommitOperationAdd
+
+        repo, link = self._settings.repo, path.with_name("pushing")  # the checkpoint may be deleted meanwhile
+        link.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            os.link(path, link)
+        self._api.create_repo(repo, private=self._settings.private, exist_ok=True)
+        card = CARD.format(repo=repo, file=HUB_FILE, title=title)
+        state = CommitOperationAdd(HUB_FILE, link if link.exists() else path)
+        added = [state, CommitOperationAdd("README.md", card.encode())]
+        self._api.create_commit(repo, added, commit_message=title)
+        link.unlink(missing_ok=True)
+
+
 class Keeper:
     """Keeps the checkpoints of one collaboration until it is stopped.
 
@@ -95,10 +192,12 @@ class Keeper:
         prefix: of the collaboration.
         name: this peer's, for people.
         settings: when to save.
-        observer: what is known of the peers.
-        vault: where checkpoints are.
-        push: called with each checkpoint, its file, and all checkpoints.
+        folder: for all files.
+        hub: gets each checkpoint.
         on_standing_in: called before peers get a checkpoint: the steps after it will be repeated.
+
+    Attributes:
+        stored: the checkpoint for late joiners; None while there are trainers.
     """
 
     def __init__(
@@ -108,16 +207,16 @@ class Keeper:
         *,
         name: str,
         settings: CollaborationFile,
-        observer: Observer,
-        vault: Vault,
-        push: Callable[[Checkpoint, Path, Sequence[Checkpoint]], None] | None,
-        on_standing_in: Callable[[], None],
+        folder: Path,
+        hub: HubPush | None,
+        on_standing_in: Callable[[str], object],
     ) -> None:
         self._services, self._prefix, self._name = services, prefix, name
-        self.settings, self.observer, self.vault = settings, observer, vault
-        self._push, self._on_standing_in = push, on_standing_in
-        self._saved_step, self._saved_at = vault.newest_step, time.time()
-        self.stored: Snapshot | None = None  # for late joiners, while nobody trains
+        self.settings, self.hub, self._on_standing_in = settings, hub, on_standing_in
+        self.observer = Observer(services, prefix, folder)
+        self.vault = Vault(folder, keep=settings.keep)
+        self._saved_step, self._saved_at = self.vault.newest_step, time.time()
+        self.stored: Snapshot | None = None
         self._published_at = self._failed_at = float("-inf")
         self._saving: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -138,6 +237,8 @@ class Keeper:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
         self.observer.close()
+        if self.hub is not None:
+            self.hub.close()
         if self.stored is not None:
             with contextlib.suppress(PeerError):
                 await self._publish(self.stored, GONE_S)
@@ -171,17 +272,19 @@ class Keeper:
     async def _save(self, branch: Branch) -> None:
         try:
             snapshot = await self._download(branch)
-            loss = self.observer.curve.loss_at(snapshot.manifest.step)
-            saved = await asyncio.to_thread(self.vault.save, snapshot, loss=loss, at=time.time())
+            path = await asyncio.to_thread(self.vault.save, snapshot)
         except (StateError, PeerError) as error:
             logger.warning("no checkpoint at step %d: %s; next try in %g s", branch.step, error, RETRY_S)
             self._services.events.emit(Fault(_now(), f"checkpoint of step {branch.step}", str(error)))
             self._failed_at = _now()
         else:
-            self._saved_step, self._saved_at = saved.step, saved.at
-            logger.info("%s: %s saved", self._prefix, saved)
-            if self._push is not None:
-                self._push(saved, self.vault.path / saved.file, tuple(self.vault.history))
+            step = snapshot.manifest.step
+            self._saved_step, self._saved_at = step, time.time()
+            loss = self.observer.curve.loss_at(step)
+            title = f"Step {step}" + ("" if loss is None else f", loss {loss:.3f}")
+            logger.info("%s: %s saved", self._prefix, title)
+            if self.hub is not None:
+                self.hub.push(path, title)
 
     async def _download(self, branch: Branch) -> Snapshot:
         """Download from a trainer, or from an assistant that may reach trainers which this peer cannot."""
@@ -201,7 +304,7 @@ class Keeper:
         newest = self._saved_step
         if newest and (branch is None or branch.step < newest or not self.observer.alive):
             if self.stored is None:
-                self._on_standing_in()
+                self._on_standing_in(self._prefix)
                 found = self.stored = await asyncio.to_thread(self.vault.latest)
                 self._saved_step = 0 if found is None else found.manifest.step  # files may be damaged
                 self._published_at = float("-inf")

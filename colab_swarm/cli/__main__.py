@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from colab_swarm.errors import SwarmError
 from colab_swarm.events import Event, ReachabilityChanged, RoundFinished, StateReceived, StepFinished
@@ -18,13 +18,12 @@ from colab_swarm.net.relay import RelayQuota
 from colab_swarm.swarm.joining import create, join
 from colab_swarm.swarm.network import NetworkOptions
 from colab_swarm.swarm.swarm import Swarm
-from colab_swarm.trust.authority import Allowlist
 
 if TYPE_CHECKING:
     from colab_swarm.invite import Access
-    from colab_swarm.moe.host import HostOptions
-    from colab_swarm.workunits.coordinator import CoordinatorOptions
 
+Options: TypeAlias = argparse.Namespace
+Parser: TypeAlias = argparse.ArgumentParser
 MAX_HOURS = 24 * 365
 TUNNELS = ("ngrok", "cloudflared")
 SIZES = ("tiny", "base", "large", "xlarge")
@@ -51,23 +50,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(130)
 
 
-# --- options ----------------------------------------------------------------------------------------------------------
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="colab-swarm", description="Train one large model together.")
+def _parser() -> Parser:
+    parser = Parser(prog="colab-swarm", description="Train one large model together.")
     parser.add_argument("-v", "--verbose", action="store_true", help="log the messages between peers")
     commands = parser.add_subparsers(required=True)
-    demo = "train ALBERT-tiny with several processes on this machine; 2 minutes"
-    add = _command(commands, _demo, demo).add_argument
+    add = _command(commands, _demo, "train ALBERT-tiny with several processes here; 2 minutes").add_argument
     add("--steps", type=int, default=60, help="number of global steps")
-    add = _command(
-        commands, _doctor, "check whether this machine can take part, and how to fix it"
-    ).add_argument
+    add = _command(commands, _doctor, "check whether this machine can take part").add_argument
     add("invite", nargs="?", default=None, help="also check this run")
     add("--size", default=None, choices=SIZES, help="size of the ALBERT to train")
     add("--target-batch-size", type=int, default=None, help="samples per global step, all peers")
-    _add_backbone(commands)
+    backbone = _command(commands, _backbone, "create a run and stay online as a peer that others can reach")
+    backbone.add_argument("run", help="name of the run, or a run.toml with its settings")
+    backbone.add_argument("--hours", type=_hours, default=24.0, help="life of the invitation")
+    _add_network(backbone)
     relay = _command(commands, _relay, "join a run and relay for peers that cannot be dialled")
     relay.add_argument("invite", help=INVITE)
     relay.add_argument("--gb", type=float, default=None, help="total relay quota, GB")
@@ -76,28 +72,15 @@ def _parser() -> argparse.ArgumentParser:
     _add_peer(commands)
     _add_experts(commands)
     _add_work(commands)
-    bench = "run benchmarks: link, dht, averaging, overhead …"
-    _command(commands, _bench, bench, add_help=False).add_argument("rest", nargs=argparse.REMAINDER)
+    bench = _command(commands, _bench, "run benchmarks: link, dht, averaging, overhead …", add_help=False)
+    bench.add_argument("rest", nargs=argparse.REMAINDER)
     return parser
 
 
-def _command(
-    commands: Any, run: Callable[[argparse.Namespace], None], words: str, **more: bool
-) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(run.__name__.strip("_"), help=words, **more)
+def _command(commands: Any, run: Callable[[Options], None], words: str, **more: bool) -> Parser:
+    command: Parser = commands.add_parser(run.__name__.strip("_"), help=words, **more)
     command.set_defaults(command=run)
     return command
-
-
-def _add_backbone(commands: Any) -> None:
-    backbone = _command(commands, _backbone, "create a run and stay online as a peer that others can reach")
-    add = backbone.add_argument
-    add("run", help="name of the run, or a run.toml with its settings")
-    add("--hours", type=_hours, default=24.0, help="life of the invitation")
-    add("--access", default="invite", choices=["open", "invite", "allowlist"], help="who may join the run")
-    add("--allow-user", action="append", default=[], help="Hugging Face user on the allowlist; repeatable")
-    add("--allow-organisation", action="append", default=[], help="Hugging Face organisation; repeatable")
-    _add_network(backbone)
 
 
 def _add_peer(commands: Any) -> None:
@@ -112,15 +95,9 @@ def _add_peer(commands: Any) -> None:
     add("--target-batch-size", type=int, default=256, help="samples per global step, all peers")
     add("--batch-size", type=int, default=16, help="samples of one micro-batch")
     add("--lr", type=float, default=1e-2, help="LAMB learning rate")
-    add(
-        "--compression",
-        default="float32",
-        help="float16, int8, adaptive, onebit, topk:0.01 …; default: float32",
-    )
+    add("--compression", default="float32", help="float16, int8, adaptive, onebit, topk:0.01 …")
     add("--overlap", action="store_true", help="compute during an averaging round")
     add("--local-steps", type=_steps, default=1, help="local steps per round: a number, or auto")
-    add("--gb-per-hour", type=float, default=None, help="traffic budget, GB/h")
-    add("--mbit-s", type=float, default=None, help="traffic budget per direction, Mbit/s")
     _add_network(peer)
 
 
@@ -144,9 +121,7 @@ def _add_work(commands: Any) -> None:
     coordinate = _command(commands, _coordinate, "hand out a job in work units to volunteers")
     add = coordinate.add_argument
     add("job", help="Python file with job = cs.workunits.Job(…)")
-    add(
-        "--folder", default=None, help="folder for the job's state, continued if it exists; default: JOB-work"
-    )
+    add("--folder", default=None, help="the job's state, continued if it exists; default: JOB-work")
     add("--store", default=None, help="SQLite file, redis://…, postgresql+psycopg://… or mysql+pymysql://…")
     add("--servers", type=_steps, default="auto", help="number of parameter servers, or auto")
     add("--host", default=None, help="address to listen on; default: all interfaces")
@@ -154,7 +129,6 @@ def _add_work(commands: Any) -> None:
     add("--url", default=None, help="address for volunteers, if a proxy forwards to this one")
     add("--tunnel", default=None, choices=TUNNELS, help="open a public https address")
     add("--open", action="store_true", help="accept volunteers without the link's secret")
-    add("--stay", action="store_true", help="keep the status page up when the job is done")
     _add_common(coordinate)
     volunteer = _command(commands, _volunteer, "train work units; needs outgoing HTTPS only")
     add = volunteer.add_argument
@@ -168,12 +142,12 @@ def _add_work(commands: Any) -> None:
     _add_common(volunteer)
 
 
-def _add_common(command: argparse.ArgumentParser) -> None:
+def _add_common(command: Parser) -> None:
     command.add_argument("--accept-terms", action="store_true", help="confirm that Colab's terms allow this")
     command.add_argument("--json-lines", action="store_true", help="print one JSON object per event")
 
 
-def _add_network(command: argparse.ArgumentParser) -> None:
+def _add_network(command: Parser) -> None:
     """Add the options of `NetworkOptions`."""
     add = command.add_argument
     add("--peer-name", default="", help="name shown to others")
@@ -206,26 +180,25 @@ def _hours(text: str) -> float:
     return hours
 
 
-def _network_options(options: argparse.Namespace, *, relay: bool | RelayQuota = False) -> NetworkOptions:
+def _network_options(options: Options, *, relay: bool | RelayQuota = False) -> NetworkOptions:
+    given = _given(options, "port", "announce", "identity", "tunnel", "upload_mbit_s", "download_mbit_s")
     return NetworkOptions(
         listen=not options.no_listen,
-        port=options.port,
-        announce=options.announce,
-        identity=options.identity,
         relay=relay or options.relay,
         use_relays=not options.no_relays,
         punch=not options.no_punch,
-        tunnel=options.tunnel,
-        upload_mbit_s=options.upload_mbit_s,
-        download_mbit_s=options.download_mbit_s,
         lan=not options.no_lan,
+        **given,
     )
 
 
-# --- output -----------------------------------------------------------------------------------------------------------
+def _given(options: Options, *names: str) -> dict[str, Any]:
+    """Return the options that have a value."""
+    found = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
 
 
-def _report(options: argparse.Namespace, event: str, text: str = "", /, **facts: Any) -> None:
+def _report(options: Options, event: str, text: str = "", /, **facts: Any) -> None:
     if options.json_lines:
         print(json.dumps({"event": event, **facts}), flush=True)
         return
@@ -234,7 +207,7 @@ def _report(options: argparse.Namespace, event: str, text: str = "", /, **facts:
     print(text or f"{event:>9}  {'  '.join(known)}", flush=True)
 
 
-def _report_event(options: argparse.Namespace, swarm: Swarm, event: Event) -> None:
+def _report_event(options: Options, swarm: Swarm, event: Event) -> None:
     match event:
         case StepFinished(step=step, samples=samples, loss=loss):
             speed = swarm.snapshot().samples_per_s
@@ -247,9 +220,7 @@ def _report_event(options: argparse.Namespace, swarm: Swarm, event: Event) -> No
             _report(options, "state", step=step, bytes=size, seconds=seconds, donors=len(donors))
 
 
-def _stay(
-    swarm: Swarm, options: argparse.Namespace, facts: dict[str, str], *, hours: float | None = None
-) -> None:
+def _stay(swarm: Swarm, options: Options, facts: dict[str, str], *, hours: float | None = None) -> None:
     """Print the status until interrupted, or until ``hours`` have passed."""
     until = time.monotonic() + 3600 * (hours or MAX_HOURS)
     for kind, fact in facts.items():
@@ -263,22 +234,19 @@ def _stay(
         _report(options, "status", peers=len(seen.peers), reached=seen.reached, **traffic)
 
 
-# --- commands ---------------------------------------------------------------------------------------------------------
-
-
-def _demo(options: argparse.Namespace) -> None:
+def _demo(options: Options) -> None:
     from colab_swarm.cli.demo import demo
 
     demo(steps=options.steps)
 
 
-def _bench(options: argparse.Namespace) -> None:
+def _bench(options: Options) -> None:
     from colab_swarm.bench.__main__ import main as bench
 
     bench(options.rest)
 
 
-def _doctor(options: argparse.Namespace) -> None:
+def _doctor(options: Options) -> None:
     from colab_swarm.swarm.doctor import doctor
 
     found = doctor(options.invite, model=options.size, target_batch_size=options.target_batch_size)
@@ -287,7 +255,7 @@ def _doctor(options: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-def _backbone(options: argparse.Namespace) -> None:
+def _backbone(options: Options) -> None:
     if options.run.endswith(".toml"):  # a run with checkpoints, metrics and a web page
         from colab_swarm.backbone.backbone import serve
         from colab_swarm.backbone.config import read_run_file
@@ -296,11 +264,8 @@ def _backbone(options: argparse.Namespace) -> None:
             dashboard = {"dashboard": served.dashboard} if served.dashboard else {}
             _stay(served.swarm, options, served.invite.facts | dashboard)
         return
-    allow = Allowlist(tuple(options.allow_user), tuple(options.allow_organisation))
     with create(
         options.run,
-        access=options.access,
-        allow=allow if options.access == "allowlist" else None,
         peer_name=options.peer_name or "backbone",
         options=_network_options(options, relay=True),
         accept_terms=options.accept_terms,
@@ -309,7 +274,7 @@ def _backbone(options: argparse.Namespace) -> None:
         _stay(swarm, options, swarm.invite(hours=options.hours).facts)
 
 
-def _join(options: argparse.Namespace, name: str = "", *, relay: bool | RelayQuota = False) -> Swarm:
+def _join(options: Options, name: str = "", *, relay: bool | RelayQuota = False) -> Swarm:
     return join(
         options.invite,
         peer_name=options.peer_name or name,
@@ -318,7 +283,7 @@ def _join(options: argparse.Namespace, name: str = "", *, relay: bool | RelayQuo
     )
 
 
-def _relay(options: argparse.Namespace) -> None:
+def _relay(options: Options) -> None:
     quota = RelayQuota(
         total_bytes=None if options.gb is None else options.gb * 1e9,
         total_bps=None if options.mbit_s is None else options.mbit_s * 1e6,
@@ -327,7 +292,7 @@ def _relay(options: argparse.Namespace) -> None:
         _stay(swarm, options, {"reached": str(swarm.reachability)})
 
 
-def _experts(options: argparse.Namespace) -> None:
+def _experts(options: Options) -> None:
     import torch
 
     from colab_swarm.moe.expert import ExpertRule, FeedForward, TransformerBlock
@@ -336,16 +301,14 @@ def _experts(options: argparse.Namespace) -> None:
     if options.heads is not None:
         make = partial(TransformerBlock, options.dim, options.heads, options.hidden)
     rule = ExpertRule(partial(torch.optim.Adam, lr=options.lr), max_grad_norm=1.0)
-    folder: HostOptions = {} if options.folder is None else {"folder": options.folder}
     with _join(options, "experts") as swarm:
-        host = swarm.host_experts(
-            options.prefix, make, grid=options.grid, count=options.count, rule=rule, **folder
-        )
+        given = _given(options, "grid", "count", "folder")
+        host = swarm.host_experts(options.prefix, make, rule=rule, **given)
         facts = {"hosting": " ".join(host.uids), "memory": host.arithmetic}
         _stay(swarm, options, facts, hours=options.hours)
 
 
-def _peer(options: argparse.Namespace) -> None:
+def _peer(options: Options) -> None:
     if not options.reduce_only:
         _train(options)
         return
@@ -354,12 +317,10 @@ def _peer(options: argparse.Namespace) -> None:
         _stay(swarm, options, {"reached": str(swarm.reachability)}, hours=options.hours)
 
 
-def _train(options: argparse.Namespace) -> None:
+def _train(options: Options) -> None:
     from colab_swarm.recipes.masked_lm import albert, parameter_groups
     from colab_swarm.training.layerwise import Lamb
-    from colab_swarm.training.settings import TrafficBudget
 
-    limited = options.gb_per_hour is not None or options.mbit_s is not None
     until = time.monotonic() + 3600 * (options.hours or MAX_HOURS)
     with _join(options) as swarm:
         swarm.events.listen(partial(_report_event, options, swarm))
@@ -371,7 +332,6 @@ def _train(options: argparse.Namespace) -> None:
             compression=options.compression,
             overlap=options.overlap,
             local_steps=options.local_steps,
-            budget=TrafficBudget(options.gb_per_hour, options.mbit_s) if limited else None,
         )
         _report(options, "training", step=optimizer.global_step)
         for batch in batches:
@@ -383,15 +343,8 @@ def _train(options: argparse.Namespace) -> None:
         if options.hours is not None:
             optimizer.wait_step(LAST_ROUND_S)
         total = swarm.snapshot()
-        _report(
-            options,
-            "finished",
-            step=optimizer.global_step,
-            parameters=_digest(model),
-            reached=total.reached,
-            sent=total.sent_bytes,
-            received=total.received_bytes,
-        )
+        facts = {"reached": total.reached, "sent": total.sent_bytes, "received": total.received_bytes}
+        _report(options, "finished", step=optimizer.global_step, parameters=_digest(model), **facts)
         if options.json_lines:
             sys.stdin.readline()  # the parent process writes a line when no other peer needs this one
 
@@ -405,23 +358,17 @@ def _digest(model: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def _coordinate(options: argparse.Namespace) -> None:
+def _coordinate(options: Options) -> None:
     from colab_swarm.notebook.coordinator_view import draw, summary
     from colab_swarm.workunits.coordinator import coordinate
 
-    names = ("folder", "store", "servers", "host", "port", "url", "tunnel")
-    given: CoordinatorOptions = {
-        name: getattr(options, name) for name in names if getattr(options, name) is not None
-    }  # type: ignore[assignment]
+    given = _given(options, "folder", "store", "servers", "host", "port", "url", "tunnel", "accept_terms")
     access: Access = "open" if options.open else "invite"
-    with coordinate(options.job, access=access, accept_terms=options.accept_terms, **given) as coordinator:
+    with coordinate(options.job, access=access, **given) as coordinator:
         link, done = str(coordinator.link), False
         _report(options, "link", link, link=link, page=coordinator.url)
         if not options.json_lines:
-            print(
-                f"status page: {coordinator.url}\nCtrl-C stops it; run the command again to continue.",
-                flush=True,
-            )
+            print(f"status page: {coordinator.url}\nCtrl-C stops it, the same command continues.", flush=True)
         while not done:
             done = coordinator.wait(STATUS_EVERY_S)
             status = coordinator.snapshot()
@@ -432,24 +379,15 @@ def _coordinate(options: argparse.Namespace) -> None:
             else:
                 _report(options, "status", summary(status), epoch=status.overview.epoch, **facts)
         time.sleep(LINGER_S)
-        while options.stay:
-            time.sleep(STATUS_EVERY_S)
 
 
-def _volunteer(options: argparse.Namespace) -> None:
+def _volunteer(options: Options) -> None:
     from colab_swarm.notebook.volunteer_view import summary
     from colab_swarm.workunits.volunteering import volunteer
 
     until = time.monotonic() + 3600 * (options.hours or MAX_HOURS)
-    one = volunteer(
-        options.link,
-        trust_code=options.trust_code,
-        units=options.units,
-        name=options.name,
-        folder=options.folder,
-        device=options.device,
-        accept_terms=options.accept_terms,
-    )
+    given = _given(options, "trust_code", "units", "name", "folder", "device", "accept_terms")
+    one = volunteer(options.link, **given)
     reported_at = float("-inf")
     try:
         while not one.wait(LOOK_S) and time.monotonic() <= until:

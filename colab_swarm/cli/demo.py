@@ -22,25 +22,20 @@ SURVIVORS = ("alice", "bob", "dave")
 
 
 class _Children:
-    """Processes that report JSON lines, and their reports by name."""
+    """Processes that report JSON lines."""
 
     def __init__(self) -> None:
         self.processes: dict[str, subprocess.Popen[str]] = {}
-        self.steps: dict[str, list[dict[str, Any]]] = {}
-        self.finished: dict[str, dict[str, Any]] = {}
         self._events: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
         self._deadline = time.monotonic() + TIME_LIMIT_S
 
     def start(self, name: str, *arguments: str) -> None:
-        options = ["--json-lines", "--peer-name", name]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        self.steps[name] = []
         self.processes[name] = subprocess.Popen(
-            [sys.executable, "-m", "colab_swarm.cli", *arguments, *options],
+            [sys.executable, "-m", "colab_swarm.cli", *arguments, "--json-lines", "--peer-name", name],
             stdout=subprocess.PIPE,
             stdin=subprocess.PIPE,
             text=True,
-            env=environment,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
         )
         threading.Thread(target=self._read, args=(name,), daemon=True).start()
 
@@ -49,17 +44,13 @@ class _Children:
             self._events.put((name, json.loads(line)))
         self._events.put((name, {"event": "ended"}))
 
-    def next_event(self, *, may_end: str = "") -> tuple[str, dict[str, Any]]:
-        """Return the next event and its peer; only the peer ``may_end`` may end before it has finished."""
+    def next_event(self) -> tuple[str, dict[str, Any]]:
+        """Return the next event and its peer; only carol may end before she has finished."""
         try:
             name, event = self._events.get(timeout=max(0.1, self._deadline - time.monotonic()))
         except queue.Empty:
             raise SwarmError(f"the demo did not finish within {TIME_LIMIT_S:.0f} s") from None
-        if event["event"] == "step":
-            self.steps[name].append(event)
-        elif event["event"] == "finished":
-            self.finished[name] = event
-        elif event["event"] == "ended" and name != may_end:
+        if event["event"] == "ended" and name != "carol":
             raise SwarmError(f"{name} ended early with status {self.processes[name].wait()}")
         return name, event
 
@@ -77,7 +68,7 @@ def demo(*, steps: int = 60) -> None:
     Raises:
         SwarmError: the trainers ended with different parameters, or a process did not finish.
     """
-    children, began = _Children(), time.monotonic()
+    children = _Children()
     try:
         children.start("backbone", "backbone", "demo")
         event: dict[str, Any] = {}
@@ -89,20 +80,25 @@ def demo(*, steps: int = 60) -> None:
         for name in ("alice", "bob", "carol"):
             children.start(name, *trainer)
         _watch(children, steps, trainer)
-        _conclude(children, time.monotonic() - began)
     finally:
         children.stop()
 
 
 def _watch(children: _Children, steps: int, trainer: list[str]) -> None:
-    while not children.finished.keys() >= set(SURVIVORS):
-        name, event = children.next_event(may_end="carol")
+    digests: dict[str, str] = {}
+    while not digests.keys() >= set(SURVIVORS):
+        name, event = children.next_event()
         if text := _describe(event):
             print(f"{name:>9}  {text}", flush=True)
+        if event["event"] == "finished":
+            digests[name] = event["parameters"]
         if event["event"] == "step" and event["step"] >= steps // 2 and "dave" not in children.processes:
             children.processes["carol"].kill()
             children.start("dave", *trainer)
             print("    --- carol is killed, dave joins ---", flush=True)
+    if len({digests[name] for name in SURVIVORS}) != 1:
+        raise SwarmError(f"the trainers hold different parameters: {digests}")
+    print(f"equal parameters on {', '.join(SURVIVORS)}: {digests['dave']}", flush=True)
 
 
 def _describe(event: dict[str, Any]) -> str | None:
@@ -112,36 +108,8 @@ def _describe(event: dict[str, Any]) -> str | None:
             speed = f"{event['samples']:.0f} samples, swarm {event['swarm_samples_per_s']:.0f}/s"
             return f"step {event['step']:>3}  {loss}  {speed}"
         case "state":
-            size_mb = event["bytes"] / 1e6
-            return (
-                f"received the state of step {event['step']}: {size_mb:.1f} MB from {event['donors']} donors"
-            )
-        case "round" if event["spans_lost"] or event["kept_local"]:
-            lost, local = event["spans_lost"], event["kept_local"]
-            return f"a reducer vanished: {lost} spans lost, {local} values stay local"
+            size = f"{event['bytes'] / 1e6:.1f} MB from {event['donors']} donors"
+            return f"received the state of step {event['step']}: {size}"
         case "training" | "finished" | "ended" as kind:
             return str(kind)
-        case _:
-            return None
-
-
-def _conclude(children: _Children, seconds: float) -> None:
-    by_step = {event["step"]: event for steps in children.steps.values() for event in steps}
-    losses = [event["loss"] for _, event in sorted(by_step.items()) if event["loss"] is not None]
-    samples = sum(event["samples"] for event in by_step.values())
-    sent = sum(children.finished[name]["sent"] for name in SURVIVORS)
-    print(
-        f"\n{max(by_step)} steps, {samples:.0f} samples, {seconds:.0f} s with start-up "
-        f"({samples / seconds:.0f} samples/s), {sent / 1e6:.0f} MB sent by the trainers\n"
-        f"loss {losses[0]:.3f} -> {losses[-1]:.3f}"
-    )
-    digests = {name: children.finished[name]["parameters"] for name in SURVIVORS}
-    for name in SURVIVORS:
-        process = children.processes[name]
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-        process.wait(30)
-    if len(set(digests.values())) != 1:
-        raise SwarmError(f"the trainers hold different parameters: {digests}")
-    print(f"equal parameters on {', '.join(digests)}: {next(iter(digests.values()))}", flush=True)
+    return None

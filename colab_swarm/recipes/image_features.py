@@ -1,12 +1,11 @@
 """SwAV (Caron et al. 2020): image features without labels, as DeDLOC trained them (section 4.1).
 
-Views of one image predict each other's cluster. Shapes: N images, B samples, V views of each, C = 3 channels,
-H x W pixels, D features, K prototypes.
+Views of one image predict each other's cluster. Shapes: N images, B samples, V views, C = 3 channels, H x W pixels, D
+features, K prototypes.
 
-A swarm agrees on the parameters only, so the trained function depends on nothing else. Prototypes are normalized where
-they are used. Batch normalization uses the statistics of each peer's micro-batch, as in data parallelism; its running
-statistics enter no training step. The queue of earlier features is local (DeDLOC, section 4.1: "for each worker"); it
-counts from a fixed global step on, so all peers start using it together.
+A swarm agrees on the parameters only. So prototypes are normalized where they are used, batches are normalized by their
+own statistics, as in data parallelism, and the queue of earlier features is local (DeDLOC, section 4.1: "for each
+worker"); it counts from a fixed global step on, so all peers start using it together.
 """
 
 from __future__ import annotations
@@ -24,66 +23,36 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import update_bn
 
 from colab_swarm.recipes.pretraining import HasId, peer_seed
 from colab_swarm.training.layerwise import Lars
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
-
+Batches: TypeAlias = Iterator[dict[str, Tensor]]
 ImageSource: TypeAlias = "str | Path | Tensor | NDArray[Any] | Sequence[Any]"
 
 
-@dataclass(frozen=True)
-class Images:
-    """Images by number, each loaded when needed: a sequence for `as_image`, or a ``column`` of a data set."""
-
-    rows: Any
-    column: str | None = None
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Tensor:
-        row = self.rows[index]
-        return as_image(row if self.column is None else row[self.column])
-
-
-def open_images(images: ImageSource) -> Images:
-    """Open a source of images.
+def open_images(images: ImageSource) -> Sequence[Any]:
+    """Return a source of images as a sequence for `as_image`, which loads each when it is needed.
 
     Args:
-        images: ``"digits"`` (scikit-learn's 1,797 handwritten digits); a folder, searched for image files at all
-            depths; a folder or hub name for `datasets.load_dataset` (``train`` split); a data set of `datasets` that
-            is not streamed; images as an array (N, H, W), (N, H, W, C) or (N, C, H, W), or as a sequence.
+        images: ``"digits"`` (scikit-learn's 1,797 handwritten digits); a folder, searched at all depths; an array
+            (N, H, W), (N, H, W, C) or (N, C, H, W); a sequence of images, such as a column of a data set.
 
     Raises:
         ValueError: there is no image.
     """
-    rows: Any = _named(images) if isinstance(images, str | Path) else images
-    if not len(rows):
-        raise ValueError("images is empty: give at least one")
-    if not hasattr(rows, "column_names"):
-        return Images(rows)
-    columns = [name for name, value in rows[0].items() if hasattr(value, "convert")]
-    if not columns:
-        raise ValueError(f"the data set has no column of images, only {', '.join(rows.column_names)}")
-    return Images(rows, columns[0])
-
-
-def _named(images: str | Path) -> Any:
-    if images == "digits":
+    rows: Any = images
+    if isinstance(images, Path) or (isinstance(images, str) and images != "digits"):
+        rows = sorted(path for path in Path(images).rglob("*") if path.suffix.lower() in SUFFIXES)
+    elif isinstance(images, str):
         from sklearn.datasets import load_digits
 
-        return load_digits().images / 16
-    if files := sorted(path for path in Path(images).rglob("*") if path.suffix.lower() in SUFFIXES):
-        return files
-    from datasets import load_dataset
-
-    try:
-        return load_dataset(str(images), split="train")
-    except (OSError, ValueError) as error:
-        place = f"{str(images)!r} is no folder of images"
-        raise ValueError(f"{place} and cannot be loaded as a data set: {error}") from error
+        rows = load_digits().images / 16
+    if not len(rows):
+        raise ValueError(f"no image in {images!s:.80}: give at least one")
+    return rows  # type: ignore[no-any-return]
 
 
 def as_image(image: Any) -> Tensor:
@@ -101,15 +70,14 @@ def as_image(image: Any) -> Tensor:
     elif pixels.dim() == 3 and pixels.shape[0] not in (1, 3):
         pixels = pixels.permute(2, 0, 1)
     if pixels.dim() != 3 or pixels.shape[0] not in (1, 3) or 0 in pixels.shape:
-        shape = f"not {tuple(pixels.shape)}"
-        raise ValueError(f"an image has shape (H, W), (H, W, C) or (C, H, W), C 1 or 3; {shape}")
+        raise ValueError(
+            f"an image has shape (H, W) or with 1 or 3 channels (H, W, C), not {tuple(pixels.shape)}"
+        )
     if pixels.is_floating_point():
         pixels = pixels.mul(255).round().clamp(0, 255)
     return pixels.to(torch.uint8).expand(3, -1, -1)
 
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""ImageNet's channel statistics, for pixels in [0, 1]."""
 GREY = (0.299, 0.587, 0.114)
 TO_YIQ = (GREY, (0.596, -0.274, -0.322), (0.211, -0.523, 0.312))
 ASPECT = (3 / 4, 4 / 3)
@@ -164,8 +132,8 @@ def distort(views_NCHW: Tensor, how: Distortions, rng: torch.Generator) -> Tenso
 
 
 def normalized(views_NCHW: Tensor) -> Tensor:
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
-    return (views_NCHW - mean) / std
+    mean_std = torch.tensor([(0.485, 0.456, 0.406), (0.229, 0.224, 0.225)]).view(2, 3, 1, 1)  # ImageNet's
+    return (views_NCHW - mean_std[0]) / mean_std[1]
 
 
 def _uniform(views: Tensor, low: float, high: float, rng: torch.Generator) -> Tensor:
@@ -204,29 +172,20 @@ def _blur(views: Tensor, sigma_N111: Tensor, largest: float) -> Tensor:
 
 @dataclass(frozen=True)
 class SwavSize:
-    """What differs between the sizes.
+    """What differs between the sizes."""
 
-    Attributes:
-        resnet: arguments of `transformers.ResNetConfig`.
-        large, small: the views of an image: "2 + 6 random crops".
-        hidden, features, prototypes: width of the projection's hidden layer, D and K.
-        epsilon, iterations: of Sinkhorn-Knopp; see `balance`.
-        queue: earlier samples that assignments include, for batches small compared to K; 0: none.
-        queue_from_step: first global step with the queue; features change too fast before.
-    """
-
-    resnet: dict[str, Any]
-    large: Crops
+    resnet: dict[str, Any]  # arguments of `transformers.ResNetConfig`
+    large: Crops  # the views of an image: "2 + 6 random crops"
     small: Crops
     distortions: Distortions = Distortions()
-    hidden: int = 2048
-    features: int = 128
-    prototypes: int = 3000
+    hidden: int = 2048  # width of the projection's hidden layer
+    features: int = 128  # D
+    prototypes: int = 3000  # K
     temperature: float = 0.1
-    epsilon: float = 0.05
+    epsilon: float = 0.05  # of Sinkhorn-Knopp; see `balance`
     iterations: int = 3
-    queue: int = 3840
-    queue_from_step: int = 4_692
+    queue: int = 3840  # earlier samples that assignments include, for batches small compared to K; 0: none
+    queue_from_step: int = 4_692  # features change too fast before
 
 
 SIZES = {
@@ -271,12 +230,7 @@ class Swav(nn.Module):
             nn.Linear(size.hidden, size.features),
         )
         self.prototypes = nn.Parameter(F.normalize(torch.randn(size.prototypes, size.features)))
-        self._queue_VQD: list[Tensor] = []
-
-    def embed(self, pixels_BCHW: Tensor) -> Tensor:
-        """Return the ResNet's pooled output, (B, width): the features for other tasks."""
-        pooled: Tensor = self.backbone(pixels_BCHW).pooler_output
-        return pooled.flatten(1)
+        self._queue_VQD: Tensor | None = None
 
     def forward(
         self, large_crops: Tensor, small_crops: Tensor | None = None, step: int | None = None
@@ -289,53 +243,44 @@ class Swav(nn.Module):
             step: ``optimizer.global_step``, which decides when the queue counts; None: no queue.
         """
         large_VBD = self._project(large_crops)
-        views = [*large_VBD, *(() if small_crops is None else self._project(small_crops))]
+        views_VBD = large_VBD if small_crops is None else torch.cat([large_VBD, self._project(small_crops)])
         prototypes_KD = F.normalize(self.prototypes)
-        scores_VBK = [view @ prototypes_KD.T for view in views]
-        assignments_VBK = self._assign(large_VBD, prototypes_KD, step)
-        logs_VBK = [F.log_softmax(scores.float() / self.size.temperature, dim=1) for scores in scores_VBK]
-        losses = [
-            -(assigned * log).sum(dim=1).mean()
-            for target, assigned in enumerate(assignments_VBK)
-            for view, log in enumerate(logs_VBK)
-            if view != target
-        ]
-        used = set(torch.cat(assignments_VBK).argmax(dim=1).tolist())
-        return SwavOutput(torch.stack(losses).mean(), len(used))
+        logs_VBK = F.log_softmax((views_VBD @ prototypes_KD.T).float() / self.size.temperature, dim=-1)
+        targets_TBK = self._assign(large_VBD, prototypes_KD, step)
+        losses_TV = -(targets_TBK[:, None] * logs_VBK).sum(dim=-1).mean(dim=-1)
+        others_TV = ~torch.eye(*losses_TV.shape, dtype=torch.bool, device=losses_TV.device)
+        used = set(targets_TBK.argmax(dim=-1).flatten().tolist())
+        return SwavOutput(losses_TV[others_TV].mean(), len(used))
 
     def _project(self, crops_BVCHW: Tensor) -> Tensor:
         """Unit vectors (V, B, D); all views of one size go through the network together."""
         pixels = crops_BVCHW.transpose(0, 1).flatten(0, 1)
-        features = F.normalize(self.projection(self.embed(pixels)))
+        features = F.normalize(self.projection(self.backbone(pixels).pooler_output.flatten(1)))
         return features.view(crops_BVCHW.shape[1], crops_BVCHW.shape[0], -1)
 
     @torch.no_grad()
-    def _assign(self, large_VBD: Tensor, prototypes_KD: Tensor, step: int | None) -> list[Tensor]:
-        """Assign each large view, (B, K); a full queue is balanced with it."""
-        size, former = self.size, self._queue_VQD or [features[:0] for features in large_VBD]
-        queued = step is not None and step >= size.queue_from_step and len(former[0]) >= size.queue
-        assignments, queues = [], []
-        for features, queue in zip(large_VBD, former, strict=True):
-            held = torch.cat([features, queue.to(features)])
-            scores = (held if queued else features) @ prototypes_KD.T
-            balanced = balance(scores, epsilon=size.epsilon, iterations=size.iterations)
-            assignments.append(balanced[: len(features)])
-            queues.append(held[: size.queue])
+    def _assign(self, large_VBD: Tensor, prototypes_KD: Tensor, step: int | None) -> Tensor:
+        """Assign the large views, (V, B, K); a full queue is balanced with them."""
+        size, former_VQD = self.size, large_VBD[:, :0] if self._queue_VQD is None else self._queue_VQD
+        queued = step is not None and step >= size.queue_from_step and former_VQD.shape[1] >= size.queue
+        held_VND = torch.cat([large_VBD, former_VQD.to(large_VBD)], dim=1)
         if self.training:
-            self._queue_VQD = queues
-        return assignments
+            self._queue_VQD = held_VND[:, : size.queue]
+        scores_VNK = (held_VND if queued else large_VBD) @ prototypes_KD.T
+        balanced = balance(scores_VNK, epsilon=size.epsilon, iterations=size.iterations)
+        return balanced[:, : large_VBD.shape[1]]
 
 
-def balance(scores_BK: Tensor, *, epsilon: float, iterations: int) -> Tensor:
+def balance(scores: Tensor, *, epsilon: float, iterations: int) -> Tensor:
     """Assign samples to prototypes so that all prototypes are used equally (Sinkhorn-Knopp; SwAV, equation 3).
 
     It works on float32 logarithms: a small epsilon or half precision neither overflows nor divides by zero. In the
-    result (B, K), rows sum to 1, columns to about B / K. With epsilon towards 0 each sample gets one prototype.
+    result (…, B, K), rows sum to 1, columns to about B / K. With epsilon towards 0 each sample gets one prototype.
     """
-    logs = scores_BK.float() / epsilon
+    logs = scores.float() / epsilon
     for _ in range(iterations):
-        logs = logs - logs.logsumexp(dim=0, keepdim=True)
-        logs = logs - logs.logsumexp(dim=1, keepdim=True)
+        logs = logs - logs.logsumexp(dim=-2, keepdim=True)
+        logs = logs - logs.logsumexp(dim=-1, keepdim=True)
     return logs.exp()
 
 
@@ -343,66 +288,38 @@ def balance(scores_BK: Tensor, *, epsilon: float, iterations: int) -> Tensor:
 class SwavSettings:
     """SwAV's settings for ImageNet (Caron et al. 2020, appendix A): 10 epochs of warm-up, 800 in all.
 
-    DeDLOC trains with 32,768 samples per step and does not report its learning rate. After the warm-up, the rate decays
-    to ``final_lr`` along a cosine. The prototypes stay fixed for ``frozen_steps`` global steps, one epoch.
+    After the warm-up, the rate decays to ``final_lr`` along a cosine. Prototypes are fixed for ``frozen_steps``.
     """
 
     lr: float = 4.8
-    momentum: float = 0.9
-    weight_decay: float = 1e-6
     trust: float = 1e-3
-    clip: bool = False
     final_lr: float = 0.0048
     warmup_steps: int = 3_130
     total_steps: int = 250_400
     frozen_steps: int = 313
-    target_batch_size: int = 4096
 
 
-SETTINGS = {
-    "tiny": SwavSettings(
-        lr=0.2,
-        trust=0.02,
-        final_lr=0.002,
-        warmup_steps=10,
-        total_steps=150,
-        frozen_steps=10,
-        target_batch_size=64,
-    ),
-    "resnet50": SwavSettings(),
-}
+TINY = SwavSettings(lr=0.2, trust=0.02, final_lr=0.002, warmup_steps=10, total_steps=150, frozen_steps=10)
+SETTINGS = {"tiny": TINY, "resnet50": SwavSettings()}
 
 
-class SwavBatches:
-    """Endless batches of float32 CPU tensors, ``large_crops`` and ``small_crops``, each (B, V, C, H, W)."""
+def _batches(images: Sequence[Any], size: SwavSize, batch_size: int, rng: torch.Generator) -> Batches:
+    order = endless_order(len(images), rng)
+    while True:
+        chosen = [as_image(images[next(order)]) for _ in range(batch_size)]
+        batch = {}
+        for name, crops in (("large_crops", size.large), ("small_crops", size.small)):
+            flip, repeats = size.distortions.flip, range(crops.count)
+            views = [random_view(image, crops, flip, rng) for image in chosen for _ in repeats]
+            distorted = normalized(distort(torch.stack(views), size.distortions, rng))
+            batch[name] = distorted.view(batch_size, crops.count, *distorted.shape[1:])
+        yield batch
 
-    def __init__(self, images: Images, size: SwavSize, *, batch_size: int, seed: int) -> None:
-        if batch_size < 2:
-            raise ValueError(f"batch_size={batch_size}: batch normalization needs at least 2")
-        self.images, self.batch_size, self._size = images, batch_size, size
-        self._rng = torch.Generator().manual_seed(seed)
-        self._order = self._endless_order()
 
-    def __iter__(self) -> SwavBatches:
-        return self
-
-    def __next__(self) -> dict[str, Tensor]:
-        chosen = [self.images[next(self._order)] for _ in range(self.batch_size)]
-        how, batch = self._size.distortions, {}
-        for name, crops in (("large_crops", self._size.large), ("small_crops", self._size.small)):
-            views = [
-                random_view(image, crops, how.flip, self._rng) for image in chosen for _ in range(crops.count)
-            ]
-            distorted = normalized(distort(torch.stack(views), how, self._rng))
-            batch[name] = distorted.view(len(chosen), crops.count, *distorted.shape[1:])
-        return batch
-
-    def __repr__(self) -> str:
-        return f"SwavBatches({self.batch_size} of {len(self.images):,} images)"
-
-    def _endless_order(self) -> Iterator[int]:
-        while True:
-            yield from torch.randperm(len(self.images), generator=self._rng).tolist()
+def endless_order(count: int, rng: torch.Generator) -> Iterator[int]:
+    """Yield the numbers below ``count`` in a random order, then in another one, and so on."""
+    while True:
+        yield from torch.randperm(count, generator=rng).tolist()
 
 
 def swav(
@@ -412,8 +329,8 @@ def swav(
     swarm: HasId | None = None,
     batch_size: int = 64,
     seed: int = 0,
-) -> tuple[Swav, SwavBatches]:
-    """Return an untrained SwAV and endless batches for it.
+) -> tuple[Swav, Batches]:
+    """Return an untrained SwAV and endless batches: ``large_crops`` and ``small_crops``, each float32 (B, V, C, H, W).
 
     Minimize ``model(**batch, step=optimizer.global_step).loss`` with `swav_optimizer`. Peers with the same ``size`` and
     ``seed`` get equal parameters. Each peer may use its own images.
@@ -430,8 +347,10 @@ def swav(
     """
     if size not in SIZES:
         raise ValueError(f"size={size!r} is none of {', '.join(SIZES)}")
-    seed_of_peer = peer_seed(seed, swarm.id if swarm else b"")
-    batches = SwavBatches(open_images(images), SIZES[size], batch_size=batch_size, seed=seed_of_peer)
+    if batch_size < 2:
+        raise ValueError(f"batch_size={batch_size}: batch normalization needs at least 2")
+    rng = torch.Generator().manual_seed(peer_seed(seed, swarm.id if swarm else b""))
+    batches = _batches(open_images(images), SIZES[size], batch_size, rng)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         return Swav(SIZES[size]).train(), batches
@@ -445,9 +364,8 @@ def swav_optimizer(model: Swav, settings: SwavSettings | str = "tiny") -> tuple[
     """
     chosen = SETTINGS[settings] if isinstance(settings, str) else settings
     body = [parameter for name, parameter in model.named_parameters() if name != "prototypes"]
-    names = ("lr", "momentum", "weight_decay", "trust", "clip")
     groups = [{"params": body}, {"params": [model.prototypes]}]
-    optimizer = Lars(groups, **{name: getattr(chosen, name) for name in names})
+    optimizer = Lars(groups, lr=chosen.lr, momentum=0.9, weight_decay=1e-6, trust=chosen.trust, clip=False)
 
     def body_share(step: int) -> float:
         if step < chosen.warmup_steps:
@@ -468,17 +386,15 @@ def embed(model: Swav, images: ImageSource, *, size_px: int, batch_size: int = 2
 
     Batch normalization's statistics are first measured on these images. So all peers of one step get equal features.
     """
-    opened, backbone = open_images(images), copy.deepcopy(model.backbone)
-    for part in backbone.modules():
-        if isinstance(part, nn.modules.batchnorm._BatchNorm):
-            part.reset_running_stats()
-            part.momentum = None  # the plain mean of all batches
-    for mode in (True, False):  # first the statistics, then the features
-        backbone.train(mode)
-        features: list[Tensor] = []
-        for start in range(0, len(opened), batch_size):
-            numbers = range(start, min(start + batch_size, len(opened)))
-            pixels = normalized(torch.stack([resized(opened[number], size_px) for number in numbers]))
-            pooled = backbone(pixels.to(model.prototypes.device)).pooler_output
-            features.append(pooled.flatten(1).float().cpu())
-    return torch.cat(features)
+    backbone, source = copy.deepcopy(model.backbone), (open_images(images), size_px, batch_size)
+    device = model.prototypes.device
+    update_bn(_squares(*source), backbone, device)
+    backbone.eval()
+    pooled = [backbone(pixels.to(device)).pooler_output for pixels in _squares(*source)]
+    return torch.cat([features.flatten(1).float().cpu() for features in pooled])
+
+
+def _squares(images: Sequence[Any], size_px: int, batch_size: int) -> Iterator[Tensor]:
+    for start in range(0, len(images), batch_size):
+        numbers = range(start, min(start + batch_size, len(images)))
+        yield normalized(torch.stack([resized(as_image(images[number]), size_px) for number in numbers]))

@@ -1,7 +1,7 @@
 """Endless batches from a mix of sources, streamed shard by shard as in sahajBERT's run (DeDLOC, section 3.3).
 
-Each document comes from one source, drawn by probability. It is cut into passages of whole sentences. A buffer holds
-the passages, and samples are drawn from it at random. A thread prepares batches ahead, and their state can be saved.
+Each document comes from one source, drawn by probability. It is cut into passages of whole sentences, and samples are
+drawn from a buffer of passages at random. A thread prepares batches ahead, and their state can be saved.
 
 A shard is a part of a source that is read by itself: a call starts one pass over its documents. It is called again
 after a lost connection, on the next pass, or to resume in another process. No shard is held in memory.
@@ -35,13 +35,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SHARD_BYTES = 1 << 22
-"""Shard size of a local file; lines stay whole."""
+SHARD_BYTES = 1 << 22  # of a local file; lines stay whole
 MANY_SHARDS = 64
-DOCUMENT_CHARS = 1 << 14
-"""Lines of plain text are joined into documents of about this size; longer rows are cut."""
+DOCUMENT_CHARS = 1 << 14  # lines of plain text are joined to about this size; longer rows are cut
 RETRY_AFTER_S = (1.0, 5.0, 25.0)
-
+CLOSE_S = 5.0
+CHECK_S = 0.2  # A consumer wakes up this often, so that an interrupt reaches it on Windows too.
+SHUFFLE_PASSAGES = 10_000
+FIRST_PASSAGES = 256  # before the first sample; then two for each one drawn, until the buffer is full
+BATCHES_AHEAD = 8
+PATIENCE_DOCUMENTS = 10_000  # without a passage: the text is useless for sentence-order prediction
+T = TypeVar("T")
 Shard: TypeAlias = Callable[[], Iterator[str]]
 
 
@@ -79,10 +83,8 @@ def open_shards(source: str) -> list[Shard]:
 
 
 def _rows(data_set: Any) -> list[Shard]:
-    if data_set.num_shards < MANY_SHARDS and hasattr(
-        data_set, "reshard"
-    ):  # datasets 4.5: so that peers differ
-        data_set = data_set.reshard()
+    if data_set.num_shards < MANY_SHARDS and hasattr(data_set, "reshard"):  # datasets 4.5
+        data_set = data_set.reshard()  # so that peers differ
     count: int = data_set.num_shards
 
     def shard(number: int) -> Iterator[str]:
@@ -123,25 +125,19 @@ def _cut(texts: Iterable[str]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """A reader's position: the pass from 0, the shard in its order, documents read of it and of the whole pass."""
+    """A reader's position in an endless stream."""
 
     pass_number: int = 0
-    shard: int = 0
-    documents: int = 0
-    given: int = 0
+    shard: int = 0  # in the order of this pass
+    documents: int = 0  # read of the shard
+    given: int = 0  # in the whole pass
 
 
 class ShardReader:
     """An endless iterator over the documents of one source; each pass shuffles its shards again.
 
     A shard that breaks is read again from where it broke, after `RETRY_AFTER_S`; then the rest of it is skipped
-    with a warning.
-
-    Args:
-        name: of the source, for messages.
-        shards: see `open_shards`.
-        seed: of the order.
-        wait: waits so many seconds before a retry; returns True to stop instead.
+    with a warning. ``wait`` waits so many seconds before a retry, or returns True to stop.
 
     Raises:
         ValueError: the first pass gave no document.
@@ -154,61 +150,53 @@ class ShardReader:
         self.name, self.count = name, len(shards)
         self.position = StreamPosition()
         self._shards, self._seed, self._wait = shards, seed, wait
-        self._documents: Iterator[str] | None = None
+        self._stream = self._passes()
 
     def __iter__(self) -> ShardReader:
         return self
 
     def __next__(self) -> str:
-        while (document := self._next_of_shard()) is None:
-            self._documents = None
-            self._next_shard()
-        at = self.position
-        self.position = replace(at, documents=at.documents + 1, given=at.given + 1)
-        return document
+        return next(self._stream)
 
     def seek(self, position: StreamPosition) -> None:
         """Continue from a position of a reader with the same shards and seed."""
-        self.position, self._documents = position, None
+        self.position, self._stream = position, self._passes()
 
-    def _next_of_shard(self) -> str | None:
-        """Return the next document of the current shard; None at its end, or after the last retry."""
-        for delay_s in (*RETRY_AFTER_S, None):
-            at = self.position
+    def _passes(self) -> Iterator[str]:
+        while True:
+            number = self.position.pass_number
+            order = random.Random(f"{self._seed}/{number}").sample(range(self.count), self.count)
+            for place in range(self.position.shard, self.count):
+                yield from self._read(self._shards[order[place]])
+                self.position = StreamPosition(number, place + 1, 0, self.position.given)
+            if not self.position.given and not number:
+                raise ValueError(f"{self.name!r} gave no text: see the warnings above, or open it by hand")
+            if not self.position.given and self._wait(RETRY_AFTER_S[-1]):
+                raise Stopped
+            self.position = StreamPosition(number + 1)
+
+    def _read(self, shard: Shard) -> Iterator[str]:
+        """Yield the rest of a shard, up to where it is given up."""
+        delays = iter(RETRY_AFTER_S)
+        while True:
+            begun = self.position.documents
             try:
-                if self._documents is None:
-                    rng = random.Random(f"{self._seed}/{at.pass_number}")
-                    order = rng.sample(range(self.count), self.count)
-                    self._documents = islice(self._shards[order[at.shard]](), at.documents, None)
-                return next(self._documents, None)
+                for document in islice(shard(), begun, None):
+                    at = self.position
+                    self.position = replace(at, documents=at.documents + 1, given=at.given + 1)
+                    yield document
+                return
             except Exception as error:  # datasets, fsspec, aiohttp and pyarrow raise many kinds
-                self._documents = None
+                at = self.position
                 where = f"{self.name}: shard {at.shard + 1} of {self.count}"
+                delays = delays if at.documents == begun else iter(RETRY_AFTER_S)
+                delay_s = next(delays, None)
                 if delay_s is None:
                     logger.warning("%s is given up after %d documents: %s", where, at.documents, error)
-                    return None
+                    return
                 logger.info("%s broke, retry in %g s: %s", where, delay_s, error)
                 if self._wait(delay_s):
                     raise Stopped from error
-        raise AssertionError("unreachable: the last delay is None")
-
-    def _next_shard(self) -> None:
-        at = self.position
-        if at.shard + 1 < self.count:
-            self.position = StreamPosition(at.pass_number, at.shard + 1, 0, at.given)
-            return
-        if not at.given and not at.pass_number:
-            raise ValueError(f"{self.name!r} gave no text: see the warnings above, or open it by hand")
-        if not at.given and self._wait(RETRY_AFTER_S[-1]):
-            raise Stopped
-        self.position = StreamPosition(at.pass_number + 1)
-
-
-T = TypeVar("T")
-
-CLOSE_S = 5.0
-CHECK_S = 0.2
-"""A consumer wakes up this often, so that an interrupt reaches it on Windows too."""
 
 
 class Prefetched(Generic[T]):
@@ -217,109 +205,81 @@ class Prefetched(Generic[T]):
     An error of the source is raised after the items made before it. The thread starts with the first item and ends with
     `close`, or when this object is collected.
 
-    Args:
-        source: an iterator with ``state_dict`` and ``load_state_dict``; used by one thread at a time.
-        depth: items ahead, at least 1.
-        stop: set by `close`, so that a waiting source can stop.
+    Attributes:
+        close: sets ``stop``, so that a waiting source can stop, and waits up to `CLOSE_S` for the thread; iteration
+            ends with the items made so far.
     """
 
     def __init__(self, source: Any, *, depth: int, stop: threading.Event) -> None:
-        self._producer: _Producer[T] = _Producer(source, depth, stop)
+        self._source, self._depth, self._stop = source, depth, stop
+        self._ahead: deque[T] = deque()
+        self._error: Exception | None = None
+        self._changed = threading.Condition()  # guards ahead
+        self._making = threading.Lock()  # held while the source is in use and until its item is in ahead
+        own = weakref.ref(self)
+        self._thread = threading.Thread(target=_prefetch, args=(own,), name="prefetch", daemon=True)
         # also at exit: a thread killed within pyarrow would crash the process
-        weakref.finalize(self, self._producer.close)
+        self.close = weakref.finalize(self, _close, stop, self._thread)
 
     def __iter__(self) -> Prefetched[T]:
         return self
 
     def __next__(self) -> T:
-        return self._producer.take()
+        if self._thread.ident is None:
+            self._thread.start()
+        with self._changed:
+            while not self._ahead:
+                if self._stop.is_set():
+                    raise StopIteration
+                if self._error is not None:
+                    raise self._error
+                self._changed.wait(CHECK_S)
+            self._changed.notify_all()
+            return self._ahead.popleft()
+
+    def make(self) -> bool:
+        """Make an item if there is room for it; return False after the last one."""
+        with self._changed:
+            room = self._changed.wait_for(lambda: len(self._ahead) < self._depth, CHECK_S)
+        with self._making:
+            if self._stop.is_set():
+                return False
+            try:
+                items = [next(self._source)] if room else []
+            except Exception as error:  # raised on the consumer's thread
+                self._error = error
+                return False
+            with self._changed:
+                self._ahead.extend(items)
+                self._changed.notify_all()
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last item taken. Waits for the item being made."""
-        with self._producer.making:
-            return {"source": self._producer.source.state_dict(), "ahead": list(self._producer.ahead)}
+        with self._making:
+            return {"source": self._source.state_dict(), "ahead": list(self._ahead)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state with the item that was next there."""
-        with self._producer.making, self._producer.changed:
-            self._producer.source.load_state_dict(state["source"])
-            self._producer.ahead = deque(state["ahead"])
-            self._producer.changed.notify_all()
-
-    def close(self) -> None:
-        """Stop the thread, waiting up to `CLOSE_S`. Iteration ends with the items made so far."""
-        self._producer.close()
+        with self._making, self._changed:
+            self._source.load_state_dict(state["source"])
+            self._ahead = deque(state["ahead"])
+            self._changed.notify_all()
 
 
-class _Producer(Generic[T]):
-    """State of both sides. The thread holds this and not the `Prefetched`, which could else never be collected."""
-
-    def __init__(self, source: Any, depth: int, stop: threading.Event) -> None:
-        self.source, self._depth, self._stop = source, depth, stop
-        self._thread: threading.Thread | None = None
-        self.ahead: deque[T] = deque()
-        self._error: Exception | None = None
-        self.changed = threading.Condition()  # guards ahead and error
-        self.making = threading.Lock()  # held while the source is in use and until its item is in ahead
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            with self.changed:
-                self.changed.wait_for(lambda: len(self.ahead) < self._depth or self._stop.is_set())
-            with self.making:
-                if self._stop.is_set():
-                    return
-                try:
-                    items = [next(self.source)]
-                except Stopped:
-                    return
-                except Exception as error:  # raised on the consumer's thread
-                    items, self._error = [], error
-                with self.changed:
-                    self.ahead.extend(items)
-                    self.changed.notify_all()
-                if self._error is not None:
-                    return
-
-    def take(self) -> T:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
-            self._thread.start()
-        with self.changed:
-            while not self.ahead:
-                if self._error is not None:
-                    raise self._error
-                if self._stop.is_set():
-                    raise StopIteration
-                self.changed.wait(CHECK_S)
-            item = self.ahead.popleft()
-            self.changed.notify_all()
-            return item
-
-    def close(self) -> None:
-        self._stop.set()
-        with self.changed:
-            self.changed.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(CLOSE_S)
+def _prefetch(owner: weakref.ref[Prefetched[Any]]) -> None:
+    while (items := owner()) is not None and items.make():
+        del items  # so that it can be collected
 
 
-SHUFFLE_PASSAGES = 10_000
-FIRST_PASSAGES = 256
-"""Passages before the first sample; then two are added for each one drawn, until the buffer is full."""
-BATCHES_AHEAD = 8
-PATIENCE_DOCUMENTS = 10_000
-"""After so many documents without a passage, the text is useless for sentence-order prediction."""
+def _close(stop: threading.Event, thread: threading.Thread) -> None:
+    stop.set()
+    if thread.ident is not None and thread is not threading.current_thread():
+        thread.join(CLOSE_S)
 
 
 class TextMix:
-    """Documents from several sources; each one is drawn from a source by probability.
-
-    Args:
-        sources: name (see `open_shards`) to weight, such as ``{"wiki": 0.23, "oscar": 0.77}``; weights need not sum
-            to 1.
-        seed: of the order of the shards.
-        wait: see `ShardReader`.
+    """Documents from several sources by name and weight, such as ``{"wiki": 0.23, "oscar": 0.77}``; see `open_shards`.
 
     Raises:
         ValueError: a weight is not positive, or a source cannot be opened.
@@ -356,59 +316,20 @@ class TextMix:
             raise ValueError(f"a state of {', '.join(state)} does not fit sources {', '.join(self.sources)}")
         for reader in self._readers:
             if (count := state[reader.name][0]) != reader.count:
-                shards = f"{reader.name} had {count} shards and has {reader.count}"
-                raise ValueError(f"{shards}: start without the state")
+                raise ValueError(f"{reader.name} had {count} shards and has {reader.count}: start again")
         for reader in self._readers:
             reader.seek(StreamPosition(*state[reader.name][1:]))
-
-
-class ShuffleBuffer:
-    """Up to ``size`` passages, drawn at random (DeDLOC, section 3.3)."""
-
-    def __init__(self, size: int) -> None:
-        self._size, self._drawn = size, 0
-        self._held: list[Passage] = []
-
-    @property
-    def hungry(self) -> bool:
-        """Return True if passages must be added before the next one is drawn."""
-        return len(self._held) < min(self._size, FIRST_PASSAGES + self._drawn)
-
-    def extend(self, found: Sequence[Passage]) -> None:
-        self._held.extend(found)
-
-    def draw(self, rng: random.Random) -> Passage:
-        place = rng.randrange(len(self._held))
-        self._held[place], self._held[-1] = self._held[-1], self._held[place]
-        self._drawn += 1
-        return self._held.pop()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all passages in four tensors: one tensor for each would be slow to save."""
-        state: dict[str, Any] = {"drawn": self._drawn}
-        for name in ("tokens", "borders"):
-            arrays = [np.array(getattr(passage, name), dtype=np.int32) for passage in self._held]
-            state[name] = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int32), *arrays]))
-            state[f"{name[:-1]}_counts"] = torch.tensor([len(array) for array in arrays], dtype=torch.int64)
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._drawn = state["drawn"]
-        tokens = state["tokens"].split(state["token_counts"].tolist())
-        borders = state["borders"].split(state["border_counts"].tolist())
-        pairs = zip(tokens, borders, strict=True)
-        self._held = [Passage(t.numpy().copy(), tuple(b.tolist())) for t, b in pairs]
 
 
 class MixedBatches(SampledBatches):
     """Batches like those of `PretrainingBatches`, from whole sentences of a mix; can be resumed exactly.
 
+    Samples are drawn at random among ``buffer`` passages (DeDLOC, section 3.3).
+
     Args:
-        mix: the source of documents.
         tokenizer: with pad, cls, sep and mask tokens.
         batch_size, sequence_length: B and L.
         seed: of the choice of sources, the buffer, the swaps and the masks; see `peer_seed`.
-        buffer: passages to shuffle among.
 
     Raises:
         ValueError: a size is too small.
@@ -423,26 +344,48 @@ class MixedBatches(SampledBatches):
         **sizes: int,
     ) -> None:
         super().__init__(tokenizer, **sizes)
-        self._mix, self._buffer = mix, ShuffleBuffer(buffer)
+        self._mix, self._buffer, self._drawn = mix, buffer, 0
+        self._held: list[Passage] = []
 
     def __next__(self) -> dict[str, Tensor]:
         samples = []
         for _ in range(self.batch_size):
-            self._fill()
-            passage = self._buffer.draw(self._rng)
-            first, second, swapped = order_sample(passage, self.sequence_length - 3, self._rng)
+            first, second, swapped = order_sample(self._draw(), self.sequence_length - 3, self._rng)
             samples.append((first.tolist(), second.tolist(), swapped))
         return self._collate(samples)
 
+    def _draw(self) -> Passage:
+        """Draw a passage, and fill the buffer before if it still grows."""
+        fruitless = 0
+        while len(self._held) < min(self._buffer, FIRST_PASSAGES + self._drawn):
+            held = len(self._held)
+            self._held += passages(self._mix.draw(self._rng), self.tokenizer, self.sequence_length - 3)
+            fruitless = fruitless + 1 if len(self._held) == held else 0
+            if fruitless > PATIENCE_DOCUMENTS:
+                raise ValueError(
+                    f"{fruitless:,} documents in a row have one sentence or none: sentence-order prediction needs "
+                    f"several; join the rows of {', '.join(self._mix.sources)} to longer texts"
+                )
+        place = self._rng.randrange(len(self._held))
+        self._held[place], self._held[-1] = self._held[-1], self._held[place]
+        self._drawn += 1
+        return self._held.pop()
+
     def state_dict(self) -> dict[str, Any]:
-        return {
+        """Return the state with all passages in four tensors: one tensor for each would be slow to save."""
+        state = {
             "sequence_length": self.sequence_length,
             "vocabulary": len(self.tokenizer),
             "mix": self._mix.state_dict(),
-            "buffer": self._buffer.state_dict(),
+            "drawn": self._drawn,
             "rng": self._rng.getstate(),
             "masks": self._collate.generator.get_state(),
         }
+        for name in ("tokens", "borders"):
+            arrays = [np.array(getattr(passage, name), dtype=np.int32) for passage in self._held]
+            state[name] = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int32), *arrays]))
+            state[f"{name[:-1]}_counts"] = torch.tensor([len(array) for array in arrays], dtype=torch.int64)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state.
@@ -454,32 +397,21 @@ class MixedBatches(SampledBatches):
             if state[name] != mine:
                 raise ValueError(f"a state with {name}={state[name]} does not fit {name}={mine}")
         self._mix.load_state_dict(state["mix"])
-        self._buffer.load_state_dict(state["buffer"])
+        self._drawn = state["drawn"]
+        tokens = state["tokens"].split(state["token_counts"].tolist())
+        borders = state["borders"].split(state["border_counts"].tolist())
+        self._held = [
+            Passage(t.numpy().copy(), tuple(b.tolist())) for t, b in zip(tokens, borders, strict=True)
+        ]
         self._rng.setstate(state["rng"])
         self._collate.generator.set_state(state["masks"])
-
-    def _fill(self) -> None:
-        fruitless = 0
-        while self._buffer.hungry:
-            found = list(passages(self._mix.draw(self._rng), self.tokenizer, self.sequence_length - 3))
-            self._buffer.extend(found)
-            fruitless = 0 if found else fruitless + 1
-            if fruitless > PATIENCE_DOCUMENTS:
-                raise ValueError(
-                    f"{fruitless:,} documents in a row have one sentence or none: sentence-order prediction needs "
-                    f"several; join the rows of {', '.join(self._mix.sources)} to longer texts"
-                )
 
 
 class StreamedBatches(Prefetched[dict[str, Tensor]]):
     """`MixedBatches` prepared ahead in a thread; `albert` returns them for a mix of sources.
 
     Save ``state_dict()`` in this peer's checkpoint. A peer with the same sources, tokenizer and seed resumes with
-    exactly the next batch.
-
-    Args:
-        sources: see `TextMix`.
-        tokenizer, batch_size, sequence_length, seed: see `MixedBatches`.
+    exactly the next batch. Arguments: see `TextMix` and `MixedBatches`.
 
     Raises:
         ValueError: an argument is out of range or a source cannot be opened.
@@ -489,15 +421,10 @@ class StreamedBatches(Prefetched[dict[str, Tensor]]):
         self, sources: Mapping[str, float], tokenizer: PreTrainedTokenizerFast, *, seed: int, **sizes: int
     ) -> None:
         stop = threading.Event()
-        mix = TextMix(sources, seed=seed, wait=stop.wait)
-        made = MixedBatches(mix, tokenizer, seed=seed, **sizes)
-        self.tokenizer, self.batch_size, self.sequence_length = (
-            tokenizer,
-            made.batch_size,
-            made.sequence_length,
-        )
+        made = MixedBatches(TextMix(sources, seed=seed, wait=stop.wait), tokenizer, seed=seed, **sizes)
+        self.tokenizer, self.batch_size = tokenizer, made.batch_size
+        self.sequence_length = made.sequence_length
         super().__init__(made, depth=BATCHES_AHEAD, stop=stop)
 
     def __repr__(self) -> str:
-        size = f"{self.batch_size} x {self.sequence_length} of {len(self.tokenizer)} tokens"
-        return f"StreamedBatches({size})"
+        return f"StreamedBatches({self.batch_size} x {self.sequence_length} of {len(self.tokenizer)} tokens)"

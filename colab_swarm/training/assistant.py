@@ -18,7 +18,6 @@ import msgspec
 
 from colab_swarm.averaging.group import MAX_TEXT, Group, GroupFormationSettings, Ticket
 from colab_swarm.averaging.matchmaking import Matchmaker
-from colab_swarm.averaging.round import RoundResult
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import Runner
@@ -52,34 +51,6 @@ VECTORS_IN_MEMORY = 4
 MATCHMAKING = GroupFormationSettings(window_s=5.0, slack_s=5.0)
 
 
-@dataclass(frozen=True)
-class AssistedRound:
-    """A round in which an assistant reduced.
-
-    Attributes:
-        prefix: of the collaboration.
-        began_at, formed_at: when its group began to form and was complete (loop time).
-    """
-
-    prefix: str
-    began_at: float
-    formed_at: float
-    result: RoundResult
-
-
-@dataclass(frozen=True)
-class Memory:
-    """A backbone's additions to an assistant.
-
-    Attributes:
-        stored: ``await stored(prefix)``: a checkpoint to give when no trainer is left.
-        on_round: called after each round.
-    """
-
-    stored: Callable[[str], Awaitable[Snapshot | None]]
-    on_round: Callable[[AssistedRound], None]
-
-
 @dataclass
 class AssistantTally:
     """The work of an assistant."""
@@ -97,7 +68,7 @@ class Assistant:
         run_id: of the run.
         name: this peer's, for people.
         collaboration: the name of the only collaboration to help; None: all.
-        memory: of a backbone.
+        stored: ``await stored(prefix)``: a checkpoint of a backbone to give when no trainer is left.
     """
 
     def __init__(
@@ -107,9 +78,9 @@ class Assistant:
         *,
         name: str,
         collaboration: str | None = None,
-        memory: Memory | None = None,
+        stored: Callable[[str], Awaitable[Snapshot | None]] | None = None,
     ) -> None:
-        self._services, self._memory = services, memory
+        self._services, self._stored = services, stored
         self._run_id, self._name = run_id, name
         self._only = "" if collaboration is None else f"{run_id}/{collaboration}"
         self._tally = AssistantTally()
@@ -124,7 +95,7 @@ class Assistant:
         """
         self._services.router.set_default(self.enter, self.leave)
         # No collaboration has the run's own name: this part serves the messages that lead to `enter`.
-        self._parts[""] = _Part(self._services, self._run_id, self._tally, self._memory)
+        self._parts[""] = _Part(self._services, self._run_id, self._tally, self._stored)
         await self._publish(ttl_s=TTL_S)
         self._tasks.append(asyncio.create_task(self._heartbeat(), name="assist"))
 
@@ -167,7 +138,7 @@ class Assistant:
         if wanted and len(prefix) <= MAX_TEXT:
             if len(self._parts) > MAX_COLLABORATIONS:
                 self.leave(min(filter(None, self._parts), key=lambda other: self._parts[other].used_at))
-            self._parts[prefix] = _Part(self._services, prefix, self._tally, self._memory)
+            self._parts[prefix] = _Part(self._services, prefix, self._tally, self._stored)
 
     def leave(self, prefix: str) -> None:
         """Stop helping this collaboration, for now."""
@@ -179,11 +150,15 @@ class _Part:
     """An assistant's part in one collaboration."""
 
     def __init__(
-        self, services: PeerServices, prefix: str, tally: AssistantTally, memory: Memory | None
+        self,
+        services: PeerServices,
+        prefix: str,
+        tally: AssistantTally,
+        stored: Callable[[str], Awaitable[Snapshot | None]] | None,
     ) -> None:
         self.used_at = _now()
         self._services, self._prefix = services, prefix
-        self._tally, self._memory = tally, memory
+        self._tally = tally
         self._records: Mapping[PeerId, ProgressRecord] = {}
         self._lost: dict[PeerId, ProgressRecord] = {}  # last records of peers whose links broke
         self._assistants: Collection[PeerId] = ()
@@ -195,9 +170,12 @@ class _Part:
         self._matchmaker = Matchmaker(
             services.router, prefix, expected=self._expected, on_called=self._on_called, settings=MATCHMAKING
         )
-        stored = None if memory is None else partial(memory.stored, prefix)
         self._mirror = Mirror(
-            services.router, prefix, donors=self._donors, on_sent=self._on_sent, stored=stored
+            services.router,
+            prefix,
+            donors=self._donors,
+            on_sent=self._on_sent,
+            stored=None if stored is None else partial(stored, prefix),
         )
         self._stop_listening = services.peers.on_lost(self._on_lost)
 
@@ -235,7 +213,7 @@ class _Part:
         try:
             candidates = self._known(terms.step, terms.lineage)
             group = await self._matchmaker.join(ticket, candidates, _now() + ROUND_TIMEOUT_S)
-            self._last, formed_at = group, _now()
+            self._last = group
             result = await self._services.averager.reduce(group)
             self._bandwidth.on_round(result)
         except (PeerError, MemoryError) as error:
@@ -244,8 +222,6 @@ class _Part:
             self._tally.rounds += 1
             self._tally.reduced_bytes += result.sent_bytes + result.received_bytes
             self._services.events.emit(result.event(began_at=began_at, now=_now()))
-            if self._memory is not None:
-                self._memory.on_round(AssistedRound(self._prefix, began_at, formed_at, result))
         finally:
             del self._rounds[terms.step, terms.lineage]
             self._callers.pop((terms.step, terms.lineage), None)

@@ -33,7 +33,7 @@ class Scene:
         return swarm.runtime.call(self._keep(swarm, seconds))
 
     async def _keep(self, swarm: Swarm, seconds: float) -> Backbone:
-        self.backbone = Backbone(swarm.services, swarm.run_id, self.file)
+        self.backbone = Backbone(swarm, self.file)
         await self.backbone.start()
         await asyncio.sleep(seconds)
         return self.backbone

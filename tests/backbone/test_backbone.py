@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 import colab_swarm as cs
 from colab_swarm.backbone.keeper import Vault
-from colab_swarm.backbone.observer import LossPoint, read_records
+from colab_swarm.backbone.observer import read_losses
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.checkpoint import CheckpointFolder
 from tests.backbone.run import PREFIX, Scene, train
@@ -26,9 +25,8 @@ def test_checkpoints_are_saved_while_others_train_and_a_trainer_continues_from_t
         sim.run(lambda swarm: scene.keep(swarm, 60) and None if swarm.name == "alice" else train(swarm, 24))
     assert scene.backbone is not None
     keeper = scene.backbone.keepers[PREFIX]
-    steps = [kept.step for kept in keeper.vault.history]
-    assert len(steps) >= 3 and all(late - early >= 5 for early, late in pairwise(steps))
-    assert len(keeper.vault.paths()) == 2 and all(kept.loss for kept in keeper.vault.history)
+    steps = [kept.step for kept in keeper.vault.checkpoints]
+    assert len(steps) == 2 and steps[0] >= 10 and steps[1] - steps[0] >= 5
     with cs.simulate(1, seed=2) as sim:
         resumed = sim.run(lambda swarm: resume(swarm, tmp_path / "model"))
     assert resumed["alice"] == (steps[-1], steps[-1] + 2)
@@ -61,10 +59,7 @@ def test_a_run_outlives_all_its_trainers(tmp_path: Path, listen: bool) -> None:
             )
         )
         assert [fault.name for fault in sim.network.fired] == ["crash"]
-    assert scene.backbone is not None
-    saved = scene.backbone.keepers[PREFIX].vault.history
-    first = max(kept.step for kept in saved if kept.step <= results["carol"][0])
-    assert results["carol"][0] >= first >= 5  # from the backbone's checkpoint, not from step 0
+    assert results["carol"][0] >= 5  # from the backbone's checkpoint, not from step 0
     assert results["carol"][1:] == results["dave"][1:]
 
 
@@ -78,7 +73,7 @@ def test_the_backbone_stands_in_only_while_nobody_trains(tmp_path: Path) -> None
         sim.network.now().crash("bob")
         sim.run(lambda swarm: swarm.runtime.call(keeper.look()))
         assert keeper.observer.trainers == {}
-        assert keeper.standing_in == keeper.vault.history[-1].step
+        assert keeper.standing_in == keeper.vault.checkpoints[-1].step
 
 
 def test_the_previous_file_is_served_if_the_newest_is_damaged(tmp_path: Path) -> None:
@@ -97,7 +92,7 @@ def test_the_previous_file_is_served_if_the_newest_is_damaged(tmp_path: Path) ->
     assert scene.backbone is not None and scene.backbone.keepers[PREFIX].standing_in is None
 
 
-def test_losses_rounds_and_peers_are_collected_and_the_curve_outlives_a_restart(tmp_path: Path) -> None:
+def test_losses_and_peers_are_collected_and_the_curve_outlives_a_restart(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     with cs.simulate(1, seed=5) as sim:
         sim.join("bob", listen=False)
@@ -106,7 +101,6 @@ def test_losses_rounds_and_peers_are_collected_and_the_curve_outlives_a_restart(
     assert scene.backbone is not None
     (shown,) = scene.backbone.view().collaborations
     assert len(shown.points) >= 5 and {point.peers for point in shown.points} == {2}
-    assert {line.name for line in shown.peers} >= {"bob", "carol"} and shown.round_count >= 15
-    assert all(one.peers == 3 and one.contributors == 2 and one.moved_bytes for one in shown.rounds)
-    again = read_records(tmp_path / "model" / "losses.jsonl", LossPoint)
+    assert {line.name for line in shown.peers} >= {"bob", "carol"}
+    again = read_losses(tmp_path / "model" / "losses.jsonl")
     assert [point.step for point in again] == [point.step for point in shown.points]

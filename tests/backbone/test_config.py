@@ -30,15 +30,15 @@ def test_the_example_in_the_documentation_is_read(tmp_path: Path) -> None:
 
 def test_a_name_is_enough(tmp_path: Path) -> None:
     run = read_run_file(written(tmp_path, 'name = "small"'))
-    assert run.collaborations[0].name == "model" and run.allowlist is None and run.forward is None
+    assert run.collaborations[0].name == "model" and run.allowlist is None
     assert run.dashboard.host == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ('name = "a"\nacces = "open"', r"run\.toml.*unknown field `acces`.*did you mean `access`\?"),
-        ('name = "a"\n[[collaborations]]\nevery_step = 5', r"`every_step`.*collaborations.*`every_steps`\?"),
+        ('name = "a"\nacces = "open"', r"run\.toml.*unknown field `acces`"),
+        ('name = "a"\n[[collaborations]]\nevery_step = 5', r"`every_step`.*collaborations"),
         ('name = "a"\n[network]\nport = 99999', r"<= 65535.*network\.port"),
         ('name = "a"\n[[collaborations]]\nkeep = 0', r">= 1.*keep"),
         ('name = "a"\n[[collaborations]]\n[[collaborations]]', "a name of its own"),

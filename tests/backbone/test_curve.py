@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.backbone.observer import MAX_POINTS, LossCurve, LossPoint, weighted_quantile
+from colab_swarm.backbone.observer import MAX_POINTS, LossCurve, LossPoint, read_losses, weighted_median
 from colab_swarm.net.peers import PeerId
 from colab_swarm.training.progress import Branch, ProgressRecord
 
@@ -21,7 +24,7 @@ def branch(step: int) -> Branch:
 
 
 def point(step: int) -> LossPoint:
-    return LossPoint(step, 0.0, 1.0, 1.0, 1.0, 1, 1.0)
+    return LossPoint(step, 0.0, 1.0, 1)
 
 
 def test_a_step_counts_when_the_swarm_has_left_it() -> None:
@@ -67,12 +70,16 @@ def test_a_long_run_is_thinned_and_keeps_its_newest_points() -> None:
     assert steps == sorted(set(steps))
 
 
-@given(
-    st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6)), min_size=1),
-    st.sampled_from([0.25, 0.5, 0.75]),
-)
-def test_a_quantile_divides_the_weight(weighted: list[tuple[float, float]], q: float) -> None:
-    value = weighted_quantile(weighted, q)
-    total = sum(weight for _, weight in weighted)
-    assert sum(weight for loss, weight in weighted if loss <= value) >= q * total * (1 - 1e-6)
-    assert sum(weight for loss, weight in weighted if loss < value) <= q * total * (1 + 1e-6)
+@given(st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6)), min_size=1))
+def test_the_median_divides_the_weight(weighted: list[tuple[float, float]]) -> None:
+    value, half = weighted_median(weighted), sum(weight for _, weight in weighted) / 2
+    assert sum(weight for loss, weight in weighted if loss <= value) >= half * (1 - 1e-6)
+    assert sum(weight for loss, weight in weighted if loss < value) <= half * (1 + 1e-6)
+
+
+def test_a_curve_with_a_record_that_was_cut_off_is_continued(tmp_path: Path) -> None:
+    file = tmp_path / "losses.jsonl"
+    file.write_bytes(b"".join(b"\n" + msgspec.json.encode(point(step)) for step in (3, 4))[:-5])
+    with file.open("ab") as opened:
+        opened.write(b"\n" + msgspec.json.encode(point(5)) + b"\n\xff\n[]")
+    assert [one.step for one in read_losses(file)] == [3, 5]

@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from colab_swarm.backbone.keeper import Vault
-from colab_swarm.tensors.statedict import read_tensors
+from colab_swarm.tensors.statedict import StepFiles, read_tensors
 
 pytestmark = pytest.mark.slow
 LIMIT_S = 120.0
@@ -115,10 +114,10 @@ class Scene:
 
     def wait_checkpoint(self, step: int) -> int:
         until = time.monotonic() + LIMIT_S
-        while not (kept := Vault(self.vault).history) or kept[-1].step < step:
-            assert time.monotonic() < until, f"no checkpoint beyond step {step}: {list(kept)[-2:]}"
+        while (newest := StepFiles(self.vault).newest_step) < step:
+            assert time.monotonic() < until, f"no checkpoint beyond step {step}: {newest}"
             time.sleep(0.1)
-        return kept[-1].step
+        return newest
 
 
 @contextmanager
@@ -158,5 +157,5 @@ def test_a_run_survives_its_backbone_and_then_all_its_trainers(tmp_path: Path) -
         (model,) = shown["collaborations"]
         assert model["step"] >= began_at and model["points"] and model["trainers"] == 1
         assert "carol" in {peer["name"] for peer in model["peers"]}
-    for path in Vault(run.vault).paths():
+    for path in StepFiles(run.vault).paths():
         read_tensors(path)

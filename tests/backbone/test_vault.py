@@ -45,8 +45,7 @@ def altered(snapshot: Snapshot, **changes: Any) -> Snapshot:
 def test_a_trainer_continues_from_the_backbones_file_as_from_its_own(tmp_path: Path) -> None:
     trained, resumed = replica(3), replica(0, seed=1)
     vault = Vault(tmp_path / "kept")
-    saved = vault.save(trained.snapshot(), loss=2.5, at=100.0)
-    assert (saved.step, str(saved)) == (3, "Step 3, loss 2.500")
+    assert vault.save(trained.snapshot()) == vault.file_of(3)
     resumed.load(CheckpointFolder(tmp_path / "kept").latest())
     assert same(resumed.state(), trained.state())
     save_checkpoint(tmp_path / "own", trained.state())
@@ -55,7 +54,7 @@ def test_a_trainer_continues_from_the_backbones_file_as_from_its_own(tmp_path: P
 
 def test_late_joiners_download_the_saved_state(tmp_path: Path) -> None:
     trained, joiner = replica(3), replica(0, seed=1)
-    Vault(tmp_path).save(trained.snapshot(), loss=None, at=0.0)
+    Vault(tmp_path).save(trained.snapshot())
     latest = Vault(tmp_path).latest()
     assert latest is not None and latest.manifest.step == 3
     joiner.load_snapshot(latest)
@@ -64,20 +63,22 @@ def test_late_joiners_download_the_saved_state(tmp_path: Path) -> None:
     assert again is not None and again.manifest.root == latest.manifest.root
 
 
-def test_the_newest_files_and_the_whole_history_remain(tmp_path: Path) -> None:
+def test_the_newest_files_remain_and_are_listed(tmp_path: Path) -> None:
     vault, trained = Vault(tmp_path, keep=2), replica(0)
-    for step in range(4):
-        vault.save(trained.snapshot(), loss=float(step), at=float(step))
+    for _ in range(4):
+        vault.save(trained.snapshot())
         trained.apply(np.ones(trained.flat.numel, np.float32))
     assert [path.name[-15:] for path in vault.paths()] == ["003.safetensors", "002.safetensors"]
-    assert [str(one) for one in Vault(tmp_path).history] == [f"Step {s}, loss {s}.000" for s in range(4)]
+    listed = [(one.step, one.size_bytes) for one in Vault(tmp_path, keep=2).checkpoints]
+    assert listed == [(step, vault.file_of(step).stat().st_size) for step in (2, 3)]
+    assert vault.checkpoints == Vault(tmp_path, keep=2).checkpoints
 
 
 def test_a_damaged_checkpoint_is_skipped(tmp_path: Path) -> None:
     vault, trained = Vault(tmp_path), replica(1)
-    vault.save(trained.snapshot(), loss=None, at=0.0)
+    vault.save(trained.snapshot())
     trained.apply(np.ones(trained.flat.numel, np.float32))
-    newest = vault.file_of(vault.save(trained.snapshot(), loss=None, at=0.0).step)
+    newest = vault.save(trained.snapshot())
     newest.write_bytes(newest.read_bytes()[:-9])
     latest = vault.latest()
     assert latest is not None and latest.manifest.step == 1
@@ -87,12 +88,12 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path: Path) -> None:
 def test_a_state_that_a_trainer_would_refuse_is_not_saved(tmp_path: Path, kind: str) -> None:
     net = model().to(getattr(torch, kind))
     whole = Replica(UpdateRule(torch.optim.SGD(net.parameters(), lr=0.1)))
-    Vault(tmp_path).save(whole.snapshot(), loss=None, at=0.0)
+    Vault(tmp_path).save(whole.snapshot())
     with torch.no_grad():
         next(iter(net.parameters()))[0, 0] = float("nan")
     ruined = whole.snapshot()
     with pytest.raises(StateError, match="NaN"):
-        Vault(tmp_path / "other").save(ruined, loss=None, at=0.0)
+        Vault(tmp_path / "other").save(ruined)
     assert not (tmp_path / "other").exists()
 
 
@@ -100,7 +101,7 @@ def test_a_state_that_claims_another_step_is_not_saved(tmp_path: Path) -> None:
     snapshot = replica(2).snapshot()
     for change in ({"step": 9}, {"lineage": b"another"}):
         with pytest.raises(StateError, match="not of the step that it claims"):
-            Vault(tmp_path).save(altered(snapshot, **change), loss=None, at=0.0)
+            Vault(tmp_path).save(altered(snapshot, **change))
 
 
 def test_a_skeleton_that_names_other_tensors_is_not_saved(tmp_path: Path) -> None:
@@ -111,7 +112,7 @@ def test_a_skeleton_that_names_other_tensors_is_not_saved(tmp_path: Path) -> Non
     huge = msgspec.msgpack.encode(Layout(layout.skeleton, (TensorEntry("x", "float32", (1 << 40,)),)))
     for skeleton in (fewer, twice, huge):
         with pytest.raises(StateError):
-            Vault(tmp_path).save(altered(snapshot, skeleton=skeleton), loss=None, at=0.0)
+            Vault(tmp_path).save(altered(snapshot, skeleton=skeleton))
 
 
 def test_an_empty_tensor_is_saved_and_loaded(tmp_path: Path) -> None:

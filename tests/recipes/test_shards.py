@@ -89,6 +89,17 @@ def test_a_broken_shard_is_skipped_with_a_warning(caplog: pytest.LogCaptureFixtu
     assert waits[:3] == list(RETRY_AFTER_S)
 
 
+def test_a_shard_that_gives_more_after_each_break_is_not_given_up() -> None:
+    waits, given_before_break = Waits(), iter(range(1, 9))
+
+    def shard() -> Iterator[str]:
+        yield from map(str, range(next(given_before_break)))
+        raise ConnectionError("connection lost")
+
+    assert list(islice(ShardReader("web", [shard], seed=0, wait=waits), 8)) == list("01234567")
+    assert waits == [RETRY_AFTER_S[0]] * 7
+
+
 def test_a_source_that_never_gave_anything_raises() -> None:
     with pytest.raises(ValueError, match="'nothing' gave no text"):
         next(ShardReader("nothing", numbered(3, documents=0), seed=0))

@@ -16,13 +16,11 @@ from colab_swarm.recipes import streaming
 from colab_swarm.recipes.streaming import (
     FIRST_PASSAGES,
     MixedBatches,
-    ShuffleBuffer,
     StreamedBatches,
     TextMix,
 )
 from colab_swarm.training.checkpoint import load_checkpoint, save_checkpoint
 from tests.recipes.test_pretraining import original
-from tests.recipes.test_sentences import Passage
 
 SOURCES = {"python-docs": 1.0}
 SMALL = {"batch_size": 8, "sequence_length": 64, "seed": 1}
@@ -49,10 +47,6 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(
         torch.equal(tensor, other[name]) for name, tensor in one.items()
     )
-
-
-def passage(number: int) -> Passage:
-    return Passage(torch.full((3,), number, dtype=torch.int32).numpy(), (1,))
 
 
 def test_sources_are_drawn_by_their_probability(two_sources: dict[str, float]) -> None:
@@ -84,17 +78,15 @@ def test_a_batch_is_made_of_neighbouring_sentences(
             assert second.startswith("and then") is not bool(swapped)
 
 
-def test_drawing_starts_while_the_buffer_still_grows() -> None:
-    buffer, rng, drawn = ShuffleBuffer(1000), random.Random(0), []
-    for number in range(3000):
-        while not buffer.hungry and len(drawn) < 2500:
-            drawn.append(int(buffer.draw(rng).tokens[0]))
-        buffer.extend([passage(number)])
-    held = len(buffer.state_dict()["token_counts"])
-    assert 1000 <= held <= 1001
-    assert min(drawn[:50]) < FIRST_PASSAGES
-    assert len(set(drawn)) == len(drawn)
-    assert drawn != sorted(drawn)
+def test_drawing_starts_while_the_buffer_still_grows(
+    tokenizer: PreTrainedTokenizerFast, two_sources: dict[str, float]
+) -> None:
+    batches = mixed(tokenizer, two_sources, batch_size=1, buffer=FIRST_PASSAGES + 20)
+    held = []
+    for _ in range(40):
+        next(batches)
+        held.append(len(batches.state_dict()["token_counts"]))
+    assert held == [FIRST_PASSAGES - 1 + min(drawn, 20) for drawn in range(40)]
 
 
 @pytest.mark.slow
