@@ -50,6 +50,7 @@ class Backbone:
                 folder=Path(file.folder) / one.name,
                 hub=HubPush(one, token=hub_token) if one.repo else None,
                 on_standing_in=self.assistant.leave,  # with the groups that it remembers
+                forward=file.forward,
             )
 
     async def _stored(self, prefix: str) -> Snapshot | None:

@@ -20,6 +20,10 @@ every_steps = 50
 every_minutes = 30
 keep = 3
 repo = "neuropark/sahajBERT"
+
+[forward]
+to = "wandb"
+project = "sahajbert"
 """
 
 from __future__ import annotations
@@ -90,6 +94,13 @@ class CollaborationFile(_Table, frozen=True):
     push_every_minutes: Positive = 30.0
 
 
+class Forward(_Table, frozen=True):
+    """A tracker that also gets the curves; the package of that name must be installed."""
+
+    to: Literal["wandb", "trackio"]
+    project: str
+
+
 class RunFile(_Table, frozen=True):
     """All of ``run.toml``; the sections are described at their classes.
 
@@ -113,6 +124,7 @@ class RunFile(_Table, frozen=True):
     relay: RelayLimits = field(default_factory=RelayLimits)
     dashboard: Dashboard = field(default_factory=Dashboard)
     collaborations: tuple[CollaborationFile, ...] = (CollaborationFile(),)
+    forward: Forward | None = None
 
     @property
     def allowlist(self) -> Allowlist | None:

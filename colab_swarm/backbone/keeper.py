@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from colab_swarm.backbone.config import CollaborationFile
+from colab_swarm.backbone.config import CollaborationFile, Forward
 from colab_swarm.backbone.observer import Observer
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import Fault
@@ -195,6 +195,7 @@ class Keeper:
         folder: for all files.
         hub: gets each checkpoint.
         on_standing_in: called before peers get a checkpoint: the steps after it will be repeated.
+        forward: a tracker that gets the curve.
 
     Attributes:
         stored: the checkpoint for late joiners; None while there are trainers.
@@ -210,10 +211,11 @@ class Keeper:
         folder: Path,
         hub: HubPush | None,
         on_standing_in: Callable[[str], object],
+        forward: Forward | None = None,
     ) -> None:
         self._services, self._prefix, self._name = services, prefix, name
         self.settings, self.hub, self._on_standing_in = settings, hub, on_standing_in
-        self.observer = Observer(services, prefix, folder)
+        self.observer = Observer(services, prefix, folder, forward)
         self.vault = Vault(folder, keep=settings.keep)
         self._saved_step, self._saved_at = self.vault.newest_step, time.time()
         self.stored: Snapshot | None = None

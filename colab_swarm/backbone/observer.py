@@ -8,15 +8,20 @@ the curve, and a peer with few samples moves it little.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import logging
 import math
+import queue
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import msgspec
 
+from colab_swarm.backbone.config import Forward
 from colab_swarm.net.peers import PeerId, short
 from colab_swarm.training.progress import (
     Assistants,
@@ -33,6 +38,9 @@ MAX_POINTS = 2000
 """Points in the curve; beyond that every other one is left out, but never of the newest quarter."""
 MAX_LOSS = 1e9
 MAX_PEERS, MAX_NAME_CHARS = 256, 40
+MAX_WAITING, FORWARD_S = 1000, 5.0
+RESUMED_BY = {"wandb": "id", "trackio": "name"}
+"""The argument of ``init`` by which each tracker finds a run again after a restart."""
 SILENCE_S = 6.0
 """Trainers that are not linked here count as gone after this; an error costs nothing, see `keeper`."""
 
@@ -131,16 +139,69 @@ class PeerLine(msgspec.Struct, frozen=True):
     samples_per_s: float
 
 
+class Forwarder:
+    """Logs points to a tracker from a thread of its own. If the tracker cannot be reached, points are lost.
+
+    Raises:
+        ValueError: the tracker's package is not installed.
+    """
+
+    def __init__(self, settings: Forward, prefix: str) -> None:
+        if importlib.util.find_spec(settings.to) is None:
+            raise ValueError(f"to forward to {settings.to}: pip install {settings.to}")
+        self._settings, self._run_id = settings, prefix.replace("/", "-")
+        self._waiting: queue.Queue[LossPoint | None] = queue.Queue(MAX_WAITING)
+        self._thread = threading.Thread(target=self._run, name="colab-swarm-forward", daemon=True)
+        self._thread.start()
+
+    def forward(self, points: Sequence[LossPoint]) -> None:
+        """Log these points soon; returns at once."""
+        for point in points:
+            try:
+                self._waiting.put_nowait(point)
+            except queue.Full:
+                logger.warning("%s is too slow: a point is lost", self._settings.to)
+
+    def close(self) -> None:
+        """Log the waiting points and finish, in `FORWARD_S` at most."""
+        try:
+            self._waiting.put(None, timeout=FORWARD_S)
+            self._thread.join(FORWARD_S)
+        except queue.Full:
+            logger.warning("%s does not answer: points are lost", self._settings.to)
+
+    def _run(self) -> None:
+        tracker: Any = None
+        while (point := self._waiting.get()) is not None:
+            try:
+                tracker = tracker or self._begin()
+                tracker.log({"loss": point.loss, "trainers": float(point.peers)}, step=point.step)
+            except Exception as error:  # a tracker's errors are its own
+                logger.warning("step %d not forwarded to %s: %s", point.step, self._settings.to, error)
+        if tracker is not None:
+            tracker.finish()
+
+    def _begin(self) -> Any:
+        tracker = importlib.import_module(self._settings.to)
+        run = {RESUMED_BY[self._settings.to]: self._run_id}
+        tracker.init(project=self._settings.project, resume="allow", **run)
+        return tracker
+
+
 class Observer:
     """Watches one collaboration.
 
     Args:
         prefix: of the collaboration.
         folder: where its ``losses.jsonl`` is; the curve continues after a restart.
+        forward: a tracker that gets the curve too.
     """
 
-    def __init__(self, services: PeerServices, prefix: str, folder: Path) -> None:
+    def __init__(
+        self, services: PeerServices, prefix: str, folder: Path, forward: Forward | None = None
+    ) -> None:
         self._services, self._prefix = services, prefix
+        self._forwarder = None if forward is None else Forwarder(forward, prefix)
         self._file = folder / "losses.jsonl"
         self.curve = LossCurve(read_losses(self._file))
         self.assistants = Assistants(prefix)
@@ -148,7 +209,13 @@ class Observer:
         self._progress = Progress(services.peers.id, own, target_batch_size=0.0)
         self._last_branch: Branch | None = None
         self._heard_at = float("-inf")
-        self.close = services.peers.on_lost(self._on_lost)
+        self._stop_listening = services.peers.on_lost(self._on_lost)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._stop_listening()
+        if self._forwarder is not None:
+            self._forwarder.close()
 
     def _on_lost(self, peer: PeerId) -> None:
         self._progress.on_lost(peer, now=asyncio.get_running_loop().time())
@@ -173,6 +240,8 @@ class Observer:
         """Append to the file; a newline goes first, because the last record may be cut off."""
         if not points:
             return
+        if self._forwarder is not None:
+            self._forwarder.forward(points)
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with self._file.open("ab") as file:

@@ -18,6 +18,7 @@ from colab_swarm.net.relay import RelayQuota
 from colab_swarm.swarm.joining import create, join
 from colab_swarm.swarm.network import NetworkOptions
 from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.trust.authority import Allowlist
 
 if TYPE_CHECKING:
     from colab_swarm.invite import Access
@@ -63,6 +64,9 @@ def _parser() -> Parser:
     backbone = _command(commands, _backbone, "create a run and stay online as a peer that others can reach")
     backbone.add_argument("run", help="name of the run, or a run.toml with its settings")
     backbone.add_argument("--hours", type=_hours, default=24.0, help="life of the invitation")
+    for who in ("user", "organisation"):
+        text = f"Hugging Face {who} on the run's allowlist; repeatable"
+        backbone.add_argument(f"--allow-{who}", action="append", default=[], help=text)
     _add_network(backbone)
     relay = _command(commands, _relay, "join a run and relay for peers that cannot be dialled")
     relay.add_argument("invite", help=INVITE)
@@ -98,6 +102,8 @@ def _add_peer(commands: Any) -> None:
     add("--compression", default="float32", help="float16, int8, adaptive, onebit, topk:0.01 …")
     add("--overlap", action="store_true", help="compute during an averaging round")
     add("--local-steps", type=_steps, default=1, help="local steps per round: a number, or auto")
+    add("--gb-per-hour", type=float, default=None, help="traffic budget, GB/h")
+    add("--mbit-s", type=float, default=None, help="traffic budget per direction, Mbit/s")
     _add_network(peer)
 
 
@@ -264,8 +270,12 @@ def _backbone(options: Options) -> None:
             dashboard = {"dashboard": served.dashboard} if served.dashboard else {}
             _stay(served.swarm, options, served.invite.facts | dashboard)
         return
+    allow = Allowlist(tuple(options.allow_user), tuple(options.allow_organisation))
+    listed = bool(allow.users or allow.organisations)
     with create(
         options.run,
+        access="allowlist" if listed else "invite",
+        allow=allow if listed else None,
         peer_name=options.peer_name or "backbone",
         options=_network_options(options, relay=True),
         accept_terms=options.accept_terms,
@@ -320,7 +330,9 @@ def _peer(options: Options) -> None:
 def _train(options: Options) -> None:
     from colab_swarm.recipes.masked_lm import albert, parameter_groups
     from colab_swarm.training.layerwise import Lamb
+    from colab_swarm.training.settings import TrafficBudget
 
+    limits = _given(options, "gb_per_hour", "mbit_s")
     until = time.monotonic() + 3600 * (options.hours or MAX_HOURS)
     with _join(options) as swarm:
         swarm.events.listen(partial(_report_event, options, swarm))
@@ -332,6 +344,7 @@ def _train(options: Options) -> None:
             compression=options.compression,
             overlap=options.overlap,
             local_steps=options.local_steps,
+            budget=TrafficBudget(**limits) if limits else None,
         )
         _report(options, "training", step=optimizer.global_step)
         for batch in batches:
