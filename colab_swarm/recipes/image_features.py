@@ -37,22 +37,38 @@ def open_images(images: ImageSource) -> Sequence[Any]:
     """Return a source of images as a sequence for `as_image`, which loads each when it is needed.
 
     Args:
-        images: ``"digits"`` (scikit-learn's 1,797 handwritten digits); a folder, searched at all depths; an array
-            (N, H, W), (N, H, W, C) or (N, C, H, W); a sequence of images, such as a column of a data set.
+        images: ``"digits"`` (scikit-learn's 1,797 handwritten digits); a folder, searched for image files at all
+            depths; a folder or hub name for `datasets.load_dataset` (``train`` split); a data set of `datasets` that
+            is not streamed; an array (N, H, W), (N, H, W, C) or (N, C, H, W); a sequence of images.
 
     Raises:
-        ValueError: there is no image.
+        ValueError: there is no image, or the data set cannot be loaded.
     """
-    rows: Any = images
-    if isinstance(images, Path) or (isinstance(images, str) and images != "digits"):
-        rows = sorted(path for path in Path(images).rglob("*") if path.suffix.lower() in SUFFIXES)
-    elif isinstance(images, str):
-        from sklearn.datasets import load_digits
-
-        rows = load_digits().images / 16
+    rows: Any = _named(images) if isinstance(images, str | Path) else images
     if not len(rows):
         raise ValueError(f"no image in {images!s:.80}: give at least one")
-    return rows  # type: ignore[no-any-return]
+    if not hasattr(rows, "column_names"):
+        return rows  # type: ignore[no-any-return]
+    columns = [name for name, value in rows[0].items() if hasattr(value, "convert")]
+    if not columns:
+        raise ValueError(f"the data set has no column of images, only {', '.join(rows.column_names)}")
+    return rows[columns[0]]  # type: ignore[no-any-return]  # loads a row when it is needed
+
+
+def _named(images: str | Path) -> Any:
+    if images == "digits":
+        from sklearn.datasets import load_digits
+
+        return load_digits().images / 16
+    if files := sorted(path for path in Path(images).rglob("*") if path.suffix.lower() in SUFFIXES):
+        return files
+    from datasets import load_dataset
+
+    try:
+        return load_dataset(str(images), split="train")
+    except (OSError, ValueError) as error:
+        place = f"no image in {images!s:.80}"
+        raise ValueError(f"{place}: it is no folder of images and no data set: {error}") from error
 
 
 def as_image(image: Any) -> Tensor:

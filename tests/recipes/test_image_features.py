@@ -379,6 +379,19 @@ def test_a_folder_is_searched_at_all_depths_and_other_files_are_ignored(tmp_path
 
 
 @pytest.mark.slow
+def test_a_data_set_gives_its_column_of_images(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    rows = Dataset.from_dict({"label": [7], "picture": [Image.fromarray(RED)]})
+    assert is_red(as_image(open_images(rows)[0]))
+    with pytest.raises(ValueError, match="no column of images, only label"):
+        open_images(rows.select_columns("label"))
+    Dataset.from_dict({"image": [Image.fromarray(RED)] * 3}).to_parquet(tmp_path / "train.parquet")
+    opened = open_images(str(tmp_path))
+    assert len(opened) == 3 and is_red(as_image(opened[2]))
+
+
+@pytest.mark.slow
 def test_digits_are_part_of_scikit_learn() -> None:
     opened = open_images("digits")
     image = as_image(opened[0])
