@@ -506,17 +506,16 @@ class InteractiveRun:
         self._looked_at, self._seen = time.monotonic(), self._simulation.snapshot()
 
     def _act(self, verb: lessons.Verb, arguments: tuple[Any, ...]) -> None:
+        low, high = (-1e-9, 1.0) if verb == "lose" else (0.0, math.inf)
         try:
+            if not all(isinstance(one, str) or low < one < high for one in arguments):
+                raise ValueError("a number is out of range")
             self._do(verb, arguments)
         except (ValueError, TypeError) as error:
             self._simulation.tell(f"{verb} {' '.join(map(str, arguments))}: not possible, {error}")
 
     def _do(self, verb: lessons.Verb, arguments: tuple[Any, ...]) -> None:
         simulation = self._simulation
-        for number in arguments:
-            low, high = (-1e-9, 1) if verb == "lose" else (0, math.inf)
-            if not isinstance(number, str) and not low < number < high:
-                raise ValueError(f"{number} is out of range")
         match verb, *arguments:
             case ("join",):
                 new = next(name for name in map(nth_name, itertools.count()) if name not in simulation._names)
