@@ -1,4 +1,4 @@
-"""Probes of this machine: cores, memory, disk, graphics card, versions, internet, and the speed of a model.
+"""Probes of this machine: cores, memory, graphics card, versions, internet, and the speed of a model.
 
 Everything but `calibrate` works without torch.
 """
@@ -8,21 +8,18 @@ from __future__ import annotations
 import os
 import queue
 import re
-import shutil
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from colab_swarm.notebook.checks import Gpu, Machine, Version
+from colab_swarm.notebook.checks import Subject
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,10 +35,9 @@ CALIBRATION_S = 2.0
 MIN_PASSES = 3
 
 
-def machine() -> Machine:
-    """Return the resources that this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Machine(cores, free_ram_bytes(), shutil.disk_usage(".").free, _open_files(), _gpu())
+def cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def free_ram_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int | None:
@@ -61,7 +57,8 @@ def free_ram_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int | None
     return min(free_bytes, max(0, int(limit) - int(used))) if limit.isdigit() else free_bytes
 
 
-def _open_files() -> int | None:
+def open_files() -> int | None:
+    """Return the limit of file descriptors, sockets included; None without a limit."""
     if find_spec("resource") is None:  # Windows has no such limit
         return None
     import resource
@@ -70,22 +67,20 @@ def _open_files() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _gpu() -> Gpu | None:
+def gpu() -> tuple[str, int, int] | None:
+    """Return name, free and total bytes of the card that torch uses."""
     if find_spec("torch") is None:
         return None
     import torch
 
-    if not torch.cuda.is_available():
-        return None
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
-    return Gpu(torch.cuda.get_device_name(), free_bytes, total_bytes)
+    return (torch.cuda.get_device_name(), *torch.cuda.mem_get_info()) if torch.cuda.is_available() else None
 
 
-def versions() -> tuple[Version, ...]:
-    """Return the installed versions beside the lowest ones that this package accepts."""
+def versions() -> dict[str, tuple[str | None, str]]:
+    """Return the installed version, or None, beside the lowest one that works, by package."""
     floors = wanted(requires("colab-swarm") or ())
-    python = Version("python", ".".join(map(str, sys.version_info[:3])), "3.11")
-    return (python, *(Version(name, installed_version(name), floors.get(name, "0")) for name in PACKAGES))
+    python = ".".join(map(str, sys.version_info[:3])), "3.11"
+    return {"python": python, **{name: (installed_version(name), floors.get(name, "0")) for name in PACKAGES}}
 
 
 def wanted(requirements: Iterable[str]) -> dict[str, str]:
@@ -101,11 +96,21 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def internet(connect: Callable[[tuple[str, int], float], object] = socket.create_connection) -> bool:
+def internet(
+    connect: Callable[[tuple[str, int], float], socket.socket] = socket.create_connection,
+) -> bool:
     """Return True if any of `HOSTS` accepts a connection within 3 s."""
     answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def try_host(host: tuple[str, int]) -> None:
+        try:
+            connect(host, CONNECT_TIMEOUT_S).close()
+            answers.put(True)
+        except OSError:
+            answers.put(False)
+
     for host in HOSTS:  # in threads, because a name lookup has no timeout
-        threading.Thread(target=partial(_try_host, connect, host, answers), daemon=True).start()
+        threading.Thread(target=try_host, args=(host,), daemon=True).start()
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
     try:
         return any(answers.get(timeout=max(0.0, deadline - time.monotonic())) for _ in HOSTS)
@@ -113,33 +118,9 @@ def internet(connect: Callable[[tuple[str, int], float], object] = socket.create
         return False
 
 
-def _try_host(
-    connect: Callable[[tuple[str, int], float], object],
-    host: tuple[str, int],
-    answers: queue.SimpleQueue[bool],
-) -> None:
-    try:
-        connection = connect(host, CONNECT_TIMEOUT_S)
-        if isinstance(connection, socket.socket):
-            connection.close()
-        answers.put(True)
-    except OSError:
-        answers.put(False)
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """The measured speed of a model."""
-
-    samples_per_s: float  # forward and backward, with the loading of batches
-    micro_batch: int  # samples of a batch
-    parameters: int  # number of trained values
-    sample_bytes: float  # saved for the backward pass of one sample, on average
-
-
 def calibrate(
     model: Module, batches: Iterable[Mapping[str, Tensor]], *, seconds: float = CALIBRATION_S
-) -> Calibration:
+) -> Subject:
     """Run ``model(**batch).loss.backward()`` for about ``seconds`` after a short warm-up.
 
     Afterwards parameters, gradients, buffers and torch's random state are as before; the used batches are gone.
@@ -154,7 +135,7 @@ def calibrate(
         _train(model, source, seconds / 4, 1)  # the first passes are slow
         samples, took_s = _train(model, source, seconds, MIN_PASSES)
     numel = sum(parameter.numel() for parameter in trained)
-    return Calibration(samples / took_s, micro_batch, numel, saved_bytes / micro_batch)
+    return Subject(type(model).__name__, numel, saved_bytes / micro_batch, micro_batch, samples / took_s)
 
 
 def _next(source: Iterator[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:

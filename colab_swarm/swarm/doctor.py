@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -13,8 +14,8 @@ from colab_swarm.errors import PeerError, SwarmError
 from colab_swarm.invite import Invite, Setting
 from colab_swarm.net.metering import Speed, measure
 from colab_swarm.net.peers import PeerId, Peers
-from colab_swarm.notebook import checks
-from colab_swarm.notebook.machine import internet, machine, versions
+from colab_swarm.notebook import checks, machine
+from colab_swarm.notebook.checks import Check, Light, Prediction, Subject
 from colab_swarm.notebook.platforms import platform
 from colab_swarm.swarm.joining import join
 from colab_swarm.swarm.network import NetworkOptions
@@ -27,34 +28,28 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from colab_swarm.notebook.machine import Calibration
-    from colab_swarm.recipes.masked_lm import AlbertSize
-
 VISITOR = "doctor"  # name of the peer that examines the run of an invitation
-FEW = 8
 TESTS = 3  # peers that are called for a speed test
 SIZE_BYTES = 4 << 20
 TEST_TIMEOUT_S = 15.0
 
 
+@dataclass(frozen=True)
 class Diagnosis:
     """What the doctor found: a table of traffic lights in a notebook, text when printed.
 
     Attributes:
-        facts: what was measured.
-        checks: the judgement, one light each.
+        checks: one light each, in the order in which to fix them; every light but green has a fix.
         prediction: of the training; None without a swarm, a model with batches, and a target batch size.
     """
 
-    def __init__(self, facts: checks.DoctorFacts) -> None:
-        self.facts = facts
-        self.checks: tuple[checks.Check, ...] = checks.diagnose(facts)
-        self.prediction: checks.Prediction | None = facts.prediction
+    checks: tuple[Check, ...]
+    prediction: Prediction | None = None
 
     @property
     def ready(self) -> bool:
         """True if no light is red."""
-        return all(check.light is not checks.Light.RED for check in self.checks)
+        return all(check.light is not Light.RED for check in self.checks)
 
     def __str__(self) -> str:
         return checks.draw(self.checks).text()
@@ -94,123 +89,100 @@ def doctor(
         Precision(compression)
     if model is not None and not isinstance(model, str) and batches is None:
         raise ValueError("a model is measured with its own data: pass batches=… as well")
-    facts = checks.DoctorFacts(platform(), machine(), versions(), internet())
-    subject = Subject(model, batches, target_batch_size, compression)
     if not isinstance(swarm, str):
-        return Diagnosis(_examine(facts, swarm, subject))
+        return _examine(swarm, model, batches, target_batch_size, compression)
     try:
         visit = join(swarm, peer_name=VISITOR, options=NetworkOptions(lan=False))
     except SwarmError as error:
-        return Diagnosis(replace(_examine(facts, None, subject), refused=str(error)))
+        found = _examine(None, model, batches, target_batch_size, compression)
+        refused = checks.judge(
+            "swarm", str(error), "fix that, join, and run cs.doctor(cs.join(…))", Light.RED
+        )
+        return Diagnosis((*found.checks, refused), found.prediction)
     with visit:
-        return Diagnosis(_examine(facts, visit, with_settings(subject, Invite.parse(swarm).settings)))
+        target, codec = read_settings(Invite.parse(swarm).settings)
+        return _examine(visit, model, batches, target_batch_size or target, compression or codec)
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What is to be trained; see `doctor`."""
-
-    model: Module | str | None
-    batches: Iterable[Mapping[str, Tensor]] | None
-    target_batch_size: int | None
-    compression: str | None
-
-
-def with_settings(subject: Subject, settings: Mapping[str, Setting]) -> Subject:
-    """Fill in what the user left open from the invitation's settings."""
-    target, compression = settings.get("target_batch_size"), settings.get("compression")
-    if subject.target_batch_size is None and isinstance(target, int) and target > 0:
-        subject = replace(subject, target_batch_size=target)
-    if subject.compression is None and isinstance(compression, str):
-        with contextlib.suppress(ValueError):  # no compression of this name here
-            subject = replace(subject, compression=Precision(compression).name)
-    return subject
+def read_settings(suggested: Mapping[str, Setting]) -> tuple[int | None, str | None]:
+    """Return an invitation's target batch size and compression, if they are usable."""
+    target, compression = suggested.get("target_batch_size"), suggested.get("compression")
+    try:
+        codec = Precision(compression).name if isinstance(compression, str) else None
+    except ValueError:  # no compression of this name here
+        codec = None
+    return (target if isinstance(target, int) and target > 0 else None), codec
 
 
-def _examine(facts: checks.DoctorFacts, swarm: Swarm | None, subject: Subject) -> checks.DoctorFacts:
-    calibration = _calibrate(subject, swarm)
-    facts = replace(facts, needs=_needs(subject, calibration, facts.machine))
-    # read the others' speeds now: a calibration on the same machine has slowed them down
-    others = Trainers({}) if swarm is None else trainers(swarm)
-    here = None if swarm is None else membership(swarm, others)
-    facts = replace(facts, membership=here)
-    target = subject.target_batch_size or others.target_batch_size
-    if calibration is None or target is None:
-        return facts
-    numel, speeds = calibration.parameters, tuple(others.speeds.values())
-    compression = Precision(subject.compression or others.compression, fine=0).at(0)
-    work = checks.Workload(numel, calibration.micro_batch, target, compression.encoded_bytes(numel) / numel)
-    uplink = (here.uplink if here else None) or checks.UplinkFacts()
-    reduces = here is not None and bool(here.reachability.addresses)
-    prediction = checks.predict(work, calibration.samples_per_s, speeds, uplink, reduces=reduces)
-    return replace(facts, work=work, prediction=prediction)
+def _examine(
+    swarm: Swarm | None,
+    model: Module | str | None,
+    batches: Iterable[Mapping[str, Tensor]] | None,
+    target_batch_size: int | None,
+    compression: str | None,
+) -> Diagnosis:
+    here, subject, ram_bytes = platform(), _subject(swarm, model, batches), machine.free_ram_bytes()
+    found = [
+        checks.check_platform(here),
+        checks.check_internet(here, machine.internet()),
+        checks.check_versions(machine.versions()),
+        checks.check_compute(machine.cores(), ram_bytes, machine.gpu(), subject),
+        *checks.check_room(ram_bytes, shutil.disk_usage(".").free, machine.open_files()),
+    ]
+    speeds: dict[PeerId, float] = {}
+    uplink = prediction = None
+    if swarm is not None:
+        speeds, target, codec = trainers(swarm)
+        target_batch_size, compression = target_batch_size or target, compression or codec
+        peers = swarm.services.peers
+        fastest = sorted(peers.linked(), key=lambda peer: -speeds.get(peer, 0.0))[:TESTS]
+        uplink = swarm.runtime.call(_test_uplink(peers, fastest))
+        found += [
+            checks.check_swarm(swarm.run, len(peers.linked()), len(speeds)),
+            checks.check_reachability(swarm.reachability),
+        ]
+        if peers.linked():
+            # a simulated peer has no network, and its wall clock is simulated too
+            skew_s = 0.0 if swarm.network is None else -swarm.network.node.linker.clock.behind_s
+            found += [checks.check_clock(skew_s), checks.check_bandwidth(uplink)]
+    if subject is not None and subject.samples_per_s and target_batch_size:
+        prediction = checks.predict(
+            subject,
+            target_batch_size,
+            Precision(compression or "float32", fine=0).at(0).encoded_bytes(subject.parameters),
+            tuple(speeds.values()),
+            uplink or checks.UNKNOWN,
+            reduces=swarm is not None and bool(swarm.reachability.addresses),
+        )
+        found.append(checks.check_prediction(prediction))
+    return Diagnosis(tuple(found), prediction)
 
 
-def _calibrate(subject: Subject, swarm: Swarm | None) -> Calibration | None:
-    model, batches = subject.model, subject.batches
-    if model is None or (
-        isinstance(model, str) and swarm is None
-    ):  # a size is measured for a prediction only
+def _subject(
+    swarm: Swarm | None, model: Module | str | None, batches: Iterable[Mapping[str, Tensor]] | None
+) -> Subject | None:
+    """Measure the model; without a swarm, a size is only looked up."""
+    if model is None or find_spec("torch") is None:
         return None
-    from colab_swarm.notebook.machine import calibrate
-    from colab_swarm.recipes.masked_lm import albert
+    from colab_swarm.recipes import masked_lm
 
-    if isinstance(model, str):
-        model, batches = albert(model, swarm=swarm)
-    assert batches is not None
-    return calibrate(model, batches)
-
-
-def _needs(subject: Subject, calibration: Calibration | None, here: checks.Machine) -> checks.Needs | None:
-    """Memory for the model; without one, for the largest ALBERT that trains here in micro-batches of `FEW`."""
-    if calibration is not None and not isinstance(subject.model, str):
-        name = type(subject.model).__name__
-        return checks.Needs(name, calibration.parameters, calibration.sample_bytes)
-    if find_spec("torch") is None:
-        return None
-    from colab_swarm.recipes.masked_lm import SIZES
-
-    if isinstance(subject.model, str):
-        if subject.model not in SIZES:
-            raise ValueError(f"model={subject.model!r} is none of {', '.join(SIZES)}")
-        return _needs_of(subject.model, SIZES[subject.model])
-    free_bytes = here.free_ram_bytes or 0 if here.gpu is None else here.gpu.free_bytes
-    every = [_needs_of(name, size) for name, size in reversed(SIZES.items())]
-    return next((needs for needs in every if checks.micro_batch(free_bytes, needs) >= FEW), every[-1])
+    if not isinstance(model, str):
+        assert batches is not None
+        return machine.calibrate(model, batches)
+    if model not in masked_lm.SIZES:
+        raise ValueError(f"model={model!r} is none of {', '.join(masked_lm.SIZES)}")
+    size = masked_lm.SIZES[model]
+    length = size.sequence_length
+    sample_bytes = masked_lm.sample_bytes(size, length, checkpointing=False)
+    name = f"ALBERT-{model} at {length} tokens"
+    known = Subject(name, masked_lm.parameter_count(size), sample_bytes)
+    if swarm is None:
+        return known
+    measured = machine.calibrate(*masked_lm.albert(model, swarm=swarm))
+    return replace(known, micro_batch=measured.micro_batch, samples_per_s=measured.samples_per_s)
 
 
-def _needs_of(name: str, size: AlbertSize) -> checks.Needs:
-    return checks.albert_needs(
-        name, layers=size.layers, hidden=size.hidden, vocabulary=size.vocabulary, length=size.sequence_length
-    )
-
-
-@dataclass(frozen=True)
-class Trainers:
-    """The other trainers' speeds, samples/s, and their settings as far as they are known."""
-
-    speeds: dict[PeerId, float]
-    target_batch_size: int | None = None
-    compression: str = "float32"
-
-
-def membership(swarm: Swarm, trainers: Trainers) -> checks.MembershipFacts:
-    """Describe this peer in its swarm; tests the speed to up to three peers, a few seconds each."""
-    peers, network = swarm.services.peers, swarm.network
-    linked = peers.linked()
-    fastest = sorted(linked, key=lambda peer: -trainers.speeds.get(peer, 0.0))[:TESTS]
-    return checks.MembershipFacts(
-        run=swarm.run,
-        reachability=swarm.reachability,
-        linked=len(linked),
-        trainers=tuple(trainers.speeds.values()),
-        # a simulated peer has no network, and its wall clock is simulated too
-        skew_s=0.0 if network is None else -network.node.linker.clock.behind_s,
-        uplink=swarm.runtime.call(_test_uplink(peers, fastest)),
-    )
-
-
-async def _test_uplink(peers: Peers, testers: Sequence[PeerId]) -> checks.UplinkFacts | None:
+async def _test_uplink(peers: Peers, testers: Sequence[PeerId]) -> Speed | None:
     found = []
     for peer in testers:  # one after the other: together they would share the uplink
         with contextlib.suppress(PeerError):  # gone, busy, or too old for it
@@ -218,20 +190,19 @@ async def _test_uplink(peers: Peers, testers: Sequence[PeerId]) -> checks.Uplink
     return best(found)
 
 
-def best(found: Sequence[Speed]) -> checks.UplinkFacts | None:
+def best(found: Sequence[Speed]) -> Speed | None:
     """Return this peer's own uplink: the fastest test each way (slower ones were slow at the other end), median rtt."""
     if not found:
         return None
     upload_bps = max(speed.upload_bps for speed in found)
     download_bps = max(speed.download_bps for speed in found)
-    return checks.UplinkFacts(upload_bps, download_bps, median_high(speed.rtt_s for speed in found))
+    return Speed(upload_bps, download_bps, median_high(speed.rtt_s for speed in found))
 
 
-def trainers(swarm: Swarm) -> Trainers:
-    """Return the peers that train the run's model now, by their own records."""
-    optimizer, services = swarm.training.latest, swarm.services
-    target, compression = None, Trainers.compression
-    records: dict[PeerId, ProgressRecord] = {}
+def trainers(swarm: Swarm) -> tuple[dict[PeerId, float], int | None, str | None]:
+    """Return the speeds of the other trainers by their own records, and our target batch size and compression."""
+    optimizer, services, target, codec = swarm.training.latest, swarm.services, None, None
+    records: Mapping[PeerId, ProgressRecord] = {}
     with contextlib.suppress(PeerError):  # then use what is known already
         if optimizer is not None:
             swarm.runtime.call(optimizer.collaboration.refresh())
@@ -239,6 +210,6 @@ def trainers(swarm: Swarm) -> Trainers:
             records, _ = swarm.runtime.call(read_participants(services.dht, f"{swarm.run_id}/{MODEL}"))
     if optimizer is not None:
         records = dict(optimizer.collaboration.progress.records)
-        target, compression = round(optimizer._settings.target_batch_size), optimizer._settings.compression
+        target, codec = round(optimizer._settings.target_batch_size), optimizer._settings.compression
     speeds = {peer: r.samples_per_s for peer, r in records.items() if peer != swarm.id and r.samples_per_s}
-    return Trainers(speeds, target, compression)
+    return speeds, target, codec
