@@ -25,7 +25,6 @@ MIN_BPS = 1.0  # lowest bandwidth in the arithmetic
 GB = 1e9
 MIN_FREE_RAM = 1 * GB
 MIN_FREE_DISK = 2 * GB
-MIN_OPEN_FILES = 512
 MAX_SKEW_S = 5.0
 MAX_COMPENSATED_SKEW_S = 600.0
 SLOW_BPS = 5e6
@@ -121,13 +120,9 @@ def fitting_batch(free_bytes: float, subject: Subject) -> int:
     return 1 << (fitting.bit_length() - 1) if fitting > 0 else 0
 
 
-def numbers(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version: (2, 9) for ``2.9.0+cu126``."""
-    leading = re.match(r"\d+(\.\d+)*", version)
-    parts = [int(part) for part in leading[0].split(".")] if leading else []
-    while parts and parts[-1] == 0:  # 3.0 is 3
-        parts.pop()
-    return tuple(parts)
+def numbers(version: str) -> list[int]:
+    """Return the first three numbers of a version: [2, 9, 0] for ``2.9.0+cu126``."""
+    return [int(digits) for digits in re.findall(r"\d+", version)[:3]]
 
 
 # --- views ------------------------------------------------------------------------------------------------------------
@@ -257,25 +252,18 @@ def check_compute(
     return judge("compute", words, fix, RED)
 
 
-def check_room(free_ram_bytes: int | None, free_disk_bytes: int, open_files: int | None) -> list[Check]:
-    """Judge the free memory and disk, and the limit of files and sockets; None where the system does not tell."""
-    ram = "this system does not report its free memory"
-    files, close, raise_limit = "no limit of open files", "", ""
-    if free_ram_bytes is not None:
-        ram = f"{free_ram_bytes / GB:.1f} GB of main memory free"
-        close = "restart the kernel, and close others" if free_ram_bytes < MIN_FREE_RAM else ""
-    if open_files is not None:
-        files = f"{open_files:,} files and sockets may be open at once; a busy peer has 300 links"
-        few = open_files < MIN_OPEN_FILES
-        raise_limit = f"in the shell that starts Python: ulimit -n {2 * MIN_OPEN_FILES}" if few else ""
-    delete = (
-        "checkpoints and data sets need space: delete old ones" if free_disk_bytes < MIN_FREE_DISK else ""
-    )
-    return [
-        judge("memory", ram, close, RED),
-        judge("disk", f"{free_disk_bytes / GB:.1f} GB free here", delete),
-        judge("open files", files, raise_limit),
-    ]
+def check_memory(free_bytes: int | None) -> Check:
+    """Judge the free main memory; None if the system does not report it."""
+    if free_bytes is None:
+        return judge("memory", "this system does not report its free memory")
+    fix = "restart the kernel, and close others" if free_bytes < MIN_FREE_RAM else ""
+    return judge("memory", f"{free_bytes / GB:.1f} GB of main memory free", fix, RED)
+
+
+def check_disk(free_bytes: int) -> Check:
+    """Judge the free space in the current folder."""
+    fix = "checkpoints and data sets need space: delete old ones" if free_bytes < MIN_FREE_DISK else ""
+    return judge("disk", f"{free_bytes / GB:.1f} GB free here", fix)
 
 
 def check_swarm(run: str, linked: int, training: int) -> Check:

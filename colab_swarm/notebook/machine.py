@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from colab_swarm.notebook.checks import Subject
 
@@ -57,16 +57,6 @@ def free_ram_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int | None
     return min(free_bytes, max(0, int(limit) - int(used))) if limit.isdigit() else free_bytes
 
 
-def open_files() -> int | None:
-    """Return the limit of file descriptors, sockets included; None without a limit."""
-    if find_spec("resource") is None:  # Windows has no such limit
-        return None
-    import resource
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
 def gpu() -> tuple[str, int, int] | None:
     """Return name, free and total bytes of the card that torch uses."""
     if find_spec("torch") is None:
@@ -79,21 +69,18 @@ def gpu() -> tuple[str, int, int] | None:
 def versions() -> dict[str, tuple[str | None, str]]:
     """Return the installed version, or None, beside the lowest one that works, by package."""
     floors = wanted(requires("colab-swarm") or ())
-    python = ".".join(map(str, sys.version_info[:3])), "3.11"
-    return {"python": python, **{name: (installed_version(name), floors.get(name, "0")) for name in PACKAGES}}
+    found: dict[str, tuple[str | None, str]] = {"python": (".".join(map(str, sys.version_info[:3])), "3.11")}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name), floors.get(name, "0")
+        except PackageNotFoundError:
+            found[name] = None, floors.get(name, "0")
+    return found
 
 
 def wanted(requirements: Iterable[str]) -> dict[str, str]:
     """Return the lowest versions in requirements such as ``torch>=2.9; extra == "train"``, by name."""
     return {match[1]: match[2] for line in requirements if (match := FLOOR.match(line))}
-
-
-def installed_version(name: str) -> str | None:
-    """Return the version of an installed package, or None."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def internet(
@@ -128,68 +115,48 @@ def calibrate(
     Raises:
         ValueError: there are not enough batches.
     """
-    source = iter(batches)
+    import torch
+
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with _restored(model, trained):
-        saved_bytes, micro_batch = _saved_bytes(model, _next(source))
-        _train(model, source, seconds / 4, 1)  # the first passes are slow
-        samples, took_s = _train(model, source, seconds, MIN_PASSES)
-    numel = sum(parameter.numel() for parameter in trained)
-    return Subject(type(model).__name__, numel, saved_bytes / micro_batch, micro_batch, samples / took_s)
-
-
-def _next(source: Iterator[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-    batch = next(source, None)
-    if batch is None:
-        raise ValueError(
-            "the batches ran out during the calibration: pass an endless iterable, or more of them"
-        )
-    return batch
-
-
-def _train(
-    model: Module, source: Iterator[Mapping[str, Tensor]], seconds: float, passes: int
-) -> tuple[int, float]:
-    """Return samples and seconds of as many passes as fit, at least ``passes``."""
-    import torch
-
-    samples, began_at = 0, time.perf_counter()
-    while passes > 0 or time.perf_counter() - began_at < seconds:
-        batch = _next(source)
-        _loss(model, batch).backward()
-        model.zero_grad(set_to_none=True)
-        samples, passes = samples + _size(batch), passes - 1
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # kernels run asynchronously
-    return samples, time.perf_counter() - began_at
-
-
-def _loss(model: Module, batch: Mapping[str, Tensor]) -> Any:
-    device = next(model.parameters()).device
-    return model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
-
-
-def _size(batch: Mapping[str, Tensor]) -> int:
-    return len(next(iter(batch.values())))
-
-
-def _saved_bytes(model: Module, batch: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Return the bytes saved for a backward pass, without the parameters, and the samples of the batch."""
-    import torch
-
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr()] = storage.nbytes()
+        saved[storage.data_ptr()] = 0 if storage.data_ptr() in own else storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss = _loss(model, batch)
-    del loss  # it kept all tensors alive, so that no address was used twice
-    return sum(saved.values()), _size(batch)
+    with _restored(model, trained):
+        passes = _train(model, batches)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            micro_batch = next(passes)
+        _measure(passes, seconds / 4, 1)  # the first passes are slow
+        samples_per_s = _measure(passes, seconds, MIN_PASSES)
+    numel = sum(parameter.numel() for parameter in trained)
+    sample_bytes = sum(saved.values()) / micro_batch
+    return Subject(type(model).__name__, numel, sample_bytes, micro_batch, samples_per_s)
+
+
+def _train(model: Module, batches: Iterable[Mapping[str, Tensor]]) -> Iterator[int]:
+    """Compute the gradients of each batch and forget them; yield its number of samples."""
+    device = next(model.parameters()).device
+    for batch in batches:
+        model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss.backward()
+        model.zero_grad(set_to_none=True)
+        yield len(next(iter(batch.values())))
+    raise ValueError("the batches ran out during the calibration: pass an endless iterable, or more of them")
+
+
+def _measure(passes: Iterator[int], seconds: float, least: int) -> float:
+    """Return the samples per second of as many passes as fit, at least ``least``."""
+    import torch
+
+    samples, began_at = 0, time.perf_counter()
+    while least > 0 or time.perf_counter() - began_at < seconds:
+        samples, least = samples + next(passes), least - 1
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # kernels run asynchronously
+    return samples / (time.perf_counter() - began_at)
 
 
 @contextmanager

@@ -127,7 +127,8 @@ def _examine(
         checks.check_internet(here, machine.internet()),
         checks.check_versions(machine.versions()),
         checks.check_compute(machine.cores(), ram_bytes, machine.gpu(), subject),
-        *checks.check_room(ram_bytes, shutil.disk_usage(".").free, machine.open_files()),
+        checks.check_memory(ram_bytes),
+        checks.check_disk(shutil.disk_usage(".").free),
     ]
     speeds: dict[PeerId, float] = {}
     uplink = prediction = None
