@@ -389,9 +389,11 @@ class InteractiveRun:
 
     def end(self, state: str, error: Exception | None = None) -> None:
         """Note the end of the run."""
-        self._look()
-        self._end, self._error = state, error
-        self._over.set()
+        try:
+            self._look()
+        finally:
+            self._end, self._error = state, error
+            self._over.set()
 
     def inject(self, verb: lessons.Verb, *arguments: str | float) -> None:
         """Change the simulation, such as ``inject("crash", "bob")``. Thread-safe.

@@ -14,8 +14,8 @@ from torch import Tensor
 import colab_swarm as cs
 from colab_swarm.cli.__main__ import main
 from colab_swarm.net.metering import Speed
-from colab_swarm.notebook import machine
 from colab_swarm.notebook.checks import Light
+from colab_swarm.swarm import doctor as module
 from colab_swarm.swarm.doctor import Diagnosis, best, doctor, read_settings
 
 
@@ -34,7 +34,7 @@ BATCHES = itertools.repeat({"x": torch.ones(4, 8)})
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests want no internet, and do not wait for it."""
-    monkeypatch.setattr(machine, "internet", lambda: False)
+    monkeypatch.setattr(module, "internet", lambda: False)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from colab_swarm.notebook.checks import numbers
-from colab_swarm.notebook.machine import (
+from colab_swarm.swarm.doctor import (
     HOSTS,
     cores,
     free_ram_bytes,
@@ -59,5 +59,5 @@ def test_one_answering_host_means_internet(up: int | None) -> None:
 
 
 def test_the_probes_work_without_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; from colab_swarm.notebook import machine; machine.gpu()"
+    code = "import sys; sys.modules['torch'] = None; from colab_swarm.swarm import doctor; doctor.gpu()"
     subprocess.run([sys.executable, "-c", code], check=True)
