@@ -56,7 +56,6 @@ class Prediction:
     vector_bytes: float  # compressed size of the averaged gradients
     first_sample_s: float  # from now to this peer's first counted sample
     samples_per_s: float  # this peer's speed
-    swarm_samples_per_s: float  # speed of all peers while they compute
     step_s: float  # time of a global step with its averaging
     averaging_s: float  # time of the averaging
     gb_per_hour: float  # sent plus received by this peer
@@ -105,7 +104,6 @@ def predict(
         vector_bytes,
         first_sample_s=state_s + micro_batch / subject.samples_per_s,
         samples_per_s=subject.samples_per_s,
-        swarm_samples_per_s=total,
         step_s=step_s,
         averaging_s=averaging_s,
         gb_per_hour=2 * moved_bytes * 3600 / step_s / 1e9,
@@ -287,8 +285,9 @@ def check_clock(skew_s: float) -> Check:
         return judge("clock", words)
     if abs(skew_s) <= MAX_COMPENSATED_SKEW_S:
         return judge("clock", f"{words}; compensated", fix)
-    limit = f"only {MAX_COMPENSATED_SKEW_S / 60:g} minutes are compensated"
-    return judge("clock", f"{words}; {limit}", fix, RED)
+    return judge(
+        "clock", f"{words}; at most {MAX_COMPENSATED_SKEW_S / 60:g} minutes are compensated", fix, RED
+    )
 
 
 def check_bandwidth(uplink: Speed | None) -> Check:
@@ -310,7 +309,7 @@ def check_prediction(found: Prediction) -> Check:
         f"of which {_time(found.averaging_s)} averaging; {found.gb_per_hour:.2g} GB per hour"
     )
     if found.averaging_s > found.step_s / 2:
-        enough = 2 ** math.ceil(math.log2(found.averaging_s * found.swarm_samples_per_s))
+        enough = 2 ** math.ceil(math.log2(found.averaging_s * found.samples_per_s / found.share))
         fix = f"target_batch_size={enough} or more for all peers, or compression='int8'"
         return judge("prediction", f"{words}. Most of a step is averaging", fix)
     fix = "invite more peers, or agree on a smaller target_batch_size" if found.step_s > LONG_STEP_S else ""

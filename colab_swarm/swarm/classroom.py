@@ -11,9 +11,7 @@ import contextlib
 import os
 import threading
 import uuid
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 from urllib.request import urlopen
 
@@ -41,7 +39,27 @@ ANIMALS = _ANIMALS.split()
 _boards: dict[str, Board] = {}  # the last one of each run
 
 
-class Board:
+class BoardHandler(BaseHTTPRequestHandler):
+    """Answers ``/PROCESS`` with the invitation and a name, or with 503."""
+
+    timeout = TIMEOUT_S
+    server: Board
+
+    def do_GET(self) -> None:
+        who = unquote(self.path.strip("/"))
+        welcome = self.server.welcome(who) if 0 < len(who) <= 64 else None
+        if welcome is None:
+            self.send_error(503, "this room is full" if who else "pupils join by classroom.join")
+            return
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(msgspec.json.encode(welcome))
+
+    def log_message(self, *_: object) -> None:
+        """Do not print into the notebook."""
+
+
+class Board(ThreadingHTTPServer):
     """Gives the run's invitation and animal names to pupils in the local network, until `close`.
 
     Args:
@@ -60,12 +78,12 @@ class Board:
         self._names: dict[str, str] = {}  # by pupil's process
         self._lock = threading.Lock()
         try:
-            self._server = ThreadingHTTPServer(("", port), partial(BoardHandler, self))
+            super().__init__(("", port), BoardHandler)
         except OSError:
-            self._server = ThreadingHTTPServer(("", 0), partial(BoardHandler, self))
+            super().__init__(("", 0), BoardHandler)
         loopback, *others = map(host_of, reachable_addresses("0.0.0.0", port))
-        self.address = f"{[*others, loopback][0]}:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        self.address = f"{[*others, loopback][0]}:{self.server_port}"
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
     def welcome(self, who: str) -> tuple[str, str] | None:
         """Return the invitation and a name, the same for each call of a process; None when the room is full."""
@@ -85,44 +103,24 @@ class Board:
     def panel(self) -> Panel[Board]:
         """Return a live view of the board."""
         leave = ("Close the board", "Closed")
-        views: Views[Board] = Views(draw, summary, lambda board: board.closed, who="board", leave=leave)
+        views: Views[Board] = Views(draw, str, lambda board: board.closed, who="board", leave=leave)
         return Panel(lambda: self, self.close, views=views)
 
     def close(self) -> None:
         """Stop inviting; pupils who joined stay. Idempotent."""
         if not self.closed:
             self.closed = True
-            self._server.shutdown()
-            self._server.server_close()
+            self.shutdown()
+            self.server_close()
+
+    def __str__(self) -> str:
+        pupils = self.pupils()
+        here = sum(row is not None for _, row in pupils)
+        state = "closed" if self.closed else f"join at {self.address}"
+        return f"{state}; {here} of {count(len(pupils), 'animal')} training"
 
     def __repr__(self) -> str:
-        return f"Board({summary(self)})"
-
-    def _repr_html_(self) -> str:
-        return draw(self).html()
-
-
-class BoardHandler(BaseHTTPRequestHandler):
-    """Answers ``/PROCESS`` with the invitation and a name, or with 503."""
-
-    timeout = TIMEOUT_S
-
-    def __init__(self, board: Board, *arguments: Any) -> None:
-        self._board = board
-        super().__init__(*arguments)
-
-    def do_GET(self) -> None:
-        who = unquote(self.path.strip("/"))
-        welcome = self._board.welcome(who) if 0 < len(who) <= 64 else None
-        if welcome is None:
-            self.send_error(503, "this room is full" if who else "pupils join by classroom.join")
-            return
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(msgspec.json.encode(welcome))
-
-    def log_message(self, *_: object) -> None:
-        """Do not print into the notebook."""
+        return f"Board({self})"
 
 
 def open_board(swarm: Swarm, *, port: int = PORT) -> Board:
@@ -140,19 +138,15 @@ def join(address: str = "") -> Swarm:
         address: written on the board; empty: look for a board in the local network.
 
     Raises:
-        ValueError, JoinError: see `call_board`.
+        ValueError: the address is mistyped.
+        JoinError: no board answers there.
     """
     invitation, name = call_board(address) if address else _find()
     return joining.join(invitation, peer_name=name)
 
 
 def call_board(address: str) -> tuple[str, str]:
-    """Return the invitation and the name that the board gives this process.
-
-    Raises:
-        ValueError: the address is mistyped.
-        JoinError: no board answers there.
-    """
+    """Return the invitation and the name that the board gives this process; raises as `join`."""
     where = urlsplit(f"http://{address.strip()}")
     if not (where.hostname and where.path in ("", "/")):
         raise ValueError(f"{address!r} is not the address of a board: it looks like 192.168.1.10:{PORT}")
@@ -161,10 +155,8 @@ def call_board(address: str) -> tuple[str, str]:
         with urlopen(f"http://{where.netloc}/{quote(who)}", timeout=TIMEOUT_S) as answer:
             return msgspec.json.decode(answer.read(MAX_BYTES), type=tuple[str, str])
     except (OSError, ValueError) as error:
-        raise JoinError(
-            f"no board answers at {address}: {error}. Check the address, and that you are in the same "
-            "Wi-Fi as the teacher; some networks isolate their guests"
-        ) from error
+        advice = "Check the address, and that you are in the same Wi-Fi as the teacher; some networks isolate guests"
+        raise JoinError(f"no board answers at {address}: {error}. {advice}") from error
 
 
 def _find() -> tuple[str, str]:
@@ -175,17 +167,9 @@ def _find() -> tuple[str, str]:
     raise JoinError("no board was found in this network: type the address that the teacher wrote down")
 
 
-def summary(board: Board) -> str:
-    """Return the board in one line."""
-    pupils = board.pupils()
-    state = "closed" if board.closed else f"join at {board.address}"
-    here = sum(row is not None for _, row in pupils)
-    return f"{state}; {here} of {count(len(pupils), 'animal')} training"
-
-
 def draw(board: Board) -> theme.Document:
     """Return the board, large enough for the last row of the room."""
-    shown = theme.Document("Board", summary(board), label="classroom board", line=summary(board))
+    shown = theme.Document("Board", str(board), label="classroom board", line=str(board))
     shown.draw(f'<p style="font:600 32px ui-monospace,monospace">{text(board.address)}</p>')
     shown.table(("animal", "does"), board.pupils(), _cells, what="animals")
     return shown

@@ -41,10 +41,7 @@ VISITOR = "doctor"  # name of the peer that examines the run of an invitation
 TESTS = 3  # peers that are called for a speed test
 SIZE_BYTES = 4 << 20
 TEST_TIMEOUT_S = 15.0
-HOSTS = (
-    ("pypi.org", 443),
-    ("huggingface.co", 443),
-)  # installing the package or loading a data set contacts them anyway
+HOSTS = (("pypi.org", 443), ("huggingface.co", 443))  # which installing and loading a data set contact anyway
 CONNECT_TIMEOUT_S = 3.0
 PACKAGES = ("torch", "transformers", "cryptography", "aiohttp", "colab-swarm")
 FLOOR = re.compile(r"([A-Za-z0-9_-]+)[^;]*>=([0-9.]+)")

@@ -36,9 +36,7 @@ T4 = ("Tesla T4", 14_500_000_000, 15_600_000_000)
 GB = 10**9
 DIRECT = Reachability(ReachabilityLevel.DIRECT, addresses=("ws://203.0.113.7:4500",))
 LARGE = Subject("ALBERT-large at 512 tokens", 18_105_474, 1_605_894_144.0)
-PREDICTION = Prediction(
-    4096, 4e6, 12.0, 10.0, 40.0, step_s=120.0, averaging_s=15.0, gb_per_hour=2.2, share=0.25
-)
+PREDICTION = Prediction(4096, 4e6, 12.0, 10.0, step_s=120.0, averaging_s=15.0, gb_per_hour=2.2, share=0.25)
 
 
 def test_a_healthy_peer_gets_only_green_lights() -> None:

@@ -76,7 +76,7 @@ def test_the_roster_shows_which_pupils_train(board: classroom.Board, monkeypatch
         "otter", "a1a1a1a1", "trainer", step=7, samples_per_s=12.34, samples=0.0, reachable=True, me=False
     )
     monkeypatch.setattr(board, "pupils", lambda: [("otter", row), ("fox", None)])
-    assert classroom.summary(board) == f"join at {board.address}; 1 of 2 animals training"
+    assert str(board) == f"join at {board.address}; 1 of 2 animals training"
     text, html = classroom.draw(board).text(), classroom.draw(board).html()
     assert "otter   step 7, 12.3 samples/s" in text and "fox     not here" in text
     assert all(word in html for word in (board.address, "otter", "step 7, 12.3 samples/s", "not here"))
