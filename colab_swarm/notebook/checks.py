@@ -218,10 +218,7 @@ def check_versions(versions: Mapping[str, tuple[str | None, str]]) -> Check:
     if old:
         wrong = ", ".join(f"{name} {installed[name]} is older than {wanted}" for name, wanted in old.items())
         packages = " ".join(f'"{name}>={wanted}"' for name, wanted in old.items())
-        fix = f"pip install -U {packages}, then restart the kernel"
-        if "python" in old:
-            fix = f"start a kernel with Python {old['python']} or newer"
-        return judge("versions", wrong, fix, RED)
+        return judge("versions", wrong, f"pip install -U {packages}, then restart the kernel", RED)
     if missing := ", ".join(name for name in versions if name not in installed):
         words += f"; without {missing} this peer can be a backbone or a relay but not train"
         return judge("versions", words, 'pip install "colab-swarm[train]"')

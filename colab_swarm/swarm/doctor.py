@@ -8,10 +8,9 @@ import queue
 import re
 import shutil
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
@@ -269,7 +268,7 @@ def gpu() -> tuple[str, int, int] | None:
 def versions() -> dict[str, tuple[str | None, str]]:
     """Return the installed version, or None, beside the lowest one that works, by package."""
     floors = wanted(requires("colab-swarm") or ())
-    found: dict[str, tuple[str | None, str]] = {"python": (".".join(map(str, sys.version_info[:3])), "3.11")}
+    found: dict[str, tuple[str | None, str]] = {}
     for name in PACKAGES:
         try:
             found[name] = version(name), floors.get(name, "0")
@@ -283,15 +282,13 @@ def wanted(requirements: Iterable[str]) -> dict[str, str]:
     return {match[1]: match[2] for line in requirements if (match := FLOOR.match(line))}
 
 
-def internet(
-    connect: Callable[[tuple[str, int], float], socket.socket] = socket.create_connection,
-) -> bool:
+def internet() -> bool:
     """Return True if any of `HOSTS` accepts a connection within 3 s."""
     answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def try_host(host: tuple[str, int]) -> None:
         try:
-            connect(host, CONNECT_TIMEOUT_S).close()
+            socket.create_connection(host, CONNECT_TIMEOUT_S).close()
             answers.put(True)
         except OSError:
             answers.put(False)
