@@ -150,17 +150,9 @@ def _examine(
     if swarm is not None:
         speeds, target, codec = trainers(swarm)
         target_batch_size, compression = target_batch_size or target, compression or codec
-        peers = swarm.services.peers
-        fastest = sorted(peers.linked(), key=lambda peer: -speeds.get(peer, 0.0))[:TESTS]
-        uplink = swarm.runtime.call(_test_uplink(peers, fastest))
-        found += [
-            checks.check_swarm(swarm.run, len(peers.linked()), len(speeds)),
-            checks.check_reachability(swarm.reachability),
-        ]
-        if peers.linked():
-            # a simulated peer has no network, and its wall clock is simulated too
-            skew_s = 0.0 if swarm.network is None else -swarm.network.node.linker.clock.behind_s
-            found += [checks.check_clock(skew_s), checks.check_bandwidth(uplink)]
+        peers = sorted(swarm.services.peers.linked(), key=lambda peer: -speeds.get(peer, 0.0))
+        uplink = swarm.runtime.call(_test_uplink(swarm.services.peers, peers[:TESTS]))
+        found += _check_swarm(swarm, len(peers), len(speeds), uplink)
     if subject is not None and subject.samples_per_s and target_batch_size:
         prediction = checks.predict(
             subject,
@@ -172,6 +164,15 @@ def _examine(
         )
         found.append(checks.check_prediction(prediction))
     return Diagnosis(tuple(found), prediction)
+
+
+def _check_swarm(swarm: Swarm, linked: int, training: int, uplink: Speed | None) -> Iterator[Check]:
+    yield checks.check_swarm(swarm.run, linked, training)
+    yield checks.check_reachability(swarm.reachability)
+    if linked:
+        # a simulated peer has no network, and its wall clock is simulated too
+        yield checks.check_clock(0.0 if swarm.network is None else -swarm.network.node.linker.clock.behind_s)
+        yield checks.check_bandwidth(uplink)
 
 
 def _subject(
