@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from colab_swarm import workunits as workunits
     from colab_swarm.net.relay import RelayQuota as RelayQuota
     from colab_swarm.notebook.explanation import explain as explain
-    from colab_swarm.notebook.lessons import Action as Action
     from colab_swarm.notebook.receipt import Receipt as Receipt
     from colab_swarm.notebook.recorder import replay as replay
     from colab_swarm.swarm.doctor import doctor as doctor
@@ -84,7 +83,6 @@ PUBLIC = {
     "Lamb": "training.layerwise",
     "Lars": "training.layerwise",
     "Receipt": "notebook.receipt",
-    "Action": "notebook.lessons",
 }
 # Modules with further names, such as ``cs.errors.PeerError`` and ``cs.moe.FeedForward``.
 ROOMS = {"elastic", "errors", "moe", "recipes", "workunits"}

@@ -41,7 +41,7 @@ end. Characters that the terminal cannot show are replaced.
 | `swarm.experts_panel(prefix, grid=…)` | live experts, their use, their hosts; your own | `experts` |
 | `coordinator.panel()`, `volunteer.panel()` | units, volunteers, accuracy | `coordinator_view`, `volunteer_view` |
 | `swarm.consistency_meter()` | inconsistency of an elastic peer, beside its bound | `consistency` |
-| `cs.doctor(…)` | traffic lights, each with its fix | `checks`, `machine` |
+| `cs.doctor(…)` | traffic lights, each with its fix | `checks` |
 | `cs.join()` without an invitation | runs in the local network | `invitation` |
 | `swarm.invite()` | the text, a QR code, badges | `invitation` |
 | `simulation.play(train)` | a simulated swarm with sliders and a kill button | `lessons` |

@@ -1,8 +1,4 @@
-"""A simulated swarm and an interactive run of it: frozen records, drawn as HTML and as text.
-
-Everything that the controls of a run do is an `Action`, a record with a virtual time. The same seed and the same
-actions give the same run.
-"""
+"""A simulated swarm and its interactive run: frozen records, their views, and the controls under them."""
 
 from __future__ import annotations
 
@@ -10,23 +6,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from colab_swarm.events import BatchDropped, Event, Fault, RoundFinished, StateReceived
 from colab_swarm.markup import count, plain, size, text
-from colab_swarm.notebook import rounds, swarm_map, theme
-from colab_swarm.notebook.panel import Page, Views
+from colab_swarm.notebook import theme
+from colab_swarm.notebook.panel import WRAPPING, Views, make_button, update_button
 from colab_swarm.notebook.theme import Cell, Document
-from colab_swarm.snapshot import SwarmSnapshot
 
-MAX_PEERS = 32
 MAX_LINES = 12
 FAULTS = {
     "crash": "{} crashes",
-    "restart": "{} can be dialled again",
-    "heal": "the network is whole again",
     "slow": "{}'s connection becomes {:g} times slower than at first",
-    "skew": "{}'s clock is {:g} s ahead",
     "lose": "{:.1%} of all messages are lost once",
     "latency": "latency becomes {:g} times that at first",
     "bandwidth": "bandwidth becomes {:g} times that at first",
@@ -42,24 +33,13 @@ SYMBOLS = {
     "left": ("soft", "○"),
 }
 
-Verb: TypeAlias = Literal["peers", "join", "crash", "speed", "slow", "latency", "bandwidth", "lose"]
+FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0, 16.0)
+SPEEDS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)  # slider values of slower connections and of the playback
+NAMED = {"description_width": "initial"}
+SLIDER = {"style": NAMED, "layout": {"width": "310px"}, "continuous_update": False}
+DROPDOWN = {"style": NAMED, "layout": {"width": "300px", "margin": "2px 12px 2px 2px"}}  # as wide as a slider
 
-
-@dataclass(frozen=True)
-class Action:
-    """A change to a running simulation.
-
-    Attributes:
-        at: virtual seconds since the simulation started.
-        verb: ``peers`` (how many), ``join``, ``crash`` (a peer), ``speed`` (a peer, samples per second), ``slow`` (a
-            peer, how many times slower its connection), ``latency``, ``bandwidth`` (factor), ``lose`` (share of
-            messages).
-        arguments: of the verb.
-    """
-
-    at: float
-    verb: Verb
-    arguments: tuple[str | float, ...]
+Verb: TypeAlias = Literal["join", "crash", "speed", "slow", "latency", "bandwidth", "lose"]
 
 
 @dataclass(frozen=True)
@@ -80,29 +60,15 @@ class SimulatedPeer:
 
 @dataclass(frozen=True)
 class SimulationSnapshot:
-    """A simulated swarm at one moment.
-
-    Attributes:
-        fired, coming: past and future faults, in words, with their times; oldest first.
-    """
+    """A simulated swarm at one moment."""
 
     at: float  # virtual seconds since it started
     network: str  # name and description
     peers: tuple[SimulatedPeer, ...]  # in the order in which they joined
-    target_batch_size: float  # samples of a global step; 0 while no peer trains
-    fired: tuple[str, ...]
-    coming: tuple[str, ...]
-    seen: SwarmSnapshot | None  # the swarm as one of the peers sees it; None without peers
-
-
-@dataclass(frozen=True)
-class LessonSnapshot:
-    """An interactive run at one moment."""
-
-    simulation: SimulationSnapshot  # its swarm
-    state: str  # ``playing``, ``paused``, ``finished``, ``stopped`` or ``failed``
-    speed: float  # virtual seconds per second
     story: tuple[str, ...]  # what happened, one line each, oldest first
+    coming: tuple[str, ...]  # scripted faults to come, in words with their times
+    state: str = "idle"  # of its run: ``playing``, ``paused``, ``finished``, ``stopped`` or ``failed``
+    speed: float = 0.0  # virtual seconds per second
     error: str = ""  # raised by a peer's code; empty if none
 
 
@@ -138,58 +104,30 @@ def describe_event(name: str, event: Event) -> str:
 # --- drawing ----------------------------------------------------------------------------------------------------------
 
 
-def summary(snapshot: LessonSnapshot) -> str:
-    """Return the run in one line."""
-    return f"{snapshot.state} at {snapshot.simulation.at:.1f} s: {_peers(snapshot.simulation)}"
+def summary(snapshot: SimulationSnapshot) -> str:
+    """Return the swarm and the state of its run in one line."""
+    return f"{snapshot.state} at {snapshot.at:.1f} s: {_peers(snapshot)}"
 
 
-def draw_simulation(snapshot: SimulationSnapshot) -> Document:
-    """Return the simulation: its peers and faults."""
-    shown = Document(*_head(snapshot), label="simulated swarm")
-    _draw_peers(shown, snapshot)
-    shown.note(*_faults(snapshot, snapshot.fired), title="Faults")
-    return shown
-
-
-def draw_lesson(snapshot: LessonSnapshot) -> Document:
-    """Return the run: its time, the peers and the story."""
-    simulation = snapshot.simulation
-    shown = Document(*_head(simulation), label="run of a simulated swarm", line=summary(snapshot))
-    shown.figures(
-        {
-            "virtual time": f"{simulation.at:,.0f} s",
-            "run": f"{snapshot.speed:g} s a second" if snapshot.state == "playing" else snapshot.state,
-        }
-    )
+def draw(snapshot: SimulationSnapshot) -> Document:
+    """Return the swarm: its time, the peers, what happened and what is to come."""
+    state = f"after {snapshot.at:.1f} s on {snapshot.network}"
+    shown = Document(_peers(snapshot), state, label="simulated swarm", line=summary(snapshot))
+    run = f"{snapshot.speed:g} s a second" if snapshot.state == "playing" else snapshot.state
+    shown.figures({"virtual time": f"{snapshot.at:,.0f} s", "run": run})
     shown.warn(f"A peer's code raised {snapshot.error}" if snapshot.error else "")
-    _draw_peers(shown, simulation)
-    shown.note(*_faults(simulation, snapshot.story), title="What happened")
+    shown.table(COLUMNS, snapshot.peers, _cells, numbers=(2, 3, 4, 5), what="peers")
+    coming = [f"to come: {line}" for line in snapshot.coming[:MAX_LINES]]
+    shown.note(*snapshot.story[-MAX_LINES:], *coming, title="What happened")
     return shown
 
 
-def _draw_peers(shown: Document, snapshot: SimulationSnapshot) -> None:
-    cells = partial(_cells, target_batch_size=snapshot.target_batch_size)
-    shown.table(COLUMNS, snapshot.peers, cells, numbers=(2, 3, 4, 5), what="peers")
-
-
-def _cells(peer: SimulatedPeer, target_batch_size: float) -> tuple[Cell, ...]:
+def _cells(peer: SimulatedPeer) -> tuple[Cell, ...]:
     loss = "" if peer.loss is None or not math.isfinite(peer.loss) else f"{peer.loss:.3f}"
     state, (hue, symbol) = plain(peer.state, 40), SYMBOLS.get(peer.state, ("soft", "•"))
-    samples = drawn = f"{peer.samples:,.0f}"
-    if target_batch_size > 0 and peer.samples > 0:
-        label = f"{samples} of the {target_batch_size:,.0f} samples of a step"
-        drawn += theme.bar(peer.samples / target_batch_size, label)
     mark = theme.mark(hue, symbol, text(state))
-    speed = f"{peer.samples_per_s:,.1f}"
-    return plain(peer.name, 40), (state, mark), str(peer.step), (samples, drawn), speed, loss
-
-
-def _head(snapshot: SimulationSnapshot) -> tuple[str, str]:
-    return _peers(snapshot), f"after {snapshot.at:.1f} s on {snapshot.network}"
-
-
-def _faults(snapshot: SimulationSnapshot, past: Sequence[str]) -> list[str]:
-    return [*past[-MAX_LINES:], *(f"to come: {line}" for line in snapshot.coming[:MAX_LINES])]
+    samples, speed = f"{peer.samples:,.0f}", f"{peer.samples_per_s:,.1f}"
+    return plain(peer.name, 40), (state, mark), str(peer.step), samples, speed, loss
 
 
 def _peers(snapshot: SimulationSnapshot) -> str:
@@ -198,25 +136,90 @@ def _peers(snapshot: SimulationSnapshot) -> str:
     return f"{count(len(alive), 'peer')} at step {step}"
 
 
-def _draw_seen(draw: Callable[..., Document], snapshot: LessonSnapshot, *chosen: int) -> Document:
-    seen = snapshot.simulation.seen
-    if seen is not None:
-        return draw(seen, *chosen)
-    shown = Document("", label="empty")
-    shown.note("No peer is online.")
-    return shown
-
-
-LESSON: Views[LessonSnapshot] = Views(
-    draw_lesson,
+LESSON: Views[SimulationSnapshot] = Views(
+    draw,
     summary,
     lambda snapshot: snapshot.state in OVER,
     who="run",
     leave=("End run", "Ended"),
     first="peers",
-    pages={
-        "rounds": Page(partial(_draw_seen, rounds.draw), slider=("rounds back", rounds.RECENT - 1)),
-        "map": Page(partial(_draw_seen, swarm_map.draw)),
-    },
     paused=lambda snapshot: snapshot.state == "paused",
 )
+
+
+class LessonControls:
+    """Sliders and buttons of a run, in ``rows``; `update` offers the present peers.
+
+    Args:
+        snapshot: the run at its start.
+        inject: takes a verb and its arguments.
+        step: advances a paused run.
+        choose_speed: takes virtual seconds per second.
+    """
+
+    def __init__(
+        self,
+        snapshot: SimulationSnapshot,
+        inject: Callable[..., None],
+        step: Callable[[], None],
+        choose_speed: Callable[[float], None],
+    ) -> None:
+        import ipywidgets
+
+        self._inject, self._new_slider, self._alive = inject, ipywidgets.SelectionSlider, set[str]()
+        self._who = ipywidgets.Dropdown(description="this peer:", **DROPDOWN)
+        self._who.observe(lambda change: self._enable_buttons(), names="value")
+        of_peer = partial(partial, self._inject_peer)
+        kill = "Kill this peer: end its process without a farewell"
+        back = "Bring it back: start a new process of the same name"
+        self._kill = make_button("Kill this peer", "bolt", kill, of_peer("crash"))
+        self._back = make_button("Bring it back", "undo", back, of_peer("join"))
+        next_s = "Step: while paused, advance one second of virtual time"
+        own_speed = snapshot.peers[0].samples_per_s
+        speeds = [round(own_speed * factor, 3) for factor in FACTORS]
+        one = [
+            self._who,
+            self._slider("samples/s", speeds, own_speed, "{:g}", of_peer("speed")),
+            self._slider("slower connection", SPEEDS, 1.0, "× {:g}", of_peer("slow")),
+            self._kill,
+            self._back,
+        ]
+        playback = [
+            self._slider("playback", SPEEDS, snapshot.speed, "× {:g}", choose_speed),
+            make_button("Step 1 s", "step-forward", next_s, step),
+            make_button(
+                "Add a peer", "plus", "Add a peer: start one with a new name", partial(inject, "join")
+            ),
+        ]
+        self.rows = [ipywidgets.HBox(row, layout=WRAPPING) for row in (one, playback)]
+        self.update(snapshot)
+
+    def update(self, snapshot: SimulationSnapshot) -> SimulationSnapshot:
+        """Offer the present peers; disable everything after the end. Returns the snapshot."""
+        names = tuple(peer.name for peer in snapshot.peers)
+        if self._who.options != names:
+            chosen = self._who.value
+            self._who.options = names
+            self._who.value = chosen if chosen in names else names[0]
+        self._alive = {peer.name for peer in snapshot.peers if peer.state != "crashed"}
+        self._enable_buttons()
+        if snapshot.state in OVER:
+            for widget in (child for row in self.rows for child in row.children):
+                widget.disabled = True
+        return snapshot
+
+    def _enable_buttons(self) -> None:
+        alive = self._who.value in self._alive
+        update_button(self._kill, disabled=not alive)
+        update_button(self._back, disabled=alive)
+
+    def _inject_peer(self, verb: Verb, *arguments: float) -> None:
+        self._inject(verb, self._who.value, *arguments)
+
+    def _slider(
+        self, name: str, values: Sequence[float], value: float, shown: str, act: Callable[[float], None]
+    ) -> Any:
+        options = [(shown.format(one), one) for one in sorted({*values, value})]
+        slider = self._new_slider(options=options, value=value, description=name, **SLIDER)
+        slider.observe(lambda change: act(change["new"]), names="value")
+        return slider

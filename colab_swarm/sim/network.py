@@ -43,6 +43,7 @@ class SimNetwork(Conditions):
         by_name, by_id: the peers, up or not.
         standing: whether two peers have a link already when the simulation begins. It is made when it is first used,
             without the time that dialling takes: ten thousand peers have a million links.
+        on_fault: called when a fault happens.
     """
 
     def __init__(self, profile: NetworkProfile = LAN, *, seed: int = 0) -> None:
@@ -50,6 +51,7 @@ class SimNetwork(Conditions):
         self.fired: list[ScriptedFault] = []
         self.coming: list[ScriptedFault] = []
         self.standing: Callable[[SimPeers, SimPeers], bool] = lambda one, other: False
+        self.on_fault: Callable[[ScriptedFault], object] = lambda fault: None
         self._seed, self.loop = seed, asyncio.get_running_loop()
         self.by_name: dict[str, SimPeers] = {}
         self.by_id: dict[PeerId, SimPeers] = {}
@@ -143,6 +145,7 @@ class SimNetwork(Conditions):
     def fire(self, name: str, *arguments: Any) -> None:
         """Let a fault happen now and record it."""
         self.fired.append(ScriptedFault(self.loop.time(), name, arguments))
+        self.on_fault(self.fired[-1])
         match name, *arguments:
             case "crash", peer:
                 self.by_name[peer].crash()

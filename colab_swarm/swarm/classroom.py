@@ -8,21 +8,19 @@ that no pupil gives a real name. The board is plain HTTP: it is for an open run 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import threading
 import uuid
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import quote, unquote, urlsplit
 from urllib.request import urlopen
 
 import msgspec
 
-from colab_swarm import markup
 from colab_swarm.errors import JoinError
 from colab_swarm.invite import Invite
-from colab_swarm.net.addresses import is_loopback
+from colab_swarm.markup import count, text
+from colab_swarm.net.addresses import host_of, reachable_addresses
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.panel import Panel, Views
 from colab_swarm.snapshot import PeerRow
@@ -34,31 +32,34 @@ MAX_PUPILS = 200
 MAX_BYTES = 16_384
 TIMEOUT_S = 5.0
 _ANIMALS = (
-    "otter fox owl lynx heron badger dolphin hedgehog falcon panda turtle zebra koala raven tiger beaver "
-    "penguin gecko moose robin seal camel toad eagle rabbit whale lemur crane donkey bat puffin ferret "
-    "bison newt swan jaguar mole stork walrus finch"
+    "otter fox owl lynx heron badger dolphin hedgehog falcon panda turtle zebra koala raven tiger beaver penguin "
+    "gecko moose robin seal camel toad eagle rabbit whale lemur crane donkey bat puffin ferret bison newt swan"
 )
-ANIMALS = tuple(_ANIMALS.split())
+ANIMALS = _ANIMALS.split()
 _boards: dict[str, Board] = {}  # the last one of each run
 
 
-class Welcome(msgspec.Struct, frozen=True):
-    """The board's answer: the run's invitation, and the pupil's name."""
+class BoardHandler(BaseHTTPRequestHandler):
+    """Answers ``/PROCESS`` with the invitation and a name, or with 503."""
 
-    invitation: str
-    name: str
+    timeout = TIMEOUT_S
+    server: Board
+
+    def do_GET(self) -> None:
+        who = unquote(self.path.strip("/"))
+        welcome = self.server.welcome(who) if 0 < len(who) <= 64 else None
+        if welcome is None:
+            self.send_error(503, "this room is full" if who else "pupils join by classroom.join")
+            return
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(msgspec.json.encode(welcome))
+
+    def log_message(self, *_: object) -> None:
+        """Do not print into the notebook."""
 
 
-@dataclass(frozen=True)
-class BoardSnapshot:
-    """What the board shows: the address to write down, and pupils in order of arrival; None if one does not train."""
-
-    address: str
-    pupils: tuple[tuple[str, PeerRow | None], ...]
-    closed: bool
-
-
-class Board:
+class Board(ThreadingHTTPServer):
     """Gives the run's invitation and animal names to pupils in the local network, until `close`.
 
     Args:
@@ -73,47 +74,53 @@ class Board:
         self._invitation = str(swarm.invite())
         if Invite.parse(self._invitation).access != "open":
             raise PermissionError("a board invites everyone in the room: create the run with access='open'")
-        self.swarm = swarm
+        self.swarm, self.closed = swarm, False
         self._names: dict[str, str] = {}  # by pupil's process
         self._lock = threading.Lock()
-        self.closed = False
-        self._server = _listen(self, port)
-        self.address = f"{_host(swarm)}:{self._server.server_port}"
-        threading.Thread(
-            target=self._server.serve_forever, args=(0.05,), name="colab-swarm-board", daemon=True
-        ).start()
+        try:
+            super().__init__(("", port), BoardHandler)
+        except OSError:
+            super().__init__(("", 0), BoardHandler)
+        loopback, *others = map(host_of, reachable_addresses("0.0.0.0", port))
+        self.address = f"{[*others, loopback][0]}:{self.server_port}"
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
-    def welcome(self, who: str) -> Welcome | None:
+    def welcome(self, who: str) -> tuple[str, str] | None:
         """Return the invitation and a name, the same for each call of a process; None when the room is full."""
         with self._lock:
-            if who not in self._names and len(self._names) < MAX_PUPILS:
-                self._names[who] = animal(len(self._names))
-            name = self._names.get(who)
-        return None if name is None else Welcome(self._invitation, name)
+            place = len(self._names)
+            if who not in self._names and place < MAX_PUPILS:
+                again = f"-{place // len(ANIMALS) + 1}" if place >= len(ANIMALS) else ""
+                self._names[who] = ANIMALS[place % len(ANIMALS)] + again
+            return (self._invitation, self._names[who]) if who in self._names else None
 
-    def snapshot(self) -> BoardSnapshot:
-        """Return the roster. Thread-safe."""
+    def pupils(self) -> list[tuple[str, PeerRow | None]]:
+        """Return each pupil, in order of arrival, and its row in the swarm; None if it is not there."""
+        rows = {row.name: row for row in self.swarm.snapshot().peers}
         with self._lock:
-            names = list(self._names.values())
-        training = {row.name: row for row in self.swarm.snapshot().peers}
-        return BoardSnapshot(self.address, tuple((name, training.get(name)) for name in names), self.closed)
+            return [(name, rows.get(name)) for name in self._names.values()]
 
-    def panel(self) -> Panel[BoardSnapshot]:
+    def panel(self) -> Panel[Board]:
         """Return a live view of the board."""
-        return Panel(self.snapshot, self.close, views=VIEWS)
+        leave = ("Close the board", "Closed")
+        views: Views[Board] = Views(draw, str, lambda board: board.closed, who="board", leave=leave)
+        return Panel(lambda: self, self.close, views=views)
 
     def close(self) -> None:
         """Stop inviting; pupils who joined stay. Idempotent."""
         if not self.closed:
             self.closed = True
-            self._server.shutdown()
-            self._server.server_close()
+            self.shutdown()
+            self.server_close()
+
+    def __str__(self) -> str:
+        pupils = self.pupils()
+        here = sum(row is not None for _, row in pupils)
+        state = "closed" if self.closed else f"join at {self.address}"
+        return f"{state}; {here} of {count(len(pupils), 'animal')} training"
 
     def __repr__(self) -> str:
-        return f"Board({summary(self.snapshot())})"
-
-    def _repr_html_(self) -> str:
-        return draw(self.snapshot()).html()
+        return f"Board({self})"
 
 
 def open_board(swarm: Swarm, *, port: int = PORT) -> Board:
@@ -124,12 +131,6 @@ def open_board(swarm: Swarm, *, port: int = PORT) -> Board:
     return board
 
 
-def animal(place: int) -> str:
-    """Return the name of pupil number ``place``, counted from 0; no two are equal."""
-    again, index = divmod(place, len(ANIMALS))
-    return ANIMALS[index] + (f"-{again + 1}" if again else "")
-
-
 def join(address: str = "") -> Swarm:
     """Join the teacher's run under the animal that the board gives. Joining again returns the same swarm.
 
@@ -137,99 +138,43 @@ def join(address: str = "") -> Swarm:
         address: written on the board; empty: look for a board in the local network.
 
     Raises:
-        ValueError, JoinError: see `call_board`.
-    """
-    welcome = call_board(address or _find())
-    return joining.join(welcome.invitation, peer_name=welcome.name)
-
-
-def call_board(address: str) -> Welcome:
-    """Return what the board answers this process.
-
-    Raises:
         ValueError: the address is mistyped.
         JoinError: no board answers there.
     """
+    invitation, name = call_board(address) if address else _find()
+    return joining.join(invitation, peer_name=name)
+
+
+def call_board(address: str) -> tuple[str, str]:
+    """Return the invitation and the name that the board gives this process; raises as `join`."""
     where = urlsplit(f"http://{address.strip()}")
     if not (where.hostname and where.path in ("", "/")):
         raise ValueError(f"{address!r} is not the address of a board: it looks like 192.168.1.10:{PORT}")
     who = f"{uuid.getnode():x}-{os.getpid()}"
     try:
         with urlopen(f"http://{where.netloc}/{quote(who)}", timeout=TIMEOUT_S) as answer:
-            return msgspec.json.decode(answer.read(MAX_BYTES), type=Welcome)
+            return msgspec.json.decode(answer.read(MAX_BYTES), type=tuple[str, str])
     except (OSError, ValueError) as error:
-        raise JoinError(
-            f"no board answers at {address}: {error}. Check the address, and that you are in the same "
-            "Wi-Fi as the teacher; some networks isolate their guests"
-        ) from error
+        advice = "Check the address, and that you are in the same Wi-Fi as the teacher; some networks isolate guests"
+        raise JoinError(f"no board answers at {address}: {error}. {advice}") from error
 
 
-def _find() -> str:
+def _find() -> tuple[str, str]:
     contacts = [contact for swarm in joining.join() for contact in swarm.contacts]
-    hosts = [urlsplit(address).hostname for contact in contacts for address in contact.addresses]
-    for host in dict.fromkeys(filter(None, hosts)):
-        address = f"[{host}]:{PORT}" if ":" in host else f"{host}:{PORT}"
+    for host in dict.fromkeys(host_of(address) for contact in contacts for address in contact.addresses):
         with contextlib.suppress(JoinError):
-            call_board(address)
-            return address
+            return call_board(f"[{host}]:{PORT}" if ":" in host else f"{host}:{PORT}")
     raise JoinError("no board was found in this network: type the address that the teacher wrote down")
 
 
-def _host(swarm: Swarm) -> str:
-    """The IPv4 address at which others in the room reach this machine; loopback if there is none."""
-    for address in swarm.contact.addresses:
-        host = urlsplit(address).hostname or ""
-        with contextlib.suppress(ValueError):  # a name, not an IP address
-            if ipaddress.ip_address(host).version == 4 and not is_loopback(host):
-                return host
-    return "127.0.0.1"
-
-
-def _listen(board: Board, port: int) -> ThreadingHTTPServer:
-    class BoardHandler(BaseHTTPRequestHandler):
-        timeout = TIMEOUT_S
-
-        def do_GET(self) -> None:
-            who = unquote(self.path.strip("/"))
-            welcome = board.welcome(who) if 0 < len(who) <= 64 else None
-            if welcome is None:
-                self.send_error(503, "this room is full" if who else "pupils join by classroom.join")
-                return
-            body = msgspec.json.encode(welcome)
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            """Do not print into the notebook."""
-
-    try:
-        return ThreadingHTTPServer(("", port), BoardHandler)
-    except OSError:
-        return ThreadingHTTPServer(("", 0), BoardHandler)
-
-
-def summary(snapshot: BoardSnapshot) -> str:
-    """Return the board in one line."""
-    here = sum(row is not None for _, row in snapshot.pupils)
-    state = "closed" if snapshot.closed else f"join at {snapshot.address}"
-    return f"{state}; {here} of {markup.count(len(snapshot.pupils), 'animal')} training"
+def draw(board: Board) -> theme.Document:
+    """Return the board, large enough for the last row of the room."""
+    shown = theme.Document("Board", str(board), label="classroom board", line=str(board))
+    shown.draw(f'<p style="font:600 32px ui-monospace,monospace">{text(board.address)}</p>')
+    shown.table(("animal", "does"), board.pupils(), _cells, what="animals")
+    return shown
 
 
 def _cells(pupil: tuple[str, PeerRow | None]) -> tuple[str, str]:
     name, row = pupil
     return name, "not here" if row is None else f"step {row.step}, {row.samples_per_s:.1f} samples/s"
-
-
-def draw(snapshot: BoardSnapshot) -> theme.Document:
-    """Return the board, large enough for the last row of the room."""
-    shown = theme.Document("Board", summary(snapshot), label="classroom board", line=summary(snapshot))
-    shown.draw(f'<p style="font:600 32px ui-monospace,monospace">{markup.text(snapshot.address)}</p>')
-    shown.table(("animal", "does"), snapshot.pupils, _cells, what="animals")
-    return shown
-
-
-VIEWS: Views[BoardSnapshot] = Views(
-    draw, summary, lambda snapshot: snapshot.closed, who="board", leave=("Close the board", "Closed")
-)

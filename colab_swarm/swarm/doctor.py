@@ -1,11 +1,20 @@
-"""`doctor`: examine this machine and the swarm, and predict the training."""
+"""`doctor`: examine this machine and the swarm, and predict the training. Only `calibrate` needs torch."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import queue
+import re
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
+from pathlib import Path
 from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +23,7 @@ from colab_swarm.invite import Invite, Setting
 from colab_swarm.net.metering import Speed, measure
 from colab_swarm.net.peers import PeerId, Peers
 from colab_swarm.notebook import checks
-from colab_swarm.notebook.machine import internet, machine, versions
+from colab_swarm.notebook.checks import Check, Light, Prediction, Subject
 from colab_swarm.notebook.platforms import platform
 from colab_swarm.swarm.joining import join
 from colab_swarm.swarm.network import NetworkOptions
@@ -25,36 +34,37 @@ from colab_swarm.training.progress import ProgressRecord, read_participants
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.nn import Module
-
-    from colab_swarm.notebook.machine import Calibration
-    from colab_swarm.recipes.masked_lm import AlbertSize
+    from torch.nn import Module, Parameter
 
 VISITOR = "doctor"  # name of the peer that examines the run of an invitation
-FEW = 8
 TESTS = 3  # peers that are called for a speed test
 SIZE_BYTES = 4 << 20
 TEST_TIMEOUT_S = 15.0
+HOSTS = (("pypi.org", 443), ("huggingface.co", 443))  # which installing and loading a data set contact anyway
+CONNECT_TIMEOUT_S = 3.0
+PACKAGES = ("torch", "transformers", "cryptography", "aiohttp", "colab-swarm")
+FLOOR = re.compile(r"([A-Za-z0-9_-]+)[^;]*>=([0-9.]+)")
+MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+CALIBRATION_S = 2.0
+MIN_PASSES = 3
 
 
+@dataclass(frozen=True)
 class Diagnosis:
     """What the doctor found: a table of traffic lights in a notebook, text when printed.
 
     Attributes:
-        facts: what was measured.
-        checks: the judgement, one light each.
+        checks: one light each, in the order in which to fix them; every light but green has a fix.
         prediction: of the training; None without a swarm, a model with batches, and a target batch size.
     """
 
-    def __init__(self, facts: checks.DoctorFacts) -> None:
-        self.facts = facts
-        self.checks: tuple[checks.Check, ...] = checks.diagnose(facts)
-        self.prediction: checks.Prediction | None = facts.prediction
+    checks: tuple[Check, ...]
+    prediction: Prediction | None = None
 
     @property
     def ready(self) -> bool:
         """True if no light is red."""
-        return all(check.light is not checks.Light.RED for check in self.checks)
+        return all(check.light is not Light.RED for check in self.checks)
 
     def __str__(self) -> str:
         return checks.draw(self.checks).text()
@@ -94,123 +104,102 @@ def doctor(
         Precision(compression)
     if model is not None and not isinstance(model, str) and batches is None:
         raise ValueError("a model is measured with its own data: pass batches=… as well")
-    facts = checks.DoctorFacts(platform(), machine(), versions(), internet())
-    subject = Subject(model, batches, target_batch_size, compression)
     if not isinstance(swarm, str):
-        return Diagnosis(_examine(facts, swarm, subject))
+        return _examine(swarm, model, batches, target_batch_size, compression)
     try:
         visit = join(swarm, peer_name=VISITOR, options=NetworkOptions(lan=False))
     except SwarmError as error:
-        return Diagnosis(replace(_examine(facts, None, subject), refused=str(error)))
+        found = _examine(None, model, batches, target_batch_size, compression)
+        refused = checks.judge(
+            "swarm", str(error), "fix that, join, and run cs.doctor(cs.join(…))", Light.RED
+        )
+        return Diagnosis((*found.checks, refused), found.prediction)
     with visit:
-        return Diagnosis(_examine(facts, visit, with_settings(subject, Invite.parse(swarm).settings)))
+        target, codec = read_settings(Invite.parse(swarm).settings)
+        return _examine(visit, model, batches, target_batch_size or target, compression or codec)
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What is to be trained; see `doctor`."""
-
-    model: Module | str | None
-    batches: Iterable[Mapping[str, Tensor]] | None
-    target_batch_size: int | None
-    compression: str | None
-
-
-def with_settings(subject: Subject, settings: Mapping[str, Setting]) -> Subject:
-    """Fill in what the user left open from the invitation's settings."""
-    target, compression = settings.get("target_batch_size"), settings.get("compression")
-    if subject.target_batch_size is None and isinstance(target, int) and target > 0:
-        subject = replace(subject, target_batch_size=target)
-    if subject.compression is None and isinstance(compression, str):
-        with contextlib.suppress(ValueError):  # no compression of this name here
-            subject = replace(subject, compression=Precision(compression).name)
-    return subject
+def read_settings(suggested: Mapping[str, Setting]) -> tuple[int | None, str | None]:
+    """Return an invitation's target batch size and compression, if they are usable."""
+    target, compression = suggested.get("target_batch_size"), suggested.get("compression")
+    try:
+        codec = Precision(compression).name if isinstance(compression, str) else None
+    except ValueError:  # no compression of this name here
+        codec = None
+    return (target if isinstance(target, int) and target > 0 else None), codec
 
 
-def _examine(facts: checks.DoctorFacts, swarm: Swarm | None, subject: Subject) -> checks.DoctorFacts:
-    calibration = _calibrate(subject, swarm)
-    facts = replace(facts, needs=_needs(subject, calibration, facts.machine))
-    # read the others' speeds now: a calibration on the same machine has slowed them down
-    others = Trainers({}) if swarm is None else trainers(swarm)
-    here = None if swarm is None else membership(swarm, others)
-    facts = replace(facts, membership=here)
-    target = subject.target_batch_size or others.target_batch_size
-    if calibration is None or target is None:
-        return facts
-    numel, speeds = calibration.parameters, tuple(others.speeds.values())
-    compression = Precision(subject.compression or others.compression, fine=0).at(0)
-    work = checks.Workload(numel, calibration.micro_batch, target, compression.encoded_bytes(numel) / numel)
-    uplink = (here.uplink if here else None) or checks.UplinkFacts()
-    reduces = here is not None and bool(here.reachability.addresses)
-    prediction = checks.predict(work, calibration.samples_per_s, speeds, uplink, reduces=reduces)
-    return replace(facts, work=work, prediction=prediction)
+def _examine(
+    swarm: Swarm | None,
+    model: Module | str | None,
+    batches: Iterable[Mapping[str, Tensor]] | None,
+    target_batch_size: int | None,
+    compression: str | None,
+) -> Diagnosis:
+    here, subject, ram_bytes = platform(), _subject(swarm, model, batches), free_ram_bytes()
+    found = [
+        checks.check_platform(here),
+        checks.check_internet(here, internet()),
+        checks.check_versions(versions()),
+        checks.check_compute(cores(), ram_bytes, gpu(), subject),
+        checks.check_memory(ram_bytes),
+        checks.check_disk(shutil.disk_usage(".").free),
+    ]
+    speeds: dict[PeerId, float] = {}
+    uplink = prediction = None
+    if swarm is not None:
+        speeds, target, codec = trainers(swarm)
+        target_batch_size, compression = target_batch_size or target, compression or codec
+        peers = sorted(swarm.services.peers.linked(), key=lambda peer: -speeds.get(peer, 0.0))
+        uplink = swarm.runtime.call(_test_uplink(swarm.services.peers, peers[:TESTS]))
+        found += _check_swarm(swarm, len(peers), len(speeds), uplink)
+    if subject is not None and subject.samples_per_s and target_batch_size:
+        prediction = checks.predict(
+            subject,
+            target_batch_size,
+            Precision(compression or "float32", fine=0).at(0).encoded_bytes(subject.parameters),
+            tuple(speeds.values()),
+            uplink or checks.UNKNOWN,
+            reduces=swarm is not None and bool(swarm.reachability.addresses),
+        )
+        found.append(checks.check_prediction(prediction))
+    return Diagnosis(tuple(found), prediction)
 
 
-def _calibrate(subject: Subject, swarm: Swarm | None) -> Calibration | None:
-    model, batches = subject.model, subject.batches
-    if model is None or (
-        isinstance(model, str) and swarm is None
-    ):  # a size is measured for a prediction only
-        return None
-    from colab_swarm.notebook.machine import calibrate
-    from colab_swarm.recipes.masked_lm import albert
-
-    if isinstance(model, str):
-        model, batches = albert(model, swarm=swarm)
-    assert batches is not None
-    return calibrate(model, batches)
-
-
-def _needs(subject: Subject, calibration: Calibration | None, here: checks.Machine) -> checks.Needs | None:
-    """Memory for the model; without one, for the largest ALBERT that trains here in micro-batches of `FEW`."""
-    if calibration is not None and not isinstance(subject.model, str):
-        name = type(subject.model).__name__
-        return checks.Needs(name, calibration.parameters, calibration.sample_bytes)
-    if find_spec("torch") is None:
-        return None
-    from colab_swarm.recipes.masked_lm import SIZES
-
-    if isinstance(subject.model, str):
-        if subject.model not in SIZES:
-            raise ValueError(f"model={subject.model!r} is none of {', '.join(SIZES)}")
-        return _needs_of(subject.model, SIZES[subject.model])
-    free_bytes = here.free_ram_bytes or 0 if here.gpu is None else here.gpu.free_bytes
-    every = [_needs_of(name, size) for name, size in reversed(SIZES.items())]
-    return next((needs for needs in every if checks.micro_batch(free_bytes, needs) >= FEW), every[-1])
-
-
-def _needs_of(name: str, size: AlbertSize) -> checks.Needs:
-    return checks.albert_needs(
-        name, layers=size.layers, hidden=size.hidden, vocabulary=size.vocabulary, length=size.sequence_length
-    )
-
-
-@dataclass(frozen=True)
-class Trainers:
-    """The other trainers' speeds, samples/s, and their settings as far as they are known."""
-
-    speeds: dict[PeerId, float]
-    target_batch_size: int | None = None
-    compression: str = "float32"
-
-
-def membership(swarm: Swarm, trainers: Trainers) -> checks.MembershipFacts:
-    """Describe this peer in its swarm; tests the speed to up to three peers, a few seconds each."""
-    peers, network = swarm.services.peers, swarm.network
-    linked = peers.linked()
-    fastest = sorted(linked, key=lambda peer: -trainers.speeds.get(peer, 0.0))[:TESTS]
-    return checks.MembershipFacts(
-        run=swarm.run,
-        reachability=swarm.reachability,
-        linked=len(linked),
-        trainers=tuple(trainers.speeds.values()),
+def _check_swarm(swarm: Swarm, linked: int, training: int, uplink: Speed | None) -> Iterator[Check]:
+    yield checks.check_swarm(swarm.run, linked, training)
+    yield checks.check_reachability(swarm.reachability)
+    if linked:
         # a simulated peer has no network, and its wall clock is simulated too
-        skew_s=0.0 if network is None else -network.node.linker.clock.behind_s,
-        uplink=swarm.runtime.call(_test_uplink(peers, fastest)),
-    )
+        yield checks.check_clock(0.0 if swarm.network is None else -swarm.network.node.linker.clock.behind_s)
+        yield checks.check_bandwidth(uplink)
 
 
-async def _test_uplink(peers: Peers, testers: Sequence[PeerId]) -> checks.UplinkFacts | None:
+def _subject(
+    swarm: Swarm | None, model: Module | str | None, batches: Iterable[Mapping[str, Tensor]] | None
+) -> Subject | None:
+    """Measure the model; without a swarm, a size is only looked up."""
+    if model is None or find_spec("torch") is None:
+        return None
+    from colab_swarm.recipes import masked_lm
+
+    if not isinstance(model, str):
+        assert batches is not None
+        return calibrate(model, batches)
+    if model not in masked_lm.SIZES:
+        raise ValueError(f"model={model!r} is none of {', '.join(masked_lm.SIZES)}")
+    size = masked_lm.SIZES[model]
+    length = size.sequence_length
+    sample_bytes = masked_lm.sample_bytes(size, length, checkpointing=False)
+    name = f"ALBERT-{model} at {length} tokens"
+    known = Subject(name, masked_lm.parameter_count(size), sample_bytes)
+    if swarm is None:
+        return known
+    measured = calibrate(*masked_lm.albert(model, swarm=swarm))
+    return replace(known, micro_batch=measured.micro_batch, samples_per_s=measured.samples_per_s)
+
+
+async def _test_uplink(peers: Peers, testers: Sequence[PeerId]) -> Speed | None:
     found = []
     for peer in testers:  # one after the other: together they would share the uplink
         with contextlib.suppress(PeerError):  # gone, busy, or too old for it
@@ -218,20 +207,19 @@ async def _test_uplink(peers: Peers, testers: Sequence[PeerId]) -> checks.Uplink
     return best(found)
 
 
-def best(found: Sequence[Speed]) -> checks.UplinkFacts | None:
+def best(found: Sequence[Speed]) -> Speed | None:
     """Return this peer's own uplink: the fastest test each way (slower ones were slow at the other end), median rtt."""
     if not found:
         return None
     upload_bps = max(speed.upload_bps for speed in found)
     download_bps = max(speed.download_bps for speed in found)
-    return checks.UplinkFacts(upload_bps, download_bps, median_high(speed.rtt_s for speed in found))
+    return Speed(upload_bps, download_bps, median_high(speed.rtt_s for speed in found))
 
 
-def trainers(swarm: Swarm) -> Trainers:
-    """Return the peers that train the run's model now, by their own records."""
-    optimizer, services = swarm.training.latest, swarm.services
-    target, compression = None, Trainers.compression
-    records: dict[PeerId, ProgressRecord] = {}
+def trainers(swarm: Swarm) -> tuple[dict[PeerId, float], int | None, str | None]:
+    """Return the speeds of the other trainers by their own records, and our target batch size and compression."""
+    optimizer, services, target, codec = swarm.training.latest, swarm.services, None, None
+    records: Mapping[PeerId, ProgressRecord] = {}
     with contextlib.suppress(PeerError):  # then use what is known already
         if optimizer is not None:
             swarm.runtime.call(optimizer.collaboration.refresh())
@@ -239,6 +227,153 @@ def trainers(swarm: Swarm) -> Trainers:
             records, _ = swarm.runtime.call(read_participants(services.dht, f"{swarm.run_id}/{MODEL}"))
     if optimizer is not None:
         records = dict(optimizer.collaboration.progress.records)
-        target, compression = round(optimizer._settings.target_batch_size), optimizer._settings.compression
+        target, codec = round(optimizer._settings.target_batch_size), optimizer._settings.compression
     speeds = {peer: r.samples_per_s for peer, r in records.items() if peer != swarm.id and r.samples_per_s}
-    return Trainers(speeds, target, compression)
+    return speeds, target, codec
+
+
+# --- probes of this machine -------------------------------------------------------------------------------------------
+
+
+def cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_ram_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int | None:
+    """Return the available main memory within the limit of a container, or None if the system does not report it."""
+    try:
+        available = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
+    except OSError:  # macOS and Windows
+        return None
+    if available is None:
+        return None
+    free_bytes = 1024 * int(available[1])
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = (cgroup / "memory.current").read_text().strip()
+    except OSError:
+        return free_bytes
+    return min(free_bytes, max(0, int(limit) - int(used))) if limit.isdigit() else free_bytes
+
+
+def gpu() -> tuple[str, int, int] | None:
+    """Return name, free and total bytes of the card that torch uses."""
+    if find_spec("torch") is None:
+        return None
+    import torch
+
+    return (torch.cuda.get_device_name(), *torch.cuda.mem_get_info()) if torch.cuda.is_available() else None
+
+
+def versions() -> dict[str, tuple[str | None, str]]:
+    """Return the installed version, or None, beside the lowest one that works, by package."""
+    floors = wanted(requires("colab-swarm") or ())
+    found: dict[str, tuple[str | None, str]] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name), floors.get(name, "0")
+        except PackageNotFoundError:
+            found[name] = None, floors.get(name, "0")
+    return found
+
+
+def wanted(requirements: Iterable[str]) -> dict[str, str]:
+    """Return the lowest versions in requirements such as ``torch>=2.9; extra == "train"``, by name."""
+    return {match[1]: match[2] for line in requirements if (match := FLOOR.match(line))}
+
+
+def internet() -> bool:
+    """Return True if any of `HOSTS` accepts a connection within 3 s."""
+    answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def try_host(host: tuple[str, int]) -> None:
+        try:
+            socket.create_connection(host, CONNECT_TIMEOUT_S).close()
+            answers.put(True)
+        except OSError:
+            answers.put(False)
+
+    for host in HOSTS:  # in threads, because a name lookup has no timeout
+        threading.Thread(target=try_host, args=(host,), daemon=True).start()
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    try:
+        return any(answers.get(timeout=max(0.0, deadline - time.monotonic())) for _ in HOSTS)
+    except queue.Empty:
+        return False
+
+
+def calibrate(
+    model: Module, batches: Iterable[Mapping[str, Tensor]], *, seconds: float = CALIBRATION_S
+) -> Subject:
+    """Run ``model(**batch).loss.backward()`` for about ``seconds`` after a short warm-up.
+
+    Afterwards parameters, gradients, buffers and torch's random state are as before; the used batches are gone.
+
+    Raises:
+        ValueError: there are not enough batches.
+    """
+    import torch
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = 0 if storage.data_ptr() in own else storage.nbytes()
+        return tensor
+
+    with _restored(model, trained):
+        passes = _train(model, batches)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            micro_batch = next(passes)
+        _measure(passes, seconds / 4, 1)  # the first passes are slow
+        samples_per_s = _measure(passes, seconds, MIN_PASSES)
+    numel = sum(parameter.numel() for parameter in trained)
+    sample_bytes = sum(saved.values()) / micro_batch
+    return Subject(type(model).__name__, numel, sample_bytes, micro_batch, samples_per_s)
+
+
+def _train(model: Module, batches: Iterable[Mapping[str, Tensor]]) -> Iterator[int]:
+    """Compute the gradients of each batch and forget them; yield its number of samples."""
+    device = next(model.parameters()).device
+    for batch in batches:
+        model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss.backward()
+        model.zero_grad(set_to_none=True)
+        yield len(next(iter(batch.values())))
+    raise ValueError("the batches ran out during the calibration: pass an endless iterable, or more of them")
+
+
+def _measure(passes: Iterator[int], seconds: float, least: int) -> float:
+    """Return the samples per second of as many passes as fit, at least ``least``."""
+    import torch
+
+    samples, began_at = 0, time.perf_counter()
+    while least > 0 or time.perf_counter() - began_at < seconds:
+        samples, least = samples + next(passes), least - 1
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # kernels run asynchronously
+    return samples / (time.perf_counter() - began_at)
+
+
+@contextlib.contextmanager
+def _restored(model: Module, trained: list[Parameter]) -> Iterator[None]:
+    """Restore gradients, buffers, mode and random state afterwards, also after an interrupt."""
+    import torch
+
+    gradients = [parameter.grad for parameter in trained]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    was_training = model.training
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        try:
+            model.train()
+            model.zero_grad(set_to_none=True)
+            yield
+        finally:
+            model.train(was_training)
+            for parameter, gradient in zip(trained, gradients, strict=True):
+                parameter.grad = gradient
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)

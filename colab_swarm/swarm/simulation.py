@@ -2,38 +2,50 @@
 
 The peers are ordinary `Swarm` objects and run the same code as on the internet. Only the links, the clock and the
 compute time are simulated. Use it to learn, to try what a slow peer or a crash does, and to plan a run:
-`Simulation.run` works through it at once, `Simulation.play` shows it live and lets you interfere.
+`Simulation.run` works through it at once, `Simulation.play` shows it live and lets you interfere:
+
+    lesson = cs.simulate(4).play(train)              # shown under the cell, with sliders and a kill button
+    lesson.inject("crash", "bob")                    # the same from code
+    lesson.wait()
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 import random
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TypeVar, cast
+from functools import partial
+from typing import Any, ClassVar, TypeVar, cast
 
-from colab_swarm.events import EventLog
-from colab_swarm.notebook.lessons import (
-    Action,
-    SimulatedPeer,
-    SimulationSnapshot,
-    describe_fault,
-    draw_simulation,
-)
+from colab_swarm.errors import JoinError
+from colab_swarm.events import Event, EventLog, RoundFinished
+from colab_swarm.notebook import lessons
+from colab_swarm.notebook.lessons import SimulatedPeer, SimulationSnapshot
+from colab_swarm.notebook.panel import Panel
+from colab_swarm.notebook.platforms import has_frontend
+from colab_swarm.runtime import POLL_S
 from colab_swarm.sim.faults import ScriptedFault
 from colab_swarm.sim.network import SimNetwork
 from colab_swarm.sim.profiles import PROFILES, ChurnProfile, NetworkProfile
 from colab_swarm.sim.runtime import SimRuntime
 from colab_swarm.snapshot import SwarmSnapshot
-from colab_swarm.swarm.lesson import InteractiveRun
 from colab_swarm.swarm.network import assemble, find_others
 from colab_swarm.swarm.swarm import Swarm
 
 T = TypeVar("T")
 ENTRIES = 4
 NAMES = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi")
+SLICE_S = 0.5  # virtual time between two looks at what the user injected
+MIN_SPEED = 0.01  # virtual seconds per second, even if `InteractiveRun.speed` is lower
+LOOK_S = 0.25  # real time between two snapshots
+MAX_STORY = 1000  # lines; the oldest are dropped
 
 
 class Simulation(AbstractContextManager["Simulation"]):
@@ -47,14 +59,19 @@ class Simulation(AbstractContextManager["Simulation"]):
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._later: set[asyncio.Task[None]] = set()
         self._crashed: dict[str, SimulatedPeer] = {}  # their last state
-        self._arriving: dict[str, asyncio.Task[None]] = {}  # peers that are joining now
+        self._arriving: set[str] = set()  # peers that are joining now
+        self._story: deque[str] = deque(maxlen=MAX_STORY)
+        self._aloud = False  # whether to print the story
+        self._told_step = -1  # last step in the story
         self._lesson: InteractiveRun | None = None
         self.results: dict[str, object] = {}
         self.network = self._runtime.call(self._make_network(profile))
         self.swarms: dict[str, Swarm] = {}
 
     async def _make_network(self, profile: NetworkProfile) -> SimNetwork:
-        return SimNetwork(profile, seed=self._seed)
+        network = SimNetwork(profile, seed=self._seed)
+        network.on_fault = lambda fault: self.tell(lessons.describe_fault(fault.name, fault.arguments))
+        return network
 
     @property
     def time(self) -> float:
@@ -82,33 +99,18 @@ class Simulation(AbstractContextManager["Simulation"]):
         if self._train is None and at <= self.time:
             self._runtime.call(self._join(name, listen))
         else:
-            task = self._runtime.loop.create_task(self._join_later(at, name, listen))
-            self._later.add(task)
             if at <= self.time:
-                self._arriving[name] = task
+                self._arriving.add(name)
+            self._later.add(self._runtime.loop.create_task(self._join_later(at, name, listen)))
 
     async def _join_later(self, at: float, name: str, listen: bool) -> None:
         await asyncio.sleep(at - self.time)
-        me = asyncio.current_task()
-        assert me is not None
-        self._arriving[name] = me
+        self._arriving.add(name)
         try:
             await self._join(name, listen)
         finally:
-            if self._arriving.get(name) is me:
-                del self._arriving[name]
+            self._arriving.discard(name)
         self._start(name)
-
-    def resize(self, wanted: int) -> None:
-        """Add peers, or kill the last ones, to get ``wanted`` of them; call it only while no time passes."""
-        for name in [*self.swarms, *self._arriving][wanted:]:
-            if name in self.swarms:
-                self.fire("crash", name)
-            else:
-                self._arriving.pop(name).cancel()
-        for name in map(nth_name, range(wanted)):
-            if name not in self.swarms and name not in self._arriving:
-                self.join(name, at=self.time)
 
     async def _join(self, name: str, listen: bool) -> None:
         peers = self.network.peer(name, listen=listen)
@@ -128,6 +130,9 @@ class Simulation(AbstractContextManager["Simulation"]):
             raise
         self.swarms[name] = Swarm(self._runtime, services, "simulation-0", name, None)
         peers.when_down(lambda: self._on_crash(name))
+        self.swarms[name].events.listen(partial(self._on_event, name))
+        if self._train is not None:
+            self.tell(f"{name} has joined")
 
     def _on_crash(self, name: str) -> None:
         if name in self._tasks:
@@ -149,6 +154,21 @@ class Simulation(AbstractContextManager["Simulation"]):
         if name not in self._names:
             raise ValueError(f"{name} never joined")
         self._speeds[name] = samples_per_s
+        self.tell(f"{name} now trains {samples_per_s:g} samples/s")
+
+    def tell(self, words: str) -> None:
+        """Add a line with the present time to the story."""
+        self._story.append(f"{self.time:6.1f} s  {words}")
+        if self._aloud:
+            print(self._story[-1], flush=True)
+
+    def _on_event(self, name: str, event: Event) -> None:
+        if isinstance(event, RoundFinished):
+            if event.step <= self._told_step:  # another peer has reported it
+                return
+            self._told_step = event.step
+        if words := lessons.describe_event(name, event):
+            self.tell(words)
 
     def run(
         self, train: Callable[[Swarm], T], *, seconds: float | None = None, churn: ChurnProfile | None = None
@@ -181,22 +201,39 @@ class Simulation(AbstractContextManager["Simulation"]):
         *,
         seconds: float | None = None,
         speed: float = 10.0,
-        actions: Sequence[Action] = (),
         live: bool | None = None,
     ) -> InteractiveRun:
         """Run ``train(swarm)`` for every peer in the background and show it, with sliders and a kill button.
 
-        Without a front-end it runs to its end at once and prints what happens. Returns an `InteractiveRun`.
+        Without a front-end it runs to its end at once and prints what happens.
 
         Args:
             train: as for `run`.
             seconds: stop after so much virtual time; None: when everyone has finished.
             speed: virtual seconds per second.
-            actions: changes at given times; those of an earlier run (``lesson.actions``) repeat it exactly.
             live: whether to use widgets and to keep to ``speed``; None to find out.
+
+        Raises:
+            ValueError: ``speed`` or ``seconds`` is not above 0.
         """
-        self._lesson = InteractiveRun(self, train, seconds=seconds, speed=speed, actions=actions, live=live)
-        return self._lesson
+        if not speed > 0 or not (seconds is None or seconds > 0):
+            raise ValueError(f"speed={speed}, seconds={seconds}: both must be above 0")
+        if InteractiveRun.running is not None:
+            InteractiveRun.running.stop()
+        until = math.inf if seconds is None else self.time + seconds
+        lesson = InteractiveRun(self, until, speed)
+        if has_frontend() if live is None else live:
+            self.begin(train)
+            lesson.start()
+            self._lesson = lesson
+        else:
+            self._aloud = True
+            try:
+                self.run(train, seconds=seconds)
+            finally:
+                self._aloud = False
+                lesson.end("finished")
+        return lesson
 
     def _stop_lesson(self) -> None:
         if self._lesson is not None:
@@ -205,7 +242,7 @@ class Simulation(AbstractContextManager["Simulation"]):
 
     def begin(self, train: Callable[[Swarm], object]) -> None:
         """Start ``train`` at every peer; time passes in `advance` only."""
-        self._train, self.results = train, {}
+        self._train, self.results, self._told_step = train, {}, -1
         for name in self.swarms:
             self._start(name)
 
@@ -271,6 +308,7 @@ class Simulation(AbstractContextManager["Simulation"]):
         assert train is not None
         self.results[name] = await self._runtime.run_thread(lambda: train(swarm), name)
         self._tasks.pop(name, None)
+        self.tell(f"{name} has finished")
 
     def close(self) -> None:
         """End the simulation."""
@@ -283,15 +321,12 @@ class Simulation(AbstractContextManager["Simulation"]):
     def snapshot(self) -> SimulationSnapshot:
         """Return what panels show. Call it only while no time passes; otherwise use `InteractiveRun.snapshot`."""
         swarms = {name: swarm.snapshot() for name, swarm in self.swarms.items()}
-        seen = next(iter(swarms.values()), None)
         return SimulationSnapshot(
             at=self.time,
             network=str(self.network),
             peers=tuple(self._peer(name, swarms.get(name)) for name in self._names),
-            target_batch_size=max((swarm.target_batch_size for swarm in swarms.values()), default=0.0),
-            fired=tuple(map(_describe, self.network.fired)),
+            story=tuple(self._story),
             coming=tuple(map(_describe, sorted(self.network.coming, key=lambda fault: fault.at))),
-            seen=seen,
         )
 
     def _peer(self, name: str, seen: SwarmSnapshot | None) -> SimulatedPeer:
@@ -309,12 +344,194 @@ class Simulation(AbstractContextManager["Simulation"]):
         return f"Simulation({len(self.swarms)} peers on {self.network.profile.name}, {self.time:.1f} s)"
 
     def _repr_html_(self) -> str:
-        seen = self.snapshot() if self._lesson is None else self._lesson.snapshot().simulation
-        return draw_simulation(seen).html()
+        return lessons.draw(self.snapshot() if self._lesson is None else self._lesson.snapshot()).html()
 
 
 def _describe(fault: ScriptedFault) -> str:
-    return f"{fault.at:.0f} s: {describe_fault(fault.name, fault.arguments)}"
+    return f"{fault.at:.0f} s: {lessons.describe_fault(fault.name, fault.arguments)}"
+
+
+class InteractiveRun:
+    """A running simulation, made by `Simulation.play`. One runs at a time: a new one stops the former.
+
+    Time passes in slices of `SLICE_S` virtual seconds, on the run's own thread; what the user injects takes effect
+    between two slices.
+
+    Attributes:
+        speed: virtual seconds per second, above 0; change it at any time.
+    """
+
+    running: ClassVar[InteractiveRun | None] = None
+
+    def __init__(self, simulation: Simulation, until: float, speed: float) -> None:
+        self._simulation, self._until, self.speed = simulation, until, speed
+        self._injected: deque[tuple[lessons.Verb, tuple[Any, ...]]] = deque()
+        self._paused, self._single_steps, self._stopping, self._end = False, 0, False, ""
+        self._error: Exception | None = None
+        self._wake, self._over = threading.Event(), threading.Event()
+        self._panel: Panel[SimulationSnapshot] | None = None
+        self._look()
+
+    def start(self) -> None:
+        """Let time pass in the background, and make the panel."""
+        choose_speed = partial(setattr, self, "speed")
+        controls = lessons.LessonControls(self.snapshot(), self.inject, self.step, choose_speed)
+        self._panel = Panel(
+            lambda: controls.update(self.snapshot()),
+            self.stop,
+            views=lessons.LESSON,
+            pause=self.pause,
+            controls=lambda: controls.rows,
+            live=True,
+        )
+        InteractiveRun.running = self
+        threading.Thread(target=self._run, name="colab-swarm-lesson", daemon=True).start()
+
+    def end(self, state: str, error: Exception | None = None) -> None:
+        """Note the end of the run."""
+        try:
+            self._look()
+        finally:
+            self._end, self._error = state, error
+            self._over.set()
+
+    def inject(self, verb: lessons.Verb, *arguments: str | float) -> None:
+        """Change the simulation, such as ``inject("crash", "bob")``. Thread-safe.
+
+        Args:
+            verb: ``join`` (a peer; without a name, a new one), ``crash`` (a peer), ``speed`` (a peer, samples per
+                second), ``slow`` (a peer, how many times slower its connection), ``latency``, ``bandwidth`` (factor),
+                ``lose`` (share of messages).
+            arguments: of the verb.
+        """
+        self._injected.append((verb, arguments))
+        self._wake.set()
+
+    def pause(self, paused: bool = True) -> None:
+        """Stop the virtual time, or with False, continue."""
+        self._paused = paused
+        self._wake.set()
+
+    def step(self) -> None:
+        """While paused, advance one virtual second."""
+        self._single_steps += round(1 / SLICE_S)
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End the run; the peers keep their state. Idempotent."""
+        self._stopping = True
+        self._wake.set()
+        while not self._over.wait(POLL_S):
+            pass
+
+    def wait(self) -> dict[str, object]:
+        """Wait for the end and keep the view live; an interrupt ends only the waiting.
+
+        Returns:
+            The return value of ``train`` by name of peer, for those that finished.
+
+        Raises:
+            Exception: raised by a peer's ``train``.
+        """
+        self.pause(False)
+        over = False
+        while not over:
+            over = self._over.wait(LOOK_S)
+            if self._panel is not None:
+                self._panel.refresh()
+        if self._error is not None:
+            raise self._error
+        return dict(self._simulation.results)
+
+    def snapshot(self) -> SimulationSnapshot:
+        """Return what the panel shows. Thread-safe."""
+        state = self._end or ("paused" if self._paused else "playing")
+        error = "" if self._error is None else f"{type(self._error).__name__}: {self._error}"
+        return replace(self._seen, state=state, speed=self.speed, error=error)
+
+    def __repr__(self) -> str:
+        return f"Lesson({lessons.summary(self.snapshot())})"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        if self._panel is None:
+            return lessons.draw(self.snapshot()).bundle()
+        return self._panel._repr_mimebundle_()
+
+    def _run(self) -> None:
+        state, error = "failed", None
+        try:
+            state = self._pass_time()
+        except Exception as raised:  # a door: the user's own code; shown in the panel, raised by `wait`
+            error = raised
+        finally:
+            try:
+                self._simulation.end()
+            finally:
+                self.end(state, error)
+
+    def _pass_time(self) -> str:
+        """Advance slice by slice, at the chosen speed; return the final state."""
+        simulation, idle = self._simulation, False
+        while not self._stopping:
+            began = time.monotonic()
+            while self._injected:
+                self._act(*self._injected.popleft())
+                idle = False
+            if idle and simulation.swarms:
+                return "finished"
+            if idle or (self._paused and not self._single_steps):  # idle: every peer has crashed
+                self._wait(None)
+                continue
+            self._single_steps = max(0, self._single_steps - 1)
+            idle = self._pass_slice()
+            if simulation.time > self._until - 1e-6:
+                return "finished"
+            self._wait(max(0.0, began + SLICE_S / max(self.speed, MIN_SPEED) - time.monotonic()))
+        return "stopped"
+
+    def _pass_slice(self) -> bool:
+        """Advance one slice; return True if no peer works any more."""
+        try:
+            return self._simulation.advance(min(SLICE_S, self._until - self._simulation.time))
+        except JoinError as error:
+            self._simulation.tell(f"a late joiner could not join: {error}")
+            return False
+
+    def _wait(self, seconds: float | None) -> None:
+        if seconds is None or time.monotonic() - self._looked_at > LOOK_S:
+            self._look()
+        self._wake.wait(seconds)
+        self._wake.clear()
+
+    def _look(self) -> None:
+        """Take a snapshot; only while no time passes."""
+        self._looked_at, self._seen = time.monotonic(), self._simulation.snapshot()
+
+    def _act(self, verb: lessons.Verb, arguments: tuple[Any, ...]) -> None:
+        low, high = (-1e-9, 1.0) if verb == "lose" else (0.0, math.inf)
+        try:
+            if not all(isinstance(one, str) or low < one < high for one in arguments):
+                raise ValueError("a number is out of range")
+            self._do(verb, arguments)
+        except (ValueError, TypeError) as error:
+            self._simulation.tell(f"{verb} {' '.join(map(str, arguments))}: not possible, {error}")
+
+    def _do(self, verb: lessons.Verb, arguments: tuple[Any, ...]) -> None:
+        simulation = self._simulation
+        match verb, *arguments:
+            case ("join",):
+                new = next(name for name in map(nth_name, itertools.count()) if name not in simulation._names)
+                simulation.join(new, at=simulation.time)
+            case "join", str(name):
+                simulation.join(name, at=simulation.time)
+            case "speed", str(name), float() | int() as samples_per_s:
+                simulation.change_speed(name, samples_per_s)
+            case ("crash", name) | ("slow", name, float() | int()) if name in simulation.swarms:
+                simulation.fire(verb, *arguments)
+            case (("latency" | "bandwidth" | "lose"), float() | int()):
+                simulation.fire(verb, *arguments)
+            case _:
+                raise ValueError("there is no such action, or no such peer is online")
 
 
 def simulate(

@@ -69,7 +69,7 @@ VIEWS = {
     "volunteer": volunteer.draw(VOLUNTEER).html(),
     "consistency": consistency.draw(test_consistency.snapshot(0.2, 0.4, 1.3)).html(),
     "doctor": checks.draw([test_doctor_view.GOOD, test_doctor_view.LOOK, test_doctor_view.STOP]).html(),
-    "lesson": lessons.draw_lesson(test_lesson.LESSON_NOW).html(),
+    "lesson": lessons.draw(test_lesson.LESSON_NOW).html(),
 }
 TRAINED = """import torch, colab_swarm as cs
 swarm = cs.create("accessible", peer_name="alice")

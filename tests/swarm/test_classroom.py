@@ -24,25 +24,15 @@ def board() -> Iterator[classroom.Board]:
         board.close()
 
 
-def test_every_pupil_has_another_animal() -> None:
-    names = [classroom.animal(place) for place in range(classroom.MAX_PUPILS)]
-    assert len(set(names)) == classroom.MAX_PUPILS
-    assert names[0] == "otter" and names[len(classroom.ANIMALS)] == "otter-2"
-
-
-def test_the_same_process_keeps_its_animal(board: classroom.Board) -> None:
-    first, second = board.welcome("one"), board.welcome("two")
-    assert first is not None and second is not None
-    assert (first.name, second.name) == ("otter", "fox")
-    assert board.welcome("one") == first
-
-
 def test_a_full_room_admits_no_more_pupils(board: classroom.Board) -> None:
-    for number in range(classroom.MAX_PUPILS):
-        assert board.welcome(str(number)) is not None
-    assert board.welcome("late") is None and board.welcome("0") is not None
-    with pytest.raises(HTTPError, match="503"):
-        urlopen(f"http://{board.address}/late", timeout=5)
+    answers = [board.welcome(str(number)) for number in range(classroom.MAX_PUPILS)]
+    names = [answer[1] for answer in answers if answer is not None]
+    assert len(set(names)) == classroom.MAX_PUPILS  # every pupil has another animal
+    assert (names[0], names[1], names[len(classroom.ANIMALS)]) == ("otter", "fox", "otter-2")
+    assert board.welcome("late") is None and board.welcome("0") == answers[0]
+    for who in ("late", "", "x" * 65):
+        with pytest.raises(HTTPError, match="503"):
+            urlopen(f"http://{board.address}/{who}", timeout=5)
 
 
 def test_the_address_on_the_board_leads_into_the_run(board: classroom.Board) -> None:
@@ -81,16 +71,15 @@ def test_a_run_with_invitations_has_no_board() -> None:
         classroom.Board(swarm, port=0)
 
 
-def test_the_roster_shows_which_pupils_train() -> None:
+def test_the_roster_shows_which_pupils_train(board: classroom.Board, monkeypatch: pytest.MonkeyPatch) -> None:
     row = PeerRow(
         "otter", "a1a1a1a1", "trainer", step=7, samples_per_s=12.34, samples=0.0, reachable=True, me=False
     )
-    pupils = (("otter", row), ("fox", None))
-    snapshot = classroom.BoardSnapshot("192.168.1.10:8421", pupils, closed=False)
-    assert classroom.summary(snapshot) == "join at 192.168.1.10:8421; 1 of 2 animals training"
-    text, html = classroom.draw(snapshot).text(), classroom.draw(snapshot).html()
+    monkeypatch.setattr(board, "pupils", lambda: [("otter", row), ("fox", None)])
+    assert str(board) == f"join at {board.address}; 1 of 2 animals training"
+    text, html = classroom.draw(board).text(), classroom.draw(board).html()
     assert "otter   step 7, 12.3 samples/s" in text and "fox     not here" in text
-    assert all(word in html for word in ("192.168.1.10:8421", "otter", "step 7, 12.3 samples/s", "not here"))
+    assert all(word in html for word in (board.address, "otter", "step 7, 12.3 samples/s", "not here"))
 
 
 def test_a_board_shows_itself(board: classroom.Board) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,9 @@ from torch import Tensor
 import colab_swarm as cs
 from colab_swarm.cli.__main__ import main
 from colab_swarm.net.metering import Speed
-from colab_swarm.notebook.checks import Light, UplinkFacts
+from colab_swarm.notebook.checks import Light
 from colab_swarm.swarm import doctor as module
-from colab_swarm.swarm.doctor import Diagnosis, Subject, best, doctor, with_settings
+from colab_swarm.swarm.doctor import Diagnosis, best, doctor, read_settings
 
 
 class Net(torch.nn.Module):
@@ -87,9 +88,9 @@ def test_with_a_model_the_training_is_predicted_from_the_swarms_own_settings(swa
     net = Net()
     swarm.optimizer(torch.optim.SGD(net.parameters(), lr=0.1), target_batch_size=4000, compression="float16")
     found = doctor(swarm, model=net, batches=BATCHES)
-    assert found.facts.work is not None
-    assert (found.facts.work.target_batch_size, found.facts.work.value_bytes) == (4000, 2.0)
     assert found.prediction is not None
+    assert found.prediction.target_batch_size == 4000
+    assert found.prediction.vector_bytes == 2 * sum(value.numel() for value in net.parameters())
     assert found.prediction.share == 1.0
     assert "For Net" in texts(found)["compute"]
 
@@ -101,8 +102,8 @@ def test_a_swarm_that_compresses_much_is_predicted_too(
 ) -> None:
     net = Net()
     swarm.optimizer(torch.optim.SGD(net.parameters(), lr=0.1), target_batch_size=4000, compression=codec)
-    work = doctor(swarm, model=net, batches=BATCHES).facts.work
-    assert work is not None and work.value_bytes == pytest.approx(value_bytes, rel=0.06)
+    prediction = doctor(swarm, model=net, batches=BATCHES).prediction
+    assert prediction is not None and prediction.vector_bytes == pytest.approx(72 * value_bytes, rel=0.06)
 
 
 def test_a_model_without_data_or_an_unknown_codec_or_size_is_refused() -> None:
@@ -122,18 +123,22 @@ def test_the_command_prints_the_diagnosis_and_returns_whether_all_is_ready(
     assert "✖ swarm" in capsys.readouterr().out
 
 
-def test_settings_of_the_invitation_fill_in_what_the_user_left_open() -> None:
-    suggested = {"target_batch_size": 512, "compression": "int8"}
-    assert with_settings(Subject(None, None, None, None), suggested) == Subject(None, None, 512, "int8")
-    assert with_settings(Subject(None, None, 96, "float16"), suggested) == Subject(None, None, 96, "float16")
-    assert (
-        with_settings(Subject(None, None, 96, None), {"compression": "topk:0.01"}).compression == "topk:0.01"
-    )
-    strange = {"target_batch_size": "many", "compression": "mp3"}
-    assert with_settings(Subject(None, None, None, None), strange) == Subject(None, None, None, None)
+@pytest.mark.parametrize(
+    ("suggested", "usable"),
+    [
+        ({"target_batch_size": 512, "compression": "int8"}, (512, "int8")),
+        ({"compression": "topk:0.01"}, (None, "topk:0.01")),
+        ({"target_batch_size": "many", "compression": "mp3"}, (None, None)),
+        ({"target_batch_size": -1, "compression": 3}, (None, None)),
+    ],
+)
+def test_usable_settings_of_the_invitation_are_read(
+    suggested: dict[str, Any], usable: tuple[Any, Any]
+) -> None:
+    assert read_settings(suggested) == usable
 
 
 def test_the_own_uplink_is_the_fastest_of_the_tests() -> None:
     found = [Speed(1e6, 9e6, 0.3), Speed(5e6, 2e6, 0.1), Speed(4e6, 3e6, 0.2)]
-    assert best(found) == UplinkFacts(5e6, 9e6, 0.2)
+    assert best(found) == Speed(5e6, 9e6, 0.2)
     assert best([]) is None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from colab_swarm.notebook.machine import calibrate
+from colab_swarm.swarm.doctor import calibrate
 
 
 class Net(torch.nn.Module):
