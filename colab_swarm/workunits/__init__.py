@@ -103,9 +103,9 @@ Atre, Jha and Rao, *Distributed Deep Learning Using Volunteer Computing-Like Par
 |---|---|
 | equation 1, VC-ASGD | `weights` |
 | work generator, scheduler, validator (after BOINC) | `job`, `dispatcher`, `assimilation` |
-| III-D: parameter servers, eventual consistency (Redis) | `assimilation`, `redis_store` |
+| III-D: parameter servers, eventual consistency (Redis) | `assimilation`, `remote` |
 | IV: preemptible machines, price and time | `preemption` |
-| IV-D: strong consistency (SQL) | `sql`, `store` (SQLite) |
+| IV-D: strong consistency (SQL) | `remote`, `store` (SQLite) |
 
 ## Measured
 

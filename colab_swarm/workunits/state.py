@@ -151,10 +151,12 @@ LONGEST_REST_S = 600.0
 
 
 @dataclass
-class Reliability:
+class VolunteerState:
     """Record of one volunteer. Times are seconds since the epoch.
 
     Attributes:
+        name: its own choice.
+        out, last_seen: its assignments that are not back, and the time of its latest entry.
         error_rate: share of its latest units without an accepted result, for any reason.
         bad_rate: share of its latest results that were bad.
         accepted, rejected, expired: numbers of units.
@@ -163,6 +165,9 @@ class Reliability:
         rests_until: it gets no units before.
     """
 
+    name: str = ""
+    out: set[str] = field(default_factory=set)
+    last_seen: float = -math.inf
     error_rate: float = FIRST_ERROR_RATE
     bad_rate: float = 0.0
     accepted: int = 0
@@ -263,16 +268,6 @@ class UnitState:
         return [replica for replica in self.replicas if replica.fate == "returned"]
 
 
-@dataclass
-class VolunteerState:
-    """One volunteer. ``out``: its assignments that are not back; ``last_seen``: time of its latest entry."""
-
-    name: str = ""
-    standing: Reliability = field(default_factory=Reliability)
-    out: set[str] = field(default_factory=set)
-    last_seen: float = -math.inf
-
-
 def _latest() -> deque[float]:
     return deque(maxlen=LATEST)
 
@@ -367,7 +362,7 @@ class JobState:
             volunteer = self.volunteers[replica.volunteer]
             if replica.fate == "returned":
                 replica.fate = "accepted"
-                volunteer.standing.on_accepted()
+                volunteer.on_accepted()
             elif replica.fate == "out":
                 replica.fate = "superseded"
                 volunteer.out.discard(replica.assignment)
@@ -379,15 +374,15 @@ class JobState:
         unit.failed_by[replica.volunteer] = entry.at
         if isinstance(entry, Expired):  # the volunteer was silent: it is not seen
             replica.fate = "expired"
-            volunteer.standing.on_expired()
+            volunteer.on_expired()
             return
         self._seen(replica.volunteer, entry.at)
         if isinstance(entry, Rejected):
             replica.fate = "rejected"
-            volunteer.standing.on_rejected(entry.at)
+            volunteer.on_rejected(entry.at)
         else:
             replica.fate = "given back"
-            volunteer.standing.on_gave_back(entry.at)
+            volunteer.on_gave_back(entry.at)
 
     def _assimilated(self, entry: Assimilated) -> None:
         unit = self.units[entry.unit]
@@ -402,15 +397,3 @@ class JobState:
             self.done_at[self.epoch] = entry.at
             self.epoch += 1
             self._begin_epoch()
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError if the state contradicts itself; used by tests."""
-        for key, unit in self.units.items():
-            assert key.epoch <= self.epoch, f"{key} was assigned before epoch {self.epoch} was done"
-            assert not unit.assimilated or unit.accepted, f"{key} was assimilated, but not accepted"
-            live = [replica.volunteer for replica in unit.live()]
-            assert len(live) == len(set(live)), f"two replicas of {key} are one volunteer's"
-            assert not (live and unit.accepted), f"{key} is accepted, and still awaited"
-            assert (unit.accepted is None) == (key in self.open), f"{key} is in the wrong set"
-        out = {name for name, replica in self.replicas.items() if replica.fate == "out"}
-        assert out == set().union(*(volunteer.out for volunteer in self.volunteers.values()))

@@ -377,10 +377,10 @@ FORMS = (
     "postgresql+psycopg://USER:PASSWORD@HOST/DATABASE or mysql+pymysql://USER:PASSWORD@HOST/DATABASE"
 )
 ELSEWHERE = {
-    **dict.fromkeys(("redis", "rediss", "unix"), ("redis_store", "RedisStore")),
-    **dict.fromkeys(("postgresql+psycopg", "mysql+pymysql"), ("sql", "SqlStore")),
+    **dict.fromkeys(("redis", "rediss", "unix"), "RedisStore"),
+    **dict.fromkeys(("postgresql+psycopg", "mysql+pymysql"), "SqlStore"),
 }
-"""Module and class by scheme, of stores that need libraries beyond the base."""
+"""Classes by scheme, of stores that need libraries beyond the base."""
 
 
 def open_store(url: str, job: str) -> ParameterStore:
@@ -390,9 +390,9 @@ def open_store(url: str, job: str) -> ParameterStore:
         return SqliteStore(path, job)
     if scheme not in ELSEWHERE:
         raise ValueError(f"{scheme or url!r} is no store: use {FORMS}")
-    module, name = ELSEWHERE[scheme]
     try:
-        return cast(ParameterStore, getattr(import_module(f"colab_swarm.workunits.{module}"), name)(url, job))
+        remote = import_module("colab_swarm.workunits.remote")
+        return cast(ParameterStore, getattr(remote, ELSEWHERE[scheme])(url, job))
     except ImportError as error:
         raise StoreError(f"{error}: `pip install 'colab-swarm[workunits]'`") from error
 
