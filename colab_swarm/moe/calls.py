@@ -105,16 +105,14 @@ class ExpertCalls:
     async def forward(self, info: ExpertInfo, inputs: Floats) -> Floats:
         """Return the expert's outputs for ``inputs`` (n, *shape).
 
-        Raises:
-            ExpertError: the expert did not answer in time, or not with finite values of this shape.
+        Raises ExpertError: the expert did not answer in time, or not with finite values of this shape.
         """
         return await self._call(ForwardExpert, info, [inputs])
 
     async def backward(self, info: ExpertInfo, inputs: Floats, grads: Floats) -> Floats:
         """Return the gradient w.r.t. ``inputs``, given that w.r.t. the outputs; the expert takes an optimizer step.
 
-        Raises:
-            ExpertError: as `forward`. It is then unknown whether the expert learned.
+        Raises ExpertError: as `forward`. It is then unknown whether the expert learned.
         """
         return await self._call(BackwardExpert, info, [inputs, grads])
 
@@ -139,8 +137,7 @@ class ExpertCalls:
     async def attempt(self, kind: type[CallExpert], info: ExpertInfo, tensors: Sequence[Floats]) -> Floats:
         """Call an expert once, without a timeout for the answer and without a report to the directory.
 
-        Raises:
-            ExpertError: as `forward`; with ``retry_s`` if the expert or the link is busy.
+        Raises ExpertError: as `forward`; with ``retry_s`` if the expert or the link is busy.
         """
         inputs = tensors[0]
         opening = kind(info.uid, len(inputs), inputs.shape[1:], self._codec.name)

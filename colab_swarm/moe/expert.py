@@ -150,16 +150,14 @@ class Expert:
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the outputs for ``inputs`` (n, *shape), on the CPU; nothing changes, not even buffers.
 
-        Raises:
-            ValueError: the outputs have another shape or type.
+        Raises ValueError: the outputs have another shape or type.
         """
         return _to_cpu(self._call(inputs.to(self._device))[0])
 
     def backward(self, inputs: Tensor, grads: Tensor) -> Tensor:
         """Take one step, given the loss's gradient w.r.t. the outputs; return that w.r.t. ``inputs``, on the CPU.
 
-        Raises:
-            FloatingPointError: a gradient is not finite; nothing was changed.
+        Raises FloatingPointError: a gradient is not finite; nothing was changed.
         """
         inputs = inputs.detach().to(self._device).requires_grad_()
         try:
@@ -192,8 +190,7 @@ class Expert:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the `state_dict` of an expert of the same kind.
 
-        Raises:
-            StateError: it is of another kind; this expert may be half changed: do not use it.
+        Raises StateError: it is of another kind; this expert may be half changed: do not use it.
         """
         try:
             self._module.load_state_dict(state["module"])

@@ -210,8 +210,7 @@ class ExpertHosting:
     async def start(self) -> None:
         """Host the requested experts, as far as their names are vacant, and keep them until `stop`.
 
-        Raises:
-            Exception: raised by ``plan.make``.
+        Raises Exception: raised by ``plan.make``.
         """
         plan = self.plan
         await self._resources.replicas.start()
@@ -291,7 +290,7 @@ class ExpertHosting:
                 continue
             taken_over = owner != me
             if not taken_over:
-                self.saves.adopt(uid, place)
+                self.saves.safe[uid] = place  # published until a newer one is safe
             break
         else:
             expert = await self._server.device.run(lambda: self._build(uid))

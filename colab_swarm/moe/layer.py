@@ -179,11 +179,7 @@ class RemoteExpert(nn.Module):
         return self.uid
 
     def info(self) -> ExpertInfo:
-        """Return its current host, shape and step.
-
-        Raises:
-            ExpertError: no peer hosts it.
-        """
+        """Return its current host, shape and step. Raises ExpertError: no peer hosts it."""
         calls = self._calls
         found = asyncio.wait_for(calls.directory.find(self.grid, self.uid), calls.timeout_s)
         try:

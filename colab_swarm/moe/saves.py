@@ -38,7 +38,7 @@ from colab_swarm.tensors.statedict import KINDS, decode_skeleton, encode_skeleto
 
 logger = logging.getLogger(__name__)
 
-SAVES_OF_ONE = 2  # per expert and owner: the new one, and the one before until the new one is safe
+SAVES_OF_ONE = 2  # per expert and owner: the new one may not be in the DHT yet
 CHUNK_BYTES = 1 << 18
 MAX_CHUNKS = 1 << 14
 MAX_STATE_BYTES = MAX_CHUNKS * CHUNK_BYTES
@@ -160,12 +160,6 @@ class ReplicaStore:
             self._coming_bytes -= counted
             self._release(digests)
 
-    def settle(self, owner: bytes, uid: str, manifest: bytes) -> None:
-        """Drop the owner's other saves of the expert, if this one is here."""
-        paths = self._of(owner, uid)
-        if any(self._saves[path].manifest == manifest for path in paths):
-            self._drop(path for path in paths if self._saves[path].manifest != manifest)
-
     def expire(self, before: float) -> None:
         """Drop saves that were not renewed since ``before``, swarm time in seconds."""
         self._drop([path for path, save in self._saves.items() if save.at < before])
@@ -195,8 +189,7 @@ class ReplicaStore:
 def write_whole(path: Path, data: Buffer) -> None:
     """Write a file atomically; create its folder if needed.
 
-    Raises:
-        StateError: the disk is full or cannot be written; no partial file remains.
+    Raises StateError: the disk is full or cannot be written; no partial file remains.
     """
     partial = path.with_name(f"{path.name}.{threading.get_ident()}.partial")
     try:
@@ -287,8 +280,7 @@ def save_of(manifest: SaveManifest, owner: bytes, *, at: float) -> Save:
 def freeze(state: Any) -> FrozenState:
     """Copy a state, so that its expert can continue to learn.
 
-    Raises:
-        TypeError, ValueError: part of the state cannot be saved without pickle, or it is nested too deep.
+    Raises TypeError, ValueError: part of the state cannot be saved without pickle, or it is nested too deep.
     """
     tensors, skeleton = flatten(state)
     places = tuple(
@@ -305,8 +297,7 @@ def freeze(state: Any) -> FrozenState:
 def cut(uid: str, step: int, frozen: FrozenState) -> SavedExpert:
     """Hash a state's chunks (BLAKE3, some GB/s: call it off the loop).
 
-    Raises:
-        StateError: the state is too large to be shared.
+    Raises StateError: the state is too large to be shared.
     """
     skeleton, tensors, blob = frozen
     size_bytes = blob.nbytes
@@ -323,8 +314,7 @@ def cut(uid: str, step: int, frozen: FrozenState) -> SavedExpert:
 def thaw(saved: SavedExpert) -> Any:
     """Return the saved state; its tensors are views of the blob.
 
-    Raises:
-        StateError: the manifest is inconsistent, or values are not finite.
+    Raises StateError: the manifest is inconsistent, or values are not finite.
     """
     manifest, blob = saved.manifest, torch.from_numpy(saved.blob)
     if any(place.kind not in KINDS or min(place.shape, default=0) < 0 for place in manifest.tensors):

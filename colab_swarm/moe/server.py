@@ -84,8 +84,7 @@ class Call:
     def decode_into(self, tensors: Sequence[Floats]) -> None:
         """Decode the parts and free them.
 
-        Raises:
-            ValueError: a part cannot be decoded or holds values that are not finite.
+        Raises ValueError: a part cannot be decoded or holds values that are not finite.
         """
         parts = iter(self.parts)
         for tensor in tensors:
@@ -128,8 +127,7 @@ class Batching:
     def admit(self, call: Call) -> float | None:
         """Reserve memory for a call; return None, or the seconds to wait before a retry.
 
-        Raises:
-            ValueError: the call is empty, or has more bytes than any batch.
+        Raises ValueError: the call is empty, or has more bytes than any batch.
         """
         limits, caller = self.limits, call.caller
         if call.samples < 1:
@@ -343,8 +341,7 @@ class ExpertServer:
 
         A batch of it may still run: use `device` for what must come after.
 
-        Raises:
-            KeyError: the expert is not served here.
+        Raises KeyError: the expert is not served here.
         """
         expert = self._served.pop(uid).expert
         with self._lock:

@@ -153,8 +153,7 @@ class WorkLink:
     def parse(cls, text: str) -> WorkLink:
         """Read a link.
 
-        Raises:
-            InviteError: it is no link to a coordinator, or is mistyped, tampered with or expired.
+        Raises InviteError: it is no link to a coordinator, or is mistyped, tampered with or expired.
         """
         url = text.strip().strip("'\"").partition("#")[0]
         if url.startswith(PROJECT_URL):
