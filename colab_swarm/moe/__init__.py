@@ -26,8 +26,6 @@ input a trainer finds the best live experts, across slow links and without a cen
 | `KeepSave`, `LackedChunks`, `SaveChunk`, `SaveKept` | stream | storing a save at another peer |
 | `FetchSave`; `HolderRecord`, `SaveRecord`, `SavedIndices` | stream; DHT | finding and fetching saves |
 
-A call is one stream. The trainer keeps its end open until the answer arrives; a broken stream cancels the call.
-
 ## States
 
     host     claim a place --settle--> hosted: served, announced every 20 s, saved every 60 s --> withdrawn, last save
@@ -42,17 +40,6 @@ A call is one stream. The trainer keeps its end open until the answer arrives; a
   caller may hold at most as much memory as is still free. One thread owns the accelerator.
 - **Staleness.** An expert steps at once on each backward call; gradients are stale by the calls in between.
 - **Saves** are on the host's disk and at two other peers, in chunks named by their hash: only changes are sent.
-
-## Times
-
-| what | value |
-|---|---|
-| life of an announcement | 60 s |
-| life of a cached look-up; of an empty one | 30 s; 3 s |
-| wait for answers beyond `k_min` (`grace_s`) | 5 s |
-| longest call at the host | 60 s |
-| between two saves; between two checks for dead hosts | 60 s; 20 s |
-| life of a save that is not renewed | a day |
 
 ## Failures
 

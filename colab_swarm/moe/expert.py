@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -312,12 +311,7 @@ def free_bytes() -> int:
         folder = Path("/sys/fs/cgroup")
         limit, used = ((folder / name).read_text() for name in ("memory.max", "memory.current"))
         found.append(max(0, int(limit) - int(used)))
-    if not found:
-        try:
-            found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2]
-        except (AttributeError, ValueError, OSError):  # Windows
-            found = [UNKNOWN_FREE_BYTES]
-    return min(found)
+    return min(found, default=UNKNOWN_FREE_BYTES)
 
 
 def _mb(size_bytes: int) -> str:

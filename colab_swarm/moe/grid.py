@@ -11,10 +11,9 @@ named after its first row.
 To claim a vacant place, a peer announces it with the step `CLAIMED`. If several hosts announce one place, it belongs to
 the first claim; see `Holding.claim`.
 
-Search. It is SelectExperts of Learning@home (section 3.1, Algorithm 1) for a whole batch. It is optimistic: below a
-prefix that has not been looked up, everything counts as live. It runs through all dimensions on that guess and returns
-the unknown prefixes it met. The caller looks them all up at once and searches again, until none is unknown. In a
-well-filled grid the first guess is right, and all look-ups of a search are one wait instead of one per dimension.
+Search. It is SelectExperts of Learning@home (section 3.1, Algorithm 1) for a whole batch. Below a prefix that has not
+been looked up, everything counts as live. The search returns the unknown prefixes it met; the caller looks them all up
+at once and searches again, until none is unknown. In a well-filled grid all look-ups of a search are one wait.
 
 Axis letters: N samples, B prefixes in a sample's beam, M indices of a dimension, U different prefixes.
 """

@@ -49,6 +49,7 @@ T = TypeVar("T")
 ADAM = ExpertRule(partial(torch.optim.Adam, lr=1e-3), max_grad_norm=1.0)  # how experts learn by default
 LIMITS = BatchLimits()
 FILLED = 0.75  # share of the experts that fit to host at first; the rest is for experts of dead hosts
+FAREWELL_S = 60.0  # to send the last saves to other peers when a host stops
 ANNOUNCEMENTS = 3  # in the life of a record
 REST = 3  # upkeep that took long pauses this many times as long, to leave a slow uplink to calls
 
@@ -59,7 +60,7 @@ class HostOptions(TypedDict, total=False):
     Attributes:
         folder: stores saves; with the same folder a later session continues from them. Without it, only the copies at
             other peers survive this process.
-        copies, spare, save_s, takeover_s, farewell_s: see `HostPlan`.
+        copies, spare, save_s, takeover_s: see `HostPlan`.
     """
 
     folder: str | Path
@@ -67,7 +68,6 @@ class HostOptions(TypedDict, total=False):
     spare: int
     save_s: float
     takeover_s: float
-    farewell_s: float
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,6 @@ class HostPlan:
         spare: experts of dead hosts to take over beyond ``count``, if memory allows.
         save_s: between two saves.
         takeover_s: between two checks for experts whose hosts died.
-        farewell_s: longest time to send the last saves to other peers when the host stops.
     """
 
     grid: Grid
@@ -103,14 +102,13 @@ class HostPlan:
     spare: int = 4
     save_s: float = 60.0
     takeover_s: float = 20.0
-    farewell_s: float = 60.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.copies <= MAX_HOLDERS or self.spare < 0:
             raise ValueError(
                 f"copies={self.copies}, spare={self.spare}: give 0 to {MAX_HOLDERS}, and 0 or more"
             )
-        if (shortest := min(self.save_s, self.takeover_s, self.farewell_s)) <= 0:
+        if (shortest := min(self.save_s, self.takeover_s)) <= 0:
             raise ValueError(f"{shortest:g} s: the times of a host must be above 0")
 
 
@@ -234,7 +232,7 @@ class ExpertHosting:
         try:
             for expert in self.experts.values():  # to this disk first, which is quick
                 await self._save(expert)
-            async with asyncio.timeout(self.plan.farewell_s):
+            async with asyncio.timeout(FAREWELL_S):
                 await self.save()
         except (PeerError, StateError, TimeoutError) as error:
             logger.warning("not all experts were saved: %s", str(error) or "other peers took too long")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -183,6 +183,7 @@ class ReplicaService:
                 raise Refusal(f"chunk {digest.hex()[:8]} is not here")
             await stream.send(SaveChunk(), chunk)
         await stream.end()
+
 
 async def _records(services: ExpertServices, key: str, kind: Any) -> dict[bytes, Any]:
     found: dict[bytes, Any] = {}
@@ -369,15 +370,18 @@ class ExpertSaves:
         manifest = SaveManifest.decode(head)
         if (manifest.uid, manifest.step) != (uid, place.step) or manifest.size_bytes > limit_bytes:
             raise StateError(f"a save of {uid} is of another expert or step, or larger than the expert")
-        fetch = _Fetch(manifest)
-        batch, fetch.queue = fetch.queue, []
-        await asyncio.to_thread(fetch.take, batch, self._store.get)
-        while fetch.queue and holders:  # the chunks of a lost holder go to the remaining ones
-            alive = await asyncio.gather(*(self._work(fetch, holder) for holder in holders))
+        found = await asyncio.to_thread(self._here, manifest)
+        queue = [digest for digest in dict.fromkeys(manifest.digests) if digest not in found]
+        while queue and holders:  # the chunks of a lost holder go to the remaining ones
+            alive = await asyncio.gather(*(self._work(queue, found, holder) for holder in holders))
             holders = [holder for holder, works in zip(holders, alive, strict=True) if works]
-        if fetch.queue:
-            raise StateError(f"{len(fetch.queue)} chunks of {uid} at step {place.step} were not found")
-        return SavedExpert(manifest, fetch.blob)
+        if queue:
+            raise StateError(f"{len(queue)} chunks of {uid} at step {place.step} were not found")
+        return await asyncio.to_thread(_joined, manifest, found)
+
+    def _here(self, manifest: SaveManifest) -> dict[bytes, bytes]:
+        chunks = ((digest, self._store.get(digest)) for digest in dict.fromkeys(manifest.digests))
+        return {digest: chunk for digest, chunk in chunks if chunk is not None}
 
     async def _probe(self, uid: str, place: SavePlace) -> tuple[bytes, list[PeerId]]:
         """Return the manifest's chunk and the holders that sent it; all are called at once, as dead ones time out."""
@@ -392,16 +396,18 @@ class ExpertSaves:
                 return head, [*found]
         raise StateError(f"none of {len(holders)} holders has {uid} at step {place.step}")
 
-    async def _work(self, fetch: _Fetch, holder: PeerId) -> bool:
-        while batch := fetch.queue[:FETCHED_AT_ONCE]:
-            del fetch.queue[:FETCHED_AT_ONCE]
+    async def _work(self, queue: list[bytes], found: dict[bytes, bytes], holder: PeerId) -> bool:
+        """Move chunks of the queue to ``found`` until it is empty (True), or the holder lacks one."""
+        while batch := queue[:FETCHED_AT_ONCE]:
+            del queue[:FETCHED_AT_ONCE]
             try:
-                found = await fetch_chunks(self._peers, holder, batch)
+                chunks = await fetch_chunks(self._peers, holder, batch)
             except PeerError as error:
                 logger.info("%s", error)
-                found = {}
-            fetch.take(batch, found.get)
-            if len(found) < len(batch):
+                chunks = {}
+            found.update(chunks)
+            if len(chunks) < len(batch):
+                queue += [digest for digest in batch if digest not in chunks]
                 return False
         return True
 
@@ -413,27 +419,11 @@ class ExpertSaves:
         return f"{self._services.run_id}/experts/{name}/{kind}"
 
 
-class _Fetch:
-    """The blob of a save while its chunks arrive; ``queue`` are the chunks that are not requested."""
-
-    def __init__(self, manifest: SaveManifest) -> None:
-        self.blob = np.zeros(manifest.size_bytes, np.uint8)
-        self._spans: dict[bytes, list[slice]] = {}
-        for chunk, digest in enumerate(manifest.digests):
-            self._spans.setdefault(digest, []).append(manifest.span(chunk))
-        self.queue = list(self._spans)
-
-    def take(self, batch: Sequence[bytes], get: Callable[[bytes], bytes | None]) -> None:
-        """Insert the chunks that ``get`` returns, which match their hashes; queue the others again.
-
-        Raises StateError: a chunk has the wrong length, so the manifest is wrong.
-        """
-        for digest in batch:
-            chunk = get(digest)
-            if chunk is None:
-                self.queue.append(digest)
-                continue
-            for span in self._spans[digest]:
-                if len(chunk) != span.stop - span.start:
-                    raise StateError("a saved expert's manifest is wrong about the length of a chunk")
-                self.blob[span] = np.frombuffer(chunk, np.uint8)
+def _joined(manifest: SaveManifest, found: Mapping[bytes, bytes]) -> SavedExpert:
+    blob = np.zeros(manifest.size_bytes, np.uint8)
+    for place, digest in enumerate(manifest.digests):
+        span, chunk = manifest.span(place), found[digest]
+        if len(chunk) != span.stop - span.start:
+            raise StateError("a saved expert's manifest is wrong about the length of a chunk")
+        blob[span] = np.frombuffer(chunk, np.uint8)
+    return SavedExpert(manifest, blob)

@@ -13,12 +13,12 @@ damaged by a power cut is dropped when it is read, and other replicas replace it
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import os
 import threading
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -80,17 +80,15 @@ class ReplicaStore:
         """The quota does not apply to saves owned by ``me``. Only one process may use a folder at a time."""
         self._chunks, self._folder = folder / "chunks", folder / "saves"
         self._me, self._quota_bytes = me, quota_bytes
-        self._coming_bytes = 0
         self._saves: dict[Path, Save] = {}
-        self._holds = Counter[bytes]()  # references to each chunk
+        self._coming: list[tuple[Path, Save]] = []  # their chunks are being put
         for path in self._folder.glob("*.save"):
             try:
-                self._saves[path] = save = msgspec.msgpack.decode(path.read_bytes(), type=Save)
-                self._holds.update(set(save.digests))
+                self._saves[path] = msgspec.msgpack.decode(path.read_bytes(), type=Save)
             except (OSError, *UNDECODABLE) as error:
                 logger.warning("dropped %s, which cannot be read: %s", path, error)
                 _delete(path)
-        needed = {digest.hex() for digest in self._holds}
+        needed = {digest.hex() for digest in self._needed()}
         for path in [*self._chunks.glob("??/*")]:  # partial files of a killed process, too
             if path.name not in needed:
                 _delete(path)
@@ -131,7 +129,9 @@ class ReplicaStore:
     @property
     def room_bytes(self) -> int:
         """Bytes left for other peers' saves."""
-        return max(0, self._quota_bytes - self.kept_bytes - self._coming_bytes)
+        coming = {path: save for path, save in self._coming if save.owner != self._me}
+        new_bytes = sum(save.size_bytes for path, save in coming.items() if path not in self._saves)
+        return max(0, self._quota_bytes - self.kept_bytes - new_bytes)
 
     @contextmanager
     def adding(self, save: Save) -> Iterator[None]:
@@ -140,25 +140,20 @@ class ReplicaStore:
         Raises:
             StateError: there is not enough space, or the disk cannot be written.
         """
-        path, digests = (
-            self._folder / f"{save.manifest.hex()[:32]}-{save.owner.hex()[:16]}.save",
-            set(save.digests),
-        )
+        path = self._folder / f"{save.manifest.hex()[:32]}-{save.owner.hex()[:16]}.save"
         counted = 0 if save.owner == self._me or path in self._saves else save.size_bytes
         if counted > self.room_bytes:
             raise StateError(f"{self.room_bytes:,} bytes are left here, {save.size_bytes:,} are needed")
-        self._coming_bytes += counted
-        self._holds.update(digests)
+        coming = path, save
+        self._coming.append(coming)
         try:
             yield
             write_whole(path, msgspec.msgpack.encode(save))
-            if path not in self._saves:
-                self._holds.update(digests)
             self._saves[path] = save
             self._drop(self._of(save.owner, save.uid)[:-SAVES_OF_ONE])
         finally:
-            self._coming_bytes -= counted
-            self._release(digests)
+            self._coming.remove(coming)
+            self._sweep(save.digests)
 
     def expire(self, before: float) -> None:
         """Drop saves that were not renewed since ``before``, swarm time in seconds."""
@@ -174,16 +169,18 @@ class ReplicaStore:
         return sorted(found, key=lambda path: self._saves[path].at)
 
     def _drop(self, paths: Iterable[Path]) -> None:
-        for path in paths:
+        dropped = [(path, self._saves.pop(path)) for path in paths]
+        for path, _ in dropped:
             _delete(path)
-            self._release(set(self._saves.pop(path).digests))
+        self._sweep(digest for _, save in dropped for digest in save.digests)
 
-    def _release(self, digests: Collection[bytes]) -> None:
-        self._holds.subtract(digests)
-        for digest in digests:
-            if self._holds[digest] <= 0:
-                del self._holds[digest]
-                _delete(self._chunk(digest))
+    def _needed(self) -> set[bytes]:
+        saves = itertools.chain(self._saves.values(), (save for _, save in self._coming))
+        return {digest for save in saves for digest in save.digests}
+
+    def _sweep(self, digests: Iterable[bytes]) -> None:
+        for digest in set(digests) - self._needed():
+            _delete(self._chunk(digest))
 
 
 def write_whole(path: Path, data: Buffer) -> None:

@@ -4,8 +4,7 @@ The event loop receives and sends parts; its only work that grows with their siz
 checks, joins, computes, cuts and encodes. Between them are `Batching`, under a lock, and one short task for the thread
 per call: it computes the next batch, whichever call that contains, or finds that its own was merged already.
 
-`Batching` is pure. Per `Key` it has a queue of waiting calls, oldest first, and it counts the memory of all calls that
-were admitted and have not left: still being received, waiting, being computed or being answered.
+`Batching` is pure. Per `Key` it has a queue of waiting calls, oldest first, and it counts the memory of all calls.
 
 - Calls of one key may be merged into a batch; forward and backward, or samples of different shapes, never are.
 - The key whose oldest call has waited longest comes first. Merging is oldest first and skips no call. A call with more
@@ -201,16 +200,6 @@ class Batching:
             if (call.key.uid, call.key.backward) in self._sample_s
         ]
         return min(max(MIN_RETRY_S, sum(costs)), MAX_RETRY_S) if costs else UNKNOWN_RETRY_S
-
-    def check_invariants(self) -> None:
-        """Assert, in tests, that the sums are right and every waiting call was admitted."""
-        assert self._held_bytes == sum(call.size_bytes for call in self._inside) <= self.limits.max_held_bytes
-        assert self._held == Counter(
-            {c: sum(x.size_bytes for x in self._inside if x.caller == c) for c in self._held}
-        )
-        waiting = [call for queue in self._queues.values() for call in queue]
-        assert all(self._queues.values()) and set(waiting) <= self._inside.keys()
-        assert len(set(waiting)) == len(waiting)
 
 
 def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Outcome]]:

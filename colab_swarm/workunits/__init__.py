@@ -43,21 +43,10 @@ it is in the log, and the dispatcher's state is a fold over the log. So a coordi
 steps, and the same call resumes the job. A parameter server replaces the parameters, logs the assimilation and
 removes the result from the queue in one step: exactly once, whichever process is killed.
 
-## Times
-
-| what | value |
-|---|---|
-| a unit's deadline | 600 s at first, then by the times of earlier units; doubled after each expiry |
-| units in flight of a new or unreliable volunteer | 2 |
-| silence after which a volunteer counts as gone | 600 s |
-| a unit is saved on the volunteer's disk | every 30 s |
-| lease of a parameter server on a result | 120 s |
-| a first ban | 10 minutes, doubled each time |
-
 ## Failures
 
-- *A volunteer is preempted.* Its unit expires and goes to another volunteer, a reliable one first. Restarted with the
-  same folder, the volunteer resumes its unit.
+- *A volunteer is preempted.* Its unit expires (10 minutes at first, then by the times of earlier units) and goes to
+  another volunteer, a reliable one first. Restarted with the same folder, the volunteer resumes its unit.
 - *Results are not finite, of other shapes, or far off* (`max_change`). They are refused. With `replication=3` a
   majority has to agree. Three bad results in a row, or every fourth, ban the volunteer for a while.
 - *The connection breaks.* Uploads and downloads resume where they ended. A proxy's error page is retried too.

@@ -117,7 +117,7 @@ class Coordinator(Desk, contextlib.AbstractContextManager["Coordinator"]):
         self._token, self._access = token, access
         self._tick_s, self._since = tick_s, clock()
         self.server = CoordinatorServer(self, RequestGate(access.admission), self.status)
-        self._staffing, self._pool, self._backlog = Staffing(), WorkerPool(self._start_server), 0
+        self._staffing, self._pool = Staffing(), WorkerPool(self._start_server)
         self._upkeep: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._tunnel: Tunnel | None = None
@@ -170,7 +170,7 @@ class Coordinator(Desk, contextlib.AbstractContextManager["Coordinator"]):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self.wait_finished()
-            return self._log.finished.is_set()
+            return self.finished.is_set()
 
         return Runtime.shared().call(waiting())
 
@@ -250,28 +250,29 @@ class Coordinator(Desk, contextlib.AbstractContextManager["Coordinator"]):
 
     async def wait_finished(self) -> None:
         """Wait until the job is done."""
-        await self._log.finished.wait()
+        await self.finished.wait()
 
     # -- upkeep
 
     async def _keep_up(self) -> None:
         while not self._stopping.is_set():
             try:
-                async with self._log.lock:
-                    await self._log.settle()
-                self._backlog = await self._log.call(self.store.waiting)
+                async with self._lock:
+                    await self._settle()
                 wanted, now = self.servers, self._clock()
-                if self._log.finished.is_set():
+                if self.finished.is_set():
                     wanted = 0
                 elif wanted == "auto":
-                    wanted = self._staffing.on_backlog(self._backlog, self._pool.size, now=now)
+                    wanted = self._staffing.on_backlog(
+                        self.dispatcher.state.backlog, self._pool.size, now=now
+                    )
                 await asyncio.to_thread(self._pool.keep, wanted, now=now)
             except StoreError:
                 pass  # the log has reported it, and the next round retries
             except Exception as error:  # volunteers are answered all the same
-                if self._log.fault != str(error):
+                if self.fault != str(error):
                     logger.exception("upkeep of the job failed")
-                    self._log.fault = str(error)
+                    self.fault = str(error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._tick_s):
                     await self._stopping.wait()
@@ -292,11 +293,11 @@ class Coordinator(Desk, contextlib.AbstractContextManager["Coordinator"]):
             rows=tuple(subset.rows for subset in self.card.subsets),
             local_epochs=self.job.plan.local_epochs,
             numel=self.schema.numel,
-            version=self._log.version,
+            version=self.version,
             servers=self._pool.size,
             server_deaths=self._pool.deaths,
-            backlog=self._backlog,
-            fault=self._log.fault,
+            backlog=self.dispatcher.state.backlog,
+            fault=self.fault,
             overview=self.dispatcher.overview(now=now),
         )
 

@@ -8,23 +8,40 @@ between any two steps. When the store fails, the step is not done and the volunt
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from hashlib import sha256
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
+from colab_swarm.errors import StoreError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.workunits.assimilation import Validator, code_of_servers
 from colab_swarm.workunits.dispatcher import Dispatcher
 from colab_swarm.workunits.job import Job, lay_out, unit_seed
 from colab_swarm.workunits.messages import AskForUnits, GiveBack, GivenUnit, GivenUnits, JobCard, Refused
-from colab_swarm.workunits.state import Accepted, AnyEntry, Assigned, Met, Rejected, Unit, UnitReplica
-from colab_swarm.workunits.store import Logbook, ParameterStore
+from colab_swarm.workunits.state import (
+    Accepted,
+    AnyEntry,
+    Assigned,
+    Assimilated,
+    Met,
+    Rejected,
+    ServerEntry,
+    Unit,
+    UnitReplica,
+    encode_entry,
+)
+from colab_swarm.workunits.store import Blobs, ParameterStore
 from colab_swarm.workunits.tokens import Token
 from colab_swarm.workunits.weights import Floats, Schema, moved
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Desk:
@@ -33,6 +50,9 @@ class Desk:
     Attributes:
         folder: for the data of volunteers and for unfinished uploads.
         schema, card: of the job's parameters, and the job as volunteers see it.
+        version: of the newest parameters.
+        fault: the store's current error, for people; empty while it works.
+        finished: set when the job is done.
     """
 
     dispatcher: Dispatcher
@@ -43,6 +63,10 @@ class Desk:
         self.schema, self._validator = Schema.of(job.first_model()), Validator(job.plan)
         self._newest_file = -1, memoryview(b"")  # version and file of the newest parameters: many fetch them
         self._loading = asyncio.Lock()
+        self._lock, self.finished = asyncio.Lock(), asyncio.Event()
+        self.version, self.fault = 0, ""
+        self._position, self._up_to_date = 0, False
+        self._mine: set[bytes] = set()  # entries written here and not read back yet
 
     async def open(self, token: Token, run_id: str) -> None:
         """Begin the job of the peer of ``token``, or resume it where its log ends."""
@@ -51,7 +75,6 @@ class Desk:
         await asyncio.to_thread(self.store.begin, self.schema.flatten(self.job.first_model()))
         (self.folder / "job.py").write_text(code_of_servers(self.job), encoding="utf-8")
         self.dispatcher = Dispatcher(plan, [subset.sha256 for subset in subsets], random.SystemRandom())
-        self._log = Logbook(self.store, self.dispatcher, self._validator.learn, self._clock)
         self.card = JobCard(
             run_id=run_id,
             name=self.job.name,
@@ -63,31 +86,31 @@ class Desk:
             schema=self.schema.head(),
             subsets=subsets,
         ).signed(identity.sign)
-        async with self._log.lock:
-            await self._log.settle()
+        async with self._lock:
+            await self._settle()
 
     async def ask(self, volunteer: PeerId, request: AskForUnits) -> GivenUnits:
         """Assign units to a volunteer; raise Refused if it is banned."""
         me = volunteer.hex()
-        async with self._log.lock:
-            await self._log.settle()
+        async with self._lock:
+            await self._settle()
             self.check_ban(volunteer)
             now = self._clock()
             again = self.dispatcher.unacknowledged(me, request.in_hand, now=now)[: request.count]
             count = request.count - len(again)
-            units = self.dispatcher.assign(me, count, request.held, now=now, version=self._log.version)
+            units = self.dispatcher.assign(me, count, request.held, now=now, version=self.version)
             new = units and me not in self.dispatcher.state.volunteers
             met = [Met(at=now, volunteer=me, name=request.name)] if new else []
             units, put = await self._with_base(units)
-            await self._log.write([*met, *units], put=put)
+            await self._write([*met, *units], put=put)
             return self._answer(me, [*again, *units], now)
 
     async def give_back(self, volunteer: PeerId, given: GiveBack) -> GivenUnits:
         """Take back units that a volunteer will not train."""
-        async with self._log.lock:
-            await self._log.settle()
+        async with self._lock:
+            await self._settle()
             now = self._clock()
-            await self._log.write(self.dispatcher.give_back(volunteer.hex(), given.assignments, now=now))
+            await self._write(self.dispatcher.give_back(volunteer.hex(), given.assignments, now=now))
             return self._answer(volunteer.hex(), [], now)
 
     def _answer(self, volunteer: str, units: Sequence[Assigned | UnitReplica], now: float) -> GivenUnits:
@@ -139,11 +162,11 @@ class Desk:
             values, change = await asyncio.to_thread(self._judge, data, base)
         except ValueError as error:
             fault = str(error)
-        async with self._log.lock:
-            await self._log.settle()
+        async with self._lock:
+            await self._settle()
             self.check(volunteer, assignment)
             if fault:
-                await self._log.write([Rejected(at=self._clock(), assignment=assignment, reason=fault)])
+                await self._write([Rejected(at=self._clock(), assignment=assignment, reason=fault)])
                 raise Refused("invalid", fault)
             await self._save(assignment, values, change, base)
 
@@ -167,7 +190,7 @@ class Desk:
         )
         odd = [one for one in entries if isinstance(one, Rejected) and one.assignment == assignment]
         put = {} if odd else {name: values.astype("<f4", copy=False).tobytes()}
-        await self._log.write(entries, put=put, drop=self._obsolete(entries))
+        await self._write(entries, put=put, drop=self._obsolete(entries))
         if odd:
             raise Refused("invalid", odd[0].reason)
 
@@ -189,7 +212,7 @@ class Desk:
         """
         if unit is None:
             async with self._loading:
-                if self._newest_file[0] < self._log.version:
+                if self._newest_file[0] < self.version:
                     found = await asyncio.to_thread(self.store.parameters)
                     file = await asyncio.to_thread(self.schema.encode, found.values)
                     self._newest_file = found.version, memoryview(file)
@@ -215,3 +238,53 @@ class Desk:
             if not before:
                 put[f"base-{one.unit}"] = blob
         return units, put
+
+    # -- the log: hold the lock and settle before deciding
+
+    async def _settle(self) -> None:
+        """Read new entries, and write those that are due: passed deadlines, the end of an epoch."""
+        await self._read()
+        self._up_to_date = True
+        await self._write(self.dispatcher.expired(now=self._clock()))
+        while due := self.dispatcher.advance(now=self._clock()):
+            await self._write(due)
+
+    async def _write(
+        self, entries: Sequence[AnyEntry], *, put: Blobs | None = None, drop: Collection[str] = ()
+    ) -> None:
+        """Append a decision, with blobs, and read it back. After a StoreError `_settle` shows whether it was written."""
+        if entries:
+            self._mine.update(map(encode_entry, entries))
+            await self._call(lambda: self.store.append(entries, put=put, drop=drop))
+            await self._read()
+
+    async def _read(self) -> None:
+        for position, entry in await self._call(lambda: self.store.entries(self._position)):
+            if not isinstance(entry, ServerEntry):
+                written = encode_entry(entry)
+                if self._up_to_date and written not in self._mine:  # the coordinator that began later wins
+                    self.fault = (
+                        "another coordinator has taken over this job: stop this one, or rename its job"
+                    )
+                    raise StoreError(self.fault)
+                self._mine.discard(written)
+            self.dispatcher.state.apply(entry)
+            self._position = position
+            if isinstance(entry, Accepted):
+                self._validator.learn(entry.change)
+            elif isinstance(entry, Assimilated):
+                self.version = max(self.version, entry.version)
+        if self.dispatcher.state.finished is not None:
+            self.finished.set()
+
+    async def _call(self, method: Callable[[], T]) -> T:
+        """Call the store on a thread, and note in `fault` whether it works."""
+        try:
+            answer = await asyncio.to_thread(method)
+        except StoreError as error:
+            if not self.fault:
+                logger.warning("the store fails, volunteers wait: %s", error)
+            self.fault = str(error)
+            raise
+        self.fault = ""
+        return answer

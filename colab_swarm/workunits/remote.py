@@ -45,13 +45,6 @@ READ_BYTES = 256 << 10
 CONNECT_S, ANSWER_S = 10, 60.0
 NEW_S = 3600
 """New parameters expire after this time if their server died before they came into force."""
-# RENAME comes first: it is the one command that can fail, and Redis undoes nothing of a script
-BEGIN = """
-if redis.call('EXISTS', KEYS[1]) == 1 then return redis.call('UNLINK', KEYS[3]) end
-redis.call('RENAME', KEYS[3], KEYS[2])
-redis.call('PERSIST', KEYS[2])
-redis.call('SET', KEYS[1], 0)
-"""
 CLAIM = """
 for _, assignment in ipairs(redis.call('LRANGE', KEYS[1], 0, -1)) do
     if tonumber(redis.call('HGET', KEYS[2], assignment) or 0) <= tonumber(ARGV[1]) then
@@ -61,9 +54,10 @@ for _, assignment in ipairs(redis.call('LRANGE', KEYS[1], 0, -1)) do
 end
 """
 ASSIMILATE = """
+-- RENAME comes first: it is the one command that can fail, and Redis undoes nothing of a script
 -- 0: done; -1: it was done before; else the version that the entry must be encoded for
 if redis.call('HEXISTS', KEYS[3], ARGV[1]) == 0 then redis.call('UNLINK', KEYS[7]) return -1 end
-local version = tonumber(redis.call('GET', KEYS[5]))
+local version = tonumber(redis.call('GET', KEYS[5]) or 0)
 if version ~= tonumber(ARGV[2]) then return version end
 redis.call('RENAME', KEYS[7], KEYS[6])
 redis.call('PERSIST', KEYS[6])
@@ -103,8 +97,10 @@ class RedisStore(ParameterStore):
                     "`redis-cli config set appendonly yes` saves it to disk",
                     self._job,
                 )
-            keys = [self._key("version"), self._key("parameters"), self._upload(first)]
-            self._redis.register_script(BEGIN)(keys=keys)
+            new = self._upload(first)
+            self._redis.persist(new)
+            if not self._redis.renamenx(new, self._key("parameters")):
+                self._redis.unlink(new)
         self._check_size(first)
 
     def append(
@@ -141,9 +137,9 @@ class RedisStore(ParameterStore):
             step.get(self._key("version"))
             step.lrange(self._key("parameters"), 0, -1)
             version, pieces = step.execute()
-        if version is None:
+        if not pieces:
             raise self._not_begun()
-        return Parameters(int(version), np.frombuffer(b"".join(pieces), "<f4"))
+        return Parameters(int(version or 0), np.frombuffer(b"".join(pieces), "<f4"))
 
     def claim(self, server: str, *, now: float, lease_s: float) -> Accepted | None:
         keys = [self._key("queue"), self._key("held"), self._key("accepted")]
@@ -163,11 +159,6 @@ class RedisStore(ParameterStore):
                 found = int(cast(int, self._assimilate(keys=keys, args=args)))
                 version = found or version + 1
         return None if found < 0 else version
-
-    def waiting(self) -> int:
-        with _explained(RedisError, "Redis", "redis-server"):
-            found: Any = self._redis.llen(self._key("queue"))
-        return int(found)
 
     def close(self) -> None:
         self._redis.close()
@@ -338,11 +329,6 @@ class SqlStore(ParameterStore):
             self._drop(connection, [accepted.result])
             self._log(connection, [self._assimilated(accepted, version, server=server, now=now)])
         return version
-
-    def waiting(self) -> int:
-        with self._transaction() as connection:
-            count = sa.select(sa.func.count()).select_from(QUEUE).where(QUEUE.c.job == self._job)
-            return int(connection.execute(count).scalar_one())
 
     def close(self) -> None:
         self._engine.dispose()

@@ -302,6 +302,11 @@ class JobState:
         self.units |= self.open
         self.assimilated = 0
 
+    @property
+    def backlog(self) -> int:
+        """Number of accepted results that wait for a parameter server."""
+        return self.subsets - len(self.open) - self.assimilated
+
     def volunteer(self, volunteer: str) -> VolunteerState:
         """Return a volunteer's record; an empty one if it is unknown."""
         return self.volunteers.get(volunteer) or VolunteerState()

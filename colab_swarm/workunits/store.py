@@ -12,7 +12,6 @@ allows: vectors of megabytes are read and written four times as fast as with the
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sqlite3
 import threading
@@ -28,12 +27,10 @@ from typing import TypeAlias, TypeVar, cast
 import numpy as np
 
 from colab_swarm.errors import StoreError
-from colab_swarm.workunits.dispatcher import Dispatcher
 from colab_swarm.workunits.state import (
     Accepted,
     AnyEntry,
     Assimilated,
-    ServerEntry,
     decode_entry,
     encode_entry,
 )
@@ -105,10 +102,6 @@ class ParameterStore(ABC):
         """
 
     @abstractmethod
-    def waiting(self) -> int:
-        """Return the number of accepted results that are not assimilated."""
-
-    @abstractmethod
     def close(self) -> None:
         """Release files and connections. The state stays."""
 
@@ -138,78 +131,6 @@ class ParameterStore(ABC):
             version=version,
             seconds=ended - self._claimed_at.get(accepted.assignment, ended),
         )
-
-
-class Logbook:
-    """The log as one coordinator reads and writes it, on one event loop. Hold the `lock` and `settle` before deciding.
-
-    Attributes:
-        version: of the newest parameters.
-        fault: the store's current error, for people; empty while it works.
-        finished: set when the job is done.
-    """
-
-    def __init__(
-        self,
-        store: ParameterStore,
-        dispatcher: Dispatcher,
-        on_accepted: Callable[[float], None],
-        clock: Callable[[], float],
-    ) -> None:
-        self.lock, self.finished = asyncio.Lock(), asyncio.Event()
-        self.version, self.fault = 0, ""
-        self._store, self._dispatcher, self._on_accepted, self._clock = store, dispatcher, on_accepted, clock
-        self._position = 0
-        self._mine: set[bytes] = set()  # entries written here and not read back yet
-        self._up_to_date = False
-
-    async def settle(self) -> None:
-        """Read new entries, and write those that are due: passed deadlines, the end of an epoch."""
-        await self._read()
-        self._up_to_date = True
-        await self.write(self._dispatcher.expired(now=self._clock()))
-        while due := self._dispatcher.advance(now=self._clock()):
-            await self.write(due)
-
-    async def write(
-        self, entries: Sequence[AnyEntry], *, put: Blobs | None = None, drop: Collection[str] = ()
-    ) -> None:
-        """Append a decision, with blobs, and read it back. After a StoreError `settle` shows whether it was written."""
-        if entries:
-            self._mine.update(map(encode_entry, entries))
-            await self.call(lambda: self._store.append(entries, put=put, drop=drop))
-            await self._read()
-
-    async def _read(self) -> None:
-        for position, entry in await self.call(lambda: self._store.entries(self._position)):
-            if not isinstance(entry, ServerEntry):
-                written = encode_entry(entry)
-                if self._up_to_date and written not in self._mine:  # the coordinator that began later wins
-                    self.fault = (
-                        "another coordinator has taken over this job: stop this one, or rename its job"
-                    )
-                    raise StoreError(self.fault)
-                self._mine.discard(written)
-            self._dispatcher.state.apply(entry)
-            self._position = position
-            if isinstance(entry, Accepted):
-                self._on_accepted(entry.change)
-            elif isinstance(entry, Assimilated):
-                self.version = max(self.version, entry.version)
-        if self._dispatcher.state.finished is not None:
-            self.finished.set()
-
-    async def call(self, method: Callable[[], T]) -> T:
-        """Call the store on a thread, and note in `fault` whether it works."""
-        try:
-            answer = await asyncio.to_thread(method)
-        except StoreError as error:
-            if not self.fault:
-                logger.warning("the store fails, volunteers wait: %s", error)
-            self.fault = str(error)
-            raise
-        self.fault = ""
-        return answer
 
 
 MEMORY = ":memory:"
@@ -314,11 +235,6 @@ class SqliteStore(ParameterStore):
             self._drop(connection, [accepted.result])
             self._log(connection, [self._assimilated(accepted, version, server=server, now=now)])
         return version
-
-    def waiting(self) -> int:
-        with self._connection() as connection:
-            count = connection.execute("SELECT count(*) FROM queue WHERE job = ?", (self._job,)).fetchone()
-        return int(count[0])
 
     def close(self) -> None:
         for connection, in_use in list(self._connections.values()):

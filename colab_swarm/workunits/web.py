@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import mmap
-import os
 import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -143,11 +142,6 @@ class UploadBuffer:
 
     def read(self, assignment: str) -> bytes:
         return self._file(assignment).read_bytes()
-
-    def cut(self, assignment: str, received: int) -> None:
-        """Delete all beyond ``received`` bytes."""
-        with suppress(FileNotFoundError):  # swept meanwhile
-            os.truncate(self._file(assignment), received)
 
     def drop(self, assignment: str) -> None:
         self._file(assignment).unlink(missing_ok=True)
@@ -336,7 +330,7 @@ class CoordinatorServer:
         return assignment
 
     async def _add(self, request: web.Request, start: int, piece: bytes) -> Taken:
-        """Save a piece; the last one has the result checked. If that fails for now, it may be sent again."""
+        """Save a piece; the last one has the result checked. If that fails for now, all may be sent again."""
         async with self._uploading:
             assignment = self._wanted(request)
             if not start:
@@ -349,15 +343,9 @@ class CoordinatorServer:
             async with self._checking:
                 data = await asyncio.to_thread(self.uploads.read, assignment)
                 await self._desk.take(request[VOLUNTEER], assignment, data)
-        except (StoreError, asyncio.CancelledError):
-            self.uploads.cut(assignment, start)
-            raise
-        except BaseException:
-            self.uploads.drop(assignment)
-            raise
         finally:
             self._complete.discard(assignment)
-        self.uploads.drop(assignment)
+            self.uploads.drop(assignment)
         return Taken(received, accepted=True)
 
     # -- files

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import cache, partial
@@ -79,8 +80,18 @@ async def hosting(
             yield server, alice, bob
         finally:
             await server.close()
-            server._batching.check_invariants()
+            check_batching(server._batching)
             assert not server._batching._inside, "room was not given back"
+
+
+def check_batching(batching: Batching) -> None:
+    """Assert that the sums are right and every waiting call was admitted."""
+    inside, held = batching._inside, batching._held
+    assert batching._held_bytes == sum(one.size_bytes for one in inside) <= batching.limits.max_held_bytes
+    assert held == Counter({c: sum(one.size_bytes for one in inside if one.caller == c) for c in held})
+    waiting = [one for queue in batching._queues.values() for one in queue]
+    assert all(batching._queues.values()) and set(waiting) <= inside.keys()
+    assert len(set(waiting)) == len(waiting)
 
 
 class Gate(nn.Module):
@@ -423,7 +434,7 @@ def pending(
 def batching() -> Iterator[Batching]:
     batching = Batching(LIMITS)
     yield batching
-    batching.check_invariants()
+    check_batching(batching)
 
 
 def enqueue(batching: Batching, *calls: Call) -> None:
@@ -543,7 +554,7 @@ def test_in_any_sequence_the_sums_are_right_and_every_admitted_call_is_computed(
             for done in batching.take():
                 waiting.remove(done)
                 batching.leave(done)
-        batching.check_invariants()
+        check_batching(batching)
     while batch := batching.take():
         assert len({one.key for one in batch}) == 1
         assert len(batch) == 1 or sum(one.samples for one in batch) <= 8
@@ -551,7 +562,7 @@ def test_in_any_sequence_the_sums_are_right_and_every_admitted_call_is_computed(
         for one in batch:
             waiting.remove(one)
             batching.leave(one)
-        batching.check_invariants()
+        check_batching(batching)
     assert not waiting and batching.admit(pending(size_bytes=80)) is None
 
 

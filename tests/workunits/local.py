@@ -77,7 +77,7 @@ class Scene:
         """All that a request could have changed."""
         newest, folder = self.store.parameters(), self.folder
         files = sorted((str(file), file.stat().st_size) for file in folder.rglob("*") if file.is_file())
-        return self.log, newest.version, newest.values.tobytes(), self.store.waiting(), files
+        return self.log, newest.version, newest.values.tobytes(), files
 
     def values(self, change: float = 0.01) -> Floats:
         """A result: the newest parameters, moved a little."""

@@ -131,7 +131,7 @@ async def test_while_the_store_fails_volunteers_must_retry_and_nothing_is_lost(
             assert int(answer.headers["Retry-After"]) > 0
         assert scene.coordinator.status().fault == "the store is away" and store.failures >= 2
         store.broken = False
-        assert (await scene.alice.upload(name, file[90:], start=90)).message(Taken).accepted
+        assert (await scene.alice.upload(name, file)).message(Taken).accepted
         assert scene.coordinator.status().fault == ""
 
 
@@ -316,17 +316,6 @@ def test_uploads_that_are_not_awaited_are_deleted(tmp_path: Path) -> None:
     spool.add(OTHER, 0, b"abc")
     spool.sweep(lambda assignment: assignment == OTHER)
     assert [file.name for file in tmp_path.iterdir()] == [OTHER]
-
-
-def test_an_upload_can_be_cut_and_dropped(tmp_path: Path) -> None:
-    spool = UploadBuffer(tmp_path, size_bytes=6)
-    spool.add(ONE, 0, b"abcdef")
-    spool.cut(ONE, 2)
-    assert spool.received(ONE) == 2
-    spool.drop(ONE)
-    spool.drop(ONE)
-    spool.cut(ONE, 2)
-    assert spool.received(ONE) == 0
 
 
 @pytest.mark.parametrize(
