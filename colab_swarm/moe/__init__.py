@@ -45,8 +45,8 @@ input a trainer finds the best live experts, across slow links and without a cen
 
 An expert that is late, silent or answers invalid values is left out, and the weights of the others are renormalised. A
 sample without an answer is tried once more with other experts, then passes unchanged (the experts that ship are
-residual). In backward a failed expert counts as zero gradient for its part. If no expert of the grid is live,
-`NoExpertsError` says how many this peer ever saw, and when. A host that dies loses the steps since its last save.
+residual). In backward a failed expert counts as zero gradient for its part. If no expert of the grid is live, the layer
+raises `NoExpertsError`. A host that dies loses the steps since its last save.
 
 **Security.** Messages and saves come from strangers: shapes, sizes and hashes are checked, nothing is pickled. A host
 could send wrong finite values: `reject_outliers=5` drops answers far from the median of three or more. A host can read

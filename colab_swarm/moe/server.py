@@ -184,11 +184,6 @@ class Batching:
         """Return the number of samples that wait for an expert."""
         return sum(call.samples for key, queue in self._queues.items() if key.uid == uid for call in queue)
 
-    def forget(self, uid: str) -> None:
-        """Drop the measured cost of an expert that was removed."""
-        for backward in (False, True):
-            self._sample_s.pop((uid, backward), None)
-
     def _drop_if_empty(self, key: Key) -> None:
         if not self._queues[key]:
             del self._queues[key]
@@ -332,10 +327,7 @@ class ExpertServer:
 
         Raises KeyError: the expert is not served here.
         """
-        expert = self._served.pop(uid).expert
-        with self._lock:
-            self._batching.forget(uid)
-        return expert
+        return self._served.pop(uid).expert
 
     def statistics(self) -> dict[str, ExpertStatistics]:
         """Return the statistics of each expert, by uid."""

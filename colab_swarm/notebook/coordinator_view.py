@@ -12,8 +12,7 @@ from colab_swarm.markup import card, count, duration, page, plain, text
 from colab_swarm.notebook.theme import Document
 
 if TYPE_CHECKING:
-    from colab_swarm.workunits.page import JobStatus, UnitMark, VolunteerRow
-    from colab_swarm.workunits.state import EpochEnded
+    from colab_swarm.workunits.state import EpochEnded, JobStatus, UnitMark, VolunteerRow
 
 ACROSS = 100  # units in a line
 WIDTH, HEIGHT = 760, 240
@@ -49,8 +48,8 @@ def summary(status: JobStatus) -> str:
     if overview.finished is not None:
         where = f"finished: {overview.finished}"
     else:
-        done = f"{overview.units.assimilated} of {len(status.rows)} units"
-        where = f"epoch {overview.epoch} of {overview.max_epochs}, {done}"
+        done = overview.units["assimilated"]
+        where = f"epoch {overview.epoch} of {overview.max_epochs}, {done} of {len(status.rows)} units"
     accuracy = f", accuracy {overview.epochs[-1].accuracy:.3f}" if overview.epochs else ""
     return f"{status.name}: {where}{accuracy}, {count(len(overview.volunteers), 'volunteer')}"
 
@@ -62,7 +61,7 @@ def figures(status: JobStatus) -> dict[str, str]:
     while a unit of this epoch was trained.
     """
     overview = status.overview
-    left = len(status.rows) - overview.units.assimilated
+    left = len(status.rows) - overview.units["assimilated"]
     stale = [mark.staleness for mark in overview.marks if mark.staleness is not None]
     target = "" if status.target_accuracy is None else f", target {status.target_accuracy:.1%}"
     known = {

@@ -29,6 +29,7 @@ from colab_swarm.errors import CallRefused, NotAdmitted, PeerError
 from colab_swarm.net.membership import MembershipAdmission
 from colab_swarm.net.peers import UNDECODABLE, Role
 from colab_swarm.workunits.messages import (
+    FRESH_S,
     MAX_CODE_CHARACTERS,
     MAX_HELD,
     AskForUnits,
@@ -39,8 +40,8 @@ from colab_swarm.workunits.messages import (
     Problem,
     Subset,
     Taken,
+    Token,
 )
-from colab_swarm.workunits.tokens import FRESH_S, Token
 from colab_swarm.workunits.weights import Floats, Schema
 
 

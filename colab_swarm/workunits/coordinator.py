@@ -35,10 +35,9 @@ from colab_swarm.workunits.assimilation import (
 )
 from colab_swarm.workunits.desk import Desk
 from colab_swarm.workunits.job import Job
-from colab_swarm.workunits.page import JobStatus
-from colab_swarm.workunits.state import AnyEntry
+from colab_swarm.workunits.messages import RequestGate, Token, WorkLink
+from colab_swarm.workunits.state import AnyEntry, JobStatus
 from colab_swarm.workunits.store import ParameterStore, open_store
-from colab_swarm.workunits.tokens import RequestGate, Token, WorkLink
 from colab_swarm.workunits.web import CoordinatorServer
 
 logger = logging.getLogger(__name__)

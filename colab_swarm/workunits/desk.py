@@ -23,7 +23,15 @@ from colab_swarm.net.peers import PeerId
 from colab_swarm.workunits.assimilation import Validator, code_of_servers
 from colab_swarm.workunits.dispatcher import Dispatcher
 from colab_swarm.workunits.job import Job, lay_out, unit_seed
-from colab_swarm.workunits.messages import AskForUnits, GiveBack, GivenUnit, GivenUnits, JobCard, Refused
+from colab_swarm.workunits.messages import (
+    AskForUnits,
+    GiveBack,
+    GivenUnit,
+    GivenUnits,
+    JobCard,
+    Refused,
+    Token,
+)
 from colab_swarm.workunits.state import (
     Accepted,
     AnyEntry,
@@ -37,7 +45,6 @@ from colab_swarm.workunits.state import (
     encode_entry,
 )
 from colab_swarm.workunits.store import Blobs, ParameterStore
-from colab_swarm.workunits.tokens import Token
 from colab_swarm.workunits.weights import Floats, Schema, moved
 
 logger = logging.getLogger(__name__)
@@ -252,7 +259,7 @@ class Desk:
     async def _write(
         self, entries: Sequence[AnyEntry], *, put: Blobs | None = None, drop: Collection[str] = ()
     ) -> None:
-        """Append a decision, with blobs, and read it back. After a StoreError `_settle` shows whether it was written."""
+        """Append a decision, with blobs, and read it back; after a StoreError `_settle` shows what was written."""
         if entries:
             self._mine.update(map(encode_entry, entries))
             await self._call(lambda: self.store.append(entries, put=put, drop=drop))

@@ -20,7 +20,6 @@ import statistics
 from collections.abc import Callable, Collection, Sequence
 
 from colab_swarm.workunits.job import WorkPlan
-from colab_swarm.workunits.page import JobOverview, overview_of
 from colab_swarm.workunits.state import (
     FIRST_ERROR_RATE,
     Accepted,
@@ -30,12 +29,14 @@ from colab_swarm.workunits.state import (
     Expired,
     Finished,
     GaveBack,
+    JobOverview,
     JobState,
     Rejected,
     Returned,
     UnitReplica,
     UnitState,
     VolunteerState,
+    overview_of,
 )
 
 PRESENT_S = 600.0

@@ -36,9 +36,8 @@ from colab_swarm.runtime import PauseGate, Runtime
 from colab_swarm.tensors.device import DeviceThread
 from colab_swarm.workunits.client import CoordinatorClient, SubsetCache
 from colab_swarm.workunits.job import Job, Rows, UnitTraining
-from colab_swarm.workunits.messages import Backoff, GivenUnits, JobCard
+from colab_swarm.workunits.messages import Backoff, GivenUnits, JobCard, WorkLink
 from colab_swarm.workunits.resume import Slot, UnitInHand, UnitProgress, UnitSaves, VolunteerSnapshot
-from colab_swarm.workunits.tokens import WorkLink
 from colab_swarm.workunits.weights import Floats, Schema
 
 logger = logging.getLogger(__name__)

@@ -29,10 +29,16 @@ from colab_swarm.net.addresses import VisitLimit, source_of
 from colab_swarm.net.peers import UNDECODABLE, Message, PeerId
 from colab_swarm.notebook.coordinator_view import render_live, render_page
 from colab_swarm.workunits.desk import Desk
-from colab_swarm.workunits.messages import MAX_BODY_BYTES, AskForUnits, GiveBack, Problem, Refused, Taken
-from colab_swarm.workunits.page import JobStatus, render_prometheus
-from colab_swarm.workunits.state import Unit
-from colab_swarm.workunits.tokens import RequestGate
+from colab_swarm.workunits.messages import (
+    MAX_BODY_BYTES,
+    AskForUnits,
+    GiveBack,
+    Problem,
+    Refused,
+    RequestGate,
+    Taken,
+)
+from colab_swarm.workunits.state import JobStatus, Unit, render_prometheus
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", AskForUnits, GiveBack)

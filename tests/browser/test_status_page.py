@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from colab_swarm.workunits.page import JobStatus
-from colab_swarm.workunits.tokens import RequestGate
+from colab_swarm.workunits.messages import RequestGate
+from colab_swarm.workunits.state import JobStatus
 from colab_swarm.workunits.web import CoordinatorServer
 from tests.browser.chromium import Window, needs
 from tests.browser.site import Site

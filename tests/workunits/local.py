@@ -24,10 +24,9 @@ from colab_swarm.trust.service import ClosedRun
 from colab_swarm.workunits.coordinator import Coordinator
 from colab_swarm.workunits.dispatcher import MORE_REPLICAS, Dispatcher
 from colab_swarm.workunits.job import Job, WorkPlan
-from colab_swarm.workunits.messages import AskForUnits, GivenUnit, GivenUnits, Problem
+from colab_swarm.workunits.messages import AskForUnits, GivenUnit, GivenUnits, Problem, Token
 from colab_swarm.workunits.state import AnyEntry
 from colab_swarm.workunits.store import MEMORY, ParameterStore, SqliteStore
-from colab_swarm.workunits.tokens import Token
 from colab_swarm.workunits.weights import Floats
 
 M = TypeVar("M", bound=Message)

@@ -9,7 +9,6 @@ import pytest
 
 from colab_swarm.workunits.dispatcher import FEW, FIRST_DEADLINE_S, MEASURE_S, Dispatcher
 from colab_swarm.workunits.job import WorkPlan
-from colab_swarm.workunits.page import UnitCounts, UnitMark
 from colab_swarm.workunits.state import (
     FIRST_BAN_S,
     FREE_RETURNS,
@@ -26,6 +25,7 @@ from colab_swarm.workunits.state import (
     Met,
     Rejected,
     Returned,
+    UnitMark,
     VolunteerState,
 )
 from tests.workunits.local import check_state
@@ -172,7 +172,7 @@ def test_a_late_result_is_accepted_while_no_other_volunteer_has_the_unit() -> No
     assert len(desk.expire()) == 1
     (accepted,) = desk.result(given)
     assert isinstance(accepted, Accepted)
-    assert desk.core.overview(now=desk.now).units.queued == 1
+    assert desk.core.overview(now=desk.now).units["queued"] == 1
     check_state(desk.core)
 
 
@@ -300,7 +300,7 @@ def test_while_no_replicas_agree_one_more_is_assigned_until_the_unit_starts_over
         entries = desk.result(given, value=float(number))
         check_state(desk.core)
     assert [type(entry) for entry in entries] == [Returned] + [Rejected] * 5
-    assert desk.core.overview(now=desk.now).units.waiting == 1
+    assert desk.core.overview(now=desk.now).units["waiting"] == 1
 
 
 def test_replicas_need_a_distance() -> None:
@@ -348,7 +348,7 @@ def test_the_overview_shows_units_and_volunteers() -> None:
     desk.result(desk.ask(ALICE)[0])
     desk.ask(ALICE)
     overview = desk.core.overview(now=desk.now + 30)
-    assert overview.units == UnitCounts(waiting=2, training=1, queued=1, assimilated=1)
+    assert overview.units == dict(waiting=2, training=1, queued=1, assimilated=1)
     (row,) = overview.volunteers
     assert (row.name, row.accepted, row.in_flight, row.banned_until) == ("Alice's notebook", 2, 1, None)
     assert (overview.epoch, overview.max_epochs, overview.finished) == (1, 3, None)
@@ -426,7 +426,7 @@ def test_losing_every_third_unit_is_no_reason_to_ban() -> None:
         standing.on_accepted()
         standing.on_expired()
     assert standing.bans == 0
-    assert standing.reliability == pytest.approx(2 / 3, abs=0.06)
+    assert standing.error_rate == pytest.approx(1 / 3, abs=0.06)
 
 
 @pytest.mark.parametrize(

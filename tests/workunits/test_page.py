@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from colab_swarm.notebook.coordinator_view import accuracy_svg, render_live, render_page
-from colab_swarm.workunits.page import JobStatus, UnitCounts, render_prometheus
-from colab_swarm.workunits.state import EpochEnded
+from colab_swarm.workunits.state import EpochEnded, JobStatus, render_prometheus
 from tests.backbone.test_page import Tags
 from tests.workunits.statuses import EVIL, NOW, status
 
@@ -19,7 +18,7 @@ NEW = status(
     volunteers=(),
     assimilated_at=(),
     update_s=(),
-    units=UnitCounts(50, 0, 0, 0),
+    units={"waiting": 50, "training": 0, "queued": 0, "assimilated": 0},
     backlog=0,
     servers=0,
 )

@@ -18,7 +18,7 @@ from colab_swarm.net.membership import Grant, Membership, MembershipAdmission
 from colab_swarm.net.peers import Role
 from colab_swarm.trust.access import RunAccess
 from colab_swarm.workunits.coordinator import shown
-from colab_swarm.workunits.tokens import NO_BODY, RequestGate, Token, WorkLink
+from colab_swarm.workunits.messages import NO_BODY, RequestGate, Token, WorkLink
 
 NOW = 1_700_000_000.0
 RUN = "digits-0011"
