@@ -22,7 +22,7 @@ LAYERS = [
         "workunits.coordinator",
         "workunits.volunteering",
         "workunits.web",
-        "workunits.resume",
+        "workunits.client",
         "workunits.preemption",
     },
     {"backbone", "workunits.__init__"},

@@ -75,14 +75,9 @@ class ExpertCalls:
     A busy expert is called again after the delay that its host requests. Each outcome is reported to the directory.
 
     Args:
-        peers: this peer's network.
-        directory: finds experts, and excludes those that fail.
         runtime: runs coroutines for layers, which wait for the result.
-        codec: compression of activations and gradients, both ways.
+        codec: compression of activations and gradients, both ways; ValueError if there is none of this name.
         timeout_s: for finding experts, and again for calling one, dialling and retries included.
-
-    Raises:
-        ValueError: the codec does not exist.
     """
 
     def __init__(

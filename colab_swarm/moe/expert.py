@@ -7,9 +7,8 @@ several callers is one step, on the sum of their gradients.
 The module runs in the mode in which you pass it. Avoid `BatchNorm` and dropout: batch statistics in training mode are
 those of all merged calls, and dropout draws another mask at backward than at forward. Experts that ship use neither.
 
-Memory. Each expert keeps its parameters, buffers and optimizer state. One batch computes at a time, so these are needed
-once: one expert's gradients, a copy of its state while it is saved, and the activations of the largest batch. They are
-measured on one expert that is built and takes one step.
+Memory. Each expert keeps its parameters, buffers and optimizer state. Needed once: one expert's gradients, a copy of
+its state while it is saved, and the activations of the largest batch. They are measured on one expert's first step.
 """
 
 from __future__ import annotations

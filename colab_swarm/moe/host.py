@@ -23,7 +23,6 @@ from torch import nn
 
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import ExpertHosted, ExpertLost, Fault
-from colab_swarm.markup import facts, size
 from colab_swarm.moe.calls import ExpertCalls
 from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.expert import (
@@ -460,16 +459,6 @@ class ExpertHost:
         count = f"{len(snapshot.experts)} of {self._hosting.plan.count} experts"
         return f"ExpertHost({snapshot.grid}, {count}, {steps:,} steps)"
 
-    def _repr_html_(self) -> str:
-        snapshot = self.snapshot()
-        entries = {"kept for others": size(snapshot.kept_bytes)}
-        entries |= {"fault of the last save": snapshot.fault} if snapshot.fault else {}
-        rows = []
-        for one in snapshot.experts:
-            saved = "not yet" if one.saved_step is None else f"{one.saved_step:,}"
-            rows.append((one.uid, f"{one.step:,}", saved, str(one.copies)))
-        return facts(repr(self), entries, ("expert", "step", "saved at step", "copies elsewhere"), rows)
-
 
 async def _on_loop(make: Callable[[], T]) -> T:
     return make()
@@ -478,9 +467,7 @@ async def _on_loop(make: Callable[[], T]) -> T:
 class SwarmExperts:
     """A swarm's experts: one directory, at most one host per prefix, and all layers and panels.
 
-    Args:
-        runtime, services: of the peer.
-        show: makes a panel from a function that takes a snapshot, its button's action, and whether that stops a host.
+    ``show`` makes a panel from a function that takes a snapshot, its button's action, and whether that stops a host.
     """
 
     def __init__(

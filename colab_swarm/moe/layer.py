@@ -18,7 +18,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypedDict
 
@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 
 from colab_swarm.errors import ExpertError, NoExpertsError
-from colab_swarm.markup import facts
 from colab_swarm.moe.calls import (
     ExpertBatch,
     ExpertCalls,
@@ -52,9 +51,7 @@ class Gating(nn.Module):
 
     Each dimension of the grid has one linear map (Learning@home, section 3.2).
 
-    Args:
-        dim: values of a sample.
-        sides: number of indices of each dimension of the grid.
+    ``dim`` is the number of values of a sample, ``sides`` are the numbers of indices of the grid's dimensions.
     """
 
     def __init__(self, dim: int, sides: Sequence[int]) -> None:
@@ -158,14 +155,7 @@ class RemoteExpert(nn.Module):
     """One expert as a module: forward and backward run on its host, and it learns from each backward.
 
     Maps a tensor (..., *sample shape) to one of the same shape and dtype; float32 inside. It has no local parameters.
-
-    Args:
-        calls: reaches the expert.
-        grid: contains the expert.
-        uid: its name.
-
-    Raises:
-        ValueError: the name is not in the grid.
+    Raises ValueError if ``uid`` is not in the grid.
     """
 
     def __init__(self, calls: ExpertCalls, grid: Grid, uid: str) -> None:
@@ -272,13 +262,7 @@ class MixtureOfExperts(nn.Module):
 
     Maps a tensor (..., dim), or (..., length, dim) with ``sequences``, to one of the same shape and dtype. Its own
     parameters are those of the gating; experts learn when ``backward()`` runs through it. Deep copies share the
-    connection to the experts and the statistics.
-
-    Args:
-        calls: reaches the experts.
-        grid: contains the experts.
-        dim: size of the last dimension.
-        settings: see there.
+    connection to the experts and the statistics. ``dim`` is the size of the last dimension.
     """
 
     def __init__(
@@ -297,12 +281,6 @@ class MixtureOfExperts(nn.Module):
     def extra_repr(self) -> str:
         """Return the grid and k."""
         return f"{self.grid}, k={self.settings.k}"
-
-    def _repr_html_(self) -> str:
-        counts = {name.replace("_", " "): f"{value:,}" for name, value in asdict(self.statistics()).items()}
-        busiest = sorted(self.utilisation.items(), key=lambda used: -used[1])
-        rows = [(uid, f"{share:.1%}") for uid, share in busiest]
-        return facts(f"MixtureOfExperts({self.extra_repr()})", counts, ("expert", "of the recent work"), rows)
 
     @property
     def utilisation(self) -> dict[str, float]:

@@ -9,8 +9,8 @@ Saving. The owner writes the chunks to its disk, sends them to holders, previous
 record. The record names the save, and before it the last one that as many peers hold as should. So after the loss of
 the host and all holders but one, only the steps since the last save are lost.
 
-Finding. Any peer that may write to the DHT may claim a save of any step. So claims are tried from the highest step
-down, chunks count only if they match their hashes, and a save that is incomplete or does not fit is skipped.
+Finding. Any peer may claim a save of any step in the DHT. So claims are tried from the highest step down, and a save
+that is incomplete or does not fit is skipped.
 """
 
 from __future__ import annotations

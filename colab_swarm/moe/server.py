@@ -292,11 +292,8 @@ class _Served:
 class ExpertServer:
     """Serves experts to the swarm. One per peer and accelerator; made and used on the event loop.
 
-    Args:
-        peers: this peer's network.
-        events: gets a `Fault` when an expert's own code fails.
-        limits: of a batch, and of all calls together.
-        gate: closed while experts are paused: new calls get a busy answer, admitted ones wait.
+    ``events`` gets a `Fault` when an expert's own code fails. While ``gate`` is closed new calls get a busy answer, and
+    admitted ones wait.
 
     Attributes:
         device: computes the batches. What you run on it runs between two of them; after `close` it raises RuntimeError.

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
@@ -26,7 +26,6 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from colab_swarm.errors import NoExpertsError, PeerError
-from colab_swarm.markup import facts
 
 logger = logging.getLogger(__name__)
 Batch = TypeVar("Batch")
@@ -126,11 +125,9 @@ class AsyncTrainer(Generic[Batch]):
     It raises exceptions of your own code at once.
 
     Args:
-        model: contains the parameters and the remote experts.
         loss: returns the mean loss of a copy of the model over a batch: ``lambda model, batch: …``. It runs on many
             threads and must be thread-safe.
         optimizer: of the model's own parameters; may be a `SwarmOptimizer`, which synchronizes several trainers.
-        settings: see there.
     """
 
     def __init__(
@@ -148,10 +145,6 @@ class AsyncTrainer(Generic[Batch]):
 
     def __repr__(self) -> str:
         return f"AsyncTrainer({self._settings.concurrency} batches in flight; {self.result})"
-
-    def _repr_html_(self) -> str:
-        values = {name.replace("_", " "): f"{value:,.5g}" for name, value in asdict(self.result).items()}
-        return facts(f"AsyncTrainer: {self._settings.concurrency} batches in flight, the last fit", values)
 
     def fit(self, batches: Iterable[Batch]) -> TrainerResult:
         """Train on every batch once.

@@ -87,14 +87,7 @@ class ExpertsSnapshot:
 
 
 class ExpertsWatch:
-    """Follows the experts of one grid.
-
-    Args:
-        runtime: runs the reads.
-        services, directory: of this peer.
-        grid: contains the experts.
-        served: returns the statistics of all experts at this peer; called on the event loop.
-    """
+    """Follows the experts of one grid; ``served`` returns the statistics of this peer's, on the event loop."""
 
     def __init__(
         self,
@@ -109,7 +102,6 @@ class ExpertsWatch:
         self._read: Statistics = {}
         self._listings: deque[list[ExpertInfo]] = deque(maxlen=SHARE_LISTINGS)
         self._seen: set[str] = set()
-        self._missed: set[str] = set()  # banned, and so not in the last listing
         self._listed_at = self._began_at = self._served_at = float("-inf")
         self._listing: asyncio.Task[None] | None = None
         self._last, self._closed = ExpertsSnapshot(ExpertsListing(grid)), False
@@ -138,8 +130,7 @@ class ExpertsWatch:
         return self._last
 
     def _left_out(self) -> tuple[str, ...]:
-        """Return the experts that this peer does not call now; those missing in the listing stay until the next."""
-        return tuple(sorted(self._seen & (self._directory.banned() | self._missed)))
+        return tuple(sorted(self._seen & self._directory.banned()))
 
     async def _list(self) -> None:
         fault = ""
@@ -151,7 +142,6 @@ class ExpertsWatch:
             self._listings.append(
                 [replace(info, step=own[info.uid].step) if info.uid in mine else info for info in found]
             )
-            self._missed = self._directory.banned()
             self._seen.update(info.uid for info in found)
             self._listed_at = asyncio.get_running_loop().time()
             self._update()

@@ -1,11 +1,7 @@
 """Work units: VC-ASGD, training by volunteers who can only make plain HTTPS requests.
 
-## The problem
-
 Volunteers' machines may be preempted at any moment, and sit behind any firewall that lets a browser through. Only the
 coordinator must be reachable. A volunteer that vanishes costs one small piece of work.
-
-## The idea
 
     coordinator                                              volunteer (any number, anywhere)
       job = epochs x subsets = units       <--- POST units --- request work
@@ -91,12 +87,12 @@ Atre, Jha and Rao, *Distributed Deep Learning Using Volunteer Computing-Like Par
 | section | module |
 |---|---|
 | equation 1, VC-ASGD | `weights` |
-| work generator, scheduler, validator (after BOINC) | `job`, `dispatcher`, `assimilation` |
-| III-D: parameter servers, eventual consistency (Redis) | `assimilation`, `remote` |
+| work generator, scheduler, validator (after BOINC) | `job`, `dispatcher`, `desk` |
+| III-D: parameter servers, eventual consistency (Redis) | `desk`, `remote` |
 | IV: preemptible machines, price and time | `preemption` |
 | IV-D: strong consistency (SQL) | `remote`, `store` (SQLite) |
 
-## Measured
+## ## Measured
 
 Assimilating 5 M parameters takes 39 ms in Redis, 32 ms in SQLite, 302 ms in SQL (paper: Redis 870 ms, MySQL 1,290 ms).
 After 40 epochs on digits the accuracy is 2.0 points below serial training (paper, CIFAR-10: 9). With 20 kills of the

@@ -27,13 +27,13 @@ from colab_swarm.notebook.panel import Panel, Views
 from colab_swarm.notebook.platforms import require_terms
 from colab_swarm.runtime import Runtime
 from colab_swarm.trust.access import RunAccess
-from colab_swarm.workunits.assimilation import (
+from colab_swarm.workunits.desk import (
+    Desk,
     ProcessWorker,
     Staffing,
     ThreadWorker,
     WorkerPool,
 )
-from colab_swarm.workunits.desk import Desk
 from colab_swarm.workunits.job import Job
 from colab_swarm.workunits.messages import RequestGate, Token, WorkLink
 from colab_swarm.workunits.state import AnyEntry, JobStatus
@@ -83,13 +83,8 @@ class Coordinator(Desk, contextlib.AbstractContextManager["Coordinator"]):
 
     On an event loop use `start`, `wait_finished`, `status` and `close`; from other threads the rest.
 
-    Args:
-        job, store: the job and its state; the caller closes the store.
-        token, access: of the peer that coordinates, and of its run.
-        folder: for the data of volunteers and for unfinished uploads.
-        servers: number of parameter servers; ``auto``: as many as the results need.
-        tick_s: interval of the check for passed deadlines.
-        clock: seconds since the epoch.
+    ``access`` is of the run of ``token``'s peer, ``tick_s`` the interval of the check for passed deadlines, ``clock``
+    gives seconds since the epoch. The caller closes the store.
 
     Attributes:
         link: lets volunteers in for a week; a secret. In a notebook it shows itself with a QR code and badges.
