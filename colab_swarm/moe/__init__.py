@@ -1,7 +1,5 @@
 """Decentralized mixture of experts (Learning@home): peers host experts, trainers find and call them.
 
-## The problem
-
 A layer larger than any machine is spread over many. Peers with a GPU or idle cores host some of its *experts*. For each
 input a trainer finds the best live experts, across slow links and without a central list.
 
@@ -63,9 +61,8 @@ its inputs: do not send it secrets.
     trainer.fit(batches)                                                             # many batches in flight
 
 Add `0.01 * layer.balance_loss` to your loss to spread the work over the experts. Use autocast with bfloat16 and no
-`GradScaler`: experts step on the gradients they receive. Avoid dropout and `BatchNorm` in experts: each call is
-computed twice, at forward and at backward. In a shell: `colab-swarm experts INVITATION ffn --grid 16x16 --dim 512`.
-Tutorials 05 and 06 show both sides; `swarm.experts_panel` shows who hosts which expert and how much each is used.
+`GradScaler`: experts step on the gradients they receive. Avoid dropout and `BatchNorm` in experts. Tutorials 05 and 06
+show both sides. In a shell: `colab-swarm experts INVITATION ffn --grid 16x16 --dim 512`.
 
 ## Paper and modules
 

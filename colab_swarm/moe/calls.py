@@ -210,13 +210,7 @@ async def wait_for_answers(
 ) -> set[asyncio.Task[Floats]]:
     """Wait until every sample has the answers it needs or cannot get them, then ``grace_s`` for the others.
 
-    Args:
-        tasks: one call per group; each ends by itself after its timeout.
-        needed: answers that each sample of the batch needs, B.
-        grace_s: seconds.
-
-    Returns:
-        The calls that have not ended.
+    ``tasks`` are one call per group, ``needed`` (B) the answers that each sample needs. Returns the calls that still run.
     """
     open_calls, missing = np.zeros_like(needed), needed.copy()
     for one in tasks.values():

@@ -122,17 +122,9 @@ def plan_host(
 ) -> HostPlan:
     """Build one expert, let it take a step, and compute how many this device can host.
 
-    Args:
-        grid: contains their names.
-        make_expert: returns a module that maps (n, *sample) to the same shape.
-        sample: shape of one sample; -1: any length; None: the module's attribute ``sample``.
-        rule: how each learns.
-        count: how many, or the names of exactly these; None: three quarters of those that fit in the free memory.
-        settings: ``copies``, ``spare`` and times, see `HostPlan`.
-
-    Raises:
-        ValueError: the module cannot be an expert, none fits, or ``count`` is not usable.
-        TypeError: the optimizer's state cannot be saved.
+    ``sample`` is the shape of one sample (-1: any length; None: the module's attribute ``sample``), ``count`` how many,
+    or the names of exactly these (None: three quarters of those that fit in the free memory). Raises ValueError if the
+    module cannot be an expert, none fits, or ``count`` is not usable; TypeError if its state cannot be saved.
     """
     uids = _names(grid, count)
     shape = _sample_of(make_expert) if sample is None else tuple(sample)
@@ -173,7 +165,7 @@ def _sample_of(make_expert: Callable[[], nn.Module]) -> tuple[int, ...]:
 
 
 class HostResources:
-    """Resources that all hosts of one peer share: the accelerator, and ``folder``, used by one process only."""
+    """What all hosts of one peer share: the accelerator, and ``folder``, used by one process only."""
 
     def __init__(self, services: ExpertServices, directory: Directory, folder: Path) -> None:
         self.services, self.directory, self.folder = services, directory, folder
@@ -188,12 +180,7 @@ class HostResources:
 
 
 class ExpertHosting:
-    """The experts of one kind on this peer; made and used on the event loop.
-
-    Attributes:
-        experts: those hosted now, by uid.
-        saves: saves them, and finds saves of others.
-    """
+    """The experts of one kind on this peer, by uid, and their saves; made and used on the event loop."""
 
     def __init__(self, resources: HostResources, plan: HostPlan) -> None:
         self.experts: dict[str, Expert] = {}

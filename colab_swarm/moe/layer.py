@@ -78,14 +78,9 @@ def mixing_weights(priorities_BK: Tensor, answered_BK: Tensor) -> Tensor:
 
 
 def balance_loss(importance_E: Tensor, idle: int) -> Tensor:
-    """Return the squared coefficient of variation of the experts' importance (Shazeer et al. 2017, eq. 6-7).
+    """Return the squared coefficient of variation of the experts' importance (Shazeer et al. 2017, eq. 6-7), >= 0.
 
-    Args:
-        importance_E: of the experts that took part: the sum of their weights over the batch.
-        idle: number of other known experts, whose importance is 0.
-
-    Returns:
-        A scalar >= 0; 0 if all are equally important or none took part.
+    ``importance_E`` are the sums of the weights over the batch; ``idle`` other known experts have none.
     """
     if not len(importance_E):
         return importance_E.sum()

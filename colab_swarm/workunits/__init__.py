@@ -74,10 +74,9 @@ read, nothing of a request becomes a path, nothing is pickled. But:
     coordinator.wait()
     model = coordinator.model()
 
-In a shell: `colab-swarm coordinate job.py`, `colab-swarm volunteer LINK --trust-code`. Peers of a
-swarm use `swarm.coordinate(job)`, `swarm.volunteer()`. `store="redis://…"`, PostgreSQL or MariaDB
-hold the state elsewhere (`pip install "colab-swarm[workunits]"`). `servers=3` runs three parameter
-servers; the default follows the results. `job.train_serially()` is the baseline.
+In a shell: `colab-swarm coordinate job.py`, `colab-swarm volunteer LINK --trust-code`. In a swarm:
+`swarm.coordinate(job)`, `swarm.volunteer()`. `store="redis://…"`, PostgreSQL or MariaDB hold the state elsewhere (`pip
+install "colab-swarm[workunits]"`). `servers=3` runs three parameter servers; the default follows the results.
 
 ## The paper and the modules
 

@@ -6,9 +6,8 @@ store's log. So decisions read `JobState` and change nothing. The rules:
 - The units of an epoch are assigned when all units of the epoch before are assimilated.
 - A unit that expired, was rejected or given back goes to another volunteer, a reliable one first. The volunteer that
   failed it gets it again only after the others had time to take it.
-- Replicas of a unit go to different volunteers. The unit is accepted as soon as a majority of ``plan.replication``
-  agrees; until then one more replica is assigned.
-- Volunteers preferably get units of data in their cache.
+- Replicas of a unit go to different volunteers. It is accepted once a majority of ``plan.replication`` agrees; until
+  then one more replica is assigned.
 """
 
 from __future__ import annotations
@@ -56,10 +55,7 @@ SHORTEST_WAIT_S, FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 1.0, 30.0
 class Dispatcher:
     """Decide for one job. Free of I/O; ``now`` is seconds since the epoch.
 
-    Args:
-        plan: of the job.
-        subsets: SHA-256 of each subset of the data.
-        rng: draws assignments' names, which must not be guessed, and chooses among equals.
+    ``subsets`` are the SHA-256 of the data; ``rng`` draws assignments' names, which must not be guessed.
     """
 
     def __init__(self, plan: WorkPlan, subsets: Sequence[str], rng: random.Random) -> None:
@@ -237,12 +233,8 @@ class Dispatcher:
     ) -> list[AnyEntry]:
         """Decide on a valid result, in blob ``result``; raise ValueError if it is not wanted any more: see `refusal`.
 
-        Args:
-            assignment: of the result.
-            change: L2 norm of its change of the parameters.
-            result: name of its blob.
-            now: seconds since the epoch.
-            distance: of two blobs, as a share of the change; needed if the plan has replicas.
+        ``change`` is the L2 norm of its change of the parameters; ``distance``, of two blobs, is a share of the change,
+        and needed if the plan has replicas.
         """
         replica = self.state.replicas[assignment]
         if (refusal := self.refusal(assignment, replica.volunteer, now=now)) is not None:

@@ -13,9 +13,8 @@ and blobs are lists of pieces of 128 KiB: both sides reuse memory for pieces of 
     colab-swarm:JOB:blob:NAME
     colab-swarm:JOB:new:RANDOM  parameters that are not in force yet
 
-SQL: strong consistency. An assimilation locks the parameters' row before it reads them, and holds the lock until the
-new ones are written. No update is ever lost, and parameter servers wait for one another. Vectors and blobs are rows of
-1 MiB, below every server's limit on the size of a packet or a field.
+SQL: strong consistency. An assimilation locks the parameters' row until the new ones are written. No update is ever
+lost, and parameter servers wait for one another. Vectors and blobs are rows of 1 MiB, below every server's limit.
 """
 
 from __future__ import annotations
