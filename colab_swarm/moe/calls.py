@@ -210,7 +210,7 @@ async def wait_for_answers(
 ) -> set[asyncio.Task[Floats]]:
     """Wait until every sample has the answers it needs or cannot get them, then ``grace_s`` for the others.
 
-    ``tasks`` are one call per group, ``needed`` (B) the answers that each sample needs. Returns the calls that still run.
+    ``tasks`` are one call per group, ``needed`` (B) the answers that each sample needs. Returns the open ones.
     """
     open_calls, missing = np.zeros_like(needed), needed.copy()
     for one in tasks.values():

@@ -18,7 +18,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypedDict
 
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from colab_swarm.errors import ExpertError, NoExpertsError
+from colab_swarm.markup import facts
 from colab_swarm.moe.calls import (
     ExpertBatch,
     ExpertCalls,
@@ -276,6 +277,10 @@ class MixtureOfExperts(nn.Module):
     def extra_repr(self) -> str:
         """Return the grid and k."""
         return f"{self.grid}, k={self.settings.k}"
+
+    def _repr_html_(self) -> str:
+        counts = {name.replace("_", " "): f"{value:,}" for name, value in asdict(self.statistics()).items()}
+        return facts(f"MixtureOfExperts({self.extra_repr()})", counts)
 
     @property
     def utilisation(self) -> dict[str, float]:

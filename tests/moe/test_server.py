@@ -256,11 +256,7 @@ REFUSED: dict[str, tuple[CallExpert, str]] = {
 @pytest.mark.real_time
 async def test_impossible_calls_are_refused_before_anything_is_received(case: str) -> None:
     opening, text = REFUSED[case]
-    async with hosting(expert(), expert("text.0", TransformerBlock(DIM, 2), (-1, DIM))) as (
-        _,
-        alice,
-        bob,
-    ):
+    async with hosting(expert(), expert("text.0", TransformerBlock(DIM, 2), (-1, DIM))) as (_, alice, bob):
         stream = await alice.stream(bob.id, opening, timeout_s=5)
         with pytest.raises(CallRefused, match=text):
             await stream.receive(Part)
@@ -455,15 +451,7 @@ def test_a_call_of_more_samples_than_a_batch_is_computed_alone(batching: Batchin
     assert [batching.take() for _ in calls] == [[one] for one in calls]
 
 
-def test_a_batch_is_bounded_in_bytes_too(batching: Batching) -> None:
-    calls = [pending(name, size_bytes=30, at=at) for at, name in enumerate("abc")]
-    enqueue(batching, *calls)
-    assert [batching.take(), batching.take()] == [calls[:2], calls[2:]]
-
-
-def test_different_kinds_of_calls_never_mix_and_the_oldest_comes_first(
-    batching: Batching,
-) -> None:
+def test_different_kinds_of_calls_never_mix_and_the_oldest_comes_first(batching: Batching) -> None:
     keys = [FORWARD, BACKWARD, Key("ffn.0", False, (5,)), Key("ffn.1", False, (4,))]
     calls = [pending(key=key, at=-at) for at, key in enumerate(keys)]
     late = pending(key=FORWARD, at=1)
@@ -487,9 +475,7 @@ def test_an_empty_call_and_one_larger_than_any_batch_are_refused(
         batching.admit(pending(samples=samples, size_bytes=size_bytes))
 
 
-def test_one_caller_gets_half_of_the_memory_and_leaves_the_rest_to_others(
-    batching: Batching,
-) -> None:
+def test_one_caller_gets_half_of_the_memory_and_leaves_the_rest_to_others(batching: Batching) -> None:
     enqueue(batching, *(pending("alice", size_bytes=20) for _ in range(3)))
     assert batching.admit(pending("alice", size_bytes=20)) is not None
     enqueue(batching, pending("bob", size_bytes=20), pending("carol", size_bytes=20))

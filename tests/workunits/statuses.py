@@ -6,14 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from colab_swarm.workunits.state import (
-    EpochEnded,
-    JobOverview,
-    JobStatus,
-    Measured,
-    Unit,
-    VolunteerRow,
-)
+from colab_swarm.workunits.state import EpochEnded, JobOverview, JobStatus, Measured, Unit, VolunteerRow
 
 NOW = 1_800_000_000.0
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"

@@ -12,14 +12,7 @@ import numpy as np
 import pytest
 
 from colab_swarm.workunits.state import Assimilated, Rejected
-from tests.workunits.servers import (
-    SHARED,
-    accepted,
-    begun,
-    close_checked,
-    new_job,
-    plus_one,
-)
+from tests.workunits.servers import SHARED, accepted, begun, close_checked, new_job, plus_one
 
 pytestmark = pytest.mark.parametrize("url", SHARED, indirect=True)
 

@@ -210,10 +210,7 @@ async def test_an_invalid_result_is_logged_and_its_unit_goes_to_another_voluntee
         assert answer.status == 422 and text in answer.problem.text
         assert scene.state()[1:] == before[1:] and scene.log[:-1] == before[0]
         last = scene.log[-1]
-        assert isinstance(last, Rejected) and (last.assignment, text in last.reason) == (
-            one.assignment,
-            True,
-        )
+        assert isinstance(last, Rejected) and (last.assignment, text in last.reason) == (one.assignment, True)
         again = await scene.bob.ask(2)
         assert any((new.epoch, new.subset) == (one.epoch, one.subset) for new in again)
 
