@@ -373,8 +373,7 @@ def beam_search(
         children: returns the live next indices of a prefix as a mask (M,), read-only; None: not looked up yet.
 
     Returns:
-        For each sample its experts, best first, fewer if fewer are live; and the prefixes to look up before this result
-        is valid.
+        For each sample its experts, best first; and the prefixes to look up before this result is valid.
     """
     clean = [np.nan_to_num(s.astype(np.float64), nan=-_HUGE, posinf=_HUGE, neginf=-_HUGE) for s in scores]
     barren: set[Index] = set()

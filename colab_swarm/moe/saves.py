@@ -309,10 +309,7 @@ def cut(uid: str, step: int, frozen: FrozenState) -> SavedExpert:
 
 
 def thaw(saved: SavedExpert) -> Any:
-    """Return the saved state; its tensors are views of the blob.
-
-    Raises StateError: the manifest is inconsistent, or values are not finite.
-    """
+    """Return the saved state; its tensors are views of the blob. Raises StateError: inconsistent, or not finite."""
     manifest, blob = saved.manifest, torch.from_numpy(saved.blob)
     if any(place.kind not in KINDS or min(place.shape, default=0) < 0 for place in manifest.tensors):
         raise StateError(f"the saved {manifest.uid} has a tensor of an unknown kind")

@@ -80,8 +80,7 @@ SUFFIX, PARTIAL = ".subset", ".partial"
 class SubsetCache:
     """Subsets of data on disk, ``max_bytes`` together; ``hits`` and ``misses`` count calls of `get`.
 
-    A file is named by its SHA-256 in hex, which is checked at each read; a garbled file is deleted.
-    Its modification time says when it was last used. Several volunteers may share the folder.
+    A file is named by its SHA-256, which is checked at each read. Several volunteers may share the folder.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:

@@ -78,7 +78,7 @@ IDLE_S, FAREWELL_S, LONGEST_PAUSE_S = 0.05, 30.0, 60.0
 
 
 class Validator:
-    """Check results one by one; the dispatcher compares replicas. ``plan``: of the job."""
+    """Check results one by one; the dispatcher compares replicas."""
 
     def __init__(self, plan: WorkPlan) -> None:
         self._max_change = plan.max_change

@@ -425,11 +425,10 @@ class VolunteerRow:
 
 @dataclass(frozen=True)
 class UnitMark:
-    """One unit of the epoch.
+    """One unit of the epoch: ``waiting``, in ``training``, ``queued`` for a parameter server or ``assimilated``.
 
-    ``state`` is ``waiting``, ``training``, ``queued`` (for a parameter server) or ``assimilated``;
-    or the unit waits again because its last ``volunteer`` was ``late`` or its result ``rejected``.
-    ``staleness``: results assimilated while it was trained.
+    Or it waits again because its last ``volunteer`` was ``late`` or its result ``rejected``. ``staleness``: results
+    assimilated while it was trained.
     """
 
     state: str

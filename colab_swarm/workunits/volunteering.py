@@ -66,10 +66,7 @@ _volunteers: set[Volunteer] = set()
 
 @dataclass(frozen=True)
 class VolunteerSettings:
-    """Settings of a volunteer: its folder for data and units in hand, and how many units it trains at a time.
-
-    It saves units every ``save_s``, keeps ``cache_bytes`` of data, and pauses while ``gate`` is closed.
-    """
+    """A volunteer's folder, the units it trains at a time, the interval of their saves, and the most data on disk."""
 
     folder: Path
     units: int = 1

@@ -112,10 +112,9 @@ def piece_of(header: str) -> tuple[int, int, int]:
 
 
 class UploadBuffer:
-    """One file per upload in ``folder``; a complete one has ``size_bytes``.
+    """One file per upload in ``folder``; a complete one has ``size_bytes``, and exists only while it is checked.
 
-    A complete file exists only while its result is checked. One found at the start was cut short by
-    the death of the process and is deleted, so the volunteer sends it again.
+    One found at the start was cut short by the death of the process and is deleted: the volunteer sends it again.
     """
 
     def __init__(self, folder: Path, *, size_bytes: int) -> None:
