@@ -192,10 +192,7 @@ class ExpertHosting:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Host the requested experts, as far as their names are vacant, and keep them until `stop`.
-
-        Raises Exception: raised by ``plan.make``.
-        """
+        """Host the requested experts, as far as their names are vacant, until `stop`; raise errors of ``plan.make``."""
         plan = self.plan
         await self._resources.replicas.start()
         self._repeat(self._directory.settings.ttl_s / ANNOUNCEMENTS, self._announce)  # claims, too

@@ -352,7 +352,6 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
                 wait_s = backoff.failed(getattr(error, "asked_s", 0.0))
                 said = str(error) or type(error).__name__
                 self.trouble = f"coordinator unreachable ({said}), trying again in {wait_s:.0f} s"
-                logger.debug("%s: %s", self.url, self.trouble)
                 await asyncio.sleep(wait_s)
             else:
                 self.trouble = ""

@@ -125,9 +125,6 @@ class Desk:
         finished: set when the job is done.
     """
 
-    dispatcher: Dispatcher
-    card: JobCard
-
     def __init__(self, job: Job, store: ParameterStore, folder: Path, clock: Callable[[], float]) -> None:
         self.job, self.store, self.folder, self._clock = job, store, folder, clock
         self.schema, self._validator = Schema.of(job.first_model()), Validator(job.plan)

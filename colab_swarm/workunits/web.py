@@ -8,7 +8,6 @@ are looked up in the job's card, uploads by a pattern.
 from __future__ import annotations
 
 import asyncio
-import logging
 import mmap
 import re
 import time
@@ -40,7 +39,6 @@ from colab_swarm.workunits.messages import (
 )
 from colab_swarm.workunits.state import JobStatus, Unit, render_prometheus
 
-logger = logging.getLogger(__name__)
 M = TypeVar("M", AskForUnits, GiveBack)
 NUMBER = "(0|[1-9][0-9]{0,17})"
 RANGE = re.compile(rf"bytes={NUMBER}-{NUMBER}?")
@@ -236,8 +234,7 @@ class CoordinatorServer:
             if error.received is None:
                 return _refusal(STATUSES[error.problem.code], error.problem)
             return _refusal(409, error.problem, {"Received": str(error.received)})
-        except StoreError as error:
-            logger.debug("a request waits for the store: %s", error)
+        except StoreError:
             text = "the coordinator's store does not answer: try again in a few seconds"
             return _refusal(503, Problem("busy", text), {"Retry-After": str(BROKEN_S)})
         except web.HTTPException as error:
