@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +18,11 @@ from torch import nn
 
 from colab_swarm.errors import StoreError
 from colab_swarm.events import EventLog
-from colab_swarm.invite import Access
+from colab_swarm.invite import Access, Invite
 from colab_swarm.net.addresses import host_of, is_local, reachable_addresses
 from colab_swarm.net.identity import Identity
+from colab_swarm.net.membership import Grant
+from colab_swarm.net.peers import Peers, Role
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings, settings_of
 from colab_swarm.notebook.coordinator_view import draw, summary
 from colab_swarm.notebook.invitation import Invitation
@@ -27,6 +30,7 @@ from colab_swarm.notebook.panel import Panel, Views
 from colab_swarm.notebook.platforms import require_terms
 from colab_swarm.runtime import Runtime
 from colab_swarm.trust.access import RunAccess
+from colab_swarm.trust.authority import AuthoritySettings
 from colab_swarm.workunits.desk import (
     Desk,
     ProcessWorker,
@@ -137,7 +141,7 @@ class Coordinator(Desk, contextlib.AbstractContextManager["Coordinator"]):
         """
         if self._access.invitation is not None:
             return shown(WorkLink(self.url, self._access.invitation))
-        return shown(WorkLink.issue(self.url, self._access, self._token.identity, hours=hours))
+        return shown(issue(self.url, self._access, self._token.identity, hours=hours))
 
     def snapshot(self) -> JobStatus:
         """Return the job's progress."""
@@ -294,6 +298,17 @@ class Coordinator(Desk, contextlib.AbstractContextManager["Coordinator"]):
             fault=self.fault,
             overview=self.dispatcher.overview(now=now),
         )
+
+
+def issue(url: str, entrance: RunAccess, identity: Identity | Peers, *, hours: float) -> WorkLink:
+    """Issue a link as the authority of the run, valid for ``hours``."""
+    until = time.time() + 3600 * hours
+    if entrance.closed is None:
+        return WorkLink(url, Invite(entrance.run_id, (), until))
+    secret = os.urandom(32)
+    key, member_until = Identity(secret).public_key, until + AuthoritySettings.member_s
+    grant = Grant(entrance.run_id, Role.WORKER, key, until, member_until).signed(identity.sign)
+    return WorkLink(url, Invite.issue(grant, secret, (), access="invite", authority=identity.public_key))
 
 
 def shown(link: WorkLink) -> Invitation:

@@ -31,7 +31,6 @@ from colab_swarm.invite import PROJECT_URL, Invite
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import (
     MAX_MEMBERSHIP_BYTES,
-    Grant,
     Key,
     Membership,
     MembershipAdmission,
@@ -39,8 +38,6 @@ from colab_swarm.net.membership import (
     Signed,
 )
 from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Peers, Role
-from colab_swarm.trust.access import RunAccess
-from colab_swarm.trust.authority import AuthoritySettings
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 MAX_CODE_CHARACTERS = 1 << 20
@@ -270,17 +267,6 @@ class WorkLink:
 
     url: str
     invite: Invite
-
-    @classmethod
-    def issue(cls, url: str, entrance: RunAccess, identity: Identity | Peers, *, hours: float) -> WorkLink:
-        """Issue a link as the authority of the run, valid for ``hours``."""
-        until = time.time() + 3600 * hours
-        if entrance.closed is None:
-            return cls(url, Invite(entrance.run_id, (), until))
-        secret = os.urandom(32)
-        key, member_until = Identity(secret).public_key, until + AuthoritySettings.member_s
-        grant = Grant(entrance.run_id, Role.WORKER, key, until, member_until).signed(identity.sign)
-        return cls(url, Invite.issue(grant, secret, (), access="invite", authority=identity.public_key))
 
     @classmethod
     def parse(cls, text: str) -> WorkLink:
