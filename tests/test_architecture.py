@@ -17,7 +17,14 @@ LAYERS = [
     {"recipes"},
     {"sim"},
     {"notebook"},  # views are functions of a snapshot, so a swarm can hand out its panel
-    {"swarm", "workunits.coordinator", "workunits.volunteering", "workunits.resume", "workunits.preemption"},
+    {
+        "swarm",
+        "workunits.coordinator",
+        "workunits.volunteering",
+        "workunits.web",
+        "workunits.client",
+        "workunits.preemption",
+    },
     {"backbone", "workunits.__init__"},
     {"cli", "bench", "__init__"},
 ]

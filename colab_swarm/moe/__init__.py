@@ -1,7 +1,5 @@
 """Decentralized mixture of experts (Learning@home): peers host experts, trainers find and call them.
 
-## The problem
-
 A layer larger than any machine is spread over many. Peers with a GPU or idle cores host some of its *experts*. For each
 input a trainer finds the best live experts, across slow links and without a central list.
 
@@ -23,10 +21,8 @@ input a trainer finds the best live experts, across slow links and without a cen
 | `ForwardExpert`, `BackwardExpert` | stream | expert, samples, shape, codec; tensors follow in parts |
 | `Part(busy_s)` | stream | values of a tensor; or: busy, call again in so many seconds |
 | `RecordRow`, `GridBranch` | DHT, signed by the host | experts in a row, addresses; indices that lead to experts |
-| `KeepSave`, `LackedChunks`, `SaveChunk`, `SaveKept`, `SettleSave` | stream | storing a save at another peer |
+| `KeepSave`, `LackedChunks`, `SaveChunk`, `SaveKept` | stream | storing a save at another peer |
 | `FetchSave`; `HolderRecord`, `SaveRecord`, `SavedIndices` | stream; DHT | finding and fetching saves |
-
-A call is one stream. The trainer keeps its end open until the answer arrives; a broken stream cancels the call.
 
 ## States
 
@@ -43,23 +39,12 @@ A call is one stream. The trainer keeps its end open until the answer arrives; a
 - **Staleness.** An expert steps at once on each backward call; gradients are stale by the calls in between.
 - **Saves** are on the host's disk and at two other peers, in chunks named by their hash: only changes are sent.
 
-## Times
-
-| what | value |
-|---|---|
-| life of an announcement | 60 s |
-| life of a cached look-up; of an empty one | 30 s; 3 s |
-| wait for answers beyond `k_min` (`grace_s`) | 5 s |
-| longest call at the host | 60 s |
-| between two saves; between two checks for dead hosts | 60 s; 20 s |
-| life of a save that is not renewed | a day |
-
 ## Failures
 
 An expert that is late, silent or answers invalid values is left out, and the weights of the others are renormalised. A
 sample without an answer is tried once more with other experts, then passes unchanged (the experts that ship are
-residual). In backward a failed expert counts as zero gradient for its part. If no expert of the grid is live,
-`NoExpertsError` says how many this peer ever saw, and when. A host that dies loses the steps since its last save.
+residual). In backward a failed expert counts as zero gradient for its part. If no expert of the grid is live, the layer
+raises `NoExpertsError`. A host that dies loses the steps since its last save.
 
 **Security.** Messages and saves come from strangers: shapes, sizes and hashes are checked, nothing is pickled. A host
 could send wrong finite values: `reject_outliers=5` drops answers far from the median of three or more. A host can read
@@ -76,9 +61,8 @@ its inputs: do not send it secrets.
     trainer.fit(batches)                                                             # many batches in flight
 
 Add `0.01 * layer.balance_loss` to your loss to spread the work over the experts. Use autocast with bfloat16 and no
-`GradScaler`: experts step on the gradients they receive. Avoid dropout and `BatchNorm` in experts: each call is
-computed twice, at forward and at backward. In a shell: `colab-swarm experts INVITATION ffn --grid 16x16 --dim 512`.
-Tutorials 05 and 06 show both sides; `swarm.experts_panel` shows who hosts which expert and how much each is used.
+`GradScaler`: experts step on the gradients they receive. Avoid dropout and `BatchNorm` in experts. Tutorials 05 and 06
+show both sides. In a shell: `colab-swarm experts INVITATION ffn --grid 16x16 --dim 512`.
 
 ## Paper and modules
 

@@ -75,14 +75,9 @@ class ExpertCalls:
     A busy expert is called again after the delay that its host requests. Each outcome is reported to the directory.
 
     Args:
-        peers: this peer's network.
-        directory: finds experts, and excludes those that fail.
         runtime: runs coroutines for layers, which wait for the result.
-        codec: compression of activations and gradients, both ways.
+        codec: compression of activations and gradients, both ways; ValueError if there is none of this name.
         timeout_s: for finding experts, and again for calling one, dialling and retries included.
-
-    Raises:
-        ValueError: the codec does not exist.
     """
 
     def __init__(
@@ -105,16 +100,14 @@ class ExpertCalls:
     async def forward(self, info: ExpertInfo, inputs: Floats) -> Floats:
         """Return the expert's outputs for ``inputs`` (n, *shape).
 
-        Raises:
-            ExpertError: the expert did not answer in time, or not with finite values of this shape.
+        Raises ExpertError: the expert did not answer in time, or not with finite values of this shape.
         """
         return await self._call(ForwardExpert, info, [inputs])
 
     async def backward(self, info: ExpertInfo, inputs: Floats, grads: Floats) -> Floats:
         """Return the gradient w.r.t. ``inputs``, given that w.r.t. the outputs; the expert takes an optimizer step.
 
-        Raises:
-            ExpertError: as `forward`. It is then unknown whether the expert learned.
+        Raises ExpertError: as `forward`. It is then unknown whether the expert learned.
         """
         return await self._call(BackwardExpert, info, [inputs, grads])
 
@@ -139,8 +132,7 @@ class ExpertCalls:
     async def attempt(self, kind: type[CallExpert], info: ExpertInfo, tensors: Sequence[Floats]) -> Floats:
         """Call an expert once, without a timeout for the answer and without a report to the directory.
 
-        Raises:
-            ExpertError: as `forward`; with ``retry_s`` if the expert or the link is busy.
+        Raises ExpertError: as `forward`; with ``retry_s`` if the expert or the link is busy.
         """
         inputs = tensors[0]
         opening = kind(info.uid, len(inputs), inputs.shape[1:], self._codec.name)
@@ -218,13 +210,7 @@ async def wait_for_answers(
 ) -> set[asyncio.Task[Floats]]:
     """Wait until every sample has the answers it needs or cannot get them, then ``grace_s`` for the others.
 
-    Args:
-        tasks: one call per group; each ends by itself after its timeout.
-        needed: answers that each sample of the batch needs, B.
-        grace_s: seconds.
-
-    Returns:
-        The calls that have not ended.
+    ``tasks`` are one call per group, ``needed`` (B) the answers that each sample needs. Returns the open ones.
     """
     open_calls, missing = np.zeros_like(needed), needed.copy()
     for one in tasks.values():

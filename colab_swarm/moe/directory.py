@@ -1,9 +1,8 @@
 """Directory of live experts: hosts announce theirs, trainers look them up.
 
-See `colab_swarm.moe.grid` for the records in the DHT and the beam search. Look-ups are
-cached for `DirectorySettings.cache_s`, never beyond the expiry of a record; an empty prefix is read again soon. Only
-the remaining life of a record counts, on this peer's monotonic clock, so wrong clocks do no harm. The one exception is
-the order of two claims, which follows their hosts' clocks.
+See `colab_swarm.moe.grid` for the records in the DHT and the beam search. Look-ups are cached for
+`DirectorySettings.cache_s`, never beyond the expiry of a record; an empty prefix is read again soon. Only the remaining
+life of a record counts, on this peer's monotonic clock; but the order of two claims follows their hosts' clocks.
 """
 
 from __future__ import annotations
@@ -59,9 +58,8 @@ MAX_ROWS = 4096  # rows that a search for vacant places reads
 class Cache(Generic[K, V]):
     """Values by key, each valid for a limited time.
 
-    Args:
-        load: ``await load(key, old, fresh)`` reads a key; returns its value and for how many seconds it is valid.
-            ``old`` is the cached value, or None; ``fresh`` is as in `get`.
+    ``await load(key, old, fresh)`` reads a key and returns its value and for how many seconds that is valid. ``old`` is
+    the cached value, or None; ``fresh`` is as in `get`.
     """
 
     def __init__(self, load: Callable[[K, V | None, bool], Awaitable[tuple[V, float]]]) -> None:
@@ -104,23 +102,22 @@ class Cache(Generic[K, V]):
     def _begin(self, key: K, *, fresh: bool = False) -> asyncio.Task[V]:
         if fresh or key not in self._loads:
             self.loads += 1
-            load = self._loads[key] = self._loop.create_task(self._read(key, fresh))
-            load.add_done_callback(lambda done: self._ended(key, done))
+            self._loads[key] = self._loop.create_task(self._read(key, fresh))
         return self._loads[key]
 
     async def _read(self, key: K, fresh: bool) -> V:
         old = self._entries.get(key)
-        value, valid_s = await self._load(key, old[0] if old else None, fresh)
+        try:
+            value, valid_s = await self._load(key, old[0] if old else None, fresh)
+        finally:
+            if self._loads.get(key) is asyncio.current_task():
+                del self._loads[key]
         now = self._loop.time()
         self._entries.pop(key, None)
         self._entries[key] = value, now + valid_s / 2, now + valid_s
         if len(self._entries) > MAX_ENTRIES:
             del self._entries[next(iter(self._entries))]
         return value
-
-    def _ended(self, key: K, load: asyncio.Task[V]) -> None:
-        if self._loads.get(key) is load:
-            del self._loads[key]
 
 
 @dataclass(frozen=True)
@@ -145,9 +142,6 @@ class Directory:
         self._cache: Cache[tuple[Grid, Index], Listing] = Cache(self._read)
         self._mine: dict[Grid, dict[Index, ExpertPlace]] = {}
         self._published: set[str] = set()  # keys under which a record of ours is
-        self._seen: dict[
-            Grid, tuple[set[str], float]
-        ] = {}  # all experts since the start; the last, swarm time
 
     async def close(self) -> None:
         """Cancel all running look-ups."""
@@ -326,19 +320,10 @@ class Directory:
         infos = self._infos(grid, set(itertools.chain(*found)), shelves)
         chosen = [[infos[index] for index in sample if index in infos] for sample in found]
         if chosen and not any(chosen):
-            raise self._none_live(grid)
-        return chosen
-
-    def _none_live(self, grid: Grid) -> NoExpertsError:
-        if grid not in self._seen:
-            return NoExpertsError(
-                f"no expert of {grid} is live, and this peer never saw one: host some, or check the prefix"
+            raise NoExpertsError(
+                f"no expert of {grid} can be called: host some, check the prefix, or wait for their hosts"
             )
-        uids, at = self._seen[grid]
-        past = f"this peer saw {len(uids)}, the last {self._peers.time() - at:.0f} s ago"
-        return NoExpertsError(
-            f"no expert of {grid} can be called: {past}; host some, or wait for their hosts"
-        )
+        return chosen
 
     async def _search(
         self, grid: Grid, scores: Sequence[Floats], k: int
@@ -420,7 +405,4 @@ class Directory:
         by_host = {} if old is None else old.remaining(now)
         by_host |= holdings(grid, shelf, found, now=now, swarm_time=swarm_time)
         listing = Listing(by_host)
-        alive = listing.served()
-        if alive and is_row(grid, shelf):
-            self._seen[grid] = self._seen.get(grid, (set(), 0.0))[0] | alive, swarm_time
-        return listing, self.settings.cache_s if alive else self.settings.absent_s
+        return listing, self.settings.cache_s if listing.served() else self.settings.absent_s

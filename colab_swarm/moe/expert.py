@@ -7,16 +7,14 @@ several callers is one step, on the sum of their gradients.
 The module runs in the mode in which you pass it. Avoid `BatchNorm` and dropout: batch statistics in training mode are
 those of all merged calls, and dropout draws another mask at backward than at forward. Experts that ship use neither.
 
-Memory. Each expert keeps its parameters, buffers and optimizer state. One batch computes at a time, so these are needed
-once: one expert's gradients, a copy of its state while it is saved, and the activations of the largest batch. They are
-measured on one expert that is built and takes one step.
+Memory. Each expert keeps its parameters, buffers and optimizer state. Needed once: one expert's gradients, a copy of
+its state while it is saved, and the activations of the largest batch. They are measured on one expert's first step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -150,16 +148,14 @@ class Expert:
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the outputs for ``inputs`` (n, *shape), on the CPU; nothing changes, not even buffers.
 
-        Raises:
-            ValueError: the outputs have another shape or type.
+        Raises ValueError: the outputs have another shape or type.
         """
         return _to_cpu(self._call(inputs.to(self._device))[0])
 
     def backward(self, inputs: Tensor, grads: Tensor) -> Tensor:
         """Take one step, given the loss's gradient w.r.t. the outputs; return that w.r.t. ``inputs``, on the CPU.
 
-        Raises:
-            FloatingPointError: a gradient is not finite; nothing was changed.
+        Raises FloatingPointError: a gradient is not finite; nothing was changed.
         """
         inputs = inputs.detach().to(self._device).requires_grad_()
         try:
@@ -192,8 +188,7 @@ class Expert:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the `state_dict` of an expert of the same kind.
 
-        Raises:
-            StateError: it is of another kind; this expert may be half changed: do not use it.
+        Raises StateError: it is of another kind; this expert may be half changed: do not use it.
         """
         try:
             self._module.load_state_dict(state["module"])
@@ -315,12 +310,7 @@ def free_bytes() -> int:
         folder = Path("/sys/fs/cgroup")
         limit, used = ((folder / name).read_text() for name in ("memory.max", "memory.current"))
         found.append(max(0, int(limit) - int(used)))
-    if not found:
-        try:
-            found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2]
-        except (AttributeError, ValueError, OSError):  # Windows
-            found = [UNKNOWN_FREE_BYTES]
-    return min(found)
+    return min(found, default=UNKNOWN_FREE_BYTES)
 
 
 def _mb(size_bytes: int) -> str:

@@ -11,10 +11,9 @@ named after its first row.
 To claim a vacant place, a peer announces it with the step `CLAIMED`. If several hosts announce one place, it belongs to
 the first claim; see `Holding.claim`.
 
-Search. It is SelectExperts of Learning@home (section 3.1, Algorithm 1) for a whole batch. It is optimistic: below a
-prefix that has not been looked up, everything counts as live. It runs through all dimensions on that guess and returns
-the unknown prefixes it met. The caller looks them all up at once and searches again, until none is unknown. In a
-well-filled grid the first guess is right, and all look-ups of a search are one wait instead of one per dimension.
+Search. It is SelectExperts of Learning@home (section 3.1, Algorithm 1) for a whole batch. Below a prefix that has not
+been looked up, everything counts as live. The search returns the unknown prefixes it met; the caller looks them all up
+at once and searches again, until none is unknown. In a well-filled grid all look-ups of a search are one wait.
 
 Axis letters: N samples, B prefixes in a sample's beam, M indices of a dimension, U different prefixes.
 """
@@ -51,6 +50,7 @@ _NONE = -1  # stands for no prefix where a beam is not full
 _PREFIX = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z_-][A-Za-z0-9_-]*)*")
 PAGE = 256  # places, or next indices, that share a key
 MAX_ADDRESS_CHARS = 256  # of all addresses in a row's record: 256 hosts must fit under one key
+FIRST_BAN_S, LONGEST_BAN_S = 5.0, 300.0
 CLAIMED = -1  # the step of a place that its host does not serve yet
 
 NextIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SIDE)]
@@ -142,27 +142,15 @@ class ExpertInfo:
     step: int  # optimizer steps in its weights at its host's last announcement
     expires_at: float  # when that announcement expires, swarm time, seconds
 
-    @property
-    def peer(self) -> PeerId:
-        """The host's id."""
-        return self.host.id
-
 
 class Bans:
     """Excludes experts, each by name and host, that failed. Pure; ``now`` is monotonic seconds.
 
-    A ban is twice as long after each failure in a row.
-
-    Args:
-        first_s: length of the first ban.
-        longest_s: longest ban; without a failure for as long after a ban, the count restarts.
-
-    Attributes:
-        version: changes with each ban that begins or is lifted.
+    A ban is twice as long after each failure in a row; without one for `LONGEST_BAN_S` after it, the count restarts.
+    ``version`` changes with each ban that begins or is lifted.
     """
 
-    def __init__(self, first_s: float = 5.0, longest_s: float = 300.0) -> None:
-        self._first_s, self._longest_s = first_s, longest_s
+    def __init__(self) -> None:
         self._records: dict[tuple[str, bytes], tuple[int, float]] = {}  # failures in a row, end of the ban
         self.version = 0
 
@@ -172,12 +160,12 @@ class Bans:
         Calls that were open when a host died all fail: they count once.
         """
         self._records = {
-            k: (n, until) for k, (n, until) in self._records.items() if now < until + self._longest_s
+            k: (n, until) for k, (n, until) in self._records.items() if now < until + LONGEST_BAN_S
         }
         failures, until = self._records.get(key, (0, -math.inf))
         if now < until:
             return None
-        seconds = min(self._longest_s, self._first_s * 2.0**failures)
+        seconds = min(LONGEST_BAN_S, FIRST_BAN_S * 2.0**failures)
         self._records[key] = min(failures + 1, 64), now + seconds
         self.version += 1
         return seconds
@@ -385,8 +373,7 @@ def beam_search(
         children: returns the live next indices of a prefix as a mask (M,), read-only; None: not looked up yet.
 
     Returns:
-        For each sample its experts, best first, fewer if fewer are live; and the prefixes to look up before this result
-        is valid.
+        For each sample its experts, best first; and the prefixes to look up before this result is valid.
     """
     clean = [np.nan_to_num(s.astype(np.float64), nan=-_HUGE, posinf=_HUGE, neginf=-_HUGE) for s in scores]
     barren: set[Index] = set()

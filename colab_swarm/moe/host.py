@@ -23,7 +23,6 @@ from torch import nn
 
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import ExpertHosted, ExpertLost, Fault
-from colab_swarm.markup import facts, size
 from colab_swarm.moe.calls import ExpertCalls
 from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.expert import (
@@ -49,6 +48,7 @@ T = TypeVar("T")
 ADAM = ExpertRule(partial(torch.optim.Adam, lr=1e-3), max_grad_norm=1.0)  # how experts learn by default
 LIMITS = BatchLimits()
 FILLED = 0.75  # share of the experts that fit to host at first; the rest is for experts of dead hosts
+FAREWELL_S = 60.0  # to send the last saves to other peers when a host stops
 ANNOUNCEMENTS = 3  # in the life of a record
 REST = 3  # upkeep that took long pauses this many times as long, to leave a slow uplink to calls
 
@@ -59,7 +59,7 @@ class HostOptions(TypedDict, total=False):
     Attributes:
         folder: stores saves; with the same folder a later session continues from them. Without it, only the copies at
             other peers survive this process.
-        copies, spare, save_s, takeover_s, farewell_s: see `HostPlan`.
+        copies, spare, save_s, takeover_s: see `HostPlan`.
     """
 
     folder: str | Path
@@ -67,7 +67,6 @@ class HostOptions(TypedDict, total=False):
     spare: int
     save_s: float
     takeover_s: float
-    farewell_s: float
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,6 @@ class HostPlan:
         spare: experts of dead hosts to take over beyond ``count``, if memory allows.
         save_s: between two saves.
         takeover_s: between two checks for experts whose hosts died.
-        farewell_s: longest time to send the last saves to other peers when the host stops.
     """
 
     grid: Grid
@@ -103,14 +101,13 @@ class HostPlan:
     spare: int = 4
     save_s: float = 60.0
     takeover_s: float = 20.0
-    farewell_s: float = 60.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.copies <= MAX_HOLDERS or self.spare < 0:
             raise ValueError(
                 f"copies={self.copies}, spare={self.spare}: give 0 to {MAX_HOLDERS}, and 0 or more"
             )
-        if (shortest := min(self.save_s, self.takeover_s, self.farewell_s)) <= 0:
+        if (shortest := min(self.save_s, self.takeover_s)) <= 0:
             raise ValueError(f"{shortest:g} s: the times of a host must be above 0")
 
 
@@ -125,17 +122,9 @@ def plan_host(
 ) -> HostPlan:
     """Build one expert, let it take a step, and compute how many this device can host.
 
-    Args:
-        grid: contains their names.
-        make_expert: returns a module that maps (n, *sample) to the same shape.
-        sample: shape of one sample; -1: any length; None: the module's attribute ``sample``.
-        rule: how each learns.
-        count: how many, or the names of exactly these; None: three quarters of those that fit in the free memory.
-        settings: ``copies``, ``spare`` and times, see `HostPlan`.
-
-    Raises:
-        ValueError: the module cannot be an expert, none fits, or ``count`` is not usable.
-        TypeError: the optimizer's state cannot be saved.
+    ``sample`` is the shape of one sample (-1: any length; None: the module's attribute ``sample``), ``count`` how many,
+    or the names of exactly these (None: three quarters of those that fit in the free memory). Raises ValueError if the
+    module cannot be an expert, none fits, or ``count`` is not usable; TypeError if its state cannot be saved.
     """
     uids = _names(grid, count)
     shape = _sample_of(make_expert) if sample is None else tuple(sample)
@@ -176,7 +165,7 @@ def _sample_of(make_expert: Callable[[], nn.Module]) -> tuple[int, ...]:
 
 
 class HostResources:
-    """Resources that all hosts of one peer share: the accelerator, and ``folder``, used by one process only."""
+    """What all hosts of one peer share: the accelerator, and ``folder``, used by one process only."""
 
     def __init__(self, services: ExpertServices, directory: Directory, folder: Path) -> None:
         self.services, self.directory, self.folder = services, directory, folder
@@ -191,12 +180,7 @@ class HostResources:
 
 
 class ExpertHosting:
-    """The experts of one kind on this peer; made and used on the event loop.
-
-    Attributes:
-        experts: those hosted now, by uid.
-        saves: saves them, and finds saves of others.
-    """
+    """The experts of one kind on this peer, by uid, and their saves; made and used on the event loop."""
 
     def __init__(self, resources: HostResources, plan: HostPlan) -> None:
         self.experts: dict[str, Expert] = {}
@@ -208,11 +192,7 @@ class ExpertHosting:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Host the requested experts, as far as their names are vacant, and keep them until `stop`.
-
-        Raises:
-            Exception: raised by ``plan.make``.
-        """
+        """Host the requested experts, as far as their names are vacant, until `stop`; raise errors of ``plan.make``."""
         plan = self.plan
         await self._resources.replicas.start()
         self._repeat(self._directory.settings.ttl_s / ANNOUNCEMENTS, self._announce)  # claims, too
@@ -235,7 +215,7 @@ class ExpertHosting:
         try:
             for expert in self.experts.values():  # to this disk first, which is quick
                 await self._save(expert)
-            async with asyncio.timeout(self.plan.farewell_s):
+            async with asyncio.timeout(FAREWELL_S):
                 await self.save()
         except (PeerError, StateError, TimeoutError) as error:
             logger.warning("not all experts were saved: %s", str(error) or "other peers took too long")
@@ -291,7 +271,7 @@ class ExpertHosting:
                 continue
             taken_over = owner != me
             if not taken_over:
-                self.saves.adopt(uid, place)
+                self.saves.safe[uid] = place  # published until a newer one is safe
             break
         else:
             expert = await self._server.device.run(lambda: self._build(uid))
@@ -463,16 +443,6 @@ class ExpertHost:
         count = f"{len(snapshot.experts)} of {self._hosting.plan.count} experts"
         return f"ExpertHost({snapshot.grid}, {count}, {steps:,} steps)"
 
-    def _repr_html_(self) -> str:
-        snapshot = self.snapshot()
-        entries = {"kept for others": size(snapshot.kept_bytes)}
-        entries |= {"fault of the last save": snapshot.fault} if snapshot.fault else {}
-        rows = []
-        for one in snapshot.experts:
-            saved = "not yet" if one.saved_step is None else f"{one.saved_step:,}"
-            rows.append((one.uid, f"{one.step:,}", saved, str(one.copies)))
-        return facts(repr(self), entries, ("expert", "step", "saved at step", "copies elsewhere"), rows)
-
 
 async def _on_loop(make: Callable[[], T]) -> T:
     return make()
@@ -481,9 +451,7 @@ async def _on_loop(make: Callable[[], T]) -> T:
 class SwarmExperts:
     """A swarm's experts: one directory, at most one host per prefix, and all layers and panels.
 
-    Args:
-        runtime, services: of the peer.
-        show: makes a panel from a function that takes a snapshot, its button's action, and whether that stops a host.
+    ``show`` makes a panel from a function that takes a snapshot, its button's action, and whether that stops a host.
     """
 
     def __init__(

@@ -52,9 +52,7 @@ class Gating(nn.Module):
 
     Each dimension of the grid has one linear map (Learning@home, section 3.2).
 
-    Args:
-        dim: values of a sample.
-        sides: number of indices of each dimension of the grid.
+    ``dim`` is the number of values of a sample, ``sides`` are the numbers of indices of the grid's dimensions.
     """
 
     def __init__(self, dim: int, sides: Sequence[int]) -> None:
@@ -81,14 +79,9 @@ def mixing_weights(priorities_BK: Tensor, answered_BK: Tensor) -> Tensor:
 
 
 def balance_loss(importance_E: Tensor, idle: int) -> Tensor:
-    """Return the squared coefficient of variation of the experts' importance (Shazeer et al. 2017, eq. 6-7).
+    """Return the squared coefficient of variation of the experts' importance (Shazeer et al. 2017, eq. 6-7), >= 0.
 
-    Args:
-        importance_E: of the experts that took part: the sum of their weights over the batch.
-        idle: number of other known experts, whose importance is 0.
-
-    Returns:
-        A scalar >= 0; 0 if all are equally important or none took part.
+    ``importance_E`` are the sums of the weights over the batch; ``idle`` other known experts have none.
     """
     if not len(importance_E):
         return importance_E.sum()
@@ -158,14 +151,7 @@ class RemoteExpert(nn.Module):
     """One expert as a module: forward and backward run on its host, and it learns from each backward.
 
     Maps a tensor (..., *sample shape) to one of the same shape and dtype; float32 inside. It has no local parameters.
-
-    Args:
-        calls: reaches the expert.
-        grid: contains the expert.
-        uid: its name.
-
-    Raises:
-        ValueError: the name is not in the grid.
+    Raises ValueError if ``uid`` is not in the grid.
     """
 
     def __init__(self, calls: ExpertCalls, grid: Grid, uid: str) -> None:
@@ -179,11 +165,7 @@ class RemoteExpert(nn.Module):
         return self.uid
 
     def info(self) -> ExpertInfo:
-        """Return its current host, shape and step.
-
-        Raises:
-            ExpertError: no peer hosts it.
-        """
+        """Return its current host, shape and step. Raises ExpertError: no peer hosts it."""
         calls = self._calls
         found = asyncio.wait_for(calls.directory.find(self.grid, self.uid), calls.timeout_s)
         try:
@@ -276,13 +258,7 @@ class MixtureOfExperts(nn.Module):
 
     Maps a tensor (..., dim), or (..., length, dim) with ``sequences``, to one of the same shape and dtype. Its own
     parameters are those of the gating; experts learn when ``backward()`` runs through it. Deep copies share the
-    connection to the experts and the statistics.
-
-    Args:
-        calls: reaches the experts.
-        grid: contains the experts.
-        dim: size of the last dimension.
-        settings: see there.
+    connection to the experts and the statistics. ``dim`` is the size of the last dimension.
     """
 
     def __init__(
@@ -304,9 +280,7 @@ class MixtureOfExperts(nn.Module):
 
     def _repr_html_(self) -> str:
         counts = {name.replace("_", " "): f"{value:,}" for name, value in asdict(self.statistics()).items()}
-        busiest = sorted(self.utilisation.items(), key=lambda used: -used[1])
-        rows = [(uid, f"{share:.1%}") for uid, share in busiest]
-        return facts(f"MixtureOfExperts({self.extra_repr()})", counts, ("expert", "of the recent work"), rows)
+        return facts(f"MixtureOfExperts({self.extra_repr()})", counts)
 
     @property
     def utilisation(self) -> dict[str, float]:

@@ -2,22 +2,22 @@
 
 Holding. A holder announces itself in the DHT. It receives a save by a stream: first the manifest, to which it answers
 with the chunks it lacks, then those chunks. So a save with few changes costs little, and a save that is there already
-is only renewed. A holder keeps two saves per expert and owner until the owner reports that the newer one is safe. It
-drops saves that were not renewed for a day.
+is only renewed. A holder keeps the newest two saves per expert and owner. It drops saves that were not renewed for a
+day.
 
 Saving. The owner writes the chunks to its disk, sends them to holders, previous ones first, and publishes a signed
-record. Once enough holders have the save, all may drop the one before; until then the record names both. So after the
-loss of the host and all holders but one, only the steps since the last save are lost.
+record. The record names the save, and before it the last one that as many peers hold as should. So after the loss of
+the host and all holders but one, only the steps since the last save are lost.
 
-Finding. Any peer that may write to the DHT may claim a save of any step. So claims are tried from the highest step
-down, chunks count only if they match their hashes, and a save that is incomplete or does not fit is skipped.
+Finding. Any peer may claim a save of any step in the DHT. So claims are tried from the highest step down, and a save
+that is incomplete or does not fit is skipped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -79,13 +79,6 @@ class SaveKept(Message, frozen=True):
     """Confirms that the save is complete here."""
 
 
-class SettleSave(Message, frozen=True):
-    """Reports that the caller's save with this manifest is safe: it needs no other save of the expert."""
-
-    uid: str
-    manifest: bytes
-
-
 class FetchSave(Message, frozen=True):
     """Requests a stream of the chunks with these digests, in this order."""
 
@@ -104,7 +97,7 @@ class SavePlace(Message, frozen=True):
             raise ValueError("record of a save with invalid holders")
 
 
-# an expert's newest save and, until that is safe, the one before; signed, under its owner's subkey
+# an expert's newest save and the last safe one; signed, under its owner's subkey
 SaveRecord = Annotated[tuple[SavePlace, ...], msgspec.Meta(max_length=SAVES_OF_ONE)]
 SavedIndices = tuple[Index, ...]  # the experts of a grid that a peer has saved; signed, under its own subkey
 
@@ -120,7 +113,6 @@ class ReplicaService:
         self._task: asyncio.Task[None] | None = None
         self._peers.serve_stream(KeepSave, self._receive_save, role=Role.WORKER)
         self._peers.serve_stream(FetchSave, self._send_chunks, role=Role.WORKER)
-        self._peers.serve(SettleSave, self._settle, role=Role.WORKER)
 
     async def start(self) -> None:
         """Announce regularly, until `stop`, that this peer keeps saves. Idempotent."""
@@ -140,7 +132,7 @@ class ReplicaService:
         if self._task is not None:
             self._task.cancel()
             self._task = None
-        for kind in (KeepSave, FetchSave, SettleSave):
+        for kind in (KeepSave, FetchSave):
             self._peers.unserve(kind)
 
     async def others(self) -> dict[PeerId, HolderRecord]:
@@ -192,10 +184,6 @@ class ReplicaService:
             await stream.send(SaveChunk(), chunk)
         await stream.end()
 
-    async def _settle(self, owner: PeerId, message: SettleSave) -> SaveKept:
-        self.store.settle(owner, message.uid, message.manifest)
-        return SaveKept()
-
 
 async def _records(services: ExpertServices, key: str, kind: Any) -> dict[bytes, Any]:
     found: dict[bytes, Any] = {}
@@ -219,8 +207,7 @@ async def send_save(
 ) -> int:
     """Send a save to a holder; return how many bytes of chunks it lacked. ``timeout_s`` is per chunk.
 
-    Raises:
-        PeerError: the holder failed or refused.
+    Raises PeerError: the holder failed or refused.
     """
     sent_bytes = 0
     try:
@@ -245,8 +232,7 @@ async def fetch_chunks(
 ) -> dict[bytes, bytes]:
     """Return chunks from a holder, all verified; after a fault of the holder, the ones before it.
 
-    Raises:
-        PeerError: the holder sent none.
+    Raises PeerError: the holder sent none.
     """
     found: dict[bytes, bytes] = {}
     try:
@@ -276,7 +262,7 @@ class ExpertSaves:
     def __init__(self, services: ExpertServices, store: ReplicaStore, *, copies: int) -> None:
         """``copies``: number of holders to use, if there are as many; at most `MAX_HOLDERS`."""
         self.results: dict[str, SaveResult] = {}
-        self._safe: dict[str, SavePlace] = {}  # the last save that is safe
+        self.safe: dict[str, SavePlace] = {}  # the last save that as many peers hold as should
         self._failed_at: dict[PeerId, float] = {}  # swarm time
         self._services, self._peers = services, services.peers
         self._store, self._copies = store, copies
@@ -298,30 +284,15 @@ class ExpertSaves:
         result = SaveResult(step, frozenset(holders), sent_bytes, self._peers.time(), fault)
         contacts = [*map(self._peers.contact_of, sorted(holders))] + [self._peers.contact] * (not fault)
         place = SavePlace(step, digest_of(saved.head), tuple(contacts))
-        former = self._safe.get(uid, place)
-        safe = len(holders) >= min(self._copies, max(len(others), self._others_in(former)))
-        saves = (place,) if safe or former.manifest == place.manifest else (place, former)
+        former = self.safe.get(uid, place)
+        saves = (place,) if former.manifest == place.manifest else (place, former)
         if not (contacts and await self._publish(self._key(uid, "save"), saves)):
             return replace(result, fault=fault or f"no peer stored the record of the save of {uid}")
         self.results[uid] = result
-        if safe or (holders and former is place):
-            self._safe[uid] = place
-        if safe:
-            await self._settle(SettleSave(uid, place.manifest), holders)
+        away = len({contact.id for contact in former.holders} - {self._peers.id})  # they may be back soon
+        if former is place or len(holders) >= min(self._copies, max(len(others), away)):
+            self.safe[uid] = place
         return result
-
-    def _others_in(self, place: SavePlace) -> int:
-        """Count the former holders of a save: those that are away may be back soon."""
-        return len({contact.id for contact in place.holders} - {self._peers.id})
-
-    async def _settle(self, message: SettleSave, holders: Iterable[PeerId]) -> None:
-        self._store.settle(self._peers.id, message.uid, message.manifest)
-        calls = (self._peers.call(peer, message, SaveKept, timeout_s=CHUNK_TIMEOUT_S) for peer in holders)
-        await asyncio.gather(*calls, return_exceptions=True)
-
-    def adopt(self, uid: str, place: SavePlace) -> None:
-        """Keep publishing a save that this peer made earlier, until a newer one is safe."""
-        self._safe[uid] = place
 
     async def write(self, saved: SavedExpert) -> str | None:
         """Save on this disk; return the error text, or None."""
@@ -393,22 +364,24 @@ class ExpertSaves:
     async def fetch(self, uid: str, place: SavePlace, *, limit_bytes: int) -> SavedExpert:
         """Return a save from this disk and its holders, several in parallel; every chunk matches its hash.
 
-        Raises:
-            StateError: the save is not what was claimed, larger than ``limit_bytes``, or incomplete.
+        Raises StateError: the save is not what was claimed, larger than ``limit_bytes``, or incomplete.
         """
         head, holders = await self._probe(uid, place)
         manifest = SaveManifest.decode(head)
         if (manifest.uid, manifest.step) != (uid, place.step) or manifest.size_bytes > limit_bytes:
             raise StateError(f"a save of {uid} is of another expert or step, or larger than the expert")
-        fetch = _Fetch(manifest)
-        batch, fetch.queue = fetch.queue, []
-        await asyncio.to_thread(fetch.take, batch, self._store.get)
-        while fetch.queue and holders:  # the chunks of a lost holder go to the remaining ones
-            alive = await asyncio.gather(*(self._work(fetch, holder) for holder in holders))
+        found = await asyncio.to_thread(self._here, manifest)
+        queue = [digest for digest in dict.fromkeys(manifest.digests) if digest not in found]
+        while queue and holders:  # the chunks of a lost holder go to the remaining ones
+            alive = await asyncio.gather(*(self._work(queue, found, holder) for holder in holders))
             holders = [holder for holder, works in zip(holders, alive, strict=True) if works]
-        if fetch.queue:
-            raise StateError(f"{len(fetch.queue)} chunks of {uid} at step {place.step} were not found")
-        return SavedExpert(manifest, fetch.blob)
+        if queue:
+            raise StateError(f"{len(queue)} chunks of {uid} at step {place.step} were not found")
+        return await asyncio.to_thread(_joined, manifest, found)
+
+    def _here(self, manifest: SaveManifest) -> dict[bytes, bytes]:
+        chunks = ((digest, self._store.get(digest)) for digest in dict.fromkeys(manifest.digests))
+        return {digest: chunk for digest, chunk in chunks if chunk is not None}
 
     async def _probe(self, uid: str, place: SavePlace) -> tuple[bytes, list[PeerId]]:
         """Return the manifest's chunk and the holders that sent it; all are called at once, as dead ones time out."""
@@ -423,16 +396,18 @@ class ExpertSaves:
                 return head, [*found]
         raise StateError(f"none of {len(holders)} holders has {uid} at step {place.step}")
 
-    async def _work(self, fetch: _Fetch, holder: PeerId) -> bool:
-        while batch := fetch.queue[:FETCHED_AT_ONCE]:
-            del fetch.queue[:FETCHED_AT_ONCE]
+    async def _work(self, queue: list[bytes], found: dict[bytes, bytes], holder: PeerId) -> bool:
+        """Move chunks of the queue to ``found`` until it is empty (True), or the holder lacks one."""
+        while batch := queue[:FETCHED_AT_ONCE]:
+            del queue[:FETCHED_AT_ONCE]
             try:
-                found = await fetch_chunks(self._peers, holder, batch)
+                chunks = await fetch_chunks(self._peers, holder, batch)
             except PeerError as error:
                 logger.info("%s", error)
-                found = {}
-            fetch.take(batch, found.get)
-            if len(found) < len(batch):
+                chunks = {}
+            found.update(chunks)
+            if len(chunks) < len(batch):
+                queue += [digest for digest in batch if digest not in chunks]
                 return False
         return True
 
@@ -444,28 +419,11 @@ class ExpertSaves:
         return f"{self._services.run_id}/experts/{name}/{kind}"
 
 
-class _Fetch:
-    """The blob of a save while its chunks arrive; ``queue`` are the chunks that are not requested."""
-
-    def __init__(self, manifest: SaveManifest) -> None:
-        self.blob = np.zeros(manifest.size_bytes, np.uint8)
-        self._spans: dict[bytes, list[slice]] = {}
-        for chunk, digest in enumerate(manifest.digests):
-            self._spans.setdefault(digest, []).append(manifest.span(chunk))
-        self.queue = list(self._spans)
-
-    def take(self, batch: Sequence[bytes], get: Callable[[bytes], bytes | None]) -> None:
-        """Insert the chunks that ``get`` returns, which match their hashes; queue the others again.
-
-        Raises:
-            StateError: a chunk has the wrong length, so the manifest is wrong.
-        """
-        for digest in batch:
-            chunk = get(digest)
-            if chunk is None:
-                self.queue.append(digest)
-                continue
-            for span in self._spans[digest]:
-                if len(chunk) != span.stop - span.start:
-                    raise StateError("a saved expert's manifest is wrong about the length of a chunk")
-                self.blob[span] = np.frombuffer(chunk, np.uint8)
+def _joined(manifest: SaveManifest, found: Mapping[bytes, bytes]) -> SavedExpert:
+    blob = np.zeros(manifest.size_bytes, np.uint8)
+    for place, digest in enumerate(manifest.digests):
+        span, chunk = manifest.span(place), found[digest]
+        if len(chunk) != span.stop - span.start:
+            raise StateError("a saved expert's manifest is wrong about the length of a chunk")
+        blob[span] = np.frombuffer(chunk, np.uint8)
+    return SavedExpert(manifest, blob)

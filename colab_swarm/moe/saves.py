@@ -1,24 +1,24 @@
 """Saves of experts: an expert's state as hashed chunks, and the store of chunks on disk. Never pickle.
 
-Format. The tensors of the state lie in one blob, in order, each at a multiple of 64 bytes. The blob is cut into chunks
-of 256 KiB. A *manifest* names the expert, its step, the chunks, and the layout: the plain part of the state
-(`colab_swarm.tensors.statedict`) and each tensor's type and shape. The manifest is a chunk too: its digest identifies
-the whole save. Chunks and manifests come from strangers: everything is checked before use.
+Format. The tensors of the state lie in one blob, each at a multiple of 64 bytes, and the blob is cut into chunks of
+256 KiB. A *manifest* names the expert, its step, the chunks, the plain part of the state (see `tensors.statedict`) and
+each tensor's type and shape. The manifest is a chunk too: its digest identifies the whole save. All come from
+strangers and are checked before use.
 
-Store. Chunks are named by their BLAKE3 hash. Saves share equal chunks, so an expert with few changes costs little.
-Chunks that belong to no save are deleted. Every read is checked against the hash, so writes are not synced: a chunk
-damaged by a power cut is dropped when it is read, and other replicas replace it.
+Store. Chunks are named by their BLAKE3 hash, so saves share equal ones. Chunks that belong to no save are deleted.
+Every read is checked against the hash, so writes are not synced: a chunk damaged by a power cut is dropped when it is
+read, and other replicas replace it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import os
 import threading
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,7 +38,7 @@ from colab_swarm.tensors.statedict import KINDS, decode_skeleton, encode_skeleto
 
 logger = logging.getLogger(__name__)
 
-SAVES_OF_ONE = 2  # per expert and owner: the new one, and the one before until the new one is safe
+SAVES_OF_ONE = 2  # per expert and owner: the new one may not be in the DHT yet
 CHUNK_BYTES = 1 << 18
 MAX_CHUNKS = 1 << 14
 MAX_STATE_BYTES = MAX_CHUNKS * CHUNK_BYTES
@@ -80,17 +80,15 @@ class ReplicaStore:
         """The quota does not apply to saves owned by ``me``. Only one process may use a folder at a time."""
         self._chunks, self._folder = folder / "chunks", folder / "saves"
         self._me, self._quota_bytes = me, quota_bytes
-        self._coming_bytes = 0
         self._saves: dict[Path, Save] = {}
-        self._holds = Counter[bytes]()  # references to each chunk
+        self._coming: list[tuple[Path, Save]] = []  # their chunks are being put
         for path in self._folder.glob("*.save"):
             try:
-                self._saves[path] = save = msgspec.msgpack.decode(path.read_bytes(), type=Save)
-                self._holds.update(set(save.digests))
+                self._saves[path] = msgspec.msgpack.decode(path.read_bytes(), type=Save)
             except (OSError, *UNDECODABLE) as error:
                 logger.warning("dropped %s, which cannot be read: %s", path, error)
                 _delete(path)
-        needed = {digest.hex() for digest in self._holds}
+        needed = {digest.hex() for digest in self._needed()}
         for path in [*self._chunks.glob("??/*")]:  # partial files of a killed process, too
             if path.name not in needed:
                 _delete(path)
@@ -131,7 +129,9 @@ class ReplicaStore:
     @property
     def room_bytes(self) -> int:
         """Bytes left for other peers' saves."""
-        return max(0, self._quota_bytes - self.kept_bytes - self._coming_bytes)
+        coming = {path: save for path, save in self._coming if save.owner != self._me}
+        new_bytes = sum(save.size_bytes for path, save in coming.items() if path not in self._saves)
+        return max(0, self._quota_bytes - self.kept_bytes - new_bytes)
 
     @contextmanager
     def adding(self, save: Save) -> Iterator[None]:
@@ -140,31 +140,20 @@ class ReplicaStore:
         Raises:
             StateError: there is not enough space, or the disk cannot be written.
         """
-        path, digests = (
-            self._folder / f"{save.manifest.hex()[:32]}-{save.owner.hex()[:16]}.save",
-            set(save.digests),
-        )
+        path = self._folder / f"{save.manifest.hex()[:32]}-{save.owner.hex()[:16]}.save"
         counted = 0 if save.owner == self._me or path in self._saves else save.size_bytes
         if counted > self.room_bytes:
             raise StateError(f"{self.room_bytes:,} bytes are left here, {save.size_bytes:,} are needed")
-        self._coming_bytes += counted
-        self._holds.update(digests)
+        coming = path, save
+        self._coming.append(coming)
         try:
             yield
             write_whole(path, msgspec.msgpack.encode(save))
-            if path not in self._saves:
-                self._holds.update(digests)
             self._saves[path] = save
             self._drop(self._of(save.owner, save.uid)[:-SAVES_OF_ONE])
         finally:
-            self._coming_bytes -= counted
-            self._release(digests)
-
-    def settle(self, owner: bytes, uid: str, manifest: bytes) -> None:
-        """Drop the owner's other saves of the expert, if this one is here."""
-        paths = self._of(owner, uid)
-        if any(self._saves[path].manifest == manifest for path in paths):
-            self._drop(path for path in paths if self._saves[path].manifest != manifest)
+            self._coming.remove(coming)
+            self._sweep(save.digests)
 
     def expire(self, before: float) -> None:
         """Drop saves that were not renewed since ``before``, swarm time in seconds."""
@@ -180,23 +169,24 @@ class ReplicaStore:
         return sorted(found, key=lambda path: self._saves[path].at)
 
     def _drop(self, paths: Iterable[Path]) -> None:
-        for path in paths:
+        dropped = [(path, self._saves.pop(path)) for path in paths]
+        for path, _ in dropped:
             _delete(path)
-            self._release(set(self._saves.pop(path).digests))
+        self._sweep(digest for _, save in dropped for digest in save.digests)
 
-    def _release(self, digests: Collection[bytes]) -> None:
-        self._holds.subtract(digests)
-        for digest in digests:
-            if self._holds[digest] <= 0:
-                del self._holds[digest]
-                _delete(self._chunk(digest))
+    def _needed(self) -> set[bytes]:
+        saves = itertools.chain(self._saves.values(), (save for _, save in self._coming))
+        return {digest for save in saves for digest in save.digests}
+
+    def _sweep(self, digests: Iterable[bytes]) -> None:
+        for digest in set(digests) - self._needed():
+            _delete(self._chunk(digest))
 
 
 def write_whole(path: Path, data: Buffer) -> None:
     """Write a file atomically; create its folder if needed.
 
-    Raises:
-        StateError: the disk is full or cannot be written; no partial file remains.
+    Raises StateError: the disk is full or cannot be written; no partial file remains.
     """
     partial = path.with_name(f"{path.name}.{threading.get_ident()}.partial")
     try:
@@ -287,8 +277,7 @@ def save_of(manifest: SaveManifest, owner: bytes, *, at: float) -> Save:
 def freeze(state: Any) -> FrozenState:
     """Copy a state, so that its expert can continue to learn.
 
-    Raises:
-        TypeError, ValueError: part of the state cannot be saved without pickle, or it is nested too deep.
+    Raises TypeError, ValueError: part of the state cannot be saved without pickle, or it is nested too deep.
     """
     tensors, skeleton = flatten(state)
     places = tuple(
@@ -305,8 +294,7 @@ def freeze(state: Any) -> FrozenState:
 def cut(uid: str, step: int, frozen: FrozenState) -> SavedExpert:
     """Hash a state's chunks (BLAKE3, some GB/s: call it off the loop).
 
-    Raises:
-        StateError: the state is too large to be shared.
+    Raises StateError: the state is too large to be shared.
     """
     skeleton, tensors, blob = frozen
     size_bytes = blob.nbytes
@@ -321,11 +309,7 @@ def cut(uid: str, step: int, frozen: FrozenState) -> SavedExpert:
 
 
 def thaw(saved: SavedExpert) -> Any:
-    """Return the saved state; its tensors are views of the blob.
-
-    Raises:
-        StateError: the manifest is inconsistent, or values are not finite.
-    """
+    """Return the saved state; its tensors are views of the blob. Raises StateError: inconsistent, or not finite."""
     manifest, blob = saved.manifest, torch.from_numpy(saved.blob)
     if any(place.kind not in KINDS or min(place.shape, default=0) < 0 for place in manifest.tensors):
         raise StateError(f"the saved {manifest.uid} has a tensor of an unknown kind")

@@ -4,8 +4,7 @@ The event loop receives and sends parts; its only work that grows with their siz
 checks, joins, computes, cuts and encodes. Between them are `Batching`, under a lock, and one short task for the thread
 per call: it computes the next batch, whichever call that contains, or finds that its own was merged already.
 
-`Batching` is pure. Per `Key` it has a queue of waiting calls, oldest first, and it counts the memory of all calls that
-were admitted and have not left: still being received, waiting, being computed or being answered.
+`Batching` is pure. Per `Key` it has a queue of waiting calls, oldest first, and it counts the memory of all calls.
 
 - Calls of one key may be merged into a batch; forward and backward, or samples of different shapes, never are.
 - The key whose oldest call has waited longest comes first. Merging is oldest first and skips no call. A call with more
@@ -84,8 +83,7 @@ class Call:
     def decode_into(self, tensors: Sequence[Floats]) -> None:
         """Decode the parts and free them.
 
-        Raises:
-            ValueError: a part cannot be decoded or holds values that are not finite.
+        Raises ValueError: a part cannot be decoded or holds values that are not finite.
         """
         parts = iter(self.parts)
         for tensor in tensors:
@@ -128,8 +126,7 @@ class Batching:
     def admit(self, call: Call) -> float | None:
         """Reserve memory for a call; return None, or the seconds to wait before a retry.
 
-        Raises:
-            ValueError: the call is empty, or has more bytes than any batch.
+        Raises ValueError: the call is empty, or has more bytes than any batch.
         """
         limits, caller = self.limits, call.caller
         if call.samples < 1:
@@ -187,11 +184,6 @@ class Batching:
         """Return the number of samples that wait for an expert."""
         return sum(call.samples for key, queue in self._queues.items() if key.uid == uid for call in queue)
 
-    def forget(self, uid: str) -> None:
-        """Drop the measured cost of an expert that was removed."""
-        for backward in (False, True):
-            self._sample_s.pop((uid, backward), None)
-
     def _drop_if_empty(self, key: Key) -> None:
         if not self._queues[key]:
             del self._queues[key]
@@ -203,16 +195,6 @@ class Batching:
             if (call.key.uid, call.key.backward) in self._sample_s
         ]
         return min(max(MIN_RETRY_S, sum(costs)), MAX_RETRY_S) if costs else UNKNOWN_RETRY_S
-
-    def check_invariants(self) -> None:
-        """Assert, in tests, that the sums are right and every waiting call was admitted."""
-        assert self._held_bytes == sum(call.size_bytes for call in self._inside) <= self.limits.max_held_bytes
-        assert self._held == Counter(
-            {c: sum(x.size_bytes for x in self._inside if x.caller == c) for c in self._held}
-        )
-        waiting = [call for queue in self._queues.values() for call in queue]
-        assert all(self._queues.values()) and set(waiting) <= self._inside.keys()
-        assert len(set(waiting)) == len(waiting)
 
 
 def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Outcome]]:
@@ -310,11 +292,8 @@ class _Served:
 class ExpertServer:
     """Serves experts to the swarm. One per peer and accelerator; made and used on the event loop.
 
-    Args:
-        peers: this peer's network.
-        events: gets a `Fault` when an expert's own code fails.
-        limits: of a batch, and of all calls together.
-        gate: closed while experts are paused: new calls get a busy answer, admitted ones wait.
+    ``events`` gets a `Fault` when an expert's own code fails. While ``gate`` is closed new calls get a busy answer, and
+    admitted ones wait.
 
     Attributes:
         device: computes the batches. What you run on it runs between two of them; after `close` it raises RuntimeError.
@@ -343,13 +322,9 @@ class ExpertServer:
 
         A batch of it may still run: use `device` for what must come after.
 
-        Raises:
-            KeyError: the expert is not served here.
+        Raises KeyError: the expert is not served here.
         """
-        expert = self._served.pop(uid).expert
-        with self._lock:
-            self._batching.forget(uid)
-        return expert
+        return self._served.pop(uid).expert
 
     def statistics(self) -> dict[str, ExpertStatistics]:
         """Return the statistics of each expert, by uid."""

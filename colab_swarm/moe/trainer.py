@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
@@ -26,7 +26,6 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from colab_swarm.errors import NoExpertsError, PeerError
-from colab_swarm.markup import facts
 
 logger = logging.getLogger(__name__)
 Batch = TypeVar("Batch")
@@ -93,7 +92,7 @@ class _Run(Generic[Batch]):
         self._taking = threading.Lock()  # an iterator serves one thread at a time
         self.stopped = threading.Event()
         self.error: BaseException | None = None
-        self.updates = self.samples = self.staleness = self.max_staleness = self.retries = self.dropped = 0
+        self.progress, self.staleness = TrainerResult(), 0
         self.losses: deque[float] = deque(maxlen=SHOWN_LOSSES)
         self.began = self.last_success = time.monotonic()
 
@@ -108,16 +107,15 @@ class _Run(Generic[Batch]):
             yield batch
 
     def result(self) -> TrainerResult:
-        return TrainerResult(
-            self.updates,
-            self.samples,
-            sum(self.losses) / len(self.losses) if self.losses else math.nan,
-            self.staleness / max(1, self.updates),
-            self.max_staleness,
-            self.retries,
-            self.dropped,
-            time.monotonic() - self.began,
-        )
+        loss = sum(self.losses) / len(self.losses) if self.losses else math.nan
+        mean = self.staleness / max(1, self.progress.updates)
+        seconds = time.monotonic() - self.began
+        return replace(self.progress, loss=loss, mean_staleness=mean, seconds=seconds)
+
+    def note(self, **more: int) -> None:
+        """Add to counters of the progress."""
+        added = {name: getattr(self.progress, name) + number for name, number in more.items()}
+        self.progress = replace(self.progress, **added)
 
 
 class AsyncTrainer(Generic[Batch]):
@@ -127,11 +125,9 @@ class AsyncTrainer(Generic[Batch]):
     It raises exceptions of your own code at once.
 
     Args:
-        model: contains the parameters and the remote experts.
         loss: returns the mean loss of a copy of the model over a batch: ``lambda model, batch: …``. It runs on many
             threads and must be thread-safe.
         optimizer: of the model's own parameters; may be a `SwarmOptimizer`, which synchronizes several trainers.
-        settings: see there.
     """
 
     def __init__(
@@ -149,10 +145,6 @@ class AsyncTrainer(Generic[Batch]):
 
     def __repr__(self) -> str:
         return f"AsyncTrainer({self._settings.concurrency} batches in flight; {self.result})"
-
-    def _repr_html_(self) -> str:
-        values = {name.replace("_", " "): f"{value:,.5g}" for name, value in asdict(self.result).items()}
-        return facts(f"AsyncTrainer: {self._settings.concurrency} batches in flight, the last fit", values)
 
     def fit(self, batches: Iterable[Batch]) -> TrainerResult:
         """Train on every batch once.
@@ -218,7 +210,7 @@ class AsyncTrainer(Generic[Batch]):
                     raise
                 logger.info("retrying a batch: %s", error)
                 with self._lock:
-                    run.retries += 1
+                    run.note(retries=1)
                 run.stopped.wait(PAUSE_S)
                 continue
             self._apply(run, replica, version, samples_in(batch), loss.item())
@@ -230,7 +222,7 @@ class AsyncTrainer(Generic[Batch]):
             theirs, ours = (chain(model.parameters(), model.buffers()) for model in (replica, self._model))
             for there, here in zip(theirs, ours, strict=True):
                 there.copy_(here)
-            return run.updates
+            return run.progress.updates
 
     def _apply(self, run: _Run[Batch], replica: nn.Module, version: int, samples: int, loss: float) -> None:
         limit = self._settings.max_grad_norm
@@ -239,7 +231,7 @@ class AsyncTrainer(Generic[Batch]):
             if run.stopped.is_set():
                 return
             if not math.isfinite(norm):
-                run.dropped += 1
+                run.note(dropped=1)
                 return
             for here, there in zip(self._model.parameters(), replica.parameters(), strict=True):
                 here.grad, there.grad = there.grad, None
@@ -249,10 +241,9 @@ class AsyncTrainer(Generic[Batch]):
             more: dict[str, Any] = {"samples": samples, "loss": loss} if self._counts_samples else {}
             self._optimizer.step(**more)
             self._optimizer.zero_grad(set_to_none=True)
-            run.staleness += run.updates - version
-            run.max_staleness = max(run.max_staleness, run.updates - version)
-            run.updates += 1
-            run.samples += samples
+            staleness, most = run.progress.updates - version, run.progress.max_staleness
+            run.staleness += staleness
+            run.note(updates=1, samples=samples, max_staleness=max(0, staleness - most))
             run.losses.append(loss)
             run.last_success = time.monotonic()
             if self._settings.on_update is not None:

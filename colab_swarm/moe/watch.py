@@ -23,8 +23,7 @@ LIST_EVERY_S = 10.0
 LIST_TIMEOUT_S = 60.0
 MOST_UNCACHED = 4096  # grids with up to so many places are read without the cache
 SHARE_LISTINGS = 7  # listings that shares are computed from: a minute
-SERVED_EVERY_S = 1.0  # between two reads of this peer's statistics, which sort latencies
-RATE_S = 5.0  # rates are means over this long, or up to twice as long
+SERVED_EVERY_S = 2.0  # between two reads of this peer's statistics; rates are means over this long
 Statistics = Mapping[str, ExpertStatistics]
 
 
@@ -88,14 +87,7 @@ class ExpertsSnapshot:
 
 
 class ExpertsWatch:
-    """Follows the experts of one grid.
-
-    Args:
-        runtime: runs the reads.
-        services, directory: of this peer.
-        grid: contains the experts.
-        served: returns the statistics of all experts at this peer; called on the event loop.
-    """
+    """Follows the experts of one grid; ``served`` returns the statistics of this peer's, on the event loop."""
 
     def __init__(
         self,
@@ -106,10 +98,10 @@ class ExpertsWatch:
         served: Callable[[], Statistics],
     ) -> None:
         self._runtime, self._peers, self._directory = runtime, services.peers, directory
-        self._grid, self._served, self._rates = grid, served, ExpertRates()
+        self._grid, self._served = grid, served
+        self._read: Statistics = {}
         self._listings: deque[list[ExpertInfo]] = deque(maxlen=SHARE_LISTINGS)
         self._seen: set[str] = set()
-        self._missed: set[str] = set()  # banned, and so not in the last listing
         self._listed_at = self._began_at = self._served_at = float("-inf")
         self._listing: asyncio.Task[None] | None = None
         self._last, self._closed = ExpertsSnapshot(ExpertsListing(grid)), False
@@ -130,15 +122,15 @@ class ExpertsWatch:
         if self._left_out() != self._last.listing.left_out:
             self._update()
         if now - self._served_at >= SERVED_EVERY_S:
-            self._served_at = now
-            served = {uid: one for uid, one in self._served().items() if self._grid.contains(uid)}
-            self._last = replace(self._last, served=self._rates.of(served, now))
+            read = {uid: one for uid, one in self._served().items() if self._grid.contains(uid)}
+            seconds, before = now - self._served_at, self._read
+            served = tuple(rated(uid, one, before.get(uid), seconds) for uid, one in sorted(read.items()))
+            self._last, self._read, self._served_at = replace(self._last, served=served), read, now
         self._last = replace(self._last, listed_s=now - self._listed_at if self._listings else None)
         return self._last
 
     def _left_out(self) -> tuple[str, ...]:
-        """Return the experts that this peer does not call now; those missing in the listing stay until the next."""
-        return tuple(sorted(self._seen & (self._directory.banned() | self._missed)))
+        return tuple(sorted(self._seen & self._directory.banned()))
 
     async def _list(self) -> None:
         fault = ""
@@ -150,7 +142,6 @@ class ExpertsWatch:
             self._listings.append(
                 [replace(info, step=own[info.uid].step) if info.uid in mine else info for info in found]
             )
-            self._missed = self._directory.banned()
             self._seen.update(info.uid for info in found)
             self._listed_at = asyncio.get_running_loop().time()
             self._update()
@@ -187,21 +178,8 @@ class ExpertsWatch:
         return HostOfExperts(short(peer), peer == self._peers.id, len(experts), share, rtt_s)
 
 
-class ExpertRates:
-    """Turns counters into rates. Pure; ``now`` is monotonic seconds."""
-
-    def __init__(self) -> None:
-        self._readings: deque[tuple[float, Statistics]] = deque(maxlen=2)
-
-    def of(self, statistics: Statistics, now: float) -> tuple[ServedExpert, ...]:
-        """Return the experts with their rates since a reading at least `RATE_S` ago, if there is one."""
-        if not self._readings or now - self._readings[-1][0] >= RATE_S:
-            self._readings.append((now, statistics))
-        at, before = self._readings[0]
-        return tuple(_rated(uid, one, before.get(uid), now - at) for uid, one in sorted(statistics.items()))
-
-
-def _rated(uid: str, now: ExpertStatistics, before: ExpertStatistics | None, seconds: float) -> ServedExpert:
+def rated(uid: str, now: ExpertStatistics, before: ExpertStatistics | None, seconds: float) -> ServedExpert:
+    """Return an expert with its rates since it was ``before``, so many seconds ago; infinity: no rates."""
     samples, calls, batches = now.forward_samples + now.backward_samples, now.calls, now.batches
     if before is not None and before.calls <= calls:  # else the expert was removed and hosted again
         samples -= before.forward_samples + before.backward_samples
@@ -211,8 +189,8 @@ def _rated(uid: str, now: ExpertStatistics, before: ExpertStatistics | None, sec
         step=now.step,
         queued=now.queued,
         batch_size=samples / batches if batches else None,
-        calls_per_s=calls / seconds if seconds > 0 else 0.0,
-        samples_per_s=samples / seconds if seconds > 0 else 0.0,
+        calls_per_s=calls / seconds,
+        samples_per_s=samples / seconds,
         p50_s=now.p50_s,
         p99_s=now.p99_s,
     )

@@ -9,7 +9,7 @@ from colab_swarm.markup import count, duration, plain, size
 from colab_swarm.notebook.theme import Document
 
 if TYPE_CHECKING:
-    from colab_swarm.workunits.resume import UnitProgress, VolunteerSnapshot
+    from colab_swarm.workunits.client import UnitProgress, VolunteerSnapshot
 
 MAX_FAULT_CHARACTERS = 4000
 

@@ -13,7 +13,7 @@ from colab_swarm.swarm.session import PeerContext
 from colab_swarm.workunits.client import CoordinatorClient
 from colab_swarm.workunits.coordinator import Coordinator, CoordinatorOptions, open_coordinator
 from colab_swarm.workunits.job import Job
-from colab_swarm.workunits.tokens import Token
+from colab_swarm.workunits.messages import Token
 from colab_swarm.workunits.volunteering import Volunteer, open_volunteer
 
 TTL_S = 180.0

@@ -1,11 +1,7 @@
 """Work units: VC-ASGD, training by volunteers who can only make plain HTTPS requests.
 
-## The problem
-
 Volunteers' machines may be preempted at any moment, and sit behind any firewall that lets a browser through. Only the
 coordinator must be reachable. A volunteer that vanishes costs one small piece of work.
-
-## The idea
 
     coordinator                                              volunteer (any number, anywhere)
       job = epochs x subsets = units       <--- POST units --- request work
@@ -43,21 +39,10 @@ it is in the log, and the dispatcher's state is a fold over the log. So a coordi
 steps, and the same call resumes the job. A parameter server replaces the parameters, logs the assimilation and
 removes the result from the queue in one step: exactly once, whichever process is killed.
 
-## Times
-
-| what | value |
-|---|---|
-| a unit's deadline | 600 s at first, then by the times of earlier units; doubled after each expiry |
-| units in flight of a new or unreliable volunteer | 2 |
-| silence after which a volunteer counts as gone | 600 s |
-| a unit is saved on the volunteer's disk | every 30 s |
-| lease of a parameter server on a result | 120 s |
-| a first ban | 10 minutes, doubled each time |
-
 ## Failures
 
-- *A volunteer is preempted.* Its unit expires and goes to another volunteer, a reliable one first. Restarted with the
-  same folder, the volunteer resumes its unit.
+- *A volunteer is preempted.* Its unit expires (10 minutes at first, then by the times of earlier units) and goes to
+  another volunteer, a reliable one first. Restarted with the same folder, the volunteer resumes its unit.
 - *Results are not finite, of other shapes, or far off* (`max_change`). They are refused. With `replication=3` a
   majority has to agree. Three bad results in a row, or every fourth, ban the volunteer for a while.
 - *The connection breaks.* Uploads and downloads resume where they ended. A proxy's error page is retried too.
@@ -89,10 +74,9 @@ read, nothing of a request becomes a path, nothing is pickled. But:
     coordinator.wait()
     model = coordinator.model()
 
-In a shell: `colab-swarm coordinate job.py`, `colab-swarm volunteer LINK --trust-code`. Peers of a
-swarm use `swarm.coordinate(job)`, `swarm.volunteer()`. `store="redis://…"`, PostgreSQL or MariaDB
-hold the state elsewhere (`pip install "colab-swarm[workunits]"`). `servers=3` runs three parameter
-servers; the default follows the results. `job.train_serially()` is the baseline.
+In a shell: `colab-swarm coordinate job.py`, `colab-swarm volunteer LINK --trust-code`. In a swarm:
+`swarm.coordinate(job)`, `swarm.volunteer()`. `store="redis://…"`, PostgreSQL or MariaDB hold the state elsewhere (`pip
+install "colab-swarm[workunits]"`). `servers=3` runs three parameter servers; the default follows the results.
 
 ## The paper and the modules
 
@@ -102,12 +86,12 @@ Atre, Jha and Rao, *Distributed Deep Learning Using Volunteer Computing-Like Par
 | section | module |
 |---|---|
 | equation 1, VC-ASGD | `weights` |
-| work generator, scheduler, validator (after BOINC) | `job`, `dispatcher`, `assimilation` |
-| III-D: parameter servers, eventual consistency (Redis) | `assimilation`, `redis_store` |
+| work generator, scheduler, validator (after BOINC) | `job`, `dispatcher`, `desk` |
+| III-D: parameter servers, eventual consistency (Redis) | `desk`, `remote` |
 | IV: preemptible machines, price and time | `preemption` |
-| IV-D: strong consistency (SQL) | `sql`, `store` (SQLite) |
+| IV-D: strong consistency (SQL) | `remote`, `store` (SQLite) |
 
-## Measured
+## ## Measured
 
 Assimilating 5 M parameters takes 39 ms in Redis, 32 ms in SQLite, 302 ms in SQL (paper: Redis 870 ms, MySQL 1,290 ms).
 After 40 epochs on digits the accuracy is 2.0 points below serial training (paper, CIFAR-10: 9). With 20 kills of the

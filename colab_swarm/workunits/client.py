@@ -1,8 +1,11 @@
-"""The volunteer's side of `colab_swarm.workunits.messages`: plain requests over outgoing HTTP(S).
+"""What a volunteer talks and keeps: requests to the coordinator over outgoing HTTP(S), data and units in hand on disk.
 
 A call retries until it succeeds, and `CoordinatorClient.trouble` says why it takes so long. Bytes transferred before a
 connection broke are not transferred again. Only a refusal of the coordinator itself, a `Problem`, ends a call: with
 `CallRefused`, whose code is the problem's. A proxy's error page is retried like any network error.
+
+Each unit in hand has a file, written when the unit arrives and at intervals while it is trained, from which a killed
+volunteer resumes. Never pickle.
 """
 
 from __future__ import annotations
@@ -20,27 +23,31 @@ from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import aiohttp
 import msgspec
 
-from colab_swarm.errors import CallRefused, NotAdmitted, PeerError
+from colab_swarm.errors import CallRefused, NotAdmitted, PeerError, StateError
 from colab_swarm.net.membership import MembershipAdmission
 from colab_swarm.net.peers import UNDECODABLE, Role
+from colab_swarm.training.checkpoint import load_checkpoint, save_checkpoint
+from colab_swarm.workunits.job import UnitTraining
 from colab_swarm.workunits.messages import (
+    FRESH_S,
     MAX_CODE_CHARACTERS,
     MAX_HELD,
     AskForUnits,
     Backoff,
     GiveBack,
+    GivenUnit,
     GivenUnits,
     JobCard,
     Problem,
     Subset,
     Taken,
+    Token,
 )
-from colab_swarm.workunits.tokens import FRESH_S, Token
 from colab_swarm.workunits.weights import Floats, Schema
 
 
@@ -73,8 +80,7 @@ SUFFIX, PARTIAL = ".subset", ".partial"
 class SubsetCache:
     """Subsets of data on disk, ``max_bytes`` together; ``hits`` and ``misses`` count calls of `get`.
 
-    A file is named by its SHA-256 in hex, which is checked at each read; a garbled file is deleted.
-    Its modification time says when it was last used. Several volunteers may share the folder.
+    A file is named by its SHA-256, which is checked at each read. Several volunteers may share the folder.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -164,7 +170,6 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
         token: signs the requests.
         run_id, authority: the run that the coordinator must belong to, and its public key; None in an open run.
         retry_s: shortest and longest wait between retries.
-        rng: random numbers for the waits.
         clock: seconds since the epoch; the coordinator's own clock corrects it.
     """
 
@@ -347,7 +352,6 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
                 wait_s = backoff.failed(getattr(error, "asked_s", 0.0))
                 said = str(error) or type(error).__name__
                 self.trouble = f"coordinator unreachable ({said}), trying again in {wait_s:.0f} s"
-                logger.debug("%s: %s", self.url, self.trouble)
                 await asyncio.sleep(wait_s)
             else:
                 self.trouble = ""
@@ -436,3 +440,140 @@ def _received(answer: aiohttp.ClientResponse, at: int, size: int) -> int:
 def _seconds(text: str) -> float:
     """Seconds of a Retry-After header; a date counts as 0."""
     return float(text) if re.fullmatch(r"\d{1,6}(\.\d{1,6})?", text) else 0.0
+
+
+@dataclass(frozen=True)
+class UnitProgress:
+    """One slot of a volunteer: its unit's name (empty: none), batches trained and in all, and last loss.
+
+    ``phase`` is ``asking``, ``waiting``, ``downloading``, ``training`` or ``uploading``;
+    ``seconds`` count from the unit's arrival.
+    """
+
+    unit: str = ""
+    phase: str = "asking"
+    done: int = 0
+    batches: int = 0
+    loss: float | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class VolunteerSnapshot:
+    """Progress of one volunteer in a job.
+
+    Attributes:
+        state: its activity, or why it ended, for people.
+        over: True once it has ended.
+        fault: traceback of the job's own code, if that ended it.
+        epoch, accuracy: the job's epoch, and the accuracy of the one before, as last reported.
+        accepted, refused, given_back: numbers of units.
+        refusal: why the last result was refused.
+        samples: trained in accepted units.
+        sent_bytes, received_bytes: of results, and of data and parameters.
+        cache_hits, cache_misses: units whose data were on this disk, and were not.
+    """
+
+    job: str
+    state: str
+    over: bool
+    fault: str
+    epoch: int
+    accuracy: float | None
+    units: tuple[UnitProgress, ...]
+    accepted: int
+    refused: int
+    given_back: int
+    refusal: str
+    samples: int
+    sent_bytes: int
+    received_bytes: int
+    seconds: float
+    cache_hits: int = 0
+    cache_misses: int = 0
+
+
+@dataclass(frozen=True)
+class UnitInHand:
+    """A unit that a volunteer works on, until ``deadline`` (seconds since the epoch).
+
+    ``training`` is the saved state of `UnitTraining`; None before the first save.
+    """
+
+    unit: GivenUnit
+    deadline: float
+    training: dict[str, Any] | None = None
+
+
+class UnitSaves:
+    """The units in hand in a folder of one volunteer; ``owner`` identifies it and the job, among earlier ones."""
+
+    def __init__(self, folder: Path, owner: str) -> None:
+        self._folder, self._owner = folder, owner
+
+    def save(self, held: UnitInHand) -> None:
+        """Save a unit. A failure only causes a warning."""
+        state = {
+            "owner": self._owner,
+            "unit": msgspec.msgpack.encode(held.unit),
+            "deadline": held.deadline,
+            "training": held.training,
+        }
+        try:
+            save_checkpoint(self._file(held.unit), state)
+        except (StateError, OSError, TypeError, ValueError) as error:  # full disk, odd optimizer state
+            logger.warning("unit %s is not saved: %s", held.unit.assignment, error)
+
+    def drop(self, unit: GivenUnit) -> None:
+        try:
+            self._file(unit).unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("a save cannot be deleted: %s", error)
+
+    def left_behind(self, *, now: float) -> list[UnitInHand]:
+        """Return units that a killed process had in hand, before their deadlines; delete the others."""
+        found = []
+        for path in sorted(self._folder.glob("*.unit")):
+            try:
+                owner, held = _load(path)
+            except (StateError, LookupError, TypeError, *UNDECODABLE) as error:
+                logger.warning("a saved unit cannot be resumed: %s", error)
+                owner, held = "", None
+            if held is None or held.deadline <= now:
+                path.unlink(missing_ok=True)
+            elif owner == self._owner:
+                found.append(held)
+        return found
+
+    def _file(self, unit: GivenUnit) -> Path:
+        return self._folder / (unit.assignment + ".unit")
+
+
+def _load(path: Path) -> tuple[str, UnitInHand]:
+    state = load_checkpoint(path)
+    unit = msgspec.msgpack.decode(state["unit"], type=GivenUnit)
+    return state["owner"], UnitInHand(unit, float(state["deadline"]), state["training"])
+
+
+@dataclass
+class Slot:
+    """One slot and its unit, which is ``held`` from its arrival until its result is uploaded or refused."""
+
+    phase: str = "asking"
+    held: UnitInHand | None = None
+    training: UnitTraining | None = None
+    loss: float | None = None
+    began: float = 0.0
+    saved: float = 0.0
+
+    def take(self, held: UnitInHand) -> None:
+        self.held, self.training, self.loss = held, None, None
+        self.began = self.saved = time.monotonic()
+
+    def progress(self) -> UnitProgress:
+        if self.held is None:
+            return UnitProgress(phase=self.phase)
+        unit, seconds = self.held.unit, time.monotonic() - self.began
+        done, batches = (self.training.done, self.training.batches) if self.training else (0, 0)
+        name = f"epoch {unit.epoch}, subset {unit.subset}"
+        return UnitProgress(name, self.phase, done, batches, self.loss, seconds)

@@ -1,9 +1,4 @@
-"""`cs.workunits.coordinate`: hand a job out to volunteers in work units.
-
-All state is the store's log. Requests are answered one at a time, in three steps: read the new entries of the log, let
-the dispatcher decide, append the decision. What is not in the log has not happened, so a coordinator may be killed
-between any two steps. When the store fails, the step is not done and the volunteer retries.
-"""
+"""`cs.workunits.coordinate`: hand a job out to volunteers in work units. The answers to them are in `desk`."""
 
 from __future__ import annotations
 
@@ -11,25 +6,23 @@ import asyncio
 import atexit
 import contextlib
 import logging
-import random
+import os
 import time
-from collections.abc import Callable, Sequence
-from hashlib import sha256
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypedDict, Unpack
 from urllib.parse import urlsplit
 
-import msgspec
-import numpy as np
 from filelock import FileLock, Timeout
 from torch import nn
 
 from colab_swarm.errors import StoreError
 from colab_swarm.events import EventLog
-from colab_swarm.invite import Access
+from colab_swarm.invite import Access, Invite
 from colab_swarm.net.addresses import host_of, is_local, reachable_addresses
 from colab_swarm.net.identity import Identity
-from colab_swarm.net.peers import PeerId
+from colab_swarm.net.membership import Grant
+from colab_swarm.net.peers import Peers, Role
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings, settings_of
 from colab_swarm.notebook.coordinator_view import draw, summary
 from colab_swarm.notebook.invitation import Invitation
@@ -37,23 +30,19 @@ from colab_swarm.notebook.panel import Panel, Views
 from colab_swarm.notebook.platforms import require_terms
 from colab_swarm.runtime import Runtime
 from colab_swarm.trust.access import RunAccess
-from colab_swarm.workunits.assimilation import (
+from colab_swarm.trust.authority import AuthoritySettings
+from colab_swarm.workunits.desk import (
+    Desk,
     ProcessWorker,
     Staffing,
     ThreadWorker,
-    Validator,
     WorkerPool,
-    code_of_servers,
 )
-from colab_swarm.workunits.dispatcher import Dispatcher
-from colab_swarm.workunits.job import Job, lay_out, unit_seed
-from colab_swarm.workunits.messages import AskForUnits, GiveBack, GivenUnit, GivenUnits, JobCard, Refused
-from colab_swarm.workunits.page import JobStatus
-from colab_swarm.workunits.state import Accepted, AnyEntry, Assigned, Met, Rejected, Unit, UnitReplica
-from colab_swarm.workunits.store import Logbook, ParameterStore, open_store
-from colab_swarm.workunits.tokens import RequestGate, Token, WorkLink
+from colab_swarm.workunits.job import Job
+from colab_swarm.workunits.messages import RequestGate, Token, WorkLink
+from colab_swarm.workunits.state import AnyEntry, JobStatus
+from colab_swarm.workunits.store import ParameterStore, open_store
 from colab_swarm.workunits.web import CoordinatorServer
-from colab_swarm.workunits.weights import Floats, Schema, moved
 
 logger = logging.getLogger(__name__)
 LOCAL_ONLY = (
@@ -93,24 +82,18 @@ class CoordinatorOptions(TypedDict, total=False):
     tunnel: Literal["ngrok", "cloudflared"]
 
 
-class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
+class Coordinator(Desk, contextlib.AbstractContextManager["Coordinator"]):
     """A coordinator that works in the background. Send its ``link`` to volunteers; show it, `watch` it, `wait` for it.
 
     On an event loop use `start`, `wait_finished`, `status` and `close`; from other threads the rest.
 
-    Args:
-        job, store: the job and its state; the caller closes the store.
-        token, access: of the peer that coordinates, and of its run.
-        folder: for the data of volunteers and for unfinished uploads.
-        servers: number of parameter servers; ``auto``: as many as the results need.
-        tick_s: interval of the check for passed deadlines.
-        clock: seconds since the epoch.
+    ``access`` is of the run of ``token``'s peer, ``tick_s`` the interval of the check for passed deadlines, ``clock``
+    gives seconds since the epoch. The caller closes the store.
 
     Attributes:
         link: lets volunteers in for a week; a secret. In a notebook it shows itself with a QR code and badges.
         url: address of the status page, which is public.
         stopped: True after `stop`.
-        schema, card: of the job's parameters, and the job as volunteers see it.
     """
 
     link: Invitation
@@ -127,15 +110,12 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         tick_s: float = 0.5,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.url, self.stopped, self.servers, self.folder = "", False, servers, folder
-        self.schema = Schema.of(job.first_model())
-        self.job, self.store, self._token, self._access = job, store, token, access
-        self._tick_s, self._clock, self._since = tick_s, clock, clock()
-        self.server = CoordinatorServer(self, RequestGate(access.admission))
-        self._validator, self._staffing = Validator(job.plan), Staffing()
-        self._pool, self._backlog = WorkerPool(self._start_server), 0
-        self._newest_file = -1, memoryview(b"")  # version and file of the newest parameters: many fetch them
-        self._loading = asyncio.Lock()
+        super().__init__(job, store, folder, clock)
+        self.url, self.stopped, self.servers = "", False, servers
+        self._token, self._access = token, access
+        self._tick_s, self._since = tick_s, clock()
+        self.server = CoordinatorServer(self, RequestGate(access.admission), self.status)
+        self._staffing, self._pool = Staffing(), WorkerPool(self._start_server)
         self._upkeep: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._tunnel: Tunnel | None = None
@@ -161,7 +141,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         """
         if self._access.invitation is not None:
             return shown(WorkLink(self.url, self._access.invitation))
-        return shown(WorkLink.issue(self.url, self._access, self._token.identity, hours=hours))
+        return shown(issue(self.url, self._access, self._token.identity, hours=hours))
 
     def snapshot(self) -> JobStatus:
         """Return the job's progress."""
@@ -188,7 +168,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self.wait_finished()
-            return self._log.finished.is_set()
+            return self.finished.is_set()
 
         return Runtime.shared().call(waiting())
 
@@ -222,7 +202,8 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
     async def start(self, options: CoordinatorOptions, tunnel: TunnelSettings | None = None) -> None:
         """Begin the job, or resume it where its log ends, and let volunteers in. All parts start, or none."""
         try:
-            await self._begin()
+            await self.open(self._token, self._access.run_id)
+            self._upkeep = asyncio.create_task(self._keep_up(), name="coordinate")
             host, self.url = options.get("host", ""), options.get("url", "")
             port = await self._listen(host, options.get("port", 0))
             if tunnel is not None:
@@ -236,28 +217,6 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         except BaseException:
             await self.close()
             raise
-
-    async def _begin(self) -> None:
-        plan, identity = self.job.plan, self._token.identity
-        subsets = await asyncio.to_thread(lay_out, self.job, self.folder / "data")
-        await asyncio.to_thread(self.store.begin, self.schema.flatten(self.job.first_model()))
-        (self.folder / "job.py").write_text(code_of_servers(self.job), encoding="utf-8")
-        self.dispatcher = Dispatcher(plan, [subset.sha256 for subset in subsets], random.SystemRandom())
-        self._log = Logbook(self.store, self.dispatcher, self._validator.learn, self._clock)
-        self.card = JobCard(
-            run_id=self._access.run_id,
-            name=self.job.name,
-            key=identity.public_key,
-            membership=self._token.membership,
-            code_sha256=sha256(self.job.code.encode()).hexdigest() if self.job.code else "",
-            local_epochs=plan.local_epochs,
-            batch_size=plan.batch_size,
-            schema=self.schema.head(),
-            subsets=subsets,
-        ).signed(identity.sign)
-        async with self._log.lock:
-            await self._log.settle()
-        self._upkeep = asyncio.create_task(self._keep_up(), name="coordinate")
 
     async def _listen(self, host: str, wanted: int) -> int:
         """Return the port. That of last time is tried first, so that links stay valid."""
@@ -289,184 +248,29 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
 
     async def wait_finished(self) -> None:
         """Wait until the job is done."""
-        await self._log.finished.wait()
-
-    # -- units
-
-    async def ask(self, volunteer: PeerId, request: AskForUnits) -> GivenUnits:
-        """Assign units to a volunteer; raise Refused if it is banned."""
-        me = volunteer.hex()
-        async with self._log.lock:
-            await self._log.settle()
-            self.check_ban(volunteer)
-            now = self._clock()
-            again = self.dispatcher.unacknowledged(me, request.in_hand, now=now)[: request.count]
-            count = request.count - len(again)
-            units = self.dispatcher.assign(me, count, request.held, now=now, version=self._log.version)
-            new = units and me not in self.dispatcher.state.volunteers
-            met = [Met(at=now, volunteer=me, name=request.name)] if new else []
-            units, put = await self._with_base(units)
-            await self._log.write([*met, *units], put=put)
-            return self._answer(me, [*again, *units], now)
-
-    async def give_back(self, volunteer: PeerId, given: GiveBack) -> GivenUnits:
-        """Take back units that a volunteer will not train."""
-        async with self._log.lock:
-            await self._log.settle()
-            now = self._clock()
-            await self._log.write(self.dispatcher.give_back(volunteer.hex(), given.assignments, now=now))
-            return self._answer(volunteer.hex(), [], now)
-
-    def _answer(self, volunteer: str, units: Sequence[Assigned | UnitReplica], now: float) -> GivenUnits:
-        plan, epochs = self.job.plan, self.dispatcher.state.epochs
-        given = [
-            GivenUnit(
-                assignment=one.assignment,
-                epoch=one.unit.epoch,
-                subset=one.unit.subset,
-                data=self.card.subsets[one.unit.subset].sha256,
-                parameters="parameters" if plan.replication == 1 else f"parameters/{one.unit}",
-                deadline_s=one.deadline - now,
-                seed=unit_seed(plan.seed, one.unit.epoch, one.unit.subset),
-            )
-            for one in units
-        ]
-        return GivenUnits(
-            tuple(given),
-            wait_s=0.0 if given else self.dispatcher.wait_s(volunteer, now=now),
-            finished=self.dispatcher.state.finished is not None,
-            epoch=self.dispatcher.epoch,
-            accuracy=epochs[-1].accuracy if epochs else None,
-        )
-
-    def check_ban(self, volunteer: PeerId) -> None:
-        if (ban := self.dispatcher.ban_of(volunteer.hex(), now=self._clock())) is not None:
-            raise Refused("banned", ban)
-
-    # -- results
-
-    def check(self, volunteer: PeerId, assignment: str) -> None:
-        """Raise Refused if a volunteer's result for an assignment is not wanted."""
-        if refusal := self.dispatcher.refusal(assignment, volunteer.hex(), now=self._clock()):
-            raise Refused(*refusal)
-
-    def awaits(self, assignment: str) -> bool:
-        """Return True if the result of an assignment is wanted from its volunteer."""
-        replica = self.dispatcher.state.replicas.get(assignment)
-        return replica is not None and not self.dispatcher.refusal(
-            assignment, replica.volunteer, now=self._clock()
-        )
-
-    async def take(self, volunteer: PeerId, assignment: str, data: bytes) -> None:
-        """Check a complete result, a file as `Schema.encode` makes it; raise Refused if it is invalid or not wanted."""
-        self.check(volunteer, assignment)
-        unit = self.dispatcher.state.replicas[assignment].unit
-        _, file = await self.parameters_file(unit if self.job.plan.replication > 1 else None)
-        base = self.schema.decode(file)
-        values, change, fault = base, 0.0, ""
-        try:
-            values, change = await asyncio.to_thread(self._judge, data, base)
-        except ValueError as error:
-            fault = str(error)
-        async with self._log.lock:
-            await self._log.settle()
-            self.check(volunteer, assignment)
-            if fault:
-                await self._log.write([Rejected(at=self._clock(), assignment=assignment, reason=fault)])
-                raise Refused("invalid", fault)
-            await self._save(assignment, values, change, base)
-
-    def _judge(self, data: bytes, base: Floats) -> tuple[Floats, float]:
-        values = self.schema.decode(data)
-        return values, self._validator.judge(values, base)
-
-    async def _save(self, assignment: str, values: Floats, change: float, base: Floats) -> None:
-        """Save a valid result in the store, with all entries that follow from it."""
-        name = f"result-{assignment}"
-        known = {name: values}
-
-        def distance(one: str, other: str) -> float:
-            for result in {one, other} - known.keys():
-                known[result] = np.frombuffer(self.store.blob(result), "<f4")
-            a, b = known[one], known[other]
-            return moved(a, b) / (max(moved(a, base), moved(b, base)) or 1.0)
-
-        entries = await asyncio.to_thread(
-            self.dispatcher.on_result, assignment, change, name, now=self._clock(), distance=distance
-        )
-        odd = [one for one in entries if isinstance(one, Rejected) and one.assignment == assignment]
-        put = {} if odd else {name: values.astype("<f4", copy=False).tobytes()}
-        await self._log.write(entries, put=put, drop=self._obsolete(entries))
-        if odd:
-            raise Refused("invalid", odd[0].reason)
-
-    def _obsolete(self, entries: Sequence[AnyEntry]) -> set[str]:
-        """Blobs that are no longer needed once ``entries`` are in the log."""
-        state, names = self.dispatcher.state, set[str]()
-        for entry in entries:
-            if isinstance(entry, Rejected):
-                names.add(state.replicas[entry.assignment].result)
-            elif isinstance(entry, Accepted) and self.job.plan.replication > 1:
-                waiting = [replica.result for replica in state.units[entry.unit].returned()]
-                names |= {_base_blob(entry.unit), *waiting} - {entry.result}
-        return names - {""}
-
-    # -- initial parameters of a unit
-
-    async def parameters_file(self, unit: Unit | None = None) -> tuple[int, memoryview]:
-        """Return version and file (`Schema.encode`) of a unit's initial parameters; None: the newest ones.
-
-        Raises Refused if the unit is not open, or has no replicas.
-        """
-        if unit is None:
-            async with self._loading:
-                if self._newest_file[0] < self._log.version:
-                    found = await asyncio.to_thread(self.store.parameters)
-                    file = await asyncio.to_thread(self.schema.encode, found.values)
-                    self._newest_file = found.version, memoryview(file)
-                return self._newest_file
-        try:
-            values = await asyncio.to_thread(self.store.blob, _base_blob(unit))
-            version = self.dispatcher.state.units[unit].replicas[0].version
-        except LookupError as error:
-            raise Refused("stale", f"unit {unit} is not open: ask for other units") from error
-        return version, memoryview(self.schema.head() + values)
-
-    async def _with_base(self, units: list[Assigned]) -> tuple[list[Assigned], dict[str, bytes]]:
-        """Give replicas of a unit the same initial parameters; the blobs are those of units without replicas so far."""
-        put: dict[str, bytes] = {}
-        if self.job.plan.replication == 1 or not units:
-            return units, put
-        newest = await asyncio.to_thread(self.store.parameters)
-        blob = newest.values.astype("<f4", copy=False).tobytes()
-        for place, one in enumerate(units):
-            before = self.dispatcher.state.units[one.unit].replicas
-            version = before[0].version if before else newest.version
-            units[place] = msgspec.structs.replace(one, version=version)
-            if not before:
-                put[_base_blob(one.unit)] = blob
-        return units, put
+        await self.finished.wait()
 
     # -- upkeep
 
     async def _keep_up(self) -> None:
         while not self._stopping.is_set():
             try:
-                async with self._log.lock:
-                    await self._log.settle()
-                self._backlog = await self._log.call(self.store.waiting)
+                async with self._lock:
+                    await self._settle()
                 wanted, now = self.servers, self._clock()
-                if self._log.finished.is_set():
+                if self.finished.is_set():
                     wanted = 0
                 elif wanted == "auto":
-                    wanted = self._staffing.on_backlog(self._backlog, self._pool.size, now=now)
+                    wanted = self._staffing.on_backlog(
+                        self.dispatcher.state.backlog, self._pool.size, now=now
+                    )
                 await asyncio.to_thread(self._pool.keep, wanted, now=now)
             except StoreError:
                 pass  # the log has reported it, and the next round retries
             except Exception as error:  # volunteers are answered all the same
-                if self._log.fault != str(error):
+                if self.fault != str(error):
                     logger.exception("upkeep of the job failed")
-                    self._log.fault = str(error)
+                    self.fault = str(error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._tick_s):
                     await self._stopping.wait()
@@ -487,17 +291,24 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
             rows=tuple(subset.rows for subset in self.card.subsets),
             local_epochs=self.job.plan.local_epochs,
             numel=self.schema.numel,
-            version=self._log.version,
+            version=self.version,
             servers=self._pool.size,
             server_deaths=self._pool.deaths,
-            backlog=self._backlog,
-            fault=self._log.fault,
+            backlog=self.dispatcher.state.backlog,
+            fault=self.fault,
             overview=self.dispatcher.overview(now=now),
         )
 
 
-def _base_blob(unit: Unit) -> str:
-    return f"base-{unit}"
+def issue(url: str, entrance: RunAccess, identity: Identity | Peers, *, hours: float) -> WorkLink:
+    """Issue a link as the authority of the run, valid for ``hours``."""
+    until = time.time() + 3600 * hours
+    if entrance.closed is None:
+        return WorkLink(url, Invite(entrance.run_id, (), until))
+    secret = os.urandom(32)
+    key, member_until = Identity(secret).public_key, until + AuthoritySettings.member_s
+    grant = Grant(entrance.run_id, Role.WORKER, key, until, member_until).signed(identity.sign)
+    return WorkLink(url, Invite.issue(grant, secret, (), access="invite", authority=identity.public_key))
 
 
 def shown(link: WorkLink) -> Invitation:

@@ -6,9 +6,8 @@ store's log. So decisions read `JobState` and change nothing. The rules:
 - The units of an epoch are assigned when all units of the epoch before are assimilated.
 - A unit that expired, was rejected or given back goes to another volunteer, a reliable one first. The volunteer that
   failed it gets it again only after the others had time to take it.
-- Replicas of a unit go to different volunteers. The unit is accepted as soon as a majority of ``plan.replication``
-  agrees; until then one more replica is assigned.
-- Volunteers preferably get units of data in their cache.
+- Replicas of a unit go to different volunteers. It is accepted once a majority of ``plan.replication`` agrees; until
+  then one more replica is assigned.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import statistics
 from collections.abc import Callable, Collection, Sequence
 
 from colab_swarm.workunits.job import WorkPlan
-from colab_swarm.workunits.page import PRESENT_S, JobOverview, overview_of
 from colab_swarm.workunits.state import (
     FIRST_ERROR_RATE,
     Accepted,
@@ -30,14 +28,18 @@ from colab_swarm.workunits.state import (
     Expired,
     Finished,
     GaveBack,
+    JobOverview,
     JobState,
     Rejected,
-    Reliability,
     Returned,
     UnitReplica,
     UnitState,
+    VolunteerState,
+    overview_of,
 )
 
+PRESENT_S = 600.0
+"""A volunteer that has been silent for longer counts as gone."""
 FIRST_DEADLINE_S = 600.0
 SLACK_S = 30.0
 LONGEST_DEADLINE_S = 86_400.0
@@ -53,10 +55,7 @@ SHORTEST_WAIT_S, FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 1.0, 30.0
 class Dispatcher:
     """Decide for one job. Free of I/O; ``now`` is seconds since the epoch.
 
-    Args:
-        plan: of the job.
-        subsets: SHA-256 of each subset of the data.
-        rng: draws assignments' names, which must not be guessed, and chooses among equals.
+    ``subsets`` are the SHA-256 of the data; ``rng`` draws assignments' names, which must not be guessed.
     """
 
     def __init__(self, plan: WorkPlan, subsets: Sequence[str], rng: random.Random) -> None:
@@ -77,12 +76,12 @@ class Dispatcher:
         """
         record = self.state.volunteer(volunteer)
         done = self.state.finished or self.state.epoch > self._plan.max_epochs
-        if done or len(record.out) >= self._plan.in_flight or record.standing.idle_until > now:
+        if done or len(record.out) >= self._plan.in_flight or record.idle_until > now:
             return []
-        proven = record.standing.proven  # gets units that failed before first, others last
+        proven = record.proven  # gets units that failed before first, others last
         lacking = [pair for pair in self.state.open.items() if self._missing(pair[1]) > 0]
         others = self._present(now) - {volunteer}
-        limit = self._limit(record.standing, near_end=len(lacking) <= len(others))
+        limit = self._limit(record, near_end=len(lacking) <= len(others))
         free = [pair for pair in lacking if self._is_free(pair[1], volunteer, others, now)]
         first = self._rng.randrange(len(free) or 1)
         chosen = heapq.nsmallest(
@@ -117,10 +116,10 @@ class Dispatcher:
         return {
             name
             for name, volunteer in self.state.volunteers.items()
-            if volunteer.last_seen > now - PRESENT_S and volunteer.standing.banned_until <= now
+            if volunteer.last_seen > now - PRESENT_S and volunteer.banned_until <= now
         }
 
-    def _limit(self, standing: Reliability, *, near_end: bool) -> int:
+    def _limit(self, standing: VolunteerState, *, near_end: bool) -> int:
         """Most units in flight. Near an epoch's end all volunteers wait for the last ones."""
         if standing.proven:
             return self._plan.in_flight
@@ -137,7 +136,7 @@ class Dispatcher:
         if not unit.failed_by or not others:
             return True
         mine, volunteers = self.state.volunteer(volunteer), self.state.volunteers
-        yields = not mine.standing.proven and any(volunteers[other].standing.proven for other in others)
+        yields = not mine.proven and any(volunteers[other].proven for other in others)
         failed_at = [at for name, at in unit.failed_by.items() if yields or name == volunteer]
         return now >= max(failed_at, default=-math.inf) + 2 * self._poll_s()
 
@@ -162,7 +161,7 @@ class Dispatcher:
 
     def wait_s(self, volunteer: str, *, now: float) -> float:
         """Return the seconds after which a volunteer without units should ask again."""
-        if (idle_s := self.state.volunteer(volunteer).standing.idle_until - now) > 0:
+        if (idle_s := self.state.volunteer(volunteer).idle_until - now) > 0:
             return idle_s
         wait_s = self._poll_s() * self._rng.uniform(0.75, 1.25)  # spreads the requests
         expiry_s = min((replica.deadline - now for replica in self._out()), default=math.inf)
@@ -174,7 +173,7 @@ class Dispatcher:
 
     def ban_of(self, volunteer: str, *, now: float) -> str | None:
         """Return why and how long a volunteer is banned; None if it is not."""
-        standing = self.state.volunteer(volunteer).standing
+        standing = self.state.volunteer(volunteer)
         if standing.banned_until <= now:
             return None
         return (
@@ -215,7 +214,7 @@ class Dispatcher:
         return [
             Expired(at=now, assignment=replica.assignment)
             for replica in self._out()
-            if replica.deadline <= now or self.state.volunteers[replica.volunteer].standing.banned_until > now
+            if replica.deadline <= now or self.state.volunteers[replica.volunteer].banned_until > now
         ]
 
     def give_back(self, volunteer: str, assignments: Collection[str], *, now: float) -> list[GaveBack]:
@@ -234,12 +233,8 @@ class Dispatcher:
     ) -> list[AnyEntry]:
         """Decide on a valid result, in blob ``result``; raise ValueError if it is not wanted any more: see `refusal`.
 
-        Args:
-            assignment: of the result.
-            change: L2 norm of its change of the parameters.
-            result: name of its blob.
-            now: seconds since the epoch.
-            distance: of two blobs, as a share of the change; needed if the plan has replicas.
+        ``change`` is the L2 norm of its change of the parameters; ``distance``, of two blobs, is a share of the change,
+        and needed if the plan has replicas.
         """
         replica = self.state.replicas[assignment]
         if (refusal := self.refusal(assignment, replica.volunteer, now=now)) is not None:
@@ -310,9 +305,3 @@ class Dispatcher:
 
     def overview(self, *, now: float) -> JobOverview:
         return overview_of(self.state, self.epoch, self._plan.max_epochs, now)
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError if the state contradicts itself; used by tests."""
-        self.state.check_invariants()
-        for unit in self.state.units.values():
-            assert len(unit.live()) <= self._plan.replication + MORE_REPLICAS

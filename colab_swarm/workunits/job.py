@@ -406,14 +406,8 @@ class UnitTraining:
 
     It can be saved between any two batches and resumed elsewhere.
 
-    Args:
-        job: loss and optimizer.
-        rows: the subset.
-        local_epochs, batch_size: passes over it, and samples of one step.
-        seed: of the order of samples and of the model's random numbers, so that replicas agree.
-        model: with the first parameters; trained in place.
-        optimizer: of the model; None: a new one.
-        device: to train on; None: the CPU.
+    ``rows`` are the subset, ``local_epochs`` the passes over it, and ``batch_size`` the samples of a step. The ``seed``
+    orders the samples and draws the model's random numbers, so replicas agree. The model is trained in place.
 
     Attributes:
         done, batches: batches trained so far, and of the whole unit.

@@ -11,10 +11,6 @@ coordinator writes all entries but `Assimilated` and `Measured`, which the param
 
 Times are seconds since the epoch, so they stay comparable after a restart.
 
-A replica is one assignment of a unit. It is ``out`` at a volunteer, then ``returned`` until a
-majority agrees, and ends as ``accepted`` (also if it agreed with the accepted one), ``rejected``,
-``expired``, ``given back`` or ``superseded`` (its unit was accepted without it).
-
 Each volunteer has an error rate, as in BOINC (its validator's ``update_error_rate``): an exponential average that
 starts at 0.1. It forgets within some ten units instead of twenty, because a job of notebooks lasts hours, not months.
 A volunteer that is often preempted is unreliable and gets few units. Only bad results lead to a ban.
@@ -28,6 +24,8 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import msgspec
+
+from colab_swarm.markup import Labels, Metric, exposition
 
 
 class Unit(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -151,10 +149,12 @@ LONGEST_REST_S = 600.0
 
 
 @dataclass
-class Reliability:
+class VolunteerState:
     """Record of one volunteer. Times are seconds since the epoch.
 
     Attributes:
+        name: its own choice.
+        out, last_seen: its assignments that are not back, and the time of its latest entry.
         error_rate: share of its latest units without an accepted result, for any reason.
         bad_rate: share of its latest results that were bad.
         accepted, rejected, expired: numbers of units.
@@ -163,6 +163,9 @@ class Reliability:
         rests_until: it gets no units before.
     """
 
+    name: str = ""
+    out: set[str] = field(default_factory=set)
+    last_seen: float = -math.inf
     error_rate: float = FIRST_ERROR_RATE
     bad_rate: float = 0.0
     accepted: int = 0
@@ -180,14 +183,9 @@ class Reliability:
         return max(self.banned_until, self.rests_until)
 
     @property
-    def reliability(self) -> float:
-        """Share of its latest units that succeeded, between 0 and 1."""
-        return 1 - self.error_rate
-
-    @property
     def proven(self) -> bool:
         """True if it may hold as many units as the plan allows: it has done one, and most succeed."""
-        return self.accepted > 0 and self.reliability >= RELIABLE
+        return self.accepted > 0 and 1 - self.error_rate >= RELIABLE
 
     def on_accepted(self) -> None:
         self.accepted, self.returns = self.accepted + 1, 0
@@ -225,7 +223,11 @@ Fate: TypeAlias = Literal["out", "returned", "accepted", "rejected", "expired", 
 
 @dataclass
 class UnitReplica:
-    """One assignment and its fate. ``result``: name of the blob, once it is back; times as in entries."""
+    """One assignment of a unit. ``result``: name of the blob, once it is back; times as in entries.
+
+    It is ``out`` at a volunteer, then ``returned`` until a majority agrees, and ends as ``accepted`` (also if it agreed
+    with the accepted one), ``rejected``, ``expired``, ``given back`` or ``superseded`` (accepted without it).
+    """
 
     assignment: str
     unit: Unit
@@ -263,16 +265,6 @@ class UnitState:
         return [replica for replica in self.replicas if replica.fate == "returned"]
 
 
-@dataclass
-class VolunteerState:
-    """One volunteer. ``out``: its assignments that are not back; ``last_seen``: time of its latest entry."""
-
-    name: str = ""
-    standing: Reliability = field(default_factory=Reliability)
-    out: set[str] = field(default_factory=set)
-    last_seen: float = -math.inf
-
-
 def _latest() -> deque[float]:
     return deque(maxlen=LATEST)
 
@@ -306,6 +298,11 @@ class JobState:
         self.open = {Unit(self.epoch, subset): UnitState() for subset in range(self.subsets)}
         self.units |= self.open
         self.assimilated = 0
+
+    @property
+    def backlog(self) -> int:
+        """Number of accepted results that wait for a parameter server."""
+        return self.subsets - len(self.open) - self.assimilated
 
     def volunteer(self, volunteer: str) -> VolunteerState:
         """Return a volunteer's record; an empty one if it is unknown."""
@@ -367,7 +364,7 @@ class JobState:
             volunteer = self.volunteers[replica.volunteer]
             if replica.fate == "returned":
                 replica.fate = "accepted"
-                volunteer.standing.on_accepted()
+                volunteer.on_accepted()
             elif replica.fate == "out":
                 replica.fate = "superseded"
                 volunteer.out.discard(replica.assignment)
@@ -379,15 +376,15 @@ class JobState:
         unit.failed_by[replica.volunteer] = entry.at
         if isinstance(entry, Expired):  # the volunteer was silent: it is not seen
             replica.fate = "expired"
-            volunteer.standing.on_expired()
+            volunteer.on_expired()
             return
         self._seen(replica.volunteer, entry.at)
         if isinstance(entry, Rejected):
             replica.fate = "rejected"
-            volunteer.standing.on_rejected(entry.at)
+            volunteer.on_rejected(entry.at)
         else:
             replica.fate = "given back"
-            volunteer.standing.on_gave_back(entry.at)
+            volunteer.on_gave_back(entry.at)
 
     def _assimilated(self, entry: Assimilated) -> None:
         unit = self.units[entry.unit]
@@ -403,14 +400,199 @@ class JobState:
             self.epoch += 1
             self._begin_epoch()
 
-    def check_invariants(self) -> None:
-        """Raise AssertionError if the state contradicts itself; used by tests."""
-        for key, unit in self.units.items():
-            assert key.epoch <= self.epoch, f"{key} was assigned before epoch {self.epoch} was done"
-            assert not unit.assimilated or unit.accepted, f"{key} was assimilated, but not accepted"
-            live = [replica.volunteer for replica in unit.live()]
-            assert len(live) == len(set(live)), f"two replicas of {key} are one volunteer's"
-            assert not (live and unit.accepted), f"{key} is accepted, and still awaited"
-            assert (unit.accepted is None) == (key in self.open), f"{key} is in the wrong set"
-        out = {name for name, replica in self.replicas.items() if replica.fate == "out"}
-        assert out == set().union(*(volunteer.out for volunteer in self.volunteers.values()))
+
+MAX_MARKS = 400
+"""Units shown one by one."""
+
+
+@dataclass(frozen=True)
+class VolunteerRow:
+    """One volunteer: its id in hex, the name it chose, its reliability (0 to 1), and numbers of units.
+
+    Times are seconds since the epoch; ``banned_until`` is None if it is not banned.
+    """
+
+    volunteer: str
+    name: str
+    reliability: float
+    accepted: int
+    rejected: int
+    expired: int
+    in_flight: int
+    banned_until: float | None
+    last_seen: float
+
+
+@dataclass(frozen=True)
+class UnitMark:
+    """One unit of the epoch: ``waiting``, in ``training``, ``queued`` for a parameter server or ``assimilated``.
+
+    Or it waits again because its last ``volunteer`` was ``late`` or its result ``rejected``. ``staleness``: results
+    assimilated while it was trained.
+    """
+
+    state: str
+    volunteer: str = ""
+    staleness: int | None = None
+
+
+@dataclass(frozen=True)
+class JobOverview:
+    """A job.
+
+    Attributes:
+        epoch, max_epochs: the current epoch, from 1, and the plan's last one.
+        finished: why the job ended; None before.
+        units: of the epoch: ``waiting`` for a volunteer, in ``training``, ``queued`` for a parameter server, or
+            ``assimilated``.
+        volunteers: all so far, by their accepted units.
+        epochs, measured: the epochs that ended, and this epoch's accuracies so far.
+        unit_s, update_s: durations of the latest units, from assignment to result, and of the latest updates.
+        assimilated_at: times of the latest assimilations, seconds since the epoch.
+        marks: the first units of this epoch, `MAX_MARKS` at most, by subset.
+    """
+
+    epoch: int
+    max_epochs: int
+    finished: str | None
+    units: dict[str, int]
+    volunteers: tuple[VolunteerRow, ...]
+    epochs: tuple[EpochEnded, ...]
+    measured: tuple[Measured, ...]
+    unit_s: tuple[float, ...]
+    update_s: tuple[float, ...]
+    assimilated_at: tuple[float, ...]
+    marks: tuple[UnitMark, ...] = ()
+
+    @property
+    def accuracy(self) -> float | None:
+        """Mean accuracy of the newest epoch that has one."""
+        return next((one.accuracy for one in reversed(self.epochs) if math.isfinite(one.accuracy)), None)
+
+
+def overview_of(state: JobState, epoch: int, max_epochs: int, now: float) -> JobOverview:
+    """Return ``state`` as shown to people, with the units of ``epoch``."""
+    rows = [
+        VolunteerRow(
+            volunteer=name,
+            name=one.name,
+            reliability=1 - one.error_rate,
+            accepted=one.accepted,
+            rejected=one.rejected,
+            expired=one.expired,
+            in_flight=len(one.out),
+            banned_until=one.banned_until if one.banned_until > now else None,
+            last_seen=one.last_seen,
+        )
+        for name, one in state.volunteers.items()
+    ]
+    units = [state.units[Unit(epoch, subset)] for subset in range(state.subsets)]
+    assimilated = sum(unit.assimilated for unit in units)
+    accepted = sum(unit.accepted is not None for unit in units)
+    training = sum(bool(unit.live()) for unit in units)
+    return JobOverview(
+        epoch=epoch,
+        max_epochs=max_epochs,
+        finished=state.finished,
+        units={
+            "waiting": len(units) - accepted - training,
+            "training": training,
+            "queued": accepted - assimilated,
+            "assimilated": assimilated,
+        },
+        volunteers=tuple(sorted(rows, key=lambda row: -row.accepted)),
+        epochs=tuple(state.epochs),
+        measured=tuple(state.measured.get(epoch, {}).values()),
+        unit_s=tuple(state.unit_s),
+        update_s=tuple(state.update_s),
+        assimilated_at=tuple(state.assimilated_at),
+        marks=tuple(_mark(unit, state) for unit in units[:MAX_MARKS]),
+    )
+
+
+def _mark(unit: UnitState, state: JobState) -> UnitMark:
+    last = unit.replicas[-1] if unit.replicas else None
+    whose = next((one for one in unit.replicas if one.assignment == unit.accepted), last)
+    if unit.accepted is not None:
+        shown = "assimilated" if unit.assimilated else "queued"
+    elif unit.live():
+        shown = "training"
+    else:
+        shown = {"expired": "late", "rejected": "rejected"}.get(last.fate if last else "", "waiting")
+    name = state.volunteer(whose.volunteer).name or whose.volunteer[:8] if whose else ""
+    return UnitMark(shown, name, unit.staleness)
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """A job and its coordinator. Times are seconds since the epoch.
+
+    Attributes:
+        since: start of this coordinator.
+        rows: samples of each subset.
+        local_epochs: passes over its subset that a unit makes.
+        numel, version: values of the model, and results assimilated so far.
+        servers, server_deaths: parameter servers that run, and that died.
+        backlog: accepted results that wait for a parameter server.
+        fault: the store's current error; empty while it works.
+    """
+
+    name: str
+    at: float
+    since: float
+    target_accuracy: float | None
+    rows: tuple[int, ...]
+    local_epochs: int
+    numel: int
+    version: int
+    servers: int
+    server_deaths: int
+    backlog: int
+    fault: str
+    overview: JobOverview
+
+    @property
+    def units_per_s(self) -> float:
+        """Rate of the latest assimilations; 0 if there were none."""
+        at = self.overview.assimilated_at
+        return len(at) / (self.at - at[0]) if at and self.at > at[0] and not self.overview.finished else 0.0
+
+    @property
+    def samples_per_s(self) -> float:
+        """Rate of trained samples, each local epoch counted."""
+        return self.units_per_s * self.local_epochs * sum(self.rows) / len(self.rows)
+
+    @property
+    def update_s(self) -> tuple[float, float] | None:
+        """Median and 95th percentile of the latest updates' durations; None before the first."""
+        ordered = sorted(self.overview.update_s)
+        if not ordered:
+            return None
+        return ordered[len(ordered) // 2], ordered[len(ordered) * 95 // 100]
+
+
+def render_prometheus(status: JobStatus) -> str:
+    """Return the job's figures in Prometheus's text format."""
+    view = status.overview
+    job: Labels = (("job", status.name),)
+    gauges: dict[str, dict[Labels, float]] = {
+        "uptime_seconds": {job: status.at - status.since},
+        "epoch": {job: view.epoch},
+        "finished": {job: view.finished is not None},
+        "store_fault": {job: bool(status.fault)},
+        "accuracy": {} if view.accuracy is None else {job: view.accuracy},
+        "units": {(*job, ("state", name)): float(number) for name, number in view.units.items()},
+        "units_per_second": {job: status.units_per_s},
+        "samples_per_second": {job: status.samples_per_s},
+        "update_seconds": {
+            (*job, ("quantile", quantile)): value
+            for quantile, value in zip(("0.5", "0.95"), status.update_s or (), strict=False)
+        },
+        "parameter_servers": {job: status.servers},
+        "backlog": {job: status.backlog},
+        "volunteers": {job: len(view.volunteers)},
+    }
+    counters = {"assimilated_units": status.version, "parameter_server_deaths": status.server_deaths}
+    metrics: list[Metric] = [(f"job_{name}", "gauge", values) for name, values in gauges.items()]
+    metrics += [(f"job_{name}_total", "counter", {job: value}) for name, value in counters.items()]
+    return exposition(metrics)

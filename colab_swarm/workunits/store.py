@@ -4,15 +4,13 @@ Every method is atomic and durable where the store is. A process killed at any m
 The coordinator and the parameter servers use a store at once, from several threads and processes. A call that raises
 `StoreError` because the connection broke may have taken effect or not: read the log again.
 
-`SqliteStore` is the default: one durable file for several processes on one machine. Its log is written ahead (WAL):
-committed entries survive the death of any process, and a power failure may lose the last seconds. A sync per entry
-would cost ten times the time. Writers take turns, readers are not blocked. Pages are 64 KiB, the most that SQLite
-allows: vectors of megabytes are read and written four times as fast as with the usual 4 KiB.
+`SqliteStore` is the default: one durable file for several processes on one machine. Its log is written ahead (WAL), so
+committed entries survive the death of any process; a power failure may lose the last seconds. Pages are 64 KiB, the
+most that SQLite allows: vectors of megabytes are read and written four times as fast as with the usual 4 KiB.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sqlite3
 import threading
@@ -28,12 +26,10 @@ from typing import TypeAlias, TypeVar, cast
 import numpy as np
 
 from colab_swarm.errors import StoreError
-from colab_swarm.workunits.dispatcher import Dispatcher
 from colab_swarm.workunits.state import (
     Accepted,
     AnyEntry,
     Assimilated,
-    ServerEntry,
     decode_entry,
     encode_entry,
 )
@@ -45,10 +41,7 @@ Blobs: TypeAlias = Mapping[str, bytes]
 Update: TypeAlias = Callable[[Floats], Floats]
 """Compute new parameters from the current ones, which are read-only and only lent."""
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-"""Environment of processes that assimilate: glibc reuses the memory of vectors instead of requesting it again.
-
-That saves 7,000 page faults and half of the processor's time per update of 5 M parameters.
-"""
+"""Environment of processes that assimilate: glibc reuses the memory of vectors, which halves the time of an update."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +98,6 @@ class ParameterStore(ABC):
         """
 
     @abstractmethod
-    def waiting(self) -> int:
-        """Return the number of accepted results that are not assimilated."""
-
-    @abstractmethod
     def close(self) -> None:
         """Release files and connections. The state stays."""
 
@@ -138,78 +127,6 @@ class ParameterStore(ABC):
             version=version,
             seconds=ended - self._claimed_at.get(accepted.assignment, ended),
         )
-
-
-class Logbook:
-    """The log as one coordinator reads and writes it, on one event loop. Hold the `lock` and `settle` before deciding.
-
-    Attributes:
-        version: of the newest parameters.
-        fault: the store's current error, for people; empty while it works.
-        finished: set when the job is done.
-    """
-
-    def __init__(
-        self,
-        store: ParameterStore,
-        dispatcher: Dispatcher,
-        on_accepted: Callable[[float], None],
-        clock: Callable[[], float],
-    ) -> None:
-        self.lock, self.finished = asyncio.Lock(), asyncio.Event()
-        self.version, self.fault = 0, ""
-        self._store, self._dispatcher, self._on_accepted, self._clock = store, dispatcher, on_accepted, clock
-        self._position = 0
-        self._mine: set[bytes] = set()  # entries written here and not read back yet
-        self._up_to_date = False
-
-    async def settle(self) -> None:
-        """Read new entries, and write those that are due: passed deadlines, the end of an epoch."""
-        await self._read()
-        self._up_to_date = True
-        await self.write(self._dispatcher.expired(now=self._clock()))
-        while due := self._dispatcher.advance(now=self._clock()):
-            await self.write(due)
-
-    async def write(
-        self, entries: Sequence[AnyEntry], *, put: Blobs | None = None, drop: Collection[str] = ()
-    ) -> None:
-        """Append a decision, with blobs, and read it back. After a StoreError `settle` shows whether it was written."""
-        if entries:
-            self._mine.update(map(encode_entry, entries))
-            await self.call(lambda: self._store.append(entries, put=put, drop=drop))
-            await self._read()
-
-    async def _read(self) -> None:
-        for position, entry in await self.call(lambda: self._store.entries(self._position)):
-            if not isinstance(entry, ServerEntry):
-                written = encode_entry(entry)
-                if self._up_to_date and written not in self._mine:  # the coordinator that began later wins
-                    self.fault = (
-                        "another coordinator has taken over this job: stop this one, or rename its job"
-                    )
-                    raise StoreError(self.fault)
-                self._mine.discard(written)
-            self._dispatcher.state.apply(entry)
-            self._position = position
-            if isinstance(entry, Accepted):
-                self._on_accepted(entry.change)
-            elif isinstance(entry, Assimilated):
-                self.version = max(self.version, entry.version)
-        if self._dispatcher.state.finished is not None:
-            self.finished.set()
-
-    async def call(self, method: Callable[[], T]) -> T:
-        """Call the store on a thread, and note in `fault` whether it works."""
-        try:
-            answer = await asyncio.to_thread(method)
-        except StoreError as error:
-            if not self.fault:
-                logger.warning("the store fails, volunteers wait: %s", error)
-            self.fault = str(error)
-            raise
-        self.fault = ""
-        return answer
 
 
 MEMORY = ":memory:"
@@ -315,11 +232,6 @@ class SqliteStore(ParameterStore):
             self._log(connection, [self._assimilated(accepted, version, server=server, now=now)])
         return version
 
-    def waiting(self) -> int:
-        with self._connection() as connection:
-            count = connection.execute("SELECT count(*) FROM queue WHERE job = ?", (self._job,)).fetchone()
-        return int(count[0])
-
     def close(self) -> None:
         for connection, in_use in list(self._connections.values()):
             with in_use:  # by its thread: closing it meanwhile would kill the process
@@ -377,10 +289,10 @@ FORMS = (
     "postgresql+psycopg://USER:PASSWORD@HOST/DATABASE or mysql+pymysql://USER:PASSWORD@HOST/DATABASE"
 )
 ELSEWHERE = {
-    **dict.fromkeys(("redis", "rediss", "unix"), ("redis_store", "RedisStore")),
-    **dict.fromkeys(("postgresql+psycopg", "mysql+pymysql"), ("sql", "SqlStore")),
+    **dict.fromkeys(("redis", "rediss", "unix"), "RedisStore"),
+    **dict.fromkeys(("postgresql+psycopg", "mysql+pymysql"), "SqlStore"),
 }
-"""Module and class by scheme, of stores that need libraries beyond the base."""
+"""Classes by scheme, of stores that need libraries beyond the base."""
 
 
 def open_store(url: str, job: str) -> ParameterStore:
@@ -390,9 +302,9 @@ def open_store(url: str, job: str) -> ParameterStore:
         return SqliteStore(path, job)
     if scheme not in ELSEWHERE:
         raise ValueError(f"{scheme or url!r} is no store: use {FORMS}")
-    module, name = ELSEWHERE[scheme]
     try:
-        return cast(ParameterStore, getattr(import_module(f"colab_swarm.workunits.{module}"), name)(url, job))
+        remote = import_module("colab_swarm.workunits.remote")
+        return cast(ParameterStore, getattr(remote, ELSEWHERE[scheme])(url, job))
     except ImportError as error:
         raise StoreError(f"{error}: `pip install 'colab-swarm[workunits]'`") from error
 

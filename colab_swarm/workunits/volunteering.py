@@ -34,11 +34,17 @@ from colab_swarm.notebook.platforms import require_terms
 from colab_swarm.notebook.volunteer_view import draw, summary
 from colab_swarm.runtime import PauseGate, Runtime
 from colab_swarm.tensors.device import DeviceThread
-from colab_swarm.workunits.client import CoordinatorClient, SubsetCache
+from colab_swarm.workunits.client import (
+    CoordinatorClient,
+    Slot,
+    SubsetCache,
+    UnitInHand,
+    UnitProgress,
+    UnitSaves,
+    VolunteerSnapshot,
+)
 from colab_swarm.workunits.job import Job, Rows, UnitTraining
-from colab_swarm.workunits.messages import Backoff, GivenUnits, JobCard
-from colab_swarm.workunits.resume import Slot, UnitInHand, UnitProgress, UnitSaves, VolunteerSnapshot
-from colab_swarm.workunits.tokens import WorkLink
+from colab_swarm.workunits.messages import Backoff, GivenUnits, JobCard, WorkLink
 from colab_swarm.workunits.weights import Floats, Schema
 
 logger = logging.getLogger(__name__)
@@ -60,16 +66,7 @@ _volunteers: set[Volunteer] = set()
 
 @dataclass(frozen=True)
 class VolunteerSettings:
-    """Settings of a volunteer.
-
-    Attributes:
-        folder: for data and units in hand.
-        units: trained at a time.
-        name: shown to people.
-        save_s: interval between saves of a unit.
-        cache_bytes: most data on disk.
-        gate: closed while the machine is needed for something else.
-    """
+    """A volunteer's folder, the units it trains at a time, the interval of their saves, and the most data on disk."""
 
     folder: Path
     units: int = 1
@@ -104,13 +101,7 @@ class Volunteer:
 
     On an event loop use `begin`, `wait_over` and `leave`; from other threads `wait` and `stop`.
 
-    Args:
-        client: of the job's coordinator; `stop` closes it.
-        job: model, loss and optimizer.
-        card: the coordinator's.
-        settings: of this volunteer.
-        clock: seconds since the epoch.
-        rng: random numbers for waits.
+    ``clock`` gives seconds since the epoch; `stop` closes the client.
 
     Attributes:
         url: of the coordinator, whose page shows the job's progress.

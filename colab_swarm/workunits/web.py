@@ -8,18 +8,16 @@ are looked up in the job's card, uploads by a pattern.
 from __future__ import annotations
 
 import asyncio
-import logging
 import mmap
-import os
 import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
@@ -28,15 +26,19 @@ from colab_swarm.errors import NotAdmitted, StoreError
 from colab_swarm.markup import content_security_policy
 from colab_swarm.net.addresses import VisitLimit, source_of
 from colab_swarm.net.peers import UNDECODABLE, Message, PeerId
-from colab_swarm.workunits.messages import MAX_BODY_BYTES, AskForUnits, GiveBack, Problem, Refused, Taken
-from colab_swarm.workunits.page import JobStatus, render_live, render_page, render_prometheus
-from colab_swarm.workunits.state import Unit
-from colab_swarm.workunits.tokens import RequestGate
+from colab_swarm.notebook.coordinator_view import render_live, render_page
+from colab_swarm.workunits.desk import Desk
+from colab_swarm.workunits.messages import (
+    MAX_BODY_BYTES,
+    AskForUnits,
+    GiveBack,
+    Problem,
+    Refused,
+    RequestGate,
+    Taken,
+)
+from colab_swarm.workunits.state import JobStatus, Unit, render_prometheus
 
-if TYPE_CHECKING:
-    from colab_swarm.workunits.coordinator import Coordinator
-
-logger = logging.getLogger(__name__)
 M = TypeVar("M", AskForUnits, GiveBack)
 NUMBER = "(0|[1-9][0-9]{0,17})"
 RANGE = re.compile(rf"bytes={NUMBER}-{NUMBER}?")
@@ -108,10 +110,9 @@ def piece_of(header: str) -> tuple[int, int, int]:
 
 
 class UploadBuffer:
-    """One file per upload in ``folder``; a complete one has ``size_bytes``.
+    """One file per upload in ``folder``; a complete one has ``size_bytes``, and exists only while it is checked.
 
-    A complete file exists only while its result is checked. One found at the start was cut short by
-    the death of the process and is deleted, so the volunteer sends it again.
+    One found at the start was cut short by the death of the process and is deleted: the volunteer sends it again.
     """
 
     def __init__(self, folder: Path, *, size_bytes: int) -> None:
@@ -145,11 +146,6 @@ class UploadBuffer:
     def read(self, assignment: str) -> bytes:
         return self._file(assignment).read_bytes()
 
-    def cut(self, assignment: str, received: int) -> None:
-        """Delete all beyond ``received`` bytes."""
-        with suppress(FileNotFoundError):  # swept meanwhile
-            os.truncate(self._file(assignment), received)
-
     def drop(self, assignment: str) -> None:
         self._file(assignment).unlink(missing_ok=True)
 
@@ -166,13 +162,14 @@ class UploadBuffer:
 
 
 class CoordinatorServer:
-    """Serve a coordinator that has started; ``running`` counts transfers under way, by kind."""
+    """Serve a desk that is open, and pages of the job's ``status``.
 
-    def __init__(
-        self, coordinator: Coordinator, gate: RequestGate, *, clock: Callable[[], float] = time.time
-    ) -> None:
+    ``running`` counts transfers under way, by kind.
+    """
+
+    def __init__(self, desk: Desk, gate: RequestGate, status: Callable[[], JobStatus]) -> None:
         self.url, self.running = "", {"upload": 0, "download": 0}
-        self._coordinator, self._gate, self._clock = coordinator, gate, clock
+        self._desk, self._gate, self._status = desk, gate, status
         self._uploading, self._checking = asyncio.Lock(), asyncio.Semaphore(CHECKED_AT_ONCE)
         self._complete: set[str] = set()  # uploads whose results are being checked
         self._each: Counter[tuple[str, PeerId]] = Counter()  # the same by volunteer
@@ -182,9 +179,9 @@ class CoordinatorServer:
 
     @cached_property
     def uploads(self) -> UploadBuffer:
-        schema = self._coordinator.schema
+        schema = self._desk.schema
         size_bytes = len(schema.head()) + 4 * schema.numel
-        return UploadBuffer(self._coordinator.folder / "uploads", size_bytes=size_bytes)
+        return UploadBuffer(self._desk.folder / "uploads", size_bytes=size_bytes)
 
     async def start(self, host: str, port: int) -> None:
         """Listen; port 0 chooses a free one. Raises OSError if the port is taken."""
@@ -237,8 +234,7 @@ class CoordinatorServer:
             if error.received is None:
                 return _refusal(STATUSES[error.problem.code], error.problem)
             return _refusal(409, error.problem, {"Received": str(error.received)})
-        except StoreError as error:
-            logger.debug("a request waits for the store: %s", error)
+        except StoreError:
             text = "the coordinator's store does not answer: try again in a few seconds"
             return _refusal(503, Problem("busy", text), {"Retry-After": str(BROKEN_S)})
         except web.HTTPException as error:
@@ -251,10 +247,10 @@ class CoordinatorServer:
     def _admit(self, request: web.Request) -> None:
         header = request.headers.get("Authorization", "")
         try:
-            volunteer, digest = self._gate.check(header, request.method, request.raw_path, now=self._clock())
+            volunteer, digest = self._gate.check(header, request.method, request.raw_path, now=time.time())
         except NotAdmitted as error:
             raise Refused("busy" if error.reason == "busy" else "token", str(error)) from error
-        self._coordinator.check_ban(volunteer)
+        self._desk.check_ban(volunteer)
         request[VOLUNTEER], request[DIGEST] = volunteer, digest
 
     async def _read(self, request: web.Request, most_bytes: int) -> bytes:
@@ -296,18 +292,18 @@ class CoordinatorServer:
     # -- the job, units and results
 
     async def _job(self, request: web.Request) -> web.Response:
-        return _answer(self._coordinator.card)
+        return _answer(self._desk.card)
 
     async def _code(self, request: web.Request) -> web.Response:
-        return web.Response(text=self._coordinator.job.code)
+        return web.Response(text=self._desk.job.code)
 
     async def _units(self, request: web.Request) -> web.Response:
         asked = await self._message(request, AskForUnits)
-        return _answer(await self._coordinator.ask(request[VOLUNTEER], asked))
+        return _answer(await self._desk.ask(request[VOLUNTEER], asked))
 
     async def _return(self, request: web.Request) -> web.Response:
         message = await self._message(request, GiveBack)
-        return _answer(await self._coordinator.give_back(request[VOLUNTEER], message))
+        return _answer(await self._desk.give_back(request[VOLUNTEER], message))
 
     async def _received(self, request: web.Request) -> web.Response:
         return web.Response(headers={"Received": str(self.uploads.received(self._wanted(request)))})
@@ -332,15 +328,15 @@ class CoordinatorServer:
         assignment = _assignment(request)
         if assignment in self._complete:
             raise Refused("busy", "this result is complete and is being checked: ask again in a second")
-        self._coordinator.check(request[VOLUNTEER], assignment)
+        self._desk.check(request[VOLUNTEER], assignment)
         return assignment
 
     async def _add(self, request: web.Request, start: int, piece: bytes) -> Taken:
-        """Save a piece; the last one has the result checked. If that fails for now, it may be sent again."""
+        """Save a piece; the last one has the result checked. If that fails for now, all may be sent again."""
         async with self._uploading:
             assignment = self._wanted(request)
             if not start:
-                self.uploads.sweep(self._coordinator.awaits)
+                self.uploads.sweep(self._desk.awaits)
             received = await asyncio.to_thread(self.uploads.add, assignment, start, piece)
             if received < self.uploads.size_bytes:
                 return Taken(received)
@@ -348,25 +344,19 @@ class CoordinatorServer:
         try:
             async with self._checking:
                 data = await asyncio.to_thread(self.uploads.read, assignment)
-                await self._coordinator.take(request[VOLUNTEER], assignment, data)
-        except (StoreError, asyncio.CancelledError):
-            self.uploads.cut(assignment, start)
-            raise
-        except BaseException:
-            self.uploads.drop(assignment)
-            raise
+                await self._desk.take(request[VOLUNTEER], assignment, data)
         finally:
             self._complete.discard(assignment)
-        self.uploads.drop(assignment)
+            self.uploads.drop(assignment)
         return Taken(received, accepted=True)
 
     # -- files
 
     async def _data(self, request: web.Request) -> web.StreamResponse:
         digest = request.match_info["digest"]
-        if not any(subset.sha256 == digest for subset in self._coordinator.card.subsets):
+        if not any(subset.sha256 == digest for subset in self._desk.card.subsets):
             raise Refused("unknown", "no such data: ask for units")
-        with (self._coordinator.folder / "data" / digest).open("rb") as file:
+        with (self._desk.folder / "data" / digest).open("rb") as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         cached = {"Cache-Control": "private, max-age=31536000, immutable"}
         return await self._send(request, data, f'"{digest}"', cached)
@@ -377,7 +367,7 @@ class CoordinatorServer:
             if (found := UNIT.fullmatch(name)) is None:
                 raise Refused("unknown", "no such unit: ask for units")
             unit = Unit(int(found[1]), int(found[2]))
-        version, data = await self._coordinator.parameters_file(unit)
+        version, data = await self._desk.parameters_file(unit)
         headers = {"Version": str(version), "Cache-Control": "no-cache"}
         return await self._send(request, data, f'"{version}"', headers)
 
@@ -418,7 +408,7 @@ class CoordinatorServer:
             self._paged_at, self._pages = now, {}
         kind, render = PAGES[request.path]
         if request.path not in self._pages:
-            made = render(self._coordinator.status())
+            made = render(self._status())
             self._pages[request.path] = made.encode() if isinstance(made, str) else made
         body = self._pages[request.path]
         return web.Response(body=body, content_type=kind, charset="utf-8", headers=PAGE_HEADERS)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from colab_swarm.workunits.page import JobStatus
-from colab_swarm.workunits.tokens import RequestGate
+from colab_swarm.workunits.messages import RequestGate
+from colab_swarm.workunits.state import JobStatus
 from colab_swarm.workunits.web import CoordinatorServer
 from tests.browser.chromium import Window, needs
 from tests.browser.site import Site
@@ -18,15 +18,8 @@ from tests.workunits.statuses import EVIL, status
 pytestmark = needs()
 
 
-class Coordinator:
-    """A coordinator, as far as its pages go."""
-
-    def __init__(self, look: Callable[[], JobStatus]) -> None:
-        self.status = look
-
-
 async def serve(look: Callable[[], JobStatus]) -> CoordinatorServer:
-    server = CoordinatorServer(Coordinator(look), RequestGate(None))  # type: ignore[arg-type]
+    server = CoordinatorServer(None, RequestGate(None), look)  # type: ignore[arg-type]
     await server.start("127.0.0.1", 0)
     return server
 

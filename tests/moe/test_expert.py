@@ -185,21 +185,19 @@ def test_a_sample_does_not_see_the_others_in_its_batch(module: nn.Module, shape:
 MODEL = ExpertModel(module=10_000_000, optimizer=20_000_000, gradients=10_000_000, sample=10_000)
 
 
-def test_memory_of_one_batch_is_subtracted_and_the_rest_divided() -> None:
-    # 0.8 * 1 GB - (10 MB + 30 MB + 1000 * 10 kB) = 750 MB: 25 experts of 30 MB
-    assert MODEL.experts_that_fit(1_000_000_000, max_batch_size=1000)[0] == 25
-
-
-def test_a_larger_batch_leaves_room_for_fewer() -> None:
-    assert MODEL.experts_that_fit(1_000_000_000, max_batch_size=31_000)[0] == 15
-
-
-def test_a_host_takes_no_more_experts_than_it_can_serve() -> None:
-    assert ExpertModel(0, 0, 0, 0).experts_that_fit(1 << 40, max_batch_size=1)[0] == MOST
-
-
-def test_no_expert_fits_if_a_batch_does_not() -> None:
-    assert MODEL.experts_that_fit(50_000_000, max_batch_size=1000)[0] == 0
+@pytest.mark.parametrize(
+    ("model", "free_bytes", "batch_size", "fit"),
+    [
+        (MODEL, 10**9, 1000, 25),  # 0.8 * 1 GB - (10 MB + 30 MB + 1000 * 10 kB) = 750 MB: 25 experts of 30 MB
+        (MODEL, 10**9, 31_000, 15),
+        (ExpertModel(0, 0, 0, 0), 1 << 40, 1, MOST),
+        (MODEL, 50_000_000, 1000, 0),
+    ],
+)
+def test_memory_of_one_batch_is_subtracted_and_the_rest_divided(
+    model: ExpertModel, free_bytes: int, batch_size: int, fit: int
+) -> None:
+    assert model.experts_that_fit(free_bytes, max_batch_size=batch_size)[0] == fit
 
 
 def test_the_arithmetic_is_one_sentence() -> None:

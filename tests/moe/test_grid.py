@@ -279,16 +279,6 @@ def test_stale_prefixes_are_replaced_by_the_next_best(
     assert found == replacing_beams(children, scores, k)
 
 
-def test_a_full_grid_is_searched_after_one_wait() -> None:
-    sides = (8, 8, 8)
-    live = set(itertools.product(*map(range, sides)))
-    rng = np.random.default_rng(0)
-    scores = [rng.standard_normal((64, side)).astype(np.float32) for side in sides]
-    unknown = beam_search(scores, 4, lambda _: None)[1]
-    known = {prefix: children_of(sides, live, prefix) for prefix in unknown}
-    assert not beam_search(scores, 4, known.get)[1]
-
-
 def test_nan_is_the_worst_score() -> None:
     scores = [np.array([[np.nan, 1.0, np.inf, -np.inf]], np.float32)]
     assert beam_search(scores, 4, lambda _: np.ones(4, np.bool_))[0] == [[(2,), (1,), (0,), (3,)]]

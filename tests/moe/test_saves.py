@@ -71,8 +71,8 @@ def test_saves_share_chunks_and_unreferenced_chunks_are_deleted(tmp_path: Path) 
     first = put(shelf, b"manifest 1", b"same", b"old")
     second = put(shelf, b"manifest 2", b"same", b"new", step=2, at=1.0)
     assert files(tmp_path) == 5 and shelf.saves("ffn.0") == [second, first]
-    shelf.settle(BOB, "ffn.0", second.manifest)
-    assert files(tmp_path) == 3 and shelf.saves() == [second]
+    third = put(shelf, b"manifest 3", b"same", step=3, at=2.0)
+    assert files(tmp_path) == 4 and shelf.saves() == [third, second]
 
 
 def test_an_owner_has_two_saves_of_an_expert_at_most(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import cache, partial
@@ -79,8 +80,18 @@ async def hosting(
             yield server, alice, bob
         finally:
             await server.close()
-            server._batching.check_invariants()
+            check_batching(server._batching)
             assert not server._batching._inside, "room was not given back"
+
+
+def check_batching(batching: Batching) -> None:
+    """Assert that the sums are right and every waiting call was admitted."""
+    inside, held = batching._inside, batching._held
+    assert batching._held_bytes == sum(one.size_bytes for one in inside) <= batching.limits.max_held_bytes
+    assert held == Counter({c: sum(one.size_bytes for one in inside if one.caller == c) for c in held})
+    waiting = [one for queue in batching._queues.values() for one in queue]
+    assert all(batching._queues.values()) and set(waiting) <= inside.keys()
+    assert len(set(waiting)) == len(waiting)
 
 
 class Gate(nn.Module):
@@ -245,11 +256,7 @@ REFUSED: dict[str, tuple[CallExpert, str]] = {
 @pytest.mark.real_time
 async def test_impossible_calls_are_refused_before_anything_is_received(case: str) -> None:
     opening, text = REFUSED[case]
-    async with hosting(expert(), expert("text.0", TransformerBlock(DIM, 2), (-1, DIM))) as (
-        _,
-        alice,
-        bob,
-    ):
+    async with hosting(expert(), expert("text.0", TransformerBlock(DIM, 2), (-1, DIM))) as (_, alice, bob):
         stream = await alice.stream(bob.id, opening, timeout_s=5)
         with pytest.raises(CallRefused, match=text):
             await stream.receive(Part)
@@ -423,7 +430,7 @@ def pending(
 def batching() -> Iterator[Batching]:
     batching = Batching(LIMITS)
     yield batching
-    batching.check_invariants()
+    check_batching(batching)
 
 
 def enqueue(batching: Batching, *calls: Call) -> None:
@@ -444,15 +451,7 @@ def test_a_call_of_more_samples_than_a_batch_is_computed_alone(batching: Batchin
     assert [batching.take() for _ in calls] == [[one] for one in calls]
 
 
-def test_a_batch_is_bounded_in_bytes_too(batching: Batching) -> None:
-    calls = [pending(name, size_bytes=30, at=at) for at, name in enumerate("abc")]
-    enqueue(batching, *calls)
-    assert [batching.take(), batching.take()] == [calls[:2], calls[2:]]
-
-
-def test_different_kinds_of_calls_never_mix_and_the_oldest_comes_first(
-    batching: Batching,
-) -> None:
+def test_different_kinds_of_calls_never_mix_and_the_oldest_comes_first(batching: Batching) -> None:
     keys = [FORWARD, BACKWARD, Key("ffn.0", False, (5,)), Key("ffn.1", False, (4,))]
     calls = [pending(key=key, at=-at) for at, key in enumerate(keys)]
     late = pending(key=FORWARD, at=1)
@@ -476,9 +475,7 @@ def test_an_empty_call_and_one_larger_than_any_batch_are_refused(
         batching.admit(pending(samples=samples, size_bytes=size_bytes))
 
 
-def test_one_caller_gets_half_of_the_memory_and_leaves_the_rest_to_others(
-    batching: Batching,
-) -> None:
+def test_one_caller_gets_half_of_the_memory_and_leaves_the_rest_to_others(batching: Batching) -> None:
     enqueue(batching, *(pending("alice", size_bytes=20) for _ in range(3)))
     assert batching.admit(pending("alice", size_bytes=20)) is not None
     enqueue(batching, pending("bob", size_bytes=20), pending("carol", size_bytes=20))
@@ -511,8 +508,8 @@ def test_a_busy_answer_says_how_long_the_admitted_calls_will_take(batching: Batc
     for _ in range(50):
         batching.measured(FORWARD, 10, 1e6)
     assert batching.admit(more) == MAX_RETRY_S
-    batching.forget("ffn.0")
-    batching.measured(FORWARD, 10, 1e-9)
+    for _ in range(200):
+        batching.measured(FORWARD, 10, 1e-9)
     assert batching.admit(more) == MIN_RETRY_S
 
 
@@ -543,7 +540,7 @@ def test_in_any_sequence_the_sums_are_right_and_every_admitted_call_is_computed(
             for done in batching.take():
                 waiting.remove(done)
                 batching.leave(done)
-        batching.check_invariants()
+        check_batching(batching)
     while batch := batching.take():
         assert len({one.key for one in batch}) == 1
         assert len(batch) == 1 or sum(one.samples for one in batch) <= 8
@@ -551,7 +548,7 @@ def test_in_any_sequence_the_sums_are_right_and_every_admitted_call_is_computed(
         for one in batch:
             waiting.remove(one)
             batching.leave(one)
-        batching.check_invariants()
+        check_batching(batching)
     assert not waiting and batching.admit(pending(size_bytes=80)) is None
 
 

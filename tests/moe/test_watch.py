@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.server import ExpertStatistics
-from colab_swarm.moe.watch import LIST_EVERY_S, ExpertRates, ExpertsSnapshot, ExpertsWatch
+from colab_swarm.moe.watch import LIST_EVERY_S, ExpertsSnapshot, ExpertsWatch, rated
 from colab_swarm.net.peers import short
 from colab_swarm.runtime import Runtime
 from tests.moe.hosts import GRID, Member, Run
@@ -108,17 +109,14 @@ def statistics(calls: int, samples: int, batches: int) -> ExpertStatistics:
 
 
 def test_rates_are_means_of_the_last_seconds() -> None:
-    rates = ExpertRates()
-    assert rates.of({"ffn.0": statistics(1000, 8000, 500)}, 100.0)[0].samples_per_s == 0.0
-    (one,) = rates.of({"ffn.0": statistics(1020, 8160, 510)}, 102.0)
+    before, now = statistics(1000, 8000, 500), statistics(1020, 8160, 510)
+    assert rated("ffn.0", before, None, math.inf).samples_per_s == 0.0
+    one = rated("ffn.0", now, before, 2.0)
     assert (one.calls_per_s, one.samples_per_s, one.batch_size) == (10.0, 160.0, 32.0)
-    rates.of({"ffn.0": statistics(1020, 8160, 510)}, 105.0)
-    (one,) = rates.of({"ffn.0": statistics(1020, 8160, 510)}, 110.0)
+    one = rated("ffn.0", now, now, 5.0)
     assert (one.calls_per_s, one.batch_size) == (0.0, None)
 
 
 def test_an_expert_that_is_hosted_again_counts_from_zero() -> None:
-    rates = ExpertRates()
-    rates.of({"ffn.0": statistics(1000, 8000, 500)}, 0.0)
-    (one,) = rates.of({"ffn.0": statistics(4, 20, 2)}, 4.0)
+    one = rated("ffn.0", statistics(4, 20, 2), statistics(1000, 8000, 500), 4.0)
     assert (one.calls_per_s, one.samples_per_s) == (1.0, 10.0)

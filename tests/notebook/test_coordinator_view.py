@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from colab_swarm.notebook.coordinator_view import draw, figures
-from colab_swarm.workunits.page import MAX_MARKS, UnitMark
+from colab_swarm.workunits.state import MAX_MARKS, UnitMark
 from tests.workunits.statuses import EVIL, status
 
 ROW = status().overview.volunteers[0]

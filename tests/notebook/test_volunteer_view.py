@@ -7,7 +7,7 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 from colab_swarm.notebook.volunteer_view import draw, summary
-from colab_swarm.workunits.resume import UnitProgress, VolunteerSnapshot
+from colab_swarm.workunits.client import UnitProgress, VolunteerSnapshot
 
 UNITS = (
     UnitProgress("epoch 3, subset 7", "training", done=5, batches=20, loss=0.4321, seconds=12.0),

@@ -21,11 +21,11 @@ from colab_swarm.net.membership import MembershipAdmission
 from colab_swarm.net.peers import Message
 from colab_swarm.trust.access import ClosedRun, RunAccess
 from colab_swarm.workunits.coordinator import Coordinator
+from colab_swarm.workunits.dispatcher import MORE_REPLICAS, Dispatcher
 from colab_swarm.workunits.job import Job, WorkPlan
-from colab_swarm.workunits.messages import AskForUnits, GivenUnit, GivenUnits, Problem
+from colab_swarm.workunits.messages import AskForUnits, GivenUnit, GivenUnits, Problem, Token
 from colab_swarm.workunits.state import AnyEntry
 from colab_swarm.workunits.store import MEMORY, ParameterStore, SqliteStore
-from colab_swarm.workunits.tokens import Token
 from colab_swarm.workunits.weights import Floats
 
 M = TypeVar("M", bound=Message)
@@ -75,7 +75,7 @@ class Scene:
         """All that a request could have changed."""
         newest, folder = self.store.parameters(), self.folder
         files = sorted((str(file), file.stat().st_size) for file in folder.rglob("*") if file.is_file())
-        return self.log, newest.version, newest.values.tobytes(), self.store.waiting(), files
+        return self.log, newest.version, newest.values.tobytes(), files
 
     def values(self, change: float = 0.01) -> Floats:
         """A result: the newest parameters, moved a little."""
@@ -160,9 +160,24 @@ async def coordinating(
         await coordinator.start({"host": "127.0.0.1"})
         async with aiohttp.ClientSession() as scene.session:
             yield scene
-        coordinator.dispatcher.check_invariants()
+        check_state(coordinator.dispatcher)
     finally:
         await coordinator.close()
+
+
+def check_state(dispatcher: Dispatcher) -> None:
+    """Raise AssertionError if the state contradicts itself."""
+    state = dispatcher.state
+    for key, unit in state.units.items():
+        assert key.epoch <= state.epoch, f"{key} was assigned before epoch {state.epoch} was done"
+        assert not unit.assimilated or unit.accepted, f"{key} was assimilated, but not accepted"
+        live = [replica.volunteer for replica in unit.live()]
+        assert len(live) == len(set(live)), f"two replicas of {key} are one volunteer's"
+        assert len(live) <= dispatcher._plan.replication + MORE_REPLICAS
+        assert not (live and unit.accepted), f"{key} is accepted, and still awaited"
+        assert (unit.accepted is None) == (key in state.open), f"{key} is in the wrong set"
+    out = {name for name, replica in state.replicas.items() if replica.fate == "out"}
+    assert out == set().union(*(volunteer.out for volunteer in state.volunteers.values()))
 
 
 def run(main: Callable[[], Awaitable[None]], *, timeout_s: float = 90.0) -> None:

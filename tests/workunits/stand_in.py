@@ -25,10 +25,11 @@ from colab_swarm.workunits.messages import (
     GivenUnits,
     JobCard,
     Problem,
+    RequestGate,
     Subset,
     Taken,
+    Token,
 )
-from colab_swarm.workunits.tokens import RequestGate, Token
 from colab_swarm.workunits.weights import Floats, Schema
 
 RUN = "test-run"

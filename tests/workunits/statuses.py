@@ -6,8 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from colab_swarm.workunits.page import JobOverview, JobStatus, UnitCounts, VolunteerRow
-from colab_swarm.workunits.state import EpochEnded, Measured, Unit
+from colab_swarm.workunits.state import EpochEnded, JobOverview, JobStatus, Measured, Unit, VolunteerRow
 
 NOW = 1_800_000_000.0
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
@@ -20,7 +19,7 @@ def status(*, epochs: int = 6, **changes: Any) -> JobStatus:
         epoch=epochs + 1,
         max_epochs=20,
         finished=None,
-        units=UnitCounts(waiting=21, training=9, queued=3, assimilated=17),
+        units=dict(waiting=21, training=9, queued=3, assimilated=17),
         volunteers=tuple(map(_volunteer, range(len(NAMES)))),
         epochs=tuple(map(_epoch, range(1, epochs + 1))),
         measured=(Measured(at=NOW - 3, unit=Unit(epochs + 1, 4), accuracy=0.74),),

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from colab_swarm.errors import StoreError
-from colab_swarm.workunits.assimilation import (
+from colab_swarm.workunits.desk import (
     KNOWN,
     LEASE_S,
     ParameterServer,
@@ -128,7 +128,7 @@ def test_faults_of_the_store_are_waited_out(evaluator: Evaluator) -> None:
 
 
 def start(path: Path, code: Path) -> subprocess.Popen[bytes]:
-    program = "from colab_swarm.workunits.assimilation import serve; serve()"
+    program = "from colab_swarm.workunits.desk import serve; serve()"
     command = [sys.executable, "-c", program, "tiny", str(code), "server-1"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert process.stdin is not None
@@ -277,7 +277,7 @@ def test_servers_measure_by_the_plan_that_the_coordinator_has_not_by_the_files()
 
 
 def staffing_of_four() -> Staffing:
-    return Staffing(most=4, crowd=2.0, grow_s=2.0, shrink_s=30.0)
+    return Staffing(most=4)
 
 
 def follow(waiting: dict[range, int]) -> list[int]:

@@ -28,8 +28,7 @@ from colab_swarm.net.peers import Role
 from colab_swarm.workunits import client as client_module
 from colab_swarm.workunits import client as module
 from colab_swarm.workunits.client import CoordinatorClient, RetryableError, SubsetCache, _decoded
-from colab_swarm.workunits.messages import Backoff, GivenUnits, JobCard, Problem, Subset, Taken
-from colab_swarm.workunits.tokens import Token
+from colab_swarm.workunits.messages import Backoff, GivenUnits, JobCard, Problem, Subset, Taken, Token
 from tests.workunits.digits import digits_job
 from tests.workunits.stand_in import (
     RUN,

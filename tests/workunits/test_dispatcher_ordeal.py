@@ -28,6 +28,7 @@ from colab_swarm.workunits.state import (
     decode_entry,
     encode_entry,
 )
+from tests.workunits.local import check_state
 
 SUBSETS, EPOCHS = 20, 3
 MISBEHAVIOUR = {"alice": 0.0, "bob": 0.05, "carol": 0.1, "dave": 0.3, "erin": 0.5, "frank": 0.9}
@@ -84,7 +85,7 @@ class Ordeal:
             self.assimilate()
         if self.rng.random() < 0.02:
             self.restart()
-        self.dispatcher.check_invariants()
+        check_state(self.dispatcher)
 
     def ask(self, volunteer: str) -> None:
         given = self.dispatcher.assign(

@@ -8,15 +8,8 @@ import re
 import msgspec
 import pytest
 
-from colab_swarm.workunits.page import (
-    JobStatus,
-    UnitCounts,
-    accuracy_svg,
-    render_live,
-    render_page,
-    render_prometheus,
-)
-from colab_swarm.workunits.state import EpochEnded
+from colab_swarm.notebook.coordinator_view import accuracy_svg, render_live, render_page
+from colab_swarm.workunits.state import EpochEnded, JobStatus, render_prometheus
 from tests.backbone.test_page import Tags
 from tests.workunits.statuses import EVIL, NOW, status
 
@@ -25,7 +18,7 @@ NEW = status(
     volunteers=(),
     assimilated_at=(),
     update_s=(),
-    units=UnitCounts(50, 0, 0, 0),
+    units={"waiting": 50, "training": 0, "queued": 0, "assimilated": 0},
     backlog=0,
     servers=0,
 )
@@ -42,17 +35,17 @@ def test_the_page_is_well_formed_and_texts_of_others_are_only_text(shown: JobSta
 def test_the_page_says_where_the_job_is() -> None:
     live = render_live(status())
     for text in (
-        "4,970,122 numbers", "50,000 samples", "Epoch 7 of 20 at most", "<b>17</b> done", "<b>21</b> not begun",
-        "71.9%", "404", "24 ms", "90 ms", "target 82.0%", "alice", "high (99%)", "fair (71%)", "new",
-        "banned for 28 min", "2 min ago", "without a name", "cs.workunits.volunteer(link)",
+        "4,970,122 numbers", "50,000 samples", "epoch 7 of 20, 17 of 50 units", "71.9%", "404", "target 82.0%",
+        "2, 3 results wait", "alice", "high (99%)", "fair (71%)", "new", "banned for 28 min", "up for 2.2 h",
+        "cs.workunits.volunteer(link)",
     ):  # fmt: skip
         assert text in live, text
 
 
 def test_a_job_that_has_just_begun_and_one_that_is_over_have_a_page_too() -> None:
-    assert "Known when the first epoch is over" in render_live(NEW) and "None yet." in render_live(NEW)
+    assert "known after the first epoch" in render_live(NEW) and "0 volunteers" in render_live(NEW)
     over = render_live(status(finished="accuracy 0.823 reached the target 0.82"))
-    assert "Finished after epoch 6: accuracy 0.823" in over and "cs.workunits.volunteer" not in over
+    assert "finished: accuracy 0.823" in over and "cs.workunits.volunteer" not in over
 
 
 def test_an_unreachable_store_shows_on_the_page() -> None:

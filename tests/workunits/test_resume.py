@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from colab_swarm.workunits.client import UnitInHand, UnitSaves
 from colab_swarm.workunits.messages import GivenUnit
-from colab_swarm.workunits.resume import UnitInHand, UnitSaves
 
 UNIT = GivenUnit("a" * 32, 1, 2, "b" * 64, "parameters", 60.0, 7)
 STATE: dict[str, Any] = {

@@ -55,6 +55,6 @@ def test_a_missing_folder_and_a_file_that_is_no_store_are_errors(tmp_path: Path)
 def test_a_missing_library_is_an_error_with_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "colab_swarm.workunits.redis_store", None)
+    monkeypatch.setitem(sys.modules, "colab_swarm.workunits.remote", None)
     with pytest.raises(StoreError, match=r"pip install 'colab-swarm\[workunits\]'"):
         open_store("redis://127.0.0.1:1/0", "job")

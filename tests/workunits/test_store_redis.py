@@ -10,7 +10,7 @@ from redis import Redis
 
 from colab_swarm.bench.parameter_store import redis_server
 from colab_swarm.errors import StoreError
-from colab_swarm.workunits import redis_store
+from colab_swarm.workunits import remote
 from colab_swarm.workunits.state import Assimilated
 from colab_swarm.workunits.weights import Floats
 from tests.workunits.servers import accepted, begun, close_checked, new_job, plus_one
@@ -71,7 +71,7 @@ def test_a_stopped_server_is_an_error_at_the_next_call(url: str) -> None:
 def test_parameters_that_waited_too_long_change_nothing(url: str) -> None:
     store = begun(url, new_job(), units=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(redis_store, "NEW_S", 0)  # Redis deletes them at once
+        patch.setattr(remote, "NEW_S", 0)  # Redis deletes them at once
         with pytest.raises(StoreError, match="no such key"):
             store.assimilate(accepted(0), plus_one, server="bob", now=1.0)
     assert store.parameters().version == 0 and store.claim("carol", now=1.0, lease_s=1.0) == accepted(0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 
-from colab_swarm.workunits import sql
+from colab_swarm.workunits import remote
 from colab_swarm.workunits.state import Assimilated, Met
 from colab_swarm.workunits.weights import Floats
 from tests.workunits.servers import accepted, begun, close_checked, new_job, plus_one
@@ -23,7 +23,7 @@ def test_tables_are_created_once_by_stores_that_open_at_the_same_time(url: str) 
             connection.execute(sa.text(f"DROP TABLE IF EXISTS swarm_{table}"))
     engine.dispose()
     with ThreadPoolExecutor(4) as threads:
-        for store in threads.map(lambda _: sql.SqlStore(url, new_job()), range(4)):
+        for store in threads.map(lambda _: remote.SqlStore(url, new_job()), range(4)):
             assert store.entries() == []
             store.close()
 

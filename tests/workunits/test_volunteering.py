@@ -20,12 +20,10 @@ from colab_swarm.errors import StateError
 from colab_swarm.net.identity import Identity
 from colab_swarm.runtime import LOOK_S, PauseGate
 from colab_swarm.workunits import volunteering as module
-from colab_swarm.workunits.client import CoordinatorClient
+from colab_swarm.workunits.client import CoordinatorClient, _load
 from colab_swarm.workunits.job import Job, Rows, UnitTraining, cross_entropy
-from colab_swarm.workunits.messages import GivenUnit, Problem
-from colab_swarm.workunits.resume import _load
+from colab_swarm.workunits.messages import GivenUnit, Problem, Token
 from colab_swarm.workunits.state import Accepted, EpochEnded, Finished
-from colab_swarm.workunits.tokens import Token
 from colab_swarm.workunits.volunteering import Volunteer, VolunteerSettings
 from colab_swarm.workunits.weights import Floats
 from tests.workunits.digits import digits_job

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Membership, MembershipAdmission
 from colab_swarm.net.peers import Role
-from colab_swarm.workunits import tokens, web
+from colab_swarm.workunits import messages, web
 from colab_swarm.workunits.messages import GivenUnits
 from colab_swarm.workunits.state import Rejected
 from colab_swarm.workunits.web import MAX_PIECE_BYTES
@@ -210,10 +210,7 @@ async def test_an_invalid_result_is_logged_and_its_unit_goes_to_another_voluntee
         assert answer.status == 422 and text in answer.problem.text
         assert scene.state()[1:] == before[1:] and scene.log[:-1] == before[0]
         last = scene.log[-1]
-        assert isinstance(last, Rejected) and (last.assignment, text in last.reason) == (
-            one.assignment,
-            True,
-        )
+        assert isinstance(last, Rejected) and (last.assignment, text in last.reason) == (one.assignment, True)
         again = await scene.bob.ask(2)
         assert any((new.epoch, new.subset) == (one.epoch, one.subset) for new in again)
 
@@ -346,7 +343,7 @@ def test_a_connection_without_a_request_is_closed(
 async def test_a_flood_of_requests_makes_the_others_wait_and_not_give_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokens, "MAX_NONCES", 3)
+    monkeypatch.setattr(messages, "MAX_NONCES", 3)
 
     async with coordinating(tiny_job(), tmp_path) as scene:
         for _ in range(3):

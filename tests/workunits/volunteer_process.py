@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from colab_swarm.net.identity import Identity
 from colab_swarm.workunits.client import CoordinatorClient
 from colab_swarm.workunits.job import cross_entropy
-from colab_swarm.workunits.tokens import Token
+from colab_swarm.workunits.messages import Token
 from colab_swarm.workunits.volunteering import Volunteer, VolunteerSettings
 from tests.workunits.digits import digits_job
 from tests.workunits.stand_in import RUN

@@ -1,0 +1,378 @@
+"""Stores in a server: Redis, and PostgreSQL, MariaDB or MySQL, which the VC-ASGD paper compares (section IV-D).
+
+Redis: eventual consistency. Parameter servers read the parameters, compute, and write them without waiting for one
+another (section III-D). Of two that overlap, one loses its change of the values, which training tolerates. One script
+changes the log, the queue and the version together, so no entry is ever lost and no unit is assimilated twice. Vectors
+and blobs are lists of pieces of 128 KiB: both sides reuse memory for pieces of this size.
+
+    colab-swarm:JOB:log         encoded entries
+    colab-swarm:JOB:queue       assignments whose results wait, oldest first
+    colab-swarm:JOB:accepted    assignment -> encoded entry, of those that wait
+    colab-swarm:JOB:held        assignment -> end of a parameter server's lease
+    colab-swarm:JOB:version, colab-swarm:JOB:parameters
+    colab-swarm:JOB:blob:NAME
+    colab-swarm:JOB:new:RANDOM  parameters that are not in force yet
+
+SQL: strong consistency. An assimilation locks the parameters' row until the new ones are written. No update is ever
+lost, and parameter servers wait for one another. Vectors and blobs are rows of 1 MiB, below every server's limit.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, cast
+
+import numpy as np
+import sqlalchemy as sa
+from redis import Redis, RedisError
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.schema import CreateTable
+
+from colab_swarm.errors import StoreError
+from colab_swarm.workunits.state import Accepted, AnyEntry, decode_entry, encode_entry
+from colab_swarm.workunits.store import Blobs, Parameters, ParameterStore, Update
+from colab_swarm.workunits.weights import Floats
+
+REDIS_PIECE_BYTES, SQL_PIECE_BYTES = 128 << 10, 1 << 20
+PIECES_PER_COMMAND = 16
+READ_BYTES = 256 << 10
+CONNECT_S, ANSWER_S = 10, 60.0
+NEW_S = 3600
+"""New parameters expire after this time if their server died before they came into force."""
+CLAIM = """
+for _, assignment in ipairs(redis.call('LRANGE', KEYS[1], 0, -1)) do
+    if tonumber(redis.call('HGET', KEYS[2], assignment) or 0) <= tonumber(ARGV[1]) then
+        redis.call('HSET', KEYS[2], assignment, ARGV[2])
+        return redis.call('HGET', KEYS[3], assignment)
+    end
+end
+"""
+ASSIMILATE = """
+-- RENAME comes first: it is the one command that can fail, and Redis undoes nothing of a script
+-- 0: done; -1: it was done before; else the version that the entry must be encoded for
+if redis.call('HEXISTS', KEYS[3], ARGV[1]) == 0 then redis.call('UNLINK', KEYS[7]) return -1 end
+local version = tonumber(redis.call('GET', KEYS[5]) or 0)
+if version ~= tonumber(ARGV[2]) then return version end
+redis.call('RENAME', KEYS[7], KEYS[6])
+redis.call('PERSIST', KEYS[6])
+redis.call('LREM', KEYS[1], 1, ARGV[1])
+redis.call('HDEL', KEYS[2], ARGV[1])
+redis.call('HDEL', KEYS[3], ARGV[1])
+redis.call('RPUSH', KEYS[4], ARGV[3])
+redis.call('UNLINK', KEYS[8])
+redis.call('INCR', KEYS[5])
+return 0
+"""
+logger = logging.getLogger(__name__)
+
+
+class RedisStore(ParameterStore):
+    """A job's state in the Redis server at ``url``."""
+
+    def __init__(self, url: str, job: str) -> None:
+        super().__init__(url, job)
+        self._redis = Redis.from_url(
+            url,
+            retry=Retry(NoBackoff(), 0),  # a command whose answer was lost may be in the log already
+            socket_connect_timeout=CONNECT_S,
+            socket_timeout=ANSWER_S,
+            socket_read_size=READ_BYTES,
+        )
+        self._claim = self._redis.register_script(CLAIM)
+        self._assimilate = self._redis.register_script(ASSIMILATE)
+        with _explained(RedisError, "Redis", "redis-server"):
+            self._redis.ping()
+
+    def begin(self, first: Floats) -> None:
+        with _explained(RedisError, "Redis", "redis-server"):
+            if not self._redis.info("persistence").get("aof_enabled"):
+                logger.warning(
+                    "this Redis server holds jobs in memory: if it stops, job %r is lost; "
+                    "`redis-cli config set appendonly yes` saves it to disk",
+                    self._job,
+                )
+            new = self._upload(first)
+            self._redis.persist(new)
+            if not self._redis.renamenx(new, self._key("parameters")):
+                self._redis.unlink(new)
+        self._check_size(first)
+
+    def append(
+        self, entries: Sequence[AnyEntry], *, put: Blobs | None = None, drop: Collection[str] = ()
+    ) -> None:
+        with _explained(RedisError, "Redis", "redis-server"), self._redis.pipeline(transaction=True) as step:
+            for entry in entries:
+                data = encode_entry(entry)
+                step.rpush(self._key("log"), data)
+                if isinstance(entry, Accepted):
+                    step.rpush(self._key("queue"), entry.assignment)
+                    step.hset(self._key("accepted"), entry.assignment, data)
+            for name, blob in (put or {}).items():
+                step.unlink(self._key("blob", name))
+                _push(step, self._key("blob", name), blob)
+            for name in drop:
+                step.unlink(self._key("blob", name))
+            step.execute()
+
+    def entries(self, after: int = 0) -> list[tuple[int, AnyEntry]]:
+        with _explained(RedisError, "Redis", "redis-server"):
+            found: Any = self._redis.lrange(self._key("log"), after, -1)
+        return [(position, decode_entry(data)) for position, data in enumerate(found, after + 1)]
+
+    def blob(self, name: str) -> bytes:
+        with _explained(RedisError, "Redis", "redis-server"):
+            pieces: Any = self._redis.lrange(self._key("blob", name), 0, -1)
+        if not pieces:
+            raise KeyError(name)
+        return b"".join(pieces)
+
+    def parameters(self) -> Parameters:
+        with _explained(RedisError, "Redis", "redis-server"), self._redis.pipeline(transaction=True) as step:
+            step.get(self._key("version"))
+            step.lrange(self._key("parameters"), 0, -1)
+            version, pieces = step.execute()
+        if not pieces:
+            raise self._not_begun()
+        return Parameters(int(version or 0), np.frombuffer(b"".join(pieces), "<f4"))
+
+    def claim(self, server: str, *, now: float, lease_s: float) -> Accepted | None:
+        keys = [self._key("queue"), self._key("held"), self._key("accepted")]
+        with _explained(RedisError, "Redis", "redis-server"):
+            found: Any = self._claim(keys=keys, args=[now, now + lease_s])
+        return None if found is None else self._claimed(found)
+
+    def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
+        old = self.parameters()
+        with _explained(RedisError, "Redis", "redis-server"):
+            keys = [self._key(name) for name in ("queue", "held", "accepted", "log", "version", "parameters")]
+            keys += [self._upload(update(old.values)), self._key("blob", accepted.result)]
+            version, found = old.version, 1
+            while found > 0:
+                entry = self._assimilated(accepted, version + 1, server=server, now=now)
+                args: list[Any] = [accepted.assignment, version, encode_entry(entry)]
+                found = int(cast(int, self._assimilate(keys=keys, args=args)))
+                version = found or version + 1
+        return None if found < 0 else version
+
+    def close(self) -> None:
+        self._redis.close()
+
+    def _key(self, *parts: str) -> str:
+        return ":".join(("colab-swarm", self._job, *parts))
+
+    def _upload(self, values: Floats) -> str:
+        """Write ``values`` under a new key; a script renames it to bring them into force."""
+        key = self._key("new", os.urandom(8).hex())
+        with self._redis.pipeline(transaction=False) as pipeline:
+            _push(pipeline, key, _bytes(values))
+            pipeline.expire(key, NEW_S)
+            pipeline.execute()
+        return key
+
+
+@contextmanager
+def _explained(kind: type[Exception], where: str, server: str) -> Iterator[None]:
+    try:
+        yield
+    except kind as error:
+        reason = str(getattr(error, "orig", None) or error).strip()
+        raise StoreError(
+            f"{where}: {reason}. Check that {server} runs, that address, database, user and password are right, and "
+            "that it has space left"
+        ) from error
+
+
+def _bytes(values: Floats) -> memoryview:
+    return values.astype("<f4", copy=False).data.cast("B")
+
+
+def _pieces(data: bytes | memoryview, size: int) -> list[memoryview]:
+    view = memoryview(data)
+    return [view[start : start + size] for start in range(0, max(1, len(view)), size)]
+
+
+def _push(pipeline: Any, key: str, data: bytes | memoryview) -> None:
+    pieces = _pieces(data, REDIS_PIECE_BYTES)
+    for start in range(0, len(pieces), PIECES_PER_COMMAND):
+        pipeline.rpush(key, *pieces[start : start + PIECES_PER_COMMAND])
+
+
+PARAMETERS = "parameters"
+"""Name of the blob that holds the parameters."""
+_tables = sa.MetaData()
+
+
+def _table(name: str, *columns: sa.Column[Any]) -> sa.Table:
+    return sa.Table(name, _tables, sa.Column("job", sa.String(64), primary_key=True), *columns)
+
+
+JOBS = _table("swarm_jobs", sa.Column("version", sa.BigInteger, nullable=False))
+# ends of the logs: a table of its own, so the coordinator's entries do not wait for an assimilation
+ENDS = _table("swarm_ends", sa.Column("position", sa.BigInteger, nullable=False))
+LOG = _table(
+    "swarm_log",
+    sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("entry", sa.LargeBinary(SQL_PIECE_BYTES), nullable=False),
+)
+QUEUE = _table(
+    "swarm_queue",
+    sa.Column("assignment", sa.String(32), primary_key=True),
+    sa.Column("position", sa.BigInteger, nullable=False),
+    sa.Column("entry", sa.LargeBinary(SQL_PIECE_BYTES), nullable=False),
+    sa.Column("held_until", sa.Double, nullable=False),
+)
+BLOBS = _table(
+    "swarm_blobs",
+    sa.Column("name", sa.String(128), primary_key=True),
+    sa.Column("piece", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("data", sa.LargeBinary(SQL_PIECE_BYTES), nullable=False),
+)
+
+
+class SqlStore(ParameterStore):
+    """A job's state in the database at ``url``; missing tables are created."""
+
+    def __init__(self, url: str, job: str) -> None:
+        super().__init__(url, job)
+        self._where = sa.make_url(url).render_as_string(hide_password=True)
+        self._engine = sa.create_engine(
+            url,
+            isolation_level="READ COMMITTED",  # after a wait for a lock a statement sees the newest rows
+            pool_pre_ping=True,
+            connect_args={"connect_timeout": CONNECT_S},
+        )
+        with suppress(StoreError):  # PostgreSQL: another process creates them now
+            self._make_tables()
+        self._make_tables()
+
+    def begin(self, first: Floats) -> None:
+        with self._transaction() as connection:
+            found = connection.execute(sa.select(JOBS.c.version).where(JOBS.c.job == self._job)).first()
+            if found is None:
+                connection.execute(JOBS.insert(), {"job": self._job, "version": 0})
+                self._put(connection, PARAMETERS, _bytes(first))
+        self._check_size(first)
+
+    def append(
+        self, entries: Sequence[AnyEntry], *, put: Blobs | None = None, drop: Collection[str] = ()
+    ) -> None:
+        with self._transaction() as connection:
+            for name, data in (put or {}).items():
+                self._put(connection, name, data)
+            self._drop(connection, drop)
+            self._log(connection, entries)
+
+    def entries(self, after: int = 0) -> list[tuple[int, AnyEntry]]:
+        with self._transaction() as connection:
+            rows = connection.execute(
+                sa.select(LOG.c.position, LOG.c.entry)
+                .where(LOG.c.job == self._job, LOG.c.position > after)
+                .order_by(LOG.c.position)
+            ).all()
+        return [(row.position, decode_entry(row.entry)) for row in rows]
+
+    def blob(self, name: str) -> bytes:
+        with self._transaction() as connection:
+            pieces = connection.execute(
+                sa.select(BLOBS.c.data)
+                .where(BLOBS.c.job == self._job, BLOBS.c.name == name)
+                .order_by(BLOBS.c.piece)
+            ).all()
+        if not pieces:
+            raise KeyError(name)
+        return b"".join(piece.data for piece in pieces)
+
+    def parameters(self) -> Parameters:
+        with self._transaction() as connection:
+            return self._parameters(connection)
+
+    def _parameters(self, connection: sa.Connection) -> Parameters:
+        rows = connection.execute(  # one statement: version and values of the same moment
+            sa.select(JOBS.c.version, BLOBS.c.data)
+            .join_from(JOBS, BLOBS, JOBS.c.job == BLOBS.c.job)
+            .where(JOBS.c.job == self._job, BLOBS.c.name == PARAMETERS)
+            .order_by(BLOBS.c.piece)
+        ).all()
+        if not rows:
+            raise self._not_begun()
+        return Parameters(rows[0].version, np.frombuffer(b"".join(row.data for row in rows), "<f4"))
+
+    def claim(self, server: str, *, now: float, lease_s: float) -> Accepted | None:
+        waits = sa.and_(QUEUE.c.job == self._job, QUEUE.c.held_until <= now)
+        with self._transaction() as connection:
+            rows = connection.execute(sa.select(QUEUE).where(waits).order_by(QUEUE.c.position)).all()
+            for row in rows:  # another server may take it between the two statements
+                take = sa.update(QUEUE).where(waits, QUEUE.c.assignment == row.assignment)
+                if connection.execute(take.values(held_until=now + lease_s)).rowcount:
+                    return self._claimed(row.entry)
+        return None
+
+    def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
+        with self._transaction() as connection:
+            mine = JOBS.c.job == self._job
+            connection.execute(sa.select(JOBS.c.version).where(mine).with_for_update()).all()
+            taken = connection.execute(
+                sa.delete(QUEUE).where(QUEUE.c.job == self._job, QUEUE.c.assignment == accepted.assignment)
+            )
+            if taken.rowcount == 0:
+                return None
+            old = self._parameters(connection)
+            new, version = update(old.values), old.version + 1
+            self._put(connection, PARAMETERS, _bytes(new))
+            connection.execute(sa.update(JOBS).where(mine).values(version=version))
+            self._drop(connection, [accepted.result])
+            self._log(connection, [self._assimilated(accepted, version, server=server, now=now)])
+        return version
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def _make_tables(self) -> None:
+        with self._transaction() as connection:
+            for table in _tables.sorted_tables:
+                connection.execute(CreateTable(table, if_not_exists=True))
+
+    def _put(self, connection: sa.Connection, name: str, data: bytes | memoryview) -> None:
+        self._drop(connection, [name])
+        rows = [
+            {"job": self._job, "name": name, "piece": number, "data": bytes(piece)}
+            for number, piece in enumerate(_pieces(data, SQL_PIECE_BYTES))
+        ]
+        connection.execute(BLOBS.insert(), rows)
+
+    def _drop(self, connection: sa.Connection, names: Collection[str]) -> None:
+        connection.execute(sa.delete(BLOBS).where(BLOBS.c.job == self._job, BLOBS.c.name.in_(names)))
+
+    def _log(self, connection: sa.Connection, entries: Sequence[AnyEntry]) -> None:
+        """Append at the end of a transaction: from here other writers wait, so readers see entries in order."""
+        if not entries:
+            return
+        mine = ENDS.c.job == self._job
+        moved = connection.execute(
+            sa.update(ENDS).where(mine).values(position=ENDS.c.position + len(entries))
+        )
+        if moved.rowcount == 0:
+            connection.execute(ENDS.insert(), {"job": self._job, "position": len(entries)})
+        end: int = connection.execute(sa.select(ENDS.c.position).where(mine)).scalar_one()
+        rows: list[dict[str, Any]] = [
+            {"job": self._job, "position": position, "entry": encode_entry(entry)}
+            for position, entry in enumerate(entries, end - len(entries) + 1)
+        ]
+        connection.execute(LOG.insert(), rows)
+        queued = [
+            row | {"assignment": entry.assignment, "held_until": 0.0}
+            for row, entry in zip(rows, entries, strict=True)
+            if isinstance(entry, Accepted)
+        ]
+        if queued:
+            connection.execute(QUEUE.insert(), queued)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sa.Connection]:
+        with _explained(SQLAlchemyError, self._where, "the server"), self._engine.begin() as connection:
+            yield connection
