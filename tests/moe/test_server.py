@@ -451,6 +451,12 @@ def test_a_call_of_more_samples_than_a_batch_is_computed_alone(batching: Batchin
     assert [batching.take() for _ in calls] == [[one] for one in calls]
 
 
+def test_a_batch_is_bounded_in_bytes_too(batching: Batching) -> None:
+    calls = [pending(name, size_bytes=30, at=at) for at, name in enumerate("abc")]
+    enqueue(batching, *calls)
+    assert [batching.take(), batching.take()] == [calls[:2], calls[2:]]
+
+
 def test_different_kinds_of_calls_never_mix_and_the_oldest_comes_first(batching: Batching) -> None:
     keys = [FORWARD, BACKWARD, Key("ffn.0", False, (5,)), Key("ffn.1", False, (4,))]
     calls = [pending(key=key, at=-at) for at, key in enumerate(keys)]
