@@ -7,17 +7,13 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from colab_swarm.markup import count, duration, plain
+from colab_swarm.notebook import svg
 from colab_swarm.notebook.theme import Document
 
 if TYPE_CHECKING:
     from colab_swarm.workunits.page import JobStatus, UnitMark, VolunteerRow
 
 ACROSS = 100  # units in a line
-CHART = (
-    "<style>.cs-view .mean{stroke:var(--blue);fill:none;stroke-width:2}.cs-view .band{fill:var(--blue);opacity:.2}"
-    ".cs-view .dot{fill:var(--blue)}.cs-view .target{stroke:var(--amber);stroke-width:1.5;stroke-dasharray:6 4}"
-    ".cs-view .level{stroke:var(--line)}</style>"
-)
 STATES = {
     "assimilated": ("#", "done", "green"),
     "queued": ("=", "to assimilate", "green"),
@@ -99,17 +95,18 @@ def _tip(number: int, mark: UnitMark) -> str:
 
 
 def _accuracy(status: JobStatus) -> str:
-    from colab_swarm.workunits.page import accuracy_svg  # at the top, it would import this module again
-
-    chart = accuracy_svg(status.overview.epochs, status.target_accuracy)
-    if not chart:
-        return '<p class="soft">The accuracy is known after the first epoch.</p>'
-    target = "" if status.target_accuracy is None else f"; dashed: the target, {status.target_accuracy:.1%}"
-    return f'{CHART}{chart}<p class="soft">accuracy: mean of each epoch, lowest to highest shaded{target}</p>'
+    epochs, target = status.overview.epochs, status.target_accuracy
+    mean = [(one.epoch, one.accuracy) for one in epochs]
+    spread = [(one.epoch, one.low, one.high) for one in epochs]
+    limit = [] if target is None else [(epoch, target) for epoch, _ in mean]
+    if not (chart := svg.curve(mean, spread=spread, limit=limit, label="accuracy")):
+        return '<p class="soft">The accuracy is drawn after the second epoch.</p>'
+    dashed = "" if target is None else f"; dashed: the target, {target:.1%}"
+    return f'{chart}<p class="soft">accuracy: mean of each epoch, lowest to highest shaded{dashed}</p>'
 
 
 def _cells(row: VolunteerRow, now: float) -> tuple[str, ...]:
-    from colab_swarm.workunits.page import reliability
+    from colab_swarm.workunits.page import reliability  # at the top, it would import this module again
 
     counts = map(str, (row.accepted, row.rejected, row.expired, row.in_flight))
     return (plain(row.name or row.volunteer[:8], 40), reliability(row, now), *counts)
