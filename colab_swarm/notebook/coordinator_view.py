@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 from colab_swarm.markup import count, duration, plain
@@ -11,18 +11,18 @@ from colab_swarm.notebook import svg
 from colab_swarm.notebook.theme import Document
 
 if TYPE_CHECKING:
-    from colab_swarm.workunits.page import JobStatus, UnitMark, VolunteerRow
+    from colab_swarm.workunits.page import JobStatus, VolunteerRow
 
 ACROSS = 100  # units in a line
 STATES = {
-    "assimilated": ("#", "done", "green"),
-    "queued": ("=", "to assimilate", "green"),
-    "training": (">", "training", "blue"),
-    "late": ("!", "late", "amber"),
-    "rejected": ("x", "rejected", "red"),
-    "waiting": (".", "waits", "soft"),
+    "assimilated": "# done",
+    "queued": "= to assimilate",
+    "training": "> training",
+    "late": "! late",
+    "rejected": "x rejected",
+    "waiting": ". waits",
 }
-"""Character, words and hue for each state of a unit."""
+"""Character and words for each state of a unit."""
 COLUMNS = ("volunteer", "reliability", "units", "rejected", "late", "in hand")
 
 
@@ -66,32 +66,18 @@ def draw(status: JobStatus) -> Document:
     shown.figures(figures(status))
     if overview.finished is None and overview.marks:
         marks = "".join(STATES[mark.state][0] for mark in overview.marks)
-        lines = [f"  {marks[begin : begin + ACROSS]}" for begin in range(0, len(marks), ACROSS)]
-        shown.draw(_units(overview.marks), *lines)
+        lines = [marks[begin : begin + ACROSS] for begin in range(0, len(marks), ACROSS)]
+        drawn = "<br>".join(map(html.escape, lines))
+        style = "font:13px ui-monospace,monospace;overflow-wrap:anywhere"
+        shown.draw(f'<p style="{style}">{drawn}</p>', *(f"  {line}" for line in lines))
         more = len(status.rows) - len(overview.marks)
-        key = "  ".join(f"{character} {words}" for character, words, _ in STATES.values())
-        shown.note(f"units: {key}" + (f"; and {more:,} more units" if more > 0 else ""))
+        shown.note(
+            f"units: {'  '.join(STATES.values())}" + (f"; and {more:,} more units" if more > 0 else "")
+        )
     shown.draw(_accuracy(status))
     cells = partial(_cells, now=status.at)
     shown.table(COLUMNS, overview.volunteers, cells, numbers=range(2, 6), what="volunteers")
     return shown
-
-
-@lru_cache(maxsize=2)
-def _units(marks: tuple[UnitMark, ...]) -> str:
-    """Return a character per unit, with words; drawn again only when a unit has changed."""
-    drawn = "".join(
-        f'<span class="{STATES[mark.state][2]}" title="{html.escape(_tip(number, mark))}">'
-        f"{html.escape(STATES[mark.state][0])}</span>"
-        for number, mark in enumerate(marks)
-    )
-    return f'<p style="font:15px ui-monospace,monospace;overflow-wrap:anywhere">{drawn}</p>'
-
-
-def _tip(number: int, mark: UnitMark) -> str:
-    by = f" by {plain(mark.volunteer, 40)}" if mark.volunteer else ""
-    stale = "" if mark.staleness is None else f", {count(mark.staleness, 'update')} stale"
-    return f"unit {number}: {STATES[mark.state][1]}{by}{stale}"
 
 
 def _accuracy(status: JobStatus) -> str:
