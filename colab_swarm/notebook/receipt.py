@@ -29,13 +29,7 @@ MAX_VOUCHERS = 1000
 MAX_BYTES = 64 << 20
 Credit: TypeAlias = dict[Kind, Amount]
 Voucher: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=33 << 10)]
-WORDS = (
-    "samples",
-    "averaged for others",
-    "relayed",
-    "work units",
-    "expert calls answered",
-)  # for each of `KINDS`
+WORDS = ("samples", "averaged for others", "relayed", "work units", "expert calls")  # for each of `KINDS`
 
 
 class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,10 +78,9 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.key in writers:
             raise ValueError("the peer vouches for itself")
         proven = total(self.run_id, id_of(self.key), self.authority, records)
+        said, found = _in_words(self.given), _in_words(proven)
         if proven != self.given:
-            raise ValueError(
-                f"it says {_in_words(self.given)}, but the vouching peers say {_in_words(proven)}"
-            )
+            raise ValueError(f"it says {said}, but the vouching peers say {found}")
         return proven
 
     def json(self) -> str:
@@ -154,11 +147,7 @@ def _in_words(given: Credit) -> str:
 
 
 def total(run_id: str, peer: PeerId, authority: bytes, records: Iterable[Record]) -> Credit:
-    """Return the sum of what signed tallies credit a peer with.
-
-    Raises:
-        ValueError: a tally is forged, does not mention the peer, or its writer is not a member.
-    """
+    """Return the sum of what signed tallies credit a peer with; raise ValueError for a wrong one."""
     amounts = [(0.0,) * len(KINDS), *(_credited(run_id, peer, authority, record) for record in records)]
     columns = zip(KINDS, zip(*amounts, strict=True), strict=True)
     return {kind: min(math.fsum(column), MAX_AMOUNT) for kind, column in columns}
@@ -166,9 +155,11 @@ def total(run_id: str, peer: PeerId, authority: bytes, records: Iterable[Record]
 
 def _record(voucher: bytes) -> Record:
     try:
-        return msgspec.msgpack.decode(voucher, type=Record)
+        record = msgspec.msgpack.decode(voucher, type=Record)
+        msgspec.convert(record.expires_at, Moment)
     except UNDECODABLE as error:
         raise ValueError(f"a voucher is not a record: {error}") from error
+    return record
 
 
 def _credited(run_id: str, peer: PeerId, authority: bytes, record: Record) -> tuple[float, ...]:
@@ -194,6 +185,5 @@ def issue(peers: Peers, run_id: str, name: str, authority: bytes, records: Itera
     """Return the receipt of ``peers``' own peer; of ``records``, the first `MAX_VOUCHERS` are used."""
     used = sorted(records, key=lambda record: record.subkey)[:MAX_VOUCHERS]
     given, vouchers = total(run_id, peers.id, authority, used), tuple(map(msgspec.msgpack.encode, used))
-    fields = (run_id, plain(name, 64), peers.public_key, peers.time(), given, authority, vouchers)
-    receipt = Receipt(*fields)
+    receipt = Receipt(run_id, plain(name, 64), peers.public_key, peers.time(), given, authority, vouchers)
     return msgspec.structs.replace(receipt, signature=peers.sign(receipt.signed_bytes()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -67,6 +68,7 @@ def test_a_receipt_proves_the_sum_of_the_signed_tallies(tmp_path: Path) -> None:
             "says 1,000,000,000 samples, but .* say 1 samples",
         ),
         (_resigned(GOOD, vouchers=(b"nonsense",)), "not a record"),
+        (receipt(msgspec.structs.replace(tally(BOB, 1.0), expires_at=math.inf), given={}), "not a record"),
         (receipt(tally(BOB, 1.0), tally(BOB, 2.0), given={}), "vouches twice"),
         (receipt(tally(ALICE, 5.0), given={}), "vouches for itself"),
         (receipt(tally(BOB, 1.0, run="other-0badcafe"), given={}), "of another run"),
