@@ -252,10 +252,9 @@ def make_button(description: str, icon: str, tooltip: str, clicked: Callable[[],
 
 
 def update_button(button: Any, **traits: object) -> None:
-    """Set those traits of a button that differ, and keep it listening."""
+    """Set traits of a button, and keep it listening."""
     for name, value in traits.items():
-        if getattr(button, name) != value:
-            setattr(button, name, value)
+        setattr(button, name, value)  # sends nothing if it is the same
     keep_listening(button)
 
 

@@ -133,8 +133,9 @@ class Recorder:
         line = _encoded(event)
         if len(line) > MAX_LINE_BYTES:  # `replay` would refuse it
             return
-        if (names := dict(self._names())) != self._named:
-            self._named, line = names, _encoded(Names(names)) + line
+        if new := dict(self._names().items() - self._named.items()):
+            self._named |= new
+            line = _encoded(Names(new)) + line
         if self._file.tell() + len(line) > MAX_BYTES:
             raise OSError(f"it has reached its limit of {size(MAX_BYTES)}")
         self._file.write(line)
