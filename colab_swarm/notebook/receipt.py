@@ -18,12 +18,11 @@ import msgspec
 
 from colab_swarm.dht.records import Record
 from colab_swarm.dht.service import key_id
-from colab_swarm.errors import NotAdmitted
 from colab_swarm.markup import count, plain, size, text
 from colab_swarm.net.identity import id_of, verify
 from colab_swarm.net.membership import Key, MembershipAdmission, Moment, RunId
-from colab_swarm.net.peers import UNDECODABLE, PeerId, Peers, Role, short
-from colab_swarm.trust.contributions import KINDS, MAX_AMOUNT, RECORD_S, Amount, Kind, tally_key, tally_of
+from colab_swarm.net.peers import UNDECODABLE, PeerId, Peers, short
+from colab_swarm.trust.contributions import KINDS, MAX_AMOUNT, Amount, Kind, by_member, tally_key, tally_of
 
 MAX_VOUCHERS = 1000
 MAX_BYTES = 64 << 20
@@ -163,21 +162,15 @@ def _record(voucher: bytes) -> Record:
 
 
 def _credited(run_id: str, peer: PeerId, authority: bytes, record: Record) -> tuple[float, ...]:
-    writer = id_of(record.owner)
+    writer, tally = id_of(record.owner), tally_of(record)
     if not verify(record.owner, record.signature, record.signed_bytes(key_id(tally_key(run_id, writer)))):
         raise ValueError(f"the tally of {short(writer)} has a wrong signature, or is of another run")
-    tally = tally_of(record)
     amounts = {} if tally is None else {row.peer: row.amounts for row in tally.rows}
     if tally is None or peer not in amounts:
         raise ValueError(f"the tally of {short(writer)} does not mention this peer")
-    if authority:
-        admission = MembershipAdmission(run_id, authority=authority, own=b"")
-        try:
-            role = admission.verify(tally.key, tally.membership, now=record.expires_at - RECORD_S)
-        except NotAdmitted as error:
-            raise ValueError(f"{short(writer)} vouches but was not a member of the run: {error}") from error
-        if role < Role.REDUCER:
-            raise ValueError(f"{short(writer)} vouches but was only a viewer")
+    admission = MembershipAdmission(run_id, authority=authority, own=b"") if authority else None
+    if not by_member(tally, record, admission):
+        raise ValueError(f"{short(writer)} vouches but was not a member of the run, or only a viewer")
     return amounts[peer]
 
 
