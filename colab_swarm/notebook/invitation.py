@@ -30,30 +30,22 @@ class Invitation(str):
     """The text of an invitation; a notebook shows it with a QR code and badges.
 
     It is the secret that lets others join: share it like a key.
-
-    Attributes:
-        run: the run's name.
-        role: of those who join, such as ``worker``.
-        expires_at: seconds since the epoch.
-        uses: how many peers may join; None for any number.
-        purpose: of `NOTEBOOKS`: what the badges open.
-        warning: one sentence if not everybody can use it; else empty.
     """
 
-    run: str
-    role: str
-    expires_at: float
-    uses: int | None
-    purpose: str
-    warning: str
+    run: str  # its name
+    role: str  # of those who join, such as ``worker``
+    expires_at: float  # seconds since the epoch
+    uses: int | None  # how many peers may join; None for any number
+    purpose: str  # of `NOTEBOOKS`: what the badges open
+    warning: str  # one sentence if not everybody can use it; else empty
 
     def __new__(
         cls,
         text: str,
         *,
-        run: str,
-        role: str,
-        expires_at: float,
+        run: str = "",
+        role: str = "",
+        expires_at: float = 0.0,
         uses: int | None = None,
         purpose: str = "join",
         warning: str = "",
@@ -62,10 +54,6 @@ class Invitation(str):
         invitation.run, invitation.role, invitation.expires_at = run, role, expires_at
         invitation.uses, invitation.purpose, invitation.warning = uses, purpose, warning
         return invitation
-
-    def __getnewargs_ex__(self) -> tuple[tuple[str], dict[str, Any]]:
-        """Support pickle."""
-        return (str(self),), dict(vars(self))
 
     def described(self) -> str:
         """Return run, role, expiry and uses in one line."""
@@ -94,7 +82,13 @@ class Invitation(str):
 
     def _drawn(self) -> Document:
         colab, kaggle = NOTEBOOKS[self.purpose]
-        badges = _badge(COLAB_URL, colab, "Open in Colab") + _badge(KAGGLE_URL, kaggle, "Open in Kaggle")
+        badges = "".join(
+            f'<a href="{url}" target="_blank" rel="noopener" style="{BADGE}">Open in {name} ↗</a>'
+            for name, url in (
+                ("Colab", COLAB_URL.replace("NAME", colab)),
+                ("Kaggle", KAGGLE_URL.replace("NAME", kaggle)),
+            )
+        )
         shown = Document(self.described(), label="invitation")
         shown.warn(self.warning)
         shown.draw(
@@ -107,11 +101,6 @@ class Invitation(str):
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         # the invitation comes last: a copy of the whole text can still be used to join
         return self._drawn().bundle() | {"text/plain": "\n".join(filter(None, (self.warning, str(self))))}
-
-
-def _badge(url: str, notebook: str, text: str) -> str:
-    url = url.replace("NAME", notebook)
-    return f'<a href="{html.escape(url)}" target="_blank" rel="noopener" style="{BADGE}">{text} ↗</a>'
 
 
 class LanSwarms(tuple[LanSwarm, ...]):

@@ -29,7 +29,7 @@ GROUP = "forming the group"
 
 
 class _Track(NamedTuple):
-    field: str  # of `MemberTrace`
+    field: str  # of `MemberTrace`; empty for the time before the averaging
     meaning: str
     hue: str
     dashes: str
@@ -38,6 +38,7 @@ class _Track(NamedTuple):
 
 
 TRACKS = (
+    _Track("", GROUP, "soft", "1 4", 10, "·"),
     _Track("sent", "sent to it", "blue", "", 4, "░"),
     _Track("received", "received from it", "amber", "4 2", 10, "▒"),
     _Track("means", "average received", "green", "1.5 1.5", 16, "▓"),
@@ -69,7 +70,10 @@ def draw_waterfall(
     one, recent = _drawable(rounds[max(len(rounds) - 1 - back, 0)]), rounds[-RECENT:]
     facts = _facts(one)
     shown.draw(theme.heading(f"round {one.step}", text(facts, 400)), f"round {one.step}: {plain(facts, 400)}")
-    times = ", ".join(_time(each.seconds) + "✖" * _lost(each) for each in map(_drawable, recent))
+    times = ", ".join(
+        _time(each.seconds) + "✖" * (each.spans_lost > 0 or each.kept_local > 0)
+        for each in map(_drawable, recent)
+    )
     words = f"last {count(len(recent), 'round')}: {times}"
     shown.draw(f'<p class="soft">{words}</p>', f"  {words}")
     shown.note(*([f"shares: {one.explanation}"] if one.explanation else []))
@@ -78,12 +82,11 @@ def draw_waterfall(
         return
     # failed ones are not hidden by a crowd
     members = sorted(one.members, key=lambda member: not member.dropped)[:MAX_LANES]
-    named = [
-        (member, plain(names.get(member.peer[:ID_CHARS], member.peer[:ID_CHARS]), 24)) for member in members
-    ]
+    labels = ((member, member.peer[:ID_CHARS]) for member in members)
+    named = [(member, plain(names.get(short, short), 24)) for member, short in labels]
     lanes = [(name, _slots(member, one), f"{_share(member)} {_outcome(member)[1]}") for member, name in named]
     key = "".join(f"  {track.character} {track.meaning}" for track in TRACKS)
-    shown.draw(_lanes(one, named), *aligned(lanes), f"  · {GROUP}{key}")
+    shown.draw(_lanes(one, named), *aligned(lanes), key)
     if len(one.members) > MAX_LANES:
         shown.note(f"… and {len(one.members) - MAX_LANES} more members")
 
@@ -97,10 +100,6 @@ def _drawable(finished: RoundFinished) -> RoundFinished:
 
 def _time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
-
-
-def _lost(finished: RoundFinished) -> bool:
-    return finished.spans_lost > 0 or finished.kept_local > 0
 
 
 def _facts(finished: RoundFinished) -> str:
@@ -136,19 +135,15 @@ def _spans(member: MemberTrace, finished: RoundFinished) -> list[tuple[_Track, f
     waited = finished.seconds - finished.averaging_s
     spans = []
     for track in TRACKS:
-        times = getattr(member, track.field)
+        times = getattr(member, track.field) if track.field else (-waited, 0.0)
         if times is not None and all(map(math.isfinite, times)):
             begin, end = (min(max((waited + second) / finished.seconds, 0.0), 1.0) for second in times)
             spans.append((track, begin, max(begin, end)))
     return spans
 
 
-def _part_waited(finished: RoundFinished) -> float:
-    return (finished.seconds - finished.averaging_s) / finished.seconds
-
-
 def _slots(member: MemberTrace, finished: RoundFinished) -> str:
-    slots = ["·" if slot < SLOTS * _part_waited(finished) else " " for slot in range(SLOTS)]
+    slots = [" "] * SLOTS
     for track, begin, end in _spans(member, finished):
         first = min(int(begin * SLOTS), SLOTS - 1)
         for slot in range(first, max(first + 1, math.ceil(end * SLOTS))):
@@ -168,33 +163,30 @@ def _lanes(finished: RoundFinished, named: Sequence[tuple[MemberTrace, str]]) ->
     )
     columns, widths = ("member", axis, "samples", "reduces", "result"), ("18%", "40%", "9%", "9%", "24%")
     table = theme.table(columns, rows, numbers=(2, 3), widths=widths, label="members of the round")
-    entries = [("soft", "1 4", 1.5, GROUP), *((one.hue, one.dashes, 4, one.meaning) for one in TRACKS)]
     key = "".join(
         f'<span><svg width="28" height="8" style="display:inline-block" aria-hidden="true">'
-        f"{_line(hue, dashes, thick, 0, 28, 4, meaning)}</svg> {meaning}</span>"
-        for hue, dashes, thick, meaning in entries
+        f"{_line(track, 0, 28, 4, track.meaning)}</svg> {track.meaning}</span>"
+        for track in TRACKS
     )
     return f'{table}<p class="key soft">{key}</p>'
 
 
-def _line(hue: str, dashes: str, thick: float, begin: float, end: float, y: float, title: str) -> str:
-    dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
+def _line(track: _Track, begin: float, end: float, y: float, title: str) -> str:
+    dashed = f' stroke-dasharray="{track.dashes}"' if track.dashes else ""
     return (
-        f'<path class="{hue}" d="M{begin:.1f} {y:g}H{end:.1f}" stroke="currentColor" stroke-width="{thick:g}"'
+        f'<path class="{track.hue}" d="M{begin:.1f} {y:g}H{end:.1f}" stroke="currentColor" stroke-width="4"'
         f'{dashed} vector-effect="non-scaling-stroke"><title>{title}</title></path>'
     )
 
 
 def _lane(member: MemberTrace, finished: RoundFinished) -> str:
-    waited = LANE_WIDTH * _part_waited(finished)
-    drawn = [_line("soft", "1 4", 1.5, 0, waited, 10, GROUP)] if waited else []
-    labels = []
+    drawn, labels = "", []
     for track, begin, end in _spans(member, finished):
         left, right = LANE_WIDTH * begin, max(LANE_WIDTH * end, LANE_WIDTH * begin + 2)
         times = " to ".join(_time(part * finished.seconds) for part in (begin, end))
         labels.append(f"{track.meaning}: {times}")
-        drawn.append(_line(track.hue, track.dashes, 4, left, right, track.height, labels[-1]))
+        drawn += _line(track, left, right, track.height, labels[-1])
     return (
         f'<svg viewBox="0 0 {LANE_WIDTH} {LANE_HEIGHT}" width="100%" height="{LANE_HEIGHT}" role="img" '
-        f'preserveAspectRatio="none" aria-label="{"; ".join(labels) or "nothing to exchange"}">{"".join(drawn)}</svg>'
+        f'preserveAspectRatio="none" aria-label="{"; ".join(labels)}">{drawn}</svg>'
     )

@@ -43,11 +43,8 @@ def draw(snapshot: SwarmSnapshot) -> Document:
     key = "".join(
         f"{theme.mark(h, symbol, text(word))} &#160; " for h, symbol, word in sorted({own, *states})
     )
-    linked = count(sum(bool(peer.connected) for peer in shown), "link")
-    relayed = sum(peer.connected.startswith(RELAYED) for peer in shown)
-    facts = linked + (f", {relayed} of them relayed" if relayed else "")
-    run = plain(snapshot.run, 40)
-    page = Document(run, facts, label="map of the swarm", line=f"links of {run}: {facts}")
+    run, linked = plain(snapshot.run, 40), _linked(shown)
+    page = Document(run, linked, label="map of the swarm", line=f"links of {run}: {linked}")
     page.draw(
         f'<svg viewBox="0 0 {WIDTH} {height}" width="100%" style="max-width:720px" role="img" '
         f'aria-label="map of {count(len(shown) + 1, "peer")}">{lines}{nodes}{_dot(middle, own, 15)}'
@@ -59,6 +56,12 @@ def draw(snapshot: SwarmSnapshot) -> Document:
     if len(others) > MAX_PEERS:
         page.note(f"… and {len(others) - MAX_PEERS} more peers")
     return page
+
+
+def _linked(shown: Sequence[PeerRow]) -> str:
+    relayed = sum(peer.connected.startswith(RELAYED) for peer in shown)
+    linked = count(sum(bool(peer.connected) for peer in shown), "link")
+    return linked + (f", {relayed} of them relayed" if relayed else "")
 
 
 def _state(peer: PeerRow) -> State:

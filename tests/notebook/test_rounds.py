@@ -84,8 +84,8 @@ def test_the_html_has_the_same_content() -> None:
         for svg in parsed(draw(TOLD).html()).iter("svg")
         if "aria-label" in svg.attrib
     ]
-    assert labels[0] == "sent to it: 1.00 s to 1.20 s"
-    assert labels[1] == "nothing to exchange"
+    assert labels[0] == "forming the group: 0 ms to 1.00 s; sent to it: 1.00 s to 1.20 s"
+    assert labels[1] == "forming the group: 0 ms to 1.00 s"
     assert labels[2].endswith("average received: 1.75 s to 2.00 s")
 
 
