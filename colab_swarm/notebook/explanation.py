@@ -60,7 +60,7 @@ class Explanation:
     def _drawn(self) -> Document:
         shown = Document(self.title, label="an error explained", line=self.title)
         shown.warn(self.cause, "cause:")
-        shown.warn(self.fix, "fix:")
+        shown.warn(self.fix, "fix:  ")
         return shown
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
