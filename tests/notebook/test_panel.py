@@ -130,11 +130,6 @@ def test_the_pause_button_toggles() -> None:
     assert asked.get(timeout=10) is False and button.description == "Pause peer"
 
 
-def test_a_panel_that_cannot_pause_has_no_such_button() -> None:
-    panel = Panel(lambda: SNAPSHOT, nothing, live=True)
-    assert {one.description for one in panel._box.children[-1].children[2:]} == {"Stop cell", "Leave swarm"}
-
-
 def test_the_stop_button_interrupts_a_busy_cell_from_another_thread_and_nothing_else() -> None:
     panel = Panel(lambda: SNAPSHOT, nothing, live=True)
     button = control(panel, "Button", "Stop")
@@ -146,10 +141,12 @@ def test_the_stop_button_interrupts_a_busy_cell_from_another_thread_and_nothing_
     clicker.join(10)
 
 
-def test_every_button_has_a_tooltip() -> None:
+def test_every_button_has_a_tooltip_and_a_panel_that_cannot_pause_no_such_button() -> None:
     panel = Panel(lambda: SNAPSHOT, nothing, pause=lambda wanted: None, live=True)
     assert all(control(panel, "Button", name).tooltip for name in ("Pause", "Stop", "Leave"))
     assert len(control(panel, "ToggleButtons").tooltips) == 3
+    bare = Panel(lambda: SNAPSHOT, nothing, live=True)
+    assert {one.description for one in bare._box.children[-1].children[2:]} == {"Stop cell", "Leave swarm"}
 
 
 def test_only_the_visible_page_is_drawn() -> None:
