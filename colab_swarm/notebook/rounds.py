@@ -77,6 +77,10 @@ def draw_waterfall(
     words = f"last {count(len(recent), 'round')}: {times}"
     shown.draw(f'<p class="soft">{words}</p>', f"  {words}")
     shown.note(*([f"shares: {one.explanation}"] if one.explanation else []))
+    _draw_members(shown, one, names)
+
+
+def _draw_members(shown: Document, one: RoundFinished, names: Mapping[str, str]) -> None:
     if not one.members:
         shown.note("This round left no trace of its members.")
         return
