@@ -13,7 +13,7 @@ import os
 import statistics
 import tempfile
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,7 @@ class Watched:
     def _speed(self, seconds: float, watched: int) -> float:
         swarm, path = self._swarm, Path(self._folder.name) / "run.jsonl"
         header = Header(swarm.run, swarm.name, swarm.id.hex(), time.time(), time.monotonic())
-        with Recorder(swarm.events, path, header) if watched else nullcontext():
+        with closing(Recorder(swarm.events, path, header)) if watched else nullcontext():
             return self._loop.samples_per_s(seconds=seconds, after_each=self.panel.tick if watched else None)
 
     def refresh(self, times: int) -> tuple[float, float]:

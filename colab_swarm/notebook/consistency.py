@@ -46,16 +46,14 @@ def _figures(snapshot: ElasticSnapshot) -> dict[str, str]:
 def draw(snapshot: ElasticSnapshot) -> Document:
     """Return the meter: figures, the measured inconsistency under its bound, a warning."""
     shown = Document(*summary(snapshot).split(": ", 1), label="inconsistency of this member")
-    if snapshot.steps:
-        shown.figures(_figures(snapshot))
-    measured = [(float(step.step), step.inconsistency) for step in snapshot.steps]
-    bounds = [(float(step.step), step.bound) for step in snapshot.steps if step.bound is not None]
+    shown.figures(_figures(snapshot) if snapshot.steps else {})
+    measured = [(step.step, step.inconsistency) for step in snapshot.steps]
+    bounds = [(step.step, step.bound) for step in snapshot.steps if step.bound is not None]
     if chart := svg.curve(measured, limit=bounds, label="inconsistency", from_zero=True, width=WIDTH):
-        bound = "dashed: bound in theory" if bounds else "no bound is known for this codec"
         shown.draw(chart)
+        bound = "dashed: bound in theory" if bounds else "no bound is known for this codec"
         shown.note(f"solid: measured, ||x - v|| / learning rate; {bound}")
-    if snapshot.passed:
-        shown.warn(TOO_FAR)
+    shown.warn(TOO_FAR if snapshot.passed else "")
     return shown
 
 

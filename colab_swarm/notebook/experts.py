@@ -32,28 +32,23 @@ def summary(snapshot: ExpertsSnapshot) -> str:
     return f"{grid}: {', '.join(parts)}" + ("; left" if snapshot.over else "")
 
 
-def _warnings(snapshot: ExpertsSnapshot) -> list[str]:
-    listing, found = snapshot.listing, []
-    if snapshot.fault:
-        found.append(f"the last lookup failed and is retried: {snapshot.fault}")
-    if snapshot.listed_s is not None and not listing.live and not snapshot.over:
-        found.append(
-            "no expert is alive: host some with swarm.host_experts(…), or compare prefix and grid with the hosts'"
-        )
-    if listing.left_out:
-        names = ", ".join(listing.left_out[:MAX_NAMED]) + " …" * (len(listing.left_out) > MAX_NAMED)
-        found.append(f"not called for a while because they failed this peer: {names}")
-    return found
-
-
 def draw(snapshot: ExpertsSnapshot) -> Document:
     """Return the grid with a bar for each use, its hosts, and this peer's experts."""
     listing = snapshot.listing
     shown = Document(*summary(snapshot).split(": ", 1), label=f"experts of {listing.grid}")
-    for warning in _warnings(snapshot):
-        shown.warn(warning)
+    shown.warn(f"the last lookup failed and is retried: {snapshot.fault}" if snapshot.fault else "")
+    if snapshot.listed_s is not None and not listing.live and not snapshot.over:
+        shown.warn(
+            "no expert is alive: host some with swarm.host_experts(…), or compare prefix and grid with the hosts'"
+        )
+    if listing.left_out:
+        names = ", ".join(listing.left_out[:MAX_NAMED]) + " …" * (len(listing.left_out) > MAX_NAMED)
+        shown.warn(f"not called for a while because they failed this peer: {names}")
     failed = [(uid, "! left out") for uid in listing.left_out] + [(uid, "x dead") for uid in listing.dead]
-    experts: list[LiveExpert | tuple[str, str]] = [*failed, *sorted(listing.live, key=_use, reverse=True)]
+    experts: list[LiveExpert | tuple[str, str]] = [
+        *failed,
+        *sorted(listing.live, key=lambda one: one.share or 0.0, reverse=True),
+    ]
     shown.table(EXPERTS, experts, _expert, numbers=(3,), what="experts")
     shown.table(HOSTS, listing.hosts, _host, numbers=(1, 2, 3), what="hosts")
     shown.table(SERVED, snapshot.served, _served, numbers=range(1, 7), what="experts here")
@@ -64,17 +59,13 @@ def _expert(one: LiveExpert | tuple[str, str]) -> tuple[Cell, ...]:
     if isinstance(one, tuple):  # without a host
         return (*one, "", "", "")
     share = _percent(one.share)
-    bar = theme.bar(_use(one), f"{share} of the updates")
-    return one.uid, "live", _me(one.host, one.mine), f"{one.step:,}", (share, share + bar)
-
-
-def _use(expert: LiveExpert) -> float:
-    return expert.share or 0.0
+    bar = theme.bar(one.share or 0.0, f"{share} of the updates")
+    return one.uid, "live", one.host + " (me)" * one.mine, f"{one.step:,}", (share, share + bar)
 
 
 def _host(row: HostOfExperts) -> tuple[str, ...]:
     rtt = "–" if row.rtt_s is None or row.mine else _ms(row.rtt_s)
-    return _me(row.host, row.mine), f"{row.experts:,}", _percent(row.share), rtt
+    return row.host + " (me)" * row.mine, f"{row.experts:,}", _percent(row.share), rtt
 
 
 def _served(row: ServedExpert) -> tuple[str, ...]:
@@ -82,10 +73,6 @@ def _served(row: ServedExpert) -> tuple[str, ...]:
     batch = "–" if row.batch_size is None else f"{row.batch_size:,.0f}"
     rates = (f"{row.calls_per_s:,.1f}", f"{row.samples_per_s:,.0f}")
     return (row.uid, f"{row.step:,}", f"{row.queued:,}", batch, *rates, latency)
-
-
-def _me(host: str, mine: bool) -> str:
-    return f"{host} (me)" if mine else host
 
 
 def _percent(share: float | None) -> str:

@@ -18,7 +18,6 @@ KAGGLE_URL = (
 NOTEBOOKS = {"join": ("join_colab", "join_kaggle"), "volunteer": ("volunteer", "volunteer")}
 """For Colab and for Kaggle, by the purpose of the invitation."""
 MAX_QR_CHARACTERS = 1500  # cameras cannot read the code of a longer text from a screen
-QR_WIDTH = 200
 BOX = "border:1px solid var(--line);border-radius:4px"
 BADGE = f"display:inline-block;{BOX};padding:2px 10px;margin:0 8px 0 0;text-decoration:none;color:var(--blue)"
 NONE = (
@@ -31,31 +30,22 @@ class Invitation(str):
     """The text of an invitation; a notebook shows it with a QR code and badges.
 
     It is the secret that lets others join: share it like a key.
-
-    Args:
-        text: the invitation.
-        run: the run's name.
-        role: of those who join, such as ``worker``.
-        expires_at: seconds since the epoch.
-        uses: how many peers may join; None for any number.
-        purpose: of `NOTEBOOKS`: what the badges open.
-        warning: one sentence if not everybody can use it; else empty.
     """
 
-    run: str
-    role: str
-    expires_at: float
-    uses: int | None
-    purpose: str
-    warning: str
+    run: str  # its name
+    role: str  # of those who join, such as ``worker``
+    expires_at: float  # seconds since the epoch
+    uses: int | None  # how many peers may join; None for any number
+    purpose: str  # of `NOTEBOOKS`: what the badges open
+    warning: str  # one sentence if not everybody can use it; else empty
 
     def __new__(
         cls,
         text: str,
         *,
-        run: str,
-        role: str,
-        expires_at: float,
+        run: str = "",
+        role: str = "",
+        expires_at: float = 0.0,
         uses: int | None = None,
         purpose: str = "join",
         warning: str = "",
@@ -64,10 +54,6 @@ class Invitation(str):
         invitation.run, invitation.role, invitation.expires_at = run, role, expires_at
         invitation.uses, invitation.purpose, invitation.warning = uses, purpose, warning
         return invitation
-
-    def __getnewargs_ex__(self) -> tuple[tuple[str], dict[str, Any]]:
-        """Support pickle."""
-        return (str(self),), dict(vars(self))
 
     def described(self) -> str:
         """Return run, role, expiry and uses in one line."""
@@ -81,22 +67,28 @@ class Invitation(str):
         return {"invite": str(self), **({"warning": self.warning} if self.warning else {})}
 
     def _qr_html(self) -> str:
-        if find_spec("segno") is None:
-            return '<p class="soft">For a QR code: pip install segno</p>'
-        if len(self) > MAX_QR_CHARACTERS:
-            words = f"This invitation is too long for a QR code ({len(self):,} characters): copy the text."
-            return f'<p class="soft">{words}</p>'
+        if find_spec("segno") is None or len(self) > MAX_QR_CHARACTERS:
+            words = "A QR code needs pip install segno, and a text of at most"
+            return (
+                f'<p class="soft">{words} {MAX_QR_CHARACTERS:,} characters; this one has {len(self):,}.</p>'
+            )
         import segno
 
         code = segno.make(str(self), error="l", micro=False, boost_error=False)
-        scale = QR_WIDTH / code.symbol_size(border=4)[0]
+        scale = 200 / code.symbol_size(border=4)[0]
         # dark on white on any page: many cameras cannot read the inverse
         drawn = code.svg_inline(scale=scale, border=4, dark="#000", light="#fff", omitsize=False)
         return f'<div role="img" aria-label="QR code of the invitation">{drawn}</div>'
 
     def _drawn(self) -> Document:
         colab, kaggle = NOTEBOOKS[self.purpose]
-        badges = _badge(COLAB_URL, colab, "Open in Colab") + _badge(KAGGLE_URL, kaggle, "Open in Kaggle")
+        badges = "".join(
+            f'<a href="{url}" target="_blank" rel="noopener" style="{BADGE}">Open in {name} ↗</a>'
+            for name, url in (
+                ("Colab", COLAB_URL.replace("NAME", colab)),
+                ("Kaggle", KAGGLE_URL.replace("NAME", kaggle)),
+            )
+        )
         shown = Document(self.described(), label="invitation")
         shown.warn(self.warning)
         shown.draw(
@@ -106,37 +98,26 @@ class Invitation(str):
         )
         return shown
 
-    def _repr_html_(self) -> str:
-        return self._drawn().html()
-
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         # the invitation comes last: a copy of the whole text can still be used to join
         return self._drawn().bundle() | {"text/plain": "\n".join(filter(None, (self.warning, str(self))))}
 
 
-def _badge(url: str, notebook: str, text: str) -> str:
-    url = url.replace("NAME", notebook)
-    return f'<a href="{html.escape(url)}" target="_blank" rel="noopener" style="{BADGE}">{text} ↗</a>'
-
-
 class LanSwarms(tuple[LanSwarm, ...]):
     """The swarms found in the local network; join an open one with ``cs.join(found[0])``."""
 
-    def rows(self) -> list[tuple[str, str, str]]:
-        """Return index and name, peers, and how to join, for each swarm."""
-        ask = "by invitation: ask its peers for one"
-        return [
-            (
-                f"[{index}] {swarm.run}",
-                ", ".join(swarm.names),
-                f"open: cs.join(found[{index}])" if swarm.access == "open" else ask,
-            )
-            for index, swarm in enumerate(self)
-        ]
-
     def _drawn(self) -> Document:
         shown = Document("", label="swarms in this network")
-        shown.table(("swarm", "peers", "how to join"), self.rows(), list, what="swarms in this network")
+        ask = "by invitation: ask its peers for one"
+        rows = [
+            (
+                f"[{i}] {one.run}",
+                ", ".join(one.names),
+                f"open: cs.join(found[{i}])" if one.access == "open" else ask,
+            )
+            for i, one in enumerate(self)
+        ]
+        shown.table(("swarm", "peers", "how to join"), rows, list, what="swarms in this network")
         if not self:
             shown.draw(f"<p>{html.escape(NONE)}</p>", NONE)
         return shown

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _thread
 import logging
+import math
 import signal
 import sys
 import threading
@@ -29,9 +30,9 @@ TEXT_EVERY_S = 10.0  # interval between printed lines where there is no front-en
 RETRY_S = 60.0  # pause in a training loop after a view that could not be drawn
 CONFIRM_S = 5.0  # how long the leave button waits for the second click
 ASCII = str.maketrans("█▓▒░·→‖●○◔…✔✖▲⚠×–", "##+-.>=*o%~+x!!x-")
+# names for the play widget's buttons, which have pictures only
 PLAY_STYLE = """<style>.cs-live button::after{margin-left:6px} .cs-live button:nth-child(1)::after
 {content:"auto-refresh on"} .cs-live button:nth-child(2)::after{content:"off"}</style>"""
-"""Names for the play widget's buttons, which have pictures only."""
 WRAPPING = {"flex_flow": "row wrap"}
 
 S = TypeVar("S")
@@ -47,21 +48,16 @@ class Page(Generic[S]):
 
 @dataclass(frozen=True)
 class Views(Generic[S]):
-    """How to draw snapshots of one kind.
-
-    Attributes:
-        leave: label of the button that ends it, before and after the click.
-        paused: whether it is paused; needed by panels that can pause.
-    """
+    """How to draw snapshots of one kind."""
 
     draw: Callable[[S], Document]  # returns the first page
     line: Callable[[S], str]  # sums it up in one line
     over: Callable[[S], bool]  # whether nothing will change any more
     who: str = "peer"  # what continues when the user stops watching
-    leave: tuple[str, str] = ("Leave swarm", "Left")
+    leave: tuple[str, str] = ("Leave swarm", "Left")  # the last button, before and after the click
     first: str = "overview"  # name of the first page
     pages: Mapping[str, Page[S]] = field(default_factory=dict)  # further pages by name
-    paused: Callable[[S], bool] = lambda snapshot: False
+    paused: Callable[[S], bool] = lambda snapshot: False  # for panels that can pause
     stops: bool = False  # whether to offer a button that interrupts the running cell
 
 
@@ -111,33 +107,29 @@ class Panel(Generic[S]):
         if has_frontend() if live is None else live:
             self._build(controls())
 
-    # --- widgets --------------------------------------------------------------------------------------------------
-
     def _build(self, controls: Sequence[Any]) -> None:
         import ipywidgets
 
         self._view = ipywidgets.HTML()
-        self._slider = ipywidgets.IntSlider(
-            layout={"display": "none"}, style={"description_width": "initial"}
-        )
+        self._slider = ipywidgets.IntSlider(layout={"display": "none"})
+        self._slider.style.description_width = "initial"
         self._slider.observe(self._on_slider, names="value")
-        self._chooser = ipywidgets.ToggleButtons(
-            options=list(self._pages), tooltips=[f"show the page: {name}" for name in self._pages]
-        )
+        tooltips = [f"show the page: {name}" for name in self._pages]
+        self._chooser = ipywidgets.ToggleButtons(options=list(self._pages), tooltips=tooltips)
         self._chooser.style.button_width = "auto"
         self._chooser.observe(self._on_page, names="value")
         name, who = self._views.leave[0], self._views.who
-        leave_tooltip = f"{name}: end this {who}'s part for good, after a second click"
-        pause_tooltip = (
+        tip = f"{name}: end this {who}'s part for good, after a second click"
+        self._leave_button = make_button(name, "sign-out", tip, self._on_leave)
+        tip = (
             "Pause: your work stops and the others continue; click again to resume. "
             "Some kernels take clicks only while no cell runs"
         )
-        stop_tooltip = "Stop: interrupt the cell that trains; if nothing happens, press ■ in the toolbar"
-        self._leave_button = make_button(name, "sign-out", leave_tooltip, self._on_leave)
-        self._pause_button = make_button(f"Pause {who}", "pause", pause_tooltip, self._on_pause)
+        self._pause_button = make_button(f"Pause {who}", "pause", tip, self._on_pause)
+        tip = "Stop: interrupt the cell that trains; if nothing happens, press ■ in the toolbar"
         row = list(play_button(self.tick))  # requests made while a cell ran may arrive all at once
         row += [self._pause_button] if self._pause else []
-        row += [make_button("Stop cell", "stop", stop_tooltip, interrupt_cell)] if self._views.stops else []
+        row += [make_button("Stop cell", "stop", tip, interrupt_cell)] if self._views.stops else []
         bottom = ipywidgets.HBox([*row, self._leave_button], layout=WRAPPING)
         pages = [self._chooser] if len(self._pages) > 1 else []
         self._box = ipywidgets.VBox([*pages, self._slider, self._view, *controls, bottom])
@@ -165,13 +157,11 @@ class Panel(Generic[S]):
             return
         self._left = True
         self._show_buttons()
-        threading.Thread(target=self._stop, name="colab-swarm-leave", daemon=True).start()
+        threading.Thread(target=self._stop, daemon=True).start()
 
     def _on_pause(self) -> None:
         self._paused = not self._paused
-        threading.Thread(
-            target=self._pause, args=(self._paused,), name="colab-swarm-pause", daemon=True
-        ).start()
+        threading.Thread(target=self._pause, args=(self._paused,), daemon=True).start()
         self._show_buttons()
 
     def _show_buttons(self) -> None:
@@ -181,10 +171,8 @@ class Panel(Generic[S]):
         elif time.monotonic() - self._clicked_at > CONFIRM_S:  # nobody clicked again
             update_button(self._leave_button, description=before, button_style="")
         verb, icon = ("Resume", "play") if self._paused else ("Pause", "pause")
-        label = f"{verb} {self._views.who}"
-        update_button(self._pause_button, description=label, icon=icon, disabled=self._left)
-
-    # --- staying live ---------------------------------------------------------------------------------------------
+        words = f"{verb} {self._views.who}"
+        update_button(self._pause_button, description=words, icon=icon, disabled=self._left)
 
     def _draw(self, page: Page[S], snapshot: S) -> Document:
         return page.draw(snapshot, self._chosen) if page.slider else page.draw(snapshot)
@@ -211,10 +199,7 @@ class Panel(Generic[S]):
         if now - self._shown_at < SHOW_EVERY_S:
             return
         try:
-            snapshot = self.refresh()
-            if self._box is None and now - self._printed_at >= TEXT_EVERY_S:
-                self._printed_at = now
-                _print(self._views.line(snapshot))
+            self._print_line(self.refresh())
         except Exception:  # a door: a view must not end the training
             logger.exception("cannot draw the panel; training continues")
             self._shown_at = now + RETRY_S
@@ -229,8 +214,11 @@ class Panel(Generic[S]):
             from IPython.display import display
 
             display(self)  # type: ignore[no-untyped-call]
+        end = time.monotonic() + (math.inf if seconds is None else seconds)
         try:
-            self._watch(seconds, every_s)
+            while not self._views.over(snapshot := self.refresh()) and (left_s := end - time.monotonic()) > 0:
+                self._print_line(snapshot)
+                time.sleep(min(every_s, left_s))
         except KeyboardInterrupt:
             method = self._views.leave[0].split()[0].lower()
             _print(f"Stopped watching; the {self._views.who} continues. {method}() stops it.")
@@ -239,26 +227,17 @@ class Panel(Generic[S]):
             pages = (self._draw(page, snapshot).text() for page in self._pages.values())
             _print("\n\n".join(filter(None, pages)))
 
-    def _watch(self, seconds: float | None, every_s: float) -> None:
-        began = time.monotonic()
-        lines = 0
-        while not self._views.over(snapshot := self.refresh()):
-            watched_s = time.monotonic() - began
-            if seconds is not None and watched_s >= seconds:
-                return
-            if self._box is None and watched_s >= lines * TEXT_EVERY_S:
-                _print(self._views.line(snapshot))
-                lines += 1
-            time.sleep(every_s if seconds is None else min(every_s, seconds - watched_s))
+    def _print_line(self, snapshot: S) -> None:
+        now = time.monotonic()
+        if self._box is None and now - self._printed_at >= TEXT_EVERY_S:
+            self._printed_at = now
+            _print(self._views.line(snapshot))
 
     def __repr__(self) -> str:
         return f"Panel({self._views.line(self._read())})"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         return self._draw(self._pages[self._page], self.refresh()).bundle(self._box)
-
-
-# --- buttons ----------------------------------------------------------------------------------------------------------
 
 
 def make_button(description: str, icon: str, tooltip: str, clicked: Callable[[], None]) -> Any:
@@ -273,18 +252,17 @@ def make_button(description: str, icon: str, tooltip: str, clicked: Callable[[],
 
 
 def update_button(button: Any, **traits: object) -> None:
-    """Set those traits of a button that differ, and keep it listening."""
+    """Set traits of a button, and keep it listening."""
     for name, value in traits.items():
-        if getattr(button, name) != value:
-            setattr(button, name, value)
+        setattr(button, name, value)  # sends nothing if it is the same
     keep_listening(button)
 
 
 def keep_listening(control: Any) -> None:
     """Keep a control responsive while a cell runs, on kernels that can.
 
-    Some kernels (ipykernel 7) handle clicks in a thread beside the busy cell. Version 7.4 does so only for widgets
-    that no cell has updated since. This makes it forget the update; other kernels store no such note.
+    ipykernel 7.4 handles clicks beside the busy cell only for widgets that no cell has updated since. This makes it
+    forget the update.
     """
     if control.comm is not None:
         vars(control.comm).pop("_reply_subshell_id", None)

@@ -17,6 +17,9 @@ from colab_swarm.errors import TermsError
 from colab_swarm.events import EventLog, SessionEnding
 from colab_swarm.snapshot import SessionTime
 
+LEAVE_BEFORE_S = 600.0  # time between leaving and the end of the session; less if the session ends soon
+WARN_BEFORE_S = 600.0  # time between the warning and leaving
+
 
 @dataclass(frozen=True)
 class Platform:
@@ -57,7 +60,6 @@ BINDER = Platform(
     limits="2 GB of memory, 1 core, 1 Mbit/s, outgoing to port 443 and few others; ends after 10 idle minutes",
     limit_s=6 * 3600.0,
 )
-VS_CODE = Platform("VS Code")
 JUPYTER = Platform("Jupyter")
 PLAIN = Platform("a Python process")
 
@@ -99,15 +101,11 @@ def platform() -> Platform:
         return COLAB
     if "BINDER_SERVICE_HOST" in os.environ or "BINDER_LAUNCH_HOST" in os.environ:
         return BINDER
-    if not in_notebook():
-        return PLAIN
-    return VS_CODE if "VSCODE_PID" in os.environ or "VSCODE_CWD" in os.environ else JUPYTER
+    return JUPYTER if in_notebook() else PLAIN
 
 
 def require_terms(agreed: bool) -> None:
     """Require ``accept_terms=True`` of the user before training where the platform's terms may forbid it.
-
-    Simulating, viewing and organizing a run need no agreement: do not call it for these.
 
     Raises:
         TermsError: the user has not agreed.
@@ -118,10 +116,6 @@ def require_terms(agreed: bool) -> None:
             f"this notebook runs on {here.name}. {here.terms}. If they allow it, pass "
             "accept_terms=True; cs.simulate(…) and viewing a run need no permission"
         )
-
-
-LEAVE_BEFORE_S = 600.0  # time between leaving and the end of the session; less if the session ends soon
-WARN_BEFORE_S = 600.0  # time between the warning and leaving
 
 
 @dataclass(frozen=True)
@@ -151,12 +145,10 @@ class SessionClock:
         if session_hours is not None:
             if not 0 < session_hours < 1e6:
                 raise ValueError(f"session_hours={session_hours}: pass the hours that this peer may run, > 0")
-            name, limit_s, age_s = "this machine", 3600 * session_hours, 0.0
-        elif here.limit_s is not None and age_s < here.limit_s:
-            name, limit_s = here.name, here.limit_s
-        else:  # older than the limit: a paid runtime lasts longer
+            here, age_s = Platform("this machine", limit_s=3600 * session_hours), 0.0
+        if here.limit_s is None or age_s >= here.limit_s:  # older than the limit: a paid runtime lasts longer
             return None
-        return cls(name, now - age_s, limit_s, min(LEAVE_BEFORE_S, (limit_s - age_s) / 2))
+        return cls(here.name, now - age_s, here.limit_s, min(LEAVE_BEFORE_S, (here.limit_s - age_s) / 2))
 
     @property
     def leaves_at(self) -> float:
@@ -170,9 +162,8 @@ class SessionClock:
 
     def read(self, now: float) -> SessionTime:
         """Return the record for panels."""
-        return SessionTime(
-            self.platform, now - self.began_at, self.limit_s, self.limit_s - self.leave_before_s
-        )
+        leaves_s = self.limit_s - self.leave_before_s
+        return SessionTime(self.platform, now - self.began_at, self.limit_s, leaves_s)
 
 
 async def wait_for_end(clock: SessionClock, events: EventLog) -> None:
@@ -188,14 +179,12 @@ async def wait_for_end(clock: SessionClock, events: EventLog) -> None:
 def session_age_s(proc: Path = Path("/proc")) -> float:
     """Return the age of this machine's first process: the notebook's container on Colab, Kaggle and Binder.
 
-    Without it, return the age of this process, or 0 without ``/proc``.
+    Return 0 where ``/proc`` cannot be read.
     """
-    for process in ("1", "self"):
-        try:
-            uptime_s = float((proc / "uptime").read_text().split()[0])
-            # field 22 of proc(5); the second one, a name in parentheses, may hold spaces
-            began_ticks = int((proc / process / "stat").read_text().rpartition(")")[2].split()[19])
-            return max(0.0, uptime_s - began_ticks / os.sysconf("SC_CLK_TCK"))
-        except (OSError, ValueError, IndexError):
-            continue
-    return 0.0
+    try:
+        uptime_s = float((proc / "uptime").read_text().split()[0])
+        # field 22 of proc(5); the second one, a name in parentheses, may hold spaces
+        began_ticks = int((proc / "1" / "stat").read_text().rpartition(")")[2].split()[19])
+        return max(0.0, uptime_s - began_ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):
+        return 0.0

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from colab_swarm.events import MemberTrace, RoundFinished
 from colab_swarm.markup import aligned, count, plain, size, text
@@ -16,23 +17,19 @@ from colab_swarm.notebook import theme
 from colab_swarm.notebook.theme import Document
 from colab_swarm.snapshot import SwarmSnapshot
 
-RECENT = 20  # rounds in the strip
+RECENT = 20  # rounds to choose from, and in the list of times
 MAX_LANES = 40
 MIN_S, MAX_S = 1e-6, 1e6
 ID_CHARS = 8
 LANE_WIDTH, LANE_HEIGHT, SLOTS = 400, 20, 40
-BAR_WIDTH, STRIP_HEIGHT = 24, 46
 NONE_YET = (
     "No averaging round has ended yet: peers average as soon as they have the samples of a step together."
 )
 GROUP = "forming the group"
 
 
-@dataclass(frozen=True)
-class _Track:
-    """A kind of transfer: field of `MemberTrace`, meaning, look and character."""
-
-    field: str
+class _Track(NamedTuple):
+    field: str  # of `MemberTrace`; empty for the time before the averaging
     meaning: str
     hue: str
     dashes: str
@@ -41,6 +38,7 @@ class _Track:
 
 
 TRACKS = (
+    _Track("", GROUP, "soft", "1 4", 10, "·"),
     _Track("sent", "sent to it", "blue", "", 4, "░"),
     _Track("received", "received from it", "amber", "4 2", 10, "▒"),
     _Track("means", "average received", "green", "1.5 1.5", 16, "▓"),
@@ -48,16 +46,17 @@ TRACKS = (
 
 
 def draw(snapshot: SwarmSnapshot, back: int = 0) -> Document:
-    """Return the round ``back`` rounds before the last one, and the strip of the last rounds."""
+    """Return the round ``back`` rounds before the last one, and the times of the last rounds."""
     shown = Document("", label="averaging rounds")
-    draw_waterfall(shown, snapshot.rounds, back, _names(snapshot))
+    here = {peer.id[:ID_CHARS]: peer.name + " (me)" * peer.me for peer in snapshot.peers}
+    draw_waterfall(shown, snapshot.rounds, back, {**snapshot.names, **here})
     return shown
 
 
 def draw_waterfall(
     shown: Document, rounds: Sequence[RoundFinished], back: int, names: Mapping[str, str]
 ) -> None:
-    """Draw one round in full and the last ones as a strip.
+    """Draw one round in full, and the times of the last ones.
 
     Args:
         shown: where.
@@ -68,39 +67,32 @@ def draw_waterfall(
     if not rounds:
         shown.draw(f'<p class="soft">{NONE_YET}</p>', NONE_YET)
         return
-    rounds = [_drawable(one) for one in rounds]
-    chosen = max(len(rounds) - 1 - back, 0)
-    one, recent = rounds[chosen], rounds[-RECENT:]
+    one, recent = _drawable(rounds[max(len(rounds) - 1 - back, 0)]), rounds[-RECENT:]
     facts = _facts(one)
     shown.draw(theme.heading(f"round {one.step}", text(facts, 400)), f"round {one.step}: {plain(facts, 400)}")
-    times = ", ".join(_time(each.seconds) + "✖" * _lost(each) for each in recent)
-    shown.draw(_strip(rounds, chosen), f"  last {count(len(recent), 'round')}: {times}")
+    times = ", ".join(
+        _time(each.seconds) + "✖" * (each.spans_lost > 0 or each.kept_local > 0)
+        for each in map(_drawable, recent)
+    )
+    words = f"last {count(len(recent), 'round')}: {times}"
+    shown.draw(f'<p class="soft">{words}</p>', f"  {words}")
     shown.note(*([f"shares: {one.explanation}"] if one.explanation else []))
+    _draw_members(shown, one, names)
+
+
+def _draw_members(shown: Document, one: RoundFinished, names: Mapping[str, str]) -> None:
     if not one.members:
         shown.note("This round left no trace of its members.")
         return
-    members = sorted(
-        one.members, key=lambda member: not member.dropped
-    )  # failed ones are not hidden by a crowd
-    lanes = [
-        (_name(member, names), _slots(member, one), f"{_share(member)} {_outcome(member)[1]}")
-        for member in members[:MAX_LANES]
-    ]
+    # failed ones are not hidden by a crowd
+    members = sorted(one.members, key=lambda member: not member.dropped)[:MAX_LANES]
+    labels = ((member, member.peer[:ID_CHARS]) for member in members)
+    named = [(member, plain(names.get(short, short), 24)) for member, short in labels]
+    lanes = [(name, _slots(member, one), f"{_share(member)} {_outcome(member)[1]}") for member, name in named]
     key = "".join(f"  {track.character} {track.meaning}" for track in TRACKS)
-    lines = [*aligned(lanes), f"  · {GROUP}{key}"]
-    shown.draw(_lanes(one, members[:MAX_LANES], names), *lines)
-    if len(members) > MAX_LANES:
-        shown.note(f"… and {len(members) - MAX_LANES} more members")
-
-
-def _names(snapshot: SwarmSnapshot) -> dict[str, str]:
-    here = {peer.id[:ID_CHARS]: peer.name + (" (me)" if peer.me else "") for peer in snapshot.peers}
-    return {**snapshot.names, **here}
-
-
-def _name(member: MemberTrace, names: Mapping[str, str]) -> str:
-    short = member.peer[:ID_CHARS]
-    return plain(names.get(short, short), 24)
+    shown.draw(_lanes(one, named), *aligned(lanes), key)
+    if len(one.members) > MAX_LANES:
+        shown.note(f"… and {len(one.members) - MAX_LANES} more members")
 
 
 def _drawable(finished: RoundFinished) -> RoundFinished:
@@ -112,10 +104,6 @@ def _drawable(finished: RoundFinished) -> RoundFinished:
 
 def _time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
-
-
-def _lost(finished: RoundFinished) -> bool:
-    return finished.spans_lost > 0 or finished.kept_local > 0
 
 
 def _facts(finished: RoundFinished) -> str:
@@ -151,19 +139,15 @@ def _spans(member: MemberTrace, finished: RoundFinished) -> list[tuple[_Track, f
     waited = finished.seconds - finished.averaging_s
     spans = []
     for track in TRACKS:
-        times = getattr(member, track.field)
+        times = getattr(member, track.field) if track.field else (-waited, 0.0)
         if times is not None and all(map(math.isfinite, times)):
             begin, end = (min(max((waited + second) / finished.seconds, 0.0), 1.0) for second in times)
             spans.append((track, begin, max(begin, end)))
     return spans
 
 
-def _part_waited(finished: RoundFinished) -> float:
-    return (finished.seconds - finished.averaging_s) / finished.seconds
-
-
 def _slots(member: MemberTrace, finished: RoundFinished) -> str:
-    slots = ["·" if slot < SLOTS * _part_waited(finished) else " " for slot in range(SLOTS)]
+    slots = [" "] * SLOTS
     for track, begin, end in _spans(member, finished):
         first = min(int(begin * SLOTS), SLOTS - 1)
         for slot in range(first, max(first + 1, math.ceil(end * SLOTS))):
@@ -171,76 +155,42 @@ def _slots(member: MemberTrace, finished: RoundFinished) -> str:
     return "".join(slots)
 
 
-def _lanes(finished: RoundFinished, members: Sequence[MemberTrace], names: Mapping[str, str]) -> str:
+def _lanes(finished: RoundFinished, named: Sequence[tuple[MemberTrace, str]]) -> str:
     rows = []
-    for member in members:
+    for member, name in named:
         hue, outcome = _outcome(member)
         words = f'<span class="{hue}">{text(outcome, 90)}</span>'
-        lane, samples = _lane(member, finished), f"{member.weight:,.0f}"
-        rows.append((text(_name(member, names)), lane, samples, _share(member), words))
+        rows.append((text(name), _lane(member, finished), f"{member.weight:,.0f}", _share(member), words))
     axis = (
         '<span style="display:flex;justify-content:space-between"><span>0 s</span>'
         f"<span>{_time(finished.seconds)}</span></span>"
     )
     columns, widths = ("member", axis, "samples", "reduces", "result"), ("18%", "40%", "9%", "9%", "24%")
     table = theme.table(columns, rows, numbers=(2, 3), widths=widths, label="members of the round")
-    entries = [("soft", "1 4", 1.5, GROUP), *((one.hue, one.dashes, 4, one.meaning) for one in TRACKS)]
     key = "".join(
         f'<span><svg width="28" height="8" style="display:inline-block" aria-hidden="true">'
-        f"{_line(hue, dashes, thick, 0, 28, 4, meaning)}</svg> {meaning}</span>"
-        for hue, dashes, thick, meaning in entries
+        f"{_line(track, 0, 28, 4, track.meaning)}</svg> {track.meaning}</span>"
+        for track in TRACKS
     )
     return f'{table}<p class="key soft">{key}</p>'
 
 
-def _line(hue: str, dashes: str, thick: float, begin: float, end: float, y: float, title: str) -> str:
-    dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
+def _line(track: _Track, begin: float, end: float, y: float, title: str) -> str:
+    dashed = f' stroke-dasharray="{track.dashes}"' if track.dashes else ""
     return (
-        f'<path class="{hue}" d="M{begin:.1f} {y:g}H{end:.1f}" stroke="currentColor" stroke-width="{thick:g}"'
+        f'<path class="{track.hue}" d="M{begin:.1f} {y:g}H{end:.1f}" stroke="currentColor" stroke-width="4"'
         f'{dashed} vector-effect="non-scaling-stroke"><title>{title}</title></path>'
     )
 
 
 def _lane(member: MemberTrace, finished: RoundFinished) -> str:
-    waited = LANE_WIDTH * _part_waited(finished)
-    drawn = [_line("soft", "1 4", 1.5, 0, waited, 10, GROUP)] if waited else []
-    labels = []
+    drawn, labels = "", []
     for track, begin, end in _spans(member, finished):
         left, right = LANE_WIDTH * begin, max(LANE_WIDTH * end, LANE_WIDTH * begin + 2)
         times = " to ".join(_time(part * finished.seconds) for part in (begin, end))
         labels.append(f"{track.meaning}: {times}")
-        drawn.append(_line(track.hue, track.dashes, 4, left, right, track.height, labels[-1]))
+        drawn += _line(track, left, right, track.height, labels[-1])
     return (
         f'<svg viewBox="0 0 {LANE_WIDTH} {LANE_HEIGHT}" width="100%" height="{LANE_HEIGHT}" role="img" '
-        f'preserveAspectRatio="none" aria-label="{"; ".join(labels) or "nothing to exchange"}">{"".join(drawn)}</svg>'
-    )
-
-
-def _strip(rounds: Sequence[RoundFinished], chosen: int) -> str:
-    """Draw the last rounds as bars: hollow while forming the group, full while averaging."""
-    begin = min(max(len(rounds) - RECENT, 0), chosen)
-    recent = rounds[begin : begin + RECENT]
-    longest = max(one.seconds for one in recent)
-    bars = "".join(_bar(one, index, longest, index + begin == chosen) for index, one in enumerate(recent))
-    width = BAR_WIDTH * len(recent)
-    label = f"{count(len(recent), 'round')}, the longest {_time(longest)}"
-    return (
-        f'<svg viewBox="0 0 {width} {STRIP_HEIGHT + 30}" width="{width}" role="img" '
-        f'aria-label="{label}">{bars}</svg><p class="soft">last {label}; hollow: {GROUP}, full: averaging, '
-        "✖ data lost, ▲ shown below</p>"
-    )
-
-
-def _bar(finished: RoundFinished, index: int, longest: float, chosen: bool) -> str:
-    left, wide, hue = BAR_WIDTH * index + 4, BAR_WIDTH - 8, "red" if _lost(finished) else "blue"
-    tall = max(STRIP_HEIGHT * finished.seconds / longest, 1.0)
-    hollow = tall * _part_waited(finished)
-    top, middle = 14 + STRIP_HEIGHT - tall, left + wide / 2
-    marks = f'<text x="{middle}" y="{top - 3:.1f}" text-anchor="middle">✖</text>' if _lost(finished) else ""
-    marks += f'<text x="{middle}" y="{STRIP_HEIGHT + 27}" text-anchor="middle">▲</text>' if chosen else ""
-    return (
-        f'<g class="{hue}"><title>round {finished.step}: {text(_facts(finished), 400)}</title>'
-        f'<rect x="{left}" y="{top:.1f}" width="{wide}" height="{tall:.1f}" fill="none" stroke="currentColor"/>'
-        f'<rect x="{left}" y="{top + hollow:.1f}" width="{wide}" height="{tall - hollow:.1f}" fill="currentColor"/>'
-        f"{marks}</g>"
+        f'preserveAspectRatio="none" aria-label="{"; ".join(labels)}">{drawn}</svg>'
     )

@@ -18,6 +18,7 @@ LINE = "var(--blue,#2a78d6)"  # the theme's blue; on a page without the theme, a
 def curve(
     history: History,
     *,
+    spread: Sequence[tuple[float, float, float]] = (),
     limit: History = (),
     label: str = "loss",
     from_zero: bool = False,
@@ -28,6 +29,7 @@ def curve(
 
     Args:
         history: the curve.
+        spread: (step, low, high), drawn as a shade.
         limit: a curve that this one should stay below, drawn dashed.
         label: what the curve shows.
         from_zero: start the axis at 0.
@@ -36,10 +38,13 @@ def curve(
     points, above = _drawable(history), _drawable(limit)
     if len(points) < 2:
         return ""
+    shade = [one for one in thinned(spread) if max(map(abs, one[1:])) < MAX_VALUE]
     values = [value for _, value in (*points, *above)] + [0.0] * from_zero
     first, low = points[0][0], min(values)
     high = max(*values, low + 1e-3 * (1 + abs(low)))
     plot = _Plot(first, max(points[-1][0], first + 1), low, high, width, height)
+    edge = [(step, top) for step, _, top in shade] + [(step, bottom) for step, bottom, _ in reversed(shade)]
+    area = f'<polygon points="{plot.places(edge)}" style="fill:{LINE};fill-opacity:.2"/>' if edge else ""
     dashed = (
         f'<polyline points="{plot.places(above)}" fill="none" stroke="currentColor" stroke-dasharray="5 4"/>'
         if above
@@ -48,7 +53,7 @@ def curve(
     return (
         f'<svg viewBox="0 0 {width} {height}" style="max-width:{width}px;width:100%" role="img" '
         f'aria-label="{label} over steps" fill="currentColor" font-size="11" font-family="sans-serif">'
-        f'{plot.axes()}{dashed}<polyline points="{plot.places(points)}" fill="none" style="stroke:{LINE}" '
+        f'{plot.axes()}{area}{dashed}<polyline points="{plot.places(points)}" fill="none" style="stroke:{LINE}" '
         f'stroke-width="2" stroke-linejoin="round"><title>{label} {points[-1][1]:.4g} at step '
         f"{points[-1][0]:,.0f}</title></polyline></svg>"
     )

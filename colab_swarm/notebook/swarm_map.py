@@ -29,44 +29,39 @@ def draw(snapshot: SwarmSnapshot) -> Document:
     others = sorted((peer for peer in snapshot.peers if not peer.me), key=lambda peer: not peer.connected)
     shown = others[:MAX_PEERS]
     names = {peer.id[:ID_CHARS]: peer.name for peer in shown}
-    own = _own_state(snapshot)
-    states = "".join(
-        f"{theme.mark(hue, symbol, text(word))} &#160; "
-        for hue, symbol, word in sorted({own, *map(_state, shown)})
-    )
+    own, states = _own_state(snapshot), list(map(_state, shown))
+    links = [_link_words(peer, names) for peer in shown]
     rows = [(f"{own[1]} {plain(snapshot.me, 24)} (me)", own[2], "", "", "")]
-    for peer in shown:
-        _, symbol, word = _state(peer)
-        rows.append((f"{symbol} {plain(peer.name, 24)}", word, *_link_words(peer, names)))
-    run, links = plain(snapshot.run, 40), _linked(shown)
-    page = Document(run, links, label="map of the swarm", line=f"links of {run}: {links}")
-    page.draw(f"{_svg(snapshot, shown)}<p>{states}</p>{KEY}", *aligned(rows))
+    for peer, (_, symbol, word), link in zip(shown, states, links, strict=True):
+        rows.append((f"{symbol} {plain(peer.name, 24)}", word, *link))
+    height = max(6 * ROW, ROW * math.ceil(len(shown) / 2)) + ROW
+    middle = (WIDTH / 2, height / 2)
+    placed = list(zip(shown, _places(len(shown), height), strict=True))
+    places = {peer.id[:ID_CHARS]: place for peer, place in placed}
+    lines = "".join(_line(peer, place, middle, places) for peer, place in placed if peer.connected)
+    nodes = "".join(map(_node, placed, states, links))
+    key = "".join(
+        f"{theme.mark(h, symbol, text(word))} &#160; " for h, symbol, word in sorted({own, *states})
+    )
+    run, linked = plain(snapshot.run, 40), _linked(shown)
+    page = Document(run, linked, label="map of the swarm", line=f"links of {run}: {linked}")
+    page.draw(
+        f'<svg viewBox="0 0 {WIDTH} {height}" width="100%" style="max-width:720px" role="img" '
+        f'aria-label="map of {count(len(shown) + 1, "peer")}">{lines}{nodes}{_dot(middle, own, 15)}'
+        f'<text x="{middle[0]}" y="{middle[1] + 29}" text-anchor="middle" style="fill:var(--ink);'
+        f'stroke:var(--paper);stroke-width:4px;paint-order:stroke">{text(snapshot.me, 24)} (me)</text></svg>'
+        f"<p>{key}</p>{KEY}",
+        *aligned(rows),
+    )
     if len(others) > MAX_PEERS:
         page.note(f"… and {len(others) - MAX_PEERS} more peers")
     return page
 
 
-def _svg(snapshot: SwarmSnapshot, shown: Sequence[PeerRow]) -> str:
-    height = max(6 * ROW, ROW * math.ceil(len(shown) / 2)) + ROW
-    middle = (WIDTH / 2, height / 2)
-    placed = list(zip(shown, _places(len(shown), height), strict=True))
-    places = {peer.id[:ID_CHARS]: place for peer, place in placed}
-    names = {peer.id[:ID_CHARS]: peer.name for peer in shown}
-    links = "".join(_link(peer, place, middle, places) for peer, place in placed)
-    nodes = "".join(_node(peer, place, names) for peer, place in placed)
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {height}" width="100%" style="max-width:720px" role="img" '
-        f'aria-label="map of {count(len(shown) + 1, "peer")}">{links}{nodes}'
-        f"{_dot(middle, _own_state(snapshot), 15)}"
-        f'<text x="{middle[0]}" y="{middle[1] + 29}" text-anchor="middle" style="fill:var(--ink);'
-        f'stroke:var(--paper);stroke-width:4px;paint-order:stroke">{text(snapshot.me, 24)} (me)</text></svg>'
-    )
-
-
 def _linked(shown: Sequence[PeerRow]) -> str:
-    linked = sum(bool(peer.connected) for peer in shown)
     relayed = sum(peer.connected.startswith(RELAYED) for peer in shown)
-    return count(linked, "link") + (f", {relayed} of them relayed" if relayed else "")
+    linked = count(sum(bool(peer.connected) for peer in shown), "link")
+    return linked + (f", {relayed} of them relayed" if relayed else "")
 
 
 def _state(peer: PeerRow) -> State:
@@ -86,19 +81,16 @@ def _own_state(snapshot: SwarmSnapshot) -> State:
 
 
 def _link_words(peer: PeerRow, names: Mapping[str, str]) -> tuple[str, str, str]:
+    """Return round trip, way and speed."""
     relay = peer.connected.removeprefix(RELAYED)[:ID_CHARS]
     way = f"via {names.get(relay, relay)}" if peer.connected.startswith(RELAYED) else peer.connected
     bps = _bandwidth_bps(peer)
-    return (
-        milliseconds(peer.rtt_s),
-        plain(way, WAY_CHARS) or "no link",
-        "" if bps is None else bandwidth(bps),
-    )
+    return milliseconds(peer.rtt_s), plain(way, WAY_CHARS) or "no link", bandwidth(bps) if bps else ""
 
 
-def _bandwidth_bps(peer: PeerRow) -> float | None:
+def _bandwidth_bps(peer: PeerRow) -> float:
     known = [bps for bps in (peer.upload_bps, peer.download_bps) if bps is not None and math.isfinite(bps)]
-    return min(known, default=None)
+    return min(known, default=0.0)
 
 
 def _places(number: int, height: float) -> list[Place]:
@@ -113,15 +105,12 @@ def _places(number: int, height: float) -> list[Place]:
     return places
 
 
-def _link(peer: PeerRow, place: Place, middle: Place, by_id: Mapping[str, Place]) -> str:
-    if not peer.connected:
-        return ""
-    begin, dashed = middle, ""
-    if peer.connected.startswith(RELAYED):
-        dashed = ' stroke-dasharray="5 4"'
-        begin = by_id.get(peer.connected.removeprefix(RELAYED)[:ID_CHARS], middle)
+def _line(peer: PeerRow, place: Place, middle: Place, by_id: Mapping[str, Place]) -> str:
+    relayed = peer.connected.startswith(RELAYED)
+    begin = by_id.get(peer.connected.removeprefix(RELAYED)[:ID_CHARS], middle) if relayed else middle
+    dashed = ' stroke-dasharray="5 4"' if relayed else ""
     # 1 pixel for 1 Mbit/s or less, 1.3 more for each factor of ten
-    width = min(1 + 1.3 * math.log10(max((_bandwidth_bps(peer) or 0.0) / 1e6, 1.0)), 6.0)
+    width = min(1 + 1.3 * math.log10(max(_bandwidth_bps(peer) / 1e6, 1.0)), 6.0)
     return (
         f'<path class="soft" d="M{begin[0]:.1f} {begin[1]:.1f}L{place[0]:.1f} {place[1]:.1f}" fill="none" '
         f'stroke="currentColor" stroke-width="{width:.1f}"{dashed}/>'
@@ -138,12 +127,11 @@ def _dot(place: Place, state: State, radius: float) -> str:
     )
 
 
-def _node(peer: PeerRow, place: Place, names: Mapping[str, str]) -> str:
-    x, y = place
+def _node(placed: tuple[PeerRow, Place], state: State, link: Sequence[str]) -> str:
+    peer, (x, y) = placed
     at, anchor = (x + 15, "start") if x > WIDTH / 2 else (x - 15, "end")
-    rtt, way, speed = _link_words(peer, names)
-    short, full = (", ".join(filter(None, parts)) for parts in ((rtt, way), (rtt, way, speed)))
-    return _dot(place, _state(peer), 10) + (
+    short, full = (", ".join(filter(None, parts)) for parts in (link[:2], link))
+    return _dot((x, y), state, 10) + (
         f'<text x="{at:.1f}" y="{y - 2:.1f}" text-anchor="{anchor}" style="fill:var(--ink)">'
         f'{text(peer.name, 24)}</text><text x="{at:.1f}" y="{y + 11:.1f}" text-anchor="{anchor}">{text(short)}'
         f"<title>{text(full)}</title></text>"

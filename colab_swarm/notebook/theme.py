@@ -58,7 +58,6 @@ STYLE = (
     ".cs-view tbody th{overflow-wrap:anywhere;min-width:70px}"
     ".cs-view .bar{display:block;height:8px;margin:4px 0;border-radius:4px;background:var(--line);overflow:hidden}"
     ".cs-view .bar i{display:block;height:100%;background:currentColor}"
-    ".cs-view .key i{display:inline-block;width:10px;height:10px;margin:0 5px 0 0;background:currentColor}"
     ".cs-view .key span{display:inline-block;margin-right:14px}"
     ".cs-view svg{display:block;max-width:100%}.cs-view svg text{fill:var(--soft);font:11px system-ui,sans-serif}"
 )

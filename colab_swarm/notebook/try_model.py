@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from colab_swarm.markup import aligned, count, plain, size, text
-from colab_swarm.notebook import theme
+from colab_swarm.markup import count, plain, size, text
 from colab_swarm.notebook.panel import make_button
 from colab_swarm.notebook.platforms import has_frontend
 from colab_swarm.notebook.theme import Document
@@ -23,29 +22,7 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 200_000_000
 MAX_REPLIES = 20
-LABEL_CHARS = 24
 BUSY = "A cell is running and uses the model: try again when it has ended."
-
-
-@dataclass(frozen=True)
-class Replies:
-    """Questions with their answers."""
-
-    replies: tuple[Reply, ...]  # one for each gap
-    step_before: int | None  # global step of the initial weights; None if there is no copy of them
-    step_now: int | None  # global step of the model; None if no swarm trains it
-    why_not: str = ""  # why there are no answers from before; empty if there are
-
-
-@dataclass
-class _Trained:
-    """An optimizer, its parameters, and their values at ``step``, before training."""
-
-    optimizer: SwarmOptimizer
-    step: int
-    parameters: list[Tensor]
-    before: list[Tensor] = field(default_factory=list)
-    why_not: str = ""
 
 
 class ModelProbe:
@@ -53,7 +30,7 @@ class ModelProbe:
 
     def __init__(self) -> None:
         self._known: tuple[nn.Module, MaskedText] | None = None
-        self._trained: dict[str, _Trained] = {}
+        self._copied: dict[str, list[tuple[Tensor, Tensor]]] = {}  # by optimizer: parameters and copies
 
     def set_model(self, model: nn.Module, texts: MaskedText) -> None:
         """Make this the model to try unless another one is given."""
@@ -62,14 +39,10 @@ class ModelProbe:
     def on_optimizer(self, name: str, optimizer: SwarmOptimizer) -> None:
         """Copy the parameters of ``optimizer``, which has caught up with the swarm, in half precision."""
         groups = optimizer.param_groups
-        parameters = [one for group in groups for one in group["params"] if one.requires_grad]
-        trained = self._trained[name] = _Trained(optimizer, optimizer.global_step, parameters)
-        size_bytes = 2 * sum(parameter.numel() for parameter in parameters)
-        if size_bytes <= MAX_BYTES:
-            trained.before = [one.detach().to("cpu", torch.float16, copy=True) for one in parameters]
-        else:
-            copy = f"a copy of the initial weights would take {size(size_bytes)}"
-            trained.why_not = f"{copy}, more than {size(MAX_BYTES)}"
+        trained = [one for group in groups for one in group["params"] if one.requires_grad]
+        fits = 2 * sum(one.numel() for one in trained) <= MAX_BYTES
+        copies = (one.detach().to("cpu", torch.float16, copy=True) for one in trained)
+        self._copied[name] = list(zip(trained, copies, strict=True)) if fits else []
 
     def try_model(self, question: str | None, model: nn.Module | None, texts: MaskedText | None) -> TryModel:
         """Return the answers to one question; without a question those to the examples, and a form.
@@ -83,138 +56,85 @@ class ModelProbe:
                     "which model? Pass model= and tokenizer=, or build it with cs.recipes.albert(…, swarm=swarm)"
                 )
             model, texts = self._known[0], texts or self._known[1]
-        chosen, masked = model, texts
-        questions = list(texts.examples) if question is None else [question]
-        return TryModel(lambda these: self._ask(chosen, masked, these), questions, form=question is None)
+        questions = texts.examples if question is None else [question]
+        return TryModel(partial(self._ask, model, texts), questions, live=question is None and has_frontend())
 
-    def _ask(self, model: nn.Module, texts: MaskedText, questions: Sequence[str]) -> Replies:
+    def _ask(self, model: nn.Module, texts: MaskedText, question: str) -> list[Reply]:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        trained = (one for one in self._trained.values() if names.keys() & set(map(id, one.parameters)))
-        found = next(trained, None)
-        initial = zip(found.parameters, found.before, strict=False) if found else ()
-        before = {names[id(one)]: copy for one, copy in initial if id(one) in names} or None
-        replies = tuple(reply for one in questions for reply in texts.replies(model, one, before))
-        if found is None:
-            return Replies(replies, None, None, "no swarm.optimizer(…) trains this model")
-        return Replies(replies, found.step if before else None, found.optimizer.global_step, found.why_not)
-
-
-# --- views ------------------------------------------------------------------------------------------------------------
-
-
-def draw(found: Replies) -> Document:
-    """Return each question with its answers before and now."""
-    shown = Document("", label="the model's answers")
-    for reply in found.replies[:MAX_REPLIES]:
-        shown.draw(f"<h4>{text(reply.question, 300)}</h4>", plain(reply.question, 300))
-        columns = _columns(reply, found)
-        cells = [
-            [title, *(f"{one.probability:6.1%} {plain(one.label, LABEL_CHARS)}" for one in answers)]
-            for title, answers in columns
-        ]
-        sides = "".join(_side(title, answers) for title, answers in columns)
-        shown.draw(f'<div class="row">{sides}</div>', *aligned(list(zip(*cells, strict=False))))
-    shown.note(*([f"No before: {found.why_not}."] if found.why_not else []))
-    return shown
-
-
-def _columns(reply: Reply, found: Replies) -> list[tuple[str, tuple[Guess, ...]]]:
-    columns = [("before", found.step_before, reply.before), ("now", found.step_now, reply.now)]
-    return [
-        (when if step is None else f"{when} (step {step})", answers)
-        for when, step, answers in columns
-        if answers
-    ]
-
-
-def _side(title: str, answers: Sequence[Guess]) -> str:
-    hue = "blue" if title.startswith("now") else "soft"
-    rows = (
-        (
-            f"{text(one.label, LABEL_CHARS)}{theme.bar(one.probability, f'{one.probability:.1%}', hue)}",
-            f"{one.probability:.1%}",
-        )
-        for one in answers
-    )
-    return f'<div class="card">{theme.table((title, ""), rows, numbers=(1,), label=title)}</div>'
+        known = [pair for copied in self._copied.values() for pair in copied if id(pair[0]) in names]
+        before = {names[id(parameter)]: copy for parameter, copy in known}
+        return texts.replies(model, question, before or None)
 
 
 class TryModel:
-    """A model to try: by `ask`, or by the form under the cell.
+    """A model to try: by `ask`, or by the form under the cell; ``replies`` are its last answers.
 
     Args:
-        ask: answers questions; raises ValueError for a text without a gap.
+        ask: answers a question; raises ValueError for a text without a gap.
         questions: the first ones.
-        form: whether to offer a form where there is a front-end.
-        live: whether there is one; None to detect it.
+        live: whether to offer a form.
     """
 
-    def __init__(
-        self,
-        ask: Callable[[Sequence[str]], Replies],
-        questions: Sequence[str],
-        *,
-        form: bool = False,
-        live: bool | None = None,
-    ) -> None:
+    def __init__(self, ask: Callable[[str], list[Reply]], questions: Sequence[str], *, live: bool) -> None:
         self._ask = ask
-        self._replies = ask(questions)
-        self._box: Any = None
-        if form and (has_frontend() if live is None else live):
-            self._build(questions[0] if questions else "")
+        self.replies = [reply for question in questions for reply in ask(question)]
+        self._box = self._form(questions[0]) if live else None
 
-    def ask(self, question: str) -> Replies:
+    def ask(self, question: str) -> list[Reply]:
         """Return the answers to one question; call it between two steps of training.
 
         Raises:
             ValueError: the text has no gap, or the model has diverged.
         """
-        self._replies = self._ask([question])
+        self.replies = self._ask(question)
         if self._box is not None:
-            self._view.value = draw(self._replies).html()
-        return self._replies
+            self._view.value = self._drawn().html()
+        return self.replies
 
-    def snapshot(self) -> Replies:
-        """Return the last answers."""
-        return self._replies
+    def _drawn(self) -> Document:
+        shown = Document("", label="the model's answers")
+        for reply in self.replies[:MAX_REPLIES]:
+            shown.draw(f"<h4>{text(reply.question, 300)}</h4>", plain(reply.question, 300))
+            columns = {"before": reply.before, "now": reply.now}
+            answers = {when: list(map(_in_words, guesses)) for when, guesses in columns.items() if guesses}
+            shown.table(list(answers), list(zip(*answers.values(), strict=True)), list, what="answers")
+        if not all(reply.before for reply in self.replies):
+            limit = f"more than {size(MAX_BYTES)} of weights"
+            shown.note(
+                f"Answers from before are not known: no swarm.optimizer(…) trains this model, or it has {limit}."
+            )
+        return shown
 
-    def _build(self, question: str) -> None:
+    def _form(self, question: str) -> Any:
         import ipywidgets
 
-        self._view = ipywidgets.HTML(draw(self._replies).html())
+        self._view = ipywidgets.HTML(self._drawn().html())
         self._error = ipywidgets.Label()
         self._text = ipywidgets.Text(value=question, description="question:", layout={"width": "70%"})
         button = make_button("Ask the model", "question", "Ask the model to fill in each [MASK]", self._click)
-        self._box = ipywidgets.VBox([ipywidgets.HBox([self._text, button]), self._error, self._view])
+        return ipywidgets.VBox([ipywidgets.HBox([self._text, button]), self._error, self._view])
 
     def _click(self) -> None:
-        if cell_runs():
-            self._error.value = BUSY
-            return
-        try:
-            self.ask(self._text.value)
-        except ValueError as error:
-            self._error.value = plain(str(error))
-        else:
-            self._error.value = ""
+        self._error.value = BUSY if cell_runs() else ""
+        if not self._error.value:
+            try:
+                self.ask(self._text.value)
+            except ValueError as error:
+                self._error.value = plain(str(error))
 
     def __repr__(self) -> str:
-        replies = self._replies.replies
-        best = (
-            f"{plain(one.now[0].label, LABEL_CHARS)} {one.now[0].probability:.0%}"
-            for one in replies
-            if one.now
-        )
-        return f"TryModel({count(len(replies), 'question')}: {', '.join(best)})"
+        best = ", ".join(_in_words(reply.now[0]) for reply in self.replies)
+        return f"TryModel({count(len(self.replies), 'question')}: {best})"
 
     def __str__(self) -> str:
-        return draw(self._replies).text()
-
-    def _repr_html_(self) -> str:
-        return draw(self._replies).html()
+        return self._drawn().text()
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return draw(self._replies).bundle(self._box)
+        return self._drawn().bundle(self._box)
+
+
+def _in_words(guess: Guess) -> str:
+    return f"{guess.probability:.1%} {plain(guess.label, 24)}"
 
 
 def cell_runs() -> bool:

@@ -34,17 +34,20 @@ def summary(snapshot: SwarmSnapshot) -> str:
 
 def draw(snapshot: SwarmSnapshot) -> Document:
     """Return the page: figures, progress to the next step, loss, contributions, peers and log."""
-    label = f"swarm {plain(snapshot.run)}"
-    shown = Document(_state(snapshot), _me(snapshot), label=label, line=_me(snapshot))
+    me = f"{_name(snapshot.me)}: {plain(snapshot.reached, 100)}, connected for {_clock(snapshot.uptime_s)}"
+    shown = Document(_state(snapshot), me, label=f"swarm {plain(snapshot.run)}", line=me)
     shown.draw("", plain(summary(snapshot), MAX_CHARS))
-    if snapshot.paused:
-        shown.warn(PAUSED, "‖")
+    shown.warn(PAUSED if snapshot.paused else "", "‖")
     if snapshot.session:
         _draw_session(shown, snapshot.session)
     shown.figures(_figures(snapshot))
     if snapshot.target_batch_size > 0:
+        when = "no peer is training"
+        if snapshot.eta_s is not None and math.isfinite(snapshot.eta_s):
+            soon = "any moment" if snapshot.eta_s < 1 else f"in about {_clock(snapshot.eta_s)}"
+            when = f"step {snapshot.step + 1} {soon}"
         part = snapshot.accumulated / snapshot.target_batch_size
-        shown.bar(part, _next_step(snapshot), title="next step")
+        shown.bar(part, f"{_collected(snapshot)} samples; {when}", title="next step")
     losses = _finite_losses(snapshot)
     if drawn := svg.curve(snapshot.loss_history, width=LOSS_WIDTH):
         shown.draw(f"<h4>loss of my batches: {losses[-1]:.3f} (first {losses[0]:.3f})</h4>{drawn}")
@@ -66,10 +69,6 @@ def _state(snapshot: SwarmSnapshot) -> str:
     return f"{state}, {count(len(snapshot.peers), 'peer')}"
 
 
-def _me(snapshot: SwarmSnapshot) -> str:
-    return f"{_name(snapshot.me)}: {plain(snapshot.reached, 100)}, connected for {_clock(snapshot.uptime_s)}"
-
-
 def _speed(snapshot: SwarmSnapshot) -> str:
     trainers = sum(peer.samples_per_s > 0 for peer in snapshot.peers)
     return f"{snapshot.samples_per_s:,.1f} samples/s from {trainers} of {count(len(snapshot.peers), 'peer')}"
@@ -79,20 +78,11 @@ def _collected(snapshot: SwarmSnapshot) -> str:
     return f"{snapshot.accumulated:,.0f} of {snapshot.target_batch_size:,.0f}"
 
 
-def _next_step(snapshot: SwarmSnapshot) -> str:
-    if snapshot.eta_s is None or not math.isfinite(snapshot.eta_s):
-        return f"{_collected(snapshot)} samples; no peer is training"
-    when = f"in about {_clock(snapshot.eta_s)}" if snapshot.eta_s >= 1 else "any moment"
-    return f"{_collected(snapshot)} samples; step {snapshot.step + 1} {when}"
-
-
 def _figures(snapshot: SwarmSnapshot) -> dict[str, str]:
     figures = {}
     if snapshot.target_batch_size > 0:
-        figures = {
-            "all peers": _speed(snapshot).replace(" ", "\n", 1),
-            "me": f"{snapshot.own_samples_per_s:,.1f}\nsamples/s",
-        }
+        figures["all peers"] = _speed(snapshot).replace(" ", "\n", 1)
+        figures["me"] = f"{snapshot.own_samples_per_s:,.1f}\nsamples/s"
         if snapshot.last_share is not None:
             figures["my share"] = f"{snapshot.last_share:.0%}\nof the last step's samples"
     figures["sent"] = f"{size(snapshot.sent_bytes)}\nnow {size(snapshot.sent_bps / 8)}/s"
@@ -110,15 +100,13 @@ def _clock(seconds: float) -> str:
 
 
 def _draw_session(shown: Document, session: SessionTime) -> None:
-    words = f"{plain(session.platform)}, {_clock(session.elapsed_s)} of {_clock(session.limit_s)}"
-    ends_s = session.limit_s
-    if session.leaves_s is not None:
-        words, ends_s = f"{words}; leaves at {_clock(session.leaves_s)}", session.leaves_s
+    ends_s = session.limit_s if session.leaves_s is None else session.leaves_s
+    leaves = "" if session.leaves_s is None else f"; leaves at {_clock(ends_s)}"
+    words = f"{plain(session.platform)}, {_clock(session.elapsed_s)} of {_clock(session.limit_s)}{leaves}"
     soon = session.elapsed_s > ends_s - SOON_S
     part = session.elapsed_s / session.limit_s if session.limit_s > 0 else 1.0
     shown.bar(part, words, title="session", hue="amber" if soon else "soft")
-    if soon:
-        shown.warn("the session ends soon")
+    shown.warn("the session ends soon" if soon else "")
 
 
 def _finite_losses(snapshot: SwarmSnapshot) -> list[float]:

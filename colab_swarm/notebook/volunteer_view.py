@@ -9,7 +9,7 @@ from colab_swarm.markup import count, duration, plain, size
 from colab_swarm.notebook.theme import Document
 
 if TYPE_CHECKING:
-    from colab_swarm.workunits.client import UnitProgress, VolunteerSnapshot
+    from colab_swarm.workunits.client import VolunteerSnapshot
 
 MAX_FAULT_CHARACTERS = 4000
 
@@ -24,24 +24,22 @@ def draw(snapshot: VolunteerSnapshot) -> Document:
     shown = Document(plain(snapshot.job), _state(snapshot), label=f"volunteer for {plain(snapshot.job)}")
     for unit in snapshot.units:
         if unit.unit:
-            shown.bar(unit.done / unit.batches if unit.batches else 0.0, _progress(unit), title=unit.unit)
-    shown.figures(_figures(snapshot))
-    shown.warn(f"last refusal: {snapshot.refusal}" if snapshot.refusal else "")
-    if fault := snapshot.fault[-MAX_FAULT_CHARACTERS:]:
-        shown.draw(f'<pre style="font-size:11px;overflow:auto">{html.escape(fault)}</pre>', fault)
-    return shown
-
-
-def _figures(snapshot: VolunteerSnapshot) -> dict[str, str]:
-    uploads = sum(unit.phase == "uploading" for unit in snapshot.units)
+            batches = f" {unit.done:,} of {unit.batches:,} batches" if unit.batches else ""
+            loss = "" if unit.loss is None else f", loss {unit.loss:.3f}"
+            words = f"{unit.phase}{batches}{loss}, {duration(unit.seconds)}"
+            shown.bar(unit.done / unit.batches if unit.batches else 0.0, words, title=unit.unit)
     lookups = snapshot.cache_hits + snapshot.cache_misses
-    return {
+    figures = {
         "contributed": f"{count(snapshot.samples, 'sample')} in {duration(snapshot.seconds)}",
         "downloaded": size(snapshot.received_bytes),
         "uploaded": size(snapshot.sent_bytes),
         "data found on disk": f"{snapshot.cache_hits} of {lookups} times" if lookups else "–",
-        "running uploads": f"{uploads}",
     }
+    shown.figures(figures)
+    shown.warn(f"last refusal: {snapshot.refusal}" if snapshot.refusal else "")
+    if fault := snapshot.fault[-MAX_FAULT_CHARACTERS:]:
+        shown.draw(f'<pre style="font-size:11px;overflow:auto">{html.escape(fault)}</pre>', fault)
+    return shown
 
 
 def _state(snapshot: VolunteerSnapshot) -> str:
@@ -53,9 +51,3 @@ def _state(snapshot: VolunteerSnapshot) -> str:
     units = [count(snapshot.accepted, "unit") + " accepted"]
     units += [f"{number:,} {what}" for what, number in others.items() if number]
     return f"{plain(snapshot.state)}; {epoch}{', '.join(units)}"
-
-
-def _progress(unit: UnitProgress) -> str:
-    batches = f" {unit.done:,} of {unit.batches:,} batches" if unit.batches else ""
-    loss = "" if unit.loss is None else f", loss {unit.loss:.3f}"
-    return f"{unit.phase}{batches}{loss}, {duration(unit.seconds)}"

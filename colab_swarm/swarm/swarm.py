@@ -20,7 +20,7 @@ from colab_swarm.notebook.consistency import consistency_panel
 from colab_swarm.notebook.invitation import Invitation
 from colab_swarm.notebook.panel import Panel
 from colab_swarm.notebook.platforms import has_frontend, in_notebook
-from colab_swarm.notebook.receipt import LocalStats, Receipt
+from colab_swarm.notebook.receipt import Receipt, issue
 from colab_swarm.notebook.recorder import Header, Recorder
 from colab_swarm.notebook.views import draw
 from colab_swarm.runtime import Runner
@@ -87,7 +87,6 @@ class Swarm(AbstractContextManager["Swarm"]):
         self.training = SwarmTraining(context)
         self.session = SwarmSession(context, self.training, self.leave)
         self._overview = Overview(context, self.training)
-        self._stats = LocalStats(services)
         self._experts: SwarmExperts | None = None
         self._panel: Panel[SwarmSnapshot] | None = None
         self._recorder: Recorder | None = None
@@ -185,7 +184,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         vouchers = self.runtime.call(network.trust.contributions.vouchers())
         admission = network.access.admission
         authority = b"" if admission is None else admission.authority
-        return self._stats.receipt(self.run_id, self.name, vouchers, authority=authority)
+        return issue(self.services.peers, self.run_id, self.name, authority, vouchers)
 
     def optimizer(
         self,

@@ -269,21 +269,22 @@ class Contributions:
             if (tally := tally_of(record)) is not None
             and (writer := id_of(tally.key)) == record.subkey != self._peers.id
             and key == tally_key(self._run_id, writer)
-            and self._counts(tally, record)
+            and by_member(tally, record, self._admission)
         ]
 
     def _tally(self) -> ContributionTally:
         membership = b"" if self._admission is None else self._admission.membership
         return ContributionTally(self._peers.public_key, membership, self.ledger.rows())
 
-    def _counts(self, tally: ContributionTally, record: Record) -> bool:
-        """Return True if the writer was a member when it wrote the tally."""
-        if self._admission is None:
-            return True
-        with suppress(NotAdmitted):
-            written_at = record.expires_at - RECORD_S
-            return self._admission.verify(tally.key, tally.membership, now=written_at) >= Role.REDUCER
-        return False
+
+def by_member(tally: ContributionTally, record: Record, admission: MembershipAdmission | None) -> bool:
+    """Return True if the writer was a member when it wrote the tally, or if the run is open."""
+    if admission is None:
+        return True
+    with suppress(NotAdmitted):
+        written_at = record.expires_at - RECORD_S
+        return admission.verify(tally.key, tally.membership, now=written_at) >= Role.REDUCER
+    return False
 
 
 def tally_key(run_id: str, writer: PeerId) -> str:

@@ -40,7 +40,7 @@ def test_the_page_draws_updates_itself_and_runs_no_script_of_a_volunteer(
     page.goto(site.server.url)
     page.screenshot(path=artifacts / "status.png", full_page=True)
     assert page.title() == "digits-resnet" and EVIL[:20] in page.inner_text("#live")
-    assert page.locator("svg polyline.mean").count() == 1
+    assert page.locator("svg polygon").count() == 1
     assert page.evaluate("document.documentElement.scrollWidth") <= 800
 
     site.shown = status(epochs=7, name="later")

@@ -13,7 +13,6 @@ from colab_swarm.notebook.platforms import (
     KAGGLE,
     KAGGLE_TPU,
     PLAIN,
-    VS_CODE,
     Platform,
     has_frontend,
     in_colab,
@@ -33,16 +32,10 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_a_plain_process_is_no_notebook() -> None:
-    assert not in_notebook()
-    assert not has_frontend()
-    assert not in_colab()
-    assert not in_kaggle()
-
-
-def test_a_kernel_is_a_notebook_with_a_front_end(kernel: pytest.MonkeyPatch) -> None:
-    assert in_notebook()
-    assert has_frontend()
+def test_a_plain_process_is_no_notebook_and_has_no_terms() -> None:
+    assert not (in_notebook() or has_frontend() or in_colab() or in_kaggle())
+    assert platform() is PLAIN
+    require_terms(False)
 
 
 def test_a_kaggle_batch_run_has_no_front_end(kernel: pytest.MonkeyPatch) -> None:
@@ -69,7 +62,6 @@ def test_a_kernel_that_allows_input_has_a_page(monkeypatch: pytest.MonkeyPatch, 
     ("variables", "expected"),
     [
         ({}, JUPYTER),
-        ({"VSCODE_PID": "7"}, VS_CODE),
         ({"BINDER_SERVICE_HOST": "10.0.0.1"}, BINDER),
         ({"COLAB_RELEASE_TAG": "release-colab"}, COLAB),
         ({"KAGGLE_KERNEL_RUN_TYPE": "Batch", "COLAB_RELEASE_TAG": "base image"}, KAGGLE),
@@ -82,11 +74,6 @@ def test_each_platform_is_known_by_its_environment(
     for name, value in variables.items():
         kernel.setenv(name, value)
     assert platform() is expected
-
-
-def test_a_script_is_a_platform_without_terms() -> None:
-    assert platform() is PLAIN
-    require_terms(False)
 
 
 def test_colab_requires_the_terms_and_says_how_to_agree(monkeypatch: pytest.MonkeyPatch) -> None:

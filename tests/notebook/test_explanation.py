@@ -15,8 +15,8 @@ from xml.etree import ElementTree
 import pytest
 
 from colab_swarm import errors
-from colab_swarm.errors import JoinError, PeerUnreachable, SwarmError
-from colab_swarm.notebook.explanation import Explanation, explain, extra_of
+from colab_swarm.errors import JoinError, SwarmError
+from colab_swarm.notebook.explanation import explain, extra_of
 from colab_swarm.runtime import Runtime
 
 ROOT = Path(errors.__file__).parent
@@ -26,21 +26,14 @@ OURS = [kind for kind in vars(errors).values() if inspect.isclass(kind) and issu
 @pytest.mark.parametrize("kind", OURS, ids=lambda kind: kind.__name__)
 def test_each_of_our_errors_has_its_own_cause_and_fix(kind: type[SwarmError]) -> None:
     found = explain(kind)
-    assert (found.kind, found.said) == (kind.__name__, "")
+    assert found.title == kind.__name__
     assert len(found.cause) > 20 and len(found.fix) > 20
     if kind is not SwarmError:
         assert found.cause != explain(SwarmError).cause
 
 
-def test_an_explanation_has_the_text_and_the_chain_of_errors() -> None:
-    with pytest.raises(JoinError) as raised:
-        try:
-            raise PeerUnreachable("ws://x did not answer")
-        except PeerUnreachable as error:
-            raise JoinError("nobody is there") from error
-    text = str(explain(raised.value))
-    assert text.startswith("JoinError: nobody is there\n  cause: ")
-    assert text.endswith("  came from PeerUnreachable: ws://x did not answer")
+def test_an_explanation_begins_with_the_text_of_the_error() -> None:
+    assert str(explain(JoinError("nobody is there"))).startswith("JoinError: nobody is there\n  cause: ")
 
 
 class _OutOfMemoryError(RuntimeError):
@@ -60,11 +53,6 @@ _OutOfMemoryError.__name__ = "OutOfMemoryError"
         (ModuleNotFoundError("No module named 'PIL'", name="PIL.Image"), "extra", "colab-swarm[train]"),
         (ModuleNotFoundError("No module named 'fbprophet'", name="fbprophet"), "fbprophet", "%pip install"),
         (OSError(errno.EADDRINUSE, "Address already in use"), "port", "port=0"),
-        (OSError(errno.ENOSPC, "No space left on device"), "disk is full", "folder="),
-        (PermissionError(errno.EACCES, "Permission denied", "/x"), "/x", "folder="),
-        (FileNotFoundError(errno.ENOENT, "No such file", "job.py"), "job.py", "path"),
-        (TimeoutError(), "in time", "cs.doctor()"),
-        (ConnectionResetError(), "connection", "cs.doctor()"),
         (TypeError("peers=x"), "nothing has changed", "help(function)"),
     ],
 )
@@ -104,26 +92,19 @@ def _raised_under_ours() -> BaseException:
 def test_without_an_argument_the_last_error_of_the_notebook_is_explained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("last_value", "last_exc"):
-        monkeypatch.setattr(sys, name, None, raising=False)
-    assert explain().kind == "no error"
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    assert explain().title == "no error"
     monkeypatch.setattr(sys, "last_value", JoinError("nobody is there"))
     assert explain() == explain(JoinError("nobody is there"))
 
 
 def test_the_html_has_the_same_content_and_escapes_it() -> None:
     found = explain(JoinError("<script>x</script>\x1b[2J"))
-    page = found._repr_html_()
+    page = found._repr_mimebundle_()["text/html"]
     tree = ElementTree.fromstring(page.replace("<br>", "<br/>"))
     shown = " ".join(" ".join(tree.itertext()).split())
     assert found.cause in shown and found.fix in shown and "<script" not in page
     assert "\x1b" not in page + str(found)
-
-
-def test_a_cycle_of_errors_ends() -> None:
-    first, second = ValueError("a"), ValueError("b")
-    first.__cause__, second.__cause__ = second, first
-    assert isinstance(explain(first), Explanation)
 
 
 class Mute(Exception):
@@ -134,7 +115,7 @@ class Mute(Exception):
 @pytest.mark.parametrize("error", [Mute(), Mute, ExceptionGroup, ExceptionGroup("both", [Mute()])])
 def test_errors_whose_str_fails_are_explained_too(error: Any) -> None:
     found = explain(error)
-    assert found.kind in str(found) and found.kind in found._repr_html_()
+    assert found.title in str(found) and found.title in found._repr_mimebundle_()["text/html"]
 
 
 def test_extra_of_finds_the_extra_of_a_module() -> None:

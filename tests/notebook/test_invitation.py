@@ -36,7 +36,7 @@ def test_an_invitation_can_be_pickled() -> None:
 
 
 def test_the_html_has_text_code_and_badges_and_loads_nothing() -> None:
-    page = invitation()._repr_html_()
+    page = invitation()._repr_mimebundle_()["text/html"]
     tree = parsed(page)
     assert LINE in "".join(tree.itertext())
     assert [link.attrib["href"] for link in tree.iter("a")] == [
@@ -52,21 +52,24 @@ def test_a_warning_is_shown_but_is_not_part_of_the_text() -> None:
     warned = Invitation(LINE, run="my-run", role="worker", expires_at=0.0, warning="Only <here>.")
     assert str(warned) == LINE
     assert warned._repr_mimebundle_()["text/plain"] == f"Only <here>.\n{LINE}"
-    assert '<p class="warn">⚠ Only &lt;here&gt;.</p>' in warned._repr_html_()
-    assert 'class="warn"' not in invitation()._repr_html_()
+    assert '<p class="warn">⚠ Only &lt;here&gt;.</p>' in warned._repr_mimebundle_()["text/html"]
+    assert 'class="warn"' not in invitation()._repr_mimebundle_()["text/html"]
 
 
 def test_without_segno_or_for_a_long_text_words_replace_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "too long" in invitation("x" * (MAX_QR_CHARACTERS + 1))._repr_html_()
+    assert (
+        "at most 1,500 characters"
+        in invitation("x" * (MAX_QR_CHARACTERS + 1))._repr_mimebundle_()["text/html"]
+    )
     monkeypatch.setitem(sys.modules, "segno", None)
     monkeypatch.setattr("colab_swarm.notebook.invitation.find_spec", lambda name: None)
-    assert "pip install segno" in invitation()._repr_html_()
+    assert "pip install segno" in invitation()._repr_mimebundle_()["text/html"]
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.text(min_size=1, max_size=60) | st.just('"><script>alert(1)</script>'))
 def test_texts_are_escaped(words: str) -> None:
-    usual = {element.tag for element in parsed(invitation()._repr_html_()).iter()}
+    usual = {element.tag for element in parsed(invitation()._repr_mimebundle_()["text/html"]).iter()}
     words = "".join(letter for letter in words if letter.isprintable())
-    page = invitation(line=words or "x", run=words)._repr_html_()
+    page = invitation(line=words or "x", run=words)._repr_mimebundle_()["text/html"]
     assert {element.tag for element in parsed(page).iter()} <= usual

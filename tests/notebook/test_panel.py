@@ -130,11 +130,6 @@ def test_the_pause_button_toggles() -> None:
     assert asked.get(timeout=10) is False and button.description == "Pause peer"
 
 
-def test_a_panel_that_cannot_pause_has_no_such_button() -> None:
-    panel = Panel(lambda: SNAPSHOT, nothing, live=True)
-    assert {one.description for one in panel._box.children[-1].children[2:]} == {"Stop cell", "Leave swarm"}
-
-
 def test_the_stop_button_interrupts_a_busy_cell_from_another_thread_and_nothing_else() -> None:
     panel = Panel(lambda: SNAPSHOT, nothing, live=True)
     button = control(panel, "Button", "Stop")
@@ -146,10 +141,12 @@ def test_the_stop_button_interrupts_a_busy_cell_from_another_thread_and_nothing_
     clicker.join(10)
 
 
-def test_every_button_has_a_tooltip() -> None:
+def test_every_button_has_a_tooltip_and_a_panel_that_cannot_pause_no_such_button() -> None:
     panel = Panel(lambda: SNAPSHOT, nothing, pause=lambda wanted: None, live=True)
     assert all(control(panel, "Button", name).tooltip for name in ("Pause", "Stop", "Leave"))
     assert len(control(panel, "ToggleButtons").tooltips) == 3
+    bare = Panel(lambda: SNAPSHOT, nothing, live=True)
+    assert {one.description for one in bare._box.children[-1].children[2:]} == {"Stop cell", "Leave swarm"}
 
 
 def test_only_the_visible_page_is_drawn() -> None:
@@ -176,14 +173,6 @@ def test_only_the_visible_page_is_drawn() -> None:
     assert slider.layout.display == "none" and "swarm 12" in panel._view.value
 
 
-def test_nothing_is_sent_while_nothing_changes() -> None:
-    panel = Panel(lambda: SNAPSHOT, nothing, live=True)
-    sent: list[object] = []
-    panel._view.observe(sent.append)
-    panel.refresh()
-    assert not sent
-
-
 def test_further_controls_appear_under_the_view() -> None:
     panel = Panel(lambda: SNAPSHOT, nothing, controls=lambda: [ipywidgets.Text("more")], live=True)
     assert panel._box.children[-2].value == "more"
@@ -205,24 +194,6 @@ def test_a_view_that_cannot_be_drawn_does_not_end_the_training(caplog: pytest.Lo
     panel.tick()
     panel.tick()
     assert [record.message for record in caplog.records] == ["cannot draw the panel; training continues"]
-
-
-def test_a_view_that_cannot_be_drawn_is_logged_only_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("colab_swarm.notebook.panel.SHOW_EVERY_S", 0.0)
-    broken: list[bool] = []
-
-    def read() -> SwarmSnapshot:
-        if broken:
-            raise RuntimeError("no snapshot")
-        return SNAPSHOT
-
-    panel = Panel(read, nothing, live=True)
-    broken.append(True)
-    for _ in range(3):
-        control(panel, "Play").value += 1  # raises nothing
-    assert len(caplog.records) == 1
 
 
 def test_an_ascii_terminal_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,11 +261,3 @@ def test_an_updated_button_stays_responsive_while_the_cell_is_busy() -> None:
     button = SimpleNamespace(description="Pause", comm=comm)
     update_button(button, description="Resume")
     assert button.description == "Resume" and vars(comm) == {"comm_id": "7"}
-
-
-def test_a_button_sends_only_what_changed() -> None:
-    button = ipywidgets.Button(description="Pause")
-    sent: list[object] = []
-    button.observe(sent.append)
-    update_button(button, description="Pause", disabled=False)
-    assert not sent

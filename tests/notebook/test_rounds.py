@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.events import MemberTrace, RoundFinished
-from colab_swarm.notebook.rounds import MAX_LANES, NONE_YET, RECENT, SLOTS, draw, draw_waterfall
+from colab_swarm.notebook.rounds import MAX_LANES, NONE_YET, SLOTS, draw, draw_waterfall
 from colab_swarm.notebook.theme import Document
 from tests.notebook.test_views import ALICE, BOB, SNAPSHOT, parsed
 
@@ -84,9 +84,9 @@ def test_the_html_has_the_same_content() -> None:
         for svg in parsed(draw(TOLD).html()).iter("svg")
         if "aria-label" in svg.attrib
     ]
-    assert labels[1] == "sent to it: 1.00 s to 1.20 s"
-    assert labels[2] == "nothing to exchange"
-    assert labels[3].endswith("average received: 1.75 s to 2.00 s")
+    assert labels[0] == "forming the group: 0 ms to 1.00 s; sent to it: 1.00 s to 1.20 s"
+    assert labels[1] == "forming the group: 0 ms to 1.00 s"
+    assert labels[2].endswith("average received: 1.75 s to 2.00 s")
 
 
 def test_an_earlier_round_can_be_chosen_down_to_the_first() -> None:
@@ -102,17 +102,6 @@ def test_phases_differ_by_dashes_and_not_only_by_colour() -> None:
 
 def test_before_the_first_round_there_is_a_hint() -> None:
     assert draw(SNAPSHOT).text() == NONE_YET and NONE_YET in words(draw(SNAPSHOT).html())
-
-
-def test_the_strip_has_the_last_rounds_and_marks_the_chosen_and_the_bad_ones() -> None:
-    many = [dataclasses.replace(GOOD, step=step) for step in range(2 * RECENT)]
-    strip = next(parsed(f"<div>{waterfall(many, 0, {}).html()}</div>").iter("svg"))
-    assert len(list(strip.iter("g"))) == RECENT
-    assert [mark.text for mark in strip.iter("text")] == ["▲"]
-    early = next(parsed(f"<div>{waterfall(many, 2 * RECENT - 1, {}).html()}</div>").iter("svg"))
-    assert [mark.text for mark in next(early.iter("g")).iter("text")] == ["▲"]
-    bad = next(parsed(f"<div>{waterfall([ROUND, GOOD], 0, {}).html()}</div>").iter("svg"))
-    assert [mark.text for mark in bad.iter("text")] == ["✖", "▲"]
 
 
 def test_a_round_without_traces_says_so() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import json
 import re
 from pathlib import Path
@@ -77,6 +80,30 @@ def test_a_tutorial_holds_nothing_of_the_machine_it_ran_on(tutorial: Any, name: 
 )
 def test_what_is_volatile_is_recognised(name: str, text: str) -> None:
     assert re.search(VOLATILE[name], text)
+
+
+def test_a_tutorial_calls_only_what_our_modules_have(tutorial: Any) -> None:
+    sources = ("".join(cell["source"]) for cell in tutorial["cells"] if cell["cell_type"] == "code")
+    nodes = list(ast.walk(ast.parse(re.sub(r"(?m)^[%!].*$", "", "\n".join(sources)))))
+    ours: dict[str, Any] = {}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("colab_swarm"):
+            module = importlib.import_module(node.module or "")
+            for name in (alias.name for alias in node.names):
+                if not hasattr(module, name):
+                    importlib.import_module(f"{node.module}.{name}")
+                ours[name] = getattr(module, name)
+    modules = {name: found for name, found in ours.items() if inspect.ismodule(found)}
+    used = [
+        (one.value.id, one.attr)
+        for one in nodes
+        if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name)
+    ]
+    assert [
+        (name, attribute)
+        for name, attribute in used
+        if name in modules and not hasattr(modules[name], attribute)
+    ] == []
 
 
 def test_a_tutorial_has_no_trace_of_widgets_and_versions(tutorial: Any) -> None:

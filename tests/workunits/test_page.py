@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 
 import msgspec
 import pytest
 
-from colab_swarm.notebook.coordinator_view import accuracy_svg, render_live, render_page
+from colab_swarm.notebook.coordinator_view import render_live, render_page
 from colab_swarm.workunits.state import EpochEnded, JobStatus, render_prometheus
 from tests.backbone.test_page import Tags
 from tests.workunits.statuses import EVIL, NOW, status
@@ -35,7 +36,7 @@ def test_the_page_is_well_formed_and_texts_of_others_are_only_text(shown: JobSta
 def test_the_page_says_where_the_job_is() -> None:
     live = render_live(status())
     for text in (
-        "4,970,122 numbers", "50,000 samples", "epoch 7 of 20, 17 of 50 units", "71.9%", "404", "target 82.0%",
+        "4,970,122 numbers", "50,000 samples", "epoch 7 of 20, 17 of 50 units", "71.9%", "target 82.0%",
         "2, 3 results wait", "alice", "high (99%)", "fair (71%)", "new", "banned for 28 min", "up for 2.2 h",
         "cs.workunits.volunteer(link)",
     ):  # fmt: skip
@@ -43,7 +44,7 @@ def test_the_page_says_where_the_job_is() -> None:
 
 
 def test_a_job_that_has_just_begun_and_one_that_is_over_have_a_page_too() -> None:
-    assert "known after the first epoch" in render_live(NEW) and "0 volunteers" in render_live(NEW)
+    assert "drawn after the second epoch" in render_live(NEW) and "0 volunteers" in render_live(NEW)
     over = render_live(status(finished="accuracy 0.823 reached the target 0.82"))
     assert "finished: accuracy 0.823" in over and "cs.workunits.volunteer" not in over
 
@@ -58,13 +59,16 @@ def test_servers_that_die_repeatedly_show_on_the_page() -> None:
 
 
 def test_the_curve_stays_small_over_thousands_of_epochs() -> None:
-    def epoch(number: int, accuracy: float) -> EpochEnded:
-        return EpochEnded(at=NOW, epoch=number, accuracy=accuracy, low=accuracy, high=accuracy)
-
-    assert accuracy_svg([], 0.9) == accuracy_svg([epoch(1, math.nan)], 0.9) == ""
-    assert "100.0% in epoch 1" in accuracy_svg([epoch(1, 1.0)], None)
-    long = accuracy_svg([epoch(i + 1, i / 5000) for i in range(5000)], 0.5)
-    assert len(long) < 40_000 and "nan" not in long
+    epochs = [EpochEnded(at=NOW, epoch=i + 1, accuracy=i / 5000, low=0.0, high=1.0) for i in range(5000)]
+    broken = EpochEnded(at=NOW, epoch=5001, accuracy=math.nan, low=math.nan, high=math.nan)
+    shown = status()
+    long = dataclasses.replace(shown.overview, epochs=(*epochs, broken))
+    drawn = render_live(dataclasses.replace(shown, overview=long))
+    assert (
+        "<polygon" in drawn
+        and len(drawn) < 60_000
+        and "nan" not in drawn[drawn.index("<svg") : drawn.index("</svg>")]
+    )
 
 
 def test_programs_get_the_same_figures() -> None:
