@@ -117,7 +117,7 @@ class Emulation:
         self.ratios: list[float] = []
         self.tight_ratios: list[float] = []
         self.fired: list[int] = []
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, partial[None]]] = []
         self._order = count()
         self._arrivals: dict[tuple[int, int], float] = {}
         self._now = 0.0
