@@ -11,7 +11,6 @@ import asyncio
 import random
 import statistics
 import time
-from collections import defaultdict
 
 import numpy as np
 
@@ -45,15 +44,14 @@ class CountingNetwork(SimNetwork):
 
 
 class WatchedDHT(DHT):
-    """Records every look-up."""
+    """Records every look-up in ``readings``."""
 
     readings: list[Reading]
 
     async def fetch(self, key: str | bytes) -> Reading:
         """Look up and record."""
-        reading = await super().fetch(key)
-        self.readings.append(reading)
-        return reading
+        self.readings.append(await super().fetch(key))
+        return self.readings[-1]
 
 
 def _directory(peer: SimPeers, dht: DHT) -> Directory:
@@ -76,27 +74,27 @@ async def _announce(peers: list[SimPeers], dhts: list[WatchedDHT]) -> None:
     )
 
 
-async def _search(
-    network: CountingNetwork, peer: SimPeers, dht: WatchedDHT, into: dict[str, list[float]]
-) -> None:
+async def _search(network: CountingNetwork, peer: SimPeers, dht: WatchedDHT, seed: int) -> dict[str, float]:
     """Search once with an empty cache, then again with a full one."""
-    rng = np.random.default_rng(len(into["cold_ms"]))
+    rng = np.random.default_rng(seed)
     scores = [rng.standard_normal((BATCH, side), dtype=np.float32) for side in GRID.sides]
     directory, dht.readings = _directory(peer, dht), []
     queries, received = network.queries, peer.statistics().received_bytes
     began, cpu_began = virtual_time(), time.process_time()
     cold = await directory.best(GRID, scores, BEST)
-    into["cold_ms"].append((virtual_time() - began) * 1e3)
-    into["compute_ms"].append((time.process_time() - cpu_began) * 1e3)
-    into["look_ups"].append(len(dht.readings))
-    into["hops"].append(statistics.mean(reading.hops or 0 for reading in dht.readings))
-    into["queries"].append(network.queries - queries)
-    into["received_kb"].append((peer.statistics().received_bytes - received) / 1e3)
-    cpu_began = time.process_time()
+    cold_ms, found_at = (virtual_time() - began) * 1e3, time.process_time()
     warm = await directory.best(GRID, scores, BEST)
-    into["warm_ms"].append((time.process_time() - cpu_began) * 1e3)
     assert cold == warm and all(len(sample) == BEST for sample in cold)
     await directory.close()
+    return {
+        "cold_ms": cold_ms,
+        "compute_ms": (found_at - cpu_began) * 1e3,
+        "warm_ms": (time.process_time() - found_at) * 1e3,
+        "look_ups": len(dht.readings),
+        "hops": statistics.mean(reading.hops or 0 for reading in dht.readings),
+        "queries": network.queries - queries,
+        "received_kb": (peer.statistics().received_bytes - received) / 1e3,
+    }
 
 
 async def find_experts(
@@ -117,34 +115,23 @@ async def find_experts(
     if standing:
         network.standing = lambda one, other: other.id in known[one.name] or one.id in known[other.name]
     await _announce(peers, dhts)
-    found = defaultdict[str, list[float]](list)
-    for i in rng.sample(range(size // 2, size), searches):
-        await _search(network, peers[i], dhts[i], found)
-    return found
-
-
-def _beam_searches(report: BenchReport, size: int, searches: int) -> None:
-    began, name = time.perf_counter(), size_name(size)
-    found = run_virtual(find_experts(size, searches, PAPER_CLOUD, standing=True))
-    took = f"{searches} searches, {time.perf_counter() - began:.0f} s real"
-    cold_ms, note = found["cold_ms"], f"virtual, median; published {PUBLISHED_MS[size]}; {took}"
-    report.add(f"cold_ms_{name}", statistics.median(cold_ms), "ms", note)
-    report.add(f"cold_ms_{name}_worst", max(cold_ms), "ms", "virtual")
-    report.add(f"look_ups_{name}", statistics.mean(found["look_ups"]), "keys", "mean per search")
-    report.add(f"hops_{name}", statistics.mean(found["hops"]), "hops", "mean per look-up")
-    report.add(f"queries_{name}", statistics.mean(found["queries"]), "", "by all peers, mean per search")
-    report.add(f"received_kb_{name}", statistics.mean(found["received_kb"]), "kB", "mean per search")
-    if size == max(PUBLISHED_MS):
-        compute_ms = statistics.median(found["compute_ms"])
-        report.add("cold_compute_ms", compute_ms, "ms", "of the whole simulation")
-        report.add("warm_ms", statistics.median(found["warm_ms"]), "ms", "processor time, median")
+    chosen = rng.sample(range(size // 2, size), searches)
+    found = [await _search(network, peers[i], dhts[i], seed) for seed, i in enumerate(chosen)]
+    return {key: [one[key] for one in found] for key in found[0]}
 
 
 def run(quick: bool) -> BenchReport:
     """Measure how fast experts are found; ``quick`` searches less often."""
     report, searches = BenchReport("beam-search", quick, "beam"), 8 if quick else 40
-    for size in PUBLISHED_MS:
-        _beam_searches(report, size, searches)
+    for size, published in PUBLISHED_MS.items():
+        found, name = run_virtual(find_experts(size, searches, PAPER_CLOUD, standing=True)), size_name(size)
+        cold_ms = statistics.median(found["cold_ms"])
+        report.add(f"cold_ms_{name}", cold_ms, "ms", f"virtual, median; published {published}")
+        report.add(f"cold_ms_{name}_worst", max(found["cold_ms"]), "ms", "virtual")
+        means = {key: statistics.mean(found[key]) for key in ("look_ups", "hops", "queries", "received_kb")}
+        report.add_all({f"{key}_{name}": mean for key, mean in means.items()}, "", "mean per search")
+    report.add("cold_compute_ms", statistics.median(found["compute_ms"]), "ms", "of the whole simulation")
+    report.add("warm_ms", statistics.median(found["warm_ms"]), "ms", "processor time, median")
     for name, profile, standing in (("exponential", EXPONENTIAL, True), ("no_links", PAPER_CLOUD, False)):
         found = run_virtual(find_experts(100, searches, profile, standing=standing))
         note = f"virtual, median; {'exponential delays' if standing else 'as a late joiner without links'}"

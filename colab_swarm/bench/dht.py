@@ -8,7 +8,6 @@ import random
 import statistics
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
 from typing import Any, NamedTuple
 
 from colab_swarm.bench.harness import BenchReport, Crew, Parent, call_all
@@ -34,18 +33,17 @@ class DhtLookup(NamedTuple):
 
 def fill_tables(dhts: list[DHT], contacts: list[Contact], rng: random.Random) -> None:
     """Fill every routing table as in a swarm that has run for long: random contacts in each bucket."""
-    order = sorted(range(len(contacts)), key=lambda i: contacts[i].id)
-    ids = [int.from_bytes(contacts[i].id, "big") for i in order]
+    by_id = sorted(contacts, key=lambda contact: contact.id)
+    ids = [int.from_bytes(contact.id, "big") for contact in by_id]
     for dht, own in zip(dhts, contacts, strict=True):
         me, size = int.from_bytes(own.id, "big"), dht.settings.bucket_size
         for bit in range(255, -1, -1):
-            low, mine = ((me >> bit) ^ 1) << bit, me >> bit << bit
             others, sharing = (
                 range(bisect.bisect_left(ids, at), bisect.bisect_left(ids, at + (1 << bit)))
-                for at in (low, mine)
+                for at in (((me >> bit) ^ 1) << bit, me >> bit << bit)
             )
             for i in others if len(others) <= size else rng.sample(others, size):
-                dht.table.saw(contacts[order[i]], 0.0)
+                dht.table.saw(by_id[i], 0.0)
             if len(sharing) <= 1:
                 break  # no other id shares more bits
 
@@ -74,17 +72,6 @@ async def read_records(peers: int, records: int, seed: int = 0) -> list[DhtLooku
 def size_name(peers: int) -> str:
     """Return a number of peers as it is in keys."""
     return f"{peers // 1000}k" if peers >= 1000 else str(peers)
-
-
-def _virtual(report: BenchReport, peers: int, records: int) -> None:
-    began = time.perf_counter()
-    lookups, name = run_virtual(read_records(peers, records)), size_name(peers)
-    note = f"{records} reads, {DEAD_SHARE:.0%} silent, {time.perf_counter() - began:.0f} s real"
-    report.add(f"found_{name}", statistics.mean(one.found for one in lookups), "", note)
-    report.add(f"hops_{name}", statistics.median(one.hops for one in lookups), "hops", "median")
-    report.add(f"calls_{name}", statistics.mean(one.calls for one in lookups), "calls", "mean per read")
-    latency_ms = 1e3 * statistics.median(one.seconds for one in lookups)
-    report.add(f"latency_ms_{name}", latency_ms, "ms", "virtual, median")
 
 
 async def _median_ms(operations: int, operation: Callable[[int], Awaitable[Any]]) -> float:
@@ -137,42 +124,39 @@ def _processes(report: BenchReport, operations: int) -> None:
         entry, *_ = [worker.receive() for worker in crew]
         for worker in crew[1:] * 2:  # twice, so that the first ones meet the last ones
             worker.call(bootstrap=entry)
-        found = crew[1].call(one_at_a_time=operations)
+        report.add_all(crew[1].call(one_at_a_time=operations), "ms", f"{PROCESSES} processes, one at a time")
         began = time.perf_counter()
         good = sum(answer["good"] for answer in call_all(crew, at_once=operations))
         seconds = time.perf_counter() - began
-    report.add("store_ms", found["store_ms"], "ms", f"{PROCESSES} processes, median, one at a time")
-    report.add("get_ms", found["get_ms"], "ms", "same")
     report.add("ops_per_s", good / seconds, "/s", f"{PROCESSES} processes, {IN_FLIGHT} in flight in each")
     report.add("ops_success", good / (operations * PROCESSES), "", "stored, and read back")
 
 
 async def _loopback(report: BenchReport, peers: int, operations: int) -> None:
     """Measure stores and gets with many peers in this process."""
-    async with AsyncExitStack() as stack:
-        dhts, rng = [], random.Random(0)
-        for _ in range(peers):
-            node = await start_node()
-            stack.push_async_callback(node.close)
-            dhts.append(DHT(node, DHTSettings(), random.Random()))
-            if len(dhts) == 1:
-                entry = node.contact
-            else:
-                await dhts[-1].bootstrap([entry])
-        store_ms = await _median_ms(operations, lambda i: rng.choice(dhts).store(str(i), i, ttl_s=600))
-        found = [await rng.choice(dhts).get(str(i)) for i in range(operations)]
-        get_ms = await _median_ms(operations, lambda i: rng.choice(dhts).get(str(i)))
+    nodes, rng = [await start_node() for _ in range(peers)], random.Random(0)
+    dhts = [DHT(node, DHTSettings(), random.Random()) for node in nodes]
+    for dht in dhts[1:]:
+        await dht.bootstrap([nodes[0].contact])
+    store_ms = await _median_ms(operations, lambda i: rng.choice(dhts).store(str(i), i, ttl_s=600))
+    found = [await rng.choice(dhts).get(str(i)) for i in range(operations)]
+    get_ms = await _median_ms(operations, lambda i: rng.choice(dhts).get(str(i)))
+    await asyncio.gather(*(node.close() for node in nodes))
     hits = statistics.mean(b"" in values and values[b""].value == i for i, values in enumerate(found))
     report.add(f"found_loopback_{peers}", hits, "", f"{peers} real peers in one process")
-    report.add(f"store_ms_{peers}", store_ms, "ms", "median")
-    report.add(f"get_ms_{peers}", get_ms, "ms", "median")
+    report.add_all({f"store_ms_{peers}": store_ms, f"get_ms_{peers}": get_ms}, "ms", "median")
 
 
 def run(quick: bool) -> BenchReport:
     """Measure reads and stores of records; ``quick`` takes fewer operations."""
     report = BenchReport("dht", quick)
     for peers in (100, 1000, 10_000):
-        _virtual(report, peers, 50 if quick else 400)
+        lookups, name = run_virtual(read_records(peers, 50 if quick else 400)), size_name(peers)
+        report.add(f"found_{name}", statistics.mean(one.found for one in lookups), "", "a fifth is silent")
+        report.add(f"hops_{name}", statistics.median(one.hops for one in lookups), "hops", "median")
+        report.add(f"calls_{name}", statistics.mean(one.calls for one in lookups), "calls", "mean per read")
+        latency_ms = 1e3 * statistics.median(one.seconds for one in lookups)
+        report.add(f"latency_ms_{name}", latency_ms, "ms", "virtual, median")
     _processes(report, 160 if quick else 800)
     asyncio.run(_loopback(report, 32, 50 if quick else 200))
     return report

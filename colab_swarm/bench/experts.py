@@ -11,7 +11,7 @@ import random
 import statistics
 import time
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,17 +30,7 @@ from colab_swarm.runtime import Runtime
 
 HIVEMIND_SAMPLES_PER_S = 2692.0
 """hivemind 1.1.12 on two cores: 4 experts ffn 256, 4 callers, batch 128, forward and backward."""
-HIVEMIND_NOP_CALLS_PER_S = 86.0
 NOP_BATCH, NOP_DIM = 32, 1024  # 128 KiB
-
-
-class CallRates(NamedTuple):
-    """Of all callers together: samples and calls per second; seconds of the median call and of the slowest 1 %."""
-
-    samples_per_s: float
-    calls_per_s: float
-    p50_s: float
-    p99_s: float
 
 
 def run(quick: bool = False) -> BenchReport:
@@ -52,60 +42,51 @@ def run(quick: bool = False) -> BenchReport:
         address = host.receive()
         for _ in range(callers):
             crew.start(call_experts, address)
-        load = partial(_load, crew[1:], seconds=seconds)
+        load = partial(_calls_per_s, report, crew[1:], seconds)
 
         host.call(serve={"uids": ["ffn.0"], "dim": dim})
         alone = host.call(alone={"batch": batch, "rounds": rounds})["samples_per_s"]
-        rates = load(uids=["ffn.0"], batch=batch, dim=dim)
+        rate = batch * load("forward", uids=["ffn.0"], batch=batch, dim=dim)
         note = f"{callers} callers, forward, batch {batch}, width {dim}"
-        report.add("forward_samples_per_s", rates.samples_per_s, "samples/s", note)
-        report.add("local_samples_per_s", alone, "samples/s", "the same expert without callers")
-        report.add("vs_local", rates.samples_per_s / alone, "", "of local; >= 0.6 wanted")
-        _add_latencies(report, "forward", rates)
+        report.add_all({"forward_samples_per_s": rate, "local_samples_per_s": alone}, "samples/s", note)
+        report.add("vs_local", rate / alone, "", "of the same expert without callers; >= 0.6 wanted")
 
         host.call(serve={"uids": ["nop.0"], "dim": NOP_DIM, "nop": True})
-        rates = load(uids=["nop.0"], batch=NOP_BATCH, dim=NOP_DIM, in_flight=2)
-        note = f"128 KiB each way; hivemind {HIVEMIND_NOP_CALLS_PER_S:g}; >= 600 wanted"
-        report.add("nop_calls_per_s", rates.calls_per_s, "calls/s", note)
-        _add_latencies(report, "nop", rates)
+        rate = load("nop", uids=["nop.0"], batch=NOP_BATCH, dim=NOP_DIM, in_flight=2)
+        report.add("nop_calls_per_s", rate, "calls/s", "128 KiB each way; hivemind 86; >= 600 wanted")
 
-        small = partial(load, uids=["ffn.0"], batch=1, dim=dim, in_flight=16)
+        small: dict[str, Any] = {"uids": ["ffn.0"], "batch": 1, "dim": dim, "in_flight": 16}
         host.call(serve={"uids": ["ffn.0"], "dim": dim})
-        merged = small()
+        merged = load("merged", **small)
         host.call(serve={"uids": ["ffn.0"], "dim": dim, "max_batch_size": 1})
-        single = small()
+        single = load(**small)
         note = f"{callers} callers, 16 calls of one sample in flight each"
-        report.add("merged_calls_per_s", merged.calls_per_s, "calls/s", note)
-        report.add("single_calls_per_s", single.calls_per_s, "calls/s", "the same, none merged")
-        report.add("batching_gain", merged.calls_per_s / single.calls_per_s, "times", ">= 4 wanted")
-        _add_latencies(report, "merged", merged)
+        report.add_all({"merged_calls_per_s": merged, "single_calls_per_s": single}, "calls/s", note)
+        report.add("batching_gain", merged / single, "times", ">= 4 wanted")
 
         uids = [f"ffn.{index}" for index in range(4)]
         host.call(serve={"uids": uids, "dim": 256})
         alone = host.call(alone={"batch": 128, "rounds": rounds, "backward": True})["samples_per_s"]
-        rates = _load(crew[1:5], uids=uids, batch=128, dim=256, seconds=seconds, backward=True)
+        order: dict[str, Any] = {"uids": uids, "batch": 128, "dim": 256, "backward": True}
+        rate = 128 * _calls_per_s(report, crew[1:5], seconds, "learning", **order)
     note = "4 experts 256, 4 callers, batch 128, forward and backward"
-    report.add("samples_per_s", rates.samples_per_s, "samples/s", note)
-    report.add("learning_vs_local", rates.samples_per_s / alone, "", "of local; >= 0.8 wanted, or")
-    note = f"its {HIVEMIND_SAMPLES_PER_S:g} samples/s; >= 3 wanted"
-    report.add("vs_hivemind", rates.samples_per_s / HIVEMIND_SAMPLES_PER_S, "times", note)
-    _add_latencies(report, "learning", rates)
+    report.add("samples_per_s", rate, "samples/s", note)
+    report.add("learning_vs_local", rate / alone, "", "of local; >= 0.8 wanted, or")
+    report.add("vs_hivemind", rate / HIVEMIND_SAMPLES_PER_S, "times", ">= 3 wanted")
     return report
 
 
-def _add_latencies(report: BenchReport, what: str, rates: CallRates) -> None:
-    report.add(f"{what}_p50_ms", 1000 * rates.p50_s, "ms", "of a call")
-    report.add(f"{what}_p99_ms", 1000 * rates.p99_s, "ms")
-
-
-def _load(workers: list[Worker], *, seconds: float, **load: Any) -> CallRates:
-    """Load the host; see `call_experts`. A short load comes first to open links and warm up memory."""
+def _calls_per_s(
+    report: BenchReport, workers: list[Worker], seconds: float, what: str = "", **load: Any
+) -> float:
+    """Load the host, see `call_experts`; report the times of calls. A short load comes first to open links."""
     call_all(workers, **load, seconds=min(1.0, seconds))
     found = call_all(workers, **load, seconds=seconds)
-    took_s = sorted(seconds for one in found for seconds in one["took_s"])
-    calls_per_s = sum(len(one["took_s"]) / one["seconds"] for one in found)
-    p99_s = took_s[min(len(took_s) - 1, int(0.99 * len(took_s)))]
-    return CallRates(load["batch"] * calls_per_s, calls_per_s, statistics.median(took_s), p99_s)
+    if what:
+        took_ms = sorted(1000 * took_s for one in found for took_s in one["took_s"])
+        p99_ms = took_ms[int(0.99 * len(took_ms))]
+        report.add_all({f"{what}_p50_ms": statistics.median(took_ms), f"{what}_p99_ms": p99_ms}, "ms")
+    return float(sum(len(one["took_s"]) / one["seconds"] for one in found))
 
 
 def calls_of(node: Node, *, timeout_s: float) -> ExpertCalls:
@@ -126,25 +107,23 @@ async def call_experts(parent: Parent, host: dict[str, Any]) -> None:
         load = await parent.wait()
         inputs = np.random.default_rng(0).standard_normal((load["batch"], load["dim"]), np.float32)
         infos = [ExpertInfo(uid, contact(host), (load["dim"],), 0, 0.0) for uid in load["uids"]]
-        began, took_s = time.perf_counter(), list[float]()
-        until, backward = began + load["seconds"], load.get("backward", False)
-        lanes = range(load.get("in_flight", 1))
-        await asyncio.gather(
-            *(_call_on(calls, infos, lane, inputs, backward, until, took_s) for lane in lanes)
+        began = time.perf_counter()
+        call_on = partial(
+            _call_on, calls, infos, inputs, began + load["seconds"], load.get("backward", False)
         )
-        parent.send(seconds=time.perf_counter() - began, took_s=took_s)
+        lanes = await asyncio.gather(*map(call_on, range(load.get("in_flight", 1))))
+        parent.send(seconds=time.perf_counter() - began, took_s=[took for lane in lanes for took in lane])
 
 
 async def _call_on(
     calls: ExpertCalls,
     infos: list[ExpertInfo],
-    turn: int,
     inputs: np.ndarray[Any, np.dtype[np.float32]],
-    backward: bool,
     until: float,
-    took_s: list[float],
-) -> None:
-    """Call one expert after the other."""
+    backward: bool,
+    turn: int,
+) -> list[float]:
+    took_s = []
     while (began := time.perf_counter()) < until:
         info = infos[turn % len(infos)]
         outputs = await calls.forward(info, inputs)
@@ -152,6 +131,7 @@ async def _call_on(
             await calls.backward(info, inputs, outputs)
         took_s.append(time.perf_counter() - began)
         turn += 1
+    return took_s
 
 
 async def serve_experts(parent: Parent) -> None:

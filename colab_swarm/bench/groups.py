@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -80,11 +80,11 @@ class GroupRun:
     ``votes`` the group size that each would choose next; ``seconds`` are virtual, for all passes.
     """
 
-    history: list[dict[str, Floats]] = field(default_factory=list)
-    results: dict[str, MoshpitResult] = field(default_factory=dict)
-    votes: dict[str, int] = field(default_factory=dict)
-    fired: list[ScriptedFault] = field(default_factory=list)
-    seconds: float = 0.0
+    history: list[dict[str, Floats]]
+    results: dict[str, MoshpitResult]
+    votes: dict[str, int]
+    fired: list[ScriptedFault]
+    seconds: float
 
     @property
     def means(self) -> dict[str, Floats]:
@@ -104,11 +104,10 @@ class _Player(Averager):
         self.peers = network.peer(name, listen=listen)
         super().__init__(self.peers)
         self._town, self._network, self._name = town, network, name
-        self._dht = DHT(self.peers, DHTSettings(), random.Random(name))
-        self.averager = MoshpitAverager(PrefixRouter(self.peers), self._dht, self, "town/average")
+        self.dht = DHT(self.peers, DHTSettings(), random.Random(name))
+        self.averager = MoshpitAverager(PrefixRouter(self.peers), self.dht, self, "town/average")
         self.held = {0: town.vector(name)}  # by rounds done
         self.result: MoshpitResult | None = None
-        self.down = False
         self._done = 0
 
     async def average(
@@ -123,20 +122,7 @@ class _Player(Averager):
         self.held[round_ + 1] = values.copy()
         return result
 
-    async def enter(self, entry: _Player) -> None:
-        if entry is not self:
-            await self._dht.bootstrap([entry.peers.contact])
-        self._dht.start()
-
-    async def play_until_down(self, passes: int) -> None:
-        task = asyncio.create_task(self._play(passes))
-        self.peers.when_down(task.cancel)
-        await asyncio.wait([task])
-        self.down = task.cancelled()
-        if not self.down:
-            task.result()  # raises what it raised
-
-    async def _play(self, passes: int) -> None:
+    async def play(self, passes: int) -> None:
         weight, values = self._town.weight(self._name), self.held[0]
         group_size = 1_000_000 if self._name in self._town.liars else self._town.group_size
         for _ in range(passes):
@@ -157,23 +143,29 @@ def play(town: Town, *, passes: int = 1, script: Callable[[SimNetwork], None] = 
 
 
 async def _play(town: Town, passes: int, script: Callable[[SimNetwork], None]) -> GroupRun:
-    network = SimNetwork(town.profile, seed=town.seed)
-    listening = town.count - town.clients
+    network, listening = SimNetwork(town.profile, seed=town.seed), town.count - town.clients
     players = {n: _Player(town, network, n, listen=i < listening) for i, n in enumerate(town.names())}
+    entry = players["p0"].peers.contact
     for player in players.values():
-        await player.enter(players["p0"])
+        await player.dht.bootstrap([entry] if player.peers.contact != entry else [])
+        player.dht.start()
     script(network)
-    began = virtual_time()
-    await asyncio.gather(*(player.play_until_down(passes) for player in players.values()))
-    left = {name: player for name, player in players.items() if not player.down}
+    began, tasks = virtual_time(), {}
+    for name, player in players.items():
+        tasks[name] = asyncio.create_task(player.play(passes))
+        player.peers.when_down(tasks[name].cancel)
+    await asyncio.wait(tasks.values())
+    left = {name: player for name, player in players.items() if not tasks[name].cancelled()}
+    for name in left:
+        tasks[name].result()  # raises what it raised
     rounds = max((max(player.held) for player in left.values()), default=0)
-    story = GroupRun(fired=network.fired, seconds=virtual_time() - began)
-    for done in range(rounds + 1):
-        story.history.append({name: player.held_after(done) for name, player in left.items()})
-    for name, player in left.items():
-        story.votes[name] = player.averager.meter.choose_group_size(town.count)
-    story.results = {name: player.result for name, player in left.items() if player.result is not None}
-    return story
+    return GroupRun(
+        [{name: player.held_after(done) for name, player in left.items()} for done in range(rounds + 1)],
+        {name: player.result for name, player in left.items() if player.result is not None},
+        {name: player.averager.meter.choose_group_size(town.count) for name, player in left.items()},
+        network.fired,
+        virtual_time() - began,
+    )
 
 
 def is_contribution(message: Message) -> bool:
@@ -185,7 +177,6 @@ def is_contribution(message: Message) -> bool:
 
 TIME = RoundTime(overhead_s=0.5, transfer_s=2.0)
 """Of the rounds for which group sizes are chosen: a model of 5 MB at 20 Mbit/s."""
-CROWDS = (16, 64, 256)
 SIZES = (2, 4, 16)
 
 
@@ -227,25 +218,22 @@ def _with_failures(report: BenchReport, size: int, *, seeds: int) -> None:
     left = [now / before for spread in spreads for before, now in pairwise(spread) if before > 1e-12]
     rounds = [one for result in results for one in result.rounds]
     whole = [one is not None and len(one.contributors) == len(one.group.members) for one in rounds]
-    what = f"16 peers, m = {size}, 10 % crash in every round"
-    report.add(f"error_kept_m{size}", max(left), "", f"{what}: worst round")
-    report.add(f"undisturbed_m{size}", float(np.mean(whole)), "", f"{what}: rounds without a crash")
-    slowest_s = max(result.seconds for result in results)
-    report.add(f"slowest_pass_m{size}", slowest_s, "s", f"{what}: the window of 5 s included")
-    for done, variances in enumerate(zip(*spreads, strict=False)):
-        report.add(f"spread_m{size}_{done}", float(np.mean(variances)), "", f"{what}: after {done} rounds")
+    report.add(f"error_kept_m{size}", max(left), "", "10 % crash in every round: worst round")
+    report.add(f"undisturbed_m{size}", float(np.mean(whole)), "", "rounds without a crash")
+    report.add(
+        f"slowest_pass_m{size}", max(result.seconds for result in results), "s", "window of 5 s included"
+    )
+    means = map(np.mean, zip(*spreads, strict=False))
+    report.add_all({f"spread_m{size}_{done}": float(mean) for done, mean in enumerate(means)})
 
 
 def plot(report: BenchReport, path: str) -> None:
     """Draw chosen group sizes over failure rates, and the error round by round; needs matplotlib."""
-    figures = report.figures
-    percents = np.geomspace(0.1, 50, 400)
+    figures, percents = report.figures, np.geomspace(0.1, 50, 400)
     with drawn(path, (10, 4), 2) as (left, right):
-        for peers in CROWDS:
+        for peers in (16, 64, 256):
             left.plot(percents, [chosen_size(peers, q / 100) for q in percents], label=f"{peers} peers")
-        left.set(xlabel="peers that fail in a round of four, %", xscale="log")
-        left.set(ylabel="chosen group size m", yscale="log")
-        left.set_yticks([2, 4, 8, 16, 64, 256], labels=["2", "4", "8", "16", "64", "256"])
+        left.set(xlabel="peers that fail in a round of four, %", ylabel="chosen group size m")
         for size in SIZES:
             keys = sorted((key for key in figures if key.startswith(f"spread_m{size}_")), key=len)
             right.plot([max(figures[key], 1e-9) for key in keys], marker="o", label=f"groups of {size}")

@@ -124,47 +124,29 @@ class Watched:
         swarm, path = self._swarm, Path(self._folder.name) / "run.jsonl"
         header = Header(swarm.run, swarm.name, swarm.id.hex(), time.time(), time.monotonic())
         with Recorder(swarm.events, path, header) if watched else nullcontext():
-            return self._loop.samples_per_s(seconds=seconds, after_each=self.panel.tick if watched else None)
+            return self._loop.samples_per_s(seconds=seconds, after_each=self.panel.tick if watched else int)
 
     def refresh(self, times: int) -> tuple[float, float]:
         """Show so many different views; return the kernel's growth in MB and the processor time of one in seconds."""
-        before, began, pretending_s = _used_mb(), time.process_time(), 0.0
+        gc.collect()
+        before, began, pretending_s = memory_mib(), time.process_time(), 0.0
         for _ in range(times):
             since = time.thread_time()
             self._pretend_round()
             pretending_s += time.thread_time() - since
             self.panel.refresh()
         spent_s = time.process_time() - began - pretending_s
-        return _used_mb() - before, spent_s / times
+        gc.collect()
+        return (memory_mib() - before) * 1024**2 / 1e6, spent_s / times
 
     def _pretend_round(self) -> None:
         """Emit the events of a round and a step in a group of eight."""
         self._step += 1
-        now, samples = time.monotonic(), 4.0 * MEMBERS
-        peers, part = tuple(f"{member:02x}" * 32 for member in range(MEMBERS)), (0.1, 0.2)
+        now, samples, part = time.monotonic(), 4.0 * MEMBERS, (0.1, 0.2)
+        peers = tuple(f"{member:02x}" * 32 for member in range(MEMBERS))
+        members = tuple(MemberTrace(peer, 4.0, 1 / MEMBERS, part, part, part) for peer in peers)
         round_finished = RoundFinished(
-            now,
-            self._step,
-            MEMBERS,
-            peers,
-            samples,
-            spans_lost=0,
-            kept_local=0,
-            sent_bytes=1000,
-            received_bytes=1000,
-            seconds=0.5,
-            averaging_s=0.3,
-            members=tuple(MemberTrace(peer, 4.0, 1 / MEMBERS, part, part, part) for peer in peers),
+            now, self._step, MEMBERS, peers, samples, 0, 0, 1000, 1000, 0.5, averaging_s=0.3, members=members
         )
         self._swarm.events.emit(round_finished)
         self._swarm.events.emit(StepFinished(now, self._step, samples, 1 + 1 / self._step))
-
-
-def _used_mb() -> float:
-    """Return this process's own memory, where possible without libraries that it shares with others."""
-    gc.collect()
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return memory_mib() * 1024**2 / 1e6
-    own = next(line for line in status.read_text().splitlines() if line.startswith("RssAnon:"))
-    return int(own.split()[1]) * 1024 / 1e6
