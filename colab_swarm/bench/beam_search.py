@@ -97,6 +97,11 @@ async def _search(network: CountingNetwork, peer: SimPeers, dht: WatchedDHT, see
     }
 
 
+def _link(network: SimNetwork, peers: list[SimPeers], dhts: list[WatchedDHT]) -> None:
+    known = {peer.name: {contact.id for contact in dht.table} for peer, dht in zip(peers, dhts, strict=True)}
+    network.standing = lambda one, other: other.id in known[one.name] or one.id in known[other.name]
+
+
 async def find_experts(
     size: int, searches: int, profile: NetworkProfile, *, standing: bool
 ) -> dict[str, list[float]]:
@@ -111,9 +116,8 @@ async def find_experts(
     for dht in dhts:
         dht.readings = []
     fill_tables(list(dhts), [peer.contact for peer in peers], rng)
-    known = {peer.name: {contact.id for contact in dht.table} for peer, dht in zip(peers, dhts, strict=True)}
     if standing:
-        network.standing = lambda one, other: other.id in known[one.name] or one.id in known[other.name]
+        _link(network, peers, dhts)
     await _announce(peers, dhts)
     chosen = rng.sample(range(size // 2, size), searches)
     found = [await _search(network, peers[i], dhts[i], seed) for seed, i in enumerate(chosen)]

@@ -122,6 +122,10 @@ class _Player(Averager):
         self.held[round_ + 1] = values.copy()
         return result
 
+    async def enter(self, entry: _Player) -> None:
+        await self.dht.bootstrap([] if entry is self else [entry.peers.contact])
+        self.dht.start()
+
     async def play(self, passes: int) -> None:
         weight, values = self._town.weight(self._name), self.held[0]
         group_size = 1_000_000 if self._name in self._town.liars else self._town.group_size
@@ -145,19 +149,17 @@ def play(town: Town, *, passes: int = 1, script: Callable[[SimNetwork], None] = 
 async def _play(town: Town, passes: int, script: Callable[[SimNetwork], None]) -> GroupRun:
     network, listening = SimNetwork(town.profile, seed=town.seed), town.count - town.clients
     players = {n: _Player(town, network, n, listen=i < listening) for i, n in enumerate(town.names())}
-    entry = players["p0"].peers.contact
     for player in players.values():
-        await player.dht.bootstrap([entry] if player.peers.contact != entry else [])
-        player.dht.start()
+        await player.enter(players["p0"])
     script(network)
     began, tasks = virtual_time(), {}
     for name, player in players.items():
         tasks[name] = asyncio.create_task(player.play(passes))
         player.peers.when_down(tasks[name].cancel)
     await asyncio.wait(tasks.values())
-    left = {name: player for name, player in players.items() if not tasks[name].cancelled()}
-    for name in left:
-        tasks[name].result()  # raises what it raised
+    left = {
+        name: players[name] for name, task in tasks.items() if not task.cancelled() and task.result() is None
+    }
     rounds = max((max(player.held) for player in left.values()), default=0)
     return GroupRun(
         [{name: player.held_after(done) for name, player in left.items()} for done in range(rounds + 1)],

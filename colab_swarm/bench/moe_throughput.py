@@ -14,7 +14,6 @@ import os
 import random
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -90,21 +89,24 @@ def run(quick: bool = False) -> BenchReport:
 
 
 async def _measure(report: BenchReport, plan: ThroughputPlan, kind: BlockKind) -> None:
-    async with AsyncExitStack() as stack:
-        chain = await _Chain.start(stack, plan, kind)
-        bound = await chain.bound()
-        report.add(f"{kind.name}_bound_samples_per_s", bound, "samples/s", "no delay, no network")
-        ours: dict[int, float] = {}
-        for delay_s in plan.delays_s:
-            ms = round(1000 * delay_s)
-            ours[ms] = await chain.ours(delay_s)
-            parallel = await chain.model_parallel(delay_s)
-            note = f"{plan.blocks} blocks, {plan.in_flight} batches of {kind.batch} in flight"
-            report.add(f"{kind.name}_{ms}ms_samples_per_s", ours[ms], "samples/s", note)
-            report.add(f"{kind.name}_model_parallel_{ms}ms_samples_per_s", parallel, "samples/s")
-    report.add(f"{kind.name}_retained_at_200ms", ours[200] / ours[0], "times", "of ours at 0 ms")
-    report.add(f"{kind.name}_vs_model_parallel_at_200ms", ours[200] / parallel, "times")  # the last delay
-    report.add(f"{kind.name}_of_bound_at_200ms", ours[200] / bound, "times", "of the bound")
+    host, guest = [await start_node() for _ in range(2)]
+    chain, rates = _Chain(plan, kind, host, guest), {}
+    rates["bound"] = await chain.server.device.run(chain.bound)
+    for delay_s in plan.delays_s:
+        ms = f"{round(1000 * delay_s)}ms"
+        rates[ms] = await chain.ours(delay_s)
+        rates[f"model_parallel_{ms}"] = await chain.model_parallel(delay_s)
+    for closing in (chain.server, host, guest):
+        await closing.close()
+    note = f"{plan.blocks} blocks, {plan.in_flight} batches of {kind.batch} in flight"
+    found = {f"{kind.name}_{name}_samples_per_s": rate for name, rate in rates.items()}
+    report.add_all(found, "samples/s", note)
+    for key, against in (
+        ("retained", "0ms"),
+        ("vs_model_parallel", "model_parallel_200ms"),
+        ("of_bound", "bound"),
+    ):
+        report.add(f"{kind.name}_{key}_at_200ms", rates["200ms"] / rates[against], "times")
 
 
 class _Chain:
@@ -122,16 +124,6 @@ class _Chain:
         self._infos = [ExpertInfo(name, host.contact, kind.sample, 0, 0.0) for name in names]
         self._calls = calls_of(guest, timeout_s=600.0)
         self._inputs = np.random.default_rng(0).standard_normal((kind.batch, *kind.sample), np.float32)
-
-    @classmethod
-    async def start(cls, stack: AsyncExitStack, plan: ThroughputPlan, kind: BlockKind) -> _Chain:
-        """Start both nodes; ``stack`` closes them."""
-        nodes = [await start_node() for _ in range(2)]
-        for node in nodes:
-            stack.push_async_callback(node.close)
-        chain = cls(plan, kind, *nodes)
-        stack.push_async_callback(chain.server.close)
-        return chain
 
     def _samples_per_s(self, block_calls: int, seconds: float) -> float:
         return block_calls * self._kind.batch / len(self._experts) / seconds
@@ -171,11 +163,8 @@ class _Chain:
             await asyncio.sleep(wait_s)
         return self._samples_per_s(done, time.perf_counter() - began + luck_s)
 
-    async def bound(self) -> float:
+    def bound(self) -> float:
         """Return samples per second of the computations alone."""
-        return await self.server.device.run(self._compute)
-
-    def _compute(self) -> float:
         inputs, done, began = torch.from_numpy(self._inputs), 0, time.perf_counter()
         while time.perf_counter() - began < min(BASELINE_S, self._plan.seconds):
             self._experts[done % len(self._experts)].forward(inputs)
