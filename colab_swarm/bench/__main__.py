@@ -29,7 +29,6 @@ BENCHMARKS = {
     "elastic": "elastic:run",
     "panel": "panel:run",
 }
-"""By name, the module of this package and its function ``run(quick: bool) -> BenchReport``."""
 PLOTTED = ("groups", "strategy", "albert", "moe-convergence", "vc-asgd", "elastic")
 """The modules of these also have ``plot(report, path)``, which draws the report's figures as the paper does."""
 OPTIONS = {
@@ -38,11 +37,9 @@ OPTIONS = {
     "faithful": ("moe-convergence",),
     "python": ("averaging",),
 }
-"""The benchmarks that take an option."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m colab_swarm.bench", description=__doc__)
     parser.add_argument("name", choices=[*BENCHMARKS, "all"])
     parser.add_argument("--quick", action="store_true", help="under a minute, rougher figures")

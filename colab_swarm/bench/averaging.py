@@ -33,9 +33,7 @@ from colab_swarm.training.state import Snapshot
 
 PEERS = 4
 STEP_PEERS, CROWD, GROUP = (4, 8), 16, 4
-"""Processes that make full steps; processes that average in groups, and the size of such a group."""
 Found = list[dict[str, Any]]
-"""What each member found in a round."""
 
 
 def run(quick: bool, python: str | None = None) -> BenchReport:
@@ -99,7 +97,6 @@ def _kill_members(report: BenchReport, numel: int, crowd: int, kills: int) -> No
 def _round(
     peers: dict[Worker, GroupMember], numel: int, *, victim: Worker | None = None, after_s: float = 0.0
 ) -> Found:
-    """Average once. The victim is killed ``after_s`` seconds after the start and gives no result."""
     members = sorted(peers.values(), key=lambda member: member.id)
     group = Group(os.urandom(16), 0, b"bench", tuple(members), numel)
     dead = peers[victim].weight if victim else 0.0
@@ -127,7 +124,6 @@ def _right(members: Found) -> bool:
 
 
 def _median_s(rounds: Sequence[Found]) -> float:
-    """Return the median over rounds of the slowest member's seconds."""
     return float(statistics.median(max(one["seconds"] for one in members) for members in rounds))
 
 
@@ -155,7 +151,6 @@ def _is_mean(values: Floats, group: Group, dead: float) -> bool:
 
 
 async def average_as_peer(parent: Parent, seed: int, numel: int) -> None:
-    """Worker: a peer on the real network."""
     node = await start_node(run_id="bench")
     averager = Averager(node)
     values, others = np.empty(numel, np.float32), np.empty(numel, np.float32)
@@ -179,7 +174,6 @@ async def average_as_peer(parent: Parent, seed: int, numel: int) -> None:
 
 
 def average_with_gloo(parent: Parent, rank: int, numel: int, world: int, meeting: str) -> None:
-    """Worker: a rank of a torch.distributed group."""
     torch.set_num_threads(1)
     collectives: Any = distributed
     collectives.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
@@ -251,7 +245,6 @@ def _time_steps(
 
 
 def _loopback_bytes() -> int:
-    """Return the bytes sent over the loopback interface since the system started; 0 where it does not count them."""
     counters = Path("/proc/net/dev")
     lines = counters.read_text().splitlines() if counters.exists() else []
     return next((int(line.split()[9]) for line in lines if line.strip().startswith("lo:")), 0)

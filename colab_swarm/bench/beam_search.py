@@ -29,7 +29,6 @@ HOSTS = 256
 BATCH, BEST = 64, 4
 PUBLISHED_MS = {100: 317, 1000: 528, 10_000: 764}
 EXPONENTIAL = NetworkProfile("exponential", 0.0925, jitter_s=0.0924, hosts=PAPER_CLOUD.hosts)
-"""Each message has its own exponential delay, like the blocks of the paper's Figure 4."""
 
 
 class CountingNetwork(SimNetwork):
@@ -38,7 +37,6 @@ class CountingNetwork(SimNetwork):
     queries = 0
 
     def on_message(self, message: Message, sender: str, receiver: str) -> None:
-        """Count, then go on as ever."""
         self.queries += isinstance(message, Fetch) or (isinstance(message, FindNear) and message.records)
         super().on_message(message, sender, receiver)
 
@@ -49,7 +47,6 @@ class WatchedDHT(DHT):
     readings: list[Reading]
 
     async def fetch(self, key: str | bytes) -> Reading:
-        """Look up and record."""
         self.readings.append(await super().fetch(key))
         return self.readings[-1]
 
@@ -61,7 +58,6 @@ def _directory(peer: SimPeers, dht: DHT) -> Directory:
 
 
 async def _announce(peers: list[SimPeers], dhts: list[WatchedDHT]) -> None:
-    """Let the first `HOSTS` peers host all experts of the grid between them."""
     uids = [GRID.uid(index) for index in GRID]
     hosts = min(HOSTS, len(peers) // 2)
     share = -(-len(uids) // hosts)
@@ -75,7 +71,6 @@ async def _announce(peers: list[SimPeers], dhts: list[WatchedDHT]) -> None:
 
 
 async def _search(network: CountingNetwork, peer: SimPeers, dht: WatchedDHT, seed: int) -> dict[str, float]:
-    """Search once with an empty cache, then again with a full one."""
     rng = np.random.default_rng(seed)
     scores = [rng.standard_normal((BATCH, side), dtype=np.float32) for side in GRID.sides]
     directory, dht.readings = _directory(peer, dht), []

@@ -19,7 +19,6 @@ from colab_swarm.sim import PAPER_CLOUD, SimNetwork, run_virtual, virtual_time
 DEAD_SHARE = 0.2
 PROCESSES = 8
 IN_FLIGHT = 8
-"""Concurrent operations of each process in the measurement of operations per second."""
 
 
 class DhtLookup(NamedTuple):
@@ -70,7 +69,6 @@ async def read_records(peers: int, records: int, seed: int = 0) -> list[DhtLooku
 
 
 def size_name(peers: int) -> str:
-    """Return a number of peers as it is in keys."""
     return f"{peers // 1000}k" if peers >= 1000 else str(peers)
 
 
@@ -84,8 +82,6 @@ async def _median_ms(operations: int, operation: Callable[[int], Awaitable[Any]]
 
 
 async def _store_and_get(dht: DHT, name: str, operations: int) -> int:
-    """Alternate stores and gets of fresh keys, `IN_FLIGHT` at a time; return how many succeeded."""
-
     async def chain(which: int) -> int:
         good = 0
         for i in range(operations // IN_FLIGHT // 2):
@@ -99,7 +95,6 @@ async def _store_and_get(dht: DHT, name: str, operations: int) -> int:
 
 
 async def take_part(parent: Parent) -> None:
-    """Worker: a peer that measures at each message."""
     node = await start_node()
     dht, name = DHT(node, DHTSettings(), random.Random()), node.id.hex()
     parent.send(**where(node))
@@ -117,7 +112,6 @@ async def take_part(parent: Parent) -> None:
 
 
 def _processes(report: BenchReport, operations: int) -> None:
-    """Measure stores and gets among `PROCESSES` processes on loopback: one at a time, then all at once."""
     with Crew() as crew:
         for _ in range(PROCESSES):
             crew.start(take_part)
@@ -133,7 +127,6 @@ def _processes(report: BenchReport, operations: int) -> None:
 
 
 async def _loopback(report: BenchReport, peers: int, operations: int) -> None:
-    """Measure stores and gets with many peers in this process."""
     nodes, rng = [await start_node() for _ in range(peers)], random.Random(0)
     dhts = [DHT(node, DHTSettings(), random.Random()) for node in nodes]
     for dht in dhts[1:]:

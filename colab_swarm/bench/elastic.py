@@ -48,9 +48,7 @@ OTHERS = ("alone", "ddp")
 PEERS = 2
 HIDDEN, LAYERS, BATCH, LR, MOMENTUM = 64, 10, 1024, 0.02, 0.9
 PORT = 29_500
-"""For gloo; the namespace belongs to this benchmark."""
 WARM_UP, WINDOW = 20, 10
-"""Steps that are not counted; steps over which a time is averaged, because single ones alternate."""
 
 
 def run(quick: bool = False, data: str = "digits") -> BenchReport:
@@ -81,7 +79,6 @@ def add_speed(report: BenchReport, seeds: int, steps: int) -> None:
 
 
 def _measure(seeds: int, steps: int) -> dict[str, dict[str, list[float]]]:
-    """Run all ways in turn, seed by seed; return the figures of each, one per seed."""
     runs: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     with SlowLink(delay_s=DELAY_S, jitter_s=JITTER_S) as link, Crew() as crew:
         invite = ""
@@ -130,7 +127,6 @@ def train(parent: Parent, rank: int, invite: str) -> None:
 def _train_one(
     swarm: Swarm, rank: int, learned: Part, unseen: Part, *, way: str, seed: int, steps: int
 ) -> dict[str, float]:
-    """Train one model; return its accuracy and the seconds of a step, in all and in this thread."""
     torch.manual_seed(seed)
     layers = (Layer() for _ in range(LAYERS))
     model = nn.Sequential(nn.Linear(64, HIDDEN), *layers, nn.Linear(HIDDEN, 10))

@@ -33,7 +33,6 @@ from colab_swarm.tensors.feedback import ErrorFeedback
 from colab_swarm.workunits.job import Array, Job
 
 NOTICED_S = 0.5
-"""How long after a crash the other peers notice."""
 Gradient = Callable[[int, int, Floats], Floats]
 """(peer, step, parameters) -> gradient."""
 Delay = Callable[[int, int, int, int], float]
@@ -143,7 +142,6 @@ class Emulation:
         heapq.heappush(self._events, (at, next(self._order), partial(event, *arguments)))
 
     def _begin(self, peer: int) -> None:
-        """Start a step: compute its gradient, whose buckets become ready one after the other."""
         member, scene = self.members[peer], self._scene
         step = member.ledger.step
         member.history.append(member.parameters.copy())
@@ -199,7 +197,6 @@ class Emulation:
         self._end_step(peer)
 
     def _end_step(self, peer: int) -> None:
-        """End the step if this peer's gradient is complete and the scheduler agrees."""
         member = self.members[peer]
         if peer in self.fired or not member.ledger.ready:
             return
@@ -237,7 +234,6 @@ def _square(values: Floats) -> float:
 # --- the experiments --------------------------------------------------------------------------------------------------
 
 Part = tuple[torch.Tensor, torch.Tensor]
-"""Images and labels."""
 Model = Literal["mlp", "resnet"]
 BETAS = (0.0, 0.1, 0.3, 0.5, 0.8, 1.0)
 CODECS = ("float32", "float16", "int8", "topk:0.01", "onebit")
@@ -282,7 +278,6 @@ class ConsistencyTask:
 
     @torch.no_grad()
     def accuracy(self, parameters: Floats) -> float:
-        """Return the percentage of the test images that are classified right."""
         inputs, labels = self._test
         vector_to_parameters(torch.from_numpy(parameters), self._parameters)
         guesses = [self._model.eval()(part).argmax(1) for part in torch.split(inputs, 1000)]
@@ -296,12 +291,10 @@ def _load(model: Model, data: str) -> tuple[Job, Part, Part]:
 
 
 def tensors(part: Sequence[Array]) -> Part:
-    """Return the images and labels of a job as tensors."""
     return torch.from_numpy(part[0]), torch.from_numpy(part[1])
 
 
 def uneven(peer: int, step: int) -> float:
-    """Return the seconds of a backward pass."""
     return random.Random(f"{peer} {step}").uniform(0.8, 1.2)
 
 

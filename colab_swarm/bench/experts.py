@@ -163,7 +163,6 @@ def _serve(
 
 
 def _samples_per_s_alone(experts: list[Expert], batch: int, rounds: int, backward: bool = False) -> float:
-    """Return the speed of the experts on random batches, without a network."""
     rates = []
     for _ in range(rounds + 1):
         inputs = torch.randn(batch, *experts[0].shape)

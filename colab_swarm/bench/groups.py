@@ -53,15 +53,12 @@ class Town:
     seed: int = 0
 
     def names(self) -> list[str]:
-        """Return the names of the peers."""
         return [f"p{i}" for i in range(self.count)]
 
     def weight(self, name: str) -> float:
-        """Return a peer's weight."""
         return self.weights[int(name[1:])] if self.weights else 1.0
 
     def vector(self, name: str) -> Floats:
-        """Return the vector that a peer contributes."""
         seed = [self.seed, int(name[1:])]
         return np.random.default_rng(seed).standard_normal(self.numel, dtype=np.float32)
 
@@ -88,7 +85,6 @@ class GroupRun:
 
     @property
     def means(self) -> dict[str, Floats]:
-        """Return the vector of every peer at the end."""
         return self.history[-1]
 
     def spread(self) -> list[float]:
@@ -210,7 +206,6 @@ def run(quick: bool) -> BenchReport:
 
 
 def _with_failures(report: BenchReport, size: int, *, seeds: int) -> None:
-    """Crash a tenth of 16 peers in every round, for two passes."""
     spreads, results = [], list[MoshpitResult]()
     for seed in range(seeds):
         town = Town(16, group_size=size, doomed=failing_at_random(0.1, seed), seed=seed)

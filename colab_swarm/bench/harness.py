@@ -49,7 +49,6 @@ class BenchReport:
         self.prefix = self.prefix or self.name.replace("-", "_")
 
     def add(self, key: str, value: float, unit: str = "", note: str = "") -> None:
-        """Add one figure."""
         self.rows.append(Figure(f"{self.prefix}.{key}", float(value), unit, note))
 
     def add_all(self, figures: Mapping[str, float], unit: str = "", note: str = "") -> None:
@@ -63,7 +62,6 @@ class BenchReport:
         return {row.key.removeprefix(f"{self.prefix}."): row.value for row in self.rows}
 
     def table(self) -> str:
-        """Return the figures as aligned text."""
         width = max((len(row.key) for row in self.rows), default=0)
         lines = [f"{self.name}{' (quick)' if self.quick else ''}"]
         lines += [f"  {r.key:<{width}}  {r.value:>12,.4g} {r.unit:<12} {r.note}".rstrip() for r in self.rows]
@@ -144,7 +142,6 @@ class Worker:
         )
 
     def send(self, **message: object) -> None:
-        """Send one message."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(message) + "\n")
         self.process.stdin.flush()
@@ -162,7 +159,6 @@ class Worker:
         raise RuntimeError(f"a worker ended: {self.process.args!r}, exit code {self.process.wait()}")
 
     def call(self, **message: object) -> dict[str, Any]:
-        """Send a message and return the answer."""
         self.send(**message)
         return self.receive()
 
@@ -184,7 +180,6 @@ class Crew(list[Worker]):
     """Workers in the order of their start. They are killed at the end of the ``with`` block."""
 
     def start(self, work: Callable[..., object] | list[Any], *arguments: object, **options: Any) -> Worker:
-        """Start a `Worker`."""
         self.append(Worker(work, *arguments, **options))
         return self[-1]
 
@@ -210,7 +205,6 @@ class Parent:
         self._output = sys.stdout  # a worker may redirect the standard output later
 
     def send(self, **message: object) -> None:
-        """Send one message."""
         print(json.dumps(message), file=self._output, flush=True)
 
     def receive(self) -> dict[str, Any]:

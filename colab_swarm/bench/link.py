@@ -32,7 +32,6 @@ from colab_swarm.net.relay import Circuits, Relay, RelayQuota
 from colab_swarm.net.websocket import SCRATCH_BYTES, WebSocket, accept, dial
 
 PIECE, CHUNK = os.urandom(1 << 16), os.urandom(CHUNK_BYTES)
-"""What is sent over a link; what is sent through a relay, as large as a chunk of averaging."""
 MIB = 1 << 20
 IN_FLIGHT, IDLE_CIRCUITS = 32, 100
 
@@ -61,7 +60,6 @@ class Ping(Message, frozen=True):
 
 
 async def start_node(**settings: Any) -> Node:
-    """Start a real peer on loopback."""
     return await Node.start(Identity(), NodeSettings(host="127.0.0.1", **settings))
 
 
@@ -76,7 +74,6 @@ def contact(found: dict[str, Any]) -> Contact:
 
 
 def run(*, quick: bool) -> BenchReport:
-    """Measure a link to a child process."""
     report = BenchReport("link", quick)
     with Crew() as crew:
         asyncio.run(_measure(crew.start(serve).receive(), report))
@@ -110,7 +107,6 @@ async def _measure(child: dict[str, Any], report: BenchReport) -> None:
 async def _bulk(
     node: Node, peer: PeerId, child: dict[str, Any], *, rounds: int, pieces: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Return the transfers of each way, one of each per round; see `time_transfer`."""
     end, scratch = CarrierEnd(), memoryview(bytearray(SCRATCH_BYTES))
     async with aiohttp.ClientSession() as session:
         websocket = await dial(session, f"ws://127.0.0.1:{child['ws']}", scratch=scratch, receiver=end)
@@ -170,7 +166,6 @@ async def send_pieces(node: Node, peer: PeerId, piece: bytes, pieces: int) -> fl
 
 
 async def _round_trips(node: Node, peer: PeerId, *, count: int, in_flight: int) -> tuple[list[float], float]:
-    """Return the milliseconds of each 1 KiB call, sorted, and calls per second."""
     message, took_ms = Ping(bytes(1024)), []
 
     async def caller() -> None:
@@ -187,7 +182,6 @@ async def _round_trips(node: Node, peer: PeerId, *, count: int, in_flight: int) 
 # --- the child --------------------------------------------------------------------------------------------------------
 
 END = b"."
-"""Ends a transfer over the WebSocket; the answer is the receiver's CPU time so far."""
 
 
 def _cpu_time() -> bytes:
@@ -227,7 +221,6 @@ class CarrierEnd:
 
 
 async def serve(parent: Parent) -> None:
-    """Worker: serve all three ways."""
     loop = asyncio.get_running_loop()
     raw = await loop.create_server(RawSink, "127.0.0.1", 0)
     ws = await loop.create_server(web.Server(_serve_websocket, access_log=None), "127.0.0.1", 0)
@@ -258,7 +251,6 @@ async def _echo(peer: PeerId, message: Ping) -> Ping:
 
 
 async def take_pieces(opening: Sink, stream: Stream) -> None:
-    """Receive all pieces of a stream, then answer with the CPU time."""
     for _ in range(opening.pieces):
         await stream.receive(Sink)
     await stream.send(ResourceUse(time.process_time()))
@@ -268,7 +260,6 @@ async def take_pieces(opening: Sink, stream: Stream) -> None:
 
 
 def run_relay(*, quick: bool) -> BenchReport:
-    """Measure a relay with two child processes."""
     report = BenchReport("relay", quick)
     with Crew() as crew:
         relay = crew.start(serve_relay, None).receive()
@@ -345,7 +336,6 @@ async def _relayed_bulk(
 async def _idle(
     usage: Callable[[], Awaitable[ResourceUse]], relay: Contact, circuit: Contact, report: BenchReport
 ) -> None:
-    """Measure circuits that carry only keep-alives."""
     before, seconds = await usage(), 5.0 if report.quick else 30.0
     callers = [await start_node(listen=False) for _ in range(IDLE_CIRCUITS)]
     try:

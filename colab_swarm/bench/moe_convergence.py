@@ -55,7 +55,6 @@ class ConvergenceScene:
 DELAYS = {"low": (16, 0.1), "high": (64, 1.0)}
 MODELS: dict[str, tuple[int, ...]] = {"ffn": (), "e16": (4, 4), "e64": (8, 8), "e1024": (32, 32)}
 MOST_BYTES = 4 << 30
-"""Memory of the largest model with its optimizer's state, and room to copy."""
 
 
 def digits() -> tuple[Tensor, Tensor]:
@@ -148,7 +147,6 @@ class Mixing:
         return self._mixed_BD.detach().requires_grad_()
 
     def backward(self, grads_BD: Tensor) -> None:
-        """Go back through mixing and gating, at the trainer."""
         self._mixed_BD.backward(grads_BD)  # type: ignore[no-untyped-call]
 
     def experts_backward(self, failed: Tensor) -> Tensor:
@@ -218,7 +216,6 @@ class ConvergenceEmulation:
             await self._delay(1.0)
 
     def _failed(self) -> Tensor:
-        """Draw the experts of a layer that do not answer this call."""
         return torch.rand(self._experts, generator=self._chance) < self._scene.failures
 
     async def _delay(self, share: float) -> None:

@@ -129,7 +129,6 @@ class _Chain:
         return block_calls * self._kind.batch / len(self._experts) / seconds
 
     async def ours(self, delay_s: float) -> float:
-        """Return samples per second through the chain, with many batches in flight."""
         done = 0
 
         async def travel(rng: random.Random) -> None:
@@ -164,7 +163,6 @@ class _Chain:
         return self._samples_per_s(done, time.perf_counter() - began + luck_s)
 
     def bound(self) -> float:
-        """Return samples per second of the computations alone."""
         inputs, done, began = torch.from_numpy(self._inputs), 0, time.perf_counter()
         while time.perf_counter() - began < min(BASELINE_S, self._plan.seconds):
             self._experts[done % len(self._experts)].forward(inputs)

@@ -60,7 +60,6 @@ class Victims(dict[str, Worker]):
         self.messages: queue.Queue[dict[str, Any]] = queue.Queue()
 
     def start(self, name: str, work: Any, *arguments: object) -> None:
-        """Start a `Worker`, or start it again."""
         self[name] = Worker(work, *arguments, environment={"TOKENIZERS_PARALLELISM": "false"})
         threading.Thread(target=self._read, args=(self[name],), daemon=True).start()
 
@@ -70,7 +69,6 @@ class Victims(dict[str, Worker]):
                 self.messages.put(worker.receive())
 
     def drain(self) -> list[dict[str, Any]]:
-        """Return the messages that are there."""
         return [self.messages.get() for _ in range(self.messages.qsize())]
 
     def kill(self, name: str) -> None:
@@ -134,8 +132,6 @@ def run_training(*, minutes: float, kill_every_s: float, text: str = "python-doc
 
 
 def host_experts(parent: Parent, invite: str, folder: str) -> None:
-    """Worker: host experts until killed."""
-
     def on_event(event: object) -> None:
         if isinstance(event, ExpertHosted):
             parent.send(uid=event.uid, step=event.step, over=event.taken_over)
@@ -203,7 +199,6 @@ def run_experts(*, minutes: float, kill_every_s: float) -> BenchReport:
 
 
 def _train_on_digits(swarm: Swarm, minutes: float) -> tuple[list[float], float, MixtureStatistics]:
-    """Return the loss of each step, the accuracy on unseen digits, and the statistics of the mixture."""
     torch.manual_seed(0)
     digits, losses = load_digits(), list[float]()
     images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)

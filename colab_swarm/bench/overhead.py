@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from colab_swarm.swarm.swarm import Swarm
 
 SAMPLES, AVERAGE_EVERY = 2, 4
-"""Samples of a micro-batch; micro-batches of one peer per global step."""
 
 
 def run(quick: bool) -> BenchReport:
@@ -124,7 +123,6 @@ def _children() -> int:
 
 
 def idle(parent: Parent, invite: str) -> None:
-    """Worker: join, wait, and report what that added to this process."""
     import torch
 
     torch.ones(256, 256) @ torch.ones(256, 256)
@@ -210,7 +208,6 @@ def _train(swarm: Swarm, target_batch_size: int) -> None:
 
 
 def run_soak(quick: bool) -> BenchReport:
-    """Simulate the long run."""
     from colab_swarm.events import RoundFinished, StateReceived
     from colab_swarm.sim.profiles import ChurnProfile
     from colab_swarm.swarm.simulation import simulate

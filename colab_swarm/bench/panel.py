@@ -28,14 +28,12 @@ from colab_swarm.notebook.recorder import Header, Recorder
 from colab_swarm.swarm.joining import create, join
 
 WARM_UP = 1500
-"""Refreshes until all bounded histories are full: the last thousand events and losses, the last rounds."""
 WATCH = """
 from colab_swarm.bench.panel import Watched
 watched = Watched({invite!r})
 watched.panel
 """
 AVERAGE_EVERY = 8
-"""Micro-batches of one peer per global step."""
 MEMBERS = 8
 
 
@@ -90,14 +88,12 @@ class Notebook:
         return answer
 
     def saved_bytes(self) -> int:
-        """Return the size of the notebook with the state of its widgets, as saved now."""
         self.client.set_widgets_metadata()
         saved: str = nbformat.writes(self.client.nb)  # type: ignore[no-untyped-call]
         return len(saved.encode())
 
 
 def train_beside(parent: Parent, invite: str) -> None:
-    """Worker: train until killed."""
     loop = TrainingLoop(join(invite, peer_name="bob"), average_every=AVERAGE_EVERY)
     parent.send()
     while True:
@@ -140,7 +136,6 @@ class Watched:
         return (memory_mib() - before) * 1024**2 / 1e6, spent_s / times
 
     def _pretend_round(self) -> None:
-        """Emit the events of a round and a step in a group of eight."""
         self._step += 1
         now, samples, part = time.monotonic(), 4.0 * MEMBERS, (0.1, 0.2)
         peers = tuple(f"{member:02x}" * 32 for member in range(MEMBERS))

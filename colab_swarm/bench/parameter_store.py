@@ -175,7 +175,6 @@ STORES: dict[str, tuple[Callable[[], AbstractContextManager[str]], str]] = {
     "mariadb": (mariadb_server, "durable, strong consistency; published 1,290 ms (MySQL)"),
 }
 SQL = ("mariadb", "postgresql")
-"""`store.sql_ms` is the figure of the first of these that is installed."""
 
 
 def run(quick: bool) -> BenchReport:

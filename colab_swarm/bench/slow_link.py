@@ -80,7 +80,6 @@ def _ip(line: str) -> str:
 
 
 def _remove_stale() -> None:
-    """Remove the namespaces of killed runs."""
     for name in (line.split()[0] for line in _ip("netns list").splitlines()):
         if name.startswith(PREFIX) and not os.path.exists(f"/proc/{name.split('-')[1]}"):
             _ip(f"netns del {name}")
@@ -106,7 +105,6 @@ def open_device(name: str, address: str) -> int:
 
 
 def forward(devices: Sequence[int], *, delay_s: float, jitter_s: float) -> None:
-    """Pass packets until killed."""
     ways: list[deque[tuple[float, bytes]]] = [deque(), deque()]  # from each side to the other
     while True:
         due = min((way[0][0] for way in ways if way), default=None)

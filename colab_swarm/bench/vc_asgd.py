@@ -23,7 +23,6 @@ from colab_swarm.workunits.weights import Floats, assimilate
 
 ALPHAS: dict[str, Alpha] = {"0.7": 0.7, "0.95": 0.95, "0.999": 0.999, "e/(e+1)": "e/(e+1)"}
 SPEEDS = (1.0, 1.5, 2.0)
-"""Time of a unit on each volunteer."""
 AT_ONCE = 4
 SCATTER = 0.2
 EARLY = 6

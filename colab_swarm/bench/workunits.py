@@ -52,7 +52,6 @@ job = replace(learned, validation=lambda: [np.concatenate([part] * 8) for part i
 """
 GRID = tuple(product((1, 3, 5), (3, 5), (2, 4, 8)))
 QUICK = ((1, 3, 8), (3, 3, 8))
-"""Parameter servers, volunteers, units at a time of each."""
 SUBSETS, EPOCHS = 48, 3
 TIME_LIMIT_S = 300.0
 
