@@ -18,15 +18,15 @@ BENCHMARKS = {
     "overhead": "overhead:run",
     "join": "join:run",
     "soak": "overhead:run_soak",
-    "experts": "experts:run",
+    "experts": "moe_throughput:run_experts",
     "moe-throughput": "moe_throughput:run",
     "moe-convergence": "moe_convergence:run",
-    "beam-search": "beam_search:run",
+    "beam-search": "dht:run_beam_search",
     "parameter-store": "parameter_store:run",
     "workunits": "workunits:run",
     "vc-asgd": "vc_asgd:run",
     "work-ordeal": "workunits:run_ordeal",
-    "elastic": "elastic:run",
+    "elastic": "elastic_consistency:run_all",
     "panel": "panel:run",
 }
 PLOTTED = ("groups", "strategy", "albert", "moe-convergence", "vc-asgd", "elastic")

@@ -103,7 +103,7 @@ class _Player(Averager):
         self.dht = DHT(self.peers, DHTSettings(), random.Random(name))
         self.averager = MoshpitAverager(PrefixRouter(self.peers), self.dht, self, "town/average")
         self.held = {0: town.vector(name)}  # by rounds done
-        self.result: MoshpitResult | None = None
+        self.results: list[MoshpitResult] = []
         self._done = 0
 
     async def average(
@@ -126,10 +126,14 @@ class _Player(Averager):
         weight, values = self._town.weight(self._name), self.held[0]
         group_size = 1_000_000 if self._name in self._town.liars else self._town.group_size
         for _ in range(passes):
-            values, self.result = await self.averager.average(values, weight=weight, group_size=group_size)
-            self._done += len(self.result.sides)
+            values, result = await self.averager.average(values, weight=weight, group_size=group_size)
+            self.results.append(result)
+            self._done += len(result.sides)
             self.held[self._done] = values
             weight = 1.0
+
+    def vote(self) -> int:
+        return self.averager.meter.choose_group_size(self._town.count)
 
     def held_after(self, rounds: int) -> Floats:
         """Return the vector after so many rounds; a peer that missed the last of them still has an older one."""
@@ -156,11 +160,11 @@ async def _play(town: Town, passes: int, script: Callable[[SimNetwork], None]) -
     left = {
         name: players[name] for name, task in tasks.items() if not task.cancelled() and task.result() is None
     }
-    rounds = max((max(player.held) for player in left.values()), default=0)
+    rounds = max(done for player in left.values() for done in player.held)
     return GroupRun(
         [{name: player.held_after(done) for name, player in left.items()} for done in range(rounds + 1)],
-        {name: player.result for name, player in left.items() if player.result is not None},
-        {name: player.averager.meter.choose_group_size(town.count) for name, player in left.items()},
+        {name: player.results[-1] for name, player in left.items()},
+        {name: player.vote() for name, player in left.items()},
         network.fired,
         virtual_time() - began,
     )

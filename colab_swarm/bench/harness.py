@@ -108,10 +108,9 @@ def torch_threads(count: int) -> Iterator[None]:
 
 def python_command(function: Callable[..., object], *arguments: object) -> list[str]:
     """Return the command that runs ``function(parent, *arguments)``; arguments must be JSON values."""
-    module = function.__module__
-    if module == "__main__":  # the child imports the module under its own name
-        module = sys.modules[module].__spec__.name  # type: ignore[union-attr]
-    return [sys.executable, "-m", __name__, f"{module}:{function.__name__}", json.dumps(arguments)]
+    module = sys.modules[function.__module__].__spec__  # its own name, even if it is __main__ here
+    assert module is not None
+    return [sys.executable, "-m", __name__, f"{module.name}:{function.__name__}", json.dumps(arguments)]
 
 
 class Worker:
@@ -213,9 +212,7 @@ class Parent:
         Raises:
             EOFError: there are no more; it ends the worker quietly.
         """
-        if line := sys.stdin.readline():
-            return dict(json.loads(line))
-        raise EOFError
+        return dict(json.loads(input()))
 
     async def wait(self) -> dict[str, Any]:
         """Wait for the next message without blocking the event loop; see `receive`."""

@@ -20,6 +20,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Self
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -118,10 +119,8 @@ def forward(devices: Sequence[int], *, delay_s: float, jitter_s: float) -> None:
         now = time.monotonic()
         for side, way in enumerate(ways):
             while way and way[0][0] <= now:
-                try:
+                with suppress(BlockingIOError):  # a full queue drops
                     os.write(devices[1 - side], way.popleft()[1])
-                except BlockingIOError:
-                    continue  # a full queue drops
 
 
 if __name__ == "__main__":

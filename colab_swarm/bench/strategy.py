@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import permutations
 
 import msgspec
 import numpy as np
@@ -131,7 +132,7 @@ STRATEGIES: dict[str, Strategy] = {
 def run(quick: bool) -> BenchReport:
     """Predict and simulate the table; time the planning."""
     report, vector = BenchReport("strategy", quick), replace(RESNET50, scale=4) if quick else RESNET50
-    errors = {kind: 0.0 for kind in STRATEGIES}
+    errors = dict.fromkeys(STRATEGIES, 0.0)
     for name, (hosts, published) in TABLE.items():
         for (kind, strategy), published_s in zip(STRATEGIES.items(), published, strict=True):
             predicted_s, simulated_s = _predict(hosts, strategy), simulate_round(hosts, strategy, vector)
@@ -148,7 +149,7 @@ def run(quick: bool) -> BenchReport:
     report.add("prediction_error_all", max(errors.values()), "", "all strategies, worst of 12")
     setups = [random_setup(random.Random(seed)) for seed in range(10 if quick else 50)]
     report.add("solve_ms_64", _median_ms(setups), "ms", "random setups of 64 peers: who computes, and shares")
-    pairs = {(i, j): 10 * GIGABIT for i in range(64) for j in range(64) if i != j}
+    pairs = dict.fromkeys(permutations(range(64), 2), 10 * GIGABIT)
     limited = [replace(setup, pair_bps=pairs, target_batch_size=1e6) for setup in setups[:10]]
     report.add("solve_pairs_ms_64", _median_ms(limited), "ms", "shares, every pair limited, by HiGHS")
     return report
