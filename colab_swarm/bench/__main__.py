@@ -29,10 +29,8 @@ BENCHMARKS = {
     "elastic": "elastic_consistency:run_all",
     "panel": "panel:run",
 }
-PLOTTED = ("groups", "strategy", "albert", "moe-convergence", "vc-asgd", "elastic")
-"""The modules of these also have ``plot(report, path)``, which draws the report's figures as the paper does."""
 OPTIONS = {
-    "plot": PLOTTED,
+    "plot": ("groups", "strategy", "albert", "moe-convergence", "vc-asgd", "elastic"),
     "data": ("workunits", "vc-asgd", "elastic"),
     "faithful": ("moe-convergence",),
     "python": ("averaging",),
@@ -51,7 +49,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--vs", choices=["hivemind"], help="averaging: compare side by side")
     parser.add_argument("--python", metavar="PATH", help="of an environment with the package of --vs")
     options = parser.parse_args(arguments)
-    _check(parser, options)
+    if (options.vs is None) != (options.python is None):
+        parser.error("use: averaging --vs hivemind --python PATH")
+    for option, names in OPTIONS.items():
+        if getattr(options, option) and options.name not in names:
+            parser.error(f"--{option} is for {' or '.join(names)}, not {options.name}")
     more = {key: value for key in ("python", "faithful", "data") if (value := getattr(options, key))}
     merged = BenchReport(options.name, options.quick)
     for name in BENCHMARKS if options.name == "all" else [options.name]:
@@ -64,14 +66,6 @@ def main(arguments: list[str] | None = None) -> None:
             module.plot(report, options.plot)
     if options.json:
         merged.save(options.json)
-
-
-def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    if (options.vs is None) != (options.python is None):
-        parser.error("use: averaging --vs hivemind --python PATH")
-    for option, names in OPTIONS.items():
-        if getattr(options, option) and options.name not in names:
-            parser.error(f"--{option} is for {' or '.join(names)}, not {options.name}")
 
 
 if __name__ == "__main__":

@@ -122,7 +122,13 @@ class _Player(Averager):
         await self.dht.bootstrap([] if entry is self else [entry.peers.contact])
         self.dht.start()
 
-    async def play(self, passes: int) -> None:
+    async def play_until_down(self, passes: int) -> bool:
+        task = asyncio.create_task(self._play(passes))
+        self.peers.when_down(task.cancel)
+        await asyncio.wait([task])
+        return not task.cancelled() and task.result() is None
+
+    async def _play(self, passes: int) -> None:
         weight, values = self._town.weight(self._name), self.held[0]
         group_size = 1_000_000 if self._name in self._town.liars else self._town.group_size
         for _ in range(passes):
@@ -152,14 +158,9 @@ async def _play(town: Town, passes: int, script: Callable[[SimNetwork], None]) -
     for player in players.values():
         await player.enter(players["p0"])
     script(network)
-    began, tasks = virtual_time(), {}
-    for name, player in players.items():
-        tasks[name] = asyncio.create_task(player.play(passes))
-        player.peers.when_down(tasks[name].cancel)
-    await asyncio.wait(tasks.values())
-    left = {
-        name: players[name] for name, task in tasks.items() if not task.cancelled() and task.result() is None
-    }
+    began = virtual_time()
+    stayed = await asyncio.gather(*(player.play_until_down(passes) for player in players.values()))
+    left = {name: player for (name, player), up in zip(players.items(), stayed, strict=True) if up}
     rounds = max(done for player in left.values() for done in player.held)
     return GroupRun(
         [{name: player.held_after(done) for name, player in left.items()} for done in range(rounds + 1)],

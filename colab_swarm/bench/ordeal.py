@@ -1,22 +1,16 @@
-"""Training while its processes are killed all the time (SIGKILL), as processes over encrypted links.
+"""Training through experts while their hosts are killed all the time (SIGKILL), as processes over encrypted links.
 
-    python -m colab_swarm.bench.ordeal training [--minutes 5] [--kill-every 20] [--text FILE]
-    python -m colab_swarm.bench.ordeal experts [--minutes 5] [--kill-every 20]
+    python -m colab_swarm.bench.ordeal [--minutes 2] [--kill-every 10]
 
-*training*: a backbone with checkpoints and dashboard, three trainers limited to 50, 100 and 200 Mbit/s and a peer that
-only reduces train ALBERT-tiny. At intervals one of them is killed and restarted, the backbone once.
-
-*experts*: four hosts serve a grid of experts to a trainer that learns digits. At intervals a random host is killed. In
-turn, it comes back two seconds later with its disk and identity, or a new host without either replaces it.
+Four hosts serve a grid of experts to a trainer that learns digits. At intervals a random host is killed. In turn, it
+comes back two seconds later with its disk and identity, or a new host without either replaces it.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import queue
 import random
-import sys
 import tempfile
 import threading
 import time
@@ -35,18 +29,6 @@ from colab_swarm.events import ExpertHosted
 from colab_swarm.moe.layer import MixtureStatistics
 from colab_swarm.swarm.swarm import Swarm
 
-MBIT_S = {"alice": 50, "bob": 100, "carol": 200}
-RUN = """name = "ordeal"
-[network]
-port = {port}
-announce = ["ws://127.0.0.1:{port}"]
-lan = false
-[dashboard]
-port = {page}
-[[collaborations]]
-every_steps = 20
-keep = 3
-"""
 GRID, DIM, HOSTS, PER_HOST = (4, 4), 64, 4, 3
 AWAY_S, SMOOTHED = 2.0, 50
 
@@ -60,7 +42,7 @@ class Victims(dict[str, Worker]):
         self.messages: queue.Queue[dict[str, Any]] = queue.Queue()
 
     def start(self, name: str, work: Any, *arguments: object) -> None:
-        self[name] = Worker(work, *arguments, environment={"TOKENIZERS_PARALLELISM": "false"})
+        self[name] = Worker(work, *arguments)
         threading.Thread(target=self._read, args=(self[name],), daemon=True).start()
 
     def _read(self, worker: Worker) -> None:
@@ -88,47 +70,6 @@ class Victims(dict[str, Worker]):
     def __exit__(self, *_: object) -> None:
         for worker in self.values():
             worker.__exit__()
-
-
-def run_training(*, minutes: float, kill_every_s: float, text: str = "python-docs") -> BenchReport:
-    """Train among processes that are killed; report the loss and the checkpoints that are left."""
-    report, away_s = BenchReport("ordeal", quick=False), 5.0
-    command, until = [sys.executable, "-m", "colab_swarm.cli"], time.monotonic() + 60 * minutes
-    with tempfile.TemporaryDirectory() as folder, Victims() as victims:
-        file = Path(folder) / "run.toml"
-        port, page = random.Random().sample(range(20_000, 60_000), 2)
-        file.write_text(RUN.format(port=port, page=page))
-        words: dict[str, list[object]] = {"backbone": ["backbone", file, "--json-lines"]}
-        victims.start("backbone", command, *words["backbone"])
-        facts: dict[str, Any] = {}
-        while "invite" not in facts:
-            facts |= victims.messages.get(timeout=120)
-        peer = ["peer", facts["invite"], "--json-lines", "--no-lan", "--peer-name"]
-        words["reducer"] = [*peer, "reducer", "--reduce-only"]
-        for name, mbit_s in MBIT_S.items():
-            limits = ["--upload-mbit-s", mbit_s, "--download-mbit-s", mbit_s, "--text", text]
-            words[name] = [*peer, name, *limits, "--target-batch-size", 96, "--batch-size", 8]
-        for name in ("reducer", *MBIT_S):
-            victims.start(name, command, *words[name])
-        order = itertools.chain(["carol", "backbone"], itertools.cycle(["alice", "reducer", "bob", "carol"]))
-        while until - time.monotonic() > kill_every_s:
-            time.sleep(kill_every_s - away_s)
-            victim = next(order)
-            victims.kill(victim)
-            time.sleep(away_s)
-            victims.start(victim, command, *words[victim])
-        time.sleep(max(0.0, until - time.monotonic()))
-        steps = [one for one in victims.drain() if one.get("event") == "step" and one["loss"] is not None]
-        checkpoints = len(list(Path(folder).glob("ordeal/model/*.safetensors")))
-    killed, losses = victims.killed, [one["loss"] for one in steps]
-    report.add("steps", len({one["step"] for one in steps}), "", f"{len(killed)} killed: {', '.join(killed)}")
-    first, last = fmean(losses[:SMOOTHED]), fmean(losses[-SMOOTHED:])
-    report.add("loss", last, "", f"mean of the last {SMOOTHED} reports, {first:.2f} at first")
-    report.add("checkpoints", checkpoints)
-    return report
-
-
-# --- experts ---------------------------------------------------------------------------------------------------------
 
 
 def host_experts(parent: Parent, invite: str, folder: str) -> None:
@@ -221,13 +162,7 @@ def _train_on_digits(swarm: Swarm, minutes: float) -> tuple[list[float], float, 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m colab_swarm.bench.ordeal", description=__doc__)
-    parser.add_argument("kind", choices=["training", "experts"])
-    parser.add_argument("--minutes", type=float, default=5)
-    parser.add_argument("--kill-every", type=float, metavar="SECONDS", default=20)
-    parser.add_argument("--text", default="python-docs")
+    parser.add_argument("--minutes", type=float, default=2)
+    parser.add_argument("--kill-every", type=float, metavar="SECONDS", default=10)
     given = parser.parse_args()
-    if given.kind == "training":
-        made = run_training(minutes=given.minutes, kill_every_s=given.kill_every, text=given.text)
-    else:
-        made = run_experts(minutes=given.minutes, kill_every_s=given.kill_every)
-    print(made.table())
+    print(run_experts(minutes=given.minutes, kill_every_s=given.kill_every).table())
