@@ -49,11 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--vs", choices=["hivemind"], help="averaging: compare side by side")
     parser.add_argument("--python", metavar="PATH", help="of an environment with the package of --vs")
     options = parser.parse_args(arguments)
-    if (options.vs is None) != (options.python is None):
-        parser.error("use: averaging --vs hivemind --python PATH")
-    for option, names in OPTIONS.items():
-        if getattr(options, option) and options.name not in names:
-            parser.error(f"--{option} is for {' or '.join(names)}, not {options.name}")
+    _check(parser, options)
     more = {key: value for key in ("python", "faithful", "data") if (value := getattr(options, key))}
     merged = BenchReport(options.name, options.quick)
     for name in BENCHMARKS if options.name == "all" else [options.name]:
@@ -66,6 +62,14 @@ def main(arguments: list[str] | None = None) -> None:
             module.plot(report, options.plot)
     if options.json:
         merged.save(options.json)
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if (options.vs is None) != (options.python is None):
+        parser.error("use: averaging --vs hivemind --python PATH")
+    for option, names in OPTIONS.items():
+        if getattr(options, option) and options.name not in names:
+            parser.error(f"--{option} is for {' or '.join(names)}, not {options.name}")
 
 
 if __name__ == "__main__":

@@ -34,8 +34,6 @@ IN_FLIGHT = 8
 
 
 class DhtLookup(NamedTuple):
-    """One read of a fresh record."""
-
     found: bool
     hops: int
     calls: int
@@ -160,8 +158,8 @@ def run(quick: bool) -> BenchReport:
         report.add(f"found_{name}", statistics.mean(one.found for one in lookups), "", "a fifth is silent")
         report.add(f"hops_{name}", statistics.median(one.hops for one in lookups), "hops", "median")
         report.add(f"calls_{name}", statistics.mean(one.calls for one in lookups), "calls", "mean per read")
-        latency_ms = 1e3 * statistics.median(one.seconds for one in lookups)
-        report.add(f"latency_ms_{name}", latency_ms, "ms", "virtual, median")
+        latency_s = statistics.median(one.seconds for one in lookups)
+        report.add(f"latency_ms_{name}", 1e3 * latency_s, "ms", "virtual, median")
     _processes(report, 160 if quick else 800)
     asyncio.run(_loopback(report, 32, 50 if quick else 200))
     return report
@@ -177,8 +175,6 @@ EXPONENTIAL = NetworkProfile("exponential", 0.0925, jitter_s=0.0924, hosts=PAPER
 
 
 class CountingNetwork(SimNetwork):
-    """Counts the look-up queries of all peers."""
-
     queries = 0
 
     def on_message(self, message: Message, sender: str, receiver: str) -> None:
@@ -187,8 +183,6 @@ class CountingNetwork(SimNetwork):
 
 
 class WatchedDHT(DHT):
-    """Records every look-up in ``readings``."""
-
     readings: list[Reading]
 
     async def fetch(self, key: str | bytes) -> Reading:
@@ -197,7 +191,6 @@ class WatchedDHT(DHT):
 
 
 def _directory(peer: SimPeers, dht: DHT) -> Directory:
-    """Return the directory of one peer; its announcements do not expire during the benchmark."""
     services = ExpertServices(peer, dht, EventLog(), random.Random(peer.name), "bench")
     return Directory(services, DirectorySettings(ttl_s=3600.0))
 

@@ -180,7 +180,6 @@ class Emulation:
             self._at(self._now + bucket_s * (bucket + 1), self._produce, peer, step, bucket, gradient)
 
     def _produce(self, peer: int, step: int, bucket: int, gradient: Floats) -> None:
-        """Encode a bucket that is ready and send it to all others that a crash lets it reach."""
         member, crash, part = self.members[peer], self._scene.crashes.get(peer), self._parts[bucket]
         wanted = gradient[part] + member.feedback.residual[part]
         sent = member.feedback.encode(self._codec, part.start, gradient[part])[1].copy()
@@ -474,8 +473,6 @@ def _measure(seeds: int, steps: int) -> dict[str, dict[str, list[float]]]:
 
 
 class Layer(nn.Module):
-    """A residual layer, (n, HIDDEN) -> (n, HIDDEN)."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(HIDDEN, HIDDEN)

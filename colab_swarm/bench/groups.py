@@ -172,7 +172,6 @@ async def _play(town: Town, passes: int, script: Callable[[SimNetwork], None]) -
 
 
 def is_contribution(message: Message) -> bool:
-    """Return True for a message that carries values to be averaged."""
     return isinstance(message, Chunk) and not message.averaged
 
 

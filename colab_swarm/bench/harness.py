@@ -52,13 +52,11 @@ class BenchReport:
         self.rows.append(Figure(f"{self.prefix}.{key}", float(value), unit, note))
 
     def add_all(self, figures: Mapping[str, float], unit: str = "", note: str = "") -> None:
-        """Add figures by their keys that have the same unit and note."""
         for key, value in figures.items():
             self.add(key, value, unit, note)
 
     @property
     def figures(self) -> dict[str, float]:
-        """Return the figures by their keys without the prefix."""
         return {row.key.removeprefix(f"{self.prefix}."): row.value for row in self.rows}
 
     def table(self) -> str:
@@ -92,7 +90,6 @@ def drawn(
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Let torch use so many threads for the time of a ``with`` block."""
     import torch
 
     before = torch.get_num_threads()
@@ -114,7 +111,7 @@ def python_command(function: Callable[..., object], *arguments: object) -> list[
 
 
 class Worker:
-    """A child process that is killed at the end of its ``with`` block.
+    """A child process; see `close`.
 
     Args:
         work: a function of a module, or the words of a command.
@@ -161,10 +158,8 @@ class Worker:
         self.send(**message)
         return self.receive()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Kill it, after its grace."""
         assert self.process.stdin is not None and self.process.stdout is not None
         try:
             self.process.stdin.close()
@@ -187,11 +182,10 @@ class Crew(list[Worker]):
 
     def __exit__(self, *_: object) -> None:
         for worker in self[::-1]:
-            worker.__exit__()
+            worker.close()
 
 
 def call_all(workers: Sequence[Worker], **message: object) -> list[dict[str, Any]]:
-    """Send a message to all workers at once, then return their answers."""
     for worker in workers:
         worker.send(**message)
     return [worker.receive() for worker in workers]

@@ -54,8 +54,6 @@ class ResourceUse(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """The receiver returns it."""
-
     data: bytes
 
 
@@ -64,12 +62,10 @@ async def start_node(**settings: Any) -> Node:
 
 
 def where(node: Node) -> dict[str, Any]:
-    """Return how to reach a node, as JSON; see `contact`."""
     return {"id": node.id.hex(), "addresses": node.contact.addresses}
 
 
 def contact(found: dict[str, Any]) -> Contact:
-    """Return the contact of a worker's node from its message; see `where`."""
     return Contact(PeerId(bytes.fromhex(found["id"])), tuple(found["addresses"]))
 
 
@@ -157,7 +153,6 @@ async def _send_websocket(websocket: WebSocket, end: CarrierEnd, pieces: int) ->
 
 
 async def send_pieces(node: Node, peer: PeerId, piece: bytes, pieces: int) -> float:
-    """Send ``piece`` so often over a stream; return the receiver's CPU seconds so far."""
     async with await node.stream(peer, Sink(pieces), timeout_s=10) as stream:
         for _ in range(pieces):
             await stream.send(Sink(0), piece)
@@ -203,8 +198,6 @@ class RawSink(asyncio.BufferedProtocol):
 
 
 class CarrierEnd:
-    """An end of the bare WebSocket."""
-
     def __init__(self) -> None:
         self.on_data: Callable[[memoryview], object] = lambda data: None
         self.writable = asyncio.Event()
@@ -281,7 +274,6 @@ async def _on_usage_query(peer: PeerId, message: UsageQuery) -> ResourceUse:
 
 
 async def serve_relay(parent: Parent, relay: dict[str, Any] | None) -> None:
-    """Worker: the relay, or the process that receives through ``relay``."""
     node = await start_node(max_links=4 * IDLE_CIRCUITS, max_handshakes=4 * IDLE_CIRCUITS)
     node.serve(UsageQuery, _on_usage_query)
     found = where(node)

@@ -115,8 +115,6 @@ class Experts:
 
 
 class Trunk(nn.Module):
-    """The layers that a trainer holds itself."""
-
     def __init__(self, sides: tuple[int, ...]) -> None:
         super().__init__()
         self.stem, self.head = nn.Linear(64, DIM), nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, CLASSES))
@@ -249,7 +247,6 @@ class ConvergenceCurves(BenchReport):
 
 
 def scenes(like: ConvergenceScene, most_experts: int) -> Iterator[tuple[str, ConvergenceScene]]:
-    """Yield all compared scenes by name, with the length and rules of ``like``."""
     models = {model: sides for model, sides in MODELS.items() if math.prod(sides) <= most_experts}
     for delay, (trainers, delay_s) in DELAYS.items():
         for model, sides in models.items():

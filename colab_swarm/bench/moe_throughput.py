@@ -159,7 +159,6 @@ class _Chain:
         return rate
 
     async def model_parallel(self, delay_s: float) -> float:
-        """Return samples per second of one batch after the other, block by block."""
         rng, inputs = random.Random(0), torch.from_numpy(self._inputs)
         done, began, luck_s = 0, time.perf_counter(), 0.0
         while time.perf_counter() - began < min(BASELINE_S, self._plan.seconds):

@@ -61,7 +61,7 @@ class Victims(dict[str, Worker]):
         """
         if ended := [name for name, worker in self.items() if worker.process.poll() is not None]:
             raise RuntimeError(f"{ended} ended without being killed")
-        self.pop(name).__exit__()
+        self.pop(name).close()
         self.killed.append(name)
 
     def __enter__(self) -> Self:
@@ -69,7 +69,7 @@ class Victims(dict[str, Worker]):
 
     def __exit__(self, *_: object) -> None:
         for worker in self.values():
-            worker.__exit__()
+            worker.close()
 
 
 def host_experts(parent: Parent, invite: str, folder: str) -> None:

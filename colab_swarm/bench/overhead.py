@@ -82,7 +82,6 @@ class TrainingLoop:
 
 
 def train(parent: Parent, size: str, batches: int, invite: str) -> None:
-    """Worker: train for each message; answer with samples per second. No invite: a bare loop."""
     from colab_swarm.swarm.joining import join
 
     loop = TrainingLoop(join(invite) if invite else None, size)
@@ -231,11 +230,11 @@ def run_soak(quick: bool) -> BenchReport:
     report.add(
         "step_share", max(steps) / ideal_steps, "", f"of the ideal; {peers} peers, {hours:g} virtual hours"
     )
-    stuck = sum(step < max(steps) - 1 for step in steps)
-    report.add("stuck_peers", stuck, "", "online but behind at the end")
-    caught_up = sum(isinstance(event, StateReceived) for event in events)
-    report.add("caught_up", caught_up, "", "late joiners online")
-    kept_local = sum(event.kept_local for event in events if isinstance(event, RoundFinished))
-    report.add("kept_local", kept_local, "values", "without a mean in a round")
+    found = {
+        "stuck_peers": sum(step < max(steps) - 1 for step in steps),
+        "caught_up": sum(isinstance(event, StateReceived) for event in events),
+        "kept_local": sum(event.kept_local for event in events if isinstance(event, RoundFinished)),
+    }
+    report.add_all(found, "", "peers behind at the end, late joiners online, values without a mean")
     report.add("real_s", time.perf_counter() - began, "s", "to simulate it")
     return report

@@ -68,8 +68,6 @@ def run(quick: bool) -> BenchReport:
 
 
 class Notebook:
-    """A new notebook in a kernel of its own."""
-
     def __init__(self) -> None:
         empty = nbformat.v4.new_notebook()  # type: ignore[no-untyped-call]
         self.client: Any = NotebookClient(empty, timeout=1200, kernel_name="python3")

@@ -110,7 +110,6 @@ def _program(name: str, path: str | None = None) -> str:
 
 
 def _other_user(name: str) -> str | None:
-    """Return the user to run a server as that refuses to run as root; None for the current one."""
     if os.name != "posix" or os.geteuid() != 0:
         return None
     import pwd

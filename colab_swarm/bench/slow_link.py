@@ -90,7 +90,6 @@ def _remove_stale() -> None:
 
 
 def open_device(name: str, address: str) -> int:
-    """Make a TUN device in the namespace; return its file descriptor."""
     libc = ctypes.CDLL(None, use_errno=True)
     here, there = os.open("/proc/self/ns/net", os.O_RDONLY), os.open(f"/run/netns/{name}", os.O_RDONLY)
     try:

@@ -164,8 +164,6 @@ def _predict(hosts: Sequence[SimulatedHost], strategy: Strategy) -> float:
 
 
 def random_setup(rng: random.Random, peers: int = 64) -> AveragingSetup:
-    """Return peers of very different speeds, some without accelerators, some that only dial out."""
-
     def capacity() -> Capacity:
         speed, up, down = (rng.lognormvariate(0, 1) for _ in range(3))
         assists = rng.random() < 0.1

@@ -120,7 +120,6 @@ UP_S, ORDEAL_LIMIT_S = (0.2, 4.0), 600.0  # life of a coordinator, of all
 
 
 def run_ordeal(*, quick: bool) -> BenchReport:
-    """Kill the coordinator 20 times over 30 epochs; if quick, 3 times over 3."""
     report = BenchReport("work-ordeal", quick)
     with tempfile.TemporaryDirectory() as folder:
         ordeal(report, Path(folder), kills=3 if quick else 20, epochs=3 if quick else 30)
@@ -169,10 +168,13 @@ def _add_log(report: BenchReport, folder: Path, job: str) -> None:
     counts = Counter(entry.unit for entry in assimilated)
     in_order = [entry.version for entry in assimilated] == list(range(1, len(assimilated) + 1))
     ends = [entry.reason for entry in log if isinstance(entry, Finished)]
-    report.add("expired", sum(isinstance(entry, Expired) for entry in log), "", "deadlines that passed")
-    report.add("once", list(counts.values()).count(1), "", "assimilated exactly once, by the store's log")
-    report.add("versions_in_order", in_order, "", "1: without a gap")
-    report.add("finished", bool(ends), "", f"1: the job reached its end: {', '.join(ends)}")
+    found = {
+        "expired": sum(isinstance(entry, Expired) for entry in log),
+        "once": list(counts.values()).count(1),
+        "versions_in_order": in_order,
+        "finished": bool(ends),
+    }
+    report.add_all(found, "", f"by the store's log; the end: {', '.join(ends)}")
 
 
 def _end(process: BaseProcess) -> None:
