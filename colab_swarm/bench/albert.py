@@ -12,7 +12,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 
@@ -42,13 +41,6 @@ SETUPS = {
 }
 
 
-class StepTime(NamedTuple):
-    """Seconds of a step's two parts. A delayed step takes their maximum, else their sum."""
-
-    compute_s: float
-    averaging_s: float
-
-
 def run(quick: bool) -> BenchReport:
     """Simulate the set-ups, the scaling, and whole peers."""
     report = BenchReport("albert", quick)
@@ -57,16 +49,15 @@ def run(quick: bool) -> BenchReport:
     batch_s = averaging_s["heterogeneous"] / SLOWDOWN  # of `TRAINERS` trainers
     steps = {name: _step(SETUPS[name][0], seconds, batch_s) for name, seconds in averaging_s.items()}
     for name, step in steps.items():
-        report.add(f"{name}_s", max(step), "s", f"averaging {step.averaging_s:.2f} s")
+        report.add(f"{name}_s", max(step), "s", f"averaging {step[1]:.2f} s")
         report.add(f"{name}_sequential_s", sum(step), "s", "without delayed updates")
     naive, balanced = steps["heterogeneous"], steps["load_balancing"]
     for name, published in (("load_balancing", "1.47"), ("auxiliary", "over 1.60")):
-        note = f"over equal shares; published {published}"
-        report.add(f"{name}_gain", max(naive) / max(steps[name]), "times", note)
+        report.add(f"{name}_gain", max(naive) / max(steps[name]), "times", f"published {published}")
     rates = [1 / max(steps[name]) for name in ("auxiliary", "part_time_on")]  # 8 hours each
     share = statistics.mean(rates) * max(steps["high_bandwidth"])
     report.add("part_time_share", share, "", "of high bandwidth, 8 of 28 peers half the time; published 0.74")
-    hidden = 1 - (max(balanced) - balanced.compute_s) / balanced.averaging_s
+    hidden = 1 - (max(balanced) - balanced[0]) / balanced[1]
     report.add("hidden", hidden, "", "of averaging behind computing by delayed updates, load balancing")
     _scaling(report, vector, batch_s, (1, 8, 64) if quick else (1, 2, 4, 8, 16, 32, 64))
     for delayed, key in ((False, "sequential_s"), (True, "s")):
@@ -74,8 +65,9 @@ def run(quick: bool) -> BenchReport:
     return report
 
 
-def _step(hosts: Sequence[SimulatedHost], averaging_s: float, batch_s: float) -> StepTime:
-    return StepTime(batch_s * TRAINERS / sum(host.trains for host in hosts), averaging_s)
+def _step(hosts: Sequence[SimulatedHost], averaging_s: float, batch_s: float) -> tuple[float, float]:
+    """Return the seconds of computing and averaging. A delayed step takes their maximum, else their sum."""
+    return batch_s * TRAINERS / sum(host.trains for host in hosts), averaging_s
 
 
 def _scaling(report: BenchReport, vector: Vector, batch_s: float, counts: tuple[int, ...]) -> None:

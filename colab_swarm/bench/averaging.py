@@ -70,8 +70,9 @@ def _compare_with_gloo(report: BenchReport, numel: int, rounds: int) -> None:
     seconds, gloo_s = _median_s(ours), _median_s(theirs)
     wire_gb = 2 * (PEERS - 1) * numel * 4 / 1e9
     cpu_s = statistics.median(sum(one["cpu_s"] for one in members) for members in ours)
-    note = f"{PEERS} processes, {numel / 1e6:g} M float32 values, in turns; only ours is encrypted"
-    report.add_all({"seconds": seconds, "gloo_seconds": gloo_s}, "s", note)
+    report.add_all(
+        {"seconds": seconds, "gloo_seconds": gloo_s}, "s", "4 processes, in turns; only ours is encrypted"
+    )
     report.add("vs_gloo", seconds / gloo_s, "times", "lower is better")
     report.add("cpu_s_per_gb", cpu_s / wire_gb, "CPU-s/GB", "of payload, all processes together")
     report.add("memory_limit_s", _memory_limit_s(numel), "s", "summing and copying, no network")
@@ -89,8 +90,7 @@ def _kill_members(report: BenchReport, numel: int, crowd: int, kills: int) -> No
             del peers[victim]
             peers |= _start_peers(crew, [crowd + number], numel)
     extra_s = max(one["seconds"] for members in killed for one in members) - calm_s
-    note = f"slowest survivor; 1 of {crowd} killed in each of {kills} rounds, over {calm_s:.2f} s undisturbed"
-    report.add("kill_extra_s", extra_s, "s", note)
+    report.add("kill_extra_s", extra_s, "s", f"slowest survivor, over {calm_s:.2f} s undisturbed")
     report.add("kill_success", statistics.mean(map(_right, killed)), "", "right at all survivors")
 
 
@@ -209,8 +209,12 @@ def _measure_steps(report: BenchReport, python: str | None) -> None:
             report.add(f"allreduce_vs_hivemind{suffix}", their_reduced_s / reduced_s, "times", "faster in it")
     if not report.quick:
         crowd = _time_steps(make_full_steps, "groups", peers=CROWD, numel=numel, steps=steps)
-        note = f"of {steps} averages of {CROWD} processes in groups of {GROUP}, right at all"
-        report.add("groups_success", statistics.mean(one["right"] for one in crowd), "", note)
+        report.add(
+            "groups_success",
+            statistics.mean(one["right"] for one in crowd),
+            "",
+            f"of averages in groups of {GROUP}",
+        )
 
 
 def _time_steps(
@@ -255,8 +259,7 @@ def _add_steps(
         statistics.median(one[key] for one in steps) for key in ("seconds", "reduced_s", "traffic")
     )
     right = sum(one["right"] for one in steps)
-    note = f"{peers} processes, float16; right at all in {right} of {len(steps)}"
-    report.add(f"{whose}step_s_{peers}", seconds, "s", note)
+    report.add(f"{whose}step_s_{peers}", seconds, "s", f"right at all in {right} of {len(steps)}")
     report.add(f"{whose}allreduce_s_{peers}", reduced_s, "s", "the averaging itself")
     if traffic:
         report.add(f"{whose}traffic_mb_{peers}", traffic / 1e6, "MB", "over loopback in a step")

@@ -47,7 +47,6 @@ from colab_swarm.bench.slow_link import ADDRESSES, DEVICE, SlowLink, missing
 from colab_swarm.elastic import schedulers
 from colab_swarm.elastic.ledger import GradientLedger
 from colab_swarm.elastic.meter import ExactMeter, Meter
-from colab_swarm.elastic.optimizer import ElasticOptimizer
 from colab_swarm.recipes.classify import classification_job
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.codecs import Floats, codec_of
@@ -356,8 +355,7 @@ def ratios(report: BenchReport, steps: int, peers: int = 4) -> None:
             run = emulate(task, scene, 0)
             if run.ratios:  # else perfectly consistent: the bound is 0
                 worst, tightest = max(worst, *run.ratios), max(tightest, *run.tight_ratios)
-                note = f"bound / measured = {1 / max(run.ratios):.3g}"
-                report.add(f"bound_ratio_{name}_{codec}", max(run.ratios), "", note)
+                report.add(f"bound_ratio_{name}_{codec}", max(run.ratios), "", "measured / bound")
     report.add("max_bound_ratio", worst, "", "largest measured / bound; <= 1 wanted")
     report.add("max_bound_ratio_found_gamma", tightest, "", "the same, with the gamma of the run")
 
@@ -372,9 +370,8 @@ def compressions(report: BenchReport, seeds: int) -> None:
             run = Emulation(scene, task.start, task.gradient).run()
             found.append(np.mean([task.accuracy(one.parameters) for one in run.members]))
     whole, fed_back, alone = np.reshape(found, (seeds, 3)).mean(0)
-    note = f"of {whole:.2f} % uncompressed, {seeds} seeds"
-    report.add("topk_feedback_drop", whole - fed_back, "points", note)
-    report.add("topk_alone_drop", whole - alone, "points", note)
+    drops = {"topk_feedback_drop": whole - fed_back, "topk_alone_drop": whole - alone}
+    report.add_all(drops, "points", f"of {whole:.2f} % uncompressed")
 
 
 def run(quick: bool = False, data: str = "digits") -> BenchReport:
@@ -518,7 +515,7 @@ def _train_one(
         optimizer.zero_grad()
         ends.append(time.perf_counter())
         computed.append(time.thread_time())
-    if isinstance(optimizer, ElasticOptimizer):
+    if way in WAYS:
         optimizer.close()
     with torch.no_grad():
         right = float((model(unseen[0]).argmax(1) == unseen[1]).float().mean())

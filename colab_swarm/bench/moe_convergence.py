@@ -141,11 +141,8 @@ class Mixing:
         self._outputs_BKD = outputs_BKD.requires_grad_()
         weights_BK = mixing_weights(self._logits_BK, self._answered_BK)
         mixed_BD = (self._outputs_BKD * weights_BK[:, :, None]).sum(1)
-        self._mixed_BD = torch.where(self._answered_BK.any(1, keepdim=True), mixed_BD, self._x_BD)
-        return self._mixed_BD.detach().requires_grad_()
-
-    def backward(self, grads_BD: Tensor) -> None:
-        self._mixed_BD.backward(grads_BD)  # type: ignore[no-untyped-call]
+        self.mixed_BD = torch.where(self._answered_BK.any(1, keepdim=True), mixed_BD, self._x_BD)
+        return self.mixed_BD.detach().requires_grad_()
 
     def experts_backward(self, failed: Tensor) -> Tensor:
         """Go back through the experts, which learn; return the inputs' whole gradient."""
@@ -206,7 +203,7 @@ class ConvergenceEmulation:
         cross_entropy(replica.head(h), y).backward()  # type: ignore[no-untyped-call]
         grads = h.grad
         for mixing in reversed(passed):
-            mixing.backward(grads)
+            mixing.mixed_BD.backward(grads)  # type: ignore[no-untyped-call]
             await self._delay(share)
             grads = mixing.experts_backward(self._failed())
         stem.backward(grads)

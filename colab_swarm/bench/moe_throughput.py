@@ -106,9 +106,8 @@ async def _measure(report: BenchReport, plan: ThroughputPlan, kind: BlockKind) -
         rates[f"model_parallel_{ms}"] = await chain.model_parallel(delay_s)
     for closing in (chain.server, host, guest):
         await closing.close()
-    note = f"{plan.blocks} blocks, {plan.in_flight} batches of {kind.batch} in flight"
     found = {f"{kind.name}_{name}_samples_per_s": rate for name, rate in rates.items()}
-    report.add_all(found, "samples/s", note)
+    report.add_all(found, "samples/s", f"{plan.in_flight} batches in flight")
     for key, against in (
         ("retained", "0ms"),
         ("vs_model_parallel", "model_parallel_200ms"),
@@ -202,8 +201,11 @@ def run_experts(quick: bool = False) -> BenchReport:
         host.call(serve={"uids": ["ffn.0"], "dim": dim})
         alone = host.call(alone={"batch": batch, "rounds": rounds})["samples_per_s"]
         rate = batch * load("forward", uids=["ffn.0"], batch=batch, dim=dim)
-        note = f"{callers} callers, forward, batch {batch}, width {dim}"
-        report.add_all({"forward_samples_per_s": rate, "local_samples_per_s": alone}, "samples/s", note)
+        report.add_all(
+            {"forward_samples_per_s": rate, "local_samples_per_s": alone},
+            "samples/s",
+            f"{callers} callers, batch {batch}",
+        )
         report.add("vs_local", rate / alone, "", "of the same expert without callers; >= 0.6 wanted")
 
         host.call(serve={"uids": ["nop.0"], "dim": NOP_DIM, "nop": True})
@@ -215,8 +217,11 @@ def run_experts(quick: bool = False) -> BenchReport:
         merged = load("merged", **small)
         host.call(serve={"uids": ["ffn.0"], "dim": dim, "max_batch_size": 1})
         single = load(**small)
-        note = f"{callers} callers, 16 calls of one sample in flight each"
-        report.add_all({"merged_calls_per_s": merged, "single_calls_per_s": single}, "calls/s", note)
+        report.add_all(
+            {"merged_calls_per_s": merged, "single_calls_per_s": single},
+            "calls/s",
+            "16 calls of one sample in flight each",
+        )
         report.add("batching_gain", merged / single, "times", ">= 4 wanted")
 
         uids = [f"ffn.{index}" for index in range(4)]
@@ -224,8 +229,7 @@ def run_experts(quick: bool = False) -> BenchReport:
         alone = host.call(alone={"batch": 128, "rounds": rounds, "backward": True})["samples_per_s"]
         order: dict[str, Any] = {"uids": uids, "batch": 128, "dim": 256, "backward": True}
         rate = 128 * _calls_per_s(report, crew[1:5], seconds, "learning", **order)
-    note = "4 experts 256, 4 callers, batch 128, forward and backward"
-    report.add("samples_per_s", rate, "samples/s", note)
+    report.add("samples_per_s", rate, "samples/s", "4 experts 256, 4 callers, batch 128, both ways")
     report.add("learning_vs_local", rate / alone, "", "of local; >= 0.8 wanted, or")
     report.add("vs_hivemind", rate / HIVEMIND_SAMPLES_PER_S, "times", ">= 3 wanted")
     return report

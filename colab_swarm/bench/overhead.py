@@ -102,8 +102,9 @@ def _throughput(report: BenchReport, crew: Crew, backbone: Swarm) -> None:
         answers = call_all(crew[:2]), call_all(crew[2:])  # one pair after the other
         bare, joined = (sum(one["samples_per_s"] for one in pair) for pair in answers)
         ratios.append(joined / bare)
-    note = f"ALBERT-{size}, 2 peers, against 2 bare loops, averaging left out of both"
-    report.add("throughput_ratio", statistics.median(ratios[1:]), "", note)  # the first warms up
+    report.add(
+        "throughput_ratio", statistics.median(ratios[1:]), "", f"ALBERT-{size}, 2 peers against 2 bare loops"
+    )  # the first warms up
 
 
 # --- an idle peer ---------------------------------------------------------------------------------------------------
@@ -184,8 +185,7 @@ def _late_joiner(report: BenchReport, crew: Crew, backbone: Swarm) -> None:
         steps.append(others[0].receive()["at"])
     rates = [sum(begin <= at < end for at in steps) / (end - begin) for begin, end in pairwise(moments)]
     joined = BenchReport("join", report.quick)
-    note = f"from join to the first counted sample, {numel / 1e6:g} M parameters and Adam"
-    joined.add("first_sample_s", found["seconds"], "s", note)
+    joined.add("first_sample_s", found["seconds"], "s", f"{numel / 1e6:g} M parameters and Adam")
     joined.add("others_step_rate", rates[1] / rates[0], "", "of the others meanwhile, against before")
     report.rows += joined.rows
 

@@ -58,8 +58,12 @@ def run(quick: bool) -> BenchReport:
         before = notebook.saved_bytes()
         grown_mb, refresh_s = notebook.evaluate(f"watched.refresh({refreshes})")
         grown_kb = (notebook.saved_bytes() - before) / 1e3
-    note = f"ALBERT-tiny, 2 peers, panel open and recorder on against neither; {pairs} pairs in turns"
-    report.add("throughput_ratio", statistics.median(ratios[1:]), "", note)  # the first warms up
+    report.add(
+        "throughput_ratio",
+        statistics.median(ratios[1:]),
+        "",
+        f"panel and recorder on against neither; {pairs} pairs",
+    )  # the first warms up
     report.add("memory_mb", grown_mb, "MB", f"of the kernel over {refreshes} refreshes, each of another view")
     report.add("notebook_kb", grown_kb, "kB", "of the saved notebook")
     report.add("refresh_ms", 1e3 * refresh_s, "ms", "processor time, of all threads")
