@@ -112,7 +112,6 @@ def _train_one(swarm: Swarm, scale: int, *, delayed: bool) -> None:
 
 
 def plot(report: BenchReport, path: str) -> None:
-    """Draw the set-ups' speeds (Figure 4's order) and the scaling (Figure 5); needs matplotlib."""
     values = report.figures
     with drawn(path, (9, 3.4), 2) as (speeds, scaling):
         shares = [values["high_bandwidth_s"] / values[f"{name}_s"] for name in SETUPS]

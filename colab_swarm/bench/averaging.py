@@ -220,12 +220,7 @@ def _measure_steps(report: BenchReport, python: str | None) -> None:
 def _time_steps(
     work: Callable[..., None] | list[Any], *mode: str, peers: int, numel: int, steps: int
 ) -> list[dict[str, float]]:
-    """Time steps of ``peers`` processes that ``work(*mode, numel, peers[, address of the first])``.
-
-    Returns:
-        Per step, the slowest member's ``seconds`` in all and ``reduced_s`` in the averaging, whether the mean was
-        ``right`` at all, and the ``traffic`` over loopback in bytes. The first step is not counted.
-    """
+    """Return the slowest member's times of each step but the first, and whether all means were right."""
     found = []
     with Crew() as crew:
         entry = crew.start(work, *mode, numel, peers, grace_s=10.0).receive()["contact"]

@@ -28,9 +28,7 @@ from colab_swarm.moe.grid import ExpertServices, Grid
 from colab_swarm.net.peers import Contact, Message
 from colab_swarm.sim import PAPER_CLOUD, NetworkProfile, SimNetwork, SimPeers, run_virtual, virtual_time
 
-DEAD_SHARE = 0.2
-PROCESSES = 8
-IN_FLIGHT = 8
+DEAD_SHARE, PROCESSES, IN_FLIGHT = 0.2, 8, 8
 
 
 class DhtLookup(NamedTuple):

@@ -391,7 +391,6 @@ def run(quick: bool = False, data: str = "digits") -> BenchReport:
 
 
 def plot(report: BenchReport, path: str) -> None:
-    """Draw accuracy and distance over beta; needs matplotlib."""
     figures = report.figures
     with drawn(path, (10, 4), 2) as both:
         for axes, kind in zip(both, ("accuracy", "distance"), strict=True):
@@ -416,11 +415,8 @@ WAYS: dict[str, Callable[[], schedulers.Scheduler]] = {
     "stale_1": partial(schedulers.BoundedStaleness, 1),
     "crash_1": partial(schedulers.CrashTolerant, 1, 0.001),
 }
-HEADLINE = "norm_0"
-OTHERS = ("alone", "ddp")
-PEERS = 2
+HEADLINE, OTHERS, PEERS = "norm_0", ("alone", "ddp"), 2
 HIDDEN, LAYERS, ROWS, LR, MOMENTUM = 64, 10, 1024, 0.02, 0.9
-PORT = 29_500
 WARM_UP, WINDOW = 20, 10
 
 
@@ -487,7 +483,7 @@ def train(parent: Parent, rank: int, invite: str) -> None:
     options = cs.NetworkOptions(lan=False, use_relays=False)
     swarm = cs.join(invite, options=options) if invite else cs.create("bench", options=options)
     parent.send(invite=invite or str(swarm.invite()))
-    dist.init_process_group("gloo", init_method=f"tcp://{ADDRESSES[0]}:{PORT}", rank=rank, world_size=PEERS)
+    dist.init_process_group("gloo", init_method=f"tcp://{ADDRESSES[0]}:29500", rank=rank, world_size=PEERS)
     job = classification_job()
     parts = map(tensors, (job.data(), job.validation()))
     data = [((images / 255).flatten(1), labels) for images, labels in parts]

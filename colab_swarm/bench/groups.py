@@ -177,8 +177,7 @@ def is_contribution(message: Message) -> bool:
 
 # --- the figures -----------------------------------------------------------------------------------------------------
 
-TIME = RoundTime(overhead_s=0.5, transfer_s=2.0)
-"""Of the rounds for which group sizes are chosen: a model of 5 MB at 20 Mbit/s."""
+TIME = RoundTime(overhead_s=0.5, transfer_s=2.0)  # of a model of 5 MB at 20 Mbit/s
 SIZES = (2, 4, 16)
 
 
@@ -230,7 +229,6 @@ def _with_failures(report: BenchReport, size: int, *, seeds: int) -> None:
 
 
 def plot(report: BenchReport, path: str) -> None:
-    """Draw chosen group sizes over failure rates, and the error round by round; needs matplotlib."""
     figures, percents = report.figures, np.geomspace(0.1, 50, 400)
     with drawn(path, (10, 4), 2) as (left, right):
         for peers in (16, 64, 256):

@@ -284,7 +284,6 @@ def _compare(report: ConvergenceCurves) -> None:
 
 
 def plot(report: BenchReport, path: str) -> None:
-    """Draw accuracy over the run, the mean of all seeds; needs matplotlib."""
     assert isinstance(report, ConvergenceCurves)
     with drawn(path, (12, 4), 3, sharey=True) as panels:
         for axes, scene in zip(panels, ("low", "high", "failures"), strict=True):

@@ -56,7 +56,6 @@ class SlowLink:
         return ["ip", "netns", "exec", self._names[side], "setpriv", "--pdeathsig", "KILL", *words]
 
     def __enter__(self) -> Self:
-        _remove_stale()
         for name in self._names:
             _ip(f"netns add {name}")
             _ip(f"-n {name} link set lo up")
@@ -76,14 +75,8 @@ class SlowLink:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def _ip(line: str) -> str:
-    return subprocess.run(["ip", *line.split()], capture_output=True, text=True, check=True).stdout
-
-
-def _remove_stale() -> None:
-    for name in (line.split()[0] for line in _ip("netns list").splitlines()):
-        if name.startswith(PREFIX) and not os.path.exists(f"/proc/{name.split('-')[1]}"):
-            _ip(f"netns del {name}")
+def _ip(line: str) -> None:
+    subprocess.run(["ip", *line.split()], capture_output=True, check=True)
 
 
 # --- the program ------------------------------------------------------------------------------------------------------

@@ -183,7 +183,6 @@ def _median_ms(setups: list[AveragingSetup]) -> float:
 
 
 def plot(report: BenchReport, path: str) -> None:
-    """Draw the table, predicted and simulated; needs matplotlib."""
     values = report.figures
     with drawn(path, (9, 3.2), len(TABLE)) as panels:
         for axes, name in zip(panels, TABLE, strict=True):

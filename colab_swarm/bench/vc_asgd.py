@@ -25,8 +25,7 @@ ALPHAS: dict[str, Alpha] = {"0.7": 0.7, "0.95": 0.95, "0.999": 0.999, "e/(e+1)":
 SPEEDS = (1.0, 1.5, 2.0)
 AT_ONCE = 4
 SCATTER = 0.2
-EARLY = 6
-"""Epochs that count as early; in the paper the order of 0.7 and 0.95 turns after them."""
+EARLY = 6  # epochs; in the paper the order of 0.7 and 0.95 turns after them
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,6 @@ def _spread(curves: Sequence[Sequence[Epoch]]) -> float:
 
 
 def plot(report: BenchReport, path: str | Path) -> None:
-    """Draw accuracy by epoch, with bars from the lowest to the highest unit; needs matplotlib."""
     assert isinstance(report, AccuracyCurves)
     with drawn(path, (7, 4.5)) as (axes,):
         axes.set(xlabel="epoch", ylabel="validation accuracy")
