@@ -42,7 +42,6 @@ SETUPS = {
 
 
 def run(quick: bool) -> BenchReport:
-    """Simulate the set-ups, the scaling, and whole peers."""
     report = BenchReport("albert", quick)
     vector = replace(ALBERT_LARGE, scale=8) if quick else ALBERT_LARGE
     averaging_s = {name: simulate_round(hosts, shares, vector) for name, (hosts, shares) in SETUPS.items()}

@@ -256,7 +256,6 @@ async def find_experts(
 
 
 def run_beam_search(quick: bool) -> BenchReport:
-    """Measure how fast experts are found; ``quick`` searches less often."""
     report, searches = BenchReport("beam-search", quick, "beam"), 8 if quick else 40
     for size, published in PUBLISHED_MS.items():
         found, name = run_virtual(find_experts(size, searches, PAPER_CLOUD, standing=True)), size_name(size)

@@ -209,7 +209,6 @@ class Parent:
         return dict(json.loads(input()))
 
     async def wait(self) -> dict[str, Any]:
-        """Wait for the next message without blocking the event loop; see `receive`."""
         return await asyncio.to_thread(self.receive)
 
 

@@ -254,7 +254,6 @@ def scenes(like: ConvergenceScene, most_experts: int) -> Iterator[tuple[str, Con
 
 
 def run(quick: bool = False, faithful: bool = False) -> ConvergenceCurves:
-    """Run all scenes with several seeds each."""
     report = ConvergenceCurves("moe-convergence", quick, "moe")
     seeds, batches, evaluations = (1, 240, 6) if quick else (3, 1600, 20)
     most_experts = 64 if quick or free_bytes() < MOST_BYTES else 1024

@@ -82,7 +82,6 @@ GPU = ThroughputPlan(
 
 
 def run(quick: bool = False) -> BenchReport:
-    """Measure both kinds of blocks under all delays."""
     report, plan = BenchReport("moe-throughput", quick, "moe"), GPU if torch.cuda.is_available() else CPU
     if quick:
         plan = replace(plan, blocks=min(plan.blocks, 8), delays_s=(0.0, 0.2), seconds=2.0)

@@ -102,9 +102,7 @@ def _throughput(report: BenchReport, crew: Crew, backbone: Swarm) -> None:
         answers = call_all(crew[:2]), call_all(crew[2:])  # one pair after the other
         bare, joined = (sum(one["samples_per_s"] for one in pair) for pair in answers)
         ratios.append(joined / bare)
-    report.add(
-        "throughput_ratio", statistics.median(ratios[1:]), "", f"ALBERT-{size}, 2 peers against 2 bare loops"
-    )  # the first warms up
+    report.add("throughput_ratio", statistics.median(ratios[1:]), "", f"ALBERT-{size}, 2 peers, 2 bare loops")
 
 
 # --- an idle peer ---------------------------------------------------------------------------------------------------
@@ -227,9 +225,7 @@ def run_soak(quick: bool) -> BenchReport:
         simulation.run(partial(_train, target_batch_size=batch), seconds=end_s, churn=churn)
         steps = [swarm.snapshot().step for swarm in simulation.swarms.values()]
         events = [event for swarm in simulation.swarms.values() for event in swarm.events.recent()]
-    report.add(
-        "step_share", max(steps) / ideal_steps, "", f"of the ideal; {peers} peers, {hours:g} virtual hours"
-    )
+    report.add("step_share", max(steps) / ideal_steps, "", f"of the ideal; {peers} peers, {hours:g} hours")
     found = {
         "stuck_peers": sum(step < max(steps) - 1 for step in steps),
         "caught_up": sum(isinstance(event, StateReceived) for event in events),

@@ -38,11 +38,7 @@ MEMBERS = 8
 
 
 def run(quick: bool) -> BenchReport:
-    """Measure.
-
-    Raises:
-        ImportError: nbclient or ipykernel is not installed.
-    """
+    """Measure; needs nbclient and ipykernel."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     pairs, phase_s, refreshes = (3, 1.0, 400) if quick else (40, 2.5, 7200)  # half an hour at four a second
     report, notebook = BenchReport("panel", quick), Notebook()
@@ -58,12 +54,7 @@ def run(quick: bool) -> BenchReport:
         before = notebook.saved_bytes()
         grown_mb, refresh_s = notebook.evaluate(f"watched.refresh({refreshes})")
         grown_kb = (notebook.saved_bytes() - before) / 1e3
-    report.add(
-        "throughput_ratio",
-        statistics.median(ratios[1:]),
-        "",
-        f"panel and recorder on against neither; {pairs} pairs",
-    )  # the first warms up
+    report.add("throughput_ratio", statistics.median(ratios[1:]), "", f"panel and recorder on; {pairs} pairs")
     report.add("memory_mb", grown_mb, "MB", f"of the kernel over {refreshes} refreshes, each of another view")
     report.add("notebook_kb", grown_kb, "kB", "of the saved notebook")
     report.add("refresh_ms", 1e3 * refresh_s, "ms", "processor time, of all threads")
@@ -91,8 +82,7 @@ class Notebook:
 
     def saved_bytes(self) -> int:
         self.client.set_widgets_metadata()
-        saved: str = nbformat.writes(self.client.nb)  # type: ignore[no-untyped-call]
-        return len(saved.encode())
+        return len(nbformat.writes(self.client.nb).encode())  # type: ignore[no-untyped-call]
 
 
 def train_beside(parent: Parent, invite: str) -> None:

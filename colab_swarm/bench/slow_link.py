@@ -40,11 +40,7 @@ def missing() -> str | None:
 
 
 class SlowLink:
-    """Two namespaces, 0 and 1, for the time of a ``with`` block.
-
-    Args:
-        delay_s, jitter_s: of a packet, one way.
-    """
+    """Two namespaces, 0 and 1, for the time of a ``with`` block; the delay is that of a packet, one way."""
 
     def __init__(self, *, delay_s: float, jitter_s: float) -> None:
         self._names = [f"{PREFIX}-{os.getpid()}-{side}" for side in range(2)]

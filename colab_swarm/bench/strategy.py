@@ -143,9 +143,7 @@ def run(quick: bool) -> BenchReport:
     for end in ("", "_simulated"):
         gain = seconds[f"c_all_reduce{end}_s"] / seconds[f"c_adaptive{end}_s"]
         report.add(f"speedup_c{end}", gain, "times", "adaptive against all-reduce; published 1.92")
-    report.add(
-        "prediction_error", errors["adaptive"], "", "simulated against predicted, adaptive, worst of 4"
-    )
+    report.add("prediction_error", errors["adaptive"], "", "simulated against predicted, worst of 4")
     report.add("prediction_error_all", max(errors.values()), "", "all strategies, worst of 12")
     setups = [random_setup(random.Random(seed)) for seed in range(10 if quick else 50)]
     report.add("solve_ms_64", _median_ms(setups), "ms", "random setups of 64 peers: who computes, and shares")
