@@ -18,31 +18,26 @@ BENCHMARKS = {
     "overhead": "overhead:run",
     "join": "join:run",
     "soak": "overhead:run_soak",
-    "experts": "experts:run",
+    "experts": "moe_throughput:run_experts",
     "moe-throughput": "moe_throughput:run",
     "moe-convergence": "moe_convergence:run",
-    "beam-search": "beam_search:run",
+    "beam-search": "dht:run_beam_search",
     "parameter-store": "parameter_store:run",
     "workunits": "workunits:run",
     "vc-asgd": "vc_asgd:run",
     "work-ordeal": "workunits:run_ordeal",
-    "elastic": "elastic:run",
+    "elastic": "elastic_consistency:run_all",
     "panel": "panel:run",
 }
-"""By name, the module of this package and its function ``run(quick: bool) -> BenchReport``."""
-PLOTTED = ("groups", "strategy", "albert", "moe-convergence", "vc-asgd", "elastic")
-"""The modules of these also have ``plot(report, path)``, which draws the report's figures as the paper does."""
 OPTIONS = {
-    "plot": PLOTTED,
+    "plot": ("groups", "strategy", "albert", "moe-convergence", "vc-asgd", "elastic"),
     "data": ("workunits", "vc-asgd", "elastic"),
     "faithful": ("moe-convergence",),
     "python": ("averaging",),
 }
-"""The benchmarks that take an option."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m colab_swarm.bench", description=__doc__)
     parser.add_argument("name", choices=[*BENCHMARKS, "all"])
     parser.add_argument("--quick", action="store_true", help="under a minute, rougher figures")

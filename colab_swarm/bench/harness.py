@@ -18,25 +18,22 @@ import os
 import platform
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
     """One figure. ``key`` is stable, because other programs read it from the JSON."""
 
     key: str
     value: float
     unit: str
-    note: str = ""
+    note: str
 
 
 @dataclass
@@ -48,19 +45,21 @@ class BenchReport:
     prefix: str = ""
     rows: list[Figure] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.prefix = self.prefix or self.name.replace("-", "_")
+
     def add(self, key: str, value: float, unit: str = "", note: str = "") -> None:
-        """Add one figure."""
-        prefix = self.prefix or self.name.replace("-", "_")
-        self.rows.append(Figure(f"{prefix}.{key}", float(value), unit, note))
+        self.rows.append(Figure(f"{self.prefix}.{key}", float(value), unit, note))
+
+    def add_all(self, figures: Mapping[str, float], unit: str = "", note: str = "") -> None:
+        for key, value in figures.items():
+            self.add(key, value, unit, note)
 
     @property
     def figures(self) -> dict[str, float]:
-        """Return the figures by their keys without the prefix."""
-        prefix = self.prefix or self.name.replace("-", "_")
-        return {row.key.removeprefix(f"{prefix}."): row.value for row in self.rows}
+        return {row.key.removeprefix(f"{self.prefix}."): row.value for row in self.rows}
 
     def table(self) -> str:
-        """Return the figures as aligned text."""
         width = max((len(row.key) for row in self.rows), default=0)
         lines = [f"{self.name}{' (quick)' if self.quick else ''}"]
         lines += [f"  {r.key:<{width}}  {r.value:>12,.4g} {r.unit:<12} {r.note}".rstrip() for r in self.rows]
@@ -69,24 +68,8 @@ class BenchReport:
     def save(self, path: str | Path) -> None:
         """Write ``{"metrics": {key: number}, "environment": {...}}``."""
         metrics = {row.key: row.value for row in self.rows}
-        Path(path).write_text(json.dumps({"metrics": metrics, "environment": environment()}, indent=1))
-
-
-def environment() -> dict[str, str | int | float]:
-    """Describe the machine and the installed versions."""
-    found: dict[str, str | int | float] = {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cores": os.cpu_count() or 0,
-        "load_1min": os.getloadavg()[0] if hasattr(os, "getloadavg") else -1.0,
-        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-    for package in ("colab-swarm", "torch", "aiohttp", "cryptography", "numpy"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "absent"
-    return found
+        found = {"python": sys.version, "platform": platform.platform(), "cores": os.cpu_count()}
+        Path(path).write_text(json.dumps({"metrics": metrics, "environment": found}, indent=1))
 
 
 @contextmanager
@@ -107,7 +90,6 @@ def drawn(
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Let torch use so many threads for the time of a ``with`` block."""
     import torch
 
     before = torch.get_num_threads()
@@ -123,14 +105,13 @@ def torch_threads(count: int) -> Iterator[None]:
 
 def python_command(function: Callable[..., object], *arguments: object) -> list[str]:
     """Return the command that runs ``function(parent, *arguments)``; arguments must be JSON values."""
-    module = function.__module__
-    if module == "__main__":  # the child imports the module under its own name
-        module = sys.modules[module].__spec__.name  # type: ignore[union-attr]
-    return [sys.executable, "-m", __name__, f"{module}:{function.__name__}", json.dumps(arguments)]
+    module = sys.modules[function.__module__].__spec__  # its own name, even if it is __main__ here
+    assert module is not None
+    return [sys.executable, "-m", __name__, f"{module.name}:{function.__name__}", json.dumps(arguments)]
 
 
 class Worker:
-    """A child process that is killed at the end of its ``with`` block.
+    """A child process; see `close`.
 
     Args:
         work: a function of a module, or the words of a command.
@@ -146,8 +127,8 @@ class Worker:
         grace_s: float = 0.0,
         environment: Mapping[str, str] = {},
     ) -> None:
-        command = [*work, *arguments] if isinstance(work, list) else python_command(work, *arguments)
         self._grace_s = grace_s
+        command = [*work, *arguments] if isinstance(work, list) else python_command(work, *arguments)
         self.process = subprocess.Popen(
             list(map(str, command)),
             stdin=subprocess.PIPE,
@@ -157,7 +138,6 @@ class Worker:
         )
 
     def send(self, **message: object) -> None:
-        """Send one message."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(message) + "\n")
         self.process.stdin.flush()
@@ -171,19 +151,15 @@ class Worker:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("{"):
-                message: dict[str, Any] = json.loads(line)
-                return message
+                return dict(json.loads(line))
         raise RuntimeError(f"a worker ended: {self.process.args!r}, exit code {self.process.wait()}")
 
     def call(self, **message: object) -> dict[str, Any]:
-        """Send a message and return the answer."""
         self.send(**message)
         return self.receive()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Kill it, after its grace."""
         assert self.process.stdin is not None and self.process.stdout is not None
         try:
             self.process.stdin.close()
@@ -197,24 +173,19 @@ class Worker:
 class Crew(list[Worker]):
     """Workers in the order of their start. They are killed at the end of the ``with`` block."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._stack = ExitStack()
-
     def start(self, work: Callable[..., object] | list[Any], *arguments: object, **options: Any) -> Worker:
-        """Start a `Worker`."""
-        self.append(self._stack.enter_context(Worker(work, *arguments, **options)))
+        self.append(Worker(work, *arguments, **options))
         return self[-1]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        for worker in self[::-1]:
+            worker.close()
 
 
 def call_all(workers: Sequence[Worker], **message: object) -> list[dict[str, Any]]:
-    """Send a message to all workers at once, then return their answers."""
     for worker in workers:
         worker.send(**message)
     return [worker.receive() for worker in workers]
@@ -227,7 +198,6 @@ class Parent:
         self._output = sys.stdout  # a worker may redirect the standard output later
 
     def send(self, **message: object) -> None:
-        """Send one message."""
         print(json.dumps(message), file=self._output, flush=True)
 
     def receive(self) -> dict[str, Any]:
@@ -236,13 +206,9 @@ class Parent:
         Raises:
             EOFError: there are no more; it ends the worker quietly.
         """
-        if line := sys.stdin.readline():
-            message: dict[str, Any] = json.loads(line)
-            return message
-        raise EOFError
+        return dict(json.loads(input()))
 
     async def wait(self) -> dict[str, Any]:
-        """Wait for the next message without blocking the event loop; see `receive`."""
         return await asyncio.to_thread(self.receive)
 
 

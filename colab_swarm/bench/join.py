@@ -29,9 +29,7 @@ NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "join_colab.ipynb"
 SETTINGS: dict[str, Setting] = {"size": "tiny", "target_batch_size": 64, "lr": 1e-2, "codec": "float16"}
 JOINER = "late joiner"
 CELLS = ("install", "folder", "join", "model", "doctor", "state", "batch")
-"""The purpose of the notebook's first cells; its last one leaves."""
 MINUTES = 0.002
-"""Training time, enough for one batch."""
 TIME_LIMIT_S = 120.0
 
 
@@ -98,7 +96,6 @@ def run_notebook(parent: Parent, invite: str, folder: str) -> None:
 
 
 def _train(swarm: Swarm) -> None:
-    """Take one step alone, so that there is a state to download."""
     model, batches = cs.recipes.albert("tiny", swarm=swarm)
     inner = cs.Lamb(cs.recipes.parameter_groups(model), lr=1e-2)
     optimizer = swarm.optimizer(inner, target_batch_size=64, compression="float16")
@@ -107,28 +104,17 @@ def _train(swarm: Swarm) -> None:
         optimizer.step(samples=16)
 
 
-def _wait_counted(swarm: Swarm) -> None:
-    """Wait until the creator has counted samples of the late joiner, or a step made of them.
-
-    Raises:
-        SwarmError: there are none after `TIME_LIMIT_S`.
-    """
-    deadline, step = time.monotonic() + TIME_LIMIT_S, swarm.snapshot().step
-    while not any(row.samples or row.step > step for row in swarm.snapshot().peers if row.name == JOINER):
-        if time.monotonic() > deadline:
-            raise SwarmError(f"no sample of the late joiner was counted within {TIME_LIMIT_S:g} s")
-        time.sleep(0.01)
-
-
 def _measure() -> list[float]:
-    """Return the seconds until a late joiner counts, and those of each part."""
     with cs.create("join", peer_name="creator") as creator, TemporaryDirectory() as folder, Crew() as crew:
         _train(creator)
         worker = crew.start(run_notebook, str(creator.invite(settings=SETTINGS)), folder)
         worker.receive()
         began = time.perf_counter()
         worker.send()
-        _wait_counted(creator)
+        while not any(row.samples or row.step > 1 for row in creator.snapshot().peers if row.name == JOINER):
+            if time.perf_counter() - began > TIME_LIMIT_S:
+                raise SwarmError(f"no sample of the late joiner was counted within {TIME_LIMIT_S:g} s")
+            time.sleep(0.01)
         counted_s = time.perf_counter() - began
         parts: list[float] = worker.receive()["seconds"]
         worker.call()

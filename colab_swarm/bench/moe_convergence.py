@@ -26,7 +26,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, layer_norm
+from torch.func import functional_call, vmap
+from torch.nn.functional import cross_entropy
 
 from colab_swarm.bench.harness import BenchReport, drawn, torch_threads
 from colab_swarm.moe.expert import FeedForward, free_bytes
@@ -35,7 +36,7 @@ from colab_swarm.sim import run_virtual
 
 DIM, LAYERS, K, CLASSES = 64, 4, 4, 10
 BATCH, LR, BETAS, EPS = 4, 1e-3, (0.9, 0.999), 1e-8
-TEST_SAMPLES, TEST_BATCH = 360, 60
+TEST_SAMPLES = 360
 
 
 @dataclass(frozen=True)
@@ -51,43 +52,16 @@ class ConvergenceScene:
     faithful: bool = False
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Accuracy on unseen digits, at equal distances over the run."""
-
-    accuracies: tuple[float, ...]
-
-    @property
-    def final(self) -> float:
-        """Return the mean of the last sixth; a single evaluation is noisy."""
-        return statistics.mean(self.accuracies[-max(1, len(self.accuracies) // 6) :])
-
-    @property
-    def mean(self) -> float:
-        """Return the mean over the whole run, which shows how fast it learned."""
-        return statistics.mean(self.accuracies)
-
-
 DELAYS = {"low": (16, 0.1), "high": (64, 1.0)}
 MODELS: dict[str, tuple[int, ...]] = {"ffn": (), "e16": (4, 4), "e64": (8, 8), "e1024": (32, 32)}
 MOST_BYTES = 4 << 30
-"""Memory of the largest model with its optimizer's state, and room to copy."""
 
 
-class DigitsSplit:
-    """All digits; the test part is always the same."""
-
-    def __init__(self) -> None:
-        pixels, labels = load_digits(return_X_y=True)
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-        x, y = torch.tensor(pixels, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]
-        self.test = x[:TEST_SAMPLES], y[:TEST_SAMPLES]
-        self.train = x[TEST_SAMPLES:], y[TEST_SAMPLES:]
-
-    def batch(self, rng: random.Random) -> tuple[Tensor, Tensor]:
-        """Return a few training samples."""
-        rows = torch.tensor([rng.randrange(len(self.train[1])) for _ in range(BATCH)])
-        return self.train[0][rows], self.train[1][rows]
+def digits() -> tuple[Tensor, Tensor]:
+    """Return all digits in a random order that is always the same; the first `TEST_SAMPLES` are for tests."""
+    pixels, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    return torch.tensor(pixels, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]
 
 
 class Experts:
@@ -95,32 +69,26 @@ class Experts:
 
     def __init__(self, count: int) -> None:
         made = [FeedForward(DIM, DIM) for _ in range(count)]
-        self._sizes = [parameter.numel() for parameter in made[0].parameters()]
-        self._rows_EP = torch.stack(
-            [nn.utils.parameters_to_vector(one.parameters()) for one in made]
-        ).detach()
+        self._block = made[0]
+        rows = [nn.utils.parameters_to_vector(one.parameters()) for one in made]
+        self._rows_EP = torch.stack(rows).detach()
         self._mean_EP, self._square_EP, self._most_EP = (torch.zeros_like(self._rows_EP) for _ in range(3))
         self._steps_E = torch.zeros(count)
         self.lr = LR
 
-    def _compute(self, rows_NP: Tensor, x_ND: Tensor) -> Tensor:
-        """Compute `FeedForward` for many sets of parameters: row n's expert on sample n."""
-        parts = torch.split(rows_NP, self._sizes, 1)
-        change_ND1 = x_ND[:, :, None]
-        for index in (0, 4):
-            weight, bias, gain, shift = parts[index : index + 4]
-            change_ND1 = torch.baddbmm(bias[:, :, None], weight.view(-1, DIM, DIM), change_ND1)
-            change_ND = layer_norm(change_ND1[:, :, 0], (DIM,)) * gain + shift
-            change_ND1 = change_ND.relu()[:, :, None]
-        change_ND1 = torch.baddbmm(parts[9][:, :, None], parts[8].view(-1, DIM, DIM), change_ND1)
-        return x_ND + change_ND1[:, :, 0]
+    def _compute(self, row_P: Tensor, x_D: Tensor) -> Tensor:
+        parameters = dict(self._block.named_parameters())
+        parts = torch.split(row_P, [one.numel() for one in parameters.values()])
+        mine = {name: part.view_as(parameters[name]) for name, part in zip(parameters, parts, strict=True)}
+        y_D: Tensor = functional_call(self._block, mine, (x_D,))
+        return y_D
 
     def forward(self, x_BD: Tensor, experts_BK: Tensor) -> Tensor:
         """Return (B, K, D), the outputs of each sample's experts."""
         batch, k = experts_BK.shape
         with torch.no_grad():
             rows = self._rows_EP[experts_BK.ravel()]
-            return self._compute(rows, x_BD.repeat_interleave(k, 0)).view(batch, k, DIM)
+            return vmap(self._compute)(rows, x_BD.repeat_interleave(k, 0)).view(batch, k, DIM)
 
     def backward(self, x_BD: Tensor, experts_BK: Tensor, grads_BKD: Tensor, used_BK: Tensor) -> Tensor:
         """Return the inputs' gradient; only the experts in ``used_BK`` learn, the others count as zero."""
@@ -129,7 +97,7 @@ class Experts:
             return torch.zeros_like(x_BD)
         experts = experts_BK[sample, slot]
         rows, x = self._rows_EP[experts].requires_grad_(), x_BD[sample].requires_grad_()
-        outputs = self._compute(rows, x)
+        outputs = vmap(self._compute)(rows, x)
         row_grads, x_grads = torch.autograd.grad(outputs, (rows, x), grads_BKD[sample, slot])
         unique, place = torch.unique(experts, return_inverse=True)
         self._step(unique, torch.zeros(len(unique), rows.shape[1]).index_add_(0, place, row_grads))
@@ -147,8 +115,6 @@ class Experts:
 
 
 class Trunk(nn.Module):
-    """The layers that a trainer holds itself."""
-
     def __init__(self, sides: tuple[int, ...]) -> None:
         super().__init__()
         self.stem, self.head = nn.Linear(64, DIM), nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, CLASSES))
@@ -175,12 +141,8 @@ class Mixing:
         self._outputs_BKD = outputs_BKD.requires_grad_()
         weights_BK = mixing_weights(self._logits_BK, self._answered_BK)
         mixed_BD = (self._outputs_BKD * weights_BK[:, :, None]).sum(1)
-        self._mixed_BD = torch.where(self._answered_BK.any(1, keepdim=True), mixed_BD, self._x_BD)
-        return self._mixed_BD.detach().requires_grad_()
-
-    def backward(self, grads_BD: Tensor) -> None:
-        """Go back through mixing and gating, at the trainer."""
-        self._mixed_BD.backward(grads_BD)  # type: ignore[no-untyped-call]
+        self.mixed_BD = torch.where(self._answered_BK.any(1, keepdim=True), mixed_BD, self._x_BD)
+        return self.mixed_BD.detach().requires_grad_()
 
     def experts_backward(self, failed: Tensor) -> Tensor:
         """Go back through the experts, which learn; return the inputs' whole gradient."""
@@ -193,59 +155,55 @@ class Mixing:
 class ConvergenceEmulation:
     """Trainers of one model on the virtual clock."""
 
-    def __init__(self, scene: ConvergenceScene, digits: DigitsSplit, seed: int) -> None:
+    def __init__(self, scene: ConvergenceScene, seed: int) -> None:
         torch.manual_seed(seed)
-        self._scene, self._digits, self._rng = scene, digits, random.Random(seed)
+        self._scene, self._rng = scene, random.Random(seed)
         self._chance = torch.Generator().manual_seed(seed)
-        self._trunk = Trunk(scene.sides)
-        for gate in self._trunk.gates:
-            gate.requires_grad_(not scene.faithful)
-        self._layers = [Experts(math.prod(scene.sides)) for _ in self._trunk.gates]
+        self._inputs, self._labels = digits()
+        self._trunk, self._experts = Trunk(scene.sides), math.prod(scene.sides)
+        self._trunk.gates.requires_grad_(not scene.faithful)
+        self._layers = [Experts(self._experts) for _ in self._trunk.gates]
         trained = [parameter for parameter in self._trunk.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.Adam(trained, lr=LR, amsgrad=True, foreach=True)
-        self._taken = 0
+        self._taken = self._applied = 0
         self._accuracies: list[float] = []
-        self._applied = 0
 
-    def run(self) -> Curve:
-        """Train until no batch is left."""
+    def run(self) -> list[float]:
+        """Train until no batch is left; return the accuracy on unseen digits, at equal distances over the run."""
         run_virtual(self._run())
-        return Curve(tuple(self._accuracies))
+        return self._accuracies
 
     async def _run(self) -> None:
         await asyncio.gather(*(self._trainer() for _ in range(self._scene.trainers)))
 
     async def _trainer(self) -> None:
         replica = copy.deepcopy(self._trunk)
-        here: list[Tensor] = list(self._trunk.parameters())
-        there: list[Tensor] = list(replica.parameters())
         while self._taken < self._scene.batches:
             self._taken += 1
-            with torch.no_grad():
-                torch._foreach_copy_(there, here)
-            x, y = self._digits.batch(self._rng)
+            replica.load_state_dict(self._trunk.state_dict())
+            rows = torch.tensor([self._rng.randrange(TEST_SAMPLES, len(self._labels)) for _ in range(BATCH)])
+            x, y = self._inputs[rows], self._labels[rows]
             if self._layers:
                 await self._through_experts(replica, x, y)
             else:
                 cross_entropy(replica.head(replica.blocks(replica.stem(x))), y).backward()  # type: ignore[no-untyped-call]
                 await self._delay(1.0)
-            for parameter, copied in zip(here, there, strict=True):
+            for parameter, copied in zip(self._trunk.parameters(), replica.parameters(), strict=True):
                 parameter.grad, copied.grad = copied.grad, None
             self._update()
 
     async def _through_experts(self, replica: Trunk, x: Tensor, y: Tensor) -> None:
         share = 0.0 if self._scene.faithful else 1 / (2 * LAYERS)
-        stem = replica.stem(x)
-        h, passed = stem, list[Mixing]()
+        h = stem = replica.stem(x)
+        passed: list[Mixing] = []
         for gate, experts in zip(replica.gates, self._layers, strict=True):
-            mixing = Mixing(gate, experts, self._scene.sides, h)
+            passed.append(Mixing(gate, experts, self._scene.sides, h))
             await self._delay(share)
-            h = mixing.forward(self._failed())
-            passed.append(mixing)
+            h = passed[-1].forward(self._failed())
         cross_entropy(replica.head(h), y).backward()  # type: ignore[no-untyped-call]
         grads = h.grad
         for mixing in reversed(passed):
-            mixing.backward(grads)
+            mixing.mixed_BD.backward(grads)  # type: ignore[no-untyped-call]
             await self._delay(share)
             grads = mixing.experts_backward(self._failed())
         stem.backward(grads)
@@ -253,8 +211,7 @@ class ConvergenceEmulation:
             await self._delay(1.0)
 
     def _failed(self) -> Tensor:
-        """Draw the experts of a layer that do not answer this call."""
-        return torch.rand(math.prod(self._scene.sides), generator=self._chance) < self._scene.failures
+        return torch.rand(self._experts, generator=self._chance) < self._scene.failures
 
     async def _delay(self, share: float) -> None:
         if share:
@@ -265,33 +222,28 @@ class ConvergenceEmulation:
         self._applied += 1
         if not self._scene.faithful:  # at a constant rate, single evaluations at the end vary too much
             lr = LR * (1 - self._applied / self._scene.batches)
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
-            for experts in self._layers:
-                experts.lr = lr
+            for one in (*self._optimizer.param_groups, *map(vars, self._layers)):
+                one["lr"] = lr
         if self._applied % (self._scene.batches // self._scene.evaluations) == 0:
             self._accuracies.append(self._evaluate())
 
     @torch.no_grad()
     def _evaluate(self) -> float:
-        right, nothing_failed = 0, torch.zeros(math.prod(self._scene.sides), dtype=torch.bool)
-        for x, y in zip(*(torch.split(part, TEST_BATCH) for part in self._digits.test), strict=True):
-            h = self._trunk.blocks(self._trunk.stem(x))
-            for gate, experts in zip(self._trunk.gates, self._layers, strict=True):
-                h = Mixing(gate, experts, self._scene.sides, h).forward(nothing_failed)
-            right += int((self._trunk.head(h).argmax(1) == y).sum())
-        return right / TEST_SAMPLES
+        h = self._trunk.blocks(self._trunk.stem(self._inputs[:TEST_SAMPLES]))
+        for gate, experts in zip(self._trunk.gates, self._layers, strict=True):
+            nothing_failed = torch.zeros(self._experts, dtype=torch.bool)
+            h = Mixing(gate, experts, self._scene.sides, h).forward(nothing_failed)
+        return float((self._trunk.head(h).argmax(1) == self._labels[:TEST_SAMPLES]).float().mean())
 
 
 @dataclass
 class ConvergenceCurves(BenchReport):
     """The report, and per scene the accuracy of each seed over the run."""
 
-    curves: dict[str, list[Curve]] = field(default_factory=dict)
+    curves: dict[str, list[list[float]]] = field(default_factory=dict)
 
 
 def scenes(like: ConvergenceScene, most_experts: int) -> Iterator[tuple[str, ConvergenceScene]]:
-    """Yield all compared scenes by name, with the length and rules of ``like``."""
     models = {model: sides for model, sides in MODELS.items() if math.prod(sides) <= most_experts}
     for delay, (trainers, delay_s) in DELAYS.items():
         for model, sides in models.items():
@@ -302,27 +254,21 @@ def scenes(like: ConvergenceScene, most_experts: int) -> Iterator[tuple[str, Con
 
 
 def run(quick: bool = False, faithful: bool = False) -> ConvergenceCurves:
-    """Run all scenes with several seeds each."""
     report = ConvergenceCurves("moe-convergence", quick, "moe")
     seeds, batches, evaluations = (1, 240, 6) if quick else (3, 1600, 20)
     most_experts = 64 if quick or free_bytes() < MOST_BYTES else 1024
-    like, digits = ConvergenceScene((), 1, 0.0, 0.0, batches, evaluations, faithful), DigitsSplit()
+    like, last = ConvergenceScene((), 1, 0.0, 0.0, batches, evaluations, faithful), max(1, evaluations // 6)
     with torch_threads(1):  # tensors are tiny
         for name, scene in scenes(like, most_experts):
-            curves = [ConvergenceEmulation(scene, digits, seed).run() for seed in range(seeds)]
+            curves = [ConvergenceEmulation(scene, seed).run() for seed in range(seeds)]
             report.curves[name] = curves
-            _add_scene(report, name, scene, curves)
+            for kind, begin in (("final", -last), ("mean", 0)):  # a single evaluation is noisy
+                percent = [100 * statistics.mean(curve[begin:]) for curve in curves]
+                report.add(f"{name}_{kind}_accuracy", statistics.mean(percent), "%", f"{seeds} seeds")
+                if seeds > 1:
+                    report.add(f"{name}_{kind}_deviation", statistics.stdev(percent), "points")
     _compare(report)
     return report
-
-
-def _add_scene(report: BenchReport, name: str, scene: ConvergenceScene, curves: list[Curve]) -> None:
-    what = f"{scene.trainers} trainers, {scene.batches} batches of {BATCH}, {len(curves)} seeds"
-    for kind, values in (("final", [c.final for c in curves]), ("mean", [c.mean for c in curves])):
-        percent = [100 * value for value in values]
-        report.add(f"{name}_{kind}_accuracy", statistics.mean(percent), "%", what)
-        if len(percent) > 1:
-            report.add(f"{name}_{kind}_deviation", statistics.stdev(percent), "points")
 
 
 def _compare(report: ConvergenceCurves) -> None:
@@ -337,17 +283,10 @@ def _compare(report: ConvergenceCurves) -> None:
 
 
 def plot(report: BenchReport, path: str) -> None:
-    """Draw accuracy over batches: mean and standard deviation of all seeds; needs matplotlib."""
     assert isinstance(report, ConvergenceCurves)
-    titles = {"low": "low delay", "high": "high delay", "failures": "low delay, 10 % of calls fail"}
     with drawn(path, (12, 4), 3, sharey=True) as panels:
-        panels[0].set_ylabel("accuracy on unseen digits")
-        for axes, (suffix, title) in zip(panels, titles.items(), strict=True):
-            axes.set(title=title, xlabel="part of the run")
-            for index, model in enumerate(MODELS):
-                if curves := report.curves.get(f"{model}_{suffix}"):
-                    values = torch.tensor([curve.accuracies for curve in curves])
-                    mean, deviation = values.mean(0), values.std(0, correction=min(1, len(curves) - 1))
-                    x = [(step + 1) / len(mean) for step in range(len(mean))]
-                    axes.plot(x, mean, color=f"C{index}", label=model)
-                    axes.fill_between(x, mean - deviation, mean + deviation, color=f"C{index}", alpha=0.2)
+        for axes, scene in zip(panels, ("low", "high", "failures"), strict=True):
+            axes.set(title=scene, xlabel="part of the run", ylabel="accuracy on unseen digits")
+            for model in MODELS:
+                if curves := report.curves.get(f"{model}_{scene}"):
+                    axes.plot(torch.tensor(curves).mean(0), label=model)

@@ -6,18 +6,17 @@ what the online peers could do without ever waiting: their samples, divided by t
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import random
 import statistics
-import sys
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from colab_swarm.bench.harness import BenchReport, Crew, Parent, call_all
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from colab_swarm.swarm.swarm import Swarm
 
 SAMPLES, AVERAGE_EVERY = 2, 4
-"""Samples of a micro-batch; micro-batches of one peer per global step."""
 
 
 def run(quick: bool) -> BenchReport:
@@ -36,7 +34,7 @@ def run(quick: bool) -> BenchReport:
     report = BenchReport("overhead", quick)
     for measure in (_throughput, _late_joiner, _idle_peer):
         with create("overhead", peer_name="backbone") as backbone, Crew() as crew:
-            measure(report, crew, str(backbone.invite()))
+            measure(report, crew, backbone)
     return report
 
 
@@ -72,24 +70,18 @@ class TrainingLoop:
         return time.perf_counter() - began if stepped else 0.0
 
     def samples_per_s(
-        self,
-        *,
-        batches: float = math.inf,
-        seconds: float = math.inf,
-        after_each: Callable[[], object] | None = None,
+        self, *, batches: float = math.inf, seconds: float = math.inf, after_each: Callable[[], object] = int
     ) -> float:
         """Return the speed over so many batches, or so long, without global steps."""
         began, done, stepping_s, took_s = time.perf_counter(), 0, 0.0, 0.0
         while done < batches and took_s < seconds:
             stepping_s += self.batch()
-            if after_each is not None:
-                after_each()
+            after_each()
             done, took_s = done + 1, time.perf_counter() - began - stepping_s
         return SAMPLES * done / took_s
 
 
 def train(parent: Parent, size: str, batches: int, invite: str) -> None:
-    """Worker: train for each message; answer with samples per second. No invite: a bare loop."""
     from colab_swarm.swarm.joining import join
 
     loop = TrainingLoop(join(invite) if invite else None, size)
@@ -99,36 +91,28 @@ def train(parent: Parent, size: str, batches: int, invite: str) -> None:
         parent.send(samples_per_s=loop.samples_per_s(batches=batches))
 
 
-def _throughput(report: BenchReport, crew: Crew, invite: str) -> None:
+def _throughput(report: BenchReport, crew: Crew, backbone: Swarm) -> None:
     size, batches, phases = ("tiny", 40, 2) if report.quick else ("base", 8, 5)
+    invite, ratios = str(backbone.invite()), []
     for one in ("", "", invite, invite):
         crew.start(train, size, batches, one)
     for worker in crew:
         worker.receive()
-    ratios = []
     for _ in range(phases + 1):
         answers = call_all(crew[:2]), call_all(crew[2:])  # one pair after the other
         bare, joined = (sum(one["samples_per_s"] for one in pair) for pair in answers)
         ratios.append(joined / bare)
-    note = f"ALBERT-{size}, 2 peers, against 2 bare loops, averaging left out of both"
-    report.add("throughput_ratio", statistics.median(ratios[1:]), "", note)  # the first warms up
+    report.add("throughput_ratio", statistics.median(ratios[1:]), "", f"ALBERT-{size}, 2 peers, 2 bare loops")
 
 
 # --- an idle peer ---------------------------------------------------------------------------------------------------
 
 
 def memory_mib() -> float:
-    """Return the proportional memory of this process, or its peak where the system does not count that."""
+    """Return the proportional memory of this process, or NaN where the system does not count that."""
     rollup = Path("/proc/self/smaps_rollup")
-    if rollup.exists():
-        pss = next(line for line in rollup.read_text().splitlines() if line.startswith("Pss:"))
-        return int(pss.split()[1]) / 1024
-    if sys.platform == "win32":
-        return float("nan")
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (1024**2 if sys.platform == "darwin" else 1024)
+    lines = rollup.read_text().splitlines() if rollup.exists() else []
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:")), math.nan)
 
 
 def _children() -> int:
@@ -137,24 +121,22 @@ def _children() -> int:
 
 
 def idle(parent: Parent, invite: str) -> None:
-    """Worker: join, wait, and report what that added to this process."""
     import torch
 
     torch.ones(256, 256) @ torch.ones(256, 256)
     memory, children, began = memory_mib(), _children(), time.perf_counter()
     import colab_swarm as cs
 
-    swarm = cs.join(invite)
+    cs.join(invite)
     took_s = time.perf_counter() - began
     time.sleep(3.0)
-    peers = len(swarm.snapshot().peers)
-    parent.send(memory=memory_mib() - memory, children=_children() - children, took_s=took_s, peers=peers)
+    parent.send(memory=memory_mib() - memory, children=_children() - children, took_s=took_s)
     parent.receive()
 
 
-def _idle_peer(report: BenchReport, crew: Crew, invite: str) -> None:
-    found = crew.start(idle, invite).receive()
-    report.add("memory_mib", found["memory"], "MiB", f"an idle peer of {found['peers']}, torch loaded before")
+def _idle_peer(report: BenchReport, crew: Crew, backbone: Swarm) -> None:
+    found = crew.start(idle, str(backbone.invite())).receive()
+    report.add("memory_mib", found["memory"], "MiB", "an idle peer, torch loaded before")
     report.add("processes", found["children"], "", "child processes of an idle peer")
     report.add("join_s", found["took_s"], "s", "import colab_swarm and join")
 
@@ -163,55 +145,46 @@ def _idle_peer(report: BenchReport, crew: Crew, invite: str) -> None:
 
 
 def join_late(parent: Parent, numel: int, invite: str) -> None:
-    """Worker: at a message, join and train ``numel`` parameters on made-up gradients; report how long it took."""
+    """Worker: at a message, join and train ``numel`` parameters; report the first sample, then each step."""
     import torch
 
     from colab_swarm.swarm.joining import join
 
     torch.set_num_threads(1)
     parameters = [torch.nn.Parameter(torch.zeros(numel // 8)) for _ in range(8)]
-    gradient = torch.full((numel // 8,), 1e-3)
     inner = torch.optim.Adam(parameters, lr=1e-4)
     parent.send()
     parent.receive()
     began = time.perf_counter()
     optimizer = join(invite).optimizer(inner, target_batch_size=16)
-    joined_at, answers = optimizer.global_step, None
-    while True:
+    for batches in itertools.count():
         for parameter in parameters:
-            parameter.grad = gradient.clone()
+            parameter.grad = torch.full_like(parameter, 1e-3)
         time.sleep(0.1)  # the forward and backward pass of a GPU
-        optimizer.step(samples=1)
-        if answers is None:
-            parent.send(seconds=time.perf_counter() - began, step=joined_at)
-            answers = threading.Thread(target=_answer_with_step, args=(parent, optimizer), daemon=True)
-            answers.start()
+        stepped = optimizer.step(samples=1) is not None
+        if batches == 0:
+            parent.send(seconds=time.perf_counter() - began)
+        elif stepped:
+            parent.send(at=time.time())
 
 
-def _answer_with_step(parent: Parent, optimizer: Any) -> None:
-    with suppress(EOFError):
-        while True:
-            parent.receive()
-            parent.send(step=optimizer.global_step)
-
-
-def _late_joiner(report: BenchReport, crew: Crew, invite: str) -> None:
+def _late_joiner(report: BenchReport, crew: Crew, backbone: Swarm) -> None:
     numel = 2_000_000 if report.quick else 18_000_000
-    alice, bob, carol = (crew.start(join_late, numel, invite) for _ in range(3))
+    carol, *others = (crew.start(join_late, numel, str(backbone.invite())) for _ in range(3))
     for worker in crew:
         worker.receive()
-    alice.call()
-    bob.call()
-    first, began = alice.call()["step"], time.perf_counter()
+    call_all(others)
+    moments, steps = [time.time()], [0.0]
     time.sleep(5.0)
-    calm = (alice.call()["step"] - first) / (time.perf_counter() - began)
-    first, began = alice.call()["step"], time.perf_counter()
+    moments.append(time.time())
     found = carol.call()
-    during = (alice.call()["step"] - first) / (time.perf_counter() - began)
+    moments.append(time.time())
+    while steps[-1] < moments[-1]:
+        steps.append(others[0].receive()["at"])
+    rates = [sum(begin <= at < end for at in steps) / (end - begin) for begin, end in pairwise(moments)]
     joined = BenchReport("join", report.quick)
-    note = f"from join to the first counted sample, {numel / 1e6:g} M parameters and Adam, at step {found['step']}"
-    joined.add("first_sample_s", found["seconds"], "s", note)
-    joined.add("others_step_rate", during / calm, "", "of the others meanwhile, against before")
+    joined.add("first_sample_s", found["seconds"], "s", f"{numel / 1e6:g} M parameters and Adam")
+    joined.add("others_step_rate", rates[1] / rates[0], "", "of the others meanwhile, against before")
     report.rows += joined.rows
 
 
@@ -232,7 +205,6 @@ def _train(swarm: Swarm, target_batch_size: int) -> None:
 
 
 def run_soak(quick: bool) -> BenchReport:
-    """Simulate the long run."""
     from colab_swarm.events import RoundFinished, StateReceived
     from colab_swarm.sim.profiles import ChurnProfile
     from colab_swarm.swarm.simulation import simulate
@@ -253,14 +225,12 @@ def run_soak(quick: bool) -> BenchReport:
         simulation.run(partial(_train, target_batch_size=batch), seconds=end_s, churn=churn)
         steps = [swarm.snapshot().step for swarm in simulation.swarms.values()]
         events = [event for swarm in simulation.swarms.values() for event in swarm.events.recent()]
-        crashes = sum(fault.name == "crash" for fault in simulation.network.fired)
-    note = f"of the ideal; {peers} peers, {hours:g} virtual hours, mean session 4 h, {crashes} crashes"
-    report.add("step_share", max(steps) / ideal_steps, "", note)
-    stuck = sum(step < max(steps) - 1 for step in steps)
-    report.add("stuck_peers", stuck, "", "online but behind at the end")
-    caught_up = sum(isinstance(event, StateReceived) for event in events)
-    report.add("caught_up", caught_up, "", "late joiners online")
-    kept_local = sum(event.kept_local for event in events if isinstance(event, RoundFinished))
-    report.add("kept_local", kept_local, "values", "without a mean in a round")
+    report.add("step_share", max(steps) / ideal_steps, "", f"of the ideal; {peers} peers, {hours:g} hours")
+    found = {
+        "stuck_peers": sum(step < max(steps) - 1 for step in steps),
+        "caught_up": sum(isinstance(event, StateReceived) for event in events),
+        "kept_local": sum(event.kept_local for event in events if isinstance(event, RoundFinished)),
+    }
+    report.add_all(found, "", "peers behind at the end, late joiners online, values without a mean")
     report.add("real_s", time.perf_counter() - began, "s", "to simulate it")
     return report

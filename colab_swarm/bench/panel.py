@@ -28,23 +28,17 @@ from colab_swarm.notebook.recorder import Header, Recorder
 from colab_swarm.swarm.joining import create, join
 
 WARM_UP = 1500
-"""Refreshes until all bounded histories are full: the last thousand events and losses, the last rounds."""
 WATCH = """
 from colab_swarm.bench.panel import Watched
 watched = Watched({invite!r})
 watched.panel
 """
 AVERAGE_EVERY = 8
-"""Micro-batches of one peer per global step."""
 MEMBERS = 8
 
 
 def run(quick: bool) -> BenchReport:
-    """Measure.
-
-    Raises:
-        ImportError: nbclient or ipykernel is not installed.
-    """
+    """Measure; needs nbclient and ipykernel."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     pairs, phase_s, refreshes = (3, 1.0, 400) if quick else (40, 2.5, 7200)  # half an hour at four a second
     report, notebook = BenchReport("panel", quick), Notebook()
@@ -60,8 +54,7 @@ def run(quick: bool) -> BenchReport:
         before = notebook.saved_bytes()
         grown_mb, refresh_s = notebook.evaluate(f"watched.refresh({refreshes})")
         grown_kb = (notebook.saved_bytes() - before) / 1e3
-    note = f"ALBERT-tiny, 2 peers, panel open and recorder on against neither; {pairs} pairs in turns"
-    report.add("throughput_ratio", statistics.median(ratios[1:]), "", note)  # the first warms up
+    report.add("throughput_ratio", statistics.median(ratios[1:]), "", f"panel and recorder on; {pairs} pairs")
     report.add("memory_mb", grown_mb, "MB", f"of the kernel over {refreshes} refreshes, each of another view")
     report.add("notebook_kb", grown_kb, "kB", "of the saved notebook")
     report.add("refresh_ms", 1e3 * refresh_s, "ms", "processor time, of all threads")
@@ -70,8 +63,6 @@ def run(quick: bool) -> BenchReport:
 
 
 class Notebook:
-    """A new notebook in a kernel of its own."""
-
     def __init__(self) -> None:
         empty = nbformat.v4.new_notebook()  # type: ignore[no-untyped-call]
         self.client: Any = NotebookClient(empty, timeout=1200, kernel_name="python3")
@@ -90,14 +81,11 @@ class Notebook:
         return answer
 
     def saved_bytes(self) -> int:
-        """Return the size of the notebook with the state of its widgets, as saved now."""
         self.client.set_widgets_metadata()
-        saved: str = nbformat.writes(self.client.nb)  # type: ignore[no-untyped-call]
-        return len(saved.encode())
+        return len(nbformat.writes(self.client.nb).encode())  # type: ignore[no-untyped-call]
 
 
 def train_beside(parent: Parent, invite: str) -> None:
-    """Worker: train until killed."""
     loop = TrainingLoop(join(invite, peer_name="bob"), average_every=AVERAGE_EVERY)
     parent.send()
     while True:
@@ -124,47 +112,28 @@ class Watched:
         swarm, path = self._swarm, Path(self._folder.name) / "run.jsonl"
         header = Header(swarm.run, swarm.name, swarm.id.hex(), time.time(), time.monotonic())
         with closing(Recorder(swarm.events, path, header)) if watched else nullcontext():
-            return self._loop.samples_per_s(seconds=seconds, after_each=self.panel.tick if watched else None)
+            return self._loop.samples_per_s(seconds=seconds, after_each=self.panel.tick if watched else int)
 
     def refresh(self, times: int) -> tuple[float, float]:
         """Show so many different views; return the kernel's growth in MB and the processor time of one in seconds."""
-        before, began, pretending_s = _used_mb(), time.process_time(), 0.0
+        gc.collect()
+        before, began, pretending_s = memory_mib(), time.process_time(), 0.0
         for _ in range(times):
             since = time.thread_time()
             self._pretend_round()
             pretending_s += time.thread_time() - since
             self.panel.refresh()
         spent_s = time.process_time() - began - pretending_s
-        return _used_mb() - before, spent_s / times
+        gc.collect()
+        return (memory_mib() - before) * 1024**2 / 1e6, spent_s / times
 
     def _pretend_round(self) -> None:
-        """Emit the events of a round and a step in a group of eight."""
         self._step += 1
-        now, samples = time.monotonic(), 4.0 * MEMBERS
-        peers, part = tuple(f"{member:02x}" * 32 for member in range(MEMBERS)), (0.1, 0.2)
+        now, samples, part = time.monotonic(), 4.0 * MEMBERS, (0.1, 0.2)
+        peers = tuple(f"{member:02x}" * 32 for member in range(MEMBERS))
+        members = tuple(MemberTrace(peer, 4.0, 1 / MEMBERS, part, part, part) for peer in peers)
         round_finished = RoundFinished(
-            now,
-            self._step,
-            MEMBERS,
-            peers,
-            samples,
-            spans_lost=0,
-            kept_local=0,
-            sent_bytes=1000,
-            received_bytes=1000,
-            seconds=0.5,
-            averaging_s=0.3,
-            members=tuple(MemberTrace(peer, 4.0, 1 / MEMBERS, part, part, part) for peer in peers),
+            now, self._step, MEMBERS, peers, samples, 0, 0, 1000, 1000, 0.5, averaging_s=0.3, members=members
         )
         self._swarm.events.emit(round_finished)
         self._swarm.events.emit(StepFinished(now, self._step, samples, 1 + 1 / self._step))
-
-
-def _used_mb() -> float:
-    """Return this process's own memory, where possible without libraries that it shares with others."""
-    gc.collect()
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return memory_mib() * 1024**2 / 1e6
-    own = next(line for line in status.read_text().splitlines() if line.startswith("RssAnon:"))
-    return int(own.split()[1]) * 1024 / 1e6

@@ -68,15 +68,17 @@ def postgresql_server() -> Iterator[str]:
     with _folder(user) as folder:
         data = folder / "data"
         options = ["--no-sync", "--auth=trust", "--username=swarm", "--encoding=UTF8", "--no-locale"]
-        _run([initdb, *options, f"--pgdata={data}"], user)
+        subprocess.run(
+            [initdb, *options, f"--pgdata={data}"], user=user, cwd="/", check=True, capture_output=True
+        )
         server = [postgres, "-D", str(data), "-k", str(folder), "-h", ""]
-        ready = partial(_postgresql_ready, data / "postmaster.pid")
+        pid = data / "postmaster.pid"
+
+        def ready() -> bool:
+            return pid.exists() and "ready" in pid.read_text()
+
         with _running(server, ready, folder, user, end=signal.SIGINT):  # SIGTERM waits for clients to leave
             yield f"postgresql+psycopg://swarm@/postgres?host={folder}"
-
-
-def _postgresql_ready(file: Path) -> bool:
-    return file.exists() and "ready" in file.read_text()
 
 
 @contextmanager
@@ -92,7 +94,9 @@ def mariadb_server() -> Iterator[str]:
     with _folder(user) as folder:
         data, socket = folder / "data", folder / "mariadb.sock"
         options = ["--no-defaults", "--auth-root-authentication-method=normal", "--skip-test-db"]
-        _run([install, *options, f"--datadir={data}"], user)
+        subprocess.run(
+            [install, *options, f"--datadir={data}"], user=user, cwd="/", check=True, capture_output=True
+        )
         command = [server, "--no-defaults", "--skip-networking", f"--datadir={data}", f"--socket={socket}"]
         with _running(command, socket.exists, folder, user):
             yield f"mysql+pymysql://root@localhost/mysql?unix_socket={socket}"
@@ -106,33 +110,22 @@ def _program(name: str, path: str | None = None) -> str:
 
 
 def _other_user(name: str) -> str | None:
-    """Return the user to run a server as that refuses to run as root; None for the current one."""
     if os.name != "posix" or os.geteuid() != 0:
         return None
     import pwd
 
-    try:
-        return pwd.getpwnam(name).pw_name
-    except KeyError:
-        raise Absent(f"there is no user {name}, and its server refuses to run as root") from None
+    if name not in {entry.pw_name for entry in pwd.getpwall()}:
+        raise Absent(f"there is no user {name}, and its server refuses to run as root")
+    return name
 
 
 @contextmanager
 def _folder(user: str | None) -> Iterator[Path]:
     """Make a folder that belongs to ``user``; its path is short, as that of a socket must be."""
-    folder = Path(tempfile.mkdtemp(prefix="swarm-"))
-    try:
+    with tempfile.TemporaryDirectory(prefix="swarm-", ignore_cleanup_errors=True) as folder:
         if user is not None:
             shutil.chown(folder, user)
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _run(command: list[str], user: str | None) -> None:
-    done = subprocess.run(command, user=user, cwd="/", capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{command[0]} failed: {done.stdout}{done.stderr}")
+        yield Path(folder)
 
 
 @contextmanager
@@ -168,8 +161,8 @@ def _running(
 
 @contextmanager
 def _sqlite() -> Iterator[str]:
-    with tempfile.TemporaryDirectory() as folder:
-        yield str(Path(folder) / "job.db")
+    with _folder(None) as folder:
+        yield str(folder / "job.db")
 
 
 STORES: dict[str, tuple[Callable[[], AbstractContextManager[str]], str]] = {
@@ -181,26 +174,25 @@ STORES: dict[str, tuple[Callable[[], AbstractContextManager[str]], str]] = {
     "mariadb": (mariadb_server, "durable, strong consistency; published 1,290 ms (MySQL)"),
 }
 SQL = ("mariadb", "postgresql")
-"""`store.sql_ms` is the figure of the first of these that is installed."""
 
 
 def run(quick: bool) -> BenchReport:
     """Time updates in every store whose program is installed."""
-    report, took_ms, updates = BenchReport("parameter-store", quick, "store"), {}, 5 if quick else 20
+    report, updates = BenchReport("parameter-store", quick, "store"), 5 if quick else 20
     for name, (opened, note) in STORES.items():
         try:
             with opened() as url, Crew() as crew:
                 worker = crew.start(time_updates, url, NUMEL, updates, environment=KEEP_MEMORY)
-                took_ms[name] = worker.receive()["ms"]
+                report.add(f"{name}_ms", worker.receive()["ms"], "ms", f"median of {updates}; {note}")
         except Absent as absent:
             print(f"{name} is left out: {absent}", flush=True)
-            continue
-        report.add(f"{name}_ms", took_ms[name], "ms", f"median of {updates}; {note}")
-    sql = next((name for name in SQL if name in took_ms), None)
+    found = report.figures
+    sql = next((name for name in SQL if f"{name}_ms" in found), None)
     if sql is not None:
-        report.add("sql_ms", took_ms[sql], "ms", sql)
-        if "redis" in took_ms:
-            report.add("sql_to_redis", took_ms[sql] / took_ms["redis"], "times", f"{sql}; published 1.5")
+        report.add("sql_ms", found[f"{sql}_ms"], "ms", sql)
+        if "redis_ms" in found:
+            ratio = found[f"{sql}_ms"] / found["redis_ms"]
+            report.add("sql_to_redis", ratio, "times", f"{sql}; published 1.5")
     return report
 
 

@@ -20,6 +20,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Self
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -39,11 +40,7 @@ def missing() -> str | None:
 
 
 class SlowLink:
-    """Two namespaces, 0 and 1, for the time of a ``with`` block.
-
-    Args:
-        delay_s, jitter_s: of a packet, one way.
-    """
+    """Two namespaces, 0 and 1, for the time of a ``with`` block; the delay is that of a packet, one way."""
 
     def __init__(self, *, delay_s: float, jitter_s: float) -> None:
         self._names = [f"{PREFIX}-{os.getpid()}-{side}" for side in range(2)]
@@ -55,7 +52,6 @@ class SlowLink:
         return ["ip", "netns", "exec", self._names[side], "setpriv", "--pdeathsig", "KILL", *words]
 
     def __enter__(self) -> Self:
-        _remove_stale()
         for name in self._names:
             _ip(f"netns add {name}")
             _ip(f"-n {name} link set lo up")
@@ -75,22 +71,14 @@ class SlowLink:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def _ip(line: str) -> str:
-    return subprocess.run(["ip", *line.split()], capture_output=True, text=True, check=True).stdout
-
-
-def _remove_stale() -> None:
-    """Remove the namespaces of killed runs."""
-    for name in (line.split()[0] for line in _ip("netns list").splitlines()):
-        if name.startswith(PREFIX) and not os.path.exists(f"/proc/{name.split('-')[1]}"):
-            _ip(f"netns del {name}")
+def _ip(line: str) -> None:
+    subprocess.run(["ip", *line.split()], capture_output=True, check=True)
 
 
 # --- the program ------------------------------------------------------------------------------------------------------
 
 
 def open_device(name: str, address: str) -> int:
-    """Make a TUN device in the namespace; return its file descriptor."""
     libc = ctypes.CDLL(None, use_errno=True)
     here, there = os.open("/proc/self/ns/net", os.O_RDONLY), os.open(f"/run/netns/{name}", os.O_RDONLY)
     try:
@@ -106,7 +94,6 @@ def open_device(name: str, address: str) -> int:
 
 
 def forward(devices: Sequence[int], *, delay_s: float, jitter_s: float) -> None:
-    """Pass packets until killed."""
     ways: list[deque[tuple[float, bytes]]] = [deque(), deque()]  # from each side to the other
     while True:
         due = min((way[0][0] for way in ways if way), default=None)
@@ -120,10 +107,8 @@ def forward(devices: Sequence[int], *, delay_s: float, jitter_s: float) -> None:
         now = time.monotonic()
         for side, way in enumerate(ways):
             while way and way[0][0] <= now:
-                try:
+                with suppress(BlockingIOError):  # a full queue drops
                     os.write(devices[1 - side], way.popleft()[1])
-                except BlockingIOError:
-                    continue  # a full queue drops
 
 
 if __name__ == "__main__":

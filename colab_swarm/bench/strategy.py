@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import permutations
 
 import msgspec
 import numpy as np
@@ -33,7 +34,6 @@ from colab_swarm.sim import HostProfile, NetworkProfile, SimNetwork, SimPeers, r
 from colab_swarm.sim.profiles import GIGABIT
 
 LATENCY_S = 0.0003
-"""One way: the paper's peers are in one cloud region."""
 PATIENT = AveragingSettings(round_timeout_s=600.0, patience_s=60.0)
 
 
@@ -58,7 +58,6 @@ class Vector:
 
 
 def ticket(host: SimulatedHost, vector: Vector) -> Ticket:
-    """Return the ticket of a host whose bandwidth is known."""
     scaled = Ticket("bench", 0, b"lineage", float(host.trains), vector.numel // vector.scale, b"schema")
     rate_bps = host.bps / vector.scale
     return msgspec.structs.replace(
@@ -123,7 +122,6 @@ TABLE = {
     "c": ((*A, *B), (5.69, 14.1, 2.96)),
     "d": ((*B, SimulatedHost(2.5 * GIGABIT, trains=False)), (5.3, 3.22, 3.18)),
 }
-"""Per row: the peers, and the published seconds per strategy."""
 STRATEGIES: dict[str, Strategy] = {
     "all_reduce": equal_shares,
     "server": one_server,
@@ -134,34 +132,25 @@ STRATEGIES: dict[str, Strategy] = {
 def run(quick: bool) -> BenchReport:
     """Predict and simulate the table; time the planning."""
     report, vector = BenchReport("strategy", quick), replace(RESNET50, scale=4) if quick else RESNET50
+    errors = dict.fromkeys(STRATEGIES, 0.0)
     for name, (hosts, published) in TABLE.items():
         for (kind, strategy), published_s in zip(STRATEGIES.items(), published, strict=True):
-            report.add(f"{name}_{kind}_s", _predict(hosts, strategy), "s", f"published {published_s} s")
-            report.add(f"{name}_{kind}_simulated_s", simulate_round(hosts, strategy, vector), "s")
+            predicted_s, simulated_s = _predict(hosts, strategy), simulate_round(hosts, strategy, vector)
+            report.add(f"{name}_{kind}_s", predicted_s, "s", f"published {published_s} s")
+            report.add(f"{name}_{kind}_simulated_s", simulated_s, "s")
+            errors[kind] = max(errors[kind], abs(simulated_s / predicted_s - 1))
     seconds = report.figures
     for end in ("", "_simulated"):
         gain = seconds[f"c_all_reduce{end}_s"] / seconds[f"c_adaptive{end}_s"]
         report.add(f"speedup_c{end}", gain, "times", "adaptive against all-reduce; published 1.92")
-    errors = {
-        (name, kind): abs(seconds[f"{name}_{kind}_simulated_s"] / seconds[f"{name}_{kind}_s"] - 1)
-        for name in TABLE
-        for kind in STRATEGIES
-    }
-    worst = max(errors[name, "adaptive"] for name in TABLE)
-    report.add("prediction_error", worst, "", "simulated against predicted, adaptive, worst of 4")
+    report.add("prediction_error", errors["adaptive"], "", "simulated against predicted, worst of 4")
     report.add("prediction_error_all", max(errors.values()), "", "all strategies, worst of 12")
-    _time_plans(report)
-    return report
-
-
-def _time_plans(report: BenchReport) -> None:
-    repeats = 10 if report.quick else 50
-    setups = [random_setup(random.Random(seed)) for seed in range(repeats)]
-    note = f"median of {repeats} random setups of 64 peers: who computes, and shares"
-    report.add("solve_ms_64", _median_ms(setups), "ms", note)
-    pairs = {(i, j): 10 * GIGABIT for i in range(64) for j in range(64) if i != j}
+    setups = [random_setup(random.Random(seed)) for seed in range(10 if quick else 50)]
+    report.add("solve_ms_64", _median_ms(setups), "ms", "random setups of 64 peers: who computes, and shares")
+    pairs = dict.fromkeys(permutations(range(64), 2), 10 * GIGABIT)
     limited = [replace(setup, pair_bps=pairs, target_batch_size=1e6) for setup in setups[:10]]
     report.add("solve_pairs_ms_64", _median_ms(limited), "ms", "shares, every pair limited, by HiGHS")
+    return report
 
 
 def _predict(hosts: Sequence[SimulatedHost], strategy: Strategy) -> float:
@@ -173,8 +162,6 @@ def _predict(hosts: Sequence[SimulatedHost], strategy: Strategy) -> float:
 
 
 def random_setup(rng: random.Random, peers: int = 64) -> AveragingSetup:
-    """Return peers of very different speeds, some without accelerators, some that only dial out."""
-
     def capacity() -> Capacity:
         speed, up, down = (rng.lognormvariate(0, 1) for _ in range(3))
         assists = rng.random() < 0.1
@@ -194,13 +181,9 @@ def _median_ms(setups: list[AveragingSetup]) -> float:
 
 
 def plot(report: BenchReport, path: str) -> None:
-    """Draw the table, predicted and simulated; needs matplotlib."""
     values = report.figures
     with drawn(path, (9, 3.2), len(TABLE)) as panels:
-        panels[0].set_ylabel("seconds per round (— simulated)")
         for axes, name in zip(panels, TABLE, strict=True):
-            for index, kind in enumerate(STRATEGIES):
-                axes.bar(index, values[f"{name}_{kind}_s"], color=f"C{index}")
-                axes.plot(index, values[f"{name}_{kind}_simulated_s"], "k_", markersize=18)
-            axes.set_title(name.upper())
-            axes.set_xticks(range(len(STRATEGIES)), ["AR", "PS", "ours"])
+            axes.bar(STRATEGIES.keys(), [values[f"{name}_{kind}_s"] for kind in STRATEGIES])
+            axes.plot([values[f"{name}_{kind}_simulated_s"] for kind in STRATEGIES], "k_", markersize=18)
+            axes.set(title=name.upper(), ylabel="seconds per round (— simulated)")

@@ -16,20 +16,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch import nn
-
 from colab_swarm.bench.harness import BenchReport, drawn
 from colab_swarm.recipes.classify import classification_job
-from colab_swarm.workunits.job import Alpha, Evaluator, Job, Rows, UnitTraining, WorkPlan, unit_seed
+from colab_swarm.workunits.job import Alpha, Evaluator, Job, UnitTraining, WorkPlan, unit_seed
 from colab_swarm.workunits.weights import Floats, assimilate
 
 ALPHAS: dict[str, Alpha] = {"0.7": 0.7, "0.95": 0.95, "0.999": 0.999, "e/(e+1)": "e/(e+1)"}
 SPEEDS = (1.0, 1.5, 2.0)
-"""Time of a unit on each volunteer."""
 AT_ONCE = 4
 SCATTER = 0.2
-EARLY = 6
-"""Epochs that count as early; in the paper the order of 0.7 and 0.95 turns after them."""
+EARLY = 6  # epochs; in the paper the order of 0.7 and 0.95 turns after them
 
 
 @dataclass(frozen=True)
@@ -63,18 +59,18 @@ def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
             now, subset, speed, base = heapq.heappop(flying)
             free.append(speed)
             evaluator.schema.load(model, base)
-            _train_unit(job, model, parts[subset], unit_seed(plan.seed, epoch, subset))
+            UnitTraining(
+                job,
+                parts[subset],
+                local_epochs=plan.local_epochs,
+                batch_size=plan.batch_size,
+                seed=unit_seed(plan.seed, epoch, subset),
+                model=model,
+            ).finish()
             values = assimilate(values, evaluator.schema.flatten(model), plan.alpha_of(epoch))
             accuracies.append(evaluator.accuracy(values))
         epochs.append(Epoch(statistics.mean(accuracies), min(accuracies), max(accuracies), now))
     return epochs
-
-
-def _train_unit(job: Job, model: nn.Module, rows: Rows, seed: int) -> None:
-    plan = job.plan
-    UnitTraining(
-        job, rows, local_epochs=plan.local_epochs, batch_size=plan.batch_size, seed=seed, model=model
-    ).finish()
 
 
 def _job(data: str, seed: int, alpha: Alpha, *, quick: bool) -> Job:
@@ -116,42 +112,38 @@ def run(*, quick: bool, data: str = "digits") -> AccuracyCurves:
 
 def _add_figures(report: AccuracyCurves) -> None:
     for name, curves in report.epochs.items():
-        key, note = re.sub(r"[()]", "", name.replace("/", "_over_")), f"{len(curves)} seeds"
-        report.add(f"{key}.final", 100 * _mean(curves, -1), "%", f"{note}, {len(curves[0])} epochs")
-        report.add(f"{key}.early", 100 * _early(curves), "%", f"mean of the first {EARLY} epochs")
+        key = re.sub(r"[()]", "", name.replace("/", "_over_"))
+        report.add(f"{key}.final", _mean(curves, slice(-1, None)), "%", f"{len(curves)} seeds")
+        report.add(f"{key}.early", _mean(curves, slice(EARLY)), "%", f"mean of the first {EARLY} epochs")
         if name != "serial":
-            report.add(f"{key}.spread", 100 * _spread(curves), "points", "of the units of an epoch, mean")
+            report.add(f"{key}.spread", _spread(curves), "points", "of the units of an epoch, mean")
     found = report.figures
-    early = {name: found[f"{name}.early"] for name in ("0.7", "0.95", "0.999", "e_over_e+1")}
-    slow = early.pop("0.999")
-    ahead, wider = early["e_over_e+1"] - early["0.95"], found["0.7.spread"] - found["0.95.spread"]
-    best = max(found[f"{name}.final"] for name in (*early, "0.999"))
-    report.add("slowest_is_0.999_by", min(early.values()) - slow, "points", "early; the paper: over 0")
-    report.add("variable_ahead_of_0.95_by", ahead, "points", "early; the paper: over 0")
-    report.add("spread_of_0.7_over_0.95", wider, "points", "the paper: over 0")
-    report.add("serial_minus_best", found["serial.final"] - best, "points", "paper: 9")
+    names = ("0.7", "0.95", "e_over_e+1")
+    orders = {
+        "slowest_is_0.999_by": min(found[f"{name}.early"] for name in names) - found["0.999.early"],
+        "variable_ahead_of_0.95_by": found["e_over_e+1.early"] - found["0.95.early"],
+        "spread_of_0.7_over_0.95": found["0.7.spread"] - found["0.95.spread"],
+        "serial_minus_best": found["serial.final"]
+        - max(found[f"{name}.final"] for name in (*names, "0.999")),
+    }
+    report.add_all(orders, "points", "the paper: over 0")
 
 
-def _mean(curves: Sequence[Sequence[Epoch]], place: int) -> float:
-    return statistics.mean(curve[place].mean for curve in curves)
-
-
-def _early(curves: Sequence[Sequence[Epoch]]) -> float:
-    return statistics.mean(epoch.mean for curve in curves for epoch in curve[:EARLY])
+def _mean(curves: Sequence[Sequence[Epoch]], part: slice) -> float:
+    return 100 * statistics.mean(epoch.mean for curve in curves for epoch in curve[part])
 
 
 def _spread(curves: Sequence[Sequence[Epoch]]) -> float:
-    return statistics.mean(epoch.high - epoch.low for curve in curves for epoch in curve)
+    return 100 * statistics.mean(epoch.high - epoch.low for curve in curves for epoch in curve)
 
 
 def plot(report: BenchReport, path: str | Path) -> None:
-    """Draw accuracy by epoch, with bars from the lowest to the highest unit; needs matplotlib."""
     assert isinstance(report, AccuracyCurves)
     with drawn(path, (7, 4.5)) as (axes,):
-        axes.set(xlabel="epoch", ylabel="validation accuracy, %")
+        axes.set(xlabel="epoch", ylabel="validation accuracy")
         for name, (first, *_) in report.epochs.items():
-            means = [100 * epoch.mean for epoch in first]
-            below = [100 * (epoch.mean - epoch.low) for epoch in first]
-            above = [100 * (epoch.high - epoch.mean) for epoch in first]
-            label, look = name if name == "serial" else f"alpha {name}", {"linewidth": 1.2, "elinewidth": 0.7}
-            axes.errorbar(range(1, len(first) + 1), means, [below, above], label=label, capsize=2, **look)
+            means = [epoch.mean for epoch in first]
+            below, above = zip(
+                *((epoch.mean - epoch.low, epoch.high - epoch.mean) for epoch in first), strict=True
+            )
+            axes.errorbar(range(1, len(first) + 1), means, [below, above], label=name, capsize=2)

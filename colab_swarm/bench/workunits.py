@@ -52,7 +52,6 @@ job = replace(learned, validation=lambda: [np.concatenate([part] * 8) for part i
 """
 GRID = tuple(product((1, 3, 5), (3, 5), (2, 4, 8)))
 QUICK = ((1, 3, 8), (3, 3, 8))
-"""Parameter servers, volunteers, units at a time of each."""
 SUBSETS, EPOCHS = 48, 3
 TIME_LIMIT_S = 300.0
 
@@ -69,13 +68,11 @@ def _started(work: Callable[..., None], *arguments: object) -> BaseProcess:
 def run(*, quick: bool, data: str = "digits") -> BenchReport:
     """Measure seconds per epoch of each arrangement, and the ratio between one and three parameter servers."""
     report = BenchReport("workunits", quick)
-    seconds = {}
     for servers, volunteers, units in QUICK if quick else GRID:
         with tempfile.TemporaryDirectory() as folder:
-            took_s = epoch_seconds(Path(folder), servers, volunteers, units, data=data, quick=quick)
-        seconds[servers, volunteers, units] = took_s
-        report.add(f"p{servers}c{volunteers}t{units}_epoch_s", took_s, "s", f"{SUBSETS} units")
-    ratio = seconds[1, 3, 8] / seconds[3, 3, 8]
+            seconds = epoch_seconds(Path(folder), servers, volunteers, units, data=data, quick=quick)
+        report.add(f"p{servers}c{volunteers}t{units}_epoch_s", seconds, "s", f"{SUBSETS} units")
+    ratio = report.figures["p1c3t8_epoch_s"] / report.figures["p3c3t8_epoch_s"]
     report.add("p1c3t8_vs_p3c3t8", ratio, "x", "the paper: over 1, assimilation is the bottleneck")
     return report
 
@@ -90,25 +87,22 @@ def epoch_seconds(
     code = CODE.format(subsets=SUBSETS, epochs=epochs, data=where, shape=shape, validation=validation)
     file.write_text(code)
     coordinator = coordinate(file, folder=folder / "work", host="127.0.0.1", servers=servers)
-    helping: list[BaseProcess] = []
+    helping = [
+        _started(_volunteer, str(coordinator.link), folder / "volunteers", f"volunteer-{number}", units)
+        for number in range(volunteers)
+    ]
     try:
-        for number in range(volunteers):
-            arguments = (str(coordinator.link), folder / "volunteers", f"volunteer-{number}", units)
-            helping.append(_started(_volunteer, *arguments))
         if not coordinator.wait(TIME_LIMIT_S):
             raise TimeoutError(f"no {epochs} epochs in {TIME_LIMIT_S:.0f} s: {coordinator!r}")
-        begun: dict[int, float] = {}
-        took_s = []
-        for entry in coordinator.log():
-            if isinstance(entry, Assigned):
-                begun.setdefault(entry.unit.epoch, entry.at)
-            elif isinstance(entry, EpochEnded):
-                took_s.append(entry.at - begun[entry.epoch])
-        return statistics.median(took_s[1:])
+        log = list(coordinator.log())
     finally:
         coordinator.stop()
         for process in helping:
             _end(process)
+    assigned = [entry for entry in log if isinstance(entry, Assigned)]
+    begun = {entry.unit.epoch: entry.at for entry in assigned[::-1]}
+    took_s = [entry.at - begun[entry.epoch] for entry in log if isinstance(entry, EpochEnded)]
+    return statistics.median(took_s[1:])
 
 
 def _volunteer(link: str, folder: Path, name: str, units: int) -> None:
@@ -121,15 +115,11 @@ def _volunteer(link: str, folder: Path, name: str, units: int) -> None:
 
 NAMES = ("alice", "bob", "carol")
 ORDEAL_SUBSETS = 12
-KILL_PROBABILITY = 0.2
-"""Per unit of a volunteer."""
-UP_S = (0.2, 4.0)
-"""Life of a coordinator."""
-ORDEAL_LIMIT_S = 600.0
+KILL_PROBABILITY = 0.2  # per unit of a volunteer
+UP_S, ORDEAL_LIMIT_S = (0.2, 4.0), 600.0  # life of a coordinator, of all
 
 
 def run_ordeal(*, quick: bool) -> BenchReport:
-    """Kill the coordinator 20 times over 30 epochs; if quick, 3 times over 3."""
     report = BenchReport("work-ordeal", quick)
     with tempfile.TemporaryDirectory() as folder:
         ordeal(report, Path(folder), kills=3 if quick else 20, epochs=3 if quick else 30)
@@ -137,13 +127,7 @@ def run_ordeal(*, quick: bool) -> BenchReport:
 
 
 def ordeal(report: BenchReport, folder: Path, *, kills: int, epochs: int) -> None:
-    """Run a job on the digits to its end and report what its log says.
-
-    Args:
-        folder: for all files.
-        kills: of the coordinator.
-        epochs: of 12 units each; enough that the job outlives the kills.
-    """
+    """Run a job of so many epochs on the digits to its end, kill the coordinator, and report what its log says."""
     plan = WorkPlan(
         subsets=ORDEAL_SUBSETS,
         max_epochs=epochs,
@@ -155,12 +139,12 @@ def ordeal(report: BenchReport, folder: Path, *, kills: int, epochs: int) -> Non
     )
     job, rng, began = classification_job(plan=plan), random.Random(0), time.monotonic()
     coordinator = _started(_coordinate, job, folder)
-    volunteers: dict[str, BaseProcess] = {}
+    volunteers = {name: _started(_die_in_units, job, folder, name) for name in NAMES}
     killed, volunteers_killed, die_at = 0, 0, began + rng.uniform(*UP_S)
     while coordinator.is_alive() and time.monotonic() - began < ORDEAL_LIMIT_S:
-        for name in NAMES:
-            if name not in volunteers or not volunteers[name].is_alive():
-                volunteers_killed += name in volunteers and volunteers[name].exitcode == -signal.SIGKILL
+        for name, process in volunteers.items():
+            if not process.is_alive():
+                volunteers_killed += process.exitcode == -signal.SIGKILL
                 volunteers[name] = _started(_die_in_units, job, folder, name)
         if killed < kills and time.monotonic() >= die_at:
             _end(coordinator)
@@ -170,8 +154,7 @@ def ordeal(report: BenchReport, folder: Path, *, kills: int, epochs: int) -> Non
         time.sleep(0.02)
     for process in (coordinator, *volunteers.values()):
         _end(process)
-    report.add("coordinator_kills", killed, "", "SIGKILL, parameter servers included")
-    report.add("volunteer_kills", volunteers_killed, "", "SIGKILL within a unit")
+    report.add_all({"coordinator_kills": killed, "volunteer_kills": volunteers_killed}, "", "SIGKILL")
     _add_log(report, folder, job.name)
     report.add("units", epochs * ORDEAL_SUBSETS, "", "of all epochs")
     report.add("seconds", time.monotonic() - began, "s")
@@ -185,10 +168,13 @@ def _add_log(report: BenchReport, folder: Path, job: str) -> None:
     counts = Counter(entry.unit for entry in assimilated)
     in_order = [entry.version for entry in assimilated] == list(range(1, len(assimilated) + 1))
     ends = [entry.reason for entry in log if isinstance(entry, Finished)]
-    report.add("expired", sum(isinstance(entry, Expired) for entry in log), "", "deadlines that passed")
-    report.add("once", list(counts.values()).count(1), "", "assimilated exactly once, by the store's log")
-    report.add("versions_in_order", in_order, "", "1: without a gap")
-    report.add("finished", bool(ends), "", f"1: the job reached its end: {', '.join(ends)}")
+    found = {
+        "expired": sum(isinstance(entry, Expired) for entry in log),
+        "once": list(counts.values()).count(1),
+        "versions_in_order": in_order,
+        "finished": bool(ends),
+    }
+    report.add_all(found, "", f"by the store's log; the end: {', '.join(ends)}")
 
 
 def _end(process: BaseProcess) -> None:
@@ -198,9 +184,8 @@ def _end(process: BaseProcess) -> None:
 
 def _coordinate(job: Job, folder: Path) -> None:
     coordinator = coordinate(job, folder=folder / "work", host="127.0.0.1", servers=2)
-    partial_file = folder / "link.partial"
-    partial_file.write_text(coordinator.link)
-    partial_file.replace(folder / "link")
+    (folder / "partial").write_text(coordinator.link)
+    (folder / "partial").replace(folder / "link")
     coordinator.wait()
     os._exit(0)
 

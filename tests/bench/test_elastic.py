@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from colab_swarm.bench import elastic, slow_link
-from colab_swarm.bench.elastic import OTHERS, WAYS, add_speed
+from colab_swarm.bench import elastic_consistency as elastic
+from colab_swarm.bench import slow_link
+from colab_swarm.bench.elastic_consistency import OTHERS, WAYS, add_speed
 from colab_swarm.bench.harness import BenchReport
 from colab_swarm.bench.slow_link import ADDRESSES, SlowLink
 

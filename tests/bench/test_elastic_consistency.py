@@ -2,14 +2,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from colab_swarm.bench.elastic_consistency import (
     BETAS,
     CODECS,
-    COMPRESSED,
     ConsistencyTask,
-    ImageRows,
     Scene,
     compressions,
     emulate,
@@ -22,13 +21,14 @@ from colab_swarm.elastic.schedulers import BoundedStaleness
 
 @pytest.mark.slow
 def test_a_group_on_a_slow_network_learns_digits() -> None:
-    task, run = emulate(ImageRows(), Scene((), lambda: BoundedStaleness(2), steps=30, alpha=0.5), seed=0)
-    assert all(member.missing > 0.3 for member in run.members), "hardly anything was late"
+    task = ConsistencyTask(seed=0)
+    run = emulate(task, Scene((), lambda: BoundedStaleness(2), steps=30, alpha=0.5), seed=0)
+    assert all(np.mean(member.found) > 0.1 for member in run.members), "hardly anything was late"
     assert task.accuracy(run.members[0].parameters) > task.accuracy(task.start) + 30
 
 
 def test_the_model_can_be_a_residual_network() -> None:
-    task = ConsistencyTask(ImageRows(model="resnet"), seed=1)
+    task = ConsistencyTask(seed=1, model="resnet")
     assert sum(task.sizes) == len(task.start) == len(task.gradient(0, 0, task.start))
 
 
@@ -36,7 +36,7 @@ def test_the_model_can_be_a_residual_network() -> None:
 @pytest.mark.ordeal
 def test_every_measured_distance_is_within_its_bound() -> None:
     report = BenchReport("elastic", True)
-    ratios(report, ImageRows(), steps=10, peers=3)
+    ratios(report, steps=10, peers=3)
     found = report.figures
     assert len([key for key in found if key.startswith("bound_ratio_")]) == 6 * len(CODECS) - 1
     assert 0.2 < found["max_bound_ratio"] <= 1
@@ -47,7 +47,7 @@ def test_every_measured_distance_is_within_its_bound() -> None:
 @pytest.mark.ordeal
 def test_topk_loses_accuracy_without_error_feedback() -> None:
     report = BenchReport("elastic", True)
-    compressions(report, ImageRows(), COMPRESSED, seeds=1)
+    compressions(report, seeds=1)
     found = report.figures
     assert found["topk_feedback_drop"] < 1 < found["topk_alone_drop"]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from colab_swarm.bench import averaging, dht, experts, groups, link, moe_throughput, overhead, workunits
+from colab_swarm.bench import averaging, dht, groups, link, moe_throughput, overhead, workunits
 from colab_swarm.bench.__main__ import BENCHMARKS, main
-from colab_swarm.bench.beam_search import PUBLISHED_MS, find_experts
+from colab_swarm.bench.dht import PUBLISHED_MS, find_experts
 from colab_swarm.bench.harness import BenchReport
 from colab_swarm.bench.moe_throughput import CPU
 from colab_swarm.bench.ordeal import run_experts
@@ -68,7 +68,7 @@ def test_the_dht_benchmark_reports_every_figure() -> None:
 @pytest.mark.slow
 @pytest.mark.ordeal
 def test_the_experts_benchmark_reports_every_figure() -> None:
-    figures = experts.run(quick=True).figures
+    figures = moe_throughput.run_experts(quick=True).figures
     keys = {"vs_local", "batching_gain", "nop_calls_per_s", "samples_per_s", "learning_vs_local"}
     assert figures.keys() >= keys
     assert all(value > 0 for value in figures.values())
