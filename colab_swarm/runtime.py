@@ -1,9 +1,10 @@
 """The one background thread and its event loop, blocking calls into it, and the gate that pauses background work.
 
-A task on Jupyter's own loop gets no time while a cell is busy, so all coroutines of the package run on a thread of
-their own. Rules: all threads are daemons, because a non-daemon thread makes a kernel restart skip atexit. The host's
-signal handlers and its loop are never touched. Blocking calls wait in short steps, so that an interrupt is seen at
-once on every platform; an interrupt cancels the coroutine.
+A task on Jupyter's own loop gets no time while a cell is busy, so all coroutines of the package run
+on a thread of their own. Rules: all threads are daemons, because a non-daemon thread makes a kernel
+restart skip atexit. The host's signal handlers and its loop are never touched. Blocking calls wait
+in short steps, so that an interrupt is seen at once on every platform; an interrupt cancels the
+coroutine.
 """
 
 from __future__ import annotations

@@ -26,13 +26,14 @@ REAL_TIME = {"net", "trust", "workunits"}
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run an `async def` test on the virtual clock; one of `REAL_TIME`, or marked `real_time`, in a real event loop."""
+    """Run an `async def` test on the virtual clock, or in a real event loop: by its folder, or by a marker."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = inspect.signature(pyfuncitem.obj).parameters
     main = pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
     folder = pyfuncitem.path.parent.name
-    if folder in REAL_TIME or pyfuncitem.get_closest_marker("real_time"):
+    exception = "virtual_time" if folder in REAL_TIME else "real_time"
+    if (folder in REAL_TIME) is (pyfuncitem.get_closest_marker(exception) is None):
         run(main, tidy=folder != "workunits")  # aiohttp's handlers end a moment after their server
     else:
         run_virtual(main)

@@ -35,7 +35,25 @@ WIRE_LIBRARIES = {"aiohttp", "pyngrok", "zeroconf", "cryptography"}
 PLAIN_HTTP = {"workunits.web", "workunits.client", "backbone.web"}
 """Pages for browsers; volunteers without links to peers."""
 MODULES = sorted(ROOT.rglob("*.py"))
-MOST: dict[str, tuple[int, int, int]] = {}
+MOST = {
+    "": (611, 52, 75),
+    "averaging": (1730, 44, 215),
+    "backbone": (618, 21, 64),
+    "bench": (2856, 43, 292),
+    "cli": (373, 1, 36),
+    "dht": (683, 19, 88),
+    "elastic": (1167, 33, 179),
+    "moe": (2539, 72, 306),
+    "net": (3642, 97, 487),
+    "notebook": (1677, 26, 209),
+    "recipes": (1011, 26, 118),
+    "sim": (797, 21, 129),
+    "swarm": (1791, 17, 223),
+    "tensors": (569, 15, 94),
+    "training": (2160, 47, 284),
+    "trust": (723, 25, 88),
+    "workunits": (3007, 75, 380),
+}
 """A ratchet: statements, classes and functions of each folder. Lower them after a cut, never raise them."""
 
 

@@ -68,10 +68,11 @@ Rounds never raise for another peer's failure; `RoundResult` shows it.
 
 ## Several groups: Moshpit averaging
 
-`swarm.average(array, weight=n)` averages any array among all peers that call at about the same time. The first caller
-waits 5 s; peers that met before wait only for each other. Many peers, or unreliable ones, are arranged on a grid and
-average along one axis after the other. After one round per axis all have the exact mean, and a failed peer costs only
-its own line. Codecs without error feedback lose values for good here.
+`swarm.average(array, weight=n)` averages any array among all peers that call at about the same
+time. The first caller waits 5 s; peers that met before wait only for each other. Many peers, or
+unreliable ones, are arranged on a grid and average along one axis after the other. After one round
+per axis all have the exact mean, and a failed peer costs only its own line. Codecs without error
+feedback lose values for good here.
 
     mean, result = swarm.average(gradient, weight=len(batch))
 

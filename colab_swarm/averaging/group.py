@@ -1,8 +1,9 @@
 """How peers form a group: the messages, the shares, and the pure core that decides when a group is complete.
 
-One candidate is the *organizer* of a step. All peers rank the candidates by SHA-256 of prefix, step and peer id; the
-first live and willing one organizes, without negotiation. It opens a `GroupFormation`, calls the candidates that it
-knows, and closes the group when all peers that accepted have joined, or when the longest window ends.
+One candidate is the *organizer* of a step. All peers rank the candidates by SHA-256 of prefix, step
+and peer id; the first live and willing one organizes, without negotiation. It opens a
+`GroupFormation`, calls the candidates that it knows, and closes the group when all peers that
+accepted have joined, or when the longest window ends.
 
 A *lineage* is a chain of digests: it starts from the first parameters and takes in every mean applied since. It names
 a branch of parameters, so equal lineages mean equal parameters. A group admits one step of one lineage.

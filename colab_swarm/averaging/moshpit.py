@@ -1,8 +1,9 @@
 """Averaging any vector among all peers that call for it, in groups on a grid (Moshpit averaging).
 
-A pass has two parts. The calling peers meet (`assembly`) and get the same list of peers, from which each computes the
-same grid. Then round r averages within the lines along axis r; each line is a group of its own. After one round per
-axis all peers have the exact mean, and a failed peer costs only its own line (DeDLOC section 3.2 and Appendix C).
+A pass has two parts. The calling peers meet (`assembly`) and get the same list of peers, from which
+each computes the same grid. Then round r averages within the lines along axis r; each line is a
+group of its own. After one round per axis all peers have the exact mean, and a failed peer costs
+only its own line (DeDLOC section 3.2 and Appendix C).
 
 What makes it exact:
 

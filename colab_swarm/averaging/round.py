@@ -1,9 +1,10 @@
 """Averaging rounds: a group's vectors become their weighted mean, even if single peers fail.
 
-The survivors recover a lost reducer's span within the round (DeDLOC section 3.2). The *coordinator* of the span is the
-first live reducer after the lost one, in member order. For each chunk it takes the lost reducer's mean if any survivor
-has it. Otherwise it recomputes the mean from the survivors' contributions, in member order. The other members fetch
-the result from the coordinator, or from the next one if that is lost too.
+The survivors recover a lost reducer's span within the round (DeDLOC section 3.2). The *coordinator*
+of the span is the first live reducer after the lost one, in member order. For each chunk it takes
+the lost reducer's mean if any survivor has it. Otherwise it recomputes the mean from the survivors'
+contributions, in member order. The other members fetch the result from the coordinator, or from the
+next one if that is lost too.
 
 Why it does not deadlock: a coordinator's request waits until the answering member is done with the *lost reducer*. A
 fetch waits until the *coordinator* is done with its own recovery, which only fetches from coordinators before it. An

@@ -10,11 +10,12 @@ with an open port, is entry point, relay, reducer and store of checkpoints. It n
     colab-swarm backbone my-run --port 4500 --identity backbone.key      # prints the invitation
     colab-swarm backbone run.toml                                        # the same from a file, with dashboard
 
-`--identity` saves its key: after a restart it is the same peer and the same run, and old invitations stay valid until
-they expire. Behind port forwarding, state the address with `--announce ws://203.0.113.7:4500`.
-`colab_swarm.backbone.config` shows all keys of the file; flags of the command line do not apply to it. The dashboard
-is at http://127.0.0.1:8080/; from another machine use an SSH tunnel. Set `HF_TOKEN` to push checkpoints to the Hub. To
-start over under the same name, move the run's folder away.
+`--identity` saves its key: after a restart it is the same peer and the same run, and old
+invitations stay valid until they expire. Behind port forwarding, state the address with `--announce
+ws://203.0.113.7:4500`. `colab_swarm.backbone.config` shows all keys of the file; flags of the
+command line do not apply to it. The dashboard is at http://127.0.0.1:8080/; from another machine
+use an SSH tunnel. Set `HF_TOKEN` to push checkpoints to the Hub. To start over under the same name,
+move the run's folder away.
 
 ## What it does
 
@@ -32,8 +33,8 @@ lying minority cannot move the curve. Volunteers hold no key of any dashboard: t
 
 ## Failures
 
-Killed at any moment, it continues with the same file and port. When no trainer is as far as the newest checkpoint, it
-publishes a progress record of that step, as a peer that cannot reduce. Any trainer that is further outvotes it, and
-late joiners download the state from it. The run does not depend on the Hub. The page is read-only and rendered once a
-second at most.
+Killed at any moment, it continues with the same file and port. When no trainer is as far as the
+newest checkpoint, it publishes a progress record of that step, as a peer that cannot reduce. Any
+trainer that is further outvotes it, and late joiners download the state from it. The run does not
+depend on the Hub. The page is read-only and rendered once a second at most.
 """

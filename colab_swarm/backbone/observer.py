@@ -1,8 +1,8 @@
 """The public records of one collaboration, collected: progress, losses, present peers.
 
-A trainer's record reports the mean loss of its samples since the last global step. Of each step the curve takes the
-median over the trainers, weighted by their speeds. No weight exceeds the median weight, so a lying minority cannot move
-the curve, and a peer with few samples moves it little.
+A trainer's record reports the mean loss of its samples since the last global step. Of each step the
+curve takes the median over the trainers, weighted by their speeds. No weight exceeds the median
+weight, so a lying minority cannot move the curve, and a peer with few samples moves it little.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Section 4.2 of DeDLOC: ALBERT-large in five set-ups, time per step and share of the high-bandwidth speed; Figure 5.
 
-Rounds are simulated (`strategy.simulate_round`), 18 M values as float16. With delayed updates, as in the paper, a step
-takes as long as the slower of computing and averaging; without, as long as both together. The paper does not state a
-compute speed, only that training with equal shares is about 2.5 times slower than with high bandwidth; `SLOWDOWN`
-derives it from that. The last rows are no model: whole peers on the simulated network that measure their bandwidths.
+Rounds are simulated (`strategy.simulate_round`), 18 M values as float16. With delayed updates, as
+in the paper, a step takes as long as the slower of computing and averaging; without, as long as
+both together. The paper does not state a compute speed, only that training with equal shares is
+about 2.5 times slower than with high bandwidth; `SLOWDOWN` derives it from that. The last rows are
+no model: whole peers on the simulated network that measure their bandwidths.
 """
 
 from __future__ import annotations

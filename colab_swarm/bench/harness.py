@@ -1,7 +1,7 @@
 """What benchmarks share: child processes, the report of figures, and plots.
 
-A worker is a function, plain or async, ``work(parent, *arguments)`` at the top level of a module. `Worker` runs it in a
-fresh Python. Parent and child exchange JSON objects, one per line:
+A worker is a function, plain or async, ``work(parent, *arguments)`` at the top level of a module.
+`Worker` runs it in a fresh Python. Parent and child exchange JSON objects, one per line:
 
     with Crew() as crew:
         alice = crew.start(work, 4)

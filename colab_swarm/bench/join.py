@@ -1,8 +1,8 @@
 """How long a late joiner waits, from pasting the invitation into ``notebooks/join_colab.ipynb`` to a counted sample.
 
-The late joiner is a fresh process. It runs the notebook's cells from the top, in IPython, with a stand-in for
-``google.colab``. The creator is another process and has trained before. ALBERT-tiny learns from text that Python
-brings, so nothing is downloaded.
+The late joiner is a fresh process. It runs the notebook's cells from the top, in IPython, with a
+stand-in for ``google.colab``. The creator is another process and has trained before. ALBERT-tiny
+learns from text that Python brings, so nothing is downloaded.
 """
 
 from __future__ import annotations

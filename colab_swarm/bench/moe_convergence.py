@@ -1,16 +1,17 @@
 """Figure 4 (bottom) of Learning@home: the cost of stale updates and failures, with few and with many experts.
 
-Digits (scikit-learn's, 8 x 8 pixels, scaled to [0, 1]) instead of MNIST, so everything is smaller: Linear 64 -> 64,
-four layers of 64, LayerNorm, Linear 64 -> 10. A layer is a mixture, top 4 of E feed-forward experts of width 64, or for
-the baseline one such block of width 128, which computes about as much. Low delay: 16 trainers whose batch
-takes 0.1 s on average; high: 64 and 1 s. Computing takes no virtual time, so the number of trainers alone determines
-the staleness.
+Digits (scikit-learn's, 8 x 8 pixels, scaled to [0, 1]) instead of MNIST, so everything is smaller:
+Linear 64 -> 64, four layers of 64, LayerNorm, Linear 64 -> 10. A layer is a mixture, top 4 of E
+feed-forward experts of width 64, or for the baseline one such block of width 128, which computes
+about as much. Low delay: 16 trainers whose batch takes 0.1 s on average; high: 64 and 1 s.
+Computing takes no virtual time, so the number of trainers alone determines the staleness.
 
-Experts are the product's feed-forward block, computed many at a time. The baseline's gradients are all taken from one
-copy and applied when the batch ends. With experts, each layer's forward and backward takes an eighth of the delay, an
-expert computes with its weights at that moment and steps at once; stem, gating and head are updated at the end.
-``--faithful`` follows the published emulator: the gating is never trained, experts' updates are never delayed, and the
-learning rate is constant instead of falling to 0.
+Experts are the product's feed-forward block, computed many at a time. The baseline's gradients are
+all taken from one copy and applied when the batch ends. With experts, each layer's forward and
+backward takes an eighth of the delay, an expert computes with its weights at that moment and steps
+at once; stem, gating and head are updated at the end. ``--faithful`` follows the published
+emulator: the gating is never trained, experts' updates are never delayed, and the learning rate is
+constant instead of falling to 0.
 """
 
 from __future__ import annotations

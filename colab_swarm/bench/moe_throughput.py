@@ -1,9 +1,10 @@
 """Figure 4 (top) of Learning@home: the throughput that remains when every block's answer is delayed.
 
-A model is a chain of blocks, each an expert behind an encrypted link on loopback. After each block its answer waits
-for an exponentially distributed time, in real time. *Ours* has many batches in flight. *Model-parallel* is one batch
-that goes from block to block with the same delays and no network. The *bound* is the same computations with neither.
-Forward only, as published. Without a GPU blocks are small; with one they are the published ones.
+A model is a chain of blocks, each an expert behind an encrypted link on loopback. After each block
+its answer waits for an exponentially distributed time, in real time. *Ours* has many batches in
+flight. *Model-parallel* is one batch that goes from block to block with the same delays and no
+network. The *bound* is the same computations with neither. Forward only, as published. Without a
+GPU blocks are small; with one they are the published ones.
 
 *experts*: one host and many callers, each a process, over encrypted links on loopback. The limit is what the same
 expert computes on the same thread of the same process without callers.
@@ -256,8 +257,8 @@ def calls_of(node: Node, *, timeout_s: float) -> ExpertCalls:
 async def call_experts(parent: Parent, host: dict[str, Any]) -> None:
     """Worker: for each message, call experts without a pause and report the seconds of each call.
 
-    A message has the experts' ``uids``, the ``dim`` of an input, the ``batch`` size, for how many ``seconds``, the
-    calls ``in_flight``, and whether to go ``backward``.
+    A message has the experts' ``uids``, the ``dim`` of an input, the ``batch`` size, for how many
+    ``seconds``, the calls ``in_flight``, and whether to go ``backward``.
     """
     calls = calls_of(await start_node(listen=False), timeout_s=120.0)
     while True:

@@ -1,8 +1,8 @@
 """What it costs to watch: training with the panel open and the recorder on, compared with the same loop without.
 
-A real kernel runs a notebook. It is driven by nbclient, which keeps the widgets' state as a browser does. In it a peer
-trains with another one, in turns with panel and recorder and without. Then its panel is refreshed as often as in half
-an hour, and the notebook is saved.
+A real kernel runs a notebook. It is driven by nbclient, which keeps the widgets' state as a browser
+does. In it a peer trains with another one, in turns with panel and recorder and without. Then its
+panel is refreshed as often as in half an hour, and the notebook is saved.
 """
 
 from __future__ import annotations

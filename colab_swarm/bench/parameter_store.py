@@ -1,9 +1,9 @@
 """How long one update of 5 M parameters takes in each store (VC-ASGD, section IV-D: Redis 0.87 s, MySQL 1.29 s).
 
 An update is all work of a parameter server except measuring accuracy: it claims a result, reads it, reads the
-parameters, computes ``W_s <- alpha W_s + (1 - alpha) W_c`` and writes the new ones. A process like that of a
-coordinator makes the updates. The servers of stores are temporary ones from installed programs, with default settings,
-on Unix sockets in a new folder.
+parameters, computes ``W_s <- alpha W_s + (1 - alpha) W_c`` and writes the new ones. A process like
+that of a coordinator makes the updates. The servers of stores are temporary ones from installed
+programs, with default settings, on Unix sockets in a new folder.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Figure 4 of the VC-ASGD paper: the effect of alpha on speed and spread, compared with serial training.
 
-Digits by an MLP instead of CIFAR-10 by a ResNet of 552 layers, or the images of ``--data``. The product's own code
-trains and assimilates units. Finishing times are random: 3 volunteers, the slowest of which takes twice as long as the
-fastest, with 4 units at a time each (P3C3T4). A unit starts from the parameters at its assignment, so up to 11 others
-are assimilated before it: that is its staleness.
+Digits by an MLP instead of CIFAR-10 by a ResNet of 552 layers, or the images of ``--data``. The
+product's own code trains and assimilates units. Finishing times are random: 3 volunteers, the
+slowest of which takes twice as long as the fastest, with 4 units at a time each (P3C3T4). A unit
+starts from the parameters at its assignment, so up to 11 others are assimilated before it: that is
+its staleness.
 """
 
 from __future__ import annotations

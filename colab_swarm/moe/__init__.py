@@ -11,8 +11,8 @@ input a trainer finds the best live experts, across slow links and without a cen
        ^                                                                                |
        '---- sum_f w_f f(x), w = softmax of the scores of those that answered <---------'
 
-`backward` takes the same path, and each expert takes a step of its own optimizer. Experts have names on a grid,
-``prefix.u_0.….u_(d-1)``, so that a few look-ups find the k best of thousands.
+`backward` takes the same path, and each expert takes a step of its own optimizer. Experts have
+names on a grid, ``prefix.u_0.….u_(d-1)``, so that a few look-ups find the k best of thousands.
 
 ## Messages and records
 
@@ -41,10 +41,11 @@ input a trainer finds the best live experts, across slow links and without a cen
 
 ## Failures
 
-An expert that is late, silent or answers invalid values is left out, and the weights of the others are renormalised. A
-sample without an answer is tried once more with other experts, then passes unchanged (the experts that ship are
-residual). In backward a failed expert counts as zero gradient for its part. If no expert of the grid is live, the layer
-raises `NoExpertsError`. A host that dies loses the steps since its last save.
+An expert that is late, silent or answers invalid values is left out, and the weights of the others
+are renormalised. A sample without an answer is tried once more with other experts, then passes
+unchanged (the experts that ship are residual). In backward a failed expert counts as zero gradient
+for its part. If no expert of the grid is live, the layer raises `NoExpertsError`. A host that dies
+loses the steps since its last save.
 
 **Security.** Messages and saves come from strangers: shapes, sizes and hashes are checked, nothing is pickled. A host
 could send wrong finite values: `reject_outliers=5` drops answers far from the median of three or more. A host can read
@@ -66,8 +67,8 @@ show both sides. In a shell: `colab-swarm experts INVITATION ffn --grid 16x16 --
 
 ## Paper and modules
 
-Ryabinin and Gusev, *Towards Crowdsourced Training of Large Neural Networks using Decentralized Mixture-of-Experts*
-(Learning@home), [arXiv 2002.04013](https://arxiv.org/abs/2002.04013).
+Ryabinin and Gusev, *Towards Crowdsourced Training of Large Neural Networks using Decentralized
+Mixture-of-Experts* (Learning@home), [arXiv 2002.04013](https://arxiv.org/abs/2002.04013).
 
 | section | module of `colab_swarm.moe` |
 |---|---|
@@ -79,10 +80,11 @@ Ryabinin and Gusev, *Towards Crowdsourced Training of Large Neural Networks usin
 
 ## Measured
 
-In hivemind's setting (4 experts of 256, 4 callers, batches of 128) a host computes 7,858 samples/s forward and
-backward, against 2,062. At 200 ms mean delay per block, throughput is 102 % of that without delay, 60 times that of a
-pipeline that waits. A search for the top 4 of 1,024 experts among 10,000 simulated peers takes 428 ms at first (paper:
-764 ms), 2.5 ms later. Measure again with `python -m colab_swarm.bench experts`, `moe-throughput` and `beam-search`.
+In hivemind's setting (4 experts of 256, 4 callers, batches of 128) a host computes 7,858 samples/s
+forward and backward, against 2,062. At 200 ms mean delay per block, throughput is 102 % of that
+without delay, 60 times that of a pipeline that waits. A search for the top 4 of 1,024 experts among
+10,000 simulated peers takes 428 ms at first (paper: 764 ms), 2.5 ms later. Measure again with
+`python -m colab_swarm.bench experts`, `moe-throughput` and `beam-search`.
 """
 
 from __future__ import annotations

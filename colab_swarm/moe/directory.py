@@ -58,8 +58,8 @@ MAX_ROWS = 4096  # rows that a search for vacant places reads
 class Cache(Generic[K, V]):
     """Values by key, each valid for a limited time.
 
-    ``await load(key, old, fresh)`` reads a key and returns its value and for how many seconds that is valid. ``old`` is
-    the cached value, or None; ``fresh`` is as in `get`.
+    ``await load(key, old, fresh)`` reads a key and returns its value and for how many seconds that
+    is valid. ``old`` is the cached value, or None; ``fresh`` is as in `get`.
     """
 
     def __init__(self, load: Callable[[K, V | None, bool], Awaitable[tuple[V, float]]]) -> None:

@@ -1,19 +1,21 @@
 """Names of experts on a grid ``prefix.u_0.….u_(d-1)``, their records in the DHT, and the beam search for the best.
 
-Records. Each prefix of the grid has one key, the empty prefix included. Under it each host stores one signed record
-with its own id as the subkey. A *row* is a prefix that lacks only the last index. Its record names the host's addresses
-and all its experts there, so a peer that has read the row can call them. Under a shorter prefix the record names only
-the next indices that lead to live experts, and two hosts per index are enough. So the size of a key is bounded by the
-grid and not by the number of peers, and each key fits in one message. Rows of more than `PAGE` places are split over
-several keys. Shorter rows share a key, as many as fit in a page, so that a search reads few keys: they form a *shelf*,
-named after its first row.
+Records. Each prefix of the grid has one key, the empty prefix included. Under it each host stores
+one signed record with its own id as the subkey. A *row* is a prefix that lacks only the last index.
+Its record names the host's addresses and all its experts there, so a peer that has read the row can
+call them. Under a shorter prefix the record names only the next indices that lead to live experts,
+and two hosts per index are enough. So the size of a key is bounded by the grid and not by the
+number of peers, and each key fits in one message. Rows of more than `PAGE` places are split over
+several keys. Shorter rows share a key, as many as fit in a page, so that a search reads few keys:
+they form a *shelf*, named after its first row.
 
-To claim a vacant place, a peer announces it with the step `CLAIMED`. If several hosts announce one place, it belongs to
-the first claim; see `Holding.claim`.
+To claim a vacant place, a peer announces it with the step `CLAIMED`. If several hosts announce one
+place, it belongs to the first claim; see `Holding.claim`.
 
-Search. It is SelectExperts of Learning@home (section 3.1, Algorithm 1) for a whole batch. Below a prefix that has not
-been looked up, everything counts as live. The search returns the unknown prefixes it met; the caller looks them all up
-at once and searches again, until none is unknown. In a well-filled grid all look-ups of a search are one wait.
+Search. It is SelectExperts of Learning@home (section 3.1, Algorithm 1) for a whole batch. Below a
+prefix that has not been looked up, everything counts as live. The search returns the unknown
+prefixes it met; the caller looks them all up at once and searches again, until none is unknown. In
+a well-filled grid all look-ups of a search are one wait.
 
 Axis letters: N samples, B prefixes in a sample's beam, M indices of a dimension, U different prefixes.
 """
@@ -146,8 +148,8 @@ class ExpertInfo:
 class Bans:
     """Excludes experts, each by name and host, that failed. Pure; ``now`` is monotonic seconds.
 
-    A ban is twice as long after each failure in a row; without one for `LONGEST_BAN_S` after it, the count restarts.
-    ``version`` changes with each ban that begins or is lifted.
+    A ban is twice as long after each failure in a row; without one for `LONGEST_BAN_S` after it,
+    the count restarts. ``version`` changes with each ban that begins or is lifted.
     """
 
     def __init__(self) -> None:

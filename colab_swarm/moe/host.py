@@ -1,9 +1,10 @@
 """Hosting experts, and the experts API of a swarm: hosts, layers, remote experts and panels.
 
-A host starts with the experts whose saves are on its disk, then those that other peers saved and no peer hosts, then
-vacant names. Later, if memory is left, it takes over experts whose hosts died, each from the newest save of any owner
-that is complete and fits. It gives up names that belong to an earlier claim. A host that stops withdraws its experts
-first, so that no peer calls them, and saves them a last time.
+A host starts with the experts whose saves are on its disk, then those that other peers saved and no
+peer hosts, then vacant names. Later, if memory is left, it takes over experts whose hosts died,
+each from the newest save of any owner that is complete and fits. It gives up names that belong to
+an earlier claim. A host that stops withdraws its experts first, so that no peer calls them, and
+saves them a last time.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class HostOptions(TypedDict, total=False):
     """Options of `Swarm.host_experts`.
 
     Attributes:
-        folder: stores saves; with the same folder a later session continues from them. Without it, only the copies at
-            other peers survive this process.
+        folder: stores saves; with the same folder a later session continues from them. Without it,
+            only the copies at other peers survive this process.
         copies, spare, save_s, takeover_s: see `HostPlan`.
     """
 
@@ -122,9 +123,10 @@ def plan_host(
 ) -> HostPlan:
     """Build one expert, let it take a step, and compute how many this device can host.
 
-    ``sample`` is the shape of one sample (-1: any length; None: the module's attribute ``sample``), ``count`` how many,
-    or the names of exactly these (None: three quarters of those that fit in the free memory). Raises ValueError if the
-    module cannot be an expert, none fits, or ``count`` is not usable; TypeError if its state cannot be saved.
+    ``sample`` is the shape of one sample (-1: any length; None: the module's attribute ``sample``),
+    ``count`` how many, or the names of exactly these (None: three quarters of those that fit in the
+    free memory). Raises ValueError if the module cannot be an expert, none fits, or ``count`` is
+    not usable; TypeError if its state cannot be saved.
     """
     uids = _names(grid, count)
     shape = _sample_of(make_expert) if sample is None else tuple(sample)

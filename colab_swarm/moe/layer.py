@@ -150,8 +150,8 @@ class Usage:
 class RemoteExpert(nn.Module):
     """One expert as a module: forward and backward run on its host, and it learns from each backward.
 
-    Maps a tensor (..., *sample shape) to one of the same shape and dtype; float32 inside. It has no local parameters.
-    Raises ValueError if ``uid`` is not in the grid.
+    Maps a tensor (..., *sample shape) to one of the same shape and dtype; float32 inside. It has no
+    local parameters. Raises ValueError if ``uid`` is not in the grid.
     """
 
     def __init__(self, calls: ExpertCalls, grid: Grid, uid: str) -> None:
@@ -210,8 +210,8 @@ class MixtureSettings:
         k: experts called per sample.
         k_min: answers per sample to wait for as long as they can arrive.
         grace_s: how long to wait for the other answers after that; later ones count as failed.
-        sequences: a sample is a sequence (length, dim), sent to experts as one and scored by its mean;
-            False: a sample is a single vector (dim).
+        sequences: a sample is a sequence (length, dim), sent to experts as one and scored by its
+            mean; False: a sample is a single vector (dim).
         reject_outliers: drop an answer for a sample if it lies more than this many times the median distance away
             from the coordinate-wise median of all answers for the sample, given three or more; None: keep all.
     """

@@ -1,16 +1,16 @@
 """Replicas of expert saves: each save is on its host's disk and at a few other peers, the *holders*.
 
-Holding. A holder announces itself in the DHT. It receives a save by a stream: first the manifest, to which it answers
-with the chunks it lacks, then those chunks. So a save with few changes costs little, and a save that is there already
-is only renewed. A holder keeps the newest two saves per expert and owner. It drops saves that were not renewed for a
-day.
+Holding. A holder announces itself in the DHT. It receives a save by a stream: first the manifest,
+to which it answers with the chunks it lacks, then those chunks. So a save with few changes costs
+little, and a save that is there already is only renewed. A holder keeps the newest two saves per
+expert and owner. It drops saves that were not renewed for a day.
 
 Saving. The owner writes the chunks to its disk, sends them to holders, previous ones first, and publishes a signed
 record. The record names the save, and before it the last one that as many peers hold as should. So after the loss of
 the host and all holders but one, only the steps since the last save are lost.
 
-Finding. Any peer may claim a save of any step in the DHT. So claims are tried from the highest step down, and a save
-that is incomplete or does not fit is skipped.
+Finding. Any peer may claim a save of any step in the DHT. So claims are tried from the highest step
+down, and a save that is incomplete or does not fit is skipped.
 """
 
 from __future__ import annotations

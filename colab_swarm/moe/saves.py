@@ -1,9 +1,9 @@
 """Saves of experts: an expert's state as hashed chunks, and the store of chunks on disk. Never pickle.
 
-Format. The tensors of the state lie in one blob, each at a multiple of 64 bytes, and the blob is cut into chunks of
-256 KiB. A *manifest* names the expert, its step, the chunks, the plain part of the state (see `tensors.statedict`) and
-each tensor's type and shape. The manifest is a chunk too: its digest identifies the whole save. All come from
-strangers and are checked before use.
+Format. The tensors of the state lie in one blob, each at a multiple of 64 bytes, and the blob is
+cut into chunks of 256 KiB. A *manifest* names the expert, its step, the chunks, the plain part of
+the state (see `tensors.statedict`) and each tensor's type and shape. The manifest is a chunk too:
+its digest identifies the whole save. All come from strangers and are checked before use.
 
 Store. Chunks are named by their BLAKE3 hash, so saves share equal ones. Chunks that belong to no save are deleted.
 Every read is checked against the hash, so writes are not synced: a chunk damaged by a power cut is dropped when it is

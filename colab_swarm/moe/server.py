@@ -1,8 +1,9 @@
 """Serves this peer's experts: receives calls of any trainer, merges them into batches, computes, answers.
 
-The event loop receives and sends parts; its only work that grows with their size is copying. The device thread decodes,
-checks, joins, computes, cuts and encodes. Between them are `Batching`, under a lock, and one short task for the thread
-per call: it computes the next batch, whichever call that contains, or finds that its own was merged already.
+The event loop receives and sends parts; its only work that grows with their size is copying. The
+device thread decodes, checks, joins, computes, cuts and encodes. Between them are `Batching`, under
+a lock, and one short task for the thread per call: it computes the next batch, whichever call that
+contains, or finds that its own was merged already.
 
 `Batching` is pure. Per `Key` it has a queue of waiting calls, oldest first, and it counts the memory of all calls.
 
@@ -292,8 +293,8 @@ class _Served:
 class ExpertServer:
     """Serves experts to the swarm. One per peer and accelerator; made and used on the event loop.
 
-    ``events`` gets a `Fault` when an expert's own code fails. While ``gate`` is closed new calls get a busy answer, and
-    admitted ones wait.
+    ``events`` gets a `Fault` when an expert's own code fails. While ``gate`` is closed new calls
+    get a busy answer, and admitted ones wait.
 
     Attributes:
         device: computes the batches. What you run on it runs between two of them; after `close` it raises RuntimeError.

@@ -1,9 +1,9 @@
 """Trains one model with many batches in flight, which hides the latency of experts and networks.
 
-Each thread takes a batch, copies the shared parameters, computes gradients with the copy and applies them to the shared
-parameters at once. Meanwhile other batches have updated these: the gradient is *stale* by the updates in between, about
-``concurrency - 1`` (Learning@home, sections 3.1 and 4.2). One lock guards copies and updates, so no thread reads half
-an update.
+Each thread takes a batch, copies the shared parameters, computes gradients with the copy and
+applies them to the shared parameters at once. Meanwhile other batches have updated these: the
+gradient is *stale* by the updates in between, about ``concurrency - 1`` (Learning@home, sections
+3.1 and 4.2). One lock guards copies and updates, so no thread reads half an update.
 """
 
 from __future__ import annotations
@@ -121,12 +121,12 @@ class _Run(Generic[Batch]):
 class AsyncTrainer(Generic[Batch]):
     """Applies the gradients of many batches to one model, each as soon as it is ready.
 
-    A batch is retried when a peer fails. `fit` raises the peer's error only if no batch succeeds for ``patience_s``.
-    It raises exceptions of your own code at once.
+    A batch is retried when a peer fails. `fit` raises the peer's error only if no batch succeeds
+    for ``patience_s``. It raises exceptions of your own code at once.
 
     Args:
-        loss: returns the mean loss of a copy of the model over a batch: ``lambda model, batch: …``. It runs on many
-            threads and must be thread-safe.
+        loss: returns the mean loss of a copy of the model over a batch: ``lambda model, batch: …``.
+            It runs on many threads and must be thread-safe.
         optimizer: of the model's own parameters; may be a `SwarmOptimizer`, which synchronizes several trainers.
     """
 

@@ -79,9 +79,10 @@ reachable. Its free plan carries 1 GB a month, and you are warned before that is
 
 ## Failures
 
-A call raises a `colab_swarm.errors.PeerError` that names the peer: unreachable, lost, timeout, wrong
-peer, not admitted, refused, protocol. A stream whose link broke raises `PeerLost`, so a lost link never looks like the
-end of the data. A handler is cancelled when its caller is gone. A peer that breaks the protocol loses its link.
+A call raises a `colab_swarm.errors.PeerError` that names the peer: unreachable, lost, timeout,
+wrong peer, not admitted, refused, protocol. A stream whose link broke raises `PeerLost`, so a lost
+link never looks like the end of the data. A handler is cancelled when its caller is gone. A peer
+that breaks the protocol loses its link.
 
 ## How to use it
 

@@ -4,10 +4,11 @@
     2  responder  Noise "e ee s es"    payload: Hello
     3  initiator  Noise "s se"         payload: Hello
 
-The prologue holds the protocol's version and the run's name, so peers of another run or version cannot link. The
-digest lets the responder report that in words; otherwise decryption would just fail. A Hello carries the peer's
-Ed25519 key and its signature over the peer's Noise key and the handshake's hash, which covers the other end's
-ephemeral key. `Introduction` is this exchange, free of I/O; `HandshakeReceiver` runs it over a connection.
+The prologue holds the protocol's version and the run's name, so peers of another run or version
+cannot link. The digest lets the responder report that in words; otherwise decryption would just
+fail. A Hello carries the peer's Ed25519 key and its signature over the peer's Noise key and the
+handshake's hash, which covers the other end's ephemeral key. `Introduction` is this exchange, free
+of I/O; `HandshakeReceiver` runs it over a connection.
 """
 
 from __future__ import annotations

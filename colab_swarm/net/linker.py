@@ -1,8 +1,9 @@
 """Opens links: dials peers at all their addresses, answers callers, and pings the open links.
 
-Swarm time is the own clock moved by the median offset of the linked peers, with an own offset of zero among them. So
-two peers whose clocks differ meet in the middle, and one liar among honest peers moves nothing. The own clock is never
-moved by more than `MAX_OFFSET_S`: otherwise a late joiner's only peer could make expired records valid again.
+Swarm time is the own clock moved by the median offset of the linked peers, with an own offset of
+zero among them. So two peers whose clocks differ meet in the middle, and one liar among honest
+peers moves nothing. The own clock is never moved by more than `MAX_OFFSET_S`: otherwise a late
+joiner's only peer could make expired records valid again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Find out how others reach this peer, check it again when the network changes, and report the addresses.
 
-`ReachabilityPolicy` is free of I/O: evidence enters by its ``on_...`` methods, and `ReachabilityPolicy.decide` returns
-this peer's level, why no better level works, and which addresses to tell others. An address is reported once another
-peer has dialled it, or before any peer could try. A peer that sees this one through a relay or a tunnel cannot try,
-because it dials back only where it sees the caller. A private address that a neighbour reaches is of no use to peers
+`ReachabilityPolicy` is free of I/O: evidence enters by its ``on_...`` methods, and
+`ReachabilityPolicy.decide` returns this peer's level, why no better level works, and which
+addresses to tell others. An address is reported once another peer has dialled it, or before any
+peer could try. A peer that sees this one through a relay or a tunnel cannot try, because it dials
+back only where it sees the caller. A private address that a neighbour reaches is of no use to peers
 outside: once one of them has failed to dial, this peer counts as behind a NAT.
 """
 

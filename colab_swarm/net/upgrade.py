@@ -8,10 +8,11 @@
     Ready: half a round trip from now    ->
     punches                                  punches
 
-Endpoints are those of each end's own connection to the relay: as the relay sees it from outside, and as it is in
-the peer's own network, for two peers behind one NAT. The asking end sends the first handshake message on every
-connection that opens. An end that punches with another peer answers that it is busy, and is tried again later. The
-link table prefers the new link, and both ends leave the relayed one when its streams are over.
+Endpoints are those of each end's own connection to the relay: as the relay sees it from outside,
+and as it is in the peer's own network, for two peers behind one NAT. The asking end sends the first
+handshake message on every connection that opens. An end that punches with another peer answers that
+it is busy, and is tried again later. The link table prefers the new link, and both ends leave the
+relayed one when its streams are over.
 
 The answering end dials only addresses of the host at which the relay sees the asking end, or public ones if the relay
 cannot tell. So a relayed peer cannot make it connect to machines in its own network.

@@ -1,9 +1,10 @@
 """The carrier: aiohttp completes the WebSocket handshake (RFC 6455), then this protocol takes the socket over.
 
-The bytes on the wire stay legal WebSocket frames, so every proxy for WebSockets passes them. But aiohttp's Python no
-longer touches each message, and received bytes land in one buffer that all links of a loop share, since reading and
-parsing happen in one synchronous step. The client masks with the key zero, which leaves bytes as they are: a mask
-protects proxies from chosen plaintext, and these bytes are ciphertext.
+The bytes on the wire stay legal WebSocket frames, so every proxy for WebSockets passes them. But
+aiohttp's Python no longer touches each message, and received bytes land in one buffer that all
+links of a loop share, since reading and parsing happen in one synchronous step. The client masks
+with the key zero, which leaves bytes as they are: a mask protects proxies from chosen plaintext,
+and these bytes are ciphertext.
 
 The takeover loses no bytes if before it the server sends nothing and the client one message, which
 aiohttp delivers: see `dial` and `accept`.

@@ -47,8 +47,8 @@ def summary(status: JobStatus) -> str:
 def figures(status: JobStatus) -> dict[str, str]:
     """Return the known figures by name.
 
-    The ETA is that of the epoch's last unit at the recent rate. Staleness is the mean number of results that arrived
-    while a unit of this epoch was trained.
+    The ETA is that of the epoch's last unit at the recent rate. Staleness is the mean number of
+    results that arrived while a unit of this epoch was trained.
     """
     overview = status.overview
     left = len(status.rows) - overview.units["assimilated"]

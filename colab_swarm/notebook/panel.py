@@ -1,8 +1,9 @@
 """A live view of a swarm, or of anything that provides snapshots: widgets with a front-end, text without.
 
-Only the user's thread touches a widget: Colab does not repaint what other threads change. A button's callback holds
-up the kernel, so it hands its work to a thread. A panel stays live in three ways: `Panel.watch` keeps the cell busy,
-`Panel.tick` runs in a training loop, and ▶ makes the browser request a refresh each second while no cell runs.
+Only the user's thread touches a widget: Colab does not repaint what other threads change. A
+button's callback holds up the kernel, so it hands its work to a thread. A panel stays live in three
+ways: `Panel.watch` keeps the cell busy, `Panel.tick` runs in a training loop, and ▶ makes the
+browser request a refresh each second while no cell runs.
 """
 
 from __future__ import annotations
@@ -207,8 +208,8 @@ class Panel(Generic[S]):
     def watch(self, seconds: float | None = None, every_s: float = 0.5) -> None:
         """Keep the view live for ``seconds``, or until the swarm is left or you interrupt the cell.
 
-        An interrupt stops the watching, not the peer. Without a front-end, a line is printed every `TEXT_EVERY_S`
-        and all pages at the end.
+        An interrupt stops the watching, not the peer. Without a front-end, a line is printed every
+        `TEXT_EVERY_S` and all pages at the end.
         """
         if self._box is not None:
             from IPython.display import display
@@ -261,8 +262,8 @@ def update_button(button: Any, **traits: object) -> None:
 def keep_listening(control: Any) -> None:
     """Keep a control responsive while a cell runs, on kernels that can.
 
-    ipykernel 7.4 handles clicks beside the busy cell only for widgets that no cell has updated since. This makes it
-    forget the update.
+    ipykernel 7.4 handles clicks beside the busy cell only for widgets that no cell has updated
+    since. This makes it forget the update.
     """
     if control.comm is not None:
         vars(control.comm).pop("_reply_subshell_id", None)

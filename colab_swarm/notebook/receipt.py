@@ -60,8 +60,8 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Check every signature and every sum without a network, and return the proven sums.
 
         Args:
-            authority: public key of the run's authority, if you know it. Without it, a receipt of an
-                invented run passes too.
+            authority: public key of the run's authority, if you know it. Without it, a receipt of
+                an invented run passes too.
 
         Raises:
             ValueError: something is wrong; the text says what.

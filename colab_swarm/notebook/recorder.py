@@ -235,8 +235,8 @@ class Replay:
 def replay(path: str | Path, *, live: bool | None = None) -> Replay:
     """Read a run that ``swarm.record(path)`` recorded; needs no swarm.
 
-    Its ``events``, ``rounds`` and ``losses``, as (step, loss), are lists. Lines that cannot be read, such as the torn
-    ones of killed processes, are left out; its ``note`` says so.
+    Its ``events``, ``rounds`` and ``losses``, as (step, loss), are lists. Lines that cannot be
+    read, such as the torn ones of killed processes, are left out; its ``note`` says so.
 
     Args:
         path: the file.

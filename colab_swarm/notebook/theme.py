@@ -1,8 +1,9 @@
 """The style of all views: one small style sheet for light and dark pages, and the pieces that views share.
 
-A view has its own paper and ink, so it is readable on any page. Colours are those of Okabe and Ito, distinct for
-colour-blind people, with a contrast of 4.5 to 1 for text. No view uses colour alone. Classes: ``blue green amber red
-purple soft`` colour text and shapes in ``currentColor``, ``row`` puts boxes side by side, ``warn`` marks a warning.
+A view has its own paper and ink, so it is readable on any page. Colours are those of Okabe and Ito,
+distinct for colour-blind people, with a contrast of 4.5 to 1 for text. No view uses colour alone.
+Classes: ``blue green amber red purple soft`` colour text and shapes in ``currentColor``, ``row``
+puts boxes side by side, ``warn`` marks a warning.
 
 A `Document` collects what a view shows, escapes it, and returns it as HTML and as text. The functions are pieces of
 HTML: texts of other peers go through `markup.text` first.

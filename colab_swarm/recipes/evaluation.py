@@ -1,8 +1,8 @@
 """Evaluate a masked language model: its guesses for masked words, and its loss on held-out text.
 
 Evaluation does not disturb training: the model runs in evaluation mode and without gradients, then each module gets
-its mode back. A call may also use other weights than the model's own. Evaluate between two steps, on the thread that
-trains.
+its mode back. A call may also use other weights than the model's own. Evaluate between two steps,
+on the thread that trains.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def masked_loss(
 ) -> float:
     """Return the mean loss per hidden token of held-out text, in nats; its exponential is the perplexity.
 
-    The same text, length and seed hide the same tokens every time, whatever the batch size, so that steps of a run
-    and runs can be compared.
+    The same text, length and seed hide the same tokens every time, whatever the batch size, so that
+    steps of a run and runs can be compared.
 
     Args:
         texts: read once; each is cut into samples by itself.

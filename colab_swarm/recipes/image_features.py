@@ -1,7 +1,7 @@
 """SwAV (Caron et al. 2020): image features without labels, as DeDLOC trained them (section 4.1).
 
-Views of one image predict each other's cluster. Shapes: N images, B samples, V views, C = 3 channels, H x W pixels, D
-features, K prototypes.
+Views of one image predict each other's cluster. Shapes: N images, B samples, V views, C = 3
+channels, H x W pixels, D features, K prototypes.
 
 A swarm agrees on the parameters only. So prototypes are normalized where they are used, batches are normalized by their
 own statistics, as in data parallelism, and the queue of earlier features is local (DeDLOC, section 4.1: "for each
@@ -348,8 +348,8 @@ def swav(
 ) -> tuple[Swav, Batches]:
     """Return an untrained SwAV and endless batches: ``large_crops`` and ``small_crops``, each float32 (B, V, C, H, W).
 
-    Minimize ``model(**batch, step=optimizer.global_step).loss`` with `swav_optimizer`. Peers with the same ``size`` and
-    ``seed`` get equal parameters. Each peer may use its own images.
+    Minimize ``model(**batch, step=optimizer.global_step).loss`` with `swav_optimizer`. Peers with
+    the same ``size`` and ``seed`` get equal parameters. Each peer may use its own images.
 
     Args:
         size: ``"tiny"`` or ``"resnet50"``.
@@ -375,8 +375,8 @@ def swav(
 def swav_optimizer(model: Swav, settings: SwavSettings | str = "tiny") -> tuple[Lars, LambdaLR]:
     """Return LARS and its schedule, for ``swarm.optimizer(optimizer, scheduler=scheduler, …)``.
 
-    A learning rate of 0 freezes the prototypes for the first global steps, at all peers alike. ``settings`` are your
-    own, or those of the named size.
+    A learning rate of 0 freezes the prototypes for the first global steps, at all peers alike.
+    ``settings`` are your own, or those of the named size.
     """
     chosen = SETTINGS[settings] if isinstance(settings, str) else settings
     body = [parameter for name, parameter in model.named_parameters() if name != "prototypes"]

@@ -7,8 +7,8 @@ Memory of training ALBERT, in float32 values (H hidden size, N layers, V vocabul
   norms, and 20 H for the feed-forward part, 4 H wide, of which ``gelu_new`` keeps five stages;
 - per token 3 V: logits, their softmax, and its gradient.
 
-With checkpointing a layer keeps only its input, H per token, and one layer at a time is recomputed. A test measures
-the 28 H that autograd keeps. Autocast to half precision needs less.
+With checkpointing a layer keeps only its input, H per token, and one layer at a time is recomputed.
+A test measures the 28 H that autograd keeps. Autocast to half precision needs less.
 """
 
 from __future__ import annotations
@@ -217,8 +217,8 @@ def albert(
         tokenizer: a ``tokenizer.json``, a folder, a hub name or a fast tokenizer; None trains one.
         language: of a tokenizer trained here, see `train_tokenizer`.
         swarm: its ``id`` seeds this peer's order, and its ``try_model`` queries this model.
-        batch_size: samples of one batch; None: what fits this machine's GPU, with gradient checkpointing if needed
-            (see `fit_memory`).
+        batch_size: samples of one batch; None: what fits this machine's GPU, with gradient
+            checkpointing if needed (see `fit_memory`).
         sequence_length: tokens of one sample; None for 64 (tiny) or 512.
         seed: of the initial parameters and, with the peer's id, of the batches.
 

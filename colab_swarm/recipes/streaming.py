@@ -202,12 +202,12 @@ class ShardReader:
 class Prefetched(Generic[T]):
     """An iterator that prepares up to ``depth`` items of ``source`` ahead, in a thread.
 
-    An error of the source is raised after the items made before it. The thread starts with the first item and ends with
-    `close`, or when this object is collected.
+    An error of the source is raised after the items made before it. The thread starts with the
+    first item and ends with `close`, or when this object is collected.
 
     Attributes:
-        close: sets ``stop``, so that a waiting source can stop, and waits up to `CLOSE_S` for the thread; iteration
-            ends with the items made so far.
+        close: sets ``stop``, so that a waiting source can stop, and waits up to `CLOSE_S` for the
+            thread; iteration ends with the items made so far.
     """
 
     def __init__(self, source: Any, *, depth: int, stop: threading.Event) -> None:
@@ -410,8 +410,8 @@ class MixedBatches(SampledBatches):
 class StreamedBatches(Prefetched[dict[str, Tensor]]):
     """`MixedBatches` prepared ahead in a thread; `albert` returns them for a mix of sources.
 
-    Save ``state_dict()`` in this peer's checkpoint. A peer with the same sources, tokenizer and seed resumes with
-    exactly the next batch. Arguments: see `TextMix` and `MixedBatches`.
+    Save ``state_dict()`` in this peer's checkpoint. A peer with the same sources, tokenizer and
+    seed resumes with exactly the next batch. Arguments: see `TextMix` and `MixedBatches`.
 
     Raises:
         ValueError: an argument is out of range or a source cannot be opened.

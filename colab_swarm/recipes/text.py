@@ -34,9 +34,10 @@ def open_text(text: TextSource) -> BlockSource:
     """Open a source of text blocks.
 
     Args:
-        text: ``"python-docs"`` (CPython's language reference); a file or a glob pattern; a list of `Path`; an iterable
-            of strings, read again for each pass; or a folder or hub name for `datasets.load_dataset`
-            (``name:configuration`` to choose one of several), of which the ``train`` split is streamed.
+        text: ``"python-docs"`` (CPython's language reference); a file or a glob pattern; a list of
+            `Path`; an iterable of strings, read again for each pass; or a folder or hub name for
+            `datasets.load_dataset` (``name:configuration`` to choose one of several), of which the
+            ``train`` split is streamed.
 
     Raises:
         ValueError: the source holds no file or no text.

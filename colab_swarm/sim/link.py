@@ -1,8 +1,9 @@
 """A simulated link: reliable, ordered, as slow as its peers' connections, and how it breaks.
 
-A message leaves through the sender's upload pipe, first in, first out. It travels for the pair's latency and enters
-through the receiver's download pipe; its first bit may enter before its last one leaves. A lost message costs a
-retransmission. During a partition, messages wait at the far end: TCP delivers them once the partition heals.
+A message leaves through the sender's upload pipe, first in, first out. It travels for the pair's
+latency and enters through the receiver's download pipe; its first bit may enter before its last one
+leaves. A lost message costs a retransmission. During a partition, messages wait at the far end: TCP
+delivers them once the partition heals.
 """
 
 from __future__ import annotations

@@ -90,12 +90,12 @@ def doctor(
     Run it while the others train: the prediction then accounts for a shared machine or uplink.
 
     Args:
-        swarm: a swarm, or an invitation, which is joined for the examination and left (that counts as a use of it);
-            None examines the machine only.
+        swarm: a swarm, or an invitation, which is joined for the examination and left (that counts
+            as a use of it); None examines the machine only.
         model: what you train, or a size of `albert`: tiny, base, large, xlarge. It is not changed.
         batches: of the model; some are used up. Not needed with a size.
-        target_batch_size, compression: as for `Swarm.optimizer`; known already if the swarm trains or the invitation
-            carries them. Without a target batch size there is no prediction.
+        target_batch_size, compression: as for `Swarm.optimizer`; known already if the swarm trains
+            or the invitation carries them. Without a target batch size there is no prediction.
 
     Raises:
         ValueError: model, batches, target_batch_size or compression is not usable.

@@ -9,9 +9,10 @@
 All of it except the checkpoints is secret: only the owner can read it, and no repr shows it. Every file is written
 aside and then renamed, so a process may be killed at any moment.
 
-Two processes with one key would push each other out of the swarm, so one process at a time uses the folder. File
-locks mean nothing to other machines on a network drive. `in-use.json` names the process and its last heartbeat
-instead. A killed process leaves that file behind: its own machine notices at once, others once the heartbeats stop.
+Two processes with one key would push each other out of the swarm, so one process at a time uses the
+folder. File locks mean nothing to other machines on a network drive. `in-use.json` names the
+process and its last heartbeat instead. A killed process leaves that file behind: its own machine
+notices at once, others once the heartbeats stop.
 """
 
 from __future__ import annotations

@@ -354,8 +354,8 @@ def _describe(fault: ScriptedFault) -> str:
 class InteractiveRun:
     """A running simulation, made by `Simulation.play`. One runs at a time: a new one stops the former.
 
-    Time passes in slices of `SLICE_S` virtual seconds, on the run's own thread; what the user injects takes effect
-    between two slices.
+    Time passes in slices of `SLICE_S` virtual seconds, on the run's own thread; what the user
+    injects takes effect between two slices.
 
     Attributes:
         speed: virtual seconds per second, above 0; change it at any time.
@@ -399,9 +399,9 @@ class InteractiveRun:
         """Change the simulation, such as ``inject("crash", "bob")``. Thread-safe.
 
         Args:
-            verb: ``join`` (a peer; without a name, a new one), ``crash`` (a peer), ``speed`` (a peer, samples per
-                second), ``slow`` (a peer, how many times slower its connection), ``latency``, ``bandwidth`` (factor),
-                ``lose`` (share of messages).
+            verb: ``join`` (a peer; without a name, a new one), ``crash`` (a peer), ``speed`` (a
+                peer, samples per second), ``slow`` (a peer, how many times slower its connection),
+                ``latency``, ``bandwidth`` (factor), ``lose`` (share of messages).
             arguments: of the verb.
         """
         self._injected.append((verb, arguments))

@@ -4,10 +4,11 @@ It runs on the runtime's event loop. The optimizer drives it from the user's thr
 `average` when a round is due, `advance` when the update is applied, `catch_up` when the swarm moved on without it.
 
 How a late joiner, or a peer that fell behind, catches up with a swarm that does not wait: while the snapshot of step s
-downloads, the peer follows the rounds with weight 0 and collects their means. Then it applies the means of the rounds
-s, s+1, … in order and has the swarm's parameters, however long the download took. It sends nothing and reduces nothing
-meanwhile, so it cannot slow down a round. Donors that keep failing lose their vote, and the branch of the other peers
-is tried: a peer that claims an absurd step keeps no late joiner out.
+downloads, the peer follows the rounds with weight 0 and collects their means. Then it applies the
+means of the rounds s, s+1, … in order and has the swarm's parameters, however long the download
+took. It sends nothing and reduces nothing meanwhile, so it cannot slow down a round. Donors that
+keep failing lose their vote, and the branch of the other peers is tried: a peer that claims an
+absurd step keeps no late joiner out.
 """
 
 from __future__ import annotations

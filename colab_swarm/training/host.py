@@ -1,8 +1,9 @@
 """One peer, several processes: the GPUs of one host train as one peer through `torch.distributed`.
 
-Only rank 0 talks to the swarm. At each step it sums the ranks' gradients and counts them as one micro-batch. When that
-changed its parameters, because the swarm stepped or this peer caught up, all ranks get them. The ranks stay in
-lockstep: each makes the same calls in the same order. Their other messages are small, use gloo, and stay on this host.
+Only rank 0 talks to the swarm. At each step it sums the ranks' gradients and counts them as one
+micro-batch. When that changed its parameters, because the swarm stepped or this peer caught up, all
+ranks get them. The ranks stay in lockstep: each makes the same calls in the same order. Their other
+messages are small, use gloo, and stay on this host.
 """
 
 from __future__ import annotations

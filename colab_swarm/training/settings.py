@@ -1,8 +1,9 @@
 """Inputs of a collaboration: the peer's services, how to train, and how to stay within a traffic budget.
 
-A peer decides after each round how to save traffic, in the order of the cost to the swarm. First it stops reducing for
-others, if another peer reduces and the volume is bounded (a bound on speed makes its share smaller, see
-`averaging.strategy`). Then it sends 8 bits a value. Then it requests more local steps between two rounds.
+A peer decides after each round how to save traffic, in the order of the cost to the swarm. First it
+stops reducing for others, if another peer reduces and the volume is bounded (a bound on speed makes
+its share smaller, see `averaging.strategy`). Then it sends 8 bits a value. Then it requests more
+local steps between two rounds.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@ The snapshot is a copy, so a donor trains on while it serves, and shares no lock
 Donors on one branch hold equal states, so their chunks are interchangeable. A chunk is accepted by
 its digest only: a donor that lies, stalls or vanishes costs the chunks in flight and nothing else.
 
-A `Mirror` passes on the state of trainers that a late joiner cannot reach, because both only dial out. Both are linked
-to an assistant, which forwards manifest and chunks over the trainer's own link. It stores none of them, and holds one
-chunk in memory at a time. A backbone's assistant gives a checkpoint of its own when no trainer is left.
+A `Mirror` passes on the state of trainers that a late joiner cannot reach, because both only dial
+out. Both are linked to an assistant, which forwards manifest and chunks over the trainer's own
+link. It stores none of them, and holds one chunk in memory at a time. A backbone's assistant gives
+a checkpoint of its own when no trainer is left.
 """
 
 from __future__ import annotations

@@ -17,9 +17,10 @@ grant's limits, while the authority is offline. Every peer shows its membership 
 
 ## What an invitation is
 
-One line, `https://…/join#NAME.PAYLOAD` (`colab_swarm.invite.Invite`). The part after ``#`` never reaches a web server.
-It holds the run's id, three peers to dial, an end, the access rule, the authority's public key, the invitation's
-secret, role, number of uses, and settings for training. Its text holds a secret, its ``repr`` does not.
+One line, `https://…/join#NAME.PAYLOAD` (`colab_swarm.invite.Invite`). The part after ``#`` never
+reaches a web server. It holds the run's id, three peers to dial, an end, the access rule, the
+authority's public key, the invitation's secret, role, number of uses, and settings for training.
+Its text holds a secret, its ``repr`` does not.
 
 | `cs.create(…, access=…)` | who may join |
 |---|---|
@@ -59,15 +60,17 @@ secret, role, number of uses, and settings for training. Its text holds a secret
 
 ## Revocation
 
-`swarm.remove_peer("3fa9")` signs a new list. It is stored in the DHT under a subkey that only the authority can
-write. Every peer reads it each 20 s and also asks one linked peer; a peer that learns of a newer list sends it to all
-its links. So it reaches all peers within a minute, even if the DHT's key is stuffed. Links to removed peers close.
+`swarm.remove_peer("3fa9")` signs a new list. It is stored in the DHT under a subkey that only the
+authority can write. Every peer reads it each 20 s and also asks one linked peer; a peer that learns
+of a newer list sends it to all its links. So it reaches all peers within a minute, even if the
+DHT's key is stuffed. Links to removed peers close.
 
 ## The contribution ledger
 
-Each peer counts the contributions that it *saw*, and publishes this tally signed, with its membership. The
-leaderboard, `swarm.contributions()`, is the sum over all tallies, without what each says of its own writer. How each
-kind is counted: `colab_swarm.trust.contributions`. A tally stays for a day after its writer has left.
+Each peer counts the contributions that it *saw*, and publishes this tally signed, with its
+membership. The leaderboard, `swarm.contributions()`, is the sum over all tallies, without what each
+says of its own writer. How each kind is counted: `colab_swarm.trust.contributions`. A tally stays
+for a day after its writer has left.
 
 ## Failures
 

@@ -1,8 +1,9 @@
 """How a peer gets into a run and invites others, its trust services, and how a revocation reaches every peer.
 
-The authority stores its signed list in the DHT under its own subkey, which no other peer can write. Every peer reads
-it each 20 s and asks one linked peer for the newest list; a peer that learns of a newer list sends it to all its links.
-So the list spreads even where the DHT fails: a malicious member can stuff its key, and its records end after a day.
+The authority stores its signed list in the DHT under its own subkey, which no other peer can write.
+Every peer reads it each 20 s and asks one linked peer for the newest list; a peer that learns of a
+newer list sends it to all its links. So the list spreads even where the DHT fails: a malicious
+member can stuff its key, and its records end after a day.
 """
 
 from __future__ import annotations

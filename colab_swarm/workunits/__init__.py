@@ -33,11 +33,12 @@ body, nonce and time. It is valid once, for 60 s. Bodies are msgpack, data and p
 
     Assigned -> Accepted -> Assimilated -> Measured                   then EpochEnded, and at last Finished
 
-A unit that is rejected, expires or is given back goes to another volunteer (`colab_swarm.workunits.state` has all
-states). The store's **log** of these entries is the job: a decision of the dispatcher (a pure core) takes effect once
-it is in the log, and the dispatcher's state is a fold over the log. So a coordinator may be killed between any two
-steps, and the same call resumes the job. A parameter server replaces the parameters, logs the assimilation and
-removes the result from the queue in one step: exactly once, whichever process is killed.
+A unit that is rejected, expires or is given back goes to another volunteer
+(`colab_swarm.workunits.state` has all states). The store's **log** of these entries is the job: a
+decision of the dispatcher (a pure core) takes effect once it is in the log, and the dispatcher's
+state is a fold over the log. So a coordinator may be killed between any two steps, and the same
+call resumes the job. A parameter server replaces the parameters, logs the assimilation and removes
+the result from the queue in one step: exactly once, whichever process is killed.
 
 ## Failures
 
@@ -93,10 +94,11 @@ Atre, Jha and Rao, *Distributed Deep Learning Using Volunteer Computing-Like Par
 
 ## ## Measured
 
-Assimilating 5 M parameters takes 39 ms in Redis, 32 ms in SQLite, 302 ms in SQL (paper: Redis 870 ms, MySQL 1,290 ms).
-After 40 epochs on digits the accuracy is 2.0 points below serial training (paper, CIFAR-10: 9). With 20 kills of the
-coordinator and 76 of volunteers, 360 of 360 units were assimilated exactly once. Measure again with `python -m
-colab_swarm.bench parameter-store`, `vc-asgd`, `work-ordeal` and `workunits`.
+Assimilating 5 M parameters takes 39 ms in Redis, 32 ms in SQLite, 302 ms in SQL (paper: Redis 870
+ms, MySQL 1,290 ms). After 40 epochs on digits the accuracy is 2.0 points below serial training
+(paper, CIFAR-10: 9). With 20 kills of the coordinator and 76 of volunteers, 360 of 360 units were
+assimilated exactly once. Measure again with `python -m colab_swarm.bench parameter-store`,
+`vc-asgd`, `work-ordeal` and `workunits`.
 """
 
 from __future__ import annotations

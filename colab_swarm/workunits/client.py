@@ -4,8 +4,8 @@ A call retries until it succeeds, and `CoordinatorClient.trouble` says why it ta
 connection broke are not transferred again. Only a refusal of the coordinator itself, a `Problem`, ends a call: with
 `CallRefused`, whose code is the problem's. A proxy's error page is retried like any network error.
 
-Each unit in hand has a file, written when the unit arrives and at intervals while it is trained, from which a killed
-volunteer resumes. Never pickle.
+Each unit in hand has a file, written when the unit arrives and at intervals while it is trained,
+from which a killed volunteer resumes. Never pickle.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ class CoordinatorOptions(TypedDict, total=False):
     """Options of a coordinator; everything has a default.
 
     Attributes:
-        folder: for its key, its store, data and uploads; the same folder resumes the job. By default the job's name
-            with ``-work`` appended, in the working directory.
+        folder: for its key, its store, data and uploads; the same folder resumes the job. By
+            default the job's name with ``-work`` appended, in the working directory.
         store: address of the job's state, see `open_store`; by default an SQLite file in the folder.
         servers: number of parameter servers; ``auto``, the default, follows the waiting results.
         host, port: to listen on; by default all interfaces, and the same port as last time or a free one.
@@ -87,8 +87,8 @@ class Coordinator(Desk, contextlib.AbstractContextManager["Coordinator"]):
 
     On an event loop use `start`, `wait_finished`, `status` and `close`; from other threads the rest.
 
-    ``access`` is of the run of ``token``'s peer, ``tick_s`` the interval of the check for passed deadlines, ``clock``
-    gives seconds since the epoch. The caller closes the store.
+    ``access`` is of the run of ``token``'s peer, ``tick_s`` the interval of the check for passed
+    deadlines, ``clock`` gives seconds since the epoch. The caller closes the store.
 
     Attributes:
         link: lets volunteers in for a week; a secret. In a notebook it shows itself with a QR code and badges.

@@ -360,8 +360,8 @@ class Desk:
 class Staffing:
     """Choose how many parameter servers run, following the backlog one server at a time. Free of I/O.
 
-    A server is added when for `GROW_S` more than `CROWD` results per server wait, up to ``most``; one is removed when
-    for `SHRINK_S` none waits.
+    A server is added when for `GROW_S` more than `CROWD` results per server wait, up to ``most``;
+    one is removed when for `SHRINK_S` none waits.
     """
 
     def __init__(self, most: int = max(1, (os.cpu_count() or 1) - 1)) -> None:

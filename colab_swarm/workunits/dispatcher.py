@@ -233,8 +233,8 @@ class Dispatcher:
     ) -> list[AnyEntry]:
         """Decide on a valid result, in blob ``result``; raise ValueError if it is not wanted any more: see `refusal`.
 
-        ``change`` is the L2 norm of its change of the parameters; ``distance``, of two blobs, is a share of the change,
-        and needed if the plan has replicas.
+        ``change`` is the L2 norm of its change of the parameters; ``distance``, of two blobs, is a
+        share of the change, and needed if the plan has replicas.
         """
         replica = self.state.replicas[assignment]
         if (refusal := self.refusal(assignment, replica.volunteer, now=now)) is not None:

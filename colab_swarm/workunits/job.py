@@ -196,8 +196,8 @@ class WorkPlan:
         batch_size: samples of one local step.
         max_epochs: the job ends after this many epochs.
         target_accuracy: the job ends when the mean accuracy of an epoch reaches this; None: never.
-        alpha: weight of the server's parameters in ``W_s <- alpha W_s + (1 - alpha) W_c``: a number in [0, 1),
-            ``e/(e+1)``, or a function of the epoch e, from 1 (VC-ASGD, equation 1).
+        alpha: weight of the server's parameters in ``W_s <- alpha W_s + (1 - alpha) W_c``: a number
+            in [0, 1), ``e/(e+1)``, or a function of the epoch e, from 1 (VC-ASGD, equation 1).
         replication: volunteers that train each unit; beyond 1 a majority has to agree.
         tolerance: distance of two replicas that agree, as a share of the change that training made.
         deadline_s: a unit that is not back by then goes to another volunteer; None: by the times of earlier units.

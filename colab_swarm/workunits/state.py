@@ -11,9 +11,10 @@ coordinator writes all entries but `Assimilated` and `Measured`, which the param
 
 Times are seconds since the epoch, so they stay comparable after a restart.
 
-Each volunteer has an error rate, as in BOINC (its validator's ``update_error_rate``): an exponential average that
-starts at 0.1. It forgets within some ten units instead of twenty, because a job of notebooks lasts hours, not months.
-A volunteer that is often preempted is unreliable and gets few units. Only bad results lead to a ban.
+Each volunteer has an error rate, as in BOINC (its validator's ``update_error_rate``): an
+exponential average that starts at 0.1. It forgets within some ten units instead of twenty, because
+a job of notebooks lasts hours, not months. A volunteer that is often preempted is unreliable and
+gets few units. Only bad results lead to a ban.
 """
 
 from __future__ import annotations
@@ -427,8 +428,8 @@ class VolunteerRow:
 class UnitMark:
     """One unit of the epoch: ``waiting``, in ``training``, ``queued`` for a parameter server or ``assimilated``.
 
-    Or it waits again because its last ``volunteer`` was ``late`` or its result ``rejected``. ``staleness``: results
-    assimilated while it was trained.
+    Or it waits again because its last ``volunteer`` was ``late`` or its result ``rejected``.
+    ``staleness``: results assimilated while it was trained.
     """
 
     state: str
@@ -443,8 +444,8 @@ class JobOverview:
     Attributes:
         epoch, max_epochs: the current epoch, from 1, and the plan's last one.
         finished: why the job ended; None before.
-        units: of the epoch: ``waiting`` for a volunteer, in ``training``, ``queued`` for a parameter server, or
-            ``assimilated``.
+        units: of the epoch: ``waiting`` for a volunteer, in ``training``, ``queued`` for a
+            parameter server, or ``assimilated``.
         volunteers: all so far, by their accepted units.
         epochs, measured: the epochs that ended, and this epoch's accuracies so far.
         unit_s, update_s: durations of the latest units, from assignment to result, and of the latest updates.

@@ -1,8 +1,9 @@
 """`cs.workunits.volunteer`: train units of another person's job on this machine.
 
-Each slot of a volunteer requests a unit, fetches its data, trains, uploads, and starts over. Errors of the coordinator
-never end it, only its refusals do. All units of the process are trained in turns on one thread, because torch's random
-numbers belong to the process. So replicas of a unit agree, and one slot's training overlaps with another's transfers.
+Each slot of a volunteer requests a unit, fetches its data, trains, uploads, and starts over. Errors
+of the coordinator never end it, only its refusals do. All units of the process are trained in turns
+on one thread, because torch's random numbers belong to the process. So replicas of a unit agree,
+and one slot's training overlaps with another's transfers.
 """
 
 from __future__ import annotations

@@ -58,16 +58,14 @@ def test_a_slow_link_ends_the_test_by_time_and_not_by_size() -> None:
     assert run_virtual(main()) < 5
 
 
-def test_a_peer_gets_one_test_at_a_time_and_then_a_pause() -> None:
-    async def main() -> None:
-        _, alice, bob = pair()
+@pytest.mark.virtual_time
+async def test_a_peer_gets_one_test_at_a_time_and_then_a_pause() -> None:
+    _, alice, bob = pair()
+    await measure(alice, bob.id, size_bytes=1000)
+    with pytest.raises(CallRefused, match="wait a moment"):
         await measure(alice, bob.id, size_bytes=1000)
-        with pytest.raises(CallRefused, match="wait a moment"):
-            await measure(alice, bob.id, size_bytes=1000)
-        await asyncio.sleep(PAUSE_S)
-        await measure(alice, bob.id, size_bytes=1000)
-
-    run_virtual(main())
+    await asyncio.sleep(PAUSE_S)
+    await measure(alice, bob.id, size_bytes=1000)
 
 
 def test_two_peers_are_not_tested_at_once() -> None:
@@ -83,55 +81,49 @@ def test_two_peers_are_not_tested_at_once() -> None:
     assert isinstance(second, CallRefused)
 
 
-def test_a_peer_without_the_service_refuses_and_a_silent_one_times_out() -> None:
-    async def main() -> None:
-        network, alice, bob = pair()
-        with pytest.raises(CallRefused):
-            await measure(bob, alice.id)
-        carol = network.peer("carol")
-        network.introduce()
+@pytest.mark.virtual_time
+async def test_a_peer_without_the_service_refuses_and_a_silent_one_times_out() -> None:
+    network, alice, bob = pair()
+    with pytest.raises(CallRefused):
+        await measure(bob, alice.id)
+    carol = network.peer("carol")
+    network.introduce()
 
-        async def silent(opening: MeasureSpeed, stream: Stream) -> None:
-            await asyncio.get_running_loop().create_future()
+    async def silent(opening: MeasureSpeed, stream: Stream) -> None:
+        await asyncio.get_running_loop().create_future()
 
-        carol.serve_stream(MeasureSpeed, silent)
-        with pytest.raises(PeerTimeout, match="did not end in 2 s"):
-            await measure(alice, carol.id, timeout_s=2)
-
-    run_virtual(main())
+    carol.serve_stream(MeasureSpeed, silent)
+    with pytest.raises(PeerTimeout, match="did not end in 2 s"):
+        await measure(alice, carol.id, timeout_s=2)
 
 
-def test_a_peer_killed_during_the_test_is_lost_and_the_next_test_works() -> None:
-    async def main() -> None:
-        network, alice, bob = pair()
-        network.at(0.5).crash("alice")
-        with pytest.raises(PeerError):
-            await measure(alice, bob.id)
-        assert network.fired
-        carol = network.peer("carol")
-        network.introduce()
-        await measure(carol, bob.id, size_bytes=1000)
-
-    run_virtual(main())
+@pytest.mark.virtual_time
+async def test_a_peer_killed_during_the_test_is_lost_and_the_next_test_works() -> None:
+    network, alice, bob = pair()
+    network.at(0.5).crash("alice")
+    with pytest.raises(PeerError):
+        await measure(alice, bob.id)
+    assert network.fired
+    carol = network.peer("carol")
+    network.introduce()
+    await measure(carol, bob.id, size_bytes=1000)
 
 
 @pytest.mark.parametrize("burst_bytes", [100, 1 << 40, -1])
-def test_more_bytes_than_agreed_end_the_test(burst_bytes: int) -> None:
-    async def main() -> None:
-        network, alice, _ = pair()
-        carol = network.peer("carol")
-        network.introduce()
+@pytest.mark.virtual_time
+async def test_more_bytes_than_agreed_end_the_test(burst_bytes: int) -> None:
+    network, alice, _ = pair()
+    carol = network.peer("carol")
+    network.introduce()
 
-        async def flood(opening: MeasureSpeed, stream: Stream) -> None:
-            await stream.send(Burst(burst_bytes))
-            await stream.send(Beat(), bytes(2000))
+    async def flood(opening: MeasureSpeed, stream: Stream) -> None:
+        await stream.send(Burst(burst_bytes))
+        await stream.send(Beat(), bytes(2000))
 
-        carol.serve_stream(MeasureSpeed, flood)
-        async with await alice.stream(carol.id, MeasureSpeed(1000), timeout_s=5) as stream:
-            with pytest.raises(ProtocolError, match="more than was agreed"):
-                await _absorb(stream, 1000)
-
-    run_virtual(main())
+    carol.serve_stream(MeasureSpeed, flood)
+    async with await alice.stream(carol.id, MeasureSpeed(1000), timeout_s=5) as stream:
+        with pytest.raises(ProtocolError, match="more than was agreed"):
+            await _absorb(stream, 1000)
 
 
 @settings(max_examples=60, deadline=None)

@@ -17,7 +17,6 @@ from colab_swarm.events import EventLog, Fault
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import Membership, MembershipAdmission
 from colab_swarm.net.peers import PeerId, Role
-from colab_swarm.sim import run_virtual
 from colab_swarm.trust.contributions import (
     KINDS,
     MAX_ROWS,
@@ -163,107 +162,97 @@ def ledgers(members: list[Member], admissions: list[MembershipAdmission | None])
     ]
 
 
-def test_all_peers_read_the_same_leaderboard_which_outlives_a_restart() -> None:
-    async def main() -> None:
-        _, members = await swarm(4)
-        services = ledgers(members, [None] * 4)
-        alice, bob, _, dave = (member.peers.id for member in members)
-        services[0].ledger.credit(bob, "samples", 10.0)
-        services[1].ledger.credit(alice, "samples", 4.0)
-        services[2].ledger.credit(alice, "samples", 3.0)
-        services[2].ledger.credit(dave, "relayed_bytes", 1e6)
-        for service in services:
-            service.start()
-        await asyncio.sleep(PUBLISH_S + 1)
-        expected = (
-            Contribution(bob, samples=10.0),
-            Contribution(alice, samples=7.0),
-            Contribution(dave, relayed_bytes=1e6),
-        )
-        assert [await service.read() for service in services] == [expected] * 4
-        await services[2].stop()
-        again = Contributions(members[2].peers, members[2].dht, RUN, None)
-        await again.resume()
-        again.ledger.credit(alice, "samples", 1.0)
-        await again.publish()
-        assert (await services[0].read())[1] == Contribution(alice, samples=8.0)
-        for service in (*services[:2], services[3]):
-            await service.stop()
-
-    run_virtual(main())
+@pytest.mark.virtual_time
+async def test_all_peers_read_the_same_leaderboard_which_outlives_a_restart() -> None:
+    _, members = await swarm(4)
+    services = ledgers(members, [None] * 4)
+    alice, bob, _, dave = (member.peers.id for member in members)
+    services[0].ledger.credit(bob, "samples", 10.0)
+    services[1].ledger.credit(alice, "samples", 4.0)
+    services[2].ledger.credit(alice, "samples", 3.0)
+    services[2].ledger.credit(dave, "relayed_bytes", 1e6)
+    for service in services:
+        service.start()
+    await asyncio.sleep(PUBLISH_S + 1)
+    expected = (
+        Contribution(bob, samples=10.0),
+        Contribution(alice, samples=7.0),
+        Contribution(dave, relayed_bytes=1e6),
+    )
+    assert [await service.read() for service in services] == [expected] * 4
+    await services[2].stop()
+    again = Contributions(members[2].peers, members[2].dht, RUN, None)
+    await again.resume()
+    again.ledger.credit(alice, "samples", 1.0)
+    await again.publish()
+    assert (await services[0].read())[1] == Contribution(alice, samples=8.0)
+    for service in (*services[:2], services[3]):
+        await service.stop()
 
 
-def test_a_tally_that_cannot_be_resumed_or_published_is_an_event() -> None:
+@pytest.mark.virtual_time
+async def test_a_tally_that_cannot_be_resumed_or_published_is_an_event() -> None:
     def fail() -> dict[PeerId, int]:
         raise ZeroDivisionError("a bug")
 
-    async def main() -> None:
-        _, members = await swarm(1)
-        events = EventLog()
-        service = Contributions(members[0].peers, members[0].dht, RUN, relayed_bytes=fail, events=events)
-        service.saved = (TallyRow(peer(1), (-1.0, 0.0, 0.0, 0.0, 0.0)),)
-        service.start()
-        await asyncio.sleep(PUBLISH_S + 1)
-        with pytest.raises(ZeroDivisionError):
-            await service.stop()
-        resumed, published = (fault for fault in events.recent(Fault) if isinstance(fault, Fault))
-        assert resumed.where == "finding this peer's last tally" and "ValueError: -1.0" in resumed.text
-        assert published.where == "publishing the contributions" and "a bug" in published.text
-
-    run_virtual(main())
+    _, members = await swarm(1)
+    events = EventLog()
+    service = Contributions(members[0].peers, members[0].dht, RUN, relayed_bytes=fail, events=events)
+    service.saved = (TallyRow(peer(1), (-1.0, 0.0, 0.0, 0.0, 0.0)),)
+    service.start()
+    await asyncio.sleep(PUBLISH_S + 1)
+    with pytest.raises(ZeroDivisionError):
+        await service.stop()
+    resumed, published = (fault for fault in events.recent(Fault) if isinstance(fault, Fault))
+    assert resumed.where == "finding this peer's last tally" and "ValueError: -1.0" in resumed.text
+    assert published.where == "publishing the contributions" and "a bug" in published.text
 
 
-def test_only_what_members_wrote_counts() -> None:
-    async def main() -> None:
-        _, members = await swarm(4)
-        authority, now = Identity(b"a" * 32), members[0].peers.time()
-        admissions: list[MembershipAdmission | None] = []
-        for member, role in zip(members, (Role.WORKER, Role.REDUCER, Role.VIEWER, None), strict=True):
-            key = member.peers.public_key
-            admission = MembershipAdmission(RUN, authority=authority.public_key, own=key)
-            if role is not None:
-                shown = Membership(RUN, role, key, "", now, now + 3600.0).signed(authority.sign)
-                admission.membership = shown.encode()
-            admissions.append(admission)
-        services = ledgers(members, admissions)
-        target = PeerId(b"t" * 32)
-        for amount, service in zip((1.0, 2.0, 4.0, 8.0), services, strict=True):
-            service.ledger.credit(target, "units", amount)
-            await service.publish()
-        assert await services[0].read() == (Contribution(target, units=3.0),)
-
-    run_virtual(main())
+@pytest.mark.virtual_time
+async def test_only_what_members_wrote_counts() -> None:
+    _, members = await swarm(4)
+    authority, now = Identity(b"a" * 32), members[0].peers.time()
+    admissions: list[MembershipAdmission | None] = []
+    for member, role in zip(members, (Role.WORKER, Role.REDUCER, Role.VIEWER, None), strict=True):
+        key = member.peers.public_key
+        admission = MembershipAdmission(RUN, authority=authority.public_key, own=key)
+        if role is not None:
+            shown = Membership(RUN, role, key, "", now, now + 3600.0).signed(authority.sign)
+            admission.membership = shown.encode()
+        admissions.append(admission)
+    services = ledgers(members, admissions)
+    target = PeerId(b"t" * 32)
+    for amount, service in zip((1.0, 2.0, 4.0, 8.0), services, strict=True):
+        service.ledger.credit(target, "units", amount)
+        await service.publish()
+    assert await services[0].read() == (Contribution(target, units=3.0),)
 
 
-def test_a_tally_published_under_many_keys_is_counted_once() -> None:
-    async def main() -> None:
-        _, members = await swarm(3)
-        alice, bob, _ = services = ledgers(members, [None] * 3)
-        bob.ledger.credit(members[0].peers.id, "samples", 5.0)
-        await bob.publish()
-        for shard in range(8):
-            places = [b"again"] if shard == members[1].peers.id[0] % 8 else [b"again", members[1].peers.id]
-            for subkey in places:
-                await members[1].dht.store(
-                    f"{RUN}/credits/{shard}", bob._tally(), subkey=subkey, ttl_s=60, signed=True
-                )
-        assert [record.subkey for record in await alice.vouchers()] == [members[1].peers.id]
-        for service in services:
-            assert await service.read() == (Contribution(members[0].peers.id, samples=5.0),)
-
-    run_virtual(main())
+@pytest.mark.virtual_time
+async def test_a_tally_published_under_many_keys_is_counted_once() -> None:
+    _, members = await swarm(3)
+    alice, bob, _ = services = ledgers(members, [None] * 3)
+    bob.ledger.credit(members[0].peers.id, "samples", 5.0)
+    await bob.publish()
+    for shard in range(8):
+        places = [b"again"] if shard == members[1].peers.id[0] % 8 else [b"again", members[1].peers.id]
+        for subkey in places:
+            await members[1].dht.store(
+                f"{RUN}/credits/{shard}", bob._tally(), subkey=subkey, ttl_s=60, signed=True
+            )
+    assert [record.subkey for record in await alice.vouchers()] == [members[1].peers.id]
+    for service in services:
+        assert await service.read() == (Contribution(members[0].peers.id, samples=5.0),)
 
 
-def test_a_stranger_s_record_is_passed_over() -> None:
-    async def main() -> None:
-        _, members = await swarm(3)
-        service = Contributions(members[0].peers, members[0].dht, RUN, None)
-        for shard in range(8):
-            for value in ({"a": 1}, [b"k" * 32, b"", []], [members[1].peers.public_key, b"", [[b"x", [1]]]]):
-                subkey, signed = random.Random(shard).randbytes(5), bool(shard % 2)
-                await members[1].dht.store(
-                    f"{RUN}/credits/{shard}", value, subkey=subkey, ttl_s=60, signed=signed
-                )
-        assert await service.read() == ()
-
-    run_virtual(main())
+@pytest.mark.virtual_time
+async def test_a_stranger_s_record_is_passed_over() -> None:
+    _, members = await swarm(3)
+    service = Contributions(members[0].peers, members[0].dht, RUN, None)
+    for shard in range(8):
+        for value in ({"a": 1}, [b"k" * 32, b"", []], [members[1].peers.public_key, b"", [[b"x", [1]]]]):
+            subkey, signed = random.Random(shard).randbytes(5), bool(shard % 2)
+            await members[1].dht.store(
+                f"{RUN}/credits/{shard}", value, subkey=subkey, ttl_s=60, signed=signed
+            )
+    assert await service.read() == ()

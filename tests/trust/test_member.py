@@ -6,11 +6,13 @@ import asyncio
 import random
 from itertools import pairwise
 
+import pytest
+
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.events import EventLog, Fault
 from colab_swarm.net.membership import Grant, Membership, MembershipAdmission
 from colab_swarm.net.peers import Role
-from colab_swarm.sim import SimNetwork, run_virtual
+from colab_swarm.sim import SimNetwork
 from colab_swarm.trust.member import MAX_RETRY_S, RETRY_S, TICK_S, Credentials, RenewalPlan, RunMember
 from tests.net.swarm import identity
 
@@ -44,19 +46,17 @@ def test_the_token_is_in_no_repr() -> None:
     assert "hf_secret" not in repr(Credentials(GRANT, identity("link"), "hf_secret"))
 
 
-def test_a_membership_that_cannot_be_renewed_is_an_event_and_a_retry() -> None:
+@pytest.mark.virtual_time
+async def test_a_membership_that_cannot_be_renewed_is_an_event_and_a_retry() -> None:
     def fail() -> float:
         raise ZeroDivisionError("a bug")
 
-    async def main() -> None:
-        alice, events = SimNetwork().peer("alice"), EventLog()
-        dht = DHT(alice, DHTSettings(), random.Random(0))
-        admission = MembershipAdmission(RUN, authority=b"a" * 32, own=alice.public_key)
-        member = RunMember(alice, dht, admission, events, None, lambda peer, membership: Role.WORKER, fail)
-        member.start()
-        await asyncio.sleep(1.5 * TICK_S)
-        await member.stop()
-        faults = [(fault.where, fault.text) for fault in events.recent(Fault) if isinstance(fault, Fault)]
-        assert faults == [("renewing the membership", "ZeroDivisionError: a bug")] * 2
-
-    run_virtual(main())
+    alice, events = SimNetwork().peer("alice"), EventLog()
+    dht = DHT(alice, DHTSettings(), random.Random(0))
+    admission = MembershipAdmission(RUN, authority=b"a" * 32, own=alice.public_key)
+    member = RunMember(alice, dht, admission, events, None, lambda peer, membership: Role.WORKER, fail)
+    member.start()
+    await asyncio.sleep(1.5 * TICK_S)
+    await member.stop()
+    faults = [(fault.where, fault.text) for fault in events.recent(Fault) if isinstance(fault, Fault)]
+    assert faults == [("renewing the membership", "ZeroDivisionError: a bug")] * 2

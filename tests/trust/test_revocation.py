@@ -13,7 +13,7 @@ from colab_swarm.events import EventLog, Fault, PeersRevoked
 from colab_swarm.net.identity import id_of
 from colab_swarm.net.membership import MembershipAdmission
 from colab_swarm.net.peers import PeerId
-from colab_swarm.sim import HOME, SimNetwork, run_virtual, virtual_time
+from colab_swarm.sim import HOME, SimNetwork, virtual_time
 from colab_swarm.trust.access import PERIOD_S, RevocationWatch
 from colab_swarm.trust.authority import ShareRevoked
 from tests.dht.swarm import join, swarm
@@ -62,83 +62,73 @@ def revoke(authority: Watcher, subject: PeerId = MALLORY) -> None:
     authority.watch.spread()
 
 
-def test_all_peers_know_a_revocation_within_a_minute() -> None:
-    async def main() -> None:
-        _, found = await watchers(16)
-        await asyncio.sleep(100.0)
-        revoke(found[0])
-        begun = virtual_time()
-        await asyncio.sleep(60.0)
-        late = [watcher.rechecked[0] - begun for watcher in found]
-        assert max(late) < 60.0 and all(MALLORY in watcher.admission.revoked.subjects for watcher in found)
-        assert [event.count for event in found[7].events.recent(PeersRevoked)] == [1]
-
-    run_virtual(main())
+@pytest.mark.virtual_time
+async def test_all_peers_know_a_revocation_within_a_minute() -> None:
+    _, found = await watchers(16)
+    await asyncio.sleep(100.0)
+    revoke(found[0])
+    begun = virtual_time()
+    await asyncio.sleep(60.0)
+    late = [watcher.rechecked[0] - begun for watcher in found]
+    assert max(late) < 60.0 and all(MALLORY in watcher.admission.revoked.subjects for watcher in found)
+    assert [event.count for event in found[7].events.recent(PeersRevoked)] == [1]
 
 
-def test_a_peer_that_was_cut_off_learns_of_a_revocation_soon_after_its_return() -> None:
-    async def main() -> None:
-        network, found = await watchers(8)
-        network.now().partition({"heidi"}, {"alice", "bob", "carol", "dave", "erin", "frank", "grace"})
-        await asyncio.sleep(1.0)
-        revoke(found[0])
-        await asyncio.sleep(120.0)
-        assert not found[7].rechecked
-        assert all(watcher.rechecked for watcher in found[:7])
-        network.now().heal()
-        healed = virtual_time()
-        await asyncio.sleep(90.0)
-        assert found[7].rechecked[0] - healed < 90.0  # it finds the others again by then
-        assert [fault.name for fault in network.fired] == ["partition", "heal"]
-
-    run_virtual(main())
+@pytest.mark.virtual_time
+async def test_a_peer_that_was_cut_off_learns_of_a_revocation_soon_after_its_return() -> None:
+    network, found = await watchers(8)
+    network.now().partition({"heidi"}, {"alice", "bob", "carol", "dave", "erin", "frank", "grace"})
+    await asyncio.sleep(1.0)
+    revoke(found[0])
+    await asyncio.sleep(120.0)
+    assert not found[7].rechecked
+    assert all(watcher.rechecked for watcher in found[:7])
+    network.now().heal()
+    healed = virtual_time()
+    await asyncio.sleep(90.0)
+    assert found[7].rechecked[0] - healed < 90.0  # it finds the others again by then
+    assert [fault.name for fault in network.fired] == ["partition", "heal"]
 
 
-def test_the_news_outlives_the_authority() -> None:
-    async def main() -> None:
-        network, found = await watchers(8)
-        revoke(found[0])
-        await asyncio.sleep(30.0)
-        network.now().crash("alice")
-        ivan = await join(network, "ivan", found[1].watch._peers)
-        admission = MembershipAdmission(RUN, authority=found[0].admission.own, own=ivan.peers.public_key)
-        watch = RevocationWatch(ivan.peers, ivan.dht, admission, EventLog(), random.Random(0), lambda: None)
-        await watch.poll()
-        assert admission.revoked.subjects == (MALLORY,)
-        assert [fault.name for fault in network.fired] == ["crash"]
-
-    run_virtual(main())
+@pytest.mark.virtual_time
+async def test_the_news_outlives_the_authority() -> None:
+    network, found = await watchers(8)
+    revoke(found[0])
+    await asyncio.sleep(30.0)
+    network.now().crash("alice")
+    ivan = await join(network, "ivan", found[1].watch._peers)
+    admission = MembershipAdmission(RUN, authority=found[0].admission.own, own=ivan.peers.public_key)
+    watch = RevocationWatch(ivan.peers, ivan.dht, admission, EventLog(), random.Random(0), lambda: None)
+    await watch.poll()
+    assert admission.revoked.subjects == (MALLORY,)
+    assert [fault.name for fault in network.fired] == ["crash"]
 
 
-def test_the_news_passes_from_peer_to_peer_where_the_dht_is_stuffed() -> None:
-    async def main() -> None:
-        _, found = await watchers(8)
-        mallory = found[5].watch
-        for i in range(7):  # 200,000 bytes fit under a key
-            stuff = bytes(30_000 if i < 6 else 18_150)
-            assert await mallory._dht.store(mallory.key, stuff, subkey=bytes([i]), ttl_s=3600)
-        revoke(found[0])
-        await asyncio.sleep(60.0)
-        assert found[0].watch._peers.id not in await found[1].watch._dht.get(mallory.key)
-        assert all(watcher.rechecked for watcher in found)
-
-    run_virtual(main())
+@pytest.mark.virtual_time
+async def test_the_news_passes_from_peer_to_peer_where_the_dht_is_stuffed() -> None:
+    _, found = await watchers(8)
+    mallory = found[5].watch
+    for i in range(7):  # 200,000 bytes fit under a key
+        stuff = bytes(30_000 if i < 6 else 18_150)
+        assert await mallory._dht.store(mallory.key, stuff, subkey=bytes([i]), ttl_s=3600)
+    revoke(found[0])
+    await asyncio.sleep(60.0)
+    assert found[0].watch._peers.id not in await found[1].watch._dht.get(mallory.key)
+    assert all(watcher.rechecked for watcher in found)
 
 
-def test_a_list_that_is_not_the_authority_s_changes_nothing() -> None:
-    async def main() -> None:
-        _, found = await watchers(3, start=False)
-        alice, bob, carol = found
-        sign = bob.watch._peers.sign
-        forged = bob.admission.revoked.adding(MALLORY, now=9e9, sign=sign).encode()
-        for rubbish in (forged, b"rubbish"):
-            answer = await bob.watch._peers.call(
-                carol.watch._peers.id, ShareRevoked(5, rubbish), ShareRevoked, timeout_s=5
-            )
-            assert answer.version == 0
-        assert not carol.rechecked and not alice.rechecked
-
-    run_virtual(main())
+@pytest.mark.virtual_time
+async def test_a_list_that_is_not_the_authority_s_changes_nothing() -> None:
+    _, found = await watchers(3, start=False)
+    alice, bob, carol = found
+    sign = bob.watch._peers.sign
+    forged = bob.admission.revoked.adding(MALLORY, now=9e9, sign=sign).encode()
+    for rubbish in (forged, b"rubbish"):
+        answer = await bob.watch._peers.call(
+            carol.watch._peers.id, ShareRevoked(5, rubbish), ShareRevoked, timeout_s=5
+        )
+        assert answer.version == 0
+    assert not carol.rechecked and not alice.rechecked
 
 
 # --- with real links ----------------------------------------------------------------------------------------------
@@ -185,19 +175,15 @@ async def test_the_authority_does_not_put_itself_out() -> None:
             authority.trust.revoke(authority.node.id)
 
 
-def test_a_watch_that_fails_emits_an_event_and_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.virtual_time
+async def test_a_watch_that_fails_emits_an_event_and_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail() -> None:
         raise ZeroDivisionError("a bug")
 
-    async def main() -> None:
-        _, (watcher,) = await watchers(1, start=False)
-        monkeypatch.setattr(watcher.watch, "poll", fail)
-        watcher.watch.start()
-        await asyncio.sleep(1.5 * PERIOD_S)
-        await watcher.watch.stop()
-        faults = [
-            (fault.where, fault.text) for fault in watcher.events.recent(Fault) if isinstance(fault, Fault)
-        ]
-        assert len(faults) >= 2 and set(faults) == {("looking for revocations", "ZeroDivisionError: a bug")}
-
-    run_virtual(main())
+    _, (watcher,) = await watchers(1, start=False)
+    monkeypatch.setattr(watcher.watch, "poll", fail)
+    watcher.watch.start()
+    await asyncio.sleep(1.5 * PERIOD_S)
+    await watcher.watch.stop()
+    faults = [(fault.where, fault.text) for fault in watcher.events.recent(Fault) if isinstance(fault, Fault)]
+    assert len(faults) >= 2 and set(faults) == {("looking for revocations", "ZeroDivisionError: a bug")}
