@@ -91,7 +91,7 @@ def test_every_repr_is_one_line_without_addresses_secrets_or_places_in_memory(tm
 
 
 def html_of(one: Any) -> str:
-    return str(one._repr_html_())
+    return str(one._repr_html_() if hasattr(one, "_repr_html_") else one._repr_mimebundle_()["text/html"])
 
 
 def test_an_empty_leaderboard_says_so() -> None:

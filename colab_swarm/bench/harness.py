@@ -18,9 +18,12 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -68,8 +71,23 @@ class BenchReport:
     def save(self, path: str | Path) -> None:
         """Write ``{"metrics": {key: number}, "environment": {...}}``."""
         metrics = {row.key: row.value for row in self.rows}
-        found = {"python": sys.version, "platform": platform.platform(), "cores": os.cpu_count()}
-        Path(path).write_text(json.dumps({"metrics": metrics, "environment": found}, indent=1))
+        Path(path).write_text(json.dumps({"metrics": metrics, "environment": environment()}, indent=1))
+
+
+def environment() -> dict[str, str | int | float | None]:
+    """Describe the machine and the installed versions."""
+    packages = ("colab-swarm", "torch", "aiohttp", "cryptography", "numpy")
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "load_1min": os.getloadavg()[0] if hasattr(os, "getloadavg") else -1.0,
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **{
+            package: version(package) if find_spec(package.replace("-", "_")) else "absent"
+            for package in packages
+        },
+    }
 
 
 @contextmanager

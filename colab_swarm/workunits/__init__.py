@@ -1,7 +1,12 @@
 """Work units: VC-ASGD, training by volunteers who can only make plain HTTPS requests.
 
-Volunteers' machines may be preempted at any moment, and sit behind any firewall that lets a browser through. Only the
-coordinator must be reachable. A volunteer that vanishes costs one small piece of work.
+## The problem
+
+Volunteers' machines may be preempted at any moment. They may sit behind any firewall that lets a browser through,
+without an open port or a long-lived connection. Only the coordinator must be reachable. A volunteer that vanishes costs
+one small piece of work.
+
+## The idea
 
     coordinator                                              volunteer (any number, anywhere)
       job = epochs x subsets = units       <--- POST units --- request work
@@ -11,8 +16,8 @@ coordinator must be reachable. A volunteer that vanishes costs one small piece o
          |
        queue in the store --> parameter server:  W_s <- alpha W_s + (1 - alpha) W_c
 
-Each result moves the server's parameters a little, in whatever order results arrive. With the
-paper's `alpha = e/(e+1)` a result weighs one half in the first epoch, and less in each later one.
+Each result moves the server's parameters a little, in whatever order results arrive. With the paper's `alpha =
+e/(e+1)` a result weighs one half in the first epoch, and less in each later one.
 
 ## Requests
 
@@ -33,17 +38,29 @@ body, nonce and time. It is valid once, for 60 s. Bodies are msgpack, data and p
 
     Assigned -> Accepted -> Assimilated -> Measured                   then EpochEnded, and at last Finished
 
-A unit that is rejected, expires or is given back goes to another volunteer
-(`colab_swarm.workunits.state` has all states). The store's **log** of these entries is the job: a
-decision of the dispatcher (a pure core) takes effect once it is in the log, and the dispatcher's
-state is a fold over the log. So a coordinator may be killed between any two steps, and the same
-call resumes the job. A parameter server replaces the parameters, logs the assimilation and removes
-the result from the queue in one step: exactly once, whichever process is killed.
+A unit that is rejected, expires or is given back goes to another volunteer (`colab_swarm.workunits.state` has all
+states).
+
+The store's **log** of these entries is the job. A decision of the dispatcher (a pure core) is a list of entries that
+takes effect once they are in the log, and its state is a fold over the log. So a coordinator may be killed
+between any two steps, and the same call resumes the job. A parameter server replaces the parameters, logs the
+assimilation and removes the result from the queue in one step: exactly once, whichever process is killed.
+
+## Times
+
+| what | value |
+|---|---|
+| a unit's deadline | 600 s at first, then by the times of earlier units; doubled after each expiry |
+| units in flight of a new or unreliable volunteer | 2 |
+| silence after which a volunteer counts as gone | 600 s |
+| a unit is saved on the volunteer's disk | every 30 s |
+| lease of a parameter server on a result | 120 s |
+| a first ban | 10 minutes, doubled each time |
 
 ## Failures
 
-- *A volunteer is preempted.* Its unit expires (10 minutes at first, then by the times of earlier units) and goes to
-  another volunteer, a reliable one first. Restarted with the same folder, the volunteer resumes its unit.
+- *A volunteer is preempted.* Its unit expires and goes to another volunteer, a reliable one first. Restarted with the
+  same folder, the volunteer resumes its unit.
 - *Results are not finite, of other shapes, or far off* (`max_change`). They are refused. With `replication=3` a
   majority has to agree. Three bad results in a row, or every fourth, ban the volunteer for a while.
 - *The connection breaks.* Uploads and downloads resume where they ended. A proxy's error page is retried too.
@@ -75,30 +92,30 @@ read, nothing of a request becomes a path, nothing is pickled. But:
     coordinator.wait()
     model = coordinator.model()
 
-In a shell: `colab-swarm coordinate job.py`, `colab-swarm volunteer LINK --trust-code`. In a swarm:
+In a shell: `colab-swarm coordinate job.py`, `colab-swarm volunteer LINK --trust-code`. Peers of a swarm use
 `swarm.coordinate(job)`, `swarm.volunteer()`. `store="redis://…"`, PostgreSQL or MariaDB hold the state elsewhere (`pip
 install "colab-swarm[workunits]"`). `servers=3` runs three parameter servers; the default follows the results.
+`job.train_serially()` is the baseline.
 
 ## The paper and the modules
 
-Atre, Jha and Rao, *Distributed Deep Learning Using Volunteer Computing-Like Paradigm* (VC-ASGD),
-[arXiv 2103.08894](https://arxiv.org/abs/2103.08894).
+Atre, Jha and Rao, *Distributed Deep Learning Using Volunteer Computing-Like Paradigm* (VC-ASGD), [arXiv
+2103.08894](https://arxiv.org/abs/2103.08894).
 
 | section | module |
 |---|---|
-| equation 1, VC-ASGD | `weights` |
+| equation 1, VC-ASGD | `colab_swarm.workunits.weights` |
 | work generator, scheduler, validator (after BOINC) | `job`, `dispatcher`, `desk` |
 | III-D: parameter servers, eventual consistency (Redis) | `desk`, `remote` |
-| IV: preemptible machines, price and time | `preemption` |
+| IV: preemptible machines, price and time | `colab_swarm.workunits.preemption` |
 | IV-D: strong consistency (SQL) | `remote`, `store` (SQLite) |
 
-## ## Measured
+## Measured
 
-Assimilating 5 M parameters takes 39 ms in Redis, 32 ms in SQLite, 302 ms in SQL (paper: Redis 870
-ms, MySQL 1,290 ms). After 40 epochs on digits the accuracy is 2.0 points below serial training
-(paper, CIFAR-10: 9). With 20 kills of the coordinator and 76 of volunteers, 360 of 360 units were
-assimilated exactly once. Measure again with `python -m colab_swarm.bench parameter-store`,
-`vc-asgd`, `work-ordeal` and `workunits`.
+Assimilating 5 M parameters takes 39 ms in Redis, 32 ms in SQLite, 302 ms in SQL (paper: Redis 870 ms, MySQL 1,290 ms).
+After 40 epochs on digits the accuracy is 2.0 points below serial training (paper, CIFAR-10: 9). With 20 kills of the
+coordinator and 76 of volunteers, 360 of 360 units were assimilated exactly once. Measure again with `python -m
+colab_swarm.bench parameter-store`, `vc-asgd`, `work-ordeal` and `workunits`.
 """
 
 from __future__ import annotations

@@ -240,13 +240,13 @@ def test_a_kernel_killed_while_it_trains_comes_back_as_the_same_peer(alice: Swar
             with pytest.raises(StateError, match=f"in use by process {first.process.pid}"):
                 resume(tmp_path / "bob")
             first.kill()
-        credited = next(one for one in alice.contributions() if one.host.id.hex() == peer)
+        credited = next(one for one in alice.contributions() if one.peer.hex() == peer)
         assert credited.samples > 0
         with kernel(str(tmp_path / "bob")) as second:
             assert second.told("id") == peer
             assert int(second.told("step")) >= step
             second.steps(10)
-        rows = [one for one in alice.contributions() if one.host.id != alice.id]
+        rows = [one for one in alice.contributions() if one.peer != alice.id]
         assert [row.peer.hex() for row in rows] == [peer] and rows[0].samples > credited.samples
     finally:
         stop.set()

@@ -149,7 +149,7 @@ def test_a_link_shows_itself_but_its_repr_holds_no_secret() -> None:
     text, _ = issued()
     link = WorkLink.parse(text)
     assert repr(link) == f"WorkLink({URL}, digits)"
-    html = shown(link)._repr_html_()
+    html = shown(link)._repr_mimebundle_()["text/html"]
     assert "volunteer.ipynb" in html and "join digits as volunteer" in html
 
 
