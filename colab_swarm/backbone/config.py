@@ -85,11 +85,11 @@ class CollaborationFile(_Table, frozen=True):
         push_every_minutes: least time between two pushes.
     """
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "model"
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")] = "model"
     every_steps: Annotated[int, Meta(ge=0)] = 100
     every_minutes: Annotated[float, Meta(ge=0)] = 30.0
     keep: Annotated[int, Meta(ge=1)] = 3
-    repo: Annotated[str, Meta(pattern=r"^$|^[\w.-]+/[\w.-]+$")] = ""
+    repo: Annotated[str, Meta(pattern=r"^\Z|^[\w.-]+/[\w.-]+\Z")] = ""
     private: bool = False
     push_every_minutes: Positive = 30.0
 

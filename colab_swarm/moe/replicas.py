@@ -262,13 +262,13 @@ class ExpertSaves:
     def __init__(self, services: ExpertServices, store: ReplicaStore, *, copies: int) -> None:
         """``copies``: number of holders to use, if there are as many; at most `MAX_HOLDERS`."""
         self.results: dict[str, SaveResult] = {}
-        self.safe: dict[str, SavePlace] = {}  # the last save that as many peers hold as should
+        self.safe: dict[str, SavePlace] = {}  # the newest save that reached its full number of holders
         self._failed_at: dict[PeerId, float] = {}  # swarm time
         self._services, self._peers = services, services.peers
         self._store, self._copies = store, copies
 
     def due(self, uid: str, step: int, others: Mapping[PeerId, HolderRecord]) -> bool:
-        """Return True if a save would add steps, holders or life."""
+        """Return True if a save would store newer steps, reach more holders, or renew an old record."""
         last = self.results.get(uid)
         if last is None or last.step != step or last.fault:
             return True
@@ -289,8 +289,9 @@ class ExpertSaves:
         if not (contacts and await self._publish(self._key(uid, "save"), saves)):
             return replace(result, fault=fault or f"no peer stored the record of the save of {uid}")
         self.results[uid] = result
-        away = len({contact.id for contact in former.holders} - {self._peers.id})  # they may be back soon
-        if former is place or len(holders) >= min(self._copies, max(len(others), away)):
+        # Former holders count even while they are away: a save with few holders is no safe one after an outage.
+        reachable = max(len(others), len({contact.id for contact in former.holders} - {self._peers.id}))
+        if former is place or len(holders) >= min(self._copies, reachable):
             self.safe[uid] = place
         return result
 
@@ -349,14 +350,17 @@ class ExpertSaves:
         return set[str]().union(*(uids for uids in named if all(map(grid.contains, uids))))
 
     async def claims(self, uid: str) -> list[tuple[PeerId, SavePlace]]:
-        """Return all saves of an expert on this disk or claimed in the DHT, with their owners; highest step first."""
+        """Return all saves of an expert on this disk or claimed in the DHT, with their owners; highest step first.
+
+        Any peer may claim anything, so no claim replaces that of another owner.
+        """
         claims = {
-            save.manifest: (PeerId(save.owner), SavePlace(save.step, save.manifest, ()))
+            (save.owner, save.manifest): (PeerId(save.owner), SavePlace(save.step, save.manifest, ()))
             for save in self._store.saves(uid)
         }
         for subkey, places in (await _records(self._services, self._key(uid, "save"), SaveRecord)).items():
             for place in places:
-                claims[place.manifest] = PeerId(subkey), place
+                claims[subkey, place.manifest] = PeerId(subkey), place
                 for contact in place.holders:
                     self._peers.learn(contact)
         return sorted(claims.values(), key=lambda claim: claim[1].step, reverse=True)
@@ -384,7 +388,7 @@ class ExpertSaves:
         return {digest: chunk for digest, chunk in chunks if chunk is not None}
 
     async def _probe(self, uid: str, place: SavePlace) -> tuple[bytes, list[PeerId]]:
-        """Return the manifest's chunk and the holders that sent it; all are called at once, as dead ones time out."""
+        """Return the manifest's chunk and the holders that sent it; dead holders cost one timeout together."""
         heads = [await asyncio.to_thread(self._store.get, place.manifest)]
         holders = [contact.id for contact in place.holders if contact.id != self._peers.id]
         calls = (fetch_chunks(self._peers, peer, [place.manifest], timeout_s=PROBE_S) for peer in holders)

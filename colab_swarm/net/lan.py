@@ -70,7 +70,7 @@ class _Record(msgspec.Struct):
     v: Literal["1"]
     run: Annotated[str, msgspec.Meta(min_length=1)]
     access: Access
-    peer: Annotated[str, msgspec.Meta(pattern="^[0-9a-fA-F]{64}$")]
+    peer: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-fA-F]{64}\Z")]
     name: str = ""
 
 

@@ -43,7 +43,7 @@ def draw(snapshot: SwarmSnapshot) -> Document:
     key = "".join(
         f"{theme.mark(h, symbol, text(word))} &#160; " for h, symbol, word in sorted({own, *states})
     )
-    run, linked = plain(snapshot.run, 40), _linked(shown)
+    run, linked = plain(snapshot.run, 40), _linked(others)
     page = Document(run, linked, label="map of the swarm", line=f"links of {run}: {linked}")
     page.draw(
         f'<svg viewBox="0 0 {WIDTH} {height}" width="100%" style="max-width:720px" role="img" '
@@ -58,9 +58,9 @@ def draw(snapshot: SwarmSnapshot) -> Document:
     return page
 
 
-def _linked(shown: Sequence[PeerRow]) -> str:
-    relayed = sum(peer.connected.startswith(RELAYED) for peer in shown)
-    linked = count(sum(bool(peer.connected) for peer in shown), "link")
+def _linked(others: Sequence[PeerRow]) -> str:
+    relayed = sum(peer.connected.startswith(RELAYED) for peer in others)
+    linked = count(sum(bool(peer.connected) for peer in others), "link")
     return linked + (f", {relayed} of them relayed" if relayed else "")
 
 

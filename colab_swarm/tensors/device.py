@@ -1,4 +1,4 @@
-"""One thread owns the accelerator, so that an expert is never called by two threads at a time."""
+"""One thread owns the accelerator, so that two threads never call one module, such as an expert, at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DeviceThread(Executor):
     """Runs submitted functions one after the other, in order; errors go to the caller's future.
 
     The thread is a daemon, unlike the pool threads of `concurrent.futures`, which would keep a notebook's kernel alive.
-    It starts with the first function. On virtual time the loop runs the functions, and there is no thread.
+    It starts with the first function. In a simulation, the event loop of `colab_swarm.sim` runs the functions itself.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class DeviceThread(Executor):
         future: Future[T] = Future()
         with self._lock:
             if self._closed:
-                raise RuntimeError("the device thread has ended: its server is closed")
+                raise RuntimeError("the device thread was shut down: it accepts no more work")
             self._tasks.put((future, lambda: fn(*args, **kwargs)))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="colab-swarm-device", daemon=True)
@@ -46,11 +46,11 @@ class DeviceThread(Executor):
         return future
 
     def run(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Run ``function()`` on the thread; await the result on the running loop."""
+        """Run ``function()`` on the thread; return a future of the running event loop."""
         return asyncio.get_running_loop().run_in_executor(self, function)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Accept no more functions; queued ones still run. Idempotent."""
+        """Accept no more functions; queued ones still run, whatever ``cancel_futures`` is. Idempotent."""
         with self._lock:
             self._closed = True
             self._tasks.put(None)
@@ -60,10 +60,9 @@ class DeviceThread(Executor):
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             future, function = task
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(function())
-            except BaseException as error:  # SystemExit of a user's module goes to its caller as well
-                future.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except BaseException as error:  # even SystemExit: the thread must survive a user's module
+                    future.set_exception(error)
             del task, future, function  # do not hold arrays while waiting for the next task

@@ -3,14 +3,14 @@
 Each peer keeps a tally of what it saw others contribute, and publishes it signed, with its membership as proof. The
 leaderboard is the sum over all tallies, without what a tally says of its own writer.
 
-- *Samples.* Reducer j credits contributor p of a round, where p is not j, with ``weight_p * share_j / (1 - share_p)``:
-  the credits of all other reducers add up to the weight, no matter which share p itself reduces. If p is the only
-  reducer, the other members, who received its average, divide the credit evenly. A round of one is not counted.
-- *Bytes reduced.* Every other member credits a reducer with the bytes (float32) of the span that it received from it.
+- *Samples.* A contributor is credited once in total with the weight (number of samples) of its gradient in a round. The
+  other reducers divide this by their shares of the averaged vector: j credits p with ``weight_p * share_j / (1 -
+  share_p)``. If p is the only reducer, the other members divide the credit evenly. A round of one is not counted.
+- *Bytes reduced.* Every other member credits a reducer with the bytes (float32) of the part that it averaged for it.
 - *Bytes relayed.* Each end of a circuit credits the relay with half of what the circuit carried.
 - *Work units, expert calls.* The served peer credits the serving one.
 
-Two members that credit each other look like two that worked: the ledger gives thanks, not money.
+Two members that credit each other look like two that worked: do not pay by these totals.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import msgspec
 from colab_swarm.averaging.group import Group, Span
 from colab_swarm.dht.records import Record, owner_of
 from colab_swarm.dht.service import DHT, Found
-from colab_swarm.errors import NotAdmitted
+from colab_swarm.errors import NotAdmitted, PeerError
 from colab_swarm.events import EventLog, Fault
 from colab_swarm.markup import facts, plain, size
 from colab_swarm.net.identity import id_of
@@ -160,8 +160,8 @@ def leaderboard(tallies: Iterable[ContributionTally]) -> tuple[Contribution, ...
     return tuple(sorted(found, key=lambda one: (-one.samples, -one.reduced_bytes, one.peer)))
 
 
-def newest(*tallies: Iterable[TallyRow]) -> tuple[TallyRow, ...]:
-    """Merge one writer's tallies: amounts only grow, so the largest is the newest."""
+def merged(*tallies: Iterable[TallyRow]) -> tuple[TallyRow, ...]:
+    """Merge tallies of one writer: keep the largest value of each amount, since amounts only grow."""
     found: dict[bytes, TallyRow] = {}
     for row in (row for rows in tallies for row in rows):
         other = found.get(row.peer, row)
@@ -213,12 +213,13 @@ class Contributions:
         self._published_at = float("-inf")
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
+        self._resumed = False
         self.ledger = ContributionLedger(peers.id)
         self.saved: tuple[TallyRow, ...] = ()
         self._key = tally_key(run_id, peers.id)
 
     def start(self) -> None:
-        """Publish changes each 30 s until `stop`."""
+        """Publish changes every 30 s until `stop`."""
         self._task = self._loop.create_task(self._run())
 
     async def stop(self) -> None:
@@ -226,21 +227,33 @@ class Contributions:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await self.publish()
+        if self._task is None or self._resumed:
+            await self.publish()
 
     async def _run(self) -> None:
-        await guarded(self.resume, self._events, "finding this peer's last tally")
+        await guarded(self._resume_soon, self._events, "finding this peer's last tally")
+        self._resumed = True
         while True:
             await asyncio.sleep(PUBLISH_S)
             await guarded(self.publish, self._events, "publishing the contributions")
 
+    async def _resume_soon(self) -> None:
+        """Resume once the DHT can be read: until then, a new tally would replace the last one."""
+        while True:
+            try:
+                await self.resume()
+                return
+            except PeerError as error:
+                logger.info("this peer's last tally cannot be read now: %s", error)
+                await asyncio.sleep(PUBLISH_S)
+
     async def resume(self) -> None:
         """Continue from the tally that this peer published, or saved in its folder, before it was restarted."""
         tally = _tally((await self._dht.get(self._key)).get(self._peers.id))
-        self.ledger.resume(newest(self.saved, () if tally is None else tally.rows))
+        self.ledger.resume(merged(self.saved, () if tally is None else tally.rows))
 
     async def publish(self) -> None:
-        """Store the tally if it has changed, or its record would end."""
+        """Store the tally if it has changed, or again after a quarter of its record's life."""
         self.ledger.on_relayed(self._relayed_bytes())
         rows, now = self.ledger.rows(), self._loop.time()
         if not rows or (rows == self._published and now - self._published_at < RECORD_S / 4):
@@ -259,7 +272,10 @@ class Contributions:
         return [record for record, tally in await self._others() if any(row.peer == me for row in tally.rows)]
 
     async def _others(self) -> list[tuple[Record, ContributionTally]]:
-        """Return the other peers' tallies, each as a signed record and decoded; only those under the writer's key."""
+        """Return the other peers' tallies, each as a signed record and decoded.
+
+        Only tallies that are stored under the DHT key of their writer count.
+        """
         keys = [f"{self._run_id}/credits/{shard}" for shard in range(SHARDS)]
         found = await asyncio.gather(*map(self._dht.records, keys))
         return [
@@ -267,8 +283,9 @@ class Contributions:
             for key, records in zip(keys, found, strict=True)
             for record in records
             if (tally := tally_of(record)) is not None
-            and (writer := id_of(tally.key)) == record.subkey != self._peers.id
-            and key == tally_key(self._run_id, writer)
+            and record.subkey not in (b"", self._peers.id)
+            and id_of(tally.key) == record.subkey
+            and key == tally_key(self._run_id, PeerId(record.subkey))
             and by_member(tally, record, self._admission)
         ]
 

@@ -42,15 +42,15 @@ from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Peers, Role
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 MAX_CODE_CHARACTERS = 1 << 20
 MAX_BODY_BYTES = 64 << 10
-"""Of a request that is no upload."""
+"""Most bytes of a request other than an upload."""
 MAX_UNITS = 64
 MAX_HELD = 1024
 MAX_SUBSET_BYTES = 1 << 31
 MAX_WAIT_S = 1e6
-Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
-JobName: TypeAlias = Annotated[str, msgspec.Meta(pattern=f"^{NAME.pattern}$")]
+Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+JobName: TypeAlias = Annotated[str, msgspec.Meta(pattern=rf"^{NAME.pattern}\Z")]
 """It becomes part of a path at the volunteer."""
-AssignmentId: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+AssignmentId: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
 
 class Subset(Message, frozen=True):
@@ -72,7 +72,7 @@ class JobCard(Signed, frozen=True):
     name: JobName
     key: bytes
     membership: bytes
-    code_sha256: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$")]
+    code_sha256: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
     local_epochs: Annotated[int, msgspec.Meta(ge=1)]
     batch_size: Annotated[int, msgspec.Meta(ge=1)]
     schema: bytes
@@ -82,7 +82,7 @@ class JobCard(Signed, frozen=True):
 class AskForUnits(Message, frozen=True):
     """A request for up to ``count`` units, preferably of data in the volunteer's cache (``held``: SHA-256 of subsets).
 
-    ``in_hand``: assignments the volunteer works on. Others assigned to it were lost on the way: send them again.
+    ``in_hand``: assignments the volunteer works on. The coordinator resends others: the reply with them was lost.
     """
 
     count: Annotated[int, msgspec.Meta(ge=1, le=MAX_UNITS)]
@@ -152,7 +152,7 @@ MAX_ASKED_S = 900.0
 class Backoff:
     """Wait times after failures in a row, doubling from ``first_s`` to ``most_s``.
 
-    A wait lies between half and the whole of its length, so that peers drift apart.
+    Each is drawn between half and all of the present delay, so that peers do not retry together.
     """
 
     def __init__(self, rng: random.Random, first_s: float = 1.0, most_s: float = 60.0) -> None:
@@ -195,9 +195,9 @@ _decoder = msgspec.msgpack.Decoder(SignedRequest)
 
 
 class Token:
-    """Sign requests of a peer, by its key. The repr holds no secret.
+    """Sign the requests of a peer with its key. The repr holds no secret.
 
-    ``membership`` of the run is encoded, and empty in an open run; a function if it is renewed.
+    ``membership`` is the encoded membership of the run, empty in an open run, or a function that returns the newest.
     """
 
     def __init__(self, identity: Identity | Peers, membership: bytes | Callable[[], bytes] = b"") -> None:
@@ -225,15 +225,19 @@ class RequestGate:
         self._seen: OrderedDict[bytes, float] = OrderedDict()  # times of nonces, oldest first
 
     def check(self, header: str, method: str, target: str, *, now: float) -> tuple[PeerId, bytes]:
-        """Return the peer that signed a request, and the digest of its body; raise NotAdmitted if it may not pass."""
+        """Return the peer that signed a request, and the body's digest as signed: compare it with that of the body.
+
+        Raises:
+            NotAdmitted: the request may not pass.
+        """
         request = _decoded(header)
         if not request.is_signed_by(request.key):
             raise NotAdmitted("the request's signature is wrong")
         if (request.method, request.target) != (method, target):
-            raise NotAdmitted("the request was signed for another path")
+            raise NotAdmitted("the request was signed for another path or method")
         if abs(now - request.at) > FRESH_S:
             raise NotAdmitted(
-                f"the request was signed {now - request.at:+.0f} s ago by this clock, at most {FRESH_S:.0f} "
+                f"your clock differs from the coordinator's by {abs(now - request.at):.0f} s, at most {FRESH_S:.0f} "
                 "are allowed: set your clock"
             )
         if self._admission is not None:

@@ -9,7 +9,7 @@ import pytest
 from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.errors import CallRefused
 from colab_swarm.net.peers import Message, PeerId, Role, Stream
-from colab_swarm.sim import LAN, SimNetwork, SimPeers, run_virtual
+from colab_swarm.sim import LAN, SimNetwork, SimPeers
 
 
 class Ask(Message, frozen=True):
@@ -27,63 +27,52 @@ def answering(text: str) -> Callable[[PeerId, Ask], Awaitable[Answer]]:
     return answer
 
 
-def with_router(
-    script: Callable[[PrefixRouter, Callable[[str], Awaitable[str]], SimPeers], Awaitable[None]],
-) -> None:
-    """Run ``script(router, ask, asker)``; ``await ask(prefix)`` is what the router's peer answers."""
+def meet() -> tuple[PrefixRouter, Callable[[str], Awaitable[str]], SimPeers]:
+    """Return the router of one peer, ``await ask(prefix)``: what it answers, and the peer that asks."""
+    network = SimNetwork(LAN, seed=1)
+    alice, bob = network.peer("alice"), network.peer("bob")
+    network.introduce()
 
-    async def main() -> None:
-        network = SimNetwork(LAN, seed=1)
-        alice, bob = network.peer("alice"), network.peer("bob")
-        network.introduce()
+    async def ask(prefix: str) -> str:
+        return (await bob.call(alice.id, Ask(prefix), Answer, timeout_s=1)).text
 
-        async def ask(prefix: str) -> str:
-            return (await bob.call(alice.id, Ask(prefix), Answer, timeout_s=1)).text
-
-        await script(PrefixRouter(alice), ask, bob)
-
-    run_virtual(main())
+    return PrefixRouter(alice), ask, bob
 
 
-def test_a_call_reaches_the_collaboration_that_it_names() -> None:
-    async def script(router: PrefixRouter, ask: Callable[[str], Awaitable[str]], _bob: SimPeers) -> None:
-        for name in ("one", "two"):
-            router.serve(name, Ask, answering(name), Role.VIEWER)
-        assert [await ask("one"), await ask("two")] == ["one", "two"]
-        with pytest.raises(CallRefused, match="no part in 'three'"):
-            await ask("three")
-        with pytest.raises(ValueError, match="'one' already"):
-            router.serve("one", Ask, answering("again"), Role.VIEWER)
-
-    with_router(script)
+async def test_a_call_reaches_the_collaboration_that_it_names() -> None:
+    router, ask, _bob = meet()
+    for name in ("one", "two"):
+        router.serve(name, Ask, answering(name), Role.VIEWER)
+    assert [await ask("one"), await ask("two")] == ["one", "two"]
+    with pytest.raises(CallRefused, match="no part in 'three'"):
+        await ask("three")
+    with pytest.raises(ValueError, match="'one' already"):
+        router.serve("one", Ask, answering("again"), Role.VIEWER)
 
 
-def test_a_stream_reaches_the_collaboration_that_it_names() -> None:
-    async def script(router: PrefixRouter, _ask: Callable[[str], Awaitable[str]], bob: SimPeers) -> None:
-        async def converse(opening: Ask, stream: Stream) -> None:
-            await stream.send(Answer(opening.prefix))
+async def test_a_stream_reaches_the_collaboration_that_it_names() -> None:
+    router, _ask, bob = meet()
 
-        router.serve_stream("one", Ask, converse, Role.VIEWER)
-        stream = await bob.stream(router.peers.id, Ask("one"), timeout_s=1)
-        assert (await stream.receive(Answer))[0].text == "one"
-        stray = await bob.stream(router.peers.id, Ask("two"), timeout_s=1)
-        with pytest.raises(CallRefused, match="no part in 'two'"):
-            await stray.receive(Answer)
+    async def converse(opening: Ask, stream: Stream) -> None:
+        await stream.send(Answer(opening.prefix))
 
-    with_router(script)
+    router.serve_stream("one", Ask, converse, Role.VIEWER)
+    stream = await bob.stream(router.peers.id, Ask("one"), timeout_s=1)
+    assert (await stream.receive(Answer))[0].text == "one"
+    stray = await bob.stream(router.peers.id, Ask("two"), timeout_s=1)
+    with pytest.raises(CallRefused, match="no part in 'two'"):
+        await stray.receive(Answer)
 
 
-def test_the_last_collaboration_to_close_ends_the_service() -> None:
-    async def script(router: PrefixRouter, ask: Callable[[str], Awaitable[str]], _bob: SimPeers) -> None:
-        for name in ("one", "two"):
-            router.serve(name, Ask, answering(name), Role.VIEWER)
-        router.unserve("one", Ask)
-        assert await ask("two") == "two"
-        router.unserve("two", Ask)
-        with pytest.raises(CallRefused, match="not served here"):
-            await ask("two")
-
-    with_router(script)
+async def test_the_last_collaboration_to_close_ends_the_service() -> None:
+    router, ask, _bob = meet()
+    for name in ("one", "two"):
+        router.serve(name, Ask, answering(name), Role.VIEWER)
+    router.unserve("one", Ask)
+    assert await ask("two") == "two"
+    router.unserve("two", Ask)
+    with pytest.raises(CallRefused, match="not served here"):
+        await ask("two")
 
 
 class Default:
@@ -100,18 +89,16 @@ class Default:
         self.router.unserve(prefix, Ask)
 
 
-def test_an_assistant_serves_the_other_collaborations_until_the_peer_reserves_one() -> None:
-    async def script(router: PrefixRouter, ask: Callable[[str], Awaitable[str]], _bob: SimPeers) -> None:
-        router.serve("own", Ask, answering("own"), Role.VIEWER)
-        default = Default(router)
+async def test_an_assistant_serves_the_other_collaborations_until_the_peer_reserves_one() -> None:
+    router, ask, _bob = meet()
+    router.serve("own", Ask, answering("own"), Role.VIEWER)
+    default = Default(router)
+    router.set_default(default.enter, default.leave)
+    assert [await ask("own"), await ask("other")] == ["own", "the assistant"]
+    with pytest.raises(CallRefused, match="no part"):
+        await ask("unwanted")
+    with pytest.raises(ValueError, match="assists already"):
         router.set_default(default.enter, default.leave)
-        assert [await ask("own"), await ask("other")] == ["own", "the assistant"]
-        with pytest.raises(CallRefused, match="no part"):
-            await ask("unwanted")
-        with pytest.raises(ValueError, match="assists already"):
-            router.set_default(default.enter, default.leave)
-        router.reserve("other")
-        router.serve("other", Ask, answering("the owner"), Role.VIEWER)
-        assert await ask("other") == "the owner"
-
-    with_router(script)
+    router.reserve("other")
+    router.serve("other", Ask, answering("the owner"), Role.VIEWER)
+    assert await ask("other") == "the owner"

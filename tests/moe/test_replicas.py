@@ -251,6 +251,19 @@ async def test_a_claim_of_a_missing_save_is_skipped(scene: Scene) -> None:
 
 
 @played
+async def test_a_false_claim_of_a_real_save_does_not_hide_the_owners(scene: Scene) -> None:
+    copies = await scene.open("alice", "bob", "mallory", "zoe")
+    await scene.save(copies, saved(step=7))
+    ((owner, claim),) = await scene.copies("bob").claims("ffn.0.0")
+    for name in ("mallory", "zoe"):  # an id below and above alice's
+        liar = scene.members[name].services
+        record = (msgspec.structs.replace(claim, step=10**9, holders=(liar.peers.contact,)),)
+        key = "run/experts/ffn.0.0/save"
+        await liar.dht.store(key, record, subkey=liar.peers.id, ttl_s=600, signed=True)
+    assert (owner, claim) in await scene.copies("bob").claims("ffn.0.0")
+
+
+@played
 async def test_a_save_that_is_not_what_was_claimed_or_too_large_is_refused(scene: Scene) -> None:
     copies = await scene.open("alice", "bob")
     await scene.save(copies, saved(step=7))

@@ -75,22 +75,12 @@ def key(text: str) -> X25519PrivateKey:
 
 
 def pair(suite: Suite = "AESGCM", other_prologue: str = PROLOGUE) -> tuple[Handshake, Handshake]:
-    return (
-        Handshake(
-            initiator=True,
-            static=key(INITIATOR_STATIC),
-            prologue=bytes.fromhex(PROLOGUE),
-            suite=suite,
-            ephemeral=key(INITIATOR_EPHEMERAL),
-        ),
-        Handshake(
-            initiator=False,
-            static=key(RESPONDER_STATIC),
-            prologue=bytes.fromhex(other_prologue),
-            suite=suite,
-            ephemeral=key(RESPONDER_EPHEMERAL),
-        ),
-    )
+    def end(initiator: bool, static: str, ephemeral: str, prologue: str) -> Handshake:
+        options = {"suite": suite, "ephemeral": key(ephemeral), "prologue": bytes.fromhex(prologue)}
+        return Handshake(initiator=initiator, static=key(static), **options)
+
+    initiator = end(True, INITIATOR_STATIC, INITIATOR_EPHEMERAL, PROLOGUE)
+    return initiator, end(False, RESPONDER_STATIC, RESPONDER_EPHEMERAL, other_prologue)
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: vector.suite)

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ from colab_swarm.net.node import Node
 from colab_swarm.net.tunnels import ADVICE, Tunnel, TunnelSettings, explain, probe
 from colab_swarm.snapshot import describe
 from tests.net import agents
-from tests.net.swarm import Echo, peers, run, until
+from tests.net.swarm import Echo, peers, until
 
 TOKEN = "2abcDEFsecretTOKEN"
 PROCESSES = Path("/proc")
@@ -172,28 +173,17 @@ async def test_a_silent_agent_is_given_up_and_the_error_names_the_timeout(
     assert running(folder) == []
 
 
-def test_without_token_or_agent_nothing_is_tried(folder: Path) -> None:
-    async def refused(settings: TunnelSettings, text: str) -> None:
+async def test_without_token_or_agent_nothing_is_tried(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused(text: str, *kind: Any, **settings: Any) -> None:
         with pytest.raises(TunnelError, match=text):
-            async with tunnel(settings):
+            async with tunnel(TunnelSettings(*kind, **settings)):
                 pass
 
-    async def main() -> None:
-        await refused(TunnelSettings("ngrok"), "secret NGROK_AUTHTOKEN .*ERR_NGROK_4018")
-        await refused(
-            TunnelSettings("ngrok", auth_token="t", agent="/nowhere/ngrok"), "/nowhere/ngrok: leave"
-        )
-        await refused(
-            TunnelSettings("cloudflared", agent="/nowhere/cloudflared"), "no cloudflared is at /nowhere"
-        )
-        os.environ["PATH"] = ""
-        await refused(TunnelSettings("cloudflared"), "releases/latest")
-
-    path = os.environ["PATH"]
-    try:
-        run(main())
-    finally:
-        os.environ["PATH"] = path
+    await refused("secret NGROK_AUTHTOKEN .*ERR_NGROK_4018", "ngrok")
+    await refused("/nowhere/ngrok: leave", "ngrok", auth_token="t", agent="/nowhere/ngrok")
+    await refused("no cloudflared is at /nowhere", "cloudflared", agent="/nowhere/cloudflared")
+    monkeypatch.setenv("PATH", "")
+    await refused("releases/latest", "cloudflared")
     assert TOKEN not in repr(TunnelSettings("ngrok", auth_token=TOKEN))
     with pytest.raises(ValueError, match="take 'ngrok' or 'cloudflared'"):
         TunnelSettings("carrier pigeon")  # type: ignore[arg-type]

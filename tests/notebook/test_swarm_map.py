@@ -69,7 +69,7 @@ def test_many_peers_are_cut_and_counted_and_their_labels_stay_apart() -> None:
     assert f"… and {499 - MAX_PEERS} more peers" in draw(crowd).text()
     page = parsed(draw(crowd).html())
     circles = [(float(one.attrib["cx"]), float(one.attrib["cy"])) for one in page.iter("circle")]
-    assert len(circles) == MAX_PEERS + 1
+    assert len(circles) == MAX_PEERS + 1 and "499 links" in draw(crowd).text()
     for side in (True, False):
         heights = sorted(y for x, y in circles if x != WIDTH / 2 and (x > WIDTH / 2) is side)
         assert min(b - a for a, b in itertools.pairwise(heights)) >= 26

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from colab_swarm.averaging.group import Group, GroupMember
 from colab_swarm.dht.service import Found
+from colab_swarm.errors import PeerError
 from colab_swarm.events import EventLog, Fault
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import Membership, MembershipAdmission
@@ -206,6 +207,35 @@ async def test_a_tally_that_cannot_be_resumed_or_published_is_an_event() -> None
     resumed, published = (fault for fault in events.recent(Fault) if isinstance(fault, Fault))
     assert resumed.where == "finding this peer's last tally" and "ValueError: -1.0" in resumed.text
     assert published.where == "publishing the contributions" and "a bug" in published.text
+
+
+@pytest.mark.virtual_time
+async def test_no_tally_is_published_before_the_last_one_could_be_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, members = await swarm(2)
+    dht, alice = members[0].dht, peer(1)
+    first = Contributions(members[0].peers, dht, RUN)
+    first.ledger.credit(alice, "samples", 7.0)
+    await first.publish()
+    get, failures = dht.get, []
+
+    async def failing(key: str | bytes) -> dict[bytes, Found]:
+        if len(failures) < 2:
+            failures.append(key)
+            raise PeerError("cut off")
+        return await get(key)
+
+    monkeypatch.setattr(dht, "get", failing)
+    for seconds, samples in ((1.0, 7.0), (3 * PUBLISH_S, 8.0)):  # stopped before it could read, and after
+        service = Contributions(members[0].peers, dht, RUN)
+        service.start()
+        service.ledger.credit(alice, "samples", 1.0)
+        await asyncio.sleep(seconds)
+        await service.stop()
+        reader = Contributions(members[1].peers, members[1].dht, RUN)
+        assert (await reader.read())[0].samples == samples
+    assert len(failures) == 2
 
 
 @pytest.mark.virtual_time
