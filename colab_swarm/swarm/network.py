@@ -29,7 +29,7 @@ from colab_swarm.net.tunnels import TunnelSettings
 from colab_swarm.swarm.saved import PeerStore
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.trust.access import RunAccess, Trust
-from colab_swarm.trust.contributions import newest
+from colab_swarm.trust.contributions import merged
 from colab_swarm.trust.member import ClockWatch
 
 logger = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ class NetworkSession:
         admission, contributions = self.access.admission, self.trust.contributions
         membership = b"" if admission is None else admission.membership
         # what was saved may not be in the ledger yet
-        tally = newest(contributions.saved, contributions.ledger.rows())
+        tally = merged(contributions.saved, contributions.ledger.rows())
         self._saved = self._dialable()
         contacts = sorted(map(self.node.contact_of, sorted(self._saved)), key=lambda one: not one.direct)
         await asyncio.to_thread(store.write, contacts, membership, tally, self.node.port or 0)

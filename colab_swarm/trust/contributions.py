@@ -249,7 +249,7 @@ class Contributions:
 
     async def resume(self) -> None:
         """Continue from the tally that this peer published, or saved in its folder, before it was restarted."""
-        tally = _tally((await self._dht.get(self._key)).get(self._peers.id))
+        tally = decoded_tally((await self._dht.get(self._key)).get(self._peers.id))
         self.ledger.resume(merged(self.saved, () if tally is None else tally.rows))
 
     async def publish(self) -> None:
@@ -258,13 +258,13 @@ class Contributions:
         rows, now = self.ledger.rows(), self._loop.time()
         if not rows or (rows == self._published and now - self._published_at < RECORD_S / 4):
             return
-        tally, subkey = self._tally(), self._peers.id
+        tally, subkey = self._own_tally(), self._peers.id
         if await self._dht.store(self._key, tally, subkey=subkey, ttl_s=RECORD_S, signed=True):
             self._published, self._published_at = rows, now
 
     async def read(self) -> tuple[Contribution, ...]:
         """Return the leaderboard, this peer's newest tally included; most samples first."""
-        return leaderboard([self._tally(), *(tally for _, tally in await self._others())])
+        return leaderboard([self._own_tally(), *(tally for _, tally in await self._others())])
 
     async def vouchers(self) -> list[Record]:
         """Return the other peers' signed tallies that credit this peer."""
@@ -289,7 +289,7 @@ class Contributions:
             and by_member(tally, record, self._admission)
         ]
 
-    def _tally(self) -> ContributionTally:
+    def _own_tally(self) -> ContributionTally:
         membership = b"" if self._admission is None else self._admission.membership
         return ContributionTally(self._peers.public_key, membership, self.ledger.rows())
 
@@ -315,10 +315,10 @@ def tally_of(record: Record) -> ContributionTally | None:
         value = msgspec.msgpack.decode(record.value)
     except UNDECODABLE:
         return None
-    return _tally(Found(value, record.expires_at, owner_of(record)))
+    return decoded_tally(Found(value, record.expires_at, owner_of(record)))
 
 
-def _tally(record: Found | None) -> ContributionTally | None:
+def decoded_tally(record: Found | None) -> ContributionTally | None:
     if record is None or record.owner is None:
         return None
     try:
