@@ -33,7 +33,7 @@ from colab_swarm.swarm.saved import (
     read_saved,
 )
 from colab_swarm.trust.access import RunAccess
-from colab_swarm.trust.contributions import TallyRow, newest
+from colab_swarm.trust.contributions import TallyRow, merged
 
 OPTIONS = NetworkOptions(port=4500, announce=("ws://203.0.113.7:4500",), relay=RelayQuota(places=3))
 
@@ -235,4 +235,4 @@ def test_of_two_tallies_the_larger_amounts_count_once() -> None:
     alice, bob = b"a" * 32, b"b" * 32
     on_disk = TallyRow(alice, (10.0, 0.0, 3.0, 0.0, 0.0))
     published = (TallyRow(alice, (12.0, 0.0, 1.0, 0.0, 0.0)), TallyRow(bob, (1.0, 0.0, 0.0, 0.0, 0.0)))
-    assert newest((on_disk,), published) == (TallyRow(alice, (12.0, 0.0, 3.0, 0.0, 0.0)), published[1])
+    assert merged((on_disk,), published) == (TallyRow(alice, (12.0, 0.0, 3.0, 0.0, 0.0)), published[1])

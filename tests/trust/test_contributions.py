@@ -27,7 +27,7 @@ from colab_swarm.trust.contributions import (
     Contributions,
     ContributionTally,
     TallyRow,
-    _tally,
+    decoded_tally,
     leaderboard,
 )
 from tests.dht.swarm import Member, swarm
@@ -149,7 +149,7 @@ VALUES = st.recursive(
 
 @given(VALUES | st.tuples(st.just(KEYS[0]), st.just(b""), VALUES))
 def test_any_value_is_a_tally_or_ignored(value: object) -> None:
-    tally = _tally(Found(value, 0.0, id_of(KEYS[0])))
+    tally = decoded_tally(Found(value, 0.0, id_of(KEYS[0])))
     assert tally is None or tally.key == KEYS[0]
 
 
@@ -268,7 +268,7 @@ async def test_a_tally_published_under_many_keys_is_counted_once() -> None:
         places = [b"again"] if shard == members[1].peers.id[0] % 8 else [b"again", members[1].peers.id]
         for subkey in places:
             await members[1].dht.store(
-                f"{RUN}/credits/{shard}", bob._tally(), subkey=subkey, ttl_s=60, signed=True
+                f"{RUN}/credits/{shard}", bob._own_tally(), subkey=subkey, ttl_s=60, signed=True
             )
     assert [record.subkey for record in await alice.vouchers()] == [members[1].peers.id]
     for service in services:
