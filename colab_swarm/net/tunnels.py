@@ -238,7 +238,7 @@ class TunnelAgent:
     async def _run(cls, command: Sequence[str]) -> TunnelAgent:
         """Return the agent with its address, or closed and without one."""
         pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
+        start = asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", "-c", _GUARDIAN, *command),
             stdin=pipe,
             stdout=pipe,
@@ -246,7 +246,14 @@ class TunnelAgent:
             start_new_session=True,
             creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
         )
-        agent = cls(process)
+        starting = asyncio.create_task(start)
+        try:
+            agent = cls(await asyncio.shield(starting))
+        except (
+            asyncio.CancelledError
+        ):  # cancelled itself, it would kill the guardian and leave the program running
+            await cls(await starting).close()
+            raise
         ended = "it ended"
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):

@@ -151,11 +151,25 @@ async def test_errors_of_ngrok_are_reported_with_their_fix_and_without_the_token
     assert running(folder) == []
 
 
-async def test_an_opening_given_up_leaves_no_process(folder: Path) -> None:
-    opening = asyncio.create_task(
-        Tunnel(ngrok(folder, "silent"), 9, on_change=print, events=EventLog(), sent_bytes=lambda: 0).open()
-    )
-    await until(lambda: bool(running(folder)))
+@pytest.mark.parametrize("starting", [False, True])
+async def test_an_opening_given_up_leaves_no_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, starting: bool
+) -> None:
+    start = asyncio.create_subprocess_exec
+
+    async def slow(*command: Any, **options: Any) -> Any:
+        process = await start(*command, **options)
+        try:
+            await asyncio.sleep(0.5 if starting else 0.0)
+        except asyncio.CancelledError:
+            process.kill()  # as asyncio does
+            raise
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", slow)
+    one = Tunnel(ngrok(folder, "silent"), 9, on_change=print, events=EventLog(), sent_bytes=lambda: 0)
+    opening = asyncio.create_task(one.open())
+    await until(lambda: len(running(folder)) == 2)  # the guardian and the agent
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
         await opening

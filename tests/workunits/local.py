@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -178,16 +178,6 @@ def check_state(dispatcher: Dispatcher) -> None:
         assert (unit.accepted is None) == (key in state.open), f"{key} is in the wrong set"
     out = {name for name, replica in state.replicas.items() if replica.fate == "out"}
     assert out == set().union(*(volunteer.out for volunteer in state.volunteers.values()))
-
-
-def run(main: Callable[[], Awaitable[None]], *, timeout_s: float = 90.0) -> None:
-    """To its end, in a loop of its own."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(timeout_s):
-            await main()
-
-    asyncio.run(bounded())
 
 
 async def until(happened: Callable[[], bool]) -> None:

@@ -18,7 +18,7 @@ from colab_swarm.workunits.messages import Taken
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Rejected
 from colab_swarm.workunits.store import MEMORY, SqliteStore, open_store
 from colab_swarm.workunits.weights import Floats
-from tests.workunits.local import Scene, Stranger, coordinating, run, tiny_job, until
+from tests.workunits.local import Scene, Stranger, coordinating, tiny_job, until
 from tests.workunits.servers import accepted
 
 CODE = """
@@ -138,23 +138,22 @@ async def test_a_decision_that_was_written_counts_though_the_store_did_not_say_s
 
 @pytest.mark.slow
 @pytest.mark.ordeal
-def test_servers_are_processes_where_the_store_is_shared_and_a_killed_one_is_replaced(tmp_path: Path) -> None:
-    async def main() -> None:
-        job, url = Job.from_code(CODE, "tiny.py"), f"sqlite:///{tmp_path}/job.db"
-        store = open_store(url, "tiny")
-        async with coordinating(job, tmp_path / "work", store=store) as scene:
-            await scene.alice.train()
-            await until(lambda: "Measured" in scene.kinds())
-            [first] = children()
-            os.kill(first, signal.SIGKILL)
-            await scene.alice.train()
-            await until(lambda: scene.kinds().count("Measured") == 2)
-            assert scene.coordinator.status().server_deaths == 1
-            assert servers(scene) == ["server-1", "server-2"]
-        assert children() == []
-        store.close()
-
-    run(main, timeout_s=120.0)
+async def test_servers_are_processes_where_the_store_is_shared_and_a_killed_one_is_replaced(
+    tmp_path: Path,
+) -> None:
+    job, url = Job.from_code(CODE, "tiny.py"), f"sqlite:///{tmp_path}/job.db"
+    store = open_store(url, "tiny")
+    async with coordinating(job, tmp_path / "work", store=store) as scene:
+        await scene.alice.train()
+        await until(lambda: "Measured" in scene.kinds())
+        [first] = children()
+        os.kill(first, signal.SIGKILL)
+        await scene.alice.train()
+        await until(lambda: scene.kinds().count("Measured") == 2)
+        assert scene.coordinator.status().server_deaths == 1
+        assert servers(scene) == ["server-1", "server-2"]
+    assert children() == []
+    store.close()
 
 
 def servers(scene: Scene) -> list[str]:

@@ -27,7 +27,7 @@ from colab_swarm.workunits.state import Accepted, EpochEnded, Finished
 from colab_swarm.workunits.volunteering import Volunteer, VolunteerSettings
 from colab_swarm.workunits.weights import Floats
 from tests.workunits.digits import digits_job
-from tests.workunits.local import RUN, coordinating, run, until
+from tests.workunits.local import RUN, coordinating, until
 from tests.workunits.stand_in import QUICK, StandIn, Waits, answers, client_of, hangs_up, says
 from tests.workunits.volunteer_process import SEED
 
@@ -277,28 +277,23 @@ def batches_saved(folder: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.ordeal
-def test_a_killed_volunteer_resumes_where_it_was(tmp_path: Path) -> None:
+async def test_a_killed_volunteer_resumes_where_it_was(tmp_path: Path) -> None:
     standin = StandIn(digits_job(local_epochs=BATCHES // 4))
 
-    async def main() -> None:
-        async with standin.serving():
-            command = (sys.executable, "-m", "tests.workunits.volunteer_process", standin.url, str(tmp_path))
-            killed = await asyncio.create_subprocess_exec(*command)
-            await until(lambda: batches_saved(tmp_path) >= 1)
-            killed.kill()
-            assert await killed.wait() != 0
-            assert 1 <= batches_saved(tmp_path) < BATCHES and not standin.results
-            fetched = standin.seen.count("GET /api/parameters")
-            async with client_of(standin, token=Token(Identity(SEED))) as client:
-                volunteering = Volunteer(
-                    client, standin.job, await client.card(), VolunteerSettings(tmp_path)
-                )
-                await volunteering.begin()
-                await volunteering.wait_over()
-            assert volunteering.snapshot().accepted == 2
-            assert standin.seen.count("GET /api/parameters") == fetched + 1  # of the other unit
-
-    run(main, timeout_s=120.0)
+    async with standin.serving():
+        command = (sys.executable, "-m", "tests.workunits.volunteer_process", standin.url, str(tmp_path))
+        killed = await asyncio.create_subprocess_exec(*command)
+        await until(lambda: batches_saved(tmp_path) >= 1)
+        killed.kill()
+        assert await killed.wait() != 0
+        assert 1 <= batches_saved(tmp_path) < BATCHES and not standin.results
+        fetched = standin.seen.count("GET /api/parameters")
+        async with client_of(standin, token=Token(Identity(SEED))) as client:
+            volunteering = Volunteer(client, standin.job, await client.card(), VolunteerSettings(tmp_path))
+            await volunteering.begin()
+            await volunteering.wait_over()
+        assert volunteering.snapshot().accepted == 2
+        assert standin.seen.count("GET /api/parameters") == fetched + 1  # of the other unit
     assert len(standin.given) == 2  # nothing was asked for twice
     for assignment, values in standin.results.items():
         np.testing.assert_array_equal(values, trained(standin, standin.given[assignment]))

@@ -23,7 +23,7 @@ from colab_swarm.workunits.messages import GivenUnits
 from colab_swarm.workunits.state import Rejected
 from colab_swarm.workunits.web import MAX_PIECE_BYTES
 from colab_swarm.workunits.weights import Schema
-from tests.workunits.local import RUN, Answer, Scene, Stranger, coordinating, run, tiny_job, until
+from tests.workunits.local import RUN, Answer, Scene, Stranger, coordinating, tiny_job, until
 
 Asking = Callable[[Scene, str, bytes], Awaitable[Answer]]
 
@@ -291,7 +291,7 @@ def test_whatever_headers_hold_the_answer_says_what_is_wrong(
                 assert answer.status in (200, 206) or 400 <= answer.status < 500
             assert scene.state() == before
 
-    run(main)
+    asyncio.run(main())
 
 
 async def test_one_volunteer_cannot_take_all_upload_slots(tmp_path: Path) -> None:
@@ -324,20 +324,17 @@ async def test_uploads_of_units_accepted_without_them_are_deleted(tmp_path: Path
 
 
 @pytest.mark.parametrize("begun", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n"])
-def test_a_connection_without_a_request_is_closed(
+async def test_a_connection_without_a_request_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bytes
 ) -> None:
     monkeypatch.setattr(web, "IDLE_S", 0.05)
 
-    async def main() -> None:
-        async with coordinating(tiny_job(), tmp_path) as scene:
-            url = urlsplit(scene.server.url)
-            reader, writer = await asyncio.open_connection(url.hostname, url.port)
-            writer.write(begun)
-            assert await reader.read() == b""
-            writer.close()
-
-    run(main, timeout_s=10.0)
+    async with coordinating(tiny_job(), tmp_path) as scene:
+        url = urlsplit(scene.server.url)
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        writer.write(begun)
+        assert await reader.read() == b""
+        writer.close()
 
 
 async def test_a_flood_of_requests_makes_the_others_wait_and_not_give_up(
