@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import statistics
+import struct
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 from aiohttp import web
@@ -32,8 +33,11 @@ from colab_swarm.net.relay import Circuits, Relay, RelayQuota
 from colab_swarm.net.websocket import SCRATCH_BYTES, WebSocket, accept, dial
 
 PIECE, CHUNK = os.urandom(1 << 16), os.urandom(CHUNK_BYTES)
+"""What is sent over a link; what is sent through a relay, as large as a chunk of averaging."""
 MIB = 1 << 20
-IN_FLIGHT, IDLE_CIRCUITS = 32, 100
+_COUNT, _SECONDS = struct.Struct("<Q"), struct.Struct("<d")
+IN_FLIGHT = 32
+IDLE_CIRCUITS = 100
 
 
 class Sink(Message, frozen=True):
@@ -54,22 +58,35 @@ class ResourceUse(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
+    """The receiver returns it."""
+
     data: bytes
 
 
+class TransferTime(NamedTuple):
+    """One transfer: wall seconds, and CPU seconds of both processes."""
+
+    wall_s: float
+    cpu_s: float
+
+
 async def start_node(**settings: Any) -> Node:
+    """Start a real peer on loopback."""
     return await Node.start(Identity(), NodeSettings(host="127.0.0.1", **settings))
 
 
 def where(node: Node) -> dict[str, Any]:
+    """Return how to reach a node, as JSON; see `contact`."""
     return {"id": node.id.hex(), "addresses": node.contact.addresses}
 
 
 def contact(found: dict[str, Any]) -> Contact:
+    """Return the contact of a worker's node from its message; see `where`."""
     return Contact(PeerId(bytes.fromhex(found["id"])), tuple(found["addresses"]))
 
 
 def run(*, quick: bool) -> BenchReport:
+    """Measure a link to a child process."""
     report = BenchReport("link", quick)
     with Crew() as crew:
         asyncio.run(_measure(crew.start(serve).receive(), report))
@@ -87,72 +104,74 @@ async def _measure(child: dict[str, Any], report: BenchReport) -> None:
         many_ms, calls_per_s = await _round_trips(node, peer.id, count=calls * 4, in_flight=IN_FLIGHT)
     finally:
         await node.close()
-    ratios = [raw_s / link_s for (raw_s, _), (link_s, _) in zip(took["raw"], took["link"], strict=True)]
-    report.add("vs_raw", median(ratios), "", "encrypted bulk against the plain socket")
+    ratios = [raw.wall_s / link.wall_s for raw, link in zip(took["raw"], took["link"], strict=True)]
+    report.add("vs_raw", statistics.median(ratios), "", "encrypted bulk against the plain socket")
     gb = pieces * len(PIECE) / 1e9
-    for name, prefix in {"link": "", "ws": "ws_", "raw": "raw_"}.items():
-        wall_s, cpu_s = map(median, zip(*took[name], strict=True))
-        report.add(f"{prefix}mb_s", 1e3 * gb / wall_s, "MB/s")
-        report.add(f"{prefix}cpu_s_per_gb", cpu_s / gb, "CPU-s/GB", "both ends")
-    for key, values in {"rtt": one_ms, "rtt32": many_ms}.items():
-        found = {f"{key}_ms_p50": median(values), f"{key}_ms_p99": values[int(len(values) * 0.99)]}
-        report.add_all(found, "ms", "1 KiB call")
+    notes = {"link": "encrypted", "ws": "the WebSocket alone", "raw": "plain asyncio socket"}
+    for name, note in notes.items():
+        prefix = "" if name == "link" else f"{name}_"
+        wall_s, cpu_s = map(statistics.median, zip(*took[name], strict=True))
+        report.add(f"{prefix}mb_s", 1e3 * gb / wall_s, "MB/s", note)
+        report.add(f"{prefix}cpu_s_per_gb", cpu_s / gb, "CPU-s/GB", f"{note}, both ends")
+    for key, in_flight, values in (("rtt", 1, one_ms), ("rtt32", IN_FLIGHT, many_ms)):
+        note = f"1 KiB call, {in_flight} in flight"
+        report.add(f"{key}_ms_p50", statistics.median(values), "ms", note)
+        report.add(f"{key}_ms_p99", values[int(len(values) * 0.99)], "ms", note)
     report.add("calls_per_s", calls_per_s, "1/s", f"{IN_FLIGHT} in flight, one link")
 
 
 async def _bulk(
     node: Node, peer: PeerId, child: dict[str, Any], *, rounds: int, pieces: int
-) -> dict[str, list[tuple[float, float]]]:
+) -> dict[str, list[TransferTime]]:
+    """Return the transfers of each way, one of each per round."""
     end, scratch = CarrierEnd(), memoryview(bytearray(SCRATCH_BYTES))
     async with aiohttp.ClientSession() as session:
         websocket = await dial(session, f"ws://127.0.0.1:{child['ws']}", scratch=scratch, receiver=end)
         ways: dict[str, Callable[[int], Awaitable[float]]] = {
-            "raw": partial(_send_raw, child["raw"]),
-            "ws": partial(_send_websocket, websocket, end),
-            "link": partial(send_pieces, node, peer, PIECE),
+            "raw": lambda count: _send_raw(child["raw"], count),
+            "ws": lambda count: _send_websocket(websocket, end, count),
+            "link": lambda count: send_pieces(node, peer, PIECE, count),
         }
-        turns = [
-            {name: await time_transfer(send, pieces) for name, send in ways.items()}
-            for _ in range(rounds + 1)
-        ]
+        took: dict[str, list[TransferTime]] = {name: [] for name in ways}
+        for _ in range(rounds + 1):
+            for name, send in ways.items():
+                took[name].append(await time_transfer(send, pieces))
         websocket.close()
         await websocket.wait_closed()
-    return {name: [turn[name] for turn in turns[1:]] for name in ways}  # the first warms up
+    return {name: values[1:] for name, values in took.items()}  # the first round warms up
 
 
-async def time_transfer(send: Callable[[int], Awaitable[float]], pieces: int) -> tuple[float, float]:
-    """Return the wall seconds, and the CPU seconds of both processes, of ``send(pieces)``.
-
-    ``send(n)`` moves n pieces and returns the child's CPU seconds so far.
-    """
+async def time_transfer(send: Callable[[int], Awaitable[float]], pieces: int) -> TransferTime:
+    """Time ``send(pieces)``; ``send(n)`` moves n pieces and returns the child's CPU seconds so far."""
     child_s = await send(0)
     cpu_s, wall_s = time.process_time(), time.perf_counter()
     child_s = await send(pieces) - child_s
-    return time.perf_counter() - wall_s, time.process_time() - cpu_s + child_s
+    return TransferTime(time.perf_counter() - wall_s, time.process_time() - cpu_s + child_s)
 
 
 async def _send_raw(port: int, pieces: int) -> float:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(_COUNT.pack(pieces * len(PIECE)))
     for _ in range(pieces):
         writer.write(PIECE)
         await writer.drain()
-    writer.write_eof()
-    answer = await reader.read()
+    answer = await reader.readexactly(_SECONDS.size)
     writer.close()
-    return float(answer)
+    return float(_SECONDS.unpack(answer)[0])
 
 
 async def _send_websocket(websocket: WebSocket, end: CarrierEnd, pieces: int) -> float:
     answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-    end.on_data = lambda data: answer.set_result(float(bytes(data)))
+    end.on_data = lambda data: answer.set_result(_SECONDS.unpack(data)[0])
+    websocket.send_bytes(_COUNT.pack(pieces * len(PIECE)))
     for _ in range(pieces):
         websocket.send_bytes(PIECE)
         await end.writable.wait()
-    websocket.send_bytes(END)
     return await answer
 
 
 async def send_pieces(node: Node, peer: PeerId, piece: bytes, pieces: int) -> float:
+    """Send ``piece`` so often over a stream; return the receiver's CPU seconds so far."""
     async with await node.stream(peer, Sink(pieces), timeout_s=10) as stream:
         for _ in range(pieces):
             await stream.send(Sink(0), piece)
@@ -161,6 +180,7 @@ async def send_pieces(node: Node, peer: PeerId, piece: bytes, pieces: int) -> fl
 
 
 async def _round_trips(node: Node, peer: PeerId, *, count: int, in_flight: int) -> tuple[list[float], float]:
+    """Return the milliseconds of each 1 KiB call, sorted, and calls per second."""
     message, took_ms = Ping(bytes(1024)), []
 
     async def caller() -> None:
@@ -176,28 +196,42 @@ async def _round_trips(node: Node, peer: PeerId, *, count: int, in_flight: int) 
 
 # --- the child --------------------------------------------------------------------------------------------------------
 
-END = b"."
 
+class _Counter:
+    """Counts ``total`` bytes, given in the first 8, then answers with the CPU time; repeatedly."""
 
-def _cpu_time() -> bytes:
-    return str(time.process_time()).encode()
+    def __init__(self, answer: Callable[[bytes], object]) -> None:
+        self._answer = answer
+        self._left: int | None = None
+
+    def add(self, data: memoryview) -> None:
+        if self._left is None:
+            (self._left,) = _COUNT.unpack_from(data)
+            data = data[_COUNT.size :]
+        self._left -= len(data)
+        if self._left <= 0:
+            self._left = None
+            self._answer(_SECONDS.pack(time.process_time()))
 
 
 class RawSink(asyncio.BufferedProtocol):
-    """The child's end of the plain socket: answers at the end of the data."""
+    """The child's end of the plain socket."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._transport, self._buffer = transport, bytearray(SCRATCH_BYTES)
+        self._buffer = memoryview(bytearray(SCRATCH_BYTES))
+        self._counter = _Counter(transport.write)
 
-    def get_buffer(self, sizehint: int) -> bytearray:
+    def get_buffer(self, sizehint: int) -> memoryview:
         return self._buffer
 
-    def eof_received(self) -> None:
-        self._transport.write(_cpu_time())
+    def buffer_updated(self, nbytes: int) -> None:
+        self._counter.add(self._buffer[:nbytes])
 
 
 class CarrierEnd:
+    """An end of the bare WebSocket: counts, or collects the answer."""
+
     def __init__(self) -> None:
         self.on_data: Callable[[memoryview], object] = lambda data: None
         self.writable = asyncio.Event()
@@ -207,13 +241,17 @@ class CarrierEnd:
         self.on_data(data)
 
     def on_writable(self, writable: bool) -> None:
-        self.writable.set() if writable else self.writable.clear()
+        if writable:
+            self.writable.set()
+        else:
+            self.writable.clear()
 
     def on_lost(self, reason: str) -> None:
         self.writable.set()
 
 
 async def serve(parent: Parent) -> None:
+    """Worker: serve all three ways."""
     loop = asyncio.get_running_loop()
     raw = await loop.create_server(RawSink, "127.0.0.1", 0)
     ws = await loop.create_server(web.Server(_serve_websocket, access_log=None), "127.0.0.1", 0)
@@ -228,13 +266,8 @@ async def serve(parent: Parent) -> None:
 async def _serve_websocket(request: web.BaseRequest) -> web.StreamResponse:
     end, scratch = CarrierEnd(), memoryview(bytearray(SCRATCH_BYTES))
     websocket, first, response = await accept(request, scratch=scratch, receiver=end)
-
-    def on_data(data: memoryview) -> None:
-        if data == END:
-            websocket.send_bytes(_cpu_time())
-
-    end.on_data = on_data
-    on_data(memoryview(first))
+    end.on_data = _Counter(websocket.send_bytes).add
+    end.on_message(memoryview(first))
     await websocket.wait_closed()
     return response
 
@@ -244,6 +277,7 @@ async def _echo(peer: PeerId, message: Ping) -> Ping:
 
 
 async def take_pieces(opening: Sink, stream: Stream) -> None:
+    """Receive all pieces of a stream, then answer with the CPU time."""
     for _ in range(opening.pieces):
         await stream.receive(Sink)
     await stream.send(ResourceUse(time.process_time()))
@@ -252,7 +286,13 @@ async def take_pieces(opening: Sink, stream: Stream) -> None:
 # --- a relay in between --------------------------------------------------------------------------------------------
 
 
+async def _on_usage_query(peer: PeerId, message: UsageQuery) -> ResourceUse:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return ResourceUse(time.process_time(), pages * 4096)
+
+
 def run_relay(*, quick: bool) -> BenchReport:
+    """Measure a relay with two child processes."""
     report = BenchReport("relay", quick)
     with Crew() as crew:
         relay = crew.start(serve_relay, None).receive()
@@ -268,12 +308,8 @@ def _circuits(node: Node, relay: Contact) -> Circuits:
     return Circuits(node, known, lambda: None, random.Random(0))
 
 
-async def _on_usage_query(peer: PeerId, message: UsageQuery) -> ResourceUse:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return ResourceUse(time.process_time(), pages * 4096)
-
-
 async def serve_relay(parent: Parent, relay: dict[str, Any] | None) -> None:
+    """Worker: the relay, or the process that receives through ``relay``."""
     node = await start_node(max_links=4 * IDLE_CIRCUITS, max_handshakes=4 * IDLE_CIRCUITS)
     node.serve(UsageQuery, _on_usage_query)
     found = where(node)
@@ -290,54 +326,56 @@ async def serve_relay(parent: Parent, relay: dict[str, Any] | None) -> None:
 
 
 async def _measure_relay(relay: Contact, far: Contact, report: BenchReport) -> None:
-    direct, relayed = nodes = [await start_node(listen=False) for _ in range(2)]
+    direct, relayed = [await start_node(listen=False) for _ in range(2)]
     circuit = Contact(far.id, tuple(one for one in far.addresses if "/relay/" in one))
-    usage = partial(direct.call, relay.id, UsageQuery(), ResourceUse, timeout_s=10)
     try:
         direct.learn(Contact(far.id, tuple(one for one in far.addresses if "/relay/" not in one)))
         direct.learn(relay)
         _circuits(relayed, relay)
         relayed.learn(circuit)
-        await _relayed_bulk([partial(send_pieces, node, far.id, CHUNK) for node in nodes], usage, report)
-        await _idle(usage, relay, circuit, report)
+        await _relayed_bulk(direct, relayed, relay.id, far.id, report)
+        await _idle(direct, relay, circuit, report)
     finally:
         await direct.close()
         await relayed.close()
 
 
-async def _relayed_bulk(
-    ways: list[Callable[[int], Awaitable[float]]],
-    usage: Callable[[], Awaitable[ResourceUse]],
-    report: BenchReport,
-) -> None:
+async def _usage(node: Node, relay: PeerId) -> ResourceUse:
+    return await node.call(relay, UsageQuery(), ResourceUse, timeout_s=10)
+
+
+async def _relayed_bulk(direct: Node, relayed: Node, relay: PeerId, far: PeerId, report: BenchReport) -> None:
     rounds, size_mib = (3, 64) if report.quick else (9, 256)
-    pieces, turns, cpu_s = size_mib * MIB // len(CHUNK), [], []
+    pieces, mb = size_mib * MIB // len(CHUNK), size_mib * MIB / 1e6
+    took: dict[Node, list[float]] = {direct: [], relayed: []}
+    relay_cpu_s = []
     for _ in range(rounds + 1):
-        direct_s, _ = await time_transfer(ways[0], pieces)
-        before = await usage()
-        relayed_s, _ = await time_transfer(ways[1], pieces)
-        cpu_s.append((await usage()).cpu_s - before.cpu_s)
-        turns.append((direct_s, relayed_s))
-    direct_s, relayed_s = map(median, zip(*turns[1:], strict=True))
-    mb = size_mib * MIB / 1e6
-    report.add("vs_direct", median(direct / relayed for direct, relayed in turns[1:]), "", "bulk, same run")
-    report.add_all({"mb_s": mb / relayed_s, "direct_mb_s": mb / direct_s}, "MB/s")
-    report.add("cpu_s_per_gb", 1e3 * median(cpu_s[1:]) / mb, "CPU-s/GB", "the relay's process")
+        for node, seconds in took.items():
+            before = await _usage(direct, relay)
+            one = await time_transfer(partial(send_pieces, node, far, CHUNK), pieces)
+            seconds.append(one.wall_s)
+            relay_cpu_s.append((await _usage(direct, relay)).cpu_s - before.cpu_s)
+    direct_s, relayed_s = (seconds[1:] for seconds in took.values())
+    ratios = [a / b for a, b in zip(direct_s, relayed_s, strict=True)]
+    report.add("vs_direct", statistics.median(ratios), "", "bulk, same run")
+    report.add("mb_s", mb / statistics.median(relayed_s), "MB/s", "relayed")
+    report.add("direct_mb_s", mb / statistics.median(direct_s), "MB/s", "direct")
+    cpu_s = statistics.median(relay_cpu_s[3::2])  # of the relayed ones
+    report.add("cpu_s_per_gb", 1e3 * cpu_s / mb, "CPU-s/GB", "the relay's process")
 
 
-async def _idle(
-    usage: Callable[[], Awaitable[ResourceUse]], relay: Contact, circuit: Contact, report: BenchReport
-) -> None:
-    before, seconds = await usage(), 5.0 if report.quick else 30.0
+async def _idle(node: Node, relay: Contact, circuit: Contact, report: BenchReport) -> None:
+    """Measure circuits that carry only keep-alives."""
+    before, seconds = await _usage(node, relay.id), 5.0 if report.quick else 30.0
     callers = [await start_node(listen=False) for _ in range(IDLE_CIRCUITS)]
     try:
         for caller in callers:
             _circuits(caller, relay)
             caller.learn(circuit)
             await caller.linker.link_to(circuit.id, 10.0)
-        open_at = await usage()
+        open_at = await _usage(node, relay.id)
         await asyncio.sleep(seconds)
-        later = await usage()
+        later = await _usage(node, relay.id)
         still = sum(bool(caller.linker.table.of(circuit.id)) for caller in callers)
     finally:
         await asyncio.gather(*(caller.close() for caller in callers))
