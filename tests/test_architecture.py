@@ -38,12 +38,12 @@ MODULES = sorted(ROOT.rglob("*.py"))
 MOST = {
     "": (611, 52, 75),
     "averaging": (1730, 44, 215),
-    "backbone": (618, 21, 64),
+    "backbone": (617, 21, 64),
     "bench": (2887, 45, 294),
     "cli": (373, 1, 36),
     "dht": (683, 19, 88),
     "elastic": (1167, 33, 179),
-    "moe": (2541, 72, 307),
+    "moe": (2535, 72, 307),
     "net": (3649, 97, 488),
     "notebook": (1677, 26, 209),
     "recipes": (1011, 26, 118),
@@ -51,7 +51,7 @@ MOST = {
     "swarm": (1791, 17, 223),
     "tensors": (568, 15, 94),
     "training": (2160, 47, 284),
-    "trust": (733, 25, 89),
+    "trust": (731, 25, 89),
     "workunits": (3007, 75, 380),
 }
 """A ratchet: statements, classes and functions of each folder. Lower them after a cut, never raise them."""

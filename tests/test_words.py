@@ -68,3 +68,9 @@ def test_no_two_public_classes_share_a_name() -> None:
 
 def test_the_map_of_files_is_true() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "make map writes it"
+
+
+def test_the_files_named_in_the_architecture_exist() -> None:
+    named = re.findall(r"`([\w/]+/\w+\.py)`", PAGE.read_text(encoding="utf-8"))
+    homes = (ROOT, ROOT / "colab_swarm")
+    assert named and not [name for name in named if not any((home / name).exists() for home in homes)]

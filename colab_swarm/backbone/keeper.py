@@ -330,8 +330,7 @@ class Keeper:
             addresses=peers.contact.addresses,
         )
         self._published_at = _now()
-        key = progress_key(self._prefix)
-        await self._services.dht.store(key, record, subkey=peers.id, ttl_s=ttl_s, signed=True)
+        await self._services.dht.publish(progress_key(self._prefix), record, ttl_s=ttl_s)
 
 
 def _now() -> float:

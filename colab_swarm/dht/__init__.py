@@ -56,7 +56,7 @@ So do not store secrets, and trust only signed records. No peer can forge anothe
 bring back an expired one. A malicious member can fill a key up to its limit; therefore revocations
 also travel from peer to peer (see `colab_swarm.trust`).
 
-Services call `DHT.store(key, value, subkey=…, ttl_s=…, signed=True)` and `DHT.get`; users rarely do.
+Services call `DHT.publish(key, value, ttl_s=…)` and `DHT.published` or `DHT.get`; users rarely do.
 
 ## Measured
 

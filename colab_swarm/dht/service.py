@@ -246,9 +246,9 @@ class DHT:
         """Return all live values under ``key``, by subkey; empty if there are none."""
         return (await self.read(key)).found
 
-    async def publish(self, key: str, value: Any, *, ttl_s: float) -> None:
-        """Store a value under this peer's own subkey, signed; see `store`."""
-        await self.store(key, value, subkey=self._peers.id, ttl_s=ttl_s, signed=True)
+    async def publish(self, key: str, value: Any, *, ttl_s: float) -> int:
+        """Store a value under this peer's own subkey, signed; return how many peers hold it. See `store`."""
+        return await self.store(key, value, subkey=self._peers.id, ttl_s=ttl_s, signed=True)
 
     async def published(self, key: str, kind: type[M]) -> dict[PeerId, M]:
         """Return the valid records that peers published about themselves, and learn the ``addresses`` in them."""

@@ -271,8 +271,7 @@ class Directory:
         return [index for index in indices if announced.count(index) < WITNESSES]
 
     async def _store(self, key: str, record: Message) -> None:
-        ttl_s = self.settings.ttl_s
-        if not await self._dht.store(key, record, subkey=self._peers.id, ttl_s=ttl_s, signed=True):
+        if not await self._dht.publish(key, record, ttl_s=self.settings.ttl_s):
             logger.info("no peer stored the record under %s; the next announcement retries", key)
 
     def _now_ms(self) -> int:

@@ -137,12 +137,8 @@ class ReplicaService:
 
     async def others(self) -> dict[PeerId, HolderRecord]:
         """Return the other peers that keep saves now."""
-        found: dict[PeerId, HolderRecord] = {}
-        for subkey, record in (await _records(self._services, self._key, HolderRecord)).items():
-            contact = Contact(PeerId(subkey), record.addresses)
-            if is_sound(contact) and contact.id != self._peers.id:
-                self._peers.learn(contact)
-                found[contact.id] = record
+        found = await self._services.dht.published(self._key, HolderRecord)
+        found.pop(self._peers.id, None)
         return found
 
     async def _keep_announcing(self) -> None:
@@ -158,7 +154,7 @@ class ReplicaService:
         addresses = self._peers.contact.addresses
         if addresses:  # a peer that cannot be dialled could not return a save
             record = HolderRecord(addresses, self.store.room_bytes)
-            await self._services.dht.store(self._key, record, subkey=self._peers.id, ttl_s=ttl_s, signed=True)
+            await self._services.dht.publish(self._key, record, ttl_s=ttl_s)
 
     async def _receive_save(self, opening: KeepSave, stream: Stream) -> None:
         try:
@@ -416,8 +412,7 @@ class ExpertSaves:
         return True
 
     async def _publish(self, key: str, record: tuple[Any, ...]) -> int:
-        dht, me = self._services.dht, self._peers.id
-        return await dht.store(key, record, subkey=me, ttl_s=KEPT_S, signed=True)
+        return await self._services.dht.publish(key, record, ttl_s=KEPT_S)
 
     def _key(self, name: str, kind: str) -> str:
         return f"{self._services.run_id}/experts/{name}/{kind}"

@@ -77,7 +77,7 @@ mean_absence_s)` they come and go. Tests use `SimNetwork` and `run_virtual` dire
 | scripted faults | `colab_swarm.sim.faults` |
 | profiles of networks and of churn | `colab_swarm.sim.profiles` |
 | preemptible machines, their time and price (VC-ASGD, section IV) | `colab_swarm.workunits.preemption` |
-| `cs.simulate`, interactive runs | `colab_swarm.swarm.simulation`, `lesson` |
+| `cs.simulate`, interactive runs | `colab_swarm.swarm.simulation` |
 
 ## Limits
 

@@ -272,9 +272,7 @@ class NetworkSession:
             contact = self.node.contact
             if contact.direct:
                 with contextlib.suppress(PeerError):
-                    await self._services.dht.store(
-                        self._relays_key, contact.addresses, subkey=contact.id, ttl_s=RELAY_TTL_S, signed=True
-                    )
+                    await self._services.dht.publish(self._relays_key, contact.addresses, ttl_s=RELAY_TTL_S)
             await asyncio.sleep(PUBLISH_EVERY_S if contact.direct else 1.0)
 
 

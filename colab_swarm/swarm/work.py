@@ -34,9 +34,7 @@ def coordinate(
         while not coordinator.stopped:
             with contextlib.suppress(PeerError):
                 key = f"{context.run_id}/coordinators"
-                await context.services.dht.store(
-                    key, coordinator.url, subkey=network.node.id, ttl_s=TTL_S, signed=True
-                )
+                await context.services.dht.publish(key, coordinator.url, ttl_s=TTL_S)
             await asyncio.sleep(PUBLISH_EVERY_S)
 
     context.runtime.call(begin())

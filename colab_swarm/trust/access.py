@@ -113,10 +113,9 @@ class RevocationWatch:
     async def _store(self) -> None:
         """Renew the authority's list in the DHT, where records end after a day."""
         now = self._loop.time()
-        if self._admission.revoked.version and now - self._stored_at > RECORD_S / 24:
-            encoded, subkey = self._admission.revoked.encode(), self._peers.id
-            if await self._dht.store(self.key, encoded, subkey=subkey, ttl_s=RECORD_S, signed=True):
-                self._stored_at = now
+        due = self._admission.revoked.version and now - self._stored_at > RECORD_S / 24
+        if due and await self._dht.publish(self.key, self._admission.revoked.encode(), ttl_s=RECORD_S):
+            self._stored_at = now
 
     def _send_all(self, but: PeerId | None) -> None:
         encoded = self._admission.revoked.encode()

@@ -258,8 +258,7 @@ class Contributions:
         rows, now = self.ledger.rows(), self._loop.time()
         if not rows or (rows == self._published and now - self._published_at < RECORD_S / 4):
             return
-        tally, subkey = self._own_tally(), self._peers.id
-        if await self._dht.store(self._key, tally, subkey=subkey, ttl_s=RECORD_S, signed=True):
+        if await self._dht.publish(self._key, self._own_tally(), ttl_s=RECORD_S):
             self._published, self._published_at = rows, now
 
     async def read(self) -> tuple[Contribution, ...]:

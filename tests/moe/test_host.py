@@ -92,12 +92,18 @@ async def test_a_dead_hosts_expert_continues_elsewhere_from_its_last_save(run: R
     assert other.saves.results[uid].step == 6  # and on from there
 
 
-@played
-async def test_a_late_joiner_prefers_experts_of_dead_hosts_to_new_ones(run: Run) -> None:
+async def saved_by_bob(run: Run) -> str:
+    """Let alice and bob host an expert each, and bob save his at step 3."""
     await run.host("alice", 1)
     _, bob = await run.host("bob", 1)
     (uid,) = bob.experts
     await saved_by(bob, 3)
+    return uid
+
+
+@played
+async def test_a_late_joiner_prefers_experts_of_dead_hosts_to_new_ones(run: Run) -> None:
+    uid = await saved_by_bob(run)
     run.network.now().crash("bob")
     await asyncio.sleep(EXPIRED_S)
     carol, _ = await run.host("carol", 1)
@@ -106,8 +112,7 @@ async def test_a_late_joiner_prefers_experts_of_dead_hosts_to_new_ones(run: Run)
 
 @played
 async def test_a_host_that_returns_continues_from_its_own_disk(run: Run) -> None:
-    run_alone = await run.host("alice", 2)
-    hosting = run_alone[1]
+    _, hosting = await run.host("alice", 2)
     await saved_by(hosting, 4)
     uids = [*hosting.experts]
     run.network.now().crash("alice")
@@ -133,18 +138,13 @@ async def test_a_host_that_stops_loses_nothing_and_is_not_called_any_more(run: R
 
 @played
 async def test_a_false_claim_is_skipped_in_favour_of_a_real_save(run: Run) -> None:
-    await run.host("alice", 1)
-    _, bob = await run.host("bob", 1)
-    (uid,) = bob.experts
-    await saved_by(bob, 3)
+    uid = await saved_by_bob(run)
     mallory = await run.join("mallory")
     lies = saved(uid, step=10**9, size=100)  # chunks that are there and match: only the state does not fit
     for piece in lies.chunks.values():
         mallory.resources.store.put(piece)
     place = SavePlace(10**9, next(iter(lies.chunks)), (mallory.peers.contact,))
-    record = (place,)
-    key, me = f"run/experts/{uid}/save", mallory.peers.id
-    await mallory.services.dht.store(key, record, subkey=me, ttl_s=6000, signed=True)
+    await mallory.services.dht.publish(f"run/experts/{uid}/save", (place,), ttl_s=6000)
     run.network.now().crash("bob")
     await asyncio.sleep(EXPIRED_S)
     carol, hosting = await run.host("carol", 1)

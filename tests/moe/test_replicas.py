@@ -242,8 +242,7 @@ async def test_a_claim_of_a_missing_save_is_skipped(scene: Scene) -> None:
     await scene.save(copies, saved(step=7))
     liar = scene.members["mallory"].services
     record = (SavePlace(10**9, bytes(32), (liar.peers.contact,)),)
-    key = "run/experts/ffn.0.0/save"
-    await liar.dht.store(key, record, subkey=liar.peers.id, ttl_s=600, signed=True)
+    await liar.dht.publish("run/experts/ffn.0.0/save", record, ttl_s=600)
     (_, lie), (_, truth) = await scene.copies("bob").claims("ffn.0.0")
     assert (lie.step, truth.step) == (10**9, 7)
     with pytest.raises(StateError, match="none of 1 holders has"):
@@ -258,8 +257,7 @@ async def test_a_false_claim_of_a_real_save_does_not_hide_the_owners(scene: Scen
     for name in ("mallory", "zoe"):  # an id below and above alice's
         liar = scene.members[name].services
         record = (msgspec.structs.replace(claim, step=10**9, holders=(liar.peers.contact,)),)
-        key = "run/experts/ffn.0.0/save"
-        await liar.dht.store(key, record, subkey=liar.peers.id, ttl_s=600, signed=True)
+        await liar.dht.publish("run/experts/ffn.0.0/save", record, ttl_s=600)
     assert (owner, claim) in await scene.copies("bob").claims("ffn.0.0")
 
 
@@ -331,6 +329,6 @@ async def test_invalid_records_of_saves_are_ignored(scene: Scene) -> None:
         ("run/experts/ffn/saves", ((7, 7), (0, 0))),
         ("run/experts/ffn/saves", 7),
     ):
-        await services.dht.store(key, value, subkey=services.peers.id, ttl_s=60, signed=True)
+        await services.dht.publish(key, value, ttl_s=60)
         assert not await copies.claims("ffn.0.0") and not await copies.saved(GRID)
     assert await scene.members["alice"].resources.replicas.others() == {}

@@ -14,7 +14,7 @@ from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import Contact, Message, PeerId, Stream, StreamEnded
 
-DEADLINE_S = 120.0
+DEADLINE_S = 120.0  # only a hang reaches it; no test measures speed by it
 LOOPBACK = NodeSettings(host="127.0.0.1")
 
 

@@ -102,10 +102,7 @@ async def test_peers_link_through_a_tunnel_and_again_after_its_agent_was_killed_
                 await until(lambda: bob.id not in alice.linked())
                 await call_through(opened.address, alice, bob)
                 assert time.monotonic() - killed_at < 10
-    assert [change.address is None for change in events.recent(TunnelChanged)] == [
-        False,
-        *[True, False] * 3,
-    ]
+    assert [change.address is None for change in events.recent(TunnelChanged)] == [False, *[True, False] * 3]
     assert running(folder) == []
 
 

@@ -361,8 +361,7 @@ async def lie(services: PeerServices, step: int) -> None:
     """Publish, after a while, that this peer is at ``step``; it has no state to give."""
     await asyncio.sleep(5)
     record = ProgressRecord(step, b"liar", 0.0, 0.0, syncing=False, reduces=True, name="liar")
-    key = progress_key("simulation-0/model")
-    await services.dht.store(key, record, subkey=services.peers.id, ttl_s=3600, signed=True)
+    await services.dht.publish(progress_key("simulation-0/model"), record, ttl_s=3600)
 
 
 @pytest.mark.slow

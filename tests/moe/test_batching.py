@@ -1,0 +1,182 @@
+"""Which waiting calls are merged, in what order, and what is refused: the pure core of a host of experts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colab_swarm.moe.server import (
+    MAX_RETRY_S,
+    MIN_RETRY_S,
+    UNKNOWN_RETRY_S,
+    Answer,
+    Batching,
+    BatchLimits,
+    Call,
+    Key,
+)
+from colab_swarm.tensors.codecs import CODECS
+
+LIMITS = BatchLimits(max_batch_size=8, max_batch_bytes=80, max_held_bytes=120)
+FORWARD, BACKWARD = Key("ffn.0", False, (4,)), Key("ffn.0", True, (4,))
+
+
+def check_batching(batching: Batching) -> None:
+    """Assert that the sums are right and every waiting call was admitted."""
+    inside, held = batching._inside, batching._held
+    assert batching._held_bytes == sum(one.size_bytes for one in inside) <= batching.limits.max_held_bytes
+    assert held == Counter({c: sum(one.size_bytes for one in inside if one.caller == c) for c in held})
+    waiting = [one for queue in batching._queues.values() for one in queue]
+    assert all(batching._queues.values()) and set(waiting) <= inside.keys()
+    assert len(set(waiting)) == len(waiting)
+
+
+def pending(
+    caller: str = "alice", samples: int = 1, *, key: Key = FORWARD, size_bytes: int = 1, at: float = 0.0
+) -> Call:
+    return Call(
+        key, caller.encode(), samples, size_bytes, at, CODECS["float32"], cast(asyncio.Future[Answer], None)
+    )
+
+
+@pytest.fixture
+def batching() -> Iterator[Batching]:
+    batching = Batching(LIMITS)
+    yield batching
+    check_batching(batching)
+
+
+def enqueue(batching: Batching, *calls: Call) -> None:
+    for one in calls:
+        assert batching.admit(one) is None
+        batching.enqueue(one)
+
+
+def test_calls_are_merged_oldest_first_until_a_batch_is_full(batching: Batching) -> None:
+    calls = [pending(samples=3, at=at) for at in range(4)]
+    enqueue(batching, *calls)
+    assert [batching.take(), batching.take(), batching.take()] == [calls[:2], calls[2:], []]
+
+
+def test_a_call_of_more_samples_than_a_batch_is_computed_alone(batching: Batching) -> None:
+    calls = [pending(samples=9), pending(samples=1, at=1), pending(samples=9, at=2)]
+    enqueue(batching, *calls)
+    assert [batching.take() for _ in calls] == [[one] for one in calls]
+
+
+def test_a_batch_is_bounded_in_bytes_too(batching: Batching) -> None:
+    calls = [pending(name, size_bytes=30, at=at) for at, name in enumerate("abc")]
+    enqueue(batching, *calls)
+    assert [batching.take(), batching.take()] == [calls[:2], calls[2:]]
+
+
+def test_different_kinds_of_calls_never_mix_and_the_oldest_comes_first(batching: Batching) -> None:
+    keys = [FORWARD, BACKWARD, Key("ffn.0", False, (5,)), Key("ffn.1", False, (4,))]
+    calls = [pending(key=key, at=-at) for at, key in enumerate(keys)]
+    late = pending(key=FORWARD, at=1)
+    enqueue(batching, *calls, late)
+    assert [batching.take() for _ in keys] == [[calls[3]], [calls[2]], [calls[1]], [calls[0], late]]
+
+
+@pytest.mark.parametrize(
+    ("samples", "size_bytes", "text"),
+    [
+        (0, 0, "at least"),
+        (-1, -1, "at least"),
+        (1, 81, "split it"),
+        (10**12, 10**15, "a call of .* MiB: .* MiB"),
+    ],
+)
+def test_an_empty_call_and_one_larger_than_any_batch_are_refused(
+    batching: Batching, samples: int, size_bytes: int, text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        batching.admit(pending(samples=samples, size_bytes=size_bytes))
+
+
+def test_one_caller_gets_half_of_the_memory_and_leaves_the_rest_to_others(batching: Batching) -> None:
+    enqueue(batching, *(pending("alice", size_bytes=20) for _ in range(3)))
+    assert batching.admit(pending("alice", size_bytes=20)) is not None
+    enqueue(batching, pending("bob", size_bytes=20), pending("carol", size_bytes=20))
+    assert batching.admit(pending("bob", size_bytes=20)) is not None
+
+
+def test_an_empty_server_takes_a_call_as_large_as_a_batch(batching: Batching) -> None:
+    large = pending(size_bytes=80)
+    enqueue(batching, large)
+    assert batching.admit(pending("bob", size_bytes=80)) is not None
+    batching.leave(large)
+    batching.leave(large)
+    assert batching.admit(pending("bob", size_bytes=80)) is None
+
+
+def test_a_cancelled_call_is_not_computed(batching: Batching) -> None:
+    calls = [pending(at=at) for at in range(3)]
+    enqueue(batching, *calls)
+    batching.leave(calls[1])
+    assert batching.queued("ffn.0") == 2
+    assert batching.take() == [calls[0], calls[2]] and batching.queued("ffn.0") == 0
+
+
+def test_a_busy_answer_says_how_long_the_admitted_calls_will_take(batching: Batching) -> None:
+    enqueue(batching, *(pending(name, 5, size_bytes=40) for name in "abc"))
+    more = pending(size_bytes=40)
+    assert batching.admit(more) == UNKNOWN_RETRY_S
+    batching.measured(FORWARD, 10, 1.0)
+    assert batching.admit(more) == pytest.approx(1.5)
+    for _ in range(50):
+        batching.measured(FORWARD, 10, 1e6)
+    assert batching.admit(more) == MAX_RETRY_S
+    for _ in range(200):
+        batching.measured(FORWARD, 10, 1e-9)
+    assert batching.admit(more) == MIN_RETRY_S
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 5), st.sampled_from("abc"), st.integers(1, 12), st.integers(1, 80), st.booleans()
+        ),
+        max_size=60,
+    )
+)
+def test_in_any_sequence_the_sums_are_right_and_every_admitted_call_is_computed(
+    steps: list[tuple[int, str, int, int, bool]],
+) -> None:
+    batching = Batching(LIMITS)
+    waiting: list[Call] = []
+    for at, (verb, caller, samples, size_bytes, backward) in enumerate(steps):
+        if verb < 4:
+            new = pending(
+                caller, samples, size_bytes=size_bytes, key=BACKWARD if backward else FORWARD, at=at
+            )
+            if batching.admit(new) is None:
+                batching.enqueue(new)
+                waiting.append(new)
+        elif verb == 4 and waiting:
+            batching.leave(waiting.pop(0))
+        else:
+            for done in batching.take():
+                waiting.remove(done)
+                batching.leave(done)
+        check_batching(batching)
+    while batch := batching.take():
+        assert len({one.key for one in batch}) == 1
+        assert len(batch) == 1 or sum(one.samples for one in batch) <= 8
+        assert [one.arrived_at for one in batch] == sorted(one.arrived_at for one in batch)
+        for one in batch:
+            waiting.remove(one)
+            batching.leave(one)
+        check_batching(batching)
+    assert not waiting and batching.admit(pending(size_bytes=80)) is None
+
+
+def test_limits_that_hold_no_batch_are_refused() -> None:
+    with pytest.raises(ValueError, match="must hold a batch"):
+        BatchLimits(max_batch_bytes=2, max_held_bytes=1)
