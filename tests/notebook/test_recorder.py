@@ -35,9 +35,8 @@ def finished(step: int, *, dropped: str = "") -> RoundFinished:
     )
     contributors = (ALICE,) if dropped else (ALICE, BOB)
     lost = int(bool(dropped))
-    return RoundFinished(
-        float(step), step, 2, contributors, 12.0, lost, 0, 100, 100, 0.3, 0.0, 0.2, members=members
-    )
+    figures = (12.0, int(bool(dropped)), 0, 100, 100, 0.3, 0.0, 0.2)
+    return RoundFinished(float(step), step, 2, contributors, *figures, members=members)
 
 
 EVENTS = [
