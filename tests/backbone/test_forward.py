@@ -45,10 +45,6 @@ def make_tracker(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, failu
     return folder / "calls"
 
 
-def calls_in(file: Path) -> list[Any]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def point(step: int) -> LossPoint:
     return LossPoint(step, 0.0, 2.5, 3)
 
@@ -63,7 +59,7 @@ def test_points_are_logged_and_the_run_is_resumed(
     forwarder = Forwarder(Forward(to=name, project="bengali"), "r-1/model")
     forwarder.forward([point(1), point(2)])
     forwarder.close()
-    begin, first, second, end = calls_in(file)
+    begin, first, second, end = map(json.loads, file.read_text().splitlines())
     assert begin == ["init", {"project": "bengali", "resume": "allow", **run}] and end == ["finish"]
     assert first == ["log", {"loss": 2.5, "trainers": 3.0}, 1] and second[2] == 2
 
@@ -73,7 +69,7 @@ def test_a_tracker_that_fails_costs_points_only(monkeypatch: pytest.MonkeyPatch,
     forwarder = Forwarder(Forward(to="wandb", project="bengali"), "r-1/model")
     forwarder.forward([point(1), point(2)])
     forwarder.close()
-    assert [call[0] for call in calls_in(file)] == ["init", "log", "finish"]
+    assert [call[0] for call in map(json.loads, file.read_text().splitlines())] == ["init", "log", "finish"]
 
 
 def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

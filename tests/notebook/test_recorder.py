@@ -34,7 +34,6 @@ def finished(step: int, *, dropped: str = "") -> RoundFinished:
         MemberTrace(BOB, 8.0, 0.5, (0.0, 0.1), (0.05, 0.15), None if dropped else (0.1, 0.2), dropped),
     )
     contributors = (ALICE,) if dropped else (ALICE, BOB)
-    lost = int(bool(dropped))
     figures = (12.0, int(bool(dropped)), 0, 100, 100, 0.3, 0.0, 0.2)
     return RoundFinished(float(step), step, 2, contributors, *figures, members=members)
 
