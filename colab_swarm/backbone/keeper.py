@@ -78,8 +78,11 @@ class Vault(StepFiles):
         self.checkpoints = self._on_disk()
 
     def _on_disk(self) -> tuple[Checkpoint, ...]:
-        files = [(int(path.stem.partition("-")[2]), path.stat()) for path in self.paths()]
-        found = (Checkpoint(step, file.st_mtime, file.st_size) for step, file in files)
+        found = []
+        for path in self.paths():
+            with contextlib.suppress(OSError):  # deleted meanwhile
+                file = path.stat()
+                found.append(Checkpoint(int(path.stem.partition("-")[2]), file.st_mtime, file.st_size))
         return tuple(sorted(found, key=lambda one: (one.at, one.step)))
 
     def save(self, snapshot: Snapshot) -> Path:
@@ -238,7 +241,7 @@ class Keeper:
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-        self.observer.close()
+        await asyncio.to_thread(self.observer.close)  # it waits for the tracker
         if self.hub is not None:
             self.hub.close()
         if self.stored is not None:

@@ -127,7 +127,7 @@ def _median_s(rounds: Sequence[Found]) -> float:
 
 
 def _memory_limit_s(numel: int) -> float:
-    vectors, piece, began = [ramp(numel) for _ in range(PEERS)], 1 << 14, time.perf_counter()
+    vectors, piece, began = [pattern(numel) for _ in range(PEERS)], 1 << 14, time.perf_counter()
     for start in range(0, numel, piece):
         total = sum(vector[start : start + piece] for vector in vectors)
         for vector in vectors:
@@ -135,16 +135,16 @@ def _memory_limit_s(numel: int) -> float:
     return (time.perf_counter() - began) / min(PEERS, os.cpu_count() or 1)
 
 
-def ramp(numel: int) -> Floats:
+def pattern(numel: int) -> Floats:
     """Return the vector of which every member contributes a multiple, its weight."""
-    return np.resize(np.linspace(1, 2, 1 << 16, dtype=np.float32), numel)
+    return np.resize(np.random.default_rng(0).standard_normal(1 << 16, dtype=np.float32), numel)
 
 
 def _is_mean(values: Floats, group: Group, dead: float) -> bool:
     """Tell whether all values equal the mean of all members, or that without the dead one of this weight."""
     weights = np.array([member.weight for member in group.members])
     means = [(some**2).sum() / some.sum() for some in (weights, weights[weights != dead])]
-    near = [np.isclose(values, np.float32(mean) * ramp(len(values)), rtol=1e-5) for mean in means]
+    near = [np.isclose(values, np.float32(mean) * pattern(len(values)), rtol=1e-5) for mean in means]
     return bool(np.logical_or(*near).all())
 
 
@@ -159,7 +159,7 @@ async def average_as_peer(parent: Parent, seed: int, numel: int) -> None:
         for member in group.members:
             node.learn(Contact(member.id, member.addresses))
         values, others = others, values  # other members may still read the vector of the last round
-        values[:] = (1.0 + seed) * ramp(numel)
+        values[:] = (1.0 + seed) * pattern(numel)
         parent.send()
         await parent.wait()
         began, cpu_began = time.perf_counter(), time.process_time()
@@ -175,7 +175,7 @@ def average_with_gloo(parent: Parent, rank: int, numel: int, world: int, meeting
     torch.set_num_threads(1)
     collectives: Any = distributed
     collectives.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
-    values = torch.from_numpy(ramp(numel))
+    values = torch.from_numpy(pattern(numel))
     parent.send()
     while True:
         parent.receive()

@@ -195,6 +195,8 @@ def run_experts(quick: bool = False) -> BenchReport:
         address = host.receive()
         for _ in range(callers):
             crew.start(call_experts, address)
+        for caller in crew[1:]:  # while they import, they would slow down the host
+            caller.receive()
         load = partial(_calls_per_s, report, crew[1:], seconds)
 
         host.call(serve={"uids": ["ffn.0"], "dim": dim})
@@ -261,6 +263,7 @@ async def call_experts(parent: Parent, host: dict[str, Any]) -> None:
     ``seconds``, the calls ``in_flight``, and whether to go ``backward``.
     """
     calls = calls_of(await start_node(listen=False), timeout_s=120.0)
+    parent.send()
     while True:
         load = await parent.wait()
         inputs = np.random.default_rng(0).standard_normal((load["batch"], load["dim"]), np.float32)

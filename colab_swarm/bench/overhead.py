@@ -108,11 +108,11 @@ def _throughput(report: BenchReport, crew: Crew, backbone: Swarm) -> None:
 # --- an idle peer ---------------------------------------------------------------------------------------------------
 
 
-def memory_mib() -> float:
-    """Return the proportional memory of this process, or NaN where the system does not count that."""
-    rollup = Path("/proc/self/smaps_rollup")
-    lines = rollup.read_text().splitlines() if rollup.exists() else []
-    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:")), math.nan)
+def memory_mib(listing: str = "smaps_rollup", field: str = "Pss:") -> float:
+    """Return the memory of this process, by default proportional, or NaN where the system does not count that."""
+    path = Path("/proc/self") / listing
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(field)), math.nan)
 
 
 def _children() -> int:
@@ -152,10 +152,10 @@ def join_late(parent: Parent, numel: int, invite: str) -> None:
 
     torch.set_num_threads(1)
     parameters = [torch.nn.Parameter(torch.zeros(numel // 8)) for _ in range(8)]
-    inner = torch.optim.Adam(parameters, lr=1e-4)
     parent.send()
     parent.receive()
     began = time.perf_counter()
+    inner = torch.optim.Adam(parameters, lr=1e-4)
     optimizer = join(invite).optimizer(inner, target_batch_size=16)
     for batches in itertools.count():
         for parameter in parameters:

@@ -139,13 +139,16 @@ def ordeal(report: BenchReport, folder: Path, *, kills: int, epochs: int) -> Non
     )
     job, rng, began = classification_job(plan=plan), random.Random(0), time.monotonic()
     coordinator = _started(_coordinate, job, folder)
-    volunteers = {name: _started(_die_in_units, job, folder, name) for name in NAMES}
-    killed, volunteers_killed, die_at = 0, 0, began + rng.uniform(*UP_S)
+    while coordinator.is_alive() and not (folder / "link").exists():
+        time.sleep(0.02)
+    link = (folder / "link").read_text()  # it outlives the coordinator's restarts
+    volunteers = {name: _started(_die_in_units, job, folder, name, link) for name in NAMES}
+    killed, volunteers_killed, die_at = 0, 0, time.monotonic() + rng.uniform(*UP_S)
     while coordinator.is_alive() and time.monotonic() - began < ORDEAL_LIMIT_S:
         for name, process in volunteers.items():
             if not process.is_alive():
                 volunteers_killed += process.exitcode == -signal.SIGKILL
-                volunteers[name] = _started(_die_in_units, job, folder, name)
+                volunteers[name] = _started(_die_in_units, job, folder, name, link)
         if killed < kills and time.monotonic() >= die_at:
             _end(coordinator)
             killed += coordinator.exitcode == -signal.SIGKILL
@@ -190,11 +193,10 @@ def _coordinate(job: Job, folder: Path) -> None:
     os._exit(0)
 
 
-def _die_in_units(job: Job, folder: Path, name: str) -> None:
+def _die_in_units(job: Job, folder: Path, name: str, link: str) -> None:
     rng, own = random.Random(f"{name} {os.getpid()}"), None
     while own is None:
-        with suppress(JoinError, FileNotFoundError):  # the coordinator is being started again
-            link = (folder / "link").read_text()
+        with suppress(JoinError):  # the coordinator is being started again
             own = volunteer(link, job=job, name=name, folder=folder / "volunteers")
         time.sleep(0.02)
     last = ""

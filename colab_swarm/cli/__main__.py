@@ -144,7 +144,7 @@ def _add_work(commands: Any) -> None:
     add("--folder", default=None, help="folder for data and unfinished units; default: in your home")
     add("--device", default=None, help="device to train on, such as cuda:1; default: a GPU if there is one")
     add("--trust-code", action="store_true", help="run the code that the coordinator sends")
-    add("--hours", type=float, default=None, help="leave after this many hours")
+    add("--hours", type=_hours, default=None, help="leave after this many hours")
     _add_common(volunteer)
 
 

@@ -165,8 +165,11 @@ class ReplicaService:
                 places = enumerate(manifest.digests)
                 lacked = {digest: place for place, digest in places if digest not in self.store}
                 await stream.send(LackedChunks(tuple(lacked.values())))
-                for digest in lacked:
-                    await asyncio.to_thread(self.store.put, await _receive_chunk(stream, digest))
+                for digest, place in lacked.items():
+                    chunk = await _receive_chunk(stream, digest)
+                    if len(chunk) != manifest.length(place):
+                        raise StateError("the manifest is wrong about the length of a chunk")
+                    await asyncio.to_thread(self.store.put, chunk)
         except (StateError, TimeoutError) as error:
             raise Refusal(str(error) or "the save arrived too slowly") from error
         await stream.send(SaveKept())
@@ -192,7 +195,8 @@ async def _records(services: ExpertServices, key: str, kind: Any) -> dict[bytes,
 
 
 async def _receive_chunk(stream: Stream, digest: bytes, timeout_s: float = CHUNK_TIMEOUT_S) -> memoryview:
-    _, payload = await asyncio.wait_for(stream.receive(SaveChunk), timeout_s)
+    async with asyncio.timeout(timeout_s):
+        _, payload = await stream.receive(SaveChunk)
     if digest_of(payload) != digest:
         raise StateError(f"the chunk does not match its hash {digest.hex()[:8]}")
     return payload
@@ -207,17 +211,22 @@ async def send_save(
     """
     sent_bytes = 0
     try:
-        opening = KeepSave(digest_of(saved.head))
-        async with await peers.stream(holder, opening, timeout_s=timeout_s) as stream:
-            await asyncio.wait_for(stream.send(SaveChunk(), saved.head), timeout_s)
-            lacked, _ = await asyncio.wait_for(stream.receive(LackedChunks), timeout_s)
+        opening, now = KeepSave(digest_of(saved.head)), asyncio.get_running_loop().time
+        async with (
+            asyncio.timeout(timeout_s) as limit,
+            await peers.stream(holder, opening, timeout_s=timeout_s) as stream,
+        ):
+            await stream.send(SaveChunk(), saved.head)
+            lacked, _ = await stream.receive(LackedChunks)
             if not {*lacked.places} <= {*range(len(saved.manifest.digests))}:
                 raise PeerError("the holder requests chunks that do not exist")
             for place in lacked.places:
                 chunk = memoryview(saved.blob.data)[saved.manifest.span(place)]
-                await asyncio.wait_for(stream.send(SaveChunk(), chunk), timeout_s)
+                limit.reschedule(now() + timeout_s)
+                await stream.send(SaveChunk(), chunk)
                 sent_bytes += len(chunk)
-            await asyncio.wait_for(stream.receive(SaveKept), timeout_s)
+            limit.reschedule(now() + timeout_s)
+            await stream.receive(SaveKept)
     except TimeoutError as error:
         raise PeerError(f"holder {short(holder)} took longer than {timeout_s:.0f} s for a chunk") from error
     return sent_bytes
@@ -372,8 +381,10 @@ class ExpertSaves:
             raise StateError(f"a save of {uid} is of another expert or step, or larger than the expert")
         found = await asyncio.to_thread(self._here, manifest)
         queue = [digest for digest in dict.fromkeys(manifest.digests) if digest not in found]
+        lengths = {digest: manifest.length(place) for place, digest in enumerate(manifest.digests)}
         while queue and holders:  # the chunks of a lost holder go to the remaining ones
-            alive = await asyncio.gather(*(self._work(queue, found, holder) for holder in holders))
+            works = (self._work(queue, found, holder, lengths) for holder in holders)
+            alive = await asyncio.gather(*works)
             holders = [holder for holder, works in zip(holders, alive, strict=True) if works]
         if queue:
             raise StateError(f"{len(queue)} chunks of {uid} at step {place.step} were not found")
@@ -396,8 +407,10 @@ class ExpertSaves:
                 return head, [*found]
         raise StateError(f"none of {len(holders)} holders has {uid} at step {place.step}")
 
-    async def _work(self, queue: list[bytes], found: dict[bytes, bytes], holder: PeerId) -> bool:
-        """Move chunks of the queue to ``found`` until it is empty (True), or the holder lacks one."""
+    async def _work(
+        self, queue: list[bytes], found: dict[bytes, bytes], holder: PeerId, lengths: Mapping[bytes, int]
+    ) -> bool:
+        """Move chunks of the queue to ``found`` until it is empty (True), or the holder lacks one of its length."""
         while batch := queue[:FETCHED_AT_ONCE]:
             del queue[:FETCHED_AT_ONCE]
             try:
@@ -405,6 +418,7 @@ class ExpertSaves:
             except PeerError as error:
                 logger.info("%s", error)
                 chunks = {}
+            chunks = {digest: chunk for digest, chunk in chunks.items() if len(chunk) == lengths[digest]}
             found.update(chunks)
             if len(chunks) < len(batch):
                 queue += [digest for digest in batch if digest not in chunks]
@@ -421,8 +435,8 @@ class ExpertSaves:
 def _joined(manifest: SaveManifest, found: Mapping[bytes, bytes]) -> SavedExpert:
     blob = np.zeros(manifest.size_bytes, np.uint8)
     for place, digest in enumerate(manifest.digests):
-        span, chunk = manifest.span(place), found[digest]
-        if len(chunk) != span.stop - span.start:
+        chunk = found[digest]
+        if len(chunk) != manifest.length(place):
             raise StateError("a saved expert's manifest is wrong about the length of a chunk")
-        blob[span] = np.frombuffer(chunk, np.uint8)
+        blob[manifest.span(place)] = np.frombuffer(chunk, np.uint8)
     return SavedExpert(manifest, blob)

@@ -232,15 +232,22 @@ class SaveManifest(Message, frozen=True):
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> SaveManifest:
-        """Decode a manifest's chunk. Raises StateError if it is not a valid manifest."""
+        """Decode a manifest's chunk. Raises StateError if it is not a valid manifest, in its one spelling."""
         try:
-            return msgspec.msgpack.decode(data, type=cls)
+            manifest = msgspec.msgpack.decode(data, type=cls)
         except UNDECODABLE as error:
             raise StateError(f"a saved expert's manifest cannot be read: {error}") from error
+        if msgspec.msgpack.encode(manifest) != data:  # its hash and size would be another's
+            raise StateError("a saved expert's manifest is not encoded as we do")
+        return manifest
 
     def span(self, chunk: int) -> slice:
         """Return the bytes of the blob that a chunk contains."""
         return slice(chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.size_bytes))
+
+    def length(self, chunk: int) -> int:
+        """Return the bytes of a chunk."""
+        return min(CHUNK_BYTES, self.size_bytes - chunk * CHUNK_BYTES)
 
 
 # A copy of an expert's state: skeleton, tensors and blob, as in `SaveManifest`
@@ -344,7 +351,7 @@ def check_fit(found: Any, model: Any, path: str = "") -> None:
             for i, (one, other) in enumerate(zip(found, model, strict=True)):
                 check_fit(one, other, f"{path}/{i}")
             return
-        case None, _:  # created by the first step
+        case None, _ if path:  # created by the first step
             return
         case bool() | int() | float() | str() | bytes(), None | bool() | int() | float() | str() | bytes():
             return

@@ -34,7 +34,7 @@ def circuit_address(entry: str, relay: PeerId) -> str:
 def relay_of(address: str) -> Contact | None:
     """Return the relay of a circuit's address, with the one address to dial it at; None for other addresses."""
     entry, found, relay = address.partition(CIRCUIT)
-    if not (found and _ADDRESS.fullmatch(entry) and _ID.fullmatch(relay)):
+    if not (found and _ADDRESS.fullmatch(entry) and host_of(entry) and _ID.fullmatch(relay)):
         return None
     return Contact(PeerId(bytes.fromhex(relay)), (entry,))
 
@@ -44,12 +44,17 @@ def is_address(text: str) -> bool:
 
     No other path is allowed: a stranger could have us call the API of any web server.
     """
-    return len(text) <= MAX_ADDRESS_CHARS and bool(_ADDRESS.fullmatch(text) or relay_of(text))
+    if len(text) > MAX_ADDRESS_CHARS:
+        return False
+    return bool((_ADDRESS.fullmatch(text) and host_of(text)) or relay_of(text))
 
 
 def host_of(address: str) -> str:
-    """Return the host in ``ws://HOST:PORT``, without brackets."""
-    return urlsplit(address).hostname or ""
+    """Return the host in ``ws://HOST:PORT``, without brackets; "" if there is none, as in ``ws://[1:2]``."""
+    try:
+        return urlsplit(address).hostname or ""
+    except ValueError:
+        return ""
 
 
 def ip_of(host: str) -> IP | None:

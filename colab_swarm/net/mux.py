@@ -276,6 +276,7 @@ class Mux:
         self._reader = FrameReader()
         self._queue: list[bytes] = []
         self._streams: dict[int, Flow] = {}
+        self._their_streams = 0  # of those: a hostile peer opens many
         self._calls: set[int] = set()
         self._serving: set[int] = set()
         self.leaving = False
@@ -371,7 +372,9 @@ class Mux:
 
     def reset(self, id: int, code: str = "reset", text: str = "") -> None:
         """Drop the stream both ways. Idempotent."""
-        if self._streams.pop(id, None) is not None:
+        flow = self._streams.get(id)
+        if flow is not None:
+            self._forget_if_over(id, flow, over=True)
             self._queue.append(encode(FrameKind.RESET, id, _failure(code, text)))
 
     def ping(self, token: bytes) -> None:
@@ -429,12 +432,13 @@ class Mux:
                 self._queue.append(encode(FrameKind.ERROR, id, _failure("busy", text)))
                 return False
             self._serving.add(id)
-        elif sum(not self._is_ours(open_id) for open_id in self._streams) >= self._max_streams:
+        elif self._their_streams >= self._max_streams:
             text = f"{self._max_streams} streams are open on this link"
             self._queue.append(encode(FrameKind.RESET, id, _failure("busy", text)))
             return False
         else:
             self._streams[id] = Flow()
+            self._their_streams += 1
         return True
 
     def _on_item(self, frame: Frame) -> bool:
@@ -452,7 +456,7 @@ class Mux:
         if flow is None:
             return False
         if frame.kind is FrameKind.RESET:
-            del self._streams[frame.id]
+            self._forget_if_over(frame.id, flow, over=True)
         elif frame.kind is FrameKind.END:
             if flow.got_end:
                 raise ProtocolError(f"a second end of stream {frame.id}")
@@ -486,9 +490,10 @@ class Mux:
     def _is_ours(self, id: int) -> bool:
         return (id - self._next_id) % 2 == 0
 
-    def _forget_if_over(self, id: int, flow: Flow) -> None:
-        if flow.sent_end and flow.got_end:
+    def _forget_if_over(self, id: int, flow: Flow, *, over: bool = False) -> None:
+        if over or (flow.sent_end and flow.got_end):
             del self._streams[id]
+            self._their_streams -= not self._is_ours(id)
 
     def _new_id(self) -> int:
         id = self._next_id

@@ -413,7 +413,8 @@ class Circuits:
     async def wait_looked(self, timeout_s: float) -> None:
         """Return when all relays known at the start have been tried, or the time is over."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._looked.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._looked.wait()
 
     def stop(self) -> None:
         """Give up all places."""

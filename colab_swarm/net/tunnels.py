@@ -38,7 +38,7 @@ from colab_swarm.net.peers import UNDECODABLE
 logger = logging.getLogger(__name__)
 DOWNLOAD_TIMEOUT_S = 60.0
 """For the 10 MB of the ngrok agent, the first time it is used."""
-OPEN_TIMEOUT_S = 30.0
+OPEN_TIMEOUT_S = 45.0
 API_TIMEOUT_S = 5.0
 WARN_AT = (0.5, 0.8, 0.95)
 MAX_MISSES = 2
@@ -92,8 +92,11 @@ _OFFLINE = re.compile(
 _CLOUDFLARED_URL = re.compile(r"https://[a-z0-9]+(?:-[a-z0-9]+)+\.trycloudflare\.com")
 """The address of Cloudflare's own API has no hyphen."""
 _GUARDIAN = """
-import os, subprocess, sys, threading
-agent = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+import ctypes, os, signal, subprocess, sys, threading
+def die_with_guardian():  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+linux = sys.platform == "linux"
+agent = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, preexec_fn=die_with_guardian if linux else None)
 def kill_without_owner():
     sys.stdin.buffer.read()  # ends when the owner closes the pipe, or dies
     agent.kill()
@@ -260,9 +263,11 @@ class TunnelAgent:
                 await agent._settled.wait()
         except TimeoutError:
             ended = f"no tunnel after {OPEN_TIMEOUT_S:.0f} s"
-        finally:
-            if not agent.address:
-                await agent.close()
+        except asyncio.CancelledError:
+            await agent.close()
+            raise
+        if not agent.address:
+            await agent.close()
         agent._fault = agent._fault or f"{ended}; its log says {' / '.join(agent._last_lines)!r}"
         return agent
 
@@ -397,7 +402,12 @@ class Tunnel:
         self.address = None
 
     async def _open_agent(self) -> TunnelAgent:
-        agent = await TunnelAgent.open(self._settings, self._port)
+        try:
+            agent = await TunnelAgent.open(self._settings, self._port)
+        except TunnelError:
+            raise
+        except OSError as error:  # a full disk, too many processes
+            raise TunnelError(f"the program of the tunnel cannot be started: {error}") from error
         if not is_address(agent.address):
             await agent.close()
             fault = f"{self._settings.kind} opened {agent.address!r}, which no peer can dial: try again"

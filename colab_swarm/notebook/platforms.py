@@ -7,6 +7,7 @@ saves its experts and gives back its work units, so the others need no timeouts.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -179,12 +180,12 @@ async def wait_for_end(clock: SessionClock, events: EventLog) -> None:
 def session_age_s(proc: Path = Path("/proc")) -> float:
     """Return the age of this machine's first process: the notebook's container on Colab, Kaggle and Binder.
 
-    Return 0 where ``/proc`` cannot be read.
+    Return that of this process where the first one is hidden, and 0 without ``/proc``.
     """
-    try:
-        uptime_s = float((proc / "uptime").read_text().split()[0])
-        # field 22 of proc(5); the second one, a name in parentheses, may hold spaces
-        began_ticks = int((proc / "1" / "stat").read_text().rpartition(")")[2].split()[19])
-        return max(0.0, uptime_s - began_ticks / os.sysconf("SC_CLK_TCK"))
-    except (OSError, ValueError, IndexError):
-        return 0.0
+    for process in ("1", "self"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            uptime_s = float((proc / "uptime").read_text().split()[0])
+            # field 22 of proc(5); the second one, a name in parentheses, may hold spaces
+            began_ticks = int((proc / process / "stat").read_text().rpartition(")")[2].split()[19])
+            return max(0.0, uptime_s - began_ticks / os.sysconf("SC_CLK_TCK"))
+    return 0.0

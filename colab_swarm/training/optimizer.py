@@ -400,13 +400,15 @@ class SwarmOptimizer(Optimizer):
         with self.turn.lock:
             if self.turn.closed.is_set():
                 return
-            if hand_over_s > 0 and self._gathered.samples and not self._collaboration.progress.own.paused:
-                self._wait_step(hand_over_s)
-            self.turn.closed.set()
-            self._runtime.call(self._stop())
-            self._replica.show()
-            if self._saver is not None:
-                self._saver.save(self)
+            try:
+                if hand_over_s > 0 and self._gathered.samples and not self._collaboration.progress.own.paused:
+                    self._wait_step(hand_over_s)
+            finally:  # a failed or interrupted hand-over loses no checkpoint
+                self.turn.closed.set()
+                self._runtime.call(self._stop())
+                self._replica.show()
+                if self._saver is not None:
+                    self._saver.save(self)
 
     async def _stop(self) -> None:
         flight, self._flight = self._flight, None

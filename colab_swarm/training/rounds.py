@@ -104,7 +104,7 @@ class Rounds:
         self.plan: CommunicationPlan | None = None
         self._services, self._settings, self._schema = services, settings, schema
         self._expected, self._on_called = expected, on_called
-        self._callers: dict[PeerId, tuple[int, bytes]] = {}  # and the round that each called last
+        self._called, self._callers = (0, b""), set[PeerId]()  # the round last called for, and by whom
         self._last: Group | None = None
         self._reported: set[str] = set()
         self._bandwidth = LinkBandwidth(services.peers)
@@ -137,13 +137,15 @@ class Rounds:
         """Return the peers that were in the round before, or called this peer: their records may be late."""
         last = self._last if self._last is not None and self._last.step == step - 1 else None
         members = [member.id for member in last.members] if last else []
-        callers = (peer for peer, called in self._callers.items() if called == (step, lineage))
+        callers = self._callers if self._called == (step, lineage) else ()
         return frozenset((*members, *callers))
 
     def _on_call(self, terms: Ticket, caller: PeerId) -> float | None:
         ready_in_s = self._on_called(terms, caller)
         if ready_in_s is not None:
-            self._callers[caller] = terms.step, terms.lineage
+            if self._called != (terms.step, terms.lineage):
+                self._called, self._callers = (terms.step, terms.lineage), set()
+            self._callers.add(caller)
         return ready_in_s
 
     async def take_part(

@@ -109,7 +109,7 @@ class Validator:
             limit = (
                 f"usually it is {usual:.3g} and {self._max_change:g} times as much is allowed (max_change)"
             )
-        if change > most:
+        if not change <= most:
             raise ValueError(f"training moved the parameters by {change:.3g}, {limit}")
         return change
 
@@ -224,7 +224,7 @@ class Desk:
         unit = self.dispatcher.state.replicas[assignment].unit
         _, file = await self.parameters_file(unit if self.job.plan.replication > 1 else None)
         base = self.schema.decode(file)
-        values, change, fault = base, 0.0, ""
+        values, change, fault = base, 0.0, None
         try:
             values, change = await asyncio.to_thread(self._judge, data, base)
         except ValueError as error:
@@ -232,7 +232,7 @@ class Desk:
         async with self._lock:
             await self._settle()
             self.check(volunteer, assignment)
-            if fault:
+            if fault is not None:
                 await self._write([Rejected(at=self._clock(), assignment=assignment, reason=fault)])
                 raise Refused("invalid", fault)
             await self._save(assignment, values, change, base)

@@ -82,7 +82,8 @@ class Dispatcher:
         lacking = [pair for pair in self.state.open.items() if self._missing(pair[1]) > 0]
         others = self._present(now) - {volunteer}
         limit = self._limit(record, near_end=len(lacking) <= len(others))
-        free = [pair for pair in lacking if self._is_free(pair[1], volunteer, others, now)]
+        yields = not proven and any(self.state.volunteers[other].proven for other in others)
+        free = [pair for pair in lacking if self._is_free(pair[1], volunteer, bool(others), yields, now)]
         first = self._rng.randrange(len(free) or 1)
         chosen = heapq.nsmallest(
             min(count, limit - len(record.out)),
@@ -126,17 +127,16 @@ class Dispatcher:
         unreliable = standing.error_rate > FIRST_ERROR_RATE
         return min(self._plan.in_flight, 1 if unreliable and near_end else FEW)
 
-    def _is_free(self, unit: UnitState, volunteer: str, others: set[str], now: float) -> bool:
+    def _is_free(self, unit: UnitState, volunteer: str, others: bool, yields: bool, now: float) -> bool:
         """True if ``volunteer`` may have a unit: not one that it has, or that others should take up first.
 
-        The others have time to take a failed unit: each of them requests units within it.
+        The others, if there are any, have time to take a unit that failed here, and with ``yields`` any that failed:
+        each of them requests units within it.
         """
         if unit.is_with(volunteer):
             return False
         if not unit.failed_by or not others:
             return True
-        mine, volunteers = self.state.volunteer(volunteer), self.state.volunteers
-        yields = not mine.proven and any(volunteers[other].proven for other in others)
         failed_at = [at for name, at in unit.failed_by.items() if yields or name == volunteer]
         return now >= max(failed_at, default=-math.inf) + 2 * self._poll_s()
 

@@ -97,8 +97,11 @@ class RedisStore(ParameterStore):
                     self._job,
                 )
             new = self._upload(first)
-            self._redis.persist(new)
-            if not self._redis.renamenx(new, self._key("parameters")):
+            with self._redis.pipeline(transaction=True) as step:
+                step.renamenx(new, self._key("parameters"))
+                step.persist(self._key("parameters"))
+                begun, _ = step.execute()
+            if not begun:
                 self._redis.unlink(new)
         self._check_size(first)
 

@@ -125,7 +125,7 @@ class ParameterStore(ABC):
             assignment=accepted.assignment,
             server=server,
             version=version,
-            seconds=ended - self._claimed_at.get(accepted.assignment, ended),
+            seconds=ended - self._claimed_at.pop(accepted.assignment, ended),
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import os
 import re
 import time
 from collections import Counter
@@ -146,8 +147,13 @@ class UploadBuffer:
     def read(self, assignment: str) -> bytes:
         return self._file(assignment).read_bytes()
 
-    def drop(self, assignment: str) -> None:
-        self._file(assignment).unlink(missing_ok=True)
+    def cut(self, assignment: str, received: int) -> None:
+        """Delete what is beyond ``received`` bytes."""
+        file = self._file(assignment)
+        if received and file.exists():
+            os.truncate(file, received)
+        else:
+            file.unlink(missing_ok=True)
 
     def sweep(self, awaited: Callable[[str], bool]) -> None:
         """Delete all uploads but those of assignments that are ``awaited``."""
@@ -332,7 +338,7 @@ class CoordinatorServer:
         return assignment
 
     async def _add(self, request: web.Request, start: int, piece: bytes) -> Taken:
-        """Save a piece; the last one has the result checked. If that fails for now, all may be sent again."""
+        """Save a piece; the last one has the result checked. If that fails for now, it may be sent again."""
         async with self._uploading:
             assignment = self._wanted(request)
             if not start:
@@ -341,13 +347,17 @@ class CoordinatorServer:
             if received < self.uploads.size_bytes:
                 return Taken(received)
             self._complete.add(assignment)
+        keep = 0
         try:
             async with self._checking:
                 data = await asyncio.to_thread(self.uploads.read, assignment)
                 await self._desk.take(request[VOLUNTEER], assignment, data)
+        except (StoreError, asyncio.CancelledError):
+            keep = start
+            raise
         finally:
             self._complete.discard(assignment)
-            self.uploads.drop(assignment)
+            self.uploads.cut(assignment, keep)
         return Taken(received, accepted=True)
 
     # -- files

@@ -142,8 +142,7 @@ def test_a_group_that_no_honest_organizer_forms_is_refused(change: dict[str, obj
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"step": -1}, {"step": 1 << 63}, {"numel": -1}, {"numel": 1 << 62}, {"lineage": bytes(600)}],
+    "change", [{"step": -1}, {"step": 1 << 63}, {"numel": -1}, {"numel": 1 << 62}, {"lineage": bytes(600)}]
 )
 def test_a_ticket_out_of_range_cannot_be_decoded(change: dict[str, object]) -> None:
     fields = msgspec.structs.asdict(TICKET) | change

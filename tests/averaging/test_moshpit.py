@@ -70,9 +70,7 @@ def test_alone_the_mean_is_the_own_vector() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_with_a_tenth_failing_in_every_round_the_error_shrinks_and_no_peer_stalls(
-    seed: int,
-) -> None:
+def test_with_a_tenth_failing_in_every_round_the_error_shrinks_and_no_peer_stalls(seed: int) -> None:
     story = play(Town(16, group_size=4, doomed=some(0.1, seed), seed=seed), passes=2)
     assert story.fired and {fault.name for fault in story.fired} == {"crash"}
     assert len(story.results) == 16 - len(story.fired)

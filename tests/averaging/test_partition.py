@@ -4,14 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.averaging.group import (
-    CHUNK_BYTES,
-    Span,
-    chunk_values,
-    cut_chunks,
-    join_spans,
-    plan_spans,
-)
+from colab_swarm.averaging.group import CHUNK_BYTES, Span, chunk_values, cut_chunks, join_spans, plan_spans
 from colab_swarm.net.peers import MAX_PAYLOAD_BYTES
 from colab_swarm.tensors.codecs import CODECS, codec_of
 
@@ -40,12 +33,7 @@ def test_senseless_shares_are_named(shares: list[float]) -> None:
         plan_spans(10, shares)
 
 
-@given(
-    st.integers(0, 1000),
-    st.integers(0, 200_000),
-    names,
-    names,
-)
+@given(st.integers(0, 1000), st.integers(0, 200_000), names, names)
 @settings(max_examples=100)
 def test_chunks_tile_their_span_and_fit_a_frame(start: int, numel: int, codec: str, mean_codec: str) -> None:
     span, values = Span(start, start + numel), chunk_values(codec, mean_codec)

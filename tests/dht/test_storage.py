@@ -197,10 +197,7 @@ def test_no_record_breaks_the_counters(arrivals: list[tuple[Record, float]]) -> 
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    st.binary(max_size=200),
-    st.sampled_from([FindNear, FoundNear, StoreRecord, Stored]),
-)
+@given(st.binary(max_size=200), st.sampled_from([FindNear, FoundNear, StoreRecord, Stored]))
 def test_random_bytes_are_no_message_or_a_valid_one(data: bytes, kind: type[Any]) -> None:
     try:
         message = msgspec.msgpack.decode(data, type=kind)

@@ -12,13 +12,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from colab_swarm.bench.elastic_consistency import Crash, Emulation, Scene
-from colab_swarm.elastic.schedulers import (
-    CrashTolerant,
-    NormBounded,
-    Scheduler,
-    Synchronous,
-    VarianceBounded,
-)
+from colab_swarm.elastic.schedulers import CrashTolerant, NormBounded, Scheduler, Synchronous, VarianceBounded
 from colab_swarm.tensors.codecs import Floats
 
 STEPS = 50

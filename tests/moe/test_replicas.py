@@ -290,16 +290,21 @@ async def test_a_manifest_that_is_wrong_about_the_length_of_a_chunk_is_refused(s
         await copies.fetch("ffn.0.0", claim, limit_bytes=LIMIT_BYTES)
 
 
-async def test_a_save_whose_chunks_do_not_match_is_not_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", ["does not match its hash", "wrong about the length"])
+async def test_a_save_whose_chunks_do_not_match_is_not_kept(tmp_path: Path, fault: str) -> None:
     scene = Scene(tmp_path)
     await scene.open("alice", "bob")
-    alice, bob, whole = scene.members["alice"].peers, scene.members["bob"].peers.id, saved()
-    async with await alice.stream(bob, KeepSave(digest_of(whole.head)), timeout_s=5) as stream:
-        await stream.send(SaveChunk(), whole.head)
+    alice, bob, manifest = scene.members["alice"].peers, scene.members["bob"].peers.id, saved().manifest
+    if "length" in fault:
+        digests = (digest_of(b"something else"), *manifest.digests[1:])
+        manifest = msgspec.structs.replace(manifest, digests=digests)
+    head = msgspec.msgpack.encode(manifest)
+    async with await alice.stream(bob, KeepSave(digest_of(head)), timeout_s=5) as stream:
+        await stream.send(SaveChunk(), head)
         lacked, _ = await stream.receive(LackedChunks)
         assert len(lacked.places) == 10
         await stream.send(SaveChunk(), b"something else")
-        with pytest.raises(CallRefused, match="does not match its hash"):
+        with pytest.raises(CallRefused, match=fault):
             await stream.receive(SaveKept)
     assert not shelf_of(scene.members["bob"]).saves()
     assert not [path for path in (tmp_path / "bob" / "chunks").rglob("*") if path.is_file()]

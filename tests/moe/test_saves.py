@@ -243,5 +243,6 @@ def test_a_state_of_other_shapes_or_with_more_in_it_does_not_fit() -> None:
     twisted["optimizer"]["state"][0]["exp_avg"] = torch.zeros(1 << 20)
     with pytest.raises(StateError, match="/optimizer/state/0/exp_avg"):
         check_fit(twisted, model)
-    with pytest.raises(StateError):
-        check_fit(model | {"more": 1}, model)
+    for wrong in (model | {"more": 1}, None):
+        with pytest.raises(StateError):
+            check_fit(wrong, model)

@@ -21,15 +21,7 @@ from colab_swarm.events import EventLog, Fault
 from colab_swarm.moe.calls import BackwardExpert, CallExpert, ForwardExpert, Part
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, TransformerBlock
 from colab_swarm.moe.grid import ExpertInfo
-from colab_swarm.moe.server import (
-    PAUSED_RETRY_S,
-    Answer,
-    BatchLimits,
-    Call,
-    ExpertServer,
-    Key,
-    compute,
-)
+from colab_swarm.moe.server import PAUSED_RETRY_S, Answer, BatchLimits, Call, ExpertServer, Key, compute
 from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Refusal, Role

@@ -38,7 +38,16 @@ def test_an_empty_contact_changes_nothing_but_the_peers_own_word_does() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", ["ws://h:1/shutdown", "ws://me@h:1", "http://h:1", "", "ws://h:1?a", "ws://" + "h" * 300]
+    "wrong",
+    [
+        "ws://h:1/shutdown",
+        "ws://me@h:1",
+        "http://h:1",
+        "",
+        "ws://h:1?a",
+        "ws://[1:2]:80",
+        "ws://" + "h" * 300,
+    ],
 )
 def test_what_is_no_address_is_neither_kept_nor_announced(wrong: str) -> None:
     book = AddressBook()

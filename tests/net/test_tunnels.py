@@ -39,10 +39,10 @@ def running(folder: Path) -> list[int]:
     ]
 
 
-def agent_of(folder: Path) -> int:
-    """The one process that is not a guardian."""
-    (agent,) = [pid for pid in running(folder) if b"sys.stdin" not in read(pid, "cmdline")]
-    return agent
+def agent_of(folder: Path, *, guardian: bool = False) -> int:
+    """The one process that is not a guardian; or the one guardian."""
+    (found,) = [pid for pid in running(folder) if (b"sys.stdin" in read(pid, "cmdline")) == guardian]
+    return found
 
 
 def read(pid: int, what: str) -> bytes:
@@ -251,8 +251,9 @@ async def test_cloudflared_is_opened_and_opened_again(folder: Path) -> None:
     settings = TunnelSettings("cloudflared", agent=agents.install("cloudflared", folder), check_s=0.05)
     async with tunnel(settings, on_change=changes.put_nowait) as opened:
         assert opened.address == "wss://calm-green-otter.trycloudflare.com"
-        os.kill(agent_of(folder), signal.SIGKILL)
-        assert await changes.get() is None and await changes.get() == opened.address
+        for guardian in (False, True, False):
+            os.kill(agent_of(folder, guardian=guardian), signal.SIGKILL)
+            assert await changes.get() is None and await changes.get() == opened.address
     assert running(folder) == []
     (folder / "refused").mkdir()
     refusing = TunnelSettings("cloudflared", agent=agents.install("cloudflared", folder / "refused"))

@@ -96,11 +96,7 @@ def test_every_control_has_a_name_and_injects_its_action(run: RecordingRun, made
     made["playback"].value = 50.0
     made["Step 1 s"].click()
     made["Add a peer"].click()
-    assert run.actions == [
-        ("speed", "alice", 2.0),
-        ("slow", "alice", 20.0),
-        ("join",),
-    ]
+    assert run.actions == [("speed", "alice", 2.0), ("slow", "alice", 20.0), ("join",)]
     assert (run.speed, run.steps) == (50.0, 1)
 
 

@@ -86,10 +86,7 @@ def test_who_joins_from_colab_trains_in_the_organizers_run(tmp_path: Path) -> No
 def test_who_joins_from_kaggle_needs_the_line_in_a_secret_only(tmp_path: Path) -> None:
     (tmp_path / "kaggle_secrets.py").write_text(KAGGLE_SECRETS)
     environment = {"KAGGLE_KERNEL_RUN_TYPE": "Batch", "PYTHONPATH": str(tmp_path)}
-    with (
-        opened("organizer", tmp_path) as organizer,
-        opened("join_kaggle", tmp_path, **environment) as kaggle,
-    ):
+    with opened("organizer", tmp_path) as organizer, opened("join_kaggle", tmp_path, **environment) as kaggle:
         (tmp_path / "SWARM_INVITATION").write_text(created(organizer))
         outputs = kaggle.run_all(MY_NAME="dave", MICRO_BATCH=8, MINUTES=0.05)
     assert "Swarm(class-of-26, dave, 1 peer linked)" in outputs[1]

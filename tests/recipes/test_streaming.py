@@ -13,12 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from colab_swarm.recipes import streaming
-from colab_swarm.recipes.streaming import (
-    FIRST_PASSAGES,
-    MixedBatches,
-    StreamedBatches,
-    TextMix,
-)
+from colab_swarm.recipes.streaming import FIRST_PASSAGES, MixedBatches, StreamedBatches, TextMix
 from colab_swarm.training.checkpoint import load_checkpoint, save_checkpoint
 from tests.recipes.test_pretraining import original
 

@@ -7,14 +7,7 @@ import statistics
 
 import pytest
 
-from colab_swarm.sim import (
-    DEDLOC16,
-    PAPER_CLOUD,
-    PROFILES,
-    ChurnProfile,
-    NetworkProfile,
-    SimNetwork,
-)
+from colab_swarm.sim import DEDLOC16, PAPER_CLOUD, PROFILES, ChurnProfile, NetworkProfile, SimNetwork
 
 
 def test_profiles_are_found_by_name() -> None:

@@ -93,17 +93,14 @@ def test_a_part_that_cannot_be_closed_leaves_no_other_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alice = cs.create("test-run", state_dir=tmp_path)
-    first, second = join_training(alice, model(), name="first"), join_training(alice, model(), name="second")
-    close = first.close
-
-    def close_and_fail(**options: float) -> None:
-        close(**options)
-        fail()
-
-    monkeypatch.setattr(first, "close", close_and_fail)
+    second, first = join_training(alice, model(), name="second"), join_training(alice, net := model())
+    loss_of(net, 0).backward()
+    first.step(samples=1)
+    monkeypatch.setattr(first, "_wait_step", lambda timeout_s: fail())
     with pytest.raises(ZeroDivisionError, match="a bug"):
-        alice.leave()
-    assert alice.left and second.turn.closed.is_set() and not (tmp_path / "in-use.json").exists()
+        alice.leave(hand_over_s=1.0)
+    assert all(one.turn.closed.is_set() and one._saver._folder.paths() for one in (first, second))
+    assert alice.left and not (tmp_path / "in-use.json").exists()
     assert alice.network is not None and alice.network.node.linker.closed
     alice.leave()
 

@@ -10,15 +10,7 @@ from pathlib import Path
 import pytest
 
 from colab_swarm.notebook.checks import numbers
-from colab_swarm.swarm.doctor import (
-    HOSTS,
-    cores,
-    free_ram_bytes,
-    gpu,
-    internet,
-    versions,
-    wanted,
-)
+from colab_swarm.swarm.doctor import HOSTS, cores, free_ram_bytes, gpu, internet, versions, wanted
 
 
 def test_this_machine_has_cores_and_the_needed_versions() -> None:

@@ -15,14 +15,7 @@ import colab_swarm as cs
 from colab_swarm.training.host import host_optimizer
 from colab_swarm.training.layerwise import Lamb
 from tests.training.host_rank import RANKS, STEPS
-from tests.training.toy import (
-    ROWS,
-    join_training,
-    joint_reference,
-    loss_of,
-    model,
-    parameters_of,
-)
+from tests.training.toy import ROWS, join_training, joint_reference, loss_of, model, parameters_of
 
 pytestmark = pytest.mark.slow
 ALONE_STEPS = 2

@@ -130,8 +130,8 @@ async def test_while_the_store_fails_volunteers_must_retry_and_nothing_is_lost(t
             assert int(answer.headers["Retry-After"]) > 0
         assert scene.coordinator.status().fault == "the store is away" and store.failures >= 2
         store.broken = False
-        assert (await scene.alice.upload(name, file)).message(Taken).accepted
-        assert scene.coordinator.status().fault == ""
+        answer = await scene.alice.upload(name, file[90:], start=90, whole=len(file))
+        assert answer.message(Taken).accepted and scene.coordinator.status().fault == ""
 
 
 @pytest.mark.parametrize("path", ["/", "/live", "/status.json", "/metrics"])
@@ -272,6 +272,8 @@ def test_pieces_that_follow_one_another_make_the_whole(tmp_path: Path) -> None:
     assert spool.received(ONE) == 0
     assert (spool.add(ONE, 0, b"abc"), spool.add(ONE, 3, b"def")) == (3, 6)
     assert spool.read(ONE) == b"abcdef" and spool.received(OTHER) == 0
+    spool.cut(ONE, 3)
+    assert spool.read(ONE) == b"abc"
 
 
 def test_a_piece_elsewhere_or_beyond_the_end_changes_nothing(tmp_path: Path) -> None:
@@ -307,7 +309,12 @@ def test_uploads_that_are_not_awaited_are_deleted(tmp_path: Path) -> None:
 )
 def test_no_text_but_an_assignment_becomes_a_path(tmp_path: Path, name: str) -> None:
     spool = UploadBuffer(tmp_path / "inner", size_bytes=6)
-    for act in (spool.received, spool.read, spool.drop, lambda given: spool.add(given, 0, b"a")):
+    for act in (
+        spool.received,
+        spool.read,
+        lambda given: spool.cut(given, 0),
+        lambda given: spool.add(given, 0, b"a"),
+    ):
         with pytest.raises(ValueError, match="no assignment"):
             act(name)
     assert [*tmp_path.rglob("*")] == [tmp_path / "inner"]
