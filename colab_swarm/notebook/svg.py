@@ -78,7 +78,9 @@ class _Plot:
         return TOP + (self.height - TOP - BOTTOM) * (self.high - inside) / (self.high - self.low)
 
     def places(self, points: History) -> str:
-        return " ".join(f"{self.x(step):.1f},{self.y(value):.1f}" for step, value in points)
+        left, y = self.x(0), self.y
+        across = self.x(1) - left
+        return " ".join([f"{left + across * step:.1f},{y(value):.1f}" for step, value in points])
 
     def axes(self) -> str:
         grid = (

@@ -27,8 +27,8 @@ def summary(snapshot: SwarmSnapshot) -> str:
     parts = [_state(snapshot)]
     if snapshot.target_batch_size > 0:
         parts += [_speed(snapshot), f"{_collected(snapshot)} samples for the next step"]
-        if losses := _finite_losses(snapshot):
-            parts.append(f"loss {losses[-1]:.3f} (first {losses[0]:.3f})")
+        if loss := _loss(snapshot):
+            parts.append(f"loss {loss}")
     return ", ".join(parts)
 
 
@@ -48,9 +48,8 @@ def draw(snapshot: SwarmSnapshot) -> Document:
             when = f"step {snapshot.step + 1} {soon}"
         part = snapshot.accumulated / snapshot.target_batch_size
         shown.bar(part, f"{_collected(snapshot)} samples; {when}", title="next step")
-    losses = _finite_losses(snapshot)
     if drawn := svg.curve(snapshot.loss_history, width=LOSS_WIDTH):
-        shown.draw(f"<h4>loss of my batches: {losses[-1]:.3f} (first {losses[0]:.3f})</h4>{drawn}")
+        shown.draw(f"<h4>loss of my batches: {_loss(snapshot)}</h4>{drawn}")
     best = snapshot.leaderboard[:MAX_CONTRIBUTIONS]
     shown.table(CREDITS, best, _credit, numbers=(1, 2), what="contributors", title=CONTRIBUTIONS)
     shown.table(COLUMNS, snapshot.peers, _cells, numbers=(3, 4, 5), what="peers", title="peers")
@@ -109,8 +108,13 @@ def _draw_session(shown: Document, session: SessionTime) -> None:
     shown.warn("the session ends soon" if soon else "")
 
 
-def _finite_losses(snapshot: SwarmSnapshot) -> list[float]:
-    return [loss for _, loss in snapshot.loss_history if math.isfinite(loss)]
+def _loss(snapshot: SwarmSnapshot) -> str:
+    """Return the newest and the first loss that are numbers."""
+    first, last = (
+        next((loss for _, loss in history if math.isfinite(loss)), None)
+        for history in (snapshot.loss_history, snapshot.loss_history[::-1])
+    )
+    return "" if first is None else f"{last:.3f} (first {first:.3f})"
 
 
 def _cells(peer: PeerRow) -> tuple[str, ...]:
