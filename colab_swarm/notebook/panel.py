@@ -32,7 +32,8 @@ RETRY_S = 60.0  # pause in a training loop after a view that could not be drawn
 CONFIRM_S = 5.0  # how long the leave button waits for the second click
 ASCII = str.maketrans("█▓▒░·→‖●○◔…✔✖▲⚠×–", "##+-.>=*o%~+x!!x-")
 # names for the play widget's buttons, which have pictures only
-PLAY_STYLE = """<style>.cs-live button::after{margin-left:6px} .cs-live button:nth-child(1)::after
+PLAY_STYLE = """<style>.cs-live,.cs-live button{width:auto!important;flex:none!important}
+.cs-live button::after{margin-left:6px} .cs-live button:nth-child(1)::after
 {content:"auto-refresh on"} .cs-live button:nth-child(2)::after{content:"off"}</style>"""
 WRAPPING = {"flex_flow": "row wrap"}
 
