@@ -251,7 +251,7 @@ class DHT:
         return await self.store(key, value, subkey=self._peers.id, ttl_s=ttl_s, signed=True)
 
     async def published(self, key: str, kind: type[M]) -> dict[PeerId, M]:
-        """Return the valid records that peers published about themselves, and learn the ``addresses`` in them."""
+        """Return the valid records that peers published themselves, and learn the ``addresses`` in them, if any."""
         records: dict[PeerId, M] = {}
         for subkey, found in (await self.get(key)).items():
             try:
@@ -259,7 +259,7 @@ class DHT:
             except (msgspec.ValidationError, ValueError) as error:
                 logger.info("record of %s under %s ignored: %s", subkey.hex()[:8], key, error)
                 continue
-            contact = Contact(PeerId(subkey), record.addresses)  # type: ignore[attr-defined]
+            contact = Contact(PeerId(subkey), getattr(record, "addresses", ()))
             if is_sound(contact):
                 self._peers.learn(contact)
                 records[contact.id] = record

@@ -38,11 +38,12 @@ from colab_swarm.moe.expert import (
 from colab_swarm.moe.grid import ExpertServices, Grid
 from colab_swarm.moe.layer import MixtureOfExperts, MixtureOptions, MixtureSettings, RemoteExpert
 from colab_swarm.moe.replicas import MAX_HOLDERS, ExpertSaves, HolderRecord, ReplicaService, SavePlace
-from colab_swarm.moe.saves import ReplicaStore, check_fit, cut, freeze, thaw
+from colab_swarm.moe.saves import ReplicaStore, SavedExpert, check_fit
 from colab_swarm.moe.server import BatchLimits, ExpertServer, ExpertStatistics
 from colab_swarm.moe.watch import ExpertsSnapshot, ExpertsWatch
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import Runner
+from colab_swarm.tensors.chunks import pack, unpack
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -289,7 +290,7 @@ class ExpertHosting:
 
     async def _load(self, uid: str, place: SavePlace) -> Expert:
         saved = await self.saves.fetch(uid, place, limit_bytes=self.plan.model.state_bytes)
-        state = await asyncio.to_thread(thaw, saved)
+        state = await asyncio.to_thread(unpack, saved.manifest.layout, saved.blob)
         check_fit(state, self.plan.model.state)
         if state.get("step") != place.step:
             raise StateError("the state is not of the claimed step")
@@ -321,8 +322,8 @@ class ExpertHosting:
         uid = expert.uid
         if not expert.step or not self.saves.due(uid, expert.step, others or {}):
             return  # before its first step an expert equals a new one
-        step, frozen = await self._server.device.run(lambda: (expert.step, freeze(expert.state_dict())))
-        saved = await asyncio.to_thread(cut, uid, step, frozen)
+        step, packed = await self._server.device.run(lambda: (expert.step, pack(expert.state_dict())))
+        saved = await asyncio.to_thread(SavedExpert.of, uid, step, *packed)
         if others is None:
             fault = await self.saves.write(saved)
         else:

@@ -17,37 +17,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
-import numpy as np
 from blake3 import blake3
 
 from colab_swarm.dht.service import is_sound
 from colab_swarm.errors import CallRefused, PeerError, StateError
 from colab_swarm.moe.grid import ExpertServices, Grid, Index
-from colab_swarm.moe.saves import (
+from colab_swarm.moe.saves import SAVES_OF_ONE, ReplicaStore, SavedExpert, SaveManifest, save_of
+from colab_swarm.net.peers import Buffer, Contact, Message, PeerId, Peers, Refusal, Role, Stream, short
+from colab_swarm.tensors.chunks import (
+    CHUNK_TIMEOUT_S,
     MAX_CHUNKS,
     MAX_STEP,
-    SAVES_OF_ONE,
+    ChunkDownload,
     Digest,
-    ReplicaStore,
-    SavedExpert,
-    SaveManifest,
-    digest_of,
-    save_of,
+    FetchChunks,
+    StateChunk,
+    receive_chunk,
+    send_chunks,
 )
-from colab_swarm.net.peers import Contact, Message, PeerId, Peers, Refusal, Role, Stream, short
 
 logger = logging.getLogger(__name__)
 MAX_HOLDERS = 8
-FETCHED_AT_ONCE = 16
 KEPT_S = 24 * 3600.0  # a save that is not renewed is dropped; also the longest life of a record
 RENEWALS = 24  # of an unchanged save during its life
 ANNOUNCE_S = 60.0  # between two announcements of a holder
-CHUNK_TIMEOUT_S = 30.0
 PROBE_S = 10.0  # timeout of the first request to a holder
 PATIENCE_S = 60.0  # a holder that was unreachable is not called for so long
 
@@ -65,10 +63,6 @@ class KeepSave(Message, frozen=True):
     manifest: bytes
 
 
-class SaveChunk(Message, frozen=True):
-    """A chunk; its bytes are the item's payload."""
-
-
 class LackedChunks(Message, frozen=True):
     """The chunks of a save that the holder lacks, by their place in the manifest."""
 
@@ -79,10 +73,8 @@ class SaveKept(Message, frozen=True):
     """Confirms that the save is complete here."""
 
 
-class FetchSave(Message, frozen=True):
-    """Requests a stream of the chunks with these digests, in this order."""
-
-    digests: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=FETCHED_AT_ONCE)]
+class FetchSave(FetchChunks, frozen=True):
+    """Opens a stream of chunks of any saves, manifests included."""
 
 
 class SavePlace(Message, frozen=True):
@@ -97,9 +89,16 @@ class SavePlace(Message, frozen=True):
             raise ValueError("record of a save with invalid holders")
 
 
-# an expert's newest save and the last safe one; signed, under its owner's subkey
-SaveRecord = Annotated[tuple[SavePlace, ...], msgspec.Meta(max_length=SAVES_OF_ONE)]
-SavedIndices = tuple[Index, ...]  # the experts of a grid that a peer has saved; signed, under its own subkey
+class SaveRecord(Message, frozen=True):
+    """An expert's newest save and the last safe one; signed, under its owner's subkey."""
+
+    saves: Annotated[tuple[SavePlace, ...], msgspec.Meta(max_length=SAVES_OF_ONE)]
+
+
+class SavedIndices(Message, frozen=True):
+    """The experts of a grid that a peer has saved; signed, under its own subkey."""
+
+    indices: tuple[Index, ...]
 
 
 class ReplicaService:
@@ -158,17 +157,15 @@ class ReplicaService:
 
     async def _receive_save(self, opening: KeepSave, stream: Stream) -> None:
         try:
-            head = await _receive_chunk(stream, opening.manifest)
+            head = await receive_chunk(stream, opening.manifest)
             manifest = SaveManifest.decode(head)
             with self.store.adding(save_of(manifest, stream.peer, at=self._peers.time())):
                 await asyncio.to_thread(self.store.put, head)
-                places = enumerate(manifest.digests)
-                lacked = {digest: place for place, digest in places if digest not in self.store}
+                places = {manifest.digest(place): place for place in range(manifest.chunks)}
+                lacked = {digest: place for digest, place in places.items() if digest not in self.store}
                 await stream.send(LackedChunks(tuple(lacked.values())))
                 for digest, place in lacked.items():
-                    chunk = await _receive_chunk(stream, digest)
-                    if len(chunk) != manifest.length(place):
-                        raise StateError("the manifest is wrong about the length of a chunk")
+                    chunk = await receive_chunk(stream, digest, manifest.length(place))
                     await asyncio.to_thread(self.store.put, chunk)
         except (StateError, TimeoutError) as error:
             raise Refusal(str(error) or "the save arrived too slowly") from error
@@ -176,30 +173,7 @@ class ReplicaService:
         await stream.end()
 
     async def _send_chunks(self, request: FetchSave, stream: Stream) -> None:
-        for digest in request.digests:
-            chunk = await asyncio.to_thread(self.store.get, digest)
-            if chunk is None:
-                raise Refusal(f"chunk {digest.hex()[:8]} is not here")
-            await stream.send(SaveChunk(), chunk)
-        await stream.end()
-
-
-async def _records(services: ExpertServices, key: str, kind: Any) -> dict[bytes, Any]:
-    found: dict[bytes, Any] = {}
-    for subkey, entry in (await services.dht.get(key)).items():
-        try:
-            found[subkey] = msgspec.convert(entry.value, kind, strict=False)
-        except (msgspec.ValidationError, ValueError) as error:
-            logger.info("ignored a record of %s under %s: %s", subkey.hex()[:8], key, error)
-    return found
-
-
-async def _receive_chunk(stream: Stream, digest: bytes, timeout_s: float = CHUNK_TIMEOUT_S) -> memoryview:
-    async with asyncio.timeout(timeout_s):
-        _, payload = await stream.receive(SaveChunk)
-    if digest_of(payload) != digest:
-        raise StateError(f"the chunk does not match its hash {digest.hex()[:8]}")
-    return payload
+        await send_chunks(request, stream, lambda digest: asyncio.to_thread(self.store.get, digest))
 
 
 async def send_save(
@@ -211,43 +185,25 @@ async def send_save(
     """
     sent_bytes = 0
     try:
-        opening, now = KeepSave(digest_of(saved.head)), asyncio.get_running_loop().time
+        opening, now = KeepSave(saved.root), asyncio.get_running_loop().time
         async with (
             asyncio.timeout(timeout_s) as limit,
             await peers.stream(holder, opening, timeout_s=timeout_s) as stream,
         ):
-            await stream.send(SaveChunk(), saved.head)
+            await stream.send(StateChunk(), saved.head)
             lacked, _ = await stream.receive(LackedChunks)
-            if not {*lacked.places} <= {*range(len(saved.manifest.digests))}:
+            if not {*lacked.places} <= {*range(saved.manifest.chunks)}:
                 raise PeerError("the holder requests chunks that do not exist")
             for place in lacked.places:
                 chunk = memoryview(saved.blob.data)[saved.manifest.span(place)]
                 limit.reschedule(now() + timeout_s)
-                await stream.send(SaveChunk(), chunk)
+                await stream.send(StateChunk(), chunk)
                 sent_bytes += len(chunk)
             limit.reschedule(now() + timeout_s)
             await stream.receive(SaveKept)
     except TimeoutError as error:
         raise PeerError(f"holder {short(holder)} took longer than {timeout_s:.0f} s for a chunk") from error
     return sent_bytes
-
-
-async def fetch_chunks(
-    peers: Peers, holder: PeerId, digests: Sequence[bytes], *, timeout_s: float = CHUNK_TIMEOUT_S
-) -> dict[bytes, bytes]:
-    """Return chunks from a holder, all verified; after a fault of the holder, the ones before it.
-
-    Raises PeerError: the holder sent none.
-    """
-    found: dict[bytes, bytes] = {}
-    try:
-        async with await peers.stream(holder, FetchSave(tuple(digests)), timeout_s=timeout_s) as stream:
-            for digest in digests:
-                found[digest] = bytes(await _receive_chunk(stream, digest, timeout_s))
-    except (PeerError, StateError, TimeoutError) as error:
-        if not found:
-            raise PeerError(f"holder {short(holder)} sent nothing: {error}") from error
-    return found
 
 
 @dataclass(frozen=True)
@@ -288,10 +244,10 @@ class ExpertSaves:
         holders, sent_bytes = await self._spread(saved, others)
         result = SaveResult(step, frozenset(holders), sent_bytes, self._peers.time(), fault)
         contacts = [*map(self._peers.contact_of, sorted(holders))] + [self._peers.contact] * (not fault)
-        place = SavePlace(step, digest_of(saved.head), tuple(contacts))
+        place = SavePlace(step, saved.root, tuple(contacts))
         former = self.safe.get(uid, place)
         saves = (place,) if former.manifest == place.manifest else (place, former)
-        if not (contacts and await self._publish(self._key(uid, "save"), saves)):
+        if not (contacts and await self._publish(self._key(uid, "save"), SaveRecord(saves))):
             return replace(result, fault=fault or f"no peer stored the record of the save of {uid}")
         self.results[uid] = result
         # Former holders count even while they are away: a save with few holders is no safe one after an outage.
@@ -303,9 +259,10 @@ class ExpertSaves:
     async def write(self, saved: SavedExpert) -> str | None:
         """Save on this disk; return the error text, or None."""
         save = save_of(saved.manifest, self._peers.id, at=self._peers.time())
+        chunks: list[Buffer] = [saved.head, *saved.chunks.values()]
         try:
             with self._store.adding(save):
-                await asyncio.to_thread(lambda: [*map(self._store.put, saved.chunks.values())])
+                await asyncio.to_thread(lambda: [*map(self._store.put, chunks)])
         except StateError as error:
             logger.warning("%s at step %d is not on disk: %s", save.uid, save.step, error)
             return str(error)
@@ -346,12 +303,13 @@ class ExpertSaves:
 
     async def publish_saved(self, grid: Grid, uids: Iterable[str]) -> None:
         """Publish which experts of a grid this peer has saved, so that others can take them over."""
-        await self._publish(self._key(grid.prefix, "saves"), tuple(sorted(map(grid.index, uids))))
+        indices = SavedIndices(tuple(sorted(map(grid.index, uids))))
+        await self._publish(self._key(grid.prefix, "saves"), indices)
 
     async def saved(self, grid: Grid) -> set[str]:
         """Return the experts of a grid that any peer has saved."""
-        records = await _records(self._services, self._key(grid.prefix, "saves"), SavedIndices)
-        named = [set(map(grid.uid, indices)) for indices in records.values()]
+        records = await self._services.dht.published(self._key(grid.prefix, "saves"), SavedIndices)
+        named = [set(map(grid.uid, record.indices)) for record in records.values()]
         return set[str]().union(*(uids for uids in named if all(map(grid.contains, uids))))
 
     async def claims(self, uid: str) -> list[tuple[PeerId, SavePlace]]:
@@ -363,9 +321,10 @@ class ExpertSaves:
             (save.owner, save.manifest): (PeerId(save.owner), SavePlace(save.step, save.manifest, ()))
             for save in self._store.saves(uid)
         }
-        for subkey, places in (await _records(self._services, self._key(uid, "save"), SaveRecord)).items():
-            for place in places:
-                claims[subkey, place.manifest] = PeerId(subkey), place
+        records = await self._services.dht.published(self._key(uid, "save"), SaveRecord)
+        for owner, record in records.items():
+            for place in record.saves:
+                claims[owner, place.manifest] = owner, place
                 for contact in place.holders:
                     self._peers.learn(contact)
         return sorted(claims.values(), key=lambda claim: claim[1].step, reverse=True)
@@ -379,64 +338,33 @@ class ExpertSaves:
         manifest = SaveManifest.decode(head)
         if (manifest.uid, manifest.step) != (uid, place.step) or manifest.size_bytes > limit_bytes:
             raise StateError(f"a save of {uid} is of another expert or step, or larger than the expert")
-        found = await asyncio.to_thread(self._here, manifest)
-        queue = [digest for digest in dict.fromkeys(manifest.digests) if digest not in found]
-        lengths = {digest: manifest.length(place) for place, digest in enumerate(manifest.digests)}
-        while queue and holders:  # the chunks of a lost holder go to the remaining ones
-            works = (self._work(queue, found, holder, lengths) for holder in holders)
-            alive = await asyncio.gather(*works)
-            holders = [holder for holder, works in zip(holders, alive, strict=True) if works]
-        if queue:
-            raise StateError(f"{len(queue)} chunks of {uid} at step {place.step} were not found")
-        return await asyncio.to_thread(_joined, manifest, found)
-
-    def _here(self, manifest: SaveManifest) -> dict[bytes, bytes]:
-        chunks = ((digest, self._store.get(digest)) for digest in dict.fromkeys(manifest.digests))
-        return {digest: chunk for digest, chunk in chunks if chunk is not None}
+        download = ChunkDownload(self._peers, manifest, FetchSave)
+        await asyncio.to_thread(download.fill, self._store.get)
+        await download.run(holders)
+        return SavedExpert(manifest, download.blob)
 
     async def _probe(self, uid: str, place: SavePlace) -> tuple[bytes, list[PeerId]]:
         """Return the manifest's chunk and the holders that sent it; dead holders cost one timeout together."""
         heads = [await asyncio.to_thread(self._store.get, place.manifest)]
         holders = [contact.id for contact in place.holders if contact.id != self._peers.id]
-        calls = (fetch_chunks(self._peers, peer, [place.manifest], timeout_s=PROBE_S) for peer in holders)
-        answers = zip(holders, await asyncio.gather(*calls, return_exceptions=True), strict=True)
-        found = {peer: chunks for peer, chunks in answers if not isinstance(chunks, BaseException)}
-        heads += [chunks[place.manifest] for chunks in found.values()]
+        answers = await asyncio.gather(*(self._head(peer, place.manifest) for peer in holders))
+        heads += answers
         for head in heads:
             if head is not None:
-                return head, [*found]
+                return head, [peer for peer, answer in zip(holders, answers, strict=True) if answer]
         raise StateError(f"none of {len(holders)} holders has {uid} at step {place.step}")
 
-    async def _work(
-        self, queue: list[bytes], found: dict[bytes, bytes], holder: PeerId, lengths: Mapping[bytes, int]
-    ) -> bool:
-        """Move chunks of the queue to ``found`` until it is empty (True), or the holder lacks one of its length."""
-        while batch := queue[:FETCHED_AT_ONCE]:
-            del queue[:FETCHED_AT_ONCE]
-            try:
-                chunks = await fetch_chunks(self._peers, holder, batch)
-            except PeerError as error:
-                logger.info("%s", error)
-                chunks = {}
-            chunks = {digest: chunk for digest, chunk in chunks.items() if len(chunk) == lengths[digest]}
-            found.update(chunks)
-            if len(chunks) < len(batch):
-                queue += [digest for digest in batch if digest not in chunks]
-                return False
-        return True
+    async def _head(self, holder: PeerId, manifest: bytes) -> bytes | None:
+        try:
+            request = FetchSave((manifest,))
+            async with await self._peers.stream(holder, request, timeout_s=PROBE_S) as stream:
+                return bytes(await receive_chunk(stream, manifest, timeout_s=PROBE_S))
+        except (PeerError, StateError, TimeoutError) as error:
+            logger.info("holder %s has no such save: %s", short(holder), error)
+            return None
 
-    async def _publish(self, key: str, record: tuple[Any, ...]) -> int:
+    async def _publish(self, key: str, record: Message) -> int:
         return await self._services.dht.publish(key, record, ttl_s=KEPT_S)
 
     def _key(self, name: str, kind: str) -> str:
         return f"{self._services.run_id}/experts/{name}/{kind}"
-
-
-def _joined(manifest: SaveManifest, found: Mapping[bytes, bytes]) -> SavedExpert:
-    blob = np.zeros(manifest.size_bytes, np.uint8)
-    for place, digest in enumerate(manifest.digests):
-        chunk = found[digest]
-        if len(chunk) != manifest.length(place):
-            raise StateError("a saved expert's manifest is wrong about the length of a chunk")
-        blob[manifest.span(place)] = np.frombuffer(chunk, np.uint8)
-    return SavedExpert(manifest, blob)

@@ -1,11 +1,9 @@
-"""Saves of experts: an expert's state as hashed chunks, and the store of chunks on disk. Never pickle.
+"""Saves of experts: an expert's state in chunks, and the store of chunks on disk.
 
-Format. The tensors of the state lie in one blob, each at a multiple of 64 bytes, and the blob is
-cut into chunks of 256 KiB. A *manifest* names the expert, its step, the chunks, the plain part of
-the state (see `tensors.statedict`) and each tensor's type and shape. The manifest is a chunk too:
-its digest identifies the whole save. All come from strangers and are checked before use.
+Format. A save is a state in chunks (`colab_swarm.tensors.chunks`), and its manifest is a chunk too: its hash identifies
+the whole save. All come from strangers and are checked before use.
 
-Store. Chunks are named by their BLAKE3 hash, so saves share equal ones. Chunks that belong to no save are deleted.
+Store. Chunks are named by their hash, so saves share equal ones. Chunks that belong to no save are deleted.
 Every read is checked against the hash, so writes are not synced: a chunk damaged by a power cut is dropped when it is
 read, and other replicas replace it.
 """
@@ -15,41 +13,26 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
 import msgspec
-import numpy as np
 import torch
-from blake3 import blake3
-from numpy.typing import NDArray
 
 from colab_swarm.errors import StateError
 from colab_swarm.moe.grid import MAX_NAME_CHARS
-from colab_swarm.net.peers import MAX_PAYLOAD_BYTES, UNDECODABLE, Buffer, Message
-from colab_swarm.tensors.statedict import KINDS, decode_skeleton, encode_skeleton, flatten, unflatten
+from colab_swarm.net.peers import MAX_PAYLOAD_BYTES, UNDECODABLE, Buffer
+from colab_swarm.tensors.chunks import Blob, Chunked, Digest, Manifest, digest_of, digests_of
 
 logger = logging.getLogger(__name__)
 
 SAVES_OF_ONE = 2  # per expert and owner: the new one may not be in the DHT yet
-CHUNK_BYTES = 1 << 18
-MAX_CHUNKS = 1 << 14
-MAX_STATE_BYTES = MAX_CHUNKS * CHUNK_BYTES
-MAX_STEP = 1 << 48
-ALIGNMENT_BYTES = 64
-Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-
-
-def digest_of(data: Buffer) -> bytes:
-    """Return the name of a chunk."""
-    return blake3(data).digest()
 
 
 class Save(msgspec.Struct, frozen=True):
@@ -205,33 +188,13 @@ def _delete(path: Path) -> None:
         path.unlink()
 
 
-class TensorPlace(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor's name, torch type name and shape; its offset follows from the tensors before it."""
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-
-
-class SaveManifest(Message, frozen=True):
+class SaveManifest(Manifest, frozen=True):
     """Contents of a saved state."""
 
-    uid: str  # of the expert
-    step: int  # optimizer steps in its weights
-    skeleton: bytes  # the plain part of the state, JSON
-    tensors: tuple[TensorPlace, ...]  # in the order of the blob
-    size_bytes: int  # of the blob
-    digests: tuple[Digest, ...]  # of the blob's chunks
-
-    def __post_init__(self) -> None:
-        chunks = -(-self.size_bytes // CHUNK_BYTES)
-        if not 0 <= self.size_bytes <= MAX_STATE_BYTES or len(self.digests) != chunks:
-            raise ValueError("a manifest's sizes do not add up")
-        if not 0 <= self.step < MAX_STEP or len(self.uid) > 2 * MAX_NAME_CHARS:
-            raise ValueError("a manifest's uid or step is out of range")
+    uid: Annotated[str, msgspec.Meta(max_length=2 * MAX_NAME_CHARS)]  # of the expert
 
     @classmethod
-    def decode(cls, data: bytes | memoryview) -> SaveManifest:
+    def decode(cls, data: Buffer) -> SaveManifest:
         """Decode a manifest's chunk. Raises StateError if it is not a valid manifest, in its one spelling."""
         try:
             manifest = msgspec.msgpack.decode(data, type=cls)
@@ -241,98 +204,35 @@ class SaveManifest(Message, frozen=True):
             raise StateError("a saved expert's manifest is not encoded as we do")
         return manifest
 
-    def span(self, chunk: int) -> slice:
-        """Return the bytes of the blob that a chunk contains."""
-        return slice(chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.size_bytes))
-
-    def length(self, chunk: int) -> int:
-        """Return the bytes of a chunk."""
-        return min(CHUNK_BYTES, self.size_bytes - chunk * CHUNK_BYTES)
-
-
-# A copy of an expert's state: skeleton, tensors and blob, as in `SaveManifest`
-FrozenState: TypeAlias = tuple[bytes, tuple[TensorPlace, ...], NDArray[np.uint8]]
-
 
 @dataclass(frozen=True)
-class SavedExpert:
-    """A state cut into chunks."""
+class SavedExpert(Chunked):
+    """A saved state and its manifest."""
 
     manifest: SaveManifest
-    blob: NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, uid: str, step: int, layout: bytes, blob: Blob) -> SavedExpert:
+        """Hash a packed state's chunks: call it off the event loop.
+
+        Raises StateError: the state is too large to be shared.
+        """
+        saved = cls(SaveManifest(step, layout, blob.nbytes, digests_of(blob), uid), blob)
+        if len(saved.head) > MAX_PAYLOAD_BYTES:
+            raise StateError(f"the state of {uid} has too many parts to be shared: {len(layout):,} bytes")
+        return saved
 
     @cached_property
     def head(self) -> bytes:
         """The manifest's chunk."""
         return msgspec.msgpack.encode(self.manifest)
 
-    @cached_property
-    def chunks(self) -> dict[bytes, memoryview]:
-        """All chunks by digest, the manifest first; equal chunks once."""
-        view, manifest = memoryview(self.blob.data), self.manifest
-        chunks = {digest: view[manifest.span(chunk)] for chunk, digest in enumerate(manifest.digests)}
-        return {digest_of(self.head): memoryview(self.head)} | chunks
-
 
 def save_of(manifest: SaveManifest, owner: bytes, *, at: float) -> Save:
     """Return the store's entry for a save with this manifest; ``at``: swarm time, seconds."""
     head = msgspec.msgpack.encode(manifest)
-    digests = (digest_of(head), *manifest.digests)
+    digests = (digest_of(head), *map(manifest.digest, range(manifest.chunks)))
     return Save(owner, manifest.uid, manifest.step, digests, len(head) + manifest.size_bytes, at)
-
-
-def freeze(state: Any) -> FrozenState:
-    """Copy a state, so that its expert can continue to learn.
-
-    Raises TypeError, ValueError: part of the state cannot be saved without pickle, or it is nested too deep.
-    """
-    tensors, skeleton = flatten(state)
-    places = tuple(
-        TensorPlace(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        for name, tensor in tensors.items()
-    )
-    spans, size_bytes = _spans(places)
-    blob = np.zeros(size_bytes, np.uint8)
-    for span, tensor in zip(spans, tensors.values(), strict=True):
-        blob[span] = tensor.reshape(-1).view(torch.uint8).numpy()
-    return encode_skeleton(skeleton), places, blob
-
-
-def cut(uid: str, step: int, frozen: FrozenState) -> SavedExpert:
-    """Hash a state's chunks (BLAKE3, some GB/s: call it off the loop).
-
-    Raises StateError: the state is too large to be shared.
-    """
-    skeleton, tensors, blob = frozen
-    size_bytes = blob.nbytes
-    if size_bytes > MAX_STATE_BYTES:
-        raise StateError(f"{uid} has a state of {size_bytes:,} bytes; peers share up to {MAX_STATE_BYTES:,}")
-    view = memoryview(blob.data)
-    digests = tuple(digest_of(view[at : at + CHUNK_BYTES]) for at in range(0, size_bytes, CHUNK_BYTES))
-    saved = SavedExpert(SaveManifest(uid, step, skeleton, tensors, size_bytes, digests), blob)
-    if len(saved.head) > MAX_PAYLOAD_BYTES:
-        raise StateError(f"{uid} has a state of too many parts to be shared: {len(tensors):,} tensors")
-    return saved
-
-
-def thaw(saved: SavedExpert) -> Any:
-    """Return the saved state; its tensors are views of the blob. Raises StateError: inconsistent, or not finite."""
-    manifest, blob = saved.manifest, torch.from_numpy(saved.blob)
-    if any(place.kind not in KINDS or min(place.shape, default=0) < 0 for place in manifest.tensors):
-        raise StateError(f"the saved {manifest.uid} has a tensor of an unknown kind")
-    spans, size_bytes = _spans(manifest.tensors)
-    if size_bytes != manifest.size_bytes:
-        raise StateError(f"the saved {manifest.uid} does not have the announced size")
-    tensors: dict[str, torch.Tensor] = {}
-    for place, span in zip(manifest.tensors, spans, strict=True):
-        try:
-            tensor = blob[span].view(getattr(torch, place.kind)).reshape(place.shape)
-        except (RuntimeError, TypeError, ValueError, OverflowError) as error:  # such as (0, 2**64)
-            raise StateError(f"the saved {manifest.uid} has an invalid tensor: {error}") from error
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise StateError(f"the saved {manifest.uid} holds NaN or infinite values in {place.name[:80]!r}")
-        tensors[place.name] = tensor
-    return unflatten(tensors, decode_skeleton(manifest.skeleton))
 
 
 def check_fit(found: Any, model: Any, path: str = "") -> None:
@@ -358,12 +258,3 @@ def check_fit(found: Any, model: Any, path: str = "") -> None:
     raise StateError(
         f"the saved state does not fit this expert at {path or '/'!r}: another class or optimizer?"
     )
-
-
-def _spans(places: Sequence[TensorPlace]) -> tuple[list[slice], int]:
-    spans, at = [], 0
-    for place in places:
-        size_bytes = math.prod(place.shape) * KINDS[place.kind][1]
-        spans.append(slice(at, at + size_bytes))
-        at += -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return spans, at

@@ -47,7 +47,7 @@ class DeadTrainers:
         if len(self.downloads) < 3:
             raise StateError("it does not stand in yet")
         blob = np.zeros(8, np.uint8)
-        return Snapshot.of(step=CHECKPOINT, lineage=bytes([CHECKPOINT]), skeleton=b"", blob=blob)
+        return Snapshot.of(step=CHECKPOINT, lineage=bytes([CHECKPOINT]), layout=b"", blob=blob)
 
     async def wait_called(self) -> None:
         await asyncio.Event().wait()
