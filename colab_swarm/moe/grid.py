@@ -144,11 +144,6 @@ class ExpertInfo:
     step: int  # optimizer steps in its weights at its host's last announcement
     expires_at: float  # when that announcement expires, swarm time, seconds
 
-    @property
-    def peer(self) -> PeerId:
-        """Id of the host."""
-        return self.host.id
-
 
 class Bans:
     """Excludes experts, each by name and host, that failed. Pure; ``now`` is monotonic seconds.

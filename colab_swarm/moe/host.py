@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypedDict, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ from colab_swarm.moe.expert import (
     measure,
 )
 from colab_swarm.moe.grid import ExpertServices, Grid
-from colab_swarm.moe.layer import MixtureOfExperts, MixtureOptions, MixtureSettings, RemoteExpert
+from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings, RemoteExpert
 from colab_swarm.moe.replicas import MAX_HOLDERS, ExpertSaves, HolderRecord, ReplicaService, SavePlace
 from colab_swarm.moe.saves import ReplicaStore, SavedExpert, check_fit
 from colab_swarm.moe.server import BatchLimits, ExpertServer, ExpertStatistics
@@ -53,22 +53,6 @@ FILLED = 0.75  # share of the experts that fit to host at first; the rest is for
 FAREWELL_S = 60.0  # to send the last saves to other peers when a host stops
 ANNOUNCEMENTS = 3  # in the life of a record
 REST = 3  # upkeep that took long pauses this many times as long, to leave a slow uplink to calls
-
-
-class HostOptions(TypedDict, total=False):
-    """Options of `Swarm.host_experts`.
-
-    Attributes:
-        folder: stores saves; with the same folder a later session continues from them. Without it,
-            only the copies at other peers survive this process.
-        copies, spare, save_s, takeover_s: see `HostPlan`.
-    """
-
-    folder: str | Path
-    copies: int
-    spare: int
-    save_s: float
-    takeover_s: float
 
 
 @dataclass(frozen=True)
@@ -118,7 +102,7 @@ def plan_host(
     make_expert: Callable[[], nn.Module],
     *,
     sample: Sequence[int] | None = None,
-    rule: ExpertRule = ADAM,
+    rule: ExpertRule | None = None,
     count: int | Sequence[str] | None = None,
     **settings: Any,
 ) -> HostPlan:
@@ -129,7 +113,7 @@ def plan_host(
     free memory). Raises ValueError if the module cannot be an expert, none fits, or ``count`` is
     not usable; TypeError if its state cannot be saved.
     """
-    uids = _names(grid, count)
+    uids, rule = _names(grid, count), rule or ADAM
     shape = _sample_of(make_expert) if sample is None else tuple(sample)
     plan = HostPlan(grid, make_expert, rule, shape, measure(make_expert, rule, shape), uids=uids, **settings)
     sample_bytes = 4 * math.prod(USUAL_LENGTH if side == ANY_LENGTH else side for side in shape)
@@ -476,32 +460,24 @@ class SwarmExperts:
         shape: Sequence[int],
         make_expert: Callable[[], nn.Module],
         *,
-        sample: Sequence[int] | None,
-        rule: ExpertRule | None,
-        count: int | Sequence[str] | None,
-        options: HostOptions,
+        folder: str | Path | None = None,
+        **settings: Any,
     ) -> ExpertHost:
         """Host experts as `Swarm.host_experts` does; an earlier host of the prefix is stopped."""
         grid = Grid.of(prefix, shape)
-        settings: dict[str, Any] = {**options}
-        folder = settings.pop("folder", None)
-        plan = plan_host(grid, make_expert, sample=sample, rule=rule or ADAM, count=count, **settings)
+        plan = plan_host(grid, make_expert, **settings)
         if grid.prefix in self._hosts:
             self._hosts.pop(grid.prefix).stop()
         resources = self._open(folder)
-        if count is None:
+        if settings.get("count") is None:
             print(plan.arithmetic)
         host = self._hosts[grid.prefix] = ExpertHost(self._runtime, resources, plan, self._panel)
         return host
 
-    def mixture(
-        self, prefix: str, shape: Sequence[int], dim: int, *, k: int, options: MixtureOptions
-    ) -> MixtureOfExperts:
+    def mixture(self, prefix: str, shape: Sequence[int], dim: int, **settings: Any) -> MixtureOfExperts:
         """Return a layer as `Swarm.mixture_of_experts` does."""
-        grid = Grid.of(prefix, shape)
-        rest: dict[str, Any] = {**options}
-        calls = self._calls(rest.pop("compression", "float32"), rest.pop("timeout_s", 30.0))
-        return MixtureOfExperts(calls, grid, dim, MixtureSettings(k, **rest))
+        grid, how = Grid.of(prefix, shape), MixtureSettings(**settings)
+        return MixtureOfExperts(self._calls(how.compression, how.timeout_s), grid, dim, how)
 
     def remote(self, uid: str, shape: Sequence[int], *, compression: str, timeout_s: float) -> RemoteExpert:
         """Return one expert as a module, as `Swarm.expert` does."""
