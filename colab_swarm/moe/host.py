@@ -38,12 +38,12 @@ from colab_swarm.moe.expert import (
 from colab_swarm.moe.grid import ExpertServices, Grid
 from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings, RemoteExpert
 from colab_swarm.moe.replicas import MAX_HOLDERS, ExpertSaves, HolderRecord, ReplicaService, SavePlace
-from colab_swarm.moe.saves import ReplicaStore, SavedExpert, check_fit
+from colab_swarm.moe.saves import ReplicaStore, check_fit
 from colab_swarm.moe.server import BatchLimits, ExpertServer, ExpertStatistics
 from colab_swarm.moe.watch import ExpertsSnapshot, ExpertsWatch
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import Runner
-from colab_swarm.tensors.chunks import pack, unpack
+from colab_swarm.tensors.chunks import Snapshot, pack, unpack
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -307,7 +307,7 @@ class ExpertHosting:
         if not expert.step or not self.saves.due(uid, expert.step, others or {}):
             return  # before its first step an expert equals a new one
         step, packed = await self._server.device.run(lambda: (expert.step, pack(expert.state_dict())))
-        saved = await asyncio.to_thread(SavedExpert.of, uid, step, *packed)
+        saved = await asyncio.to_thread(Snapshot.of, uid.encode(), step, *packed)
         if others is None:
             fault = await self.saves.write(saved)
         else:

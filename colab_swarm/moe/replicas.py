@@ -27,7 +27,7 @@ from blake3 import blake3
 from colab_swarm.dht.service import is_sound
 from colab_swarm.errors import CallRefused, PeerError, StateError
 from colab_swarm.moe.grid import ExpertServices, Grid, Index
-from colab_swarm.moe.saves import SAVES_OF_ONE, ReplicaStore, SavedExpert, SaveManifest, save_of
+from colab_swarm.moe.saves import SAVES_OF_ONE, ReplicaStore, save_of
 from colab_swarm.net.peers import Buffer, Contact, Message, PeerId, Peers, Refusal, Role, Stream, short
 from colab_swarm.tensors.chunks import (
     CHUNK_TIMEOUT_S,
@@ -36,6 +36,8 @@ from colab_swarm.tensors.chunks import (
     ChunkDownload,
     Digest,
     FetchChunks,
+    Manifest,
+    Snapshot,
     StateChunk,
     receive_chunk,
     send_chunks,
@@ -158,7 +160,7 @@ class ReplicaService:
     async def _receive_save(self, opening: KeepSave, stream: Stream) -> None:
         try:
             head = await receive_chunk(stream, opening.manifest)
-            manifest = SaveManifest.decode(head)
+            manifest = Manifest.decode(head)
             with self.store.adding(save_of(manifest, stream.peer, at=self._peers.time())):
                 await asyncio.to_thread(self.store.put, head)
                 places = {manifest.digest(place): place for place in range(manifest.chunks)}
@@ -177,7 +179,7 @@ class ReplicaService:
 
 
 async def send_save(
-    peers: Peers, holder: PeerId, saved: SavedExpert, *, timeout_s: float = CHUNK_TIMEOUT_S
+    peers: Peers, holder: PeerId, saved: Snapshot, *, timeout_s: float = CHUNK_TIMEOUT_S
 ) -> int:
     """Send a save to a holder; return how many bytes of chunks it lacked. ``timeout_s`` is per chunk.
 
@@ -237,9 +239,9 @@ class ExpertSaves:
         age_s = self._peers.time() - last.at
         return lacking or not last.holders <= others.keys() or age_s > KEPT_S / RENEWALS
 
-    async def save(self, saved: SavedExpert, others: Mapping[PeerId, HolderRecord]) -> SaveResult:
+    async def save(self, saved: Snapshot, others: Mapping[PeerId, HolderRecord]) -> SaveResult:
         """Save on this disk and at holders among ``others``, then publish it; a fault is part of the result."""
-        uid, step = saved.manifest.uid, saved.manifest.step
+        uid, step = saved.manifest.subject.decode(), saved.manifest.step
         fault = await self.write(saved)
         holders, sent_bytes = await self._spread(saved, others)
         result = SaveResult(step, frozenset(holders), sent_bytes, self._peers.time(), fault)
@@ -256,7 +258,7 @@ class ExpertSaves:
             self.safe[uid] = place
         return result
 
-    async def write(self, saved: SavedExpert) -> str | None:
+    async def write(self, saved: Snapshot) -> str | None:
         """Save on this disk; return the error text, or None."""
         save = save_of(saved.manifest, self._peers.id, at=self._peers.time())
         chunks: list[Buffer] = [saved.head, *saved.chunks.values()]
@@ -269,13 +271,13 @@ class ExpertSaves:
         return None
 
     async def _spread(
-        self, saved: SavedExpert, others: Mapping[PeerId, HolderRecord]
+        self, saved: Snapshot, others: Mapping[PeerId, HolderRecord]
     ) -> tuple[list[PeerId], int]:
         """Send a save to enough holders; return them, and the bytes they lacked.
 
         Former holders come first, then the others in an order that depends on the expert: this spreads the load.
         """
-        uid, size_bytes = saved.manifest.uid, saved.manifest.size_bytes
+        uid, size_bytes = saved.manifest.subject.decode(), saved.manifest.size_bytes
         last = self.results.get(uid)
         known = last.holders if last else frozenset()
         since = self._peers.time() - PATIENCE_S
@@ -329,19 +331,22 @@ class ExpertSaves:
                     self._peers.learn(contact)
         return sorted(claims.values(), key=lambda claim: claim[1].step, reverse=True)
 
-    async def fetch(self, uid: str, place: SavePlace, *, limit_bytes: int) -> SavedExpert:
+    async def fetch(self, uid: str, place: SavePlace, *, limit_bytes: int) -> Snapshot:
         """Return a save from this disk and its holders, several in parallel; every chunk matches its hash.
 
         Raises StateError: the save is not what was claimed, larger than ``limit_bytes``, or incomplete.
         """
         head, holders = await self._probe(uid, place)
-        manifest = SaveManifest.decode(head)
-        if (manifest.uid, manifest.step) != (uid, place.step) or manifest.size_bytes > limit_bytes:
+        manifest = Manifest.decode(head)
+        if (manifest.subject, manifest.step) != (
+            uid.encode(),
+            place.step,
+        ) or manifest.size_bytes > limit_bytes:
             raise StateError(f"a save of {uid} is of another expert or step, or larger than the expert")
         download = ChunkDownload(self._peers, manifest, FetchSave)
         await asyncio.to_thread(download.fill, self._store.get)
         await download.run(holders)
-        return SavedExpert(manifest, download.blob)
+        return Snapshot(manifest, download.blob)
 
     async def _probe(self, uid: str, place: SavePlace) -> tuple[bytes, list[PeerId]]:
         """Return the manifest's chunk and the holders that sent it; dead holders cost one timeout together."""

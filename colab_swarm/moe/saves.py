@@ -17,8 +17,6 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,9 +24,8 @@ import msgspec
 import torch
 
 from colab_swarm.errors import StateError
-from colab_swarm.moe.grid import MAX_NAME_CHARS
-from colab_swarm.net.peers import MAX_PAYLOAD_BYTES, UNDECODABLE, Buffer
-from colab_swarm.tensors.chunks import Blob, Chunked, Digest, Manifest, digest_of, digests_of
+from colab_swarm.net.peers import UNDECODABLE, Buffer
+from colab_swarm.tensors.chunks import Digest, Manifest, digest_of
 
 logger = logging.getLogger(__name__)
 
@@ -188,51 +185,12 @@ def _delete(path: Path) -> None:
         path.unlink()
 
 
-class SaveManifest(Manifest, frozen=True):
-    """Contents of a saved state."""
-
-    uid: Annotated[str, msgspec.Meta(max_length=2 * MAX_NAME_CHARS)]  # of the expert
-
-    @classmethod
-    def decode(cls, data: Buffer) -> SaveManifest:
-        """Decode a manifest's chunk. Raises StateError if it is not a valid manifest, in its one spelling."""
-        try:
-            manifest = msgspec.msgpack.decode(data, type=cls)
-        except UNDECODABLE as error:
-            raise StateError(f"a saved expert's manifest cannot be read: {error}") from error
-        if msgspec.msgpack.encode(manifest) != data:  # its hash and size would be another's
-            raise StateError("a saved expert's manifest is not encoded as we do")
-        return manifest
-
-
-@dataclass(frozen=True)
-class SavedExpert(Chunked):
-    """A saved state and its manifest."""
-
-    manifest: SaveManifest
-
-    @classmethod
-    def of(cls, uid: str, step: int, layout: bytes, blob: Blob) -> SavedExpert:
-        """Hash a packed state's chunks: call it off the event loop.
-
-        Raises StateError: the state is too large to be shared.
-        """
-        saved = cls(SaveManifest(step, layout, blob.nbytes, digests_of(blob), uid), blob)
-        if len(saved.head) > MAX_PAYLOAD_BYTES:
-            raise StateError(f"the state of {uid} has too many parts to be shared: {len(layout):,} bytes")
-        return saved
-
-    @cached_property
-    def head(self) -> bytes:
-        """The manifest's chunk."""
-        return msgspec.msgpack.encode(self.manifest)
-
-
-def save_of(manifest: SaveManifest, owner: bytes, *, at: float) -> Save:
+def save_of(manifest: Manifest, owner: bytes, *, at: float) -> Save:
     """Return the store's entry for a save with this manifest; ``at``: swarm time, seconds."""
     head = msgspec.msgpack.encode(manifest)
     digests = (digest_of(head), *map(manifest.digest, range(manifest.chunks)))
-    return Save(owner, manifest.uid, manifest.step, digests, len(head) + manifest.size_bytes, at)
+    uid = manifest.subject.decode(errors="replace")  # a garbled one is no expert's
+    return Save(owner, uid, manifest.step, digests, len(head) + manifest.size_bytes, at)
 
 
 def check_fit(found: Any, model: Any, path: str = "") -> None:

@@ -53,6 +53,7 @@ CHUNK_BYTES = 1 << 18
 MAX_CHUNKS = 4096
 MAX_STATE_BYTES = MAX_CHUNKS * MAX_PAYLOAD_BYTES
 MAX_STEP = 1 << 48
+MAX_SUBJECT_BYTES = 256
 DIGEST_BYTES = 32
 ALIGNMENT_BYTES = 64
 MAX_DIMENSIONS = 64  # of a tensor, as in numpy
@@ -173,6 +174,9 @@ def digest_of(data: Buffer) -> bytes:
 class Manifest(Message, frozen=True):
     """Description of a state in chunks."""
 
+    subject: Annotated[
+        bytes, msgspec.Meta(max_length=MAX_SUBJECT_BYTES)
+    ]  # a run's lineage, or an expert's name
     step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]  # optimizer steps in it
     layout: bytes  # an encoded `Layout`
     size_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_STATE_BYTES)]  # of the blob
@@ -181,6 +185,17 @@ class Manifest(Message, frozen=True):
     def __post_init__(self) -> None:
         if len(self.digests) != DIGEST_BYTES * self.chunks:
             raise ValueError("a manifest's sizes do not add up")
+
+    @classmethod
+    def decode(cls, data: Buffer) -> Manifest:
+        """Decode a stranger's manifest. Raises StateError if it is not a valid one, in its one spelling."""
+        try:
+            manifest = msgspec.msgpack.decode(data, type=cls)
+        except UNDECODABLE as error:
+            raise StateError(f"the manifest of a state cannot be read: {error}") from error
+        if msgspec.msgpack.encode(manifest) != data:  # its hash and size would be another's
+            raise StateError("the manifest of a state is not encoded as we do")
+        return manifest
 
     @property
     def chunks(self) -> int:
@@ -212,29 +227,47 @@ def chunk_bytes(size_bytes: int) -> int:
     return max(CHUNK_BYTES, -(-size_bytes // MAX_CHUNKS))
 
 
-def digests_of(blob: Blob) -> bytes:
-    """Hash the chunks of a blob, as its manifest has them (some GB/s: call it off the event loop).
-
-    Raises:
-        StateError: the blob is too large to be shared.
-    """
-    if blob.nbytes > MAX_STATE_BYTES:
-        raise StateError(f"a state of {blob.nbytes:,} bytes is over the {MAX_STATE_BYTES:,} that peers share")
-    view, step = memoryview(blob.data), chunk_bytes(blob.nbytes)
-    return b"".join(digest_of(view[at : at + step]) for at in range(0, blob.nbytes, step))
-
-
 @dataclass(frozen=True)
-class Chunked:
-    """A state and its manifest."""
+class Snapshot:
+    """A copy of a state, and its manifest.
+
+    Attributes:
+        donors: peers that sent it.
+    """
 
     manifest: Manifest
     blob: Blob
+    donors: tuple[PeerId, ...] = ()
+
+    @classmethod
+    def of(cls, subject: bytes, step: int, layout: bytes, blob: Blob) -> Snapshot:
+        """Hash the chunks of a packed state (some GB/s: call it off the event loop).
+
+        Raises:
+            StateError: the state is too large to be shared, or has too many parts.
+        """
+        if blob.nbytes > MAX_STATE_BYTES:
+            raise StateError(
+                f"a state of {blob.nbytes:,} bytes is over the {MAX_STATE_BYTES:,} that peers share"
+            )
+        view, size_bytes = memoryview(blob.data), chunk_bytes(blob.nbytes)
+        digests = (digest_of(view[at : at + size_bytes]) for at in range(0, blob.nbytes, size_bytes))
+        snapshot = cls(Manifest(subject, step, layout, blob.nbytes, b"".join(digests)), blob)
+        if len(snapshot.head) > MAX_PAYLOAD_BYTES:
+            raise StateError(
+                f"a state has too many parts to be shared: their names take {len(layout):,} bytes"
+            )
+        return snapshot
+
+    @cached_property
+    def head(self) -> bytes:
+        """The encoded manifest."""
+        return msgspec.msgpack.encode(self.manifest)
 
     @cached_property
     def root(self) -> bytes:
-        """Digest of the manifest."""
-        return self.manifest.root
+        """Digest of the encoded manifest, which names the whole state."""
+        return digest_of(self.head)
 
     @cached_property
     def chunks(self) -> dict[bytes, memoryview]:

@@ -22,7 +22,7 @@ peer finishes its micro-batch and joins. `colab_swarm.averaging` describes the r
 |---|---|---|
 | `ProgressRecord` | DHT, signed, own subkey | step, lineage, samples, speed, syncing, paused or idle, addresses, loss |
 | `AssistantRecord` | DHT, signed | this peer reduces and passes on the state for these collaborations |
-| `DescribeState` -> `StateManifest` | call | step and lineage of the state, its plain part, digests of its chunks |
+| `DescribeState` -> `Manifest` | call | step and lineage of the state, its layout, digests of its chunks |
 | `FetchState` -> `StateChunk` … | stream | chunks of the snapshot with this root |
 
 ## States of a trainer

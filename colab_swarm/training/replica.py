@@ -20,11 +20,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.errors import StateError
-from colab_swarm.tensors.chunks import pack, unpack
+from colab_swarm.tensors.chunks import Snapshot, pack, unpack
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.feedback import ErrorFeedback
 from colab_swarm.training.progress import LINEAGE_BYTES, next_lineage
-from colab_swarm.training.state import Snapshot
 
 T = TypeVar("T")
 
@@ -189,7 +188,7 @@ class Replica:
         with self.lock:
             step, lineage = self.step, self.lineage
             layout, blob = pack(self.state())
-        return Snapshot.of(step=step, lineage=lineage, layout=layout, blob=blob)
+        return Snapshot.of(lineage, step, layout, blob)
 
     def load_snapshot(self, snapshot: Snapshot) -> None:
         """Continue from a donor's snapshot.
@@ -200,7 +199,7 @@ class Replica:
         state = unpack(snapshot.manifest.layout, snapshot.blob)
         _check_sane(state)
         self.load(state)
-        self.step, self.lineage = snapshot.manifest.step, snapshot.manifest.lineage
+        self.step, self.lineage = snapshot.manifest.step, snapshot.manifest.subject
 
 
 def _move_to_copies(optimizer: Optimizer) -> list[torch.Tensor]:

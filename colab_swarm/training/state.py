@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -24,14 +23,12 @@ from colab_swarm.errors import PeerError, StateError
 from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, Stream, short
 from colab_swarm.tensors.chunks import (
     CHUNK_TIMEOUT_S,
-    Blob,
     ChunkDownload,
-    Chunked,
     FetchChunks,
     Manifest,
+    Snapshot,
     StateChunk,
     blob_of,
-    digests_of,
     receive_chunk,
     send_chunks,
     tensors_in,
@@ -54,34 +51,11 @@ class DescribeState(Message, frozen=True):
     step: int = -1
 
 
-class StateManifest(Manifest, frozen=True):
-    """Description of a snapshot."""
-
-    lineage: bytes  # names the state's branch of the run
-
-
 class FetchState(FetchChunks, frozen=True):
     """Open a stream of chunks of the snapshot with this root."""
 
     prefix: str
     root: bytes
-
-
-@dataclass(frozen=True)
-class Snapshot(Chunked):
-    """A copy of the training state: the manifest and its tensors' bytes."""
-
-    manifest: StateManifest
-    donors: tuple[PeerId, ...] = ()
-
-    @classmethod
-    def of(cls, *, step: int, lineage: bytes, layout: bytes, blob: Blob) -> Snapshot:
-        """Hash a state's chunks: call it off the event loop.
-
-        Raises:
-            StateError: the state is too large to be shared.
-        """
-        return cls(StateManifest(step, layout, blob.nbytes, digests_of(blob), lineage), blob)
 
 
 class StateSharing:
@@ -113,7 +87,7 @@ class StateSharing:
         self._fresh = False
         self._begun.clear()
 
-    async def _describe(self, _peer: PeerId, ask: DescribeState) -> StateManifest:
+    async def _describe(self, _peer: PeerId, ask: DescribeState) -> Manifest:
         async with self._taking:  # concurrent late joiners share one copy
             held = self._snapshot
             if held is None or (not self._fresh and ask.step != held.manifest.step):
@@ -167,16 +141,16 @@ async def download_state(
 
 async def agree_on_state(
     peers: Peers, ask: DescribeState, donors: Sequence[PeerId], *, limit: int, timeout_s: float
-) -> tuple[StateManifest | None, list[PeerId], list[str]]:
+) -> tuple[Manifest | None, list[PeerId], list[str]]:
     """Return the first donor's manifest, up to ``limit`` donors that hold the same state, and all refusals."""
-    manifest: StateManifest | None = None
+    manifest: Manifest | None = None
     holders: list[PeerId] = []
     refusals: list[str] = []
     for donor in donors:
         if len(holders) == limit:
             break
         try:
-            answer = await peers.call(donor, ask, StateManifest, timeout_s=timeout_s)
+            answer = await peers.call(donor, ask, Manifest, timeout_s=timeout_s)
         except PeerError as error:
             refusals.append(f"{short(donor)}: {error}")
             continue
@@ -194,7 +168,7 @@ def tensors_of(snapshot: Snapshot) -> tuple[dict[str, TensorBytes], str]:
         StateError: it does not add up, is not of the step that it claims, or holds values that are not finite.
     """
     tensors, skeleton = tensors_in(snapshot.manifest.layout, snapshot.blob)
-    if _step_and_lineage(tensors, skeleton) != (snapshot.manifest.step, snapshot.manifest.lineage):
+    if _step_and_lineage(tensors, skeleton) != (snapshot.manifest.step, snapshot.manifest.subject):
         raise StateError("the donor's state is not of the step that it claims")
     return tensors, skeleton.decode()
 
@@ -204,7 +178,7 @@ def snapshot_of(tensors: Mapping[str, TensorBytes], skeleton: str) -> Snapshot:
     layout, blob = blob_of(tensors, skeleton.encode())
     tensors_in(layout, blob)
     step, lineage = _step_and_lineage(tensors, skeleton.encode())
-    return Snapshot.of(step=step, lineage=lineage, layout=layout, blob=blob)
+    return Snapshot.of(lineage, step, layout, blob)
 
 
 def _step_and_lineage(tensors: Mapping[str, Any], skeleton: bytes) -> tuple[int, bytes]:
@@ -246,7 +220,7 @@ class Mirror:
         """Stop serving."""
         self._router.unserve(self._prefix, DescribeState, FetchState)
 
-    async def _describe(self, peer: PeerId, ask: DescribeState) -> StateManifest:
+    async def _describe(self, peer: PeerId, ask: DescribeState) -> Manifest:
         self._given = None if self._stored is None else await self._stored()
         if self._given is not None and ask.step in (-1, self._given.manifest.step):
             return self._given.manifest

@@ -15,9 +15,9 @@ from colab_swarm.moe.directory import Directory, DirectorySettings
 from colab_swarm.moe.expert import ExpertRule, FeedForward, measure
 from colab_swarm.moe.grid import ExpertServices, Grid
 from colab_swarm.moe.host import ExpertHosting, HostPlan, HostResources
-from colab_swarm.moe.saves import ReplicaStore, SavedExpert
+from colab_swarm.moe.saves import ReplicaStore
 from colab_swarm.sim import LAN, SimNetwork, SimPeers
-from colab_swarm.tensors.chunks import pack
+from colab_swarm.tensors.chunks import Snapshot, pack
 
 GRID = Grid("ffn", (2, 3))
 RULE = ExpertRule(lambda parameters: torch.optim.Adam(parameters, lr=0.1))
@@ -88,10 +88,10 @@ def train(hosting: ExpertHosting, steps: int = 1) -> None:
             expert.backward(torch.rand(2, 4), torch.rand(2, 4))
 
 
-def saved(uid: str = "ffn.0.0", *, step: int = 1, value: float = 0.0, size: int = 300_000) -> SavedExpert:
+def saved(uid: str = "ffn.0.0", *, step: int = 1, value: float = 0.0, size: int = 300_000) -> Snapshot:
     """A made-up state of some chunks, of which the last holds ``value``."""
     state = {"big": torch.arange(size), "last": torch.full((10,), value), "step": step}
-    return SavedExpert.of(uid, step, *pack(state))
+    return Snapshot.of(uid.encode(), step, *pack(state))
 
 
 def shelf_of(member: Member) -> ReplicaStore:

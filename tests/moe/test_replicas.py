@@ -22,10 +22,9 @@ from colab_swarm.moe.replicas import (
     SaveRecord,
     send_save,
 )
-from colab_swarm.moe.saves import SavedExpert
 from colab_swarm.net.peers import Contact, PeerId
 from colab_swarm.sim import virtual_time
-from colab_swarm.tensors.chunks import StateChunk, digest_of
+from colab_swarm.tensors.chunks import Snapshot, StateChunk, digest_of
 from tests.moe.hosts import GRID, Member, Run, saved, shelf_of
 
 LIMIT_BYTES = 10**7
@@ -48,7 +47,7 @@ class Scene:
         member = self.members[name]
         return ExpertSaves(member.services, member.resources.store, copies=copies)
 
-    async def save(self, copies: ExpertSaves, state: SavedExpert) -> Any:
+    async def save(self, copies: ExpertSaves, state: Snapshot) -> Any:
         return await copies.save(state, await self.members["alice"].resources.replicas.others())
 
     def name(self, peer: PeerId) -> str:
@@ -71,7 +70,7 @@ def played(story: Callable[[Scene], Awaitable[None]]) -> Callable[..., None]:
     return wrapped
 
 
-async def fetched(copies: ExpertSaves, uid: str = "ffn.0.0") -> SavedExpert:
+async def fetched(copies: ExpertSaves, uid: str = "ffn.0.0") -> Snapshot:
     _, place = (await copies.claims(uid))[0]
     return await copies.fetch(uid, place, limit_bytes=LIMIT_BYTES)
 

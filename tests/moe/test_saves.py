@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from colab_swarm.errors import StateError
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward
-from colab_swarm.moe.saves import ReplicaStore, Save, SavedExpert, SaveManifest, check_fit
-from colab_swarm.tensors.chunks import CHUNK_BYTES, digest_of, pack, unpack
+from colab_swarm.moe.saves import ReplicaStore, Save, check_fit
+from colab_swarm.tensors.chunks import CHUNK_BYTES, Manifest, Snapshot, digest_of, pack, unpack
 
 ALICE, BOB = b"a" * 32, b"b" * 32
 
@@ -130,11 +130,11 @@ def expert(*, steps: int = 0, dim: int = 8, hidden: int = 16) -> Expert:
     return made
 
 
-def saved(state: Any, step: int = 3) -> SavedExpert:
-    return SavedExpert.of("ffn.0", step, *pack(state))
+def saved(state: Any, step: int = 3) -> Snapshot:
+    return Snapshot.of(b"ffn.0", step, *pack(state))
 
 
-def loaded(saved: SavedExpert) -> Any:
+def loaded(saved: Snapshot) -> Any:
     return unpack(saved.manifest.layout, saved.blob)
 
 
@@ -168,7 +168,7 @@ def test_a_save_names_chunks_that_tile_the_state_and_only_what_changed_is_new() 
 @given(st.binary(max_size=200))
 def test_a_garbled_manifest_is_refused(data: bytes) -> None:
     with pytest.raises(StateError, match="cannot be read"):
-        SaveManifest.decode(data)
+        Manifest.decode(data)
 
 
 @given(st.binary(max_size=99), st.integers(-5, 2**50), st.integers(-5, 2**50), st.integers(250, 260))
@@ -176,7 +176,7 @@ def test_a_manifest_whose_sizes_do_not_add_up_is_refused(
     digests: bytes, size: int, step: int, letters: int
 ) -> None:
     try:
-        manifest = SaveManifest.decode(msgspec.msgpack.encode([step, b"", size, digests, "u" * letters]))
+        manifest = Manifest.decode(msgspec.msgpack.encode([b"u" * letters, step, b"", size, digests]))
     except StateError:
         return
     assert 32 * -(-manifest.size_bytes // CHUNK_BYTES) == len(digests) and step >= 0 and letters <= 256
@@ -184,11 +184,9 @@ def test_a_manifest_whose_sizes_do_not_add_up_is_refused(
 
 def test_a_manifest_in_another_spelling_is_refused() -> None:
     head = saved({"step": 1}).head
-    assert SaveManifest.decode(head)
+    assert Manifest.decode(head)
     with pytest.raises(StateError, match="not encoded as we do"):
-        SaveManifest.decode(
-            b"\xdc\x00" + bytes([head[0] & 15]) + head[1:]
-        )  # a longer form of the array's length
+        Manifest.decode(b"\xdc\x00" + bytes([head[0] & 15]) + head[1:])  # a longer form of the array's length
 
 
 def test_a_state_fits_an_equal_expert_before_and_after_the_first_step() -> None:

@@ -9,8 +9,8 @@ from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.errors import StateError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.sim import HOME, SimNetwork, SimPeers
-from colab_swarm.tensors.chunks import StateChunk
-from colab_swarm.training.state import Mirror, Snapshot, StateSharing
+from colab_swarm.tensors.chunks import Snapshot, StateChunk
+from colab_swarm.training.state import Mirror, StateSharing
 from tests.training.test_state import BLOB, snapshot
 
 

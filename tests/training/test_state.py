@@ -11,15 +11,15 @@ from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.errors import StateError
 from colab_swarm.sim.network import SimNetwork, SimPeers
 from colab_swarm.sim.profiles import HOME, LAN, NetworkProfile
-from colab_swarm.tensors.chunks import StateChunk
-from colab_swarm.training.state import FetchState, Snapshot, StateSharing
+from colab_swarm.tensors.chunks import Snapshot, StateChunk
+from colab_swarm.training.state import FetchState, StateSharing
 
 SIZE_BYTES = 5_000_000
 BLOB = np.random.default_rng(0).integers(0, 256, SIZE_BYTES, np.uint8)
 
 
 def snapshot(step: int = 7, blob: np.ndarray = BLOB) -> Snapshot:
-    return Snapshot.of(step=step, lineage=b"lineage", layout=b"layout", blob=blob)
+    return Snapshot.of(b"lineage", step, b"layout", blob)
 
 
 class Scene:
