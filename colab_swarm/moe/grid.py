@@ -24,20 +24,17 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from colab_swarm.dht.service import DHT, Found, is_sound
-from colab_swarm.events import EventLog
-from colab_swarm.net.peers import Contact, Message, PeerId, Peers
-from colab_swarm.runtime import PauseGate
+from colab_swarm.dht.service import Found, is_sound
+from colab_swarm.net.peers import Contact, Message, PeerId
 from colab_swarm.tensors.codecs import Floats
 
 Index: TypeAlias = tuple[int, ...]  # A point of the grid, or its first coordinates
@@ -120,18 +117,6 @@ class Grid:
 
     def __str__(self) -> str:
         return f"{self.prefix}[{' x '.join(map(str, self.sides))}]"
-
-
-@dataclass(frozen=True)
-class ExpertServices:
-    """This peer's services; ``run_id`` is part of all DHT keys, ``gate`` is closed while experts are paused."""
-
-    peers: Peers
-    dht: DHT
-    events: EventLog
-    rng: random.Random
-    run_id: str
-    gate: PauseGate = field(default_factory=PauseGate)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import nn
 
+from colab_swarm.dht.service import RunServices
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import ExpertHosted, ExpertLost, Fault
 from colab_swarm.moe.calls import ExpertCalls
@@ -35,7 +36,7 @@ from colab_swarm.moe.expert import (
     free_bytes,
     measure,
 )
-from colab_swarm.moe.grid import ExpertServices, Grid
+from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings, RemoteExpert
 from colab_swarm.moe.replicas import MAX_HOLDERS, ExpertSaves, HolderRecord, ReplicaService, SavePlace
 from colab_swarm.moe.saves import ReplicaStore, check_fit
@@ -154,7 +155,7 @@ def _sample_of(make_expert: Callable[[], nn.Module]) -> tuple[int, ...]:
 class HostResources:
     """What all hosts of one peer share: the accelerator, and ``folder``, used by one process only."""
 
-    def __init__(self, services: ExpertServices, directory: Directory, folder: Path) -> None:
+    def __init__(self, services: RunServices, directory: Directory, folder: Path) -> None:
         self.services, self.directory, self.folder = services, directory, folder
         self.store = ReplicaStore(folder, me=services.peers.id)
         self.server = ExpertServer(services.peers, services.events, gate=services.gate)
@@ -444,7 +445,7 @@ class SwarmExperts:
     def __init__(
         self,
         runtime: Runner,
-        services: ExpertServices,
+        services: RunServices,
         show: Callable[[Callable[[], ExpertsSnapshot], Callable[[], None], bool], Any],
     ) -> None:
         self._runtime, self._services, self._show = runtime, services, show

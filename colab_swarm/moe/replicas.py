@@ -24,9 +24,9 @@ from typing import Annotated
 import msgspec
 from blake3 import blake3
 
-from colab_swarm.dht.service import is_sound
+from colab_swarm.dht.service import RunServices, is_sound
 from colab_swarm.errors import CallRefused, PeerError, StateError
-from colab_swarm.moe.grid import ExpertServices, Grid, Index
+from colab_swarm.moe.grid import Grid, Index
 from colab_swarm.moe.saves import SAVES_OF_ONE, ReplicaStore, save_of
 from colab_swarm.net.peers import Buffer, Contact, Message, PeerId, Peers, Refusal, Role, Stream, short
 from colab_swarm.tensors.chunks import (
@@ -106,7 +106,7 @@ class SavedIndices(Message, frozen=True):
 class ReplicaService:
     """Keeps saves for other peers, and finds peers that keep ours. One per peer, on the event loop."""
 
-    def __init__(self, services: ExpertServices, store: ReplicaStore) -> None:
+    def __init__(self, services: RunServices, store: ReplicaStore) -> None:
         """Serve calls from now on; `start` announces it."""
         self.store = store
         self._services, self._peers = services, services.peers
@@ -222,7 +222,7 @@ class SaveResult:
 class ExpertSaves:
     """Saves this peer's experts, and finds saves of any peer's experts."""
 
-    def __init__(self, services: ExpertServices, store: ReplicaStore, *, copies: int) -> None:
+    def __init__(self, services: RunServices, store: ReplicaStore, *, copies: int) -> None:
         """``copies``: number of holders to use, if there are as many; at most `MAX_HOLDERS`."""
         self.results: dict[str, SaveResult] = {}
         self.safe: dict[str, SavePlace] = {}  # the newest save that reached its full number of holders

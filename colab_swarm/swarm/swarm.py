@@ -388,15 +388,12 @@ class Swarm(AbstractContextManager["Swarm"]):
         return AsyncTrainer(model, loss, optimizer, TrainerSettings(**settings))
 
     def _use_experts(self) -> SwarmExperts:
-        from colab_swarm.moe.grid import ExpertServices
         from colab_swarm.moe.host import SwarmExperts
         from colab_swarm.notebook.experts import show_experts
 
         self._check()
         if self._experts is None:
-            own = self.services
-            services = ExpertServices(own.peers, own.dht, own.events, own.rng, self.run_id, own.gate)
-            self._experts = SwarmExperts(self.runtime, services, show_experts)
+            self._experts = SwarmExperts(self.runtime, self.services, show_experts)
         return self._experts
 
     def coordinate(self, job: Job | str | Path, **options: Unpack[CoordinatorOptions]) -> Coordinator:

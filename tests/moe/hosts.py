@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from colab_swarm.dht.service import DHT, DHTSettings
+from colab_swarm.dht.service import DHT, DHTSettings, RunServices
 from colab_swarm.events import Event, EventLog
 from colab_swarm.moe.directory import Directory, DirectorySettings
 from colab_swarm.moe.expert import ExpertRule, FeedForward, measure
-from colab_swarm.moe.grid import ExpertServices, Grid
+from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.host import ExpertHosting, HostPlan, HostResources
 from colab_swarm.moe.saves import ReplicaStore
 from colab_swarm.sim import LAN, SimNetwork, SimPeers
@@ -35,7 +35,7 @@ class Member:
     """One peer of the run."""
 
     peers: SimPeers
-    services: ExpertServices
+    services: RunServices
     resources: HostResources
 
     def events(self, kind: type[Event]) -> list[Event]:
@@ -57,7 +57,7 @@ class Run:
             await dht.bootstrap([self._entry.contact])
         self._entry = self._entry or peers
         dht.start()
-        services = ExpertServices(peers, dht, EventLog(), random.Random(name), "run")
+        services = RunServices(peers, dht, EventLog(), random.Random(name), "run")
         peers.when_down(lambda: [*dht.kill()])
         directory = Directory(services, self.directory_settings)
         resources = HostResources(services, directory, folder or self._folder / name)

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from colab_swarm.dht.service import DHT, DHTSettings
+from colab_swarm.dht.service import DHT, DHTSettings, RunServices
 from colab_swarm.errors import ExpertError
 from colab_swarm.events import EventLog, ExpertHosted, ExpertLost, Fault
 from colab_swarm.moe.directory import Directory, DirectorySettings
 from colab_swarm.moe.expert import ExpertRule, FeedForward, TransformerBlock
-from colab_swarm.moe.grid import ExpertServices, Grid
+from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.host import ExpertHost, ExpertHosting, HostResources, plan_host
 from colab_swarm.moe.replicas import SavePlace, SaveRecord
 from colab_swarm.net.node import Node
@@ -295,7 +295,7 @@ async def test_a_killed_host_is_replaced_over_encrypted_links_too(tmp_path: Path
 async def real_member(node: Node, entry: Node, folder: Path) -> HostResources:
     dht = DHT(node, DHTSettings(), random.Random(0))
     await dht.bootstrap([entry.contact] if entry is not node else [])
-    services = ExpertServices(node, dht, EventLog(), random.Random(0), "run")
+    services = RunServices(node, dht, EventLog(), random.Random(0), "run")
     directory = Directory(services, DirectorySettings(ttl_s=2.0, cache_s=0.5, absent_s=0.2, settle_s=0.2))
     return HostResources(services, directory, folder / node.id.hex()[:8])
 
