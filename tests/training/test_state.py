@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import numpy as np
 import pytest
 
 from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.errors import StateError
+from colab_swarm.sim import virtual_time
 from colab_swarm.sim.network import SimNetwork, SimPeers
 from colab_swarm.sim.profiles import HOME, LAN, NetworkProfile
-from colab_swarm.tensors.chunks import Snapshot, StateChunk
+from colab_swarm.tensors.chunks import CHUNK_TIMEOUT_S, Snapshot, StateChunk, digest_of
 from colab_swarm.training.state import FetchState, StateSharing
 
 SIZE_BYTES = 5_000_000
@@ -71,6 +73,24 @@ async def test_a_lying_donor_is_dropped_and_its_chunks_come_from_others() -> Non
     got = await scene.download()
     assert np.array_equal(got.blob, BLOB)
     assert got.donors == (scene.donors["alice"].id,)
+
+
+async def test_a_donor_that_stalls_loses_its_chunks_to_the_others_after_30_s() -> None:
+    scene = Scene({"alice": snapshot(), "bob": snapshot()}, HOME)
+    stalled = scene.network.when(lambda m: isinstance(m, StateChunk), sender="bob", nth=3)
+    stalled.partition({"bob"}, {"alice", "joiner"})
+    got = await scene.download()
+    assert np.array_equal(got.blob, BLOB) and virtual_time() < CHUNK_TIMEOUT_S + 15
+    assert [fault.name for fault in scene.network.fired] == ["partition"]
+
+
+async def test_a_chunk_of_another_length_is_refused_though_its_hash_is_right() -> None:
+    whole, short = snapshot(), b"short"
+    digests = digest_of(short) + whole.manifest.digests[32:]
+    lie = Snapshot(msgspec.structs.replace(whole.manifest, digests=digests), BLOB)
+    lie.chunks[digest_of(short)] = memoryview(short)
+    with pytest.raises(StateError, match="20 of 20 chunks of the state could not be fetched"):
+        await Scene({"mallory": lie}).download()
 
 
 async def test_all_donors_lost_is_a_clear_error() -> None:
