@@ -172,11 +172,9 @@ def digest_of(data: Buffer) -> bytes:
 
 
 class Manifest(Message, frozen=True):
-    """Description of a state in chunks."""
+    """Description of a state in chunks; ``subject`` says of what: a run's lineage, or an expert's name."""
 
-    subject: Annotated[
-        bytes, msgspec.Meta(max_length=MAX_SUBJECT_BYTES)
-    ]  # a run's lineage, or an expert's name
+    subject: Annotated[bytes, msgspec.Meta(max_length=MAX_SUBJECT_BYTES)]
     step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]  # optimizer steps in it
     layout: bytes  # an encoded `Layout`
     size_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_STATE_BYTES)]  # of the blob
