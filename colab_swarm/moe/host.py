@@ -33,13 +33,20 @@ from colab_swarm.moe.expert import (
     Expert,
     ExpertModel,
     ExpertRule,
+    check_fit,
     free_bytes,
     measure,
 )
 from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings, RemoteExpert
-from colab_swarm.moe.replicas import MAX_HOLDERS, ExpertSaves, HolderRecord, ReplicaService, SavePlace
-from colab_swarm.moe.saves import ReplicaStore, check_fit
+from colab_swarm.moe.saves import (
+    MAX_HOLDERS,
+    ExpertSaves,
+    HolderRecord,
+    ReplicaService,
+    ReplicaStore,
+    SavePlace,
+)
 from colab_swarm.moe.server import BatchLimits, ExpertServer, ExpertStatistics
 from colab_swarm.moe.watch import ExpertsSnapshot, ExpertsWatch
 from colab_swarm.net.peers import PeerId

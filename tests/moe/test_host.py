@@ -21,7 +21,7 @@ from colab_swarm.moe.directory import Directory, DirectorySettings
 from colab_swarm.moe.expert import ExpertRule, FeedForward, TransformerBlock
 from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.host import ExpertHost, ExpertHosting, HostResources, plan_host
-from colab_swarm.moe.replicas import SavePlace, SaveRecord
+from colab_swarm.moe.saves import SavePlace, SaveRecord
 from colab_swarm.net.node import Node
 from colab_swarm.sim.runtime import SimRuntime
 from tests.moe.hosts import GRID, PLAN, Member, Run, make, saved, train

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from colab_swarm.errors import CallRefused, StateError
-from colab_swarm.moe.replicas import (
+from colab_swarm.moe.saves import (
     ExpertSaves,
     FetchSave,
     KeepSave,

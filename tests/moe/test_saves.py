@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.errors import StateError
-from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward
-from colab_swarm.moe.saves import ReplicaStore, Save, check_fit
+from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, check_fit
+from colab_swarm.moe.saves import ReplicaStore, Save
 from colab_swarm.tensors.chunks import CHUNK_BYTES, Manifest, Snapshot, digest_of, pack, unpack
 
 ALICE, BOB = b"a" * 32, b"b" * 32
