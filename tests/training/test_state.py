@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -82,6 +83,17 @@ async def test_a_donor_that_stalls_loses_its_chunks_to_the_others_after_30_s() -
     got = await scene.download()
     assert np.array_equal(got.blob, BLOB) and virtual_time() < CHUNK_TIMEOUT_S + 15
     assert [fault.name for fault in scene.network.fired] == ["partition"]
+
+
+async def test_a_slow_donor_is_kept_while_its_chunks_arrive() -> None:
+    class Slow(Snapshot):
+        async def read(self, digest: bytes) -> memoryview | None:
+            await asyncio.sleep(20)
+            return await super().read(digest)
+
+    whole = snapshot(blob=BLOB[:600_000])
+    got = await Scene({"alice": Slow(whole.manifest, whole.blob)}).download()
+    assert np.array_equal(got.blob, whole.blob) and 60 <= virtual_time() < 65
 
 
 async def test_a_chunk_of_another_length_is_refused_though_its_hash_is_right() -> None:
