@@ -17,8 +17,8 @@ from colab_swarm.errors import PeerError
 from colab_swarm.notebook.invitation import Invitation
 from colab_swarm.swarm.joining import create
 from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.assistant import Assistant
-from colab_swarm.training.state import Snapshot
 
 logger = logging.getLogger(__name__)
 

@@ -24,10 +24,11 @@ from colab_swarm.backbone.config import CollaborationFile, Forward
 from colab_swarm.backbone.observer import Observer
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import Fault
+from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.statedict import StepFiles, read_tensors, write_tensors
 from colab_swarm.training.progress import Branch, ProgressRecord, progress_key
 from colab_swarm.training.settings import PeerServices
-from colab_swarm.training.state import Snapshot, download_state, snapshot_of, tensors_of
+from colab_swarm.training.state import download_state, snapshot_of, tensors_of
 
 logger = logging.getLogger(__name__)
 
@@ -324,7 +325,7 @@ class Keeper:
         peers = self._services.peers
         record = ProgressRecord(
             step=snapshot.manifest.step,
-            lineage=snapshot.manifest.lineage,
+            lineage=snapshot.manifest.subject,
             samples=0.0,
             samples_per_s=0.0,
             syncing=False,

@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from colab_swarm.dht.service import RunServices
 from colab_swarm.errors import NoExpertsError
 from colab_swarm.events import ExpertBanned
 from colab_swarm.moe.grid import (
@@ -23,7 +24,6 @@ from colab_swarm.moe.grid import (
     Bans,
     ExpertInfo,
     ExpertPlace,
-    ExpertServices,
     Grid,
     GridBranch,
     Index,
@@ -133,7 +133,7 @@ class DirectorySettings:
 class Directory:
     """One peer's view of all experts of a run."""
 
-    def __init__(self, services: ExpertServices, settings: DirectorySettings = DirectorySettings()) -> None:
+    def __init__(self, services: RunServices, settings: DirectorySettings = DirectorySettings()) -> None:
         self.settings = settings
         self._peers, self._dht, self._events = services.peers, services.dht, services.events
         self._rng, self._run_id = services.rng, services.run_id

@@ -24,20 +24,17 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from colab_swarm.dht.service import DHT, Found, is_sound
-from colab_swarm.events import EventLog
-from colab_swarm.net.peers import Contact, Message, PeerId, Peers
-from colab_swarm.runtime import PauseGate
+from colab_swarm.dht.service import Found, is_sound
+from colab_swarm.net.peers import Contact, Message, PeerId
 from colab_swarm.tensors.codecs import Floats
 
 Index: TypeAlias = tuple[int, ...]  # A point of the grid, or its first coordinates
@@ -123,18 +120,6 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class ExpertServices:
-    """This peer's services; ``run_id`` is part of all DHT keys, ``gate`` is closed while experts are paused."""
-
-    peers: Peers
-    dht: DHT
-    events: EventLog
-    rng: random.Random
-    run_id: str
-    gate: PauseGate = field(default_factory=PauseGate)
-
-
-@dataclass(frozen=True)
 class ExpertInfo:
     """A live expert, as announced in the DHT."""
 
@@ -143,11 +128,6 @@ class ExpertInfo:
     shape: tuple[int, ...]  # of one sample, input and output alike; -1: any length
     step: int  # optimizer steps in its weights at its host's last announcement
     expires_at: float  # when that announcement expires, swarm time, seconds
-
-    @property
-    def peer(self) -> PeerId:
-        """Id of the host."""
-        return self.host.id
 
 
 class Bans:

@@ -304,12 +304,19 @@ async def enter(node: Node, entries: Sequence[Contact]) -> None:
 
 
 def assemble(
-    peers: Peers, events: EventLog, rng: random.Random, pace: Callable[[float], float] | None = None
+    peers: Peers,
+    run_id: str,
+    events: EventLog,
+    rng: random.Random,
+    pace: Callable[[float], float] | None = None,
 ) -> PeerServices:
     """Create a peer's services on a network, real or simulated."""
     SpeedTests(peers)
-    dht, averager = DHT(peers, DHTSettings(), rng, events), Averager(peers, events=events)
-    return PeerServices(peers, PrefixRouter(peers), dht, averager, events, rng, pace)
+    dht = DHT(peers, DHTSettings(), rng, events)
+    averager = Averager(peers, events=events)
+    return PeerServices(
+        peers, dht, events, rng, run_id, router=PrefixRouter(peers), averager=averager, pace=pace
+    )
 
 
 async def find_others(services: PeerServices, entries: Sequence[Contact]) -> None:

@@ -41,6 +41,7 @@ from colab_swarm.swarm.swarm import Swarm
 
 T = TypeVar("T")
 ENTRIES = 4
+RUN_ID = "simulation-0"
 NAMES = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi")
 SLICE_S = 0.5  # virtual time between two looks at what the user injected
 MIN_SPEED = 0.01  # virtual seconds per second, even if `InteractiveRun.speed` is lower
@@ -121,14 +122,14 @@ class Simulation(AbstractContextManager["Simulation"]):
         contacts = [swarm.contact for swarm in self.swarms.values()]
         entries = [contact for contact in contacts if contact.addresses][:ENTRIES]
         rng = random.Random(f"{name} {self._seed}")
-        services = assemble(peers, EventLog(), rng, lambda samples: samples / self.speed_of(name))
+        services = assemble(peers, RUN_ID, EventLog(), rng, lambda samples: samples / self.speed_of(name))
         try:
             await find_others(services, entries)
         except BaseException:  # a cancelled task included: the name must be free for the next try
             services.dht.kill()
             peers.go_down(f"{name} could not join")
             raise
-        self.swarms[name] = Swarm(self._runtime, services, "simulation-0", name, None)
+        self.swarms[name] = Swarm(self._runtime, services, RUN_ID, name, None)
         peers.when_down(lambda: self._on_crash(name))
         self.swarms[name].events.listen(partial(self._on_event, name))
         if self._train is not None:

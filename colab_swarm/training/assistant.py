@@ -21,6 +21,7 @@ from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import Runner
+from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.progress import (
     AssistantRecord,
     ProgressRecord,
@@ -31,7 +32,7 @@ from colab_swarm.training.progress import (
 )
 from colab_swarm.training.rounds import LinkBandwidth
 from colab_swarm.training.settings import PeerServices
-from colab_swarm.training.state import Mirror, Snapshot
+from colab_swarm.training.state import Mirror
 
 logger = logging.getLogger(__name__)
 

@@ -30,6 +30,7 @@ from colab_swarm.averaging.round import RoundResult
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import BatchDropped, PeerLeft, StateReceived, StepFinished
 from colab_swarm.net.peers import PeerId
+from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.progress import (
     Assistants,
@@ -43,7 +44,7 @@ from colab_swarm.training.progress import (
 )
 from colab_swarm.training.rounds import Rounds
 from colab_swarm.training.settings import PeerServices, TrainingSettings
-from colab_swarm.training.state import Snapshot, StateSharing
+from colab_swarm.training.state import StateSharing
 
 logger = logging.getLogger(__name__)
 
@@ -543,7 +544,7 @@ class CatchUp:
 
     async def _complete(self, snapshot: Snapshot, donors: list[PeerId]) -> CaughtUp:
         """Order the means after the snapshot. Runs between two rounds, so that none is missed."""
-        step, lineage = snapshot.manifest.step, snapshot.manifest.lineage
+        step, lineage = snapshot.manifest.step, snapshot.manifest.subject
         means: list[Floats] = []
         while (mean := self._means.get((step, lineage))) is not None:
             means.append(mean)

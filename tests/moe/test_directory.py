@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from colab_swarm.dht.service import RunServices
 from colab_swarm.errors import NoExpertsError
 from colab_swarm.events import EventLog, ExpertBanned
 from colab_swarm.moe.directory import Cache, Directory, DirectorySettings
-from colab_swarm.moe.grid import Bans, ExpertInfo, ExpertServices, Grid
+from colab_swarm.moe.grid import Bans, ExpertInfo, Grid
 from colab_swarm.sim import HOME, LAN, PAPER_CLOUD, NetworkProfile, SimNetwork, run_virtual, virtual_time
 from colab_swarm.tensors.codecs import Floats
 from tests.dht.swarm import Member, swarm
@@ -39,7 +40,7 @@ async def scouts(
     found = []
     for member in members:
         events = EventLog()
-        services = ExpertServices(
+        services = RunServices(
             member.peers, member.dht, events, random.Random(f"{seed} {member.peers.name}"), "run"
         )
         found.append(Scout(member.peers, member.dht, Directory(services, settings), events))
