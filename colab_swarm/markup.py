@@ -17,9 +17,8 @@ from string import Template
 from typing import Any, TypeAlias
 
 Rows: TypeAlias = Sequence[Sequence[str]]
-Labels: TypeAlias = tuple[tuple[str, str], ...]
-Metric: TypeAlias = tuple[str, str, Mapping[Labels, float]]
-"""Name, kind (``gauge`` or ``counter``), and value by labels."""
+Sample: TypeAlias = tuple[str, Mapping[str, str], float]
+"""Name, labels and value of a metric; names of counters end in ``_total``."""
 MAX_FACT_ROWS = 20
 CELL = "text-align:left;padding:1px 14px 1px 0;font-weight:normal"
 SCRIPT = """
@@ -34,16 +33,9 @@ setInterval(async () => {
 """
 
 
-def page(title: str, live: str, *, lost: str, style: str = "") -> str:
-    """Return a whole page.
-
-    Args:
-        title: escaped.
-        live: HTML of the part that changes.
-        lost: shown while the server does not answer.
-        style: CSS of this page only.
-    """
-    return _template().substitute(title=title, live=live, lost=lost, style=style, script=SCRIPT)
+def page(title: str, live: str, *, host: str) -> str:
+    """Return a whole page; ``title`` and ``live``, the part that changes, are HTML, ``host`` is what answers."""
+    return _template().substitute(title=title, live=live, host=host, script=SCRIPT)
 
 
 @cache
@@ -56,25 +48,6 @@ def content_security_policy() -> str:
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     allowed = "style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action 'none'"
     return f"default-src 'none'; script-src 'sha256-{digest}'; frame-ancestors 'none'; {allowed}"
-
-
-def card(title: str, inside: str) -> str:
-    """Return a box with a title; both are HTML."""
-    return f'<div class="card"><h3>{title}</h3>{inside}</div>'
-
-
-def tiles(figures: Mapping[str, str]) -> str:
-    """Return a row of figures by name; both are HTML."""
-    return f'<div class="tiles">{"".join(card(name, f"<b>{value}</b>") for name, value in figures.items())}</div>'
-
-
-def table(columns: Sequence[str], rows: Rows) -> str:
-    """Return a table; cells are HTML."""
-    if not rows:
-        return '<p class="soft">None yet.</p>'
-    head = "".join(f"<th>{column}</th>" for column in columns)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
 
 
 def aligned(rows: Rows) -> list[str]:
@@ -128,11 +101,6 @@ def name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def legend(keys: Iterable[tuple[str, str]]) -> str:
-    """Return names, each after a square of its CSS class."""
-    return "".join(f'<span class="key {kind}"></span>{name}' for name, kind in keys)
-
-
 def plain(words: str, limit: int = 200) -> str:
     """Return at most ``limit`` printable characters, which cannot control a terminal."""
     printable = words[: limit + 1]
@@ -183,15 +151,19 @@ def size(size_bytes: float) -> str:
     return f"{size_bytes:,.1f} TB"
 
 
-def exposition(metrics: Iterable[Metric]) -> str:
-    """Return metrics in the text format of Prometheus, one per line."""
-    lines = []
-    for name, kind, samples in metrics:
-        lines.append(f"# TYPE colab_swarm_{name} {kind}")
-        for labels, value in samples.items():
-            shown = ",".join(f'{label}="{_escaped(words)}"' for label, words in labels)
-            lines.append(f"colab_swarm_{name}{{{shown}}} {float(value)!r}")
-    return "\n".join(lines) + "\n"
+def exposition(samples: Iterable[Sample]) -> str:
+    """Return metrics in the text format of Prometheus; of equal names and labels the last value counts."""
+    lines: dict[str, dict[str, float]] = {}
+    for name, labels, value in samples:
+        shown = ",".join(f'{label}="{_escaped(words)}"' for label, words in labels.items())
+        lines.setdefault(name, {})[shown] = value
+    text = ""
+    for name, values in lines.items():
+        text += f"# TYPE colab_swarm_{name} {'counter' if name.endswith('_total') else 'gauge'}\n"
+        text += "".join(
+            f"colab_swarm_{name}{{{shown}}} {float(value)!r}\n" for shown, value in values.items()
+        )
+    return text
 
 
 def _escaped(value: str) -> str:
