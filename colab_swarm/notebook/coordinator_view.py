@@ -75,19 +75,21 @@ def draw(status: JobStatus) -> Document:
     shown.warn(DYING if status.server_deaths and not status.servers and not overview.finished else "")
     shown.figures(figures(status))
     if overview.finished is None and overview.marks:
-        marks = "".join(STATES[mark.state][0] for mark in overview.marks)
-        lines = [marks[begin : begin + ACROSS] for begin in range(0, len(marks), ACROSS)]
-        drawn = "<br>".join(map(html.escape, lines))
-        style = "font:13px ui-monospace,monospace;overflow-wrap:anywhere"
-        shown.draw(f'<p style="{style}">{drawn}</p>', *(f"  {line}" for line in lines))
-        more = len(status.rows) - len(overview.marks)
-        shown.note(
-            f"units: {'  '.join(STATES.values())}" + (f"; and {more:,} more units" if more > 0 else "")
-        )
+        _draw_units(shown, status)
     shown.draw(_accuracy(status))
     cells = partial(_cells, now=status.at)
     shown.table(COLUMNS, overview.volunteers, cells, numbers=range(2, 6), what="volunteers")
     return shown
+
+
+def _draw_units(shown: Document, status: JobStatus) -> None:
+    marks = "".join(STATES[mark.state][0] for mark in status.overview.marks)
+    lines = [marks[begin : begin + ACROSS] for begin in range(0, len(marks), ACROSS)]
+    drawn = "<br>".join(map(html.escape, lines))
+    style = "font:13px ui-monospace,monospace;overflow-wrap:anywhere"
+    shown.draw(f'<p style="{style}">{drawn}</p>', *(f"  {line}" for line in lines))
+    more = len(status.rows) - len(status.overview.marks)
+    shown.note(f"units: {'  '.join(STATES.values())}" + (f"; and {more:,} more units" if more > 0 else ""))
 
 
 def draw_page(status: JobStatus) -> list[Document]:

@@ -6,7 +6,7 @@ Classes: ``blue green amber red purple soft`` colour text and shapes in ``curren
 puts boxes side by side, ``warn`` marks a warning.
 
 A `Document` collects what a view shows, escapes it, and returns it as HTML and as text. The functions are pieces of
-HTML: texts of other peers go through `markup.text` first.
+HTML: texts of other peers go through `markup.text` first. `curve` draws a history over the steps.
 """
 
 from __future__ import annotations
