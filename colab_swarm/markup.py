@@ -1,53 +1,17 @@
-"""Pieces of web pages, and the text format of Prometheus. Pure functions.
-
-A page refreshes the answer of ``/live`` every three seconds; the browser may do nothing else.
-"""
+"""Texts for people: bounded, escaped, with units; and the small tables of `_repr_html_`. Pure functions."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import html
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from functools import cache, partial
-from importlib.resources import files
-from string import Template
+from functools import partial
 from typing import Any, TypeAlias
 
 Rows: TypeAlias = Sequence[Sequence[str]]
-Sample: TypeAlias = tuple[str, Mapping[str, str], float]
-"""Name, labels and value of a metric; names of counters end in ``_total``."""
 MAX_FACT_ROWS = 20
 CELL = "text-align:left;padding:1px 14px 1px 0;font-weight:normal"
-SCRIPT = """
-const live = document.getElementById("live"), lost = document.getElementById("lost");
-setInterval(async () => {
-  try {
-    const answer = await fetch("live", {signal: AbortSignal.timeout(5000)});
-    if (answer.ok) live.innerHTML = await answer.text();
-    lost.style.display = answer.ok || answer.status == 429 ? "none" : "block";
-  } catch { lost.style.display = "block"; }
-}, 3000);
-"""
-
-
-def page(title: str, live: str, *, host: str) -> str:
-    """Return a whole page; ``title`` and ``live``, the part that changes, are HTML, ``host`` is what answers."""
-    return _template().substitute(title=title, live=live, host=host, script=SCRIPT)
-
-
-@cache
-def _template() -> Template:
-    return Template(files("colab_swarm").joinpath("page.html").read_text(encoding="utf-8"))
-
-
-def content_security_policy() -> str:
-    """Return the header that lets a page run its one script and fetch from its own server, and no more."""
-    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    allowed = "style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action 'none'"
-    return f"default-src 'none'; script-src 'sha256-{digest}'; frame-ancestors 'none'; {allowed}"
 
 
 def aligned(rows: Rows) -> list[str]:
@@ -149,22 +113,3 @@ def size(size_bytes: float) -> str:
             return f"{size_bytes:.3g} {unit}"
         size_bytes /= 1000
     return f"{size_bytes:,.1f} TB"
-
-
-def exposition(samples: Iterable[Sample]) -> str:
-    """Return metrics in the text format of Prometheus; of equal names and labels the last value counts."""
-    lines: dict[str, dict[str, float]] = {}
-    for name, labels, value in samples:
-        shown = ",".join(f'{label}="{_escaped(words)}"' for label, words in labels.items())
-        lines.setdefault(name, {})[shown] = value
-    text = ""
-    for name, values in lines.items():
-        text += f"# TYPE colab_swarm_{name} {'counter' if name.endswith('_total') else 'gauge'}\n"
-        text += "".join(
-            f"colab_swarm_{name}{{{shown}}} {float(value)!r}\n" for shown, value in values.items()
-        )
-    return text
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from colab_swarm.markup import Sample, count, duration, plain
+from colab_swarm.markup import count, duration, plain
 from colab_swarm.notebook import theme
-from colab_swarm.notebook.page import StatusPage
+from colab_swarm.notebook.page import Sample, StatusPage
 from colab_swarm.notebook.theme import Document
 
 if TYPE_CHECKING:

@@ -1,27 +1,50 @@
 """The status page of a backbone or a coordinator: a view for browsers, the same figures for programs. Read-only.
 
-A snapshot is taken once a second at most, so visitors cost nothing. `VisitLimit` counts the visits of each source.
+A snapshot is taken once a second at most, so visitors cost nothing. `VisitLimit` counts the visits of each source. A
+page refreshes the answer of ``/live`` every three seconds; the browser may do nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+import base64
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from string import Template
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from colab_swarm.markup import Sample, content_security_policy, exposition, page, text
+from colab_swarm.markup import text
 from colab_swarm.net.addresses import VisitLimit, source_of
 from colab_swarm.notebook.theme import Document
 
 S = TypeVar("S")
+Sample: TypeAlias = tuple[str, Mapping[str, str], float]
+"""Name, labels and value of a metric; names of counters end in ``_total``."""
 FRESH_S = 1.0
 ANSWERS_PER_S = 100  # for one visitor; see `colab_swarm.net.addresses`
 PATHS = ("/", "/live", "/metrics", "/status.json")
+SCRIPT = """
+const live = document.getElementById("live"), lost = document.getElementById("lost");
+setInterval(async () => {
+  try {
+    const answer = await fetch("live", {signal: AbortSignal.timeout(5000)});
+    if (answer.ok) live.innerHTML = await answer.text();
+    lost.style.display = answer.ok || answer.status == 429 ? "none" : "block";
+  } catch { lost.style.display = "block"; }
+}, 3000);
+"""
+DIGEST = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 HEADERS = {
-    "Content-Security-Policy": content_security_policy(),
+    # a page may run its one script and fetch from its own server, and no more
+    "Content-Security-Policy": (
+        f"default-src 'none'; script-src 'sha256-{DIGEST}'; frame-ancestors 'none'; style-src 'unsafe-inline'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'"
+    ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
@@ -112,3 +135,32 @@ async def listen(app: web.Application, host: str, port: int, **options: Any) -> 
         raise
     shown = "127.0.0.1" if host in ("", "0.0.0.0", "::") else host
     return runner, f"http://{f'[{shown}]' if ':' in shown else shown}:{runner.addresses[0][1]}/"
+
+
+def page(title: str, live: str, *, host: str) -> str:
+    """Return a whole page; ``title`` and ``live``, the part that changes, are HTML, ``host`` is what answers."""
+    return _template().substitute(title=title, live=live, host=host, script=SCRIPT)
+
+
+@cache
+def _template() -> Template:
+    return Template(files("colab_swarm").joinpath("page.html").read_text(encoding="utf-8"))
+
+
+def exposition(samples: Iterable[Sample]) -> str:
+    """Return metrics in the text format of Prometheus; of equal names and labels the last value counts."""
+    lines: dict[str, dict[str, float]] = {}
+    for name, labels, value in samples:
+        shown = ",".join(f'{label}="{_escaped(words)}"' for label, words in labels.items())
+        lines.setdefault(name, {})[shown] = value
+    text = ""
+    for name, values in lines.items():
+        text += f"# TYPE colab_swarm_{name} {'counter' if name.endswith('_total') else 'gauge'}\n"
+        text += "".join(
+            f"colab_swarm_{name}{{{shown}}} {float(value)!r}\n" for shown, value in values.items()
+        )
+    return text
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from colab_swarm.markup import Sample, aligned, bandwidth, count, duration, milliseconds, plain, size, text
+from colab_swarm.markup import aligned, bandwidth, count, duration, milliseconds, plain, size, text
 from colab_swarm.notebook import theme
+from colab_swarm.notebook.page import Sample
 from colab_swarm.notebook.theme import MAX_CHARS, Document
 from colab_swarm.snapshot import ContributionRow, KeptModel, PeerRow, SessionTime, SwarmSnapshot
 
