@@ -27,6 +27,7 @@ Sample: TypeAlias = tuple[str, Mapping[str, str], float]
 """Name, labels and value of a metric; names of counters end in ``_total``."""
 FRESH_S = 1.0
 ANSWERS_PER_S = 100  # for one visitor; see `colab_swarm.net.addresses`
+IDLE_S = 75.0  # time limit for a silent connection, and for the head of a request
 PATHS = ("/", "/live", "/metrics", "/status.json")
 SCRIPT = """
 const live = document.getElementById("live"), lost = document.getElementById("lost");
@@ -89,7 +90,7 @@ class StatusPage(Generic[S]):
         """
         app = web.Application(client_max_size=1024)
         app.add_routes(self.routes)
-        self._runner, self.url = await listen(app, host, port)
+        self._runner, self.url = await listen(app, host, port, keepalive_timeout=IDLE_S)
 
     async def close(self) -> None:
         """Stop listening. Idempotent."""

@@ -149,3 +149,16 @@ async def test_a_port_that_is_taken_is_an_error() -> None:
         with pytest.raises(OSError):
             await other.start("127.0.0.1", int(scene.page.url.rstrip("/").rpartition(":")[2]))
         await other.close()
+
+
+@pytest.mark.real_time
+@pytest.mark.parametrize("sent", [b"", b"GET / HT"])
+async def test_a_silent_visitor_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr("colab_swarm.notebook.page.IDLE_S", 0.05)
+    async with served() as scene:
+        port = int(scene.page.url.rstrip("/").rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        async with asyncio.timeout(10):
+            assert await reader.read() == b""
+        writer.close()
