@@ -36,6 +36,7 @@ from colab_swarm.averaging.group import (
 )
 from colab_swarm.averaging.strategy import adaptive_shares
 from colab_swarm.errors import PeerError
+from colab_swarm.net.left_out import LeftOut
 from colab_swarm.net.peers import Contact, Message, PeerId, Peers, Refusal, Role, Stream, short
 
 logger = logging.getLogger(__name__)
@@ -45,35 +46,11 @@ Handler = Callable[..., Awaitable[Any]]
 REFUSALS_S = 60.0
 """An honest refusal ends with the round that runs without us; one step is not refused for longer."""
 SKIPPED_S = 1800.0
+"""How long an organizer is left out that sent an invalid group or kept refusing."""
+MAX_REFUSALS = 256
 REMEMBERED_GROUPS = 4
 REMEMBERED_S = 180.0
 RETRY_S = 0.25
-
-
-class SkippedOrganizers:
-    """Organizers that this peer leaves out for a while, because they sent invalid groups or kept refusing."""
-
-    def __init__(self) -> None:
-        self._until: dict[PeerId, float] = {}
-        self._refused: dict[PeerId, tuple[int, float]] = {}  # step, and since when
-
-    def skip(self, peer: PeerId, *, now: float) -> None:
-        """Leave the peer out for `SKIPPED_S`."""
-        self._until[peer] = now + SKIPPED_S
-
-    def skipped(self, peer: PeerId, *, now: float) -> bool:
-        """Return True if the peer is left out now."""
-        return self._until.get(peer, now) > now
-
-    def on_refusal(self, peer: PeerId, step: int, *, now: float) -> bool:
-        """Count a refusal of ``step``; returns True if the peer refused it for too long and is now left out."""
-        if self._refused.get(peer, (None, now))[0] != step:
-            self._refused[peer] = (step, now)
-        if now - self._refused[peer][1] < REFUSALS_S:
-            return False
-        del self._refused[peer]
-        self.skip(peer, now=now)
-        return True
 
 
 class PrefixRouter:
@@ -205,7 +182,8 @@ class Matchmaker:
         self._settings = settings or GroupFormationSettings()
         self._groups: dict[tuple[int, bytes], tuple[Group, float]] = {}  # and since when
         self._own_rounds: dict[tuple[int, bytes], _OwnRound] = {}
-        self._organizers = SkippedOrganizers()
+        self._left_out = LeftOut[PeerId](SKIPPED_S, SKIPPED_S)  # organizers
+        self._refused: dict[PeerId, tuple[int, float]] = {}  # step, and since when
         self._answered_at = float("-inf")  # by any organizer but this peer
         self._stop_listening = self._peers.on_lost(self._on_lost)
         router.serve(prefix, JoinRound, self._serve_join, Role.REDUCER)
@@ -272,9 +250,7 @@ class Matchmaker:
         if joined is None:
             return None
         if refusal := self._refusal(joined, ticket):
-            if organizer != self._peers.id and self._organizers.on_refusal(
-                organizer, ticket.step, now=_now()
-            ):
+            if organizer != self._peers.id and self._keeps_refusing(organizer, ticket.step):
                 logger.warning("%s keeps refusing step %d and is left out", short(organizer), ticket.step)
                 return None
             raise RoundRefused(refusal[0], f"{short(organizer)}: {refusal[1]}")
@@ -294,7 +270,7 @@ class Matchmaker:
                 joined.group.check()
         except ValueError as error:
             logger.warning("%s sent an invalid group and is left out: %s", short(organizer), error)
-            self._organizers.skip(organizer, now=_now())
+            self._left_out.fail(organizer, _now())
             return None
         except PeerError as error:
             logger.debug("organizer %s of step %d failed: %s", short(organizer), ticket.step, error)
@@ -332,7 +308,20 @@ class Matchmaker:
         return None
 
     def _skipped(self, peer: PeerId) -> bool:
-        return self._organizers.skipped(peer, now=_now())
+        return self._left_out.holds(peer, _now())
+
+    def _keeps_refusing(self, organizer: PeerId, step: int) -> bool:
+        """Count a refusal of ``step``; returns True if the organizer refused it for too long and is now left out."""
+        now = _now()
+        if self._refused.get(organizer, (None, now))[0] != step:
+            self._refused[organizer] = step, now
+            while len(self._refused) > MAX_REFUSALS:
+                del self._refused[next(iter(self._refused))]
+        if now - self._refused[organizer][1] < REFUSALS_S:
+            return False
+        del self._refused[organizer]
+        self._left_out.fail(organizer, now)
+        return True
 
     def _remember(self, group: Group) -> None:
         if group.index_of(self._peers.id) is None:  # only its members know whether it still stands

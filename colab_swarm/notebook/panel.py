@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from colab_swarm.notebook import rounds, swarm_map, views
+from colab_swarm.notebook import rounds, views
 from colab_swarm.notebook.platforms import has_frontend
 from colab_swarm.notebook.theme import Document
 from colab_swarm.snapshot import SwarmSnapshot
@@ -70,7 +70,7 @@ SWARM: Views[SwarmSnapshot] = Views(
     first="swarm",
     pages={
         "rounds": Page(rounds.draw, slider=("rounds back", rounds.RECENT - 1)),
-        "map": Page(swarm_map.draw),
+        "map": Page(views.draw_map),
     },
     paused=lambda snapshot: snapshot.paused,
     stops=True,

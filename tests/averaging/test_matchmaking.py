@@ -16,7 +16,7 @@ from colab_swarm.averaging.group import (
     Ticket,
     rank,
 )
-from colab_swarm.averaging.matchmaking import REMEMBERED_S, Matchmaker, PrefixRouter
+from colab_swarm.averaging.matchmaking import REFUSALS_S, REMEMBERED_S, Matchmaker, PrefixRouter
 from colab_swarm.errors import CallRefused
 from colab_swarm.net.peers import Message, PeerId, Role
 from colab_swarm.sim import LAN, SimNetwork, SimPeers
@@ -317,6 +317,14 @@ async def test_an_organizer_that_keeps_refusing_is_left_out(reason: RefusalReaso
     groups = await asyncio.gather(*map(insist, honest))
     assert refusals and {len(group.members) for group in groups} == {2}
     assert 60 <= asyncio.get_running_loop().time() < 70
+
+
+async def test_refusing_each_step_once_is_honest() -> None:
+    matchmaker, organizer = Town(1).trainers[0].matchmaker, PeerId(bytes(32))
+    for step in range(5):
+        assert not matchmaker._keeps_refusing(organizer, step)
+        await asyncio.sleep(REFUSALS_S)
+    assert not matchmaker._skipped(organizer)
 
 
 async def test_contributing_needs_the_role_of_a_worker() -> None:
