@@ -11,7 +11,6 @@ BEGIN, END = "<!-- map -->", "<!-- end of map -->"
 
 
 def first_line(path: Path) -> str:
-    """The first sentence of a module's docstring."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return " ".join(text.partition("\n\n")[0].split()).replace("|", "/")
 
@@ -31,7 +30,6 @@ def drawn() -> str:
 
 
 def page() -> str:
-    """The whole page with a fresh map."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     return f"{before}{BEGIN}\n\n{drawn()}\n\n{END}{rest.partition(END)[2]}"
 

@@ -41,7 +41,6 @@ class Outcome:
         return (total / sum(weights)).astype(np.float32)
 
     def assert_equal_vectors(self) -> Floats:
-        """All survivors hold the same bits; returns them."""
         first, *others = self.vectors.values()
         assert all(np.array_equal(first.view(np.uint32), other.view(np.uint32)) for other in others)
         return first

@@ -21,7 +21,6 @@ ONES = np.ones(10, np.float32)
 
 
 def some(share: float, seed: int) -> Callable[[str, int], bool]:
-    """Who fails in which round: this share of all, at random."""
     return lambda name, round_: random.Random(f"{seed} {name} {round_}").random() < share
 
 

@@ -311,7 +311,6 @@ def test_one_liar_of_two_does_not_make_the_median() -> None:
 
 
 def loads(shares: Sequence[float]) -> list[float]:
-    """What each of so many peers sends in a round, in vectors."""
     parts = [share / sum(shares) for share in shares]
     return [(1 - part) + part * (len(parts) - 1) for part in parts]
 

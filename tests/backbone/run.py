@@ -29,7 +29,6 @@ class Scene:
         self.backbone: Backbone | None = None
 
     def keep(self, swarm: Swarm, seconds: float) -> Backbone:
-        """Be the backbone for ``seconds`` of virtual time."""
         return swarm.runtime.call(self._keep(swarm, seconds))
 
     async def _keep(self, swarm: Swarm, seconds: float) -> Backbone:

@@ -63,9 +63,7 @@ class ClassicNotebook:
         return output
 
     def wait_output(self, text: str) -> None:
-        """Wait until ``text`` stands under some cell."""
         self.page.locator(".output_area", has_text=text).first.wait_for(timeout=30_000)
 
     def click(self, button: str) -> None:
-        """Press a button of a widget."""
         self.page.click(f'button:has-text("{button}")')

@@ -53,7 +53,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 @pytest.fixture
 def lab(server: Lab, artifacts: Path) -> Iterator[Lab]:
-    """A JupyterLab without kernels."""
     yield server
     server.end_kernels()
     (artifacts / "server.log").write_bytes(server.log.read_bytes())

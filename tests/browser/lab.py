@@ -76,7 +76,6 @@ class Server:
                 time.sleep(0.1)
 
     def close(self) -> None:
-        """End the server and its kernels."""
         os.killpg(self.process.pid, signal.SIGTERM)
         self.process.wait(20)
 
@@ -92,7 +91,6 @@ class Lab(Server):
         super().__init__(folder, command, _settings(folder), self.notebooks)
 
     def end_kernels(self) -> None:
-        """End all kernels, and with them what notebooks run."""
         for session in json.loads(self.ask("api/sessions")):
             self.ask(f"api/sessions/{session['id']}", "DELETE")
 
@@ -203,38 +201,30 @@ class Notebook:
         return self.output(cell)
 
     def output(self, cell: int) -> str:
-        """What stands under a cell now."""
         return "\n".join(
             self.page.locator(f"{CELL} >> nth={cell} >> .jp-OutputArea-output").all_inner_texts()
         )
 
     def wait_output(self, text: str | re.Pattern[str]) -> None:
-        """Wait until ``text`` stands under some cell."""
         self.page.locator(".jp-OutputArea-output", has_text=text).first.wait_for(timeout=30_000)
 
     def click(self, button: str) -> None:
-        """Press a button of a widget."""
         self.page.click(f'button.jupyter-button:has-text("{button}")')
 
     def wait_button(self, text: str) -> None:
-        """Wait until a button of a widget says ``text``."""
         self.page.locator("button.jupyter-button", has_text=text).first.wait_for(timeout=30_000)
 
     def interrupt(self) -> None:
-        """Press the stop button of the toolbar."""
         self.page.click('jp-button[data-command="notebook:interrupt-kernel"]')
 
     def save(self) -> None:
-        """Write the notebook to its file."""
         self.page.keyboard.press("Control+s")
         self.page.wait_for_selector(".jp-mod-dirty", state="detached")
 
     def reload(self) -> None:
-        """Reload the page, as a reader does after closing the tab."""
         self.page.reload()
         self.wait_idle()
 
     def restart(self) -> None:
-        """Press the restart button and confirm."""
         self.page.click('jp-button[data-command="notebook:restart-kernel"]')
         self.page.click(".jp-Dialog .jp-mod-accept")

@@ -116,7 +116,6 @@ def texts(page: Any, selector: str) -> list[Text]:
 
 
 def pale(found: list[Text]) -> list[str]:
-    """Texts that are hard to tell from what is behind them."""
     return [f"{one.text}: {one.contrast:.2f}" for one in found if one.contrast < MIN_CONTRAST]
 
 

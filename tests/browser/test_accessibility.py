@@ -126,7 +126,6 @@ def test_a_view_can_be_read_on_narrow_pages_in_both_themes(
 
 @pytest.fixture(params=["Light", pytest.param("Dark", marks=pytest.mark.ordeal)])
 def themed(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Lab]:
-    """JupyterLab in one of its themes."""
     lab.choose("apputils-extension:themes", {"theme": f"JupyterLab {request.param}"})
     yield lab
     lab.choose("apputils-extension:themes", {})

@@ -14,7 +14,6 @@ TARGET = bytes(32)
 
 
 def near(number: int) -> Contact:
-    """The peer at this distance of the target."""
     return Contact(PeerId(number.to_bytes(32, "big")), ("sim://x",))
 
 

@@ -14,12 +14,10 @@ ME = PeerId(bytes(32))
 
 
 def contact(number: int) -> Contact:
-    """A peer whose id begins with ``number`` (16 bits)."""
     return Contact(PeerId(number.to_bytes(2, "big") + bytes(30)), (f"sim://{number}",))
 
 
 def far(number: int) -> Contact:
-    """One of many peers in the farthest bucket."""
     return contact(0x8000 + number)
 
 

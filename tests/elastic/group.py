@@ -24,7 +24,6 @@ def join_group(swarm: Swarm, net: torch.nn.Module, peers: int, **options: Any) -
 
 
 def rows_of(member: int, peers: int) -> slice:
-    """A member's part of a batch; all have equally many rows."""
     each = BATCH // peers
     return slice(member * each, (member + 1) * each)
 

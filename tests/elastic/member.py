@@ -25,7 +25,6 @@ SCHEDULER = CrashTolerant(1, 20.0)
 
 
 def network() -> torch.nn.Sequential:
-    """Large enough for several buckets."""
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64))
 

@@ -22,7 +22,6 @@ class Full:
         self.buckets = Buckets(self.parameters, most=most, on_full=lambda *item: self.full_ones.append(item))
 
     def expected(self) -> Floats:
-        """The gradients from last to first."""
         return torch.cat([one.grad.flatten().float() for one in reversed(self.parameters)]).numpy()
 
 

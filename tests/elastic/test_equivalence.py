@@ -62,7 +62,6 @@ def elastic(scheduler: Callable[[], Scheduler], **more: object) -> Emulation:
 
 
 def jitter(sender: int, receiver: int, step: int, bucket: int) -> float:
-    """Up to two backward passes late, by a fixed pattern."""
     return (7 * sender + 5 * receiver + 3 * step + bucket) % 9 / 4
 
 

@@ -35,7 +35,6 @@ def noisy_quadratic(peer: int, step: int, parameters: Floats) -> Floats:
 
 
 def late(sender: int, receiver: int, step: int, bucket: int) -> float:
-    """Exponential, with a mean of a backward pass."""
     return random.Random(f"{sender} {receiver} {step} {bucket}").expovariate(1)
 
 

@@ -82,7 +82,6 @@ class Run:
 
 
 def train(hosting: ExpertHosting, steps: int = 1) -> None:
-    """Let every expert take steps, as calls of trainers would."""
     for expert in hosting.experts.values():
         for _ in range(steps):
             expert.backward(torch.rand(2, 4), torch.rand(2, 4))

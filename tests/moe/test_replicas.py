@@ -54,7 +54,6 @@ class Scene:
         return next(name for name, member in self.members.items() if member.peers.id == peer)
 
     def holders(self, step: int) -> set[str]:
-        """Return the peers that have the save of a step on disk."""
         return {name for name, m in self.members.items() if any(s.step == step for s in shelf_of(m).saves())}
 
     def crash(self, name: str) -> None:

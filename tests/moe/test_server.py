@@ -50,7 +50,6 @@ def info(host: Node, uid: str = "ffn.0", shape: tuple[int, ...] = (DIM,)) -> Exp
 
 
 def here(one: Expert, *tensors: Floats) -> Floats:
-    """Return the answer of an expert in this process."""
     function = one.backward if len(tensors) == 2 else one.forward
     return function(*map(torch.from_numpy, tensors)).numpy()
 
@@ -99,7 +98,6 @@ class Gate(nn.Module):
 
 
 async def occupied(gate: Gate, call: Any) -> asyncio.Task[Floats]:
-    """Start a call that keeps the device busy."""
     task = asyncio.create_task(call)
     await until(gate.entered.is_set)
     return task

@@ -25,30 +25,24 @@ class LabPeer:
 
     @property
     def id(self) -> str:
-        """In hex."""
         return str(self.contact[0])
 
     def look(self) -> list[str]:
-        """The addresses that the peer announces now."""
         self.contact = self.ask("reach")["contact"]
         return list(self.contact[1])
 
     def tell(self, command: str, *arguments: Any) -> None:
-        """Begin a command; its answers are lines of ``program``."""
         self.program.tell(json.dumps([command, *arguments]))
 
     def ask(self, command: str, *arguments: Any, timeout_s: float = 30.0) -> Any:
-        """The first answer to a command."""
         self.tell(command, *arguments)
         return self.program.line(timeout_s)
 
     def leave(self) -> None:
-        """Leave the run in good order, in the background."""
         assert self.program.process.stdin is not None
         self.program.process.stdin.close()
 
     def send(self, other: LabPeer, size: int, *, timeout_s: float = 60.0) -> Any:
-        """The outcome of sending a tensor of ``size`` bytes."""
         answer = self.ask("send", other.contact, size, timeout_s=timeout_s)
         return self.program.line(timeout_s) if "half" in answer else answer
 
@@ -60,7 +54,6 @@ def create(lab: Lab, host: str, **options: Any) -> LabPeer:
 
 
 def join(lab: Lab, invite: str, *hosts: str, **options: Any) -> list[LabPeer]:
-    """Join the run from each of the hosts, all at once."""
     options_json = json.dumps({"lan": False, **options})
     programs = [lab.python(host, "tests.netlab.peer", "join", invite, options_json) for host in hosts]
     return [LabPeer(program) for program in programs]

@@ -113,7 +113,6 @@ class Program:
         return json.loads(line)
 
     def tell(self, line: str) -> None:
-        """Write a line to its stdin."""
         assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
@@ -148,11 +147,9 @@ class Lab:
             self._addresses |= {host: f"10.{k}.0.{n}" for n, host in enumerate(site.hosts, 2)}
 
     def address(self, host: str) -> str:
-        """The host's own IPv4 address, private behind a NAT."""
         return self._addresses[host]
 
     def outside(self, host: str) -> str:
-        """The address under which the internet sees the host."""
         router = next((name for name, site in self._sites.items() if host in site.hosts), host)
         return self._wans[router]
 
@@ -166,7 +163,6 @@ class Lab:
         return self._programs[-1]
 
     def python(self, host: str, module: str, *arguments: object) -> Program:
-        """Start a Python module there."""
         return self.run(host, [sys.executable, "-m", module, *map(str, arguments)])
 
     def __enter__(self) -> Self:

@@ -30,7 +30,6 @@ PUNCHED |= {frozenset(("cone", "random")), frozenset(("neighbour",))}
 
 
 def expected_way(pair: tuple[str, str]) -> str:
-    """How the two are linked, whichever end dials."""
     if "public" in pair:
         return "relayed" if "strict" in pair else "direct"
     return "punched" if frozenset(pair) in PUNCHED else "relayed"
@@ -55,7 +54,6 @@ class Met:
 
 
 def meet(asking: LabPeer, asked: LabPeer, way: str) -> Met:
-    """Link the two and wait until the link runs that way."""
     answer = asking.ask("path", asked.contact, way, PUNCH_TIMEOUT_S, timeout_s=PUNCH_TIMEOUT_S + 10)
     assert "error" not in answer, answer
     return Met(answer["path"].split()[0], answer["linked_s"], answer["seconds"])

@@ -57,12 +57,10 @@ async def take(opening: Piece, stream: Stream) -> None:
 
 
 async def echo(peer: PeerId, message: Echo) -> Echo:
-    """Say the same."""
     return message
 
 
 def tensor(size: int) -> npt.NDArray[np.float32]:
-    """Always the same one of ``size`` bytes."""
     return np.random.default_rng(size).standard_normal(size // 4, dtype=np.float32)
 
 
@@ -95,7 +93,6 @@ async def path(node: Node, peer: PeerId, way: str, seconds: float) -> dict[str, 
 
 
 async def call(node: Node, peer: PeerId, seconds: float) -> dict[str, Any]:
-    """Call the peer."""
     began_at = time.monotonic()
     await node.call(peer, Echo("hello"), Echo, timeout_s=seconds)
     return {"path": str(node.path_to(peer)), "seconds": time.monotonic() - began_at}
@@ -127,7 +124,6 @@ def tell(fact: dict[str, Any]) -> None:
 
 
 def state(swarm: cs.Swarm) -> dict[str, Any]:
-    """How others reach this peer."""
     contact = (swarm.id.hex(), swarm.contact.addresses)
     return {"contact": contact, "reach": str(swarm.reachability), "why": swarm.reachability.explain()}
 

@@ -18,7 +18,6 @@ _SO_RCVBUFFORCE = 33
 
 
 def keep(capture: socket.socket, packets: list[bytes]) -> None:
-    """Until the program ends."""
     while True:
         packets.append(capture.recv(LONGEST_BYTES))
 

@@ -33,7 +33,6 @@ with socket.create_server(("", int(sys.argv[1]))) as server:
 
 
 def tell(lab: Lab, host: str, port: int) -> None:
-    """A server that reports to its callers how it sees them."""
     assert lab.run(host, [sys.executable, "-c", TELL, str(port)]).line() == "ready"
 
 

@@ -24,7 +24,6 @@ def wait_relays(peer: LabPeer, relays: set[str]) -> None:
 
 
 def relay_of(answer: dict[str, Any], relays: list[LabPeer]) -> LabPeer:
-    """Who carries the link, by the path that an answer tells."""
     return next(relay for relay in relays if relay.id.startswith(answer["path"].removeprefix("relayed by ")))
 
 

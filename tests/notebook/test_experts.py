@@ -30,7 +30,6 @@ SNAPSHOT = ExpertsSnapshot(LISTING, 4.0, SERVED)
 
 
 def full(*sides: int, share: float = 0.0) -> ExpertsListing:
-    """All places of a grid live, at alice."""
     grid = Grid("ffn", sides)
     return ExpertsListing(grid, tuple(live(grid.uid(i), share) for i in grid))
 

@@ -25,10 +25,7 @@ def peer(name: str, state: str, step: int = 0, samples: float = 0.0, loss: float
     return PeerRow(name, "", state, step, 8.0, samples, None, me=False, loss=loss)
 
 
-PEERS = (
-    peer("alice", "training", 4, 64.0, 0.5),
-    peer("<b>bob", "crashed", loss=float("nan")),
-)
+PEERS = (peer("alice", "training", 4, 64.0, 0.5), peer("<b>bob", "crashed", loss=float("nan")))
 STORY = ("  20.0 s  bob crashes",)
 LESSON_NOW = SimulationSnapshot(61.0, "home", PEERS, STORY, ("90 s: x",), "playing", 10.0)
 

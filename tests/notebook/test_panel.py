@@ -25,7 +25,6 @@ LEFT = dataclasses.replace(SNAPSHOT, state="left")
 
 
 def steps(last: SwarmSnapshot = LEFT, *, count: int = 3) -> Callable[[], SwarmSnapshot]:
-    """Read step 1, 2 …, and ``last`` from then on."""
     numbered = (dataclasses.replace(SNAPSHOT, step=step) for step in range(1, count + 1))
     snapshots = itertools.chain(numbered, itertools.repeat(last))
     return lambda: next(snapshots)
@@ -36,7 +35,6 @@ def nothing() -> None:
 
 
 def everything(snapshot: SwarmSnapshot) -> str:
-    """All pages as text."""
     pages = (draw(snapshot).text(), rounds.draw(snapshot).text(), draw_map(snapshot).text())
     return "\n\n".join(pages)
 

@@ -99,7 +99,6 @@ class Trial:
 
     @property
     def near(self) -> bool:
-        """Whether it went as predicted."""
         predicted, happened = self.before, (self.step_s, self.samples_per_s)
         return (predicted.step_s, predicted.samples_per_s) == pytest.approx(happened, rel=NEAR)
 

@@ -53,7 +53,6 @@ def test_text_shows_the_facts_line_by_line() -> None:
 
 
 def words(snapshot: SwarmSnapshot) -> str:
-    """What a reader of the page reads."""
     return " ".join(" ".join(parsed(draw(snapshot).html()).itertext()).split())
 
 

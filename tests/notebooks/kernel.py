@@ -65,7 +65,6 @@ class Kernel:
         raise CellFailed(f"not at step {step} after {TRIES} runs of the cell")
 
     def run_all(self, **form: object) -> list[str]:
-        """Run the cells that are left."""
         return [self.run(**form) for _ in self._cells[self.next :]]
 
 

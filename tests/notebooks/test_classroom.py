@@ -14,20 +14,17 @@ STEPS, TRIES = 15, 12
 
 
 def come_in(kernel: Kernel, **form: object) -> str:
-    """Run the notebook until the name is known."""
     kernel.run()
     kernel.run(**form)
     return kernel.run().splitlines()[-1]
 
 
 def percent(shown: str) -> int:
-    """Of the digits that this notebook does not have."""
     (share,) = re.findall(r"all others: (\d+)%", shown)
     return int(share)
 
 
 def all_at_once(kernels: list[Kernel], **form: object) -> list[str]:
-    """Run the next cell of each."""
     with ThreadPoolExecutor(len(kernels)) as pool:
         return list(pool.map(lambda kernel: kernel.run(**form), kernels))
 

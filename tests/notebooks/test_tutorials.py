@@ -39,7 +39,6 @@ NOT_COMPARED = {
 
 
 def outputs(notebook: Any) -> str:
-    """All that the cells have printed and shown."""
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     return "\n".join("".join(text) for cell in cells for output in cell["outputs"] for text in _texts(output))
 
@@ -112,7 +111,6 @@ def test_a_tutorial_has_no_trace_of_widgets_and_versions(tutorial: Any) -> None:
 
 
 def is_compared(cell: Any) -> bool:
-    """Whether nbval compares what the cell shows."""
     tagged = "nbval-ignore-output" in cell["metadata"].get("tags", [])
     return not (tagged or any("NBVAL_IGNORE_OUTPUT" in line for line in cell["source"]))
 

@@ -9,5 +9,4 @@ from tests.recipes.test_text import read
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """That of `albert("tiny")`."""
     return train_tokenizer(read("python-docs"), vocabulary=2000)

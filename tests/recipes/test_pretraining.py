@@ -20,7 +20,6 @@ def batches(
 
 
 def original(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The input before it was masked."""
     return batch["input_ids"].where(batch["labels"] == IGNORED, batch["labels"])
 
 

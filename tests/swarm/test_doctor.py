@@ -49,7 +49,6 @@ BATCHES = itertools.repeat({"x": torch.ones(4, 8)})
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests want no internet, and do not wait for it."""
     monkeypatch.setattr(module, "internet", lambda: False)
 
 

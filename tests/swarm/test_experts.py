@@ -27,7 +27,6 @@ def alice() -> Iterator[Swarm]:
 
 
 def batches(count: int) -> list[tuple[Tensor, Tensor]]:
-    """Which of four corners a point is nearest to."""
     torch.manual_seed(0)
     inputs = torch.randn(count, 16, DIM)
     return [(x, (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()) for x in inputs]

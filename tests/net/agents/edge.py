@@ -6,7 +6,6 @@ import asyncio
 
 
 async def read_head(reader: asyncio.StreamReader) -> bytes:
-    """A request or answer up to its empty line."""
     return await reader.readuntil(b"\r\n\r\n")
 
 
