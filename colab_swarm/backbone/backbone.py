@@ -37,7 +37,9 @@ class Backbone:
 
     def __init__(self, swarm: Swarm, file: RunFile, *, hub_token: str | None = None) -> None:
         self._swarm, self._file, self._since = swarm, file, time.time()
-        self.assistant = Assistant(swarm.services, swarm.run_id, name=file.peer_name, stored=self._stored)
+        self.assistant = Assistant(
+            swarm.runtime, swarm.services, swarm.run_id, name=file.peer_name, stored=self._stored
+        )
         self.dashboard = DashboardServer(self.view)
         self.keepers: dict[str, Keeper] = {}
         for one in file.collaborations:
@@ -74,7 +76,7 @@ class Backbone:
         for keeper in self.keepers.values():
             await keeper.stop()
         try:
-            await self.assistant.stop()
+            await self.assistant.withdraw()
         except PeerError as error:
             logger.info("left without notice to other peers: %s", error)
 
@@ -104,7 +106,7 @@ def _collaboration(keeper: Keeper) -> CollaborationView:
         samples_per_s=sum(record.samples_per_s for record in trainers),
         trainers=len(trainers),
         catching_up=len(observer.trainers) - len(trainers),
-        assistants=len(observer.assistants.records),
+        assistants=len(observer.progress.assistants),
         points=tuple(observer.curve.points),
         peers=observer.peers(),
         checkpoints=keeper.vault.checkpoints,
