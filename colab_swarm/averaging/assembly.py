@@ -81,7 +81,7 @@ class Assembly:
         self._peers, self._dht = router.peers, dht
         self._prefix, self._window_s, self._timeout_s = prefix, window_s, timeout_s
         self._size, self._terms = settings.size, terms
-        self._lineage = hashlib.sha256(terms.encode()).digest()[:16]
+        self._lineage = hashlib.sha256(terms.encode()).digest()[:16] if terms else b""
         self._matchmaker = Matchmaker(
             router,
             prefix,
