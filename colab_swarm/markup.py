@@ -1,80 +1,17 @@
-"""Pieces of web pages, and the text format of Prometheus. Pure functions.
-
-A page refreshes the answer of ``/live`` every three seconds; the browser may do nothing else.
-"""
+"""Texts for people: bounded, escaped, with units; and the small tables of `_repr_html_`. Pure functions."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import html
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from functools import cache, partial
-from importlib.resources import files
-from string import Template
+from functools import partial
 from typing import Any, TypeAlias
 
 Rows: TypeAlias = Sequence[Sequence[str]]
-Labels: TypeAlias = tuple[tuple[str, str], ...]
-Metric: TypeAlias = tuple[str, str, Mapping[Labels, float]]
-"""Name, kind (``gauge`` or ``counter``), and value by labels."""
 MAX_FACT_ROWS = 20
 CELL = "text-align:left;padding:1px 14px 1px 0;font-weight:normal"
-SCRIPT = """
-const live = document.getElementById("live"), lost = document.getElementById("lost");
-setInterval(async () => {
-  try {
-    const answer = await fetch("live", {signal: AbortSignal.timeout(5000)});
-    if (answer.ok) live.innerHTML = await answer.text();
-    lost.style.display = answer.ok || answer.status == 429 ? "none" : "block";
-  } catch { lost.style.display = "block"; }
-}, 3000);
-"""
-
-
-def page(title: str, live: str, *, lost: str, style: str = "") -> str:
-    """Return a whole page.
-
-    Args:
-        title: escaped.
-        live: HTML of the part that changes.
-        lost: shown while the server does not answer.
-        style: CSS of this page only.
-    """
-    return _template().substitute(title=title, live=live, lost=lost, style=style, script=SCRIPT)
-
-
-@cache
-def _template() -> Template:
-    return Template(files("colab_swarm").joinpath("page.html").read_text(encoding="utf-8"))
-
-
-def content_security_policy() -> str:
-    """Return the header that lets a page run its one script and fetch from its own server, and no more."""
-    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    allowed = "style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action 'none'"
-    return f"default-src 'none'; script-src 'sha256-{digest}'; frame-ancestors 'none'; {allowed}"
-
-
-def card(title: str, inside: str) -> str:
-    """Return a box with a title; both are HTML."""
-    return f'<div class="card"><h3>{title}</h3>{inside}</div>'
-
-
-def tiles(figures: Mapping[str, str]) -> str:
-    """Return a row of figures by name; both are HTML."""
-    return f'<div class="tiles">{"".join(card(name, f"<b>{value}</b>") for name, value in figures.items())}</div>'
-
-
-def table(columns: Sequence[str], rows: Rows) -> str:
-    """Return a table; cells are HTML."""
-    if not rows:
-        return '<p class="soft">None yet.</p>'
-    head = "".join(f"<th>{column}</th>" for column in columns)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
 
 
 def aligned(rows: Rows) -> list[str]:
@@ -128,11 +65,6 @@ def name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def legend(keys: Iterable[tuple[str, str]]) -> str:
-    """Return names, each after a square of its CSS class."""
-    return "".join(f'<span class="key {kind}"></span>{name}' for name, kind in keys)
-
-
 def plain(words: str, limit: int = 200) -> str:
     """Return at most ``limit`` printable characters, which cannot control a terminal."""
     printable = words[: limit + 1]
@@ -181,18 +113,3 @@ def size(size_bytes: float) -> str:
             return f"{size_bytes:.3g} {unit}"
         size_bytes /= 1000
     return f"{size_bytes:,.1f} TB"
-
-
-def exposition(metrics: Iterable[Metric]) -> str:
-    """Return metrics in the text format of Prometheus, one per line."""
-    lines = []
-    for name, kind, samples in metrics:
-        lines.append(f"# TYPE colab_swarm_{name} {kind}")
-        for labels, value in samples.items():
-            shown = ",".join(f'{label}="{_escaped(words)}"' for label, words in labels)
-            lines.append(f"colab_swarm_{name}{{{shown}}} {float(value)!r}")
-    return "\n".join(lines) + "\n"
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

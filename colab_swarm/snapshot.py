@@ -16,7 +16,7 @@ class PeerRow:
     Attributes:
         name: chosen by the peer; untrusted.
         id: short hex id.
-        role: trainer, idle, paused, catching up, assistant or peer.
+        role: trainer, idle, paused, catching up, assistant or peer; in a simulation the state of its work.
         step: its global step.
         samples_per_s: its speed.
         samples: accumulated towards the next step.
@@ -26,6 +26,7 @@ class PeerRow:
         connected: type of this peer's link to it: ``direct``, ``LAN``, ``punched``, ``relayed by
             1a2b3c4d``; empty without a link.
         upload_bps, download_bps: its bandwidth by its own report, bits per second; None if it reports none.
+        loss: of its last batches; None if unknown.
     """
 
     name: str
@@ -40,6 +41,7 @@ class PeerRow:
     connected: str = ""
     upload_bps: float | None = None
     download_bps: float | None = None
+    loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,32 @@ class SessionTime:
 
 
 @dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk."""
+
+    step: int  # global step
+    at: float  # seconds since the epoch
+    size_bytes: int  # of its file
+
+
+@dataclass(frozen=True)
+class KeptModel:
+    """A model whose checkpoints this peer keeps, as a backbone does.
+
+    Attributes:
+        checkpoints: on disk, the last saved one last.
+        standing_in: step of the checkpoint for late joiners, while no other peer trains; else None.
+        hub: state of the pushes to the Hub, in words; empty without pushes.
+        hub_failures: of all tries to push.
+    """
+
+    checkpoints: tuple[Checkpoint, ...]
+    standing_in: int | None = None
+    hub: str = ""
+    hub_failures: int = 0
+
+
+@dataclass(frozen=True)
 class SwarmSnapshot:
     """The swarm as this peer knows it.
 
@@ -102,6 +130,9 @@ class SwarmSnapshot:
         session: None if its limit is unknown.
         paused: whether the user has paused this peer's work.
         names: of peers by short id, those that left included.
+        model: name of the model that this peer follows without training it; empty if there is none.
+        kept: its checkpoints here; None if this peer keeps none.
+        at: when the snapshot was taken, seconds since the epoch; 0 if unknown.
     """
 
     run: str
@@ -128,6 +159,9 @@ class SwarmSnapshot:
     session: SessionTime | None = None
     paused: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
+    model: str = ""
+    kept: KeptModel | None = None
+    at: float = 0.0
 
 
 def _round(event: events.RoundFinished) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import signal
 from collections.abc import Generator
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 from colab_swarm.sim import run_virtual
 from tests.net.swarm import run
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 
 
 @pytest.hookimpl(wrapper=True)

@@ -36,6 +36,7 @@ from colab_swarm.averaging.group import (
 )
 from colab_swarm.averaging.strategy import adaptive_shares
 from colab_swarm.errors import PeerError
+from colab_swarm.net.left_out import LeftOut
 from colab_swarm.net.peers import Contact, Message, PeerId, Peers, Refusal, Role, Stream, short
 
 logger = logging.getLogger(__name__)
@@ -45,35 +46,11 @@ Handler = Callable[..., Awaitable[Any]]
 REFUSALS_S = 60.0
 """An honest refusal ends with the round that runs without us; one step is not refused for longer."""
 SKIPPED_S = 1800.0
+"""How long an organizer is left out that sent an invalid group or kept refusing."""
+MAX_REFUSALS = 256
 REMEMBERED_GROUPS = 4
 REMEMBERED_S = 180.0
 RETRY_S = 0.25
-
-
-class SkippedOrganizers:
-    """Organizers that this peer leaves out for a while, because they sent invalid groups or kept refusing."""
-
-    def __init__(self) -> None:
-        self._until: dict[PeerId, float] = {}
-        self._refused: dict[PeerId, tuple[int, float]] = {}  # step, and since when
-
-    def skip(self, peer: PeerId, *, now: float) -> None:
-        """Leave the peer out for `SKIPPED_S`."""
-        self._until[peer] = now + SKIPPED_S
-
-    def skipped(self, peer: PeerId, *, now: float) -> bool:
-        """Return True if the peer is left out now."""
-        return self._until.get(peer, now) > now
-
-    def on_refusal(self, peer: PeerId, step: int, *, now: float) -> bool:
-        """Count a refusal of ``step``; returns True if the peer refused it for too long and is now left out."""
-        if self._refused.get(peer, (None, now))[0] != step:
-            self._refused[peer] = (step, now)
-        if now - self._refused[peer][1] < REFUSALS_S:
-            return False
-        del self._refused[peer]
-        self.skip(peer, now=now)
-        return True
 
 
 class PrefixRouter:
@@ -206,7 +183,8 @@ class Matchmaker:
         self._groups: dict[tuple[int, bytes], tuple[Group, float]] = {}  # and since when
         self._own_rounds: dict[tuple[int, bytes], _OwnRound] = {}
         self._callers: dict[tuple[int, bytes], set[PeerId]] = {}  # of rounds that this peer joins
-        self._organizers = SkippedOrganizers()
+        self._left_out = LeftOut[PeerId](SKIPPED_S, SKIPPED_S)  # organizers
+        self._refused: dict[PeerId, tuple[int, float]] = {}  # step, and since when
         self._answered_at = float("-inf")  # by any organizer but this peer
         self._stop_listening = self._peers.on_lost(self._on_lost)
         router.reserve(prefix)
@@ -267,11 +245,7 @@ class Matchmaker:
     def _rank(self, step: int, candidates: Sequence[PeerId], *, alone: bool) -> list[PeerId]:
         """Return the organizers to try; this peer comes last, if ``alone``, where it cannot be dialled."""
         me = self._peers.contact
-        others = [
-            peer
-            for peer in candidates
-            if peer != me.id and not self._organizers.skipped(peer, now=loop_now())
-        ]
+        others = [peer for peer in candidates if peer != me.id and not self._skipped(peer)]
         reachable = [peer for peer in others if self._peers.contact_of(peer).addresses]
         if me.addresses:
             return rank(self._prefix, step, [*reachable, me.id])
@@ -283,18 +257,15 @@ class Matchmaker:
         if joined is None:
             return None
         if refusal := self._refusal(joined, ticket):
-            if organizer != self._peers.id and self._organizers.on_refusal(
-                organizer, ticket.terms.step, now=loop_now()
-            ):
-                logger.warning(
-                    "%s keeps refusing step %d and is left out", short(organizer), ticket.terms.step
-                )
+            step = ticket.terms.step
+            if organizer != self._peers.id and self._keeps_refusing(organizer, step):
+                logger.warning("%s keeps refusing step %d and is left out", short(organizer), step)
                 return None
             raise RoundRefused(refusal[0], f"{short(organizer)}: {refusal[1]}")
         other = joined.organizer
         if joined.group is not None or other is None:
             return joined.group
-        if hops <= 0 or other.id == self._peers.id or self._organizers.skipped(other.id, now=loop_now()):
+        if hops <= 0 or other.id == self._peers.id or self._skipped(other.id):
             return None
         self._peers.learn(other)
         return await self._ask(other.id, ticket, hops=hops - 1)
@@ -307,7 +278,7 @@ class Matchmaker:
                 joined.group.check()
         except ValueError as error:
             logger.warning("%s sent an invalid group and is left out: %s", short(organizer), error)
-            self._organizers.skip(organizer, now=loop_now())
+            self._left_out.fail(organizer, loop_now())
             return None
         except PeerError as error:
             logger.debug("organizer %s of step %d failed: %s", short(organizer), ticket.terms.step, error)
@@ -342,6 +313,22 @@ class Matchmaker:
         if group.terms != ticket.terms:
             return "resync", f"the group of step {ticket.terms.step} is of another lineage"
         return None
+
+    def _skipped(self, peer: PeerId) -> bool:
+        return self._left_out.holds(peer, loop_now())
+
+    def _keeps_refusing(self, organizer: PeerId, step: int) -> bool:
+        """Count a refusal of ``step``; returns True if the organizer refused it for too long and is now left out."""
+        now = loop_now()
+        if self._refused.get(organizer, (None, now))[0] != step:
+            self._refused[organizer] = step, now
+            while len(self._refused) > MAX_REFUSALS:
+                del self._refused[next(iter(self._refused))]
+        if now - self._refused[organizer][1] < REFUSALS_S:
+            return False
+        del self._refused[organizer]
+        self._left_out.fail(organizer, now)
+        return True
 
     def _remember(self, group: Group) -> None:
         if group.index_of(self._peers.id) is None:  # only its members know whether it still stands
@@ -475,7 +462,7 @@ class Matchmaker:
         contact, terms, group = self._peers.contact_of(peer), own.formation.terms, answer.group
         if group is not None and group.terms.key == terms.key:
             own.elsewhere = group
-        elif answer.ready_in_s is None or self._organizers.skipped(peer, now=loop_now()):
+        elif answer.ready_in_s is None or self._skipped(peer):
             own.formation.on_declined(peer)
         elif contact.addresses and rank(self._prefix, terms.step, [peer, self._peers.id])[0] == peer:
             own.elsewhere = contact

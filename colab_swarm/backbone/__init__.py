@@ -25,7 +25,7 @@ move the run's folder away.
 | relays | `colab_swarm.net.relay` |
 | saves checkpoints while there are trainers, serves the newest when there are none, pushes it to the Hub | `keeper` |
 | collects progress, losses and present peers | `observer` |
-| shows them: page, `/metrics` for Prometheus, `/api/run` as JSON | `web` |
+| shows them: page, `/metrics` for Prometheus, `/status.json` | `colab_swarm.notebook.page` |
 | connects all of these | `backbone` |
 
 The loss of a step is the median over the trainers, weighted by their speeds. No weight exceeds the median weight, so a

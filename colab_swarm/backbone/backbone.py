@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from colab_swarm.backbone.config import RunFile
 from colab_swarm.backbone.keeper import HubPush, Keeper
-from colab_swarm.backbone.web import CollaborationView, DashboardServer, View
 from colab_swarm.credentials import find_secret
 from colab_swarm.errors import PeerError
 from colab_swarm.notebook.invitation import Invitation
+from colab_swarm.notebook.page import StatusPage
+from colab_swarm.notebook.views import draw, metrics
+from colab_swarm.snapshot import SwarmSnapshot
 from colab_swarm.swarm.joining import create
+from colab_swarm.swarm.network import NetworkOptions
+from colab_swarm.swarm.overview import peer_rows
 from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.assistant import Assistant
-from colab_swarm.training.state import Snapshot
 
 logger = logging.getLogger(__name__)
+MAX_PEERS = 256  # in a snapshot
 
 
 class Backbone:
@@ -36,11 +41,11 @@ class Backbone:
     """
 
     def __init__(self, swarm: Swarm, file: RunFile, *, hub_token: str | None = None) -> None:
-        self._swarm, self._file, self._since = swarm, file, time.time()
+        self._swarm, self._file = swarm, file
         self.assistant = Assistant(
             swarm.runtime, swarm.services, swarm.run_id, name=file.peer_name, stored=self._stored
         )
-        self.dashboard = DashboardServer(self.view)
+        self.dashboard = status_page(self.snapshots)
         self.keepers: dict[str, Keeper] = {}
         for one in file.collaborations:
             prefix = f"{swarm.run_id}/{one.name}"
@@ -65,7 +70,7 @@ class Backbone:
             OSError: the dashboard's port is taken.
         """
         if self._file.dashboard.enabled:
-            await self.dashboard.start(self._file.dashboard)
+            await self.dashboard.start(self._file.dashboard.host, self._file.dashboard.port)
         await self.assistant.start()
         for keeper in self.keepers.values():
             keeper.start()
@@ -80,39 +85,36 @@ class Backbone:
         except PeerError as error:
             logger.info("left without notice to other peers: %s", error)
 
-    def view(self) -> View:
-        """Return the run as this peer knows it."""
-        peers = self._swarm.services.peers
-        total = peers.statistics()
-        return View(
-            run=self._swarm.run_id.rpartition("-")[0],
-            backbone=self._file.peer_name,
-            at=time.time(),
-            since=self._since,
-            reached=str(self._swarm.reachability),
-            linked=len(peers.linked()),
-            sent_bytes=total.sent_bytes,
-            received_bytes=total.received_bytes,
-            collaborations=tuple(map(_collaboration, self.keepers.values())),
+    def snapshots(self) -> tuple[SwarmSnapshot, ...]:
+        """Return the run as this peer knows it, once for each model."""
+        # the page may be public, and texts of faults name files
+        seen = replace(self._swarm.snapshot(), at=time.time(), log=(), rounds=())
+        return tuple(self._snapshot(keeper, seen) for keeper in self.keepers.values())
+
+    def _snapshot(self, keeper: Keeper, seen: SwarmSnapshot) -> SwarmSnapshot:
+        observer, branch = keeper.observer, keeper.observer.branch
+        records = observer.trainers, observer.progress.assistants
+        rows = peer_rows(self._swarm.services.peers, self._file.peer_name, *records)
+        return replace(
+            seen,
+            me=self._file.peer_name,
+            peers=rows[:MAX_PEERS],
+            step=branch.step if branch is not None else keeper.standing_in or 0,
+            samples_per_s=sum(row.samples_per_s for row in rows if row.role == "trainer"),
+            loss_history=tuple((point.step, point.loss) for point in observer.curve.points),
+            model=keeper.settings.name,
+            kept=keeper.kept(),
         )
 
 
-def _collaboration(keeper: Keeper) -> CollaborationView:
-    observer, hub, branch = keeper.observer, keeper.hub, keeper.observer.branch
-    trainers = [record for record in observer.trainers.values() if not record.syncing]
-    return CollaborationView(
-        name=keeper.settings.name,
-        step=branch.step if branch is not None else keeper.standing_in or 0,
-        samples_per_s=sum(record.samples_per_s for record in trainers),
-        trainers=len(trainers),
-        catching_up=len(observer.trainers) - len(trainers),
-        assistants=len(observer.progress.assistants),
-        points=tuple(observer.curve.points),
-        peers=observer.peers(),
-        checkpoints=keeper.vault.checkpoints,
-        standing_in=keeper.standing_in,
-        hub="" if hub is None else hub.state,
-        hub_failures=0 if hub is None else hub.failures,
+def status_page(look: Callable[[], tuple[SwarmSnapshot, ...]]) -> StatusPage[tuple[SwarmSnapshot, ...]]:
+    """Return the page of a backbone whose models ``look`` returns, at least one."""
+    return StatusPage(
+        look,
+        lambda models: models[0].run,
+        lambda models: [draw(model) for model in models],
+        lambda models: [sample for model in models for sample in metrics(model)],
+        host="backbone",
     )
 
 
@@ -126,8 +128,15 @@ class Served:
 
 
 @contextmanager
-def serve(file: RunFile, *, accept_terms: bool = False) -> Iterator[Served]:
-    """Start or continue the run of a ``run.toml`` until the block ends.
+def serve(
+    file: RunFile, options: NetworkOptions | None = None, *, accept_terms: bool = False
+) -> Iterator[Served]:
+    """Start or continue a run until the block ends.
+
+    Args:
+        file: the settings; without any model the peer only organizes, reduces and relays.
+        options: of the network; those of the file if None.
+        accept_terms: see `create`.
 
     Raises:
         ValueError: the folder belongs to another run, or a package that the file needs is not installed.
@@ -139,7 +148,7 @@ def serve(file: RunFile, *, accept_terms: bool = False) -> Iterator[Served]:
         access=file.access,
         allow=file.allowlist,
         peer_name=file.peer_name,
-        options=file.options,
+        options=options or file.options,
         accept_terms=accept_terms,
     ) as swarm:
         token = find_secret("HF_TOKEN") if any(one.repo for one in file.collaborations) else None

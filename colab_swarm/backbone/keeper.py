@@ -18,16 +18,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
 from colab_swarm.backbone.config import CollaborationFile, Forward
 from colab_swarm.backbone.observer import Observer
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import Fault
+from colab_swarm.snapshot import Checkpoint, KeptModel
+from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.statedict import StepFiles, read_tensors, write_tensors
 from colab_swarm.training.progress import Branch, ProgressRecord, progress_key
 from colab_swarm.training.settings import PeerServices
-from colab_swarm.training.state import Snapshot, download_state, snapshot_of, tensors_of
+from colab_swarm.training.state import download_state, snapshot_of, tensors_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,14 +52,6 @@ from huggingface_hub import hf_hub_download
 optimizer.load(hf_hub_download("{repo}", "{file}"))
 ```
 """
-
-
-class Checkpoint(msgspec.Struct, frozen=True):
-    """A checkpoint on disk."""
-
-    step: int  # global step
-    at: float  # seconds since the epoch
-    size_bytes: int  # of its file
 
 
 class Vault(StepFiles):
@@ -231,6 +223,12 @@ class Keeper:
         """Return the step of the checkpoint for late joiners, or None while there are trainers."""
         return None if self.stored is None else self.stored.manifest.step
 
+    def kept(self) -> KeptModel:
+        """Return what a page shows of the checkpoints."""
+        if self.hub is None:
+            return KeptModel(self.vault.checkpoints, self.standing_in)
+        return KeptModel(self.vault.checkpoints, self.standing_in, self.hub.state, self.hub.failures)
+
     def start(self) -> None:
         """Start to watch and save."""
         self._task = asyncio.create_task(self._keep(), name=f"keep {self._prefix}")
@@ -324,7 +322,7 @@ class Keeper:
         peers = self._services.peers
         record = ProgressRecord(
             step=snapshot.manifest.step,
-            lineage=snapshot.manifest.lineage,
+            lineage=snapshot.manifest.subject,
             samples=0.0,
             samples_per_s=0.0,
             syncing=False,

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from colab_swarm.backbone.config import Forward
-from colab_swarm.net.peers import PeerId, short
+from colab_swarm.net.peers import PeerId
 from colab_swarm.training.progress import (
     Branch,
     Progress,
@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 MAX_POINTS = 2000
 """Points in the curve; beyond that every other one is left out, but never of the newest quarter."""
 MAX_LOSS = 1e9
-MAX_PEERS, MAX_NAME_CHARS = 256, 40
 MAX_WAITING, FORWARD_S = 1000, 5.0
 RESUMED_BY = {"wandb": "id", "trackio": "name"}
 """The argument of ``init`` by which each tracker finds a run again after a restart."""
@@ -126,16 +125,6 @@ def weighted_median(weighted: Sequence[tuple[float, float]]) -> float:
         if so_far >= wanted:
             return value
     return values[-1][0]
-
-
-class PeerLine(msgspec.Struct, frozen=True):
-    """A peer that is present, as it last reported."""
-
-    name: str  # chosen by the peer; not to be trusted
-    id: str  # in hex
-    role: str  # trainer, catching up or assistant
-    step: int
-    samples_per_s: float
 
 
 class Forwarder:
@@ -243,15 +232,6 @@ class Observer:
         except OSError as error:
             logger.warning("%s could not be written: %s", self._file, error)
 
-    def peers(self) -> tuple[PeerLine, ...]:
-        """Return the present peers, trainers first."""
-        trainers = [
-            _line(peer, one.name, "catching up" if one.syncing else "trainer", one.step, one.samples_per_s)
-            for peer, one in self.trainers.items()
-        ]
-        assistants = self.progress.assistants.items()
-        return (*trainers, *(_line(peer, one.name, "assistant") for peer, one in assistants))[:MAX_PEERS]
-
     @property
     def trainers(self) -> dict[PeerId, ProgressRecord]:
         """Return the live records of all trainers, without this peer's own."""
@@ -281,7 +261,3 @@ def read_losses(path: Path) -> Iterator[LossPoint]:
                 yield msgspec.json.decode(line, type=LossPoint)
             except (msgspec.MsgspecError, UnicodeDecodeError):  # empty, or cut off
                 continue
-
-
-def _line(peer: PeerId, name: str, role: str, step: int = 0, samples_per_s: float = 0.0) -> PeerLine:
-    return PeerLine(name[:MAX_NAME_CHARS] or short(peer), peer.hex(), role, step, samples_per_s)

@@ -115,10 +115,12 @@ def plot(report: BenchReport, path: str) -> None:
     values = report.figures
     with drawn(path, (9, 3.4), 2) as (speeds, scaling):
         shares = [values["high_bandwidth_s"] / values[f"{name}_s"] for name in SETUPS]
-        speeds.barh(list(SETUPS), shares)
+        speeds.barh([name.replace("_", " ") for name in SETUPS], shares)
+        speeds.invert_yaxis()
         speeds.set_xlabel("speed, share of high bandwidth")
         for name in ("high_bandwidth", "load_balancing"):
             keys = [key for key in values if key.startswith(f"scaling_{name}_")]
             counts = [int(key.split("_")[-2]) for key in keys]
-            scaling.plot(counts, [values[key] for key in keys], "o-", label=name)
+            scaling.plot(counts, [values[key] for key in keys], "o-", label=name.replace("_", " "))
         scaling.set(xscale="log", yscale="log", xlabel="peers", ylabel="seconds per step")
+        scaling.set_xticks(counts, labels=map(str, counts))

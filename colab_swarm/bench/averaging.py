@@ -26,11 +26,11 @@ from colab_swarm.bench.harness import BenchReport, Crew, Parent, Worker, call_al
 from colab_swarm.bench.link import contact, start_node, where
 from colab_swarm.events import RoundFinished
 from colab_swarm.net.peers import Contact
+from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.collaboration import Collaboration
 from colab_swarm.training.progress import ProgressRecord, next_lineage
 from colab_swarm.training.settings import TrainingSettings
-from colab_swarm.training.state import Snapshot
 
 PEERS = 4
 STEP_PEERS, CROWD, GROUP = (4, 8), 16, 4

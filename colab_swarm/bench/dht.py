@@ -22,10 +22,10 @@ import numpy as np
 from colab_swarm.bench.harness import BenchReport, Crew, Parent, call_all
 from colab_swarm.bench.link import contact, start_node, where
 from colab_swarm.dht.records import Fetch, FindNear
-from colab_swarm.dht.service import DHT, DHTSettings, Reading
+from colab_swarm.dht.service import DHT, DHTSettings, Reading, RunServices
 from colab_swarm.events import EventLog
 from colab_swarm.moe.directory import Directory, DirectorySettings
-from colab_swarm.moe.grid import ExpertServices, Grid
+from colab_swarm.moe.grid import Grid
 from colab_swarm.net.peers import Contact, Message
 from colab_swarm.sim import PAPER_CLOUD, NetworkProfile, SimNetwork, SimPeers, run_virtual, virtual_time
 
@@ -190,7 +190,7 @@ class WatchedDHT(DHT):
 
 
 def _directory(peer: SimPeers, dht: DHT) -> Directory:
-    services = ExpertServices(peer, dht, EventLog(), random.Random(peer.name), "bench")
+    services = RunServices(peer, dht, EventLog(), random.Random(peer.name), "bench")
     return Directory(services, DirectorySettings(ttl_s=3600.0))
 
 

@@ -229,7 +229,10 @@ def plot(report: BenchReport, path: str) -> None:
     with drawn(path, (10, 4), 2) as (left, right):
         for peers in (16, 64, 256):
             left.plot(percents, [chosen_size(peers, q / 100) for q in percents], label=f"{peers} peers")
-        left.set(xlabel="peers that fail in a round of four, %", ylabel="chosen group size m")
+        left.set(xlabel="peers that fail in a round of four, %", xscale="log")
+        left.set(ylabel="chosen group size m", yscale="log")
+        sizes = [2, 4, 8, 16, 64, 256]
+        left.set_yticks(sizes, labels=map(str, sizes))
         for size in SIZES:
             keys = sorted((key for key in figures if key.startswith(f"spread_m{size}_")), key=len)
             right.plot([max(figures[key], 1e-9) for key in keys], marker="o", label=f"groups of {size}")

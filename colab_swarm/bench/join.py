@@ -75,7 +75,7 @@ def run_notebook(parent: Parent, invite: str, folder: str) -> None:
     stand_in_for_colab()
     shell: Any = InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}))
     form = {"INVITATION": invite, "MY_NAME": JOINER, "I_HAVE_READ_THE_TERMS": True, "MINUTES": MINUTES}
-    cells = [filled_in(cell, **form, KEEP=folder) for cell in code_cells(NOTEBOOK)]
+    cells = [filled_in(cell, **form, STATE_DIR=folder) for cell in code_cells(NOTEBOOK)]
     parent.send()
     parent.receive()
     laps = [time.perf_counter()]

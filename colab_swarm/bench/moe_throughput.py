@@ -29,12 +29,12 @@ from torch import nn
 
 from colab_swarm.bench.harness import BenchReport, Crew, Parent, Worker, call_all, torch_threads
 from colab_swarm.bench.link import contact, start_node, where
-from colab_swarm.dht.service import DHT, DHTSettings
+from colab_swarm.dht.service import DHT, DHTSettings, RunServices
 from colab_swarm.events import EventLog
 from colab_swarm.moe.calls import ExpertCalls
 from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, TransformerBlock
-from colab_swarm.moe.grid import ExpertInfo, ExpertServices
+from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.moe.server import BatchLimits, ExpertServer
 from colab_swarm.net.node import Node
 from colab_swarm.runtime import Runtime
@@ -252,7 +252,7 @@ def _calls_per_s(
 def calls_of(node: Node, *, timeout_s: float) -> ExpertCalls:
     """Return calls of experts whose hosts are known: the directory is never used."""
     dht, rng = DHT(node, DHTSettings(), random.Random(0)), random.Random(0)
-    directory = Directory(ExpertServices(node, dht, EventLog(), rng, ""))
+    directory = Directory(RunServices(node, dht, EventLog(), rng, ""))
     return ExpertCalls(node, directory, Runtime(), timeout_s=timeout_s)
 
 

@@ -182,4 +182,6 @@ def plot(report: BenchReport, path: str) -> None:
         for axes, name in zip(panels, TABLE, strict=True):
             axes.bar(STRATEGIES.keys(), [values[f"{name}_{kind}_s"] for kind in STRATEGIES])
             axes.plot([values[f"{name}_{kind}_simulated_s"] for kind in STRATEGIES], "k_", markersize=18)
-            axes.set(title=name.upper(), ylabel="seconds per round (— simulated)")
+            axes.set_title(name.upper())
+            axes.set_xticks(range(len(STRATEGIES)), ["AR", "PS", "ours"])
+        panels[0].set_ylabel("seconds per round (— simulated)")

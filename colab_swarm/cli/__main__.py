@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from colab_swarm.errors import SwarmError
 from colab_swarm.events import Event, ReachabilityChanged, RoundFinished, StateReceived, StepFinished
 from colab_swarm.net.relay import RelayQuota
-from colab_swarm.swarm.joining import create, join
+from colab_swarm.swarm.joining import join
 from colab_swarm.swarm.network import NetworkOptions
 from colab_swarm.swarm.swarm import Swarm
-from colab_swarm.trust.authority import Allowlist
 
 if TYPE_CHECKING:
     from colab_swarm.invite import Access
@@ -262,26 +261,28 @@ def _doctor(options: Options) -> None:
 
 
 def _backbone(options: Options) -> None:
-    if options.run.endswith(".toml"):  # a run with checkpoints, metrics and a web page
-        from colab_swarm.backbone.backbone import serve
-        from colab_swarm.backbone.config import read_run_file
+    from colab_swarm.backbone.backbone import serve
+    from colab_swarm.backbone.config import Dashboard, RunFile, read_run_file
 
-        with serve(read_run_file(options.run), accept_terms=options.accept_terms) as served:
-            dashboard = {"dashboard": served.dashboard} if served.dashboard else {}
-            _stay(served.swarm, options, served.invite.facts | dashboard)
-        return
-    allow = Allowlist(tuple(options.allow_user), tuple(options.allow_organisation))
-    listed = bool(allow.users or allow.organisations)
-    with create(
-        options.run,
-        access="allowlist" if listed else "invite",
-        allow=allow if listed else None,
-        peer_name=options.peer_name or "backbone",
-        options=_network_options(options, relay=True),
-        accept_terms=options.accept_terms,
-    ) as swarm:
-        swarm.serve_as_reducer()
-        _stay(swarm, options, swarm.invite(hours=options.hours).facts)
+    network = None
+    if options.run.endswith(".toml"):  # a run with checkpoints, metrics and a web page
+        file = read_run_file(options.run)
+    else:
+        network = _network_options(options, relay=True)
+        listed = options.allow_user or options.allow_organisation
+        file = RunFile(
+            name=options.run,
+            peer_name=options.peer_name or "backbone",
+            access="allowlist" if listed else "invite",
+            allow_users=tuple(options.allow_user),
+            allow_organisations=tuple(options.allow_organisation),
+            invitation_hours=options.hours,
+            dashboard=Dashboard(enabled=False),
+            collaborations=(),
+        )
+    with serve(file, network, accept_terms=options.accept_terms) as served:
+        dashboard = {"dashboard": served.dashboard} if served.dashboard else {}
+        _stay(served.swarm, options, served.invite.facts | dashboard)
 
 
 def _join(options: Options, name: str = "", *, relay: bool | RelayQuota = False) -> Swarm:

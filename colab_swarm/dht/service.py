@@ -19,7 +19,7 @@ import hashlib
 import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
@@ -43,6 +43,7 @@ from colab_swarm.dht.routing import Lookup, Patience, RoutingTable, distance
 from colab_swarm.errors import CallRefused, PeerError
 from colab_swarm.events import EventLog, Fault
 from colab_swarm.net.peers import MAX_ADDRESSES, Contact, M, Message, PeerId, Peers, R, Refusal, Role, short
+from colab_swarm.runtime import PauseGate
 
 __all__ = ["DHT", "DHTSettings", "Found", "Reading", "is_sound", "key_id"]
 logger = logging.getLogger(__name__)
@@ -251,7 +252,7 @@ class DHT:
         return await self.store(key, value, subkey=self._peers.id, ttl_s=ttl_s, signed=True)
 
     async def published(self, key: str, kind: type[M]) -> dict[PeerId, M]:
-        """Return the valid records that peers published about themselves, and learn the ``addresses`` in them."""
+        """Return the valid records that peers published themselves, and learn the ``addresses`` in them, if any."""
         records: dict[PeerId, M] = {}
         for subkey, found in (await self.get(key)).items():
             try:
@@ -259,7 +260,7 @@ class DHT:
             except (msgspec.ValidationError, ValueError) as error:
                 logger.info("record of %s under %s ignored: %s", subkey.hex()[:8], key, error)
                 continue
-            contact = Contact(PeerId(subkey), record.addresses)  # type: ignore[attr-defined]
+            contact = Contact(PeerId(subkey), getattr(record, "addresses", ()))
             if is_sound(contact):
                 self._peers.learn(contact)
                 records[contact.id] = record
@@ -491,3 +492,20 @@ def _remember(known: dict[K, V], key: K, value: V) -> None:
 def key_id(key: str | bytes) -> bytes:
     """Return the position of a key among the peers' ids: its SHA-256."""
     return hashlib.sha256(key.encode() if isinstance(key, str) else key).digest()
+
+
+@dataclass(frozen=True)
+class RunServices:
+    """What every service of a peer uses.
+
+    Attributes:
+        run_id: begins the keys of a run's records in the DHT.
+        gate: closed while this peer is paused.
+    """
+
+    peers: Peers
+    dht: DHT
+    events: EventLog
+    rng: random.Random
+    run_id: str
+    gate: PauseGate = field(default_factory=PauseGate)

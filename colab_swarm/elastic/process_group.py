@@ -29,9 +29,9 @@ from colab_swarm.errors import StateError
 from colab_swarm.events import EventLog, PeerLeft
 from colab_swarm.net.peers import Buffer
 from colab_swarm.runtime import Runtime
+from colab_swarm.tensors.chunks import Manifest, Snapshot
 from colab_swarm.tensors.codecs import codec_of
 from colab_swarm.training.replica import Replica
-from colab_swarm.training.state import Snapshot, StateManifest
 
 HEADER = struct.Struct("<qqddq")
 """Step, bucket, squares, residual squares, and bytes of payload."""
@@ -84,7 +84,7 @@ def _copy_first(terms: str, replica: Replica, timeout: timedelta) -> None:
             f"ranks have different settings: {sorted(set(gathered))}. Give all ranks the same settings"
         )
     own = replica.snapshot()
-    box: list[StateManifest] = [own.manifest]
+    box: list[Manifest] = [own.manifest]
     dist.broadcast_object_list(box, 0, group=group)
     blob = own.blob if dist.get_rank() == 0 else np.empty(box[0].size_bytes, np.uint8)
     dist.broadcast(torch.from_numpy(blob), 0, group=group)

@@ -23,7 +23,7 @@ input a trainer finds the best live experts, across slow links and without a cen
 | `ForwardExpert`, `BackwardExpert` | stream | expert, samples, shape, codec; tensors follow in parts |
 | `Part(busy_s)` | stream | values of a tensor; or: busy, call again in so many seconds |
 | `RecordRow`, `GridBranch` | DHT, signed by the host | experts in a row, addresses; indices that lead to experts |
-| `KeepSave`, `LackedChunks`, `SaveChunk`, `SaveKept` | stream | storing a save at another peer |
+| `KeepSave`, `LackedChunks`, `StateChunk`, `SaveKept` | stream | storing a save at another peer |
 | `FetchSave`; `HolderRecord`, `SaveRecord`, `SavedIndices` | stream; DHT | finding and fetching saves |
 
 A call is one stream. The trainer keeps its end open until the answer arrives; a broken stream cancels the call.
@@ -54,7 +54,7 @@ A call is one stream. The trainer keeps its end open until the answer arrives; a
 | between two saves; between two checks for dead hosts | 60 s; 20 s |
 | life of a save that is not renewed | a day |
 
-See `MixtureOptions`, `HostOptions` (`colab_swarm.moe.host`), `DirectorySettings` and `BatchLimits`.
+See `MixtureSettings`, `HostPlan`, `DirectorySettings` and `BatchLimits`.
 
 ## Failures
 
@@ -93,7 +93,7 @@ Ryabinin and Gusev, *Towards Crowdsourced Training of Large Neural Networks usin
 | 3.1: the grid; algorithm 1, SelectExperts: beam search | `grid`, `directory` |
 | 3.1, 4.2: asynchronous training | `trainer` |
 | 3.2: experts with their own optimizers; batching at the host | `expert`, `server` |
-| checkpoints in the swarm; hosting and takeover | `saves`, `replicas`, `host` |
+| checkpoints in the swarm; hosting and takeover | `saves`, `host` |
 
 The search is optimistic: a prefix that was not looked up counts as live. So in a well-filled grid all look-ups are one
 wait instead of one per dimension.

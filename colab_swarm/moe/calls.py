@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from colab_swarm.errors import CallRefused, ExpertError, PeerError
 from colab_swarm.moe.directory import Directory
-from colab_swarm.moe.grid import ExpertInfo
+from colab_swarm.moe.grid import ExpertInfo, Grid
 from colab_swarm.net.peers import Message, Peers, Stream, StreamEnded, short
 from colab_swarm.runtime import Runner
 from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Buffer, Codec, Floats, all_finite, codec_of
@@ -96,6 +96,17 @@ class ExpertCalls:
 
     def __deepcopy__(self, memo: object) -> ExpertCalls:
         return self
+
+    async def find(self, grid: Grid, uid: str) -> ExpertInfo:
+        """Return the expert's host, shape and step. Raises ExpertError: no host was found in time."""
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                info = await self.directory.find(grid, uid)
+        except TimeoutError as error:
+            raise ExpertError(f"{uid} was not found in {self.timeout_s:g} s") from error
+        if info is None:
+            raise ExpertError(f"no peer hosts {uid}: host it, or wait until a peer takes it over")
+        return info
 
     async def forward(self, info: ExpertInfo, inputs: Floats) -> Floats:
         """Return the expert's outputs for ``inputs`` (n, *shape).

@@ -16,14 +16,16 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from colab_swarm.dht.service import RunServices
 from colab_swarm.errors import NoExpertsError
 from colab_swarm.events import ExpertBanned
 from colab_swarm.moe.grid import (
     CLAIMED,
+    FIRST_BAN_S,
+    LONGEST_BAN_S,
     Bans,
     ExpertInfo,
     ExpertPlace,
-    ExpertServices,
     Grid,
     GridBranch,
     Index,
@@ -133,12 +135,12 @@ class DirectorySettings:
 class Directory:
     """One peer's view of all experts of a run."""
 
-    def __init__(self, services: ExpertServices, settings: DirectorySettings = DirectorySettings()) -> None:
+    def __init__(self, services: RunServices, settings: DirectorySettings = DirectorySettings()) -> None:
         self.settings = settings
         self._peers, self._dht, self._events = services.peers, services.dht, services.events
         self._rng, self._run_id = services.rng, services.run_id
         self._loop = asyncio.get_running_loop()
-        self._bans = Bans()
+        self._bans = Bans(FIRST_BAN_S, LONGEST_BAN_S)
         self._cache: Cache[tuple[Grid, Index], Listing] = Cache(self._read)
         self._mine: dict[Grid, dict[Index, ExpertPlace]] = {}
         self._published: set[str] = set()  # keys under which a record of ours is
@@ -379,7 +381,7 @@ class Directory:
 
     def on_success(self, info: ExpertInfo) -> None:
         """Forget the failures of an expert that answered."""
-        self._bans.succeed((info.uid, info.host.id))
+        self._bans.forgive((info.uid, info.host.id))
 
     def banned(self) -> set[str]:
         """Return the experts that this peer does not call for a while because they failed."""

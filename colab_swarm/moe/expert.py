@@ -315,3 +315,28 @@ def free_bytes() -> int:
 
 def _mb(size_bytes: int) -> str:
     return f"{size_bytes / 1e6:,.1f} MB" if size_bytes < 1e9 else f"{size_bytes / 1e9:,.1f} GB"
+
+
+def check_fit(found: Any, model: Any, path: str = "") -> None:
+    """Raise `StateError` unless ``found`` has the structure of ``model``: the same entries, or fewer, and shapes.
+
+    ``model`` is the state of an expert that took a step: one saved before its first step has fewer entries.
+    """
+    match found, model:
+        case torch.Tensor(), torch.Tensor() if found.shape == model.shape and found.dtype == model.dtype:
+            return
+        case Mapping(), Mapping() if found.keys() <= model.keys():
+            for key in found:
+                check_fit(found[key], model[key], f"{path}/{key}")
+            return
+        case list() | tuple(), list() | tuple() if len(found) == len(model):
+            for i, (one, other) in enumerate(zip(found, model, strict=True)):
+                check_fit(one, other, f"{path}/{i}")
+            return
+        case None, _ if path:  # created by the first step
+            return
+        case bool() | int() | float() | str() | bytes(), None | bool() | int() | float() | str() | bytes():
+            return
+    raise StateError(
+        f"the saved state does not fit this expert at {path or '/'!r}: another class or optimizer?"
+    )

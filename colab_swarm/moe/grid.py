@@ -24,20 +24,18 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from colab_swarm.dht.service import DHT, Found, is_sound
-from colab_swarm.events import EventLog
-from colab_swarm.net.peers import Contact, Message, PeerId, Peers
-from colab_swarm.runtime import PauseGate
+from colab_swarm.dht.service import Found, is_sound
+from colab_swarm.net.left_out import LeftOut
+from colab_swarm.net.peers import Contact, Message, PeerId
 from colab_swarm.tensors.codecs import Floats
 
 Index: TypeAlias = tuple[int, ...]  # A point of the grid, or its first coordinates
@@ -53,6 +51,8 @@ _PREFIX = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z_-][A-Za-z0-9_-]*)*")
 PAGE = 256  # places, or next indices, that share a key
 MAX_ADDRESS_CHARS = 256  # of all addresses in a row's record: 256 hosts must fit under one key
 FIRST_BAN_S, LONGEST_BAN_S = 5.0, 300.0
+Bans: TypeAlias = LeftOut[tuple[str, bytes]]
+"""Experts that failed this peer, each by name and host."""
 CLAIMED = -1  # the step of a place that its host does not serve yet
 
 NextIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SIDE)]
@@ -123,18 +123,6 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class ExpertServices:
-    """This peer's services; ``run_id`` is part of all DHT keys, ``gate`` is closed while experts are paused."""
-
-    peers: Peers
-    dht: DHT
-    events: EventLog
-    rng: random.Random
-    run_id: str
-    gate: PauseGate = field(default_factory=PauseGate)
-
-
-@dataclass(frozen=True)
 class ExpertInfo:
     """A live expert, as announced in the DHT."""
 
@@ -143,52 +131,6 @@ class ExpertInfo:
     shape: tuple[int, ...]  # of one sample, input and output alike; -1: any length
     step: int  # optimizer steps in its weights at its host's last announcement
     expires_at: float  # when that announcement expires, swarm time, seconds
-
-    @property
-    def peer(self) -> PeerId:
-        """Id of the host."""
-        return self.host.id
-
-
-class Bans:
-    """Excludes experts, each by name and host, that failed. Pure; ``now`` is monotonic seconds.
-
-    A ban is twice as long after each failure in a row; without one for `LONGEST_BAN_S` after it,
-    the count restarts. ``version`` changes with each ban that begins or is lifted.
-    """
-
-    def __init__(self) -> None:
-        self._records: dict[tuple[str, bytes], tuple[int, float]] = {}  # failures in a row, end of the ban
-        self.version = 0
-
-    def fail(self, key: tuple[str, bytes], now: float) -> float | None:
-        """Count a failure; return the length of the ban that begins, None if one is running.
-
-        Calls that were open when a host died all fail: they count once.
-        """
-        self._records = {
-            k: (n, until) for k, (n, until) in self._records.items() if now < until + LONGEST_BAN_S
-        }
-        failures, until = self._records.get(key, (0, -math.inf))
-        if now < until:
-            return None
-        seconds = min(LONGEST_BAN_S, FIRST_BAN_S * 2.0**failures)
-        self._records[key] = min(failures + 1, 64), now + seconds
-        self.version += 1
-        return seconds
-
-    def succeed(self, key: tuple[str, bytes]) -> None:
-        """Forget the failures of ``key`` and lift its ban."""
-        if self._records.pop(key, None) is not None:
-            self.version += 1
-
-    def banned(self, key: tuple[str, bytes], now: float) -> bool:
-        """Return True while ``key`` is excluded."""
-        return key in self._records and now < self._records[key][1]
-
-    def ends(self, now: float) -> dict[tuple[str, bytes], float]:
-        """Return the running bans, and when each ends."""
-        return {key: until for key, (_, until) in self._records.items() if now < until}
 
 
 class ExpertPlace(Message, frozen=True):
@@ -353,7 +295,7 @@ class Listing:
     def usable(self, index: int, now: float, bans: Bans) -> Holding | None:
         """Return the first announcement that can be called and is not banned, or None."""
         served = (one for one in self.live(index, now) if one.served)
-        return next((one for one in served if not bans.banned((one.uid, one.host.id), now)), None)
+        return next((one for one in served if not bans.holds((one.uid, one.host.id), now)), None)
 
     def mask(self, width: int, now: float, bans: Bans) -> Mask:
         """Return which of ``width`` indices are usable; computed again only after a change."""

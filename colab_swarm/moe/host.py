@@ -17,11 +17,12 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypedDict, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
 
+from colab_swarm.dht.service import RunServices
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import ExpertHosted, ExpertLost, Fault
 from colab_swarm.moe.calls import ExpertCalls
@@ -32,17 +33,25 @@ from colab_swarm.moe.expert import (
     Expert,
     ExpertModel,
     ExpertRule,
+    check_fit,
     free_bytes,
     measure,
 )
-from colab_swarm.moe.grid import ExpertServices, Grid
-from colab_swarm.moe.layer import MixtureOfExperts, MixtureOptions, MixtureSettings, RemoteExpert
-from colab_swarm.moe.replicas import MAX_HOLDERS, ExpertSaves, HolderRecord, ReplicaService, SavePlace
-from colab_swarm.moe.saves import ReplicaStore, check_fit, cut, freeze, thaw
+from colab_swarm.moe.grid import Grid
+from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings, RemoteExpert
+from colab_swarm.moe.saves import (
+    MAX_HOLDERS,
+    ExpertSaves,
+    HolderRecord,
+    ReplicaService,
+    ReplicaStore,
+    SavePlace,
+)
 from colab_swarm.moe.server import BatchLimits, ExpertServer, ExpertStatistics
 from colab_swarm.moe.watch import ExpertsSnapshot, ExpertsWatch
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import Runner
+from colab_swarm.tensors.chunks import Snapshot, pack, unpack
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -52,22 +61,6 @@ FILLED = 0.75  # share of the experts that fit to host at first; the rest is for
 FAREWELL_S = 60.0  # to send the last saves to other peers when a host stops
 ANNOUNCEMENTS = 3  # in the life of a record
 REST = 3  # upkeep that took long pauses this many times as long, to leave a slow uplink to calls
-
-
-class HostOptions(TypedDict, total=False):
-    """Options of `Swarm.host_experts`.
-
-    Attributes:
-        folder: stores saves; with the same folder a later session continues from them. Without it,
-            only the copies at other peers survive this process.
-        copies, spare, save_s, takeover_s: see `HostPlan`.
-    """
-
-    folder: str | Path
-    copies: int
-    spare: int
-    save_s: float
-    takeover_s: float
 
 
 @dataclass(frozen=True)
@@ -117,7 +110,7 @@ def plan_host(
     make_expert: Callable[[], nn.Module],
     *,
     sample: Sequence[int] | None = None,
-    rule: ExpertRule = ADAM,
+    rule: ExpertRule | None = None,
     count: int | Sequence[str] | None = None,
     **settings: Any,
 ) -> HostPlan:
@@ -128,7 +121,7 @@ def plan_host(
     free memory). Raises ValueError if the module cannot be an expert, none fits, or ``count`` is
     not usable; TypeError if its state cannot be saved.
     """
-    uids = _names(grid, count)
+    uids, rule = _names(grid, count), rule or ADAM
     shape = _sample_of(make_expert) if sample is None else tuple(sample)
     plan = HostPlan(grid, make_expert, rule, shape, measure(make_expert, rule, shape), uids=uids, **settings)
     sample_bytes = 4 * math.prod(USUAL_LENGTH if side == ANY_LENGTH else side for side in shape)
@@ -169,7 +162,7 @@ def _sample_of(make_expert: Callable[[], nn.Module]) -> tuple[int, ...]:
 class HostResources:
     """What all hosts of one peer share: the accelerator, and ``folder``, used by one process only."""
 
-    def __init__(self, services: ExpertServices, directory: Directory, folder: Path) -> None:
+    def __init__(self, services: RunServices, directory: Directory, folder: Path) -> None:
         self.services, self.directory, self.folder = services, directory, folder
         self.store = ReplicaStore(folder, me=services.peers.id)
         self.server = ExpertServer(services.peers, services.events, gate=services.gate)
@@ -289,7 +282,7 @@ class ExpertHosting:
 
     async def _load(self, uid: str, place: SavePlace) -> Expert:
         saved = await self.saves.fetch(uid, place, limit_bytes=self.plan.model.state_bytes)
-        state = await asyncio.to_thread(thaw, saved)
+        state = await asyncio.to_thread(unpack, saved.manifest.layout, saved.blob)
         check_fit(state, self.plan.model.state)
         if state.get("step") != place.step:
             raise StateError("the state is not of the claimed step")
@@ -321,8 +314,8 @@ class ExpertHosting:
         uid = expert.uid
         if not expert.step or not self.saves.due(uid, expert.step, others or {}):
             return  # before its first step an expert equals a new one
-        step, frozen = await self._server.device.run(lambda: (expert.step, freeze(expert.state_dict())))
-        saved = await asyncio.to_thread(cut, uid, step, frozen)
+        step, packed = await self._server.device.run(lambda: (expert.step, pack(expert.state_dict())))
+        saved = await asyncio.to_thread(Snapshot.of, uid.encode(), step, *packed)
         if others is None:
             fault = await self.saves.write(saved)
         else:
@@ -459,7 +452,7 @@ class SwarmExperts:
     def __init__(
         self,
         runtime: Runner,
-        services: ExpertServices,
+        services: RunServices,
         show: Callable[[Callable[[], ExpertsSnapshot], Callable[[], None], bool], Any],
     ) -> None:
         self._runtime, self._services, self._show = runtime, services, show
@@ -475,32 +468,24 @@ class SwarmExperts:
         shape: Sequence[int],
         make_expert: Callable[[], nn.Module],
         *,
-        sample: Sequence[int] | None,
-        rule: ExpertRule | None,
-        count: int | Sequence[str] | None,
-        options: HostOptions,
+        folder: str | Path | None = None,
+        **settings: Any,
     ) -> ExpertHost:
         """Host experts as `Swarm.host_experts` does; an earlier host of the prefix is stopped."""
         grid = Grid.of(prefix, shape)
-        settings: dict[str, Any] = {**options}
-        folder = settings.pop("folder", None)
-        plan = plan_host(grid, make_expert, sample=sample, rule=rule or ADAM, count=count, **settings)
+        plan = plan_host(grid, make_expert, **settings)
         if grid.prefix in self._hosts:
             self._hosts.pop(grid.prefix).stop()
         resources = self._open(folder)
-        if count is None:
+        if settings.get("count") is None:
             print(plan.arithmetic)
         host = self._hosts[grid.prefix] = ExpertHost(self._runtime, resources, plan, self._panel)
         return host
 
-    def mixture(
-        self, prefix: str, shape: Sequence[int], dim: int, *, k: int, options: MixtureOptions
-    ) -> MixtureOfExperts:
+    def mixture(self, prefix: str, shape: Sequence[int], dim: int, **settings: Any) -> MixtureOfExperts:
         """Return a layer as `Swarm.mixture_of_experts` does."""
-        grid = Grid.of(prefix, shape)
-        rest: dict[str, Any] = {**options}
-        calls = self._calls(rest.pop("compression", "float32"), rest.pop("timeout_s", 30.0))
-        return MixtureOfExperts(calls, grid, dim, MixtureSettings(k, **rest))
+        grid, how = Grid.of(prefix, shape), MixtureSettings(**settings)
+        return MixtureOfExperts(self._calls(how.compression, how.timeout_s), grid, dim, how)
 
     def remote(self, uid: str, shape: Sequence[int], *, compression: str, timeout_s: float) -> RemoteExpert:
         """Return one expert as a module, as `Swarm.expert` does."""

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import torch
@@ -166,15 +166,7 @@ class RemoteExpert(nn.Module):
 
     def info(self) -> ExpertInfo:
         """Return its current host, shape and step. Raises ExpertError: no peer hosts it."""
-        calls = self._calls
-        found = asyncio.wait_for(calls.directory.find(self.grid, self.uid), calls.timeout_s)
-        try:
-            info = calls.runtime.call(found)
-        except TimeoutError as error:
-            raise ExpertError(f"{self.uid} was not found in {calls.timeout_s:g} s") from error
-        if info is None:
-            raise ExpertError(f"no peer hosts {self.uid}: host it, or wait until a peer takes it over")
-        return info
+        return self._calls.runtime.call(self._calls.find(self.grid, self.uid))
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return a tensor of the same shape and dtype.
@@ -214,6 +206,9 @@ class MixtureSettings:
             mean; False: a sample is a single vector (dim).
         reject_outliers: drop an answer for a sample if it lies more than this many times the median distance away
             from the coordinate-wise median of all answers for the sample, given three or more; None: keep all.
+        compression: of activations and gradients, as for `Swarm.optimizer`, but not adaptive. Warning: onebit and topk
+            have no error feedback here, so the lost values never arrive. Train with them from the start, or use int8.
+        timeout_s: for finding experts, and again for calling them.
     """
 
     k: int = 4
@@ -221,6 +216,8 @@ class MixtureSettings:
     grace_s: float = 5.0
     sequences: bool = False
     reject_outliers: float | None = None
+    compression: str = "float32"
+    timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.k_min <= self.k:
@@ -233,24 +230,6 @@ class MixtureSettings:
             raise ValueError(
                 f"reject_outliers={self.reject_outliers}: half of all answers are within 1; try 5"
             )
-
-
-class MixtureOptions(TypedDict, total=False):
-    """Options of `Swarm.mixture_of_experts`.
-
-    Attributes:
-        k_min, grace_s, sequences, reject_outliers: see `MixtureSettings`.
-        compression: of activations and gradients, as for `Swarm.optimizer`, but not adaptive. Warning: onebit and topk
-            have no error feedback here, so the lost values never arrive. Train with them from the start, or use int8.
-        timeout_s: for finding experts, and again for calling them.
-    """
-
-    k_min: int
-    grace_s: float
-    sequences: bool
-    reject_outliers: float | None
-    compression: str
-    timeout_s: float
 
 
 class MixtureOfExperts(nn.Module):

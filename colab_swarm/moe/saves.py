@@ -1,55 +1,80 @@
-"""Saves of experts: an expert's state as hashed chunks, and the store of chunks on disk. Never pickle.
+"""Saves of experts: each is on its host's disk and at a few other peers, the *holders*.
 
-Format. The tensors of the state lie in one blob, each at a multiple of 64 bytes, and the blob is
-cut into chunks of 256 KiB. A *manifest* names the expert, its step, the chunks, the plain part of
-the state (see `tensors.statedict`) and each tensor's type and shape. The manifest is a chunk too:
-its digest identifies the whole save. All come from strangers and are checked before use.
+Format. A save is a state in chunks (`colab_swarm.tensors.chunks`), and its manifest is a chunk too: its hash identifies
+the whole save. All come from strangers and are checked before use.
 
-Store. Chunks are named by their BLAKE3 hash, so saves share equal ones. Chunks that belong to no save are deleted.
+Store. Chunks are named by their hash, so saves share equal ones. Chunks that belong to no save are deleted.
 Every read is checked against the hash, so writes are not synced: a chunk damaged by a power cut is dropped when it is
 read, and other replicas replace it.
+
+Holding. A holder announces itself in the DHT. It receives a save by a stream: first the manifest,
+to which it answers with the chunks it lacks, then those chunks. So a save with few changes costs
+little, and a save that is there already is only renewed. A holder keeps the newest two saves per
+expert and owner. It drops saves that were not renewed for a day.
+
+Saving. The owner writes the chunks to its disk, sends them to holders, previous ones first, and publishes a signed
+record. The record names the save, and before it the last one that as many peers hold as should. So after the loss of
+the host and all holders but one, only the steps since the last save are lost.
+
+Finding. Any peer may claim a save of any step in the DHT. So claims are tried from the highest step
+down, and a save that is incomplete or does not fit is skipped.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import logging
-import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated
 
 import msgspec
-import numpy as np
-import torch
 from blake3 import blake3
-from numpy.typing import NDArray
 
-from colab_swarm.errors import StateError
-from colab_swarm.moe.grid import MAX_NAME_CHARS
-from colab_swarm.net.peers import MAX_PAYLOAD_BYTES, UNDECODABLE, Buffer, Message
-from colab_swarm.tensors.statedict import KINDS, decode_skeleton, encode_skeleton, flatten, unflatten
+from colab_swarm.dht.service import RunServices, is_sound
+from colab_swarm.errors import CallRefused, PeerError, StateError
+from colab_swarm.moe.grid import Grid, Index
+from colab_swarm.net.peers import (
+    UNDECODABLE,
+    Buffer,
+    Contact,
+    Message,
+    PeerId,
+    Peers,
+    Refusal,
+    Role,
+    Stream,
+    short,
+)
+from colab_swarm.tensors.chunks import (
+    CHUNK_TIMEOUT_S,
+    MAX_CHUNKS,
+    MAX_STEP,
+    ChunkDownload,
+    Digest,
+    FetchChunks,
+    Manifest,
+    Snapshot,
+    StateChunk,
+    digest_of,
+    receive_chunk,
+    send_chunks,
+)
 
 logger = logging.getLogger(__name__)
-
+MAX_HOLDERS = 8
+KEPT_S = 24 * 3600.0  # a save that is not renewed is dropped; also the longest life of a record
+RENEWALS = 24  # of an unchanged save during its life
+ANNOUNCE_S = 60.0  # between two announcements of a holder
+PROBE_S = 10.0  # timeout of the first request to a holder
+PATIENCE_S = 60.0  # a holder that was unreachable is not called for so long
 SAVES_OF_ONE = 2  # per expert and owner: the new one may not be in the DHT yet
-CHUNK_BYTES = 1 << 18
-MAX_CHUNKS = 1 << 14
-MAX_STATE_BYTES = MAX_CHUNKS * CHUNK_BYTES
-MAX_STEP = 1 << 48
-ALIGNMENT_BYTES = 64
-Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-
-
-def digest_of(data: Buffer) -> bytes:
-    """Return the name of a chunk."""
-    return blake3(data).digest()
 
 
 class Save(msgspec.Struct, frozen=True):
@@ -205,165 +230,332 @@ def _delete(path: Path) -> None:
         path.unlink()
 
 
-class TensorPlace(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor's name, torch type name and shape; its offset follows from the tensors before it."""
+def save_of(manifest: Manifest, owner: bytes, *, at: float) -> Save:
+    """Return the store's entry for a save with this manifest; ``at``: swarm time, seconds."""
+    head = msgspec.msgpack.encode(manifest)
+    digests = (digest_of(head), *map(manifest.digest, range(manifest.chunks)))
+    uid = manifest.subject.decode(errors="replace")  # a garbled one is no expert's
+    return Save(owner, uid, manifest.step, digests, len(head) + manifest.size_bytes, at)
 
-    name: str
-    kind: str
-    shape: tuple[int, ...]
+
+class HolderRecord(Message, frozen=True):
+    """A peer that keeps saves for others; signed, under its own subkey."""
+
+    addresses: tuple[str, ...]
+    room_bytes: int
 
 
-class SaveManifest(Message, frozen=True):
-    """Contents of a saved state."""
+class KeepSave(Message, frozen=True):
+    """Opens a stream that brings a save; ``manifest`` is the digest of its first chunk."""
 
-    uid: str  # of the expert
-    step: int  # optimizer steps in its weights
-    skeleton: bytes  # the plain part of the state, JSON
-    tensors: tuple[TensorPlace, ...]  # in the order of the blob
-    size_bytes: int  # of the blob
-    digests: tuple[Digest, ...]  # of the blob's chunks
+    manifest: bytes
+
+
+class LackedChunks(Message, frozen=True):
+    """The chunks of a save that the holder lacks, by their place in the manifest."""
+
+    places: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_CHUNKS)]
+
+
+class SaveKept(Message, frozen=True):
+    """Confirms that the save is complete here."""
+
+
+class FetchSave(FetchChunks, frozen=True):
+    """Opens a stream of chunks of any saves, manifests included."""
+
+
+class SavePlace(Message, frozen=True):
+    """A save and its holders."""
+
+    step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]  # optimizer steps in its weights
+    manifest: Digest  # digest of its first chunk
+    holders: Annotated[tuple[Contact, ...], msgspec.Meta(max_length=MAX_HOLDERS + 1)]  # peers that have it
 
     def __post_init__(self) -> None:
-        chunks = -(-self.size_bytes // CHUNK_BYTES)
-        if not 0 <= self.size_bytes <= MAX_STATE_BYTES or len(self.digests) != chunks:
-            raise ValueError("a manifest's sizes do not add up")
-        if not 0 <= self.step < MAX_STEP or len(self.uid) > 2 * MAX_NAME_CHARS:
-            raise ValueError("a manifest's uid or step is out of range")
+        if not all(map(is_sound, self.holders)):
+            raise ValueError("record of a save with invalid holders")
 
-    @classmethod
-    def decode(cls, data: bytes | memoryview) -> SaveManifest:
-        """Decode a manifest's chunk. Raises StateError if it is not a valid manifest, in its one spelling."""
+
+class SaveRecord(Message, frozen=True):
+    """An expert's newest save and the last safe one; signed, under its owner's subkey."""
+
+    saves: Annotated[tuple[SavePlace, ...], msgspec.Meta(max_length=SAVES_OF_ONE)]
+
+
+class SavedIndices(Message, frozen=True):
+    """The experts of a grid that a peer has saved; signed, under its own subkey."""
+
+    indices: tuple[Index, ...]
+
+
+class ReplicaService:
+    """Keeps saves for other peers, and finds peers that keep ours. One per peer, on the event loop."""
+
+    def __init__(self, services: RunServices, store: ReplicaStore) -> None:
+        """Serve calls from now on; `start` announces it."""
+        self.store = store
+        self._services, self._peers = services, services.peers
+        self._key = f"{services.run_id}/expert-holders"
+        self._task: asyncio.Task[None] | None = None
+        self._peers.serve_stream(KeepSave, self._receive_save, role=Role.WORKER)
+        self._peers.serve_stream(FetchSave, self._send_chunks, role=Role.WORKER)
+
+    async def start(self) -> None:
+        """Announce regularly, until `stop`, that this peer keeps saves. Idempotent."""
+        if self._task is None:
+            await self._announce(3 * ANNOUNCE_S)
+            self._task = asyncio.create_task(self._keep_announcing(), name="hold saved experts")
+
+    async def stop(self) -> None:
+        """Stop serving, and withdraw the announcement."""
+        announced = self._task is not None
+        self.kill()
+        if announced:
+            await self._announce(0.5)
+
+    def kill(self) -> None:
+        """Stop serving without withdrawing the announcement, as a crash would."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+        for kind in (KeepSave, FetchSave):
+            self._peers.unserve(kind)
+
+    async def others(self) -> dict[PeerId, HolderRecord]:
+        """Return the other peers that keep saves now."""
+        found = await self._services.dht.published(self._key, HolderRecord)
+        found.pop(self._peers.id, None)
+        return found
+
+    async def _keep_announcing(self) -> None:
+        while True:
+            await asyncio.sleep(ANNOUNCE_S * self._services.rng.uniform(0.8, 1.2))
+            self.store.expire(self._peers.time() - KEPT_S)
+            try:
+                await self._announce(3 * ANNOUNCE_S)
+            except PeerError as error:
+                logger.info("could not announce that this peer keeps saved experts: %s", error)
+
+    async def _announce(self, ttl_s: float) -> None:
+        addresses = self._peers.contact.addresses
+        if addresses:  # a peer that cannot be dialled could not return a save
+            record = HolderRecord(addresses, self.store.room_bytes)
+            await self._services.dht.publish(self._key, record, ttl_s=ttl_s)
+
+    async def _receive_save(self, opening: KeepSave, stream: Stream) -> None:
         try:
-            manifest = msgspec.msgpack.decode(data, type=cls)
-        except UNDECODABLE as error:
-            raise StateError(f"a saved expert's manifest cannot be read: {error}") from error
-        if msgspec.msgpack.encode(manifest) != data:  # its hash and size would be another's
-            raise StateError("a saved expert's manifest is not encoded as we do")
-        return manifest
+            head = await receive_chunk(stream, opening.manifest)
+            manifest = Manifest.decode(head)
+            with self.store.adding(save_of(manifest, stream.peer, at=self._peers.time())):
+                await asyncio.to_thread(self.store.put, head)
+                places = {manifest.digest(place): place for place in range(manifest.chunks)}
+                lacked = {digest: place for digest, place in places.items() if digest not in self.store}
+                await stream.send(LackedChunks(tuple(lacked.values())))
+                for digest, place in lacked.items():
+                    chunk = await receive_chunk(stream, digest, manifest.length(place))
+                    await asyncio.to_thread(self.store.put, chunk)
+        except (StateError, TimeoutError) as error:
+            raise Refusal(str(error) or "the save arrived too slowly") from error
+        await stream.send(SaveKept())
+        await stream.end()
 
-    def span(self, chunk: int) -> slice:
-        """Return the bytes of the blob that a chunk contains."""
-        return slice(chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.size_bytes))
-
-    def length(self, chunk: int) -> int:
-        """Return the bytes of a chunk."""
-        return min(CHUNK_BYTES, self.size_bytes - chunk * CHUNK_BYTES)
+    async def _send_chunks(self, request: FetchSave, stream: Stream) -> None:
+        await send_chunks(request, stream, lambda digest: asyncio.to_thread(self.store.get, digest))
 
 
-# A copy of an expert's state: skeleton, tensors and blob, as in `SaveManifest`
-FrozenState: TypeAlias = tuple[bytes, tuple[TensorPlace, ...], NDArray[np.uint8]]
+async def send_save(
+    peers: Peers, holder: PeerId, saved: Snapshot, *, timeout_s: float = CHUNK_TIMEOUT_S
+) -> int:
+    """Send a save to a holder; return how many bytes of chunks it lacked. ``timeout_s`` is per chunk.
+
+    Raises PeerError: the holder failed or refused.
+    """
+    sent_bytes = 0
+    try:
+        opening, now = KeepSave(saved.root), asyncio.get_running_loop().time
+        async with (
+            asyncio.timeout(timeout_s) as limit,
+            await peers.stream(holder, opening, timeout_s=timeout_s) as stream,
+        ):
+            await stream.send(StateChunk(), saved.head)
+            lacked, _ = await stream.receive(LackedChunks)
+            if not {*lacked.places} <= {*range(saved.manifest.chunks)}:
+                raise PeerError("the holder requests chunks that do not exist")
+            for place in lacked.places:
+                chunk = memoryview(saved.blob.data)[saved.manifest.span(place)]
+                limit.reschedule(now() + timeout_s)
+                await stream.send(StateChunk(), chunk)
+                sent_bytes += len(chunk)
+            limit.reschedule(now() + timeout_s)
+            await stream.receive(SaveKept)
+    except TimeoutError as error:
+        raise PeerError(f"holder {short(holder)} took longer than {timeout_s:.0f} s for a chunk") from error
+    return sent_bytes
 
 
 @dataclass(frozen=True)
-class SavedExpert:
-    """A state cut into chunks."""
+class SaveResult:
+    """Result of a save."""
 
-    manifest: SaveManifest
-    blob: NDArray[np.uint8]
-
-    @cached_property
-    def head(self) -> bytes:
-        """The manifest's chunk."""
-        return msgspec.msgpack.encode(self.manifest)
-
-    @cached_property
-    def chunks(self) -> dict[bytes, memoryview]:
-        """All chunks by digest, the manifest first; equal chunks once."""
-        view, manifest = memoryview(self.blob.data), self.manifest
-        chunks = {digest: view[manifest.span(chunk)] for chunk, digest in enumerate(manifest.digests)}
-        return {digest_of(self.head): memoryview(self.head)} | chunks
+    step: int  # optimizer steps in its weights
+    holders: frozenset[PeerId]  # other peers that have it
+    sent_bytes: int  # chunks that the holders lacked
+    at: float  # swarm time, seconds
+    fault: str | None = None  # why it is not on this peer's disk or not in the DHT; None if it is in both
 
 
-def save_of(manifest: SaveManifest, owner: bytes, *, at: float) -> Save:
-    """Return the store's entry for a save with this manifest; ``at``: swarm time, seconds."""
-    head = msgspec.msgpack.encode(manifest)
-    digests = (digest_of(head), *manifest.digests)
-    return Save(owner, manifest.uid, manifest.step, digests, len(head) + manifest.size_bytes, at)
+class ExpertSaves:
+    """Saves this peer's experts, and finds saves of any peer's experts."""
 
+    def __init__(self, services: RunServices, store: ReplicaStore, *, copies: int) -> None:
+        """``copies``: number of holders to use, if there are as many; at most `MAX_HOLDERS`."""
+        self.results: dict[str, SaveResult] = {}
+        self.safe: dict[str, SavePlace] = {}  # the newest save that reached its full number of holders
+        self._failed_at: dict[PeerId, float] = {}  # swarm time
+        self._services, self._peers = services, services.peers
+        self._store, self._copies = store, copies
 
-def freeze(state: Any) -> FrozenState:
-    """Copy a state, so that its expert can continue to learn.
+    def due(self, uid: str, step: int, others: Mapping[PeerId, HolderRecord]) -> bool:
+        """Return True if a save would store newer steps, reach more holders, or renew an old record."""
+        last = self.results.get(uid)
+        if last is None or last.step != step or last.fault:
+            return True
+        lacking = len(last.holders) < min(self._copies, len(others))
+        age_s = self._peers.time() - last.at
+        return lacking or not last.holders <= others.keys() or age_s > KEPT_S / RENEWALS
 
-    Raises TypeError, ValueError: part of the state cannot be saved without pickle, or it is nested too deep.
-    """
-    tensors, skeleton = flatten(state)
-    places = tuple(
-        TensorPlace(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        for name, tensor in tensors.items()
-    )
-    spans, size_bytes = _spans(places)
-    blob = np.zeros(size_bytes, np.uint8)
-    for span, tensor in zip(spans, tensors.values(), strict=True):
-        blob[span] = tensor.reshape(-1).view(torch.uint8).numpy()
-    return encode_skeleton(skeleton), places, blob
+    async def save(self, saved: Snapshot, others: Mapping[PeerId, HolderRecord]) -> SaveResult:
+        """Save on this disk and at holders among ``others``, then publish it; a fault is part of the result."""
+        uid, step = saved.manifest.subject.decode(), saved.manifest.step
+        fault = await self.write(saved)
+        holders, sent_bytes = await self._spread(saved, others)
+        result = SaveResult(step, frozenset(holders), sent_bytes, self._peers.time(), fault)
+        contacts = [*map(self._peers.contact_of, sorted(holders))] + [self._peers.contact] * (not fault)
+        place = SavePlace(step, saved.root, tuple(contacts))
+        former = self.safe.get(uid, place)
+        saves = (place,) if former.manifest == place.manifest else (place, former)
+        if not (contacts and await self._publish(self._key(uid, "save"), SaveRecord(saves))):
+            return replace(result, fault=fault or f"no peer stored the record of the save of {uid}")
+        self.results[uid] = result
+        # Former holders count even while they are away: a save with few holders is no safe one after an outage.
+        reachable = max(len(others), len({contact.id for contact in former.holders} - {self._peers.id}))
+        if former is place or len(holders) >= min(self._copies, reachable):
+            self.safe[uid] = place
+        return result
 
-
-def cut(uid: str, step: int, frozen: FrozenState) -> SavedExpert:
-    """Hash a state's chunks (BLAKE3, some GB/s: call it off the loop).
-
-    Raises StateError: the state is too large to be shared.
-    """
-    skeleton, tensors, blob = frozen
-    size_bytes = blob.nbytes
-    if size_bytes > MAX_STATE_BYTES:
-        raise StateError(f"{uid} has a state of {size_bytes:,} bytes; peers share up to {MAX_STATE_BYTES:,}")
-    view = memoryview(blob.data)
-    digests = tuple(digest_of(view[at : at + CHUNK_BYTES]) for at in range(0, size_bytes, CHUNK_BYTES))
-    saved = SavedExpert(SaveManifest(uid, step, skeleton, tensors, size_bytes, digests), blob)
-    if len(saved.head) > MAX_PAYLOAD_BYTES:
-        raise StateError(f"{uid} has a state of too many parts to be shared: {len(tensors):,} tensors")
-    return saved
-
-
-def thaw(saved: SavedExpert) -> Any:
-    """Return the saved state; its tensors are views of the blob. Raises StateError: inconsistent, or not finite."""
-    manifest, blob = saved.manifest, torch.from_numpy(saved.blob)
-    if any(place.kind not in KINDS or min(place.shape, default=0) < 0 for place in manifest.tensors):
-        raise StateError(f"the saved {manifest.uid} has a tensor of an unknown kind")
-    spans, size_bytes = _spans(manifest.tensors)
-    if size_bytes != manifest.size_bytes:
-        raise StateError(f"the saved {manifest.uid} does not have the announced size")
-    tensors: dict[str, torch.Tensor] = {}
-    for place, span in zip(manifest.tensors, spans, strict=True):
+    async def write(self, saved: Snapshot) -> str | None:
+        """Save on this disk; return the error text, or None."""
+        save = save_of(saved.manifest, self._peers.id, at=self._peers.time())
+        chunks: list[Buffer] = [saved.head, *saved.chunks.values()]
         try:
-            tensor = blob[span].view(getattr(torch, place.kind)).reshape(place.shape)
-        except (RuntimeError, TypeError, ValueError, OverflowError) as error:  # such as (0, 2**64)
-            raise StateError(f"the saved {manifest.uid} has an invalid tensor: {error}") from error
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise StateError(f"the saved {manifest.uid} holds NaN or infinite values in {place.name[:80]!r}")
-        tensors[place.name] = tensor
-    return unflatten(tensors, decode_skeleton(manifest.skeleton))
+            with self._store.adding(save):
+                await asyncio.to_thread(lambda: [*map(self._store.put, chunks)])
+        except StateError as error:
+            logger.warning("%s at step %d is not on disk: %s", save.uid, save.step, error)
+            return str(error)
+        return None
 
+    async def _spread(
+        self, saved: Snapshot, others: Mapping[PeerId, HolderRecord]
+    ) -> tuple[list[PeerId], int]:
+        """Send a save to enough holders; return them, and the bytes they lacked.
 
-def check_fit(found: Any, model: Any, path: str = "") -> None:
-    """Raise `StateError` unless ``found`` has the structure of ``model``: the same entries, or fewer, and shapes.
+        Former holders come first, then the others in an order that depends on the expert: this spreads the load.
+        """
+        uid, size_bytes = saved.manifest.subject.decode(), saved.manifest.size_bytes
+        last = self.results.get(uid)
+        known = last.holders if last else frozenset()
+        since = self._peers.time() - PATIENCE_S
+        able = [
+            (peer not in known, blake3(uid.encode() + peer).digest(), peer)
+            for peer, record in others.items()
+            if (peer in known or record.room_bytes >= size_bytes)
+            and self._failed_at.get(peer, since) <= since
+        ]
+        holders: list[PeerId] = []
+        total_bytes = 0
+        for _, _, holder in sorted(able):
+            if len(holders) == self._copies:
+                break
+            try:
+                total_bytes += await send_save(self._peers, holder, saved)
+                holders.append(holder)
+            except PeerError as error:
+                logger.info("%s does not keep %s: %s", short(holder), uid, error)
+                if not isinstance(error, CallRefused):  # the other experts need not wait for it too
+                    self._failed_at[holder] = self._peers.time()
+        return holders, total_bytes
 
-    ``model`` is the state of an expert that took a step: one saved before its first step has fewer entries.
-    """
-    match found, model:
-        case torch.Tensor(), torch.Tensor() if found.shape == model.shape and found.dtype == model.dtype:
-            return
-        case Mapping(), Mapping() if found.keys() <= model.keys():
-            for key in found:
-                check_fit(found[key], model[key], f"{path}/{key}")
-            return
-        case list() | tuple(), list() | tuple() if len(found) == len(model):
-            for i, (one, other) in enumerate(zip(found, model, strict=True)):
-                check_fit(one, other, f"{path}/{i}")
-            return
-        case None, _ if path:  # created by the first step
-            return
-        case bool() | int() | float() | str() | bytes(), None | bool() | int() | float() | str() | bytes():
-            return
-    raise StateError(
-        f"the saved state does not fit this expert at {path or '/'!r}: another class or optimizer?"
-    )
+    # -- finding
 
+    async def publish_saved(self, grid: Grid, uids: Iterable[str]) -> None:
+        """Publish which experts of a grid this peer has saved, so that others can take them over."""
+        indices = SavedIndices(tuple(sorted(map(grid.index, uids))))
+        await self._publish(self._key(grid.prefix, "saves"), indices)
 
-def _spans(places: Sequence[TensorPlace]) -> tuple[list[slice], int]:
-    spans, at = [], 0
-    for place in places:
-        size_bytes = math.prod(place.shape) * KINDS[place.kind][1]
-        spans.append(slice(at, at + size_bytes))
-        at += -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return spans, at
+    async def saved(self, grid: Grid) -> set[str]:
+        """Return the experts of a grid that any peer has saved."""
+        records = await self._services.dht.published(self._key(grid.prefix, "saves"), SavedIndices)
+        named = [set(map(grid.uid, record.indices)) for record in records.values()]
+        return set[str]().union(*(uids for uids in named if all(map(grid.contains, uids))))
+
+    async def claims(self, uid: str) -> list[tuple[PeerId, SavePlace]]:
+        """Return all saves of an expert on this disk or claimed in the DHT, with their owners; highest step first.
+
+        Any peer may claim anything, so no claim replaces that of another owner.
+        """
+        claims = {
+            (save.owner, save.manifest): (PeerId(save.owner), SavePlace(save.step, save.manifest, ()))
+            for save in self._store.saves(uid)
+        }
+        records = await self._services.dht.published(self._key(uid, "save"), SaveRecord)
+        for owner, record in records.items():
+            for place in record.saves:
+                claims[owner, place.manifest] = owner, place
+                for contact in place.holders:
+                    self._peers.learn(contact)
+        return sorted(claims.values(), key=lambda claim: claim[1].step, reverse=True)
+
+    async def fetch(self, uid: str, place: SavePlace, *, limit_bytes: int) -> Snapshot:
+        """Return a save from this disk and its holders, several in parallel; every chunk matches its hash.
+
+        Raises StateError: the save is not what was claimed, larger than ``limit_bytes``, or incomplete.
+        """
+        head, holders = await self._probe(uid, place)
+        manifest = Manifest.decode(head)
+        if (manifest.subject, manifest.step) != (
+            uid.encode(),
+            place.step,
+        ) or manifest.size_bytes > limit_bytes:
+            raise StateError(f"a save of {uid} is of another expert or step, or larger than the expert")
+        download = ChunkDownload(self._peers, manifest, FetchSave)
+        await asyncio.to_thread(download.fill, self._store.get)
+        await download.run(holders)
+        return Snapshot(manifest, download.blob)
+
+    async def _probe(self, uid: str, place: SavePlace) -> tuple[bytes, list[PeerId]]:
+        """Return the manifest's chunk and the holders that sent it; dead holders cost one timeout together."""
+        heads = [await asyncio.to_thread(self._store.get, place.manifest)]
+        holders = [contact.id for contact in place.holders if contact.id != self._peers.id]
+        answers = await asyncio.gather(*(self._head(peer, place.manifest) for peer in holders))
+        heads += answers
+        for head in heads:
+            if head is not None:
+                return head, [peer for peer, answer in zip(holders, answers, strict=True) if answer]
+        raise StateError(f"none of {len(holders)} holders has {uid} at step {place.step}")
+
+    async def _head(self, holder: PeerId, manifest: bytes) -> bytes | None:
+        try:
+            request = FetchSave((manifest,))
+            async with await self._peers.stream(holder, request, timeout_s=PROBE_S) as stream:
+                return bytes(await receive_chunk(stream, manifest, timeout_s=PROBE_S))
+        except (PeerError, StateError, TimeoutError) as error:
+            logger.info("holder %s has no such save: %s", short(holder), error)
+            return None
+
+    async def _publish(self, key: str, record: Message) -> int:
+        return await self._services.dht.publish(key, record, ttl_s=KEPT_S)
+
+    def _key(self, name: str, kind: str) -> str:
+        return f"{self._services.run_id}/experts/{name}/{kind}"

@@ -12,8 +12,9 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from colab_swarm.dht.service import RunServices
 from colab_swarm.moe.directory import Directory
-from colab_swarm.moe.grid import ExpertInfo, ExpertServices, Grid
+from colab_swarm.moe.grid import ExpertInfo, Grid
 from colab_swarm.moe.server import ExpertStatistics
 from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import Runner
@@ -92,7 +93,7 @@ class ExpertsWatch:
     def __init__(
         self,
         runtime: Runner,
-        services: ExpertServices,
+        services: RunServices,
         directory: Directory,
         grid: Grid,
         served: Callable[[], Statistics],

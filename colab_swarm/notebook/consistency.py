@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from colab_swarm.elastic.steps import ElasticSnapshot
-from colab_swarm.notebook import svg
+from colab_swarm.notebook import theme
 from colab_swarm.notebook.panel import Panel, Views
 from colab_swarm.notebook.theme import Document
 
@@ -49,7 +49,7 @@ def draw(snapshot: ElasticSnapshot) -> Document:
     shown.figures(_figures(snapshot) if snapshot.steps else {})
     measured = [(step.step, step.inconsistency) for step in snapshot.steps]
     bounds = [(step.step, step.bound) for step in snapshot.steps if step.bound is not None]
-    if chart := svg.curve(measured, limit=bounds, label="inconsistency", from_zero=True, width=WIDTH):
+    if chart := theme.curve(measured, limit=bounds, label="inconsistency", from_zero=True, width=WIDTH):
         shown.draw(chart)
         bound = "dashed: bound in theory" if bounds else "no bound is known for this codec"
         shown.note(f"solid: measured, ||x - v|| / learning rate; {bound}")

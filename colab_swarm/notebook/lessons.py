@@ -13,6 +13,7 @@ from colab_swarm.markup import count, plain, size, text
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.panel import WRAPPING, Views, make_button, update_button
 from colab_swarm.notebook.theme import Cell, Document
+from colab_swarm.snapshot import PeerRow
 
 MAX_LINES = 12
 FAULTS = {
@@ -43,28 +44,12 @@ Verb: TypeAlias = Literal["join", "crash", "speed", "slow", "latency", "bandwidt
 
 
 @dataclass(frozen=True)
-class SimulatedPeer:
-    """One peer of a simulation.
-
-    Attributes:
-        state: ``training``, ``catching up``, ``joined``, ``finished``, ``joining``, ``crashed`` or ``left``.
-    """
-
-    name: str  # as faults use it
-    state: str
-    step: int  # global step of its parameters
-    samples: float  # accumulated towards the next step
-    samples_per_s: float  # training speed
-    loss: float | None  # at its last step; None before the first
-
-
-@dataclass(frozen=True)
 class SimulationSnapshot:
     """A simulated swarm at one moment."""
 
     at: float  # virtual seconds since it started
     network: str  # name and description
-    peers: tuple[SimulatedPeer, ...]  # in the order in which they joined
+    peers: tuple[PeerRow, ...]  # in the order in which they joined; a role is one of `SYMBOLS`
     story: tuple[str, ...]  # what happened, one line each, oldest first
     coming: tuple[str, ...]  # scripted faults to come, in words with their times
     state: str = "idle"  # of its run: ``playing``, ``paused``, ``finished``, ``stopped`` or ``failed``
@@ -122,16 +107,16 @@ def draw(snapshot: SimulationSnapshot) -> Document:
     return shown
 
 
-def _cells(peer: SimulatedPeer) -> tuple[Cell, ...]:
+def _cells(peer: PeerRow) -> tuple[Cell, ...]:
     loss = "" if peer.loss is None or not math.isfinite(peer.loss) else f"{peer.loss:.3f}"
-    state, (hue, symbol) = plain(peer.state, 40), SYMBOLS.get(peer.state, ("soft", "•"))
+    state, (hue, symbol) = plain(peer.role, 40), SYMBOLS.get(peer.role, ("soft", "•"))
     mark = theme.mark(hue, symbol, text(state))
     samples, speed = f"{peer.samples:,.0f}", f"{peer.samples_per_s:,.1f}"
     return plain(peer.name, 40), (state, mark), str(peer.step), samples, speed, loss
 
 
 def _peers(snapshot: SimulationSnapshot) -> str:
-    alive = [peer for peer in snapshot.peers if peer.state not in ("crashed", "left")]
+    alive = [peer for peer in snapshot.peers if peer.role not in ("crashed", "left")]
     step = max((peer.step for peer in alive), default=0)
     return f"{count(len(alive), 'peer')} at step {step}"
 
@@ -201,7 +186,7 @@ class LessonControls:
             chosen = self._who.value
             self._who.options = names
             self._who.value = chosen if chosen in names else names[0]
-        self._alive = {peer.name for peer in snapshot.peers if peer.state != "crashed"}
+        self._alive = {peer.name for peer in snapshot.peers if peer.role != "crashed"}
         self._enable_buttons()
         if snapshot.state in OVER:
             for widget in (child for row in self.rows for child in row.children):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from colab_swarm.notebook import rounds, swarm_map, views
+from colab_swarm.notebook import rounds, views
 from colab_swarm.notebook.platforms import has_frontend
 from colab_swarm.notebook.theme import Document
 from colab_swarm.snapshot import SwarmSnapshot
@@ -32,7 +32,8 @@ RETRY_S = 60.0  # pause in a training loop after a view that could not be drawn
 CONFIRM_S = 5.0  # how long the leave button waits for the second click
 ASCII = str.maketrans("█▓▒░·→‖●○◔…✔✖▲⚠×–", "##+-.>=*o%~+x!!x-")
 # names for the play widget's buttons, which have pictures only
-PLAY_STYLE = """<style>.cs-live button::after{margin-left:6px} .cs-live button:nth-child(1)::after
+PLAY_STYLE = """<style>.cs-live,.cs-live button{width:auto!important;flex:none!important}
+.cs-live button::after{margin-left:6px} .cs-live button:nth-child(1)::after
 {content:"auto-refresh on"} .cs-live button:nth-child(2)::after{content:"off"}</style>"""
 WRAPPING = {"flex_flow": "row wrap"}
 
@@ -69,7 +70,7 @@ SWARM: Views[SwarmSnapshot] = Views(
     first="swarm",
     pages={
         "rounds": Page(rounds.draw, slider=("rounds back", rounds.RECENT - 1)),
-        "map": Page(swarm_map.draw),
+        "map": Page(views.draw_map),
     },
     paused=lambda snapshot: snapshot.paused,
     stops=True,

@@ -21,7 +21,7 @@ import msgspec
 from colab_swarm.events import Event, EventLog, Fault, RoundFinished, StepFinished
 from colab_swarm.markup import count, plain, size
 from colab_swarm.net.peers import UNDECODABLE
-from colab_swarm.notebook import svg
+from colab_swarm.notebook import theme
 from colab_swarm.notebook.platforms import has_frontend
 from colab_swarm.notebook.rounds import draw_waterfall
 from colab_swarm.notebook.theme import Document
@@ -190,7 +190,7 @@ class Replay:
         """Return the run, with the round at index ``chosen`` in full."""
         shown = Document("recorded", self._summary(), label="a recorded run", line=self._summary())
         shown.warn(self.note)
-        shown.draw(svg.curve(self.losses))
+        shown.draw(theme.curve(self.losses))
         back = 0 if chosen < 0 else max(len(self.rounds) - 1 - chosen, 0)
         draw_waterfall(shown, self.rounds, back, self.names)
         return shown

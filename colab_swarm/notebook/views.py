@@ -1,18 +1,31 @@
-"""A `SwarmSnapshot` as text and as HTML: the first page of a swarm's panel. Pure functions.
+"""A `SwarmSnapshot` as text and as HTML: the first page of a swarm's panel, and the map. Pure functions.
 
-Everything from peers is escaped and bounded.
+Everything from peers is escaped and bounded. A peer knows only its own links, so the map shows only these.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
-from colab_swarm.markup import count, milliseconds, plain, size
-from colab_swarm.notebook import svg
+from colab_swarm.markup import aligned, bandwidth, count, duration, milliseconds, plain, size, text
+from colab_swarm.notebook import theme
+from colab_swarm.notebook.page import Sample
 from colab_swarm.notebook.theme import MAX_CHARS, Document
-from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime, SwarmSnapshot
+from colab_swarm.snapshot import ContributionRow, KeptModel, PeerRow, SessionTime, SwarmSnapshot
 
+Mark: TypeAlias = tuple[str, str, str]  # hue, symbol and word
+Place: TypeAlias = tuple[float, float]
 MAX_CONTRIBUTIONS = 8
+ROLES = ("trainer", "catching up", "paused", "idle", "assistant")
+MAX_ON_MAP = 32  # peers; the first page counts all
+MAP_WIDTH, MAP_ROW, MAP_RADIUS = 600, 30, 90
+MAP_KEY = '<p class="soft">line: a link, wider if faster; dashed: through a relay; no line: no link</p>'
+RELAYED = "relayed by "
+ID_CHARS = 8
+WAY_CHARS = 17  # length of ``via peer-01234567``
 MAX_NAME_CHARS = 40
 LOSS_WIDTH = 420
 COLUMNS = ("peer", "id", "role", "step", "samples/s", "RTT", "link", "reachable")
@@ -38,6 +51,8 @@ def draw(snapshot: SwarmSnapshot) -> Document:
     shown = Document(_state(snapshot), me, label=f"swarm {plain(snapshot.run)}", line=me)
     shown.draw("", plain(summary(snapshot), MAX_CHARS))
     shown.warn(PAUSED if snapshot.paused else "", "‖")
+    if snapshot.kept is not None:
+        _draw_kept(shown, snapshot.kept)
     if snapshot.session:
         _draw_session(shown, snapshot.session)
     shown.figures(_figures(snapshot))
@@ -48,8 +63,7 @@ def draw(snapshot: SwarmSnapshot) -> Document:
             when = f"step {snapshot.step + 1} {soon}"
         part = snapshot.accumulated / snapshot.target_batch_size
         shown.bar(part, f"{_collected(snapshot)} samples; {when}", title="next step")
-    if drawn := svg.curve(snapshot.loss_history, width=LOSS_WIDTH):
-        shown.draw(f"<h4>loss of my batches: {_loss(snapshot)}</h4>{drawn}")
+    _draw_loss(shown, snapshot)
     best = snapshot.leaderboard[:MAX_CONTRIBUTIONS]
     shown.table(CREDITS, best, _credit, numbers=(1, 2), what="contributors", title=CONTRIBUTIONS)
     shown.table(COLUMNS, snapshot.peers, _cells, numbers=(3, 4, 5), what="peers", title="peers")
@@ -63,7 +77,7 @@ def _name(name: str) -> str:
 
 def _state(snapshot: SwarmSnapshot) -> str:
     state = f"{_name(snapshot.run)}: {_name(snapshot.state)}"
-    if snapshot.target_batch_size > 0:
+    if snapshot.target_batch_size > 0 or snapshot.model:
         return f"{state}, step {snapshot.step}"
     return f"{state}, {count(len(snapshot.peers), 'peer')}"
 
@@ -79,14 +93,55 @@ def _collected(snapshot: SwarmSnapshot) -> str:
 
 def _figures(snapshot: SwarmSnapshot) -> dict[str, str]:
     figures = {}
-    if snapshot.target_batch_size > 0:
+    if snapshot.target_batch_size > 0 or snapshot.model:
         figures["all peers"] = _speed(snapshot).replace(" ", "\n", 1)
+    if snapshot.kept is not None and snapshot.kept.checkpoints:
+        saved = snapshot.kept.checkpoints[-1]
+        figures["last saved"] = f"step {saved.step:,}\n{duration(snapshot.at - saved.at)} ago"
+    if snapshot.target_batch_size > 0:
         figures["me"] = f"{snapshot.own_samples_per_s:,.1f}\nsamples/s"
         if snapshot.last_share is not None:
             figures["my share"] = f"{snapshot.last_share:.0%}\nof the last step's samples"
     figures["sent"] = f"{size(snapshot.sent_bytes)}\nnow {size(snapshot.sent_bps / 8)}/s"
     figures["received"] = f"{size(snapshot.received_bytes)}\nnow {size(snapshot.received_bps / 8)}/s"
     return figures
+
+
+def _draw_loss(shown: Document, snapshot: SwarmSnapshot) -> None:
+    whose = f"{snapshot.model}, median over the trainers" if snapshot.model else "my batches"
+    if drawn := theme.curve(snapshot.loss_history, width=LOSS_WIDTH):
+        shown.draw(f"<h4>loss of {text(whose)}: {_loss(snapshot)}</h4>{drawn}")
+    elif snapshot.model:
+        shown.note("Fewer than two losses reported yet.")
+
+
+def _draw_kept(shown: Document, kept: KeptModel) -> None:
+    if kept.standing_in is not None:
+        where = f"New trainers continue from the checkpoint of step {kept.standing_in:,}."
+        shown.warn(f"There are no trainers now. {where}")
+    shown.note(*filter(None, [kept.hub]))
+
+
+def metrics(snapshot: SwarmSnapshot) -> list[Sample]:
+    """Return the figures for Prometheus; those of a model carry its name."""
+    run = {"run": snapshot.run}
+    model = {**run, "collaboration": snapshot.model}
+    roles = Counter(peer.role for peer in snapshot.peers)
+    samples: list[Sample] = [
+        ("uptime_seconds", run, snapshot.uptime_s),
+        ("linked_peers", run, sum(bool(peer.connected) for peer in snapshot.peers)),
+        ("sent_bytes_total", run, snapshot.sent_bytes),
+        ("received_bytes_total", run, snapshot.received_bytes),
+        ("step", model, snapshot.step),
+        ("samples_per_second", model, snapshot.samples_per_s),
+        *(("loss", model, loss) for _, loss in snapshot.loss_history[-1:]),
+        *(("peers", {**model, "role": role}, roles[role]) for role in ROLES),
+    ]
+    if (kept := snapshot.kept) is None:
+        return samples
+    for saved in kept.checkpoints[-1:]:
+        samples += [("checkpoint_step", model, saved.step), ("checkpoint_timestamp_seconds", model, saved.at)]
+    return [*samples, ("hub_failures_total", model, kept.hub_failures)]
 
 
 def _clock(seconds: float) -> str:
@@ -132,3 +187,120 @@ def _cells(peer: PeerRow) -> tuple[str, ...]:
 
 def _credit(row: ContributionRow) -> tuple[str, ...]:
     return _name(row.name) + " (me)" * row.me, f"{row.samples:,.0f}", size(row.reduced_bytes)
+
+
+# --- the map ----------------------------------------------------------------------------------------------------------
+
+
+def draw_map(snapshot: SwarmSnapshot) -> Document:
+    """Return this peer in the middle and a line for each link, wider for faster links; the text lists the links."""
+    others = sorted((peer for peer in snapshot.peers if not peer.me), key=lambda peer: not peer.connected)
+    shown = others[:MAX_ON_MAP]
+    names = {peer.id[:ID_CHARS]: peer.name for peer in shown}
+    own, states = _own_mark(snapshot), list(map(_mark_of, shown))
+    links = [_link_words(peer, names) for peer in shown]
+    rows = [(f"{own[1]} {plain(snapshot.me, 24)} (me)", own[2], "", "", "")]
+    for peer, (_, symbol, word), link in zip(shown, states, links, strict=True):
+        rows.append((f"{symbol} {plain(peer.name, 24)}", word, *link))
+    height = max(6 * MAP_ROW, MAP_ROW * math.ceil(len(shown) / 2)) + MAP_ROW
+    middle = (MAP_WIDTH / 2, height / 2)
+    placed = list(zip(shown, _places(len(shown), height), strict=True))
+    places = {peer.id[:ID_CHARS]: place for peer, place in placed}
+    lines = "".join(_link_line(peer, place, middle, places) for peer, place in placed if peer.connected)
+    nodes = "".join(map(_node, placed, states, links))
+    key = "".join(
+        f"{theme.mark(h, symbol, text(word))} &#160; " for h, symbol, word in sorted({own, *states})
+    )
+    run, linked = plain(snapshot.run, 40), _linked(others)
+    page = Document(run, linked, label="map of the swarm", line=f"links of {run}: {linked}")
+    page.draw(
+        f'<svg viewBox="0 0 {MAP_WIDTH} {height}" width="100%" style="max-width:720px" role="img" '
+        f'aria-label="map of {count(len(shown) + 1, "peer")}">{lines}{nodes}{_dot(middle, own, 15)}'
+        f'<text x="{middle[0]}" y="{middle[1] + 29}" text-anchor="middle" style="fill:var(--ink);'
+        f'stroke:var(--paper);stroke-width:4px;paint-order:stroke">{text(snapshot.me, 24)} (me)</text></svg>'
+        f"<p>{key}</p>{MAP_KEY}",
+        *aligned(rows),
+    )
+    if len(others) > MAX_ON_MAP:
+        page.note(f"… and {len(others) - MAX_ON_MAP} more peers")
+    return page
+
+
+def _linked(others: Sequence[PeerRow]) -> str:
+    relayed = sum(peer.connected.startswith(RELAYED) for peer in others)
+    linked = count(sum(bool(peer.connected) for peer in others), "link")
+    return linked + (f", {relayed} of them relayed" if relayed else "")
+
+
+def _mark_of(peer: PeerRow) -> Mark:
+    role = plain(peer.role, 24) or "idle"
+    marks = {"paused": ("amber", "‖"), "catching": ("purple", "◔"), "left": ("red", "✖")}
+    for word, (hue, symbol) in marks.items():
+        if word in role:
+            return hue, symbol, role
+    return ("green", "●", "training") if peer.samples_per_s > 0 else ("soft", "○", role)
+
+
+def _own_mark(snapshot: SwarmSnapshot) -> Mark:
+    if snapshot.paused:
+        return "amber", "‖", "paused"
+    me = next((peer for peer in snapshot.peers if peer.me), None)
+    return ("blue", "◉", plain(snapshot.state, 24)) if me is None else _mark_of(me)
+
+
+def _link_words(peer: PeerRow, names: Mapping[str, str]) -> tuple[str, str, str]:
+    """Return round trip, way and speed."""
+    relay = peer.connected.removeprefix(RELAYED)[:ID_CHARS]
+    way = f"via {names.get(relay, relay)}" if peer.connected.startswith(RELAYED) else peer.connected
+    bps = _bandwidth_bps(peer)
+    return milliseconds(peer.rtt_s), plain(way, WAY_CHARS) or "no link", bandwidth(bps) if bps else ""
+
+
+def _bandwidth_bps(peer: PeerRow) -> float:
+    known = [bps for bps in (peer.upload_bps, peer.download_bps) if bps is not None and math.isfinite(bps)]
+    return min(known, default=0.0)
+
+
+def _places(number: int, height: float) -> list[Place]:
+    """Return places on an ellipse, at even heights so that labels stay apart: right half first, then left."""
+    right = math.ceil(number / 2)
+    places = []
+    for index in range(number):
+        side, row, rows = (1, index, right) if index < right else (-1, index - right, number - right)
+        y = MAP_ROW / 2 + (height - MAP_ROW) * (row + 0.5) / rows
+        bent = math.sqrt(max(1 - (2 * y / height - 1) ** 2, 0.0))
+        places.append((MAP_WIDTH / 2 + side * (40 + MAP_RADIUS * bent), y))
+    return places
+
+
+def _link_line(peer: PeerRow, place: Place, middle: Place, by_id: Mapping[str, Place]) -> str:
+    relayed = peer.connected.startswith(RELAYED)
+    begin = by_id.get(peer.connected.removeprefix(RELAYED)[:ID_CHARS], middle) if relayed else middle
+    dashed = ' stroke-dasharray="5 4"' if relayed else ""
+    # 1 pixel for 1 Mbit/s or less, 1.3 more for each factor of ten
+    width = min(1 + 1.3 * math.log10(max(_bandwidth_bps(peer) / 1e6, 1.0)), 6.0)
+    return (
+        f'<path class="soft" d="M{begin[0]:.1f} {begin[1]:.1f}L{place[0]:.1f} {place[1]:.1f}" fill="none" '
+        f'stroke="currentColor" stroke-width="{width:.1f}"{dashed}/>'
+    )
+
+
+def _dot(place: Place, state: Mark, radius: float) -> str:
+    hue, symbol, word = state
+    x, y = place
+    return (
+        f'<g class="{hue}"><title>{text(word)}</title><circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}" '
+        f'style="fill:var(--card)" stroke="currentColor" stroke-width="2"/>'
+        f'<text x="{x:.1f}" y="{y + 4:.1f}" text-anchor="middle" style="fill:currentColor">{symbol}</text></g>'
+    )
+
+
+def _node(placed: tuple[PeerRow, Place], state: Mark, link: Sequence[str]) -> str:
+    peer, (x, y) = placed
+    at, anchor = (x + 15, "start") if x > MAP_WIDTH / 2 else (x - 15, "end")
+    short, full = (", ".join(filter(None, parts)) for parts in (link[:2], link))
+    return _dot((x, y), state, 10) + (
+        f'<text x="{at:.1f}" y="{y - 2:.1f}" text-anchor="{anchor}" style="fill:var(--ink)">'
+        f'{text(peer.name, 24)}</text><text x="{at:.1f}" y="{y + 11:.1f}" text-anchor="{anchor}">{text(short)}'
+        f"<title>{text(full)}</title></text>"
+    )

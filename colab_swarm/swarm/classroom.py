@@ -11,17 +11,18 @@ import contextlib
 import os
 import threading
 import uuid
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import quote, urlsplit
 from urllib.request import urlopen
 
 import msgspec
+from aiohttp import web
 
 from colab_swarm.errors import JoinError
 from colab_swarm.invite import Invite
 from colab_swarm.markup import count, text
 from colab_swarm.net.addresses import host_of, reachable_addresses
 from colab_swarm.notebook import theme
+from colab_swarm.notebook.page import listen
 from colab_swarm.notebook.panel import Panel, Views
 from colab_swarm.snapshot import PeerRow
 from colab_swarm.swarm import joining
@@ -39,27 +40,7 @@ ANIMALS = _ANIMALS.split()
 _boards: dict[str, Board] = {}  # the last one of each run
 
 
-class BoardHandler(BaseHTTPRequestHandler):
-    """Answers ``/PROCESS`` with the invitation and a name, or with 503."""
-
-    timeout = TIMEOUT_S
-    server: Board
-
-    def do_GET(self) -> None:
-        who = unquote(self.path.strip("/"))
-        welcome = self.server.welcome(who) if 0 < len(who) <= 64 else None
-        if welcome is None:
-            self.send_error(503, "this room is full" if who else "pupils join by classroom.join")
-            return
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(msgspec.json.encode(welcome))
-
-    def log_message(self, *_: object) -> None:
-        """Do not print into the notebook."""
-
-
-class Board(ThreadingHTTPServer):
+class Board:
     """Gives the run's invitation and animal names to pupils in the local network, until `close`.
 
     Args:
@@ -77,13 +58,26 @@ class Board(ThreadingHTTPServer):
         self.swarm, self.closed = swarm, False
         self._names: dict[str, str] = {}  # by pupil's process
         self._lock = threading.Lock()
-        try:
-            super().__init__(("", port), BoardHandler)
-        except OSError:
-            super().__init__(("", 0), BoardHandler)
+        self._runner, url = swarm.runtime.call(self._listen(port))
         loopback, *others = map(host_of, reachable_addresses("0.0.0.0", port))
-        self.address = f"{[*others, loopback][0]}:{self.server_port}"
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+        self.address = f"{[*others, loopback][0]}:{urlsplit(url).port}"
+
+    async def _listen(self, port: int) -> tuple[web.AppRunner, str]:
+        app = web.Application(client_max_size=1024)
+        app.router.add_get("/{who:.*}", self._answer)
+        try:
+            return await listen(app, "0.0.0.0", port, keepalive_timeout=TIMEOUT_S)
+        except OSError:
+            return await listen(app, "0.0.0.0", 0, keepalive_timeout=TIMEOUT_S)
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        """Answer ``/PROCESS`` with the invitation and a name, or with 503."""
+        who = request.match_info["who"].strip("/")
+        welcome = self.welcome(who) if 0 < len(who) <= 64 else None
+        if welcome is None:
+            why = "this room is full" if who else "pupils join by classroom.join"
+            return web.Response(status=503, reason=why)
+        return web.Response(body=msgspec.json.encode(welcome))
 
     def welcome(self, who: str) -> tuple[str, str] | None:
         """Return the invitation and a name, the same for each call of a process; None when the room is full."""
@@ -110,8 +104,7 @@ class Board(ThreadingHTTPServer):
         """Stop inviting; pupils who joined stay. Idempotent."""
         if not self.closed:
             self.closed = True
-            self.shutdown()
-            self.server_close()
+            self.swarm.runtime.call(self._runner.cleanup())
 
     def __str__(self) -> str:
         pupils = self.pupils()

@@ -284,7 +284,7 @@ async def _start(
         settings = replace(settings, port=options.port)
         node = await Node.start(identity, settings, events, admission=access.admission)
     try:
-        services = assemble(node, events, random.Random(identity.id))
+        services = assemble(node, access.run_id, events, random.Random(identity.id))
         network = NetworkSession(node, access, options, services)
         await network.open(store)
     except BaseException:  # an interrupt included: nothing may stay open

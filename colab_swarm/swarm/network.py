@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.averaging.round import Averager, RoundResult
-from colab_swarm.dht.service import DHT, DHTSettings
+from colab_swarm.dht.service import DHT, DHTSettings, Found
 from colab_swarm.errors import JoinError, PeerError, StateError
 from colab_swarm.events import EventLog, Fault, PeerLeft
 from colab_swarm.invite import LOCAL_ONLY, Invite
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 ENTER_TIMEOUT_S = 15.0
 PUBLISH_EVERY_S = 60.0
 SAVE_EVERY_S, LOOK_S = 60.0, 2.0
-RELAY_TTL_S = 180.0
+ANNOUNCED_S = 180.0
 MAX_RELAYS = 64
 
 
@@ -135,7 +135,6 @@ class NetworkSession:
         )
         quota = options.relay if isinstance(options.relay, RelayQuota) else RelayQuota()
         self.relay = Relay(node, quota) if options.relay else None
-        self._relays_key = f"{access.run_id}/relays"
         self._announcer: LanAnnouncer | None = None
 
     async def open(self, store: PeerStore | None) -> None:
@@ -171,7 +170,7 @@ class NetworkSession:
         await self.reachability.start()
         self.trust.start()
         if self.relay is not None:
-            node.linker.spawn(self._publish_relay())
+            await self.announce("relays", lambda: node.contact.addresses if node.contact.direct else ())
 
     async def _link(self, entries: tuple[Contact, ...]) -> tuple[Contact, ...]:
         try:
@@ -256,24 +255,30 @@ class NetworkSession:
                 contact = Contact(self.node.id, self.node.listening())
                 await self._announcer.update(contact)
 
+    async def announce(self, what: str, value: Callable[[], Any]) -> None:
+        """Publish a value for the others of the run each minute, but not while it is empty; None ends it."""
+        self.node.linker.spawn(self._publish(f"{self.access.run_id}/{what}", value))
+
+    async def _publish(self, key: str, value: Callable[[], Any]) -> None:
+        while (current := value()) is not None:
+            if current:
+                with contextlib.suppress(PeerError):
+                    await self._services.dht.publish(key, current, ttl_s=ANNOUNCED_S)
+            await asyncio.sleep(PUBLISH_EVERY_S if current else 1.0)
+
+    async def announced(self, what: str) -> dict[PeerId, Found]:
+        """Return what peers of the run published by `announce`, not checked, by peer."""
+        found = await self._services.dht.get(f"{self.access.run_id}/{what}")
+        return {PeerId(subkey): record for subkey, record in found.items() if record.owner == subkey}
+
     async def relays(self) -> list[Contact]:
         """Return the run's relays, as they announce themselves in the DHT."""
-        found = await self._services.dht.get(self._relays_key)
         contacts = []
-        for subkey, record in list(found.items())[:MAX_RELAYS]:
+        for peer, record in list((await self.announced("relays")).items())[:MAX_RELAYS]:
             addresses = record.value if isinstance(record.value, list) else []
-            texts = tuple(address for address in addresses if isinstance(address, str))
-            if record.owner == subkey and texts:
-                contacts.append(Contact(PeerId(subkey), texts))
+            if texts := tuple(address for address in addresses if isinstance(address, str)):
+                contacts.append(Contact(peer, texts))
         return contacts
-
-    async def _publish_relay(self) -> None:
-        while True:
-            contact = self.node.contact
-            if contact.direct:
-                with contextlib.suppress(PeerError):
-                    await self._services.dht.publish(self._relays_key, contact.addresses, ttl_s=RELAY_TTL_S)
-            await asyncio.sleep(PUBLISH_EVERY_S if contact.direct else 1.0)
 
 
 async def _stop(stop: Callable[[], Awaitable[None]]) -> None:
@@ -304,12 +309,19 @@ async def enter(node: Node, entries: Sequence[Contact]) -> None:
 
 
 def assemble(
-    peers: Peers, events: EventLog, rng: random.Random, pace: Callable[[float], float] | None = None
+    peers: Peers,
+    run_id: str,
+    events: EventLog,
+    rng: random.Random,
+    pace: Callable[[float], float] | None = None,
 ) -> PeerServices:
     """Create a peer's services on a network, real or simulated."""
     SpeedTests(peers)
-    dht, averager = DHT(peers, DHTSettings(), rng, events), Averager(peers, events=events)
-    return PeerServices(peers, PrefixRouter(peers), dht, averager, events, rng, pace)
+    dht = DHT(peers, DHTSettings(), rng, events)
+    averager = Averager(peers, events=events)
+    return PeerServices(
+        peers, dht, events, rng, run_id, router=PrefixRouter(peers), averager=averager, pace=pace
+    )
 
 
 async def find_others(services: PeerServices, entries: Sequence[Contact]) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 from colab_swarm.events import Event, PeerLeft, RoundFinished, StepFinished
 from colab_swarm.markup import plain
-from colab_swarm.net.peers import PeerId, short
+from colab_swarm.net.peers import PeerId, Peers, short
 from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime, SwarmSnapshot, describe
 from colab_swarm.training.progress import AssistantRecord, ProgressRecord, read_participants
 from colab_swarm.trust.contributions import Contribution
@@ -140,7 +140,7 @@ class Overview:
             me=self._context.name,
             reached=reached,
             state="left" if left else "joined",
-            peers=self._rows(*self._records(seen_at)),
+            peers=peer_rows(self._services.peers, self._context.name, *self._records(seen_at)),
             step=0,
             samples_per_s=0.0,
             target_batch_size=0.0,
@@ -191,39 +191,6 @@ class Overview:
         seen = None if self._trainers is None else self._trainers.look(now)
         return seen or ({}, {})
 
-    def _rows(
-        self, trainers: Mapping[PeerId, ProgressRecord], assistants: Mapping[PeerId, AssistantRecord]
-    ) -> tuple[PeerRow, ...]:
-        peers, rows, shown = self._services.peers, [], trainers.keys() | assistants.keys()
-        for peer, record in sorted(trainers.items()):
-            role = "catching up" if record.syncing else "paused" if record.paused else "trainer"
-            role = "idle" if record.idle and not record.paused else role
-            rows.append(self._row(peer, record.name, role, bool(record.addresses), record))
-        for peer in sorted(assistants.keys() - trainers.keys()):
-            rows.append(self._row(peer, assistants[peer].name, "assistant", True))
-        if peers.id not in shown:
-            rows.append(self._row(peers.id, self._context.name, "peer", bool(peers.contact.addresses)))
-        for peer in sorted(peers.linked() - shown):
-            rows.append(self._row(peer, f"peer-{short(peer)}", "peer", None))
-        return tuple(rows)
-
-    def _row(
-        self, peer: PeerId, name: str, role: str, reachable: bool | None, record: ProgressRecord | None = None
-    ) -> PeerRow:
-        peers, me = self._services.peers, peer == self._services.peers.id
-        rtt_s, connected = (None, "") if me else (peers.statistics(peer).rtt_s, peers.way_to(peer))
-        row = PeerRow(name, short(peer), role, 0, 0.0, 0.0, reachable, me, rtt_s, connected)
-        if record is None:
-            return row
-        return replace(
-            row,
-            step=record.step,
-            samples_per_s=0.0 if record.absent else record.samples_per_s,
-            samples=record.samples,
-            upload_bps=record.upload_bps,
-            download_bps=record.download_bps,
-        )
-
     def _last_share(self) -> float | None:
         if not self._rounds:
             return None
@@ -245,6 +212,51 @@ class Overview:
         for event in events[-LOG_LINES:]:
             # in one pass: peers choose their names, and one may choose another's id
             yield _SHORT_ID.sub(lambda id: self._names.get(id[0], id[0]), describe(event))
+
+
+def peer_rows(
+    peers: Peers,
+    own_name: str,
+    trainers: Mapping[PeerId, ProgressRecord],
+    assistants: Mapping[PeerId, AssistantRecord],
+) -> tuple[PeerRow, ...]:
+    """Return a row for each peer: those that train, those that assist, this peer, and others that are linked."""
+    rows, shown = [], trainers.keys() | assistants.keys()
+    for peer, record in sorted(trainers.items()):
+        role = "catching up" if record.syncing else "paused" if record.paused else "trainer"
+        role = "idle" if record.idle and not record.paused else role
+        rows.append(_row(peers, peer, record.name, role, bool(record.addresses), record))
+    for peer in sorted(assistants.keys() - trainers.keys()):
+        rows.append(_row(peers, peer, assistants[peer].name, "assistant", True))
+    if peers.id not in shown:
+        rows.append(_row(peers, peers.id, own_name, "peer", bool(peers.contact.addresses)))
+    for peer in sorted(peers.linked() - shown):
+        rows.append(_row(peers, peer, "", "peer", None))
+    return tuple(rows)
+
+
+def _row(
+    peers: Peers,
+    peer: PeerId,
+    name: str,
+    role: str,
+    reachable: bool | None,
+    record: ProgressRecord | None = None,
+) -> PeerRow:
+    me = peer == peers.id
+    rtt_s, connected = (None, "") if me else (peers.statistics(peer).rtt_s, peers.way_to(peer))
+    name = plain(name, MAX_NAME_CHARS) or f"peer-{short(peer)}"
+    row = PeerRow(name, short(peer), role, 0, 0.0, 0.0, reachable, me, rtt_s, connected)
+    if record is None:
+        return row
+    return replace(
+        row,
+        step=record.step,
+        samples_per_s=0.0 if record.absent else record.samples_per_s,
+        samples=record.samples,
+        upload_bps=record.upload_bps,
+        download_bps=record.download_bps,
+    )
 
 
 def without_repeats(events: Iterable[Event]) -> list[Event]:

@@ -27,7 +27,7 @@ from typing import Any, ClassVar, TypeVar, cast
 from colab_swarm.errors import JoinError
 from colab_swarm.events import Event, EventLog, RoundFinished
 from colab_swarm.notebook import lessons
-from colab_swarm.notebook.lessons import SimulatedPeer, SimulationSnapshot
+from colab_swarm.notebook.lessons import SimulationSnapshot
 from colab_swarm.notebook.panel import Panel
 from colab_swarm.notebook.platforms import has_frontend
 from colab_swarm.runtime import POLL_S
@@ -35,12 +35,13 @@ from colab_swarm.sim.faults import ScriptedFault
 from colab_swarm.sim.network import SimNetwork
 from colab_swarm.sim.profiles import PROFILES, ChurnProfile, NetworkProfile
 from colab_swarm.sim.runtime import SimRuntime
-from colab_swarm.snapshot import SwarmSnapshot
+from colab_swarm.snapshot import PeerRow, SwarmSnapshot
 from colab_swarm.swarm.network import assemble, find_others
 from colab_swarm.swarm.swarm import Swarm
 
 T = TypeVar("T")
 ENTRIES = 4
+RUN_ID = "simulation-0"
 NAMES = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi")
 SLICE_S = 0.5  # virtual time between two looks at what the user injected
 MIN_SPEED = 0.01  # virtual seconds per second, even if `InteractiveRun.speed` is lower
@@ -58,7 +59,7 @@ class Simulation(AbstractContextManager["Simulation"]):
         self._train: Callable[[Swarm], object] | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._later: set[asyncio.Task[None]] = set()
-        self._crashed: dict[str, SimulatedPeer] = {}  # their last state
+        self._crashed: dict[str, PeerRow] = {}  # their last state
         self._arriving: set[str] = set()  # peers that are joining now
         self._story: deque[str] = deque(maxlen=MAX_STORY)
         self._aloud = False  # whether to print the story
@@ -121,14 +122,14 @@ class Simulation(AbstractContextManager["Simulation"]):
         contacts = [swarm.contact for swarm in self.swarms.values()]
         entries = [contact for contact in contacts if contact.addresses][:ENTRIES]
         rng = random.Random(f"{name} {self._seed}")
-        services = assemble(peers, EventLog(), rng, lambda samples: samples / self.speed_of(name))
+        services = assemble(peers, RUN_ID, EventLog(), rng, lambda samples: samples / self.speed_of(name))
         try:
             await find_others(services, entries)
         except BaseException:  # a cancelled task included: the name must be free for the next try
             services.dht.kill()
             peers.go_down(f"{name} could not join")
             raise
-        self.swarms[name] = Swarm(self._runtime, services, "simulation-0", name, None)
+        self.swarms[name] = Swarm(self._runtime, services, RUN_ID, name, None)
         peers.when_down(lambda: self._on_crash(name))
         self.swarms[name].events.listen(partial(self._on_event, name))
         if self._train is not None:
@@ -138,7 +139,7 @@ class Simulation(AbstractContextManager["Simulation"]):
         if name in self._tasks:
             self._tasks.pop(name).cancel()
         swarm = self.swarms.pop(name)
-        self._crashed[name] = replace(self._peer(name, swarm.snapshot()), state="crashed", samples=0.0)
+        self._crashed[name] = replace(self._peer(name, swarm.snapshot()), role="crashed", samples=0.0)
         swarm.kill()
 
     def speed_of(self, name: str) -> float:
@@ -329,16 +330,17 @@ class Simulation(AbstractContextManager["Simulation"]):
             coming=tuple(map(_describe, sorted(self.network.coming, key=lambda fault: fault.at))),
         )
 
-    def _peer(self, name: str, seen: SwarmSnapshot | None) -> SimulatedPeer:
+    def _peer(self, name: str, seen: SwarmSnapshot | None) -> PeerRow:
+        speed = self.speed_of(name)
         if seen is None:
             state = "joining" if self.network.is_up(name) else "crashed"
-            return self._crashed.get(name, SimulatedPeer(name, state, 0, 0.0, self.speed_of(name), None))
+            return self._crashed.get(name, PeerRow(name, "", state, 0, speed, 0.0, None, me=False))
         row = next(peer for peer in seen.peers if peer.me)
         loss = seen.loss_history[-1][1] if seen.loss_history else None
         state = row.role if row.role == "catching up" else seen.state
         if name in self.results:
             state = "finished"
-        return SimulatedPeer(name, state, row.step, row.samples, self.speed_of(name), loss)
+        return replace(row, name=name, role=state, samples_per_s=speed, loss=loss)
 
     def __repr__(self) -> str:
         return f"Simulation({len(self.swarms)} peers on {self.network.profile.name}, {self.time:.1f} s)"

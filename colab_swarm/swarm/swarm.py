@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from colab_swarm.averaging.moshpit import MoshpitResult
     from colab_swarm.elastic.optimizer import ElasticOptimizer
     from colab_swarm.moe.expert import ExpertRule
-    from colab_swarm.moe.host import ExpertHost, HostOptions, SwarmExperts
-    from colab_swarm.moe.layer import MixtureOfExperts, MixtureOptions, RemoteExpert
+    from colab_swarm.moe.host import ExpertHost, SwarmExperts
+    from colab_swarm.moe.layer import MixtureOfExperts, RemoteExpert
     from colab_swarm.moe.trainer import AsyncTrainer
     from colab_swarm.moe.watch import ExpertsSnapshot
     from colab_swarm.notebook.try_model import ModelProbe, TryModel
@@ -305,7 +305,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         count: int | Sequence[str] | None = None,
         sample: Sequence[int] | None = None,
         rule: ExpertRule | None = None,
-        **options: Unpack[HostOptions],
+        **settings: Any,
     ) -> ExpertHost:
         """Host experts of a mixture on this machine's GPU or CPU; see `ExpertHost`.
 
@@ -319,18 +319,20 @@ class Swarm(AbstractContextManager["Swarm"]):
             count: how many, or their names (``["ffn.0.3"]``); None: as many as fit, with the arithmetic printed.
             sample: shape of one sample; -1: any length. The experts that ship know theirs.
             rule: how each expert learns; by default Adam with learning rate 1e-3.
-            **options: ``folder``, ``copies``, ``spare``, ``save_s``, ``takeover_s``: see `HostOptions`.
+            **settings: ``folder``: stores saves; with the same one a later session continues from them. Without it,
+                only the copies at other peers survive this process.
+                ``copies``, ``spare``, ``save_s``, ``takeover_s``: see `HostPlan`.
 
         Raises:
             ValueError: the module cannot be an expert, or an argument is not usable.
         """
         self._check(worker=True)
         return self._use_experts().host(
-            prefix, grid, make_expert, sample=sample, rule=rule, count=count, options=options
+            prefix, grid, make_expert, sample=sample, rule=rule, count=count, **settings
         )
 
     def mixture_of_experts(
-        self, prefix: str, dim: int, *, grid: Sequence[int], k: int = 4, **options: Unpack[MixtureOptions]
+        self, prefix: str, dim: int, *, grid: Sequence[int], k: int = 4, **settings: Any
     ) -> MixtureOfExperts:
         """Return a layer (..., dim) -> (..., dim) whose experts the swarm hosts; see `MixtureOfExperts`.
 
@@ -338,13 +340,13 @@ class Swarm(AbstractContextManager["Swarm"]):
             prefix, grid: as given to `host_experts`.
             dim: of the inputs' last dimension.
             k: experts called per sample.
-            **options: ``k_min``, ``grace_s``, ``sequences``, ``reject_outliers``, ``compression``, ``timeout_s``: see
-                `MixtureOptions`.
+            **settings: ``k_min``, ``grace_s``, ``sequences``, ``reject_outliers``, ``compression``, ``timeout_s``: see
+                `MixtureSettings`.
 
         Raises:
             ValueError: an argument is not usable.
         """
-        return self._use_experts().mixture(prefix, grid, dim, k=k, options=options)
+        return self._use_experts().mixture(prefix, grid, dim, k=k, **settings)
 
     def expert(
         self, uid: str, *, grid: Sequence[int], compression: str = "float32", timeout_s: float = 30.0
@@ -386,15 +388,12 @@ class Swarm(AbstractContextManager["Swarm"]):
         return AsyncTrainer(model, loss, optimizer, TrainerSettings(**settings))
 
     def _use_experts(self) -> SwarmExperts:
-        from colab_swarm.moe.grid import ExpertServices
         from colab_swarm.moe.host import SwarmExperts
         from colab_swarm.notebook.experts import show_experts
 
         self._check()
         if self._experts is None:
-            own = self.services
-            services = ExpertServices(own.peers, own.dht, own.events, own.rng, self.run_id, own.gate)
-            self._experts = SwarmExperts(self.runtime, services, show_experts)
+            self._experts = SwarmExperts(self.runtime, self.services, show_experts)
         return self._experts
 
     def coordinate(self, job: Job | str | Path, **options: Unpack[CoordinatorOptions]) -> Coordinator:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from pathlib import Path
 from typing import Any
 
-from colab_swarm.errors import JoinError, PeerError
+from colab_swarm.errors import JoinError
 from colab_swarm.swarm.network import NetworkSession
 from colab_swarm.swarm.session import PeerContext
 from colab_swarm.workunits.client import CoordinatorClient
@@ -16,9 +14,6 @@ from colab_swarm.workunits.job import Job
 from colab_swarm.workunits.messages import Token
 from colab_swarm.workunits.volunteering import Volunteer, open_volunteer
 
-TTL_S = 180.0
-PUBLISH_EVERY_S = 60.0
-
 
 def coordinate(
     context: PeerContext, network: NetworkSession, job: Job | str | Path, options: CoordinatorOptions
@@ -26,30 +21,20 @@ def coordinate(
     """Coordinate ``job`` as this peer and announce it in the DHT; see `Swarm.coordinate`."""
     job = job if isinstance(job, Job) else Job.load(job)
     coordinator = open_coordinator(job, network.access, _token(network), options)
-
-    async def begin() -> None:
-        network.node.linker.spawn(announce())
-
-    async def announce() -> None:
-        while not coordinator.stopped:
-            with contextlib.suppress(PeerError):
-                key = f"{context.run_id}/coordinators"
-                await context.services.dht.publish(key, coordinator.url, ttl_s=TTL_S)
-            await asyncio.sleep(PUBLISH_EVERY_S)
-
-    context.runtime.call(begin())
+    context.runtime.call(
+        network.announce("coordinators", lambda: None if coordinator.stopped else coordinator.url)
+    )
     return coordinator
 
 
 def volunteer(context: PeerContext, network: NetworkSession, **options: Any) -> Volunteer:
     """Work for the swarm's coordinator, the one announced last; ``options`` are those of `open_volunteer`."""
-    found = context.runtime.call(context.services.dht.get(f"{context.run_id}/coordinators"))
+    found = context.runtime.call(network.announced("coordinators"))
+    newest = sorted(found.values(), key=lambda record: -record.expires_at)
     urls = [
         record.value
-        for subkey, record in sorted(found.items(), key=lambda item: -item[1].expires_at)
-        if record.owner == subkey
-        and isinstance(record.value, str)
-        and record.value.startswith(("http://", "https://"))
+        for record in newest
+        if isinstance(record.value, str) and record.value.startswith(("http://", "https://"))
     ]
     if not urls:
         raise JoinError(

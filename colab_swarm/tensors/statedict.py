@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from colab_swarm.errors import StateError
 from colab_swarm.markup import facts, size
@@ -258,6 +259,34 @@ class TensorBytes:
     data: memoryview
 
 
+def as_bytes(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorBytes]:
+    """Return tensors from `flatten` as views of their memory."""
+    import torch
+
+    return {
+        name: TensorBytes(
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+            tensor.reshape(-1).view(torch.uint8).numpy().data,
+        )
+        for name, tensor in tensors.items()
+    }
+
+
+def as_tensors(tensors: Mapping[str, TensorBytes]) -> dict[str, torch.Tensor]:
+    """Return tensors that share the memory of ``tensors``; raise `StateError` if a shape is impossible."""
+    import torch
+
+    found: dict[str, torch.Tensor] = {}
+    for name, one in tensors.items():
+        flat = torch.frombuffer(one.data, dtype=torch.uint8) if one.data.nbytes else torch.empty(0).byte()
+        try:
+            found[name] = flat.view(getattr(torch, one.kind)).reshape(one.shape)
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:  # such as (0, 2**64)
+            raise StateError(f"the state has an invalid tensor {name[:80]!r}: {error}") from error
+    return found
+
+
 def write_tensors(path: Path, tensors: Mapping[str, TensorBytes], skeleton: str) -> None:
     """Write a file atomically: on failure ``path`` keeps its old content. Creates the folder if needed.
 
@@ -289,23 +318,27 @@ def write_tensors(path: Path, tensors: Mapping[str, TensorBytes], skeleton: str)
 
 
 def read_tensors(path: Path) -> tuple[dict[str, TensorBytes], str]:
-    """Return the tensors of a file, in its order, and the skeleton.
+    """Return the tensors of a file, in its order and in new memory, and the skeleton.
 
     Raises:
         FileNotFoundError: there is no such file.
         StateError: it is truncated, damaged or not a checkpoint of this package.
     """
-    data = memoryview(path.read_bytes())
-    size = int.from_bytes(data[:8], "little")
+    if not path.exists():
+        raise FileNotFoundError(f"no checkpoint at {path}")
     try:
+        data = np.fromfile(path, np.uint8).data
+        size = int.from_bytes(data[:8], "little")
         if size > min(len(data) - 8, MAX_HEAD_BYTES):
             raise ValueError("its head is longer than the file")
         head = json.loads(bytes(data[8 : 8 + size]))
-        metadata = head.pop("__metadata__")
+        metadata = head.pop("__metadata__", {})
+        if metadata.get("colab_swarm") != VERSION:
+            raise StateError(f"{path} is not a checkpoint of this version of colab_swarm")
         tensors = {name: _tensor(entry, data[8 + size :]) for name, entry in head.items()}
         skeleton, expected = metadata["skeleton"], metadata["sha256"]
         found = digest(tensors, skeleton)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise StateError(f"{path} is truncated or not a checkpoint: {error}") from error
     if expected != found:
         raise StateError(f"{path} is damaged: its contents do not match their checksum")

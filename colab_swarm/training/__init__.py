@@ -22,8 +22,8 @@ peer finishes its micro-batch and joins. `colab_swarm.averaging` describes the r
 |---|---|---|
 | `ProgressRecord` | DHT, signed, own subkey | step, lineage, samples, speed, syncing, paused or idle, addresses, loss |
 | `AssistantRecord` | DHT, signed | this peer reduces and passes on the state for these collaborations |
-| `DescribeState` -> `StateManifest` | call | step and lineage of the state, its plain part, digests of its chunks |
-| `FetchChunks` -> `ChunkOf` … | stream | chunks of the snapshot with this root |
+| `DescribeState` -> `Manifest` | call | step and lineage of the state, its layout, digests of its chunks |
+| `FetchState` -> `StateChunk` … | stream | chunks of the snapshot with this root |
 
 ## States of a trainer
 
@@ -39,7 +39,7 @@ peer finishes its micro-batch and joins. `colab_swarm.averaging` describes the r
   could not give the state that they claim have none for 300 s. A trainer is idle after 10 of its own micro-batches'
   time, 120 s at least, without a micro-batch. It catches up before it trains again.
 - **Catching up.** The state arrives in chunks of 256 KiB or more, from four donors at once, each chunk checked by its
-  SHA-256; donors train on meanwhile. The late joiner follows the rounds with weight 0 and collects their means. Then it
+  hash; donors train on meanwhile. The late joiner follows the rounds with weight 0 and collects their means. Then it
   applies these in order and has the swarm's parameters, however long the download took.
 - **Samples of other peers** are extrapolated at their speed, for 3 s at most.
 

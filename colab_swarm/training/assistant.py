@@ -19,6 +19,7 @@ from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import Runner
+from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.progress import (
     AssistantRecord,
     Progress,
@@ -27,7 +28,7 @@ from colab_swarm.training.progress import (
     refresh,
 )
 from colab_swarm.training.settings import LinkBandwidth, PeerServices
-from colab_swarm.training.state import Mirror, Snapshot
+from colab_swarm.training.state import Mirror
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from colab_swarm.errors import StateError
 from colab_swarm.net.peers import PeerId
+from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.progress import next_lineage
-from colab_swarm.training.state import Snapshot
 
 if TYPE_CHECKING:
     from colab_swarm.training.collaboration import Collaboration
@@ -97,7 +97,7 @@ class CatchUp:
 
     async def _complete(self, snapshot: Snapshot, donors: list[PeerId]) -> CaughtUp:
         """Order the means after the snapshot. Runs between two rounds, so that none is missed."""
-        step, lineage = snapshot.manifest.step, snapshot.manifest.lineage
+        step, lineage = snapshot.manifest.step, snapshot.manifest.subject
         means: list[Floats] = []
         while (mean := self._means.get((step, lineage))) is not None:
             means.append(mean)

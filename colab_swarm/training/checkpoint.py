@@ -6,22 +6,18 @@ The file holds the tensors. Its metadata hold the skeleton and a checksum (`cola
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-
 from colab_swarm.errors import StateError
 from colab_swarm.tensors.statedict import (
-    VERSION,
     StepFiles,
-    TensorBytes,
+    as_bytes,
+    as_tensors,
     decode_skeleton,
-    digest,
     encode_skeleton,
     flatten,
+    read_tensors,
     unflatten,
     write_tensors,
 )
@@ -42,7 +38,7 @@ def save_checkpoint(path: str | Path, state: Any) -> None:
         TypeError: part of the state cannot be saved without pickle.
     """
     tensors, skeleton = flatten(state)
-    write_tensors(Path(path), _bytes(tensors), encode_skeleton(skeleton).decode())
+    write_tensors(Path(path), as_bytes(tensors), encode_skeleton(skeleton).decode())
 
 
 def load_checkpoint(path: str | Path) -> Any:
@@ -50,24 +46,10 @@ def load_checkpoint(path: str | Path) -> Any:
 
     Raises:
         FileNotFoundError: there is no such file.
-        StateError: it is truncated, garbled or not a checkpoint of this package.
+        StateError: it is truncated, damaged or not a checkpoint of this package.
     """
-    path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"no checkpoint at {path}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            # Cloned: Windows cannot replace a mapped file while views of it live.
-            names = file.keys()
-            tensors = {name: file.get_tensor(name).clone() for name in names}
-    except (SafetensorError, OSError, ValueError) as error:
-        raise StateError(f"{path} is truncated or not a checkpoint: {error}") from error
-    if metadata.get("colab_swarm") != VERSION or "skeleton" not in metadata:
-        raise StateError(f"{path} is not a checkpoint of this version of colab_swarm")
-    if metadata.get("sha256") != digest(_bytes(tensors), metadata["skeleton"]):
-        raise StateError(f"{path} is garbled: its contents do not match their checksum")
-    return unflatten(tensors, decode_skeleton(metadata["skeleton"].encode()))
+    tensors, skeleton = read_tensors(Path(path))
+    return unflatten(as_tensors(tensors), decode_skeleton(skeleton.encode()))
 
 
 class CheckpointFolder(StepFiles):
@@ -88,14 +70,3 @@ class CheckpointFolder(StepFiles):
             except StateError as error:
                 logger.warning("skipped a checkpoint: %s", error)
         return None
-
-
-def _bytes(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorBytes]:
-    return {
-        name: TensorBytes(
-            str(tensor.dtype).removeprefix("torch."),
-            tuple(tensor.shape),
-            tensor.reshape(-1).view(torch.uint8).numpy().data,
-        )
-        for name, tensor in tensors.items()
-    }

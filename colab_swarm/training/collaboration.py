@@ -34,6 +34,7 @@ from colab_swarm.events import (
     StepFinished,
 )
 from colab_swarm.net.peers import PeerId
+from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.catch_up import CatchUp, CaughtUp
 from colab_swarm.training.progress import (
@@ -52,7 +53,7 @@ from colab_swarm.training.settings import (
     TrafficBudgetPolicy,
     TrainingSettings,
 )
-from colab_swarm.training.state import Snapshot, StateSharing
+from colab_swarm.training.state import StateSharing
 
 logger = logging.getLogger(__name__)
 

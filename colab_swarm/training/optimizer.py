@@ -29,6 +29,7 @@ from colab_swarm.errors import StateError
 from colab_swarm.events import EventLog, Fault
 from colab_swarm.markup import facts
 from colab_swarm.runtime import PauseGate, Runner
+from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.statedict import copied
 from colab_swarm.training.checkpoint import CheckpointFolder, load_checkpoint, save_checkpoint
@@ -43,7 +44,6 @@ from colab_swarm.training.replica import (
     uninterrupted,
 )
 from colab_swarm.training.settings import PeerServices, TrainingSettings
-from colab_swarm.training.state import Snapshot
 
 logger = logging.getLogger(__name__)
 

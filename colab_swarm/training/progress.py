@@ -28,6 +28,7 @@ from blake3 import blake3
 
 from colab_swarm.averaging.group import MAX_STEP
 from colab_swarm.dht.service import DHT
+from colab_swarm.net.left_out import LeftOut
 from colab_swarm.net.peers import Message, PeerId, Peers
 from colab_swarm.tensors.codecs import Floats
 
@@ -129,7 +130,8 @@ class Progress:
         self._others: dict[PeerId, ProgressRecord] = {}  # those that count, updated by rounds
         self._learnt: dict[PeerId, tuple[ProgressRecord, int]] = {}
         self._updated_at: dict[PeerId, float] = {}
-        self._distrusted: dict[PeerId, float] = {}  # until when
+        self._distrusted = LeftOut[PeerId](DISTRUST_S, DISTRUST_S)
+        self._no_vote: Container[PeerId] = ()  # those of them at the last reading
         self._lost: dict[
             PeerId, tuple[ProgressRecord | None, float]
         ] = {}  # last record, and when the link broke
@@ -163,7 +165,7 @@ class Progress:
         The result of a round outlives a few reads of an older record. A lost peer counts again when it is ``linked``
         or, after `LAST_RECORD_S`, publishes a new record: its last record may live for a minute.
         """
-        self._distrusted = {peer: until for peer, until in self._distrusted.items() if until > now}
+        self._no_vote = self._distrusted.ends(now)
         self._lost = self._still_lost(records, linked, now)
         self._read = records
         fresh = {peer: r for peer, r in records.items() if peer != self.me and peer not in self._lost}
@@ -222,15 +224,18 @@ class Progress:
 
     def distrust(self, peers: Iterable[PeerId], *, now: float) -> None:
         """Take the vote of peers that could not give the state that they claim, for `DISTRUST_S`."""
-        self._distrusted |= dict.fromkeys(peers, now + DISTRUST_S)
+        for peer in peers:
+            self._distrusted.fail(peer, now)
+        self._no_vote = self._distrusted.ends(now)
 
     def trust_all(self) -> None:
         """Give all peers their vote back."""
-        self._distrusted.clear()
+        self._distrusted = LeftOut[PeerId](DISTRUST_S, DISTRUST_S)
+        self._no_vote = ()
 
     def branch(self) -> Branch:
         """Return the swarm's branch, or this peer's own while no other peer trains."""
-        trusted = {peer: r for peer, r in self.records.items() if peer not in self._distrusted}
+        trusted = {peer: r for peer, r in self.records.items() if peer not in self._no_vote}
         return branch_of(trusted) or Branch(self.own.step, self.own.lineage, frozenset())
 
     @property

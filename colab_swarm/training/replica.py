@@ -9,11 +9,10 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-import msgspec
 import numpy as np
 import torch
 from torch.optim import SGD, Optimizer
@@ -21,11 +20,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.errors import StateError
+from colab_swarm.tensors.chunks import Snapshot, pack, unpack
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.feedback import ErrorFeedback
-from colab_swarm.tensors.statedict import decode_skeleton, encode_skeleton, flatten, unflatten
 from colab_swarm.training.progress import LINEAGE_BYTES, next_lineage
-from colab_swarm.training.state import Layout, Snapshot, TensorEntry, decode_layout, room, spans
 
 T = TypeVar("T")
 
@@ -189,20 +187,8 @@ class Replica:
         """Return a copy for late joiners. Thread-safe; training continues."""
         with self.lock:
             step, lineage = self.step, self.lineage
-            tensors, skeleton = flatten(self.state())
-            blob = np.zeros(sum(room(tensor.nbytes) for tensor in tensors.values()), np.uint8)
-            at = 0
-            for tensor in tensors.values():
-                if tensor.nbytes:
-                    torch.from_numpy(blob[at : at + tensor.nbytes]).copy_(
-                        tensor.reshape(-1).view(torch.uint8)
-                    )
-                at += room(tensor.nbytes)
-        entries = tuple(
-            TensorEntry(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()
-        )
-        layout = msgspec.msgpack.encode(Layout(encode_skeleton(skeleton), entries))
-        return Snapshot.of(step=step, lineage=lineage, skeleton=layout, blob=blob)
+            layout, blob = pack(self.state())
+        return Snapshot.of(lineage, step, layout, blob)
 
     def load_snapshot(self, snapshot: Snapshot) -> None:
         """Continue from a donor's snapshot.
@@ -210,17 +196,10 @@ class Replica:
         Raises:
             StateError: it does not fit this model, or would ruin it; nothing was changed.
         """
-        layout = decode_layout(snapshot.manifest.skeleton)
-        tensors: dict[str, torch.Tensor] = {}
-        for entry, span in zip(layout.tensors, spans(layout.tensors, snapshot.blob.nbytes), strict=True):
-            dtype, part = getattr(torch, entry.dtype), torch.from_numpy(snapshot.blob[span])
-            tensors[entry.name] = (
-                part.view(dtype).reshape(entry.shape) if len(part) else torch.empty(entry.shape, dtype=dtype)
-            )
-        state = unflatten(tensors, decode_skeleton(layout.skeleton))
+        state = unpack(snapshot.manifest.layout, snapshot.blob)
         _check_sane(state)
         self.load(state)
-        self.step, self.lineage = snapshot.manifest.step, snapshot.manifest.lineage
+        self.step, self.lineage = snapshot.manifest.step, snapshot.manifest.subject
 
 
 class WrappedOptimizer(Optimizer):
@@ -290,9 +269,7 @@ def _checked_parameters(state: Any, mine: Sequence[torch.Tensor]) -> list[torch.
 
 
 def _check_sane(state: Any) -> None:
-    """Refuse a donor's state with values that are not finite, or with absurd settings."""
-    if not all(bool(tensor.isfinite().all()) for tensor in _tensors(state)):
-        raise StateError("the donor's state holds NaN or infinite values")
+    """Refuse a donor's state with absurd settings."""
     try:
         settings = [item for group in state["optimizer"]["param_groups"] for item in group.items()]
     except (LookupError, TypeError, AttributeError) as error:
@@ -301,15 +278,6 @@ def _check_sane(state: Any) -> None:
         least = 0 if name == "lr" else -MAX_SETTING
         if isinstance(value, int | float) and not least <= value <= MAX_SETTING:
             raise StateError(f"the donor's state has {name}={value}, which nobody trains with")
-
-
-def _tensors(state: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor of a state; its depth was bounded when it was decoded."""
-    if isinstance(state, torch.Tensor):
-        yield state
-    elif isinstance(state, dict | list | tuple):
-        for part in state.values() if isinstance(state, dict) else state:
-            yield from _tensors(part)
 
 
 def uninterrupted(work: Callable[[], T]) -> T:

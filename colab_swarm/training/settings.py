@@ -9,19 +9,16 @@ local steps between two rounds.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, TypedDict
 
 from colab_swarm.averaging.group import Group, GroupFormationSettings
 from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.averaging.strategy import encoded_bytes
-from colab_swarm.dht.service import DHT
-from colab_swarm.events import EventLog
+from colab_swarm.dht.service import RunServices
 from colab_swarm.net.peers import PeerId, Peers
-from colab_swarm.runtime import PauseGate
 from colab_swarm.tensors.codecs import Precision, mean_codec_for
 from colab_swarm.training.progress import MAX_LOCAL_STEPS
 
@@ -218,23 +215,17 @@ class LinkBandwidth:
         return upload_bps, self._download.known(links.download_bps, self._most_bps)
 
 
-@dataclass(frozen=True)
-class PeerServices:
-    """The services that a peer's parts share.
+@dataclass(frozen=True, kw_only=True)
+class PeerServices(RunServices):
+    """The services of a peer that may train.
 
     Attributes:
         pace: ``pace(samples)`` is the compute time of a simulated peer, seconds.
-        gate: closed while this peer is paused.
     """
 
-    peers: Peers
     router: PrefixRouter
-    dht: DHT
     averager: Averager
-    events: EventLog
-    rng: random.Random
     pace: Callable[[float], float] | None = None
-    gate: PauseGate = field(default_factory=PauseGate)
 
 
 class AveragingOptions(TypedDict, total=False):

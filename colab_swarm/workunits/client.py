@@ -219,12 +219,8 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
 
         return await self._until_done(attempt) if card.code_sha256 else ""
 
-    async def ask(
-        self, count: int, *, held: Sequence[str] = (), name: str = "", in_hand: Sequence[str] = ()
-    ) -> GivenUnits:
-        """Request up to ``count`` units, preferably of cached data (``held``, SHA-256), besides those ``in_hand``."""
-        body = msgspec.msgpack.encode(AskForUnits(count, tuple(held), name, tuple(in_hand)))
-        return await self._message("POST", "/api/units", GivenUnits, body)
+    async def ask(self, request: AskForUnits) -> GivenUnits:
+        return await self._message("POST", "/api/units", GivenUnits, msgspec.msgpack.encode(request))
 
     async def give_back(self, assignments: Sequence[str]) -> None:
         """Return units untrained."""
@@ -446,12 +442,12 @@ def _seconds(text: str) -> float:
 class UnitProgress:
     """One slot of a volunteer: its unit's name (empty: none), batches trained and in all, and last loss.
 
-    ``phase`` is ``asking``, ``waiting``, ``downloading``, ``training`` or ``uploading``;
-    ``seconds`` count from the unit's arrival.
+    ``phase`` is ``waiting`` for a unit, ``downloading``, ``training`` or ``uploading``; ``seconds`` count from the
+    unit's arrival.
     """
 
     unit: str = ""
-    phase: str = "asking"
+    phase: str = "waiting"
     done: int = 0
     batches: int = 0
     loss: float | None = None
@@ -493,16 +489,31 @@ class VolunteerSnapshot:
     cache_misses: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class UnitInHand:
-    """A unit that a volunteer works on, until ``deadline`` (seconds since the epoch).
+    """A unit that a volunteer works on, from its arrival until its result is uploaded or refused.
 
-    ``training`` is the saved state of `UnitTraining`; None before the first save.
+    Attributes:
+        deadline: of the unit, seconds since the epoch.
+        state: what a killed process saved of `UnitTraining`; None if there is nothing.
+        training, phase, loss: its training once it has begun, the present step, and the last loss.
+        began, saved: times of the arrival and of the last save, by the monotonic clock.
     """
 
     unit: GivenUnit
     deadline: float
-    training: dict[str, Any] | None = None
+    state: dict[str, Any] | None = None
+    training: UnitTraining | None = None
+    phase: str = "downloading"
+    loss: float | None = None
+    began: float = field(default_factory=time.monotonic)
+    saved: float = field(default_factory=time.monotonic)
+
+    def progress(self) -> UnitProgress:
+        training = self.training  # which a thread may set meanwhile
+        done, batches = (training.done, training.batches) if training else (0, 0)
+        name = f"epoch {self.unit.epoch}, subset {self.unit.subset}"
+        return UnitProgress(name, self.phase, done, batches, self.loss, time.monotonic() - self.began)
 
 
 class UnitSaves:
@@ -517,7 +528,7 @@ class UnitSaves:
             "owner": self._owner,
             "unit": msgspec.msgpack.encode(held.unit),
             "deadline": held.deadline,
-            "training": held.training,
+            "training": held.training.state_dict() if held.training else held.state,
         }
         try:
             save_checkpoint(self._file(held.unit), state)
@@ -553,27 +564,3 @@ def _load(path: Path) -> tuple[str, UnitInHand]:
     state = load_checkpoint(path)
     unit = msgspec.msgpack.decode(state["unit"], type=GivenUnit)
     return state["owner"], UnitInHand(unit, float(state["deadline"]), state["training"])
-
-
-@dataclass
-class Slot:
-    """One slot and its unit, which is ``held`` from its arrival until its result is uploaded or refused."""
-
-    phase: str = "asking"
-    held: UnitInHand | None = None
-    training: UnitTraining | None = None
-    loss: float | None = None
-    began: float = 0.0
-    saved: float = 0.0
-
-    def take(self, held: UnitInHand) -> None:
-        self.held, self.training, self.loss = held, None, None
-        self.began = self.saved = time.monotonic()
-
-    def progress(self) -> UnitProgress:
-        if self.held is None:
-            return UnitProgress(phase=self.phase)
-        unit, seconds = self.held.unit, time.monotonic() - self.began
-        done, batches = (self.training.done, self.training.batches) if self.training else (0, 0)
-        name = f"epoch {unit.epoch}, subset {unit.subset}"
-        return UnitProgress(name, self.phase, done, batches, self.loss, seconds)

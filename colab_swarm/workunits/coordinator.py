@@ -30,7 +30,6 @@ from colab_swarm.notebook.panel import Panel, Views
 from colab_swarm.notebook.platforms import require_terms
 from colab_swarm.runtime import Runtime
 from colab_swarm.trust.access import RunAccess
-from colab_swarm.trust.authority import AuthoritySettings
 from colab_swarm.workunits.desk import (
     Desk,
     ProcessWorker,
@@ -137,7 +136,8 @@ class Coordinator(Desk, contextlib.AbstractContextManager["Coordinator"]):
     def invite(self, *, hours: float = LINK_HOURS) -> Invitation:
         """Return a link that lets volunteers in for ``hours``; those who used it stay a week longer.
 
-        Only the authority of a run issues links. A peer that joined a swarm passes its own invitation on.
+        Only the authority of a run issues links. A peer that joined a swarm passes its own invitation on. With an
+        allowlist a link admits nobody by itself: volunteers join the swarm first.
         """
         if self._access.invitation is not None:
             return shown(WorkLink(self.url, self._access.invitation))
@@ -300,15 +300,16 @@ class Coordinator(Desk, contextlib.AbstractContextManager["Coordinator"]):
         )
 
 
-def issue(url: str, entrance: RunAccess, identity: Identity | Peers, *, hours: float) -> WorkLink:
-    """Issue a link as the authority of the run, valid for ``hours``."""
+def issue(url: str, access: RunAccess, identity: Identity | Peers, *, hours: float) -> WorkLink:
+    """Issue a link as the authority of the run, valid for ``hours``. With an allowlist it admits nobody by itself."""
     until = time.time() + 3600 * hours
-    if entrance.closed is None:
-        return WorkLink(url, Invite(entrance.run_id, (), until))
-    secret = os.urandom(32)
-    key, member_until = Identity(secret).public_key, until + AuthoritySettings.member_s
-    grant = Grant(entrance.run_id, Role.WORKER, key, until, member_until).signed(identity.sign)
-    return WorkLink(url, Invite.issue(grant, secret, (), access="invite", authority=identity.public_key))
+    if access.closed is None:
+        return WorkLink(url, Invite(access.run_id, (), until))
+    secret, settings = os.urandom(32), access.closed.settings
+    key, member_until = Identity(secret).public_key, until + settings.member_s
+    offline = settings.allowlist is None
+    grant = Grant(access.run_id, Role.WORKER, key, until, member_until, offline=offline).signed(identity.sign)
+    return WorkLink(url, Invite.issue(grant, secret, (), access=access.access, authority=identity.public_key))
 
 
 def shown(link: WorkLink) -> Invitation:

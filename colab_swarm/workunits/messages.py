@@ -300,7 +300,7 @@ class WorkLink:
         if not grant.offline:
             raise InviteError(
                 "the organizer wants to admit each peer of this run: swarm = cs.join(invitation), "
-                "then swarm.volunteer(link)"
+                "then swarm.volunteer()"
             )
         membership = Membership.by_invitation(
             grant, self.invite.key, key=identity.public_key, now=time.time()

@@ -55,14 +55,6 @@ class PreemptionModel:
 
 
 @dataclass(frozen=True)
-class Prices:
-    """Price of one instance, in $ per hour."""
-
-    standard: float
-    preemptible: float
-
-
-@dataclass(frozen=True)
 class PreemptionResult:
     """A simulated job took ``seconds``; ``kills`` instances were preempted, and ``lost`` units with them."""
 
@@ -71,13 +63,16 @@ class PreemptionResult:
     kills: int
     lost: int
 
-    def line(self, prices: Prices) -> str:
-        """Return time and cost in one line: on standard instances, without preemptions, and on preemptible ones."""
+    def line(self, *, standard: float, preemptible: float) -> str:
+        """Return time and cost in one line: on standard instances, without preemptions, and on preemptible ones.
+
+        ``standard`` and ``preemptible`` are the prices of one instance, in $ per hour.
+        """
         standard_h, taken_h = self.model.undisturbed_s / 3600, self.seconds / 3600
         instances, expected_h = self.model.volunteers, self.model.expected_s / 3600
         return (
-            f"{standard_h:.2f} h and ${instances * standard_h * prices.standard:.2f} on standard instances; "
-            f"{taken_h:.2f} h ({expected_h:.2f} h expected) and ${instances * taken_h * prices.preemptible:.2f} "
+            f"{standard_h:.2f} h and ${instances * standard_h * standard:.2f} on standard instances; "
+            f"{taken_h:.2f} h ({expected_h:.2f} h expected) and ${instances * taken_h * preemptible:.2f} "
             f"on preemptible ones, of which {self.kills} were taken away"
         )
 

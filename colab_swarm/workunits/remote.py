@@ -31,14 +31,22 @@ from redis import Redis, RedisError
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.schema import CreateTable
 
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits.state import Accepted, AnyEntry, decode_entry, encode_entry
-from colab_swarm.workunits.store import Blobs, Parameters, ParameterStore, Update
+from colab_swarm.workunits.store import (
+    PARAMETERS,
+    Blobs,
+    Parameters,
+    ParameterStore,
+    TableStore,
+    Update,
+    as_bytes,
+    pieces_of,
+)
 from colab_swarm.workunits.weights import Floats
 
-REDIS_PIECE_BYTES, SQL_PIECE_BYTES = 128 << 10, 1 << 20
+PIECE_BYTES = 128 << 10
 PIECES_PER_COMMAND = 16
 READ_BYTES = 256 << 10
 CONNECT_S, ANSWER_S = 10, 60.0
@@ -172,7 +180,7 @@ class RedisStore(ParameterStore):
         """Write ``values`` under a new key; a script renames it to bring them into force."""
         key = self._key("new", os.urandom(8).hex())
         with self._redis.pipeline(transaction=False) as pipeline:
-            _push(pipeline, key, _bytes(values))
+            _push(pipeline, key, as_bytes(values))
             pipeline.expire(key, NEW_S)
             pipeline.execute()
         return key
@@ -190,58 +198,20 @@ def _explained(kind: type[Exception], where: str, server: str) -> Iterator[None]
         ) from error
 
 
-def _bytes(values: Floats) -> memoryview:
-    return values.astype("<f4", copy=False).data.cast("B")
-
-
-def _pieces(data: bytes | memoryview, size: int) -> list[memoryview]:
-    view = memoryview(data)
-    return [view[start : start + size] for start in range(0, max(1, len(view)), size)]
-
-
 def _push(pipeline: Any, key: str, data: bytes | memoryview) -> None:
-    pieces = _pieces(data, REDIS_PIECE_BYTES)
+    pieces = pieces_of(data, PIECE_BYTES)
     for start in range(0, len(pieces), PIECES_PER_COMMAND):
         pipeline.rpush(key, *pieces[start : start + PIECES_PER_COMMAND])
 
 
-PARAMETERS = "parameters"
-"""Name of the blob that holds the parameters."""
-_tables = sa.MetaData()
-
-
-def _table(name: str, *columns: sa.Column[Any]) -> sa.Table:
-    return sa.Table(name, _tables, sa.Column("job", sa.String(64), primary_key=True), *columns)
-
-
-JOBS = _table("swarm_jobs", sa.Column("version", sa.BigInteger, nullable=False))
-# ends of the logs: a table of its own, so the coordinator's entries do not wait for an assimilation
-ENDS = _table("swarm_ends", sa.Column("position", sa.BigInteger, nullable=False))
-LOG = _table(
-    "swarm_log",
-    sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),
-    sa.Column("entry", sa.LargeBinary(SQL_PIECE_BYTES), nullable=False),
-)
-QUEUE = _table(
-    "swarm_queue",
-    sa.Column("assignment", sa.String(32), primary_key=True),
-    sa.Column("position", sa.BigInteger, nullable=False),
-    sa.Column("entry", sa.LargeBinary(SQL_PIECE_BYTES), nullable=False),
-    sa.Column("held_until", sa.Double, nullable=False),
-)
-BLOBS = _table(
-    "swarm_blobs",
-    sa.Column("name", sa.String(128), primary_key=True),
-    sa.Column("piece", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("data", sa.LargeBinary(SQL_PIECE_BYTES), nullable=False),
-)
-
-
-class SqlStore(ParameterStore):
+class SqlStore(TableStore):
     """A job's state in the database at ``url``; missing tables are created."""
+
+    piece_bytes, locking = 1 << 20, " FOR UPDATE"
 
     def __init__(self, url: str, job: str) -> None:
         super().__init__(url, job)
+        self.blob_type = "BYTEA" if url.startswith("postgresql") else "MEDIUMBLOB"
         self._where = sa.make_url(url).render_as_string(hide_password=True)
         self._engine = sa.create_engine(
             url,
@@ -253,129 +223,32 @@ class SqlStore(ParameterStore):
             self._make_tables()
         self._make_tables()
 
-    def begin(self, first: Floats) -> None:
-        with self._transaction() as connection:
-            found = connection.execute(sa.select(JOBS.c.version).where(JOBS.c.job == self._job)).first()
-            if found is None:
-                connection.execute(JOBS.insert(), {"job": self._job, "version": 0})
-                self._put(connection, PARAMETERS, _bytes(first))
-        self._check_size(first)
+    def _run(self, connection: sa.Connection, statement: str, **values: Any) -> sa.CursorResult[Any]:
+        plain = {name: bytes(one) if isinstance(one, memoryview) else one for name, one in values.items()}
+        return connection.execute(sa.text(statement), {"job": self._job, **plain})
 
-    def append(
-        self, entries: Sequence[AnyEntry], *, put: Blobs | None = None, drop: Collection[str] = ()
-    ) -> None:
-        with self._transaction() as connection:
-            for name, data in (put or {}).items():
-                self._put(connection, name, data)
-            self._drop(connection, drop)
-            self._log(connection, entries)
+    def _data(self, connection: sa.Connection, name: str) -> bytes | None:
+        query = "SELECT data FROM swarm_blobs WHERE job = :job AND name = :name ORDER BY piece"
+        pieces = self._run(connection, query, name=name).fetchall()
+        return b"".join(piece.data for piece in pieces) if pieces else None
 
-    def entries(self, after: int = 0) -> list[tuple[int, AnyEntry]]:
-        with self._transaction() as connection:
-            rows = connection.execute(
-                sa.select(LOG.c.position, LOG.c.entry)
-                .where(LOG.c.job == self._job, LOG.c.position > after)
-                .order_by(LOG.c.position)
-            ).all()
-        return [(row.position, decode_entry(row.entry)) for row in rows]
-
-    def blob(self, name: str) -> bytes:
-        with self._transaction() as connection:
-            pieces = connection.execute(
-                sa.select(BLOBS.c.data)
-                .where(BLOBS.c.job == self._job, BLOBS.c.name == name)
-                .order_by(BLOBS.c.piece)
-            ).all()
-        if not pieces:
-            raise KeyError(name)
-        return b"".join(piece.data for piece in pieces)
-
-    def parameters(self) -> Parameters:
-        with self._transaction() as connection:
-            return self._parameters(connection)
-
-    def _parameters(self, connection: sa.Connection) -> Parameters:
-        rows = connection.execute(  # one statement: version and values of the same moment
-            sa.select(JOBS.c.version, BLOBS.c.data)
-            .join_from(JOBS, BLOBS, JOBS.c.job == BLOBS.c.job)
-            .where(JOBS.c.job == self._job, BLOBS.c.name == PARAMETERS)
-            .order_by(BLOBS.c.piece)
-        ).all()
+    def _newest(self, connection: sa.Connection) -> Parameters:
+        query = (  # one statement, as others may write between two
+            "SELECT version, data FROM swarm_jobs JOIN swarm_blobs ON swarm_jobs.job = swarm_blobs.job"
+            " WHERE swarm_jobs.job = :job AND name = :name ORDER BY piece"
+        )
+        rows = self._run(connection, query, name=PARAMETERS).fetchall()
         if not rows:
             raise self._not_begun()
         return Parameters(rows[0].version, np.frombuffer(b"".join(row.data for row in rows), "<f4"))
 
-    def claim(self, server: str, *, now: float, lease_s: float) -> Accepted | None:
-        waits = sa.and_(QUEUE.c.job == self._job, QUEUE.c.held_until <= now)
-        with self._transaction() as connection:
-            rows = connection.execute(sa.select(QUEUE).where(waits).order_by(QUEUE.c.position)).all()
-            for row in rows:  # another server may take it between the two statements
-                take = sa.update(QUEUE).where(waits, QUEUE.c.assignment == row.assignment)
-                if connection.execute(take.values(held_until=now + lease_s)).rowcount:
-                    return self._claimed(row.entry)
-        return None
-
-    def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
-        with self._transaction() as connection:
-            mine = JOBS.c.job == self._job
-            connection.execute(sa.select(JOBS.c.version).where(mine).with_for_update()).all()
-            taken = connection.execute(
-                sa.delete(QUEUE).where(QUEUE.c.job == self._job, QUEUE.c.assignment == accepted.assignment)
-            )
-            if taken.rowcount == 0:
-                return None
-            old = self._parameters(connection)
-            new, version = update(old.values), old.version + 1
-            self._put(connection, PARAMETERS, _bytes(new))
-            connection.execute(sa.update(JOBS).where(mine).values(version=version))
-            self._drop(connection, [accepted.result])
-            self._log(connection, [self._assimilated(accepted, version, server=server, now=now)])
-        return version
+    def _replace(self, connection: sa.Connection, update: Update) -> None:
+        self._put(connection, PARAMETERS, as_bytes(update(self._newest(connection).values)))
 
     def close(self) -> None:
         self._engine.dispose()
 
-    def _make_tables(self) -> None:
-        with self._transaction() as connection:
-            for table in _tables.sorted_tables:
-                connection.execute(CreateTable(table, if_not_exists=True))
-
-    def _put(self, connection: sa.Connection, name: str, data: bytes | memoryview) -> None:
-        self._drop(connection, [name])
-        rows = [
-            {"job": self._job, "name": name, "piece": number, "data": bytes(piece)}
-            for number, piece in enumerate(_pieces(data, SQL_PIECE_BYTES))
-        ]
-        connection.execute(BLOBS.insert(), rows)
-
-    def _drop(self, connection: sa.Connection, names: Collection[str]) -> None:
-        connection.execute(sa.delete(BLOBS).where(BLOBS.c.job == self._job, BLOBS.c.name.in_(names)))
-
-    def _log(self, connection: sa.Connection, entries: Sequence[AnyEntry]) -> None:
-        """Append at the end of a transaction: from here other writers wait, so readers see entries in order."""
-        if not entries:
-            return
-        mine = ENDS.c.job == self._job
-        moved = connection.execute(
-            sa.update(ENDS).where(mine).values(position=ENDS.c.position + len(entries))
-        )
-        if moved.rowcount == 0:
-            connection.execute(ENDS.insert(), {"job": self._job, "position": len(entries)})
-        end: int = connection.execute(sa.select(ENDS.c.position).where(mine)).scalar_one()
-        rows: list[dict[str, Any]] = [
-            {"job": self._job, "position": position, "entry": encode_entry(entry)}
-            for position, entry in enumerate(entries, end - len(entries) + 1)
-        ]
-        connection.execute(LOG.insert(), rows)
-        queued = [
-            row | {"assignment": entry.assignment, "held_until": 0.0}
-            for row, entry in zip(rows, entries, strict=True)
-            if isinstance(entry, Accepted)
-        ]
-        if queued:
-            connection.execute(QUEUE.insert(), queued)
-
     @contextmanager
-    def _transaction(self) -> Iterator[sa.Connection]:
+    def _transaction(self, *, reads: bool = False) -> Iterator[sa.Connection]:
         with _explained(SQLAlchemyError, self._where, "the server"), self._engine.begin() as connection:
             yield connection

@@ -26,8 +26,6 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from colab_swarm.markup import Labels, Metric, exposition
-
 
 class Unit(msgspec.Struct, frozen=True, order=True, array_like=True):
     """One subset of the data in one epoch: epochs count from 1, subsets from 0."""
@@ -570,30 +568,3 @@ class JobStatus:
         if not ordered:
             return None
         return ordered[len(ordered) // 2], ordered[len(ordered) * 95 // 100]
-
-
-def render_prometheus(status: JobStatus) -> str:
-    """Return the job's figures in Prometheus's text format."""
-    view = status.overview
-    job: Labels = (("job", status.name),)
-    gauges: dict[str, dict[Labels, float]] = {
-        "uptime_seconds": {job: status.at - status.since},
-        "epoch": {job: view.epoch},
-        "finished": {job: view.finished is not None},
-        "store_fault": {job: bool(status.fault)},
-        "accuracy": {} if view.accuracy is None else {job: view.accuracy},
-        "units": {(*job, ("state", name)): float(number) for name, number in view.units.items()},
-        "units_per_second": {job: status.units_per_s},
-        "samples_per_second": {job: status.samples_per_s},
-        "update_seconds": {
-            (*job, ("quantile", quantile)): value
-            for quantile, value in zip(("0.5", "0.95"), status.update_s or (), strict=False)
-        },
-        "parameter_servers": {job: status.servers},
-        "backlog": {job: status.backlog},
-        "volunteers": {job: len(view.volunteers)},
-    }
-    counters = {"assimilated_units": status.version, "parameter_server_deaths": status.server_deaths}
-    metrics: list[Metric] = [(f"job_{name}", "gauge", values) for name, values in gauges.items()]
-    metrics += [(f"job_{name}_total", "counter", {job: value}) for name, value in counters.items()]
-    return exposition(metrics)

@@ -11,32 +11,23 @@ most that SQLite allows: vectors of megabytes are read and written four times as
 
 from __future__ import annotations
 
-import logging
 import sqlite3
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
 from colab_swarm.errors import StoreError
-from colab_swarm.workunits.state import (
-    Accepted,
-    AnyEntry,
-    Assimilated,
-    decode_entry,
-    encode_entry,
-)
+from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, decode_entry, encode_entry
 from colab_swarm.workunits.weights import Floats
 
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
 Blobs: TypeAlias = Mapping[str, bytes]
 Update: TypeAlias = Callable[[Floats], Floats]
 """Compute new parameters from the current ones, which are read-only and only lent."""
@@ -129,124 +120,219 @@ class ParameterStore(ABC):
         )
 
 
-MEMORY = ":memory:"
-BUSY_S = 60.0
-"""Time to wait for another writer."""
+PARAMETERS = "parameters"
+"""Name of the blob that holds the parameters."""
+# `swarm_ends` has the ends of the logs, apart from the jobs: the coordinator's entries do not wait for an assimilation
 TABLES = (
-    "CREATE TABLE IF NOT EXISTS jobs (id INTEGER PRIMARY KEY, name TEXT UNIQUE, version INTEGER)",
-    "CREATE TABLE IF NOT EXISTS vectors (job INTEGER PRIMARY KEY, data BLOB)",  # apart, for updates in place
-    "CREATE TABLE IF NOT EXISTS log (position INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT, entry BLOB)",
-    "CREATE TABLE IF NOT EXISTS queue"
-    " (position INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT, assignment TEXT, entry BLOB, held_until REAL)",
-    "CREATE TABLE IF NOT EXISTS blobs (job TEXT, name TEXT, data BLOB, UNIQUE (job, name))",
+    "swarm_jobs (job VARCHAR(64) PRIMARY KEY, version BIGINT NOT NULL)",
+    "swarm_ends (job VARCHAR(64) PRIMARY KEY, position BIGINT NOT NULL)",
+    "swarm_log (job VARCHAR(64), position BIGINT, entry {blob} NOT NULL, PRIMARY KEY (job, position))",
+    "swarm_queue (job VARCHAR(64), assignment VARCHAR(32), position BIGINT NOT NULL, entry {blob} NOT NULL,"
+    " held_until DOUBLE PRECISION NOT NULL, PRIMARY KEY (job, assignment))",
+    "swarm_blobs (job VARCHAR(64), name VARCHAR(128), piece INTEGER, data {blob} NOT NULL,"
+    " PRIMARY KEY (job, name, piece))",
 )
 
 
-class SqliteStore(ParameterStore):
-    """A job's state in the file ``path``, which is created if missing; or in this process, at `MEMORY`."""
+class TableStore(ParameterStore):
+    """A job's state in the tables of a database. A subclass connects to it and moves vectors in its own way.
 
-    def __init__(self, path: str | Path, job: str) -> None:
-        self.shared = path != MEMORY
-        super().__init__(str(Path(path).absolute()) if self.shared else MEMORY, job)
-        self._connections: dict[int, tuple[sqlite3.Connection, threading.Lock]] = {}  # by thread
+    Attributes:
+        blob_type: a column's type for bytes.
+        piece_bytes: most bytes in a row.
+        locking: ends a SELECT that keeps others from the row until the transaction ends.
+    """
+
+    blob_type, piece_bytes, locking = "BLOB", 1 << 30, ""
+
+    @abstractmethod
+    def _transaction(self, *, reads: bool = False) -> AbstractContextManager[Any]:
+        """Return a block that happens as a whole or not at all, with its connection; ``reads``: it changes nothing."""
+
+    @abstractmethod
+    def _run(self, connection: Any, statement: str, **values: Any) -> Any:
+        """Execute a statement with named values, ``:job`` among them, and return its cursor."""
+
+    @abstractmethod
+    def _data(self, connection: Any, name: str) -> bytes | None:
+        """Return a blob; None if there is none of this name."""
+
+    @abstractmethod
+    def _newest(self, connection: Any) -> Parameters:
+        """Return the parameters, version and values of one moment."""
+
+    @abstractmethod
+    def _replace(self, connection: Any, update: Update) -> None:
+        """Update the values of the parameters."""
+
+    def _make_tables(self) -> None:
         with self._transaction() as connection:
             for table in TABLES:
-                connection.execute(table)
+                self._run(connection, f"CREATE TABLE IF NOT EXISTS {table.format(blob=self.blob_type)}")
 
     def begin(self, first: Floats) -> None:
         with self._transaction() as connection:
-            if self._head(connection) is None:
-                values = first.astype("<f4", copy=False).data
-                cursor = connection.execute("INSERT INTO jobs (name, version) VALUES (?, 0)", (self._job,))
-                connection.execute("INSERT INTO vectors VALUES (?, ?)", (cursor.lastrowid, values))
+            if self._version(connection) is None:
+                self._run(connection, "INSERT INTO swarm_jobs (job, version) VALUES (:job, 0)")
+                self._put(connection, PARAMETERS, as_bytes(first))
         self._check_size(first)
 
     def append(
         self, entries: Sequence[AnyEntry], *, put: Blobs | None = None, drop: Collection[str] = ()
     ) -> None:
         with self._transaction() as connection:
-            self._log(connection, entries)
-            rows = [(self._job, name, data) for name, data in (put or {}).items()]
-            connection.executemany("INSERT OR REPLACE INTO blobs VALUES (?, ?, ?)", rows)
+            for name, data in (put or {}).items():
+                self._put(connection, name, data)
             self._drop(connection, drop)
-
-    def _log(self, connection: sqlite3.Connection, entries: Sequence[AnyEntry]) -> None:
-        for entry in entries:
-            data = encode_entry(entry)
-            connection.execute("INSERT INTO log (job, entry) VALUES (?, ?)", (self._job, data))
-            if isinstance(entry, Accepted):
-                connection.execute(
-                    "INSERT INTO queue (job, assignment, entry, held_until) VALUES (?, ?, ?, 0)",
-                    (self._job, entry.assignment, data),
-                )
-
-    def _drop(self, connection: sqlite3.Connection, names: Collection[str]) -> None:
-        rows = [(self._job, name) for name in names]
-        connection.executemany("DELETE FROM blobs WHERE job = ? AND name = ?", rows)
+            self._log(connection, entries)
 
     def entries(self, after: int = 0) -> list[tuple[int, AnyEntry]]:
-        query = "SELECT position, entry FROM log WHERE job = ? AND position > ? ORDER BY position"
-        with self._connection() as connection:
-            found = connection.execute(query, (self._job, after)).fetchall()
+        query = (
+            "SELECT position, entry FROM swarm_log WHERE job = :job AND position > :after ORDER BY position"
+        )
+        with self._transaction(reads=True) as connection:
+            found = self._run(connection, query, after=after).fetchall()
         return [(position, decode_entry(entry)) for position, entry in found]
 
     def blob(self, name: str) -> bytes:
-        with self._transaction("DEFERRED") as connection:
-            query = "SELECT rowid FROM blobs WHERE job = ? AND name = ?"
-            found = connection.execute(query, (self._job, name)).fetchone()
-            if found is None:
-                raise KeyError(name)
-            return _read(connection, "blobs", found[0])
+        with self._transaction(reads=True) as connection:
+            data = self._data(connection, name)
+        if data is None:
+            raise KeyError(name)
+        return data
 
     def parameters(self) -> Parameters:
-        with self._transaction("DEFERRED") as connection:
-            row, version = self._head(connection) or (0, 0)
-            if not row:
-                raise self._not_begun()
-            return Parameters(version, np.frombuffer(_read(connection, "vectors", row), "<f4"))
+        with self._transaction(reads=True) as connection:
+            return self._newest(connection)
 
     def claim(self, server: str, *, now: float, lease_s: float) -> Accepted | None:
+        free = "job = :job AND held_until <= :now"
         with self._transaction() as connection:
-            found = connection.execute(
-                "UPDATE queue SET held_until = ? WHERE position ="
-                " (SELECT min(position) FROM queue WHERE job = ? AND held_until <= ?) RETURNING entry",
-                (now + lease_s, self._job, now),
-            ).fetchall()
-        return self._claimed(found[0][0]) if found else None
+            query = f"SELECT assignment, entry FROM swarm_queue WHERE {free} ORDER BY position"
+            for assignment, entry in self._run(connection, query, now=now).fetchall():
+                lease = (
+                    f"UPDATE swarm_queue SET held_until = :until WHERE {free} AND assignment = :assignment"
+                )
+                values = {"now": now, "until": now + lease_s, "assignment": assignment}
+                if self._run(connection, lease, **values).rowcount:  # else another server took it meanwhile
+                    return self._claimed(entry)
+        return None
 
     def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
         with self._transaction() as connection:
-            taken = connection.execute(
-                "DELETE FROM queue WHERE job = ? AND assignment = ?", (self._job, accepted.assignment)
-            )
-            head = self._head(connection)
-            if taken.rowcount == 0 or head is None:
+            version = 1 + (self._version(connection) or 0)
+            done = "DELETE FROM swarm_queue WHERE job = :job AND assignment = :assignment"
+            if not self._run(connection, done, assignment=accepted.assignment).rowcount:
                 return None
-            row, version = head[0], head[1] + 1
-            with connection.blobopen("vectors", "data", row) as vector:
-                new = update(np.frombuffer(vector.read(), "<f4"))
-                vector.seek(0)
-                vector.write(new.astype("<f4", copy=False).data.cast("B"))
-            connection.execute("UPDATE jobs SET version = ? WHERE id = ?", (version, row))
+            self._replace(connection, update)
+            self._run(
+                connection, "UPDATE swarm_jobs SET version = :version WHERE job = :job", version=version
+            )
             self._drop(connection, [accepted.result])
             self._log(connection, [self._assimilated(accepted, version, server=server, now=now)])
         return version
+
+    def _version(self, connection: Any) -> int | None:
+        """Version of the parameters, which other writers cannot change meanwhile; None before the job has begun."""
+        query = f"SELECT version FROM swarm_jobs WHERE job = :job{self.locking}"
+        found: tuple[int] | None = self._run(connection, query).fetchone()
+        return None if found is None else found[0]
+
+    def _put(self, connection: Any, name: str, data: bytes | memoryview) -> None:
+        self._drop(connection, [name])
+        insert = "INSERT INTO swarm_blobs (job, name, piece, data) VALUES (:job, :name, :piece, :data)"
+        for number, piece in enumerate(pieces_of(data, self.piece_bytes)):
+            self._run(connection, insert, name=name, piece=number, data=piece)
+
+    def _drop(self, connection: Any, names: Collection[str]) -> None:
+        for name in names:
+            self._run(connection, "DELETE FROM swarm_blobs WHERE job = :job AND name = :name", name=name)
+
+    def _log(self, connection: Any, entries: Sequence[AnyEntry]) -> None:
+        """Append at the end of a transaction: from here other writers wait, so readers see entries in order."""
+        if not entries:
+            return
+        move = "UPDATE swarm_ends SET position = position + :more WHERE job = :job"
+        if not self._run(connection, move, more=len(entries)).rowcount:
+            begin = "INSERT INTO swarm_ends (job, position) VALUES (:job, :more)"
+            self._run(connection, begin, more=len(entries))
+        query = "SELECT position FROM swarm_ends WHERE job = :job"
+        (end,) = self._run(connection, query).fetchone()
+        write = "INSERT INTO swarm_log (job, position, entry) VALUES (:job, :position, :entry)"
+        queue = (
+            "INSERT INTO swarm_queue (job, assignment, position, entry, held_until)"
+            " VALUES (:job, :assignment, :position, :entry, 0)"
+        )
+        for position, entry in enumerate(entries, end - len(entries) + 1):
+            row = {"position": position, "entry": encode_entry(entry)}
+            self._run(connection, write, **row)
+            if isinstance(entry, Accepted):
+                self._run(connection, queue, assignment=entry.assignment, **row)
+
+
+def as_bytes(values: Floats) -> memoryview:
+    return values.astype("<f4", copy=False).data.cast("B")
+
+
+def pieces_of(data: bytes | memoryview, size: int) -> list[memoryview]:
+    """Cut ``data`` into pieces of ``size`` bytes at most; empty data are one piece."""
+    view = memoryview(data)
+    return [view[start : start + size] for start in range(0, max(1, len(view)), size)]
+
+
+MEMORY = ":memory:"
+BUSY_S = 60.0
+"""Time to wait for another writer."""
+
+
+class SqliteStore(TableStore):
+    """A job's state in the file ``path``, which is created if missing; or in this process, at `MEMORY`.
+
+    A vector is one row, read with one copy where SELECT makes two, and updated in place.
+    """
+
+    def __init__(self, path: str | Path, job: str) -> None:
+        self.shared = path != MEMORY
+        super().__init__(str(Path(path).absolute()) if self.shared else MEMORY, job)
+        self._connections: dict[int, tuple[sqlite3.Connection, threading.Lock]] = {}  # by thread
+        self._make_tables()
+
+    def _run(self, connection: sqlite3.Connection, statement: str, **values: Any) -> sqlite3.Cursor:
+        return connection.execute(statement, {"job": self._job, **values})
+
+    def _row(self, connection: sqlite3.Connection, name: str) -> int | None:
+        query = "SELECT rowid FROM swarm_blobs WHERE job = :job AND name = :name"
+        found = self._run(connection, query, name=name).fetchone()
+        return None if found is None else found[0]
+
+    def _data(self, connection: sqlite3.Connection, name: str) -> bytes | None:
+        if (row := self._row(connection, name)) is None:
+            return None
+        with connection.blobopen("swarm_blobs", "data", row, readonly=True) as blob:
+            return blob.read()
+
+    def _newest(self, connection: sqlite3.Connection) -> Parameters:
+        version, data = self._version(connection), self._data(connection, PARAMETERS)
+        if version is None or data is None:
+            raise self._not_begun()
+        return Parameters(version, np.frombuffer(data, "<f4"))
+
+    def _replace(self, connection: sqlite3.Connection, update: Update) -> None:
+        row = cast(int, self._row(connection, PARAMETERS))
+        with connection.blobopen("swarm_blobs", "data", row) as vector:
+            new = update(np.frombuffer(vector.read(), "<f4"))
+            vector.seek(0)
+            vector.write(as_bytes(new))
 
     def close(self) -> None:
         for connection, in_use in list(self._connections.values()):
             with in_use:  # by its thread: closing it meanwhile would kill the process
                 connection.close()
 
-    def _head(self, connection: sqlite3.Connection) -> tuple[int, int] | None:
-        """Row and version of the job's parameters; None if it has none."""
-        query = "SELECT id, version FROM jobs WHERE name = ?"
-        found: tuple[int, int] | None = connection.execute(query, (self._job,)).fetchone()
-        return found
-
     @contextmanager
-    def _transaction(self, kind: str = "IMMEDIATE") -> Iterator[sqlite3.Connection]:
+    def _transaction(self, *, reads: bool = False) -> Iterator[sqlite3.Connection]:
         with self._connection() as connection:
-            connection.execute(f"BEGIN {kind}")
+            connection.execute("BEGIN DEFERRED" if reads else "BEGIN IMMEDIATE")
             try:
                 yield connection
                 connection.execute("COMMIT")
@@ -276,12 +362,6 @@ class SqliteStore(ParameterStore):
         for setting in ("page_size = 65536", "journal_mode = WAL", "synchronous = NORMAL"):
             new.execute(f"PRAGMA {setting}")
         return new
-
-
-def _read(connection: sqlite3.Connection, table: str, row: int) -> bytes:
-    """A blob copied once, where SELECT copies it twice."""
-    with connection.blobopen(table, "data", row, readonly=True) as blob:
-        return blob.read()
 
 
 FORMS = (

@@ -19,7 +19,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
@@ -37,7 +37,6 @@ from colab_swarm.runtime import PauseGate, Runtime
 from colab_swarm.tensors.device import DeviceThread
 from colab_swarm.workunits.client import (
     CoordinatorClient,
-    Slot,
     SubsetCache,
     UnitInHand,
     UnitProgress,
@@ -45,7 +44,7 @@ from colab_swarm.workunits.client import (
     VolunteerSnapshot,
 )
 from colab_swarm.workunits.job import Job, Rows, UnitTraining
-from colab_swarm.workunits.messages import Backoff, GivenUnits, JobCard, WorkLink
+from colab_swarm.workunits.messages import AskForUnits, Backoff, GivenUnits, JobCard, WorkLink
 from colab_swarm.workunits.weights import Floats, Schema
 
 logger = logging.getLogger(__name__)
@@ -102,7 +101,7 @@ class Volunteer:
 
     On an event loop use `begin`, `wait_over` and `leave`; from other threads `wait` and `stop`.
 
-    ``clock`` gives seconds since the epoch; `stop` closes the client.
+    ``clock`` gives seconds since the epoch.
 
     Attributes:
         url: of the coordinator, whose page shows the job's progress.
@@ -136,7 +135,7 @@ class Volunteer:
         same = msgspec.structs.replace(card, key=b"", membership=b"", signature=b"").encode()
         owner = sha256(client.token.identity.id + same).hexdigest()
         self._saves = UnitSaves(settings.folder / "units", owner)
-        self._slots = [Slot() for _ in range(settings.units)]
+        self._in_hand: list[UnitInHand | None] = [None] * settings.units  # by slot
         self._left_behind: deque[UnitInHand] = deque()
         self._leaving, self._finish_s = asyncio.Event(), 0.0
         self._asking = asyncio.Lock()
@@ -156,10 +155,11 @@ class Volunteer:
             await asyncio.shield(self._work)
 
     async def leave(self, *, finish_s: float = FINISH_S) -> None:
-        """Finish the units that ``finish_s`` is enough for, give the others back, and end."""
+        """Finish the units that ``finish_s`` is enough for, give the others back, and end; the client is closed."""
         self._finish_s = finish_s
         self._leaving.set()
         await self.wait_over()
+        await self._client.close()
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until it has ended, ``seconds`` at most; return True if it has."""
@@ -174,17 +174,11 @@ class Volunteer:
 
     def stop(self, *, finish_s: float = FINISH_S) -> None:
         """Finish the units that ``finish_s`` is enough for, give the others back, and end. Idempotent."""
-        if self._stopped:
-            return
-        self._stopped = True
-
-        async def leave() -> None:
-            await self.leave(finish_s=finish_s)
-            await self._client.close()
-
-        _volunteers.discard(self)
-        with self._held:
-            Runtime.shared().call(leave())
+        if not self._stopped:
+            self._stopped = True
+            _volunteers.discard(self)
+            with self._held:
+                Runtime.shared().call(self.leave(finish_s=finish_s))
 
     def panel(self) -> Panel[VolunteerSnapshot]:
         """Return a live view: widgets in a notebook, text elsewhere."""
@@ -202,7 +196,7 @@ class Volunteer:
 
     def snapshot(self) -> VolunteerSnapshot:
         """Return its progress. Thread-safe."""
-        units = tuple(slot.progress() for slot in self._slots)
+        units = tuple(held.progress() if held else UnitProgress() for held in self._in_hand)
         return VolunteerSnapshot(
             job=self._card.name,
             state=self._state(units),
@@ -242,10 +236,10 @@ class Volunteer:
         try:
             async with asyncio.TaskGroup() as group:
                 self._left_behind.extend(await asyncio.to_thread(self._saves.left_behind, now=self._clock()))
-                slots = [group.create_task(self._serve(slot)) for slot in self._slots]
+                slots = [group.create_task(self._serve(slot)) for slot in range(self._settings.units)]
                 await self._leaving.wait()
-                pairs = zip(slots, self._slots, strict=True)
-                last = [task for task, slot in pairs if slot.held is not None or not self._client.trouble]
+                pairs = zip(slots, self._in_hand, strict=True)
+                last = [task for task, held in pairs if held is not None or not self._client.trouble]
                 if last:  # others wait for an unreachable coordinator
                     await asyncio.wait(last, timeout=self._finish_s)
                 raise over
@@ -260,8 +254,7 @@ class Volunteer:
         with suppress(TimeoutError):  # once the thread is idle, nothing is saved any more
             async with asyncio.timeout(FAREWELL_S):
                 await THREAD.run(lambda: None)
-        units = [slot.held.unit for slot in self._slots if slot.held is not None]
-        units += [held.unit for held in self._left_behind]
+        units = [held.unit for held in (*self._in_hand, *self._left_behind) if held is not None]
         if units and not over.finished:
             try:
                 async with asyncio.timeout(FAREWELL_S):
@@ -272,64 +265,61 @@ class Volunteer:
             self._given_back += len(units)
         for unit in units:
             self._saves.drop(unit)
-        for slot in self._slots:
-            slot.held = slot.training = None
+        for held in self._in_hand:
+            if held is not None:
+                held.training = None  # a thread that still works on it saves nothing more
+        self._in_hand = [None] * self._settings.units
 
-    async def _serve(self, slot: Slot) -> None:
+    async def _serve(self, slot: int) -> None:
+        """Train one unit after the other."""
         backoff = Backoff(self._rng, *AFTER_REFUSAL_S)
         while not self._leaving.is_set():
-            if not await self._next(slot) or slot.held is None:
+            if (held := await self._next(slot)) is None:
                 continue
             pause_s = 0.0
             try:
-                await self._train(slot, slot.held)
+                await self._train(held)
                 backoff.succeeded()
             except CallRefused as error:
                 self._refused, self._refusal = self._refused + 1, str(error)
-                logger.info("unit %s was refused: %s", slot.held.unit.assignment, error)
+                logger.info("unit %s was refused: %s", held.unit.assignment, error)
                 pause_s = backoff.failed()
-            self._saves.drop(slot.held.unit)
-            slot.held = slot.training = None
+            self._saves.drop(held.unit)
+            self._in_hand[slot] = None
             await self._pause(pause_s)
 
     # -- one unit
 
-    async def _next(self, slot: Slot) -> bool:
-        """Get a unit or wait for a while; return True if there is one to train."""
+    async def _next(self, slot: int) -> UnitInHand | None:
+        """Return a unit to train; or wait for a while and return None."""
         if self._left_behind:
-            slot.take(self._left_behind.popleft())
-            return True
-        slot.phase = "asking"
+            self._in_hand[slot] = self._left_behind.popleft()
+            return self._in_hand[slot]
         await self._settings.gate.wait_open()
         try:
             async with self._asking:  # one at a time: else a unit on its way to another slot seems lost
-                held = [one.held for one in self._slots if one.held is not None]
-                answer = await self._client.ask(
-                    1,
-                    held=self._cache.held(),
-                    name=self._settings.name,
-                    in_hand=[one.unit.assignment for one in (*held, *self._left_behind)],
-                )
+                mine = [one.unit for one in (*self._in_hand, *self._left_behind) if one is not None]
+                names = tuple(unit.assignment for unit in mine)
+                held_data, name = self._cache.held(), self._settings.name
+                answer = await self._client.ask(AskForUnits(1, held_data, name, names))
                 for unit in answer.units[:1]:
-                    slot.take(UnitInHand(unit, self._clock() + unit.deadline_s))
+                    self._in_hand[slot] = UnitInHand(unit, self._clock() + unit.deadline_s)
         except CallRefused as error:
             if error.code != "banned":
                 raise _Over(f"the coordinator refuses: {error}") from error
-            self._banned, slot.phase = str(error), "waiting"
+            self._banned = str(error)
             await self._pause(BANNED_S)
-            return False
+            return None
         self._banned, self._answer = "", answer
         if answer.finished:
             raise _Over("the job is finished", finished=True)
-        if slot.held is not None:
-            return not self._leaving.is_set()
-        slot.phase = "waiting"
-        await self._pause(max(answer.wait_s, MIN_WAIT_S))
-        return False
+        if (held := self._in_hand[slot]) is None:
+            await self._pause(max(answer.wait_s, MIN_WAIT_S))
+        return None if self._leaving.is_set() else held
 
-    async def _train(self, slot: Slot, held: UnitInHand) -> None:
-        unit, slot.phase = held.unit, "downloading"
-        if held.training is None:
+    async def _train(self, held: UnitInHand) -> None:
+        unit = held.unit
+        if held.state is None:
             await asyncio.to_thread(self._saves.save, held)
         subset = self._subsets.get(unit.data)
         if subset is None:
@@ -338,13 +328,13 @@ class Volunteer:
         data = cached or await self._client.data(subset)
         if cached is None:
             await asyncio.to_thread(self._cache.put, unit.data, data)
-        values = None if held.training else await self._client.parameters(unit.parameters, self._schema)
-        training = slot.training = await self._compute(lambda: self._begin(held, data, values))
-        slot.phase, schema = "training", self._schema
+        values = None if held.state else await self._client.parameters(unit.parameters, self._schema)
+        training = held.training = await self._compute(lambda: self._begin(held, data, values))
+        held.phase, schema = "training", self._schema
         while training.done < training.batches:
-            await self._compute(lambda: self._some_batches(slot, training))
+            await self._compute(lambda: self._some_batches(held, training))
         result = await self._compute(lambda: schema.encode(schema.flatten(training.model)))
-        slot.phase = "uploading"
+        held.phase = "uploading"
         await self._client.upload(unit.assignment, result)
         self._accepted += 1
         self._samples += subset.rows * self._card.local_epochs
@@ -363,19 +353,19 @@ class Volunteer:
             model=model,
             device=self._settings.device,
         )
-        if held.training is not None:
-            training.load_state_dict(held.training)
+        if held.state is not None:
+            training.load_state_dict(held.state)
         return training
 
-    def _some_batches(self, slot: Slot, training: UnitTraining) -> None:
+    def _some_batches(self, held: UnitInHand, training: UnitTraining) -> None:
         """On the thread: train for one turn, and save if it is time to."""
         end = time.monotonic() + TURN_S
         while training.done < training.batches:
-            slot.loss = training.step()
+            held.loss = training.step()
             now = time.monotonic()
-            if slot.held is not None and now - slot.saved >= self._settings.save_s:
-                slot.saved = now
-                self._saves.save(replace(slot.held, training=training.state_dict()))
+            if held.training is training and now - held.saved >= self._settings.save_s:
+                held.saved = now
+                self._saves.save(held)
             if now >= end:
                 return
 

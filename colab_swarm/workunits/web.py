@@ -24,10 +24,9 @@ import msgspec
 from aiohttp import web
 
 from colab_swarm.errors import NotAdmitted, StoreError
-from colab_swarm.markup import content_security_policy
-from colab_swarm.net.addresses import VisitLimit, source_of
 from colab_swarm.net.peers import UNDECODABLE, Message, PeerId
-from colab_swarm.notebook.coordinator_view import render_live, render_page
+from colab_swarm.notebook.coordinator_view import status_page
+from colab_swarm.notebook.page import PATHS, listen
 from colab_swarm.workunits.desk import Desk
 from colab_swarm.workunits.messages import (
     MAX_BODY_BYTES,
@@ -38,7 +37,7 @@ from colab_swarm.workunits.messages import (
     RequestGate,
     Taken,
 )
-from colab_swarm.workunits.state import JobStatus, Unit, render_prometheus
+from colab_swarm.workunits.state import JobStatus, Unit
 
 M = TypeVar("M", AskForUnits, GiveBack)
 NUMBER = "(0|[1-9][0-9]{0,17})"
@@ -61,9 +60,6 @@ BUSY_S, BROKEN_S = 1, 5
 """Seconds after which to retry."""
 FAREWELL_S = 2.0
 """Time limit for draining a refused body, and for transfers under way when the server closes."""
-FRESH_S = 1.0
-ANSWERS_PER_S = 100
-"""Pages for one visitor; see `colab_swarm.net.addresses`."""
 STATUSES = {
     "token": 401,
     "banned": 403,
@@ -72,18 +68,6 @@ STATUSES = {
     "size": 413,
     "invalid": 422,
     "busy": 503,
-}
-PAGE_HEADERS = {
-    "Content-Security-Policy": content_security_policy(),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-}
-PAGES: dict[str, tuple[str, Callable[[JobStatus], str | bytes]]] = {
-    "/": ("text/html", render_page),
-    "/live": ("text/html", render_live),
-    "/metrics": ("text/plain", render_prometheus),
-    "/status.json": ("application/json", msgspec.json.encode),
 }
 VOLUNTEER: web.RequestKey[PeerId] = web.RequestKey("volunteer", bytes)  # type: ignore[arg-type]
 DIGEST: web.RequestKey[bytes] = web.RequestKey("digest", bytes)
@@ -175,12 +159,11 @@ class CoordinatorServer:
 
     def __init__(self, desk: Desk, gate: RequestGate, status: Callable[[], JobStatus]) -> None:
         self.url, self.running = "", {"upload": 0, "download": 0}
-        self._desk, self._gate, self._status = desk, gate, status
+        self._desk, self._gate = desk, gate
         self._uploading, self._checking = asyncio.Lock(), asyncio.Semaphore(CHECKED_AT_ONCE)
         self._complete: set[str] = set()  # uploads whose results are being checked
         self._each: Counter[tuple[str, PeerId]] = Counter()  # the same by volunteer
-        self._pages: dict[str, bytes] = {}
-        self._paged_at, self._visits = float("-inf"), VisitLimit(ANSWERS_PER_S)
+        self._page = status_page(status)
         self._runner: web.AppRunner | None = None
 
     @cached_property
@@ -194,7 +177,7 @@ class CoordinatorServer:
         app = web.Application(middlewares=[self._answered], client_max_size=MAX_BODY_BYTES)
         app.router.add_routes(
             [
-                *(web.get(path, self._page) for path in PAGES),
+                *self._page.routes,
                 web.get("/api/job", self._job),
                 web.get("/api/code", self._code),
                 web.post("/api/units", self._units),
@@ -206,22 +189,15 @@ class CoordinatorServer:
                 web.put("/api/results/{assignment}", self._piece),
             ]
         )
-        self._runner = web.AppRunner(
+        self._runner, self.url = await listen(
             app,
-            access_log=None,
+            host,
+            port,
             keepalive_timeout=IDLE_S,
             auto_decompress=False,  # a small body may unpack to a large one
             lingering_time=FAREWELL_S,
             shutdown_timeout=FAREWELL_S,
         )
-        await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, host, port).start()
-        except BaseException:
-            await self.close()
-            raise
-        shown = "127.0.0.1" if host in ("", "0.0.0.0", "::") else host
-        self.url = f"http://{f'[{shown}]' if ':' in shown else shown}:{self._runner.addresses[0][1]}/"
 
     async def close(self) -> None:
         if self._runner is not None:
@@ -233,7 +209,7 @@ class CoordinatorServer:
     async def _answered(self, request: web.Request, handler: Answering) -> web.StreamResponse:
         """Admit a request below /api, and turn every refusal there into a `Problem`."""
         try:
-            if request.path not in PAGES:
+            if request.path not in PATHS:
                 self._admit(request)
             return await handler(request)
         except Refused as error:
@@ -406,22 +382,6 @@ class CoordinatorServer:
                 if request.transport is not None:
                     request.transport.abort()
         return response
-
-    # -- pages
-
-    async def _page(self, request: web.Request) -> web.Response:
-        now = asyncio.get_running_loop().time()
-        if not self._visits.admit(source_of(request), now):
-            text = "too many requests: try again in a second"
-            return web.Response(status=429, text=text, headers={"Retry-After": "1"})
-        if now - self._paged_at >= FRESH_S:
-            self._paged_at, self._pages = now, {}
-        kind, render = PAGES[request.path]
-        if request.path not in self._pages:
-            made = render(self._status())
-            self._pages[request.path] = made.encode() if isinstance(made, str) else made
-        body = self._pages[request.path]
-        return web.Response(body=body, content_type=kind, charset="utf-8", headers=PAGE_HEADERS)
 
 
 def _assignment(request: web.Request) -> str:

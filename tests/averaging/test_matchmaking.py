@@ -16,14 +16,7 @@ from colab_swarm.averaging.group import (
     Ticket,
     rank,
 )
-from colab_swarm.averaging.matchmaking import (
-    REFUSALS_S,
-    REMEMBERED_S,
-    SKIPPED_S,
-    Matchmaker,
-    PrefixRouter,
-    SkippedOrganizers,
-)
+from colab_swarm.averaging.matchmaking import REFUSALS_S, REMEMBERED_S, Matchmaker, PrefixRouter
 from colab_swarm.errors import CallRefused
 from colab_swarm.net.peers import Message, PeerId, Role
 from colab_swarm.sim import LAN, SimNetwork, SimPeers
@@ -331,6 +324,14 @@ async def test_an_organizer_that_keeps_refusing_is_left_out(reason: RefusalReaso
     assert 60 <= asyncio.get_running_loop().time() < 70
 
 
+async def test_refusing_each_step_once_is_honest() -> None:
+    matchmaker, organizer = Town(1).trainers[0].matchmaker, PeerId(bytes(32))
+    for step in range(5):
+        assert not matchmaker._keeps_refusing(organizer, step)
+        await asyncio.sleep(REFUSALS_S)
+    assert not matchmaker._skipped(organizer)
+
+
 async def test_contributing_needs_the_role_of_a_worker() -> None:
     town = Town(2)
     first, second = town.trainers
@@ -350,27 +351,3 @@ async def test_a_client_without_its_only_organizer_continues_alone_after_a_while
     group = await client.join()
     assert town.network.fired and len(group.members) == 1
     assert 2 < asyncio.get_running_loop().time() < 4  # the window is 2 s
-
-
-LIAR = PeerId(bytes(32))
-
-
-def test_an_invalid_group_leaves_its_organizer_out_for_a_while() -> None:
-    organizers = SkippedOrganizers()
-    organizers.skip(LIAR, now=10.0)
-    assert organizers.skipped(LIAR, now=10.0 + SKIPPED_S - 1) and not organizers.skipped(
-        LIAR, now=10.0 + SKIPPED_S
-    )
-
-
-def test_refusing_one_step_for_too_long_leaves_an_organizer_out() -> None:
-    organizers = SkippedOrganizers()
-    assert not organizers.on_refusal(LIAR, 7, now=0.0)
-    assert not organizers.on_refusal(LIAR, 7, now=REFUSALS_S - 1)
-    assert organizers.on_refusal(LIAR, 7, now=REFUSALS_S) and organizers.skipped(LIAR, now=REFUSALS_S)
-
-
-def test_refusing_each_step_once_is_honest() -> None:
-    organizers = SkippedOrganizers()
-    assert not any(organizers.on_refusal(LIAR, step, now=step * REFUSALS_S) for step in range(5))
-    assert not organizers.skipped(LIAR, now=5 * REFUSALS_S)

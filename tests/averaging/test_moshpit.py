@@ -143,7 +143,7 @@ def test_failures_make_the_survivors_vote_for_smaller_groups() -> None:
 async def few(*names: str) -> list[MoshpitAverager]:
     """Peers that average by hand."""
     network = SimNetwork(LAN)
-    services = [assemble(network.peer(name), EventLog(), random.Random(name)) for name in names]
+    services = [assemble(network.peer(name), "run", EventLog(), random.Random(name)) for name in names]
     for one in services:
         await find_others(one, [services[0].peers.contact] if one is not services[0] else [])
     return [MoshpitAverager(one.router, one.dht, one.averager, "run/average") for one in services]

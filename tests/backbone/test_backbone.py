@@ -98,9 +98,11 @@ def test_losses_and_peers_are_collected_and_the_curve_outlives_a_restart(tmp_pat
         sim.join("bob", listen=False)
         sim.join("carol", listen=False)
         sim.run(lambda swarm: scene.keep(swarm, 60) and None if swarm.name == "alice" else train(swarm, 20))
-    assert scene.backbone is not None
-    (shown,) = scene.backbone.view().collaborations
-    assert len(shown.points) >= 5 and {point.peers for point in shown.points} == {2}
-    assert {line.name for line in shown.peers} >= {"bob", "carol"}
+        assert scene.backbone is not None
+        (shown,) = scene.backbone.snapshots()
+    points = scene.backbone.keepers[PREFIX].observer.curve.points
+    assert len(points) >= 5 and {point.peers for point in points} == {2}
+    assert shown.loss_history == tuple((point.step, point.loss) for point in points)
+    assert {peer.name for peer in shown.peers} >= {"bob", "carol"} and shown.step == 20
     again = read_losses(tmp_path / "model" / "losses.jsonl")
-    assert [point.step for point in again] == [point.step for point in shown.points]
+    assert [point.step for point in again] == [point.step for point in points]

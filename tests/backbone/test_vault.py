@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from colab_swarm.backbone.keeper import Vault
 from colab_swarm.errors import StateError
+from colab_swarm.tensors.chunks import Layout, Snapshot, TensorEntry
 from colab_swarm.tensors.statedict import read_tensors
 from colab_swarm.training.checkpoint import CheckpointFolder, load_checkpoint, save_checkpoint
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.replica import Replica, UpdateRule
-from colab_swarm.training.state import Layout, Snapshot, TensorEntry, decode_layout, snapshot_of, tensors_of
+from colab_swarm.training.state import snapshot_of, tensors_of
 from tests.tensors.test_statedict import same
 from tests.training.toy import loss_of, model
 
@@ -37,7 +38,7 @@ def replica(steps: int, seed: int = 0) -> Replica:
 
 def altered(snapshot: Snapshot, **changes: Any) -> Snapshot:
     manifest = snapshot.manifest
-    fields = {"step": manifest.step, "lineage": manifest.lineage, "skeleton": manifest.skeleton}
+    fields = {"step": manifest.step, "subject": manifest.subject, "layout": manifest.layout}
     return Snapshot.of(**{**fields, "blob": snapshot.blob.copy(), **changes})
 
 
@@ -99,20 +100,20 @@ def test_a_state_that_a_trainer_would_refuse_is_not_saved(tmp_path: Path, kind: 
 
 def test_a_state_that_claims_another_step_is_not_saved(tmp_path: Path) -> None:
     snapshot = replica(2).snapshot()
-    for change in ({"step": 9}, {"lineage": b"another"}):
+    for change in ({"step": 9}, {"subject": b"another"}):
         with pytest.raises(StateError, match="not of the step that it claims"):
             Vault(tmp_path).save(altered(snapshot, **change))
 
 
 def test_a_skeleton_that_names_other_tensors_is_not_saved(tmp_path: Path) -> None:
     snapshot = replica(1).snapshot()
-    layout = decode_layout(snapshot.manifest.skeleton)
+    layout = msgspec.msgpack.decode(snapshot.manifest.layout, type=Layout)
     fewer = msgspec.msgpack.encode(Layout(layout.skeleton, layout.tensors[:-1]))
     twice = msgspec.msgpack.encode(Layout(layout.skeleton, (*layout.tensors[:-1], layout.tensors[0])))
     huge = msgspec.msgpack.encode(Layout(layout.skeleton, (TensorEntry("x", "float32", (1 << 40,)),)))
-    for skeleton in (fewer, twice, huge):
+    for wrong in (fewer, twice, huge):
         with pytest.raises(StateError):
-            Vault(tmp_path).save(altered(snapshot, skeleton=skeleton))
+            Vault(tmp_path).save(altered(snapshot, layout=wrong))
 
 
 def test_an_empty_tensor_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -143,8 +144,8 @@ def test_a_file_with_other_bytes_is_refused_or_the_same(
 
 @given(st.binary(max_size=200))
 def test_an_arbitrary_skeleton_raises_only_state_error(skeleton: bytes) -> None:
-    snapshot = Snapshot.of(step=1, lineage=b"l", skeleton=skeleton, blob=np.zeros(256, np.uint8))
+    snapshot = Snapshot.of(b"l", 1, skeleton, np.zeros(256, np.uint8))
     inner = msgspec.msgpack.encode(Layout(skeleton, ()))
-    for one in (snapshot, altered(snapshot, skeleton=inner)):
+    for one in (snapshot, altered(snapshot, layout=inner)):
         with pytest.raises(StateError):
             tensors_of(one)

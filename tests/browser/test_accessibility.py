@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from colab_swarm.notebook import checks, consistency, experts, lessons, rounds, swarm_map, views
+from colab_swarm.notebook import checks, consistency, experts, lessons, rounds, views
 from colab_swarm.notebook import coordinator_view as job
 from colab_swarm.notebook import volunteer_view as volunteer
 from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime
 from tests.browser import looks
 from tests.browser.chromium import Window, needs
 from tests.browser.lab import KNOWN_COMPLAINTS, Lab
-from tests.notebook import test_consistency, test_doctor_view, test_experts, test_lesson, test_rounds
+from tests.notebook import test_checks, test_consistency, test_experts, test_lesson, test_rounds
 from tests.notebook.test_coordinator_view import MARKS
 from tests.notebook.test_volunteer_view import SNAPSHOT as VOLUNTEER
 from tests.workunits.statuses import status
@@ -60,7 +60,7 @@ SWARM = dataclasses.replace(
 VIEWS = {
     "swarm": views.draw(SWARM).html(),
     "rounds": rounds.draw(SWARM).html(),
-    "map": swarm_map.draw(SWARM).html(),
+    "map": views.draw_map(SWARM).html(),
     "experts": experts.draw(test_experts.SNAPSHOT).html(),
     "experts-full": experts.draw(
         dataclasses.replace(test_experts.SNAPSHOT, listing=test_experts.full(16, 16, share=0.004))
@@ -68,7 +68,7 @@ VIEWS = {
     "job": job.draw(status(marks=MARKS)).html(),
     "volunteer": volunteer.draw(VOLUNTEER).html(),
     "consistency": consistency.draw(test_consistency.snapshot(0.2, 0.4, 1.3)).html(),
-    "doctor": checks.draw([test_doctor_view.GOOD, test_doctor_view.LOOK, test_doctor_view.STOP]).html(),
+    "doctor": checks.draw([test_checks.GOOD, test_checks.LOOK, test_checks.STOP]).html(),
     "lesson": lessons.draw(test_lesson.LESSON_NOW).html(),
 }
 TRAINED = """import torch, colab_swarm as cs

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-import msgspec
 import pytest
 
-from colab_swarm.backbone.config import Dashboard
-from colab_swarm.backbone.web import DashboardServer, View
+from colab_swarm.backbone.backbone import status_page
+from colab_swarm.notebook.page import StatusPage
+from colab_swarm.snapshot import SwarmSnapshot
 from tests.backbone.views import EVIL, view
 from tests.browser.chromium import Window, needs
 from tests.browser.site import Site
 
 pytestmark = needs()
+View: TypeAlias = tuple[SwarmSnapshot, ...]
 
 
-async def serve(look: Callable[[], View]) -> DashboardServer:
-    server = DashboardServer(look)
-    await server.start(Dashboard(port=0))
-    return server
+async def serve(look: Callable[[], View]) -> StatusPage[View]:
+    page = status_page(look)
+    await page.start("127.0.0.1", 0)
+    return page
 
 
 @pytest.fixture
@@ -43,8 +44,8 @@ def test_the_page_draws_updates_itself_and_runs_no_script_of_a_peer(
     assert page.locator("svg polyline").count() == 1
     assert page.evaluate("document.documentElement.scrollWidth") <= 800
 
-    site.shown = msgspec.structs.replace(view(steps=5000), run="later")
-    page.locator("b", has_text="later").wait_for(timeout=15_000)
+    site.shown = view(steps=5000, run="later")
+    page.locator("h1", has_text="later").wait_for(timeout=15_000)
     assert page.title() == "sahajbert" and page.locator("img").count() == 0
     assert window.complaints_but("favicon") == []
 

@@ -119,7 +119,7 @@ def test_a_crash_while_the_group_is_formed_is_reported() -> None:
         return str(raised.value)
 
     with cs.simulate(2, network="home", seed=1) as sim:
-        sim.network.when(lambda message: type(message).__name__ == "FetchChunks").crash("bob")
+        sim.network.when(lambda message: type(message).__name__ == "FetchState").crash("bob")
         sim.network.when(lambda message: type(message).__name__ == "ElasticLink").crash("bob")
         results = sim.run(begin)
         assert [fault.name for fault in sim.network.fired] == ["crash"]

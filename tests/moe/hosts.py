@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
-from colab_swarm.dht.service import DHT, DHTSettings
+from colab_swarm.dht.service import DHT, DHTSettings, RunServices
 from colab_swarm.events import Event, EventLog
 from colab_swarm.moe.directory import Directory, DirectorySettings
 from colab_swarm.moe.expert import ExpertRule, FeedForward, measure
-from colab_swarm.moe.grid import ExpertServices, Grid
+from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.host import ExpertHosting, HostPlan, HostResources
-from colab_swarm.moe.saves import ReplicaStore, SavedExpert, cut, freeze
+from colab_swarm.moe.saves import ReplicaStore
 from colab_swarm.sim import LAN, SimNetwork, SimPeers
+from colab_swarm.tensors.chunks import Snapshot, pack
 
 GRID = Grid("ffn", (2, 3))
 RULE = ExpertRule(lambda parameters: torch.optim.Adam(parameters, lr=0.1))
@@ -34,7 +35,7 @@ class Member:
     """One peer of the run."""
 
     peers: SimPeers
-    services: ExpertServices
+    services: RunServices
     resources: HostResources
 
     def events(self, kind: type[Event]) -> list[Event]:
@@ -56,7 +57,7 @@ class Run:
             await dht.bootstrap([self._entry.contact])
         self._entry = self._entry or peers
         dht.start()
-        services = ExpertServices(peers, dht, EventLog(), random.Random(name), "run")
+        services = RunServices(peers, dht, EventLog(), random.Random(name), "run")
         peers.when_down(lambda: [*dht.kill()])
         directory = Directory(services, self.directory_settings)
         resources = HostResources(services, directory, folder or self._folder / name)
@@ -87,10 +88,10 @@ def train(hosting: ExpertHosting, steps: int = 1) -> None:
             expert.backward(torch.rand(2, 4), torch.rand(2, 4))
 
 
-def saved(uid: str = "ffn.0.0", *, step: int = 1, value: float = 0.0, size: int = 300_000) -> SavedExpert:
+def saved(uid: str = "ffn.0.0", *, step: int = 1, value: float = 0.0, size: int = 300_000) -> Snapshot:
     """A made-up state of some chunks, of which the last holds ``value``."""
     state = {"big": torch.arange(size), "last": torch.full((10,), value), "step": step}
-    return cut(uid, step, freeze(state))
+    return Snapshot.of(uid.encode(), step, *pack(state))
 
 
 def shelf_of(member: Member) -> ReplicaStore:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from colab_swarm.dht.service import RunServices
 from colab_swarm.errors import NoExpertsError
 from colab_swarm.events import EventLog, ExpertBanned
 from colab_swarm.moe.directory import Cache, Directory, DirectorySettings
-from colab_swarm.moe.grid import Bans, ExpertInfo, ExpertServices, Grid
+from colab_swarm.moe.grid import ExpertInfo, Grid
 from colab_swarm.sim import HOME, LAN, PAPER_CLOUD, NetworkProfile, SimNetwork, run_virtual, virtual_time
 from colab_swarm.tensors.codecs import Floats
 from tests.dht.swarm import Member, swarm
@@ -39,7 +40,7 @@ async def scouts(
     found = []
     for member in members:
         events = EventLog()
-        services = ExpertServices(
+        services = RunServices(
             member.peers, member.dht, events, random.Random(f"{seed} {member.peers.name}"), "run"
         )
         found.append(Scout(member.peers, member.dht, Directory(services, settings), events))
@@ -254,57 +255,6 @@ async def test_a_wide_sparse_grid_is_searched_without_reading_what_is_empty() ->
         [["ffn.150.3", "ffn.7.7"]] * 64,
         3,
     )
-
-
-EXPERT = ("ffn.0", b"host")
-
-
-def test_each_failure_in_a_row_doubles_the_ban() -> None:
-    bans, now, times = Bans(), 0.0, []
-    for _ in range(8):
-        seconds = bans.fail(EXPERT, now)
-        assert seconds is not None and bans.banned(EXPERT, now + seconds - 0.1)
-        now += seconds
-        assert not bans.banned(EXPERT, now)
-        times.append(seconds)
-    assert times == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0]
-
-
-def test_failures_during_a_ban_count_once() -> None:
-    bans = Bans()
-    assert [bans.fail(EXPERT, 0.0), bans.fail(EXPERT, 1.0), bans.fail(EXPERT, 5.0)] == [5.0, None, 10.0]
-
-
-def test_success_lifts_the_ban() -> None:
-    bans = Bans()
-    bans.fail(EXPERT, 0.0)
-    bans.succeed(EXPERT)
-    assert not bans.banned(EXPERT, 0.0) and bans.fail(EXPERT, 1.0) == 5.0
-
-
-def test_a_long_time_without_failures_resets_the_count_and_frees_memory() -> None:
-    bans = Bans()
-    for i in range(100):
-        bans.fail((f"ffn.{i}", b"host"), 0.0)
-    assert bans.fail(("ffn.0", b"host"), 306.0) == 5.0 and len(bans._records) == 1
-
-
-def test_a_ban_excludes_no_other_expert() -> None:
-    bans = Bans()
-    bans.fail(EXPERT, 0.0)
-    assert not bans.banned(("ffn.0", b"other"), 1.0)
-
-
-def test_the_version_changes_with_every_ban() -> None:
-    bans = Bans()
-    versions = [bans.version]
-    bans.succeed(EXPERT)
-    assert bans.version == versions[0] and not bans.ends(0.0)
-    bans.fail(EXPERT, 0.0)
-    versions.append(bans.version)
-    assert bans.ends(1.0) == {EXPERT: 5.0} and not bans.ends(5.0)
-    bans.succeed(EXPERT)
-    assert len({*versions, bans.version}) == 3
 
 
 class Far:

@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from colab_swarm.dht.service import DHT, DHTSettings
+from colab_swarm.dht.service import DHT, DHTSettings, RunServices
 from colab_swarm.errors import ExpertError
 from colab_swarm.events import EventLog, ExpertHosted, ExpertLost, Fault
 from colab_swarm.moe.directory import Directory, DirectorySettings
 from colab_swarm.moe.expert import ExpertRule, FeedForward, TransformerBlock
-from colab_swarm.moe.grid import ExpertServices, Grid
+from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.host import ExpertHost, ExpertHosting, HostResources, plan_host
-from colab_swarm.moe.replicas import SavePlace
+from colab_swarm.moe.saves import SavePlace, SaveRecord
 from colab_swarm.net.node import Node
 from colab_swarm.sim.runtime import SimRuntime
 from tests.moe.hosts import GRID, PLAN, Member, Run, make, saved, train
@@ -141,10 +141,10 @@ async def test_a_false_claim_is_skipped_in_favour_of_a_real_save(run: Run) -> No
     uid = await saved_by_bob(run)
     mallory = await run.join("mallory")
     lies = saved(uid, step=10**9, size=100)  # chunks that are there and match: only the state does not fit
-    for piece in lies.chunks.values():
+    for piece in (lies.head, *lies.chunks.values()):
         mallory.resources.store.put(piece)
-    place = SavePlace(10**9, next(iter(lies.chunks)), (mallory.peers.contact,))
-    await mallory.services.dht.publish(f"run/experts/{uid}/save", (place,), ttl_s=6000)
+    place = SavePlace(10**9, lies.root, (mallory.peers.contact,))
+    await mallory.services.dht.publish(f"run/experts/{uid}/save", SaveRecord((place,)), ttl_s=6000)
     run.network.now().crash("bob")
     await asyncio.sleep(EXPIRED_S)
     carol, hosting = await run.host("carol", 1)
@@ -295,7 +295,7 @@ async def test_a_killed_host_is_replaced_over_encrypted_links_too(tmp_path: Path
 async def real_member(node: Node, entry: Node, folder: Path) -> HostResources:
     dht = DHT(node, DHTSettings(), random.Random(0))
     await dht.bootstrap([entry.contact] if entry is not node else [])
-    services = ExpertServices(node, dht, EventLog(), random.Random(0), "run")
+    services = RunServices(node, dht, EventLog(), random.Random(0), "run")
     directory = Directory(services, DirectorySettings(ttl_s=2.0, cache_s=0.5, absent_s=0.2, settle_s=0.2))
     return HostResources(services, directory, folder / node.id.hex()[:8])
 

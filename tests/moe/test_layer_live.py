@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colab_swarm.dht.service import DHT, DHTSettings
+from colab_swarm.dht.service import DHT, DHTSettings, RunServices
 from colab_swarm.errors import NoExpertsError
 from colab_swarm.events import EventLog, ExpertBanned
 from colab_swarm.moe.calls import ExpertCalls
 from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward
-from colab_swarm.moe.grid import ExpertServices, Grid, Index
+from colab_swarm.moe.grid import Grid, Index
 from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings, RemoteExpert, mixing_weights, priorities
 from colab_swarm.moe.server import ExpertServer
 from colab_swarm.moe.trainer import AsyncTrainer, TrainerSettings
@@ -57,7 +57,7 @@ class Live:
             dht = DHT(node, DHTSettings(), random.Random(name))
             await dht.bootstrap([member.node.contact for member in members])
             events = EventLog()
-            directory = Directory(ExpertServices(node, dht, events, random.Random(name), "run"))
+            directory = Directory(RunServices(node, dht, events, random.Random(name), "run"))
             member = Member(node, directory, ExpertServer(node, events), {}, events)
             for index in [] if row is None else [(row, 0), (row, 1)]:
                 self._host(member, index)

@@ -137,7 +137,7 @@ async def test_garbage_in_place_of_the_first_handshake_message_is_refused(size: 
 
 @pytest.mark.slow
 async def test_a_half_open_link_is_given_up_after_missed_keep_alives() -> None:
-    async with peers("alice", "bob", keep_alive_s=0.1) as (alice, bob), proxied(alice, bob) as proxy:
+    async with peers("alice", "bob", keep_alive_s=0.5) as (alice, bob), proxied(alice, bob) as proxy:
         await alice.call(bob.id, Echo(), Echo, timeout_s=5)
         reasons: list[str] = []
         (link,) = alice.linker.table.of(bob.id)
@@ -150,7 +150,7 @@ async def test_a_half_open_link_is_given_up_after_missed_keep_alives() -> None:
 
 
 async def test_keep_alives_hold_a_quiet_link_and_measure_the_round_trip() -> None:
-    async with peers("alice", "bob", keep_alive_s=0.1) as (alice, bob):
+    async with peers("alice", "bob", keep_alive_s=0.5) as (alice, bob):
         await alice.call(bob.id, Echo(), Echo, timeout_s=5)
         before = alice.statistics(bob.id)
         await until(lambda: alice.statistics(bob.id).received_bytes > before.received_bytes)

@@ -36,7 +36,7 @@ async def test_a_small_item_does_not_keep_its_big_packet_alive() -> None:
 
 
 async def test_a_peer_that_never_leaves_loses_its_quiet_link() -> None:
-    async with peers("alice", "bob", keep_alive_s=0.01) as (alice, bob):
+    async with peers("alice", "bob", idle_link_s=0.5) as (alice, bob):
         await alice.call(bob.id, Echo(), Echo, timeout_s=5)
         (near,), (far,) = bob.linker.table.of(alice.id), alice.linker.table.of(bob.id)
         far.leave = lambda: None  # type: ignore[method-assign]

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from colab_swarm.net.metering import Speed
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
 from colab_swarm.notebook.checks import (
     GREEN,
+    PARAMETER_BYTES,
     RED,
+    USABLE,
+    WIDTH,
     YELLOW,
     Check,
     Light,
@@ -28,9 +34,14 @@ from colab_swarm.notebook.checks import (
     check_reachability,
     check_swarm,
     check_versions,
+    draw,
+    fitting_batch,
     numbers,
+    predict,
+    summary,
 )
 from colab_swarm.notebook.platforms import COLAB, KAGGLE, PLAIN
+from tests.notebook.test_views import parsed
 
 T4 = ("Tesla T4", 14_500_000_000, 15_600_000_000)
 GB = 10**9
@@ -115,3 +126,122 @@ def test_infinite_bandwidth_is_shown_in_words() -> None:
 def test_versions_are_compared_by_their_numbers() -> None:
     assert numbers("2.9.0+cu126") == [2, 9, 0] and numbers("3.13.0rc1") == [3, 13, 0] and numbers("") == []
     assert numbers("2.9.0+cu126") > numbers("2.9") > numbers("2.8.1")
+
+
+GOOD = Check("disk", Light.GREEN, "50.0 GB free here")
+LOOK = Check("bandwidth", Light.YELLOW, "1 Mbit/s up: slow", "use a cable")
+STOP = Check("versions", Light.RED, "torch 2.8 is older than 2.9", 'pip install -U "torch>=2.9"')
+
+
+def test_text_shows_each_light_with_its_fix() -> None:
+    assert draw([GOOD, LOOK, STOP]).text().splitlines() == [
+        "fix the problems before you train: 1 ✔ good, 1 ▲ warning, 1 ✖ problem",
+        " ✔ disk           50.0 GB free here",
+        " ▲ bandwidth      1 Mbit/s up: slow",
+        "                  → use a cable",
+        " ✖ versions       torch 2.8 is older than 2.9",
+        '                  → pip install -U "torch>=2.9"',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("checks", "verdict"),
+    [
+        ([GOOD], "ready to train: 1 ✔ good"),
+        ([GOOD, LOOK], "ready to train, with warnings: 1 ✔ good, 1 ▲ warning"),
+        ([STOP], "fix the problems before you train: 1 ✖ problem"),
+    ],
+)
+def test_the_worst_light_decides(checks: list[Check], verdict: str) -> None:
+    assert summary(checks) == verdict
+
+
+def test_the_html_has_symbols_and_words_and_loads_nothing() -> None:
+    page = draw([GOOD, LOOK, STOP]).html()
+    text = " ".join(parsed(page).itertext())
+    assert all(
+        words in text for words in ("✔", "▲", "✖", "50.0 GB", "use a cable", 'pip install -U "torch>=2.9"')
+    )
+    marks = [span for span in parsed(page).iter("span") if span.text and span.text[0] in "✔▲✖"]
+    assert [mark.text for mark in marks] == ["✔ good", "▲ warning", "✖ problem"]
+    assert not re.search(r"<script|https?:|src=|url\(| on\w+=", page)
+
+
+def test_the_name_of_a_check_stays_on_its_line() -> None:
+    names = [name.attrib["style"] for name in parsed(draw([GOOD]).html()).iter("b") if name.text == "disk"]
+    assert names == ["white-space:nowrap"]
+
+
+def test_a_long_text_is_wrapped_under_its_beginning() -> None:
+    lines = draw([Check("compute", Light.GREEN, "word " * 60)]).text().splitlines()
+    assert len(lines) > 3
+    assert all(len(line) <= WIDTH for line in lines)
+    assert lines[2].startswith(" " * 18 + "word")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=80) | st.sampled_from(["<script>alert(1)</script>", '"><img src=x>', "a\x1b[2Jb\n"]))
+def test_texts_are_escaped(words: str) -> None:
+    hostile = [Check(words, Light.RED, words, words or "x")]
+    usual = {element.tag for element in parsed(draw([STOP]).html()).iter()}
+    assert {element.tag for element in parsed(draw(hostile).html()).iter()} <= usual
+    assert "\x1b" not in draw(hostile).text()
+
+
+MODEL = Subject("model", 1_000_000, sample_bytes=1.0, micro_batch=8, samples_per_s=10.0)
+HOME = Speed(upload_bps=20e6, download_bps=100e6, rtt_s=0.05)
+
+
+def predicted(others: tuple[float, ...], *, reduces: bool = True) -> Prediction:
+    return predict(MODEL, 256, 2e6, others, HOME, reduces=reduces)
+
+
+def test_two_equal_peers_take_half_of_a_step_each() -> None:
+    found = predicted((10.0,))
+    assert found.share == 0.5
+    assert found.averaging_s == pytest.approx(
+        2 * 0.05 + 8 * 2e6 / 20e6
+    )  # 2 (n-1)/n of 2 MB, at the slower way
+    assert found.step_s == pytest.approx((256 + 2 * 8) / 20 + found.averaging_s)
+    assert found.gb_per_hour == pytest.approx(2 * 2e6 * 3600 / found.step_s / 1e9)
+
+
+def test_a_late_joiner_first_downloads_the_state() -> None:
+    found = predicted((10.0,))
+    assert found.first_sample_s == pytest.approx(0.1 + 12e6 * 8 / 100e6 + 8 / 10)
+
+
+def test_a_peer_alone_moves_nothing_and_fills_the_batch_by_itself() -> None:
+    found = predict(replace(MODEL, micro_batch=10), 96, 4e3)
+    assert (found.step_s, found.averaging_s, found.gb_per_hour, found.share) == (10.0, 0.0, 0.0, 1.0)
+
+
+def test_a_peer_that_only_dials_out_sends_its_vector_once() -> None:
+    reducer = predicted((10.0,) * 9)
+    dialler = predicted((10.0,) * 9, reduces=False)
+    assert (reducer.averaging_s - 0.1) / (dialler.averaging_s - 0.1) == pytest.approx(2 * 9 / 10)
+
+
+@settings(deadline=None)
+@given(
+    st.floats(0, 1e12), st.floats(0, 1e12), st.lists(st.floats(0.01, 1e4), max_size=50), st.floats(0.01, 1e4)
+)
+def test_any_bandwidth_gives_finite_predictions(
+    upload_bps: float, download_bps: float, others: list[float], own: float
+) -> None:
+    subject = replace(MODEL, samples_per_s=own)
+    found = predict(subject, 256, 2e6, tuple(others), Speed(upload_bps, download_bps, 0.1))
+    assert 0 < found.step_s < math.inf
+    assert 0 < found.first_sample_s < math.inf
+    assert 0 < found.share <= 1
+
+
+@settings(deadline=None)
+@given(st.floats(0, 1e12), st.integers(1, 10**9), st.floats(1e3, 1e9))
+def test_the_suggested_micro_batch_fits_and_twice_as_much_does_not(
+    free_bytes: float, parameters: int, sample_bytes: float
+) -> None:
+    size = fitting_batch(free_bytes, Subject("model", parameters, sample_bytes))
+    room_bytes = USABLE * free_bytes - PARAMETER_BYTES * parameters
+    assert size * sample_bytes <= max(room_bytes, 0)
+    assert size == 512 or max(2 * size, 1) * sample_bytes > room_bytes

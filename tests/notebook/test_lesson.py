@@ -11,18 +11,23 @@ import pytest
 from colab_swarm.events import BatchDropped, RoundFinished, StateReceived
 from colab_swarm.notebook.lessons import (
     LessonControls,
-    SimulatedPeer,
     SimulationSnapshot,
     describe_event,
     describe_fault,
     draw,
     summary,
 )
+from colab_swarm.snapshot import PeerRow
 from tests.notebook.test_views import parsed
 
+
+def peer(name: str, state: str, step: int = 0, samples: float = 0.0, loss: float | None = None) -> PeerRow:
+    return PeerRow(name, "", state, step, 8.0, samples, None, me=False, loss=loss)
+
+
 PEERS = (
-    SimulatedPeer("alice", "training", 4, 64.0, 8.0, 0.5),
-    SimulatedPeer("<b>bob", "crashed", 0, 0.0, 8.0, float("nan")),
+    peer("alice", "training", 4, 64.0, 0.5),
+    peer("<b>bob", "crashed", loss=float("nan")),
 )
 STORY = ("  20.0 s  bob crashes",)
 LESSON_NOW = SimulationSnapshot(61.0, "home", PEERS, STORY, ("90 s: x",), "playing", 10.0)
@@ -117,7 +122,7 @@ def test_a_live_peer_can_be_killed_and_a_crashed_one_brought_back(
 def test_an_update_offers_new_peers_and_injects_nothing(
     run: RecordingRun, controls: LessonControls, made: dict[str, Any]
 ) -> None:
-    carol = SimulatedPeer("carol", "training", 4, 0.0, 8.0, None)
+    carol = peer("carol", "training", 4)
     made["this peer:"].value = "<b>bob"
     controls.update(dataclasses.replace(LESSON_NOW, peers=(*PEERS, carol)))
     assert made["this peer:"].options == ("alice", "<b>bob", "carol")

@@ -13,10 +13,10 @@ import ipywidgets
 import pytest
 
 from colab_swarm.notebook import panel as panels
-from colab_swarm.notebook import rounds, swarm_map
+from colab_swarm.notebook import rounds
 from colab_swarm.notebook.panel import SWARM, Page, Panel, update_button
 from colab_swarm.notebook.theme import Document
-from colab_swarm.notebook.views import draw, summary
+from colab_swarm.notebook.views import draw, draw_map, summary
 from colab_swarm.snapshot import SwarmSnapshot
 from tests.notebook.test_views import SNAPSHOT
 
@@ -37,7 +37,7 @@ def nothing() -> None:
 
 def everything(snapshot: SwarmSnapshot) -> str:
     """All pages as text."""
-    pages = (draw(snapshot).text(), rounds.draw(snapshot).text(), swarm_map.draw(snapshot).text())
+    pages = (draw(snapshot).text(), rounds.draw(snapshot).text(), draw_map(snapshot).text())
     return "\n\n".join(pages)
 
 

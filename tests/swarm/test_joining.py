@@ -20,6 +20,7 @@ from colab_swarm.swarm.joining import _start
 from colab_swarm.swarm.network import NetworkOptions, close
 from colab_swarm.trust.access import RunAccess
 from tests.net.swarm import identity, run
+from tests.swarm import wait
 
 ALONE = NetworkOptions(lan=False, use_relays=False)
 
@@ -129,3 +130,11 @@ def test_a_peer_that_is_open_but_not_saved_is_not_returned_for_its_folder(
             assert not (tmp_path / "in-use.json").exists()
         with come(state_dir=tmp_path) as kept:
             assert kept.id == unkept.id and kept.session.folder == tmp_path
+
+
+def test_a_peer_that_relays_is_found_by_the_others() -> None:
+    relaying, silent = cs.NetworkOptions(relay=True, lan=False), cs.NetworkOptions(lan=False)
+    with cs.create("test-run", options=relaying) as alice, cs.join(alice.invite(), options=silent) as bob:
+        network = bob.network
+        assert network is not None
+        wait(lambda: [one.id for one in bob.runtime.call(network.relays())] == [alice.id])

@@ -110,7 +110,7 @@ def test_a_crashed_peer_is_shown_at_its_last_step(simulation: Simulation) -> Non
     simulation.network.at(8.0).crash("bob")
     simulation.play(train, live=False)
     alice, bob, _ = simulation.snapshot().peers
-    assert bob.state == "crashed" and 0 < bob.step < alice.step and bob.loss is not None
+    assert bob.role == "crashed" and 0 < bob.step < alice.step and bob.loss is not None
     assert [fault.name for fault in simulation.network.fired] == ["crash"]
 
 
@@ -125,7 +125,7 @@ def test_a_run_in_the_background_applies_injected_actions(simulation: Simulation
     lesson = played(simulation)
     wait(lambda: lesson.snapshot().at > 2)
     lesson.inject("crash", "carol")
-    wait(lambda: [peer.state for peer in lesson.snapshot().peers][2] == "crashed")
+    wait(lambda: [peer.role for peer in lesson.snapshot().peers][2] == "crashed")
     lesson.inject("join")
     wait(lambda: len(lesson.snapshot().peers) == 4)
     lesson.pause()
@@ -183,7 +183,7 @@ def test_a_peer_added_twice_before_time_passes_joins_once(simulation: Simulation
     lesson.wait()
     snapshot = lesson.snapshot()
     assert any("join bob: not possible" in line for line in snapshot.story) and not snapshot.error
-    assert sum(peer.state != "crashed" for peer in snapshot.peers) == 3
+    assert sum(peer.role != "crashed" for peer in snapshot.peers) == 3
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ def test_time_continues_when_a_peer_joins_an_empty_swarm(simulation: Simulation)
     lesson = played(simulation)
     for name in ("alice", "bob", "carol"):
         lesson.inject("crash", name)
-    wait(lambda: all(peer.state == "crashed" for peer in lesson.snapshot().peers))
+    wait(lambda: all(peer.role == "crashed" for peer in lesson.snapshot().peers))
     at = simulation.time
     lesson.inject("join", "bob")
     wait(lambda: any("bob has joined" in line for line in lesson.snapshot().story))

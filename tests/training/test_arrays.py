@@ -47,7 +47,7 @@ def test_a_vector_of_ones_own_is_left_as_it_is() -> None:
 async def test_peers_average_several_arrays_at_once_by_name() -> None:
     network = SimNetwork(LAN)
     peers = [network.peer(name) for name in ("alice", "bob")]
-    services = [assemble(one, EventLog(), random.Random(one.name)) for one in peers]
+    services = [assemble(one, "run", EventLog(), random.Random(one.name)) for one in peers]
     await find_others(services[1], [peers[0].contact])
     averages = [ArrayAverages(one, "run") for one in services]
     results = await asyncio.gather(
@@ -65,7 +65,7 @@ async def test_peers_average_several_arrays_at_once_by_name() -> None:
 
 
 async def test_a_name_keeps_the_codec_that_its_values_began_with() -> None:
-    alice = assemble(SimNetwork(LAN).peer("alice"), EventLog(), random.Random(0))
+    alice = assemble(SimNetwork(LAN).peer("alice"), "run", EventLog(), random.Random(0))
     averages = ArrayAverages(alice, "run")
     average = partial(averages.average, np.ones(3), weight=1.0, group_size=None)
     await average(name="losses", compression="topk:0.5")
@@ -78,7 +78,9 @@ async def test_a_name_keeps_the_codec_that_its_values_began_with() -> None:
 
 async def test_few_large_values_among_small_ones_are_averaged_as_topk() -> None:
     network = SimNetwork(LAN)
-    services = [assemble(network.peer(name), EventLog(), random.Random(name)) for name in ("alice", "bob")]
+    services = [
+        assemble(network.peer(name), "run", EventLog(), random.Random(name)) for name in ("alice", "bob")
+    ]
     await find_others(services[1], [services[0].peers.contact])
     averages = [ArrayAverages(one, "run") for one in services]
     values = np.where(np.arange(10_000) % 50 == 0, 4.0, 0.001)

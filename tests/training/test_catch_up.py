@@ -10,10 +10,10 @@ import pytest
 from colab_swarm.errors import StateError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.sim.runtime import run_virtual
+from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.catch_up import CatchUp
 from colab_swarm.training.progress import Branch, Progress, ProgressRecord
-from colab_swarm.training.state import Snapshot
 
 ME = PeerId(bytes(16))
 CHECKPOINT = 10
@@ -47,7 +47,7 @@ class DeadTrainers:
         if len(self.downloads) < 3:
             raise StateError("it does not stand in yet")
         blob = np.zeros(8, np.uint8)
-        return Snapshot.of(step=CHECKPOINT, lineage=bytes([CHECKPOINT]), skeleton=b"", blob=blob)
+        return Snapshot.of(bytes([CHECKPOINT]), CHECKPOINT, b"", blob)
 
     async def wait_called(self) -> None:
         await asyncio.Event().wait()

@@ -9,7 +9,8 @@ from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.errors import StateError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.sim import HOME, SimNetwork, SimPeers
-from colab_swarm.training.state import ChunkOf, Mirror, Snapshot, StateSharing
+from colab_swarm.tensors.chunks import Snapshot, StateChunk
+from colab_swarm.training.state import Mirror, StateSharing
 from tests.training.test_state import BLOB, snapshot
 
 
@@ -42,7 +43,7 @@ class Scene:
 
     async def download(self) -> Snapshot:
         for peers in self.donors.values():  # a trainer's own link is how it is called back
-            (await peers.stream(self.backbone.id, ChunkOf(0), timeout_s=5)).reset()
+            (await peers.stream(self.backbone.id, StateChunk(), timeout_s=5)).reset()
         sharing = StateSharing(PrefixRouter(self.joiner), "run", lambda: self.give(snapshot()))
         return await sharing.download([self.backbone.id])
 
@@ -56,7 +57,7 @@ async def test_a_state_passes_through_whole() -> None:
 
 async def test_a_donor_that_vanishes_half_way_is_replaced() -> None:
     scene = Scene({"alice": snapshot(), "bob": snapshot()})
-    scene.network.when(lambda m: isinstance(m, ChunkOf) and m.chunk >= 5, sender="alice").crash("alice")
+    scene.network.when(lambda m: isinstance(m, StateChunk), sender="alice", nth=6).crash("alice")
     assert np.array_equal((await scene.download()).blob, BLOB)
     assert [fault.name for fault in scene.network.fired] == ["crash"]
 

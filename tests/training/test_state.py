@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
 from collections.abc import Awaitable, Callable
 
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.errors import StateError
-from colab_swarm.net.peers import Message
+from colab_swarm.sim import virtual_time
 from colab_swarm.sim.network import SimNetwork, SimPeers
 from colab_swarm.sim.profiles import HOME, LAN, NetworkProfile
-from colab_swarm.training.state import ChunkOf, FetchChunks, Snapshot, StateManifest, StateSharing
+from colab_swarm.tensors.chunks import CHUNK_TIMEOUT_S, Snapshot, StateChunk, digest_of
+from colab_swarm.training.state import FetchState, StateSharing
 
 SIZE_BYTES = 5_000_000
 BLOB = np.random.default_rng(0).integers(0, 256, SIZE_BYTES, np.uint8)
 
 
 def snapshot(step: int = 7, blob: np.ndarray = BLOB) -> Snapshot:
-    return Snapshot.of(step=step, lineage=b"lineage", skeleton=b"skeleton", blob=blob)
+    return Snapshot.of(b"lineage", step, b"layout", blob)
 
 
 class Scene:
@@ -63,7 +62,7 @@ async def test_a_state_arrives_whole_from_several_donors() -> None:
 
 async def test_a_donor_that_vanishes_half_way_costs_nothing_but_time() -> None:
     scene = Scene({"alice": snapshot(), "bob": snapshot()}, HOME)
-    scene.network.when(lambda m: isinstance(m, ChunkOf) and m.chunk >= 5, sender="bob").crash("bob")
+    scene.network.when(lambda m: isinstance(m, StateChunk), sender="bob", nth=6).crash("bob")
     got = await scene.download()
     assert np.array_equal(got.blob, BLOB)
     assert [fault.name for fault in scene.network.fired] == ["crash"]
@@ -77,12 +76,51 @@ async def test_a_lying_donor_is_dropped_and_its_chunks_come_from_others() -> Non
     assert got.donors == (scene.donors["alice"].id,)
 
 
+async def test_a_donor_that_stalls_loses_its_chunks_to_the_others_after_30_s() -> None:
+    scene = Scene({"alice": snapshot(), "bob": snapshot()}, HOME)
+    stalled = scene.network.when(lambda m: isinstance(m, StateChunk), sender="bob", nth=3)
+    stalled.partition({"bob"}, {"alice", "joiner"})
+    got = await scene.download()
+    assert np.array_equal(got.blob, BLOB) and virtual_time() < CHUNK_TIMEOUT_S + 15
+    assert [fault.name for fault in scene.network.fired] == ["partition"]
+
+
+async def test_a_slow_donor_is_kept_while_its_chunks_arrive() -> None:
+    class Slow(Snapshot):
+        async def read(self, digest: bytes) -> memoryview | None:
+            await asyncio.sleep(20)
+            return await super().read(digest)
+
+    whole = snapshot(blob=BLOB[:600_000])
+    got = await Scene({"alice": Slow(whole.manifest, whole.blob)}).download()
+    assert np.array_equal(got.blob, whole.blob) and 60 <= virtual_time() < 65
+
+
+async def test_a_chunk_of_another_length_is_refused_though_its_hash_is_right() -> None:
+    whole, short = snapshot(), b"short"
+    digests = digest_of(short) + whole.manifest.digests[32:]
+    lie = Snapshot(msgspec.structs.replace(whole.manifest, digests=digests), BLOB)
+    lie.chunks[digest_of(short)] = memoryview(short)
+    with pytest.raises(StateError, match="20 of 20 chunks of the state could not be fetched"):
+        await Scene({"mallory": lie}).download()
+
+
 async def test_all_donors_lost_is_a_clear_error() -> None:
     scene = Scene({"alice": snapshot()}, HOME)
-    scene.network.when(lambda m: isinstance(m, ChunkOf) and m.chunk == 3).crash("alice")
+    scene.network.when(lambda m: isinstance(m, StateChunk), nth=4).crash("alice")
     with pytest.raises(StateError, match="chunks of the state could not be fetched"):
         await scene.download()
     assert scene.network.fired
+
+
+async def test_a_download_that_failed_goes_on_where_it_stopped() -> None:
+    scene = Scene({"alice": snapshot(), "bob": snapshot()}, HOME)
+    scene.network.when(lambda m: isinstance(m, StateChunk), sender="alice", nth=4).crash("alice")
+    with pytest.raises(StateError, match="17 of 20 chunks of the state could not be fetched"):
+        await scene.download("alice")
+    got = await scene.download("bob")
+    assert np.array_equal(got.blob, BLOB) and scene.network.fired
+    assert set(got.donors) == {peers.id for peers in scene.donors.values()}
 
 
 async def test_a_donor_on_another_step_is_left_out() -> None:
@@ -110,24 +148,7 @@ async def test_a_donor_without_a_state_says_so() -> None:
 async def test_a_request_for_a_chunk_that_is_not_there_is_refused() -> None:
     scene = Scene({"alice": snapshot()})
     root = (await scene.download()).manifest.root
-    stream = await scene.joiner.stream(
-        scene.donors["alice"].id, FetchChunks("run", root, (10**6,)), timeout_s=5
-    )
-    with pytest.raises(ConnectionError, match="no chunk"):
-        await stream.receive(ChunkOf)
-
-
-@given(st.integers(-5, 2**40), st.integers(-5, 2**21), st.binary(max_size=100))
-def test_a_manifest_that_does_not_add_up_is_refused(size: int, chunk: int, digests: bytes) -> None:
-    fields: list[object] = [1, b"l", b"s", size, chunk, digests]
-    try:
-        manifest = msgspec.convert(fields, StateManifest)
-    except (msgspec.ValidationError, ValueError):
-        return
-    assert len(manifest.digests) == 32 * manifest.chunks
-
-
-def test_digests_are_those_of_the_bytes() -> None:
-    manifest = snapshot().manifest
-    first = hashlib.sha256(BLOB[manifest.span(0)].tobytes()).digest()
-    assert manifest.digests[:32] == first and isinstance(manifest, Message)
+    ask = FetchState((bytes(32),), "run", root)
+    stream = await scene.joiner.stream(scene.donors["alice"].id, ask, timeout_s=5)
+    with pytest.raises(ConnectionError, match="chunk 00000000 is not here"):
+        await stream.receive(StateChunk)

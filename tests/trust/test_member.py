@@ -7,13 +7,23 @@ import random
 from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.events import EventLog, Fault
 from colab_swarm.net.membership import Grant, Membership, MembershipAdmission
 from colab_swarm.net.peers import Role
 from colab_swarm.sim import SimNetwork
-from colab_swarm.trust.member import MAX_RETRY_S, RETRY_S, TICK_S, Credentials, RenewalPlan, RunMember
+from colab_swarm.trust.member import (
+    MAX_RETRY_S,
+    RETRY_S,
+    TICK_S,
+    ClockWatch,
+    Credentials,
+    RenewalPlan,
+    RunMember,
+)
 from tests.net.swarm import identity
 
 RUN, NOW, LIFE = "my-run-0badcafe", 1_750_000_000.0, 14_400.0
@@ -60,3 +70,40 @@ async def test_a_membership_that_cannot_be_renewed_is_an_event_and_a_retry() -> 
     await member.stop()
     faults = [(fault.where, fault.text) for fault in events.recent(Fault) if isinstance(fault, Fault)]
     assert faults == [("renewing the membership", "ZeroDivisionError: a bug")] * 2
+
+
+def test_half_a_minute_is_not_worth_a_word() -> None:
+    assert ClockWatch().on_skew(30.0) is None
+
+
+def test_a_compensated_skew_is_reported_once() -> None:
+    watch = ClockWatch()
+    assert watch.on_skew(240.0) == (
+        "this machine's clock is 4 minutes behind the other peers': compensated, you need to do nothing"
+    )
+    assert watch.on_skew(241.0) is None
+
+
+def test_a_skew_of_more_than_ten_minutes_comes_with_the_fix() -> None:
+    watch = ClockWatch()
+    watch.on_skew(-590.0)
+    text = watch.on_skew(-7200.0)
+    assert text is not None
+    assert text.startswith("this machine's clock is 2 hours ahead of the other peers': beyond 10 minutes")
+    assert "sudo timedatectl set-ntp true" in text and "restart the runtime" in text
+
+
+def test_the_end_of_a_skew_is_reported() -> None:
+    watch = ClockWatch()
+    watch.on_skew(100.0)
+    assert watch.on_skew(20.0) is None  # not yet clearly
+    assert watch.on_skew(1.0) == "this machine's clock is right again"
+    assert watch.on_skew(2.0) is None
+
+
+@given(st.lists(st.floats(-1e9, 1e9), max_size=30))
+def test_the_same_skew_is_never_reported_twice(skews: list[float]) -> None:
+    watch = ClockWatch()
+    for skew in skews:
+        watch.on_skew(skew)
+        assert watch.on_skew(skew) is None

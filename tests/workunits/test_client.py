@@ -25,10 +25,18 @@ from colab_swarm.errors import CallRefused, NotAdmitted
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Membership
 from colab_swarm.net.peers import Role
-from colab_swarm.workunits import client as client_module
 from colab_swarm.workunits import client as module
 from colab_swarm.workunits.client import CoordinatorClient, RetryableError, SubsetCache, _decoded
-from colab_swarm.workunits.messages import Backoff, GivenUnits, JobCard, Problem, Subset, Taken, Token
+from colab_swarm.workunits.messages import (
+    AskForUnits,
+    Backoff,
+    GivenUnits,
+    JobCard,
+    Problem,
+    Subset,
+    Taken,
+    Token,
+)
 from tests.workunits.digits import digits_job
 from tests.workunits.stand_in import (
     RUN,
@@ -108,7 +116,7 @@ async def test_a_refusal_ends_the_call_with_its_reason(status: int, code: str) -
     async with talking() as (standin, client):
         standin.meets("POST /api/units", says(status, code, "three bad results"))
         with pytest.raises(CallRefused, match="three bad results") as refused:
-            await client.ask(1)
+            await client.ask(AskForUnits(1))
         assert refused.value.code == code
     assert standin.seen == ["POST /api/units"]
 
@@ -116,7 +124,7 @@ async def test_a_refusal_ends_the_call_with_its_reason(status: int, code: str) -
 async def test_a_volunteer_with_a_wrong_clock_adopts_the_coordinators() -> None:
     async with talking() as (standin, _), client_of(standin, clock=lambda: time.time() - 3600) as slow:
         assert await slow.card() == standin.card()
-        await slow.ask(1)
+        await slow.ask(AskForUnits(1))
     assert standin.seen == ["GET /api/job"] * 2 + ["POST /api/units"]
 
 
@@ -210,58 +218,58 @@ async def test_parameters_of_another_model_are_trouble_that_says_so() -> None:
     assert standin.fired
 
 
+@asynccontextmanager
+async def uploading() -> AsyncIterator[tuple[StandIn, CoordinatorClient, str, bytes]]:
+    """The same, the assignment of a unit, and a good file for it."""
+    async with talking() as (standin, client):
+        (unit,) = (await client.ask(AskForUnits(1))).units
+        yield standin, client, unit.assignment, standin.schema.encode(standin.values + 1)
+
+
 async def test_an_upload_resumes_after_a_lost_request_and_a_lost_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(client_module, "PIECE_BYTES", 4096)
-    async with talking() as (standin, client):
-        (unit,) = (await client.ask(1)).units
-        result = standin.schema.encode(standin.values + 1)
+    monkeypatch.setattr(module, "PIECE_BYTES", 4096)
+    async with uploading() as (standin, client, name, result):
         standin.meets("PUT /api/results", loses_its_answer, hangs_up)
-        taken = await client.upload(unit.assignment, result)
+        taken = await client.upload(name, result)
         assert taken.accepted and taken.received == len(result)
-        np.testing.assert_array_equal(standin.results[unit.assignment], standin.values + 1)
+        np.testing.assert_array_equal(standin.results[name], standin.values + 1)
         assert client.sent_bytes == len(result) - 4096  # the answer to the first piece was lost
     assert len(standin.fired) == 2
 
 
 async def test_an_upload_that_a_killed_process_began_resumes() -> None:
-    async with talking() as (standin, client):
-        (unit,) = (await client.ask(1)).units
-        result = standin.schema.encode(standin.values + 1)
-        standin.received[unit.assignment] = bytearray(result[:5000])
-        await client.upload(unit.assignment, result)
-        np.testing.assert_array_equal(standin.results[unit.assignment], standin.values + 1)
+    async with uploading() as (standin, client, name, result):
+        standin.received[name] = bytearray(result[:5000])
+        await client.upload(name, result)
+        np.testing.assert_array_equal(standin.results[name], standin.values + 1)
         assert client.sent_bytes == len(result) - 5000
 
 
 async def test_a_result_that_was_taken_counts_though_the_answer_was_lost() -> None:
-    async with talking() as (standin, client):
-        (unit,) = (await client.ask(1)).units
+    async with uploading() as (standin, client, name, result):
         standin.meets("PUT /api/results", loses_its_answer)
-        assert (await client.upload(unit.assignment, standin.schema.encode(standin.values))).accepted
+        assert (await client.upload(name, result)).accepted
         with pytest.raises(CallRefused, match="already"):
-            await client.upload(unit.assignment, standin.schema.encode(standin.values))
+            await client.upload(name, result)
     assert standin.fired
 
 
 async def test_an_upload_without_progress_is_retried_after_a_wait() -> None:
-    async with talking() as (standin, client):
-        (unit,) = (await client.ask(1)).units
+    async with uploading() as (standin, client, name, result):
         stuck = answers(200, body=msgspec.msgpack.encode(Taken(0)))
-        conflict = answers(409, Received="0")
-        odd = [answers(409, Received=text) for text in ("9" * 5000, str(1 << 40), "-1")]
-        standin.meets("PUT /api/results", stuck, conflict, *odd, stuck)
-        assert (await client.upload(unit.assignment, standin.schema.encode(standin.values))).accepted
+        conflicts = [answers(409, Received=text) for text in ("0", "9" * 5000, str(1 << 40), "-1")]
+        standin.meets("PUT /api/results", stuck, *conflicts, stuck)
+        assert (await client.upload(name, result)).accepted
     assert len(standin.fired) == 6
 
 
 async def test_a_refused_upload_ends_with_the_reason() -> None:
-    async with talking() as (standin, client):
-        (unit,) = (await client.ask(1)).units
+    async with uploading() as (standin, client, name, result):
         standin.meets("PUT /api/results", says(422, "invalid", "NaN in it"))
         with pytest.raises(CallRefused, match="NaN in it"):
-            await client.upload(unit.assignment, standin.schema.encode(standin.values))
+            await client.upload(name, result)
 
 
 async def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,24 +299,24 @@ def put(cache: SubsetCache, folder: Path, data: bytes, *, used_at: float) -> str
 
 
 def test_a_saved_file_is_there_for_the_next_process(tmp_path: Path) -> None:
-    digest = put(SubsetCache(tmp_path, 1000), tmp_path, b"alice", used_at=1)
-    assert SubsetCache(tmp_path, 1000).get(digest) == b"alice"
-    assert SubsetCache(tmp_path, 1000).held() == (digest,)
-
-
-def test_nothing_is_there_before_the_folder_is(tmp_path: Path) -> None:
-    cache = SubsetCache(tmp_path / "none", 1000)
+    cache = SubsetCache(tmp_path / "new", 1000)
     assert cache.get("0" * 64) is None and cache.held() == ()
+    digest = put(cache, tmp_path / "new", b"alice", used_at=1)
+    assert SubsetCache(tmp_path / "new", 1000).get(digest) == b"alice"
+    assert SubsetCache(tmp_path / "new", 1000).held() == (digest,)
 
 
 def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
     cache = SubsetCache(tmp_path, 100)
     old, used, new = (put(cache, tmp_path, bytes([n]) * 40, used_at=n) for n in (1, 2, 3))
     assert cache.held() == (new, used)
-    assert cache.get(old) is None
-    assert cache.get(used) is not None
+    assert cache.get(old) is None and cache.get(used) is not None
     assert cache.held() == (used, new)
     last = put(cache, tmp_path, b"x" * 50, used_at=2e9)
+    assert set(cache.held()) == {used, last}
+    cache.put(
+        sha256(bytes(101)).hexdigest(), bytes(101)
+    )  # over the bound: it is not saved and evicts nothing
     assert set(cache.held()) == {used, last}
 
 
@@ -319,13 +327,6 @@ def test_a_file_that_a_killed_process_left_half_written_is_evicted_first(tmp_pat
     cache = SubsetCache(tmp_path, 100)
     digest = put(cache, tmp_path, bytes(50), used_at=2)
     assert not half.exists() and cache.held() == (digest,)
-
-
-def test_a_file_beyond_the_bound_is_not_saved_and_evicts_nothing(tmp_path: Path) -> None:
-    cache = SubsetCache(tmp_path, 100)
-    digest = put(cache, tmp_path, bytes(60), used_at=1)
-    cache.put(sha256(bytes(101)).hexdigest(), bytes(101))
-    assert cache.held() == (digest,)
 
 
 def test_a_garbled_file_is_as_good_as_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -67,6 +67,13 @@ class Desk:
         )
         return self.commit(*entries)
 
+    def refusal(self, given: Assigned, volunteer: str, *, later_s: float = 0.0) -> tuple[str, str]:
+        return self.core.refusal(given.assignment, volunteer, now=self.now + later_s) or ("", "")
+
+    def give_back(self, volunteer: str, *given: Assigned) -> None:
+        names = [one.assignment for one in given]
+        self.commit(*self.core.give_back(volunteer, [*names, "f" * 32], now=self.now))
+
     def reject(self, given: Assigned) -> None:
         self.commit(Rejected(at=self.now, assignment=given.assignment, reason="not finite"))
 
@@ -135,13 +142,12 @@ def test_an_expired_unit_goes_to_another_volunteer() -> None:
     desk.commit(Met(at=desk.now + 99, volunteer=BOB, name="bob"))
     desk.now += 100
     assert [entry.assignment for entry in desk.expire()] == [given.assignment]
-    assert desk.core.refusal(given.assignment, ALICE, now=desk.now) is None  # still the only one who has it
+    assert desk.refusal(given, ALICE) == ("", "")  # still the only one who has it
     assert desk.ask(ALICE) == []
     (again,) = desk.ask(BOB)
     assert again.unit == given.unit
-    code, text = desk.core.refusal(given.assignment, ALICE, now=desk.now + 5) or ("", "")
-    assert code == "stale"
-    assert "passed 5 s ago and another volunteer has it" in text
+    code, text = desk.refusal(given, ALICE, later_s=5.0)
+    assert code == "stale" and "passed 5 s ago and another volunteer has it" in text
     with pytest.raises(ValueError, match="another volunteer has it"):
         desk.result(given)
 
@@ -159,7 +165,7 @@ def test_a_failed_unit_returns_to_its_volunteer_when_the_others_did_not_take_it(
     desk = Desk(subsets=1)
     desk.commit(Met(at=desk.now, volunteer=BOB, name="bob"))
     (given,) = desk.ask(ALICE)
-    desk.commit(*desk.core.give_back(ALICE, [given.assignment, "f" * 32], now=desk.now))
+    desk.give_back(ALICE, given)
     assert desk.ask(ALICE) == []
     desk.now += 5
     assert len(desk.ask(ALICE)) == 1
@@ -194,7 +200,7 @@ def test_three_bad_results_ban_a_volunteer_for_longer_each_time_and_free_its_uni
         desk.reject(bad)
     assert "3 of your results were refused" in (desk.core.ban_of(ALICE, now=desk.now) or "")
     assert desk.ask(ALICE) == []
-    assert (desk.core.refusal(given[3].assignment, ALICE, now=desk.now) or "")[0] == "banned"
+    assert desk.refusal(given[3], ALICE)[0] == "banned"
     assert [entry.assignment for entry in desk.expire()] == [given[3].assignment]
     desk.now += (first_s := desk.core.wait_s(ALICE, now=desk.now))
     (again,) = desk.ask(ALICE)
@@ -205,13 +211,12 @@ def test_three_bad_results_ban_a_volunteer_for_longer_each_time_and_free_its_uni
 
 def test_a_result_is_refused_with_a_reason_unless_it_is_awaited(desk: Desk) -> None:
     (given,) = desk.ask(ALICE)
-    assert desk.core.refusal(given.assignment, ALICE, now=desk.now) is None
+    assert desk.refusal(given, ALICE) == ("", "")
     assert (desk.core.refusal("0" * 32, ALICE, now=desk.now) or "")[0] == "unknown"
-    assert (desk.core.refusal(given.assignment, BOB, now=desk.now) or "")[0] == "unknown"
+    assert desk.refusal(given, BOB)[0] == "unknown"
     desk.result(given)
-    code, text = desk.core.refusal(given.assignment, ALICE, now=desk.now) or ("", "")
-    assert code == "stale"
-    assert "here already" in text
+    code, text = desk.refusal(given, ALICE)
+    assert code == "stale" and "here already" in text
 
 
 def test_the_next_epoch_begins_when_all_units_are_assimilated_and_the_job_ends_at_its_last(
@@ -260,11 +265,9 @@ def test_replicas_go_to_different_volunteers_and_two_of_three_that_agree_decide(
     assert [type(entry) for entry in desk.result(bobs, 5.0)] == [Returned]
     assert len(desk.core.state.units[alices.unit].returned()) == 2
     _, rejected, accepted = desk.result(carols, 1.01)
-    assert isinstance(rejected, Rejected)
-    assert rejected.assignment == bobs.assignment
+    assert isinstance(rejected, Rejected) and isinstance(accepted, Accepted)
+    assert (rejected.assignment, accepted.assignment) == (bobs.assignment, carols.assignment)
     assert "differs from the 2 results" in rejected.reason
-    assert isinstance(accepted, Accepted)
-    assert accepted.assignment == carols.assignment
     rows = {
         row.volunteer: (row.accepted, row.rejected) for row in desk.core.overview(now=desk.now).volunteers
     }
@@ -277,9 +280,7 @@ def test_a_superseded_replica_counts_against_no_volunteer() -> None:
     alices, bobs, carols = (desk.ask(volunteer)[0] for volunteer in (ALICE, BOB, CAROL))
     desk.result(alices)
     desk.result(bobs)
-    assert (
-        "enough other results agree" in (desk.core.refusal(carols.assignment, CAROL, now=desk.now) or "")[1]
-    )
+    assert "enough other results agree" in desk.refusal(carols, CAROL)[1]
     desk.now += 1000
     assert desk.expire() == []
 
@@ -381,14 +382,14 @@ def test_a_volunteer_that_keeps_returning_units_waits_ever_longer() -> None:
         units = desk.ask(ALICE, count=8)
         given += bool(units)
         desk.now += 0.5
-        desk.commit(*desk.core.give_back(ALICE, [unit.assignment for unit in units], now=desk.now))
+        desk.give_back(ALICE, *units)
         desk.now += 0.5
     assert FREE_RETURNS < given < FREE_RETURNS + 10
     assert 60 < desk.core.wait_s(ALICE, now=desk.now) < LONGEST_REST_S
     desk.now += LONGEST_REST_S
     desk.prove(ALICE)
     (unit,) = desk.ask(ALICE)
-    desk.commit(*desk.core.give_back(ALICE, [unit.assignment], now=desk.now))
+    desk.give_back(ALICE, unit)
     assert desk.ask(ALICE)
 
 

@@ -156,8 +156,7 @@ def test_replicas_of_a_unit_agree_bit_for_bit_and_leave_the_users_random_numbers
     results = []
     for _ in range(2):
         one = training(job)
-        while one.done < one.batches:
-            one.step()
+        one.finish()
         results.append(Schema.of(one.model).flatten(one.model))
     assert one.batches == 16
     np.testing.assert_array_equal(*results)
@@ -169,14 +168,12 @@ def test_replicas_of_a_unit_agree_bit_for_bit_and_leave_the_users_random_numbers
 def test_a_unit_saved_between_two_batches_ends_as_if_it_had_not_stopped() -> None:
     job = digits_job()
     whole, first, second = (training(job) for _ in range(3))
-    for _ in range(16):
-        whole.step()
+    whole.finish()
     for _ in range(11):
         first.step()
     second.load_state_dict(first.state_dict())
     assert second.done == 11
-    for _ in range(5):
-        second.step()
+    second.finish()
     schema = Schema.of(whole.model)
     np.testing.assert_array_equal(schema.flatten(whole.model), schema.flatten(second.model))
 
@@ -198,8 +195,7 @@ def test_one_subset_and_alpha_0_is_serial_training_bit_for_bit() -> None:
         rows = job.rows().cut(1, seed=job.plan.seed)[0]
         seed = unit_seed(job.plan.seed, epoch, 0)
         unit = UnitTraining(job, rows, local_epochs=1, batch_size=32, seed=seed, model=model)
-        while unit.done < unit.batches:
-            unit.step()
+        unit.finish()
         values = schema.flatten(model)
     np.testing.assert_array_equal(values, serial.parameters)
     assert len(serial.accuracies) == 3

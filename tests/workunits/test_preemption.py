@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from colab_swarm.workunits.preemption import PreemptionModel, PreemptionResult, Prices, simulate_preemption
+from colab_swarm.workunits.preemption import PreemptionModel, PreemptionResult, simulate_preemption
 
 MODEL = PreemptionModel(
     volunteers=2, slots=1, units=400, unit_s=144.0, deadline_s=300.0, kill_probability=0.05, restart_s=60.0
@@ -49,8 +49,7 @@ def test_the_same_seed_gives_the_same_job() -> None:
 def test_the_costs_are_those_of_all_instances_for_as_long_as_it_takes() -> None:
     model = replace(MODEL, volunteers=5, units=500)  # 4 h without kills
     result = PreemptionResult(model, seconds=5 * 3600.0, kills=3, lost=3)
-    prices = Prices(standard=1.0, preemptible=0.2)
-    assert result.line(prices) == (
+    assert result.line(standard=1.0, preemptible=0.2) == (
         "4.00 h and $20.00 on standard instances; 5.00 h (4.42 h expected) and $5.00 on preemptible ones, "
         "of which 3 were taken away"
     )

@@ -40,10 +40,10 @@ def test_a_unit_is_found_as_it_was_saved_last(tmp_path: Path) -> None:
     second = saves(tmp_path)
     (found,) = second.left_behind(now=99.0)
     assert (found.unit, found.deadline) == (UNIT, 100.0)
-    assert found.training is not None and found.training["done"] == 3
-    assert torch.equal(found.training["model"]["0.weight"], STATE["model"]["0.weight"])
-    assert found.training["model"]["none"].shape == (0, 4)
-    assert found.training["optimizer"]["param_groups"] == STATE["optimizer"]["param_groups"]
+    assert found.state is not None and found.state["done"] == 3
+    assert torch.equal(found.state["model"]["0.weight"], STATE["model"]["0.weight"])
+    assert found.state["model"]["none"].shape == (0, 4)
+    assert found.state["optimizer"]["param_groups"] == STATE["optimizer"]["param_groups"]
     second.drop(UNIT)
     assert saves(tmp_path).left_behind(now=99.0) == []
 

@@ -17,6 +17,7 @@ from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Grant, Membership, MembershipAdmission
 from colab_swarm.net.peers import Role
 from colab_swarm.trust.access import RunAccess
+from colab_swarm.trust.authority import Allowlist
 from colab_swarm.workunits.coordinator import issue, shown
 from colab_swarm.workunits.messages import NO_BODY, RequestGate, Token, WorkLink
 
@@ -137,6 +138,20 @@ def test_a_link_that_is_passed_on_cannot_be_changed() -> None:
 def test_text_that_is_no_link_is_refused_with_a_reason(text: str, message: str) -> None:
     with pytest.raises(InviteError, match=message):
         WorkLink.parse(text)
+
+
+def test_a_link_to_a_run_with_an_allowlist_admits_nobody_by_itself() -> None:
+    allow = Allowlist(("alice",))
+    entrance = RunAccess.found("digits", organizer, access="allowlist", allow=allow, key_file=None)
+    link = WorkLink.parse(str(issue(URL, entrance, organizer, hours=1.0)))
+    with pytest.raises(InviteError, match="admit each peer"):
+        link.token(alice)
+    grant, now = link.invite.grant, time.time()
+    assert grant is not None
+    forged = Membership.by_invitation(grant, link.invite.key, key=alice.public_key, now=now).encode()
+    header = Token(alice, forged).header("GET", "/", now=now)
+    with pytest.raises(NotAdmitted):
+        RequestGate(entrance.admission).check(header, "GET", "/", now=now)
 
 
 def test_an_expired_link_is_refused() -> None:

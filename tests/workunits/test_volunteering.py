@@ -268,7 +268,7 @@ def batches_saved(folder: Path) -> int:
     """How far the unit in hand is saved."""
     for path in folder.glob("units/*.unit"):
         try:
-            state = _load(path)[1].training
+            state = _load(path)[1].state
         except (StateError, FileNotFoundError):
             continue
         return 0 if state is None else int(state["done"])

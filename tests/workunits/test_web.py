@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from colab_swarm.errors import StoreError
+from colab_swarm.notebook.page import ANSWERS_PER_S
 from colab_swarm.workunits.job import Rows
 from colab_swarm.workunits.messages import GiveBack, GivenUnits, JobCard, Refused, Taken
 from colab_swarm.workunits.state import Accepted, AnyEntry
 from colab_swarm.workunits.store import MEMORY, SqliteStore
-from colab_swarm.workunits.web import ANSWERS_PER_S, MAX_DOWNLOADS, UploadBuffer, piece_of, range_of
+from colab_swarm.workunits.web import MAX_DOWNLOADS, UploadBuffer, piece_of, range_of
 from tests.workunits.local import RUN, coordinating, tiny_job, until
 
 

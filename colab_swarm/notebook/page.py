@@ -1,0 +1,167 @@
+"""The status page of a backbone or a coordinator: a view for browsers, the same figures for programs. Read-only.
+
+A snapshot is taken once a second at most, so visitors cost nothing. `VisitLimit` counts the visits of each source. A
+page refreshes the answer of ``/live`` every three seconds; the browser may do nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from string import Template
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from colab_swarm.markup import text
+from colab_swarm.net.addresses import VisitLimit, source_of
+from colab_swarm.notebook.theme import Document
+
+S = TypeVar("S")
+Sample: TypeAlias = tuple[str, Mapping[str, str], float]
+"""Name, labels and value of a metric; names of counters end in ``_total``."""
+FRESH_S = 1.0
+ANSWERS_PER_S = 100  # for one visitor; see `colab_swarm.net.addresses`
+IDLE_S = 75.0  # time limit for a silent connection, and for the head of a request
+PATHS = ("/", "/live", "/metrics", "/status.json")
+SCRIPT = """
+const live = document.getElementById("live"), lost = document.getElementById("lost");
+setInterval(async () => {
+  try {
+    const answer = await fetch("live", {signal: AbortSignal.timeout(5000)});
+    if (answer.ok) live.innerHTML = await answer.text();
+    lost.style.display = answer.ok || answer.status == 429 ? "none" : "block";
+  } catch { lost.style.display = "block"; }
+}, 3000);
+"""
+DIGEST = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+HEADERS = {
+    # a page may run its one script and fetch from its own server, and no more
+    "Content-Security-Policy": (
+        f"default-src 'none'; script-src 'sha256-{DIGEST}'; frame-ancestors 'none'; style-src 'unsafe-inline'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+class StatusPage(Generic[S]):
+    """Answers requests for `PATHS` with what ``look()`` returns.
+
+    Args:
+        look: takes a snapshot.
+        title: names it.
+        draw: returns its views, one below the other.
+        metrics: returns its figures for Prometheus.
+        host: what answers, such as ``backbone``.
+
+    Attributes:
+        url: of the page, once it listens by itself.
+    """
+
+    def __init__(
+        self,
+        look: Callable[[], S],
+        title: Callable[[S], str],
+        draw: Callable[[S], Sequence[Document]],
+        metrics: Callable[[S], Iterable[Sample]],
+        *,
+        host: str,
+    ) -> None:
+        self._look, self._title, self._draw, self._metrics, self._host = look, title, draw, metrics, host
+        self._seen_at, self._visits = float("-inf"), VisitLimit(ANSWERS_PER_S)
+        self._answers: dict[str, tuple[str, str | bytes]] = {}  # type and body by path, of one snapshot
+        self._runner: web.AppRunner | None = None
+        self.routes = [web.get(path, self._answer) for path in PATHS]
+        self.url = ""
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen without any other routes; port 0 chooses a free one.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        app = web.Application(client_max_size=1024)
+        app.add_routes(self.routes)
+        self._runner, self.url = await listen(app, host, port, keepalive_timeout=IDLE_S)
+
+    async def close(self) -> None:
+        """Stop listening. Idempotent."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        now, path = asyncio.get_running_loop().time(), request.path
+        if not self._visits.admit(source_of(request), now):
+            too_many = "too many requests: try again in a second"
+            return web.Response(status=429, text=too_many, headers={"Retry-After": "1"})
+        if now - self._seen_at >= FRESH_S:
+            self._seen, self._seen_at = self._look(), now
+            self._answers.clear()
+        if path not in self._answers:
+            self._answers[path] = self.render(self._seen, path)
+        kind, body = self._answers[path]
+        return web.Response(body=body, content_type=kind, charset="utf-8", headers=HEADERS)
+
+    def render(self, snapshot: S, path: str = "/") -> tuple[str, str | bytes]:
+        """Return type and body of the answer for one of `PATHS`."""
+        if path == "/status.json":
+            return "application/json", msgspec.json.encode(snapshot)
+        if path == "/metrics":
+            return "text/plain", exposition(self._metrics(snapshot))
+        title = text(self._title(snapshot))
+        live = f"<h1>{title}</h1>{''.join(view.html() for view in self._draw(snapshot))}"
+        return "text/html", live if path == "/live" else page(title, live, host=self._host)
+
+
+async def listen(app: web.Application, host: str, port: int, **options: Any) -> tuple[web.AppRunner, str]:
+    """Serve an application until its runner is cleaned up; return the runner and the address for browsers.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    runner = web.AppRunner(app, access_log=None, **options)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except BaseException:
+        await runner.cleanup()
+        raise
+    shown = "127.0.0.1" if host in ("", "0.0.0.0", "::") else host
+    return runner, f"http://{f'[{shown}]' if ':' in shown else shown}:{runner.addresses[0][1]}/"
+
+
+def page(title: str, live: str, *, host: str) -> str:
+    """Return a whole page; ``title`` and ``live``, the part that changes, are HTML, ``host`` is what answers."""
+    return _template().substitute(title=title, live=live, host=host, script=SCRIPT)
+
+
+@cache
+def _template() -> Template:
+    return Template(files("colab_swarm").joinpath("page.html").read_text(encoding="utf-8"))
+
+
+def exposition(samples: Iterable[Sample]) -> str:
+    """Return metrics in the text format of Prometheus; of equal names and labels the last value counts."""
+    lines: dict[str, dict[str, float]] = {}
+    for name, labels, value in samples:
+        shown = ",".join(f'{label}="{_escaped(words)}"' for label, words in labels.items())
+        lines.setdefault(name, {})[shown] = value
+    text = ""
+    for name, values in lines.items():
+        text += f"# TYPE colab_swarm_{name} {'counter' if name.endswith('_total') else 'gauge'}\n"
+        text += "".join(
+            f"colab_swarm_{name}{{{shown}}} {float(value)!r}\n" for shown, value in values.items()
+        )
+    return text
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

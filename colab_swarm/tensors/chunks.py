@@ -1,0 +1,391 @@
+"""A state as hashed chunks, fetched from several donors at once. Does not import torch.
+
+Format. The tensors of a state lie in one blob, each at a multiple of 64 bytes. A `Layout` says what they are. The blob
+is cut into chunks, and a `Manifest` has the BLAKE3 hash of each. The manifest's own hash is the *root*, which names the
+whole state. All of it comes from strangers: sizes, hashes, kinds and shapes are checked, and nothing is pickled.
+
+Fetching. Donors of one root are interchangeable. One worker per donor takes chunks from a common queue, so a fast donor
+sends more. A chunk is accepted by its hash and length only: a donor that lies, stalls or vanishes costs the chunks in
+flight, which the others send again. `ChunkDownload` keeps what arrived before the last donor was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from colab_swarm.errors import PeerError, StateError
+from colab_swarm.net.peers import (
+    MAX_PAYLOAD_BYTES,
+    UNDECODABLE,
+    Buffer,
+    Message,
+    PeerId,
+    Peers,
+    Refusal,
+    Stream,
+    short,
+)
+from colab_swarm.tensors.statedict import (
+    KINDS,
+    TensorBytes,
+    as_bytes,
+    as_tensors,
+    decode_skeleton,
+    encode_skeleton,
+    flatten,
+    unflatten,
+)
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 1 << 18
+MAX_CHUNKS = 4096
+MAX_STATE_BYTES = MAX_CHUNKS * MAX_PAYLOAD_BYTES
+MAX_STEP = 1 << 48
+MAX_SUBJECT_BYTES = 256
+DIGEST_BYTES = 32
+ALIGNMENT_BYTES = 64
+MAX_DIMENSIONS = 64  # of a tensor, as in numpy
+REQUEST_CHUNKS = 8
+CHUNK_TIMEOUT_S = 30.0  # for the next chunk of a donor, and for the first contact with it
+
+Blob: TypeAlias = NDArray[np.uint8]
+Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+_NUMPY_KINDS = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
+_BFLOAT16_EXPONENT = 0x7F80
+
+
+# --- a state as one blob --------------------------------------------------------------------------------------------
+
+
+class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor's name, type as torch calls it, and shape; its offset follows from the tensors before it."""
+
+    name: str
+    kind: str
+    shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+
+
+class Layout(msgspec.Struct, frozen=True, array_like=True):
+    """The plain part of a state (`tensors.statedict`), and its tensors in the order of the blob."""
+
+    skeleton: bytes
+    tensors: tuple[TensorEntry, ...]
+
+
+def blob_of(tensors: Mapping[str, TensorBytes], skeleton: bytes) -> tuple[bytes, Blob]:
+    """Return the encoded `Layout` of a state, and a copy of its tensors as one blob."""
+    entries = tuple(TensorEntry(name, one.kind, one.shape) for name, one in tensors.items())
+    blob = np.zeros(sum(_room(one.data.nbytes) for one in tensors.values()), np.uint8)
+    for span, one in zip(_spans(entries, blob.nbytes), tensors.values(), strict=True):
+        blob[span] = np.asarray(one.data)  # numpy releases the GIL meanwhile
+    return msgspec.msgpack.encode(Layout(skeleton, entries)), blob
+
+
+def tensors_in(layout: bytes, blob: Blob) -> tuple[dict[str, TensorBytes], bytes]:
+    """Return the tensors of a stranger's state, as views of its blob, and its skeleton, which was not checked.
+
+    Raises:
+        StateError: the blob is not of this layout, or holds values that are not finite.
+    """
+    try:
+        decoded = msgspec.msgpack.decode(layout, type=Layout)
+    except UNDECODABLE as error:
+        raise StateError(f"the layout of the state cannot be read: {error}") from error
+    tensors: dict[str, TensorBytes] = {}
+    for entry, span in zip(decoded.tensors, _spans(decoded.tensors, blob.nbytes), strict=True):
+        tensors[entry.name] = one = TensorBytes(entry.kind, entry.shape, memoryview(blob.data)[span])
+        if not _finite(one):
+            raise StateError(f"the state holds NaN or infinite values in {entry.name[:80]!r}")
+    if len(tensors) != len(decoded.tensors):
+        raise StateError("the layout of the state names a tensor twice")
+    return tensors, decoded.skeleton
+
+
+def pack(state: Any) -> tuple[bytes, Blob]:
+    """Copy a state into one blob; return its encoded `Layout` and the blob.
+
+    Raises:
+        TypeError, ValueError: part of it cannot be saved without pickle, or it is nested too deep.
+    """
+    tensors, skeleton = flatten(state)
+    return blob_of(as_bytes(tensors), encode_skeleton(skeleton))
+
+
+def unpack(layout: bytes, blob: Blob) -> Any:
+    """Return a stranger's state; its tensors share the blob's memory.
+
+    Raises:
+        StateError: the blob is not of this layout, or holds values that are not finite.
+    """
+    tensors, skeleton = tensors_in(layout, blob)
+    return unflatten(as_tensors(tensors), decode_skeleton(skeleton))
+
+
+def _room(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _spans(entries: Sequence[TensorEntry], size_bytes: int) -> Iterator[slice]:
+    """Yield the bytes of each tensor in a blob of so many bytes."""
+    at = 0
+    for entry in entries:
+        if entry.kind not in KINDS or any(side < 0 for side in entry.shape):
+            raise StateError(f"the state has a tensor of unknown kind {entry.kind[:80]!r}")
+        tensor_bytes = math.prod(entry.shape) * KINDS[entry.kind][1]
+        if tensor_bytes > size_bytes - at:
+            raise StateError("the state is shorter than its layout says")
+        yield slice(at, at + tensor_bytes)
+        at += _room(tensor_bytes)
+    if at != size_bytes:
+        raise StateError("the state is longer than its layout says")
+
+
+def _finite(tensor: TensorBytes) -> bool:
+    if not tensor.data.nbytes:  # numpy takes no empty buffer
+        return True
+    if tensor.kind == "bfloat16":
+        bits = np.frombuffer(tensor.data, np.uint16)
+        return not bool(((bits & _BFLOAT16_EXPONENT) == _BFLOAT16_EXPONENT).any())
+    if tensor.kind in _NUMPY_KINDS:
+        return bool(np.isfinite(np.frombuffer(tensor.data, _NUMPY_KINDS[tensor.kind])).all())
+    return True
+
+
+# --- a blob as chunks -----------------------------------------------------------------------------------------------
+
+
+def digest_of(data: Buffer) -> bytes:
+    """Return the name of a chunk."""
+    return blake3(data).digest()
+
+
+class Manifest(Message, frozen=True):
+    """Description of a state in chunks; ``subject`` says of what: a run's lineage, or an expert's name."""
+
+    subject: Annotated[bytes, msgspec.Meta(max_length=MAX_SUBJECT_BYTES)]
+    step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]  # optimizer steps in it
+    layout: bytes  # an encoded `Layout`
+    size_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_STATE_BYTES)]  # of the blob
+    digests: bytes  # of each chunk, joined
+
+    def __post_init__(self) -> None:
+        if len(self.digests) != DIGEST_BYTES * self.chunks:
+            raise ValueError("a manifest's sizes do not add up")
+
+    @classmethod
+    def decode(cls, data: Buffer) -> Manifest:
+        """Decode a stranger's manifest. Raises StateError if it is not a valid one, in its one spelling."""
+        try:
+            manifest = msgspec.msgpack.decode(data, type=cls)
+        except UNDECODABLE as error:
+            raise StateError(f"the manifest of a state cannot be read: {error}") from error
+        if msgspec.msgpack.encode(manifest) != data:  # its hash and size would be another's
+            raise StateError("the manifest of a state is not encoded as we do")
+        return manifest
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks."""
+        return -(-self.size_bytes // chunk_bytes(self.size_bytes))
+
+    @property
+    def root(self) -> bytes:
+        """Digest of the manifest, which names the whole state."""
+        return digest_of(msgspec.msgpack.encode(self))
+
+    def digest(self, chunk: int) -> bytes:
+        """Return the digest of a chunk."""
+        return self.digests[DIGEST_BYTES * chunk : DIGEST_BYTES * (chunk + 1)]
+
+    def span(self, chunk: int) -> slice:
+        """Return the bytes of the blob that a chunk contains."""
+        step = chunk_bytes(self.size_bytes)
+        return slice(chunk * step, min((chunk + 1) * step, self.size_bytes))
+
+    def length(self, chunk: int) -> int:
+        """Return the bytes of a chunk."""
+        step = chunk_bytes(self.size_bytes)
+        return min(step, self.size_bytes - chunk * step)
+
+
+def chunk_bytes(size_bytes: int) -> int:
+    """Return the bytes of each chunk of a blob but the last."""
+    return max(CHUNK_BYTES, -(-size_bytes // MAX_CHUNKS))
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of a state, and its manifest.
+
+    Attributes:
+        donors: peers that sent it.
+    """
+
+    manifest: Manifest
+    blob: Blob
+    donors: tuple[PeerId, ...] = ()
+
+    @classmethod
+    def of(cls, subject: bytes, step: int, layout: bytes, blob: Blob) -> Snapshot:
+        """Hash the chunks of a packed state (some GB/s: call it off the event loop).
+
+        Raises:
+            StateError: the state is too large to be shared, or has too many parts.
+        """
+        if blob.nbytes > MAX_STATE_BYTES:
+            raise StateError(
+                f"a state of {blob.nbytes:,} bytes is over the {MAX_STATE_BYTES:,} that peers share"
+            )
+        view, size_bytes = memoryview(blob.data), chunk_bytes(blob.nbytes)
+        digests = (digest_of(view[at : at + size_bytes]) for at in range(0, blob.nbytes, size_bytes))
+        snapshot = cls(Manifest(subject, step, layout, blob.nbytes, b"".join(digests)), blob)
+        if len(snapshot.head) > MAX_PAYLOAD_BYTES:
+            raise StateError(
+                f"a state has too many parts to be shared: their names take {len(layout):,} bytes"
+            )
+        return snapshot
+
+    @cached_property
+    def head(self) -> bytes:
+        """The encoded manifest."""
+        return msgspec.msgpack.encode(self.manifest)
+
+    @cached_property
+    def root(self) -> bytes:
+        """Digest of the encoded manifest, which names the whole state."""
+        return digest_of(self.head)
+
+    @cached_property
+    def chunks(self) -> dict[bytes, memoryview]:
+        """All chunks by digest; equal chunks once."""
+        view, manifest = memoryview(self.blob.data), self.manifest
+        return {manifest.digest(chunk): view[manifest.span(chunk)] for chunk in range(manifest.chunks)}
+
+    async def read(self, digest: bytes) -> memoryview | None:
+        """Return a chunk, or None, as `send_chunks` asks for it."""
+        return self.chunks.get(digest)
+
+
+# --- chunks between peers -------------------------------------------------------------------------------------------
+
+
+class FetchChunks(Message, frozen=True):
+    """Opens a stream of the chunks with these digests, in this order. A subclass says of what."""
+
+    digests: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=REQUEST_CHUNKS)]
+
+
+class StateChunk(Message, frozen=True):
+    """A chunk of a state; its bytes are the item's payload."""
+
+
+async def send_chunks(
+    request: FetchChunks, stream: Stream, read: Callable[[bytes], Awaitable[Buffer | None]]
+) -> None:
+    """Send the requested chunks, as far as ``await read(digest)`` has them, and end the stream."""
+    for digest in request.digests:
+        chunk = await read(digest)
+        if chunk is None:
+            raise Refusal(f"chunk {digest.hex()[:8]} is not here")
+        await stream.send(StateChunk(), chunk)
+    await stream.end()
+
+
+async def receive_chunk(
+    stream: Stream, digest: bytes, size_bytes: int | None = None, *, timeout_s: float = CHUNK_TIMEOUT_S
+) -> memoryview:
+    """Return the next chunk of a stream; ``size_bytes`` is None if its length is not known.
+
+    Raises:
+        StateError: it has another hash or length.
+        TimeoutError, PeerError: it did not arrive.
+    """
+    async with asyncio.timeout(timeout_s):
+        _, payload = await stream.receive(StateChunk)
+    if size_bytes not in (None, len(payload)) or digest_of(payload) != digest:
+        raise StateError(f"chunk {digest.hex()[:8]} does not match its hash or its length")
+    return payload
+
+
+class ChunkDownload:
+    """The chunks of one manifest, from any number of donors.
+
+    Args:
+        manifest: describes the state; the caller has checked that it wants this much of it.
+        request: makes the message that opens a stream of chunks at a donor, from their digests.
+
+    Attributes:
+        blob: filled by `run`.
+        used: donors that sent chunks.
+    """
+
+    def __init__(
+        self, peers: Peers, manifest: Manifest, request: Callable[[tuple[bytes, ...]], FetchChunks]
+    ) -> None:
+        self._peers, self._manifest, self._request = peers, manifest, request
+        self._queue = list(reversed(range(manifest.chunks)))
+        self.blob: Blob = np.empty(manifest.size_bytes, np.uint8)
+        self.used: set[PeerId] = set()
+
+    def fill(self, read: Callable[[bytes], bytes | None]) -> None:
+        """Take the chunks that ``read(digest)`` returns, verified; it may block, so call this off the event loop."""
+        missing: list[int] = []
+        for chunk in self._queue:
+            data = read(self._manifest.digest(chunk))
+            if data is None or len(data) != self._manifest.length(chunk):
+                missing.append(chunk)
+            else:
+                self._put(chunk, data)
+        self._queue = missing
+
+    async def run(self, donors: Iterable[PeerId]) -> None:
+        """Fetch the chunks that are not here yet. After an error it can run again, and goes on where it stopped.
+
+        Raises:
+            StateError: all donors were lost before the state was complete.
+        """
+        left = [*donors]
+        while self._queue and left:  # the remaining donors send the chunks of a lost one
+            kept = await asyncio.gather(*map(self._work, left))
+            left = [donor for donor, works in zip(left, kept, strict=True) if works]
+        if self._queue:
+            raise StateError(
+                f"{len(self._queue)} of {self._manifest.chunks} chunks of the state could not be fetched"
+            )
+
+    async def _work(self, donor: PeerId) -> bool:
+        """Fetch until the queue is empty; returns False if the donor failed."""
+        while self._queue:
+            pending = [self._queue.pop() for _ in range(min(REQUEST_CHUNKS, len(self._queue)))]
+            try:
+                await self._fetch(donor, pending)
+            except (PeerError, TimeoutError, StateError) as error:
+                logger.info("donor %s dropped: %s", short(donor), error)
+                return False
+            finally:  # cancelled, too
+                self._queue += pending
+        return True
+
+    async def _fetch(self, donor: PeerId, pending: list[int]) -> None:
+        request = self._request(tuple(map(self._manifest.digest, pending)))
+        async with await self._peers.stream(donor, request, timeout_s=CHUNK_TIMEOUT_S) as stream:
+            while pending:
+                digest, size_bytes = self._manifest.digest(pending[0]), self._manifest.length(pending[0])
+                self._put(pending[0], await receive_chunk(stream, digest, size_bytes))
+                del pending[0]
+                self.used.add(donor)
+
+    def _put(self, chunk: int, data: Buffer) -> None:
+        memoryview(self.blob.data)[self._manifest.span(chunk)] = data

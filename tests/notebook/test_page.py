@@ -1,0 +1,164 @@
+"""The status pages of backbone and coordinator: sound and harmless HTML, figures for programs, limits of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from html.parser import HTMLParser
+from typing import Any
+
+import aiohttp
+import pytest
+
+from colab_swarm.backbone.backbone import status_page
+from colab_swarm.notebook.coordinator_view import status_page as job_page
+from colab_swarm.notebook.page import ANSWERS_PER_S, SCRIPT, StatusPage
+from colab_swarm.snapshot import SwarmSnapshot
+from tests.backbone.views import EVIL, view
+from tests.workunits.statuses import status
+
+BACKBONE, COORDINATOR = status_page(view), job_page(status)
+PAGES: list[tuple[StatusPage[Any], Any]] = [
+    (BACKBONE, view()),
+    (BACKBONE, view(steps=3, run=EVIL)),
+    (BACKBONE, view(standing_in=2000)),
+    (COORDINATOR, status()),
+    (COORDINATOR, status(name=EVIL, fault=EVIL, finished=EVIL)),
+]
+
+
+class Tags(HTMLParser):
+    """Every tag of a page is closed in order; collects names and attributes."""
+
+    VOID = frozenset({"meta", "br", "col"})
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self.attributes: set[str] = set()
+        self._open: list[str] = []
+        self.feed(page)
+        assert not self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.attributes |= {name for name, _ in attrs}
+        if tag not in self.VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+
+@pytest.mark.parametrize(("page", "shown"), PAGES)
+def test_a_page_is_well_formed_and_texts_of_others_are_only_text(page: StatusPage[Any], shown: Any) -> None:
+    html = str(page.render(shown)[1])
+    tags = Tags(html)
+    assert tags.seen.count("script") == 1 and "img" not in tags.seen
+    assert not any(name.startswith("on") for name in tags.attributes)
+    assert EVIL not in html and SCRIPT in html
+
+
+@pytest.mark.parametrize(("page", "shown"), PAGES)
+def test_the_figures_for_prometheus_are_well_formed(page: StatusPage[Any], shown: Any) -> None:
+    kind, text = page.render(shown, "/metrics")
+    line = re.compile(
+        r'# TYPE \w+ (gauge|counter)|colab_swarm_\w+\{(\w+="([^"\\\n]|\\["\\n])*",?)+\} [-+0-9.e]+'
+    )
+    assert kind == "text/plain" and all(line.fullmatch(one) for one in str(text).splitlines())
+
+
+class Scene:
+    """A page that is served and a browser; ``looks`` counts how often the run was looked at."""
+
+    def __init__(self, browser: aiohttp.ClientSession) -> None:
+        self.looks = 0
+        self.page = status_page(self.look)
+        self.browser = browser
+
+    def look(self) -> tuple[SwarmSnapshot, ...]:
+        self.looks += 1
+        return view(evil="model")
+
+    async def get(self, path: str, **options: Any) -> aiohttp.ClientResponse:
+        answer = await self.browser.get(self.page.url + path, **options)
+        await answer.read()
+        return answer
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[Scene]:
+    async with aiohttp.ClientSession() as browser:
+        scene = Scene(browser)
+        await scene.page.start("127.0.0.1", 0)
+        try:
+            yield scene
+        finally:
+            await scene.page.close()
+
+
+@pytest.mark.real_time
+async def test_page_json_and_metrics_are_served_read_only_and_locked_down() -> None:
+    async with served() as scene:
+        assert scene.page.url.startswith("http://127.0.0.1:")
+        page = await scene.get("")
+        assert page.status == 200 and page.content_type == "text/html"
+        policy = page.headers["Content-Security-Policy"]
+        assert policy.startswith("default-src 'none'") and "'sha256-" in policy
+        assert "script-src 'unsafe" not in policy and page.headers["X-Content-Type-Options"] == "nosniff"
+        (model,) = await (await scene.get("status.json")).json()
+        assert model["run"] == "sahajbert" and model["step"] == 2400 and len(model["loss_history"]) == 300
+        assert "colab_swarm_step" in await (await scene.get("metrics")).text()
+        for path in ("api", "status.json/secrets", "__class__", "etc/passwd"):
+            assert (await scene.get(path)).status == 404
+        for verb in ("POST", "PUT", "DELETE", "PATCH"):
+            async with scene.browser.request(verb, scene.page.url) as answer:
+                assert answer.status == 405
+
+
+@pytest.mark.real_time
+async def test_many_browsers_cost_one_look_a_second_and_too_many_get_429() -> None:
+    async with served() as scene:
+        answers = await asyncio.gather(*(scene.get("live") for _ in range(2 * ANSWERS_PER_S)))
+        statuses = [answer.status for answer in answers]
+        assert statuses.count(200) <= ANSWERS_PER_S * scene.looks
+        assert 429 in statuses or scene.looks > 1
+
+
+@pytest.mark.real_time
+async def test_a_visitor_with_too_many_requests_shuts_out_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colab_swarm.net.addresses.VISIT_WINDOW_S", 600.0)  # all within one
+
+    async with served() as scene:
+        for _ in range(ANSWERS_PER_S + 1):
+            last = await scene.get("", headers={"X-Forwarded-For": "198.51.100.7"})
+        assert last.status == 429
+        assert (await scene.get("metrics")).status == 200
+
+
+@pytest.mark.real_time
+async def test_a_port_that_is_taken_is_an_error() -> None:
+    async with served() as scene:
+        other = status_page(scene.look)
+        with pytest.raises(OSError):
+            await other.start("127.0.0.1", int(scene.page.url.rstrip("/").rpartition(":")[2]))
+        await other.close()
+
+
+@pytest.mark.real_time
+@pytest.mark.parametrize("sent", [b"", b"GET / HT"])
+async def test_a_silent_visitor_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr("colab_swarm.notebook.page.IDLE_S", 0.05)
+    async with served() as scene:
+        port = int(scene.page.url.rstrip("/").rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        async with asyncio.timeout(10):
+            assert await reader.read() == b""
+        writer.close()

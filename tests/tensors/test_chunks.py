@@ -1,0 +1,110 @@
+"""A state as one blob and as hashed chunks; how they are fetched: `tests.training.test_state`."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colab_swarm.errors import StateError
+from colab_swarm.net.peers import MAX_PAYLOAD_BYTES
+from colab_swarm.tensors.chunks import (
+    ALIGNMENT_BYTES,
+    CHUNK_BYTES,
+    MAX_STATE_BYTES,
+    Layout,
+    Manifest,
+    Snapshot,
+    TensorEntry,
+    chunk_bytes,
+    digest_of,
+    pack,
+    unpack,
+)
+
+
+def test_every_type_of_tensor_is_aligned_and_comes_back() -> None:
+    state = {
+        "a": torch.tensor([True]),
+        "b": torch.rand(3).bfloat16(),
+        "c": torch.arange(3),
+        "d": torch.empty(0),
+        "e": torch.tensor(0.5),
+    }
+    layout, blob = pack(state)
+    again = unpack(layout, blob)
+    assert again.keys() == state.keys() and blob.nbytes == 4 * ALIGNMENT_BYTES
+    assert all(torch.equal(state[key], again[key]) and state[key].dtype == again[key].dtype for key in state)
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_state_that_is_not_finite_is_refused(kind: torch.dtype, value: float) -> None:
+    with pytest.raises(StateError, match=r"NaN or infinite values in 'weight'"):
+        unpack(*pack({"weight": torch.tensor([1.0, value], dtype=kind)}))
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"shape": (10**9,)},
+        {"shape": (-1,)},
+        {"shape": (50,)},
+        {"shape": (100, *[1] * 64)},
+        {"kind": "object"},
+        {"kind": "load"},
+        {"name": "another"},
+    ],
+)
+def test_a_layout_that_lies_about_its_tensors_is_refused(lie: dict[str, object]) -> None:
+    layout, blob = pack({"weight": torch.rand(100)})
+    whole = msgspec.msgpack.decode(layout, type=Layout)
+    entry = msgspec.structs.replace(whole.tensors[0], **lie)
+    with pytest.raises(StateError):
+        unpack(msgspec.msgpack.encode(Layout(whole.skeleton, (entry,))), blob)
+
+
+def test_an_empty_tensor_of_an_impossible_shape_is_refused() -> None:
+    layout = Layout(b'{"tensor":"w"}', (TensorEntry("w", "float32", (0, 2**64 - 1)),))
+    with pytest.raises(StateError, match="invalid tensor 'w'"):
+        unpack(msgspec.msgpack.encode(layout), np.zeros(0, np.uint8))
+
+
+def test_a_tensor_that_is_named_twice_is_refused() -> None:
+    layout, blob = pack({"weight": torch.rand(16)})
+    whole = msgspec.msgpack.decode(layout, type=Layout)
+    twice = msgspec.msgpack.encode(Layout(whole.skeleton, whole.tensors * 2))
+    with pytest.raises(StateError, match="twice"):
+        unpack(twice, np.concatenate([blob, blob]))
+
+
+@given(st.binary(max_size=200))
+def test_an_arbitrary_layout_raises_only_state_error(layout: bytes) -> None:
+    with pytest.raises(StateError):
+        unpack(layout, np.zeros(256, np.uint8))
+
+
+@given(st.integers(0, MAX_STATE_BYTES))
+def test_any_state_up_to_the_limit_has_chunks_that_fit_in_a_message(size_bytes: int) -> None:
+    assert CHUNK_BYTES <= chunk_bytes(size_bytes) <= MAX_PAYLOAD_BYTES
+    assert -(-size_bytes // chunk_bytes(size_bytes)) <= 4096
+
+
+@given(st.integers(-5, 2**40), st.integers(-5, 2**50), st.binary(max_size=100))
+def test_a_manifest_that_does_not_add_up_is_refused(size: int, step: int, digests: bytes) -> None:
+    try:
+        manifest = msgspec.convert([b"", step, b"", size, digests], Manifest)
+    except (msgspec.ValidationError, ValueError):
+        return
+    assert len(manifest.digests) == 32 * manifest.chunks and 0 <= step < 2**48
+
+
+def test_chunks_tile_the_blob_and_have_its_hashes() -> None:
+    blob = np.random.default_rng(0).integers(0, 256, 3 * CHUNK_BYTES + 5, np.uint8)
+    whole = Snapshot.of(b"", 1, b"", blob)
+    assert [whole.manifest.length(chunk) for chunk in range(4)] == [CHUNK_BYTES] * 3 + [5]
+    assert b"".join(whole.chunks.values()) == blob.tobytes()
+    assert all(digest_of(piece) == digest for digest, piece in whole.chunks.items())
