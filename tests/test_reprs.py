@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import colab_swarm as cs
-from colab_swarm.averaging.group import Group
+from colab_swarm.averaging.group import Group, RoundTerms
 from colab_swarm.averaging.moshpit import MoshpitResult
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.markup import MAX_FACT_ROWS, facts, name_of
@@ -53,7 +53,15 @@ def objects(tmp_path: Path) -> list[tuple[object, str]]:
         model, lambda model, batch: model(batch), adam(model.parameters()), TrainerSettings(4)
     )
     round_ = RoundResult(
-        Group(bytes(16), 7, b"", (), 10), (ALICE,), (), (), 10, 20, 0.01, {"exchange": 0.4, "total": 0.5}, ()
+        Group(bytes(16), RoundTerms("", 7, b"", 10), ()),
+        (ALICE,),
+        (),
+        (),
+        10,
+        20,
+        0.01,
+        {"exchange": 0.4, "total": 0.5},
+        (),
     )
     tunnel = TunnelSettings("ngrok", auth_token="very-secret")
     return [

@@ -22,7 +22,7 @@ fast link more. `RoundFinished.explanation` gives the reason in one sentence.
 
 | message | from, to | content |
 |---|---|---|
-| `RoundCall(terms)` | organizer to candidate | an invitation to a round on these terms |
+| `RoundTerms` | organizer to candidate | an invitation to a round on these terms |
 | `JoinEta(ready_in_s, group)` | back | ready in this many seconds; declined; or: the step has its group already |
 | `JoinRound(ticket, contact)` | member to organizer | joins with this weight, step, lineage, bandwidth and codec |
 | `Joined(group, organizer, reason)` | back | the group, another organizer, or the reason for a refusal |
@@ -69,7 +69,8 @@ Rounds never raise for another peer's failure; `RoundResult` shows it.
 ## Several groups: Moshpit averaging
 
 `swarm.average(array, weight=n)` averages any array among all peers that call at about the same
-time. The first caller waits 5 s; peers that met before wait only for each other. Many peers, or
+time. The first caller waits 5 s; peers that met before wait only for each other. An elastic group
+meets in the same way, at a fixed size. Many peers, or
 unreliable ones, are arranged on a grid and average along one axis after the other. After one round
 per axis all have the exact mean, and a failed peer costs only its own line. Codecs without error
 feedback lose values for good here.

@@ -235,12 +235,12 @@ class AllReduce:
         encoding = encoding or UploadEncoding()
         self._feedback = encoding.feedback
         self._error, self._norm = 0.0, 0.0  # squares, of the chunks whose compression was measured
-        self._precision = Precision(encoding.precision or group.codec, encoding.fine)
-        self._mean_precision = Precision(group.mean_codec, encoding.fine)
+        self._precision = Precision(encoding.precision or group.terms.codec, encoding.fine)
+        self._mean_precision = Precision(group.terms.mean_codec, encoding.fine)
         spans = {reducer: len(chunks) for reducer, chunks in enumerate(ledger.chunks) if reducer != me}
         self._pace = Pace(spans, now=asyncio.get_running_loop().time())
         self._paced = asyncio.Event()
-        longest = min(chunk_values(group.codec, group.mean_codec), group.numel)
+        longest = min(chunk_values(group.terms.codec, group.terms.mean_codec), group.terms.numel)
         self._scratch = np.empty(longest, np.float32)
         self._means: list[tuple[Chunk, Buffer]] = []  # of the own span, in the order of completion
         self._more_means = asyncio.Event()
@@ -355,7 +355,7 @@ class AllReduce:
             self._norm += float(np.dot(values, values))
             if self._feedback is not None:
                 self._feedback.cut_off(chunk.start, values, arrived)
-        return Chunk(index, codec="" if codec.name == self.group.codec else codec.name), payload
+        return Chunk(index, codec="" if codec.name == self.group.terms.codec else codec.name), payload
 
     async def _collect(self, stream: Stream, reducer: int) -> None:
         clock = asyncio.get_running_loop().time
@@ -367,7 +367,7 @@ class AllReduce:
             mean = None
             if len(payload):
                 numel = self.ledger.chunk(reducer, message.index).numel
-                codec = codec_of(message.codec or self.group.mean_codec)
+                codec = codec_of(message.codec or self.group.terms.mean_codec)
                 mean = codec.decode(payload, numel, scratch=self._scratch)
                 if not all_finite(mean):
                     raise ValueError(f"the mean of chunk {message.index} is not finite")
@@ -400,7 +400,7 @@ class AllReduce:
                 self.received_bytes += len(payload)
                 try:
                     numel = chunks[message.index].numel if 0 <= message.index < len(chunks) else 0
-                    codec = codec_of(message.codec or self.group.codec)
+                    codec = codec_of(message.codec or self.group.terms.codec)
                     values = codec.decode(payload, numel, scratch=self._scratch)
                 except ValueError as error:
                     self.drop(member, str(error))
@@ -448,7 +448,7 @@ class AllReduce:
                 payload = codec.encode(mean)
                 mean = codec.decode(payload, len(mean), scratch=self._scratch)
             self.ledger.place(self.me, index, mean, missing)
-            name = "" if codec.name == self.group.mean_codec else codec.name
+            name = "" if codec.name == self.group.terms.mean_codec else codec.name
             self._means.append((Chunk(index, True, missing, name), payload))
         self._more_means.set()
         self._more_means.clear()

@@ -115,33 +115,50 @@ class RoundRefused(PeerError):
         self.reason: RefusalReason = reason
 
 
-class Ticket(Message, frozen=True):
-    """A peer's offer to take part in a round.
+class RoundTerms(Message, frozen=True):
+    """What a round averages, equal at all its members.
+
+    As a message it invites a peer to the round; a peer that looks for an organizer sends it too.
 
     Attributes:
-        lineage, schema: digests of the training history and of the vector's layout; all members have the same.
-        upload_bps, download_bps: measured bandwidth of its links, bits per second; None: not measured yet.
+        lineage, schema: digests of the training history and of the vector's layout.
+        codec, mean_codec: of contributions and of means on the wire.
     """
 
     prefix: str
     step: int
     lineage: bytes
-    weight: float  # usually samples; a peer with weight 0 only receives
     numel: int
-    schema: bytes
-    reduces: bool = True  # the peer accepts connections
-    upload_bps: float | None = None
-    download_bps: float | None = None
+    schema: bytes = b""
     codec: str = "float32"
     mean_codec: str = "float32"
-    assists: bool = False  # the peer trains nothing and needs no means; it only reduces
-    samples_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.step < MAX_STEP or not 0 <= self.numel < MAX_NUMEL:
-            raise ValueError(f"a ticket for step {self.step} of {self.numel} values is out of range")
+            raise ValueError(f"a round of step {self.step} of {self.numel} values is out of range")
         if max(len(self.prefix), len(self.lineage), len(self.schema)) > MAX_TEXT:
-            raise ValueError("a ticket's prefix, lineage or schema is too long")
+            raise ValueError("a round's prefix, lineage or schema is too long")
+
+    @property
+    def key(self) -> tuple[int, bytes]:
+        """Step and lineage: they name the round within its collaboration."""
+        return self.step, self.lineage
+
+
+class Ticket(Message, frozen=True):
+    """A peer's offer to take part in a round.
+
+    Attributes:
+        upload_bps, download_bps: measured bandwidth of its links, bits per second; None: not measured yet.
+    """
+
+    terms: RoundTerms
+    weight: float  # usually samples; a peer with weight 0 only receives
+    reduces: bool = True  # the peer accepts connections
+    upload_bps: float | None = None
+    download_bps: float | None = None
+    assists: bool = False  # the peer trains nothing and needs no means; it only reduces
+    samples_per_s: float = 0.0
 
 
 class GroupMember(Message, frozen=True):
@@ -163,13 +180,8 @@ class Group(Message, frozen=True):
     """
 
     round_id: bytes
-    step: int
-    lineage: bytes
+    terms: RoundTerms
     members: tuple[GroupMember, ...]
-    numel: int
-    codec: str = "float32"
-    mean_codec: str = "float32"
-    prefix: str = ""
     predicted_s: float | None = None
     explanation: str = ""
 
@@ -179,14 +191,14 @@ class Group(Message, frozen=True):
 
     def spans(self) -> list[Span]:
         """Return the span that each member reduces, in member order; raises ValueError for invalid shares."""
-        return plan_spans(self.numel, [member.share for member in self.members])
+        return plan_spans(self.terms.numel, [member.share for member in self.members])
 
     def check(self) -> None:
         """Raise ValueError if no honest organizer would form this group."""
         ids = [member.id for member in self.members]
-        if len(self.round_id) != 16 or self.numel < 0 or ids != sorted(set(ids)):
+        if len(self.round_id) != 16 or ids != sorted(set(ids)):
             raise ValueError("a group needs a round id of 16 bytes and members sorted by id")
-        Precision(self.codec), Precision(self.mean_codec)
+        Precision(self.terms.codec), Precision(self.terms.mean_codec)
         if not all(valid_weight(member.weight) for member in self.members):
             raise ValueError("a member has a weight that is negative, not finite or too large")
         if len(self.explanation) > MAX_TEXT or not self.explanation.isprintable():
@@ -203,7 +215,7 @@ class JoinRound(Message, frozen=True):
     @property
     def prefix(self) -> str:
         """The collaboration of the round."""
-        return self.ticket.prefix
+        return self.ticket.terms.prefix
 
 
 class Joined(Message, frozen=True):
@@ -213,17 +225,6 @@ class Joined(Message, frozen=True):
     organizer: Contact | None = None
     reason: RefusalReason | None = None
     text: str = ""
-
-
-class RoundCall(Message, frozen=True):
-    """An organizer invites a peer to a round; a peer that looks for an organizer sends it too."""
-
-    terms: Ticket
-
-    @property
-    def prefix(self) -> str:
-        """The collaboration of the round."""
-        return self.terms.prefix
 
 
 class JoinEta(Message, frozen=True):
@@ -259,12 +260,13 @@ def rank(prefix: str, step: int, peers: Iterable[PeerId]) -> list[PeerId]:
 
 @dataclass(frozen=True)
 class GroupFormationSettings:
-    """How long an organizer waits for candidates."""
+    """How long an organizer waits for candidates, and for how many."""
 
     window_s: float = 2.0  # for candidates that cannot be called but may join on their own
     slack_s: float = 1.0  # beyond the time that a candidate announced
     max_window_s: float = 60.0  # in any case
     call_timeout_s: float = 10.0  # for the answer to a call; a busy notebook answers late
+    size: int | None = None  # members of every group; None: as many as join
 
 
 def valid_weight(weight: float) -> bool:
@@ -276,10 +278,10 @@ class GroupFormation:
     """Collects the members of one round. Pure: time is an argument, and `closes_at` says when to look again.
 
     Args:
-        terms: the first ticket; all others must agree with its step, lineage, schema, length and codecs.
+        terms: all tickets must agree with them.
     """
 
-    def __init__(self, terms: Ticket, *, now: float, settings: GroupFormationSettings) -> None:
+    def __init__(self, terms: RoundTerms, *, now: float, settings: GroupFormationSettings) -> None:
         self.terms = terms
         self._settings, self._opened_at = settings, now
         self._awaited: dict[PeerId, float] = {}  # until when
@@ -308,13 +310,12 @@ class GroupFormation:
 
     def on_join(self, ticket: Ticket, contact: Contact) -> tuple[RefusalReason, str] | None:
         """Add a peer; returns the reason and a text if it is refused."""
-        mine = self.terms
+        mine, theirs = self.terms, ticket.terms
         if not valid_weight(ticket.weight):
             return "invalid", f"weight {ticket.weight} is neither 0 nor in [1e-9, 1e9)"
-        if (mine.step, mine.lineage) != (ticket.step, ticket.lineage):
-            return "resync", f"step {ticket.step} here is of another lineage: load the state from a peer"
-        model, codecs = (ticket.numel, ticket.schema), (ticket.codec, ticket.mean_codec)
-        if (mine.numel, mine.schema) != model or (mine.codec, mine.mean_codec) != codecs:
+        if mine.key != theirs.key:
+            return "resync", f"step {theirs.step} here is of another lineage: load the state from a peer"
+        if mine != theirs:
             return "invalid", f"model or codec differs: {mine.numel} values as {mine.codec} are averaged here"
         self._awaited.pop(contact.id, None)
         self._joined[contact.id] = (ticket, contact)
@@ -329,9 +330,11 @@ class GroupFormation:
         """Return the group of all joined peers; a trainer that is alone needs no assistant.
 
         Raises:
-            ValueError: no trainer joined, or several did and none accepts connections.
+            ValueError: no trainer joined, fewer peers did than a fixed size, or none of several accepts connections.
         """
-        joined = sorted(self._joined.items())
+        joined = sorted(self._joined.items())[: self._settings.size]
+        if len(joined) < (self._settings.size or 0):
+            raise ValueError(f"{len(joined)} of {self._settings.size} peers have joined")
         trainers = [entry for entry in joined if not entry[1][0].assists]
         if not trainers:
             raise ValueError("no trainer has joined")
@@ -343,10 +346,7 @@ class GroupFormation:
             GroupMember(peer, contact.addresses, ticket.weight, share)
             for (peer, (ticket, contact)), share in zip(joined, sharing.shares, strict=True)
         )
-        t, forecast = self.terms, (sharing.predicted_s, sharing.explanation)
-        group = Group(
-            round_id, t.step, t.lineage, members, t.numel, t.codec, t.mean_codec, t.prefix, *forecast
-        )
+        group = Group(round_id, self.terms, members, sharing.predicted_s, sharing.explanation)
         group.check()
         return group
 

@@ -27,8 +27,8 @@ from colab_swarm.averaging.group import (
     JoinEta,
     JoinRound,
     RefusalReason,
-    RoundCall,
     RoundRefused,
+    RoundTerms,
     Strategy,
     Ticket,
     rank,
@@ -171,7 +171,7 @@ class Matchmaker:
         prefix: str,
         *,
         expected: Callable[[int, bytes], Awaitable[Sequence[PeerId]]],
-        on_called: Callable[[Ticket, PeerId], float | None],
+        on_called: Callable[[RoundTerms, PeerId], float | None],
         stands: Callable[[int, bytes], bool] = lambda step, lineage: True,
         strategy: Strategy = adaptive_shares,
         settings: GroupFormationSettings | None = None,
@@ -182,17 +182,19 @@ class Matchmaker:
         self._settings = settings or GroupFormationSettings()
         self._groups: dict[tuple[int, bytes], tuple[Group, float]] = {}  # and since when
         self._own_rounds: dict[tuple[int, bytes], _OwnRound] = {}
+        self._callers: dict[tuple[int, bytes], set[PeerId]] = {}  # of rounds that this peer joins
         self._left_out = LeftOut[PeerId](SKIPPED_S, SKIPPED_S)  # organizers
         self._refused: dict[PeerId, tuple[int, float]] = {}  # step, and since when
         self._answered_at = float("-inf")  # by any organizer but this peer
         self._stop_listening = self._peers.on_lost(self._on_lost)
+        router.reserve(prefix)
         router.serve(prefix, JoinRound, self._serve_join, Role.REDUCER)
-        router.serve(prefix, RoundCall, self._serve_call, Role.REDUCER)
+        router.serve(prefix, RoundTerms, self._serve_call, Role.REDUCER)
 
     def close(self) -> None:
         """Stop organizing and answering."""
         self._stop_listening()
-        self._router.unserve(self._prefix, JoinRound, RoundCall)
+        self._router.unserve(self._prefix, JoinRound, RoundTerms)
         for own in self._own_rounds.values():
             own.task.cancel()
 
@@ -208,30 +210,35 @@ class Matchmaker:
         """
         if not valid_weight(ticket.weight):
             raise RoundRefused("invalid", f"weight {ticket.weight} is neither 0 nor in [1e-9, 1e9)")
-        self.forget(ticket.step, ticket.lineage)  # a second call needs another group
-        began = _now()
+        step = ticket.terms.step
+        self.forget(*ticket.terms.key)  # a second call needs another group
+        began = loop_now()
         try:
             async with asyncio.timeout_at(deadline):
                 while True:
-                    silent_s = _now() - max(began, self._answered_at)
+                    silent_s = loop_now() - max(began, self._answered_at)
                     alone = silent_s > self._settings.window_s
-                    for organizer in self._rank(ticket.step, candidates, alone=alone):
+                    for organizer in self._rank(step, candidates, alone=alone):
                         if group := await self._ask(organizer, ticket, hops=len(candidates)):
                             self._remember(group)
                             return group
-                    if self._answered_at > began and _now() - began > self._settings.window_s:
+                    if self._answered_at > began and loop_now() - began > self._settings.window_s:
                         # The peers are at another step, or none can reduce: the caller reads the records again.
-                        raise RoundRefused(
-                            "unreachable", f"no group for step {ticket.step} can be formed now"
-                        )
+                        raise RoundRefused("unreachable", f"no group for step {step} can be formed now")
                     await asyncio.sleep(RETRY_S)
         except TimeoutError:
-            text = f"no organizer of step {ticket.step} among {len(candidates)} candidates answered in time"
+            text = f"no organizer of step {step} among {len(candidates)} candidates answered in time"
             raise RoundRefused("unreachable", text) from None
 
     def forget(self, step: int, lineage: bytes) -> None:
         """Forget the group of a step: this peer returned to it without the round's mean, and needs another."""
         self._groups.pop((step, lineage), None)
+
+    def likely(self, step: int, lineage: bytes) -> set[PeerId]:
+        """Return linked peers whose records may be late: the callers of this round, and members of the one before."""
+        before = (group for group, _ in self._groups.values() if group.terms.step == step - 1)
+        members = {member.id for group in before for member in group.members}
+        return (members | self._callers.get((step, lineage), set())) & self._peers.linked()
 
     # --- joining --------------------------------------------------------------------------------------------
 
@@ -250,8 +257,9 @@ class Matchmaker:
         if joined is None:
             return None
         if refusal := self._refusal(joined, ticket):
-            if organizer != self._peers.id and self._keeps_refusing(organizer, ticket.step):
-                logger.warning("%s keeps refusing step %d and is left out", short(organizer), ticket.step)
+            step = ticket.terms.step
+            if organizer != self._peers.id and self._keeps_refusing(organizer, step):
+                logger.warning("%s keeps refusing step %d and is left out", short(organizer), step)
                 return None
             raise RoundRefused(refusal[0], f"{short(organizer)}: {refusal[1]}")
         other = joined.organizer
@@ -270,13 +278,13 @@ class Matchmaker:
                 joined.group.check()
         except ValueError as error:
             logger.warning("%s sent an invalid group and is left out: %s", short(organizer), error)
-            self._left_out.fail(organizer, _now())
+            self._left_out.fail(organizer, loop_now())
             return None
         except PeerError as error:
-            logger.debug("organizer %s of step %d failed: %s", short(organizer), ticket.step, error)
+            logger.debug("organizer %s of step %d failed: %s", short(organizer), ticket.terms.step, error)
             return None
         if organizer != self._peers.id or joined.reason is not None:
-            self._answered_at = _now()
+            self._answered_at = loop_now()
         return joined
 
     async def _join_at(self, organizer: PeerId, ticket: Ticket) -> Joined:
@@ -284,15 +292,15 @@ class Matchmaker:
         if organizer == self._peers.id:
             return await self._serve_join(organizer, message)
         if organizer not in self._peers.linked():  # a long call to a silent address would use up the deadline
-            answer = await self._call(organizer, ticket)
+            answer = await self._call(organizer, ticket.terms)
             if answer.ready_in_s is None:
                 return Joined(answer.group)
         patience_s = 2 * (self._settings.max_window_s + self._settings.call_timeout_s)
         return await self._peers.call(organizer, message, Joined, timeout_s=patience_s)
 
-    async def _call(self, peer: PeerId, terms: Ticket) -> JoinEta:
+    async def _call(self, peer: PeerId, terms: RoundTerms) -> JoinEta:
         timeout_s = self._settings.call_timeout_s
-        return await self._peers.call(peer, RoundCall(terms), JoinEta, timeout_s=timeout_s)
+        return await self._peers.call(peer, terms, JoinEta, timeout_s=timeout_s)
 
     def _refusal(self, joined: Joined, ticket: Ticket) -> tuple[RefusalReason, str] | None:
         """Return why the answer refuses this peer; None if it does not, or if another organizer should be tried."""
@@ -301,18 +309,17 @@ class Matchmaker:
             reason = joined.reason
             return None if reason is None or reason == "unreachable" else (reason, joined.text)
         if group.index_of(self._peers.id) is None:
-            return "late", f"the group of step {ticket.step} was formed without us"
-        here = (ticket.prefix, ticket.step, ticket.lineage, ticket.numel)
-        if (group.prefix, group.step, group.lineage, group.numel) != here:
-            return "resync", f"the group of step {ticket.step} is of another lineage"
+            return "late", f"the group of step {ticket.terms.step} was formed without us"
+        if group.terms != ticket.terms:
+            return "resync", f"the group of step {ticket.terms.step} is of another lineage"
         return None
 
     def _skipped(self, peer: PeerId) -> bool:
-        return self._left_out.holds(peer, _now())
+        return self._left_out.holds(peer, loop_now())
 
     def _keeps_refusing(self, organizer: PeerId, step: int) -> bool:
         """Count a refusal of ``step``; returns True if the organizer refused it for too long and is now left out."""
-        now = _now()
+        now = loop_now()
         if self._refused.get(organizer, (None, now))[0] != step:
             self._refused[organizer] = step, now
             while len(self._refused) > MAX_REFUSALS:
@@ -329,19 +336,19 @@ class Matchmaker:
         for member in group.members:
             if member.addresses and member.id != self._peers.id:
                 self._peers.learn(Contact(member.id, member.addresses))
-        self._groups[group.step, group.lineage] = group, _now()
+        self._groups[group.terms.key] = group, loop_now()
         while len(self._groups) > REMEMBERED_GROUPS:
             del self._groups[next(iter(self._groups))]
 
-    def _remembered(self, terms: Ticket) -> Group | None:
+    def _remembered(self, terms: RoundTerms) -> Group | None:
         """Return the group of this step, unless the swarm did not follow it or it is long over.
 
         A run may return to a step from a checkpoint.
         """
-        group, since = self._groups.get((terms.step, terms.lineage), (None, 0.0))
-        if group is None or _now() - since >= REMEMBERED_S:
+        group, since = self._groups.get(terms.key, (None, 0.0))
+        if group is None or loop_now() - since >= REMEMBERED_S:
             return None
-        return group if self._stands(terms.step, terms.lineage) else None
+        return group if self._stands(*terms.key) else None
 
     # --- answering ------------------------------------------------------------------------------------------
 
@@ -350,10 +357,19 @@ class Matchmaker:
             own.formation.on_declined(peer)
             own.changed.set()
 
-    async def _serve_call(self, peer: PeerId, call: RoundCall) -> JoinEta:
-        if group := self._remembered(call.terms):
+    async def _serve_call(self, peer: PeerId, terms: RoundTerms) -> JoinEta:
+        if group := self._remembered(terms):
             return JoinEta(None, group)
-        return JoinEta(self._on_called(call.terms, peer))
+        return JoinEta(self._ready_in_s(terms, peer))
+
+    def _ready_in_s(self, terms: RoundTerms, caller: PeerId) -> float | None:
+        """Return when this peer joins the round; None if it does not."""
+        ready_in_s = self._on_called(terms, caller)
+        if ready_in_s is not None:
+            self._callers.setdefault(terms.key, set()).add(caller)
+            if len(self._callers) > REMEMBERED_GROUPS:
+                del self._callers[next(iter(self._callers))]
+        return ready_in_s
 
     async def _serve_join(self, peer: PeerId, message: JoinRound) -> Joined:
         ticket, contact = message.ticket, message.contact
@@ -361,9 +377,9 @@ class Matchmaker:
             return Joined(reason="invalid", text="a ticket is personal")
         if ticket.weight != 0 and self._peers.role_of(peer) < Role.WORKER:
             return Joined(reason="invalid", text="only a worker may contribute: ask for another invitation")
-        if group := self._remembered(ticket):
+        if group := self._remembered(ticket.terms):
             return _hand_out(group, peer)
-        own = self._own_rounds.get((ticket.step, ticket.lineage)) or self._organize(ticket, peer)
+        own = self._own_rounds.get(ticket.terms.key) or self._organize(ticket.terms, peer)
         if isinstance(own, Joined):
             return own
         if refusal := own.formation.on_join(ticket, contact):
@@ -380,19 +396,19 @@ class Matchmaker:
 
     # --- organizing -----------------------------------------------------------------------------------------
 
-    def _organize(self, ticket: Ticket, peer: PeerId) -> _OwnRound | Joined:
-        """Begin to form the group of the ticket's step, or return why this peer does not."""
-        ready_in_s = self._on_called(ticket, peer)
-        if ready_in_s is None and any(step == ticket.step for step, _ in self._own_rounds):
-            text = f"step {ticket.step} here is of another lineage: load the state from a peer"
+    def _organize(self, terms: RoundTerms, peer: PeerId) -> _OwnRound | Joined:
+        """Begin to form the group of these terms, or return why this peer does not."""
+        ready_in_s = self._ready_in_s(terms, peer)
+        if ready_in_s is None and any(step == terms.step for step, _ in self._own_rounds):
+            text = f"step {terms.step} here is of another lineage: load the state from a peer"
             return Joined(reason="resync", text=text)
         if ready_in_s is None:
             return Joined(reason="unreachable", text="not at this step")
-        now = _now()
-        own = _OwnRound(GroupFormation(ticket, now=now, settings=self._settings))
+        now = loop_now()
+        own = _OwnRound(GroupFormation(terms, now=now, settings=self._settings))
         own.formation.on_coming(self._peers.id, ready_in_s, now=now)
-        self._own_rounds[ticket.step, ticket.lineage] = own
-        own.task = asyncio.create_task(self._form(own), name=f"organize step {ticket.step}")
+        self._own_rounds[terms.key] = own
+        own.task = asyncio.create_task(self._form(own), name=f"organize step {terms.step}")
         return own
 
     async def _form(self, own: _OwnRound) -> Group | Contact | None:
@@ -400,15 +416,17 @@ class Matchmaker:
         terms, me = own.formation.terms, self._peers.id
         calls: list[asyncio.Task[None]] = []
         try:
-            candidates = [peer for peer in await self._expected(terms.step, terms.lineage) if peer != me]
+            candidates = [peer for peer in await self._expected(*terms.key) if peer != me]
             calls = [asyncio.create_task(self._invite(own, peer)) for peer in candidates]
             await asyncio.sleep(0)  # the calls begin, so every called peer is awaited
-            while own.elsewhere is None and (closes_at := own.formation.closes_at()) > _now():
+            while own.elsewhere is None and (closes_at := own.formation.closes_at()) > loop_now():
                 own.changed.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(closes_at):
                         await own.changed.wait()
-            seed = f"{self._prefix}|{terms.step}|".encode() + terms.lineage + me + struct.pack("<d", _now())
+            seed = (
+                f"{self._prefix}|{terms.step}|".encode() + terms.lineage + me + struct.pack("<d", loop_now())
+            )
             round_id = hashlib.sha256(seed).digest()[:16]
             group = own.elsewhere or own.formation.form(round_id, self._strategy)
         except ValueError as error:
@@ -417,7 +435,7 @@ class Matchmaker:
         finally:
             for call in calls:
                 call.cancel()
-            del self._own_rounds[terms.step, terms.lineage]
+            del self._own_rounds[terms.key]
         if isinstance(group, Group):
             self._remember(group)
         return group
@@ -425,7 +443,7 @@ class Matchmaker:
     async def _invite(self, own: _OwnRound, peer: PeerId) -> None:
         """Call one candidate and pass its answer to the formation."""
         formation = own.formation
-        formation.on_called(peer, now=_now())
+        formation.on_called(peer, now=loop_now())
         try:
             answer = await self._call(peer, formation.terms)
         except PeerError:
@@ -442,17 +460,18 @@ class Matchmaker:
 
     def _on_answer(self, own: _OwnRound, peer: PeerId, answer: JoinEta) -> None:
         contact, terms, group = self._peers.contact_of(peer), own.formation.terms, answer.group
-        if group is not None and (group.step, group.lineage) == (terms.step, terms.lineage):
+        if group is not None and group.terms.key == terms.key:
             own.elsewhere = group
         elif answer.ready_in_s is None or self._skipped(peer):
             own.formation.on_declined(peer)
         elif contact.addresses and rank(self._prefix, terms.step, [peer, self._peers.id])[0] == peer:
             own.elsewhere = contact
         else:
-            own.formation.on_coming(peer, answer.ready_in_s, now=_now())
+            own.formation.on_coming(peer, answer.ready_in_s, now=loop_now())
 
 
-def _now() -> float:
+def loop_now() -> float:
+    """Return the time of the running loop, seconds."""
     return asyncio.get_running_loop().time()
 
 
@@ -462,5 +481,5 @@ def _hand_out(group: Group | Contact | None, peer: PeerId) -> Joined:
     if isinstance(group, Contact):
         return Joined(organizer=group)
     if group.index_of(peer) is None:
-        return Joined(reason="late", text=f"the group of step {group.step} was formed without you")
+        return Joined(reason="late", text=f"the group of step {group.terms.step} was formed without you")
     return Joined(group)

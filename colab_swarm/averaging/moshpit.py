@@ -24,16 +24,14 @@ import contextlib
 import hashlib
 import itertools
 import math
-import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from colab_swarm.averaging.assembly import Assembly
-from colab_swarm.averaging.group import Group, GroupFormationSettings, RoundRefused, Ticket
-from colab_swarm.averaging.matchmaking import Matchmaker, PrefixRouter
+from colab_swarm.averaging.assembly import QUICK, Assembly
+from colab_swarm.averaging.group import Group, RoundRefused, RoundTerms, Ticket
+from colab_swarm.averaging.matchmaking import Matchmaker, PrefixRouter, loop_now
 from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.dht.service import DHT
 from colab_swarm.errors import PeerError
@@ -50,8 +48,6 @@ LAG_ROUNDS = 2.0
 """A peer that is still in the round before announces a delay of this many rounds; its line waits no longer."""
 MIN_WEIGHT, MAX_WEIGHT = 1e-4, 1e6
 """Shares of a weight must be valid weights too (`group.valid_weight`)."""
-WINDOW_S = 5.0
-"""How long the first caller waits for others."""
 ROUND_TIMEOUT_S = 120.0
 """Bound on finding the group of one round."""
 
@@ -266,13 +262,13 @@ class MoshpitAverager:
         Precision(codec)
         self._peers, self._averager, self._prefix = router.peers, averager, prefix
         self.codec = codec
-        self._assembly = Assembly(router, dht, f"{prefix}/meeting", window_s=WINDOW_S)
+        self._assembly = Assembly(router, dht, f"{prefix}/meeting")
         self._matchmaker = Matchmaker(
             router,
             prefix,
             expected=self._expected,
             on_called=self._on_called,
-            settings=GroupFormationSettings(window_s=2.0, slack_s=1.0, call_timeout_s=5.0),
+            settings=QUICK,
         )
         self.meter = RoundMeter()
         self._busy = False
@@ -305,7 +301,7 @@ class MoshpitAverager:
         _check_call(values, weight, group_size)
         if self._busy:
             raise RuntimeError("this peer is averaging these values already: wait for that to end")
-        begun, self._busy = _now(), True
+        begun, self._busy = loop_now(), True
         schema = hashlib.sha256(f"{len(values)} {self.codec}".encode()).digest()[:8]
         try:
             meeting = await self._assembly.meet(
@@ -315,9 +311,9 @@ class MoshpitAverager:
             self._begun.set()
             for axis in range(self._pass.grid.rounds):
                 await self._round(self._pass, axis)
-            return self._pass.values.copy(), self._pass.result(_now() - begun)
+            return self._pass.values.copy(), self._pass.result(loop_now() - begun)
         except RoundRefused as refusal:
-            alone = MoshpitResult((self._peers.id,), (1,), (), 0, _now() - begun, str(refusal))
+            alone = MoshpitResult((self._peers.id,), (1,), (), 0, loop_now() - begun, str(refusal))
             return values.copy(), alone
         finally:
             self._busy, self._pass = False, None
@@ -325,28 +321,24 @@ class MoshpitAverager:
 
     async def _round(self, run: _Pass, axis: int) -> None:
         """Average along one axis."""
-        begun, me, run.axis = _now(), self._peers.id, axis
+        begun, me, run.axis = loop_now(), self._peers.id, axis
         line = run.grid.line(me, axis)
         if len(line) == 1:
             return
         values = run.values.copy()  # other members may still recover chunks from the last round's vector
-        links = self._peers.statistics()
-        ticket = Ticket(
-            prefix=self._prefix,
-            step=run.number * MAX_ROUNDS + axis,
-            lineage=run.grid.line_id(me, axis),
-            weight=run.weight,
-            numel=len(values),
-            schema=b"",
-            reduces=bool(self._peers.contact.addresses),
-            upload_bps=links.upload_bps,
-            download_bps=links.download_bps,
+        links, reduces = self._peers.statistics(), bool(self._peers.contact.addresses)
+        terms = RoundTerms(
+            self._prefix,
+            run.number * MAX_ROUNDS + axis,
+            run.grid.line_id(me, axis),
+            len(values),
             codec=self.codec,
             mean_codec=mean_codec_for(self.codec),
         )
+        ticket = Ticket(terms, run.weight, reduces, links.upload_bps, links.download_bps)
         try:
             group = await self._matchmaker.join(ticket, line, begun + ROUND_TIMEOUT_S)
-            joined = _now()
+            joined = loop_now()
             result = await self._averager.average(group, values)
         except PeerError as error:
             run.notes.append(f"round {axis + 1}: {error}")
@@ -357,7 +349,7 @@ class MoshpitAverager:
             overhead_s, averaging_s = joined - begun, result.seconds["total"]
             self.meter.on_round(len(line), failed, overhead_s=overhead_s, averaging_s=averaging_s)
 
-    def _on_called(self, terms: Ticket, caller: PeerId) -> float | None:
+    def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
         """Join a line's round; a peer that is still in the round before joins a little later."""
         number, axis = divmod(terms.step, MAX_ROUNDS)
         if not self._busy or number != self._assembly.number:
@@ -387,7 +379,7 @@ class _Pass:
         votes = sorted(member.weight for member in meeting.members)
         group_size = max(2, int(votes[len(votes) // 2]))
         reachable = {member.id: bool(member.addresses) for member in meeting.members}
-        self.number = meeting.step
+        self.number = meeting.terms.step
         self.grid = MoshpitGrid(meeting.round_id, reachable, group_size)
         self.values, self.weight, self.axis = values, weight, 0
         self.rounds: list[RoundResult | None] = []
@@ -414,10 +406,6 @@ class _Pass:
         return MoshpitResult(peers, sides, tuple(self.rounds), self.failed, seconds, "; ".join(self.notes))
 
 
-def _now() -> float:
-    return asyncio.get_running_loop().time()
-
-
 def _check_call(values: Floats, weight: float, group_size: int | None) -> None:
     """Raise the `ValueError` of `MoshpitAverager.average`."""
     if values.ndim != 1 or values.dtype != np.float32 or not np.isfinite(values).all():
@@ -426,58 +414,3 @@ def _check_call(values: Floats, weight: float, group_size: int | None) -> None:
         raise ValueError(f"weight={weight}: give 0 (only receive) or {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
     if group_size is not None and group_size < 2:
         raise ValueError(f"group_size={group_size}: a group has 2 members or more")
-
-
-class ArrayAverages:
-    """All arrays that a peer averages with others, by name."""
-
-    def __init__(self, router: PrefixRouter, dht: DHT, averager: Averager, run_id: str) -> None:
-        self._services = router, dht, averager
-        self._run_id = run_id
-        self._averagers: dict[str, MoshpitAverager] = {}
-
-    async def average(
-        self, values: Any, *, weight: float, group_size: int | None, name: str, compression: str = "float32"
-    ) -> tuple[Any, MoshpitResult]:
-        """Return the mean in the shape and kind of ``values``; see `MoshpitAverager.average`.
-
-        Raises:
-            ValueError: also if the values of this name used another compression before.
-        """
-        flat, restore = flatten(values)
-        if name not in self._averagers:
-            prefix = f"{self._run_id}/average/{name}"
-            self._averagers[name] = MoshpitAverager(*self._services, prefix, compression)
-        averager = self._averagers[name]
-        if averager.codec != compression:
-            raise ValueError(
-                f"{name!r} is averaged as {averager.codec} here: choose another name for {compression}"
-            )
-        mean, result = await averager.average(flat, weight=weight, group_size=group_size)
-        return restore(mean), result
-
-    async def close(self) -> None:
-        """Stop averaging."""
-        for averager in self._averagers.values():
-            averager.close()
-        self._averagers.clear()
-
-
-def flatten(values: Any) -> tuple[Floats, Callable[[Floats], Any]]:
-    """Return the values as a flat float32 vector, and a function that restores their shape and kind.
-
-    Args:
-        values: a torch tensor, or anything that NumPy converts to an array.
-
-    Raises:
-        ValueError: they are not real numbers.
-    """
-    torch = sys.modules.get("torch")  # imported already if there is a tensor
-    if torch is not None and isinstance(values, torch.Tensor):
-        flat = values.detach().to("cpu", torch.float32).flatten().numpy()
-        return flat, lambda mean: torch.from_numpy(mean).reshape(values.shape).to(values)
-    array = np.asarray(values)
-    if array.dtype.kind not in "fiub":
-        raise ValueError(f"{array.dtype} cannot be averaged: pass an array or tensor of real numbers")
-    kind = array.dtype if array.dtype.kind == "f" else np.dtype(np.float32)
-    return array.astype(np.float32).ravel(), lambda mean: mean.reshape(array.shape).astype(kind)

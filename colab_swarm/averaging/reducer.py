@@ -32,7 +32,7 @@ class SpanLedger:
 
     def __init__(self, group: Group, values: Floats) -> None:
         self.values = values
-        size = chunk_values(group.codec, group.mean_codec)
+        size = chunk_values(group.terms.codec, group.terms.mean_codec)
         self.chunks = [cut_chunks(span, size) for span in group.spans()]
         self._states = [bytearray(len(chunks)) for chunks in self.chunks]
         self._missing: dict[tuple[int, int], tuple[int, ...]] = {}

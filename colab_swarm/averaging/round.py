@@ -234,7 +234,7 @@ class RoundResult:
     def __repr__(self) -> str:
         peers = f"{len(self.contributors)} of {len(self.group.members)} peers"
         lost = f", {len(self.spans_lost)} spans lost" if self.spans_lost else ""
-        return f"RoundResult(step {self.group.step}, {peers}, {self.seconds['total']:.2f} s{lost})"
+        return f"RoundResult(step {self.group.terms.step}, {peers}, {self.seconds['total']:.2f} s{lost})"
 
     def _repr_html_(self) -> str:
         rows = {f"seconds: {phase}": f"{seconds:.2f}" for phase, seconds in self.seconds.items()}
@@ -248,7 +248,7 @@ class RoundResult:
         weights = {member.id: member.weight for member in self.group.members}
         return RoundFinished(
             at=now,
-            step=self.group.step,
+            step=self.group.terms.step,
             group_size=len(weights),
             contributors=tuple(peer.hex() for peer in self.contributors),
             samples=sum(weights.get(peer, 0.0) for peer in self.contributors),
@@ -306,7 +306,7 @@ class Averager:
 
         Args:
             group: from the matchmaker; this peer is a member.
-            values: float32, contiguous, one-dimensional, ``group.numel`` long. Do not change it
+            values: float32, contiguous, one-dimensional, ``group.terms.numel`` long. Do not change it
                 before the next round has ended: use two vectors in turn.
             encoding: of the contribution; None: the group's codec.
 
@@ -318,13 +318,13 @@ class Averager:
             RoundRefused: this round was averaged or given up here before.
         """
         me = group.index_of(self._peers.id)
-        if me is None or values.shape != (group.numel,) or values.dtype != np.float32:
+        if me is None or values.shape != (group.terms.numel,) or values.dtype != np.float32:
             raise ValueError(
-                f"a member's {group.numel} float32 values are needed, got {values.dtype}{values.shape}"
+                f"a member's {group.terms.numel} float32 values are needed, got {values.dtype}{values.shape}"
             )
         if not values.flags.c_contiguous:
             raise ValueError("the vector must be contiguous")
-        sums, numel = self._spare.pop(group.prefix, None), group.spans()[me].numel
+        sums, numel = self._spare.pop(group.terms.prefix, None), group.spans()[me].numel
         if sums is None or len(sums) != numel:
             sums = np.empty(numel, np.float32)
         return await self._take_part(group, me, values, sums=sums, encoding=encoding)
@@ -339,7 +339,9 @@ class Averager:
         me = group.index_of(self._peers.id)
         if me is None:
             raise ValueError("only a member can reduce")
-        values = np.empty(group.numel, np.float32)  # the system allocates only what is written: the own span
+        values = np.empty(
+            group.terms.numel, np.float32
+        )  # the system allocates only what is written: the own span
         start, stop = group.spans()[me]
         return await self._take_part(group, me, values, sums=values[start:stop], collects=False)
 
@@ -371,7 +373,7 @@ class Averager:
         collects: bool = True,
     ) -> RoundResult:
         if group.round_id in self._rounds:
-            raise RoundRefused("late", f"the round of step {group.step} was given up here")
+            raise RoundRefused("late", f"the round of step {group.terms.step} was given up here")
         exchange = AllReduce(
             self._peers,
             group,
@@ -388,9 +390,9 @@ class Averager:
         try:
             result = await self._run(exchange)
         finally:  # members may still recover from this round, no longer from the one before
-            if group.prefix in self._finished:
-                self._forget(self._finished[group.prefix])
-            self._finished[group.prefix] = exchange
+            if group.terms.prefix in self._finished:
+                self._forget(self._finished[group.terms.prefix])
+            self._finished[group.terms.prefix] = exchange
         self.on_round(result)
         return result
 
@@ -412,7 +414,7 @@ class Averager:
         except TimeoutError:
             logger.warning(
                 "the round of step %d timed out after %g s",
-                exchange.group.step,
+                exchange.group.terms.step,
                 self._settings.round_timeout_s,
             )
             exchange.on_timeout()
@@ -431,7 +433,7 @@ class Averager:
     def _forget(self, exchange: AllReduce) -> None:
         del self._rounds[exchange.group.round_id]
         if exchange.collects and not exchange.serving:  # page faults in fresh memory cost more than the sums
-            self._spare[exchange.group.prefix] = exchange.sums
+            self._spare[exchange.group.terms.prefix] = exchange.sums
 
     # --- serving --------------------------------------------------------------------------------------------
 
@@ -512,7 +514,7 @@ def _result(exchange: AllReduce, seconds: dict[str, float]) -> RoundResult:
     )
     logger.info(
         "round of step %d: %d of %d contributed, %d spans lost, %.2f s",
-        group.step,
+        group.terms.step,
         len(contributors),
         len(group.members),
         len(result.spans_lost),

@@ -295,7 +295,7 @@ def adaptive_shares(tickets: Sequence[Ticket], *, flattery: float = 1.0) -> Shar
         flattery: how many times more optimistic forecasts were for planned shares than for equal
             ones, compared to the actual times (see `AdaptiveShares`).
     """
-    equal = equal_shares(tickets)
+    equal, terms = equal_shares(tickets), tickets[0].terms
     uploads = believed([ticket.upload_bps for ticket in tickets])
     downloads = believed([ticket.download_bps for ticket in tickets])
     for rates in (uploads, downloads):
@@ -307,8 +307,8 @@ def adaptive_shares(tickets: Sequence[Ticket], *, flattery: float = 1.0) -> Shar
             Capacity(ticket.samples_per_s, up, down, ticket.reduces, not ticket.assists)
             for ticket, up, down in zip(tickets, uploads, downloads, strict=True)
         ),
-        contribution_bytes=encoded_bytes(tickets[0].codec, tickets[0].numel),
-        mean_bytes=encoded_bytes(tickets[0].mean_codec, tickets[0].numel),
+        contribution_bytes=encoded_bytes(terms.codec, terms.numel),
+        mean_bytes=encoded_bytes(terms.mean_codec, terms.numel),
     )
     computing = [index for index, ticket in enumerate(tickets) if ticket.weight > 0]
     as_equals = plan_round(setup, computing, equal.shares)

@@ -42,7 +42,9 @@ class Backbone:
 
     def __init__(self, swarm: Swarm, file: RunFile, *, hub_token: str | None = None) -> None:
         self._swarm, self._file = swarm, file
-        self.assistant = Assistant(swarm.services, swarm.run_id, name=file.peer_name, stored=self._stored)
+        self.assistant = Assistant(
+            swarm.runtime, swarm.services, swarm.run_id, name=file.peer_name, stored=self._stored
+        )
         self.dashboard = status_page(self.snapshots)
         self.keepers: dict[str, Keeper] = {}
         for one in file.collaborations:
@@ -79,7 +81,7 @@ class Backbone:
         for keeper in self.keepers.values():
             await keeper.stop()
         try:
-            await self.assistant.stop()
+            await self.assistant.withdraw()
         except PeerError as error:
             logger.info("left without notice to other peers: %s", error)
 
@@ -91,7 +93,7 @@ class Backbone:
 
     def _snapshot(self, keeper: Keeper, seen: SwarmSnapshot) -> SwarmSnapshot:
         observer, branch = keeper.observer, keeper.observer.branch
-        records = observer.trainers, observer.assistants.records
+        records = observer.trainers, observer.progress.assistants
         rows = peer_rows(self._swarm.services.peers, self._file.peer_name, *records)
         return replace(
             seen,

@@ -297,7 +297,7 @@ class Keeper:
         try:
             return await download_state(peers, self._prefix, donors)
         except StateError:
-            assistants = sorted(peer for peer in self.observer.assistants.records if peer != peers.id)
+            assistants = sorted(peer for peer in self.observer.progress.assistants if peer != peers.id)
             if not assistants:
                 raise
             rng.shuffle(assistants)

@@ -24,11 +24,10 @@ import msgspec
 from colab_swarm.backbone.config import Forward
 from colab_swarm.net.peers import PeerId
 from colab_swarm.training.progress import (
-    Assistants,
     Branch,
     Progress,
     ProgressRecord,
-    read_participants,
+    refresh,
 )
 from colab_swarm.training.settings import PeerServices
 
@@ -189,13 +188,11 @@ class Observer:
     def __init__(
         self, services: PeerServices, prefix: str, folder: Path, forward: Forward | None = None
     ) -> None:
-        self._services, self._prefix = services, prefix
+        self._services = services
         self._forwarder = None if forward is None else Forwarder(forward, prefix)
         self._file = folder / "losses.jsonl"
         self.curve = LossCurve(read_losses(self._file))
-        self.assistants = Assistants(prefix)
-        own = ProgressRecord(0, b"", 0.0, 0.0, syncing=True, reduces=False, name="")
-        self._progress = Progress(services.peers.id, own, target_batch_size=0.0)
+        self.progress = Progress.of_watcher(services.peers.id, prefix)
         self._last_branch: Branch | None = None
         self._heard_at = float("-inf")
         self._stop_listening = services.peers.on_lost(self._on_lost)
@@ -207,8 +204,7 @@ class Observer:
             self._forwarder.close()
 
     def _on_lost(self, peer: PeerId) -> None:
-        self._progress.on_lost(peer, now=asyncio.get_running_loop().time())
-        self.assistants.on_lost(peer)
+        self.progress.on_lost(peer, now=asyncio.get_running_loop().time())
 
     async def refresh(self) -> None:
         """Read the records of all peers.
@@ -216,10 +212,8 @@ class Observer:
         Raises:
             PeerError: the swarm's records cannot be read now.
         """
-        progress, assistants = await read_participants(self._services.dht, self._prefix)
+        await refresh(self.progress, self._services.dht, self._services.peers)
         now, linked = asyncio.get_running_loop().time(), self._services.peers.linked()
-        self._progress.on_records(progress, linked=linked, now=now)
-        self.assistants.on_records(assistants)
         branch = self.branch
         if branch != self._last_branch or (branch is not None and branch.peers & linked):
             self._last_branch, self._heard_at = branch, now
@@ -242,12 +236,12 @@ class Observer:
     def trainers(self) -> dict[PeerId, ProgressRecord]:
         """Return the live records of all trainers, without this peer's own."""
         me = self._services.peers.id
-        return {peer: record for peer, record in self._progress.records.items() if peer != me}
+        return {peer: record for peer, record in self.progress.records.items() if peer != me}
 
     @property
     def branch(self) -> Branch | None:
         """Return the branch that the swarm is on, or None while nobody trains."""
-        branch = self._progress.branch()
+        branch = self.progress.branch()
         return branch if branch.peers else None
 
     @property

@@ -9,6 +9,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import distributed
 
 import colab_swarm as cs
 from colab_swarm.averaging.exchange import UploadEncoding
-from colab_swarm.averaging.group import Group, GroupMember
+from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
 from colab_swarm.averaging.round import Averager
 from colab_swarm.bench.harness import BenchReport, Crew, Parent, Worker, call_all
 from colab_swarm.bench.link import contact, start_node, where
@@ -98,7 +99,7 @@ def _round(
     peers: dict[Worker, GroupMember], numel: int, *, victim: Worker | None = None, after_s: float = 0.0
 ) -> Found:
     members = sorted(peers.values(), key=lambda member: member.id)
-    group = Group(os.urandom(16), 0, b"bench", tuple(members), numel)
+    group = Group(os.urandom(16), RoundTerms("", 0, b"bench", numel), tuple(members))
     dead = peers[victim].weight if victim else 0.0
     return _run_together(list(peers), {"group": msgspec.to_builtins(group), "dead": dead}, victim, after_s)
 
@@ -278,9 +279,8 @@ def make_full_steps(parent: Parent, mode: str, numel: int, peers: int, *invites:
 
     async def step() -> None:
         await collaboration.report(1.0, None)
-        result = await collaboration.average(values, 1.0, UploadEncoding())
-        if result is not None:
-            await collaboration.advance(next_lineage(collaboration.progress.own.lineage, values), result)
+        lineage = collaboration.progress.own.lineage
+        await collaboration.average(values, 1.0, UploadEncoding(), partial(next_lineage, lineage))
 
     options = cs.NetworkOptions(lan=False, use_relays=False)
     if invites:

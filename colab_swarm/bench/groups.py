@@ -109,7 +109,7 @@ class _Player(Averager):
     async def average(
         self, group: Group, values: Floats, encoding: UploadEncoding | None = None
     ) -> RoundResult:
-        round_ = self._done + group.step % MAX_ROUNDS
+        round_ = self._done + group.terms.step % MAX_ROUNDS
         if self._name in self._town.liars:
             values[:] = np.nan
         if self._town.doomed(self._name, round_):

@@ -15,12 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import permutations
 
-import msgspec
 import numpy as np
 
 from colab_swarm.averaging.group import (
     GroupFormation,
     GroupFormationSettings,
+    RoundTerms,
     Sharing,
     Strategy,
     Ticket,
@@ -58,15 +58,11 @@ class Vector:
 
 
 def ticket(host: SimulatedHost, vector: Vector) -> Ticket:
-    scaled = Ticket("bench", 0, b"lineage", float(host.trains), vector.numel // vector.scale, b"schema")
+    numel, codec = vector.numel // vector.scale, vector.codec
+    terms = RoundTerms("bench", 0, b"lineage", numel, b"schema", codec, codec)
     rate_bps = host.bps / vector.scale
-    return msgspec.structs.replace(
-        scaled,
-        codec=vector.codec,
-        mean_codec=vector.codec,
-        upload_bps=rate_bps,
-        download_bps=rate_bps,
-        assists=not host.trains,
+    return Ticket(
+        terms, float(host.trains), upload_bps=rate_bps, download_bps=rate_bps, assists=not host.trains
     )
 
 
@@ -86,7 +82,7 @@ async def _round(hosts: Sequence[SimulatedHost], strategy: Strategy, vector: Vec
     ]
     network.introduce()
     tickets = {peer.id: ticket(host, vector) for peer, host in zip(peers, hosts, strict=True)}
-    formation = GroupFormation(next(iter(tickets.values())), now=0.0, settings=GroupFormationSettings())
+    formation = GroupFormation(next(iter(tickets.values())).terms, now=0.0, settings=GroupFormationSettings())
     for peer, brought in tickets.items():
         formation.on_join(brought, Contact(peer, (f"sim://{peer.hex()}",)))
     group = formation.form(bytes(16), strategy)
@@ -95,7 +91,7 @@ async def _round(hosts: Sequence[SimulatedHost], strategy: Strategy, vector: Vec
         averager, brought = Averager(peer, PATIENT), tickets[peer.id]
         if brought.assists:
             return await averager.reduce(group)
-        values = np.full(brought.numel, float(peers.index(peer)), np.float32)
+        values = np.full(brought.terms.numel, float(peers.index(peer)), np.float32)
         result = await averager.average(group, values)
         if result.kept_local:
             raise RuntimeError(f"{peer.name} did not get all means: {result}")

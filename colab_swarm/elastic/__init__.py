@@ -34,7 +34,7 @@ rate, and M^2 and sigma^2 are the second moment and the variance of the gradient
 
 | message | purpose |
 |---|---|
-| `WaitingRecord` | DHT record, signed: this peer waits for a group with these terms |
+| `WaitingPeer` | DHT record, signed: this peer waits for a group with these terms |
 | the messages of `colab_swarm.averaging.group` | agree on the members |
 | `ElasticLink(prefix, members)` | opens the one stream between two members, for the life of the group |
 | `Piece(step, bucket, …)` | one bucket; its encoded values (120 KiB at most) are the payload |

@@ -1,7 +1,7 @@
 """Form an elastic group, and exchange buckets over peer links.
 
-Waiting peers publish a record in the DHT, agree on the members, and start from equal parameters. The first member (by
-id) sends its parameters and optimizer state to all others. A group starts complete: a lost member cannot rejoin.
+Waiting peers meet (`colab_swarm.averaging.assembly`). They start from equal parameters: the first member sends its
+parameters and optimizer state to all others. A group starts complete: a lost member cannot rejoin.
 
 Any two members share one stream, in both directions, as long as the group lives. So the round trip is paid once, and a
 bucket travels one way. If a stream breaks, each of the two members counts the other as lost and continues without it.
@@ -11,19 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
+import dataclasses
 import logging
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 
-from colab_swarm.averaging.group import (
-    Group,
-    GroupFormationSettings,
-    GroupMember,
-    RoundRefused,
-    Ticket,
-    equal_shares,
-)
-from colab_swarm.averaging.matchmaking import Matchmaker
+from colab_swarm.averaging.assembly import Assembly
+from colab_swarm.averaging.group import GroupFormationSettings, GroupMember, RoundRefused
 from colab_swarm.elastic.steps import ElasticSettings, ElasticSteps, Piece
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import EventLog, PeerLeft
@@ -36,12 +30,7 @@ logger = logging.getLogger(__name__)
 
 READY = Piece(-1, 0)
 GOODBYE_S = 5.0
-POLL_S = 0.5
-RECORD_TTL_S = 15.0
-RENEW_S = 5.0
-MEETING_S = 20.0
-MAX_TERMS = 512
-GATHERING = GroupFormationSettings(window_s=2.0, slack_s=2.0, max_window_s=10.0, call_timeout_s=5.0)
+FORMATION = GroupFormationSettings(window_s=2.0, slack_s=2.0, max_window_s=10.0, call_timeout_s=5.0)
 
 
 class ElasticLink(Message, frozen=True):
@@ -209,167 +198,64 @@ class PeerExchange:
             task.cancel()
 
 
-class WaitingRecord(Message, frozen=True):
-    """Published by a peer that waits for a group; signed, under its own subkey."""
-
-    addresses: tuple[str, ...]  # at which it can be dialled
-    terms: str  # see `ElasticSettings.terms`
-    at: float  # its swarm time; an older record may be a leftover
-
-
 @contextlib.asynccontextmanager
 async def enter_group(
     services: PeerServices, settings: ElasticSettings, terms: str, replica: Replica
 ) -> AsyncIterator[PeerExchange]:
-    """Enter a group of peers of a swarm; with ``services`` bound, an `EnterGroup`."""
-    forming = _Forming(services, settings, terms, replica)
+    """Enter a group of peers of a swarm; with ``services`` bound, an `EnterGroup`.
+
+    Its services run until all members are ready.
+    """
+    router, prefix = services.router, settings.prefix
+    formation = dataclasses.replace(FORMATION, size=settings.peers)
+    assembly = Assembly(router, services.dht, prefix, formation, timeout_s=settings.wait_s, terms=terms)
+    states = StateSharing(router, prefix, lambda: asyncio.to_thread(replica.snapshot))
+    entered: asyncio.Future[PeerExchange] = asyncio.get_running_loop().create_future()
+    router.serve_stream(prefix, ElasticLink, partial(_serve_link, entered), Role.WORKER)
     try:
-        exchange = await forming.connect()
-        if exchange.me:
-            first = exchange.opening.members[0]
-            snapshot = await download_state(services.peers, settings.prefix, [first])
-            await asyncio.to_thread(replica.load_snapshot, snapshot)
-        yield exchange
-    finally:
-        await forming.close()
-
-
-class _Forming:
-    """Forms one group at one peer; its services run until all members are ready."""
-
-    def __init__(
-        self, services: PeerServices, settings: ElasticSettings, terms: str, replica: Replica
-    ) -> None:
-        self._services, self._settings, self._terms = services, settings, terms
-        self._ticket = Ticket(
-            prefix=settings.prefix,
-            step=0,
-            lineage=hashlib.sha256(terms.encode()).digest()[:16],
-            weight=1.0,
-            numel=replica.flat.numel,
-            schema=replica.schema,
-            reduces=bool(services.peers.contact.addresses),
-        )
-        self._present: set[PeerId] = set()
-        self._callers: set[PeerId] = set()  # since the records were last read, which may lack theirs
-        self._others: dict[PeerId, float] = {}  # peers with other terms: when they published first
-        self._key = f"{settings.prefix}/waiting"
-        self._called = asyncio.Event()
-        self._exchange: asyncio.Future[PeerExchange] = asyncio.get_running_loop().create_future()
-        router, prefix = services.router, settings.prefix
-        router.reserve(prefix)
-        self._matchmaker = Matchmaker(
-            router,
-            prefix,
-            expected=self._expected,
-            on_called=self._on_called,
-            strategy=equal_shares,
-            settings=GATHERING,
-        )
-        self._states = StateSharing(router, prefix, lambda: asyncio.to_thread(replica.snapshot))
-        router.serve_stream(prefix, ElasticLink, self._serve_link, Role.WORKER)
-
-    async def close(self) -> None:
-        """Stop serving and waiting."""
-        self._matchmaker.close()
-        self._states.close()
-        self._services.router.unserve(self._settings.prefix, ElasticLink)
-        self._exchange.cancel()
-        await self._publish(ttl_s=0.5)
-
-    async def connect(self) -> PeerExchange:
-        """Find the members and return the exchange with them.
-
-        Raises:
-            StateError: they did not come together in time, or this peer is one too many.
-            ValueError: another waiting peer has other terms.
-        """
-        services, settings = self._services, self._settings
         exchange = PeerExchange(
             services.peers,
             services.events,
-            prefix=settings.prefix,
-            members=await self._meet(),
+            prefix=prefix,
+            members=await _find_members(assembly, settings, replica),
             timeout_s=settings.wait_s,
         )
-        self._exchange.set_result(exchange)
-        return exchange
+        entered.set_result(exchange)
+        if exchange.me:
+            snapshot = await download_state(services.peers, prefix, [exchange.opening.members[0]])
+            await asyncio.to_thread(replica.load_snapshot, snapshot)
+        yield exchange
+    finally:
+        assembly.close()
+        states.close()
+        router.unserve(prefix, ElasticLink)
+        entered.cancel()
+        await assembly.publish()
 
-    async def _serve_link(self, opening: ElasticLink, stream: Stream) -> None:
-        exchange = await asyncio.shield(self._exchange)
-        await exchange.serve(opening, stream)
 
-    async def _meet(self) -> Sequence[GroupMember]:
-        """The members, in the order of their numbers."""
-        settings, name = self._settings, self._settings.prefix.rpartition("/")[2]
-        logger.info("waiting for %d peers of %r", settings.peers - 1, name)
-        renewing = asyncio.create_task(self._renew_record(), name="elastic waiting")
-        try:
-            async with asyncio.timeout(settings.wait_s):
-                while (group := await self._try_to_meet()) is None:
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(POLL_S):
-                            await self._called.wait()
-        except TimeoutError:
-            raise StateError(
-                f"training {name!r} needs {settings.peers} peers, {1 + len(self._present)} came in "
-                f"{settings.wait_s:g} s: start the others with the same name, or raise wait_s"
-            ) from None
-        finally:
-            renewing.cancel()
-        members = group.members[: settings.peers]
-        if self._services.peers.id not in [member.id for member in members]:
-            raise StateError(f"{settings.peers} other peers train {name!r} already: choose another name")
-        return members
+async def _serve_link(entered: asyncio.Future[PeerExchange], opening: ElasticLink, stream: Stream) -> None:
+    exchange = await asyncio.shield(entered)
+    await exchange.serve(opening, stream)
 
-    async def _try_to_meet(self) -> Group | None:
-        await self._look()
-        if 1 + len(self._present) < self._settings.peers:
-            return None
-        self._called.clear()
-        try:
-            deadline = asyncio.get_running_loop().time() + MEETING_S
-            group = await self._matchmaker.join(self._ticket, sorted(self._present), deadline)
-        except RoundRefused as error:
-            logger.debug("no elastic group yet: %s", error)
-            return None
-        return group if len(group.members) >= self._settings.peers else None
 
-    async def _expected(self, step: int, lineage: bytes) -> Sequence[PeerId]:
-        return sorted(self._present)
+async def _find_members(
+    assembly: Assembly, settings: ElasticSettings, replica: Replica
+) -> Sequence[GroupMember]:
+    """Return the members, in the order of their numbers.
 
-    def _on_called(self, terms: Ticket, caller: PeerId) -> float | None:
-        """A peer that has seen enough others starts the group: join at once."""
-        if terms.lineage != self._ticket.lineage:
-            return None
-        self._present.add(caller)
-        self._callers.add(caller)
-        self._called.set()
-        return 0.0
-
-    async def _renew_record(self) -> None:
-        while True:
-            await self._publish(RECORD_TTL_S)
-            await asyncio.sleep(RENEW_S)
-
-    async def _publish(self, ttl_s: float) -> None:
-        peers = self._services.peers
-        with contextlib.suppress(PeerError):
-            record = WaitingRecord(peers.contact.addresses, self._terms, peers.time())
-            await self._services.dht.publish(self._key, record, ttl_s=ttl_s)
-
-    async def _look(self) -> None:
-        """Read the records of waiting peers; until the answer is complete, the earlier ones are expected."""
-        self._callers.clear()
-        present: set[PeerId] = set()
-        records = await self._services.dht.published(self._key, WaitingRecord)
-        records.pop(self._services.peers.id, None)
-        for peer, record in records.items():
-            if record.terms == self._terms:
-                present.add(peer)
-            elif self._others.setdefault(peer, record.at) != record.at:  # renewed: no leftover
-                raise ValueError(
-                    f"{short(peer)} has other settings: {record.terms[:MAX_TERMS]!r}; this peer: {self._terms!r}. "
-                    "Give all peers the same settings"
-                )
-        self._present = present | self._callers
+    Raises:
+        StateError: they did not come together in time, or this peer is one too many.
+        ValueError: another waiting peer has other terms.
+    """
+    peers, name = settings.peers, settings.prefix.rpartition("/")[2]
+    logger.info("waiting for %d peers of %r", peers - 1, name)
+    try:
+        async with asyncio.timeout(settings.wait_s):
+            return (await assembly.meet(replica.flat.numel, replica.schema)).members
+    except TimeoutError:
+        raise StateError(
+            f"training {name!r} needs {peers} peers, {1 + len(assembly.waiting)} came in {settings.wait_s:g} s: "
+            "start the others with the same name, or raise wait_s"
+        ) from None
+    except RoundRefused:
+        raise StateError(f"{peers} other peers train {name!r} already: choose another name") from None

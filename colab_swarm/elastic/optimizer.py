@@ -29,7 +29,7 @@ from colab_swarm.markup import facts
 from colab_swarm.runtime import Runner
 from colab_swarm.tensors.codecs import BLOCK_VALUES, Floats, codec_of
 from colab_swarm.tensors.feedback import ErrorFeedback
-from colab_swarm.training.replica import Replica, UpdateRule, uninterrupted
+from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer, uninterrupted
 
 HISTORY = 500
 """Steps in a snapshot."""
@@ -147,7 +147,7 @@ class Buckets:
                 self._on_full(bucket, self.vector[self.span(bucket)])
 
 
-class ElasticOptimizer(Optimizer):
+class ElasticOptimizer(WrappedOptimizer):
     """Data-parallel training in a small group whose members need not wait for all gradients (Elastic Consistency).
 
     Each member sends its gradient to all others in buckets, last layer first, during ``backward()``. `step` waits
@@ -159,6 +159,8 @@ class ElasticOptimizer(Optimizer):
     late. Call `step` once after each ``backward()``. The parameters must stay the same tensors.
     Buffers, such as the statistics of batch normalization, are local to each member.
     """
+
+    made_by = "swarm.elastic_optimizer(…)"
 
     def __init__(
         self,
@@ -227,8 +229,7 @@ class ElasticOptimizer(Optimizer):
             closure: not supported, must be None.
             samples: of a batch; only a simulation uses it, for the duration of the next one.
         """
-        if closure is not None:
-            raise ValueError("a closure cannot be re-run by a group: call loss.backward() and step()")
+        self._refuse_closure(closure)
         if self._closed:
             raise RuntimeError(
                 "this optimizer has left its group: create a new one with swarm.elastic_optimizer(…)"
@@ -292,18 +293,6 @@ class ElasticOptimizer(Optimizer):
             residual_squares = _squares(values + self._feedback.residual[span] - arrived)
         self._steps.hand_over(Piece(self._step, bucket, squares, residual_squares), arrived, payload)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self._inner.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self._inner.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self._inner.defaults
-
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, and what this member owes: residuals and late corrections."""
         corrections = torch.from_numpy(self._runtime.call(self._corrections()))
@@ -337,12 +326,6 @@ class ElasticOptimizer(Optimizer):
             self._feedback = ErrorFeedback(len(corrections), state_dict)
         if self._exchange.me == 0:
             self._carried = corrections
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not supported: the group has agreed on the parameters."""
-        raise TypeError(
-            "the group has agreed on the parameters: add groups before swarm.elastic_optimizer(…)"
-        )
 
     def __repr__(self) -> str:
         inner, scheduler = type(self._inner).__name__, self._settings.scheduler

@@ -23,8 +23,9 @@ alpha is the learning rate. The constants of two relaxations add up (triangle in
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -107,43 +108,41 @@ class StepStatus:
         return 1 - sum(one.numel for one in self.arrived) / expected if expected else 0.0
 
 
-class Scheduler(Protocol):
-    """Decides when a peer continues with its next step. Has no I/O."""
+class Scheduler(ABC):
+    """Decides when a peer continues with its next step. Has no I/O.
+
+    Attributes:
+        stand_in: the own gradient replaces missing values until they arrive.
+    """
+
+    stand_in = False
 
     @property
-    def name(self) -> str: ...
-
-    @property
+    @abstractmethod
     def max_delay(self) -> int:
         """A step ends only after all gradients of this age, in steps, have arrived."""
 
-    @property
-    def stand_in(self) -> bool:
-        """Whether the own gradient replaces missing values until they arrive."""
-
+    @abstractmethod
     def may_go_on(self, status: StepStatus) -> bool:
-        """Whether the step may end, and the next forward pass begin."""
+        """Return True if the step may end, and the next forward pass begin."""
 
     def ask_again_s(self, status: StepStatus) -> float | None:
         """Seconds until `may_go_on` is true without another event; None: only an arrival or a loss changes it."""
+        return None
 
+    @abstractmethod
     def bound(self, facts: StepFacts) -> float | None:
         """Return B, the elastic consistency constant; None: unknown for this codec."""
 
 
 @dataclass(frozen=True)
-class Synchronous:
+class Synchronous(Scheduler):
     """Perfectly consistent: waits for every gradient of the step."""
 
-    name = "synchronous"
     max_delay = 0
-    stand_in = False
 
     def may_go_on(self, status: StepStatus) -> bool:
         return not status.overdue
-
-    def ask_again_s(self, status: StepStatus) -> None:
-        return None
 
     def bound(self, facts: StepFacts) -> float | None:
         """0, plus codec and crashes."""
@@ -151,7 +150,7 @@ class Synchronous:
 
 
 @dataclass(frozen=True)
-class NormBounded:
+class NormBounded(Scheduler):
     """Continues when the received norm of every other peer is at least ``beta`` times the own norm (section 5).
 
     With ``beta=1`` it waits for everything, because another peer's norm may reach the own norm
@@ -165,9 +164,7 @@ class NormBounded:
     beta: float
     measure: Literal["l2", "l0"] = "l2"
 
-    name = "norm-bounded"
     max_delay = 1
-    stand_in = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.beta <= 1:
@@ -187,9 +184,6 @@ class NormBounded:
             return one.numel >= self.beta * status.own_numel
         return one.norm >= self.beta * status.own_norm
 
-    def ask_again_s(self, status: StepStatus) -> None:
-        return None
-
     def bound(self, facts: StepFacts) -> float | None:
         """One step of delay for every beta below 1: a small part of a gradient may have a large norm."""
         own = 0.0 if self.beta == 1 else bounded_staleness(facts.peers, 1, facts.m)
@@ -197,7 +191,7 @@ class NormBounded:
 
 
 @dataclass(frozen=True)
-class VarianceBounded:
+class VarianceBounded(Scheduler):
     """The own gradient replaces what is late, and is corrected in the next step (section 5).
 
     Attributes:
@@ -206,7 +200,6 @@ class VarianceBounded:
 
     timeout_s: float
 
-    name = "variance-bounded"
     max_delay = 1
     stand_in = True
 
@@ -226,7 +219,7 @@ class VarianceBounded:
 
 
 @dataclass(frozen=True)
-class BoundedStaleness:
+class BoundedStaleness(Scheduler):
     """Waits only for gradients that are ``tau`` steps old (section 4.1 c).
 
     Attributes:
@@ -234,9 +227,6 @@ class BoundedStaleness:
     """
 
     tau: int
-
-    name = "bounded-staleness"
-    stand_in = False
 
     def __post_init__(self) -> None:
         if self.tau < 1:
@@ -249,16 +239,13 @@ class BoundedStaleness:
     def may_go_on(self, status: StepStatus) -> bool:
         return not status.overdue
 
-    def ask_again_s(self, status: StepStatus) -> None:
-        return None
-
     def bound(self, facts: StepFacts) -> float | None:
         own = bounded_staleness(facts.peers, self.tau, facts.m)
         return _with_codec(own + _faults(facts.crashed, facts), facts)
 
 
 @dataclass(frozen=True)
-class CrashTolerant:
+class CrashTolerant(Scheduler):
     """Synchronous, but ``f`` gradients may be missing: of lost peers at once, of slow ones after a timeout.
 
     Late gradients are applied when they arrive: Lemma 14 bounds what is missing at any one time. Lost peers use up the
@@ -271,9 +258,6 @@ class CrashTolerant:
 
     f: int
     timeout_s: float
-
-    name = "crash-tolerant"
-    stand_in = False
 
     def __post_init__(self) -> None:
         if self.f < 1:
@@ -326,7 +310,7 @@ MOST = 2.0
 """Limit of the integrated beta. Beyond 1, it makes many steps wait after one with a large distance."""
 
 
-class AdaptiveBeta:
+class AdaptiveBeta(Scheduler):
     """`NormBounded`, with the smallest beta that keeps the measured distance under ``max_inconsistency``.
 
     Bounds are on the mean square, and gradients arrive in few, large buckets. So beta integrates the deviation of the
@@ -341,9 +325,7 @@ class AdaptiveBeta:
         beta: current value; it starts at 1, perfectly consistent.
     """
 
-    name = "adaptive-beta"
     max_delay = 1
-    stand_in = False
 
     def __init__(self, max_inconsistency: float, *, measure: Literal["l2", "l0"] = "l2") -> None:
         if not max_inconsistency > 0:
@@ -365,9 +347,6 @@ class AdaptiveBeta:
 
     def may_go_on(self, status: StepStatus) -> bool:
         return self._now.may_go_on(status)
-
-    def ask_again_s(self, status: StepStatus) -> None:
-        return None
 
     def bound(self, facts: StepFacts) -> float | None:
         """One step of delay: beta is below 1, or was recently."""

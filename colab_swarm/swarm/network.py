@@ -226,7 +226,7 @@ class NetworkSession:
                     await self._save(self.store)
 
     def _on_round(self, result: RoundResult) -> None:
-        samples = "/average/" not in result.group.prefix  # weights of arrays are no samples
+        samples = "/average/" not in result.group.terms.prefix  # weights of arrays are no samples
         contributors = result.contributors if samples else ()
         self.trust.contributions.ledger.on_round(result.group, contributors, result.spans_lost)
 

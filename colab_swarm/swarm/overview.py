@@ -187,7 +187,7 @@ class Overview:
     def _records(self, now: float) -> Records:
         if self._training.latest is not None:
             collaboration = self._training.latest.collaboration
-            return dict(collaboration.progress.records), dict(collaboration.assistants.records)
+            return dict(collaboration.progress.records), dict(collaboration.progress.assistants)
         seen = None if self._trainers is None else self._trainers.look(now)
         return seen or ({}, {})
 

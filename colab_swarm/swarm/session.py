@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from colab_swarm.averaging.moshpit import ArrayAverages
 from colab_swarm.events import Fault
 from colab_swarm.notebook.platforms import SessionClock, wait_for_end
 from colab_swarm.runtime import Runner
 from colab_swarm.snapshot import SessionTime
-from colab_swarm.training.assistant import Assistance, Assistant
+from colab_swarm.training.arrays import ArrayAverages
+from colab_swarm.training.assistant import Assistant
 from colab_swarm.training.settings import PeerServices
 
 if TYPE_CHECKING:
@@ -56,12 +56,12 @@ class SwarmTraining:
     """
 
     def __init__(self, context: PeerContext) -> None:
-        self._context, services = context, context.services
-        self.averages = ArrayAverages(services.router, services.dht, services.averager, context.run_id)
+        self._context = context
+        self.averages = ArrayAverages(context.services, context.run_id)
         self.latest: SwarmOptimizer | None = None
         self.optimizers: dict[str, SwarmOptimizer] = {}
         self.elastic: dict[str, ElasticOptimizer] = {}
-        self.assistance: Assistance | None = None
+        self.assistance: Assistant | None = None
 
     def optimizer(self, name: str, settings: TrainingSettings, rule: UpdateRule) -> SwarmOptimizer:
         """Start training a model; a model of the same name is replaced."""
@@ -91,14 +91,20 @@ class SwarmTraining:
         self.elastic[name] = ElasticOptimizer(runtime, optimizer, settings, enter, events, services.pace)
         return self.elastic[name]
 
-    def serve_as_reducer(self, name: str | None) -> Assistance:
+    def serve_as_reducer(self, name: str | None) -> Assistant:
         """Start helping others; an earlier help ends."""
-        context = self._context
         if self.assistance is not None:
             self.assistance.stop()
-        assistant = Assistant(context.services, context.run_id, name=context.name, collaboration=name)
-        self.assistance = Assistance(context.runtime, assistant)
-        return self.assistance
+        assistant = Assistant(
+            self._context.runtime,
+            self._context.services,
+            self._context.run_id,
+            name=self._context.name,
+            collaboration=name,
+        )
+        self._context.runtime.call(assistant.start())
+        self.assistance = assistant
+        return assistant
 
     def on_pause(self) -> None:
         """Let every optimizer notice that the pause gate opened or closed. Thread-safe."""

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from colab_swarm.moe.watch import ExpertsSnapshot
     from colab_swarm.notebook.try_model import ModelProbe, TryModel
     from colab_swarm.snapshot import SwarmSnapshot
-    from colab_swarm.training.assistant import Assistance
+    from colab_swarm.training.assistant import Assistant
     from colab_swarm.training.optimizer import SwarmOptimizer
     from colab_swarm.training.settings import TrafficBudget
     from colab_swarm.workunits.coordinator import Coordinator, CoordinatorOptions
@@ -275,7 +275,7 @@ class Swarm(AbstractContextManager["Swarm"]):
             print("Interrupted. Others may have counted your values; call average() again for another mean.")
             raise
 
-    def serve_as_reducer(self, name: str | None = None) -> Assistance:
+    def serve_as_reducer(self, name: str | None = None) -> Assistant:
         """Help others train: organize their rounds, reduce, send the state to late joiners. Needs no torch.
 
         Peers that only dial out can train together through this peer.

@@ -94,9 +94,9 @@ None, optimizer, target_batch_size=…)` on all ranks, without `DistributedDataP
 | DeDLOC ([arXiv 2106.10207](https://arxiv.org/abs/2106.10207)) | module |
 |---|---|
 | section 3.1: each peer accumulates at its own pace, one step per target batch | `progress`, `collaboration` |
-| section 3.2: rounds, delayed updates (after ZeRO-Offload) | `rounds`, `optimizer`, `replica` |
+| section 3.2: rounds, delayed updates (after ZeRO-Offload) | `collaboration`, `optimizer`, `replica` |
 | auxiliary peers | `assistant`, `state` |
-| late joiners get the state from peers | `state`, `collaboration` |
+| late joiners get the state from peers | `state`, `catch_up` |
 | section 4.3: sahajBERT | `colab_swarm.recipes`, `notebooks/sahajbert.ipynb` |
 
 `layerwise` has LAMB, [arXiv 1904.00962](https://arxiv.org/abs/1904.00962), and LARS, [arXiv

@@ -10,13 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-import msgspec
-
-from colab_swarm.averaging.group import MAX_TEXT, Group, GroupFormationSettings, Ticket
+from colab_swarm.averaging.group import MAX_TEXT, GroupFormationSettings, RoundTerms, Ticket
 from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import PeerId
@@ -24,14 +22,12 @@ from colab_swarm.runtime import Runner
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.progress import (
     AssistantRecord,
-    ProgressRecord,
+    Progress,
     assistants_key,
-    branch_of,
     participants_of,
-    read_participants,
+    refresh,
 )
-from colab_swarm.training.rounds import LinkBandwidth
-from colab_swarm.training.settings import PeerServices
+from colab_swarm.training.settings import LinkBandwidth, PeerServices
 from colab_swarm.training.state import Mirror
 
 logger = logging.getLogger(__name__)
@@ -63,7 +59,7 @@ class AssistantTally:
 
 
 class Assistant:
-    """Helps the collaborations of a run, as their first messages arrive.
+    """Helps the collaborations of a run, as their first messages arrive; `stop` ends it.
 
     Args:
         run_id: of the run.
@@ -74,6 +70,7 @@ class Assistant:
 
     def __init__(
         self,
+        runtime: Runner,
         services: PeerServices,
         run_id: str,
         *,
@@ -81,8 +78,9 @@ class Assistant:
         collaboration: str | None = None,
         stored: Callable[[str], Awaitable[Snapshot | None]] | None = None,
     ) -> None:
-        self._services, self._stored = services, stored
+        self._runtime, self._services, self._stored = runtime, services, stored
         self._run_id, self._name = run_id, name
+        self._stopped = False
         self._only = "" if collaboration is None else f"{run_id}/{collaboration}"
         self._tally = AssistantTally()
         self._parts: dict[str, _Part] = {}
@@ -100,22 +98,34 @@ class Assistant:
         await self._publish(ttl_s=TTL_S)
         self._tasks.append(asyncio.create_task(self._heartbeat(), name="assist"))
 
-    async def stop(self) -> None:
+    async def withdraw(self) -> None:
         """Stop assisting, with a record that expires at once."""
         self.kill()
         await self._publish(ttl_s=0.5)
 
+    def stop(self) -> None:
+        """Stop assisting. Idempotent."""
+        if not self._stopped:
+            self._runtime.call(self.withdraw())
+
     def kill(self) -> None:
-        """Stop assisting without notice."""
+        """Stop assisting without notice; call it on the runtime's event loop."""
+        self._stopped = True
         for task in self._tasks:
             task.cancel()
         self._services.router.clear_default()
         for prefix in list(self._parts):
             self.leave(prefix)
 
-    def tally(self) -> AssistantTally:
+    def snapshot(self) -> AssistantTally:
         """Return the work done so far. Thread-safe."""
         return replace(self._tally, collaborations=tuple(filter(None, list(self._parts))))
+
+    def __repr__(self) -> str:
+        tally = self.snapshot()
+        moved_mb = (tally.reduced_bytes + tally.mirrored_bytes) / 1e6
+        state = "stopped" if self._stopped else f"{len(tally.collaborations)} collaborations now"
+        return f"Assistant({state}, {tally.rounds} rounds, {moved_mb:.1f} MB)"
 
     async def _heartbeat(self) -> None:
         while True:
@@ -160,14 +170,10 @@ class _Part:
         self.used_at = _now()
         self._services, self._prefix = services, prefix
         self._tally = tally
-        self._records: Mapping[PeerId, ProgressRecord] = {}
-        self._lost: dict[PeerId, ProgressRecord] = {}  # last records of peers whose links broke
-        self._assistants: Collection[PeerId] = ()
-        self._last: Group | None = None  # of the last round here
+        self._progress = Progress.of_watcher(services.peers.id, prefix)
         self._bandwidth = LinkBandwidth(services.peers)
         self._read_at = float("-inf")
         self._rounds: dict[tuple[int, bytes], asyncio.Task[None]] = {}
-        self._callers: dict[tuple[int, bytes], set[PeerId]] = {}  # of these rounds
         self._matchmaker = Matchmaker(
             services.router, prefix, expected=self._expected, on_called=self._on_called, settings=MATCHMAKING
         )
@@ -188,33 +194,23 @@ class _Part:
             task.cancel()
         self._services.averager.forget(self._prefix)
 
-    def _on_called(self, terms: Ticket, caller: PeerId) -> float | None:
+    def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
         """Join any round, as far as memory allows."""
         self.used_at = _now()
-        key = (terms.step, terms.lineage)
-        self._callers.setdefault(key, set()).add(caller)
-        if key not in self._rounds:
+        if terms.key not in self._rounds:
             if len(self._rounds) >= MAX_ROUNDS or VECTORS_IN_MEMORY * 4 * terms.numel > _memory_bytes():
-                del self._callers[key]
                 return None
-            self._rounds[key] = asyncio.create_task(self._take_part(terms), name=f"assist {terms.step}")
+            self._rounds[terms.key] = asyncio.create_task(self._take_part(terms), name=f"assist {terms.step}")
         return 0.0
 
-    async def _take_part(self, terms: Ticket) -> None:
+    async def _take_part(self, terms: RoundTerms) -> None:
         began_at = _now()
         upload_bps, download_bps = self._bandwidth.known()
-        ticket = msgspec.structs.replace(
-            terms,
-            weight=0.0,
-            reduces=bool(self._services.peers.contact.addresses),
-            upload_bps=upload_bps,
-            download_bps=download_bps,
-            assists=True,
-        )
+        reduces = bool(self._services.peers.contact.addresses)
+        ticket = Ticket(terms, 0.0, reduces, upload_bps, download_bps, assists=True)
         try:
-            candidates = self._known(terms.step, terms.lineage)
+            candidates = self._known(*terms.key)
             group = await self._matchmaker.join(ticket, candidates, _now() + ROUND_TIMEOUT_S)
-            self._last = group
             result = await self._services.averager.reduce(group)
             self._bandwidth.on_round(result)
         except (PeerError, MemoryError) as error:
@@ -224,8 +220,7 @@ class _Part:
             self._tally.reduced_bytes += result.sent_bytes + result.received_bytes
             self._services.events.emit(result.event(began_at=began_at, now=_now()))
         finally:
-            del self._rounds[terms.step, terms.lineage]
-            self._callers.pop((terms.step, terms.lineage), None)
+            del self._rounds[terms.key]
 
     async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
         await self._read()
@@ -233,23 +228,18 @@ class _Part:
 
     def _known(self, step: int, lineage: bytes) -> list[PeerId]:
         """Return the peers expected by their records, a call or the last round: a record may be late."""
-        linked = self._services.peers.linked()
-        others = {*self._assistants, *self._callers.get((step, lineage), ())}
-        if self._last is not None and self._last.step == step - 1:
-            others |= {member.id for member in self._last.members}
-        listed = participants_of(self._records, step, lineage)
-        alive = (peer for peer in listed if peer in linked or self._lost.get(peer) != self._records[peer])
-        return sorted((others & linked).union(alive))  # the round would wait for a lost peer
+        progress, linked = self._progress, self._services.peers.linked()
+        others = progress.assistants.keys() & linked | self._matchmaker.likely(step, lineage)
+        return sorted(others.union(participants_of(progress.records, step, lineage)))
 
     def _on_lost(self, peer: PeerId) -> None:
-        if record := self._records.get(peer):
-            self._lost[peer] = record
+        if peer in self._progress.records or peer in self._progress.assistants:
+            self._progress.on_lost(peer, now=_now())
 
     async def _donors(self) -> list[PeerId]:
         self.used_at = _now()
         await self._read()
-        branch = branch_of(self._records)
-        return sorted(branch.peers) if branch else []
+        return sorted(self._progress.branch().peers)
 
     def _on_sent(self, size_bytes: int) -> None:
         self._tally.mirrored_bytes += size_bytes
@@ -260,8 +250,7 @@ class _Part:
             return
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
-                self._records, self._assistants = await read_participants(self._services.dht, self._prefix)
-            self._lost = {peer: record for peer, record in self._lost.items() if peer in self._records}
+                await refresh(self._progress, self._services.dht, self._services.peers)
             self._read_at = _now()
         except (PeerError, TimeoutError) as error:
             logger.info("progress of %s not read: %s", self._prefix, error)
@@ -276,35 +265,3 @@ def _memory_bytes() -> int:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-class Assistance:
-    """The running help that `Swarm.serve_as_reducer` started; `stop` ends it."""
-
-    def __init__(self, runtime: Runner, assistant: Assistant) -> None:
-        """Use `Swarm.serve_as_reducer`."""
-        self._runtime = runtime
-        self._assistant = assistant
-        self._stopped = False
-        runtime.call(assistant.start())
-
-    def snapshot(self) -> AssistantTally:
-        """Return the work done so far. Thread-safe."""
-        return self._assistant.tally()
-
-    def stop(self) -> None:
-        """Stop assisting. Idempotent."""
-        if not self._stopped:
-            self._stopped = True
-            self._runtime.call(self._assistant.stop())
-
-    def kill(self) -> None:
-        """End like a killed process; call it on the runtime's event loop."""
-        self._stopped = True
-        self._assistant.kill()
-
-    def __repr__(self) -> str:
-        tally = self.snapshot()
-        moved_mb = (tally.reduced_bytes + tally.mirrored_bytes) / 1e6
-        state = "stopped" if self._stopped else f"{len(tally.collaborations)} collaborations now"
-        return f"Assistance({state}, {tally.rounds} rounds, {moved_mb:.1f} MB)"

@@ -1,14 +1,8 @@
 """One trainer's part in the swarm: report progress, run averaging rounds, catch up. Does not import torch.
 
-It runs on the runtime's event loop. The optimizer drives it from the user's thread: `report` after each micro-batch,
-`average` when a round is due, `advance` when the update is applied, `catch_up` when the swarm moved on without it.
-
-How a late joiner, or a peer that fell behind, catches up with a swarm that does not wait: while the snapshot of step s
-downloads, the peer follows the rounds with weight 0 and collects their means. Then it applies the
-means of the rounds s, s+1, … in order and has the swarm's parameters, however long the download
-took. It sends nothing and reduces nothing meanwhile, so it cannot slow down a round. Donors that
-keep failing lose their vote, and the branch of the other peers is tried: a peer that claims an
-absurd step keeps no late joiner out.
+It runs on the runtime's event loop. The optimizer drives it from the user's thread: `report` after each micro-batch
+says what is due, and `average` finds the round's group, averages, lets the optimizer apply the mean and moves on to
+the next step. `catch_up` gets the swarm's state when it moved on without this peer.
 """
 
 from __future__ import annotations
@@ -17,99 +11,54 @@ import asyncio
 import enum
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TypeAlias
+from dataclasses import replace
 
 import msgspec
 import numpy as np
 
-from colab_swarm.averaging.exchange import UploadEncoding
-from colab_swarm.averaging.group import Ticket
+from colab_swarm.averaging.exchange import RoundPing, UploadEncoding
+from colab_swarm.averaging.group import Group, RoundRefused, RoundTerms, Ticket
+from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.averaging.round import RoundResult
-from colab_swarm.errors import PeerError, StateError
-from colab_swarm.events import BatchDropped, PeerLeft, StateReceived, StepFinished
+from colab_swarm.averaging.strategy import AdaptiveShares
+from colab_swarm.errors import PeerError, PeerTimeout, StateError
+from colab_swarm.events import (
+    BatchDropped,
+    BudgetChosen,
+    Fault,
+    PeerLeft,
+    PeerSilent,
+    StateReceived,
+    StepFinished,
+)
 from colab_swarm.net.peers import PeerId
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
+from colab_swarm.training.catch_up import CatchUp, CaughtUp
 from colab_swarm.training.progress import (
-    Assistants,
     Branch,
     Progress,
     ProgressRecord,
-    next_lineage,
+    ThroughputEstimator,
     participants_of,
     progress_key,
-    read_participants,
+    refresh,
 )
-from colab_swarm.training.rounds import Rounds
-from colab_swarm.training.settings import PeerServices, TrainingSettings
+from colab_swarm.training.settings import (
+    CommunicationPlan,
+    LinkBandwidth,
+    PeerServices,
+    TrafficBudgetPolicy,
+    TrainingSettings,
+)
 from colab_swarm.training.state import StateSharing
 
 logger = logging.getLogger(__name__)
 
-CaughtUp: TypeAlias = tuple[Snapshot, list[Floats]]
-"""A state to load, and the means of the rounds since, in order."""
-
-LATE_BATCHES = 3.0
-"""A trainer that is silent for the time of this many micro-batches does not join a round soon."""
-IDLE_BATCHES, IDLE_REPORTS, UNKNOWN_REPORTS = 10.0, 2.0, 10.0
-"""An idle trainer was silent for this many micro-batches and record periods, or periods while its speed is unknown."""
-ATTEMPTS = 5
-BRANCHES = 4
-"""Number of branches to try: trainers that died together may each have left a step of its own."""
-PAUSE_S = 1.0
-PATIENCE_S = 30.0
-"""Donors may fail for this long, or `ATTEMPTS` times, before others are tried."""
-
-
-class ThroughputEstimator:
-    """Measures the speed of one trainer from its micro-batches.
-
-    Attributes:
-        samples_per_s: moving average; 0 until it is known.
-        active_at: time of the trainer's last sign of work.
-    """
-
-    def __init__(self, now: float) -> None:
-        self.samples_per_s = 0.0
-        self._batch_s = 0.0
-        self._computing_since: float | None = None
-        self.active_at = now
-
-    def wait(self) -> None:
-        """The trainer stops computing, and is ready for a round."""
-        self._computing_since, self.active_at = None, math.inf
-
-    def work(self, now: float) -> None:
-        """The trainer starts computing."""
-        self._computing_since = self.active_at = now
-
-    def on_batch(self, samples: float, now: float) -> None:
-        """The trainer finished a micro-batch and starts the next."""
-        if self._computing_since is not None:
-            took_s = max(now - self._computing_since, 1e-6)
-            speed = samples / took_s
-            self._batch_s = took_s if not self._batch_s else 0.7 * self._batch_s + 0.3 * took_s
-            self.samples_per_s = speed if not self.samples_per_s else 0.8 * self.samples_per_s + 0.2 * speed
-        self.work(now)
-
-    def ready_in_s(self, now: float, *, patience_s: float) -> float | None:
-        """Return when the micro-batch will be done; None if it is overdue by more than ``patience_s``."""
-        if self._computing_since is None:
-            return 0.0
-        ready_in_s = self._computing_since + self._batch_s - now
-        late = ready_in_s < -max(LATE_BATCHES * self._batch_s, patience_s)
-        return None if late else max(0.0, ready_in_s)
-
-    def idle(self, now: float, *, report_s: float) -> bool:
-        """Return True if the trainer was silent for much longer than its own micro-batches take.
-
-        Args:
-            report_s: longest time between two progress records.
-        """
-        periods = IDLE_REPORTS if self._batch_s else UNKNOWN_REPORTS
-        return now - self.active_at > max(IDLE_BATCHES * self._batch_s, periods * report_s)
+LATE_S, ANSWER_S = 2.0, 2.0
+"""When to look for silent peers while a group forms, and how soon a healthy peer answers."""
 
 
 class Due(enum.Enum):
@@ -128,6 +77,10 @@ class Collaboration:
         own: this peer's first record.
         numel, schema: length of the averaged vector, and the digest of its layout.
         snapshot: copies the current training state; runs off the event loop and may raise `StateError`.
+
+    Attributes:
+        progress: of the swarm, as this peer knows it.
+        plan: how this peer stays within its traffic budget; None without one.
     """
 
     def __init__(
@@ -141,18 +94,26 @@ class Collaboration:
         snapshot: Callable[[], Snapshot],
     ) -> None:
         self.services, self._settings = services, settings
-        peers, target = services.peers, settings.target_batch_size
-        self.progress = Progress(peers.id, own, target_batch_size=target, local=settings.local_steps != 1)
-        self.assistants = Assistants(settings.prefix)
-        services.router.reserve(settings.prefix)
-        self.rounds = Rounds(
-            services,
-            settings,
-            numel=numel,
-            schema=schema,
+        peers = services.peers
+        self.progress = Progress(
+            peers.id,
+            own,
+            prefix=settings.prefix,
+            target_batch_size=settings.target_batch_size,
+            local=settings.local_steps != 1,
+        )
+        self.plan: CommunicationPlan | None = None
+        self._policy = None if settings.budget is None else TrafficBudgetPolicy(settings, peers.id)
+        self._numel, self._schema = numel, schema
+        self._bandwidth, self._shares = LinkBandwidth(peers, settings.budget), AdaptiveShares()
+        self._matchmaker = Matchmaker(
+            services.router,
+            settings.prefix,
             expected=self._expected,
             on_called=self._on_called,
             stands=self.progress.stands,
+            strategy=self._shares,
+            settings=settings.formation,
         )
         self._states = StateSharing(services.router, settings.prefix, lambda: asyncio.to_thread(snapshot))
         self._called: tuple[int, bytes] | None = None
@@ -160,7 +121,9 @@ class Collaboration:
         self._moved = asyncio.Event()
         self._throughput = ThroughputEstimator(self._now())
         self._applying = False
-        self._averaging = False
+        self._averaging_aside = False
+        self._settling: asyncio.Task[None] | None = None
+        self._reported: set[str] = set()  # refusals
         self._steps_alone = 0  # since the last round
         self._tasks: list[asyncio.Task[None]] = []
         self._stop_listening = peers.on_lost(self._on_lost)
@@ -175,6 +138,7 @@ class Collaboration:
 
     async def stop(self) -> None:
         """Serve the last round to its end, then leave with a record that expires at once."""
+        await self.settled()
         await self.services.averager.drain(self._settings.prefix)
         self.kill()
         await self._publish(ttl_s=0.5)
@@ -184,13 +148,14 @@ class Collaboration:
         self._stop_listening()
         for task in self._tasks:
             task.cancel()
-        self.rounds.matchmaker.close()
+        self._matchmaker.close()
         self._states.close()
 
     def _on_lost(self, peer: PeerId) -> None:
-        self.assistants.on_lost(peer)
-        if peer in self.progress.records:
+        trains = peer in self.progress.records
+        if trains or peer in self.progress.assistants:
             self.progress.on_lost(peer, now=self._now())
+        if trains:
             self.services.events.emit(PeerLeft(self._now(), peer.hex(), "its link broke"))
             self._wake_if_due()
 
@@ -230,7 +195,7 @@ class Collaboration:
         if silent and not (own.absent or own.syncing):
             self._update(idle=True)
         addresses = self.services.peers.contact.addresses  # a tunnel or a relay may have opened or closed
-        upload_bps, download_bps = self.rounds.bandwidth_bps()
+        upload_bps, download_bps = self._bandwidth.known()
         self._update(
             addresses=addresses, reduces=bool(addresses), upload_bps=upload_bps, download_bps=download_bps
         )
@@ -238,9 +203,7 @@ class Collaboration:
 
     async def refresh(self) -> Branch:
         """Read the peers' records now, and return the swarm's branch."""
-        records, assistants = await read_participants(self.services.dht, self._settings.prefix)
-        self.progress.on_records(records, linked=self.services.peers.linked(), now=self._now())
-        self.assistants.on_records(assistants)
+        await refresh(self.progress, self.services.dht, self.services.peers)
         self._wake_if_due()
         return self.progress.branch()
 
@@ -271,7 +234,7 @@ class Collaboration:
         return self._due()
 
     def _due(self) -> Due:
-        if self._averaging or self.progress.own.paused:  # with delayed updates there is one round at a time
+        if self._averaging_aside or self.progress.own.paused:  # one round at a time
             return Due.NOTHING
         if self.progress.own.syncing or self.progress.behind:
             return Due.CATCH_UP
@@ -316,15 +279,46 @@ class Collaboration:
         self._throughput.work(self._now())
         return due
 
-    async def average(self, values: Floats, weight: float, encoding: UploadEncoding) -> RoundResult | None:
-        """Take part in the round of the own step; ``values`` becomes the mean. Returns None if there is no mean."""
-        self._throughput.wait()
-        try:
-            return await self._average(values, weight, encoding)
-        finally:
-            self._throughput.work(self._now())
+    async def average(
+        self,
+        values: Floats,
+        weight: float,
+        encoding: UploadEncoding,
+        apply: Callable[[Floats], bytes],
+        *,
+        aside: bool = False,
+    ) -> RoundResult | None:
+        """Average ``values`` in the round of the own step, apply the mean and move to the next step.
 
-    async def _average(self, values: Floats, weight: float, encoding: UploadEncoding) -> RoundResult | None:
+        Args:
+            values: becomes the mean.
+            apply: takes the swarm's step with the mean, off the event loop, and returns the new lineage. Once it
+                began, an interrupt does not stop it: parameters and record must agree. See `settled`.
+            aside: the trainer computes for the next step meanwhile.
+
+        Returns:
+            The result; None if there is no mean, and the samples go into the next round.
+        """
+        if aside:
+            self._averaging_aside = True
+            self._update(samples=0.0)
+        try:
+            result = await self._try_round(values, weight, encoding, aside)
+            if result is not None:
+                self._settling = asyncio.create_task(self._settle(values, result, apply, aside), name="apply")
+                await asyncio.shield(self._settling)
+            elif aside:
+                self._update(samples=self.progress.own.samples + weight)  # for the next try
+            return result
+        finally:
+            self._averaging_aside = False
+            self._wake.set()
+
+    async def _try_round(
+        self, values: Floats, weight: float, encoding: UploadEncoding, aside: bool
+    ) -> RoundResult | None:
+        if not aside:
+            self._throughput.wait()
         self._applying = True  # a faster member may call the next round before the last mean arrives here
         stepping = False
         try:
@@ -337,59 +331,124 @@ class Collaboration:
             return None
         finally:
             self._applying = stepping
+            if not aside:
+                self._throughput.work(self._now())
 
-    async def average_aside(
-        self, values: Floats, weight: float, encoding: UploadEncoding, apply: Callable[[Floats], bytes]
-    ) -> RoundResult | None:
-        """Like `average`, while the trainer computes for the next step.
-
-        Args:
-            apply: takes the mean, off the event loop, and returns the new lineage.
-        """
-        self._averaging = True
-        self._update(samples=0.0)
+    async def _settle(
+        self, mean: Floats, result: RoundResult, apply: Callable[[Floats], bytes], aside: bool
+    ) -> None:
+        """Apply the mean and move the own record to the next step."""
         try:
-            result = await self._average(values, weight, encoding)
-            if result is None:
-                self._update(samples=self.progress.own.samples + weight)  # for the next try
-            else:
-                lineage = await asyncio.to_thread(apply, values)
-                await self.advance(lineage, result, samples=self.progress.own.samples)
-            return result
+            lineage = await asyncio.to_thread(apply, mean)
         finally:
-            self._averaging = False
-            self._wake.set()
-
-    async def _round(
-        self, own: ProgressRecord, values: Floats, weight: float, encoding: UploadEncoding | None = None
-    ) -> RoundResult:
-        result = await self.rounds.take_part(own, values, weight, encoding, formed=self._on_formed)
-        plan = self.rounds.update_plan(result, self.progress)
-        if self._settings.auto_steps and plan is not None:
-            self._update(local_steps=plan.local_steps)
-        return result
-
-    def _on_formed(self) -> None:
-        self._called = None
-
-    async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
-        """Return the peers expected by their records, the last round or a call: a record may be late."""
-        expected = {*participants_of(self.progress.records, step, lineage), *self.assistants.records}
-        expected |= self.rounds.likely(step, lineage) & self.services.peers.linked()
-        return sorted(expected - self.progress.absent)
-
-    async def advance(self, lineage: bytes, result: RoundResult, *, samples: float = 0.0) -> None:
-        """Move to the next step after the mean is applied; ``samples`` count for it already."""
-        self._applying, self._steps_alone = False, 0
+            self._applying = False
+        self._steps_alone = 0
         self._states.outdate()
-        self.progress.advance(lineage, samples=samples)
+        self.progress.advance(lineage, samples=self.progress.own.samples if aside else 0.0)
         self._moved.set()
         step, members = self.progress.own.step, result.group.members
         self.progress.on_round((member.id for member in members), step, lineage, now=self._now())
         counted = sum(member.weight for member in members if member.id in result.contributors)
         self.services.events.emit(StepFinished(self._now(), step, counted, self.progress.own.loss))
 
-    def _on_called(self, terms: Ticket, caller: PeerId) -> float | None:
+    async def settled(self) -> None:
+        """Wait until an update that an interrupt does not stop is applied and recorded."""
+        if self._settling is not None:
+            await asyncio.wait([self._settling])
+
+    async def _round(
+        self, own: ProgressRecord, values: Floats, weight: float, encoding: UploadEncoding | None = None
+    ) -> RoundResult:
+        """Average ``values`` in the round of the step in ``own``; raises PeerError if there is none for this peer."""
+        began_at = self._now()
+        group = await self._find_group(own, weight)
+        self._called = None
+        if encoding is not None and self.plan is not None:
+            encoding = replace(encoding, precision=self.plan.precision)
+        result = await self.services.averager.average(group, values, encoding)
+        self._bandwidth.on_round(result)
+        if not result.spans_lost and len(result.contributors) > 1:
+            shares = [member.share for member in group.members]
+            self._shares.on_round(shares, group.predicted_s, result.seconds["exchange"])
+        self.services.events.emit(result.event(began_at=began_at, now=self._now()))
+        self._update_plan(result)
+        return result
+
+    async def _find_group(self, own: ProgressRecord, weight: float) -> Group:
+        deadline = self._now() + self._settings.round_timeout_s
+        candidates = await self._expected(own.step, own.lineage)
+        watch = asyncio.create_task(self._watch(candidates))
+        try:
+            return await self._matchmaker.join(self._ticket(own, weight), candidates, deadline)
+        except RoundRefused as refused:
+            if refused.reason == "invalid":  # it will not pass by itself
+                self._report_once(str(refused))
+            raise
+        finally:
+            watch.cancel()
+
+    def _report_once(self, refusal: str) -> None:
+        if refusal not in self._reported:
+            self._reported.add(refusal)
+            text = f"{refusal}; all peers of a run take the same model, compression and mean_compression"
+            self.services.events.emit(Fault(self._now(), "rounds, which this peer is kept out of", text))
+
+    def _ticket(self, own: ProgressRecord, weight: float) -> Ticket:
+        settings = self._settings
+        willing = (self.plan is None or self.plan.reduces) and not own.syncing
+        upload_bps, download_bps = self._bandwidth.known()
+        terms = RoundTerms(
+            settings.prefix,
+            own.step,
+            own.lineage,
+            self._numel,
+            self._schema,
+            settings.compression,
+            settings.mean_compression,
+        )
+        return Ticket(
+            terms,
+            weight,
+            reduces=bool(self.services.peers.contact.addresses) and willing,
+            upload_bps=upload_bps,
+            download_bps=download_bps,
+            samples_per_s=own.samples_per_s,
+        )
+
+    async def _watch(self, candidates: Sequence[PeerId]) -> None:
+        """If the group forms slowly, report the candidates that do not even answer."""
+        await asyncio.sleep(LATE_S)
+        linked = self.services.peers.linked()
+        await asyncio.gather(*(self._ping(peer) for peer in candidates if peer in linked))
+
+    async def _ping(self, peer: PeerId) -> None:
+        try:
+            await self.services.peers.call(peer, RoundPing(b""), RoundPing, timeout_s=ANSWER_S)
+        except PeerTimeout:
+            self.services.events.emit(PeerSilent(self._now(), peer.hex(), ANSWER_S))
+        except PeerError:  # a lost link has an event of its own
+            pass
+
+    def _update_plan(self, result: RoundResult) -> None:
+        """Choose how to stay within the traffic budget, after a round with others."""
+        if self._policy is None or len(result.group.members) < 2:
+            return
+        now, speed = self._now(), self.progress.samples_per_s()
+        self._policy.on_round(result.sent_bytes, result.received_bytes, self.progress.local_steps, now=now)
+        if speed:
+            plan = self._policy.choose(result.group, self.progress.target_batch_size / speed)
+            if plan is not None and not plan.like(self.plan):
+                self.services.events.emit(BudgetChosen(now, str(plan), plan.within))
+            self.plan = plan
+        if self._settings.auto_steps and self.plan is not None:
+            self._update(local_steps=self.plan.local_steps)
+
+    async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
+        """Return the peers expected by their records, the last round or a call: a record may be late."""
+        expected = {*participants_of(self.progress.records, step, lineage), *self.progress.assistants}
+        return sorted((expected | self._matchmaker.likely(step, lineage)) - self.progress.absent)
+
+    def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
         """Return when this peer joins an organizer's round, or None if it does not."""
         own, step, lineage = self.progress.own, terms.step, terms.lineage
         if own.absent:
@@ -418,7 +477,7 @@ class Collaboration:
         if (branch.step, branch.lineage) == (self.progress.own.step, self.progress.own.lineage):
             self._update(syncing=False)  # equal parameters already, or no other peer
             return None
-        capacity = max(1, self._settings.max_replay_bytes // (4 * self.rounds.numel))
+        capacity = max(1, self._settings.max_replay_bytes // (4 * self._numel))
         try:
             caught_up = await CatchUp(self, capacity=capacity, has_state=has_state).run()
         except StateError:
@@ -436,27 +495,27 @@ class Collaboration:
             self._wake.clear()
             await self._wake.wait()
 
-    def take_call(self) -> tuple[int, bytes]:
-        """Return the step and lineage of the call that `wait_called` waited for."""
-        assert self._called is not None
-        called, self._called = self._called, None
-        return called
+    async def follow_round(self) -> dict[tuple[int, bytes], Floats]:
+        """Take part with weight 0 in the round that `wait_called` waited for.
 
-    async def follow_round(self, step: int, lineage: bytes) -> Floats | None:
-        """Take part with weight 0 and return the mean; None if it is not complete."""
-        values = np.zeros(self.rounds.numel, np.float32)
+        Returns:
+            The mean by the step and lineage that it is applied to; empty if it is not complete.
+        """
+        assert self._called is not None
+        (step, lineage), self._called = self._called, None
+        values = np.zeros(self._numel, np.float32)
         own = msgspec.structs.replace(self.progress.own, step=step, lineage=lineage)
         try:
             result = await self._round(own, values, 0.0)
         except PeerError as error:
             logger.info("round %d not followed: %s", step, error)
-            return None
-        return None if result.kept_local else values
+            return {}
+        return {} if result.kept_local else {(step, lineage): values}
 
     async def adopt(self, step: int, lineage: bytes, *, syncing: bool = False) -> None:
         """Move this peer's record to a state that it has loaded, is about to load or, ``syncing``, still needs."""
         self._steps_alone = 0
-        self.rounds.matchmaker.forget(step, lineage)
+        self._matchmaker.forget(step, lineage)
         self.progress.leap(step, lineage, syncing=syncing)
         self._moved.set()
 
@@ -467,105 +526,12 @@ class Collaboration:
         try:
             snapshot = await self._states.download(donors)
         except StateError:
-            if not self.assistants.records:
+            if not self.progress.assistants:
                 raise
-            snapshot = await self._states.download(list(self.assistants.records))
+            snapshot = await self._states.download(list(self.progress.assistants))
         manifest, now = snapshot.manifest, self._now()
         names = tuple(donor.hex() for donor in snapshot.donors)
         self.services.events.emit(
             StateReceived(now, manifest.step, names, manifest.size_bytes, now - started)
         )
         return snapshot
-
-
-class CatchUp:
-    """One attempt to get the swarm's state.
-
-    Args:
-        capacity: number of means that fit in memory.
-        has_state: this peer can continue with its own state if no other peer can give a better one.
-    """
-
-    def __init__(self, collaboration: Collaboration, *, capacity: int, has_state: bool) -> None:
-        self._collaboration = collaboration
-        self._capacity, self._has_state = capacity, has_state
-        self._means: dict[tuple[int, bytes], Floats] = {}  # by the step and lineage that they are applied to
-        self._between_rounds = asyncio.Lock()
-        self._failures = 0  # of one branch's donors
-        self._trying_since: float | None = None
-        self._outdated = b""  # root of the last snapshot that was behind the branch
-
-    async def run(self) -> CaughtUp | None:
-        """Download the state and bring it up to date.
-
-        Raises:
-            StateError: no peer on the branch could give its state in time, and this peer has none of its own.
-        """
-        follower = asyncio.create_task(self._follow(), name="follow rounds")
-        try:
-            return await self._run()
-        finally:
-            follower.cancel()
-            await asyncio.gather(follower, return_exceptions=True)
-
-    async def _run(self) -> CaughtUp | None:
-        reasons: dict[str, None] = {}
-        for attempt in range(BRANCHES * ATTEMPTS):
-            branch = await self._collaboration.refresh()
-            donors = sorted(branch.peers - {self._collaboration.progress.me})
-            if not donors and (self._has_state or not reasons):
-                return None
-            if not donors:
-                break
-            try:
-                snapshot = await self._download(donors)
-                async with self._between_rounds:
-                    return await self._complete(snapshot, donors)
-            except StateError as error:
-                reasons[str(error)] = None
-                await asyncio.sleep(PAUSE_S * (attempt % ATTEMPTS))
-        raise StateError(f"could not catch up with the swarm: {'; '.join(reasons)}")
-
-    async def _download(self, donors: list[PeerId]) -> Snapshot:
-        self._trying_since = self._trying_since or asyncio.get_running_loop().time()
-        try:
-            return await self._collaboration.download(donors)
-        except StateError:
-            self._on_failure(donors)
-            raise
-
-    def _on_failure(self, donors: list[PeerId]) -> None:
-        now = asyncio.get_running_loop().time()
-        self._failures += 1
-        if self._failures >= ATTEMPTS or now - (self._trying_since or now) > PATIENCE_S:
-            # A false claim, such as step 10^9, must not hide the other peers forever.
-            self._collaboration.progress.distrust(donors, now=now)
-            self._failures, self._trying_since = 0, None
-
-    async def _complete(self, snapshot: Snapshot, donors: list[PeerId]) -> CaughtUp:
-        """Order the means after the snapshot. Runs between two rounds, so that none is missed."""
-        step, lineage = snapshot.manifest.step, snapshot.manifest.subject
-        means: list[Floats] = []
-        while (mean := self._means.get((step, lineage))) is not None:
-            means.append(mean)
-            step, lineage = step + 1, next_lineage(lineage, mean)
-        branch = await self._collaboration.refresh()
-        missed = branch.step > step or any(followed > step for followed, _ in self._means)
-        if missed or (branch.step == step and branch.lineage != lineage):
-            if snapshot.manifest.root == self._outdated:  # again: an assistant's, as its donors are lost
-                self._on_failure(donors)
-            self._outdated = snapshot.manifest.root
-            raise StateError("the swarm moved on during the download")
-        await self._collaboration.adopt(step, lineage)
-        return snapshot, means
-
-    async def _follow(self) -> None:
-        while True:
-            await self._collaboration.wait_called()
-            async with self._between_rounds:
-                step, lineage = self._collaboration.take_call()
-                mean = await self._collaboration.follow_round(step, lineage)
-            if mean is not None:
-                self._means[step, lineage] = mean
-            while len(self._means) > self._capacity:
-                del self._means[min(self._means)]

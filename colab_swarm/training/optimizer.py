@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.errors import StateError
@@ -36,7 +35,14 @@ from colab_swarm.tensors.statedict import copied
 from colab_swarm.training.checkpoint import CheckpointFolder, load_checkpoint, save_checkpoint
 from colab_swarm.training.collaboration import Collaboration, Due
 from colab_swarm.training.progress import ProgressRecord
-from colab_swarm.training.replica import Gradients, LocalSteps, Replica, UpdateRule, uninterrupted
+from colab_swarm.training.replica import (
+    Gradients,
+    LocalSteps,
+    Replica,
+    UpdateRule,
+    WrappedOptimizer,
+    uninterrupted,
+)
 from colab_swarm.training.settings import PeerServices, TrainingSettings
 
 logger = logging.getLogger(__name__)
@@ -198,7 +204,7 @@ class OptimizerSnapshot:
         )
 
 
-class SwarmOptimizer(Optimizer):
+class SwarmOptimizer(WrappedOptimizer):
     """Accumulates gradients at this peer's own pace and steps once the swarm has its target batch.
 
     The averaged gradient is ``sum_i n_i * grad_i / sum_i n_i`` over the peers (DeDLOC, section 3.1), where ``grad_i``
@@ -207,6 +213,8 @@ class SwarmOptimizer(Optimizer):
     ``param_groups``, ``state``, ``defaults`` and ``state_dict()`` are those of the wrapped
     optimizer, to read. With delayed updates, a change of ``param_groups`` has no effect.
     """
+
+    made_by = "swarm.optimizer(…)"
 
     def __init__(
         self,
@@ -314,10 +322,7 @@ class SwarmOptimizer(Optimizer):
             RuntimeError: this peer has left: you closed it, or the platform's session is about to
                 end and the accumulated samples are handed over; the text says how to continue.
         """
-        if closure is not None:
-            raise ValueError(
-                "a closure cannot be re-run by a swarm: call loss.backward() and step(samples=n)"
-            )
+        self._refuse_closure(closure)
         if not (isinstance(samples, int | float) and math.isfinite(samples) and samples > 0):
             raise ValueError(
                 f"samples={samples!r}: pass the number of samples in the batch, such as len(input_ids)"
@@ -425,18 +430,6 @@ class SwarmOptimizer(Optimizer):
         """Clear the gradients of the last ``backward()``; accumulated ones stay."""
         self._replica.zero_grad(set_to_none)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self._replica.groups()
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self._replica.rule.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self._replica.rule.optimizer.defaults
-
     def state_dict(self) -> dict[str, Any]:
         """Return that of the wrapped optimizer; `save` writes everything."""
         return self._replica.rule.optimizer.state_dict()
@@ -446,10 +439,6 @@ class SwarmOptimizer(Optimizer):
         raise TypeError(
             "peers share one optimizer state: use optimizer.load(path) with a file written by save(path)"
         )
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not supported: the swarm has agreed on the parameters."""
-        raise TypeError("the swarm has agreed on the parameters: add groups before swarm.optimizer(…)")
 
     # --- accumulate, average, apply -------------------------------------------------------------------------------
 
@@ -469,18 +458,15 @@ class SwarmOptimizer(Optimizer):
         return self._gathered.contribution(self._collaboration.services.averager.holds)
 
     def _round(self) -> RoundResult | None:
-        values = uninterrupted(self._contribution)
-        average = self._collaboration.average(values, self._gathered.samples, self._gathered.encoding())
-        result = self._runtime.call(average)
-        if result is not None:
-            uninterrupted(lambda: self._take(values, result))
-        return result
+        values, weight = uninterrupted(self._contribution), self._gathered.samples
+        encoding, take = self._gathered.encoding(), partial(self._take, weight)
+        return self._runtime.call(self._collaboration.average(values, weight, encoding, take))
 
-    def _take(self, values: Floats, result: RoundResult) -> None:
-        """Apply the mean and publish it, without an interrupt in between: parameters and record must agree."""
-        self._apply(self._gathered.samples, values)
+    def _take(self, weight: float, mean: Floats) -> bytes:
+        """Apply the mean of all samples that are accumulated here."""
+        lineage = self._apply(weight, mean)
         self._gathered.forget()
-        self._runtime.call(self._collaboration.advance(self._replica.lineage, result))
+        return lineage
 
     def _apply(self, weight: float, mean: Floats) -> bytes:
         """Take the step and settle the error feedback; a checkpoint must have both or neither."""
@@ -500,7 +486,7 @@ class SwarmOptimizer(Optimizer):
 
     async def _begin(self, values: Floats, weight: float) -> asyncio.Task[RoundResult | None]:
         encoding, apply = self._gathered.encoding(), partial(self._apply, weight)
-        aside = self._collaboration.average_aside(values, weight, encoding, apply)
+        aside = self._collaboration.average(values, weight, encoding, apply, aside=True)
         return asyncio.create_task(aside, name="delayed update")
 
     def _land(self, *, wait: bool = False) -> RoundResult | None:
@@ -545,6 +531,7 @@ class SwarmOptimizer(Optimizer):
             with self.turn.of_trainer():
                 yield
         except KeyboardInterrupt:
+            uninterrupted(lambda: self._runtime.call(self._collaboration.settled()))
             if self._saver is not None:
                 save = threading.Thread(target=self._saver.save, args=(self,), name="colab-swarm-save")
                 save.daemon = True
@@ -557,7 +544,7 @@ class SwarmOptimizer(Optimizer):
 
     def snapshot(self) -> OptimizerSnapshot:
         """Return the progress of the swarm. Thread-safe."""
-        progress, plan = self._collaboration.progress, self._collaboration.rounds.plan
+        progress, plan = self._collaboration.progress, self._collaboration.plan
         records = progress.records.values()
         return OptimizerSnapshot(
             optimizer=type(self._replica.rule.optimizer).__name__,
@@ -574,7 +561,7 @@ class SwarmOptimizer(Optimizer):
         inner = type(self._replica.rule.optimizer).__name__
         target = self._settings.target_batch_size
         here = f"{self._gathered.samples:g} of {target:g} samples here"
-        plan = self._collaboration.rounds.plan
+        plan = self._collaboration.plan
         budget = "" if plan is None else f", {plan}"
         return f"SwarmOptimizer({inner}, step={self.global_step}, {here}{budget})"
 

@@ -18,6 +18,7 @@ A pure core over the peers' progress records. The rules that keep a swarm togeth
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from blake3 import blake3
 from colab_swarm.averaging.group import MAX_STEP
 from colab_swarm.dht.service import DHT
 from colab_swarm.net.left_out import LeftOut
-from colab_swarm.net.peers import Message, PeerId
+from colab_swarm.net.peers import Message, PeerId, Peers
 from colab_swarm.tensors.codecs import Floats
 
 LINEAGE_BYTES = 16
@@ -40,6 +41,10 @@ LAST_RECORD_S = 10.0
 """A record that appears this soon after its writer's link broke was written before."""
 READS_OF_GRACE = 5
 """Number of reads for which the result of a round outweighs a peer's own, older record."""
+LATE_BATCHES = 3.0
+"""A trainer that is silent for the time of this many micro-batches does not join a round soon."""
+IDLE_BATCHES, IDLE_REPORTS, UNKNOWN_REPORTS = 10.0, 2.0, 10.0
+"""An idle trainer was silent for this many micro-batches and record periods, or periods while its speed is unknown."""
 
 
 def next_lineage(lineage: bytes, mean: Floats) -> bytes:
@@ -100,13 +105,25 @@ class Progress:
 
     Args:
         local: peers take steps of their own between two rounds.
+
+    Attributes:
+        own: this peer's record.
+        assistants: records of the collaboration's assistants that are believed alive.
     """
 
     def __init__(
-        self, me: PeerId, own: ProgressRecord, *, target_batch_size: float, local: bool = False
+        self,
+        me: PeerId,
+        own: ProgressRecord,
+        *,
+        prefix: str = "",
+        target_batch_size: float = 0.0,
+        local: bool = False,
     ) -> None:
-        self.me, self._local = me, local
+        self.me, self.prefix, self._local = me, prefix, local
         self.own = own
+        self.assistants: dict[PeerId, AssistantRecord] = {}
+        self._lost_assistants: dict[PeerId, float] = {}  # time of the last record
         self._before: bytes | None = None  # the own lineage a step ago, if this peer made that step
         self.target_batch_size = target_batch_size
         self._read: Mapping[PeerId, ProgressRecord] = {}  # the records as last read
@@ -118,6 +135,12 @@ class Progress:
         self._lost: dict[
             PeerId, tuple[ProgressRecord | None, float]
         ] = {}  # last record, and when the link broke
+
+    @classmethod
+    def of_watcher(cls, me: PeerId, prefix: str) -> Progress:
+        """Return the progress of a collaboration in which this peer does not train."""
+        own = ProgressRecord(0, b"", 0.0, 0.0, syncing=True, reduces=False, name="")
+        return cls(me, own, prefix=prefix)
 
     @property
     def records(self) -> Mapping[PeerId, ProgressRecord]:
@@ -157,6 +180,19 @@ class Progress:
                 self._updated_at[peer] = now
         self._others = fresh
 
+    def on_assistants(self, records: Mapping[PeerId, AssistantRecord]) -> None:
+        """Take the live records just read; one from before its writer was lost does not count."""
+        alive = {
+            peer: record
+            for peer, record in sorted(records.items())
+            if record.addresses
+            and record.collaboration in ("", self.prefix)
+            and record.told_at > self._lost_assistants.get(peer, -math.inf)
+        }
+        self.assistants = dict(list(alive.items())[:MAX_ASSISTANTS])
+        lost = self._lost_assistants.items()
+        self._lost_assistants = {peer: at for peer, at in lost if peer in records and peer not in alive}
+
     def _still_lost(
         self, records: Mapping[PeerId, ProgressRecord], linked: Container[PeerId], now: float
     ) -> dict[PeerId, tuple[ProgressRecord | None, float]]:
@@ -183,6 +219,8 @@ class Progress:
         self._learnt.pop(peer, None)
         self._others.pop(peer, None)
         self._lost[peer] = self._read.get(peer), now
+        if record := self.assistants.pop(peer, None):
+            self._lost_assistants[peer] = record.told_at
 
     def distrust(self, peers: Iterable[PeerId], *, now: float) -> None:
         """Take the vote of peers that could not give the state that they claim, for `DISTRUST_S`."""
@@ -241,7 +279,7 @@ class Progress:
         """Estimate when the batch is full; infinite while no speed is known."""
         missing = max(0.0, self.round_samples - self.samples(now))
         speed = self.samples_per_s()
-        return 0.0 if missing == 0 else missing / speed if speed > 0 else float("inf")
+        return 0.0 if missing == 0 else missing / speed if speed > 0 else math.inf
 
     def batch_full(self, now: float) -> bool:
         """Return True if the samples suffice for a round."""
@@ -284,6 +322,55 @@ def participants_of(records: Mapping[PeerId, ProgressRecord], step: int, lineage
     return sorted(p for p, r in active if r.syncing or (r.step == step and r.lineage == lineage))
 
 
+class ThroughputEstimator:
+    """Measures the speed of one trainer from its micro-batches.
+
+    Attributes:
+        samples_per_s: moving average; 0 until it is known.
+        active_at: time of the trainer's last sign of work.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.samples_per_s = 0.0
+        self._batch_s = 0.0
+        self._computing_since: float | None = None
+        self.active_at = now
+
+    def wait(self) -> None:
+        """The trainer stops computing, and is ready for a round."""
+        self._computing_since, self.active_at = None, math.inf
+
+    def work(self, now: float) -> None:
+        """The trainer starts computing."""
+        self._computing_since = self.active_at = now
+
+    def on_batch(self, samples: float, now: float) -> None:
+        """The trainer finished a micro-batch and starts the next."""
+        if self._computing_since is not None:
+            took_s = max(now - self._computing_since, 1e-6)
+            speed = samples / took_s
+            self._batch_s = took_s if not self._batch_s else 0.7 * self._batch_s + 0.3 * took_s
+            self.samples_per_s = speed if not self.samples_per_s else 0.8 * self.samples_per_s + 0.2 * speed
+        self.work(now)
+
+    def ready_in_s(self, now: float, *, patience_s: float) -> float | None:
+        """Return when the micro-batch will be done; None if it is overdue by more than ``patience_s``."""
+        if self._computing_since is None:
+            return 0.0
+        ready_in_s = self._computing_since + self._batch_s - now
+        late = ready_in_s < -max(LATE_BATCHES * self._batch_s, patience_s)
+        return None if late else max(0.0, ready_in_s)
+
+    def idle(self, now: float, *, report_s: float) -> bool:
+        """Return True if the trainer was silent for much longer than its own micro-batches take.
+
+        Args:
+            report_s: longest time between two progress records.
+        """
+        periods = IDLE_REPORTS if self._batch_s else UNKNOWN_REPORTS
+        return now - self.active_at > max(IDLE_BATCHES * self._batch_s, periods * report_s)
+
+
 class AssistantRecord(Message, frozen=True):
     """A peer that reduces, and passes on the state, for a run's collaborations; signed, under its own subkey."""
 
@@ -291,36 +378,6 @@ class AssistantRecord(Message, frozen=True):
     addresses: tuple[str, ...]  # where it can be dialled
     collaboration: str  # prefix of the only one that it helps; empty: any of the run
     told_at: float  # its swarm time; a record that is not newer is no sign of life
-
-
-class Assistants:
-    """A collaboration's assistants as one peer knows them.
-
-    Attributes:
-        records: of the assistants believed alive.
-    """
-
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
-        self.records: dict[PeerId, AssistantRecord] = {}
-        self._lost: dict[PeerId, float] = {}  # time of the last record
-
-    def on_records(self, records: Mapping[PeerId, AssistantRecord]) -> None:
-        """Take the live records just read; one from before its writer was lost does not count."""
-        alive = {
-            peer: record
-            for peer, record in sorted(records.items())
-            if record.addresses
-            and record.collaboration in ("", self._prefix)
-            and record.told_at > self._lost.get(peer, float("-inf"))
-        }
-        self.records = dict(list(alive.items())[:MAX_ASSISTANTS])
-        self._lost = {peer: at for peer, at in self._lost.items() if peer in records and peer not in alive}
-
-    def on_lost(self, peer: PeerId) -> None:
-        """Ignore an assistant whose link broke until it publishes again."""
-        if record := self.records.pop(peer, None):
-            self._lost[peer] = record.told_at
 
 
 def progress_key(prefix: str) -> str:
@@ -341,3 +398,15 @@ async def read_participants(
         dht.published(progress_key(prefix), ProgressRecord),
         dht.published(assistants_key(prefix), AssistantRecord),
     )
+
+
+async def refresh(progress: Progress, dht: DHT, peers: Peers) -> None:
+    """Read the records of all trainers and assistants into ``progress``.
+
+    Raises:
+        PeerError: they cannot be read now.
+    """
+    records, assistants = await read_participants(dht, progress.prefix)
+    now = asyncio.get_running_loop().time()
+    progress.on_records(records, linked=peers.linked(), now=now)
+    progress.on_assistants(assistants)

@@ -11,7 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -200,6 +200,34 @@ class Replica:
         _check_sane(state)
         self.load(state)
         self.step, self.lineage = snapshot.manifest.step, snapshot.manifest.subject
+
+
+class WrappedOptimizer(Optimizer):
+    """A torch optimizer whose step several peers take together; it shows the wrapped optimizer's attributes."""
+
+    made_by: ClassVar[str]  # the call that makes one, for error messages
+    _replica: Replica
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self._replica.groups()
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self._replica.rule.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self._replica.rule.optimizer.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not supported: the peers have agreed on the parameters."""
+        raise TypeError(f"the peers have agreed on the parameters: add groups before {self.made_by}")
+
+    @staticmethod
+    def _refuse_closure(closure: object) -> None:
+        if closure is not None:
+            raise ValueError("a closure cannot be re-run by all peers: call loss.backward(), then step()")
 
 
 def _move_to_copies(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, TypedDict
 
-from colab_swarm.averaging.group import Group
+from colab_swarm.averaging.group import Group, GroupFormationSettings
 from colab_swarm.averaging.matchmaking import PrefixRouter
-from colab_swarm.averaging.round import Averager
+from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.averaging.strategy import encoded_bytes
 from colab_swarm.dht.service import RunServices
-from colab_swarm.net.peers import PeerId
+from colab_swarm.net.peers import PeerId, Peers
 from colab_swarm.tensors.codecs import Precision, mean_codec_for
 from colab_swarm.training.progress import MAX_LOCAL_STEPS
 
@@ -89,13 +89,13 @@ class TrafficBudgetPolicy:
     """Chooses one peer's `CommunicationPlan`.
 
     Args:
-        precision: the group's codec.
-        auto_steps: whether the peer may request local steps.
+        settings: with a budget.
     """
 
-    def __init__(self, budget: TrafficBudget, me: PeerId, *, precision: str, auto_steps: bool) -> None:
-        self._budget, self._me = budget, me
-        self._precision, self._auto_steps = precision, auto_steps
+    def __init__(self, settings: TrainingSettings, me: PeerId) -> None:
+        assert settings.budget is not None
+        self._budget, self._me = settings.budget, me
+        self._precision, self._auto_steps = settings.compression, settings.auto_steps
         self._began_at: float | None = None
         self._ended_at = 0.0
         self._total_bytes = 0.0
@@ -124,7 +124,8 @@ class TrafficBudgetPolicy:
         if others_reduce and self._volume_ratio(self._traffic(group, reduces, precision)) > 1:
             reduces = False  # a slow link gets a smaller share by the strategy, which does not save volume
         over = self._ratio(self._traffic(group, reduces, precision), compute_s)
-        smaller = encoded_bytes(SAVING, group.numel) < encoded_bytes(self._precision, group.numel)
+        numel = group.terms.numel
+        smaller = encoded_bytes(SAVING, numel) < encoded_bytes(self._precision, numel)
         if smaller and over > 1:
             precision = SAVING
             over = self._ratio(self._traffic(group, reduces, precision), compute_s)
@@ -149,11 +150,69 @@ class TrafficBudgetPolicy:
         total = sum(member.share for member in group.members)
         planned = sum(member.share for member in group.members if member.id == self._me) / total
         share = (planned or 1 / len(group.members)) if reduces else 0.0
-        mine, mean = encoded_bytes(precision, group.numel), encoded_bytes(group.mean_codec, group.numel)
-        theirs = encoded_bytes(group.codec, group.numel)
+        mine, mean = (
+            encoded_bytes(precision, group.terms.numel),
+            encoded_bytes(group.terms.mean_codec, group.terms.numel),
+        )
+        theirs = encoded_bytes(group.terms.codec, group.terms.numel)
         sent = (1 - share) * mine + share * others * mean
         received = (1 - share) * mean + share * others * theirs
         return sent, received
+
+
+MEASURABLE_BYTES = 1 << 18
+"""A round that moved less says nothing about bandwidth."""
+KEPT_PER_ROUND = 0.98
+ROUNDS = 4
+"""Number of rounds before their best counts: a single round may have waited for anything."""
+
+
+class Rate:
+    """Bandwidth of one direction, bits per second, from links and from rounds.
+
+    Rounds are often shorter than the second over which links measure. The best round counts for
+    long but decays, because bandwidth changes.
+    """
+
+    def __init__(self) -> None:
+        self._best_bps = 0.0
+        self._rounds = 0
+
+    def on_round(self, size_bytes: int, seconds: float) -> None:
+        """Count the traffic of a round."""
+        self._best_bps *= KEPT_PER_ROUND
+        if size_bytes >= MEASURABLE_BYTES and seconds > 0:
+            self._best_bps = max(self._best_bps, 8 * size_bytes / seconds)
+            self._rounds += 1
+
+    def known(self, measured_bps: float | None, most_bps: float | None = None) -> float | None:
+        """Return the best rate of links and rounds, bounded by ``most_bps``; None if there is no measurement."""
+        seen_bps = self._best_bps if self._rounds >= ROUNDS else 0.0
+        best_bps = max(measured_bps or 0.0, seen_bps)
+        return min(best_bps, most_bps or best_bps) if best_bps else most_bps
+
+
+class LinkBandwidth:
+    """Measured bandwidth of a peer's links in both directions, within its budget."""
+
+    def __init__(self, peers: Peers, budget: TrafficBudget | None = None) -> None:
+        self._peers = peers
+        self._most_bps = None if budget is None else budget.rate_bps
+        self._upload, self._download = Rate(), Rate()
+        if self._most_bps is not None:
+            peers.limit(self._most_bps)
+
+    def on_round(self, result: RoundResult) -> None:
+        """Count the traffic of a round."""
+        seconds = result.seconds["exchange"]
+        self._upload.on_round(result.sent_bytes, seconds)
+        self._download.on_round(result.received_bytes, seconds)
+
+    def known(self) -> tuple[float | None, float | None]:
+        """Return upload and download, bits per second; None where not measured."""
+        links = self._peers.statistics()
+        upload_bps = self._upload.known(links.upload_bps, self._most_bps)
+        return upload_bps, self._download.known(links.download_bps, self._most_bps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,6 +299,12 @@ class TrainingSettings:
         Precision(self.compression), Precision(self.mean_compression)
         if steps != "auto" and not (isinstance(steps, int) and 1 <= steps <= MAX_LOCAL_STEPS):
             raise ValueError(f"local_steps={steps!r}: pass 1 to {MAX_LOCAL_STEPS}, or 'auto'")
+
+    @property
+    def formation(self) -> GroupFormationSettings:
+        """How long a round waits for its members."""
+        slack_s = self.matchmaking_timeout_s
+        return GroupFormationSettings(window_s=slack_s, slack_s=slack_s, max_window_s=self.max_matchmaking_s)
 
     @property
     def auto_steps(self) -> bool:

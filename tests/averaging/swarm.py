@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from colab_swarm.averaging.exchange import UploadEncoding
-from colab_swarm.averaging.group import Group, GroupMember, Span
+from colab_swarm.averaging.group import Group, GroupMember, RoundTerms, Span
 from colab_swarm.averaging.round import Averager, AveragingSettings, RoundResult
 from colab_swarm.sim import LAN, ScriptedFault, SimNetwork, run_virtual
 from colab_swarm.tensors.codecs import Floats, mean_codec_for
@@ -65,8 +65,8 @@ def make_group(
         ),
         key=lambda member: member.id,
     )
-    mean_codec = mean_codec_for(codec)
-    return Group(round_id.to_bytes(16, "big"), 7, b"lineage", tuple(members), numel, codec, mean_codec)
+    terms = RoundTerms("", 7, b"lineage", numel, b"", codec, mean_codec_for(codec))
+    return Group(round_id.to_bytes(16, "big"), terms, tuple(members))
 
 
 def run_round(

@@ -2,33 +2,35 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.averaging.assembly import Assembly, WaitingPeer
-from colab_swarm.averaging.group import Group, JoinEta, JoinRound, RoundCall, RoundRefused, Ticket
+from colab_swarm.averaging.assembly import QUICK, WINDOW_S, Assembly, WaitingPeer
+from colab_swarm.averaging.group import Group, JoinEta, JoinRound, RoundRefused, RoundTerms
 from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.dht.service import DHT, DHTSettings, Found
 from colab_swarm.net.peers import Message, Peers
 from colab_swarm.sim import LAN, SimNetwork, run_virtual
 
-WINDOW_S = 5.0
 NAMES = ("alice", "bob", "carol", "dave")
 SCHEMA = b"schema"
+LINEAGE = b""  # of no terms
 
 
 class Place:
     """Peers on a simulated LAN that can meet."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, size: int | None = None, terms: str = "") -> None:
         self.network = SimNetwork(LAN)
         self.peers = [self.network.peer(name) for name in NAMES[:count]]
         self.dhts = [DHT(peers, DHTSettings(), random.Random(peers.name)) for peers in self.peers]
         self.assemblies = [
-            Assembly(PrefixRouter(peers), dht, "run/meeting", window_s=WINDOW_S)
+            Assembly(PrefixRouter(peers), dht, "run/meeting", replace(QUICK, size=size), terms=terms)
             for peers, dht in zip(self.peers, self.dhts, strict=True)
         ]
 
@@ -115,10 +117,10 @@ async def test_peers_with_other_vectors_are_not_called() -> None:
 @pytest.mark.parametrize("step", [0, 1, (1 << 48) - 1])
 async def test_a_call_to_an_impossible_meeting_changes_nothing(step: int) -> None:
     place = await Place(3).open()
-    terms = Ticket("run/meeting", step, b"", 1.0, 10, SCHEMA)
+    terms = RoundTerms("run/meeting", step, LINEAGE, 10, SCHEMA)
     meeting = asyncio.gather(place.meet(0), place.meet(1))
     await asyncio.sleep(1)
-    answer = await place.peers[2].call(place.peers[0].id, RoundCall(terms), JoinEta, timeout_s=5)
+    answer = await place.peers[2].call(place.peers[0].id, terms, JoinEta, timeout_s=5)
     assert answer == JoinEta(None)
     assert {len(group.members) for group in await meeting} == {2}
 
@@ -168,3 +170,53 @@ async def test_an_absurd_number_does_not_move_the_meeting() -> None:
         await place.dhts[2].store("run/meeting", record, subkey=mallory.id, ttl_s=60, signed=True)
         groups = await asyncio.gather(place.meet(0), place.meet(1))
         assert {len(group.members) for group in groups} == {2}
+
+
+async def test_a_caller_is_expected_although_its_record_is_late() -> None:
+    place = await Place(3).open()
+    assembly, (alice, _bob, carol) = place.assemblies[0], place.peers
+    meeting = asyncio.create_task(place.meet(0))
+    await asyncio.sleep(1.0)
+    terms = RoundTerms("run/meeting", assembly.number, LINEAGE, 10, SCHEMA)
+    assert await carol.call(alice.id, terms, JoinEta, timeout_s=5) == JoinEta(0.0)
+    assert await assembly._expected(assembly.number, LINEAGE) == [carol.id]
+    meeting.cancel()
+
+
+async def test_a_group_of_a_fixed_size_is_formed_as_soon_as_all_wait_and_not_before() -> None:
+    place = await Place(3, size=3).open()
+    groups = await asyncio.gather(*(place.meet(i, after_s=4.2 * WINDOW_S * i) for i in range(3)))
+    assert len(set(groups)) == 1 and len(groups[0].members) == 3
+    assert now() == pytest.approx(2 * 4.2 * WINDOW_S, abs=1.0)
+
+
+async def test_one_peer_too_many_is_refused_and_the_others_have_the_same_group() -> None:
+    place = await Place(3, size=2).open()
+    outcomes = await asyncio.gather(*(place.meet(i) for i in range(3)), return_exceptions=True)
+    refused = [outcome for outcome in outcomes if isinstance(outcome, RoundRefused)]
+    assert [refusal.reason for refusal in refused] == ["late"]
+    assert len({outcome for outcome in outcomes if isinstance(outcome, Group)}) == 1
+
+
+async def test_the_record_of_a_dead_peer_does_not_stop_a_fixed_size() -> None:
+    place = await Place(3, size=2).open()
+    dead = asyncio.create_task(place.meet(2))
+    await asyncio.sleep(1.0)
+    place.network.now().crash("carol")
+    groups = await asyncio.gather(place.meet(0), place.meet(1))
+    dead.cancel()
+    assert [fault.name for fault in place.network.fired] == ["crash"]
+    assert groups[0] == groups[1] and len(groups[0].members) == 2
+    assert now() < 30.0
+
+
+async def test_other_terms_are_an_error_once_it_is_clear_that_the_record_is_no_leftover() -> None:
+    place = await Place(2, size=2, terms="beta=1").open()
+    theirs = WaitingPeer(1, place.peers[1].contact.addresses, "beta=2", at=1.0)
+    await place.dhts[1].publish("run/meeting", theirs, ttl_s=600.0)
+    waiting = asyncio.create_task(place.meet(0))
+    await asyncio.sleep(3 * WINDOW_S)
+    assert not waiting.done()
+    await place.dhts[1].publish("run/meeting", msgspec.structs.replace(theirs, at=2.0), ttl_s=600.0)
+    with pytest.raises(ValueError, match="other settings: 'beta=2'; this peer: 'beta=1'"):
+        await waiting

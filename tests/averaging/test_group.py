@@ -4,31 +4,39 @@ import math
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.averaging.group import (
+    CHUNK_BYTES,
     MAX_NUMEL,
     MAX_STEP,
     Group,
     GroupFormation,
     GroupFormationSettings,
     GroupMember,
-    RoundCall,
+    RoundTerms,
+    Span,
     Ticket,
+    chunk_values,
+    cut_chunks,
     equal_shares,
+    join_spans,
+    plan_spans,
     rank,
 )
 from colab_swarm.averaging.strategy import adaptive_shares
-from colab_swarm.net.peers import Contact, PeerId
+from colab_swarm.net.peers import MAX_PAYLOAD_BYTES, Contact, PeerId
+from colab_swarm.tensors.codecs import CODECS, codec_of
 
 ALICE, BOB, CAROL = (PeerId(bytes([i]) * 32) for i in (1, 2, 3))
-TICKET = Ticket("run", 7, b"lineage", 10.0, 100, b"schema")
+TERMS = RoundTerms("run", 7, b"lineage", 100, b"schema")
+TICKET = Ticket(TERMS, 10.0)
 SETTINGS = GroupFormationSettings(window_s=2, slack_s=1, max_window_s=30, call_timeout_s=3)
 
 
 def gathering() -> GroupFormation:
-    return GroupFormation(TICKET, now=100.0, settings=SETTINGS)
+    return GroupFormation(TERMS, now=100.0, settings=SETTINGS)
 
 
 def contact(peer: PeerId) -> Contact:
@@ -92,7 +100,7 @@ def test_invalid_weights_are_refused(weight: float) -> None:
     ],
 )
 def test_a_ticket_of_another_run_is_refused(change: dict[str, object], reason: str) -> None:
-    refusal = gathering().on_join(msgspec.structs.replace(TICKET, **change), contact(ALICE))
+    refusal = gathering().on_join(Ticket(msgspec.structs.replace(TERMS, **change), 10.0), contact(ALICE))
     assert refusal is not None and refusal[0] == reason
 
 
@@ -123,8 +131,7 @@ def test_the_rank_is_the_same_for_everyone_and_changes_with_the_step() -> None:
     "change",
     [
         {"round_id": b"short"},
-        {"numel": -1},
-        {"codec": "zip"},
+        {"terms": msgspec.structs.replace(TERMS, codec="zip")},
         {"members": ()},
         {"members": (GroupMember(BOB, (), 1, 1), GroupMember(ALICE, (), 1, 1))},
         {"members": (GroupMember(ALICE, (), 1, 1), GroupMember(ALICE, (), 1, 1))},
@@ -135,7 +142,7 @@ def test_the_rank_is_the_same_for_everyone_and_changes_with_the_step() -> None:
     ],
 )
 def test_a_group_that_no_honest_organizer_forms_is_refused(change: dict[str, object]) -> None:
-    group = Group(bytes(16), 7, b"lineage", (GroupMember(ALICE, (), 1, 1), GroupMember(BOB, (), 1, 1)), 100)
+    group = Group(bytes(16), TERMS, (GroupMember(ALICE, (), 1, 1), GroupMember(BOB, (), 1, 1)))
     group.check()
     with pytest.raises(ValueError):
         msgspec.structs.replace(group, **change).check()
@@ -144,11 +151,11 @@ def test_a_group_that_no_honest_organizer_forms_is_refused(change: dict[str, obj
 @pytest.mark.parametrize(
     "change", [{"step": -1}, {"step": 1 << 63}, {"numel": -1}, {"numel": 1 << 62}, {"lineage": bytes(600)}]
 )
-def test_a_ticket_out_of_range_cannot_be_decoded(change: dict[str, object]) -> None:
-    fields = msgspec.structs.asdict(TICKET) | change
-    wire = msgspec.msgpack.encode(list(fields.values()))
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.decode(wire, type=Ticket)
+def test_terms_out_of_range_cannot_be_decoded(change: dict[str, object]) -> None:
+    fields = list((msgspec.structs.asdict(TERMS) | change).values())
+    for kind, wire in ((Ticket, [fields, 10.0]), (Group, [bytes(16), fields, []])):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.msgpack.decode(msgspec.msgpack.encode(wire), type=kind)
 
 
 def test_an_assistant_reduces_for_several_trainers_but_not_for_one() -> None:
@@ -165,7 +172,7 @@ def test_an_assistant_reduces_for_several_trainers_but_not_for_one() -> None:
 def test_a_group_has_the_forecast_and_explanation_of_its_strategy() -> None:
     g = gathering()
     for peer, rate_bps in ((ALICE, 1e6), (BOB, 1e6), (CAROL, 1e7)):
-        ticket = msgspec.structs.replace(TICKET, upload_bps=rate_bps, download_bps=rate_bps, numel=100)
+        ticket = msgspec.structs.replace(TICKET, upload_bps=rate_bps, download_bps=rate_bps)
         g.on_join(ticket, contact(peer))
     group = g.form(bytes(16), adaptive_shares)
     assert group.predicted_s is not None and "bottleneck" in group.explanation
@@ -174,10 +181,46 @@ def test_a_group_has_the_forecast_and_explanation_of_its_strategy() -> None:
 
 @given(st.integers(-(1 << 63), (1 << 64) - 1), st.integers(-(1 << 63), (1 << 64) - 1))
 def test_any_step_of_a_stranger_is_ranked_or_refused(step: int, numel: int) -> None:
-    wire = msgspec.msgpack.encode([["run", step, b"lineage", 1.0, numel, b"schema"]])
+    wire = msgspec.msgpack.encode(["run", step, b"lineage", numel, b"schema"])
     try:
-        call = msgspec.msgpack.decode(wire, type=RoundCall)
+        call = msgspec.msgpack.decode(wire, type=RoundTerms)
     except msgspec.ValidationError:
         assert not (0 <= step < MAX_STEP and 0 <= numel < MAX_NUMEL)
     else:
-        assert len(rank(call.prefix, call.terms.step, [ALICE, BOB])) == 2
+        assert len(rank(call.prefix, call.step, [ALICE, BOB])) == 2
+
+
+names = st.sampled_from([*CODECS, "topk:0.0001", "topk:0.01", "topk:0.5"])
+shares = st.lists(st.floats(0, 1e6), min_size=1, max_size=40).filter(lambda s: sum(s) > 0)
+
+
+@given(st.integers(0, 1 << 40), shares)
+@settings(max_examples=100)
+def test_spans_tile_the_vector_and_idle_members_get_none(numel: int, shares: list[float]) -> None:
+    spans = plan_spans(numel, shares)
+    assert [span.start for span in spans] == [0, *(span.stop for span in spans[:-1])]
+    assert spans[-1].stop == numel
+    assert all(span.numel == 0 for span, share in zip(spans, shares, strict=True) if share == 0)
+    assert all(span.numel >= 0 for span in spans)
+
+
+def test_equal_shares_give_equal_spans() -> None:
+    assert plan_spans(10, [1, 1]) == [Span(0, 5), Span(5, 10)]
+    assert plan_spans(9, [1, 0, 2]) == [Span(0, 3), Span(3, 3), Span(3, 9)]
+
+
+@pytest.mark.parametrize("shares", [[], [0, 0], [1, -1], [float("nan")], [float("inf")]])
+def test_senseless_shares_are_named(shares: list[float]) -> None:
+    with pytest.raises(ValueError, match="shares must be >= 0"):
+        plan_spans(10, shares)
+
+
+@given(st.integers(0, 1000), st.integers(0, 200_000), names, names)
+@settings(max_examples=100)
+def test_chunks_tile_their_span_and_fit_a_frame(start: int, numel: int, codec: str, mean_codec: str) -> None:
+    span, values = Span(start, start + numel), chunk_values(codec, mean_codec)
+    chunks = cut_chunks(span, values)
+    assert join_spans(chunks) == ((span,) if numel else ())
+    assert all((chunk.start - start) % 4096 == 0 for chunk in chunks)
+    assert max(codec_of(name).encoded_bytes(values) for name in (codec, mean_codec)) <= CHUNK_BYTES
+    assert 4 * values <= MAX_PAYLOAD_BYTES  # as recovery sends it

@@ -11,8 +11,8 @@ from colab_swarm.averaging.group import (
     JoinEta,
     JoinRound,
     RefusalReason,
-    RoundCall,
     RoundRefused,
+    RoundTerms,
     Ticket,
     rank,
 )
@@ -21,7 +21,13 @@ from colab_swarm.errors import CallRefused
 from colab_swarm.net.peers import Message, PeerId, Role
 from colab_swarm.sim import LAN, SimNetwork, SimPeers
 
-TICKET = Ticket("run", 7, b"lineage", 10.0, 100, b"schema")
+TERMS = RoundTerms("run", 7, b"lineage", 100, b"schema")
+TICKET = Ticket(TERMS, 10.0)
+
+
+def ticket_of(**change: object) -> Ticket:
+    """`TICKET` with other terms."""
+    return Ticket(msgspec.structs.replace(TERMS, **change), 10.0)
 
 
 class Trainer:
@@ -49,9 +55,8 @@ class Trainer:
     async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
         return self.candidates
 
-    def _on_called(self, terms: Ticket, caller: PeerId) -> float | None:
-        mine = (self.ticket.step, self.ticket.lineage)
-        return self.ready_in_s if (terms.step, terms.lineage) == mine else None
+    def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
+        return self.ready_in_s if terms.key == self.ticket.terms.key else None
 
     async def join(self, *, after_s: float = 0.0, timeout_s: float = 30.0) -> Group:
         await asyncio.sleep(after_s)
@@ -130,7 +135,7 @@ async def go_on_alone(trainer: Trainer) -> Group:
     candidates, trainer.candidates = trainer.candidates, []
     group = await trainer.join()
     assert len(group.members) == 1
-    trainer.candidates, trainer.ticket = candidates, msgspec.structs.replace(TICKET, step=8)
+    trainer.candidates, trainer.ticket = candidates, ticket_of(step=8)
     return group
 
 
@@ -146,7 +151,7 @@ async def test_a_group_that_the_swarm_did_not_follow_stops_no_peer_and_does_not_
     groups = await asyncio.gather(*(other.join() for other in others))
     assert len(set(groups)) == 1 and len(groups[0].members) == 2
     alone.ticket = TICKET  # it has caught up, and takes the step once more
-    alone.matchmaker.forget(TICKET.step, TICKET.lineage)
+    alone.matchmaker.forget(*TERMS.key)
     again = await asyncio.gather(*(t.join() for t in town.trainers))
     assert len(set(again)) == 1 and len(again[0].members) == 3 and old not in again
 
@@ -193,7 +198,7 @@ async def test_an_organizer_that_sends_an_invalid_group_is_left_out() -> None:
 
     async def answer(_peer: PeerId, message: JoinRound) -> Joined:
         asked.append(message)
-        return Joined(Group(b"short", 7, b"lineage", (), 100))
+        return Joined(Group(b"short", TERMS, ()))
 
     asked: list[JoinRound] = []
     liar.peers.unserve(JoinRound)
@@ -252,7 +257,7 @@ async def test_a_ticket_of_another_lineage_is_sent_to_resync() -> None:
     town = Town(3)
     first, second, stray = town.trainers
     second.ready_in_s = 3.0
-    stray.ticket = msgspec.structs.replace(TICKET, lineage=b"stray")
+    stray.ticket = ticket_of(lineage=b"stray")
     outcomes = await asyncio.gather(
         first.join(), second.join(after_s=3), stray.join(after_s=1), return_exceptions=True
     )
@@ -285,10 +290,10 @@ async def test_a_call_for_another_lineage_or_step_is_declined_and_one_for_anothe
     town = Town(2)
     first, second = town.trainers
     for change in ({"lineage": b"other"}, {"step": 8}):
-        call = RoundCall(msgspec.structs.replace(TICKET, **change))
+        call = ticket_of(**change).terms
         answer = await first.peers.call(second.peers.id, call, JoinEta, timeout_s=1)
         assert answer.ready_in_s is None and answer.group is None
-    stray = RoundCall(msgspec.structs.replace(TICKET, prefix="other"))
+    stray = ticket_of(prefix="other").terms
     with pytest.raises(CallRefused, match="no part in 'other'"):
         await first.peers.call(second.peers.id, stray, JoinEta, timeout_s=1)
 

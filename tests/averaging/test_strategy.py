@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from colab_swarm.averaging.group import Ticket, equal_shares
+from colab_swarm.averaging.group import RoundTerms, Ticket, equal_shares
 from colab_swarm.averaging.strategy import (
     CLAIM_CAP,
     AdaptiveShares,
@@ -252,7 +252,8 @@ def test_a_peer_alone_averages_nothing() -> None:
 
 
 def ticket(bps: float | None, *, weight: float = 10.0, reduces: bool = True, assists: bool = False) -> Ticket:
-    return Ticket("run", 7, b"lineage", weight, 250_000, b"schema", reduces, bps, bps, assists=assists)
+    terms = RoundTerms("run", 7, b"lineage", 250_000, b"schema")
+    return Ticket(terms, weight, reduces, bps, bps, assists=assists)
 
 
 def test_rounds_of_unknown_bandwidth_have_equal_shares() -> None:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 
 import colab_swarm as cs
-from colab_swarm.elastic.group import _Forming
 from colab_swarm.elastic.schedulers import NormBounded, Synchronous
 from colab_swarm.elastic.steps import ElasticSettings
 from colab_swarm.errors import StateError
-from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm
 from tests.elastic.group import join_group
 from tests.training.toy import loss_of, model, parameters_of
@@ -130,40 +124,6 @@ def test_a_crash_while_the_group_is_formed_is_reported() -> None:
         results = sim.run(begin)
         assert [fault.name for fault in sim.network.fired] == ["crash"]
     assert results.keys() == {"alice"}
-
-
-class Answers:
-    """An empty DHT that runs ``during`` while it is read."""
-
-    def __init__(self, during: Any) -> None:
-        self.during = during
-
-    async def published(self, key: str, kind: type) -> dict[PeerId, Any]:
-        await self.during()
-        return {}
-
-
-def test_known_peers_are_expected_while_the_records_are_read_again() -> None:
-    bob, carol = PeerId(b"b" * 32), PeerId(b"c" * 32)
-    replica: Any = SimpleNamespace(flat=SimpleNamespace(numel=1), schema=b"")
-    expected = []
-
-    async def main(swarm: Swarm) -> None:
-        async def during() -> None:
-            expected.append(await forming._expected(0, b""))
-            forming._on_called(forming._ticket, carol)
-
-        dht: Any = Answers(during)
-        services = dataclasses.replace(swarm.services, dht=dht)
-        forming = _Forming(services, ElasticSettings("run/elastic/model", 2), "terms", replica)
-        forming._present.add(bob)
-        await forming._look()
-        expected.append(await forming._expected(0, b""))
-
-    with cs.simulate(1) as sim:
-        swarm = sim.swarms["alice"]
-        swarm.runtime.call(main(swarm))
-    assert expected == [[bob], [carol]]  # carol called meanwhile, bob's record has expired
 
 
 @pytest.mark.parametrize("peers", [1, 17])

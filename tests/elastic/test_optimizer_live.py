@@ -88,3 +88,21 @@ def test_an_interrupted_step_can_be_repeated_without_loss() -> None:
         optimizer.close()
         torch.testing.assert_close(following.result(30), parameters_of(net), rtol=0, atol=0)
     torch.testing.assert_close(parameters_of(net), reference(3, seed=1), rtol=0, atol=1e-5)
+
+
+def test_a_waiting_step_ends_when_its_member_leaves() -> None:
+    with cs.create("elastic") as alice, cs.join(alice.invite(), peer_name="bob") as bob:
+        with ThreadPoolExecutor(2) as pool:
+            nets = model(), model()
+            joining = [
+                pool.submit(join_group, swarm, net, 2, scheduler=Synchronous())
+                for swarm, net in zip((alice, bob), nets, strict=True)
+            ]
+            optimizer = joining[0].result(30)
+            joining[1].result(30)
+        loss_of(nets[0], 0, rows_of(0, 2)).backward()
+        leaving = threading.Timer(0.3, optimizer.close)
+        leaving.start()
+        with pytest.raises(RuntimeError, match="left its group"):
+            optimizer.step()  # bob's gradient never comes
+        leaving.join()

@@ -19,6 +19,7 @@ from colab_swarm.elastic.schedulers import (
 )
 
 NOTHING, PART, ALL = Arrived(0.0, 0, False), Arrived(0.6, 20, False), Arrived(1.0, 100, True)
+LARGER = Arrived(5.0, 99, False)  # than the own gradient, but not complete
 
 
 def standing(*arrived: Arrived, overdue: int = 0, lost: int = 0, waited_s: float = 0.0) -> StepStatus:
@@ -28,33 +29,48 @@ def standing(*arrived: Arrived, overdue: int = 0, lost: int = 0, waited_s: float
     return StepStatus(7, peers, 1.0, 100, arrived, overdue, owed, lost, waited_s)
 
 
-def test_synchronous_waits_for_all_that_are_not_lost() -> None:
-    assert Synchronous().may_go_on(standing(ALL, ALL))
-    assert Synchronous().may_go_on(standing(ALL, lost=1))
-    assert not Synchronous().may_go_on(standing(ALL, NOTHING, overdue=1, waited_s=1e6))
+TIMED, TOLERANT = VarianceBounded(timeout_s=0.5), CrashTolerant(f=1, timeout_s=0.5)
+CONTINUES = [
+    (Synchronous(), standing(ALL, ALL)),
+    (Synchronous(), standing(ALL, lost=1)),
+    *((NormBounded(beta), standing(PART)) for beta in (0.0, 0.5, 0.6)),
+    *((NormBounded(beta), standing(ALL)) for beta in (0.0, 0.7, 1.0)),
+    (NormBounded(0.2, "l0"), standing(PART)),
+    (NormBounded(0.99), standing(LARGER)),
+    (TIMED, standing(PART, waited_s=0.5)),
+    (TIMED, standing(ALL)),
+    (TOLERANT, standing(ALL, lost=1)),
+    (TOLERANT, standing(ALL, NOTHING, waited_s=0.5)),
+    (TOLERANT, standing(ALL, lost=2)),  # more crashes than f do not block
+]
+WAITS = [
+    (Synchronous(), standing(ALL, NOTHING, overdue=1, waited_s=1e6), None),
+    *((NormBounded(beta), standing(PART), None) for beta in (0.7, 1.0)),
+    (NormBounded(0.3, "l0"), standing(PART), None),
+    (NormBounded(0.5), standing(ALL, PART, NOTHING), None),  # it needs enough from every peer
+    (NormBounded(1.0), standing(LARGER), None),
+    (TIMED, standing(PART, waited_s=0.4), 0.1),
+    (VarianceBounded(0.3), standing(PART, waited_s=0.3 - 1e-15), 1e-3),  # clocks round
+    (TOLERANT, standing(ALL, NOTHING, waited_s=0.4), 0.1),
+    (TOLERANT, standing(NOTHING, NOTHING, waited_s=9.0), None),  # never more than f
+    (TOLERANT, standing(NOTHING, lost=1, waited_s=9.0), None),
+    (TOLERANT, standing(NOTHING, NOTHING), None),
+    (TOLERANT, standing(NOTHING, lost=1), None),
+]
 
 
-@pytest.mark.parametrize(
-    ("beta", "continues"), [(0.0, True), (0.5, True), (0.6, True), (0.7, False), (1.0, False)]
-)
-def test_norm_bounded_continues_at_a_beta_fraction_of_its_own_norm(beta: float, continues: bool) -> None:
-    assert NormBounded(beta).may_go_on(standing(PART)) is continues
-    assert NormBounded(beta).may_go_on(standing(ALL))
+@pytest.mark.parametrize(("scheduler", "status"), CONTINUES)
+def test_a_peer_continues_when_enough_has_arrived(scheduler: Scheduler, status: StepStatus) -> None:
+    assert scheduler.may_go_on(status)
+    assert scheduler.ask_again_s(status) is None
 
 
-def test_norm_bounded_may_count_values_instead() -> None:
-    assert NormBounded(0.2, "l0").may_go_on(standing(PART))
-    assert not NormBounded(0.3, "l0").may_go_on(standing(PART))
-
-
-def test_norm_bounded_needs_enough_from_every_peer() -> None:
-    assert not NormBounded(0.5).may_go_on(standing(ALL, PART, NOTHING))
-
-
-def test_beta_1_waits_for_the_rest_of_a_gradient_larger_than_the_own() -> None:
-    larger = Arrived(5.0, 99, False)
-    assert not NormBounded(1.0).may_go_on(standing(larger))
-    assert NormBounded(0.99).may_go_on(standing(larger))
+@pytest.mark.parametrize(("scheduler", "status", "ask_again_s"), WAITS)
+def test_a_peer_waits_for_the_rest_or_for_its_timeout(
+    scheduler: Scheduler, status: StepStatus, ask_again_s: float | None
+) -> None:
+    assert not scheduler.may_go_on(status)
+    assert scheduler.ask_again_s(status) == (ask_again_s and pytest.approx(ask_again_s))
 
 
 @pytest.mark.parametrize("scheduler", [NormBounded(0.0), VarianceBounded(0.0), BoundedStaleness(3)])
@@ -62,41 +78,6 @@ def test_no_scheduler_continues_while_something_too_old_is_missing(scheduler: Sc
     assert scheduler.may_go_on(standing(NOTHING, waited_s=9.0))
     assert not scheduler.may_go_on(standing(NOTHING, overdue=1, waited_s=9.0))
     assert scheduler.ask_again_s(standing(NOTHING, overdue=1)) is None
-
-
-def test_variance_bounded_continues_after_its_timeout() -> None:
-    scheduler = VarianceBounded(timeout_s=0.5)
-    assert not scheduler.may_go_on(standing(PART, waited_s=0.4))
-    assert scheduler.ask_again_s(standing(PART, waited_s=0.4)) == pytest.approx(0.1)
-    assert scheduler.may_go_on(standing(PART, waited_s=0.5))
-    assert scheduler.may_go_on(standing(ALL)) and scheduler.ask_again_s(standing(ALL)) is None
-
-
-def test_asking_a_rounding_error_too_early_does_not_repeat_at_once() -> None:
-    asked = VarianceBounded(0.3).ask_again_s(standing(PART, waited_s=0.3 - 1e-15))
-    assert asked is not None and asked >= 1e-3
-
-
-def test_crash_tolerant_leaves_out_one_slow_peer_after_the_timeout_and_a_lost_one_at_once() -> None:
-    scheduler = CrashTolerant(f=1, timeout_s=0.5)
-    assert scheduler.may_go_on(standing(ALL, lost=1))
-    assert not scheduler.may_go_on(standing(ALL, NOTHING, waited_s=0.4))
-    assert scheduler.ask_again_s(standing(ALL, NOTHING, waited_s=0.4)) == pytest.approx(0.1)
-    assert scheduler.may_go_on(standing(ALL, NOTHING, waited_s=0.5))
-
-
-def test_crash_tolerant_never_leaves_out_more_than_f() -> None:
-    scheduler = CrashTolerant(f=1, timeout_s=0.5)
-    for too_much in (standing(NOTHING, NOTHING, waited_s=9.0), standing(NOTHING, lost=1, waited_s=9.0)):
-        assert not scheduler.may_go_on(too_much)
-        assert scheduler.ask_again_s(replace(too_much, waited_s=0.0)) is None
-
-
-def test_more_crashes_than_f_raise_the_bound_but_do_not_block() -> None:
-    scheduler = CrashTolerant(f=1, timeout_s=0.5)
-    assert scheduler.may_go_on(standing(ALL, lost=2))
-    assert scheduler.bound(StepFacts(4, 2.0, 1.0)) == pytest.approx(0.5)
-    assert scheduler.bound(StepFacts(4, 2.0, 1.0, crashed=2)) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +89,7 @@ def test_more_crashes_than_f_raise_the_bound_but_do_not_block() -> None:
         (VarianceBounded(1.0), 3.0),
         (BoundedStaleness(3), 4.5),
         (CrashTolerant(2, 1.0), 1.0),
+        (TOLERANT, 0.5),
     ],
 )
 def test_bounds_are_those_of_table_1(scheduler: Scheduler, bound: float) -> None:
@@ -115,6 +97,10 @@ def test_bounds_are_those_of_table_1(scheduler: Scheduler, bound: float) -> None
     assert scheduler.bound(facts) == pytest.approx(bound)
     compressed = scheduler.bound(replace(facts, gamma=0.5))
     assert compressed == pytest.approx(bound + 6**0.5 * 2.0)
+
+
+def test_more_crashes_than_f_raise_the_bound() -> None:
+    assert TOLERANT.bound(StepFacts(4, 2.0, 1.0, crashed=2)) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("gamma", [None, 1.0])

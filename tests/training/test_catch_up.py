@@ -12,7 +12,7 @@ from colab_swarm.net.peers import PeerId
 from colab_swarm.sim.runtime import run_virtual
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
-from colab_swarm.training.collaboration import CatchUp
+from colab_swarm.training.catch_up import CatchUp
 from colab_swarm.training.progress import Branch, Progress, ProgressRecord
 
 ME = PeerId(bytes(16))
@@ -52,10 +52,7 @@ class DeadTrainers:
     async def wait_called(self) -> None:
         await asyncio.Event().wait()
 
-    def take_call(self) -> tuple[int, bytes]:
-        raise AssertionError("no organizer calls")
-
-    async def follow_round(self, step: int, lineage: bytes) -> Floats | None:
+    async def follow_round(self) -> dict[tuple[int, bytes], Floats]:
         raise AssertionError("no organizer calls")
 
     async def adopt(self, step: int, lineage: bytes) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import colab_swarm as cs
-from colab_swarm.averaging.group import Group, GroupMember
+from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
 from colab_swarm.errors import StateError
 from colab_swarm.events import BudgetChosen, RoundFinished
 from colab_swarm.net.peers import PeerId
@@ -17,7 +17,15 @@ from colab_swarm.sim import LAN
 from colab_swarm.sim.profiles import HostProfile
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.layerwise import Lamb
-from colab_swarm.training.settings import CommunicationPlan, TrafficBudget, TrafficBudgetPolicy
+from colab_swarm.training.settings import (
+    KEPT_PER_ROUND,
+    ROUNDS,
+    CommunicationPlan,
+    Rate,
+    TrafficBudget,
+    TrafficBudgetPolicy,
+    TrainingSettings,
+)
 from tests.training.toy import join_training, loss_of, model, parameters_of, train_freely
 
 STEPS = 4
@@ -108,11 +116,15 @@ NUMEL = 1_000_000
 
 def group_of(shares: tuple[float, ...] = (1.0, 1.0, 1.0), codec: str = "float16") -> Group:
     members = tuple(GroupMember(p, (), 1.0, s) for p, s in zip((ME, BOB, CAROL), shares, strict=True))
-    return Group(bytes(16), 0, b"", members, NUMEL, codec, codec)
+    return Group(bytes(16), RoundTerms("", 0, b"", NUMEL, b"", codec, codec), members)
 
 
 def policy(*, auto: bool = False, **budget: float) -> TrafficBudgetPolicy:
-    return TrafficBudgetPolicy(TrafficBudget(**budget), ME, precision="float16", auto_steps=auto)
+    steps = "auto" if auto else 1
+    settings = TrainingSettings(
+        "run/model", 1.0, compression="float16", local_steps=steps, budget=TrafficBudget(**budget)
+    )
+    return TrafficBudgetPolicy(settings, ME)
 
 
 def choose(policy: TrafficBudgetPolicy, group: Group, step_s: float) -> CommunicationPlan:
@@ -193,7 +205,7 @@ def play(*, budget: TrafficBudget | None = None, reduces: bool = True) -> tuple[
             swarm, net, target_batch_size=60, budget=budget if swarm.name == "bob" else None
         )
         if swarm.name == "bob" and not reduces:
-            optimizer.collaboration.rounds.plan = CommunicationPlan(False, "float32", 1, 0.0, True)
+            optimizer.collaboration.plan = CommunicationPlan(False, "float32", 1, 0.0, True)
             swarm.services.peers.limit(BUDGET.rate_bps)
         while True:
             net(torch.ones(2, 350)).square().mean().backward()
@@ -228,3 +240,34 @@ def test_a_record_of_too_many_local_steps_is_refused() -> None:
     good = ProgressRecord(0, b"", 0.0, 0.0, syncing=False, reduces=True, name="x")
     with pytest.raises(ValueError, match="out of range"):
         msgspec.structs.replace(good, local_steps=1000)
+
+
+MB = 1_000_000
+
+
+def test_a_round_shorter_than_a_second_shows_the_bandwidth() -> None:
+    rate = Rate()
+    assert rate.known(None) is None and rate.known(5e6) == 5e6
+    for _ in range(ROUNDS - 1):
+        rate.on_round(2 * MB, 0.1)
+        assert rate.known(5e6) == 5e6  # a few rounds may have waited for anything
+    rate.on_round(2 * MB, 0.1)
+    assert rate.known(5e6) == 160e6
+    rate.on_round(1000, 1e-6)  # a few bytes say nothing
+    assert rate.known(None) == pytest.approx(160e6 * KEPT_PER_ROUND)
+
+
+def test_a_lower_bandwidth_is_believed_in_the_end() -> None:
+    rate = Rate()
+    rate.on_round(2 * MB, 0.1)
+    for _ in range(500):
+        rate.on_round(2 * MB, 1.0)
+    assert rate.known(None) == 16e6
+
+
+def test_a_budget_bounds_the_reported_bandwidth() -> None:
+    rate = Rate()
+    assert rate.known(None, 10e6) == 10e6
+    for _ in range(ROUNDS):
+        rate.on_round(2 * MB, 0.1)
+    assert rate.known(None, 10e6) == 10e6

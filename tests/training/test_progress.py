@@ -8,8 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.net.peers import PeerId
-from colab_swarm.training.collaboration import ThroughputEstimator
-from colab_swarm.training.progress import DISTRUST_S, LAST_RECORD_S, Progress, ProgressRecord, participants_of
+from colab_swarm.training.progress import (
+    DISTRUST_S,
+    LAST_RECORD_S,
+    Progress,
+    ProgressRecord,
+    ThroughputEstimator,
+    participants_of,
+)
 
 ALICE, BOB, CAROL, DAVE = (PeerId(bytes([n]) * 32) for n in range(4))
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 import colab_swarm as cs
-from colab_swarm.runtime import PauseGate, Runtime
+from colab_swarm.runtime import POLL_S, PauseGate, Runtime
+from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.optimizer import OptimizerLock
-from tests.training.toy import join_training, loss_of, model
+from colab_swarm.training.replica import Replica
+from tests.training.toy import join_training, joint_reference, loss_of, model, parameters_of
 
 
 @contextmanager
@@ -88,3 +92,22 @@ def test_an_interrupt_ends_the_waiting_for_the_end_of_a_pause() -> None:
             optimizer.step(samples=10)
         swarm.unpause()
         assert optimizer.step(samples=10) is not None
+
+
+def test_an_interrupt_while_the_mean_is_applied_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    apply = Replica.apply
+
+    def interrupted(replica: Replica, mean: Floats) -> bytes:
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(2 * POLL_S)  # the trainer notices meanwhile
+        return apply(replica, mean)
+
+    monkeypatch.setattr(Replica, "apply", interrupted)
+    with cs.create("test-run") as swarm:
+        optimizer = join_training(swarm, net := model())
+        for step in range(2):
+            loss_of(net, step).backward()
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step(samples=10)
+            assert optimizer.collaboration.progress.own.step == optimizer.global_step == step + 1
+        torch.testing.assert_close(parameters_of(net), joint_reference(2))

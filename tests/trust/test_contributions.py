@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.averaging.group import Group, GroupMember
+from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
 from colab_swarm.dht.service import Found
 from colab_swarm.errors import PeerError
 from colab_swarm.events import EventLog, Fault
@@ -48,7 +48,7 @@ def group(weights: Sequence[float], shares: Sequence[float], numel: int = 100) -
         ),
         key=lambda member: member.id,
     )
-    return Group(bytes(16), 1, b"", tuple(members), numel)
+    return Group(bytes(16), RoundTerms("", 1, b"", numel), tuple(members))
 
 
 def tallies(round_: Group) -> list[ContributionTally]:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from colab_swarm.averaging.moshpit import ArrayAverages, flatten
 from colab_swarm.events import EventLog
 from colab_swarm.sim import LAN, SimNetwork
 from colab_swarm.swarm.network import assemble, find_others
+from colab_swarm.training.arrays import ArrayAverages, flatten
 
 
 def test_a_mean_has_the_shape_and_kind_of_its_input() -> None:
@@ -49,7 +49,7 @@ async def test_peers_average_several_arrays_at_once_by_name() -> None:
     peers = [network.peer(name) for name in ("alice", "bob")]
     services = [assemble(one, "run", EventLog(), random.Random(one.name)) for one in peers]
     await find_others(services[1], [peers[0].contact])
-    averages = [ArrayAverages(one.router, one.dht, one.averager, "run") for one in services]
+    averages = [ArrayAverages(one, "run") for one in services]
     results = await asyncio.gather(
         *(
             one.average(np.full((2, 2), value), weight=weight, group_size=None, name=name)
@@ -66,7 +66,7 @@ async def test_peers_average_several_arrays_at_once_by_name() -> None:
 
 async def test_a_name_keeps_the_codec_that_its_values_began_with() -> None:
     alice = assemble(SimNetwork(LAN).peer("alice"), "run", EventLog(), random.Random(0))
-    averages = ArrayAverages(alice.router, alice.dht, alice.averager, "run")
+    averages = ArrayAverages(alice, "run")
     average = partial(averages.average, np.ones(3), weight=1.0, group_size=None)
     await average(name="losses", compression="topk:0.5")
     with pytest.raises(ValueError, match=r"'losses' is averaged as topk:0\.5 here: choose another name"):
@@ -82,7 +82,7 @@ async def test_few_large_values_among_small_ones_are_averaged_as_topk() -> None:
         assemble(network.peer(name), "run", EventLog(), random.Random(name)) for name in ("alice", "bob")
     ]
     await find_others(services[1], [services[0].peers.contact])
-    averages = [ArrayAverages(one.router, one.dht, one.averager, "run") for one in services]
+    averages = [ArrayAverages(one, "run") for one in services]
     values = np.where(np.arange(10_000) % 50 == 0, 4.0, 0.001)
     results = await asyncio.gather(
         *(

@@ -1,13 +1,17 @@
-"""The trace of a round: which members were slow or lost, and why."""
+"""The trace of a round: which members were slow or lost, and why; and the pace of its contributions."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import json
+import random
 
-from colab_swarm.averaging.exchange import Chunk, Trace
-from colab_swarm.averaging.group import Group, GroupMember
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colab_swarm.averaging.exchange import LEAD, STALL_S, Chunk, Pace, Trace
+from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
 from colab_swarm.averaging.round import Averager
 from colab_swarm.events import EventLog, MemberTrace, PeerSilent
 from colab_swarm.net.peers import Message, PeerId
@@ -77,7 +81,7 @@ def test_a_reducer_that_refuses_shows_as_that() -> None:
 
 def test_members_missing_elsewhere_are_reported_unless_the_reason_is_known_here() -> None:
     members = tuple(GroupMember(PeerId(bytes([n]) * 32), (), 1.0, 1.0) for n in range(3))
-    trace = Trace(Group(bytes(16), 7, b"", members, 10), now=5.0)
+    trace = Trace(Group(bytes(16), RoundTerms("", 7, b"", 10), members), now=5.0)
     trace.on_missing((1, 2), where=0)
     trace.on_dropped(2, "the link is lost")
     trace.received[1].at(6.0)
@@ -92,3 +96,53 @@ def test_a_record_stays_small_whatever_the_length_of_the_vector() -> None:
     outcome = run_round(numel=1_400_000)
     traces = [dataclasses.asdict(trace) for trace in outcome.results["alice"].members]
     assert len(json.dumps(traces)) < 4 * 400
+
+
+# --- the pace of contributions ---
+
+
+def test_a_small_span_waits_for_a_large_one() -> None:
+    pace = Pace({1: 2, 2: 100}, now=0.0)
+    pace.on_chunk(1, 0, now=0.0)
+    assert not pace.may_send(1, now=0.0)
+    for index in range(49):
+        assert pace.may_send(2, now=0.0)
+        assert pace.on_chunk(2, index, now=0.0) == (index < 49)
+    assert pace.may_send(1, now=0.0)
+
+
+def test_a_reducer_that_takes_nothing_is_waited_for_a_moment_only() -> None:
+    pace = Pace({1: 100, 2: 100}, now=0.0)
+    for index in range(2):
+        assert pace.may_send(1, now=0.5)
+        pace.on_chunk(1, index, now=0.5)
+    assert not pace.may_send(1, now=0.5)
+    assert pace.may_send(1, now=STALL_S)
+
+
+def test_a_reducer_that_is_gone_is_not_waited_for() -> None:
+    pace = Pace({1: 100, 2: 100}, now=0.0)
+    for index in range(6):
+        pace.on_chunk(1, index, now=0.0)
+    pace.on_over(2)
+    assert pace.may_send(1, now=0.0)
+
+
+def test_empty_spans_delay_no_stream() -> None:
+    pace = Pace({1: 0, 2: 3}, now=0.0)
+    for index in range(3):
+        assert pace.may_send(2, now=0.0)
+        pace.on_chunk(2, index, now=0.0)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(0, 1 << 32))
+def test_one_stream_may_always_send_and_none_runs_ahead(counts: list[int], seed: int) -> None:
+    rng, sent = random.Random(seed), dict.fromkeys(range(len(counts)), 0)
+    pace = Pace(dict(enumerate(counts)), now=0.0)
+    while unfinished := [reducer for reducer, index in sent.items() if index < counts[reducer]]:
+        allowed = [reducer for reducer in unfinished if pace.may_send(reducer, now=0.0)]
+        reducer = rng.choice(allowed)  # an empty list would raise: deadlock
+        pace.on_chunk(reducer, sent[reducer], now=0.0)
+        sent[reducer] += 1
+        last = min(sent[other] / counts[other] for other in sent)
+        assert sent[reducer] / counts[reducer] <= last + LEAD + 1 / counts[reducer] + 1e-9
