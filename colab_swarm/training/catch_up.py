@@ -9,16 +9,14 @@ and the branch of the other peers is tried: a peer that claims an absurd step ke
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from colab_swarm.errors import StateError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
+from colab_swarm.training.collaboration import Collaboration
 from colab_swarm.training.progress import next_lineage
-
-if TYPE_CHECKING:
-    from colab_swarm.training.collaboration import Collaboration
 
 CaughtUp: TypeAlias = tuple[Snapshot, list[Floats]]
 """A state to load, and the means of the rounds since, in order."""
@@ -29,6 +27,28 @@ BRANCHES = 4
 PAUSE_S = 1.0
 PATIENCE_S = 30.0
 """Donors may fail for this long, or `ATTEMPTS` times, before others are tried."""
+
+
+async def catch_up(collaboration: Collaboration) -> CaughtUp | None:
+    """Return the state of the swarm's branch, or None if this peer's own state counts.
+
+    Raises:
+        StateError: no peer on the branch could give its state, and this peer has none of its own.
+    """
+    found = await collaboration.begin_syncing()
+    if found is None:
+        return None
+    keep_state = False
+    try:
+        capacity, has_state = found
+        caught_up = await CatchUp(collaboration, capacity=capacity, has_state=has_state).run()
+        keep_state = caught_up is None
+    except StateError:
+        collaboration.progress.trust_all()  # the next attempt tries all peers
+        raise
+    finally:
+        collaboration.end_syncing(keep_state=keep_state)
+    return caught_up
 
 
 class CatchUp:

@@ -36,7 +36,6 @@ from colab_swarm.events import (
 from colab_swarm.net.peers import PeerId
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
-from colab_swarm.training.catch_up import CatchUp, CaughtUp
 from colab_swarm.training.progress import (
     Branch,
     Progress,
@@ -463,11 +462,10 @@ class Collaboration:
 
     # --- catching up --------------------------------------------------------------------------------------------
 
-    async def catch_up(self) -> CaughtUp | None:
-        """Return the state of the swarm's branch, or None if this peer's own state counts.
+    async def begin_syncing(self) -> tuple[int, bool] | None:
+        """Look for the swarm's branch; return None if this peer is on it.
 
-        Raises:
-            StateError: no peer on the branch could give its state, and this peer has none of its own.
+        Else return how many means of rounds fit in memory, and whether this peer has a state of its own.
         """
         has_state = not self.progress.own.syncing
         self._called, self._applying = None, False
@@ -477,17 +475,13 @@ class Collaboration:
         if (branch.step, branch.lineage) == (self.progress.own.step, self.progress.own.lineage):
             self._update(syncing=False)  # equal parameters already, or no other peer
             return None
-        capacity = max(1, self._settings.max_replay_bytes // (4 * self._numel))
-        try:
-            caught_up = await CatchUp(self, capacity=capacity, has_state=has_state).run()
-        except StateError:
-            self.progress.trust_all()  # the next attempt tries all peers
-            raise
-        finally:
-            self._throughput.active_at = self._now()
-        if caught_up is None:
+        return max(1, self._settings.max_replay_bytes // (4 * self._numel)), has_state
+
+    def end_syncing(self, *, keep_state: bool) -> None:
+        """End what `begin_syncing` began; with ``keep_state`` this peer's own state counts."""
+        self._throughput.active_at = self._now()
+        if keep_state:
             self._update(syncing=False)
-        return caught_up
 
     async def wait_called(self) -> None:
         """Wait for an organizer's call."""

@@ -53,7 +53,7 @@ def test_one_peer_hosts_and_another_trains_through_its_experts(alice: Swarm, tmp
         trainer = bob.trainer(model, loss_of, optimizer, concurrency=3, progress=False)
         assert trainer.fit(batches(6)).updates == 6
         one = bob.expert(host.uids[0], grid=GRID)
-        assert one(torch.ones(2, DIM)).shape == (2, DIM) and one.info().peer == alice.id
+        assert one(torch.ones(2, DIM)).shape == (2, DIM) and one.info().host.id == alice.id
         # the first look at a swarm does not wait for the answers
         wait(lambda: "4 of 9 places live on 1 host" in repr(bob.experts_panel("ffn", grid=GRID)))
         wait(lambda: "ffn." in host.panel()._repr_mimebundle_()["text/plain"])
