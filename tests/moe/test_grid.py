@@ -222,17 +222,19 @@ def paper_beam(sides: tuple[int, ...], live: set[Index], scores: Scores, sample:
 
 
 def replacing_beams(children: Callable[[Index], Mask], scores: Scores, k: int) -> list[list[Index]]:
-    """Algorithm 1, repeated without the prefixes of any sample's beam that turned out to have no live child."""
+    """Algorithm 1 for all samples at once, repeated without the prefixes found to have no live child.
+
+    Which barren prefixes a beam meets depends on those met before, so the result belongs to this order.
+    """
     barren: set[Index] = set()
     while True:
-        known, beams = len(barren), []
-        for sample in range(len(scores[0])):
-            beam: list[Index] = [()]
-            for _ in scores:
-                below = {p: {(*p, int(j)) for j in np.flatnonzero(children(p))} - barren for p in beam}
-                barren |= {prefix for prefix, live in below.items() if prefix and not live}
-                beam = top(scores, sample, set().union(*below.values()), k)
-            beams.append(beam)
+        known, beams = len(barren), [[()] for _ in scores[0]]
+        for _ in scores:
+            prefixes = set[Index]().union(*beams)
+            below = {p: {(*p, int(j)) for j in np.flatnonzero(children(p))} - barren for p in prefixes}
+            barren |= {prefix for prefix, live in below.items() if prefix and not live}
+            candidates = [set[Index]().union(*map(below.get, beam)) for beam in beams]
+            beams = [top(scores, n, found, k) for n, found in enumerate(candidates)]
         if len(barren) == known:
             return beams
 
