@@ -35,7 +35,11 @@ def test_it_is_stored_with_its_quick_preset(path: Path) -> None:
 
 
 @pytest.mark.slow
-@EVERY_EXPERIMENT
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, marks=[pytest.mark.ordeal] * (p.stem == "swav")) for p in REPRODUCED],
+    ids=lambda path: path.stem,
+)
 def test_an_experiment_runs_to_its_end_and_draws_its_figure(path: Path, tmp_path: Path) -> None:
     with opened(f"reproduce/{path.stem}", tmp_path) as kernel:
         shown = kernel.run_all()
