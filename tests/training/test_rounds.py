@@ -66,7 +66,7 @@ def test_a_step_that_one_peer_takes_alone_while_the_others_idle_stops_no_peer(ea
     assert len(lineages) == 3 and len(set(lineages.values())) == 1
 
 
-IDLE_UNTIL_S, LAST = 240.0, 70
+IDLE_UNTIL_S, LAST = 300.0, 90
 
 
 def train_beside_idle_peers(swarm: Swarm, active: str, pauses: bool) -> tuple[int, bytes, bool]:
@@ -104,4 +104,4 @@ def test_a_trainer_advances_beside_idle_peers_which_catch_up_when_they_train_aga
     with cs.simulate(3, network="lan", seed=0, samples_per_s=4.0) as sim:
         ended = sim.run(lambda swarm: train_beside_idle_peers(swarm, active, pauses), seconds=900)
     assert len({lineage for _, lineage, _ in ended.values()}) == 1 and ended[active][2]
-    assert ended[active][0] > 15  # at 4 s a step alone, after two minutes in which the others were waited for
+    assert ended[active][0] > 30  # at 4 s a step alone, after two minutes in which the others were waited for
