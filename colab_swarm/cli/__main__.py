@@ -373,7 +373,7 @@ def _digest(model: Any) -> str:
 
 
 def _coordinate(options: Options) -> None:
-    from colab_swarm.notebook.coordinator_view import draw, summary
+    from colab_swarm.notebook.units_view import draw_job, job_line
     from colab_swarm.workunits.coordinator import coordinate
 
     given = _given(options, "folder", "store", "servers", "host", "port", "url", "tunnel", "accept_terms")
@@ -386,17 +386,17 @@ def _coordinate(options: Options) -> None:
         while not done:
             done = coordinator.wait(STATUS_EVERY_S)
             status = coordinator.snapshot()
-            epochs = [(end.epoch, end.accuracy, end.at) for end in status.overview.epochs]
+            epochs = [(end.epoch, end.accuracy, end.at) for end in status.epochs]
             facts: dict[str, Any] = {"epochs": epochs, "version": status.version}
             if done:
-                _report(options, "finished", draw(status).text(), since=status.since, **facts)
+                _report(options, "finished", draw_job(status).text(), since=status.since, **facts)
             else:
-                _report(options, "status", summary(status), epoch=status.overview.epoch, **facts)
+                _report(options, "status", job_line(status), epoch=status.epoch, **facts)
         time.sleep(LINGER_S)
 
 
 def _volunteer(options: Options) -> None:
-    from colab_swarm.notebook.volunteer_view import summary
+    from colab_swarm.notebook.units_view import volunteer_line
     from colab_swarm.workunits.volunteering import volunteer
 
     until = time.monotonic() + 3600 * (options.hours or MAX_HOURS)
@@ -407,11 +407,11 @@ def _volunteer(options: Options) -> None:
         while not one.wait(LOOK_S) and time.monotonic() <= until:
             if time.monotonic() - reported_at >= STATUS_EVERY_S:
                 reported_at, seen = time.monotonic(), one.snapshot()
-                _report(options, "status", summary(seen), state=seen.state, accepted=seen.accepted)
+                _report(options, "status", volunteer_line(seen), state=seen.state, accepted=seen.accepted)
     finally:
         one.stop()
         seen = one.snapshot()
-        _report(options, "finished", summary(seen), state=seen.state, accepted=seen.accepted)
+        _report(options, "finished", volunteer_line(seen), state=seen.state, accepted=seen.accepted)
 
 
 if __name__ == "__main__":

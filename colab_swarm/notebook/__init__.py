@@ -40,7 +40,7 @@ and all pages at the end. Characters that the terminal cannot show are replaced.
 | page *rounds* | when each member sent and returned what, or why it was dropped; the last 20 rounds | `rounds` |
 | page *map* | this peer's links, wider if faster; dashed through a relay | `views` |
 | `swarm.experts_panel(prefix, grid=…)` | live experts, their use, their hosts; your own | `experts` |
-| `coordinator.panel()`, `volunteer.panel()` | units, volunteers, accuracy | `coordinator_view`, `volunteer_view` |
+| `coordinator.panel()`, `volunteer.panel()` | units, volunteers, accuracy | `units_view` |
 | web page of a backbone or coordinator | the panel of each model, or of the job; `/status.json`, `/metrics` | `page` |
 | `swarm.consistency_meter()` | inconsistency of an elastic peer, beside its bound | `consistency` |
 | `cs.doctor(…)` | traffic lights, each with its fix | `checks` |

@@ -105,8 +105,8 @@ Atre, Jha and Rao, *Distributed Deep Learning Using Volunteer Computing-Like Par
 | section | module |
 |---|---|
 | equation 1, VC-ASGD | `colab_swarm.workunits.weights` |
-| work generator, scheduler, validator (after BOINC) | `job`, `dispatcher`, `desk` |
-| III-D: parameter servers, eventual consistency (Redis) | `desk`, `remote` |
+| work generator, scheduler, validator (after BOINC) | `job`, `dispatcher`, `weights` |
+| III-D: parameter servers, eventual consistency (Redis) | `servers`, `remote` |
 | IV: preemptible machines, price and time | `colab_swarm.workunits.preemption` |
 | IV-D: strong consistency (SQL) | `remote`, `store` (SQLite) |
 

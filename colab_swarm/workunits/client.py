@@ -78,14 +78,13 @@ SUFFIX, PARTIAL = ".subset", ".partial"
 
 
 class SubsetCache:
-    """Subsets of data on disk, ``max_bytes`` together; ``hits`` and ``misses`` count calls of `get`.
+    """Subsets of data on disk, ``max_bytes`` together.
 
     A file is named by its SHA-256, which is checked at each read. Several volunteers may share the folder.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder, self._max_bytes = folder, max_bytes
-        self.hits = self.misses = 0
 
     def get(self, digest: str) -> bytes | None:
         """Return a file, or None if it is missing or garbled."""
@@ -94,11 +93,9 @@ class SubsetCache:
             data = path.read_bytes()
             if sha256(data).hexdigest() == digest:
                 os.utime(path)
-                self.hits += 1
                 return data
             logger.warning("%s is garbled and is fetched again", path)
             path.unlink()
-        self.misses += 1
         return None
 
     def put(self, digest: str, data: bytes) -> None:
@@ -242,7 +239,7 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
 
     async def parameters(self, path: str, schema: Schema) -> Floats:
         """Fetch the parameters (numel,) at ``path`` below /api, read-only; again only if they have changed."""
-        download = Download(f"/api/{path}", len(schema.head()) + 4 * schema.numel)
+        download = Download(f"/api/{path}", schema.size_bytes)
 
         async def attempt() -> Floats:
             target, etag, values = self._newest or ("", "", None)
@@ -467,7 +464,6 @@ class VolunteerSnapshot:
         refusal: why the last result was refused.
         samples: trained in accepted units.
         sent_bytes, received_bytes: of results, and of data and parameters.
-        cache_hits, cache_misses: units whose data were on this disk, and were not.
     """
 
     job: str
@@ -485,8 +481,6 @@ class VolunteerSnapshot:
     sent_bytes: int
     received_bytes: int
     seconds: float
-    cache_hits: int = 0
-    cache_misses: int = 0
 
 
 @dataclass

@@ -1,4 +1,7 @@
-"""`cs.workunits.coordinate`: hand a job out to volunteers in work units. The answers to them are in `desk`."""
+"""`cs.workunits.coordinate`: hand a job out to volunteers in work units.
+
+`Coordinator` owns the log and what follows it: the web server (`web`) and the parameter servers (`servers`).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ import atexit
 import contextlib
 import logging
 import os
+import random
 import time
-from collections.abc import Callable
+from collections import Counter
+from hashlib import sha256
 from pathlib import Path
 from typing import Literal, TypedDict, Unpack
 from urllib.parse import urlsplit
@@ -24,24 +29,20 @@ from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Grant
 from colab_swarm.net.peers import Peers, Role
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings, settings_of
-from colab_swarm.notebook.coordinator_view import draw, summary
 from colab_swarm.notebook.invitation import Invitation
 from colab_swarm.notebook.panel import Panel, Views
 from colab_swarm.notebook.platforms import require_terms
+from colab_swarm.notebook.units_view import draw_job, job_line
 from colab_swarm.runtime import Runtime
 from colab_swarm.trust.access import RunAccess
-from colab_swarm.workunits.desk import (
-    Desk,
-    ProcessWorker,
-    Staffing,
-    ThreadWorker,
-    WorkerPool,
-)
-from colab_swarm.workunits.job import Job
-from colab_swarm.workunits.messages import RequestGate, Token, WorkLink
-from colab_swarm.workunits.state import AnyEntry, JobStatus
+from colab_swarm.workunits.dispatcher import Dispatcher, JobLog
+from colab_swarm.workunits.job import Job, lay_out
+from colab_swarm.workunits.messages import JobCard, RequestGate, Token, WorkLink
+from colab_swarm.workunits.servers import ProcessWorker, ThreadWorker, WorkerPool
+from colab_swarm.workunits.state import FAILED, MAX_MARKS, AnyEntry, JobStatus, Unit
 from colab_swarm.workunits.store import ParameterStore, open_store
 from colab_swarm.workunits.web import CoordinatorServer
+from colab_swarm.workunits.weights import Schema
 
 logger = logging.getLogger(__name__)
 LOCAL_ONLY = (
@@ -50,9 +51,9 @@ LOCAL_ONLY = (
 )
 LINK_HOURS = 7 * 24.0
 VIEWS: Views[JobStatus] = Views(
-    draw,
-    summary,
-    lambda status: bool(status.overview.finished),
+    draw_job,
+    job_line,
+    lambda status: bool(status.finished),
     "coordinator",
     ("Stop", "Stopped"),
 )
@@ -81,18 +82,24 @@ class CoordinatorOptions(TypedDict, total=False):
     tunnel: Literal["ngrok", "cloudflared"]
 
 
-class Coordinator(Desk, contextlib.AbstractContextManager["Coordinator"]):
+class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
     """A coordinator that works in the background. Send its ``link`` to volunteers; show it, `watch` it, `wait` for it.
 
-    On an event loop use `start`, `wait_finished`, `status` and `close`; from other threads the rest.
+    On an event loop use `start`, ``finished``, `status` and `close`; from other threads the rest.
 
     ``access`` is of the run of ``token``'s peer, ``tick_s`` the interval of the check for passed
-    deadlines, ``clock`` gives seconds since the epoch. The caller closes the store.
+    deadlines. The caller closes the store.
 
     Attributes:
         link: lets volunteers in for a week; a secret. In a notebook it shows itself with a QR code and badges.
         url: address of the status page, which is public.
         stopped: True after `stop`.
+        schema, card: of the job's parameters, and the job as volunteers see it.
+        finished: set when the job is done.
+
+    Raises:
+        ValueError, TypeError: the job cannot be trained.
+        StoreError: the store fails, or holds a job of another size.
     """
 
     link: Invitation
@@ -107,14 +114,34 @@ class Coordinator(Desk, contextlib.AbstractContextManager["Coordinator"]):
         *,
         servers: int | Literal["auto"] = "auto",
         tick_s: float = 0.5,
-        clock: Callable[[], float] = time.time,
     ) -> None:
-        super().__init__(job, store, folder, clock)
-        self.url, self.stopped, self.servers = "", False, servers
+        self.job, self.store, self.folder, self.servers = job, store, folder, servers
+        self.url, self.stopped, self._tick_s, self._since = "", False, tick_s, time.time()
         self._token, self._access = token, access
-        self._tick_s, self._since = tick_s, clock()
-        self.server = CoordinatorServer(self, RequestGate(access.admission), self.status)
-        self._staffing, self._pool = Staffing(), WorkerPool(self._start_server)
+        self.schema, plan = Schema.of(model := job.first_model()), job.plan
+        subsets = lay_out(job, folder / "data")
+        store.begin(self.schema.flatten(model))
+        # servers measure by this plan, not by the file's
+        measuring = f"seed={plan.seed}, validation_samples={plan.validation_samples}"
+        code = f"{job.code}\njob = job.with_plan({measuring})\n"
+        (folder / "job.py").write_text(code, encoding="utf-8")
+        self.card = JobCard(
+            run_id=access.run_id,
+            name=job.name,
+            key=token.identity.public_key,
+            membership=token.membership,
+            code_sha256=sha256(job.code.encode()).hexdigest() if job.code else "",
+            local_epochs=plan.local_epochs,
+            batch_size=plan.batch_size,
+            schema=self.schema.head(),
+            subsets=subsets,
+        ).signed(token.identity.sign)
+        digests = [subset.sha256 for subset in subsets]
+        self.dispatcher = Dispatcher(plan, digests, random.SystemRandom())
+        self._log = JobLog(self.dispatcher, store)
+        self.finished, gate = self._log.finished, RequestGate(access.admission)
+        self.server = CoordinatorServer(job, self.card, self._log, folder, gate, self.status)
+        self._pool = WorkerPool(self._start_server)
         self._upkeep: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._tunnel: Tunnel | None = None
@@ -167,7 +194,7 @@ class Coordinator(Desk, contextlib.AbstractContextManager["Coordinator"]):
         async def waiting() -> bool:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
-                    await self.wait_finished()
+                    await self.finished.wait()
             return self.finished.is_set()
 
         return Runtime.shared().call(waiting())
@@ -192,17 +219,18 @@ class Coordinator(Desk, contextlib.AbstractContextManager["Coordinator"]):
         self.stop()
 
     def __repr__(self) -> str:
-        return f"Coordinator({summary(self.snapshot())})"
+        return f"Coordinator({job_line(self.snapshot())})"
 
     def _repr_html_(self) -> str:
-        return draw(self.snapshot()).html()
+        return draw_job(self.snapshot()).html()
 
     # -- life
 
     async def start(self, options: CoordinatorOptions, tunnel: TunnelSettings | None = None) -> None:
         """Begin the job, or resume it where its log ends, and let volunteers in. All parts start, or none."""
         try:
-            await self.open(self._token, self._access.run_id)
+            async with self._log.deciding():
+                pass
             self._upkeep = asyncio.create_task(self._keep_up(), name="coordinate")
             host, self.url = options.get("host", ""), options.get("url", "")
             port = await self._listen(host, options.get("port", 0))
@@ -246,31 +274,24 @@ class Coordinator(Desk, contextlib.AbstractContextManager["Coordinator"]):
             await upkeep  # not cancelled: its threads use the store, and start servers
             await asyncio.to_thread(self._pool.close)
 
-    async def wait_finished(self) -> None:
-        """Wait until the job is done."""
-        await self.finished.wait()
-
     # -- upkeep
 
     async def _keep_up(self) -> None:
         while not self._stopping.is_set():
             try:
-                async with self._lock:
-                    await self._settle()
-                wanted, now = self.servers, self._clock()
+                async with self._log.deciding() as now:
+                    wanted, backlog = self.servers, self.dispatcher.state.backlog
                 if self.finished.is_set():
                     wanted = 0
                 elif wanted == "auto":
-                    wanted = self._staffing.on_backlog(
-                        self.dispatcher.state.backlog, self._pool.size, now=now
-                    )
+                    wanted = self._pool.wanted(backlog, now=now)
                 await asyncio.to_thread(self._pool.keep, wanted, now=now)
             except StoreError:
                 pass  # the log has reported it, and the next round retries
             except Exception as error:  # volunteers are answered all the same
-                if self.fault != str(error):
+                if self._log.fault != str(error):
                     logger.exception("upkeep of the job failed")
-                    self.fault = str(error)
+                    self._log.fault = str(error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._tick_s):
                     await self._stopping.wait()
@@ -282,21 +303,34 @@ class Coordinator(Desk, contextlib.AbstractContextManager["Coordinator"]):
 
     def status(self) -> JobStatus:
         """Return the job's progress."""
-        now = self._clock()
+        now, plan, state, epoch = time.time(), self.job.plan, self.dispatcher.state, self.dispatcher.epoch
+        units = [state.units[Unit(epoch, subset)] for subset in range(state.subsets)]
+        counts = dict.fromkeys(("waiting", "training", "queued", "assimilated"), 0)
+        counts |= Counter("waiting" if unit.mark in FAILED.values() else unit.mark for unit in units)
+        stale = [unit.staleness for unit in units if unit.staleness is not None]
         return JobStatus(
             name=self.job.name,
             at=now,
             since=self._since,
-            target_accuracy=self.job.plan.target_accuracy,
+            target_accuracy=plan.target_accuracy,
             rows=tuple(subset.rows for subset in self.card.subsets),
-            local_epochs=self.job.plan.local_epochs,
+            local_epochs=plan.local_epochs,
             numel=self.schema.numel,
-            version=self.version,
+            version=state.version,
             servers=self._pool.size,
             server_deaths=self._pool.deaths,
-            backlog=self.dispatcher.state.backlog,
-            fault=self.fault,
-            overview=self.dispatcher.overview(now=now),
+            backlog=state.backlog,
+            fault=self._log.fault,
+            epoch=epoch,
+            max_epochs=plan.max_epochs,
+            finished=state.finished,
+            volunteers=state.shown_volunteers(now),
+            epochs=tuple(state.epochs),
+            units=counts,
+            marks=tuple(unit.mark for unit in units[:MAX_MARKS]),
+            staleness=sum(stale) / len(stale) if stale else None,
+            update_s=tuple(sorted(state.update_s)),
+            assimilated_at=tuple(state.assimilated_at),
         )
 
 

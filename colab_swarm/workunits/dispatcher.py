@@ -1,4 +1,4 @@
-"""The decisions of a coordinator: which volunteer trains which unit.
+"""The decisions of a coordinator, which volunteer trains which unit, and the log that they are written to.
 
 A decision is a list of entries. It takes effect when they are applied, after they are in the
 store's log. So decisions read `JobState` and change nothing. The rules:
@@ -8,16 +8,26 @@ store's log. So decisions read `JobState` and change nothing. The rules:
   failed it gets it again only after the others had time to take it.
 - Replicas of a unit go to different volunteers. It is accepted once a majority of ``plan.replication`` agrees; until
   then one more replica is assigned.
+
+Decisions are made one at a time, in three steps: read the new entries of the log, decide, append the decision. What is
+not in the log has not happened, so a coordinator may be killed between any two steps. When the store fails, the step is
+not done and the volunteer retries.
 """
 
 from __future__ import annotations
 
+import asyncio
 import heapq
+import logging
 import math
 import random
 import statistics
-from collections.abc import Callable, Collection, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
+from typing import TypeVar
 
+from colab_swarm.errors import StoreError
 from colab_swarm.workunits.job import WorkPlan
 from colab_swarm.workunits.state import (
     FIRST_ERROR_RATE,
@@ -28,15 +38,19 @@ from colab_swarm.workunits.state import (
     Expired,
     Finished,
     GaveBack,
-    JobOverview,
     JobState,
     Rejected,
     Returned,
+    ServerEntry,
     UnitReplica,
     UnitState,
     VolunteerState,
-    overview_of,
+    encode_entry,
 )
+from colab_swarm.workunits.store import Blobs, ParameterStore
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 PRESENT_S = 600.0
 """A volunteer that has been silent for longer counts as gone."""
@@ -67,13 +81,8 @@ class Dispatcher:
         """The current epoch, from 1."""
         return min(self.state.epoch, self._plan.max_epochs)
 
-    def assign(
-        self, volunteer: str, count: int, held: Collection[str], *, now: float, version: int
-    ) -> list[Assigned]:
-        """Assign up to ``count`` units to a volunteer, whose id is in hex.
-
-        It has the subsets of SHA-256 ``held`` in its cache, and will start from the parameters of ``version``.
-        """
+    def assign(self, volunteer: str, count: int, held: Collection[str], *, now: float) -> list[Assigned]:
+        """Assign up to ``count`` units to a volunteer, whose id is in hex; it has the subsets of SHA-256 ``held``."""
         record = self.state.volunteer(volunteer)
         done = self.state.finished or self.state.epoch > self._plan.max_epochs
         if done or len(record.out) >= self._plan.in_flight or record.idle_until > now:
@@ -97,7 +106,7 @@ class Dispatcher:
                 assignment=self._new_name(),
                 volunteer=volunteer,
                 deadline=now + self._deadline_s(state),
-                version=version,
+                version=self.state.version,
             )
             for unit, state in chosen
         ]
@@ -171,14 +180,15 @@ class Dispatcher:
         replicas = self.state.replicas
         return [replicas[name] for volunteer in self.state.volunteers.values() for name in volunteer.out]
 
-    def ban_of(self, volunteer: str, *, now: float) -> str | None:
-        """Return why and how long a volunteer is banned; None if it is not."""
+    def ban_of(self, volunteer: str, *, now: float) -> tuple[str, str] | None:
+        """Return why and how long a volunteer is banned, as code and text; None if it is not."""
         standing = self.state.volunteer(volunteer)
         if standing.banned_until <= now:
             return None
         return (
+            "banned",
             f"{standing.rejected} of your results were refused: no units for you in the next "
-            f"{math.ceil((standing.banned_until - now) / 60)} minutes; restart your notebook, then try again"
+            f"{math.ceil((standing.banned_until - now) / 60)} minutes; restart your notebook, then try again",
         )
 
     def refusal(self, assignment: str, volunteer: str, *, now: float) -> tuple[str, str] | None:
@@ -190,7 +200,7 @@ class Dispatcher:
         if replica is None or replica.volunteer != volunteer:
             return "unknown", "this assignment is not yours: ask for units"
         if (ban := self.ban_of(volunteer, now=now)) is not None:
-            return "banned", ban
+            return ban
         if self.state.finished:
             return "stale", f"the job is finished: {self.state.finished}"
         if replica.fate == "out" or (replica.fate == "expired" and self._still_lacking(replica)):
@@ -208,6 +218,11 @@ class Dispatcher:
     def _still_lacking(self, late: UnitReplica) -> bool:
         unit = self.state.units[late.unit]
         return self._missing(unit) > 0 and not unit.is_with(late.volunteer)
+
+    def awaits(self, assignment: str, *, now: float) -> bool:
+        """Return True if the result of an assignment is wanted from its volunteer."""
+        replica = self.state.replicas.get(assignment)
+        return replica is not None and self.refusal(assignment, replica.volunteer, now=now) is None
 
     def expired(self, *, now: float) -> list[Expired]:
         """Expire assignments whose deadline has passed, and those of banned volunteers."""
@@ -227,18 +242,16 @@ class Dispatcher:
         assignment: str,
         change: float,
         result: str,
+        distance: Callable[[str, str], float],
         *,
         now: float,
-        distance: Callable[[str, str], float] | None = None,
     ) -> list[AnyEntry]:
-        """Decide on a valid result, in blob ``result``; raise ValueError if it is not wanted any more: see `refusal`.
+        """Decide on a valid result, in blob ``result``, that is wanted: see `refusal`.
 
-        ``change`` is the L2 norm of its change of the parameters; ``distance``, of two blobs, is a
-        share of the change, and needed if the plan has replicas.
+        ``change`` is the L2 norm of its change of the parameters; ``distance`` between the results of
+        two blobs is a share of it.
         """
         replica = self.state.replicas[assignment]
-        if (refusal := self.refusal(assignment, replica.volunteer, now=now)) is not None:
-            raise ValueError(refusal[1])
         accepted = Accepted(
             at=now,
             unit=replica.unit,
@@ -250,10 +263,7 @@ class Dispatcher:
         )
         if self._plan.replication == 1:
             return [accepted]
-        if distance is None:
-            raise ValueError(f"replication={self._plan.replication}: give the distance of two results")
-        returned = Returned(at=now, assignment=assignment, result=result)
-        return [returned, *self._judged(accepted, distance)]
+        return [Returned(at=now, assignment=assignment, result=result), *self._judged(accepted, distance)]
 
     def _judged(self, accepted: Accepted, distance: Callable[[str, str], float]) -> list[AnyEntry]:
         """Entries for the unit if ``accepted`` joins the results that are back.
@@ -278,6 +288,17 @@ class Dispatcher:
         reason = f"no {quorum} of {len(results)} results agree: raise plan.tolerance if they are honest"
         return [Rejected(at=at, assignment=name, reason=reason) for name in results]
 
+    def obsolete(self, entries: Sequence[AnyEntry]) -> set[str]:
+        """Return the blobs that are no longer needed once ``entries`` are in the log."""
+        names = set[str]()
+        for entry in entries:
+            if isinstance(entry, Rejected):
+                names.add(self.state.replicas[entry.assignment].result)
+            elif isinstance(entry, Accepted) and self._plan.replication > 1:
+                waiting = [replica.result for replica in self.state.units[entry.unit].returned()]
+                names |= {f"base-{entry.unit}", *waiting} - {entry.result}
+        return names - {""}
+
     def advance(self, *, now: float) -> list[AnyEntry]:
         """End the epoch or the job, whichever is due next; none: neither is."""
         ended, last = len(self.state.epochs) + 1, self._plan.max_epochs
@@ -297,11 +318,73 @@ class Dispatcher:
 
     def _measured(self, epoch: int, now: float) -> list[float]:
         """Accuracies of an epoch that may end; NaN if none came; empty if it may not end yet."""
-        done_at = self.state.done_at.get(epoch, math.inf)
-        found = [entry.accuracy for entry in self.state.measured.get(epoch, {}).values()]
-        if len(found) == len(self._subsets) or now >= done_at + MEASURE_S:
+        found = [*self.state.measured.get(epoch, {}).values()]
+        if len(found) == len(self._subsets) or now >= self.state.done_at.get(epoch, math.inf) + MEASURE_S:
             return found or [math.nan]
         return []
 
-    def overview(self, *, now: float) -> JobOverview:
-        return overview_of(self.state, self.epoch, self._plan.max_epochs, now)
+
+class JobLog:
+    """The log of a job in its store. It is all that a coordinator knows; `Dispatcher.state` follows from it.
+
+    Attributes:
+        fault: the store's current error, for people; empty while it works.
+        finished: set when the job is done.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, store: ParameterStore) -> None:
+        self.dispatcher, self.store = dispatcher, store
+        self.fault, self.finished = "", asyncio.Event()
+        self._lock, self._position, self._up_to_date = asyncio.Lock(), 0, False
+        self._mine: set[bytes] = set()  # entries written here and not read back yet
+
+    @asynccontextmanager
+    async def deciding(self) -> AsyncIterator[float]:
+        """Hold the log for one decision, which `write` takes, and give the time in seconds since the epoch.
+
+        All entries are read, and those that were due are written: passed deadlines, the end of an epoch.
+        """
+        async with self._lock:
+            await self._read()
+            self._up_to_date = True
+            await self.write(self.dispatcher.expired(now=time.time()))
+            while due := self.dispatcher.advance(now=time.time()):
+                await self.write(due)
+            yield time.time()
+
+    async def write(
+        self, entries: Sequence[AnyEntry], *, put: Blobs | None = None, drop: Collection[str] = ()
+    ) -> None:
+        """Append a decision, with blobs, and read it back; after a StoreError `deciding` shows what was written."""
+        if entries:
+            self._mine.update(map(encode_entry, entries))
+            await self._call(lambda: self.store.append(entries, put=put, drop=drop))
+            await self._read()
+
+    async def _read(self) -> None:
+        state = self.dispatcher.state
+        for position, entry in await self._call(lambda: self.store.entries(self._position)):
+            if not isinstance(entry, ServerEntry):
+                written = encode_entry(entry)
+                if self._up_to_date and written not in self._mine:  # the coordinator that began later wins
+                    self.fault = (
+                        "another coordinator has taken over this job: stop this one, or rename its job"
+                    )
+                    raise StoreError(self.fault)
+                self._mine.discard(written)
+            state.apply(entry)
+            self._position = position
+        if state.finished is not None:
+            self.finished.set()
+
+    async def _call(self, method: Callable[[], T]) -> T:
+        """Call the store on a thread, and note in `fault` whether it works."""
+        try:
+            answer = await asyncio.to_thread(method)
+        except StoreError as error:
+            if not self.fault:
+                logger.warning("the store fails, volunteers wait: %s", error)
+            self.fault = str(error)
+            raise
+        self.fault = ""
+        return answer

@@ -94,7 +94,7 @@ class _Fleet:
         self._dispatcher = Dispatcher(
             plan, [f"{n:064x}" for n in range(model.units)], random.Random(seed + 1)
         )
-        self._kills = self._lost = self._version = 0
+        self._kills = self._lost = 0
         self._ended_at = 0.0
 
     async def run(self) -> PreemptionResult:
@@ -120,7 +120,7 @@ class _Fleet:
         while not self._dispatcher.state.finished:
             now = virtual_time()
             self._commit(*self._dispatcher.expired(now=now))
-            given = self._dispatcher.assign(instance, 1, (), now=now, version=self._version)
+            given = self._dispatcher.assign(instance, 1, (), now=now)
             self._commit(*given)
             if not given:
                 await asyncio.sleep(self._dispatcher.wait_s(instance, now=now))
@@ -131,10 +131,9 @@ class _Fleet:
                 self._lost += not self._dispatcher.state.finished
                 raise
             now = self._ended_at = virtual_time()
-            self._version += 1
-            unit, name, version = given[0].unit, given[0].assignment, self._version
+            unit, name, version = given[0].unit, given[0].assignment, self._dispatcher.state.version + 1
             self._commit(
-                *self._dispatcher.on_result(name, 1.0, "result", now=now),
+                *self._dispatcher.on_result(name, 1.0, "result", lambda *_: 0.0, now=now),
                 Assimilated(at=now, unit=unit, assignment=name, server="", version=version, seconds=0.0),
                 Measured(at=now, unit=unit, accuracy=0.0),
             )

@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -217,6 +219,10 @@ class VolunteerState:
 
 
 LATEST = 100
+FAILED = {"expired": "late", "rejected": "rejected"}
+"""Marks of units that wait again, by the fate of their last replica."""
+MAX_MARKS = 400
+"""Units shown one by one."""
 Fate: TypeAlias = Literal["out", "returned", "accepted", "rejected", "expired", "given back", "superseded"]
 
 
@@ -263,9 +269,20 @@ class UnitState:
         """Return replicas whose results wait for a majority."""
         return [replica for replica in self.replicas if replica.fate == "returned"]
 
+    @property
+    def mark(self) -> str:
+        """``waiting``, in ``training``, ``queued`` for a parameter server or ``assimilated``.
 
-def _latest() -> deque[float]:
-    return deque(maxlen=LATEST)
+        Or it waits again because its last volunteer was ``late`` or its result ``rejected``.
+        """
+        if self.accepted is not None:
+            return "assimilated" if self.assimilated else "queued"
+        if self.live():
+            return "training"
+        return FAILED.get(self.replicas[-1].fate if self.replicas else "", "waiting")
+
+
+latest: Callable[[], deque[float]] = partial(deque, maxlen=LATEST)
 
 
 @dataclass
@@ -280,15 +297,17 @@ class JobState:
     open: dict[Unit, UnitState] = field(default_factory=dict)
     replicas: dict[str, UnitReplica] = field(default_factory=dict)
     volunteers: dict[str, VolunteerState] = field(default_factory=dict)
+    version: int = 0  # of the newest parameters
     assimilated: int = 0  # units of `epoch`
     done_at: dict[int, float] = field(default_factory=dict)  # when the last unit of an epoch was assimilated
-    measured: dict[int, dict[Unit, Measured]] = field(default_factory=dict)  # by epoch
+    measured: dict[int, dict[Unit, float]] = field(default_factory=dict)  # accuracies by epoch
     epochs: list[EpochEnded] = field(default_factory=list)
     finished: str | None = None
     epoch: int = 1  # the first whose units are not all assimilated
-    unit_s: deque[float] = field(default_factory=_latest)
-    update_s: deque[float] = field(default_factory=_latest)
-    assimilated_at: deque[float] = field(default_factory=_latest)
+    unit_s: deque[float] = field(default_factory=latest)
+    update_s: deque[float] = field(default_factory=latest)
+    changes: deque[float] = field(default_factory=latest)  # of accepted results (L2 norm)
+    assimilated_at: deque[float] = field(default_factory=latest)
 
     def __post_init__(self) -> None:
         self._begin_epoch()
@@ -323,7 +342,7 @@ class JobState:
             case Assimilated():
                 self._assimilated(entry)
             case Measured():
-                self.measured.setdefault(entry.unit.epoch, {})[entry.unit] = entry
+                self.measured.setdefault(entry.unit.epoch, {})[entry.unit] = entry.accuracy
             case EpochEnded():
                 self.epochs.append(entry)
             case Finished():
@@ -358,6 +377,7 @@ class JobState:
         self._back(entry.assignment, entry.at)
         unit = self.units[entry.unit]
         unit.accepted = entry.assignment
+        self.changes.append(entry.change)
         del self.open[entry.unit]
         for replica in unit.replicas:
             volunteer = self.volunteers[replica.volunteer]
@@ -391,6 +411,7 @@ class JobState:
             raise ValueError(f"unit {entry.unit} was assimilated twice: this is a fault of the store")
         unit.assimilated = True
         unit.staleness = max(0, entry.version - 1 - self.replicas[entry.assignment].version)
+        self.version = max(self.version, entry.version)
         self.update_s.append(entry.seconds)
         self.assimilated_at.append(entry.at)
         self.assimilated += 1
@@ -399,16 +420,29 @@ class JobState:
             self.epoch += 1
             self._begin_epoch()
 
-
-MAX_MARKS = 400
-"""Units shown one by one."""
+    def shown_volunteers(self, now: float) -> tuple[VolunteerRow, ...]:
+        """Return all volunteers as shown to people, by their accepted units."""
+        rows = [
+            VolunteerRow(
+                volunteer=name,
+                name=one.name,
+                reliability=1 - one.error_rate,
+                accepted=one.accepted,
+                rejected=one.rejected,
+                expired=one.expired,
+                in_flight=len(one.out),
+                banned_until=one.banned_until if one.banned_until > now else None,
+            )
+            for name, one in self.volunteers.items()
+        ]
+        return tuple(sorted(rows, key=lambda row: -row.accepted))
 
 
 @dataclass(frozen=True)
 class VolunteerRow:
     """One volunteer: its id in hex, the name it chose, its reliability (0 to 1), and numbers of units.
 
-    Times are seconds since the epoch; ``banned_until`` is None if it is not banned.
+    ``banned_until`` is in seconds since the epoch; None if it is not banned.
     """
 
     volunteer: str
@@ -419,107 +453,6 @@ class VolunteerRow:
     expired: int
     in_flight: int
     banned_until: float | None
-    last_seen: float
-
-
-@dataclass(frozen=True)
-class UnitMark:
-    """One unit of the epoch: ``waiting``, in ``training``, ``queued`` for a parameter server or ``assimilated``.
-
-    Or it waits again because its last ``volunteer`` was ``late`` or its result ``rejected``.
-    ``staleness``: results assimilated while it was trained.
-    """
-
-    state: str
-    volunteer: str = ""
-    staleness: int | None = None
-
-
-@dataclass(frozen=True)
-class JobOverview:
-    """A job.
-
-    Attributes:
-        epoch, max_epochs: the current epoch, from 1, and the plan's last one.
-        finished: why the job ended; None before.
-        units: of the epoch: ``waiting`` for a volunteer, in ``training``, ``queued`` for a
-            parameter server, or ``assimilated``.
-        volunteers: all so far, by their accepted units.
-        epochs, measured: the epochs that ended, and this epoch's accuracies so far.
-        unit_s, update_s: durations of the latest units, from assignment to result, and of the latest updates.
-        assimilated_at: times of the latest assimilations, seconds since the epoch.
-        marks: the first units of this epoch, `MAX_MARKS` at most, by subset.
-    """
-
-    epoch: int
-    max_epochs: int
-    finished: str | None
-    units: dict[str, int]
-    volunteers: tuple[VolunteerRow, ...]
-    epochs: tuple[EpochEnded, ...]
-    measured: tuple[Measured, ...]
-    unit_s: tuple[float, ...]
-    update_s: tuple[float, ...]
-    assimilated_at: tuple[float, ...]
-    marks: tuple[UnitMark, ...] = ()
-
-    @property
-    def accuracy(self) -> float | None:
-        """Mean accuracy of the newest epoch that has one."""
-        return next((one.accuracy for one in reversed(self.epochs) if math.isfinite(one.accuracy)), None)
-
-
-def overview_of(state: JobState, epoch: int, max_epochs: int, now: float) -> JobOverview:
-    """Return ``state`` as shown to people, with the units of ``epoch``."""
-    rows = [
-        VolunteerRow(
-            volunteer=name,
-            name=one.name,
-            reliability=1 - one.error_rate,
-            accepted=one.accepted,
-            rejected=one.rejected,
-            expired=one.expired,
-            in_flight=len(one.out),
-            banned_until=one.banned_until if one.banned_until > now else None,
-            last_seen=one.last_seen,
-        )
-        for name, one in state.volunteers.items()
-    ]
-    units = [state.units[Unit(epoch, subset)] for subset in range(state.subsets)]
-    assimilated = sum(unit.assimilated for unit in units)
-    accepted = sum(unit.accepted is not None for unit in units)
-    training = sum(bool(unit.live()) for unit in units)
-    return JobOverview(
-        epoch=epoch,
-        max_epochs=max_epochs,
-        finished=state.finished,
-        units={
-            "waiting": len(units) - accepted - training,
-            "training": training,
-            "queued": accepted - assimilated,
-            "assimilated": assimilated,
-        },
-        volunteers=tuple(sorted(rows, key=lambda row: -row.accepted)),
-        epochs=tuple(state.epochs),
-        measured=tuple(state.measured.get(epoch, {}).values()),
-        unit_s=tuple(state.unit_s),
-        update_s=tuple(state.update_s),
-        assimilated_at=tuple(state.assimilated_at),
-        marks=tuple(_mark(unit, state) for unit in units[:MAX_MARKS]),
-    )
-
-
-def _mark(unit: UnitState, state: JobState) -> UnitMark:
-    last = unit.replicas[-1] if unit.replicas else None
-    whose = next((one for one in unit.replicas if one.assignment == unit.accepted), last)
-    if unit.accepted is not None:
-        shown = "assimilated" if unit.assimilated else "queued"
-    elif unit.live():
-        shown = "training"
-    else:
-        shown = {"expired": "late", "rejected": "rejected"}.get(last.fate if last else "", "waiting")
-    name = state.volunteer(whose.volunteer).name or whose.volunteer[:8] if whose else ""
-    return UnitMark(shown, name, unit.staleness)
 
 
 @dataclass(frozen=True)
@@ -534,6 +467,15 @@ class JobStatus:
         servers, server_deaths: parameter servers that run, and that died.
         backlog: accepted results that wait for a parameter server.
         fault: the store's current error; empty while it works.
+        epoch, max_epochs: the current epoch, from 1, and the plan's last one.
+        finished: why the job ended; None before.
+        volunteers: all so far, by their accepted units.
+        epochs: those that ended.
+        units: of the epoch, by `UnitState.mark`; those that failed count as ``waiting``.
+        marks: of the first units of this epoch, `MAX_MARKS` at most, by subset.
+        staleness: mean number of results that arrived while a unit of this epoch was trained; None if unknown.
+        update_s: durations of the latest updates, sorted.
+        assimilated_at: times of the latest assimilations.
     """
 
     name: str
@@ -548,23 +490,29 @@ class JobStatus:
     server_deaths: int
     backlog: int
     fault: str
-    overview: JobOverview
+    epoch: int
+    max_epochs: int
+    finished: str | None
+    volunteers: tuple[VolunteerRow, ...]
+    epochs: tuple[EpochEnded, ...]
+    units: dict[str, int]
+    marks: tuple[str, ...]
+    staleness: float | None
+    update_s: tuple[float, ...]
+    assimilated_at: tuple[float, ...]
+
+    @property
+    def accuracy(self) -> float | None:
+        """Mean accuracy of the newest epoch that has one."""
+        return next((one.accuracy for one in reversed(self.epochs) if math.isfinite(one.accuracy)), None)
 
     @property
     def units_per_s(self) -> float:
         """Rate of the latest assimilations; 0 if there were none."""
-        at = self.overview.assimilated_at
-        return len(at) / (self.at - at[0]) if at and self.at > at[0] and not self.overview.finished else 0.0
+        at = self.assimilated_at
+        return len(at) / (self.at - at[0]) if at and self.at > at[0] and not self.finished else 0.0
 
     @property
     def samples_per_s(self) -> float:
         """Rate of trained samples, each local epoch counted."""
         return self.units_per_s * self.local_epochs * sum(self.rows) / len(self.rows)
-
-    @property
-    def update_s(self) -> tuple[float, float] | None:
-        """Median and 95th percentile of the latest updates' durations; None before the first."""
-        ordered = sorted(self.overview.update_s)
-        if not ordered:
-            return None
-        return ordered[len(ordered) // 2], ordered[len(ordered) * 95 // 100]

@@ -32,7 +32,7 @@ from colab_swarm.errors import CallRefused, JoinError, PeerError
 from colab_swarm.net.identity import Identity
 from colab_swarm.notebook.panel import Panel, Views
 from colab_swarm.notebook.platforms import require_terms
-from colab_swarm.notebook.volunteer_view import draw, summary
+from colab_swarm.notebook.units_view import draw_volunteer, volunteer_line
 from colab_swarm.runtime import PauseGate, Runtime
 from colab_swarm.tensors.device import DeviceThread
 from colab_swarm.workunits.client import (
@@ -60,7 +60,9 @@ FAREWELL_S = 5.0
 """Time limit for giving units back."""
 AFTER_REFUSAL_S = 0.5, 60.0
 THREAD = DeviceThread()
-VIEWS = Views(draw, summary, lambda snapshot: snapshot.over, "volunteer", ("Stop", "Stopped"))
+VIEWS = Views(
+    draw_volunteer, volunteer_line, lambda snapshot: snapshot.over, "volunteer", ("Stop", "Stopped")
+)
 _volunteers: set[Volunteer] = set()
 
 
@@ -189,10 +191,10 @@ class Volunteer:
         self.panel().watch(seconds)
 
     def __repr__(self) -> str:
-        return f"Volunteer({summary(self.snapshot())})"
+        return f"Volunteer({volunteer_line(self.snapshot())})"
 
     def _repr_html_(self) -> str:
-        return draw(self.snapshot()).html()
+        return draw_volunteer(self.snapshot()).html()
 
     def snapshot(self) -> VolunteerSnapshot:
         """Return its progress. Thread-safe."""
@@ -213,8 +215,6 @@ class Volunteer:
             sent_bytes=self._client.sent_bytes,
             received_bytes=self._client.received_bytes,
             seconds=(self._ended or time.monotonic()) - self._began,
-            cache_hits=self._cache.hits,
-            cache_misses=self._cache.misses,
         )
 
     def _state(self, units: tuple[UnitProgress, ...]) -> str:

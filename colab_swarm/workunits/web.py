@@ -13,36 +13,44 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import cached_property
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 from aiohttp import web
 
 from colab_swarm.errors import NotAdmitted, StoreError
-from colab_swarm.net.peers import UNDECODABLE, Message, PeerId
-from colab_swarm.notebook.coordinator_view import status_page
+from colab_swarm.net.peers import UNDECODABLE, Message
 from colab_swarm.notebook.page import PATHS, listen
-from colab_swarm.workunits.desk import Desk
+from colab_swarm.notebook.units_view import status_page
+from colab_swarm.workunits.dispatcher import JobLog
+from colab_swarm.workunits.job import Job, unit_seed
 from colab_swarm.workunits.messages import (
     MAX_BODY_BYTES,
     AskForUnits,
     GiveBack,
+    GivenUnit,
+    GivenUnits,
+    JobCard,
     Problem,
     Refused,
     RequestGate,
     Taken,
 )
-from colab_swarm.workunits.state import JobStatus, Unit
+from colab_swarm.workunits.state import Assigned, JobStatus, Met, Rejected, Unit, UnitReplica
+from colab_swarm.workunits.weights import Floats, Schema, checked_change, moved
 
 M = TypeVar("M", AskForUnits, GiveBack)
 NUMBER = "(0|[1-9][0-9]{0,17})"
 RANGE = re.compile(rf"bytes={NUMBER}-{NUMBER}?")
-ASSIGNMENT, UNIT = re.compile("[0-9a-f]{32}"), re.compile("([1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})")
+ASSIGNMENT = re.compile("[0-9a-f]{32}")
+RESULT = f"/api/results/{{assignment:{ASSIGNMENT.pattern}}}"
+INITIAL = "/api/parameters/{epoch:[1-9][0-9]{0,8}}-{subset:0|[1-9][0-9]{0,8}}"
 CONTENT_RANGE = re.compile(rf"bytes {NUMBER}-{NUMBER}/{NUMBER}")
 Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MAX_PIECE_BYTES = 4 << 20
@@ -69,7 +77,8 @@ STATUSES = {
     "invalid": 422,
     "busy": 503,
 }
-VOLUNTEER: web.RequestKey[PeerId] = web.RequestKey("volunteer", bytes)  # type: ignore[arg-type]
+VOLUNTEER: web.RequestKey[str] = web.RequestKey("volunteer", str)
+"""Its id in hex."""
 DIGEST: web.RequestKey[bytes] = web.RequestKey("digest", bytes)
 
 
@@ -152,25 +161,31 @@ class UploadBuffer:
 
 
 class CoordinatorServer:
-    """Serve a desk that is open, and pages of the job's ``status``.
+    """Serve the volunteers of a job, by what its ``log`` says, and pages of its ``status``.
 
-    ``running`` counts transfers under way, by kind.
+    Files lie in ``folder``, data of volunteers and unfinished uploads. ``running`` counts transfers under way, by kind.
     """
 
-    def __init__(self, desk: Desk, gate: RequestGate, status: Callable[[], JobStatus]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        card: JobCard,
+        log: JobLog,
+        folder: Path,
+        gate: RequestGate,
+        status: Callable[[], JobStatus],
+    ) -> None:
         self.url, self.running = "", {"upload": 0, "download": 0}
-        self._desk, self._gate = desk, gate
+        self._job, self._card, self._log, self._folder, self._gate = job, card, log, folder, gate
+        self._dispatcher, self._schema = log.dispatcher, Schema.of(job.first_model())
+        self.uploads = UploadBuffer(folder / "uploads", size_bytes=self._schema.size_bytes)
+        self._newest = -1, memoryview(b"")  # version and file of the newest parameters: many fetch them
+        self._loading = asyncio.Lock()
         self._uploading, self._checking = asyncio.Lock(), asyncio.Semaphore(CHECKED_AT_ONCE)
         self._complete: set[str] = set()  # uploads whose results are being checked
-        self._each: Counter[tuple[str, PeerId]] = Counter()  # the same by volunteer
+        self._each: Counter[tuple[str, str]] = Counter()  # transfers under way by kind and volunteer
         self._page = status_page(status)
         self._runner: web.AppRunner | None = None
-
-    @cached_property
-    def uploads(self) -> UploadBuffer:
-        schema = self._desk.schema
-        size_bytes = len(schema.head()) + 4 * schema.numel
-        return UploadBuffer(self._desk.folder / "uploads", size_bytes=size_bytes)
 
     async def start(self, host: str, port: int) -> None:
         """Listen; port 0 chooses a free one. Raises OSError if the port is taken."""
@@ -178,15 +193,15 @@ class CoordinatorServer:
         app.router.add_routes(
             [
                 *self._page.routes,
-                web.get("/api/job", self._job),
+                web.get("/api/job", self._describe),
                 web.get("/api/code", self._code),
                 web.post("/api/units", self._units),
                 web.post("/api/return", self._return),
                 web.get("/api/data/{digest}", self._data),
                 web.get("/api/parameters", self._parameters),
-                web.get("/api/parameters/{unit}", self._parameters),
-                web.head("/api/results/{assignment}", self._received),
-                web.put("/api/results/{assignment}", self._piece),
+                web.get(INITIAL, self._parameters),
+                web.head(RESULT, self._received),
+                web.put(RESULT, self._piece),
             ]
         )
         self._runner, self.url = await listen(
@@ -232,8 +247,8 @@ class CoordinatorServer:
             volunteer, digest = self._gate.check(header, request.method, request.raw_path, now=time.time())
         except NotAdmitted as error:
             raise Refused("busy" if error.reason == "busy" else "token", str(error)) from error
-        self._desk.check_ban(volunteer)
-        request[VOLUNTEER], request[DIGEST] = volunteer, digest
+        request[VOLUNTEER], request[DIGEST] = volunteer.hex(), digest
+        _raise(self._dispatcher.ban_of(volunteer.hex(), now=time.time()))
 
     async def _read(self, request: web.Request, most_bytes: int) -> bytes:
         """Return the body, after checking it against the signed digest."""
@@ -271,27 +286,77 @@ class CoordinatorServer:
             self.running[kind] -= 1
             self._each -= Counter([mine])  # which drops volunteers without any
 
-    # -- the job, units and results
+    # -- the job and its units
 
-    async def _job(self, request: web.Request) -> web.Response:
-        return _answer(self._desk.card)
+    async def _describe(self, request: web.Request) -> web.Response:
+        return _answer(self._card)
 
     async def _code(self, request: web.Request) -> web.Response:
-        return web.Response(text=self._desk.job.code)
+        return web.Response(text=self._job.code)
 
     async def _units(self, request: web.Request) -> web.Response:
-        asked = await self._message(request, AskForUnits)
-        return _answer(await self._desk.ask(request[VOLUNTEER], asked))
+        """Assign units to a volunteer, and repeat those whose answer was lost."""
+        asked, me = await self._message(request, AskForUnits), request[VOLUNTEER]
+        async with self._log.deciding() as now:
+            _raise(self._dispatcher.ban_of(me, now=now))
+            again = self._dispatcher.unacknowledged(me, asked.in_hand, now=now)[: asked.count]
+            units = self._dispatcher.assign(me, asked.count - len(again), asked.held, now=now)
+            new = units and me not in self._dispatcher.state.volunteers
+            met = [Met(at=now, volunteer=me, name=asked.name)] if new else []
+            units, put = await self._with_base(units)
+            await self._log.write([*met, *units], put=put)
+            return self._given(me, [*again, *units], now)
 
     async def _return(self, request: web.Request) -> web.Response:
-        message = await self._message(request, GiveBack)
-        return _answer(await self._desk.give_back(request[VOLUNTEER], message))
+        given, me = await self._message(request, GiveBack), request[VOLUNTEER]
+        async with self._log.deciding() as now:
+            await self._log.write(self._dispatcher.give_back(me, given.assignments, now=now))
+            return self._given(me, [], now)
+
+    def _given(self, volunteer: str, units: Sequence[Assigned | UnitReplica], now: float) -> web.Response:
+        plan, state = self._job.plan, self._dispatcher.state
+        given = [
+            GivenUnit(
+                assignment=one.assignment,
+                epoch=one.unit.epoch,
+                subset=one.unit.subset,
+                data=self._card.subsets[one.unit.subset].sha256,
+                parameters="parameters" if plan.replication == 1 else f"parameters/{one.unit}",
+                deadline_s=one.deadline - now,
+                seed=unit_seed(plan.seed, one.unit.epoch, one.unit.subset),
+            )
+            for one in units
+        ]
+        answer = GivenUnits(
+            tuple(given),
+            wait_s=0.0 if given else self._dispatcher.wait_s(volunteer, now=now),
+            finished=state.finished is not None,
+            epoch=self._dispatcher.epoch,
+            accuracy=state.epochs[-1].accuracy if state.epochs else None,
+        )
+        return _answer(answer)
+
+    async def _with_base(self, units: list[Assigned]) -> tuple[list[Assigned], dict[str, bytes]]:
+        """Give replicas of a unit the same initial parameters; the blobs are those of units without replicas so far."""
+        put: dict[str, bytes] = {}
+        if self._job.plan.replication == 1 or not units:
+            return units, put
+        newest = await asyncio.to_thread(self._log.store.parameters)
+        blob = newest.values.astype("<f4", copy=False).tobytes()
+        for place, one in enumerate(units):
+            before = self._dispatcher.state.units[one.unit].replicas
+            version = before[0].version if before else newest.version
+            units[place] = msgspec.structs.replace(one, version=version)
+            if not before:
+                put[f"base-{one.unit}"] = blob
+        return units, put
+
+    # -- results
 
     async def _received(self, request: web.Request) -> web.Response:
         return web.Response(headers={"Received": str(self.uploads.received(self._wanted(request)))})
 
     async def _piece(self, request: web.Request) -> web.Response:
-        _assignment(request)
         try:
             start, size, whole = piece_of(request.headers.get("Content-Range", ""))
         except ValueError as error:
@@ -307,10 +372,10 @@ class CoordinatorServer:
 
     def _wanted(self, request: web.Request) -> str:
         """Return the assignment of a request, after checking that its result is wanted now."""
-        assignment = _assignment(request)
+        assignment = request.match_info["assignment"]
         if assignment in self._complete:
             raise Refused("busy", "this result is complete and is being checked: ask again in a second")
-        self._desk.check(request[VOLUNTEER], assignment)
+        _raise(self._dispatcher.refusal(assignment, request[VOLUNTEER], now=time.time()))
         return assignment
 
     async def _add(self, request: web.Request, start: int, piece: bytes) -> Taken:
@@ -318,7 +383,7 @@ class CoordinatorServer:
         async with self._uploading:
             assignment = self._wanted(request)
             if not start:
-                self.uploads.sweep(self._desk.awaits)
+                self.uploads.sweep(partial(self._dispatcher.awaits, now=time.time()))
             received = await asyncio.to_thread(self.uploads.add, assignment, start, piece)
             if received < self.uploads.size_bytes:
                 return Taken(received)
@@ -326,8 +391,7 @@ class CoordinatorServer:
         keep = 0
         try:
             async with self._checking:
-                data = await asyncio.to_thread(self.uploads.read, assignment)
-                await self._desk.take(request[VOLUNTEER], assignment, data)
+                await self._take(request[VOLUNTEER], assignment)
         except (StoreError, asyncio.CancelledError):
             keep = start
             raise
@@ -336,26 +400,80 @@ class CoordinatorServer:
             self.uploads.cut(assignment, keep)
         return Taken(received, accepted=True)
 
+    async def _take(self, volunteer: str, assignment: str) -> None:
+        """Check a complete result and write what follows from it; raise Refused if it is invalid or not wanted."""
+        data = await asyncio.to_thread(self.uploads.read, assignment)
+        _raise(self._dispatcher.refusal(assignment, volunteer, now=time.time()))
+        state, replication = self._dispatcher.state, self._job.plan.replication
+        _, file = await self._file(state.replicas[assignment].unit if replication > 1 else None)
+        base, fault, changes = self._schema.decode(file), "", tuple(state.changes)
+        values, change = base, 0.0
+        try:
+            values, change = await asyncio.to_thread(self._judge, data, base, changes)
+        except ValueError as error:
+            fault = str(error)
+        async with self._log.deciding() as now:
+            _raise(self._dispatcher.refusal(assignment, volunteer, now=now))
+            if fault:
+                await self._log.write([Rejected(at=now, assignment=assignment, reason=fault)])
+                raise Refused("invalid", fault)
+            name = f"result-{assignment}"
+            distance = partial(self._distance, {name: values}, base)
+            entries = await asyncio.to_thread(
+                self._dispatcher.on_result, assignment, change, name, distance, now=now
+            )
+            odd = [one for one in entries if isinstance(one, Rejected) and one.assignment == assignment]
+            put = {} if odd else {name: values.astype("<f4", copy=False).tobytes()}
+            await self._log.write(entries, put=put, drop=self._dispatcher.obsolete(entries))
+            if odd:
+                raise Refused("invalid", odd[0].reason)
+
+    def _judge(self, data: bytes, base: Floats, changes: Sequence[float]) -> tuple[Floats, float]:
+        values = self._schema.decode(data)
+        return values, checked_change(values, base, changes, self._job.plan.max_change)
+
+    def _distance(self, known: dict[str, Floats], base: Floats, one: str, other: str) -> float:
+        """Distance of two results, ``known`` or in the store, as a share of the change from ``base``."""
+        for result in {one, other} - known.keys():
+            known[result] = np.frombuffer(self._log.store.blob(result), "<f4")
+        a, b = known[one], known[other]
+        return moved(a, b) / (max(moved(a, base), moved(b, base)) or 1.0)
+
     # -- files
 
     async def _data(self, request: web.Request) -> web.StreamResponse:
         digest = request.match_info["digest"]
-        if not any(subset.sha256 == digest for subset in self._desk.card.subsets):
+        if not any(subset.sha256 == digest for subset in self._card.subsets):
             raise Refused("unknown", "no such data: ask for units")
-        with (self._desk.folder / "data" / digest).open("rb") as file:
+        with (self._folder / "data" / digest).open("rb") as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         cached = {"Cache-Control": "private, max-age=31536000, immutable"}
         return await self._send(request, data, f'"{digest}"', cached)
 
     async def _parameters(self, request: web.Request) -> web.StreamResponse:
-        unit = None
-        if (name := request.match_info.get("unit")) is not None:
-            if (found := UNIT.fullmatch(name)) is None:
-                raise Refused("unknown", "no such unit: ask for units")
-            unit = Unit(int(found[1]), int(found[2]))
-        version, data = await self._desk.parameters_file(unit)
+        numbers = [int(number) for number in request.match_info.values()]
+        version, data = await self._file(Unit(*numbers) if numbers else None)
         headers = {"Version": str(version), "Cache-Control": "no-cache"}
         return await self._send(request, data, f'"{version}"', headers)
+
+    async def _file(self, unit: Unit | None) -> tuple[int, memoryview]:
+        """Return version and file (`Schema.encode`) of a unit's initial parameters; None: the newest ones.
+
+        Raises Refused if the unit is not open, or has no replicas.
+        """
+        if unit is None:
+            async with self._loading:
+                if self._newest[0] < self._dispatcher.state.version:
+                    found = await asyncio.to_thread(self._log.store.parameters)
+                    file = await asyncio.to_thread(self._schema.encode, found.values)
+                    self._newest = found.version, memoryview(file)
+                return self._newest
+        try:
+            values = await asyncio.to_thread(self._log.store.blob, f"base-{unit}")
+            version = self._dispatcher.state.units[unit].replicas[0].version
+        except LookupError as error:
+            raise Refused("stale", f"unit {unit} is not open: ask for other units") from error
+        return version, memoryview(self._schema.head() + values)
 
     async def _send(
         self, request: web.Request, data: memoryview, etag: str, headers: dict[str, str]
@@ -384,11 +502,9 @@ class CoordinatorServer:
         return response
 
 
-def _assignment(request: web.Request) -> str:
-    name = request.match_info["assignment"]
-    if not ASSIGNMENT.fullmatch(name):
-        raise Refused("unknown", "no such assignment: ask for units")
-    return name
+def _raise(refusal: tuple[str, str] | None) -> None:
+    if refusal is not None:
+        raise Refused(*refusal)
 
 
 def _answer(message: Message) -> web.Response:

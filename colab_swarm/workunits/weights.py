@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -46,6 +48,11 @@ class Schema:
     def numel(self) -> int:
         return sum(math.prod(shape) for _, shape in self.entries)
 
+    @property
+    def size_bytes(self) -> int:
+        """Size of a file."""
+        return len(self.head()) + 4 * self.numel
+
     def head(self) -> bytes:
         """Return the head of a safetensors file with these tensors, as float32 in order."""
         head, offset = {}, 0
@@ -66,10 +73,8 @@ class Schema:
         head = self.head()
         if bytes(data[: len(head)]) != head:
             raise ValueError(self.difference(data))
-        if len(data) != len(head) + 4 * self.numel:
-            raise ValueError(
-                f"{len(data):,} bytes, {len(head) + 4 * self.numel:,} expected: cut off or too long"
-            )
+        if len(data) != self.size_bytes:
+            raise ValueError(f"{len(data):,} bytes, {self.size_bytes:,} expected: cut off or too long")
         return np.frombuffer(data, dtype="<f4", offset=len(head))
 
     def difference(self, data: bytes | memoryview) -> str:
@@ -148,3 +153,39 @@ def moved(values: Floats, base: Floats) -> float:
             change = np.subtract(values[piece], base[piece], dtype=np.float64)
             total += float(change @ change)
     return float(np.sqrt(total))
+
+
+KNOWN = 5
+"""After this many accepted results the usual change of the parameters is known."""
+FIRST_CHANGE = 1000.0
+"""Until then a change may be this many times the parameters' norm, or the norm if each were 1."""
+MOST = 1e18
+"""Of a value: no mean of such values is infinite, and no square."""
+
+
+def checked_change(values: Floats, base: Floats, changes: Sequence[float], max_change: float) -> float:
+    """Return the L2 norm of a result's change; raise ValueError if the result is refused.
+
+    Args:
+        values: of the result (numel,).
+        base: parameters of about its start (numel,).
+        changes: of the latest accepted results.
+        max_change: most times as far as usual that a result may move.
+    """
+    if len(values) != len(base):
+        raise ValueError(f"{len(values):,} values, {len(base):,} expected")
+    if bad := len(values) - int(np.count_nonzero(np.abs(values) <= MOST)):
+        raise ValueError(
+            f"{bad:,} of {len(values):,} values are not finite, or beyond {MOST:g}: a lower learning rate may help"
+        )
+    change = moved(values, base)
+    if len(changes) < KNOWN:
+        most = FIRST_CHANGE * max(float(np.linalg.norm(base)), len(base) ** 0.5)
+        limit = f"over {most:.3g}"
+    else:
+        usual = statistics.median(changes)
+        most = max_change * usual
+        limit = f"usually it is {usual:.3g} and {max_change:g} times as much is allowed (max_change)"
+    if not change <= most:
+        raise ValueError(f"training moved the parameters by {change:.3g}, {limit}")
+    return change

@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 
-from colab_swarm.notebook import checks, consistency, experts, lessons, rounds, views
-from colab_swarm.notebook import coordinator_view as job
-from colab_swarm.notebook import volunteer_view as volunteer
+from colab_swarm.notebook import checks, consistency, experts, lessons, rounds, units_view, views
 from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime
 from tests.browser import looks
 from tests.browser.chromium import Window, needs
 from tests.browser.lab import KNOWN_COMPLAINTS, Lab
 from tests.notebook import test_checks, test_consistency, test_experts, test_lesson, test_rounds
-from tests.notebook.test_coordinator_view import MARKS
-from tests.notebook.test_volunteer_view import SNAPSHOT as VOLUNTEER
+from tests.notebook.test_units_view import MARKS
+from tests.notebook.test_units_view import SNAPSHOT as VOLUNTEER
 from tests.workunits.statuses import status
 
 pytestmark = needs("jupyterlab", "ipywidgets")
@@ -65,8 +63,8 @@ VIEWS = {
     "experts-full": experts.draw(
         dataclasses.replace(test_experts.SNAPSHOT, listing=test_experts.full(16, 16, share=0.004))
     ).html(),
-    "job": job.draw(status(marks=MARKS)).html(),
-    "volunteer": volunteer.draw(VOLUNTEER).html(),
+    "job": units_view.draw_job(status(marks=MARKS)).html(),
+    "volunteer": units_view.draw_volunteer(VOLUNTEER).html(),
     "consistency": consistency.draw(test_consistency.snapshot(0.2, 0.4, 1.3)).html(),
     "doctor": checks.draw([test_checks.GOOD, test_checks.LOOK, test_checks.STOP]).html(),
     "lesson": lessons.draw(test_lesson.LESSON_NOW).html(),

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from colab_swarm.workunits.messages import RequestGate
+from colab_swarm.notebook.page import StatusPage
+from colab_swarm.notebook.units_view import status_page
 from colab_swarm.workunits.state import JobStatus
-from colab_swarm.workunits.web import CoordinatorServer
 from tests.browser.chromium import Window, needs
 from tests.browser.site import Site
 from tests.workunits.statuses import EVIL, status
@@ -18,10 +18,10 @@ from tests.workunits.statuses import EVIL, status
 pytestmark = needs()
 
 
-async def serve(look: Callable[[], JobStatus]) -> CoordinatorServer:
-    server = CoordinatorServer(None, RequestGate(None), look)  # type: ignore[arg-type]
-    await server.start("127.0.0.1", 0)
-    return server
+async def serve(look: Callable[[], JobStatus]) -> StatusPage[JobStatus]:
+    page = status_page(look)
+    await page.start("127.0.0.1", 0)
+    return page
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_the_page_draws_updates_itself_and_runs_no_script_of_a_volunteer(
     site.shown = status(epochs=7, name="later")
     page.locator("h1", has_text="later").wait_for(timeout=15_000)
     assert page.title() == "digits-resnet" and page.locator("img").count() == 0
-    assert window.complaints_but("401") == []  # that of the favicon
+    assert window.complaints_but("favicon") == []
 
     site.close()
     page.wait_for_selector("#lost", state="visible", timeout=15_000)

@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 
 from colab_swarm.backbone.backbone import status_page
-from colab_swarm.notebook.coordinator_view import status_page as job_page
 from colab_swarm.notebook.page import ANSWERS_PER_S, SCRIPT, StatusPage
+from colab_swarm.notebook.units_view import status_page as job_page
 from colab_swarm.snapshot import SwarmSnapshot
 from tests.backbone.views import EVIL, view
 from tests.workunits.statuses import status

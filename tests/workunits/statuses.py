@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from colab_swarm.workunits.state import EpochEnded, JobOverview, JobStatus, Measured, Unit, VolunteerRow
+from colab_swarm.workunits.state import EpochEnded, JobStatus, VolunteerRow
 
 NOW = 1_800_000_000.0
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
@@ -14,19 +14,7 @@ NAMES = ("alice", "bob", "carol's notebook", "", "erin", EVIL)
 
 
 def status(*, epochs: int = 6, **changes: Any) -> JobStatus:
-    """After so many epochs; ``changes``: of the status or of its overview."""
-    overview = JobOverview(
-        epoch=epochs + 1,
-        max_epochs=20,
-        finished=None,
-        units=dict(waiting=21, training=9, queued=3, assimilated=17),
-        volunteers=tuple(map(_volunteer, range(len(NAMES)))),
-        epochs=tuple(map(_epoch, range(1, epochs + 1))),
-        measured=(Measured(at=NOW - 3, unit=Unit(epochs + 1, 4), accuracy=0.74),),
-        unit_s=(61.0, 64.0, 190.0),
-        update_s=(0.021, 0.024, 0.022, 0.09),
-        assimilated_at=tuple(NOW - 9.0 * i for i in reversed(range(90))),
-    )
+    """After so many epochs; ``changes``: of the status."""
     whole = JobStatus(
         name="digits-resnet",
         at=NOW,
@@ -40,10 +28,18 @@ def status(*, epochs: int = 6, **changes: Any) -> JobStatus:
         server_deaths=1,
         backlog=3,
         fault="",
-        overview=overview,
+        epoch=epochs + 1,
+        max_epochs=20,
+        finished=None,
+        volunteers=tuple(map(_volunteer, range(len(NAMES)))),
+        epochs=tuple(map(_epoch, range(1, epochs + 1))),
+        units=dict(waiting=21, training=9, queued=3, assimilated=17),
+        marks=(),
+        staleness=None,
+        update_s=(0.021, 0.022, 0.024, 0.09),
+        assimilated_at=tuple(NOW - 9.0 * i for i in reversed(range(90))),
     )
-    inner = {name: changes.pop(name) for name in [*changes] if name in JobOverview.__dataclass_fields__}
-    return dataclasses.replace(whole, overview=dataclasses.replace(overview, **inner), **changes)
+    return dataclasses.replace(whole, **changes)
 
 
 def _epoch(epoch: int) -> EpochEnded:
@@ -64,5 +60,4 @@ def _volunteer(place: int) -> VolunteerRow:
         expired=(0, 2, 9, 0, 1, 0)[place],
         in_flight=(4, 3, 1, 1, 0, 0)[place],
         banned_until=NOW + 1700 if place == 4 else None,
-        last_seen=NOW - (2, 14, 95, 1, 410, 9000)[place],
     )

@@ -15,19 +15,11 @@ import numpy as np
 import pytest
 
 from colab_swarm.errors import StoreError
-from colab_swarm.workunits.desk import (
-    KNOWN,
-    LEASE_S,
-    ParameterServer,
-    Staffing,
-    Validator,
-    WorkerPool,
-    code_of_servers,
-)
-from colab_swarm.workunits.job import Evaluator, Job, WorkPlan
+from colab_swarm.workunits.job import Evaluator
+from colab_swarm.workunits.servers import LEASE_S, ParameterServer, WorkerPool
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Measured, Unit
 from colab_swarm.workunits.store import MEMORY, ParameterStore, SqliteStore, Update
-from colab_swarm.workunits.weights import Floats, moved
+from colab_swarm.workunits.weights import KNOWN, Floats, checked_change, moved
 from tests.workunits.digits import digits_job
 from tests.workunits.servers import accepted
 
@@ -128,7 +120,7 @@ def test_faults_of_the_store_are_waited_out(evaluator: Evaluator) -> None:
 
 
 def start(path: Path, code: Path) -> subprocess.Popen[bytes]:
-    program = "from colab_swarm.workunits.desk import serve; serve()"
+    program = "from colab_swarm.workunits.servers import serve; serve()"
     command = [sys.executable, "-c", program, "tiny", str(code), "server-1"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert process.stdin is not None
@@ -162,10 +154,10 @@ def test_a_server_process_serves_until_it_is_stopped_or_its_parent_dies(tmp_path
 BASE = np.zeros(5418, np.float32)
 
 
-def fault(validator: Validator, values: Floats, base: Floats = BASE) -> str:
+def fault(values: Floats, base: Floats = BASE, changes: Sequence[float] = ()) -> str:
     """Why a result is refused; empty if it is good."""
     try:
-        validator.judge(values, base)
+        checked_change(values, base, changes, 10)
     except ValueError as error:
         return str(error)
     return ""
@@ -174,24 +166,22 @@ def fault(validator: Validator, values: Floats, base: Floats = BASE) -> str:
 def test_values_that_are_not_finite_are_counted() -> None:
     values = BASE.copy()
     values[[3, 4, 5000]] = np.nan, np.inf, -np.inf
-    assert fault(Validator(WorkPlan()), values).startswith("3 of 5,418 values are not finite")
+    assert fault(values).startswith("3 of 5,418 values are not finite")
 
 
 def test_another_number_of_values_is_refused() -> None:
-    assert fault(Validator(WorkPlan()), BASE[:5000]) == "5,000 values, 5,418 expected"
+    assert fault(BASE[:5000]) == "5,000 values, 5,418 expected"
 
 
 def test_a_result_that_moved_much_farther_than_usual_is_refused_after_the_first_ones() -> None:
-    validator, values = Validator(WorkPlan(max_change=10)), BASE.copy()
+    values, changes = BASE.copy(), [3.0] * KNOWN
     values[0] = 31.0
-    for _ in range(KNOWN):
-        assert validator.judge(values, BASE) == 31.0
-        validator.learn(3.0)
-    assert fault(validator, values) == (
+    assert checked_change(values, BASE, changes[1:], 10) == 31.0
+    assert fault(values, changes=changes) == (
         "training moved the parameters by 31, usually it is 3 and 10 times as much is allowed (max_change)"
     )
     values[0] = 29.0
-    assert not fault(validator, values)
+    assert not fault(values, changes=changes)
 
 
 def test_the_largest_floats_do_not_overflow() -> None:
@@ -200,12 +190,10 @@ def test_the_largest_floats_do_not_overflow() -> None:
 
 
 def test_even_the_first_results_cannot_ruin_the_parameters() -> None:
-    validator, base = Validator(WorkPlan()), np.full(100, 0.1, np.float32)
-    assert not fault(validator, base + 1, base)
-    assert "usually" not in (fault(validator, base + np.float32(1e6), base) or "usually")
-    for _ in range(10):
-        validator.learn(1e30)
-    assert "beyond" in fault(validator, base + np.float32(1e25), base)
+    base = np.full(100, 0.1, np.float32)
+    assert not fault(base + 1, base)
+    assert "usually" not in (fault(base + np.float32(1e6), base) or "usually")
+    assert "beyond" in fault(base + np.float32(1e25), base, [1e30] * 10)
 
 
 class Fellow:
@@ -225,9 +213,9 @@ class Fellow:
 
 
 class Scene:
-    def __init__(self) -> None:
+    def __init__(self, **most: int) -> None:
         self.hired: list[Fellow] = []
-        self.crew = WorkerPool(self._hire)
+        self.crew = WorkerPool(self._hire, **most)
 
     def _hire(self, name: str) -> Fellow:
         self.hired.append(Fellow(name))
@@ -269,23 +257,15 @@ def test_all_are_waited_for_at_the_end() -> None:
     assert scene.crew.size == 0
 
 
-def test_servers_measure_by_the_plan_that_the_coordinator_has_not_by_the_files() -> None:
-    code = "import torch\nimport colab_swarm as cs\njob = cs.workunits.Job('tiny', torch.nn.Identity, (), ())"
-    job = Job.from_code(code, "job.py").with_plan(seed=7, validation_samples=5)
-    found = Job.from_code(code_of_servers(job), "job.py of servers").plan
-    assert (found.seed, found.validation_samples) == (7, 5)
-
-
-def staffing_of_four() -> Staffing:
-    return Staffing(most=4)
-
-
 def follow(waiting: dict[range, int]) -> list[int]:
     """Servers by second, if so many results wait in these seconds."""
-    staffing, servers = staffing_of_four(), [1]
+    scene = Scene(most=4)
+    scene.crew.keep(1, now=0.0)
+    servers = [1]
     for seconds, backlog in waiting.items():
-        for second in seconds:
-            servers.append(staffing.on_backlog(backlog, servers[-1], now=float(second)))
+        for second in map(float, seconds):
+            scene.crew.keep(scene.crew.wanted(backlog, now=second), now=second)
+            servers.append(scene.crew.size)
     return servers
 
 
@@ -312,4 +292,4 @@ def test_a_backlog_that_comes_and_goes_keeps_them() -> None:
 
 
 def test_there_is_a_server_from_the_start() -> None:
-    assert staffing_of_four().on_backlog(0, 0, now=0.0) == 1
+    assert Scene().crew.wanted(0, now=0.0) == 1

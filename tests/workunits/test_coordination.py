@@ -45,7 +45,7 @@ async def test_a_restart_resumes_where_the_log_ends(tmp_path: Path) -> None:
         scene.alice.token = alice.token
         assert scene.log == before and scene.coordinator.card.subsets == first
         status = scene.coordinator.status()
-        units = status.overview.units
+        units = status.units
         assert (status.version, units["training"], units["assimilated"]) == (1, 1, 1)
         head = await scene.alice.send("HEAD", f"/api/results/{one.assignment}")
         assert head.headers["Received"] == "77"
@@ -131,7 +131,7 @@ async def test_a_decision_that_was_written_counts_though_the_store_did_not_say_s
         assert (answer.status, store.broke) == (503, 1)
         answer = await scene.alice.upload(name, file)
         assert (answer.status, answer.problem.code) == (410, "stale")
-        await scene.coordinator.wait_finished()
+        await scene.coordinator.finished.wait()
         ends = ["Accepted", "Assimilated", "Measured", "EpochEnded", "Finished"]
         assert scene.kinds() == ["Met", "Assigned", *ends]
 

@@ -63,7 +63,7 @@ def test_one_volunteer_one_subset_and_alpha_0_are_serial_training_bit_for_bit(tm
         alice = cs.workunits.volunteer(coordinator.link, job=job, name="alice", folder=tmp_path)
         assert coordinator.wait(60)
         trained = Schema.of(coordinator.model()).flatten(coordinator.model())
-        accuracies = [end.accuracy for end in coordinator.snapshot().overview.epochs]
+        accuracies = [end.accuracy for end in coordinator.snapshot().epochs]
         alice.stop()
     serial = job.train_serially()
     np.testing.assert_array_equal(trained, serial.parameters)
@@ -145,7 +145,7 @@ def test_peers_of_a_swarm_find_its_coordinator(tmp_path: Path) -> None:
                 alice.watch(0.1)
         carol = cs.workunits.volunteer(coordinator.link, job=tiny_job(), name="carol", folder=tmp_path)
         assert coordinator.wait(60)
-        assert {row.name for row in coordinator.snapshot().overview.volunteers} >= {"bob"}
+        assert {row.name for row in coordinator.snapshot().volunteers} >= {"bob"}
         for one in (found, carol):
             one.stop()
         coordinator.stop()

@@ -7,7 +7,7 @@ import math
 
 import msgspec
 
-from colab_swarm.notebook.coordinator_view import status_page
+from colab_swarm.notebook.units_view import status_page
 from colab_swarm.workunits.state import EpochEnded, JobStatus
 from tests.workunits.statuses import NOW, status
 
@@ -52,15 +52,14 @@ def test_the_curve_stays_small_over_thousands_of_epochs() -> None:
     epochs = [EpochEnded(at=NOW, epoch=i + 1, accuracy=i / 5000, low=0.0, high=1.0) for i in range(5000)]
     broken = EpochEnded(at=NOW, epoch=5001, accuracy=math.nan, low=math.nan, high=math.nan)
     shown = status()
-    long = dataclasses.replace(shown.overview, epochs=(*epochs, broken))
-    drawn = live(dataclasses.replace(shown, overview=long))
+    drawn = live(dataclasses.replace(shown, epochs=(*epochs, broken)))
     assert "<polygon" in drawn and len(drawn) < 60_000
     assert "nan" not in drawn[drawn.index("<svg") : drawn.index("</svg>")]
 
 
 def test_programs_get_the_same_figures() -> None:
     decoded = msgspec.json.decode(PAGE.render(status(), "/status.json")[1])
-    assert decoded["overview"]["units"]["queued"] == 3 and decoded["overview"]["epochs"][5]["epoch"] == 6
+    assert decoded["units"]["queued"] == 3 and decoded["epochs"][5]["epoch"] == 6
     text = live(status(name='we"ird'), "/metrics")
     assert 'colab_swarm_job_units{job="we\\"ird",state="training"} 9.0\n' in text
     assert 'quantile="0.95"} 0.09' in text and "colab_swarm_job_assimilated_units_total" in text

@@ -73,11 +73,11 @@ async def test_parameters_carry_their_version_and_a_range_of_an_old_one_becomes_
 
 async def test_results_end_epochs_and_at_last_the_job(tmp_path: Path) -> None:
     async with coordinating(tiny_job(), tmp_path) as scene:
-        while not scene.coordinator.status().overview.finished:
+        while not scene.coordinator.status().finished:
             for answer in await scene.alice.train(2):
                 assert answer.message(Taken).accepted
             await asyncio.sleep(0.01)
-        await scene.coordinator.wait_finished()
+        await scene.coordinator.finished.wait()
         assert scene.kinds().count("Assimilated") == 8 and scene.kinds().count("EpochEnded") == 2
         answer = await scene.alice.send("POST", "/api/units", msgspec.msgpack.encode((1,)))
         assert answer.message(GivenUnits).finished
