@@ -13,7 +13,7 @@ from colab_swarm.notebook.theme import Document
 
 if TYPE_CHECKING:
     from colab_swarm.workunits.client import VolunteerSnapshot
-    from colab_swarm.workunits.state import JobStatus, VolunteerRow
+    from colab_swarm.workunits.state import JobStatus, VolunteerState
 
 ACROSS = 100  # units in a line
 MARKS = {
@@ -77,7 +77,7 @@ def draw_job(status: JobStatus) -> Document:
         shown.note(f"units: {'  '.join(MARKS.values())}" + (f"; and {more:,} more units" if more > 0 else ""))
     shown.draw(_accuracy(status))
 
-    def cells(row: VolunteerRow) -> tuple[str, ...]:
+    def cells(row: VolunteerState) -> tuple[str, ...]:
         counts = map(str, (row.accepted, row.rejected, row.expired, row.in_flight))
         return (plain(row.name or row.volunteer[:8], 40), _reliability(row, status.at), *counts)
 
@@ -96,13 +96,14 @@ def _accuracy(status: JobStatus) -> str:
     return f'{chart}<p class="soft">accuracy: mean of each epoch, lowest to highest shaded{dashed}</p>'
 
 
-def _reliability(one: VolunteerRow, now: float) -> str:
-    if one.banned_until is not None:
+def _reliability(one: VolunteerState, now: float) -> str:
+    if one.banned_until > now:
         return f"banned for {duration(one.banned_until - now)}"
     if not one.accepted + one.rejected + one.expired:
         return "new"
-    word = "high" if one.reliability >= 0.9 else "fair" if one.reliability >= 0.6 else "low"
-    return f"{word} ({one.reliability:.0%})"
+    reliability = 1 - one.error_rate
+    word = "high" if reliability >= 0.9 else "fair" if reliability >= 0.6 else "low"
+    return f"{word} ({reliability:.0%})"
 
 
 def _page(status: JobStatus) -> list[Document]:

@@ -17,10 +17,11 @@ import random
 import re
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -74,14 +75,11 @@ class Download:
 
 
 logger = logging.getLogger(__name__)
-SUFFIX, PARTIAL = ".subset", ".partial"
+SUFFIX = ".subset"
 
 
 class SubsetCache:
-    """Subsets of data on disk, ``max_bytes`` together.
-
-    A file is named by its SHA-256, which is checked at each read. Several volunteers may share the folder.
-    """
+    """Subsets of data on disk, ``max_bytes`` together. A file is named by its SHA-256, checked at each read."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder, self._max_bytes = folder, max_bytes
@@ -89,7 +87,7 @@ class SubsetCache:
     def get(self, digest: str) -> bytes | None:
         """Return a file, or None if it is missing or garbled."""
         path = self._folder / (digest + SUFFIX)
-        with suppress(OSError):  # another volunteer may evict it now
+        with suppress(OSError):  # another unit's data may evict it now
             data = path.read_bytes()
             if sha256(data).hexdigest() == digest:
                 os.utime(path)
@@ -99,13 +97,17 @@ class SubsetCache:
         return None
 
     def put(self, digest: str, data: bytes) -> None:
-        """Save ``data``. A full or read-only disk only causes a warning."""
-        if len(data) > self._max_bytes:
+        """Save ``data``; the least recently used make room. A full or read-only disk only causes a warning."""
+        room = self._max_bytes - len(data)
+        if room < 0:
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._make_room(self._max_bytes - len(data))
-            with tempfile.NamedTemporaryFile(dir=self._folder, suffix=PARTIAL, delete=False) as file:
+            for _, size, path in self._newest_first():
+                room -= size
+                if room < 0:
+                    path.unlink(missing_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self._folder, suffix=".partial", delete=False) as file:
                 file.write(data)
             os.replace(file.name, self._folder / (digest + SUFFIX))
         except OSError as error:
@@ -113,26 +115,15 @@ class SubsetCache:
 
     def held(self) -> tuple[str, ...]:
         """Return the digests of the files, last used first, as many as fit in a message."""
-        return tuple(path.stem for _, _, path in reversed(self._files()) if path.suffix == SUFFIX)[:MAX_HELD]
+        return tuple(path.stem for *_, path in self._newest_first() if path.suffix == SUFFIX)[:MAX_HELD]
 
-    def _files(self) -> list[tuple[float, int, Path]]:
+    def _newest_first(self) -> list[tuple[float, int, Path]]:
         found = []
-        for path in [*self._folder.glob(f"*{SUFFIX}"), *self._folder.glob(f"*{PARTIAL}")]:
-            try:
+        for path in self._folder.glob("*.*"):
+            with suppress(OSError):  # another unit's data may evict it now
                 stat = path.stat()
-            except OSError:  # another volunteer evicted it
-                continue
-            found.append((stat.st_mtime, stat.st_size, path))
-        return sorted(found)
-
-    def _make_room(self, max_bytes: int) -> None:
-        files = self._files()
-        total = sum(size for _, size, _ in files)
-        for _, size, path in files:
-            if total <= max_bytes:
-                return
-            path.unlink(missing_ok=True)
-            total -= size
+                found.append((stat.st_mtime, stat.st_size, path))
+        return sorted(found, reverse=True)
 
 
 T = TypeVar("T")
@@ -192,7 +183,7 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
 
     async def card(self) -> JobCard:
         """Return the job; raise NotAdmitted unless its coordinator belongs to the run."""
-        card = await self._message("GET", "/api/job", JobCard)
+        card = await self._call("GET", "/api/job", partial(_decoded, kind=JobCard))
         if card.run_id != self._run_id:
             raise NotAdmitted(f"{self.url} coordinates another run: ask its organizer for a new link")
         if not card.is_signed_by(card.key):
@@ -207,22 +198,20 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
     async def code(self, card: JobCard) -> str:
         """Return the job's Python code; empty if it has none."""
 
-        async def attempt() -> str:
-            async with self._request("GET", "/api/code") as answer:
-                body = await _body(answer, MAX_CODE_BYTES)
+        def checked(body: bytes) -> str:
             if sha256(body).hexdigest() != card.code_sha256:
                 raise RetryableError("the job's code came garbled")
             return body.decode()
 
-        return await self._until_done(attempt) if card.code_sha256 else ""
+        if not card.code_sha256:
+            return ""
+        return await self._call("GET", "/api/code", checked, most_bytes=MAX_CODE_BYTES)
 
-    async def ask(self, request: AskForUnits) -> GivenUnits:
-        return await self._message("POST", "/api/units", GivenUnits, msgspec.msgpack.encode(request))
-
-    async def give_back(self, assignments: Sequence[str]) -> None:
-        """Return units untrained."""
-        body = msgspec.msgpack.encode(GiveBack(tuple(assignments)))
-        await self._message("POST", "/api/return", GivenUnits, body)
+    async def ask(self, request: AskForUnits | GiveBack) -> GivenUnits:
+        """Request units, or return some untrained."""
+        path = "/api/units" if isinstance(request, AskForUnits) else "/api/return"
+        decode = partial(_decoded, kind=GivenUnits)
+        return await self._call("POST", path, decode, msgspec.msgpack.encode(request))
 
     async def data(self, subset: Subset) -> bytes:
         """Fetch a subset of the data, for `Rows.decode`."""
@@ -304,10 +293,17 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
 
     # -- one request, and its retries
 
-    async def _message(self, method: str, target: str, kind: type[T], body: bytes = b"") -> T:
+    async def _call(
+        self,
+        method: str,
+        target: str,
+        decode: Callable[[bytes], T],
+        body: bytes = b"",
+        most_bytes: int = MAX_CARD_BYTES,
+    ) -> T:
         async def attempt() -> T:
             async with self._request(method, target, body) as answer:
-                return _decoded(await _body(answer, MAX_CARD_BYTES), kind)
+                return decode(await _body(answer, most_bytes))
 
         return await self._until_done(attempt)
 
@@ -339,6 +335,8 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
         while True:
             try:
                 result = await attempt()
+                self.trouble = ""
+                return result
             except CallRefused:
                 raise
             except TROUBLE as error:
@@ -346,9 +344,6 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
                 said = str(error) or type(error).__name__
                 self.trouble = f"coordinator unreachable ({said}), trying again in {wait_s:.0f} s"
                 await asyncio.sleep(wait_s)
-            else:
-                self.trouble = ""
-                return result
 
     @asynccontextmanager
     async def _request(
@@ -511,7 +506,7 @@ class UnitInHand:
 
 
 class UnitSaves:
-    """The units in hand in a folder of one volunteer; ``owner`` identifies it and the job, among earlier ones."""
+    """Files of units in hand in ``folder``; ``owner`` identifies the volunteer and the job, among earlier ones."""
 
     def __init__(self, folder: Path, owner: str) -> None:
         self._folder, self._owner = folder, owner

@@ -13,6 +13,7 @@ import os
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Literal, TypedDict, Unpack
@@ -39,7 +40,7 @@ from colab_swarm.workunits.dispatcher import Dispatcher, JobLog
 from colab_swarm.workunits.job import Job, lay_out
 from colab_swarm.workunits.messages import JobCard, RequestGate, Token, WorkLink
 from colab_swarm.workunits.servers import ProcessWorker, ThreadWorker, WorkerPool
-from colab_swarm.workunits.state import FAILED, MAX_MARKS, AnyEntry, JobStatus, Unit
+from colab_swarm.workunits.state import MARKS, MAX_MARKS, AnyEntry, JobStatus, Unit
 from colab_swarm.workunits.store import ParameterStore, open_store
 from colab_swarm.workunits.web import CoordinatorServer
 from colab_swarm.workunits.weights import Schema
@@ -306,7 +307,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         now, plan, state, epoch = time.time(), self.job.plan, self.dispatcher.state, self.dispatcher.epoch
         units = [state.units[Unit(epoch, subset)] for subset in range(state.subsets)]
         counts = dict.fromkeys(("waiting", "training", "queued", "assimilated"), 0)
-        counts |= Counter("waiting" if unit.mark in FAILED.values() else unit.mark for unit in units)
+        counts |= Counter("waiting" if unit.mark in MARKS.values() else unit.mark for unit in units)
         stale = [unit.staleness for unit in units if unit.staleness is not None]
         return JobStatus(
             name=self.job.name,
@@ -324,7 +325,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
             epoch=epoch,
             max_epochs=plan.max_epochs,
             finished=state.finished,
-            volunteers=state.shown_volunteers(now),
+            volunteers=tuple(sorted(map(replace, state.volunteers.values()), key=lambda one: -one.accepted)),
             epochs=tuple(state.epochs),
             units=counts,
             marks=tuple(unit.mark for unit in units[:MAX_MARKS]),

@@ -42,7 +42,6 @@ from colab_swarm.workunits.state import (
     Rejected,
     Returned,
     ServerEntry,
-    UnitReplica,
     UnitState,
     VolunteerState,
     encode_entry,
@@ -85,7 +84,7 @@ class Dispatcher:
         """Assign up to ``count`` units to a volunteer, whose id is in hex; it has the subsets of SHA-256 ``held``."""
         record = self.state.volunteer(volunteer)
         done = self.state.finished or self.state.epoch > self._plan.max_epochs
-        if done or len(record.out) >= self._plan.in_flight or record.idle_until > now:
+        if done or record.in_flight >= self._plan.in_flight or record.idle_until > now:
             return []
         proven = record.proven  # gets units that failed before first, others last
         lacking = [pair for pair in self.state.open.items() if self._missing(pair[1]) > 0]
@@ -95,7 +94,7 @@ class Dispatcher:
         free = [pair for pair in lacking if self._is_free(pair[1], volunteer, bool(others), yields, now)]
         first = self._rng.randrange(len(free) or 1)
         chosen = heapq.nsmallest(
-            min(count, limit - len(record.out)),
+            min(count, limit - record.in_flight),
             free[first:] + free[:first],
             key=lambda pair: (bool(pair[1].failed_by) != proven, self._subsets[pair[0].subset] not in held),
         )
@@ -111,14 +110,13 @@ class Dispatcher:
             for unit, state in chosen
         ]
 
-    def unacknowledged(self, volunteer: str, in_hand: Collection[str], *, now: float) -> list[UnitReplica]:
+    def unacknowledged(self, volunteer: str, in_hand: Collection[str], *, now: float) -> list[Assigned]:
         """Return assignments of a volunteer that it does not have ``in_hand``: it lost the answer, or its memory."""
-        replicas = self.state.replicas
-        out = sorted(self.state.volunteer(volunteer).out - set(in_hand))
-        return [replicas[one] for one in out if replicas[one].deadline > now]
+        out = [replica.given for replica in self.state.out.values() if replica.given.volunteer == volunteer]
+        return [given for given in out if given.assignment not in in_hand and given.deadline > now]
 
     def _missing(self, unit: UnitState) -> int:
-        if unit.accepted is not None:
+        if unit.accepted:
             return 0
         return max(self._plan.replication, len(unit.returned()) + 1) - len(unit.live())
 
@@ -173,12 +171,10 @@ class Dispatcher:
         if (idle_s := self.state.volunteer(volunteer).idle_until - now) > 0:
             return idle_s
         wait_s = self._poll_s() * self._rng.uniform(0.75, 1.25)  # spreads the requests
-        expiry_s = min((replica.deadline - now for replica in self._out()), default=math.inf)
+        expiry_s = min(
+            (replica.given.deadline - now for replica in self.state.out.values()), default=math.inf
+        )
         return max(SHORTEST_WAIT_S, min(wait_s, expiry_s))
-
-    def _out(self) -> list[UnitReplica]:
-        replicas = self.state.replicas
-        return [replicas[name] for volunteer in self.state.volunteers.values() for name in volunteer.out]
 
     def ban_of(self, volunteer: str, *, now: float) -> tuple[str, str] | None:
         """Return why and how long a volunteer is banned, as code and text; None if it is not."""
@@ -197,13 +193,13 @@ class Dispatcher:
         A late result is wanted until another volunteer has the unit.
         """
         replica = self.state.replicas.get(assignment)
-        if replica is None or replica.volunteer != volunteer:
+        if replica is None or replica.given.volunteer != volunteer:
             return "unknown", "this assignment is not yours: ask for units"
         if (ban := self.ban_of(volunteer, now=now)) is not None:
             return ban
         if self.state.finished:
             return "stale", f"the job is finished: {self.state.finished}"
-        if replica.fate == "out" or (replica.fate == "expired" and self._still_lacking(replica)):
+        if replica.fate == "out" or (replica.fate == "expired" and self._still_lacking(replica.given)):
             return None
         why = {
             "returned": "its result is here already",
@@ -211,31 +207,36 @@ class Dispatcher:
             "rejected": "its result was refused before",
             "given back": "you gave it back",
             "superseded": "enough other results agree",
-            "expired": f"its deadline passed {now - replica.deadline:.0f} s ago and another volunteer has it",
+            "expired": f"its deadline passed {now - replica.given.deadline:.0f} s ago and another volunteer has it",
         }[replica.fate]
-        return "stale", f"unit {replica.unit} is not awaited from you: {why}; ask for other units"
+        return "stale", f"unit {replica.given.unit} is not awaited from you: {why}; ask for other units"
 
-    def _still_lacking(self, late: UnitReplica) -> bool:
+    def _still_lacking(self, late: Assigned) -> bool:
         unit = self.state.units[late.unit]
         return self._missing(unit) > 0 and not unit.is_with(late.volunteer)
 
     def awaits(self, assignment: str, *, now: float) -> bool:
         """Return True if the result of an assignment is wanted from its volunteer."""
         replica = self.state.replicas.get(assignment)
-        return replica is not None and self.refusal(assignment, replica.volunteer, now=now) is None
+        return replica is not None and self.refusal(assignment, replica.given.volunteer, now=now) is None
 
     def expired(self, *, now: float) -> list[Expired]:
         """Expire assignments whose deadline has passed, and those of banned volunteers."""
         return [
-            Expired(at=now, assignment=replica.assignment)
-            for replica in self._out()
-            if replica.deadline <= now or self.state.volunteers[replica.volunteer].banned_until > now
+            Expired(at=now, assignment=name)
+            for name, replica in self.state.out.items()
+            if replica.given.deadline <= now
+            or self.state.volunteers[replica.given.volunteer].banned_until > now
         ]
 
     def give_back(self, volunteer: str, assignments: Collection[str], *, now: float) -> list[GaveBack]:
         """Take back assignments of a volunteer; those that are not its own, or not out, are ignored."""
-        out = self.state.volunteer(volunteer).out
-        return [GaveBack(at=now, assignment=name) for name in dict.fromkeys(assignments) if name in out]
+        out = self.state.out
+        return [
+            GaveBack(at=now, assignment=name)
+            for name in dict.fromkeys(assignments)
+            if name in out and out[name].given.volunteer == volunteer
+        ]
 
     def on_result(
         self,
@@ -251,14 +252,14 @@ class Dispatcher:
         ``change`` is the L2 norm of its change of the parameters; ``distance`` between the results of
         two blobs is a share of it.
         """
-        replica = self.state.replicas[assignment]
+        given = self.state.replicas[assignment].given
         accepted = Accepted(
             at=now,
-            unit=replica.unit,
+            unit=given.unit,
             assignment=assignment,
             result=result,
-            alpha=self._plan.alpha_of(replica.unit.epoch),
-            base=replica.version,
+            alpha=self._plan.alpha_of(given.unit.epoch),
+            base=given.version,
             change=change,
         )
         if self._plan.replication == 1:
@@ -270,7 +271,7 @@ class Dispatcher:
 
         There was no majority before, so a majority now includes it.
         """
-        results = {one.assignment: one.result for one in self.state.units[accepted.unit].returned()}
+        results = {one.given.assignment: one.result for one in self.state.units[accepted.unit].returned()}
         results[accepted.assignment] = accepted.result
 
         def agreeing(with_name: str) -> list[str]:

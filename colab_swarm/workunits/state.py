@@ -154,21 +154,22 @@ class VolunteerState:
     """Record of one volunteer. Times are seconds since the epoch.
 
     Attributes:
-        name: its own choice.
-        out, last_seen: its assignments that are not back, and the time of its latest entry.
+        volunteer, name: its id in hex, and the name that it chose.
+        last_seen: time of its latest entry.
         error_rate: share of its latest units without an accepted result, for any reason.
         bad_rate: share of its latest results that were bad.
-        accepted, rejected, expired: numbers of units.
+        in_flight, accepted, rejected, expired: numbers of units.
         bans, banned_until: number so far, each twice as long as the one before, and the end of the latest.
         returns: times it gave units back since its last good result, the last time at ``returned_at``.
         rests_until: it gets no units before.
     """
 
+    volunteer: str = ""
     name: str = ""
-    out: set[str] = field(default_factory=set)
     last_seen: float = -math.inf
     error_rate: float = FIRST_ERROR_RATE
     bad_rate: float = 0.0
+    in_flight: int = 0
     accepted: int = 0
     rejected: int = 0
     expired: int = 0
@@ -195,7 +196,7 @@ class VolunteerState:
 
     def on_expired(self) -> None:
         self.expired += 1
-        self._err()
+        self.error_rate = MEMORY * self.error_rate + 1 - MEMORY
 
     def on_gave_back(self, now: float) -> None:
         """Count a return of units; several at once count as one."""
@@ -208,19 +209,16 @@ class VolunteerState:
     def on_rejected(self, now: float) -> None:
         """Count a bad result, which may lead to a ban."""
         self.rejected += 1
-        self._err()
+        self.error_rate = MEMORY * self.error_rate + 1 - MEMORY
         self.bad_rate = MEMORY * self.bad_rate + 1 - MEMORY
         if self.bad_rate > BAN_RATE:
             self.banned_until = now + min(LONGEST_BAN_S, FIRST_BAN_S * 2.0 ** min(self.bans, 32))
             self.bans += 1
 
-    def _err(self) -> None:
-        self.error_rate = MEMORY * self.error_rate + 1 - MEMORY
-
 
 LATEST = 100
-FAILED = {"expired": "late", "rejected": "rejected"}
-"""Marks of units that wait again, by the fate of their last replica."""
+MARKS = {"expired": "late", "rejected": "rejected"}
+"""Of units that wait again, by the fate of their last replica."""
 MAX_MARKS = 400
 """Units shown one by one."""
 Fate: TypeAlias = Literal["out", "returned", "accepted", "rejected", "expired", "given back", "superseded"]
@@ -228,33 +226,27 @@ Fate: TypeAlias = Literal["out", "returned", "accepted", "rejected", "expired", 
 
 @dataclass
 class UnitReplica:
-    """One assignment of a unit. ``result``: name of the blob, once it is back; times as in entries.
+    """A unit ``given`` to a volunteer. ``result``: name of the blob, once it is back.
 
     It is ``out`` at a volunteer, then ``returned`` until a majority agrees, and ends as ``accepted`` (also if it agreed
     with the accepted one), ``rejected``, ``expired``, ``given back`` or ``superseded`` (accepted without it).
     """
 
-    assignment: str
-    unit: Unit
-    volunteer: str
-    began: float
-    deadline: float
-    version: int
+    given: Assigned
     fate: Fate = "out"
     result: str = ""
 
 
 @dataclass
 class UnitState:
-    """One unit of an epoch.
+    """One unit of an epoch, ``accepted`` once one of its results is.
 
-    ``accepted`` is the assignment whose result was accepted; ``staleness`` counts the results assimilated between its
-    initial parameters and its own assimilation. ``failed_by``: volunteers that failed it, and when they last did.
+    ``staleness`` counts the results assimilated between its initial parameters and its own assimilation; None before.
+    ``failed_by``: volunteers that failed it, and when they last did.
     """
 
     replicas: list[UnitReplica] = field(default_factory=list)
-    accepted: str | None = None
-    assimilated: bool = False
+    accepted: bool = False
     staleness: int | None = None
     failed_by: dict[str, float] = field(default_factory=dict)
 
@@ -263,7 +255,7 @@ class UnitState:
         return [replica for replica in self.replicas if replica.fate in {"out", "returned"}]
 
     def is_with(self, volunteer: str) -> bool:
-        return any(replica.volunteer == volunteer for replica in self.live())
+        return any(replica.given.volunteer == volunteer for replica in self.live())
 
     def returned(self) -> list[UnitReplica]:
         """Return replicas whose results wait for a majority."""
@@ -275,11 +267,11 @@ class UnitState:
 
         Or it waits again because its last volunteer was ``late`` or its result ``rejected``.
         """
-        if self.accepted is not None:
-            return "assimilated" if self.assimilated else "queued"
+        if self.accepted:
+            return "queued" if self.staleness is None else "assimilated"
         if self.live():
             return "training"
-        return FAILED.get(self.replicas[-1].fate if self.replicas else "", "waiting")
+        return MARKS.get(self.replicas[-1].fate if self.replicas else "", "waiting")
 
 
 latest: Callable[[], deque[float]] = partial(deque, maxlen=LATEST)
@@ -289,13 +281,15 @@ latest: Callable[[], deque[float]] = partial(deque, maxlen=LATEST)
 class JobState:
     """The state that a log adds up to. ``subsets``: units of an epoch; the other attributes follow the entries.
 
-    ``units`` has those of this epoch and all before; ``open`` those without an accepted result.
+    ``units`` has those of this epoch and all before; ``open`` those without an accepted result; ``out`` the replicas
+    that are at volunteers, by assignment.
     """
 
     subsets: int
     units: dict[Unit, UnitState] = field(default_factory=dict)
     open: dict[Unit, UnitState] = field(default_factory=dict)
     replicas: dict[str, UnitReplica] = field(default_factory=dict)
+    out: dict[str, UnitReplica] = field(default_factory=dict)
     volunteers: dict[str, VolunteerState] = field(default_factory=dict)
     version: int = 0  # of the newest parameters
     assimilated: int = 0  # units of `epoch`
@@ -303,7 +297,7 @@ class JobState:
     measured: dict[int, dict[Unit, float]] = field(default_factory=dict)  # accuracies by epoch
     epochs: list[EpochEnded] = field(default_factory=list)
     finished: str | None = None
-    epoch: int = 1  # the first whose units are not all assimilated
+    epoch: int = 0  # the first whose units are not all assimilated
     unit_s: deque[float] = field(default_factory=latest)
     update_s: deque[float] = field(default_factory=latest)
     changes: deque[float] = field(default_factory=latest)  # of accepted results (L2 norm)
@@ -313,6 +307,7 @@ class JobState:
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
+        self.epoch += 1
         self.open = {Unit(self.epoch, subset): UnitState() for subset in range(self.subsets)}
         self.units |= self.open
         self.assimilated = 0
@@ -349,7 +344,7 @@ class JobState:
                 self.finished = entry.reason
 
     def _seen(self, volunteer: str, at: float) -> VolunteerState:
-        record = self.volunteers.setdefault(volunteer, VolunteerState())
+        record = self.volunteers.setdefault(volunteer, VolunteerState(volunteer))
         record.last_seen = max(record.last_seen, at)
         return record
 
@@ -359,100 +354,61 @@ class JobState:
                 f"unit {entry.unit} is in the store, but not in a job of {self.subsets} subsets: it is another job's "
                 "store; name another, or set plan.subsets as it was"
             )
-        replica = UnitReplica(
-            entry.assignment, entry.unit, entry.volunteer, entry.at, entry.deadline, entry.version
-        )
-        self.replicas[entry.assignment] = replica
+        replica = UnitReplica(entry)
+        self.replicas[entry.assignment] = self.out[entry.assignment] = replica
         self.units[entry.unit].replicas.append(replica)
-        self._seen(entry.volunteer, entry.at).out.add(entry.assignment)
+        self._seen(entry.volunteer, entry.at).in_flight += 1
+
+    def _end(self, replica: UnitReplica, fate: Fate) -> VolunteerState:
+        volunteer = self.volunteers[replica.given.volunteer]
+        volunteer.in_flight -= self.out.pop(replica.given.assignment, None) is not None
+        replica.fate = fate
+        return volunteer
 
     def _back(self, assignment: str, at: float, *, result: str = "") -> None:
         replica = self.replicas[assignment]
-        self._seen(replica.volunteer, at).out.discard(assignment)
+        self._seen(replica.given.volunteer, at)
         if replica.fate != "returned":
-            self.unit_s.append(at - replica.began)
-        replica.fate, replica.result = "returned", result or replica.result
+            self.unit_s.append(at - replica.given.at)
+        self._end(replica, "returned")
+        replica.result = result or replica.result
 
     def _accepted(self, entry: Accepted) -> None:
         self._back(entry.assignment, entry.at)
         unit = self.units[entry.unit]
-        unit.accepted = entry.assignment
+        unit.accepted = True
         self.changes.append(entry.change)
         del self.open[entry.unit]
-        for replica in unit.replicas:
-            volunteer = self.volunteers[replica.volunteer]
+        for replica in unit.live():
             if replica.fate == "returned":
-                replica.fate = "accepted"
-                volunteer.on_accepted()
-            elif replica.fate == "out":
-                replica.fate = "superseded"
-                volunteer.out.discard(replica.assignment)
+                self._end(replica, "accepted").on_accepted()
+            else:
+                self._end(replica, "superseded")
 
     def _failed(self, entry: Rejected | Expired | GaveBack) -> None:
         replica = self.replicas[entry.assignment]
-        volunteer, unit = self.volunteers[replica.volunteer], self.units[replica.unit]
-        volunteer.out.discard(entry.assignment)
-        unit.failed_by[replica.volunteer] = entry.at
+        self.units[replica.given.unit].failed_by[replica.given.volunteer] = entry.at
         if isinstance(entry, Expired):  # the volunteer was silent: it is not seen
-            replica.fate = "expired"
-            volunteer.on_expired()
+            self._end(replica, "expired").on_expired()
             return
-        self._seen(replica.volunteer, entry.at)
+        self._seen(replica.given.volunteer, entry.at)
         if isinstance(entry, Rejected):
-            replica.fate = "rejected"
-            volunteer.on_rejected(entry.at)
+            self._end(replica, "rejected").on_rejected(entry.at)
         else:
-            replica.fate = "given back"
-            volunteer.on_gave_back(entry.at)
+            self._end(replica, "given back").on_gave_back(entry.at)
 
     def _assimilated(self, entry: Assimilated) -> None:
         unit = self.units[entry.unit]
-        if unit.assimilated:
+        if unit.staleness is not None:
             raise ValueError(f"unit {entry.unit} was assimilated twice: this is a fault of the store")
-        unit.assimilated = True
-        unit.staleness = max(0, entry.version - 1 - self.replicas[entry.assignment].version)
+        unit.staleness = max(0, entry.version - 1 - self.replicas[entry.assignment].given.version)
         self.version = max(self.version, entry.version)
         self.update_s.append(entry.seconds)
         self.assimilated_at.append(entry.at)
         self.assimilated += 1
         if self.assimilated == self.subsets:
             self.done_at[self.epoch] = entry.at
-            self.epoch += 1
             self._begin_epoch()
-
-    def shown_volunteers(self, now: float) -> tuple[VolunteerRow, ...]:
-        """Return all volunteers as shown to people, by their accepted units."""
-        rows = [
-            VolunteerRow(
-                volunteer=name,
-                name=one.name,
-                reliability=1 - one.error_rate,
-                accepted=one.accepted,
-                rejected=one.rejected,
-                expired=one.expired,
-                in_flight=len(one.out),
-                banned_until=one.banned_until if one.banned_until > now else None,
-            )
-            for name, one in self.volunteers.items()
-        ]
-        return tuple(sorted(rows, key=lambda row: -row.accepted))
-
-
-@dataclass(frozen=True)
-class VolunteerRow:
-    """One volunteer: its id in hex, the name it chose, its reliability (0 to 1), and numbers of units.
-
-    ``banned_until`` is in seconds since the epoch; None if it is not banned.
-    """
-
-    volunteer: str
-    name: str
-    reliability: float
-    accepted: int
-    rejected: int
-    expired: int
-    in_flight: int
-    banned_until: float | None
 
 
 @dataclass(frozen=True)
@@ -469,7 +425,7 @@ class JobStatus:
         fault: the store's current error; empty while it works.
         epoch, max_epochs: the current epoch, from 1, and the plan's last one.
         finished: why the job ended; None before.
-        volunteers: all so far, by their accepted units.
+        volunteers: copies of the records of all so far, by their accepted units.
         epochs: those that ended.
         units: of the epoch, by `UnitState.mark`; those that failed count as ``waiting``.
         marks: of the first units of this epoch, `MAX_MARKS` at most, by subset.
@@ -493,7 +449,7 @@ class JobStatus:
     epoch: int
     max_epochs: int
     finished: str | None
-    volunteers: tuple[VolunteerRow, ...]
+    volunteers: tuple[VolunteerState, ...]
     epochs: tuple[EpochEnded, ...]
     units: dict[str, int]
     marks: tuple[str, ...]

@@ -19,7 +19,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
@@ -44,7 +43,7 @@ from colab_swarm.workunits.client import (
     VolunteerSnapshot,
 )
 from colab_swarm.workunits.job import Job, Rows, UnitTraining
-from colab_swarm.workunits.messages import AskForUnits, Backoff, GivenUnits, JobCard, WorkLink
+from colab_swarm.workunits.messages import AskForUnits, Backoff, GiveBack, GivenUnits, JobCard, WorkLink
 from colab_swarm.workunits.weights import Floats, Schema
 
 logger = logging.getLogger(__name__)
@@ -52,6 +51,8 @@ T = TypeVar("T")
 FIRST_ANSWER_S, FINISH_S = 30.0, 30.0
 MAX_FOLDERS = 64
 """Volunteers of one name on one machine."""
+SAVE_S, MAX_CACHE_BYTES = 30.0, 2 << 30
+"""Interval of the saves of a unit, and most data on disk."""
 TURN_S = 0.1
 """Training time of one unit before the next unit's turn."""
 BANNED_S = 60.0
@@ -64,23 +65,6 @@ VIEWS = Views(
     draw_volunteer, volunteer_line, lambda snapshot: snapshot.over, "volunteer", ("Stop", "Stopped")
 )
 _volunteers: set[Volunteer] = set()
-
-
-@dataclass(frozen=True)
-class VolunteerSettings:
-    """A volunteer's folder, the units it trains at a time, the interval of their saves, and the most data on disk."""
-
-    folder: Path
-    units: int = 1
-    name: str = ""
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    save_s: float = 30.0
-    cache_bytes: int = 2 << 30
-    gate: PauseGate = field(default_factory=PauseGate)
-
-    def __post_init__(self) -> None:
-        if self.units < 1:
-            raise ValueError(f"units={self.units}: it must be 1 at least")
 
 
 class _Over(Exception):
@@ -103,14 +87,18 @@ class Volunteer:
 
     On an event loop use `begin`, `wait_over` and `leave`; from other threads `wait` and `stop`.
 
-    ``clock`` gives seconds since the epoch.
+    Args:
+        client, job, card: of the coordinator, and its job here and there.
+        folder: its own, for data and unfinished units.
+        units: trained at a time.
+        name: shown to others.
+        gate: it works while this is open.
 
     Attributes:
         url: of the coordinator, whose page shows the job's progress.
-        folder: its own, for data and unfinished units.
 
     Raises:
-        ValueError: the job's model is not the coordinator's.
+        ValueError: the job's model is not the coordinator's, or ``units`` is below 1.
     """
 
     def __init__(
@@ -118,26 +106,30 @@ class Volunteer:
         client: CoordinatorClient,
         job: Job,
         card: JobCard,
-        settings: VolunteerSettings,
+        folder: Path,
         *,
-        clock: Callable[[], float] = time.time,
-        rng: random.Random | None = None,
+        units: int = 1,
+        name: str = "",
+        device: torch.device | None = None,
+        gate: PauseGate | None = None,
     ) -> None:
+        if units < 1:
+            raise ValueError(f"units={units}: it must be 1 at least")
         self._schema = Schema.of(THREAD.submit(job.first_model).result())
         if card.schema != self._schema.head():
             reason = self._schema.difference(card.schema)
             raise ValueError(f"this job's model is not that of {card.name!r}: {reason}")
-        self.url, self.folder = client.url, settings.folder
-        self._client, self._job, self._card, self._settings = client, job, card, settings
+        self.url, self.folder = client.url, folder
+        self._client, self._job, self._card, self._name = client, job, card, name
+        self._device, self._gate = device, gate or PauseGate()
         self._held = ExitStack()  # the lock of the folder, until `stop`
         self._stopped = False
-        self._clock, self._rng = clock, rng or random.Random()
         self._subsets = {subset.sha256: subset for subset in card.subsets}
-        self._cache = SubsetCache(settings.folder / "data", settings.cache_bytes)
+        self._cache = SubsetCache(folder / "data", MAX_CACHE_BYTES)
         same = msgspec.structs.replace(card, key=b"", membership=b"", signature=b"").encode()
         owner = sha256(client.token.identity.id + same).hexdigest()
-        self._saves = UnitSaves(settings.folder / "units", owner)
-        self._in_hand: list[UnitInHand | None] = [None] * settings.units  # by slot
+        self._saves = UnitSaves(folder / "units", owner)
+        self._in_hand: list[UnitInHand | None] = [None] * units  # by slot
         self._left_behind: deque[UnitInHand] = deque()
         self._leaving, self._finish_s = asyncio.Event(), 0.0
         self._asking = asyncio.Lock()
@@ -224,7 +216,7 @@ class Volunteer:
             return self._client.trouble
         if self._leaving.is_set():
             return "leaving, once the units in hand are done"
-        if self._settings.gate.closed:
+        if self._gate.closed:
             return "paused"
         phases, idle = {unit.phase for unit in units}, self._banned or "waiting for units"
         return next((one for one in ("training", "uploading", "downloading") if one in phases), idle)
@@ -235,8 +227,8 @@ class Volunteer:
         over = _Over("left")
         try:
             async with asyncio.TaskGroup() as group:
-                self._left_behind.extend(await asyncio.to_thread(self._saves.left_behind, now=self._clock()))
-                slots = [group.create_task(self._serve(slot)) for slot in range(self._settings.units)]
+                self._left_behind.extend(await asyncio.to_thread(self._saves.left_behind, now=time.time()))
+                slots = [group.create_task(self._serve(slot)) for slot in range(len(self._in_hand))]
                 await self._leaving.wait()
                 pairs = zip(slots, self._in_hand, strict=True)
                 last = [task for task, held in pairs if held is not None or not self._client.trouble]
@@ -258,7 +250,7 @@ class Volunteer:
         if units and not over.finished:
             try:
                 async with asyncio.timeout(FAREWELL_S):
-                    await self._client.give_back([unit.assignment for unit in units])
+                    await self._client.ask(GiveBack(tuple(unit.assignment for unit in units)))
             except (PeerError, TimeoutError) as error:
                 logger.info("units were not given back: %s", error or "no answer")
                 return
@@ -268,11 +260,11 @@ class Volunteer:
         for held in self._in_hand:
             if held is not None:
                 held.training = None  # a thread that still works on it saves nothing more
-        self._in_hand = [None] * self._settings.units
+        self._in_hand = [None] * len(self._in_hand)
 
     async def _serve(self, slot: int) -> None:
         """Train one unit after the other."""
-        backoff = Backoff(self._rng, *AFTER_REFUSAL_S)
+        backoff = Backoff(random.Random(), *AFTER_REFUSAL_S)
         while not self._leaving.is_set():
             if (held := await self._next(slot)) is None:
                 continue
@@ -295,15 +287,15 @@ class Volunteer:
         if self._left_behind:
             self._in_hand[slot] = self._left_behind.popleft()
             return self._in_hand[slot]
-        await self._settings.gate.wait_open()
+        await self._gate.wait_open()
         try:
             async with self._asking:  # one at a time: else a unit on its way to another slot seems lost
                 mine = [one.unit for one in (*self._in_hand, *self._left_behind) if one is not None]
                 names = tuple(unit.assignment for unit in mine)
-                held_data, name = self._cache.held(), self._settings.name
-                answer = await self._client.ask(AskForUnits(1, held_data, name, names))
+                request = AskForUnits(1, self._cache.held(), self._name, names)
+                answer = await self._client.ask(request)
                 for unit in answer.units[:1]:
-                    self._in_hand[slot] = UnitInHand(unit, self._clock() + unit.deadline_s)
+                    self._in_hand[slot] = UnitInHand(unit, time.time() + unit.deadline_s)
         except CallRefused as error:
             if error.code != "banned":
                 raise _Over(f"the coordinator refuses: {error}") from error
@@ -351,7 +343,7 @@ class Volunteer:
             batch_size=self._card.batch_size,
             seed=held.unit.seed,
             model=model,
-            device=self._settings.device,
+            device=self._device,
         )
         if held.state is not None:
             training.load_state_dict(held.state)
@@ -363,7 +355,7 @@ class Volunteer:
         while training.done < training.batches:
             held.loss = training.step()
             now = time.monotonic()
-            if held.training is training and now - held.saved >= self._settings.save_s:
+            if held.training is training and now - held.saved >= SAVE_S:
                 held.saved = now
                 self._saves.save(held)
             if now >= end:
@@ -371,7 +363,7 @@ class Volunteer:
 
     async def _compute(self, work: Callable[[], T]) -> T:
         """Run the job's own code, on the thread; raise _Over if it fails."""
-        await self._settings.gate.wait_open()
+        await self._gate.wait_open()
         try:
             return await THREAD.run(work)
         except asyncio.CancelledError:
@@ -457,8 +449,9 @@ def open_volunteer(
         if job is None:
             job = _trusted(card, code, own, trust_code=trust_code)
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        settings = VolunteerSettings(own, units, name, torch.device(kind), gate=gate or PauseGate())
-        volunteer = Volunteer(client, job, card, settings)
+        volunteer = Volunteer(
+            client, job, card, own, units=units, name=name, device=torch.device(kind), gate=gate
+        )
         runtime.call(volunteer.begin())
         undo.pop_all()
         volunteer._held = held.pop_all()

@@ -42,7 +42,7 @@ from colab_swarm.workunits.messages import (
     RequestGate,
     Taken,
 )
-from colab_swarm.workunits.state import Assigned, JobStatus, Met, Rejected, Unit, UnitReplica
+from colab_swarm.workunits.state import Assigned, JobStatus, Met, Rejected, Unit
 from colab_swarm.workunits.weights import Floats, Schema, checked_change, moved
 
 M = TypeVar("M", AskForUnits, GiveBack)
@@ -313,7 +313,7 @@ class CoordinatorServer:
             await self._log.write(self._dispatcher.give_back(me, given.assignments, now=now))
             return self._given(me, [], now)
 
-    def _given(self, volunteer: str, units: Sequence[Assigned | UnitReplica], now: float) -> web.Response:
+    def _given(self, volunteer: str, units: Sequence[Assigned], now: float) -> web.Response:
         plan, state = self._job.plan, self._dispatcher.state
         given = [
             GivenUnit(
@@ -345,7 +345,7 @@ class CoordinatorServer:
         blob = newest.values.astype("<f4", copy=False).tobytes()
         for place, one in enumerate(units):
             before = self._dispatcher.state.units[one.unit].replicas
-            version = before[0].version if before else newest.version
+            version = before[0].given.version if before else newest.version
             units[place] = msgspec.structs.replace(one, version=version)
             if not before:
                 put[f"base-{one.unit}"] = blob
@@ -405,7 +405,7 @@ class CoordinatorServer:
         data = await asyncio.to_thread(self.uploads.read, assignment)
         _raise(self._dispatcher.refusal(assignment, volunteer, now=time.time()))
         state, replication = self._dispatcher.state, self._job.plan.replication
-        _, file = await self._file(state.replicas[assignment].unit if replication > 1 else None)
+        _, file = await self._file(state.replicas[assignment].given.unit if replication > 1 else None)
         base, fault, changes = self._schema.decode(file), "", tuple(state.changes)
         values, change = base, 0.0
         try:
@@ -470,7 +470,7 @@ class CoordinatorServer:
                 return self._newest
         try:
             values = await asyncio.to_thread(self._log.store.blob, f"base-{unit}")
-            version = self._dispatcher.state.units[unit].replicas[0].version
+            version = self._dispatcher.state.units[unit].replicas[0].given.version
         except LookupError as error:
             raise Refused("stale", f"unit {unit} is not open: ask for other units") from error
         return version, memoryview(self._schema.head() + values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -170,14 +171,16 @@ def check_state(dispatcher: Dispatcher) -> None:
     state = dispatcher.state
     for key, unit in state.units.items():
         assert key.epoch <= state.epoch, f"{key} was assigned before epoch {state.epoch} was done"
-        assert not unit.assimilated or unit.accepted, f"{key} was assimilated, but not accepted"
-        live = [replica.volunteer for replica in unit.live()]
+        assert unit.staleness is None or unit.accepted, f"{key} was assimilated, but not accepted"
+        live = [replica.given.volunteer for replica in unit.live()]
         assert len(live) == len(set(live)), f"two replicas of {key} are one volunteer's"
         assert len(live) <= dispatcher._plan.replication + MORE_REPLICAS
         assert not (live and unit.accepted), f"{key} is accepted, and still awaited"
-        assert (unit.accepted is None) == (key in state.open), f"{key} is in the wrong set"
+        assert unit.accepted == (key not in state.open), f"{key} is in the wrong set"
     out = {name for name, replica in state.replicas.items() if replica.fate == "out"}
-    assert out == set().union(*(volunteer.out for volunteer in state.volunteers.values()))
+    assert out == state.out.keys()
+    whose = Counter(replica.given.volunteer for replica in state.out.values())
+    assert whose == Counter({name: one.in_flight for name, one in state.volunteers.items()})
 
 
 async def until(happened: Callable[[], bool]) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from colab_swarm.workunits.state import EpochEnded, JobStatus, VolunteerRow
+from colab_swarm.workunits.state import EpochEnded, JobStatus, VolunteerState
 
 NOW = 1_800_000_000.0
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
@@ -50,14 +50,14 @@ def _epoch(epoch: int) -> EpochEnded:
     )
 
 
-def _volunteer(place: int) -> VolunteerRow:
-    return VolunteerRow(
+def _volunteer(place: int) -> VolunteerState:
+    return VolunteerState(
         volunteer=f"{place:x}" * 64,
         name=NAMES[place],
-        reliability=(0.99, 0.93, 0.71, 0.95, 0.3, 0.98)[place],
+        error_rate=(0.01, 0.07, 0.29, 0.05, 0.7, 0.02)[place],
         accepted=(120, 88, 41, 0, 4, 12)[place],
         rejected=(0, 1, 2, 0, 9, 0)[place],
         expired=(0, 2, 9, 0, 1, 0)[place],
         in_flight=(4, 3, 1, 1, 0, 0)[place],
-        banned_until=NOW + 1700 if place == 4 else None,
+        banned_until=NOW + 1700 if place == 4 else -math.inf,
     )

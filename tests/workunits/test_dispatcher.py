@@ -25,7 +25,6 @@ from colab_swarm.workunits.state import (
     Met,
     Rejected,
     Returned,
-    Unit,
     VolunteerState,
 )
 from tests.workunits.local import check_state
@@ -263,9 +262,8 @@ def test_replicas_go_to_different_volunteers_and_two_of_three_that_agree_decide(
     assert isinstance(rejected, Rejected) and isinstance(accepted, Accepted)
     assert (rejected.assignment, accepted.assignment) == (bobs.assignment, carols.assignment)
     assert "differs from the 2 results" in rejected.reason
-    rows = desk.core.state.shown_volunteers(desk.now)
-    assert [row.volunteer for row in rows] == [ALICE, CAROL, BOB]
-    assert [(row.accepted, row.rejected) for row in rows] == [(1, 0), (1, 0), (0, 1)]
+    records = {name: (one.accepted, one.rejected) for name, one in desk.core.state.volunteers.items()}
+    assert records == {ALICE: (1, 0), BOB: (0, 1), CAROL: (1, 0)}
     check_state(desk.core)
 
 
@@ -283,7 +281,7 @@ def test_units_that_are_not_in_hand_are_astray_until_their_deadline() -> None:
     desk = Desk()
     (one,), (two,) = desk.ask(ALICE), desk.ask(ALICE)
     astray = desk.core.unacknowledged(ALICE, [two.assignment], now=desk.now)
-    assert [replica.assignment for replica in astray] == [one.assignment]
+    assert [given.assignment for given in astray] == [one.assignment]
     assert not desk.core.unacknowledged(BOB, [], now=desk.now)
     assert not desk.core.unacknowledged(ALICE, [], now=desk.now + 100.0)
 
@@ -331,15 +329,15 @@ def test_the_log_of_a_job_with_other_subsets_is_refused() -> None:
         Desk(subsets=40).commit(*small.ask(ALICE))
 
 
-def test_volunteers_are_shown_with_their_units() -> None:
+def test_a_record_has_the_name_and_the_units_of_its_volunteer() -> None:
     desk = Desk(subsets=5)
     desk.commit(Met(at=desk.now, volunteer=ALICE, name="Alice's notebook"))
     desk.prove(ALICE)
     desk.result(desk.ask(ALICE)[0])
     desk.ask(ALICE)
-    (row,) = desk.core.state.shown_volunteers(desk.now + 30)
-    assert (row.name, row.accepted, row.in_flight, row.banned_until) == ("Alice's notebook", 2, 1, None)
-    assert desk.core.state.measured == {1: {Unit(1, desk.log[1].unit.subset): 0.5}}  # type: ignore[union-attr]
+    record = desk.core.state.volunteers[ALICE]
+    assert (record.volunteer, record.name) == (ALICE, "Alice's notebook")
+    assert (record.accepted, record.in_flight, record.last_seen) == (2, 1, desk.now)
 
 
 def test_each_unit_of_the_epoch_has_a_mark_and_a_staleness() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import sys
 import threading
 from collections.abc import AsyncIterator
@@ -24,7 +23,7 @@ from colab_swarm.workunits.client import CoordinatorClient, _load
 from colab_swarm.workunits.job import Job, Rows, UnitTraining, cross_entropy
 from colab_swarm.workunits.messages import GivenUnit, Problem, Token
 from colab_swarm.workunits.state import Accepted, EpochEnded, Finished
-from colab_swarm.workunits.volunteering import Volunteer, VolunteerSettings
+from colab_swarm.workunits.volunteering import Volunteer
 from colab_swarm.workunits.weights import Floats
 from tests.workunits.digits import digits_job
 from tests.workunits.local import RUN, coordinating, until
@@ -42,8 +41,8 @@ async def playing(
     async with AsyncExitStack() as stack, asyncio.timeout(TIME_LIMIT_S):
         await stack.enter_async_context(standin.serving())
         client = await stack.enter_async_context(client_of(standin, token=Token(Identity(b"a" * 32))))
-        given = VolunteerSettings(folder, **{"name": "alice", **settings})
-        alice = Volunteer(client, job or standin.job, await client.card(), given, rng=random.Random(0))
+        given = {"name": "alice", **settings}
+        alice = Volunteer(client, job or standin.job, await client.card(), folder, **given)
         await alice.begin()
         yield standin, alice
 
@@ -247,9 +246,8 @@ async def test_two_volunteers_train_a_job_to_its_end(tmp_path: Path, replication
                 scene.server.url, Token(Identity()), run_id=RUN, authority=None, retry_s=QUICK
             )
             await stack.enter_async_context(client)
-            settings = VolunteerSettings(tmp_path / name, units=2, name=name)
             card = await client.card()
-            volunteers.append(Volunteer(client, job, card, settings, rng=random.Random(0)))
+            volunteers.append(Volunteer(client, job, card, tmp_path / name, units=2, name=name))
         for volunteer in volunteers:
             await volunteer.begin()
         await asyncio.gather(*(volunteer.wait_over() for volunteer in volunteers))
@@ -289,7 +287,7 @@ async def test_a_killed_volunteer_resumes_where_it_was(tmp_path: Path) -> None:
         assert 1 <= batches_saved(tmp_path) < BATCHES and not standin.results
         fetched = standin.seen.count("GET /api/parameters")
         async with client_of(standin, token=Token(Identity(SEED))) as client:
-            volunteering = Volunteer(client, standin.job, await client.card(), VolunteerSettings(tmp_path))
+            volunteering = Volunteer(client, standin.job, await client.card(), tmp_path)
             await volunteering.begin()
             await volunteering.wait_over()
         assert volunteering.snapshot().accepted == 2

@@ -11,10 +11,10 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from colab_swarm.net.identity import Identity
+from colab_swarm.workunits import volunteering as module
 from colab_swarm.workunits.client import CoordinatorClient
 from colab_swarm.workunits.job import cross_entropy
 from colab_swarm.workunits.messages import Token
-from colab_swarm.workunits.volunteering import Volunteer, VolunteerSettings
 from tests.workunits.digits import digits_job
 from tests.workunits.stand_in import RUN
 
@@ -29,7 +29,8 @@ def _slow(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 async def _main(url: str, folder: Path) -> None:
     async with CoordinatorClient(url, Token(Identity(SEED)), run_id=RUN, authority=None) as client:
         job = replace(digits_job(), loss=_slow)
-        volunteering = Volunteer(client, job, await client.card(), VolunteerSettings(folder, save_s=0.0))
+        module.SAVE_S = 0.0
+        volunteering = module.Volunteer(client, job, await client.card(), folder)
         await volunteering.begin()
         await volunteering.wait_over()
 
