@@ -43,7 +43,6 @@ from colab_swarm.workunits.state import (
     Returned,
     ServerEntry,
     UnitState,
-    VolunteerState,
     encode_entry,
 )
 from colab_swarm.workunits.store import Blobs, ParameterStore
@@ -57,7 +56,7 @@ FIRST_DEADLINE_S = 600.0
 SLACK_S = 30.0
 LONGEST_DEADLINE_S = 86_400.0
 FEW = 2
-"""Units in flight of a volunteer that is new or unreliable."""
+"""Units in flight of a volunteer that is new or unreliable; the latter has 1 near the end of an epoch."""
 MORE_REPLICAS = 3
 """Replicas beyond ``plan.replication`` without a majority, after which the unit starts over."""
 MEASURE_S = 30.0
@@ -82,19 +81,25 @@ class Dispatcher:
 
     def assign(self, volunteer: str, count: int, held: Collection[str], *, now: float) -> list[Assigned]:
         """Assign up to ``count`` units to a volunteer, whose id is in hex; it has the subsets of SHA-256 ``held``."""
-        record = self.state.volunteer(volunteer)
+        record, most = self.state.volunteer(volunteer), self._plan.in_flight
         done = self.state.finished or self.state.epoch > self._plan.max_epochs
-        if done or record.in_flight >= self._plan.in_flight or record.idle_until > now:
+        if done or record.in_flight >= most or record.idle_until > now:
             return []
         proven = record.proven  # gets units that failed before first, others last
         lacking = [pair for pair in self.state.open.items() if self._missing(pair[1]) > 0]
-        others = self._present(now) - {volunteer}
-        limit = self._limit(record, near_end=len(lacking) <= len(others))
-        yields = not proven and any(self.state.volunteers[other].proven for other in others)
+        others = [
+            other
+            for name, other in self.state.volunteers.items()
+            if name != volunteer and other.last_seen > now - PRESENT_S and other.banned_until <= now
+        ]
+        if not proven:  # near an epoch's end all volunteers wait for the last units
+            unreliable = record.error_rate > FIRST_ERROR_RATE
+            most = min(most, 1 if unreliable and len(lacking) <= len(others) else FEW)
+        yields = not proven and any(other.proven for other in others)
         free = [pair for pair in lacking if self._is_free(pair[1], volunteer, bool(others), yields, now)]
         first = self._rng.randrange(len(free) or 1)
         chosen = heapq.nsmallest(
-            min(count, limit - record.in_flight),
+            min(count, most - record.in_flight),
             free[first:] + free[:first],
             key=lambda pair: (bool(pair[1].failed_by) != proven, self._subsets[pair[0].subset] not in held),
         )
@@ -102,10 +107,10 @@ class Dispatcher:
             Assigned(
                 at=now,
                 unit=unit,
-                assignment=self._new_name(),
+                assignment=f"{self._rng.getrandbits(128):032x}",
                 volunteer=volunteer,
                 deadline=now + self._deadline_s(state),
-                version=self.state.version,
+                version=state.replicas[0].given.version if state.replicas else self.state.version,
             )
             for unit, state in chosen
         ]
@@ -119,20 +124,6 @@ class Dispatcher:
         if unit.accepted:
             return 0
         return max(self._plan.replication, len(unit.returned()) + 1) - len(unit.live())
-
-    def _present(self, now: float) -> set[str]:
-        return {
-            name
-            for name, volunteer in self.state.volunteers.items()
-            if volunteer.last_seen > now - PRESENT_S and volunteer.banned_until <= now
-        }
-
-    def _limit(self, standing: VolunteerState, *, near_end: bool) -> int:
-        """Most units in flight. Near an epoch's end all volunteers wait for the last ones."""
-        if standing.proven:
-            return self._plan.in_flight
-        unreliable = standing.error_rate > FIRST_ERROR_RATE
-        return min(self._plan.in_flight, 1 if unreliable and near_end else FEW)
 
     def _is_free(self, unit: UnitState, volunteer: str, others: bool, yields: bool, now: float) -> bool:
         """True if ``volunteer`` may have a unit: not one that it has, or that others should take up first.
@@ -155,11 +146,6 @@ class Dispatcher:
         usual_s = 4 * times[len(times) * 9 // 10] + SLACK_S if times else FIRST_DEADLINE_S
         expired = sum(replica.fate == "expired" for replica in unit.replicas)
         return min(LONGEST_DEADLINE_S, usual_s * 2.0 ** min(expired, 16))
-
-    def _new_name(self) -> str:
-        while (name := f"{self._rng.getrandbits(128):032x}") in self.state.replicas:
-            pass  # the same seed after a restart
-        return name
 
     def _poll_s(self) -> float:
         if not self.state.unit_s:
@@ -199,7 +185,9 @@ class Dispatcher:
             return ban
         if self.state.finished:
             return "stale", f"the job is finished: {self.state.finished}"
-        if replica.fate == "out" or (replica.fate == "expired" and self._still_lacking(replica.given)):
+        unit = self.state.units[replica.given.unit]
+        late = replica.fate == "expired" and self._missing(unit) > 0 and not unit.is_with(volunteer)
+        if replica.fate == "out" or late:
             return None
         why = {
             "returned": "its result is here already",
@@ -210,10 +198,6 @@ class Dispatcher:
             "expired": f"its deadline passed {now - replica.given.deadline:.0f} s ago and another volunteer has it",
         }[replica.fate]
         return "stale", f"unit {replica.given.unit} is not awaited from you: {why}; ask for other units"
-
-    def _still_lacking(self, late: Assigned) -> bool:
-        unit = self.state.units[late.unit]
-        return self._missing(unit) > 0 and not unit.is_with(late.volunteer)
 
     def awaits(self, assignment: str, *, now: float) -> bool:
         """Return True if the result of an assignment is wanted from its volunteer."""
@@ -311,18 +295,13 @@ class Dispatcher:
             return [Finished(at=now, reason=reached)]
         if ended > last:
             return [Finished(at=now, reason=f"all {last} epochs are done")]
-        found = self._measured(ended, now)
-        if not found:
+        found = [*self.state.measured.get(ended, {}).values()]
+        done_at = self.state.done_at.get(ended, math.inf)
+        if len(found) < len(self._subsets) and now < done_at + MEASURE_S:
             return []
+        found = found or [math.nan]
         mean = statistics.fmean(found)
         return [EpochEnded(at=now, epoch=ended, accuracy=mean, low=min(found), high=max(found))]
-
-    def _measured(self, epoch: int, now: float) -> list[float]:
-        """Accuracies of an epoch that may end; NaN if none came; empty if it may not end yet."""
-        found = [*self.state.measured.get(epoch, {}).values()]
-        if len(found) == len(self._subsets) or now >= self.state.done_at.get(epoch, math.inf) + MEASURE_S:
-            return found or [math.nan]
-        return []
 
 
 class JobLog:

@@ -41,10 +41,9 @@ from colab_swarm.workunits.store import (
     ParameterStore,
     TableStore,
     Update,
-    as_bytes,
     pieces_of,
 )
-from colab_swarm.workunits.weights import Floats
+from colab_swarm.workunits.weights import Floats, as_bytes
 
 PIECE_BYTES = 128 << 10
 PIECES_PER_COMMAND = 16

@@ -26,7 +26,7 @@ import numpy as np
 
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, decode_entry, encode_entry
-from colab_swarm.workunits.weights import Floats
+from colab_swarm.workunits.weights import Floats, as_bytes
 
 Blobs: TypeAlias = Mapping[str, bytes]
 Update: TypeAlias = Callable[[Floats], Floats]
@@ -268,10 +268,6 @@ class TableStore(ParameterStore):
             self._run(connection, write, **row)
             if isinstance(entry, Accepted):
                 self._run(connection, queue, assignment=entry.assignment, **row)
-
-
-def as_bytes(values: Floats) -> memoryview:
-    return values.astype("<f4", copy=False).data.cast("B")
 
 
 def pieces_of(data: bytes | memoryview, size: int) -> list[memoryview]:

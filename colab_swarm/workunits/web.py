@@ -43,7 +43,7 @@ from colab_swarm.workunits.messages import (
     Taken,
 )
 from colab_swarm.workunits.state import Assigned, JobStatus, Met, Rejected, Unit
-from colab_swarm.workunits.weights import Floats, Schema, checked_change, moved
+from colab_swarm.workunits.weights import Floats, Schema, as_bytes, moved
 
 M = TypeVar("M", AskForUnits, GiveBack)
 NUMBER = "(0|[1-9][0-9]{0,17})"
@@ -303,7 +303,11 @@ class CoordinatorServer:
             units = self._dispatcher.assign(me, asked.count - len(again), asked.held, now=now)
             new = units and me not in self._dispatcher.state.volunteers
             met = [Met(at=now, volunteer=me, name=asked.name)] if new else []
-            units, put = await self._with_base(units)
+            put, begun = {}, self._dispatcher.state.units
+            first = [one.unit for one in units if not begun[one.unit].replicas]
+            if first and self._job.plan.replication > 1:  # replicas have the same initial parameters
+                newest = await asyncio.to_thread(self._log.store.parameters)
+                put = {f"base-{unit}": bytes(as_bytes(newest.values)) for unit in first}
             await self._log.write([*met, *units], put=put)
             return self._given(me, [*again, *units], now)
 
@@ -335,21 +339,6 @@ class CoordinatorServer:
             accuracy=state.epochs[-1].accuracy if state.epochs else None,
         )
         return _answer(answer)
-
-    async def _with_base(self, units: list[Assigned]) -> tuple[list[Assigned], dict[str, bytes]]:
-        """Give replicas of a unit the same initial parameters; the blobs are those of units without replicas so far."""
-        put: dict[str, bytes] = {}
-        if self._job.plan.replication == 1 or not units:
-            return units, put
-        newest = await asyncio.to_thread(self._log.store.parameters)
-        blob = newest.values.astype("<f4", copy=False).tobytes()
-        for place, one in enumerate(units):
-            before = self._dispatcher.state.units[one.unit].replicas
-            version = before[0].given.version if before else newest.version
-            units[place] = msgspec.structs.replace(one, version=version)
-            if not before:
-                put[f"base-{one.unit}"] = blob
-        return units, put
 
     # -- results
 
@@ -409,7 +398,9 @@ class CoordinatorServer:
         base, fault, changes = self._schema.decode(file), "", tuple(state.changes)
         values, change = base, 0.0
         try:
-            values, change = await asyncio.to_thread(self._judge, data, base, changes)
+            values, change = await asyncio.to_thread(
+                self._schema.judge, data, base, changes, self._job.plan.max_change
+            )
         except ValueError as error:
             fault = str(error)
         async with self._log.deciding() as now:
@@ -423,14 +414,10 @@ class CoordinatorServer:
                 self._dispatcher.on_result, assignment, change, name, distance, now=now
             )
             odd = [one for one in entries if isinstance(one, Rejected) and one.assignment == assignment]
-            put = {} if odd else {name: values.astype("<f4", copy=False).tobytes()}
+            put = {} if odd else {name: bytes(as_bytes(values))}
             await self._log.write(entries, put=put, drop=self._dispatcher.obsolete(entries))
             if odd:
                 raise Refused("invalid", odd[0].reason)
-
-    def _judge(self, data: bytes, base: Floats, changes: Sequence[float]) -> tuple[Floats, float]:
-        values = self._schema.decode(data)
-        return values, checked_change(values, base, changes, self._job.plan.max_change)
 
     def _distance(self, known: dict[str, Floats], base: Floats, one: str, other: str) -> float:
         """Distance of two results, ``known`` or in the store, as a share of the change from ``base``."""

@@ -19,6 +19,17 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 MAX_WHOLE = 1 << 24
 """Integers up to here are exact in float32."""
 MAX_REASON_CHARACTERS = 300
+KNOWN = 5
+"""After this many accepted results the usual change of the parameters is known."""
+FIRST_CHANGE = 1000.0
+"""Until then a change may be this many times the parameters' norm, or the norm if each were 1."""
+MOST = 1e18
+"""Of a value: no mean of such values is infinite, and no square."""
+
+
+def as_bytes(values: Floats) -> memoryview:
+    """Return ``values`` as little-endian bytes, without a copy where possible."""
+    return values.astype("<f4", copy=False).data.cast("B")
 
 
 @dataclass(frozen=True)
@@ -66,7 +77,7 @@ class Schema:
 
     def encode(self, values: Floats) -> bytes:
         """Return ``values`` (numel,) as a safetensors file."""
-        return self.head() + values.astype("<f4", copy=False).tobytes()
+        return b"".join((self.head(), as_bytes(values)))
 
     def decode(self, data: bytes | memoryview) -> Floats:
         """Return a view of a file's values; raise ValueError, with the difference, if it has other tensors."""
@@ -90,15 +101,39 @@ class Schema:
             }
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return "not a safetensors file"
-        for name, shape in self.entries:
-            if name not in found:
-                return f"{name} is missing"
-            if found[name] != shape:
-                return f"{name} has shape {found[name]}, {shape} expected"
-        extra = found.keys() - dict(self.entries).keys()
-        return (
-            f"{min(extra)} is no tensor of this model" if extra else "other types or order than the model's"
-        )
+        for name in sorted(found.keys() | (expected := dict(self.entries)).keys()):
+            if found.get(name) != expected.get(name):
+                shapes = found.get(name, "none"), expected.get(name, "none")
+                return f"{name} has shape {shapes[0]}, {shapes[1]} expected"
+        return "other types or order than the model's"
+
+    def judge(
+        self, data: bytes, base: Floats, changes: Sequence[float], max_change: float
+    ) -> tuple[Floats, float]:
+        """Return a result's values and the L2 norm of its change; raise ValueError if the result is refused.
+
+        Args:
+            data: a volunteer's file.
+            base: parameters of about its start (numel,).
+            changes: of the latest accepted results.
+            max_change: most times as far as usual that a result may move.
+        """
+        values = self.decode(data)
+        if bad := len(values) - int(np.count_nonzero(np.abs(values) <= MOST)):
+            raise ValueError(
+                f"{bad:,} of {len(values):,} values are not finite, or beyond {MOST:g}: a lower learning rate may help"
+            )
+        change = moved(values, base)
+        if len(changes) < KNOWN:
+            most = FIRST_CHANGE * max(float(np.linalg.norm(base)), len(base) ** 0.5)
+            limit = f"over {most:.3g}"
+        else:
+            usual = statistics.median(changes)
+            most = max_change * usual
+            limit = f"usually it is {usual:.3g} and {max_change:g} times as much is allowed (max_change)"
+        if not change <= most:
+            raise ValueError(f"training moved the parameters by {change:.3g}, {limit}")
+        return values, change
 
     def flatten(self, model: nn.Module) -> Floats:
         """Return all values of ``model`` (numel,), copied."""
@@ -153,39 +188,3 @@ def moved(values: Floats, base: Floats) -> float:
             change = np.subtract(values[piece], base[piece], dtype=np.float64)
             total += float(change @ change)
     return float(np.sqrt(total))
-
-
-KNOWN = 5
-"""After this many accepted results the usual change of the parameters is known."""
-FIRST_CHANGE = 1000.0
-"""Until then a change may be this many times the parameters' norm, or the norm if each were 1."""
-MOST = 1e18
-"""Of a value: no mean of such values is infinite, and no square."""
-
-
-def checked_change(values: Floats, base: Floats, changes: Sequence[float], max_change: float) -> float:
-    """Return the L2 norm of a result's change; raise ValueError if the result is refused.
-
-    Args:
-        values: of the result (numel,).
-        base: parameters of about its start (numel,).
-        changes: of the latest accepted results.
-        max_change: most times as far as usual that a result may move.
-    """
-    if len(values) != len(base):
-        raise ValueError(f"{len(values):,} values, {len(base):,} expected")
-    if bad := len(values) - int(np.count_nonzero(np.abs(values) <= MOST)):
-        raise ValueError(
-            f"{bad:,} of {len(values):,} values are not finite, or beyond {MOST:g}: a lower learning rate may help"
-        )
-    change = moved(values, base)
-    if len(changes) < KNOWN:
-        most = FIRST_CHANGE * max(float(np.linalg.norm(base)), len(base) ** 0.5)
-        limit = f"over {most:.3g}"
-    else:
-        usual = statistics.median(changes)
-        most = max_change * usual
-        limit = f"usually it is {usual:.3g} and {max_change:g} times as much is allowed (max_change)"
-    if not change <= most:
-        raise ValueError(f"training moved the parameters by {change:.3g}, {limit}")
-    return change
