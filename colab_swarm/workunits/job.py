@@ -49,6 +49,20 @@ class Rows:
     columns: Mapping[str, Array]
     named: bool
 
+    @classmethod
+    def of(cls, values: Iterable[tuple[Any, Any]], named: bool) -> Rows:
+        """Return rows of these columns; raise ValueError if they differ in length, or hold no numbers or no sample."""
+        columns = {str(name): _array(column) for name, column in values}
+        for name, column in columns.items():
+            if column.dtype.kind not in KINDS:
+                raise ValueError(f"column {name} holds {column.dtype}: rows are numbers, tokenize or drop it")
+        lengths = {name: column.shape[0] if column.ndim else "none" for name, column in columns.items()}
+        if len(set(lengths.values())) > 1 or "none" in lengths.values():
+            raise ValueError(f"the columns differ in length: {lengths}")
+        if not sum(map(len, columns.values())):
+            raise ValueError("the data hold no sample or no column")
+        return cls(columns, named)
+
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))
 
@@ -99,7 +113,7 @@ class Rows:
             head = msgspec.json.decode(plain[8 : 8 + head_bytes], type=dict[str, Any])
             names, named = msgspec.json.decode(head["__metadata__"]["rows"], type=tuple[list[str], bool])
             columns = load(plain)
-            return _checked({name: columns[name] for name in names}, named)
+            return cls.of(((name, columns[name]) for name in names), named)
         except (zstandard.ZstdError, SafetensorError, LookupError, msgspec.MsgspecError, TypeError) as error:
             raise ValueError(f"not a subset of data: {error}") from error
 
@@ -115,55 +129,28 @@ def rows_of(data: Any) -> Rows:
     if isinstance(data, Rows):
         return data
     if isinstance(data, Mapping):
-        return _rows(data.items(), True)
+        return Rows.of(data.items(), True)
     if isinstance(data, tuple | list) and data and hasattr(data[0], "shape"):
-        return _rows(enumerate(data), False)
-    if _has(data, "column_names", "with_format"):  # datasets.Dataset
+        return Rows.of(enumerate(data), False)
+    if hasattr(data, "with_format"):  # datasets.Dataset
         numbers = data.with_format("numpy")
-        return _rows(((name, numbers[name][:]) for name in data.column_names), True)
-    if _has(data, "__getitem__", "__len__"):  # torch's Dataset
-        return _stacked(data)
-    raise TypeError(
-        f"data of type {type(data).__name__} has no rows: give arrays, a torch Dataset or a datasets.Dataset"
-    )
-
-
-def _has(data: Any, *names: str) -> bool:
-    return all(hasattr(data, name) for name in names)
-
-
-def _stacked(data: Any) -> Rows:
-    samples = [data[place] for place in range(len(data))]
-    if not samples:
+        return Rows.of(((name, numbers[name][:]) for name in data.column_names), True)
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):  # of torch's Dataset
+        kind = type(data).__name__
+        raise TypeError(
+            f"data of type {kind} has no rows: give arrays, a torch Dataset or a datasets.Dataset"
+        )
+    if not (samples := [data[place] for place in range(len(data))]):
         raise ValueError("the data hold no sample")
     named = isinstance(samples[0], Mapping)
     keys: Iterable[Any] = samples[0] if named else range(len(samples[0]))
-    return _rows(((key, np.stack([_array(one[key]) for one in samples])) for key in keys), named)
-
-
-def _rows(columns: Iterable[tuple[Any, Any]], named: bool) -> Rows:
-    return _checked({str(name): _array(column) for name, column in columns}, named)
+    return Rows.of(((key, np.stack([_array(one[key]) for one in samples])) for key in keys), named)
 
 
 def _array(values: Any) -> Array:
     array = np.asarray(values.detach().cpu()) if isinstance(values, Tensor) else np.asarray(values)
     native = array.dtype.newbyteorder("=")  # torch knows no other
     return array.astype(np.float32 if native == np.float64 else native, copy=False)
-
-
-def _checked(columns: Mapping[str, Array], named: bool) -> Rows:
-    if not columns:
-        raise ValueError("the data have no column")
-    for name, column in columns.items():
-        if column.dtype.kind not in KINDS:
-            raise ValueError(f"column {name} holds {column.dtype}: rows are numbers, tokenize or drop it")
-    lengths = {name: column.shape[0] if column.ndim else "none" for name, column in columns.items()}
-    if len(set(lengths.values())) != 1 or "none" in lengths.values():
-        raise ValueError(f"the columns differ in length: {lengths}")
-    rows = Rows(columns, named)
-    if not len(rows):
-        raise ValueError("the data hold no sample")
-    return rows
 
 
 UNITS_PER_VOLUNTEER = 4
@@ -173,6 +160,7 @@ MAX_SUBSET_BYTES = 64 << 20
 EPOCHS_TRIED = 1000
 """Epochs for which a function for alpha is checked before the job begins."""
 COUNTS = (
+    "subsets",
     "expected_volunteers",
     "local_epochs",
     "batch_size",
@@ -180,6 +168,7 @@ COUNTS = (
     "replication",
     "in_flight",
     "validation_samples",
+    "seed",
 )
 OPTIONAL = "subsets", "deadline_s", "target_accuracy"
 Alpha: TypeAlias = float | Literal["e/(e+1)"] | Callable[[int], float]
@@ -226,34 +215,29 @@ class WorkPlan:
         return settings(self)
 
     def __post_init__(self) -> None:
-        given = {name: value for name in OPTIONAL if (value := getattr(self, name)) is not None}
-        for name in (*COUNTS, "seed", *(given.keys() & {"subsets"})):
-            value = getattr(self, name)
-            if not isinstance(value, int):
-                raise ValueError(f"{name}={value}: it must be a whole number, such as {name}=int(…)")
-            if value < 1 and name != "seed":
-                raise ValueError(f"{name}={value}: it must be 1 at least")
-        for name in ("tolerance", "max_change", *(given.keys() & {"deadline_s"})):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)}: it must be over 0")
-        if not 0 < given.get("target_accuracy", 1.0) <= 1:
-            raise ValueError(f"target_accuracy={self.target_accuracy}: a share between 0 and 1")
+        for name, value in vars(self).items():
+            if value is None and name in OPTIONAL:
+                continue
+            least = 0 if name == "seed" else 1
+            if name in COUNTS and not (isinstance(value, int) and value >= least):
+                raise ValueError(f"{name}={value}: it must be a whole number of at least {least}")
+            if name in {"tolerance", "max_change", "deadline_s"} and not value > 0:
+                raise ValueError(f"{name}={value}: it must be over 0")
+            if name == "target_accuracy" and not 0 < value <= 1:
+                raise ValueError(f"{name}={value}: a share between 0 and 1")
         for epoch in {*range(1, min(self.max_epochs, EPOCHS_TRIED)), self.max_epochs}:
             self.alpha_of(epoch)
 
     def alpha_of(self, epoch: int) -> float:
         """Return the server's weight in ``epoch``, from 1; raise ValueError if it is not in [0, 1)."""
-        if callable(self.alpha):
-            alpha = float(self.alpha(epoch))
-        elif self.alpha == "e/(e+1)":
+        alpha = self.alpha(epoch) if callable(self.alpha) else self.alpha
+        if alpha == "e/(e+1)":
             alpha = epoch / (epoch + 1)
-        elif isinstance(self.alpha, str):
-            raise ValueError(f"alpha={self.alpha!r}: a number, 'e/(e+1)' or a function of the epoch")
-        else:
-            alpha = float(self.alpha)
+        if isinstance(alpha, str):
+            raise ValueError(f"alpha={alpha!r}: a number, 'e/(e+1)' or a function of the epoch")
         if not 0 <= alpha < 1:
-            raise ValueError(f"alpha is {alpha} in epoch {epoch}: it must be at least 0 and below 1")
-        return alpha
+            raise ValueError(f"alpha is {float(alpha)} in epoch {epoch}: it must be at least 0 and below 1")
+        return float(alpha)
 
     def subsets_of(self, rows: int, size_bytes: int) -> int:
         """Return the number of subsets; raise ValueError if there are fewer samples than subsets."""
@@ -437,12 +421,16 @@ class UnitTraining:
         """Train on the next batch and return its loss; raise IndexError if the unit is done."""
         if self.done >= self.batches:
             raise IndexError("the unit is done")
+        epoch, place = divmod(self.done, self._per_epoch)
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, np.random.default_rng((self._seed, epoch)).permutation(len(self._rows))
+        indices = self._order[1][place * self._batch_size : (place + 1) * self._batch_size]
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices):  # leaves the user's own random numbers alone
             torch.manual_seed((self._seed * 1_000_003 + self.done) % (1 << 63))
             self.model.train()
             self._optimizer.zero_grad(set_to_none=True)
-            loss = self._job.loss(self.model, self._rows.batch(self._indices(), self._device))
+            loss = self._job.loss(self.model, self._rows.batch(indices, self._device))
             loss.backward()  # type: ignore[no-untyped-call]
             self._optimizer.step()
         self.done += 1
@@ -451,12 +439,6 @@ class UnitTraining:
     def finish(self) -> None:
         while self.done < self.batches:
             self.step()
-
-    def _indices(self) -> Indices:
-        epoch, place = divmod(self.done, self._per_epoch)
-        if self._order is None or self._order[0] != epoch:
-            self._order = epoch, np.random.default_rng((self._seed, epoch)).permutation(len(self._rows))
-        return self._order[1][place * self._batch_size : (place + 1) * self._batch_size]
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that `load_state_dict` needs to resume from here."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, cast
@@ -154,16 +155,16 @@ class RedisStore(ParameterStore):
         keys = [self._key("queue"), self._key("held"), self._key("accepted")]
         with _explained(RedisError, "Redis", "redis-server"):
             found: Any = self._claim(keys=keys, args=[now, now + lease_s])
-        return None if found is None else self._claimed(found)
+        return None if found is None else cast(Accepted, decode_entry(found))
 
     def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
-        old = self.parameters()
+        began, old = time.perf_counter(), self.parameters()
         with _explained(RedisError, "Redis", "redis-server"):
             keys = [self._key(name) for name in ("queue", "held", "accepted", "log", "version", "parameters")]
             keys += [self._upload(update(old.values)), self._key("blob", accepted.result)]
             version, found = old.version, 1
             while found > 0:
-                entry = self._assimilated(accepted, version + 1, server=server, now=now)
+                entry = self._assimilated(accepted, version + 1, server=server, now=now, began=began)
                 args: list[Any] = [accepted.assignment, version, encode_entry(entry)]
                 found = int(cast(int, self._assimilate(keys=keys, args=args)))
                 version = found or version + 1
@@ -226,11 +227,6 @@ class SqlStore(TableStore):
         plain = {name: bytes(one) if isinstance(one, memoryview) else one for name, one in values.items()}
         return connection.execute(sa.text(statement), {"job": self._job, **plain})
 
-    def _data(self, connection: sa.Connection, name: str) -> bytes | None:
-        query = "SELECT data FROM swarm_blobs WHERE job = :job AND name = :name ORDER BY piece"
-        pieces = self._run(connection, query, name=name).fetchall()
-        return b"".join(piece.data for piece in pieces) if pieces else None
-
     def _newest(self, connection: sa.Connection) -> Parameters:
         query = (  # one statement, as others may write between two
             "SELECT version, data FROM swarm_jobs JOIN swarm_blobs ON swarm_jobs.job = swarm_blobs.job"
@@ -240,9 +236,6 @@ class SqlStore(TableStore):
         if not rows:
             raise self._not_begun()
         return Parameters(rows[0].version, np.frombuffer(b"".join(row.data for row in rows), "<f4"))
-
-    def _replace(self, connection: sa.Connection, update: Update) -> None:
-        self._put(connection, PARAMETERS, as_bytes(update(self._newest(connection).values)))
 
     def close(self) -> None:
         self._engine.dispose()

@@ -100,7 +100,7 @@ class GaveBack(Entry, frozen=True):
 
 
 class Assimilated(Entry, frozen=True):
-    """A result became part of the parameters, now of ``version``; ``seconds``: from claiming to storing."""
+    """A result became part of the parameters, now of ``version``; ``seconds``: of the update."""
 
     unit: Unit
     assignment: str

@@ -53,7 +53,6 @@ class ParameterStore(ABC):
 
     def __init__(self, url: str, job: str) -> None:
         self.url, self._job = url, job
-        self._claimed_at: dict[str, float] = {}  # `time.perf_counter` by assignment
 
     @abstractmethod
     def begin(self, first: Floats) -> None:
@@ -102,21 +101,12 @@ class ParameterStore(ABC):
     def _not_begun(self) -> StoreError:
         return StoreError(f"the store holds no job {self._job!r} yet: start its coordinator first")
 
-    def _claimed(self, entry: bytes) -> Accepted:
-        """Decode a claimed result and start the clock for `Assimilated.seconds`."""
-        accepted = cast(Accepted, decode_entry(entry))
-        self._claimed_at[accepted.assignment] = time.perf_counter()
-        return accepted
-
-    def _assimilated(self, accepted: Accepted, version: int, *, server: str, now: float) -> Assimilated:
-        ended = time.perf_counter()
+    def _assimilated(
+        self, accepted: Accepted, version: int, *, server: str, now: float, began: float
+    ) -> Assimilated:
+        seconds, unit, name = time.perf_counter() - began, accepted.unit, accepted.assignment
         return Assimilated(
-            at=now,
-            unit=accepted.unit,
-            assignment=accepted.assignment,
-            server=server,
-            version=version,
-            seconds=ended - self._claimed_at.pop(accepted.assignment, ended),
+            at=now, unit=unit, assignment=name, server=server, version=version, seconds=seconds
         )
 
 
@@ -154,16 +144,16 @@ class TableStore(ParameterStore):
         """Execute a statement with named values, ``:job`` among them, and return its cursor."""
 
     @abstractmethod
-    def _data(self, connection: Any, name: str) -> bytes | None:
-        """Return a blob; None if there is none of this name."""
-
-    @abstractmethod
     def _newest(self, connection: Any) -> Parameters:
         """Return the parameters, version and values of one moment."""
 
-    @abstractmethod
+    def _data(self, connection: Any, name: str) -> bytes | None:
+        query = "SELECT data FROM swarm_blobs WHERE job = :job AND name = :name ORDER BY piece"
+        pieces = self._run(connection, query, name=name).fetchall()
+        return b"".join(piece[0] for piece in pieces) if pieces else None
+
     def _replace(self, connection: Any, update: Update) -> None:
-        """Update the values of the parameters."""
+        self._put(connection, PARAMETERS, as_bytes(update(self._newest(connection).values)))
 
     def _make_tables(self) -> None:
         with self._transaction() as connection:
@@ -215,10 +205,11 @@ class TableStore(ParameterStore):
                 )
                 values = {"now": now, "until": now + lease_s, "assignment": assignment}
                 if self._run(connection, lease, **values).rowcount:  # else another server took it meanwhile
-                    return self._claimed(entry)
+                    return cast(Accepted, decode_entry(entry))
         return None
 
     def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
+        began = time.perf_counter()
         with self._transaction() as connection:
             version = 1 + (self._version(connection) or 0)
             done = "DELETE FROM swarm_queue WHERE job = :job AND assignment = :assignment"
@@ -229,7 +220,8 @@ class TableStore(ParameterStore):
                 connection, "UPDATE swarm_jobs SET version = :version WHERE job = :job", version=version
             )
             self._drop(connection, [accepted.result])
-            self._log(connection, [self._assimilated(accepted, version, server=server, now=now)])
+            entry = self._assimilated(accepted, version, server=server, now=now, began=began)
+            self._log(connection, [entry])
         return version
 
     def _version(self, connection: Any) -> int | None:
@@ -343,7 +335,10 @@ class SqliteStore(TableStore):
         try:
             thread = threading.get_ident() if self.shared else 0
             if thread not in self._connections:
-                self._connections[thread] = self._connect(), threading.Lock()
+                new = sqlite3.connect(self.url, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+                for setting in ("page_size = 65536", "journal_mode = WAL", "synchronous = NORMAL"):
+                    new.execute(f"PRAGMA {setting}")
+                self._connections[thread] = new, threading.Lock()
             connection, in_use = self._connections[thread]
             with in_use:
                 yield connection
@@ -352,12 +347,6 @@ class SqliteStore(TableStore):
                 f"{self.url}: {error}. The folder must exist, be writable, have space, and lie on a disk of this "
                 "machine: on Google Drive and other shared folders use /content or /tmp, and copy the file there later"
             ) from error
-
-    def _connect(self) -> sqlite3.Connection:
-        new = sqlite3.connect(self.url, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
-        for setting in ("page_size = 65536", "journal_mode = WAL", "synchronous = NORMAL"):
-            new.execute(f"PRAGMA {setting}")
-        return new
 
 
 FORMS = (
@@ -373,9 +362,13 @@ ELSEWHERE = {
 
 def open_store(url: str, job: str) -> ParameterStore:
     """Open the state of ``job`` at ``url``, one of `FORMS` (else ValueError); StoreError if that fails."""
-    path, scheme = MEMORY if url == "memory" else _file_of(url), url.rpartition("://")[0]
-    if path:
-        return SqliteStore(path, job)
+    scheme, _, rest = url.rpartition("://")
+    if scheme == "sqlite" and rest.startswith("/"):
+        return SqliteStore(rest[1:], job)
+    if not scheme and (Path(url).suffix or Path(url).name != url):  # else a word such as "redis"
+        return SqliteStore(url, job)
+    if url == "memory":
+        return SqliteStore(MEMORY, job)
     if scheme not in ELSEWHERE:
         raise ValueError(f"{scheme or url!r} is no store: use {FORMS}")
     try:
@@ -383,11 +376,3 @@ def open_store(url: str, job: str) -> ParameterStore:
         return cast(ParameterStore, getattr(remote, ELSEWHERE[scheme])(url, job))
     except ImportError as error:
         raise StoreError(f"{error}: `pip install 'colab-swarm[workunits]'`") from error
-
-
-def _file_of(url: str) -> str:
-    """Path of the SQLite file at an address; empty if it names none."""
-    scheme, _, rest = url.rpartition("://")
-    if scheme:
-        return rest[1:] if scheme == "sqlite" and rest.startswith("/") else ""
-    return url if Path(url).suffix or Path(url).name != url else ""  # else a word such as "redis"
