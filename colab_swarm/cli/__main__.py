@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from colab_swarm.invite import Access
 
 Options: TypeAlias = argparse.Namespace
-Parser: TypeAlias = argparse.ArgumentParser
+Arguments: TypeAlias = dict[str, tuple[str, dict[str, Any]]]
+"""Help and settings by name, as `argparse` takes them."""
 MAX_HOURS = 24 * 365
 TUNNELS = ("ngrok", "cloudflared")
 SIZES = ("tiny", "base", "large", "xlarge")
@@ -33,7 +34,6 @@ LAST_ROUND_S = 60.0
 LINGER_S = 35.0
 """How long a coordinator stays after the end: volunteers that wait for units ask again within this time."""
 LOOK_S = 0.2
-INVITE = "invitation: the https://…#… line"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -50,124 +50,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(130)
 
 
-def _parser() -> Parser:
-    parser = Parser(prog="colab-swarm", description="Train one large model together.")
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="colab-swarm", description="Train one large model together.")
     parser.add_argument("-v", "--verbose", action="store_true", help="log the messages between peers")
     commands = parser.add_subparsers(required=True)
-    add = _command(commands, _demo, "train ALBERT-tiny with several processes here; 2 minutes").add_argument
-    add("--steps", type=int, default=60, help="number of global steps")
-    add = _command(commands, _doctor, "check whether this machine can take part").add_argument
-    add("invite", nargs="?", default=None, help="also check this run")
-    add("--size", default=None, choices=SIZES, help="size of the ALBERT to train")
-    add("--target-batch-size", type=int, default=None, help="samples per global step, all peers")
-    backbone = _command(commands, _backbone, "create a run and stay online as a peer that others can reach")
-    backbone.add_argument("run", help="name of the run, or a run.toml with its settings")
-    backbone.add_argument("--hours", type=_hours, default=24.0, help="life of the invitation")
-    for who in ("user", "organisation"):
-        text = f"Hugging Face {who} on the run's allowlist; repeatable"
-        backbone.add_argument(f"--allow-{who}", action="append", default=[], help=text)
-    _add_network(backbone)
-    relay = _command(commands, _relay, "join a run and relay for peers that cannot be dialled")
-    relay.add_argument("invite", help=INVITE)
-    relay.add_argument("--gb", type=float, default=None, help="total relay quota, GB")
-    relay.add_argument("--mbit-s", type=float, default=None, help="relay rate limit, Mbit/s")
-    _add_network(relay)
-    _add_peer(commands)
-    _add_experts(commands)
-    _add_work(commands)
-    bench = _command(commands, _bench, "run benchmarks: link, dht, averaging, overhead …", add_help=False)
-    bench.add_argument("rest", nargs=argparse.REMAINDER)
+    for run, (words, arguments) in COMMANDS.items():
+        command = commands.add_parser(run.__name__.strip("_"), help=words, add_help=run is not _bench)
+        command.set_defaults(command=run)
+        for name, (told, settings) in arguments.items():
+            command.add_argument(name, help=told, **settings)
     return parser
-
-
-def _command(commands: Any, run: Callable[[Options], None], words: str, **more: bool) -> Parser:
-    command: Parser = commands.add_parser(run.__name__.strip("_"), help=words, **more)
-    command.set_defaults(command=run)
-    return command
-
-
-def _add_peer(commands: Any) -> None:
-    peer = _command(commands, _peer, "join a run and train, or only reduce for the trainers")
-    add = peer.add_argument
-    add("invite", help=INVITE)
-    add("--reduce-only", action="store_true", help="help the trainers; needs no GPU, data or torch")
-    add("--hours", type=_hours, default=None, help="leave after this many hours")
-    add("--size", default="tiny", choices=SIZES, help="size of the ALBERT")
-    add("--text", default="python-docs", help="file, Hub data set, or python-docs")
-    add("--steps", type=int, default=0, help="leave at this global step; 0: stay")
-    add("--target-batch-size", type=int, default=256, help="samples per global step, all peers")
-    add("--batch-size", type=int, default=16, help="samples of one micro-batch")
-    add("--lr", type=float, default=1e-2, help="LAMB learning rate")
-    add("--compression", default="float32", help="float16, int8, adaptive, onebit, topk:0.01 …")
-    add("--overlap", action="store_true", help="compute during an averaging round")
-    add("--local-steps", type=_steps, default=1, help="local steps per round: a number, or auto")
-    add("--gb-per-hour", type=float, default=None, help="traffic budget, GB/h")
-    add("--mbit-s", type=float, default=None, help="traffic budget per direction, Mbit/s")
-    _add_network(peer)
-
-
-def _add_experts(commands: Any) -> None:
-    experts = _command(commands, _experts, "join a run and host experts for the trainers")
-    add = experts.add_argument
-    add("invite", help=INVITE)
-    add("prefix", help="name of the kind of experts, such as ffn")
-    add("--grid", type=_grid, required=True, help="such as 16x16, the same for all peers")
-    add("--dim", type=int, required=True, help="width of the layer")
-    add("--hidden", type=int, default=None, help="width inside an expert; default: 4 x dim")
-    add("--heads", type=int, default=None, help="attention heads: host Transformer blocks")
-    add("--count", type=int, default=None, help="number of experts; default: as many as fit")
-    add("--folder", default=None, help="folder for saves")
-    add("--lr", type=float, default=1e-3, help="Adam learning rate")
-    add("--hours", type=_hours, default=None, help="leave after this many hours")
-    _add_network(experts)
-
-
-def _add_work(commands: Any) -> None:
-    coordinate = _command(commands, _coordinate, "hand out a job in work units to volunteers")
-    add = coordinate.add_argument
-    add("job", help="Python file with job = cs.workunits.Job(…)")
-    add("--folder", default=None, help="the job's state, continued if it exists; default: JOB-work")
-    add("--store", default=None, help="SQLite file, redis://…, postgresql+psycopg://… or mysql+pymysql://…")
-    add("--servers", type=_steps, default="auto", help="number of parameter servers, or auto")
-    add("--host", default=None, help="address to listen on; default: all interfaces")
-    add("--port", type=int, default=None, help="port to listen on; default: the last one, or a free one")
-    add("--url", default=None, help="address for volunteers, if a proxy forwards to this one")
-    add("--tunnel", default=None, choices=TUNNELS, help="open a public https address")
-    add("--open", action="store_true", help="accept volunteers without the link's secret")
-    _add_common(coordinate)
-    volunteer = _command(commands, _volunteer, "train work units; needs outgoing HTTPS only")
-    add = volunteer.add_argument
-    add("link", help="shown by the coordinator")
-    add("--units", type=int, default=1, help="work units at a time")
-    add("--name", default="", help="name shown to others")
-    add("--folder", default=None, help="folder for data and unfinished units; default: in your home")
-    add("--device", default=None, help="device to train on, such as cuda:1; default: a GPU if there is one")
-    add("--trust-code", action="store_true", help="run the code that the coordinator sends")
-    add("--hours", type=_hours, default=None, help="leave after this many hours")
-    _add_common(volunteer)
-
-
-def _add_common(command: Parser) -> None:
-    command.add_argument("--accept-terms", action="store_true", help="confirm that Colab's terms allow this")
-    command.add_argument("--json-lines", action="store_true", help="print one JSON object per event")
-
-
-def _add_network(command: Parser) -> None:
-    """Add the options of `NetworkOptions`."""
-    add = command.add_argument
-    add("--peer-name", default="", help="name shown to others")
-    add("--port", type=int, default=0, help="port to listen on; 0: a free one")
-    add("--announce", action="append", default=[], help="address to give to others, ws://HOST:PORT")
-    add("--identity", default=None, help="file with this peer's key")
-    add("--no-listen", action="store_true", help="only dial out")
-    add("--relay", action="store_true", help="relay for peers that cannot be dialled; backbones always do")
-    add("--no-relays", action="store_true", help="do not use relays to be reached")
-    add("--no-punch", action="store_true", help="do not turn relayed links into direct ones")
-    add("--no-lan", action="store_true", help="do not announce the run in the local network")
-    add("--tunnel", default=None, choices=TUNNELS, help="open a public address for this peer")
-    add("--upload-mbit-s", type=float, default=None, help="upload limit, Mbit/s")
-    add("--download-mbit-s", type=float, default=None, help="download limit, Mbit/s")
-    _add_common(command)
 
 
 def _steps(text: str) -> int | Literal["auto"]:
@@ -413,6 +305,116 @@ def _volunteer(options: Options) -> None:
         seen = one.snapshot()
         _report(options, "finished", volunteer_line(seen), state=seen.state, accepted=seen.accepted)
 
+
+FLAG: dict[str, Any] = {"action": "store_true"}
+FLOAT: dict[str, Any] = {"type": float}
+INT: dict[str, Any] = {"type": int}
+HOURS: dict[str, Any] = {"type": _hours}
+TEXT: dict[str, Any] = {"default": ""}
+SEVERAL: dict[str, Any] = {"action": "append", "default": []}
+INVITE: Arguments = {"invite": ("invitation: the https://…#… line", {})}
+LEAVE: Arguments = {"--hours": ("leave after this many hours", HOURS)}
+COMMON: Arguments = {
+    "--accept-terms": ("confirm that Colab's terms allow this", FLAG),
+    "--json-lines": ("print one JSON object per event", FLAG),
+}
+NETWORK: Arguments = {
+    "--peer-name": ("name shown to others", TEXT),
+    "--port": ("port to listen on; 0: a free one", INT | {"default": 0}),
+    "--announce": ("address to give to others, ws://HOST:PORT", SEVERAL),
+    "--identity": ("file with this peer's key", {}),
+    "--no-listen": ("only dial out", FLAG),
+    "--relay": ("relay for peers that cannot be dialled; backbones always do", FLAG),
+    "--no-relays": ("do not use relays to be reached", FLAG),
+    "--no-punch": ("do not turn relayed links into direct ones", FLAG),
+    "--no-lan": ("do not announce the run in the local network", FLAG),
+    "--tunnel": ("open a public address for this peer", {"choices": TUNNELS}),
+    "--upload-mbit-s": ("upload limit, Mbit/s", FLOAT),
+    "--download-mbit-s": ("download limit, Mbit/s", FLOAT),
+    **COMMON,
+}
+DEMO: Arguments = {"--steps": ("number of global steps", INT | {"default": 60})}
+DOCTOR: Arguments = {
+    "invite": ("also check this run", {"nargs": "?"}),
+    "--size": ("size of the ALBERT to train", {"choices": SIZES}),
+    "--target-batch-size": ("samples per global step, all peers", INT),
+}
+BACKBONE: Arguments = {
+    "run": ("name of the run, or a run.toml with its settings", {}),
+    "--hours": ("life of the invitation", HOURS | {"default": 24.0}),
+    "--allow-user": ("Hugging Face user on the run's allowlist; repeatable", SEVERAL),
+    "--allow-organisation": ("Hugging Face organisation on the run's allowlist; repeatable", SEVERAL),
+    **NETWORK,
+}
+RELAY: Arguments = {
+    **INVITE,
+    "--gb": ("total relay quota, GB", FLOAT),
+    "--mbit-s": ("relay rate limit, Mbit/s", FLOAT),
+    **NETWORK,
+}
+PEER: Arguments = {
+    **INVITE,
+    **LEAVE,
+    "--reduce-only": ("help the trainers; needs no GPU, data or torch", FLAG),
+    "--size": ("size of the ALBERT", {"default": "tiny", "choices": SIZES}),
+    "--text": ("file, Hub data set, or python-docs", {"default": "python-docs"}),
+    "--steps": ("leave at this global step; 0: stay", INT | {"default": 0}),
+    "--target-batch-size": ("samples per global step, all peers", INT | {"default": 256}),
+    "--batch-size": ("samples of one micro-batch", INT | {"default": 16}),
+    "--lr": ("LAMB learning rate", FLOAT | {"default": 1e-2}),
+    "--compression": ("float16, int8, adaptive, onebit, topk:0.01 …", {"default": "float32"}),
+    "--overlap": ("compute during an averaging round", FLAG),
+    "--local-steps": ("local steps per round: a number, or auto", {"type": _steps, "default": 1}),
+    "--gb-per-hour": ("traffic budget, GB/h", FLOAT),
+    "--mbit-s": ("traffic budget per direction, Mbit/s", FLOAT),
+    **NETWORK,
+}
+EXPERTS: Arguments = {
+    **INVITE,
+    "prefix": ("name of the kind of experts, such as ffn", {}),
+    "--grid": ("such as 16x16, the same for all peers", {"type": _grid, "required": True}),
+    "--dim": ("width of the layer", INT | {"required": True}),
+    "--hidden": ("width inside an expert; default: 4 x dim", INT),
+    "--heads": ("attention heads: host Transformer blocks", INT),
+    "--count": ("number of experts; default: as many as fit", INT),
+    "--folder": ("folder for saves", {}),
+    "--lr": ("Adam learning rate", FLOAT | {"default": 1e-3}),
+    **LEAVE,
+    **NETWORK,
+}
+COORDINATE: Arguments = {
+    "job": ("Python file with job = cs.workunits.Job(…)", {}),
+    "--folder": ("the job's state, continued if it exists; default: JOB-work", {}),
+    "--store": ("SQLite file, redis://…, postgresql+psycopg://… or mysql+pymysql://…", {}),
+    "--servers": ("number of parameter servers, or auto", {"type": _steps, "default": "auto"}),
+    "--host": ("address to listen on; default: all interfaces", {}),
+    "--port": ("port to listen on; default: the last one, or a free one", INT),
+    "--url": ("address for volunteers, if a proxy forwards to this one", {}),
+    "--tunnel": ("open a public https address", {"choices": TUNNELS}),
+    "--open": ("accept volunteers without the link's secret", FLAG),
+    **COMMON,
+}
+VOLUNTEER: Arguments = {
+    "link": ("shown by the coordinator", {}),
+    "--units": ("work units at a time", INT | {"default": 1}),
+    "--name": ("name shown to others", TEXT),
+    "--folder": ("folder for data and unfinished units; default: in your home", {}),
+    "--device": ("device to train on, such as cuda:1; default: a GPU if there is one", {}),
+    "--trust-code": ("run the code that the coordinator sends", FLAG),
+    **LEAVE,
+    **COMMON,
+}
+COMMANDS: dict[Callable[[Options], None], tuple[str, Arguments]] = {
+    _demo: ("train ALBERT-tiny with several processes here; 2 minutes", DEMO),
+    _doctor: ("check whether this machine can take part", DOCTOR),
+    _backbone: ("create a run and stay online as a peer that others can reach", BACKBONE),
+    _relay: ("join a run and relay for peers that cannot be dialled", RELAY),
+    _peer: ("join a run and train, or only reduce for the trainers", PEER),
+    _experts: ("join a run and host experts for the trainers", EXPERTS),
+    _coordinate: ("hand out a job in work units to volunteers", COORDINATE),
+    _volunteer: ("train work units; needs outgoing HTTPS only", VOLUNTEER),
+    _bench: ("run benchmarks: link, dht, averaging, overhead …", {"rest": ("", {"nargs": "..."})}),
+}
 
 if __name__ == "__main__":
     main()
