@@ -106,7 +106,7 @@ Atre, Jha and Rao, *Distributed Deep Learning Using Volunteer Computing-Like Par
 |---|---|
 | equation 1, VC-ASGD | `colab_swarm.workunits.weights` |
 | work generator, scheduler, validator (after BOINC) | `job`, `dispatcher`, `weights` |
-| III-D: parameter servers, eventual consistency (Redis) | `servers`, `remote` |
+| III-D: parameter servers, eventual consistency (Redis) | `coordinator`, `remote` |
 | IV: preemptible machines, price and time | `colab_swarm.workunits.preemption` |
 | IV-D: strong consistency (SQL) | `remote`, `store` (SQLite) |
 

@@ -1,6 +1,8 @@
 """`cs.workunits.coordinate`: hand a job out to volunteers in work units.
 
-`Coordinator` owns the log and what follows it: the web server (`web`) and the parameter servers (`servers`).
+`Coordinator` owns the job's log and what follows it: the web server (`web`), and parameter servers, which merge
+accepted results into the parameters. Any number of these work on one store, each on a thread or in a process of its
+own. They know nothing of each other or of the coordinator, and hold no state.
 """
 
 from __future__ import annotations
@@ -9,16 +11,24 @@ import asyncio
 import atexit
 import contextlib
 import logging
+import math
 import os
 import random
+import signal
+import subprocess
+import sys
+import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Literal, TypedDict, Unpack
 from urllib.parse import urlsplit
 
+import numpy as np
+import torch
 from filelock import FileLock, Timeout
 from torch import nn
 
@@ -37,13 +47,12 @@ from colab_swarm.notebook.units_view import draw_job, job_line
 from colab_swarm.runtime import Runtime
 from colab_swarm.trust.access import RunAccess
 from colab_swarm.workunits.dispatcher import Dispatcher, JobLog
-from colab_swarm.workunits.job import Job, lay_out
-from colab_swarm.workunits.messages import JobCard, RequestGate, Token, WorkLink
-from colab_swarm.workunits.servers import ProcessWorker, ThreadWorker, WorkerPool
-from colab_swarm.workunits.state import MARKS, MAX_MARKS, AnyEntry, JobStatus, Unit
-from colab_swarm.workunits.store import ParameterStore, open_store
+from colab_swarm.workunits.job import Evaluator, Job, lay_out
+from colab_swarm.workunits.messages import Backoff, JobCard, RequestGate, Token, WorkLink
+from colab_swarm.workunits.state import MARKS, MAX_MARKS, AnyEntry, JobStatus, Measured, Unit
+from colab_swarm.workunits.store import KEEP_MEMORY, ParameterStore, open_store
 from colab_swarm.workunits.web import CoordinatorServer
-from colab_swarm.workunits.weights import Schema
+from colab_swarm.workunits.weights import Floats, Schema, assimilate
 
 logger = logging.getLogger(__name__)
 LOCAL_ONLY = (
@@ -51,14 +60,14 @@ LOCAL_ONLY = (
     "give it a public one by tunnel='cloudflared' or tunnel='ngrok'."
 )
 LINK_HOURS = 7 * 24.0
-VIEWS: Views[JobStatus] = Views(
-    draw_job,
-    job_line,
-    lambda status: bool(status.finished),
-    "coordinator",
-    ("Stop", "Stopped"),
-)
+VIEWS = Views(draw_job, job_line, lambda status: bool(status.finished), "coordinator", ("Stop", "Stopped"))
 _coordinators: set[Coordinator] = set()
+CROWD, GROW_S, SHRINK_S = 2.0, 2.0, 30.0
+LEASE_S = 120.0
+"""A result whose server died goes to another after this time."""
+IDLE_S, FAREWELL_S, LONGEST_PAUSE_S = 0.05, 30.0, 60.0
+MOST_SERVERS = max(1, (os.cpu_count() or 1) - 1)
+"""By default: less one processor for the coordinator."""
 
 
 class CoordinatorOptions(TypedDict, total=False):
@@ -86,10 +95,8 @@ class CoordinatorOptions(TypedDict, total=False):
 class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
     """A coordinator that works in the background. Send its ``link`` to volunteers; show it, `watch` it, `wait` for it.
 
-    On an event loop use `start`, ``finished``, `status` and `close`; from other threads the rest.
-
-    ``access`` is of the run of ``token``'s peer, ``tick_s`` the interval of the check for passed
-    deadlines. The caller closes the store.
+    On an event loop use `start`, ``finished``, `status` and `close`; from other threads the rest. ``access`` is of the
+    run of ``token``'s peer, ``tick_s`` the interval of the check for passed deadlines. The caller closes the store.
 
     Attributes:
         link: lets volunteers in for a week; a secret. In a notebook it shows itself with a QR code and badges.
@@ -97,10 +104,6 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         stopped: True after `stop`.
         schema, card: of the job's parameters, and the job as volunteers see it.
         finished: set when the job is done.
-
-    Raises:
-        ValueError, TypeError: the job cannot be trained.
-        StoreError: the store fails, or holds a job of another size.
     """
 
     link: Invitation
@@ -122,10 +125,10 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         self.schema, plan = Schema.of(model := job.first_model()), job.plan
         subsets = lay_out(job, folder / "data")
         store.begin(self.schema.flatten(model))
-        # servers measure by this plan, not by the file's
-        measuring = f"seed={plan.seed}, validation_samples={plan.validation_samples}"
-        code = f"{job.code}\njob = job.with_plan({measuring})\n"
-        (folder / "job.py").write_text(code, encoding="utf-8")
+        measuring = f"job = job.with_plan(seed={plan.seed}, validation_samples={plan.validation_samples})\n"
+        (folder / "job.py").write_text(
+            f"{job.code}\n{measuring}", encoding="utf-8"
+        )  # for servers in processes
         self.card = JobCard(
             run_id=access.run_id,
             name=job.name,
@@ -137,8 +140,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
             schema=self.schema.head(),
             subsets=subsets,
         ).signed(token.identity.sign)
-        digests = [subset.sha256 for subset in subsets]
-        self.dispatcher = Dispatcher(plan, digests, random.SystemRandom())
+        self.dispatcher = Dispatcher(plan, [subset.sha256 for subset in subsets], random.SystemRandom())
         self._log = JobLog(self.dispatcher, store)
         self.finished, gate = self._log.finished, RequestGate(access.admission)
         self.server = CoordinatorServer(job, self.card, self._log, folder, gate, self.status)
@@ -236,13 +238,12 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
             host, self.url = options.get("host", ""), options.get("url", "")
             port = await self._listen(host, options.get("port", 0))
             if tunnel is not None:
-                self._tunnel = await Tunnel(
-                    tunnel, port, on_change=self._on_tunnel, events=EventLog(), sent_bytes=float
-                ).open()
-                self._on_tunnel(self._tunnel.address)
+                follow, events = self._set_url, EventLog()
+                self._tunnel = Tunnel(tunnel, port, on_change=follow, events=events, sent_bytes=float)
+                self._set_url((await self._tunnel.open()).address)
             elif not self.url:
                 found = reachable_addresses(host or "0.0.0.0", port)
-                self.url = f"http{found[min(1, len(found) - 1)].removeprefix('ws')}/"  # the first is loopback
+                self._set_url(found[min(1, len(found) - 1)])  # the first is loopback
         except BaseException:
             await self.close()
             raise
@@ -259,7 +260,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         saved.write_text(str(port))
         return port
 
-    def _on_tunnel(self, address: str | None) -> None:
+    def _set_url(self, address: str | None) -> None:
         if address is not None:
             self.url = f"http{address.removeprefix('ws')}/"
             logger.info("volunteers reach this coordinator at %s", self.url)
@@ -341,9 +342,9 @@ def issue(url: str, access: RunAccess, identity: Identity | Peers, *, hours: flo
     if access.closed is None:
         return WorkLink(url, Invite(access.run_id, (), until))
     secret, settings = os.urandom(32), access.closed.settings
-    key, member_until = Identity(secret).public_key, until + settings.member_s
-    offline = settings.allowlist is None
-    grant = Grant(access.run_id, Role.WORKER, key, until, member_until, offline=offline).signed(identity.sign)
+    key, offline = Identity(secret).public_key, settings.allowlist is None
+    plain = Grant(access.run_id, Role.WORKER, key, until, until + settings.member_s, offline=offline)
+    grant = plain.signed(identity.sign)
     return WorkLink(url, Invite.issue(grant, secret, (), access=access.access, authority=identity.public_key))
 
 
@@ -432,3 +433,186 @@ def _stop_all() -> None:
     for coordinator in list(_coordinators):
         with contextlib.suppress(Exception):
             coordinator.stop()
+
+
+# -- parameter servers
+
+
+class ParameterServer:
+    """Assimilate results of the store until stopped; measure the accuracy after each. ``name`` is for the log."""
+
+    def __init__(self, store: ParameterStore, evaluator: Evaluator, name: str) -> None:
+        self._store, self._evaluator, self._name = store, evaluator, name
+        self._measured: list[Measured] = []  # not in the log yet
+
+    def run(self, stop: threading.Event) -> None:
+        """Serve until ``stop`` is set, then finish the current update. Store errors are retried."""
+        trouble, wait_s = Backoff(random.Random(), 0.1, 30.0), 0.0
+        while not stop.wait(wait_s):
+            try:
+                wait_s = 0.0 if self.run_once(time.time()) else IDLE_S
+                trouble.succeeded()
+            except StoreError as error:
+                wait_s = trouble.failed()
+                logger.warning("%s retries the store in %.1f s: %s", self._name, wait_s, error)
+
+    def run_once(self, now: float) -> bool:
+        """Assimilate one result; return False if none waits. After a StoreError the result is claimed again."""
+        self._log()
+        accepted = self._store.claim(self._name, now=now, lease_s=LEASE_S)
+        if accepted is None:
+            return False
+        try:
+            result = np.frombuffer(self._store.blob(accepted.result), "<f4")
+        except KeyError:
+            return True  # another server has assimilated it after our lease ended
+        updated = result
+
+        def update(server: Floats) -> Floats:
+            nonlocal updated
+            updated = assimilate(server, result, accepted.alpha)
+            return updated
+
+        if self._store.assimilate(accepted, update, server=self._name, now=now) is not None:
+            accuracy = self._evaluator.accuracy(updated)
+            self._measured.append(Measured(at=now, unit=accepted.unit, accuracy=accuracy))
+            self._log()
+        return True
+
+    def _log(self) -> None:
+        if self._measured:
+            self._store.append(self._measured)
+            self._measured = []
+
+
+class ThreadWorker(threading.Thread):
+    """A parameter server on a thread, for stores that other processes cannot open."""
+
+    def __init__(self, store: ParameterStore, job: Job, name: str) -> None:
+        super().__init__(name=f"parameter server {name}", daemon=True)
+        self._store, self._job, self._end = store, job, threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        try:
+            ParameterServer(self._store, Evaluator(self._job), self.name.rpartition(" ")[2]).run(self._end)
+        except Exception:  # the pool replaces it
+            logger.exception("%s failed", self.name)
+
+    def stop(self) -> None:
+        self._end.set()
+
+
+class ProcessWorker:
+    """A parameter server in its own process; ``store`` is an address, ``job`` a name, ``code`` a file.
+
+    The first line of the process's input is the store's address: it may hold a password, and arguments are visible to
+    every user of the machine. When the input closes, this process is dead, and the server exits at once.
+    """
+
+    def __init__(self, store: str, job: str, code: Path, name: str) -> None:
+        with code.with_name("parameter-servers.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", f"from {__name__} import serve; serve()", job, str(code), name],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=os.environ | KEEP_MEMORY,
+                start_new_session=True,
+            )
+        assert self._process.stdin is not None  # it is a pipe
+        self._input = self._process.stdin
+        with contextlib.suppress(OSError):  # it is dead already: the pool notices
+            self._input.write(f"{store}\n".encode())
+            self._input.flush()
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def stop(self) -> None:
+        self._process.terminate()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until it has ended; after ``timeout_s`` kill it."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        with contextlib.suppress(OSError):
+            self._input.close()
+
+
+def serve() -> None:
+    """Serve in a process that a `ProcessWorker` started, until SIGTERM, or until its input closes."""
+    job, code, name = sys.argv[1:]
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    url = sys.stdin.readline().strip()
+    threading.Thread(target=_exit_with_parent, name="parent watch", daemon=True).start()
+    torch.set_num_threads(1)  # the coordinator adds servers until all processors are busy
+    with contextlib.closing(open_store(url, job)) as store:
+        ParameterServer(store, Evaluator(Job.load(code)), name).run(stop)
+
+
+def _exit_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
+class WorkerPool:
+    """Keep as many parameter servers running as wanted. Dead ones are replaced, after ever longer pauses.
+
+    ``start`` starts a server with the name given. ``deaths`` counts servers that ended without being stopped.
+    """
+
+    def __init__(
+        self, start: Callable[[str], ThreadWorker | ProcessWorker], most: int = MOST_SERVERS
+    ) -> None:
+        self._start, self._most, self.deaths = start, most, 0
+        self._running: list[ThreadWorker | ProcessWorker] = []
+        self._stopping: list[ThreadWorker | ProcessWorker] = []
+        self._started, self._pause_until = 0, 0.0
+        self._few_since = self._idle_since = math.inf
+
+    @property
+    def size(self) -> int:
+        return sum(one.is_alive() for one in self._running)
+
+    def wanted(self, waiting: int, *, now: float) -> int:
+        """Return how many servers to run while ``waiting`` results wait: one more or one less at a time.
+
+        A server is added when for `GROW_S` more than `CROWD` results per server wait, up to ``most``; one is removed
+        when for `SHRINK_S` none waits.
+        """
+        wanted = self.size
+        self._few_since = min(self._few_since, now) if waiting > CROWD * wanted else math.inf
+        self._idle_since = min(self._idle_since, now) if waiting == 0 else math.inf
+        if now - self._few_since >= GROW_S:
+            wanted, self._few_since = wanted + 1, now
+        elif now - self._idle_since >= SHRINK_S:
+            wanted, self._idle_since = wanted - 1, now
+        return max(1, min(self._most, wanted))
+
+    def keep(self, wanted: int, *, now: float) -> None:
+        """Start, stop and replace servers, so that ``wanted`` run; ``now`` in seconds."""
+        alive = [one for one in self._running if one.is_alive()]
+        if died := len(self._running) - len(alive):
+            self.deaths += died
+            self._pause_until = now + min(LONGEST_PAUSE_S, 2.0 ** min(self.deaths, 16))
+            logger.warning("%d parameter servers died, %d so far", died, self.deaths)
+        self._running, surplus = alive[:wanted], alive[wanted:]
+        for one in surplus:
+            one.stop()
+        self._stopping = [one for one in self._stopping + surplus if one.is_alive()]
+        while len(self._running) < wanted and now >= self._pause_until:
+            self._started += 1
+            self._running.append(self._start(f"server-{self._started}"))
+
+    def close(self) -> None:
+        workers, self._running = self._running + self._stopping, []
+        for one in workers:
+            one.stop()
+        for one in workers:
+            one.join(FAREWELL_S)

@@ -30,7 +30,6 @@ from typing import TypeVar
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits.job import WorkPlan
 from colab_swarm.workunits.state import (
-    FIRST_ERROR_RATE,
     Accepted,
     AnyEntry,
     Assigned,
@@ -56,7 +55,7 @@ FIRST_DEADLINE_S = 600.0
 SLACK_S = 30.0
 LONGEST_DEADLINE_S = 86_400.0
 FEW = 2
-"""Units in flight of a volunteer that is new or unreliable; the latter has 1 near the end of an epoch."""
+"""Units in flight of a volunteer that is new or unreliable."""
 MORE_REPLICAS = 3
 """Replicas beyond ``plan.replication`` without a majority, after which the unit starts over."""
 MEASURE_S = 30.0
@@ -92,9 +91,7 @@ class Dispatcher:
             for name, other in self.state.volunteers.items()
             if name != volunteer and other.last_seen > now - PRESENT_S and other.banned_until <= now
         ]
-        if not proven:  # near an epoch's end all volunteers wait for the last units
-            unreliable = record.error_rate > FIRST_ERROR_RATE
-            most = min(most, 1 if unreliable and len(lacking) <= len(others) else FEW)
+        most = most if proven else min(most, FEW)
         yields = not proven and any(other.proven for other in others)
         free = [pair for pair in lacking if self._is_free(pair[1], volunteer, bool(others), yields, now)]
         first = self._rng.randrange(len(free) or 1)

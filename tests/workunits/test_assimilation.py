@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from colab_swarm.errors import StoreError
+from colab_swarm.workunits.coordinator import LEASE_S, ParameterServer, WorkerPool
 from colab_swarm.workunits.job import Evaluator
-from colab_swarm.workunits.servers import LEASE_S, ParameterServer, WorkerPool
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Measured, Unit
 from colab_swarm.workunits.store import MEMORY, ParameterStore, SqliteStore, Update
 from colab_swarm.workunits.weights import KNOWN, Floats, Schema, moved
@@ -120,7 +120,7 @@ def test_faults_of_the_store_are_waited_out(evaluator: Evaluator) -> None:
 
 
 def start(path: Path, code: Path) -> subprocess.Popen[bytes]:
-    program = "from colab_swarm.workunits.servers import serve; serve()"
+    program = "from colab_swarm.workunits.coordinator import serve; serve()"
     command = [sys.executable, "-c", program, "tiny", str(code), "server-1"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert process.stdin is not None
