@@ -209,9 +209,11 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
 
     async def ask(self, request: AskForUnits | GiveBack) -> GivenUnits:
         """Request units, or return some untrained."""
-        path = "/api/units" if isinstance(request, AskForUnits) else "/api/return"
-        decode = partial(_decoded, kind=GivenUnits)
-        return await self._call("POST", path, decode, msgspec.msgpack.encode(request))
+        path, body = (
+            "units" if isinstance(request, AskForUnits) else "return",
+            msgspec.msgpack.encode(request),
+        )
+        return await self._call("POST", f"/api/{path}", partial(_decoded, kind=GivenUnits), body)
 
     async def data(self, subset: Subset) -> bytes:
         """Fetch a subset of the data, for `Rows.decode`."""
@@ -354,12 +356,12 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
             self._session = aiohttp.ClientSession(
                 timeout=TIMEOUT, headers=HEADERS, trust_env=True, middlewares=(_once,)
             )
-        token = self.token.header(method, target, body, now=self._now())
+        token = {"Authorization": self.token.header(method, target, body, now=self._now())}
         async with self._session.request(
             method,
             self.url + target,
             data=body or None,
-            headers={"Authorization": token, **(headers or {})},
+            headers={**token, **(headers or {})},
             allow_redirects=False,
         ) as answer:
             if answer.status not in GOOD and not (answer.status == CONFLICT and "Received" in answer.headers):

@@ -85,7 +85,6 @@ class Dispatcher:
         if done or record.in_flight >= most or record.idle_until > now:
             return []
         proven = record.proven  # gets units that failed before first, others last
-        lacking = [pair for pair in self.state.open.items() if self._missing(pair[1]) > 0]
         others = [
             other
             for name, other in self.state.volunteers.items()
@@ -93,7 +92,11 @@ class Dispatcher:
         ]
         most = most if proven else min(most, FEW)
         yields = not proven and any(other.proven for other in others)
-        free = [pair for pair in lacking if self._is_free(pair[1], volunteer, bool(others), yields, now)]
+        free = [
+            pair
+            for pair in self.state.open.items()
+            if self._missing(pair[1]) > 0 and self._is_free(pair[1], volunteer, bool(others), yields, now)
+        ]
         first = self._rng.randrange(len(free) or 1)
         chosen = heapq.nsmallest(
             min(count, most - record.in_flight),
@@ -114,8 +117,11 @@ class Dispatcher:
 
     def unacknowledged(self, volunteer: str, in_hand: Collection[str], *, now: float) -> list[Assigned]:
         """Return assignments of a volunteer that it does not have ``in_hand``: it lost the answer, or its memory."""
-        out = [replica.given for replica in self.state.out.values() if replica.given.volunteer == volunteer]
-        return [given for given in out if given.assignment not in in_hand and given.deadline > now]
+        return [
+            replica.given
+            for name, replica in self.state.out.items()
+            if replica.given.volunteer == volunteer and replica.given.deadline > now and name not in in_hand
+        ]
 
     def _missing(self, unit: UnitState) -> int:
         if unit.accepted:
@@ -153,11 +159,11 @@ class Dispatcher:
         """Return the seconds after which a volunteer without units should ask again."""
         if (idle_s := self.state.volunteer(volunteer).idle_until - now) > 0:
             return idle_s
-        wait_s = self._poll_s() * self._rng.uniform(0.75, 1.25)  # spreads the requests
         expiry_s = min(
             (replica.given.deadline - now for replica in self.state.out.values()), default=math.inf
         )
-        return max(SHORTEST_WAIT_S, min(wait_s, expiry_s))
+        spread = self._rng.uniform(0.75, 1.25)  # of the requests
+        return max(SHORTEST_WAIT_S, min(self._poll_s() * spread, expiry_s))
 
     def ban_of(self, volunteer: str, *, now: float) -> tuple[str, str] | None:
         """Return why and how long a volunteer is banned, as code and text; None if it is not."""
@@ -293,8 +299,7 @@ class Dispatcher:
         if ended > last:
             return [Finished(at=now, reason=f"all {last} epochs are done")]
         found = [*self.state.measured.get(ended, {}).values()]
-        done_at = self.state.done_at.get(ended, math.inf)
-        if len(found) < len(self._subsets) and now < done_at + MEASURE_S:
+        if len(found) < len(self._subsets) and now < self.state.done_at.get(ended, math.inf) + MEASURE_S:
             return []
         found = found or [math.nan]
         mean = statistics.fmean(found)

@@ -68,11 +68,11 @@ class PreemptionResult:
 
         ``standard`` and ``preemptible`` are the prices of one instance, in $ per hour.
         """
-        standard_h, taken_h = self.model.undisturbed_s / 3600, self.seconds / 3600
-        instances, expected_h = self.model.volunteers, self.model.expected_s / 3600
+        model, taken_h = self.model, self.seconds / 3600
+        standard_h, expected_h = model.undisturbed_s / 3600, model.expected_s / 3600
         return (
-            f"{standard_h:.2f} h and ${instances * standard_h * standard:.2f} on standard instances; "
-            f"{taken_h:.2f} h ({expected_h:.2f} h expected) and ${instances * taken_h * preemptible:.2f} "
+            f"{standard_h:.2f} h and ${model.volunteers * standard_h * standard:.2f} on standard instances; "
+            f"{taken_h:.2f} h ({expected_h:.2f} h expected) and ${model.volunteers * taken_h * preemptible:.2f} "
             f"on preemptible ones, of which {self.kills} were taken away"
         )
 
@@ -91,9 +91,8 @@ class _Fleet:
         plan = WorkPlan(
             subsets=model.units, max_epochs=model.epochs, deadline_s=model.deadline_s, in_flight=model.slots
         )
-        self._dispatcher = Dispatcher(
-            plan, [f"{n:064x}" for n in range(model.units)], random.Random(seed + 1)
-        )
+        digests = [f"{unit:064x}" for unit in range(model.units)]
+        self._dispatcher = Dispatcher(plan, digests, random.Random(seed + 1))
         self._kills = self._lost = 0
         self._ended_at = 0.0
 
@@ -107,37 +106,35 @@ class _Fleet:
         """Run one instance and its replacements; each unit time it is preempted with the model's probability."""
         rate = -math.log(1 - self._model.kill_probability) / self._model.unit_s
         while not self._dispatcher.state.finished:
-            life_s = self._rng.expovariate(rate) if rate else None
             try:
-                async with asyncio.timeout(life_s), asyncio.TaskGroup() as slots:
-                    for _ in range(self._model.slots):
-                        slots.create_task(self._slot(name))
+                async with asyncio.timeout(self._rng.expovariate(rate) if rate else None):
+                    await asyncio.gather(*(self._slot(name) for _ in range(self._model.slots)))
             except TimeoutError:
                 self._kills += not self._dispatcher.state.finished
                 await asyncio.sleep(self._model.restart_s)
 
     async def _slot(self, instance: str) -> None:
-        while not self._dispatcher.state.finished:
+        dispatcher = self._dispatcher
+        while not dispatcher.state.finished:
             now = virtual_time()
-            self._commit(*self._dispatcher.expired(now=now))
-            given = self._dispatcher.assign(instance, 1, (), now=now)
-            self._commit(*given)
-            if not given:
-                await asyncio.sleep(self._dispatcher.wait_s(instance, now=now))
+            self._commit(*dispatcher.expired(now=now))
+            if not (given := dispatcher.assign(instance, 1, (), now=now)):
+                await asyncio.sleep(dispatcher.wait_s(instance, now=now))
                 continue
+            self._commit(*given)
             try:
                 await asyncio.sleep(self._model.unit_s)
             except asyncio.CancelledError:
-                self._lost += not self._dispatcher.state.finished
+                self._lost += not dispatcher.state.finished
                 raise
             now = self._ended_at = virtual_time()
-            unit, name, version = given[0].unit, given[0].assignment, self._dispatcher.state.version + 1
+            unit, name, version = given[0].unit, given[0].assignment, dispatcher.state.version + 1
             self._commit(
-                *self._dispatcher.on_result(name, 1.0, "result", lambda *_: 0.0, now=now),
+                *dispatcher.on_result(name, 1.0, "result", lambda *_: 0.0, now=now),
                 Assimilated(at=now, unit=unit, assignment=name, server="", version=version, seconds=0.0),
                 Measured(at=now, unit=unit, accuracy=0.0),
             )
-            while due := self._dispatcher.advance(now=now):
+            while due := dispatcher.advance(now=now):
                 self._commit(*due)
 
     def _commit(self, *entries: AnyEntry) -> None:

@@ -42,6 +42,7 @@ from colab_swarm.workunits.store import (
     ParameterStore,
     TableStore,
     Update,
+    assimilated,
     pieces_of,
 )
 from colab_swarm.workunits.weights import Floats, as_bytes
@@ -164,7 +165,7 @@ class RedisStore(ParameterStore):
             keys += [self._upload(update(old.values)), self._key("blob", accepted.result)]
             version, found = old.version, 1
             while found > 0:
-                entry = self._assimilated(accepted, version + 1, server=server, now=now, began=began)
+                entry = assimilated(accepted, version + 1, server=server, now=now, began=began)
                 args: list[Any] = [accepted.assignment, version, encode_entry(entry)]
                 found = int(cast(int, self._assimilate(keys=keys, args=args)))
                 version = found or version + 1

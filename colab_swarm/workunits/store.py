@@ -101,13 +101,17 @@ class ParameterStore(ABC):
     def _not_begun(self) -> StoreError:
         return StoreError(f"the store holds no job {self._job!r} yet: start its coordinator first")
 
-    def _assimilated(
-        self, accepted: Accepted, version: int, *, server: str, now: float, began: float
-    ) -> Assimilated:
-        seconds, unit, name = time.perf_counter() - began, accepted.unit, accepted.assignment
-        return Assimilated(
-            at=now, unit=unit, assignment=name, server=server, version=version, seconds=seconds
-        )
+
+def assimilated(accepted: Accepted, version: int, *, server: str, now: float, began: float) -> Assimilated:
+    """Return the entry of an assimilation that ``began`` at a time of `time.perf_counter`."""
+    return Assimilated(
+        at=now,
+        unit=accepted.unit,
+        assignment=accepted.assignment,
+        server=server,
+        version=version,
+        seconds=time.perf_counter() - began,
+    )
 
 
 PARAMETERS = "parameters"
@@ -148,8 +152,11 @@ class TableStore(ParameterStore):
         """Return the parameters, version and values of one moment."""
 
     def _data(self, connection: Any, name: str) -> bytes | None:
-        query = "SELECT data FROM swarm_blobs WHERE job = :job AND name = :name ORDER BY piece"
-        pieces = self._run(connection, query, name=name).fetchall()
+        pieces = self._run(
+            connection,
+            "SELECT data FROM swarm_blobs WHERE job = :job AND name = :name ORDER BY piece",
+            name=name,
+        ).fetchall()
         return b"".join(piece[0] for piece in pieces) if pieces else None
 
     def _replace(self, connection: Any, update: Update) -> None:
@@ -177,11 +184,12 @@ class TableStore(ParameterStore):
             self._log(connection, entries)
 
     def entries(self, after: int = 0) -> list[tuple[int, AnyEntry]]:
-        query = (
-            "SELECT position, entry FROM swarm_log WHERE job = :job AND position > :after ORDER BY position"
-        )
         with self._transaction(reads=True) as connection:
-            found = self._run(connection, query, after=after).fetchall()
+            found = self._run(
+                connection,
+                "SELECT position, entry FROM swarm_log WHERE job = :job AND position > :after ORDER BY position",
+                after=after,
+            ).fetchall()
         return [(position, decode_entry(entry)) for position, entry in found]
 
     def blob(self, name: str) -> bytes:
@@ -200,11 +208,13 @@ class TableStore(ParameterStore):
         with self._transaction() as connection:
             query = f"SELECT assignment, entry FROM swarm_queue WHERE {free} ORDER BY position"
             for assignment, entry in self._run(connection, query, now=now).fetchall():
-                lease = (
-                    f"UPDATE swarm_queue SET held_until = :until WHERE {free} AND assignment = :assignment"
-                )
-                values = {"now": now, "until": now + lease_s, "assignment": assignment}
-                if self._run(connection, lease, **values).rowcount:  # else another server took it meanwhile
+                if self._run(
+                    connection,
+                    f"UPDATE swarm_queue SET held_until = :until WHERE {free} AND assignment = :assignment",
+                    now=now,
+                    until=now + lease_s,
+                    assignment=assignment,
+                ).rowcount:  # else another server took it meanwhile
                     return cast(Accepted, decode_entry(entry))
         return None
 
@@ -212,16 +222,18 @@ class TableStore(ParameterStore):
         began = time.perf_counter()
         with self._transaction() as connection:
             version = 1 + (self._version(connection) or 0)
-            done = "DELETE FROM swarm_queue WHERE job = :job AND assignment = :assignment"
-            if not self._run(connection, done, assignment=accepted.assignment).rowcount:
+            if not self._run(
+                connection,
+                "DELETE FROM swarm_queue WHERE job = :job AND assignment = :assignment",
+                assignment=accepted.assignment,
+            ).rowcount:
                 return None
             self._replace(connection, update)
             self._run(
                 connection, "UPDATE swarm_jobs SET version = :version WHERE job = :job", version=version
             )
             self._drop(connection, [accepted.result])
-            entry = self._assimilated(accepted, version, server=server, now=now, began=began)
-            self._log(connection, [entry])
+            self._log(connection, [assimilated(accepted, version, server=server, now=now, began=began)])
         return version
 
     def _version(self, connection: Any) -> int | None:
@@ -232,9 +244,14 @@ class TableStore(ParameterStore):
 
     def _put(self, connection: Any, name: str, data: bytes | memoryview) -> None:
         self._drop(connection, [name])
-        insert = "INSERT INTO swarm_blobs (job, name, piece, data) VALUES (:job, :name, :piece, :data)"
         for number, piece in enumerate(pieces_of(data, self.piece_bytes)):
-            self._run(connection, insert, name=name, piece=number, data=piece)
+            self._run(
+                connection,
+                "INSERT INTO swarm_blobs (job, name, piece, data) VALUES (:job, :name, :piece, :data)",
+                name=name,
+                piece=number,
+                data=piece,
+            )
 
     def _drop(self, connection: Any, names: Collection[str]) -> None:
         for name in names:
@@ -248,18 +265,22 @@ class TableStore(ParameterStore):
         if not self._run(connection, move, more=len(entries)).rowcount:
             begin = "INSERT INTO swarm_ends (job, position) VALUES (:job, :more)"
             self._run(connection, begin, more=len(entries))
-        query = "SELECT position FROM swarm_ends WHERE job = :job"
-        (end,) = self._run(connection, query).fetchone()
-        write = "INSERT INTO swarm_log (job, position, entry) VALUES (:job, :position, :entry)"
-        queue = (
-            "INSERT INTO swarm_queue (job, assignment, position, entry, held_until)"
-            " VALUES (:job, :assignment, :position, :entry, 0)"
-        )
+        (end,) = self._run(connection, "SELECT position FROM swarm_ends WHERE job = :job").fetchone()
         for position, entry in enumerate(entries, end - len(entries) + 1):
             row = {"position": position, "entry": encode_entry(entry)}
-            self._run(connection, write, **row)
+            self._run(
+                connection,
+                "INSERT INTO swarm_log (job, position, entry) VALUES (:job, :position, :entry)",
+                **row,
+            )
             if isinstance(entry, Accepted):
-                self._run(connection, queue, assignment=entry.assignment, **row)
+                self._run(
+                    connection,
+                    "INSERT INTO swarm_queue (job, assignment, position, entry, held_until)"
+                    " VALUES (:job, :assignment, :position, :entry, 0)",
+                    assignment=entry.assignment,
+                    **row,
+                )
 
 
 def pieces_of(data: bytes | memoryview, size: int) -> list[memoryview]:

@@ -16,7 +16,6 @@ import re
 import socket
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from hashlib import sha256
@@ -76,7 +75,6 @@ class _Over(Exception):
 
     @classmethod
     def failed(cls, what: str, error: BaseException) -> _Over:
-        """Return the end by an error, whose traceback is logged."""
         fault = "".join(traceback.format_exception(error))
         logger.error("%s failed:\n%s", what, fault)
         return cls(f"{what} failed: {traceback.format_exception_only(error)[-1].strip()}", fault=fault)
@@ -117,20 +115,19 @@ class Volunteer:
             raise ValueError(f"units={units}: it must be 1 at least")
         self._schema = Schema.of(THREAD.submit(job.first_model).result())
         if card.schema != self._schema.head():
-            reason = self._schema.difference(card.schema)
-            raise ValueError(f"this job's model is not that of {card.name!r}: {reason}")
+            raise ValueError(
+                f"this job's model is not that of {card.name!r}: {self._schema.difference(card.schema)}"
+            )
         self.url, self.folder = client.url, folder
         self._client, self._job, self._card, self._name = client, job, card, name
         self._device, self._gate = device, gate or PauseGate()
-        self._held = ExitStack()  # the lock of the folder, until `stop`
-        self._stopped = False
+        self._held, self._stopped = ExitStack(), False  # the lock of the folder, until `stop`
         self._subsets = {subset.sha256: subset for subset in card.subsets}
         self._cache = SubsetCache(folder / "data", MAX_CACHE_BYTES)
         same = msgspec.structs.replace(card, key=b"", membership=b"", signature=b"").encode()
-        owner = sha256(client.token.identity.id + same).hexdigest()
-        self._saves = UnitSaves(folder / "units", owner)
-        self._in_hand: list[UnitInHand | None] = [None] * units  # by slot
-        self._left_behind: deque[UnitInHand] = deque()
+        self._saves = UnitSaves(folder / "units", sha256(client.token.identity.id + same).hexdigest())
+        self._slots, self._in_hand = range(units), dict[int, UnitInHand]()  # by slot
+        self._left_behind: list[UnitInHand] = []
         self._leaving, self._finish_s = asyncio.Event(), 0.0
         self._asking = asyncio.Lock()
         self._work: asyncio.Task[None] | None = None
@@ -190,7 +187,8 @@ class Volunteer:
 
     def snapshot(self) -> VolunteerSnapshot:
         """Return its progress. Thread-safe."""
-        units = tuple(held.progress() if held else UnitProgress() for held in self._in_hand)
+        held = dict(self._in_hand)
+        units = tuple(held[slot].progress() if slot in held else UnitProgress() for slot in self._slots)
         return VolunteerSnapshot(
             job=self._card.name,
             state=self._state(units),
@@ -227,11 +225,14 @@ class Volunteer:
         over = _Over("left")
         try:
             async with asyncio.TaskGroup() as group:
-                self._left_behind.extend(await asyncio.to_thread(self._saves.left_behind, now=time.time()))
-                slots = [group.create_task(self._serve(slot)) for slot in range(len(self._in_hand))]
+                self._left_behind += await asyncio.to_thread(self._saves.left_behind, now=time.time())
+                tasks = [group.create_task(self._serve(slot)) for slot in self._slots]
                 await self._leaving.wait()
-                pairs = zip(slots, self._in_hand, strict=True)
-                last = [task for task, held in pairs if held is not None or not self._client.trouble]
+                last = [
+                    task
+                    for slot, task in enumerate(tasks)
+                    if slot in self._in_hand or not self._client.trouble
+                ]
                 if last:  # others wait for an unreachable coordinator
                     await asyncio.wait(last, timeout=self._finish_s)
                 raise over
@@ -246,21 +247,19 @@ class Volunteer:
         with suppress(TimeoutError):  # once the thread is idle, nothing is saved any more
             async with asyncio.timeout(FAREWELL_S):
                 await THREAD.run(lambda: None)
-        units = [held.unit for held in (*self._in_hand, *self._left_behind) if held is not None]
-        if units and not over.finished:
+        last = [*self._in_hand.values(), *self._left_behind]
+        if last and not over.finished:
             try:
                 async with asyncio.timeout(FAREWELL_S):
-                    await self._client.ask(GiveBack(tuple(unit.assignment for unit in units)))
+                    await self._client.ask(GiveBack(tuple(held.unit.assignment for held in last)))
             except (PeerError, TimeoutError) as error:
                 logger.info("units were not given back: %s", error or "no answer")
                 return
-            self._given_back += len(units)
-        for unit in units:
-            self._saves.drop(unit)
-        for held in self._in_hand:
-            if held is not None:
-                held.training = None  # a thread that still works on it saves nothing more
-        self._in_hand = [None] * len(self._in_hand)
+            self._given_back += len(last)
+        for held in last:
+            self._saves.drop(held.unit)
+            held.training = None  # a thread that still works on it saves nothing more
+        self._in_hand.clear()
 
     async def _serve(self, slot: int) -> None:
         """Train one unit after the other."""
@@ -277,7 +276,7 @@ class Volunteer:
                 logger.info("unit %s was refused: %s", held.unit.assignment, error)
                 pause_s = backoff.failed()
             self._saves.drop(held.unit)
-            self._in_hand[slot] = None
+            del self._in_hand[slot]
             await self._pause(pause_s)
 
     # -- one unit
@@ -285,15 +284,14 @@ class Volunteer:
     async def _next(self, slot: int) -> UnitInHand | None:
         """Return a unit to train; or wait for a while and return None."""
         if self._left_behind:
-            self._in_hand[slot] = self._left_behind.popleft()
-            return self._in_hand[slot]
+            held = self._in_hand[slot] = self._left_behind.pop()
+            return held
         await self._gate.wait_open()
         try:
             async with self._asking:  # one at a time: else a unit on its way to another slot seems lost
-                mine = [one.unit for one in (*self._in_hand, *self._left_behind) if one is not None]
-                names = tuple(unit.assignment for unit in mine)
-                request = AskForUnits(1, self._cache.held(), self._name, names)
-                answer = await self._client.ask(request)
+                mine = (*self._in_hand.values(), *self._left_behind)
+                names = tuple(held.unit.assignment for held in mine)
+                answer = await self._client.ask(AskForUnits(1, self._cache.held(), self._name, names))
                 for unit in answer.units[:1]:
                     self._in_hand[slot] = UnitInHand(unit, time.time() + unit.deadline_s)
         except CallRefused as error:
@@ -305,9 +303,9 @@ class Volunteer:
         self._banned, self._answer = "", answer
         if answer.finished:
             raise _Over("the job is finished", finished=True)
-        if (held := self._in_hand[slot]) is None:
+        if slot not in self._in_hand:
             await self._pause(max(answer.wait_s, MIN_WAIT_S))
-        return None if self._leaving.is_set() else held
+        return None if self._leaving.is_set() else self._in_hand.get(slot)
 
     async def _train(self, held: UnitInHand) -> None:
         unit = held.unit
@@ -316,9 +314,9 @@ class Volunteer:
         subset = self._subsets.get(unit.data)
         if subset is None:
             raise _Over("the coordinator's data have changed: call volunteer again")
-        cached = await asyncio.to_thread(self._cache.get, unit.data)
-        data = cached or await self._client.data(subset)
-        if cached is None:
+        data = await asyncio.to_thread(self._cache.get, unit.data)
+        if data is None:
+            data = await self._client.data(subset)
             await asyncio.to_thread(self._cache.put, unit.data, data)
         values = None if held.state else await self._client.parameters(unit.parameters, self._schema)
         training = held.training = await self._compute(lambda: self._begin(held, data, values))

@@ -129,8 +129,9 @@ class UploadBuffer:
         """
         received, end = self.received(assignment), start + len(piece)
         if start != received:
-            text = f"{received:,} bytes of this upload are here: send what follows"
-            raise Refused("invalid", text, received=received)
+            raise Refused(
+                "invalid", f"{received:,} bytes of this upload are here: send what follows", received=received
+            )
         if end > self.size_bytes:
             raise ValueError(f"{end:,} bytes: a result has {self.size_bytes:,}")
         with self._file(assignment).open("ab") as file:
@@ -232,8 +233,8 @@ class CoordinatorServer:
                 return _refusal(STATUSES[error.problem.code], error.problem)
             return _refusal(409, error.problem, {"Received": str(error.received)})
         except StoreError:
-            text = "the coordinator's store does not answer: try again in a few seconds"
-            return _refusal(503, Problem("busy", text), {"Retry-After": str(BROKEN_S)})
+            problem = Problem("busy", "the coordinator's store does not answer: try again in a few seconds")
+            return _refusal(503, problem, {"Retry-After": str(BROKEN_S)})
         except web.HTTPException as error:
             if not request.path.startswith("/api") or error.status < 400:
                 raise
@@ -301,20 +302,19 @@ class CoordinatorServer:
             _raise(self._dispatcher.ban_of(me, now=now))
             again = self._dispatcher.unacknowledged(me, asked.in_hand, now=now)[: asked.count]
             units = self._dispatcher.assign(me, asked.count - len(again), asked.held, now=now)
-            new = units and me not in self._dispatcher.state.volunteers
-            met = [Met(at=now, volunteer=me, name=asked.name)] if new else []
-            put, begun = {}, self._dispatcher.state.units
-            first = [one.unit for one in units if not begun[one.unit].replicas]
+            put, state = {}, self._dispatcher.state
+            met = [Met(at=now, volunteer=me, name=asked.name)] if me not in state.volunteers else []
+            first = [one.unit for one in units if not state.units[one.unit].replicas]
             if first and self._job.plan.replication > 1:  # replicas have the same initial parameters
                 newest = await asyncio.to_thread(self._log.store.parameters)
                 put = {f"base-{unit}": bytes(as_bytes(newest.values)) for unit in first}
-            await self._log.write([*met, *units], put=put)
+            await self._log.write([*met, *units] if units else [], put=put)
             return self._given(me, [*again, *units], now)
 
     async def _return(self, request: web.Request) -> web.Response:
-        given, me = await self._message(request, GiveBack), request[VOLUNTEER]
+        names, me = (await self._message(request, GiveBack)).assignments, request[VOLUNTEER]
         async with self._log.deciding() as now:
-            await self._log.write(self._dispatcher.give_back(me, given.assignments, now=now))
+            await self._log.write(self._dispatcher.give_back(me, names, now=now))
             return self._given(me, [], now)
 
     def _given(self, volunteer: str, units: Sequence[Assigned], now: float) -> web.Response:
@@ -331,14 +331,15 @@ class CoordinatorServer:
             )
             for one in units
         ]
-        answer = GivenUnits(
-            tuple(given),
-            wait_s=0.0 if given else self._dispatcher.wait_s(volunteer, now=now),
-            finished=state.finished is not None,
-            epoch=self._dispatcher.epoch,
-            accuracy=state.epochs[-1].accuracy if state.epochs else None,
+        return _answer(
+            GivenUnits(
+                tuple(given),
+                wait_s=0.0 if given else self._dispatcher.wait_s(volunteer, now=now),
+                finished=state.finished is not None,
+                epoch=self._dispatcher.epoch,
+                accuracy=state.epochs[-1].accuracy if state.epochs else None,
+            )
         )
-        return _answer(answer)
 
     # -- results
 
@@ -351,8 +352,9 @@ class CoordinatorServer:
         except ValueError as error:
             raise Refused("invalid", str(error)) from error
         if whole != self.uploads.size_bytes:
-            text = f"a result of {whole:,} bytes: those of this job have {self.uploads.size_bytes:,}"
-            raise Refused("size", text)
+            raise Refused(
+                "size", f"a result of {whole:,} bytes: those of this job have {self.uploads.size_bytes:,}"
+            )
         if size != request.content_length:
             raise Refused("invalid", f"Content-Range says {size:,} bytes, Content-Length another number")
         self._wanted(request)
@@ -434,8 +436,8 @@ class CoordinatorServer:
             raise Refused("unknown", "no such data: ask for units")
         with (self._folder / "data" / digest).open("rb") as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        cached = {"Cache-Control": "private, max-age=31536000, immutable"}
-        return await self._send(request, data, f'"{digest}"', cached)
+        headers = {"Cache-Control": "private, max-age=31536000, immutable"}
+        return await self._send(request, data, f'"{digest}"', headers)
 
     async def _parameters(self, request: web.Request) -> web.StreamResponse:
         numbers = [int(number) for number in request.match_info.values()]
