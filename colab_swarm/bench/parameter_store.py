@@ -203,9 +203,9 @@ def time_updates(parent: Parent, url: str, numel: int, updates: int) -> None:
     result, took_s = rng.random(numel, np.float32).tobytes(), []
     for subset in range(updates + 1):
         name = f"{subset:032x}"
-        unit, file = Unit(1, subset), f"result-{name}"
-        accepted = Accepted(at=0.0, unit=unit, assignment=name, result=file, alpha=ALPHA, base=0, change=1.0)
-        store.append([accepted], put={file: result})
+        unit = Unit(1, subset)
+        accepted = Accepted(at=0.0, unit=unit, assignment=name, alpha=ALPHA, base=0, change=1.0)
+        store.append([accepted], put={accepted.result: result})
         began = time.perf_counter()
         claimed = store.claim("bench", now=1.0, lease_s=LEASE_S)
         assert claimed is not None

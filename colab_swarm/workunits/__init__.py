@@ -1,12 +1,7 @@
 """Work units: VC-ASGD, training by volunteers who can only make plain HTTPS requests.
 
-## The problem
-
-Volunteers' machines may be preempted at any moment. They may sit behind any firewall that lets a browser through,
-without an open port or a long-lived connection. Only the coordinator must be reachable. A volunteer that vanishes costs
-one small piece of work.
-
-## The idea
+Volunteers' machines may be preempted at any moment, and may sit behind any firewall that lets a browser through. Only
+the coordinator must be reachable. A volunteer that vanishes costs one small piece of work.
 
     coordinator                                              volunteer (any number, anywhere)
       job = epochs x subsets = units       <--- POST units --- request work
@@ -39,23 +34,14 @@ body, nonce and time. It is valid once, for 60 s. Bodies are msgpack, data and p
     Assigned -> Accepted -> Assimilated -> Measured                   then EpochEnded, and at last Finished
 
 A unit that is rejected, expires or is given back goes to another volunteer (`colab_swarm.workunits.state` has all
-states).
+states). The store's **log** of these entries is the job. A decision of the dispatcher (a pure core) is a list of
+entries that takes effect once they are in the log. So a coordinator may be killed between any two steps, and the same
+call resumes the job. A parameter server replaces the parameters, logs the assimilation and removes the result from the
+queue in one step: exactly once, whichever process is killed.
 
-The store's **log** of these entries is the job. A decision of the dispatcher (a pure core) is a list of entries that
-takes effect once they are in the log, and its state is a fold over the log. So a coordinator may be killed
-between any two steps, and the same call resumes the job. A parameter server replaces the parameters, logs the
-assimilation and removes the result from the queue in one step: exactly once, whichever process is killed.
-
-## Times
-
-| what | value |
-|---|---|
-| a unit's deadline | 600 s at first, then by the times of earlier units; doubled after each expiry |
-| units in flight of a new or unreliable volunteer | 2 |
-| silence after which a volunteer counts as gone | 600 s |
-| a unit is saved on the volunteer's disk | every 30 s |
-| lease of a parameter server on a result | 120 s |
-| a first ban | 10 minutes, doubled each time |
+A unit's deadline is 600 s at first, then follows the times of earlier units, and doubles after each expiry. A new or
+unreliable volunteer has 2 units in flight. A volunteer saves its unit every 30 s, and counts as gone after 600 s of
+silence. A first ban takes 10 minutes, each further one twice as long.
 
 ## Failures
 

@@ -537,21 +537,19 @@ class UnitSaves:
         found = []
         for path in sorted(self._folder.glob("*.unit")):
             try:
-                owner, held = _load(path)
+                state = load_checkpoint(path)
+                unit = msgspec.msgpack.decode(state["unit"], type=GivenUnit)
+                held = UnitInHand(unit, float(state["deadline"]), state["training"])
+                mine = state["owner"] == self._owner
             except (StateError, LookupError, TypeError, *UNDECODABLE) as error:
                 logger.warning("a saved unit cannot be resumed: %s", error)
-                owner, held = "", None
-            if held is None or held.deadline <= now:
                 path.unlink(missing_ok=True)
-            elif owner == self._owner:
+                continue
+            if held.deadline <= now:
+                path.unlink(missing_ok=True)
+            elif mine:
                 found.append(held)
         return found
 
     def _file(self, unit: GivenUnit) -> Path:
         return self._folder / (unit.assignment + ".unit")
-
-
-def _load(path: Path) -> tuple[str, UnitInHand]:
-    state = load_checkpoint(path)
-    unit = msgspec.msgpack.decode(state["unit"], type=GivenUnit)
-    return state["owner"], UnitInHand(unit, float(state["deadline"]), state["training"])

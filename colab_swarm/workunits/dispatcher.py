@@ -226,66 +226,48 @@ class Dispatcher:
         ]
 
     def on_result(
-        self,
-        assignment: str,
-        change: float,
-        result: str,
-        distance: Callable[[str, str], float],
-        *,
-        now: float,
+        self, assignment: str, change: float, distance: Callable[[str, str], float], *, now: float
     ) -> list[AnyEntry]:
-        """Decide on a valid result, in blob ``result``, that is wanted: see `refusal`.
+        """Decide on a valid result that is wanted: see `refusal`.
 
-        ``change`` is the L2 norm of its change of the parameters; ``distance`` between the results of
-        two blobs is a share of it.
+        ``change`` is the L2 norm of its change of the parameters, ``distance`` of the results of two assignments a
+        share of it. There was no majority before, so a majority of replicas now includes this result.
         """
-        given = self.state.replicas[assignment].given
+        given, quorum = self.state.replicas[assignment].given, self._plan.replication // 2 + 1
         accepted = Accepted(
             at=now,
             unit=given.unit,
             assignment=assignment,
-            result=result,
             alpha=self._plan.alpha_of(given.unit.epoch),
             base=given.version,
             change=change,
         )
         if self._plan.replication == 1:
             return [accepted]
-        return [Returned(at=now, assignment=assignment, result=result), *self._judged(accepted, distance)]
+        returned: list[AnyEntry] = [Returned(at=now, assignment=assignment)]
+        results = [assignment, *(one.given.assignment for one in self.state.units[given.unit].returned())]
 
-    def _judged(self, accepted: Accepted, distance: Callable[[str, str], float]) -> list[AnyEntry]:
-        """Entries for the unit if ``accepted`` joins the results that are back.
+        def agreeing(mine: str) -> list[str]:
+            return [one for one in results if one == mine or distance(mine, one) <= self._plan.tolerance]
 
-        There was no majority before, so a majority now includes it.
-        """
-        results = {one.given.assignment: one.result for one in self.state.units[accepted.unit].returned()}
-        results[accepted.assignment] = accepted.result
-
-        def agreeing(with_name: str) -> list[str]:
-            mine, most = results[with_name], self._plan.tolerance
-            return [one for one in results if one == with_name or distance(mine, results[one]) <= most]
-
-        majority = max((agreeing(name) for name in agreeing(accepted.assignment)), key=len)
-        at, quorum = accepted.at, self._plan.replication // 2 + 1
+        majority = max(map(agreeing, agreeing(assignment)), key=len)
         if len(majority) >= quorum:
             reason = f"it differs from the {len(majority)} results that agree"
             odd = [one for one in results if one not in majority]
-            return [*(Rejected(at=at, assignment=one, reason=reason) for one in odd), accepted]
+            return [*returned, *(Rejected(at=now, assignment=one, reason=reason) for one in odd), accepted]
         if len(results) < self._plan.replication + MORE_REPLICAS:
-            return []
+            return returned
         reason = f"no {quorum} of {len(results)} results agree: raise plan.tolerance if they are honest"
-        return [Rejected(at=at, assignment=name, reason=reason) for name in results]
+        return [*returned, *(Rejected(at=now, assignment=one, reason=reason) for one in results)]
 
     def obsolete(self, entries: Sequence[AnyEntry]) -> set[str]:
         """Return the blobs that are no longer needed once ``entries`` are in the log."""
-        names = set[str]()
+        names = {entry.result for entry in entries if isinstance(entry, Rejected)}
         for entry in entries:
-            if isinstance(entry, Rejected):
-                names.add(self.state.replicas[entry.assignment].result)
-            elif isinstance(entry, Accepted) and self._plan.replication > 1:
-                waiting = [replica.result for replica in self.state.units[entry.unit].returned()]
-                names |= {f"base-{entry.unit}", *waiting} - {entry.result}
-        return names - {""}
+            if isinstance(entry, Accepted) and self._plan.replication > 1:
+                waiting = {replica.given.result for replica in self.state.units[entry.unit].returned()}
+                names |= {f"base-{entry.unit}", *waiting - {entry.result}}
+        return names
 
     def advance(self, *, now: float) -> list[AnyEntry]:
         """End the epoch or the job, whichever is due next; none: neither is."""

@@ -191,9 +191,6 @@ class SignedRequest(Signed, frozen=True):
     at: Moment
 
 
-_decoder = msgspec.msgpack.Decoder(SignedRequest)
-
-
 class Token:
     """Sign the requests of a peer with its key. The repr holds no secret.
 
@@ -260,7 +257,8 @@ def _decoded(header: str) -> SignedRequest:
             "no token: use the link that the coordinator prints, in cs.workunits.volunteer(link)"
         )
     try:
-        return _decoder.decode(base64.b64decode(header[len(SCHEME) :], altchars=b"-_", validate=True))
+        encoded = base64.b64decode(header[len(SCHEME) :], altchars=b"-_", validate=True)
+        return msgspec.msgpack.decode(encoded, type=SignedRequest)
     except (binascii.Error, ValueError, *UNDECODABLE) as error:
         raise NotAdmitted("the token cannot be read: `pip install -U colab-swarm`") from error
 

@@ -130,7 +130,7 @@ class _Fleet:
             now = self._ended_at = virtual_time()
             unit, name, version = given[0].unit, given[0].assignment, dispatcher.state.version + 1
             self._commit(
-                *dispatcher.on_result(name, 1.0, "result", lambda *_: 0.0, now=now),
+                *dispatcher.on_result(name, 1.0, lambda *_: 0.0, now=now),
                 Assimilated(at=now, unit=unit, assignment=name, server="", version=version, seconds=0.0),
                 Measured(at=now, unit=unit, accuracy=0.0),
             )

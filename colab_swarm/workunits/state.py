@@ -11,10 +11,9 @@ coordinator writes all entries but `Assimilated` and `Measured`, which the param
 
 Times are seconds since the epoch, so they stay comparable after a restart.
 
-Each volunteer has an error rate, as in BOINC (its validator's ``update_error_rate``): an
-exponential average that starts at 0.1. It forgets within some ten units instead of twenty, because
-a job of notebooks lasts hours, not months. A volunteer that is often preempted is unreliable and
-gets few units. Only bad results lead to a ban.
+Each volunteer has an error rate, as in BOINC (its validator's ``update_error_rate``): an exponential average that
+starts at 0.1 and forgets within some ten units. A volunteer that is often preempted is unreliable and gets few units.
+Only bad results lead to a ban.
 """
 
 from __future__ import annotations
@@ -45,6 +44,17 @@ class Entry(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     at: float
 
 
+class AssignmentEntry(Entry, frozen=True):
+    """Base of those about an assignment, a random name of 32 hex digits; an upload carries nothing else."""
+
+    assignment: str
+
+    @property
+    def result(self) -> str:
+        """Name of the blob that holds its result."""
+        return f"result-{self.assignment}"
+
+
 class Met(Entry, frozen=True):
     """A volunteer requested units for the first time. ``volunteer``: its peer id in hex; ``name``: its own choice."""
 
@@ -52,58 +62,47 @@ class Met(Entry, frozen=True):
     name: str
 
 
-class Assigned(Entry, frozen=True):
-    """A volunteer gets a unit, to be trained before ``deadline``, from the parameters of ``version``.
-
-    ``assignment`` is a random name of 32 hex digits; an upload carries nothing else.
-    """
+class Assigned(AssignmentEntry, frozen=True):
+    """A volunteer gets a unit, to be trained before ``deadline``, from the parameters of ``version``."""
 
     unit: Unit
-    assignment: str
     volunteer: str
     deadline: float
     version: int
 
 
-class Returned(Entry, frozen=True):
-    """The result of one replica is saved as blob ``result`` until enough of them are back."""
-
-    assignment: str
-    result: str
+class Returned(AssignmentEntry, frozen=True):
+    """The result of one replica is saved until enough of them are back."""
 
 
-class Accepted(Entry, frozen=True):
-    """The unit's result, blob ``result``, waits for a parameter server; ``alpha`` weighs the server's parameters.
+class Accepted(AssignmentEntry, frozen=True):
+    """The unit's result waits for a parameter server; ``alpha`` weighs the server's parameters.
 
     ``base`` is the version of the unit's initial parameters, ``change`` how far training moved them (L2 norm).
     """
 
     unit: Unit
-    assignment: str
-    result: str
     alpha: float
     base: int
     change: float
 
 
-class Rejected(Entry, frozen=True):
-    assignment: str
+class Rejected(AssignmentEntry, frozen=True):
     reason: str
 
 
-class Expired(Entry, frozen=True):
-    assignment: str
+class Expired(AssignmentEntry, frozen=True):
+    """The deadline passed."""
 
 
-class GaveBack(Entry, frozen=True):
-    assignment: str
+class GaveBack(AssignmentEntry, frozen=True):
+    """The volunteer will not train the unit."""
 
 
-class Assimilated(Entry, frozen=True):
+class Assimilated(AssignmentEntry, frozen=True):
     """A result became part of the parameters, now of ``version``; ``seconds``: of the update."""
 
     unit: Unit
-    assignment: str
     server: str
     version: int
     seconds: float
@@ -226,7 +225,7 @@ Fate: TypeAlias = Literal["out", "returned", "accepted", "rejected", "expired", 
 
 @dataclass
 class UnitReplica:
-    """A unit ``given`` to a volunteer. ``result``: name of the blob, once it is back.
+    """A unit ``given`` to a volunteer.
 
     It is ``out`` at a volunteer, then ``returned`` until a majority agrees, and ends as ``accepted`` (also if it agreed
     with the accepted one), ``rejected``, ``expired``, ``given back`` or ``superseded`` (accepted without it).
@@ -234,7 +233,6 @@ class UnitReplica:
 
     given: Assigned
     fate: Fate = "out"
-    result: str = ""
 
 
 @dataclass
@@ -329,7 +327,7 @@ class JobState:
             case Assigned():
                 self._assigned(entry)
             case Returned():
-                self._back(entry.assignment, entry.at, result=entry.result)
+                self._back(entry)
             case Accepted():
                 self._accepted(entry)
             case Rejected() | Expired() | GaveBack():
@@ -365,16 +363,15 @@ class JobState:
         replica.fate = fate
         return volunteer
 
-    def _back(self, assignment: str, at: float, *, result: str = "") -> None:
-        replica = self.replicas[assignment]
-        self._seen(replica.given.volunteer, at)
+    def _back(self, entry: Returned | Accepted) -> None:
+        replica = self.replicas[entry.assignment]
+        self._seen(replica.given.volunteer, entry.at)
         if replica.fate != "returned":
-            self.unit_s.append(at - replica.given.at)
+            self.unit_s.append(entry.at - replica.given.at)
         self._end(replica, "returned")
-        replica.result = result or replica.result
 
     def _accepted(self, entry: Accepted) -> None:
-        self._back(entry.assignment, entry.at)
+        self._back(entry)
         unit = self.units[entry.unit]
         unit.accepted = True
         self.changes.append(entry.change)

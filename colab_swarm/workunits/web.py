@@ -410,21 +410,20 @@ class CoordinatorServer:
             if fault:
                 await self._log.write([Rejected(at=now, assignment=assignment, reason=fault)])
                 raise Refused("invalid", fault)
-            name = f"result-{assignment}"
-            distance = partial(self._distance, {name: values}, base)
+            distance = partial(self._distance, {assignment: values}, base)
             entries = await asyncio.to_thread(
-                self._dispatcher.on_result, assignment, change, name, distance, now=now
+                self._dispatcher.on_result, assignment, change, distance, now=now
             )
             odd = [one for one in entries if isinstance(one, Rejected) and one.assignment == assignment]
-            put = {} if odd else {name: bytes(as_bytes(values))}
+            put = {} if odd else {f"result-{assignment}": bytes(as_bytes(values))}
             await self._log.write(entries, put=put, drop=self._dispatcher.obsolete(entries))
             if odd:
                 raise Refused("invalid", odd[0].reason)
 
     def _distance(self, known: dict[str, Floats], base: Floats, one: str, other: str) -> float:
         """Distance of two results, ``known`` or in the store, as a share of the change from ``base``."""
-        for result in {one, other} - known.keys():
-            known[result] = np.frombuffer(self._log.store.blob(result), "<f4")
+        for name in {one, other} - known.keys():
+            known[name] = np.frombuffer(self._log.store.blob(f"result-{name}"), "<f4")
         a, b = known[one], known[other]
         return moved(a, b) / (max(moved(a, base), moved(b, base)) or 1.0)
 

@@ -18,7 +18,7 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 
 MAX_WHOLE = 1 << 24
 """Integers up to here are exact in float32."""
-MAX_REASON_CHARACTERS = 300
+MAX_REASON_BYTES = 300
 KNOWN = 5
 """After this many accepted results the usual change of the parameters is known."""
 FIRST_CHANGE = 1000.0
@@ -50,8 +50,8 @@ class Schema:
                     f"{name} holds values that are not finite: exclude a mask from the state, by "
                     "register_buffer(…, persistent=False)"
                 )
-            whole = not values.is_floating_point() and values.numel()
-            if whole and int(values.long().abs().max()) > MAX_WHOLE:
+            whole = not values.is_floating_point()
+            if whole and values.numel() and int(values.long().abs().max()) > MAX_WHOLE:
                 raise ValueError(f"{name} holds integers beyond {MAX_WHOLE:,}, which would be rounded")
         return cls(tuple((name, tuple(values.shape)) for name, values in state.items()))
 
@@ -90,21 +90,16 @@ class Schema:
 
     def difference(self, data: bytes | memoryview) -> str:
         """Return how the head of a file differs from that of this schema, in a stranger's words but short and plain."""
-        reason = self._difference(data).encode("ascii", "backslashreplace").decode()
-        return reason[:MAX_REASON_CHARACTERS]  # it goes into the log
-
-    def _difference(self, data: bytes | memoryview) -> str:
         try:
-            size = int.from_bytes(data[:8], "little")
-            found = {
-                name: tuple(entry["shape"]) for name, entry in json.loads(bytes(data[8 : 8 + size])).items()
-            }
+            end = 8 + int.from_bytes(data[:8], "little")
+            found = {name: tuple(one["shape"]) for name, one in json.loads(bytes(data[8:end])).items()}
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return "not a safetensors file"
-        for name in sorted(found.keys() | (expected := dict(self.entries)).keys()):
-            if found.get(name) != expected.get(name):
-                shapes = found.get(name, "none"), expected.get(name, "none")
-                return f"{name} has shape {shapes[0]}, {shapes[1]} expected"
+        expected = dict(self.entries)
+        for name in sorted(found.keys() | expected.keys()):
+            if (one := found.get(name, "none")) != (other := expected.get(name, "none")):
+                reason = f"{name} has shape {one}, {other} expected".encode("ascii", "backslashreplace")
+                return reason[:MAX_REASON_BYTES].decode()  # it goes into the log
         return "other types or order than the model's"
 
     def judge(

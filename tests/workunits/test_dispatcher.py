@@ -55,13 +55,12 @@ class Desk:
 
     def result(self, given: Assigned, value: float = 0.0) -> list[AnyEntry]:
         """It trained ``value``; results that differ by over 0.05 disagree."""
-        name = f"result-{given.assignment}"
-        self.values[name] = value
+        self.values[given.assignment] = value
 
         def distance(one: str, other: str) -> float:
             return abs(self.values[one] - self.values[other])
 
-        return self.commit(*self.core.on_result(given.assignment, 1.0, name, distance, now=self.now))
+        return self.commit(*self.core.on_result(given.assignment, 1.0, distance, now=self.now))
 
     def refusal(self, given: Assigned, volunteer: str, *, later_s: float = 0.0) -> tuple[str, str]:
         return self.core.refusal(given.assignment, volunteer, now=self.now + later_s) or ("", "")

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from colab_swarm.errors import StateError
 from colab_swarm.net.identity import Identity
 from colab_swarm.runtime import LOOK_S, PauseGate
+from colab_swarm.training.checkpoint import load_checkpoint
 from colab_swarm.workunits import volunteering as module
-from colab_swarm.workunits.client import CoordinatorClient, _load
+from colab_swarm.workunits.client import CoordinatorClient
 from colab_swarm.workunits.job import Job, Rows, UnitTraining, cross_entropy
 from colab_swarm.workunits.messages import GivenUnit, Problem, Token
 from colab_swarm.workunits.state import Accepted, EpochEnded, Finished
@@ -266,7 +267,7 @@ def batches_saved(folder: Path) -> int:
     """How far the unit in hand is saved."""
     for path in folder.glob("units/*.unit"):
         try:
-            state = _load(path)[1].state
+            state = load_checkpoint(path)["training"]
         except (StateError, FileNotFoundError):
             continue
         return 0 if state is None else int(state["done"])
