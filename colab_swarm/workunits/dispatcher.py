@@ -82,7 +82,7 @@ class Dispatcher:
         """Assign up to ``count`` units to a volunteer, whose id is in hex; it has the subsets of SHA-256 ``held``."""
         record, most = self.state.volunteer(volunteer), self._plan.in_flight
         done = self.state.finished or self.state.epoch > self._plan.max_epochs
-        if done or record.in_flight >= most or record.idle_until > now:
+        if done or record.in_flight >= most or max(record.banned_until, record.rests_until) > now:
             return []
         proven = record.proven  # gets units that failed before first, others last
         others = [
@@ -157,8 +157,9 @@ class Dispatcher:
 
     def wait_s(self, volunteer: str, *, now: float) -> float:
         """Return the seconds after which a volunteer without units should ask again."""
-        if (idle_s := self.state.volunteer(volunteer).idle_until - now) > 0:
-            return idle_s
+        record = self.state.volunteer(volunteer)
+        if (idle_until := max(record.banned_until, record.rests_until)) > now:
+            return idle_until - now
         expiry_s = min(
             (replica.given.deadline - now for replica in self.state.out.values()), default=math.inf
         )

@@ -179,11 +179,6 @@ class VolunteerState:
     rests_until: float = -math.inf
 
     @property
-    def idle_until(self) -> float:
-        """End of its ban or rest: it gets no units before."""
-        return max(self.banned_until, self.rests_until)
-
-    @property
     def proven(self) -> bool:
         """True if it may hold as many units as the plan allows: it has done one, and most succeed."""
         return self.accepted > 0 and 1 - self.error_rate >= RELIABLE
