@@ -204,7 +204,7 @@ def time_updates(parent: Parent, url: str, numel: int, updates: int) -> None:
     for subset in range(updates + 1):
         name = f"{subset:032x}"
         unit = Unit(1, subset)
-        accepted = Accepted(at=0.0, unit=unit, assignment=name, alpha=ALPHA, base=0, change=1.0)
+        accepted = Accepted(at=0.0, unit=unit, assignment=name, alpha=ALPHA, change=1.0)
         store.append([accepted], put={accepted.result: result})
         began = time.perf_counter()
         claimed = store.claim("bench", now=1.0, lease_s=LEASE_S)

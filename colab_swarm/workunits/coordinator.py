@@ -310,13 +310,15 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         counts = dict.fromkeys(("waiting", "training", "queued", "assimilated"), 0)
         counts |= Counter("waiting" if unit.mark in MARKS.values() else unit.mark for unit in units)
         stale = [unit.staleness for unit in units if unit.staleness is not None]
+        rows, latest = tuple(subset.rows for subset in self.card.subsets), state.assimilated_at
+        running = latest and now > latest[0] and not state.finished
+        units_per_s = len(latest) / (now - latest[0]) if running else 0.0
         return JobStatus(
             name=self.job.name,
             at=now,
             since=self._since,
             target_accuracy=plan.target_accuracy,
-            rows=tuple(subset.rows for subset in self.card.subsets),
-            local_epochs=plan.local_epochs,
+            rows=rows,
             numel=self.schema.numel,
             version=state.version,
             servers=self._pool.size,
@@ -332,7 +334,8 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
             marks=tuple(unit.mark for unit in units[:MAX_MARKS]),
             staleness=sum(stale) / len(stale) if stale else None,
             update_s=tuple(sorted(state.update_s)),
-            assimilated_at=tuple(state.assimilated_at),
+            units_per_s=units_per_s,
+            samples_per_s=units_per_s * plan.local_epochs * sum(rows) / len(rows),
         )
 
 

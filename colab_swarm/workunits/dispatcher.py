@@ -240,7 +240,6 @@ class Dispatcher:
             unit=given.unit,
             assignment=assignment,
             alpha=self._plan.alpha_of(given.unit.epoch),
-            base=given.version,
             change=change,
         )
         if self._plan.replication == 1:

@@ -173,7 +173,6 @@ MAX_HEADER_CHARACTERS = 4 * MAX_MEMBERSHIP_BYTES
 FRESH_S = 60.0
 MAX_NONCES = 200_000
 """Nonces remembered; beyond this many requests in two minutes the rest are refused."""
-NO_BODY = sha256(b"").digest()
 
 
 class SignedRequest(Signed, frozen=True):

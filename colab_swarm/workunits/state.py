@@ -76,14 +76,13 @@ class Returned(AssignmentEntry, frozen=True):
 
 
 class Accepted(AssignmentEntry, frozen=True):
-    """The unit's result waits for a parameter server; ``alpha`` weighs the server's parameters.
+    """The unit's result waits for a parameter server, whose parameters ``alpha`` weighs.
 
-    ``base`` is the version of the unit's initial parameters, ``change`` how far training moved them (L2 norm).
+    ``change``: how far training moved them (L2 norm).
     """
 
     unit: Unit
     alpha: float
-    base: int
     change: float
 
 
@@ -129,10 +128,9 @@ class Finished(Entry, frozen=True):
 
 
 ServerEntry: TypeAlias = Assimilated | Measured
-CoordinatorEntry: TypeAlias = (
-    Met | Assigned | Returned | Accepted | Rejected | Expired | GaveBack | EpochEnded | Finished
+AnyEntry: TypeAlias = (
+    Met | Assigned | Returned | Accepted | Rejected | Expired | GaveBack | EpochEnded | Finished | ServerEntry
 )
-AnyEntry: TypeAlias = CoordinatorEntry | ServerEntry
 encode_entry = msgspec.msgpack.Encoder().encode
 decode_entry = msgspec.msgpack.Decoder[AnyEntry](AnyEntry).decode
 MEMORY = 0.9
@@ -410,7 +408,6 @@ class JobStatus:
     Attributes:
         since: start of this coordinator.
         rows: samples of each subset.
-        local_epochs: passes over its subset that a unit makes.
         numel, version: values of the model, and results assimilated so far.
         servers, server_deaths: parameter servers that run, and that died.
         backlog: accepted results that wait for a parameter server.
@@ -423,7 +420,7 @@ class JobStatus:
         marks: of the first units of this epoch, `MAX_MARKS` at most, by subset.
         staleness: mean number of results that arrived while a unit of this epoch was trained; None if unknown.
         update_s: durations of the latest updates, sorted.
-        assimilated_at: times of the latest assimilations.
+        units_per_s, samples_per_s: rates of the latest assimilations, each local epoch counted; 0 if there were none.
     """
 
     name: str
@@ -431,7 +428,6 @@ class JobStatus:
     since: float
     target_accuracy: float | None
     rows: tuple[int, ...]
-    local_epochs: int
     numel: int
     version: int
     servers: int
@@ -447,20 +443,10 @@ class JobStatus:
     marks: tuple[str, ...]
     staleness: float | None
     update_s: tuple[float, ...]
-    assimilated_at: tuple[float, ...]
+    units_per_s: float
+    samples_per_s: float
 
     @property
     def accuracy(self) -> float | None:
         """Mean accuracy of the newest epoch that has one."""
         return next((one.accuracy for one in reversed(self.epochs) if math.isfinite(one.accuracy)), None)
-
-    @property
-    def units_per_s(self) -> float:
-        """Rate of the latest assimilations; 0 if there were none."""
-        at = self.assimilated_at
-        return len(at) / (self.at - at[0]) if at and self.at > at[0] and not self.finished else 0.0
-
-    @property
-    def samples_per_s(self) -> float:
-        """Rate of trained samples, each local epoch counted."""
-        return self.units_per_s * self.local_epochs * sum(self.rows) / len(self.rows)

@@ -30,7 +30,7 @@ def accepted(subset: int, *, epoch: int = 1) -> Accepted:
     """A result that waits."""
     name = f"{epoch:016x}{subset:016x}"
     unit = Unit(epoch, subset)
-    return Accepted(at=5.0, unit=unit, assignment=name, alpha=0.5, base=0, change=1.0)
+    return Accepted(at=5.0, unit=unit, assignment=name, alpha=0.5, change=1.0)
 
 
 def begun(url: str, job: str, *, units: int = 0, numel: int = 3) -> ParameterStore:

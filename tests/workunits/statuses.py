@@ -21,7 +21,6 @@ def status(*, epochs: int = 6, **changes: Any) -> JobStatus:
         since=NOW - 7800,
         target_accuracy=0.82,
         rows=(1000,) * 50,
-        local_epochs=1,
         numel=4_970_122,
         version=50 * epochs + 17,
         servers=2,
@@ -37,7 +36,8 @@ def status(*, epochs: int = 6, **changes: Any) -> JobStatus:
         marks=(),
         staleness=None,
         update_s=(0.021, 0.022, 0.024, 0.09),
-        assimilated_at=tuple(NOW - 9.0 * i for i in reversed(range(90))),
+        units_per_s=90 / 801,
+        samples_per_s=90_000 / 801,
     )
     return dataclasses.replace(whole, **changes)
 

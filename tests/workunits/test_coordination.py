@@ -46,7 +46,8 @@ async def test_a_restart_resumes_where_the_log_ends(tmp_path: Path) -> None:
         assert scene.log == before and scene.coordinator.card.subsets == first
         status = scene.coordinator.status()
         units = status.units
-        assert (status.version, units["training"], units["assimilated"]) == (1, 1, 1)
+        assert (status.version, units["waiting"], units["training"], units["assimilated"]) == (1, 2, 1, 1)
+        assert status.samples_per_s == 16 * status.units_per_s > 0 and status.staleness == 0
         head = await scene.alice.send("HEAD", f"/api/results/{one.assignment}")
         assert head.headers["Received"] == "77"
         answer = await scene.alice.upload(one.assignment, file[77:], start=77)

@@ -78,6 +78,7 @@ async def test_results_end_epochs_and_at_last_the_job(tmp_path: Path) -> None:
                 assert answer.message(Taken).accepted
             await asyncio.sleep(0.01)
         await scene.coordinator.finished.wait()
+        assert scene.coordinator.status().units_per_s == 0
         assert scene.kinds().count("Assimilated") == 8 and scene.kinds().count("EpochEnded") == 2
         answer = await scene.alice.send("POST", "/api/units", msgspec.msgpack.encode((1,)))
         assert answer.message(GivenUnits).finished
