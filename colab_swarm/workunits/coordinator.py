@@ -34,11 +34,9 @@ from torch import nn
 
 from colab_swarm.errors import StoreError
 from colab_swarm.events import EventLog
-from colab_swarm.invite import Access, Invite
+from colab_swarm.invite import Access
 from colab_swarm.net.addresses import host_of, is_local, reachable_addresses
 from colab_swarm.net.identity import Identity
-from colab_swarm.net.membership import Grant
-from colab_swarm.net.peers import Peers, Role
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings, settings_of
 from colab_swarm.notebook.invitation import Invitation
 from colab_swarm.notebook.panel import Panel, Views
@@ -74,8 +72,7 @@ class CoordinatorOptions(TypedDict, total=False):
     """Options of a coordinator; everything has a default.
 
     Attributes:
-        folder: for its key, its store, data and uploads; the same folder resumes the job. By
-            default the job's name with ``-work`` appended, in the working directory.
+        folder: for its key, its store, data and uploads; the same folder resumes the job. By default JOB-work.
         store: address of the job's state, see `open_store`; by default an SQLite file in the folder.
         servers: number of parameter servers; ``auto``, the default, follows the waiting results.
         host, port: to listen on; by default all interfaces, and the same port as last time or a free one.
@@ -161,17 +158,14 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
             raise ValueError(f"servers={servers}: it must be 1 at least, or 'auto'")
         self._servers = servers
 
-    # -- for users
-
     def invite(self, *, hours: float = LINK_HOURS) -> Invitation:
         """Return a link that lets volunteers in for ``hours``; those who used it stay a week longer.
 
-        Only the authority of a run issues links. A peer that joined a swarm passes its own invitation on. With an
-        allowlist a link admits nobody by itself: volunteers join the swarm first.
+        A peer that joined a swarm passes its own invitation on. With an allowlist volunteers join the swarm first.
         """
         if self._access.invitation is not None:
             return shown(WorkLink(self.url, self._access.invitation))
-        return shown(issue(self.url, self._access, self._token.identity, hours=hours))
+        return shown(WorkLink.issue(self.url, self._access, self._token.identity, hours=hours))
 
     def snapshot(self) -> JobStatus:
         """Return the job's progress."""
@@ -227,8 +221,6 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
     def _repr_html_(self) -> str:
         return draw_job(self.snapshot()).html()
 
-    # -- life
-
     async def start(self, options: CoordinatorOptions, tunnel: TunnelSettings | None = None) -> None:
         """Begin the job, or resume it where its log ends, and let volunteers in. All parts start, or none."""
         try:
@@ -275,8 +267,6 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
             self._stopping.set()
             await upkeep  # not cancelled: its threads use the store, and start servers
             await asyncio.to_thread(self._pool.close)
-
-    # -- upkeep
 
     async def _keep_up(self) -> None:
         while not self._stopping.is_set():
@@ -339,18 +329,6 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         )
 
 
-def issue(url: str, access: RunAccess, identity: Identity | Peers, *, hours: float) -> WorkLink:
-    """Issue a link as the authority of the run, valid for ``hours``. With an allowlist it admits nobody by itself."""
-    until = time.time() + 3600 * hours
-    if access.closed is None:
-        return WorkLink(url, Invite(access.run_id, (), until))
-    secret, settings = os.urandom(32), access.closed.settings
-    key, offline = Identity(secret).public_key, settings.allowlist is None
-    plain = Grant(access.run_id, Role.WORKER, key, until, until + settings.member_s, offline=offline)
-    grant = plain.signed(identity.sign)
-    return WorkLink(url, Invite.issue(grant, secret, (), access=access.access, authority=identity.public_key))
-
-
 def shown(link: WorkLink) -> Invitation:
     """Return a link as an invitation that displays itself."""
     return Invitation(
@@ -372,8 +350,8 @@ def coordinate(
 ) -> Coordinator:
     """Hand a job out to volunteers and merge their results into the model (VC-ASGD).
 
-    A coordinator that died or was stopped resumes from its folder, and its link stays valid.
-    Calling this again while it works returns the same coordinator, so you can re-run cells freely.
+    A coordinator that died or was stopped resumes from its folder, and its link stays valid. Calling this again while
+    it works returns the same coordinator.
 
     Args:
         job: a `Job`, or the file that defines one.
@@ -383,10 +361,9 @@ def coordinate(
 
     Raises:
         FileNotFoundError, ValueError, TypeError: the job or an option is not usable.
-        StoreError: the store cannot be used.
+        StoreError, OSError: the store cannot be used, or the port cannot be listened on.
         TermsError: the platform's terms are not accepted.
         TunnelError, SecretError: the tunnel cannot be opened.
-        OSError: the port cannot be listened on.
     """
     job = job if isinstance(job, Job) else Job.load(job)
     if access == "allowlist":
@@ -508,8 +485,8 @@ class ThreadWorker(threading.Thread):
 class ProcessWorker:
     """A parameter server in its own process; ``store`` is an address, ``job`` a name, ``code`` a file.
 
-    The first line of the process's input is the store's address: it may hold a password, and arguments are visible to
-    every user of the machine. When the input closes, this process is dead, and the server exits at once.
+    The process reads the address from its input: it may hold a password, and all users of the machine see arguments.
+    When the input closes, this process is dead, and the server exits at once.
     """
 
     def __init__(self, store: str, job: str, code: Path, name: str) -> None:
@@ -564,9 +541,9 @@ def _exit_with_parent() -> None:
 
 
 class WorkerPool:
-    """Keep as many parameter servers running as wanted. Dead ones are replaced, after ever longer pauses.
+    """Keep as many parameter servers running as wanted; dead ones are replaced after ever longer pauses.
 
-    ``start`` starts a server with the name given. ``deaths`` counts servers that ended without being stopped.
+    ``start`` starts a server with the name given; ``deaths`` counts those that ended without being stopped.
     """
 
     def __init__(
@@ -585,8 +562,7 @@ class WorkerPool:
     def wanted(self, waiting: int, *, now: float) -> int:
         """Return how many servers to run while ``waiting`` results wait: one more or one less at a time.
 
-        A server is added when for `GROW_S` more than `CROWD` results per server wait, up to ``most``; one is removed
-        when for `SHRINK_S` none waits.
+        One is added when for `GROW_S` more than `CROWD` results per server wait, removed when for `SHRINK_S` none does.
         """
         wanted = self.size
         self._few_since = min(self._few_since, now) if waiting > CROWD * wanted else math.inf
