@@ -1,5 +1,7 @@
 """Work units: VC-ASGD, training by volunteers who can only make plain HTTPS requests.
 
+## The problem
+
 Volunteers' machines may be preempted at any moment, and may sit behind any firewall that lets a browser through. Only
 the coordinator must be reachable. A volunteer that vanishes costs one small piece of work.
 
