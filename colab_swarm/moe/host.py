@@ -472,7 +472,7 @@ class SwarmExperts:
         **settings: Any,
     ) -> ExpertHost:
         """Host experts as `Swarm.host_experts` does; an earlier host of the prefix is stopped."""
-        grid = Grid.of(prefix, shape)
+        grid = Grid(prefix, tuple(shape))
         plan = plan_host(grid, make_expert, **settings)
         if grid.prefix in self._hosts:
             self._hosts.pop(grid.prefix).stop()
@@ -484,17 +484,17 @@ class SwarmExperts:
 
     def mixture(self, prefix: str, shape: Sequence[int], dim: int, **settings: Any) -> MixtureOfExperts:
         """Return a layer as `Swarm.mixture_of_experts` does."""
-        grid, how = Grid.of(prefix, shape), MixtureSettings(**settings)
+        grid, how = Grid(prefix, tuple(shape)), MixtureSettings(**settings)
         return MixtureOfExperts(self._calls(how.compression, how.timeout_s), grid, dim, how)
 
     def remote(self, uid: str, shape: Sequence[int], *, compression: str, timeout_s: float) -> RemoteExpert:
         """Return one expert as a module, as `Swarm.expert` does."""
-        grid = Grid.of(uid.rsplit(".", len(shape))[0], shape)
+        grid = Grid(uid.rsplit(".", len(shape))[0], tuple(shape))
         return RemoteExpert(self._calls(compression, timeout_s), grid, uid)
 
     def panel(self, prefix: str, shape: Sequence[int], leave: Callable[[], None]) -> Any:
         """Return a live view of a grid's experts, as `Swarm.experts_panel` does."""
-        return self._show(self.watch(Grid.of(prefix, shape)).snapshot, leave, False)
+        return self._show(self.watch(Grid(prefix, tuple(shape))).snapshot, leave, False)
 
     def _panel(self, host: ExpertHost) -> Any:
         def read() -> ExpertsSnapshot:

@@ -168,7 +168,8 @@ class ExpertsWatch:
         self._last = replace(self._last, listing=listing)
 
     def _live(self, info: ExpertInfo, share: float | None) -> LiveExpert:
-        age_s = max(0.0, self._directory.settings.ttl_s - (info.expires_at - self._peers.time()))
+        left_s = info.until - asyncio.get_running_loop().time()
+        age_s = max(0.0, self._directory.settings.ttl_s - left_s)
         return LiveExpert(
             info.uid, short(info.host.id), info.host.id == self._peers.id, info.step, age_s, share
         )
