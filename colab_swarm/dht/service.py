@@ -66,6 +66,49 @@ def is_sound(contact: Contact) -> bool:
     return len(contact.id) == ID_BYTES and few
 
 
+class BackgroundTasks:
+    """The background tasks of one service, on the event loop; ``what`` names them in a `Fault`."""
+
+    def __init__(self, what: str, events: EventLog, rng: random.Random) -> None:
+        self._what, self._events, self._rng = what, events, rng
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run ``work`` until it ends, or until `cancel`."""
+        task = asyncio.get_running_loop().create_task(work, name=self._what)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
+        return task
+
+    def every(self, period_s: float, work: Callable[[], Awaitable[object]], *, rest: float = 0.0) -> None:
+        """Call ``work`` after each period until `cancel`; a call that failed is followed by the next.
+
+        The pause between two calls is at least ``rest`` times as long as the first took.
+        """
+        self.spawn(self._repeat(period_s, work, rest))
+
+    async def _repeat(self, period_s: float, work: Callable[[], Awaitable[object]], rest: float) -> None:
+        took_s, now = 0.0, asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(max(period_s, rest * took_s) * self._rng.uniform(0.8, 1.0))
+            began = now()
+            try:
+                await work()
+            except PeerError as error:
+                logger.info("%s will retry: %s", self._what, error)
+            except Exception as error:
+                logger.exception("%s failed", self._what)
+                self._events.emit(Fault.of(now(), self._what, error))
+            took_s = now() - began
+
+    def cancel(self) -> list[asyncio.Task[Any]]:
+        """Cancel all; return the tasks, which are ending."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+
 class Searcher:
     """Carries out lookups for one peer and maintains its routing table.
 
@@ -74,13 +117,12 @@ class Searcher:
         on_new: called with each peer that is new in the table.
     """
 
-    def __init__(self, peers: Peers, settings: DHTSettings) -> None:
+    def __init__(self, peers: Peers, settings: DHTSettings, tasks: BackgroundTasks) -> None:
         self.table = RoutingTable(peers.id, bucket_size=settings.bucket_size)
         self.on_new: Callable[[Contact], object] | None = None
         self._peers, self._settings = peers, settings
         self._loop = asyncio.get_running_loop()
-        self._patience = Patience()
-        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._patience, self._tasks = Patience(), tasks
 
     def lookup(self, target: bytes, *, width: int, seeds: Iterable[Contact] | None = None) -> Lookup:
         """Return a lookup that starts at ``seeds``, or at known peers; all replicas of a key are queried at once."""
@@ -105,7 +147,7 @@ class Searcher:
         try:
             while not lookup.done(now()):
                 for contact in lookup.next_queries(now()):
-                    asked[self.spawn(self._answer_of(ask, contact))] = contact.id
+                    asked[self._tasks.spawn(self._answer_of(ask, contact))] = contact.id
                 wake_at = lookup.wake_at(now())
                 timeout_s = None if wake_at is None else wake_at - now() + 0.001
                 await asyncio.wait(asked, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -157,20 +199,6 @@ class Searcher:
         if self.table.saw(contact, self._loop.time()) and self.on_new is not None:
             self.on_new(contact)
 
-    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run ``work`` in the background until `cancel`."""
-        task = self._loop.create_task(work)
-        self._tasks[task] = None
-        task.add_done_callback(self._tasks.pop)
-        return task
-
-    def cancel(self) -> list[asyncio.Task[Any]]:
-        """Cancel all background work; return its tasks."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        return tasks
-
 
 @dataclass(frozen=True)
 class Found:
@@ -200,7 +228,8 @@ class DHT:
         self.skews: dict[PeerId, float] = {}
         self._peers, self._rng = peers, rng
         self._loop = asyncio.get_running_loop()
-        self._searcher = Searcher(peers, settings)
+        self._tasks = BackgroundTasks("upkeep of the DHT", self._events, rng)
+        self._searcher = Searcher(peers, settings, self._tasks)
         self.table = self._searcher.table
         self._storage = Storage(settings)
         self._entries: list[Contact] = []
@@ -309,11 +338,11 @@ class DHT:
 
     def start(self) -> None:
         """Refresh the routing table and republish held records, until `stop`."""
-        self._searcher.on_new = lambda contact: self._searcher.spawn(self._hand_over(contact))
-        self._searcher.spawn(self._every(self.settings.refresh_s, self._refresh))
-        self._searcher.spawn(self._every(self.settings.retry_s, self._retry))
-        self._searcher.spawn(self._every(CUT_OFF_RETRY_S, self._retry_if_cut_off))
-        self._searcher.spawn(self._every(self.settings.republish_s, self._republish))
+        self._searcher.on_new = lambda contact: self._tasks.spawn(self._hand_over(contact))
+        self._tasks.every(self.settings.refresh_s, self._refresh)
+        self._tasks.every(self.settings.retry_s, self._retry)
+        self._tasks.every(CUT_OFF_RETRY_S, self._retry_if_cut_off)
+        self._tasks.every(self.settings.republish_s, self._republish)
 
     async def stop(self) -> None:
         """End the background work and stop serving."""
@@ -324,7 +353,7 @@ class DHT:
     def kill(self) -> list[asyncio.Task[Any]]:
         """Cancel the background work and keep serving, as a crash would; return the cancelled tasks."""
         self._searcher.on_new = None
-        return self._searcher.cancel()
+        return self._tasks.cancel()
 
     async def _ask_value(
         self, key: bytes, merged: Storage, first: list[PeerId], contact: Contact
@@ -351,7 +380,7 @@ class DHT:
             yield Fetched(held, 0)
         elif relays > 0:
             asked = [self._forward(key, relays - 1, contact) for contact in self.table.nearest(key, width)]
-            for answer in asyncio.as_completed(list(map(self._searcher.spawn, asked))):
+            for answer in asyncio.as_completed(list(map(self._tasks.spawn, asked))):
                 yield await answer
 
     async def _forward(self, key: bytes, relays: int, contact: Contact) -> Fetched:
@@ -471,15 +500,6 @@ class DHT:
             records = self._storage.get(key, now=self._loop.time())
             if records and self._nearest_to(key):
                 await self._store(key, records)
-
-    async def _every(self, period_s: float, work: Callable[[], Awaitable[None]]) -> None:
-        while True:
-            await asyncio.sleep(period_s * self._rng.uniform(0.5, 1.5))
-            try:
-                await work()
-            except Exception as error:
-                logger.exception("upkeep of the DHT failed")
-                self._events.emit(Fault.of(self._loop.time(), "upkeep of the DHT", error))
 
 
 def _remember(known: dict[K, V], key: K, value: V) -> None:

@@ -23,7 +23,7 @@ input a trainer finds the best live experts, across slow links and without a cen
 | `ForwardExpert`, `BackwardExpert` | stream | expert, samples, shape, codec; tensors follow in parts |
 | `Part(busy_s)` | stream | values of a tensor; or: busy, call again in so many seconds |
 | `RecordRow`, `GridBranch` | DHT, signed by the host | experts in a row, addresses; indices that lead to experts |
-| `KeepSave`, `LackedChunks`, `StateChunk`, `SaveKept` | stream | storing a save at another peer |
+| `KeepSave`, `LackedChunks`, `StateChunk` | stream | storing a save at another peer |
 | `FetchSave`; `HolderRecord`, `SaveRecord`, `SavedIndices` | stream; DHT | finding and fetching saves |
 
 A call is one stream. The trainer keeps its end open until the answer arrives; a broken stream cancels the call.

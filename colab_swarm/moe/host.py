@@ -13,7 +13,7 @@ import asyncio
 import logging
 import math
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import nn
 
-from colab_swarm.dht.service import RunServices
+from colab_swarm.dht.service import BackgroundTasks, RunServices
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import ExpertHosted, ExpertLost, Fault
 from colab_swarm.moe.calls import ExpertCalls
@@ -39,14 +39,7 @@ from colab_swarm.moe.expert import (
 )
 from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings, RemoteExpert
-from colab_swarm.moe.saves import (
-    MAX_HOLDERS,
-    ExpertSaves,
-    HolderRecord,
-    ReplicaService,
-    ReplicaStore,
-    SavePlace,
-)
+from colab_swarm.moe.saves import MAX_HOLDERS, ExpertSaves, HolderRecord, ReplicaStore, SavePlace
 from colab_swarm.moe.server import BatchLimits, ExpertServer, ExpertStatistics
 from colab_swarm.moe.watch import ExpertsSnapshot, ExpertsWatch
 from colab_swarm.net.peers import PeerId
@@ -164,41 +157,40 @@ class HostResources:
 
     def __init__(self, services: RunServices, directory: Directory, folder: Path) -> None:
         self.services, self.directory, self.folder = services, directory, folder
-        self.store = ReplicaStore(folder, me=services.peers.id)
         self.server = ExpertServer(services.peers, services.events, gate=services.gate)
-        self.replicas = ReplicaService(services, self.store)
+        self.saves = ExpertSaves(services, ReplicaStore(folder, me=services.peers.id))
 
     async def close(self) -> None:
         """Stop serving experts and saves."""
         await self.server.close()
-        await self.replicas.stop()
+        await self.saves.stop()
 
 
 class ExpertHosting:
-    """The experts of one kind on this peer, by uid, and their saves; made and used on the event loop."""
+    """The experts of one kind on this peer, by uid; made and used on the event loop."""
 
     def __init__(self, resources: HostResources, plan: HostPlan) -> None:
         self.experts: dict[str, Expert] = {}
-        self.saves = ExpertSaves(resources.services, resources.store, copies=plan.copies)
-        self.plan, self._resources, self._services = plan, resources, resources.services
+        self.plan, self._services, self._saves = plan, resources.services, resources.saves
         self._directory, self._server = resources.directory, resources.server
         self._saving = asyncio.Lock()
         self._save_fault: str | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = BackgroundTasks("host experts", self._services.events, self._services.rng)
 
     async def start(self) -> None:
         """Host the requested experts, as far as their names are vacant, until `stop`; raise errors of ``plan.make``."""
         plan = self.plan
-        await self._resources.replicas.start()
-        self._repeat(self._directory.settings.ttl_s / ANNOUNCEMENTS, self._announce)  # claims, too
+        await self._saves.start()
+        # claims are announced, too
+        self._tasks.every(self._directory.settings.ttl_s / ANNOUNCEMENTS, self._announce, rest=REST)
         try:
             await self._take(plan.count, self._here())
             await self._fill(plan.count)
         except BaseException:
             await self.stop()
             raise
-        self._repeat(plan.save_s, self.save)
-        self._repeat(plan.takeover_s, lambda: self._fill(plan.capacity))
+        self._tasks.every(plan.save_s, self.save, rest=REST)
+        self._tasks.every(plan.takeover_s, lambda: self._fill(plan.capacity), rest=REST)
 
     async def stop(self) -> None:
         """Withdraw the experts, save them a last time and stop serving them. Idempotent."""
@@ -218,36 +210,32 @@ class ExpertHosting:
         for uid in uids:
             self._services.events.emit(ExpertLost(_now(), uid, "this host stopped"))
 
-    def kill(self) -> list[asyncio.Task[None]]:
+    def kill(self) -> list[asyncio.Task[Any]]:
         """End the upkeep without saving or withdrawing, as a crash would; return the tasks that are ending."""
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        return tasks
+        return self._tasks.cancel()
 
     async def _fill(self, count: int) -> None:
-        if len(self.experts) < count and (saved := await self.saves.saved(self.plan.grid)):
+        if len(self.experts) < count and (saved := await self._saves.saved(self.plan.grid)):
             live = {info.uid for info in await self._directory.live(self.plan.grid)}
             await self._take(count, saved - live)
         if len(self.experts) < self.plan.count:
-            await self._take(self.plan.count, self.plan.uids)
+            await self._take(self.plan.count, None)
 
     def _here(self) -> set[str]:
         """Return the experts of this grid saved on this disk, by any owner: this peer may have had another id."""
-        return {save.uid for save in self._resources.store.saves() if self.plan.grid.contains(save.uid)}
+        return {save.uid for save in self._saves.store.saves() if self.plan.grid.contains(save.uid)}
 
     async def _take(self, count: int, uids: Iterable[str] | None) -> None:
-        grid, wanted = self.plan.grid, None
-        if uids is not None:
-            allowed = set(uids) - self.experts.keys()
-            if self.plan.uids is not None:
-                allowed &= set(self.plan.uids)
-            wanted = sorted(filter(grid.contains, allowed))
+        """Host more experts, up to ``count``; None: any that the plan allows."""
+        grid, wanted = self.plan.grid, self.plan.uids if uids is None else uids
+        if wanted is not None:
+            allowed = set(wanted if self.plan.uids is None else self.plan.uids) - self.experts.keys()
+            wanted = sorted(filter(grid.contains, allowed.intersection(wanted)))
             if not wanted:
                 return
         claimed = await self._directory.claim(grid, count - len(self.experts), wanted=wanted)
         try:
-            claims = await asyncio.gather(*map(self.saves.claims, claimed))
+            claims = await asyncio.gather(*map(self._saves.claims, claimed))
             for uid, saves in zip(claimed, claims, strict=True):
                 await self._open(uid, saves)
         finally:
@@ -257,16 +245,18 @@ class ExpertHosting:
 
     async def _open(self, uid: str, claims: Iterable[tuple[PeerId, SavePlace]]) -> None:
         """Host an expert, from the first save that is complete and fits, or as a new one."""
-        me, taken_over = self._services.peers.id, False
+        taken_over = False
+        self._saves.results.pop(uid, None)
+        self._saves.safe.pop(uid, None)
         for owner, place in claims:
             try:
                 expert = await self._load(uid, place)
             except StateError as error:
                 logger.warning("skipped the save of %s at step %d: %s", uid, place.step, error)
                 continue
-            taken_over = owner != me
+            taken_over = owner != self._services.peers.id
             if not taken_over:
-                self.saves.safe[uid] = place  # published until a newer one is safe
+                self._saves.safe[uid] = place  # published until a newer one is safe
             break
         else:
             expert = await self._server.device.run(lambda: self._build(uid))
@@ -281,7 +271,7 @@ class ExpertHosting:
         return expert
 
     async def _load(self, uid: str, place: SavePlace) -> Expert:
-        saved = await self.saves.fetch(uid, place, limit_bytes=self.plan.model.state_bytes)
+        saved = await self._saves.fetch(uid, place, limit_bytes=self.plan.model.state_bytes)
         state = await asyncio.to_thread(unpack, saved.manifest.layout, saved.blob)
         check_fit(state, self.plan.model.state)
         if state.get("step") != place.step:
@@ -303,43 +293,26 @@ class ExpertHosting:
     async def save(self) -> None:
         """Save the experts that changed or lost holders, and publish which experts have saves."""
         async with self._saving:
-            others = await self._resources.replicas.others()
+            others = await self._saves.others()
             for expert in [*self.experts.values()]:
                 await self._save(expert, others)
-            if saved := self._here() | self.saves.results.keys():
-                await self.saves.publish_saved(self.plan.grid, saved)
+            if saved := self._here() | {*filter(self.plan.grid.contains, self._saves.results)}:
+                await self._saves.publish_saved(self.plan.grid, saved)
 
     async def _save(self, expert: Expert, others: Mapping[PeerId, HolderRecord] | None = None) -> None:
         """Save an expert here and at some of ``others``; None: only here."""
-        uid = expert.uid
-        if not expert.step or not self.saves.due(uid, expert.step, others or {}):
+        uid, copies = expert.uid, self.plan.copies
+        if not expert.step or not self._saves.due(uid, expert.step, others or {}, copies):
             return  # before its first step an expert equals a new one
         step, packed = await self._server.device.run(lambda: (expert.step, pack(expert.state_dict())))
         saved = await asyncio.to_thread(Snapshot.of, uid.encode(), step, *packed)
         if others is None:
-            fault = await self.saves.write(saved)
+            fault = await self._saves.write(saved)
         else:
-            fault = (await self.saves.save(saved, others)).fault
+            fault = (await self._saves.save(saved, others, copies)).fault
         if fault and not self._save_fault:
             self._services.events.emit(Fault(_now(), f"save of {uid}", fault))
         self._save_fault = fault
-
-    def _repeat(self, period_s: float, work: Callable[[], Awaitable[None]]) -> None:
-        self._tasks.append(asyncio.create_task(self._every(period_s, work), name="host experts"))
-
-    async def _every(self, period_s: float, work: Callable[[], Awaitable[None]]) -> None:
-        took_s = 0.0
-        while True:
-            await asyncio.sleep(max(period_s, REST * took_s) * self._services.rng.uniform(0.8, 1.0))
-            began = _now()
-            try:
-                await work()
-            except PeerError as error:
-                logger.info("will retry: %s", error)
-            except Exception as error:  # the experts remain in service
-                logger.exception("upkeep of the experts failed")
-                self._services.events.emit(Fault(_now(), "host experts", f"{type(error).__name__}: {error}"))
-            took_s = _now() - began
 
 
 def _now() -> float:
@@ -392,13 +365,13 @@ class ExpertHost:
     def snapshot(self) -> HostSnapshot:
         """Return the host's state. Thread-safe."""
         experts = sorted(dict(self._hosting.experts).items())
-        saves = [self._hosting.saves.results.get(uid) for uid, _ in experts]
+        saves = [self._resources.saves.results.get(uid) for uid, _ in experts]
         hosted = tuple(
             HostedExpert(uid, expert.step, save.step if save else None, len(save.holders) if save else 0)
             for (uid, expert), save in zip(experts, saves, strict=True)
         )
         fault = next((save.fault for save in saves if save and save.fault), None)
-        return HostSnapshot(str(self.grid), hosted, self._resources.store.kept_bytes, fault)
+        return HostSnapshot(str(self.grid), hosted, self._resources.saves.store.kept_bytes, fault)
 
     def panel(self) -> Any:
         """Return a live view of all experts of the grid: widgets in a notebook, text elsewhere."""
@@ -422,7 +395,7 @@ class ExpertHost:
         """End as a killed process would. For simulated crashes, on the runtime's loop."""
         self.stopped = True
         self._hosting.kill()
-        self._resources.replicas.kill()
+        self._resources.saves.kill()
 
     def __enter__(self) -> Self:
         return self

@@ -76,7 +76,7 @@ class Run:
         member = await self.join(name)
         plan = replace(PLAN, count=count, capacity=capacity or count, uids=uids, **settings)
         hosting = ExpertHosting(member.resources, plan)
-        member.peers.when_down(lambda: [*hosting.kill(), member.resources.replicas.kill()])
+        member.peers.when_down(lambda: [*hosting.kill(), member.resources.saves.kill()])
         await hosting.start()
         return member, hosting
 
@@ -94,4 +94,4 @@ def saved(uid: str = "ffn.0.0", *, step: int = 1, value: float = 0.0, size: int 
 
 
 def shelf_of(member: Member) -> ReplicaStore:
-    return member.resources.store
+    return member.resources.saves.store

@@ -89,7 +89,7 @@ async def test_a_dead_hosts_expert_continues_elsewhere_from_its_last_save(run: R
     found = await carol.resources.directory.find(GRID, uid)
     assert found is not None and found.host.id == carol.peers.id and found.step == 5
     await saved_by(other, 1)
-    assert other.saves.results[uid].step == 6  # and on from there
+    assert other._saves.results[uid].step == 6  # and on from there
 
 
 async def saved_by_bob(run: Run) -> str:
@@ -142,14 +142,14 @@ async def test_a_false_claim_is_skipped_in_favour_of_a_real_save(run: Run) -> No
     mallory = await run.join("mallory")
     lies = saved(uid, step=10**9, size=100)  # chunks that are there and match: only the state does not fit
     for piece in (lies.head, *lies.chunks.values()):
-        mallory.resources.store.put(piece)
+        mallory.resources.saves.store.put(piece)
     place = SavePlace(10**9, lies.root, (mallory.peers.contact,))
     await mallory.services.dht.publish(f"run/experts/{uid}/save", SaveRecord((place,)), ttl_s=6000)
     run.network.now().crash("bob")
     await asyncio.sleep(EXPIRED_S)
     carol, hosting = await run.host("carol", 1)
     assert hosted(carol) == [(uid, 3, True)] and run.network.fired
-    assert [place.step for _, place in await hosting.saves.claims(uid)] == [10**9, 3]
+    assert [place.step for _, place in await hosting._saves.claims(uid)] == [10**9, 3]
 
 
 @played
@@ -190,7 +190,7 @@ async def test_a_full_disk_is_reported_once_and_the_host_continues(tmp_path: Pat
         await saved_by(hosting, 1)
     (fault,) = bob.events(Fault)
     assert "cannot write" in str(fault) and len(hosting.experts) == 1
-    assert {kept.step for kept in hosting.saves.results.values()} == {3}  # alice has it
+    assert {kept.step for kept in hosting._saves.results.values()} == {3}  # alice has it
 
 
 @played
@@ -199,7 +199,7 @@ async def test_experts_are_saved_in_the_background(run: Run) -> None:
     _, bob = await run.host("bob", 2)
     train(bob, 2)
     await asyncio.sleep(2 * PLAN.save_s)
-    assert {(kept.step, len(kept.holders)) for kept in bob.saves.results.values()} == {(2, 1)}
+    assert {(kept.step, len(kept.holders)) for kept in bob._saves.results.values()} == {(2, 1)}
 
 
 @played
@@ -254,7 +254,7 @@ async def test_no_expert_loses_more_than_its_last_steps_while_hosts_are_killed(r
         victim = rng.choice(sorted(hosts))
         run.network.now().crash(victim)
         _, dead = hosts.pop(victim)
-        for uid, kept in dead.saves.results.items():
+        for uid, kept in dead._saves.results.items():
             saved_steps[uid] = max(kept.step, saved_steps.get(uid, 0))
         name = f"host {i}"
         members[name] = hosts[name] = await run.host(name, 2, **settings)
@@ -282,7 +282,7 @@ async def test_a_killed_host_is_replaced_over_encrypted_links_too(tmp_path: Path
         for _ in range(3):
             await calls_of(nodes[0]).backward(info, ones, ones)
         await hostings[0].save()
-        assert hostings[0].saves.results[uid].holders == {nodes[2].id}
+        assert hostings[0]._saves.results[uid].holders == {nodes[2].id}
         hostings[0].kill()
         await close(members[1], nodes[1])
         await until(lambda: uid in hostings[1].experts)
@@ -301,7 +301,7 @@ async def real_member(node: Node, entry: Node, folder: Path) -> HostResources:
 
 
 async def close(resources: HostResources, node: Node) -> None:
-    resources.replicas.kill()
+    resources.saves.kill()
     await resources.server.close()
     await resources.directory.close()
     await asyncio.gather(*resources.services.dht.kill(), return_exceptions=True)
