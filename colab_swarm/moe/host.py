@@ -479,7 +479,7 @@ class SwarmExperts:
     def watch(self, grid: Grid) -> ExpertsWatch:
         """Return the source of a grid's snapshots."""
         if grid not in self._watches:
-            mine = self._runtime, self._services, self._directory
+            mine = self._runtime, self._services.peers, self._directory
             self._watches[grid] = ExpertsWatch(*mine, grid, self._served)
         return self._watches[grid]
 

@@ -6,17 +6,15 @@ An expert's share of the work is the growth of its announced step over the last 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from colab_swarm.dht.service import RunServices
 from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.grid import ExpertInfo, Grid
 from colab_swarm.moe.server import ExpertStatistics
-from colab_swarm.net.peers import PeerId, short
+from colab_swarm.net.peers import PeerId, Peers, short
 from colab_swarm.runtime import Runner
 
 logger = logging.getLogger(__name__)
@@ -36,7 +34,6 @@ class LiveExpert:
     host: str  # short id of its host
     mine: bool  # whether the host is this peer
     step: int  # optimizer steps in its weights, as last announced
-    age_s: float  # seconds since that announcement, at the time of the listing
     share: float | None  # its part of all steps of the last minute, 0 to 1; None while no expert learns
 
 
@@ -65,23 +62,16 @@ class ServedExpert:
     p99_s: float | None
 
 
-@dataclass(frozen=True, eq=False)
-class ExpertsListing:
-    """The experts of a grid at the last listing. Compared by identity, so that rendered views can be cached."""
+@dataclass(frozen=True)
+class ExpertsSnapshot:
+    """The experts of one grid, as this peer knows them."""
 
     grid: Grid  # contains the experts
     live: tuple[LiveExpert, ...] = ()  # experts that can be called, in grid order
     hosts: tuple[HostOfExperts, ...] = ()  # their hosts, most experts first
     left_out: tuple[str, ...] = ()  # experts that failed this peer and are not called for a while
     dead: tuple[str, ...] = ()  # experts that were live since this watch started and are no longer
-
-
-@dataclass(frozen=True)
-class ExpertsSnapshot:
-    """The experts of one grid, as this peer knows them."""
-
-    listing: ExpertsListing  # the last listing
-    listed_s: float | None = None  # its age in seconds; None before the first
+    listed_s: float | None = None  # age of all these in seconds; None before the first listing
     served: tuple[ServedExpert, ...] = ()  # experts of this peer
     fault: str = ""  # why the last listing failed; empty if it succeeded
     over: bool = False  # whether this peer has left
@@ -93,19 +83,19 @@ class ExpertsWatch:
     def __init__(
         self,
         runtime: Runner,
-        services: RunServices,
+        peers: Peers,
         directory: Directory,
         grid: Grid,
         served: Callable[[], Statistics],
     ) -> None:
-        self._runtime, self._peers, self._directory = runtime, services.peers, directory
+        self._runtime, self._peers, self._directory = runtime, peers, directory
         self._grid, self._served = grid, served
         self._read: Statistics = {}
         self._listings: deque[list[ExpertInfo]] = deque(maxlen=SHARE_LISTINGS)
         self._seen: set[str] = set()
         self._listed_at = self._began_at = self._served_at = float("-inf")
         self._listing: asyncio.Task[None] | None = None
-        self._last, self._closed = ExpertsSnapshot(ExpertsListing(grid)), False
+        self._last, self._closed = ExpertsSnapshot(grid), False
 
     def snapshot(self) -> ExpertsSnapshot:
         """Return the state; for any thread but the event loop's. Waits for no peer."""
@@ -120,7 +110,7 @@ class ExpertsWatch:
         if now - self._began_at >= LIST_EVERY_S and self._listing is None:
             self._began_at = now
             self._listing = asyncio.create_task(self._list(), name="list experts")
-        if self._left_out() != self._last.listing.left_out:
+        if self._left_out() != self._last.left_out:
             self._update()
         if now - self._served_at >= SERVED_EVERY_S:
             read = {uid: one for uid, one in self._served().items() if self._grid.contains(uid)}
@@ -160,24 +150,16 @@ class ExpertsWatch:
         by_host: dict[PeerId, list[LiveExpert]] = defaultdict(list)
         for info in newest:
             if info.uid not in left_out:
-                live.append(self._live(info, grown[info.uid] / total if total else None))
-                by_host[info.host.id].append(live[-1])
-        hosts = sorted(itertools.starmap(self._host, by_host.items()), key=lambda host: -host.experts)
-        dead = sorted(self._seen - {expert.uid for expert in live} - {*left_out})
-        listing = ExpertsListing(self._grid, tuple(live), tuple(hosts), left_out, tuple(dead))
-        self._last = replace(self._last, listing=listing)
-
-    def _live(self, info: ExpertInfo, share: float | None) -> LiveExpert:
-        left_s = info.until - asyncio.get_running_loop().time()
-        age_s = max(0.0, self._directory.settings.ttl_s - left_s)
-        return LiveExpert(
-            info.uid, short(info.host.id), info.host.id == self._peers.id, info.step, age_s, share
-        )
-
-    def _host(self, peer: PeerId, experts: Sequence[LiveExpert]) -> HostOfExperts:
-        share = None if experts[0].share is None else sum(expert.share or 0.0 for expert in experts)
-        rtt_s = self._peers.statistics(peer).rtt_s
-        return HostOfExperts(short(peer), peer == self._peers.id, len(experts), share, rtt_s)
+                host, share = info.host.id, grown[info.uid] / total if total else None
+                live.append(LiveExpert(info.uid, short(host), host == self._peers.id, info.step, share))
+                by_host[host].append(live[-1])
+        hosts = []
+        for host, experts in sorted(by_host.items(), key=lambda item: -len(item[1])):
+            share = sum(grown[expert.uid] for expert in experts) / total if total else None
+            rtt_s = self._peers.statistics(host).rtt_s
+            hosts.append(HostOfExperts(experts[0].host, experts[0].mine, len(experts), share, rtt_s))
+        dead = tuple(sorted(self._seen - {expert.uid for expert in live} - {*left_out}))
+        self._last = replace(self._last, live=tuple(live), hosts=tuple(hosts), left_out=left_out, dead=dead)
 
 
 def rated(uid: str, now: ExpertStatistics, before: ExpertStatistics | None, seconds: float) -> ServedExpert:

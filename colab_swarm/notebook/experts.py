@@ -19,7 +19,7 @@ SERVED = ("my expert", "step", "waiting", "batch", "calls/s", "samples/s", "late
 
 def summary(snapshot: ExpertsSnapshot) -> str:
     """Return the state of the grid in one line."""
-    listing, grid = snapshot.listing, snapshot.listing.grid
+    listing, grid = snapshot, snapshot.grid
     if snapshot.listed_s is None:
         return f"{grid}: looking up the experts"
     hosts = count(len(listing.hosts), "host")
@@ -34,7 +34,7 @@ def summary(snapshot: ExpertsSnapshot) -> str:
 
 def draw(snapshot: ExpertsSnapshot) -> Document:
     """Return the grid with a bar for each use, its hosts, and this peer's experts."""
-    listing = snapshot.listing
+    listing = snapshot
     shown = Document(*summary(snapshot).split(": ", 1), label=f"experts of {listing.grid}")
     shown.warn(f"the last lookup failed and is retried: {snapshot.fault}" if snapshot.fault else "")
     if snapshot.listed_s is not None and not listing.live and not snapshot.over:

@@ -20,7 +20,7 @@ from tests.moe.hosts import GRID, Member, Run
 def watch_of(member: Member) -> tuple[ExpertsWatch, Directory]:
     resources = member.resources
     served, runtime = resources.server.statistics, Runtime.__new__(Runtime)  # these tests look on the loop
-    return ExpertsWatch(runtime, member.services, resources.directory, GRID, served), resources.directory
+    return ExpertsWatch(runtime, member.peers, resources.directory, GRID, served), resources.directory
 
 
 async def look(watch: ExpertsWatch, after_s: float = 0.0) -> ExpertsSnapshot:
@@ -37,13 +37,13 @@ async def test_the_first_snapshot_is_immediate_and_later_ones_list_hosts_and_exp
     bob, _ = await run.host("bob", 1)
     watch, _ = watch_of(bob)
     at_once = await look(watch)
-    assert (at_once.listing.live, at_once.listed_s) == ((), None)
+    assert (at_once.live, at_once.listed_s) == ((), None)
     seen = await look(watch, 2.0)
-    assert [(host.host, host.mine, host.experts) for host in seen.listing.hosts] == [
+    assert [(host.host, host.mine, host.experts) for host in seen.hosts] == [
         (short(alice.peers.id), False, 2),
         (short(bob.peers.id), True, 1),
     ]
-    assert [expert.uid for expert in seen.served] == [one.uid for one in seen.listing.live if one.mine]
+    assert [expert.uid for expert in seen.served] == [one.uid for one in seen.live if one.mine]
     assert seen.listed_s is not None and seen.listed_s < 2.5 and not seen.fault
 
 
@@ -51,13 +51,13 @@ async def test_shares_follow_the_steps_of_the_last_minute(tmp_path: Path) -> Non
     run = Run(tmp_path)
     _, hosting = await run.host("alice", 2)
     watch, _ = watch_of(await run.join("bob"))
-    assert {one.share for one in (await look(watch, 2.0)).listing.live} == {None}, "no expert has learned"
+    assert {one.share for one in (await look(watch, 2.0)).live} == {None}, "no expert has learned"
     busy, idle = sorted(hosting.experts)
     for _ in range(3):
         hosting.experts[busy].backward(torch.rand(2, 4), torch.rand(2, 4))
     seen = await look(watch, 60.0)
-    assert {one.uid: one.share for one in seen.listing.live} == {busy: 1.0, idle: 0.0}
-    assert seen.listing.hosts[0].share == 1.0
+    assert {one.uid: one.share for one in seen.live} == {busy: 1.0, idle: 0.0}
+    assert seen.hosts[0].share == 1.0
 
 
 async def test_steps_of_this_peers_own_experts_are_known_at_once(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ async def test_steps_of_this_peers_own_experts_are_known_at_once(tmp_path: Path)
     await look(watch, 2.0)
     (expert,) = hosting.experts.values()
     expert.backward(torch.rand(2, 4), torch.rand(2, 4))
-    (one,) = (await look(watch, LIST_EVERY_S)).listing.live
+    (one,) = (await look(watch, LIST_EVERY_S)).live
     assert (one.step, one.share) == (1, 1.0)
 
 
@@ -76,16 +76,16 @@ async def test_a_failed_expert_is_left_out_and_one_of_a_dead_host_is_dead(tmp_pa
     alice, _ = await run.host("alice", 2)
     watch, directory = watch_of(await run.join("bob"))
     seen = await look(watch, 2.0)
-    first, second = (one.uid for one in seen.listing.live)
+    first, second = (one.uid for one in seen.live)
     (info, _) = await directory.live(GRID)
     directory.on_failure(info, "did not answer")
     seen = await look(watch)
-    assert [one.uid for one in seen.listing.live] == [second] and seen.listing.left_out == (first,)
-    assert [one.uid for one in (await look(watch, 2 * LIST_EVERY_S)).listing.live] == [first, second]
+    assert [one.uid for one in seen.live] == [second] and seen.left_out == (first,)
+    assert [one.uid for one in (await look(watch, 2 * LIST_EVERY_S)).live] == [first, second]
     alice.peers.crash()
     seen = await look(watch, 120.0)
     assert not alice.peers.up, "the fault did not fire"
-    assert seen.listing.live == () and seen.listing.dead == (first, second)
+    assert seen.live == () and seen.dead == (first, second)
 
 
 async def test_a_closed_watch_says_so_and_reads_nothing(tmp_path: Path) -> None:
