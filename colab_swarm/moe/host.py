@@ -166,19 +166,107 @@ class HostResources:
         await self.saves.stop()
 
 
-class ExpertHosting:
-    """The experts of one kind on this peer, by uid; made and used on the event loop."""
+@dataclass(frozen=True)
+class HostedExpert:
+    """One expert of this peer."""
 
-    def __init__(self, resources: HostResources, plan: HostPlan) -> None:
+    uid: str  # its name
+    step: int  # optimizer steps in its weights
+    saved_step: int | None  # steps in its last save; None: not saved yet
+    copies: int  # other peers that have that save
+
+
+@dataclass(frozen=True)
+class HostSnapshot:
+    """State of a host."""
+
+    grid: str  # of its experts
+    experts: tuple[HostedExpert, ...]  # in the order of their names
+    kept_bytes: int  # saves that this peer keeps for others
+    fault: str | None  # why the last save of an expert failed; None if none did
+
+
+class ExpertHost:
+    """Experts of one kind on this peer, served in the background until `stop`. Made by `Swarm.host_experts`.
+
+    Its coroutines run on the event loop.
+    """
+
+    def __init__(
+        self, runtime: Runner, resources: HostResources, plan: HostPlan, show: Callable[[ExpertHost], Any]
+    ) -> None:
+        """``show`` makes the panel."""
+        self.grid, self.arithmetic = plan.grid, plan.arithmetic
+        self.stopped = False
         self.experts: dict[str, Expert] = {}
         self.plan, self._services, self._saves = plan, resources.services, resources.saves
+        self._runtime, self._show = runtime, show
         self._directory, self._server = resources.directory, resources.server
         self._saving = asyncio.Lock()
         self._save_fault: str | None = None
         self._tasks = BackgroundTasks("host experts", self._services.events, self._services.rng)
 
+    @property
+    def uids(self) -> list[str]:
+        """The experts hosted now."""
+        return sorted(self.experts)
+
+    def statistics(self) -> dict[str, ExpertStatistics]:
+        """Return the statistics of each expert, by uid."""
+        served = self._runtime.call(_on_loop(self._server.statistics))
+        return {uid: served[uid] for uid in self.uids if uid in served}
+
+    def snapshot(self) -> HostSnapshot:
+        """Return the host's state. Thread-safe."""
+        experts = sorted(dict(self.experts).items())
+        saves = [self._saves.results.get(uid) for uid, _ in experts]
+        hosted = tuple(
+            HostedExpert(uid, expert.step, save.step if save else None, len(save.holders) if save else 0)
+            for (uid, expert), save in zip(experts, saves, strict=True)
+        )
+        fault = next((save.fault for save in saves if save and save.fault), None)
+        return HostSnapshot(str(self.grid), hosted, self._saves.store.kept_bytes, fault)
+
+    def panel(self) -> Any:
+        """Return a live view of all experts of the grid: widgets in a notebook, text elsewhere."""
+        return self._show(self)
+
+    def save(self) -> None:
+        """Save changed experts now, on this disk and at other peers."""
+        self._runtime.call(self.save_changed())
+
+    def wait(self, seconds: float) -> None:
+        """Serve for so long; an interrupt ends the wait and not the serving."""
+        self._runtime.call(asyncio.sleep(seconds))
+
+    def stop(self) -> None:
+        """Withdraw the experts, save them a last time and stop serving them. Idempotent."""
+        if not self.stopped:
+            self.stopped = True
+            self._runtime.call(self.close())
+
+    def kill(self) -> list[asyncio.Task[Any]]:
+        """End as a killed process would; return the tasks that are ending. For simulated crashes, on the loop."""
+        self.stopped = True
+        self._saves.kill()
+        return self._tasks.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        if self.stopped:
+            return f"ExpertHost({self.grid}, stopped)"
+        steps = sum(expert.step for expert in [*self.experts.values()])
+        return f"ExpertHost({self.grid}, {len(self.experts)} of {self.plan.count} experts, {steps:,} steps)"
+
+    # -- on the event loop
+
     async def start(self) -> None:
-        """Host the requested experts, as far as their names are vacant, until `stop`; raise errors of ``plan.make``."""
+        """Host the requested experts, as far as their names are vacant; raise errors of ``plan.make``."""
         plan = self.plan
         await self._saves.start()
         # claims are announced, too
@@ -187,47 +275,43 @@ class ExpertHosting:
             await self._take(plan.count, self._here())
             await self._fill(plan.count)
         except BaseException:
-            await self.stop()
+            await self.close()
             raise
-        self._tasks.every(plan.save_s, self.save, rest=REST)
+        self._tasks.every(plan.save_s, self.save_changed, rest=REST)
         self._tasks.every(plan.takeover_s, lambda: self._fill(plan.capacity), rest=REST)
 
-    async def stop(self) -> None:
-        """Withdraw the experts, save them a last time and stop serving them. Idempotent."""
-        await asyncio.gather(*self.kill(), return_exceptions=True)
+    async def close(self) -> None:
+        """Do as `stop`."""
+        await asyncio.gather(*self._tasks.cancel(), return_exceptions=True)
         uids = [*self.experts]
-        await self._directory.withdraw(self.plan.grid, uids)
+        await self._directory.withdraw(self.grid, uids)
         for uid in uids:
             self._server.remove(uid)
         try:
             for expert in self.experts.values():  # to this disk first, which is quick
                 await self._save(expert)
             async with asyncio.timeout(FAREWELL_S):
-                await self.save()
+                await self.save_changed()
         except (PeerError, StateError, TimeoutError) as error:
             logger.warning("not all experts were saved: %s", str(error) or "other peers took too long")
         self.experts.clear()
         for uid in uids:
             self._services.events.emit(ExpertLost(_now(), uid, "this host stopped"))
 
-    def kill(self) -> list[asyncio.Task[Any]]:
-        """End the upkeep without saving or withdrawing, as a crash would; return the tasks that are ending."""
-        return self._tasks.cancel()
-
     async def _fill(self, count: int) -> None:
-        if len(self.experts) < count and (saved := await self._saves.saved(self.plan.grid)):
-            live = {info.uid for info in await self._directory.live(self.plan.grid)}
+        if len(self.experts) < count and (saved := await self._saves.saved(self.grid)):
+            live = {info.uid for info in await self._directory.live(self.grid)}
             await self._take(count, saved - live)
         if len(self.experts) < self.plan.count:
             await self._take(self.plan.count, None)
 
     def _here(self) -> set[str]:
         """Return the experts of this grid saved on this disk, by any owner: this peer may have had another id."""
-        return {save.uid for save in self._saves.store.saves() if self.plan.grid.contains(save.uid)}
+        return {save.uid for save in self._saves.store.saves() if self.grid.contains(save.uid)}
 
     async def _take(self, count: int, uids: Iterable[str] | None) -> None:
         """Host more experts, up to ``count``; None: any that the plan allows."""
-        grid, wanted = self.plan.grid, self.plan.uids if uids is None else uids
+        grid, wanted = self.grid, self.plan.uids if uids is None else uids
         if wanted is not None:
             allowed = set(wanted if self.plan.uids is None else self.plan.uids) - self.experts.keys()
             wanted = sorted(filter(grid.contains, allowed.intersection(wanted)))
@@ -279,7 +363,7 @@ class ExpertHosting:
         return await self._server.device.run(lambda: self._build(uid, state))
 
     async def _announce(self) -> None:
-        grid = self.plan.grid
+        grid = self.grid
         rivals = await self._directory.rivals(grid, [*self.experts])
         lost = [uid for uid in rivals if self.experts.pop(uid, None)]
         for uid in lost:
@@ -290,14 +374,14 @@ class ExpertHosting:
         experts = {uid: (expert.shape, expert.step) for uid, expert in self.experts.items()}
         await self._directory.announce(grid, experts)
 
-    async def save(self) -> None:
+    async def save_changed(self) -> None:
         """Save the experts that changed or lost holders, and publish which experts have saves."""
         async with self._saving:
             others = await self._saves.others()
             for expert in [*self.experts.values()]:
                 await self._save(expert, others)
-            if saved := self._here() | {*filter(self.plan.grid.contains, self._saves.results)}:
-                await self._saves.publish_saved(self.plan.grid, saved)
+            if saved := self._here() | {*filter(self.grid.contains, self._saves.results)}:
+                await self._saves.publish_saved(self.grid, saved)
 
     async def _save(self, expert: Expert, others: Mapping[PeerId, HolderRecord] | None = None) -> None:
         """Save an expert here and at some of ``others``; None: only here."""
@@ -317,99 +401,6 @@ class ExpertHosting:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-@dataclass(frozen=True)
-class HostedExpert:
-    """One expert of this peer."""
-
-    uid: str  # its name
-    step: int  # optimizer steps in its weights
-    saved_step: int | None  # steps in its last save; None: not saved yet
-    copies: int  # other peers that have that save
-
-
-@dataclass(frozen=True)
-class HostSnapshot:
-    """State of a host."""
-
-    grid: str  # of its experts
-    experts: tuple[HostedExpert, ...]  # in the order of their names
-    kept_bytes: int  # saves that this peer keeps for others
-    fault: str | None  # why the last save of an expert failed; None if none did
-
-
-class ExpertHost:
-    """Experts on this peer, served in the background until `stop`. Made by `Swarm.host_experts`."""
-
-    def __init__(
-        self, runtime: Runner, resources: HostResources, plan: HostPlan, show: Callable[[ExpertHost], Any]
-    ) -> None:
-        """Claim names and start to serve; ``show`` makes the panel."""
-        self.grid, self.arithmetic = plan.grid, plan.arithmetic
-        self.stopped = False
-        self._runtime, self._resources, self._show = runtime, resources, show
-        self._hosting = ExpertHosting(resources, plan)
-        runtime.call(self._hosting.start())
-
-    @property
-    def uids(self) -> list[str]:
-        """The experts hosted now."""
-        return sorted(self._hosting.experts)
-
-    def statistics(self) -> dict[str, ExpertStatistics]:
-        """Return the statistics of each expert, by uid."""
-        served = self._runtime.call(_on_loop(self._resources.server.statistics))
-        return {uid: served[uid] for uid in self.uids if uid in served}
-
-    def snapshot(self) -> HostSnapshot:
-        """Return the host's state. Thread-safe."""
-        experts = sorted(dict(self._hosting.experts).items())
-        saves = [self._resources.saves.results.get(uid) for uid, _ in experts]
-        hosted = tuple(
-            HostedExpert(uid, expert.step, save.step if save else None, len(save.holders) if save else 0)
-            for (uid, expert), save in zip(experts, saves, strict=True)
-        )
-        fault = next((save.fault for save in saves if save and save.fault), None)
-        return HostSnapshot(str(self.grid), hosted, self._resources.saves.store.kept_bytes, fault)
-
-    def panel(self) -> Any:
-        """Return a live view of all experts of the grid: widgets in a notebook, text elsewhere."""
-        return self._show(self)
-
-    def save(self) -> None:
-        """Save changed experts now, on this disk and at other peers."""
-        self._runtime.call(self._hosting.save())
-
-    def wait(self, seconds: float) -> None:
-        """Serve for so long; an interrupt ends the wait and not the serving."""
-        self._runtime.call(asyncio.sleep(seconds))
-
-    def stop(self) -> None:
-        """Withdraw the experts, save them a last time and stop serving them. Idempotent."""
-        if not self.stopped:
-            self.stopped = True
-            self._runtime.call(self._hosting.stop())
-
-    def kill(self) -> None:
-        """End as a killed process would. For simulated crashes, on the runtime's loop."""
-        self.stopped = True
-        self._hosting.kill()
-        self._resources.saves.kill()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def __repr__(self) -> str:
-        snapshot = self.snapshot()
-        if self.stopped:
-            return f"ExpertHost({snapshot.grid}, stopped)"
-        steps = sum(expert.step for expert in snapshot.experts)
-        count = f"{len(snapshot.experts)} of {self._hosting.plan.count} experts"
-        return f"ExpertHost({snapshot.grid}, {count}, {steps:,} steps)"
 
 
 async def _on_loop(make: Callable[[], T]) -> T:
@@ -452,7 +443,9 @@ class SwarmExperts:
         resources = self._open(folder)
         if settings.get("count") is None:
             print(plan.arithmetic)
-        host = self._hosts[grid.prefix] = ExpertHost(self._runtime, resources, plan, self._panel)
+        host = ExpertHost(self._runtime, resources, plan, self._panel)
+        self._runtime.call(host.start())
+        self._hosts[grid.prefix] = host
         return host
 
     def mixture(self, prefix: str, shape: Sequence[int], dim: int, **settings: Any) -> MixtureOfExperts:

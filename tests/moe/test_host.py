@@ -20,11 +20,11 @@ from colab_swarm.events import EventLog, ExpertHosted, ExpertLost, Fault
 from colab_swarm.moe.directory import Directory, DirectorySettings
 from colab_swarm.moe.expert import ExpertRule, FeedForward, TransformerBlock
 from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.host import ExpertHost, ExpertHosting, HostResources, plan_host
+from colab_swarm.moe.host import ExpertHost, HostResources, plan_host
 from colab_swarm.moe.saves import SavePlace, SaveRecord
 from colab_swarm.net.node import Node
 from colab_swarm.sim.runtime import SimRuntime
-from tests.moe.hosts import GRID, PLAN, Member, Run, make, saved, train
+from tests.moe.hosts import GRID, PLAN, Member, Run, host_of, make, saved, train
 from tests.moe.local import calls_of
 from tests.net.swarm import peers, until
 
@@ -54,9 +54,9 @@ def hosted(member: Member) -> list[tuple[str, int, bool]]:
     return [(e.uid, e.step, e.taken_over) for e in member.events(ExpertHosted) if isinstance(e, ExpertHosted)]
 
 
-async def saved_by(hosting: ExpertHosting, steps: int) -> None:
+async def saved_by(hosting: ExpertHost, steps: int) -> None:
     train(hosting, steps)
-    await hosting.save()
+    await hosting.save_changed()
 
 
 @played
@@ -129,11 +129,11 @@ async def test_a_host_that_stops_loses_nothing_and_is_not_called_any_more(run: R
     (uid,) = hosting.experts
     carol, _ = await run.host("carol", 1, capacity=2)
     train(hosting, 6)
-    await hosting.stop()
+    await hosting.close()
     assert [event.reason for event in bob.events(ExpertLost)] == ["this host stopped"]  # type: ignore[attr-defined]
     await asyncio.sleep(45)
     assert hosted(carol)[-1] == (uid, 6, True)  # sooner than a record expires
-    await hosting.stop()
+    await hosting.close()
 
 
 @played
@@ -170,7 +170,7 @@ async def test_a_name_that_two_sides_of_a_partition_took_is_given_up_by_one(run:
     bob = await run.join("bob")
     run.network.now().partition({"alice"}, {"bob", "dave"})
     await asyncio.sleep(100)
-    his = ExpertHosting(bob.resources, replace(PLAN, uids=("ffn.0.1",)))
+    his = host_of(bob.resources, replace(PLAN, uids=("ffn.0.1",)))
     await his.start()
     assert hers.experts.keys() == his.experts.keys() == {"ffn.0.1"}
     run.network.now().heal()
@@ -209,7 +209,7 @@ async def test_a_maker_that_fails_is_the_callers_error_and_claims_nothing(run: R
     def fail() -> nn.Module:
         raise RuntimeError("CUDA out of memory")
 
-    hosting = ExpertHosting(alice.resources, replace(PLAN, make=fail, count=2, capacity=2))
+    hosting = host_of(alice.resources, replace(PLAN, make=fail, count=2, capacity=2))
     with pytest.raises(RuntimeError, match="out of memory"):
         await hosting.start()
     assert await alice.resources.directory.live(GRID) == []
@@ -221,7 +221,7 @@ async def test_a_call_of_a_host_that_stopped_says_that_the_expert_is_gone(run: R
     reader = await run.join("alice")
     _, hosting = await run.host("bob", 1)
     (info,) = await reader.resources.directory.live(GRID)
-    await hosting.stop()
+    await hosting.close()
     with pytest.raises(ExpertError, match="not hosted here"):
         await calls_of(reader.peers).forward(info, torch.ones(2, 4).numpy())
 
@@ -272,7 +272,7 @@ async def test_no_expert_loses_more_than_its_last_steps_while_hosts_are_killed(r
 async def test_a_killed_host_is_replaced_over_encrypted_links_too(tmp_path: Path) -> None:
     async with peers("alice", "bob", "carol") as nodes:
         members = [await real_member(node, nodes[0], tmp_path) for node in nodes]
-        hostings = [ExpertHosting(resources, QUICK) for resources in members[1:]]
+        hostings = [host_of(resources, QUICK) for resources in members[1:]]
         for hosting in hostings:
             await hosting.start()
         (uid,) = hostings[0].experts
@@ -281,13 +281,13 @@ async def test_a_killed_host_is_replaced_over_encrypted_links_too(tmp_path: Path
         ones = torch.ones(2, 4).numpy()
         for _ in range(3):
             await calls_of(nodes[0]).backward(info, ones, ones)
-        await hostings[0].save()
+        await hostings[0].save_changed()
         assert hostings[0]._saves.results[uid].holders == {nodes[2].id}
         hostings[0].kill()
         await close(members[1], nodes[1])
         await until(lambda: uid in hostings[1].experts)
         assert hostings[1].experts[uid].step == 3
-        await hostings[1].stop()
+        await hostings[1].close()
         for resources, node in zip(members, nodes, strict=True):
             await close(resources, node)
 
@@ -319,10 +319,12 @@ def test_the_host_shows_what_it_hosts_and_stops(tmp_path: Path) -> None:
 
     member = runtime.call(open_run())
     plan = plan_host(GRID, make, count=2)
-    with ExpertHost(runtime, member.resources, plan, repr) as host:
+    host = ExpertHost(runtime, member.resources, plan, repr)
+    runtime.call(host.start())
+    with host:
         assert len(host.uids) == 2 and set(host.statistics()) == set(host.uids)
         assert host.panel() == repr(host) == "ExpertHost(ffn[2 x 3], 2 of 2 experts, 0 steps)"
-        train(host._hosting)
+        train(host)
         host.save()
         host.wait(1.0)
         snapshot = host.snapshot()
