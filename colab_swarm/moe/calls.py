@@ -3,23 +3,14 @@
 A call is one stream. The caller opens it, sends its tensors in parts (backward: inputs, then gradients) and keeps its
 end open until the answer arrives: a stream that ends or breaks earlier cancels the call. The host answers with one
 tensor of the same shape, with one part that says it is busy, or with a refusal.
-
-Shapes: B samples, K chosen experts, S the shape of a sample.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
-import torch
-from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from colab_swarm.errors import CallRefused, ExpertError, PeerError
 from colab_swarm.moe.directory import Directory
@@ -31,7 +22,6 @@ from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Buffer, Codec, 
 PART_BYTES = 120 << 10
 LINK_BUSY_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
-Places = npt.NDArray[np.intp]
 
 
 class CallExpert(Message, frozen=True):
@@ -192,78 +182,3 @@ class ExpertCalls:
             if not all_finite(values[span]):
                 raise ExpertError("sent values that are not finite")
         return values
-
-
-@dataclass(frozen=True)
-class ExpertBatch:
-    """The part of a batch for one expert: ``rows`` are its samples; it is choice ``slots[i]`` of sample rows[i]."""
-
-    info: ExpertInfo
-    rows: Places
-    slots: Places
-
-
-def group(chosen: Sequence[Sequence[ExpertInfo]], rows: Iterable[int]) -> list[ExpertBatch]:
-    """Group samples by expert; ``chosen[i]`` are the experts of sample ``rows[i]``, best first."""
-    places: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    infos: dict[str, ExpertInfo] = {}
-    for row, experts in zip(rows, chosen, strict=True):
-        for slot, info in enumerate(experts):
-            places[info.uid].append((row, slot))
-            infos[info.uid] = info
-    return [
-        ExpertBatch(infos[uid], *np.asarray(found, np.intp).T.copy()) for uid, found in places.items()
-    ]  # transposed: one array of rows, one of slots
-
-
-async def wait_for_answers(
-    tasks: Mapping[asyncio.Task[Floats], ExpertBatch], needed: Places, grace_s: float
-) -> set[asyncio.Task[Floats]]:
-    """Wait until every sample has the answers it needs or cannot get them, then ``grace_s`` for the others.
-
-    ``tasks`` are one call per group, ``needed`` (B) the answers that each sample needs. Returns the open ones.
-    """
-    open_calls, missing = np.zeros_like(needed), needed.copy()
-    for one in tasks.values():
-        open_calls[one.rows] += 1
-    pending = set(tasks)
-    while pending and ((missing > 0) & (open_calls > 0)).any():
-        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            open_calls[tasks[task].rows] -= 1
-            missing[tasks[task].rows] -= task.exception() is None
-    if pending:
-        _, pending = await asyncio.wait(pending, timeout=grace_s)
-    return pending
-
-
-class _RemoteFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, values: Tensor, backward: Callable[[Floats], Floats]) -> Tensor:
-        ctx.save_for_backward(inputs)
-        ctx.backward_call = backward
-        return values.view_as(values)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor, None, None]:
-        # raises if the inputs, whose memory is sent again, were changed in place since
-        _ = ctx.saved_tensors
-        return torch.from_numpy(ctx.backward_call(as_floats(grads))), None, None
-
-
-def attach_backward(inputs: Tensor, values: Floats, backward: Callable[[Floats], Floats]) -> Tensor:
-    """Return ``values`` as a function of ``inputs`` (on the CPU), whose gradient ``backward`` computes remotely.
-
-    The call is made even if the inputs need no gradient: it is how experts learn. On the CPU because autograd then
-    runs on the caller's thread: all callers share one thread per GPU, and one that waits would stop the others.
-    """
-    if torch.is_grad_enabled() and not inputs.requires_grad:
-        inputs = inputs.detach().requires_grad_()
-    answer: Tensor = _RemoteFunction.apply(inputs, torch.from_numpy(values), backward)  # type: ignore[no-untyped-call]
-    return answer
-
-
-def as_floats(tensor: Tensor) -> Floats:
-    """Return contiguous float32 values in host memory."""
-    return np.ascontiguousarray(tensor.detach().to("cpu", torch.float32).numpy())

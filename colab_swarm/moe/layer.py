@@ -17,26 +17,20 @@ import asyncio
 import logging
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from colab_swarm.errors import ExpertError, NoExpertsError
 from colab_swarm.markup import facts
-from colab_swarm.moe.calls import (
-    ExpertBatch,
-    ExpertCalls,
-    Places,
-    as_floats,
-    attach_backward,
-    group,
-    wait_for_answers,
-)
+from colab_swarm.moe.calls import ExpertCalls
 from colab_swarm.moe.grid import ExpertInfo, Grid, Mask
 from colab_swarm.tensors.codecs import Floats, all_finite
 
@@ -45,6 +39,7 @@ ATTEMPTS = 2
 MIN_WITNESSES = 3  # with fewer answers an outlier cannot be identified
 DECAY = 0.99  # of an expert's share, per batch without it
 FORGOTTEN = 1e-4  # an expert with less was not used for about a thousand batches: it is dropped
+Places: TypeAlias = npt.NDArray[np.intp]
 
 
 class Gating(nn.Module):
@@ -145,6 +140,38 @@ class Usage:
         with self._lock:
             total = sum(self._shares.values())
             return {uid: share / total for uid, share in sorted(self._shares.items())}
+
+
+class _RemoteFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, values: Tensor, backward: Callable[[Floats], Floats]) -> Tensor:
+        ctx.save_for_backward(inputs)
+        ctx.backward_call = backward
+        return values.view_as(values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor, None, None]:
+        # raises if the inputs, whose memory is sent again, were changed in place since
+        _ = ctx.saved_tensors
+        return torch.from_numpy(ctx.backward_call(as_floats(grads))), None, None
+
+
+def attach_backward(inputs: Tensor, values: Floats, backward: Callable[[Floats], Floats]) -> Tensor:
+    """Return ``values`` as a function of ``inputs`` (on the CPU), whose gradient ``backward`` computes remotely.
+
+    The call is made even if the inputs need no gradient: it is how experts learn. On the CPU because autograd then
+    runs on the caller's thread: all callers share one thread per GPU, and one that waits would stop the others.
+    """
+    if torch.is_grad_enabled() and not inputs.requires_grad:
+        inputs = inputs.detach().requires_grad_()
+    answer: Tensor = _RemoteFunction.apply(inputs, torch.from_numpy(values), backward)  # type: ignore[no-untyped-call]
+    return answer
+
+
+def as_floats(tensor: Tensor) -> Floats:
+    """Return contiguous float32 values in host memory."""
+    return np.ascontiguousarray(tensor.detach().to("cpu", torch.float32).numpy())
 
 
 class RemoteExpert(nn.Module):
@@ -313,11 +340,12 @@ class MixtureOfExperts(nn.Module):
         return grads_BS
 
     def _balance(self, batch: _Batch, weights_BK: Tensor) -> None:
-        count = len(batch.infos)
-        places = torch.from_numpy(batch.experts_BK.ravel() % (count + 1))  # the last: of no expert, 0
-        importance_E = weights_BK.new_zeros(count + 1)
-        importance_E = importance_E.index_add(0, places.to(weights_BK.device), weights_BK.ravel())[:-1]
-        idle = self._usage.on_batch(dict(zip(batch.infos, importance_E.tolist(), strict=True)))
+        used, places = np.unique(batch.experts_BK[batch.answered_BK], return_inverse=True)
+        weights = weights_BK[torch.from_numpy(batch.answered_BK).to(weights_BK.device)]
+        importance_E = weights.new_zeros(len(used))
+        importance_E = importance_E.index_add(0, torch.from_numpy(places).to(weights.device), weights)
+        names = [batch.infos[place].uid for place in used]
+        idle = self._usage.on_batch(dict(zip(names, importance_E.tolist(), strict=True)))
         self.balance_loss = balance_loss(importance_E, idle)
 
 
@@ -336,19 +364,19 @@ class _Batch:
         self.answered_BK: Mask = np.zeros((batch, k), np.bool_)
         self.indices_BKG = np.zeros((batch, k, len(grid.sides)), np.int64)
         self.counts = dict.fromkeys(("answers", "failures", "unanswered", "outliers"), 0)
-        self.experts_BK = np.full((batch, k), -1, np.intp)  # places in `infos`; -1: no answer
-        self.infos: dict[str, ExpertInfo] = {}  # experts that answered
+        self.infos: list[ExpertInfo] = []  # experts that were chosen
+        self.experts_BK = np.full((batch, k), -1, np.intp)  # places in `infos`; -1: none
 
     async def forward(self, scores: Sequence[Floats]) -> None:
         rows = np.arange(len(self._inputs_BS))
         for attempt in range(ATTEMPTS):
             try:
-                chosen = await self._choose([score_BM[rows] for score_BM in scores])
+                await self._choose(rows, [score_BM[rows] for score_BM in scores])
             except NoExpertsError:
                 if attempt == 0:
                     raise
                 break  # those that failed were the only ones
-            await self._call(group(chosen, rows.tolist()), rows)
+            await self._call(rows)
             rows = np.flatnonzero(~self.answered_BK.any(1))
             if not len(rows):
                 break
@@ -356,40 +384,70 @@ class _Batch:
         if self._settings.reject_outliers is not None:
             self._reject(self._settings.reject_outliers)
 
-    async def _choose(self, scores: Sequence[Floats]) -> list[list[ExpertInfo]]:
+    async def _choose(self, rows: Places, scores: Sequence[Floats]) -> None:
+        self.experts_BK[rows] = -1
         try:
             async with asyncio.timeout(self._calls.timeout_s):
-                return await self._calls.directory.best(self._grid, scores, self.answered_BK.shape[1])
+                found = await self._calls.directory.best(self._grid, scores, self.answered_BK.shape[1])
         except TimeoutError:
             logger.warning("no experts of %s found in %g s", self._grid, self._calls.timeout_s)
-            return [[] for _ in scores[0]]
+            return
+        places = {(info.uid, info.host.id): place for place, info in enumerate(self.infos)}
+        for row, experts in zip(rows, found, strict=True):
+            for slot, info in enumerate(experts):
+                place = places.setdefault((info.uid, info.host.id), len(places))
+                self.experts_BK[row, slot] = place
+                if place == len(self.infos):
+                    self.infos.append(info)
 
-    async def _call(self, groups: list[ExpertBatch], rows: Places) -> None:
-        calls, grace_s = self._calls, self._settings.grace_s
+    def _groups(self, wanted_BK: Mask) -> list[tuple[ExpertInfo, Places, Places]]:
+        """Return for each expert its samples among the wanted ones: rows, and which choice of a row it is."""
+        found = []
+        for place, info in enumerate(self.infos):
+            rows, slots = np.nonzero(wanted_BK & (self.experts_BK == place))
+            if len(rows):
+                found.append((info, rows, slots))
+        return found
+
+    async def _call(self, rows: Places) -> None:
+        calls, grace_s, asked_BK = self._calls, self._settings.grace_s, np.zeros_like(self.answered_BK)
+        asked_BK[rows] = True
         tasks = {
-            asyncio.create_task(calls.forward(one.info, self._inputs_BS[one.rows])): one for one in groups
+            asyncio.create_task(calls.forward(info, self._inputs_BS[samples])): (info, samples, slots)
+            for info, samples, slots in self._groups(asked_BK)
         }
-        needed = np.zeros(len(self._inputs_BS), np.intp)
-        needed[rows] = self._settings.k_min
         try:
-            await wait_for_answers(tasks, needed, grace_s)
+            await self._wait({task: samples for task, (_, samples, _) in tasks.items()}, rows)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        for task, one in tasks.items():
-            uid = one.info.uid
+        for task, (info, *places) in tasks.items():
             if task.cancelled():
-                calls.directory.on_failure(one.info, f"{grace_s:g} s later than others")
+                calls.directory.on_failure(info, f"{grace_s:g} s later than others")
             if task.cancelled() or isinstance(task.exception(), ExpertError):
                 self.counts["failures"] += 1
                 continue
-            self.outputs_BKS[one.rows, one.slots] = task.result()
-            self.answered_BK[one.rows, one.slots] = True
-            self.indices_BKG[one.rows, one.slots] = self._grid.index(uid)
-            self.infos.setdefault(uid, one.info)  # it may have answered other samples at the first attempt
-            self.experts_BK[one.rows, one.slots] = [*self.infos].index(uid)
+            self.outputs_BKS[*places] = task.result()
+            self.answered_BK[*places] = True
+            self.indices_BKG[*places] = self._grid.index(info.uid)
             self.counts["answers"] += 1
+
+    async def _wait(self, calls: Mapping[asyncio.Task[Floats], Places], rows: Places) -> None:
+        """Wait until each row has ``k_min`` answers or cannot get them, then ``grace_s`` for the other calls."""
+        open_calls_B = np.zeros(len(self._inputs_BS), np.intp)
+        missing_B = np.zeros_like(open_calls_B)
+        missing_B[rows] = self._settings.k_min
+        for asked in calls.values():
+            open_calls_B[asked] += 1
+        pending = set(calls)
+        while pending and ((missing_B > 0) & (open_calls_B > 0)).any():
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                open_calls_B[calls[task]] -= 1
+                missing_B[calls[task]] -= task.exception() is None
+        if pending:
+            await asyncio.wait(pending, timeout=self._settings.grace_s)
 
     def _reject(self, factor: float) -> None:
         judged = np.flatnonzero(self.answered_BK.sum(1) >= MIN_WITNESSES)
@@ -405,24 +463,20 @@ class _Batch:
 
     async def backward(self, grads_BKS: Floats) -> tuple[Floats, int]:
         """Return the inputs' gradient, and the number of experts that failed and count as zero in it."""
+        groups = self._groups(self.answered_BK)  # not rejected outliers
         if not all_finite(grads_BKS):  # the experts must not receive it, the caller's optimizer may
-            return np.full_like(self._inputs_BS, np.nan), len(self.infos)
-        groups = []
-        for index, info in enumerate(self.infos.values()):
-            rows, slots = np.nonzero(self.answered_BK & (self.experts_BK == index))  # not rejected outliers
-            if len(rows):
-                groups.append(ExpertBatch(info, rows, slots))
+            return np.full_like(self._inputs_BS, np.nan), len(groups)
         calls = (
-            self._calls.backward(one.info, self._inputs_BS[one.rows], grads_BKS[one.rows, one.slots])
-            for one in groups
+            self._calls.backward(info, self._inputs_BS[rows], grads_BKS[rows, slots])
+            for info, rows, slots in groups
         )
         results = await asyncio.gather(*calls, return_exceptions=True)
         grads_BS, lost = np.zeros_like(self._inputs_BS), 0
-        for one, result in zip(groups, results, strict=True):
+        for (_, rows, _), result in zip(groups, results, strict=True):
             if isinstance(result, ExpertError):
                 lost += 1
             elif isinstance(result, BaseException):
                 raise result
             else:
-                grads_BS[one.rows] += result  # a sample is in a group once: nothing is overwritten
+                grads_BS[rows] += result  # a sample is in a group once: nothing is overwritten
         return grads_BS, lost
