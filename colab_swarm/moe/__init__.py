@@ -22,7 +22,7 @@ input a trainer finds the best live experts, across slow links and without a cen
 |---|---|---|
 | `ForwardExpert`, `BackwardExpert` | stream | expert, samples, shape, codec; tensors follow in parts |
 | `Part(busy_s)` | stream | values of a tensor; or: busy, call again in so many seconds |
-| `RecordRow`, `GridBranch` | DHT, signed by the host | experts in a row, addresses; indices that lead to experts |
+| `GridRecord` | DHT, signed by the host | its experts in a page of the grid, addresses; prefixes that lead to experts |
 | `KeepSave`, `LackedChunks`, `StateChunk` | stream | storing a save at another peer |
 | `FetchSave`; `HolderRecord`, `SaveRecord`, `SavedIndices` | stream; DHT | finding and fetching saves |
 

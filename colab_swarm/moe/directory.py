@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -26,12 +27,11 @@ from colab_swarm.moe.grid import (
     ExpertInfo,
     ExpertPlace,
     Grid,
-    GridBranch,
+    GridRecord,
     Index,
     Listing,
     Mask,
     Page,
-    RecordRow,
     announced,
     beam_search,
     short_addresses,
@@ -229,18 +229,18 @@ class Directory:
     async def _publish_page(self, page: Page) -> None:
         """Store this peer's record of a page; an empty one if the page has become empty."""
         mine = self._mine[page.grid].items()
-        here = [(i, place) for i, place in mine if Page.of(page.grid, i[: page.depth]) == page]
-        record: RecordRow | GridBranch
+        here = {i: place for i, place in mine if Page.of(page.grid, i[: page.depth]) == page}
         if page.of_experts:
-            places = tuple(sorted((place for _, place in here), key=lambda place: place.index))
-            filled, record = bool(places), RecordRow(short_addresses(self._peers.contact), places)
+            addresses = short_addresses(self._peers.contact)
+            places = sorted(here.values(), key=lambda place: place.index)
         else:
-            served = (i[: page.depth] for i, place in here if place.step != CLAIMED)
-            positions = await self._unwitnessed(page, {page.grid.number(prefix) % PAGE for prefix in served})
-            filled, record = bool(positions), GridBranch(tuple(positions))
-        if not filled and page not in self._published:
+            served = (i[: page.depth] for i, place in here.items() if place.step != CLAIMED)
+            positions = {page.grid.number(prefix) % PAGE for prefix in served}
+            addresses, places = (), [*map(ExpertPlace, await self._unwitnessed(page, positions))]
+        if not places and page not in self._published:
             return
-        (self._published.add if filled else self._published.discard)(page)
+        (self._published.add if places else self._published.discard)(page)
+        record = GridRecord(addresses, tuple(places))
         if not await self._dht.publish(page.key(self._run_id), record, ttl_s=self.settings.ttl_s):
             logger.info("no peer stored the record of %s; the next announcement retries", page)
         self._cache.forget(page)
@@ -249,12 +249,12 @@ class Directory:
         """Return those that fewer than `WITNESSES` hosts with smaller ids announce: this peer must."""
         if not positions:
             return []
-        listing = (await self._cache.get([page]))[page]
+        by_host = (await self._cache.get([page]))[page].by_host
         # a host that stops announcing is replaced before its record expires
         fresh_at = self._now() + self.settings.ttl_s / 2
-        smaller = [held for host, held in listing.by_host.items() if host < self._peers.id]
-        announced = [position for held in smaller for position, one in held.items() if one.until > fresh_at]
-        return sorted(position for position in positions if announced.count(position) < WITNESSES)
+        smaller = [held.items() for host, held in by_host.items() if host < self._peers.id]
+        witnesses = Counter(position for held in smaller for position, one in held if one.until > fresh_at)
+        return sorted(position for position in positions if witnesses[position] < WITNESSES)
 
     # -- finding
 

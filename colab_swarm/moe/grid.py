@@ -46,7 +46,7 @@ _HUGE = 1e300
 _NONE = -1  # stands for no prefix where a beam is not full
 _PREFIX = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z_-][A-Za-z0-9_-]*)*")
 PAGE = 256  # places, or prefixes, that share a key
-MAX_ADDRESS_CHARS = 256  # of all addresses in a row's record: 256 hosts must fit under one key
+MAX_ADDRESS_CHARS = 256  # of all addresses in a record: 256 hosts must fit under one key
 Bans: TypeAlias = LeftOut[tuple[str, bytes]]
 """Experts that failed this peer, each by name and host."""
 CLAIMED = -1  # the step of a place that its host does not serve yet
@@ -173,29 +173,23 @@ class ExpertInfo:
 
 
 class ExpertPlace(Message, frozen=True):
-    """One expert in a `RecordRow`."""
+    """One expert of a page; in a page of prefixes, one that leads to experts."""
 
     index: Position  # in its page
-    claimed_ms: Count  # the host's swarm time when it claimed the place, milliseconds
-    step: Step  # optimizer steps in its weights; `CLAIMED`: not served yet
-    shape: Shape  # of one sample; -1: any length
+    claimed_ms: Count = 0  # the host's swarm time when it claimed the place, milliseconds
+    step: Step = 0  # optimizer steps in its weights; `CLAIMED`: not served yet
+    shape: Shape = ()  # of one sample; -1: any length
 
 
-class RecordRow(Message, frozen=True):
-    """A host's experts in a page, and the host's addresses."""
+class GridRecord(Message, frozen=True):
+    """A host's places in a page, and the host's addresses, left out in a page of prefixes."""
 
     addresses: tuple[str, ...]
     places: Annotated[tuple[ExpertPlace, ...], msgspec.Meta(max_length=PAGE)]
 
 
-class GridBranch(Message, frozen=True):
-    """Positions of prefixes in a page that lead to experts of this host."""
-
-    indices: Annotated[tuple[Position, ...], msgspec.Meta(max_length=PAGE)]
-
-
 def short_addresses(contact: Contact) -> tuple[str, ...]:
-    """Return the best addresses that fit in a row's record."""
+    """Return the best addresses that fit in a record."""
     chosen: list[str] = []
     for address in contact.addresses:
         if sum(map(len, chosen)) + len(address) <= MAX_ADDRESS_CHARS:
@@ -218,11 +212,7 @@ def announced(
     by_host: Announced = {}
     for subkey, record in found:
         try:
-            if page.of_experts:
-                row = msgspec.convert(record.value, RecordRow)
-            else:
-                branch = msgspec.convert(record.value, GridBranch)
-                row = RecordRow((), tuple(ExpertPlace(position, 0, 0, ()) for position in branch.indices))
+            row = msgspec.convert(record.value, GridRecord)
         except msgspec.ValidationError:
             continue
         contact, until = Contact(PeerId(subkey), row.addresses), now + record.expires_at - swarm_time

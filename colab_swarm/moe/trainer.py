@@ -14,9 +14,9 @@ import logging
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
@@ -92,7 +92,8 @@ class _Run(Generic[Batch]):
         self._taking = threading.Lock()  # an iterator serves one thread at a time
         self.stopped = threading.Event()
         self.error: BaseException | None = None
-        self.progress, self.staleness = TrainerResult(), 0
+        self.counts = Counter[str]()  # samples, retries and dropped of `TrainerResult`
+        self.updates = self.staleness = self.max_staleness = 0
         self.losses: deque[float] = deque(maxlen=SHOWN_LOSSES)
         self.began = self.last_success = time.monotonic()
 
@@ -107,15 +108,14 @@ class _Run(Generic[Batch]):
             yield batch
 
     def result(self) -> TrainerResult:
-        loss = sum(self.losses) / len(self.losses) if self.losses else math.nan
-        mean = self.staleness / max(1, self.progress.updates)
-        seconds = time.monotonic() - self.began
-        return replace(self.progress, loss=loss, mean_staleness=mean, seconds=seconds)
-
-    def note(self, **more: int) -> None:
-        """Add to counters of the progress."""
-        added = {name: getattr(self.progress, name) + number for name, number in more.items()}
-        self.progress = replace(self.progress, **added)
+        return TrainerResult(
+            **self.counts,
+            updates=self.updates,
+            loss=sum(self.losses) / len(self.losses) if self.losses else math.nan,
+            mean_staleness=self.staleness / max(1, self.updates),
+            max_staleness=self.max_staleness,
+            seconds=time.monotonic() - self.began,
+        )
 
 
 class AsyncTrainer(Generic[Batch]):
@@ -210,7 +210,7 @@ class AsyncTrainer(Generic[Batch]):
                     raise
                 logger.info("retrying a batch: %s", error)
                 with self._lock:
-                    run.note(retries=1)
+                    run.counts["retries"] += 1
                 run.stopped.wait(PAUSE_S)
                 continue
             self._apply(run, replica, version, samples_in(batch), loss.item())
@@ -222,7 +222,7 @@ class AsyncTrainer(Generic[Batch]):
             theirs, ours = (chain(model.parameters(), model.buffers()) for model in (replica, self._model))
             for there, here in zip(theirs, ours, strict=True):
                 there.copy_(here)
-            return run.progress.updates
+            return run.updates
 
     def _apply(self, run: _Run[Batch], replica: nn.Module, version: int, samples: int, loss: float) -> None:
         limit = self._settings.max_grad_norm
@@ -231,7 +231,7 @@ class AsyncTrainer(Generic[Batch]):
             if run.stopped.is_set():
                 return
             if not math.isfinite(norm):
-                run.note(dropped=1)
+                run.counts["dropped"] += 1
                 return
             for here, there in zip(self._model.parameters(), replica.parameters(), strict=True):
                 here.grad, there.grad = there.grad, None
@@ -241,9 +241,11 @@ class AsyncTrainer(Generic[Batch]):
             more: dict[str, Any] = {"samples": samples, "loss": loss} if self._counts_samples else {}
             self._optimizer.step(**more)
             self._optimizer.zero_grad(set_to_none=True)
-            staleness, most = run.progress.updates - version, run.progress.max_staleness
+            staleness = run.updates - version
+            run.updates += 1
             run.staleness += staleness
-            run.note(updates=1, samples=samples, max_staleness=max(0, staleness - most))
+            run.max_staleness = max(staleness, run.max_staleness)
+            run.counts["samples"] += samples
             run.losses.append(loss)
             run.last_success = time.monotonic()
             if self._settings.on_update is not None:

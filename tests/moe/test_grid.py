@@ -18,11 +18,10 @@ from colab_swarm.moe.grid import (
     PAGE,
     ExpertPlace,
     Grid,
-    GridBranch,
+    GridRecord,
     Index,
     Mask,
     Page,
-    RecordRow,
     announced,
     beam_search,
     short_addresses,
@@ -80,7 +79,7 @@ def read(page: Page, found: dict[bytes, Found]) -> dict[PeerId, list[int]]:
 
 
 def test_a_row_describes_its_experts() -> None:
-    row = RecordRow(
+    row = GridRecord(
         ("ws://203.0.113.7:4500",), (ExpertPlace(7, 123, 5, (16, -1)), ExpertPlace(9, 124, CLAIMED, ()))
     )
     seven, nine = announced(PLACES, [(ALICE, received(row))], now=5.0, swarm_time=1000.0)[ALICE].values()
@@ -89,11 +88,14 @@ def test_a_row_describes_its_experts() -> None:
 
 
 def test_a_branch_lists_prefixes_and_is_empty_after_its_host_left() -> None:
-    found = {ALICE: received(GridBranch((0, 3))), BOB: received(GridBranch(()), BOB)}
+    found = {
+        ALICE: received(GridRecord((), tuple(map(ExpertPlace, (0, 3))))),
+        BOB: received(GridRecord((), tuple(map(ExpertPlace, ()))), BOB),
+    }
     assert read(PREFIXES, found) == {ALICE: [0, 3], BOB: []}
 
 
-ROW = RecordRow((), (ExpertPlace(1, 2, 3, ()),))
+ROW = GridRecord((), (ExpertPlace(1, 2, 3, ()),))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ ROW = RecordRow((), (ExpertPlace(1, 2, 3, ()),))
         (ALICE, ROW, BOB),
         (ALICE, ROW, None),
         (b"", ROW, ALICE),
-        (ALICE, GridBranch((1,)), ALICE),
+        (ALICE, [[], [7]], ALICE),
         (ALICE, None, ALICE),
         (ALICE, [[], [[-1, 2, 3, []]]], ALICE),
         (ALICE, [[], [[PAGE, 2, 3, []]]], ALICE),
@@ -119,7 +121,7 @@ def test_records_that_are_invalid_or_not_the_hosts_own_are_dropped(
 
 
 def test_indices_beyond_the_grid_are_dropped() -> None:
-    assert read(PREFIXES, {ALICE: received(GridBranch((3, 4)))}) == {ALICE: [3]}
+    assert read(PREFIXES, {ALICE: received(GridRecord((), tuple(map(ExpertPlace, (3, 4)))))}) == {ALICE: [3]}
 
 
 VALUES = st.recursive(
@@ -158,7 +160,7 @@ def test_every_place_has_one_position_in_one_page_below_its_prefix(
     for length in range(1, len(sides) + 1):
         page, position = Page.of(grid, place[:length]), grid.number(place[:length]) % PAGE
         assert page in Page.below(grid, place[: length - 1]) and page.index_at(position) == place[:length]
-    row = RecordRow((), (ExpertPlace(position, 1, 2, ()),))
+    row = GridRecord((), (ExpertPlace(position, 1, 2, ()),))
     decoded = announced(page, [(ALICE, received(row))], now=5.0, swarm_time=1000.0)[ALICE]
     assert [one.uid for one in decoded.values()] == [grid.uid(place)] and page.of_experts
 
@@ -169,7 +171,7 @@ def test_addresses_that_do_not_fit_are_dropped() -> None:
 
 
 def test_a_full_page_of_hosts_with_many_addresses_fits_under_one_key() -> None:
-    row = RecordRow(("a" * MAX_ADDRESS_CHARS,), (ExpertPlace(PAGE - 1, 1 << 45, 1 << 40, (512, 1024)),))
+    row = GridRecord(("a" * MAX_ADDRESS_CHARS,), (ExpertPlace(PAGE - 1, 1 << 45, 1 << 40, (512, 1024)),))
     record_bytes = len(msgspec.msgpack.encode(row)) + 32
     assert PAGE * (record_bytes + 256) <= DHTSettings().key_bytes  # as a holder counts
     assert PAGE * (record_bytes + 150) <= MAX_MESSAGE_BYTES  # owner, signature, times
