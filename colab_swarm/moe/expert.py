@@ -13,12 +13,10 @@ its state while it is saved, and the activations of the largest batch. They are 
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.errors import StateError
 from colab_swarm.markup import settings
+from colab_swarm.runtime import free_ram_bytes
 from colab_swarm.tensors.device import accelerator
 from colab_swarm.tensors.statedict import flatten, unflatten
 
@@ -204,7 +203,10 @@ class Expert:
         buffers = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
         outputs = functional_call(self._module, buffers, (inputs,)) if buffers else self._module(inputs)
         if not isinstance(outputs, Tensor) or outputs.shape != inputs.shape or outputs.dtype != inputs.dtype:
-            raise ValueError(f"{self.uid}: {_described(inputs)} became {_described(outputs)}")
+            found = type(outputs).__name__
+            if isinstance(outputs, Tensor):
+                found = f"{outputs.dtype} of shape {tuple(outputs.shape)}"
+            raise ValueError(f"{self.uid}: {inputs.dtype} of shape {tuple(inputs.shape)} became {found}")
         return outputs, buffers
 
     def _advance(self, buffers: dict[str, Tensor]) -> None:
@@ -233,12 +235,6 @@ class Expert:
 
 def _to_cpu(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu").contiguous()
-
-
-def _described(value: object) -> str:
-    return (
-        f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-    )
 
 
 @dataclass(frozen=True)
@@ -303,14 +299,8 @@ def free_bytes() -> int:
     """Return the free memory of the experts' device; a low guess where the system does not report it."""
     if accelerator().type == "cuda":
         return int(torch.cuda.mem_get_info()[0])
-    found: list[int] = []
-    with contextlib.suppress(OSError, ValueError):  # not Linux, or a container without limit ("max")
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-        folder = Path("/sys/fs/cgroup")
-        limit, used = ((folder / name).read_text() for name in ("memory.max", "memory.current"))
-        found.append(max(0, int(limit) - int(used)))
-    return min(found, default=UNKNOWN_FREE_BYTES)
+    ram_bytes = free_ram_bytes()
+    return UNKNOWN_FREE_BYTES if ram_bytes is None else ram_bytes
 
 
 def _mb(size_bytes: int) -> str:
