@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.errors import StateError
 from colab_swarm.markup import settings
+from colab_swarm.moe.grid import Grid
+from colab_swarm.moe.saves import MAX_HOLDERS
 from colab_swarm.runtime import free_ram_bytes
 from colab_swarm.tensors.device import accelerator
 from colab_swarm.tensors.statedict import flatten, unflatten
@@ -40,6 +43,7 @@ USABLE = 0.8  # share of the free memory to use: fragmentation and other program
 UNKNOWN_FREE_BYTES = 2 << 30
 USUAL_LENGTH = 128  # assumed for samples of any length
 MEASURED_SAMPLES = 2
+FILLED = 0.75  # share of the experts that fit to host at first; the rest is for experts of dead hosts
 MOST = 256  # experts per host: with more, their calls would queue
 
 
@@ -115,6 +119,9 @@ class ExpertRule:
 
     def __repr__(self) -> str:
         return settings(self)
+
+
+ADAM = ExpertRule(partial(torch.optim.Adam, lr=1e-3), max_grad_norm=1.0)  # how experts learn by default
 
 
 class Expert:
@@ -305,6 +312,118 @@ def free_bytes() -> int:
 
 def _mb(size_bytes: int) -> str:
     return f"{size_bytes / 1e6:,.1f} MB" if size_bytes < 1e9 else f"{size_bytes / 1e9:,.1f} GB"
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """Limits of one batch and of all calls together."""
+
+    max_batch_size: int = 4096  # samples up to which calls are merged
+    max_batch_bytes: int = 128 << 20  # of a batch's tensors as float32, and so of a call's
+    max_held_bytes: int = 512 << 20  # of all admitted calls together
+
+    def __post_init__(self) -> None:
+        if self.max_batch_size < 1 or not 0 < self.max_batch_bytes <= self.max_held_bytes:
+            raise ValueError(
+                f"{self}: a batch needs a sample, and the memory for all calls must hold a batch"
+            )
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """The experts to host, and how.
+
+    Attributes:
+        grid: contains their names.
+        make: returns a new expert's module.
+        rule: how they learn.
+        sample: shape of one sample.
+        model: memory and state of such an expert.
+        count, capacity: how many, and up to how many after other hosts died.
+        uids: host only these; None: any.
+        arithmetic: explains the count in a sentence.
+        copies: other peers that keep each expert's saves.
+        spare: experts of dead hosts to take over beyond ``count``, if memory allows.
+        save_s: between two saves.
+        takeover_s: between two checks for experts whose hosts died.
+    """
+
+    grid: Grid
+    make: Callable[[], nn.Module]
+    rule: ExpertRule
+    sample: tuple[int, ...]
+    model: ExpertModel
+    count: int = 1
+    capacity: int = 1
+    uids: tuple[str, ...] | None = None
+    arithmetic: str = ""
+    copies: int = 2
+    spare: int = 4
+    save_s: float = 60.0
+    takeover_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.copies <= MAX_HOLDERS or self.spare < 0:
+            raise ValueError(
+                f"copies={self.copies}, spare={self.spare}: give 0 to {MAX_HOLDERS}, and 0 or more"
+            )
+        if (shortest := min(self.save_s, self.takeover_s)) <= 0:
+            raise ValueError(f"{shortest:g} s: the times of a host must be above 0")
+
+
+def plan_host(
+    grid: Grid,
+    make_expert: Callable[[], nn.Module],
+    *,
+    sample: Sequence[int] | None = None,
+    rule: ExpertRule | None = None,
+    count: int | Sequence[str] | None = None,
+    **settings: Any,
+) -> HostPlan:
+    """Build one expert, let it take a step, and compute how many this device can host.
+
+    ``sample`` is the shape of one sample (-1: any length; None: the module's attribute ``sample``),
+    ``count`` how many, or the names of exactly these (None: three quarters of those that fit in the
+    free memory). Raises ValueError if the module cannot be an expert, none fits, or ``count`` is
+    not usable; TypeError if its state cannot be saved.
+    """
+    uids, rule = _names(grid, count), rule or ADAM
+    shape = _sample_of(make_expert) if sample is None else tuple(sample)
+    plan = HostPlan(grid, make_expert, rule, shape, measure(make_expert, rule, shape), uids=uids, **settings)
+    sample_bytes = 4 * math.prod(USUAL_LENGTH if side == ANY_LENGTH else side for side in shape)
+    limits = BatchLimits()
+    batch_size = min(limits.max_batch_size, max(1, limits.max_batch_bytes // sample_bytes))
+    fit, why = plan.model.experts_that_fit(free_bytes(), max_batch_size=batch_size)
+    fit = min(fit, grid.size)
+    why = f"{fit} of {grid} fit: {why}"
+    if uids is not None:
+        return replace(plan, count=len(uids), capacity=len(uids), arithmetic=why)
+    if count is None and not fit:
+        raise ValueError(f"{why}. Use smaller experts, or give count=1 to try")
+    number = min(count, grid.size) if isinstance(count, int) else max(1, int(FILLED * fit))
+    capacity = max(number, min(number + plan.spare, fit))
+    why = f"hosting {number} experts, and up to {capacity} when other hosts die; {why}"
+    return replace(plan, count=number, capacity=capacity, arithmetic=why)
+
+
+def _names(grid: Grid, count: int | Sequence[str] | None) -> tuple[str, ...] | None:
+    if isinstance(count, int) and count < 1:
+        raise ValueError(f"count={count}: host at least one expert")
+    if count is None or isinstance(count, int):
+        return None
+    for uid in count:
+        grid.index(uid)
+    return tuple(dict.fromkeys(count))
+
+
+def _sample_of(make_expert: Callable[[], nn.Module]) -> tuple[int, ...]:
+    module = make_expert()
+    sample = getattr(module, "sample", None)
+    if not isinstance(sample, tuple):
+        raise ValueError(
+            f"unknown samples of {type(module).__name__}. Say sample=(512,), or sample=(-1, 512) for any length"
+        )
+    return sample
 
 
 def check_fit(found: Any, model: Any, path: str = "") -> None:

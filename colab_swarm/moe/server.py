@@ -35,7 +35,7 @@ import torch
 from colab_swarm.errors import PeerLost
 from colab_swarm.events import EventLog, Fault
 from colab_swarm.moe.calls import BackwardExpert, CallExpert, ForwardExpert, Part, encoded, spans
-from colab_swarm.moe.expert import ANY_LENGTH, Expert
+from colab_swarm.moe.expert import ANY_LENGTH, BatchLimits, Expert
 from colab_swarm.net.peers import Peers, Refusal, Role, Stream, StreamEnded, short
 from colab_swarm.runtime import PauseGate
 from colab_swarm.tensors.codecs import Buffer, Codec, Floats, all_finite, codec_of
@@ -96,21 +96,6 @@ class Call:
                         "your tensors hold values that are not finite: an expert must not see them"
                     )
         self.parts.clear()
-
-
-@dataclass(frozen=True)
-class BatchLimits:
-    """Limits of one batch and of all calls together."""
-
-    max_batch_size: int = 4096  # samples up to which calls are merged
-    max_batch_bytes: int = 128 << 20  # of a batch's tensors as float32, and so of a call's
-    max_held_bytes: int = 512 << 20  # of all admitted calls together
-
-    def __post_init__(self) -> None:
-        if self.max_batch_size < 1 or not 0 < self.max_batch_bytes <= self.max_held_bytes:
-            raise ValueError(
-                f"{self}: a batch needs a sample, and the memory for all calls must hold a batch"
-            )
 
 
 class Batching:

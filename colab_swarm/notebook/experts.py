@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from colab_swarm.markup import count
-from colab_swarm.moe.watch import ExpertsSnapshot, HostOfExperts, LiveExpert, ServedExpert
+from colab_swarm.moe.host import ExpertsSnapshot, HostOfExperts, LiveExpert, ServedExpert
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.panel import Panel, Views
 from colab_swarm.notebook.theme import Cell, Document

@@ -38,10 +38,9 @@ if TYPE_CHECKING:
     from colab_swarm.averaging.moshpit import MoshpitResult
     from colab_swarm.elastic.optimizer import ElasticOptimizer
     from colab_swarm.moe.expert import ExpertRule
-    from colab_swarm.moe.host import ExpertHost, SwarmExperts
+    from colab_swarm.moe.host import ExpertHost, ExpertsSnapshot, SwarmExperts
     from colab_swarm.moe.layer import MixtureOfExperts, RemoteExpert
     from colab_swarm.moe.trainer import AsyncTrainer
-    from colab_swarm.moe.watch import ExpertsSnapshot
     from colab_swarm.notebook.try_model import ModelProbe, TryModel
     from colab_swarm.snapshot import SwarmSnapshot
     from colab_swarm.training.assistant import Assistant

@@ -12,9 +12,9 @@ import torch
 from colab_swarm.dht.service import DHT, DHTSettings, RunServices
 from colab_swarm.events import Event, EventLog
 from colab_swarm.moe.directory import Directory, DirectorySettings
-from colab_swarm.moe.expert import ExpertRule, FeedForward, measure
+from colab_swarm.moe.expert import ExpertRule, FeedForward, HostPlan, measure
 from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.host import ExpertHost, HostPlan, HostResources
+from colab_swarm.moe.host import ExpertHost, HostResources
 from colab_swarm.moe.saves import ReplicaStore
 from colab_swarm.runtime import Runner
 from colab_swarm.sim import LAN, SimNetwork, SimPeers

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from colab_swarm.moe.expert import BatchLimits
 from colab_swarm.moe.server import (
     MAX_RETRY_S,
     MIN_RETRY_S,
     UNKNOWN_RETRY_S,
     Answer,
     Batching,
-    BatchLimits,
     Call,
     Key,
 )

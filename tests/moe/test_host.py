@@ -18,9 +18,9 @@ from colab_swarm.dht.service import DHT, DHTSettings, RunServices
 from colab_swarm.errors import ExpertError
 from colab_swarm.events import EventLog, ExpertHosted, ExpertLost, Fault
 from colab_swarm.moe.directory import Directory, DirectorySettings
-from colab_swarm.moe.expert import ExpertRule, FeedForward, TransformerBlock
+from colab_swarm.moe.expert import ExpertRule, FeedForward, TransformerBlock, plan_host
 from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.host import ExpertHost, HostResources, plan_host
+from colab_swarm.moe.host import ExpertHost, HostResources
 from colab_swarm.moe.saves import SavePlace, SaveRecord
 from colab_swarm.net.node import Node
 from colab_swarm.sim.runtime import SimRuntime
@@ -375,7 +375,7 @@ def test_invalid_settings_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_none_fits_is_an_error_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("colab_swarm.moe.host.free_bytes", lambda: 1000)
+    monkeypatch.setattr("colab_swarm.moe.expert.free_bytes", lambda: 1000)
     with pytest.raises(ValueError, match=r"0 of ffn\[2 x 3\] fit: 80% of .* give count=1 to try"):
         plan_host(GRID, make)
     assert plan_host(GRID, make, count=1).count == 1

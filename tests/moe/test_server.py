@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from colab_swarm.errors import CallRefused, ExpertError
 from colab_swarm.events import EventLog, Fault
 from colab_swarm.moe.calls import BackwardExpert, CallExpert, ForwardExpert, Part
-from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, TransformerBlock
+from colab_swarm.moe.expert import BatchLimits, Expert, ExpertRule, FeedForward, TransformerBlock
 from colab_swarm.moe.grid import ExpertInfo
-from colab_swarm.moe.server import PAUSED_RETRY_S, Answer, BatchLimits, Call, ExpertServer, Key, compute
+from colab_swarm.moe.server import PAUSED_RETRY_S, Answer, Call, ExpertServer, Key, compute
 from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Refusal, Role

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from colab_swarm.moe.directory import Directory
+from colab_swarm.moe.host import LIST_EVERY_S, ExpertsSnapshot, ExpertsWatch, rated
 from colab_swarm.moe.server import ExpertStatistics
-from colab_swarm.moe.watch import LIST_EVERY_S, ExpertsSnapshot, ExpertsWatch, rated
 from colab_swarm.net.peers import short
 from colab_swarm.runtime import Runtime
 from tests.moe.hosts import GRID, Member, Run

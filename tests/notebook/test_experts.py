@@ -6,7 +6,7 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.watch import ExpertsSnapshot, HostOfExperts, LiveExpert, ServedExpert
+from colab_swarm.moe.host import ExpertsSnapshot, HostOfExperts, LiveExpert, ServedExpert
 from colab_swarm.notebook.experts import draw, summary
 from colab_swarm.notebook.theme import MAX_ROWS
 
