@@ -215,7 +215,7 @@ class DHT:
     async def _gather(self, id: bytes) -> tuple[Storage, Lookup, list[PeerId]]:
         merged, first = Storage(self.settings, self._storage.verified), list[PeerId]()
         lookup = self._lookup(id, width=self.settings.read_replicas)
-        ask = partial(self._ask_value, id, merged, first)
+        ask = partial(self._ask, id, merged, first)
         await self._search(lookup, ask)
         if not first:  # perhaps the nearest have just joined
             lookup.width = self.settings.replicas + self.settings.read_replicas
@@ -265,7 +265,7 @@ class DHT:
     async def find_near(self, target: bytes, *, width: int, seeds: Iterable[Contact] | None = None) -> Lookup:
         """Find the ``width`` peers nearest to ``target``, starting at ``seeds`` or at known peers."""
         lookup = self._lookup(target, width=width, seeds=seeds)
-        await self._search(lookup, partial(self._ask_peers, target))
+        await self._search(lookup, partial(self._ask, target, None, []))
         return lookup
 
     def _lookup(self, target: bytes, *, width: int, seeds: Iterable[Contact] | None = None) -> Lookup:
@@ -327,21 +327,18 @@ class DHT:
         if self.table.saw(contact, self._now()) and self._hands_over:
             self._tasks.spawn(self._hand_over(contact))
 
-    async def _ask_peers(self, target: bytes, contact: Contact) -> Iterable[Contact]:
-        if contact.id == self._peers.id:
-            return ()
-        return (await self._call(contact, FindNear(target, self._peers.contact), FoundNear)).contacts
-
-    async def _ask_value(
-        self, key: bytes, merged: Storage, first: list[PeerId], contact: Contact
+    async def _ask(
+        self, target: bytes, merged: Storage | None, first: list[PeerId], contact: Contact
     ) -> Iterable[Contact]:
-        contacts: Iterable[Contact] = ()
-        if contact.id == self._peers.id:
-            records = self._storage.get(key, now=self._now())
-        else:
-            answer = await self._call(contact, FindNear(key, self._peers.contact, True), FoundNear)
+        """Query a peer for contacts and, with ``merged``, for records, which are put there; ``first`` sent some."""
+        records, contacts = tuple[Record, ...](), tuple[Contact, ...]()
+        if contact.id != self._peers.id:
+            message = FindNear(target, self._peers.contact, merged is not None)
+            answer = await self._call(contact, message, FoundNear)
             records, contacts = answer.records, answer.contacts
-        if "" in await self._put(merged, key, records):
+        elif merged is not None:
+            records = self._storage.get(target, now=self._now())
+        if merged is not None and "" in await self._put(merged, target, records):
             first.append(contact.id)
         return contacts
 

@@ -12,15 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.moe.expert import BatchLimits
-from colab_swarm.moe.server import (
-    MAX_RETRY_S,
-    MIN_RETRY_S,
-    UNKNOWN_RETRY_S,
-    Answer,
-    Batching,
-    Call,
-    Key,
-)
+from colab_swarm.moe.server import MAX_RETRY_S, MIN_RETRY_S, UNKNOWN_RETRY_S, Answer, Batching, Call, Key
 from colab_swarm.tensors.codecs import CODECS
 
 LIMITS = BatchLimits(max_batch_size=8, max_batch_bytes=80, max_held_bytes=120)
