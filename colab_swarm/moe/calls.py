@@ -142,13 +142,11 @@ class ExpertCalls:
         try:
             async with await self._peers.stream(info.host.id, opening, timeout_s=self.timeout_s) as stream:
                 return (await self._converse(stream, tensors)).reshape(inputs.shape)
-        except ExpertError as error:
-            raise ExpertError(f"{where} {error}", retry_s=error.retry_s) from error
-        except CallRefused as error:
-            retry_s = LINK_BUSY_RETRY_S if error.code == "busy" else None
-            raise ExpertError(f"{where} refused: {error}", retry_s=retry_s) from error
         except (PeerError, ValueError) as error:
-            raise ExpertError(f"{where} failed: {error}") from error
+            how = {ExpertError: "", CallRefused: " refused:"}.get(type(error), " failed:")
+            busy = isinstance(error, CallRefused) and error.code == "busy"
+            retry_s = LINK_BUSY_RETRY_S if busy else getattr(error, "retry_s", None)
+            raise ExpertError(f"{where}{how} {error}", retry_s=retry_s) from error
 
     async def _converse(self, stream: Stream, tensors: Sequence[Floats]) -> Floats:
         sending = asyncio.create_task(self._send(stream, tensors))
