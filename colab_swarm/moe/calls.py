@@ -8,7 +8,10 @@ tensor of the same shape, with one part that says it is busy, or with a refusal.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,6 +25,8 @@ from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Buffer, Codec, 
 PART_BYTES = 120 << 10
 LINK_BUSY_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
+DECAY = 0.99  # of an expert's share, per batch without it
+FORGOTTEN = 1e-4  # an expert with less was not used for about a thousand batches: it is dropped
 
 
 class CallExpert(Message, frozen=True):
@@ -59,8 +64,22 @@ def encoded(values: Floats, codec: Codec) -> Iterator[Buffer]:
     return (codec.encode(flat[span]) for span in spans(flat.size, codec))
 
 
+@dataclass(frozen=True)
+class MixtureStatistics:
+    """Counters of a layer since its creation."""
+
+    batches: int = 0  # forward passes
+    answers: int = 0  # forward calls that succeeded
+    failures: int = 0  # forward calls that failed or were later than the grace period
+    lost_gradients: int = 0  # backward calls that failed: the part of that expert counted as zero
+    unanswered: int = 0  # samples without any answer, which passed unchanged
+    outliers: int = 0  # answers for single samples that were too far from the others
+    sent_bytes: int = 0  # of activations and gradients, as encoded
+    received_bytes: int = 0
+
+
 class ExpertCalls:
-    """Calls experts on any peer; the layers of a model and their deep copies share one.
+    """Calls experts on any peer; a layer and its deep copies share one, and with it their statistics.
 
     A busy expert is called again after the delay that its host requests. Each outcome is reported to the directory.
 
@@ -81,11 +100,43 @@ class ExpertCalls:
     ) -> None:
         self.directory, self.runtime, self.timeout_s = directory, runtime, timeout_s
         self._peers, self._codec = peers, codec_of(codec)
-        self.sent_bytes = self.received_bytes = 0
-        """Payload of all calls so far."""
+        self._lock = threading.Lock()  # of counters and shares
+        self._counts = Counter[str]()
+        self._shares: dict[str, float] = {}
 
     def __deepcopy__(self, memo: object) -> ExpertCalls:
         return self
+
+    # -- statistics, thread-safe
+
+    def count(self, **more: int) -> None:
+        """Add to the counters of `MixtureStatistics`."""
+        with self._lock:
+            self._counts.update(more)
+
+    def statistics(self) -> MixtureStatistics:
+        """Return the counters."""
+        with self._lock:
+            return MixtureStatistics(**self._counts)
+
+    def on_batch(self, weights: Mapping[str, float]) -> int:
+        """Record a batch that was mixed with these sums of weights; return how many other experts are known."""
+        total = sum(weights.values())
+        with self._lock:
+            if total:
+                shares = {uid: DECAY * share for uid, share in self._shares.items()}
+                for uid, weight in weights.items():
+                    shares[uid] = shares.get(uid, 0.0) + (1 - DECAY) * weight / total
+                self._shares = {u: share for u, share in shares.items() if share >= FORGOTTEN or u in weights}
+            return len(self._shares.keys() - weights.keys())
+
+    def shares(self) -> dict[str, float]:
+        """Return each known expert's part of the work of about the last hundred batches; they sum to 1."""
+        with self._lock:
+            total = sum(self._shares.values())
+            return {uid: share / total for uid, share in sorted(self._shares.items())}
+
+    # -- calls
 
     async def find(self, grid: Grid, uid: str) -> ExpertInfo:
         """Return the expert's host, shape and step. Raises ExpertError: no host was found in time."""
@@ -161,7 +212,7 @@ class ExpertCalls:
             for tensor in tensors:
                 for part in encoded(np.ascontiguousarray(tensor, np.float32), self._codec):
                     await stream.send(Part(), part)
-                    self.sent_bytes += memoryview(part).nbytes
+                    self.count(sent_bytes=memoryview(part).nbytes)
         except ValueError as error:  # from the codec: ends the wait for the answer
             stream.reset(str(error))
 
@@ -172,7 +223,7 @@ class ExpertCalls:
                 part, payload = await stream.receive(Part)
             except StreamEnded as error:
                 raise ExpertError(f"sent {span.start} of {numel} values") from error
-            self.received_bytes += len(payload)
+            self.count(received_bytes=len(payload))
             if part.busy_s is not None:
                 retry_s = max(0.0, min(MAX_RETRY_S, part.busy_s))  # in this order, NaN becomes the maximum
                 raise ExpertError(f"is busy: call again in {retry_s:.2g} s", retry_s=retry_s)

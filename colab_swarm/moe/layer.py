@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,22 +28,18 @@ from torch.autograd.function import once_differentiable
 
 from colab_swarm.errors import ExpertError, NoExpertsError
 from colab_swarm.markup import facts
-from colab_swarm.moe.calls import ExpertCalls
+from colab_swarm.moe.calls import ExpertCalls, MixtureStatistics
 from colab_swarm.moe.grid import ExpertInfo, Grid, Mask
 from colab_swarm.tensors.codecs import Floats, all_finite
 
 logger = logging.getLogger(__name__)
 ATTEMPTS = 2
 MIN_WITNESSES = 3  # with fewer answers an outlier cannot be identified
-DECAY = 0.99  # of an expert's share, per batch without it
-FORGOTTEN = 1e-4  # an expert with less was not used for about a thousand batches: it is dropped
 Places: TypeAlias = npt.NDArray[np.intp]
 
 
 class Gating(nn.Module):
-    """``g(x, f) = sum_i g_i(x)[u_i]``: an expert's priority is the sum of its indices' scores.
-
-    Each dimension of the grid has one linear map (Learning@home, section 3.2).
+    """``g(x, f) = sum_i g_i(x)[u_i]``, one linear map per dimension of the grid (Learning@home, section 3.2).
 
     ``dim`` is the number of values of a sample, ``sides`` are the numbers of indices of the grid's dimensions.
     """
@@ -84,62 +78,6 @@ def balance_loss(importance_E: Tensor, idle: int) -> Tensor:
     mean = importance_E.sum() / count
     variance = ((importance_E - mean).square().sum() + idle * mean.square()) / count
     return variance / mean.square().clamp_min(1e-20)
-
-
-@dataclass(frozen=True)
-class MixtureStatistics:
-    """Counters of a layer since its creation."""
-
-    batches: int = 0  # forward passes
-    answers: int = 0  # forward calls that succeeded
-    failures: int = 0  # forward calls that failed or were later than the grace period
-    lost_gradients: int = 0  # backward calls that failed: the part of that expert counted as zero
-    unanswered: int = 0  # samples without any answer, which passed unchanged
-    outliers: int = 0  # answers for single samples that were too far from the others
-    sent_bytes: int = 0  # of activations and gradients, as encoded
-    received_bytes: int = 0
-
-
-class Usage:
-    """Counters and expert shares of a layer. Copies of the layer share it. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._counts = Counter[str]()
-        self._shares: dict[str, float] = {}
-        self._lock = threading.Lock()
-
-    def __deepcopy__(self, memo: object) -> Usage:
-        return self
-
-    def count(self, **more: int) -> None:
-        """Add to the counters of `MixtureStatistics`."""
-        with self._lock:
-            self._counts.update(more)
-
-    def statistics(self, calls: ExpertCalls) -> MixtureStatistics:
-        """Return the counters, with the bytes of these calls."""
-        with self._lock:
-            return MixtureStatistics(
-                **self._counts, sent_bytes=calls.sent_bytes, received_bytes=calls.received_bytes
-            )
-
-    def on_batch(self, weights: Mapping[str, float]) -> int:
-        """Record a batch that was mixed with these sums of weights; return how many other experts are known."""
-        total = sum(weights.values())
-        with self._lock:
-            if total:
-                shares = {uid: DECAY * share for uid, share in self._shares.items()}
-                for uid, weight in weights.items():
-                    shares[uid] = shares.get(uid, 0.0) + (1 - DECAY) * weight / total
-                self._shares = {u: share for u, share in shares.items() if share >= FORGOTTEN or u in weights}
-            return len(self._shares.keys() - weights.keys())
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Each known expert's part of the work of about the last hundred batches; they sum to 1."""
-        with self._lock:
-            total = sum(self._shares.values())
-            return {uid: share / total for uid, share in sorted(self._shares.items())}
 
 
 class _RemoteFunction(torch.autograd.Function):
@@ -248,15 +186,11 @@ class MixtureSettings:
 
     def __post_init__(self) -> None:
         if not 1 <= self.k_min <= self.k:
-            raise ValueError(
-                f"k={self.k}, k_min={self.k_min}: call one expert or more and wait for at most k"
-            )
+            raise ValueError(f"k={self.k}, k_min={self.k_min}: call at least one expert, wait for at most k")
         if not self.grace_s >= 0:
             raise ValueError(f"grace_s={self.grace_s}: give seconds, 0 or more")
         if self.reject_outliers is not None and not self.reject_outliers > 1:
-            raise ValueError(
-                f"reject_outliers={self.reject_outliers}: half of all answers are within 1; try 5"
-            )
+            raise ValueError(f"reject_outliers={self.reject_outliers}: must be over 1; try 5")
 
 
 class MixtureOfExperts(nn.Module):
@@ -275,7 +209,7 @@ class MixtureOfExperts(nn.Module):
         self.grid, self.dim, self.settings = grid, dim, settings
         self.balance_loss: Tensor = torch.zeros(())
         """Of the last forward pass: add a small multiple of it to your loss to spread the work over the experts."""
-        self._calls, self._usage = calls, Usage()
+        self._calls = calls
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "balance_loss": torch.zeros(())}  # part of a graph: cannot be copied
@@ -291,11 +225,11 @@ class MixtureOfExperts(nn.Module):
     @property
     def utilisation(self) -> dict[str, float]:
         """Each known expert's part of the recent work; they sum to 1."""
-        return self._usage.shares
+        return self._calls.shares()
 
     def statistics(self) -> MixtureStatistics:
         """Return the counters since the layer's creation."""
-        return self._usage.statistics(self._calls)
+        return self._calls.statistics()
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return a tensor of the same shape and dtype.
@@ -317,12 +251,11 @@ class MixtureOfExperts(nn.Module):
 
     def _mix(self, samples_BS: Tensor) -> Tensor:
         features_BD = samples_BS.mean(1) if self.settings.sequences else samples_BS
-        gate_dtype = self.gating.maps.weight.dtype
-        scores = [score_BM.float() for score_BM in self.gating(features_BD.to(gate_dtype))]
+        scores = [score_BM.float() for score_BM in self.gating(features_BD.to(self.gating.maps.weight))]
         inputs_BS = samples_BS.cpu()
         batch = _Batch(self._calls, self.grid, self.settings, as_floats(inputs_BS))
         self._calls.runtime.call(batch.forward([as_floats(score_BM) for score_BM in scores]))
-        self._usage.count(batches=1, **batch.counts)
+        self._calls.count(batches=1, **batch.counts)
 
         device = samples_BS.device
         outputs_BKS = attach_backward(inputs_BS, batch.outputs_BKS, partial(self._backward, batch)).to(device)
@@ -336,7 +269,7 @@ class MixtureOfExperts(nn.Module):
 
     def _backward(self, batch: _Batch, grads_BKS: Floats) -> Floats:
         grads_BS, lost = self._calls.runtime.call(batch.backward(grads_BKS))
-        self._usage.count(lost_gradients=lost)
+        self._calls.count(lost_gradients=lost)
         return grads_BS
 
     def _balance(self, batch: _Batch, weights_BK: Tensor) -> None:
@@ -345,7 +278,7 @@ class MixtureOfExperts(nn.Module):
         importance_E = weights.new_zeros(len(used))
         importance_E = importance_E.index_add(0, torch.from_numpy(places).to(weights.device), weights)
         names = [batch.infos[place].uid for place in used]
-        idle = self._usage.on_batch(dict(zip(names, importance_E.tolist(), strict=True)))
+        idle = self._calls.on_batch(dict(zip(names, importance_E.tolist(), strict=True)))
         self.balance_loss = balance_loss(importance_E, idle)
 
 

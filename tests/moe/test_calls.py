@@ -113,7 +113,7 @@ async def test_the_retry_hint_of_a_busy_host_is_bounded(said: float, heard: floa
         with pytest.raises(ExpertError, match="busy") as caught:
             await calls.attempt(ForwardExpert, info(bob.contact), [large])
         assert caught.value.retry_s == heard
-        assert calls.sent_bytes < large.nbytes / 2, "a busy answer stops the sending"
+        assert calls.statistics().sent_bytes < large.nbytes / 2, "a busy answer stops the sending"
 
 
 @pytest.mark.real_time
@@ -139,7 +139,8 @@ async def test_bytes_are_counted_as_they_go_over_the_wire() -> None:
         bob.serve_stream(ForwardExpert, echo)
         calls = calls_of(alice, codec="float16")
         assert np.array_equal(await calls.forward(info(bob.contact), INPUTS), INPUTS)
-        assert (calls.sent_bytes, calls.received_bytes) == (24, 24)
+        counted = calls.statistics()
+        assert (counted.sent_bytes, counted.received_bytes) == (24, 24)
 
 
 @pytest.mark.parametrize("codec", ["onebit", "topk:0.25"])
@@ -152,7 +153,7 @@ async def test_an_expert_answers_and_learns_with_lossy_codecs(codec: str) -> Non
     answer = await calls.forward(info(bob.contact), INPUTS)
     assert answer.shape == INPUTS.shape and np.isfinite(answer).all() and answer.any()
     assert np.isfinite(await calls.backward(info(bob.contact), INPUTS, INPUTS)).all()
-    assert expert.step == 1 and calls.sent_bytes < INPUTS.nbytes * 3 / 2
+    assert expert.step == 1 and calls.statistics().sent_bytes < INPUTS.nbytes * 3 / 2
     with pytest.raises(ExpertError, match=r"expert ffn\.0 .*not finite"):
         await calls.forward(info(bob.contact), np.full_like(INPUTS, np.nan))
     assert virtual_time() < 1  # no wait for values that could not be sent

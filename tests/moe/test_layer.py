@@ -17,7 +17,6 @@ from colab_swarm.moe.layer import (
     MixtureOfExperts,
     MixtureSettings,
     RemoteExpert,
-    Usage,
     balance_loss,
     mixing_weights,
     priorities,
@@ -393,29 +392,21 @@ def test_minimizing_the_loss_balances_the_importance() -> None:
 
 
 def test_shares_follow_the_work_and_sum_to_one() -> None:
-    usage = Usage()
+    calls = calls_of(cast(Peers, None))
     for _ in range(300):
-        usage.on_batch({"a": 3.0, "b": 1.0})
-    assert usage.shares == pytest.approx({"a": 0.75, "b": 0.25})
-    assert usage.on_batch({"c": 1.0}) == 2  # a and b were idle
-    assert usage.on_batch({}) == 3
-    assert sum(usage.shares.values()) == pytest.approx(1)
+        calls.on_batch({"a": 3.0, "b": 1.0})
+    assert calls.shares() == pytest.approx({"a": 0.75, "b": 0.25})
+    assert calls.on_batch({"c": 1.0}) == 2  # a and b were idle
+    assert calls.on_batch({}) == 3
+    assert sum(calls.shares().values()) == pytest.approx(1)
 
 
 def test_an_expert_unused_for_a_thousand_batches_is_forgotten() -> None:
-    usage = Usage()
-    usage.on_batch({"gone": 1.0})
+    calls = calls_of(cast(Peers, None))
+    calls.on_batch({"gone": 1.0})
     for _ in range(1000):
-        usage.on_batch({"a": 1.0})
-    assert list(usage.shares) == ["a"]
-
-
-def test_copies_count_together() -> None:
-    usage = Usage()
-    copy.deepcopy(usage).count(batches=2, lost_gradients=1)
-    usage.count(batches=1)
-    counted = usage.statistics(calls_of(cast(Peers, None)))
-    assert counted.batches == 3 and counted.lost_gradients == 1
+        calls.on_batch({"a": 1.0})
+    assert list(calls.shares()) == ["a"]
 
 
 LINE = Grid("ffn", (3,))
