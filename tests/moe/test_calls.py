@@ -17,7 +17,6 @@ from colab_swarm.events import EventLog
 from colab_swarm.moe.calls import (
     LINK_BUSY_RETRY_S,
     PART_BYTES,
-    BackwardExpert,
     ForwardExpert,
     Part,
     encoded,
@@ -26,7 +25,6 @@ from colab_swarm.moe.calls import (
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward
 from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.moe.server import ExpertServer
-from colab_swarm.net.identity import id_of
 from colab_swarm.net.peers import Contact, Message, Stream
 from colab_swarm.sim import LAN, SimNetwork, SimPeers, run_virtual, virtual_time
 from colab_swarm.tensors.codecs import CODECS, codec_of
@@ -174,14 +172,6 @@ def test_a_host_that_never_answers_is_an_error_after_the_timeout() -> None:
     assert run_virtual(main()) == pytest.approx(7.0)
 
 
-@pytest.mark.real_time
-async def test_an_unreachable_host_is_an_error() -> None:
-    async with peers("alice") as (alice,):
-        absent = Contact(id_of(bytes(32)), ("ws://127.0.0.1:9",))
-        with pytest.raises(ExpertError, match=r"expert ffn\.0 at"):
-            await calls_of(alice).forward(info(absent), INPUTS)
-
-
 async def test_a_host_killed_between_forward_and_backward_is_an_error_and_comes_back() -> None:
     network, alice, bob = pair()
     rule = ExpertRule(partial(torch.optim.SGD, lr=0.1))
@@ -198,21 +188,6 @@ async def test_a_host_killed_between_forward_and_backward_is_an_error_and_comes_
     await calls.backward(there, INPUTS, INPUTS)
     assert expert.step == 1
     await server.close()
-
-
-async def test_a_host_killed_while_it_answers_is_an_error() -> None:
-    network, alice, bob = pair()
-    large = np.ones((1000, 1000), np.float32)
-
-    async def half(opening: BackwardExpert, stream: Stream) -> None:
-        await stream.receive(Part)
-        await stream.send(Part(), large.tobytes()[: 28 * 4096])
-        network.now().crash("bob")
-
-    bob.serve_stream(BackwardExpert, half)
-    with pytest.raises(ExpertError, match=r"expert ffn\.0 at"):
-        await calls_of(alice).backward(info(bob.contact), large, large)
-    assert [fault.name for fault in network.fired] == ["crash"]
 
 
 async def test_an_unknown_codec_is_refused() -> None:

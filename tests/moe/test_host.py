@@ -14,21 +14,17 @@ import pytest
 import torch
 from torch import nn
 
-from colab_swarm.dht.service import DHT, DHTSettings, RunServices
 from colab_swarm.errors import ExpertError
-from colab_swarm.events import EventLog, ExpertHosted, ExpertLost, Fault
-from colab_swarm.moe.directory import Directory, DirectorySettings
+from colab_swarm.events import ExpertHosted, ExpertLost, Fault
+from colab_swarm.moe.directory import DirectorySettings
 from colab_swarm.moe.expert import ExpertRule, FeedForward, TransformerBlock, plan_host
 from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.host import ExpertHost, HostResources
+from colab_swarm.moe.host import ExpertHost
 from colab_swarm.moe.saves import SavePlace, SaveRecord
-from colab_swarm.net.node import Node
 from colab_swarm.sim.runtime import SimRuntime
 from tests.moe.hosts import GRID, PLAN, Member, Run, host_of, make, saved, train
 from tests.moe.local import calls_of
-from tests.net.swarm import peers, until
 
-QUICK = replace(PLAN, save_s=60.0, takeover_s=0.3, capacity=2)
 EXPIRED_S = 120.0  # twice the life of an announcement, with checks for dead hosts in between
 
 
@@ -102,15 +98,6 @@ async def saved_by_bob(run: Run) -> str:
 
 
 @played
-async def test_a_late_joiner_prefers_experts_of_dead_hosts_to_new_ones(run: Run) -> None:
-    uid = await saved_by_bob(run)
-    run.network.now().crash("bob")
-    await asyncio.sleep(EXPIRED_S)
-    carol, _ = await run.host("carol", 1)
-    assert hosted(carol) == [(uid, 3, True)] and run.network.fired
-
-
-@played
 async def test_a_host_that_returns_continues_from_its_own_disk(run: Run) -> None:
     _, hosting = await run.host("alice", 2)
     await saved_by(hosting, 4)
@@ -150,16 +137,6 @@ async def test_a_false_claim_is_skipped_in_favour_of_a_real_save(run: Run) -> No
     carol, hosting = await run.host("carol", 1)
     assert hosted(carol) == [(uid, 3, True)] and run.network.fired
     assert [place.step for _, place in await hosting._saves.claims(uid)] == [10**9, 3]
-
-
-@played
-async def test_one_of_two_peers_that_claim_a_name_hosts_it(run: Run) -> None:
-    await run.join("alice")
-    (bob, his), (carol, hers) = await asyncio.gather(
-        run.host("bob", uids=("ffn.1.2",)), run.host("carol", uids=("ffn.1.2",))
-    )
-    assert [len(his.experts), len(hers.experts)] in ([1, 0], [0, 1])
-    assert len(hosted(bob)) + len(hosted(carol)) == 1
 
 
 @played
@@ -216,16 +193,6 @@ async def test_a_maker_that_fails_is_the_callers_error_and_claims_nothing(run: R
     assert len(await alice.resources.directory.claim(GRID, 6)) == 6
 
 
-@played
-async def test_a_call_of_a_host_that_stopped_says_that_the_expert_is_gone(run: Run) -> None:
-    reader = await run.join("alice")
-    _, hosting = await run.host("bob", 1)
-    (info,) = await reader.resources.directory.live(GRID)
-    await hosting.close()
-    with pytest.raises(ExpertError, match="not hosted here"):
-        await calls_of(reader.peers).forward(info, torch.ones(2, 4).numpy())
-
-
 @pytest.mark.slow
 @pytest.mark.ordeal
 @played
@@ -265,47 +232,6 @@ async def test_no_expert_loses_more_than_its_last_steps_while_hosts_are_killed(r
     alive = {uid: expert.step for _, hosting in hosts.values() for uid, expert in hosting.experts.items()}
     assert len(alive) == GRID.size
     assert all(alive[uid] >= step > 0 for uid, step in saved_steps.items())
-
-
-@pytest.mark.slow
-@pytest.mark.real_time
-async def test_a_killed_host_is_replaced_over_encrypted_links_too(tmp_path: Path) -> None:
-    async with peers("alice", "bob", "carol") as nodes:
-        members = [await real_member(node, nodes[0], tmp_path) for node in nodes]
-        hostings = [host_of(resources, QUICK) for resources in members[1:]]
-        for hosting in hostings:
-            await hosting.start()
-        (uid,) = hostings[0].experts
-        info = await members[0].directory.find(GRID, uid)
-        assert info is not None
-        ones = torch.ones(2, 4).numpy()
-        for _ in range(3):
-            await calls_of(nodes[0]).backward(info, ones, ones)
-        await hostings[0].save_changed()
-        assert hostings[0]._saves.results[uid].holders == {nodes[2].id}
-        hostings[0].kill()
-        await close(members[1], nodes[1])
-        await until(lambda: uid in hostings[1].experts)
-        assert hostings[1].experts[uid].step == 3
-        await hostings[1].close()
-        for resources, node in zip(members, nodes, strict=True):
-            await close(resources, node)
-
-
-async def real_member(node: Node, entry: Node, folder: Path) -> HostResources:
-    dht = DHT(node, DHTSettings(), random.Random(0))
-    await dht.bootstrap([entry.contact] if entry is not node else [])
-    services = RunServices(node, dht, EventLog(), random.Random(0), "run")
-    directory = Directory(services, DirectorySettings(ttl_s=2.0, cache_s=0.5, absent_s=0.2, settle_s=0.2))
-    return HostResources(services, directory, folder / node.id.hex()[:8])
-
-
-async def close(resources: HostResources, node: Node) -> None:
-    resources.saves.kill()
-    await resources.server.close()
-    await resources.directory.close()
-    await asyncio.gather(*resources.services.dht.kill(), return_exceptions=True)
-    await node.close()
 
 
 # -- what a user says and sees

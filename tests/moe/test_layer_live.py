@@ -10,18 +10,16 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from colab_swarm.dht.service import DHT, DHTSettings, RunServices
-from colab_swarm.errors import NoExpertsError
 from colab_swarm.events import EventLog, ExpertBanned
 from colab_swarm.moe.calls import ExpertCalls
 from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward
 from colab_swarm.moe.grid import Grid, Index
-from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings, RemoteExpert, mixing_weights, priorities
+from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings, mixing_weights, priorities
 from colab_swarm.moe.server import ExpertServer
-from colab_swarm.moe.trainer import AsyncTrainer, TrainerSettings
 from colab_swarm.net.node import Node
 from colab_swarm.runtime import Runtime
 from tests.net.swarm import start
@@ -137,36 +135,3 @@ def test_a_host_killed_between_forward_and_backward_costs_only_its_part(live: Li
     assert x.grad is not None and x.grad.any() and layer.gating.maps.weight.grad is not None
     assert [expert.step for expert in live.carol.experts.values()] == [1, 1]
     assert layer(x).shape == x.shape, "the other host is enough"
-
-
-def test_without_any_host_the_error_names_the_prefix(live: Live) -> None:
-    layer = live.layer()
-    layer(torch.randn(2, DIM))
-    live.kill(live.bob, live.carol)
-    x = torch.randn(2, DIM)
-    assert torch.equal(layer(x), x), "they have only just gone: the samples pass"
-    with pytest.raises(NoExpertsError, match=r"ffn\[2 x 2\] can be called"):
-        layer(x)
-
-
-@pytest.mark.slow
-def test_the_trainer_keeps_many_batches_in_flight_over_real_experts(live: Live) -> None:
-    model = nn.Sequential(nn.Linear(DIM, DIM), live.layer(k=2), nn.Linear(DIM, 1))
-
-    def loss(replica: nn.Module, batch: Tensor) -> Tensor:
-        return (replica(batch) - batch.sum(1, keepdim=True)).square().mean()
-
-    batches = [torch.randn(16, DIM) for _ in range(60)]
-    before = loss(model, torch.cat(batches)).item()
-    settings = TrainerSettings(concurrency=6, progress=False)
-    result = AsyncTrainer(model, loss, torch.optim.Adam(model.parameters(), lr=0.01), settings).fit(batches)
-    assert result.updates == 60 and result.max_staleness >= 1
-    assert loss(model, torch.cat(batches)).item() < 0.7 * before
-    assert sum(expert.step for expert in live.experts.values()) > 60
-
-
-def test_a_remote_expert_computes_on_its_host(live: Live) -> None:
-    remote, x = RemoteExpert(live.calls, GRID, "ffn.1.0"), torch.randn(3, DIM)
-    expected = live.experts["ffn.1.0"]._module(x)
-    torch.testing.assert_close(remote(x), expected, atol=1e-5, rtol=0)
-    assert remote.info().host == live.carol.node.contact

@@ -95,17 +95,6 @@ async def test_a_save_comes_back_from_holders_when_its_host_is_dead(scene: Scene
 
 
 @played
-async def test_one_holder_is_enough_when_the_host_and_all_others_are_dead(scene: Scene) -> None:
-    await scene.open("alice", "bob", "carol", "dave", "erin")
-    kept = await scene.save(saved(step=7))
-    for name in ("alice", scene.name(min(kept.holders))):
-        scene.crash(name)
-    again = await fetched(scene.reader(kept))
-    assert np.array_equal(again.blob, saved(step=7).blob)
-    assert [fault.name for fault in scene.run.network.fired] == ["crash", "crash"]
-
-
-@played
 async def test_only_changed_chunks_are_sent_and_an_equal_save_is_renewed(scene: Scene) -> None:
     await scene.open("alice", "bob")
     first = await scene.save(saved(step=1))
@@ -316,17 +305,6 @@ async def test_a_save_whose_chunks_do_not_match_is_not_kept(tmp_path: Path, faul
             await stream.receive(LackedChunks)
     assert not shelf_of(scene.members["bob"]).saves()
     assert not [path for path in (tmp_path / "bob" / "chunks").rglob("*") if path.is_file()]
-
-
-async def test_a_full_disk_is_reported_and_holders_still_keep_the_save(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    await scene.open("alice", "bob")
-    (tmp_path / "alice").write_text("a file where the folder should be: nothing can be written")
-    kept = await scene.save(saved(step=7))
-    assert kept.fault is not None and "cannot write" in kept.fault
-    scene.crash("alice")
-    assert scene.run.network.fired
-    assert np.array_equal((await fetched(scene.saves("bob"))).blob, saved(step=7).blob)
 
 
 @played

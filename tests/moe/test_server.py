@@ -125,19 +125,6 @@ async def test_a_remote_expert_computes_as_a_local_one(codec: str) -> None:
 
 
 @pytest.mark.real_time
-async def test_after_many_backward_calls_the_weights_equal_a_local_replicas() -> None:
-    local, remote = expert(), expert()
-    async with hosting(remote) as (_, alice, bob):
-        calls = calls_of(alice)
-        for step in range(20):
-            tensors = samples(4, seed=step), samples(4, seed=1000 + step)
-            assert np.allclose(await calls.backward(info(bob), *tensors), here(local, *tensors), atol=1e-6)
-        for name, value in local.state_dict()["module"].items():
-            assert torch.allclose(remote.state_dict()["module"][name], value, atol=1e-6)
-        assert remote.step == 20
-
-
-@pytest.mark.real_time
 async def test_tensors_of_many_parts_and_sequences_of_any_length_arrive_whole() -> None:
     block, gate = expert("text.0", TransformerBlock(DIM, 2), (-1, DIM)), expert("gate.0", Gate(), (1000,))
     async with hosting(block, gate) as (_, alice, bob):
