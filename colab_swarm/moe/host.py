@@ -46,7 +46,6 @@ LIST_EVERY_S = 10.0
 LIST_TIMEOUT_S = 60.0
 MOST_UNCACHED = 4096  # grids with up to so many places are read without the cache
 SHARE_LISTINGS = 7  # listings that shares are computed from: a minute
-SERVED_EVERY_S = 2.0  # between two reads of this peer's statistics; rates are means over this long
 Statistics = Mapping[str, ExpertStatistics]
 REST = 3  # upkeep that took long pauses this many times as long, to leave a slow uplink to calls
 
@@ -325,20 +324,6 @@ class HostOfExperts:
 
 
 @dataclass(frozen=True)
-class ServedExpert:
-    """An expert that this peer serves. Rates are means of the last seconds."""
-
-    uid: str  # its name
-    step: int  # optimizer steps in its weights
-    queued: int  # samples that wait
-    batch_size: float | None  # mean samples per computed batch; None if there were none
-    calls_per_s: float  # answered, forward and backward
-    samples_per_s: float
-    p50_s: float | None  # latency from a call's arrival to its answer; None before the first
-    p99_s: float | None
-
-
-@dataclass(frozen=True)
 class ExpertsSnapshot:
     """The experts of one grid, as this peer knows them."""
 
@@ -348,7 +333,7 @@ class ExpertsSnapshot:
     left_out: tuple[str, ...] = ()  # experts that failed this peer and are not called for a while
     dead: tuple[str, ...] = ()  # experts that were live since this watch started and are no longer
     listed_s: float | None = None  # age of all these in seconds; None before the first listing
-    served: tuple[ServedExpert, ...] = ()  # experts of this peer
+    served: tuple[ExpertStatistics, ...] = ()  # experts of this peer
     fault: str = ""  # why the last listing failed; empty if it succeeded
     over: bool = False  # whether this peer has left
 
@@ -366,10 +351,9 @@ class ExpertsWatch:
     ) -> None:
         self._runtime, self._peers, self._directory = runtime, peers, directory
         self._grid, self._served = grid, served
-        self._read: Statistics = {}
         self._listings: deque[list[ExpertInfo]] = deque(maxlen=SHARE_LISTINGS)
         self._seen: set[str] = set()
-        self._listed_at = self._began_at = self._served_at = float("-inf")
+        self._listed_at = self._began_at = float("-inf")
         self._listing: asyncio.Task[None] | None = None
         self._last, self._closed = ExpertsSnapshot(grid), False
 
@@ -388,12 +372,9 @@ class ExpertsWatch:
             self._listing = asyncio.create_task(self._list(), name="list experts")
         if self._left_out() != self._last.left_out:
             self._update()
-        if now - self._served_at >= SERVED_EVERY_S:
-            read = {uid: one for uid, one in self._served().items() if self._grid.contains(uid)}
-            seconds, before = now - self._served_at, self._read
-            served = tuple(rated(uid, one, before.get(uid), seconds) for uid, one in sorted(read.items()))
-            self._last, self._read, self._served_at = replace(self._last, served=served), read, now
-        self._last = replace(self._last, listed_s=now - self._listed_at if self._listings else None)
+        served = tuple(one for uid, one in sorted(self._served().items()) if self._grid.contains(uid))
+        listed_s = now - self._listed_at if self._listings else None
+        self._last = replace(self._last, served=served, listed_s=listed_s)
         return self._last
 
     def _left_out(self) -> tuple[str, ...]:
@@ -436,24 +417,6 @@ class ExpertsWatch:
             hosts.append(HostOfExperts(experts[0].host, experts[0].mine, len(experts), share, rtt_s))
         dead = tuple(sorted(self._seen - {expert.uid for expert in live} - {*left_out}))
         self._last = replace(self._last, live=tuple(live), hosts=tuple(hosts), left_out=left_out, dead=dead)
-
-
-def rated(uid: str, now: ExpertStatistics, before: ExpertStatistics | None, seconds: float) -> ServedExpert:
-    """Return an expert with its rates since it was ``before``, so many seconds ago; infinity: no rates."""
-    samples, calls, batches = now.forward_samples + now.backward_samples, now.calls, now.batches
-    if before is not None and before.calls <= calls:  # else the expert was removed and hosted again
-        samples -= before.forward_samples + before.backward_samples
-        calls, batches = calls - before.calls, batches - before.batches
-    return ServedExpert(
-        uid=uid,
-        step=now.step,
-        queued=now.queued,
-        batch_size=samples / batches if batches else None,
-        calls_per_s=calls / seconds,
-        samples_per_s=samples / seconds,
-        p50_s=now.p50_s,
-        p99_s=now.p99_s,
-    )
 
 
 async def _on_loop(make: Callable[[], T]) -> T:

@@ -41,7 +41,8 @@ from colab_swarm.tensors.codecs import Buffer, Codec, Floats, all_finite, codec_
 from colab_swarm.tensors.device import DeviceThread
 
 logger = logging.getLogger(__name__)
-LATENCIES = 1000
+LAST = 1000  # calls whose latency is remembered
+RATE_S = 10.0
 CALL_TIMEOUT_S = 60.0  # from a call's opening until its answer is sent
 CLOSE_TIMEOUT_S = 5.0
 PAUSED_RETRY_S = 10.0  # retry hint of a paused host
@@ -218,16 +219,24 @@ def _encoded(call: Call, outputs: Floats) -> Outcome:
 
 @dataclass(frozen=True)
 class ExpertStatistics:
-    """Counters of one expert since this peer hosts it."""
+    """Counters of one expert since this peer hosts it, and rates of the last `RATE_S` seconds."""
 
+    uid: str  # its name
     step: int  # optimizer steps in its weights
     forward_samples: int  # answered
     backward_samples: int
     calls: int  # answered
     batches: int  # into which these calls were merged
     queued: int  # samples that wait now
+    calls_per_s: float  # answered lately, forward and backward
+    samples_per_s: float
     p50_s: float | None  # of the last calls, from arrival to answer; None before the first
     p99_s: float | None
+
+    @property
+    def batch_size(self) -> float | None:
+        """Mean samples per computed batch; None before the first."""
+        return (self.forward_samples + self.backward_samples) / self.batches if self.batches else None
 
 
 class _Served:
@@ -237,22 +246,37 @@ class _Served:
         self.expert = expert
         self._samples = {False: 0, True: 0}
         self._calls = self._batches = 0
-        self._latencies_s: deque[float] = deque(maxlen=LATENCIES)
+        self._last: deque[tuple[float, float, int]] = deque(
+            maxlen=LAST
+        )  # answered at, after so long, samples
 
     def count(self, batch: Sequence[Call], now: float) -> None:
         self._batches += bool(batch)
         self._calls += len(batch)
         for call in batch:
             self._samples[call.key.backward] += call.samples
-            self._latencies_s.append(now - call.arrived_at)
+            self._last.append((now, now - call.arrived_at, call.samples))
 
-    def statistics(self, queued: int) -> ExpertStatistics:
-        forward, backward = self._samples.values()
+    def statistics(self, queued: int, now: float) -> ExpertStatistics:
+        lately = [samples for at, _, samples in self._last if at > now - RATE_S]
+        # so many calls may have come that only the newest are remembered
+        seconds = RATE_S if len(lately) < LAST else max(1e-3, now - self._last[0][0])
         p50_s = p99_s = None
-        if self._latencies_s:
-            p50_s, p99_s = np.percentile(self._latencies_s, (50, 99)).tolist()
-        answered = forward, backward, self._calls, self._batches
-        return ExpertStatistics(self.expert.step, *answered, queued, p50_s, p99_s)
+        if self._last:
+            p50_s, p99_s = np.percentile([took_s for _, took_s, _ in self._last], (50, 99)).tolist()
+        return ExpertStatistics(
+            uid=self.expert.uid,
+            step=self.expert.step,
+            forward_samples=self._samples[False],
+            backward_samples=self._samples[True],
+            calls=self._calls,
+            batches=self._batches,
+            queued=queued,
+            calls_per_s=len(lately) / seconds,
+            samples_per_s=sum(lately) / seconds,
+            p50_s=p50_s,
+            p99_s=p99_s,
+        )
 
 
 class ExpertServer:
@@ -287,7 +311,8 @@ class ExpertServer:
         """Return the statistics of each expert, by uid."""
         with self._lock:
             queued = {uid: self._batching.queued(uid) for uid in self._served}
-        return {uid: one.statistics(queued[uid]) for uid, one in self._served.items()}
+        now = asyncio.get_running_loop().time()
+        return {uid: one.statistics(queued[uid], now) for uid, one in self._served.items()}
 
     async def close(self) -> None:
         """Refuse waiting calls, finish the running batch, accept no more calls. Idempotent."""

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from colab_swarm.markup import count
-from colab_swarm.moe.host import ExpertsSnapshot, HostOfExperts, LiveExpert, ServedExpert
+from colab_swarm.moe.host import ExpertsSnapshot, HostOfExperts, LiveExpert
+from colab_swarm.moe.server import ExpertStatistics
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.panel import Panel, Views
 from colab_swarm.notebook.theme import Cell, Document
@@ -68,7 +69,7 @@ def _host(row: HostOfExperts) -> tuple[str, ...]:
     return row.host + " (me)" * row.mine, f"{row.experts:,}", _percent(row.share), rtt
 
 
-def _served(row: ServedExpert) -> tuple[str, ...]:
+def _served(row: ExpertStatistics) -> tuple[str, ...]:
     latency = "–" if row.p50_s is None or row.p99_s is None else f"{_ms(row.p50_s)} / {_ms(row.p99_s)}"
     batch = "–" if row.batch_size is None else f"{row.batch_size:,.0f}"
     rates = (f"{row.calls_per_s:,.1f}", f"{row.samples_per_s:,.0f}")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from pathlib import Path
 
 import pytest
 import torch
 
 from colab_swarm.moe.directory import Directory
-from colab_swarm.moe.host import LIST_EVERY_S, ExpertsSnapshot, ExpertsWatch, rated
-from colab_swarm.moe.server import ExpertStatistics
+from colab_swarm.moe.host import LIST_EVERY_S, ExpertsSnapshot, ExpertsWatch
 from colab_swarm.net.peers import short
 from colab_swarm.runtime import Runtime
 from tests.moe.hosts import GRID, Member, Run
@@ -102,21 +100,3 @@ async def test_a_failed_listing_is_reported(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(directory, "live", fails)
     assert "no way" in (await look(watch, 1.0)).fault
-
-
-def statistics(calls: int, samples: int, batches: int) -> ExpertStatistics:
-    return ExpertStatistics(calls, samples, samples, calls, batches, 3, 0.01, 0.05)
-
-
-def test_rates_are_means_of_the_last_seconds() -> None:
-    before, now = statistics(1000, 8000, 500), statistics(1020, 8160, 510)
-    assert rated("ffn.0", before, None, math.inf).samples_per_s == 0.0
-    one = rated("ffn.0", now, before, 2.0)
-    assert (one.calls_per_s, one.samples_per_s, one.batch_size) == (10.0, 160.0, 32.0)
-    one = rated("ffn.0", now, now, 5.0)
-    assert (one.calls_per_s, one.batch_size) == (0.0, None)
-
-
-def test_an_expert_that_is_hosted_again_counts_from_zero() -> None:
-    one = rated("ffn.0", statistics(4, 20, 2), statistics(1000, 8000, 500), 4.0)
-    assert (one.calls_per_s, one.samples_per_s) == (1.0, 10.0)

@@ -6,7 +6,8 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.host import ExpertsSnapshot, HostOfExperts, LiveExpert, ServedExpert
+from colab_swarm.moe.host import ExpertsSnapshot, HostOfExperts, LiveExpert
+from colab_swarm.moe.server import ExpertStatistics
 from colab_swarm.notebook.experts import draw, summary
 from colab_swarm.notebook.theme import MAX_ROWS
 
@@ -18,7 +19,7 @@ def live(uid: str, share: float | None, host: str = ALICE) -> LiveExpert:
     return LiveExpert(uid, host, host == BOB, 120, share)
 
 
-SERVED = (ServedExpert("ffn.1.2", 120, 64, 31.8, 2.5, 79.6, 0.0042, 0.12),)
+SERVED = (ExpertStatistics("ffn.1.2", 120, 300, 18, 25, 10, 64, 2.5, 79.6, 0.0042, 0.12),)
 SNAPSHOT = ExpertsSnapshot(
     GRID,
     live=(live("ffn.0.0", 0.0), live("ffn.0.1", 0.1), live("ffn.1.2", 0.9, BOB)),
