@@ -14,14 +14,7 @@ from hypothesis import strategies as st
 
 from colab_swarm.errors import ExpertError
 from colab_swarm.events import EventLog
-from colab_swarm.moe.calls import (
-    LINK_BUSY_RETRY_S,
-    PART_BYTES,
-    ForwardExpert,
-    Part,
-    encoded,
-    spans,
-)
+from colab_swarm.moe.calls import LINK_BUSY_RETRY_S, PART_BYTES, ForwardExpert, Part, encoded, spans
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward
 from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.moe.server import ExpertServer

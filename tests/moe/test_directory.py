@@ -332,16 +332,6 @@ async def test_closing_cancels_the_reads() -> None:
     assert virtual_time() == 0.5 and far.cache.peek("a") is None
 
 
-async def keep_places(scout: Scout, grid: Grid, uids: list[str]) -> None:
-    """Act as a host: announce the held places, give up those of earlier claims."""
-    while True:
-        await scout.directory.announce(grid, {uid: ((16,), 0) for uid in uids})
-        for uid in await scout.directory.rivals(grid, uids):
-            uids.remove(uid)
-            await scout.directory.withdraw(grid, [uid])
-        await asyncio.sleep(15)
-
-
 async def test_a_peer_claims_vacant_places_only() -> None:
     _, (alice, bob) = await scouts(2)
     await announce(alice, *(GRID.uid(index) for index in GRID if index != (2, 3)))
@@ -382,30 +372,6 @@ async def test_a_full_grid_gives_fewer_places() -> None:
     claims = (scout.directory.claim(Grid("ffn", (3, 4)), 3) for scout in found)
     got = [*itertools.chain(*await asyncio.gather(*claims))]
     assert len(got) == len(set(got)) == 12
-
-
-async def test_two_holders_of_a_place_after_a_partition_become_one_when_it_heals() -> None:
-    network, found = await scouts(4, DirectorySettings(settle_s=5.0))
-    alice, bob, *_ = found
-    names = [scout.peers.name for scout in found]
-    for scout in found:
-        scout.dht.start()
-    network.now().partition(set(names[::2]), set(names[1::2]))
-    wanted = ["ffn.1.2", "ffn.3.7"]
-    await asyncio.sleep(60)  # both halves have noticed
-    first = await alice.directory.claim(GRID, 2, wanted=wanted)
-    second = await bob.directory.claim(GRID, 2, wanted=wanted)
-    assert sorted(first) == sorted(second) == wanted  # the fault did harm
-    hosts = [asyncio.create_task(keep_places(s, GRID, u)) for s, u in ((alice, first), (bob, second))]
-    await asyncio.sleep(30)
-    network.now().heal()
-    await asyncio.sleep(120)
-    live = [info.host.id.hex() for info in await found[2].directory.live(GRID)]
-    for host in hosts:
-        host.cancel()
-    assert live == [alice.peers.id.hex()] * 2
-    assert (sorted(first), second) == (wanted, [])
-    assert [fault.name for fault in network.fired] == ["partition", "heal"]
 
 
 async def test_a_place_announced_by_two_at_once_belongs_to_the_smaller_id() -> None:

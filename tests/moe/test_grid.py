@@ -208,15 +208,6 @@ def top(scores: Scores, sample: int, candidates: set[Index], k: int) -> list[Ind
     return sorted(candidates, key=lambda index: (-value(scores, sample, index), index))[:k]
 
 
-def paper_beam(sides: tuple[int, ...], live: set[Index], scores: Scores, sample: int, k: int) -> list[Index]:
-    """Algorithm 1 as printed."""
-    beam: list[Index] = [()]
-    for depth in range(1, len(sides) + 1):
-        alive = {index[:depth] for index in live if index[: depth - 1] in beam}
-        beam = top(scores, sample, alive, k)
-    return beam
-
-
 def replacing_beams(children: Callable[[Index], Mask], scores: Scores, k: int) -> list[list[Index]]:
     """Algorithm 1 for all samples at once, repeated without the prefixes found to have no live child.
 
@@ -233,15 +224,6 @@ def replacing_beams(children: Callable[[Index], Mask], scores: Scores, k: int) -
             beams = [top(scores, n, found, k) for n, found in enumerate(candidates)]
         if len(barren) == known:
             return beams
-
-
-@settings(max_examples=50, deadline=None)
-@given(problems())
-def test_a_beam_of_k_matches_the_paper(problem: tuple[tuple[int, ...], set[Index], Scores, int]) -> None:
-    sides, live, scores, k = problem
-    found, unknown = beam_search(scores, k, lambda prefix: children_of(sides, live, prefix))
-    assert not unknown
-    assert found == [paper_beam(sides, live, scores, n, k) for n in range(len(scores[0]))]
 
 
 @settings(max_examples=50, deadline=None)

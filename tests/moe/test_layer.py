@@ -12,13 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from colab_swarm.errors import ExpertError, NoExpertsError
 from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.layer import (
-    MixtureOfExperts,
-    MixtureSettings,
-    RemoteExpert,
-    balance_loss,
-    priorities,
-)
+from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings, RemoteExpert, balance_loss, priorities
 from colab_swarm.net.peers import Peers
 from tests.moe.local import LR, LocalCalls, LocalExperts, calls_of, tanh_expert
 

@@ -234,19 +234,6 @@ async def test_a_silent_holder_delays_a_fetch_for_seconds_only(scene: Scene) -> 
 
 
 @played
-async def test_a_claim_of_a_missing_save_is_skipped(scene: Scene) -> None:
-    await scene.open("alice", "bob", "mallory")
-    await scene.save(saved(step=7))
-    liar = scene.members["mallory"].services
-    record = SaveRecord((SavePlace(10**9, bytes(32), (liar.peers.contact,)),))
-    await liar.dht.publish("run/experts/ffn.0.0/save", record, ttl_s=600)
-    (_, lie), (_, truth) = await scene.saves("bob").claims("ffn.0.0")
-    assert (lie.step, truth.step) == (10**9, 7)
-    with pytest.raises(StateError, match="none of 1 holders has"):
-        await scene.saves("bob").fetch("ffn.0.0", lie, limit_bytes=LIMIT_BYTES)
-
-
-@played
 async def test_a_false_claim_of_a_real_save_does_not_hide_the_owners(scene: Scene) -> None:
     await scene.open("alice", "bob", "mallory", "zoe")
     await scene.save(saved(step=7))
