@@ -54,7 +54,7 @@ A call is one stream. The trainer keeps its end open until the answer arrives; a
 | between two saves; between two checks for dead hosts | 60 s; 20 s |
 | life of a save that is not renewed | a day |
 
-See `MixtureSettings`, `HostPlan`, `DirectorySettings` and `BatchLimits`.
+See `MixtureOfExperts`, `HostPlan`, `DirectorySettings` and `BatchLimits`.
 
 ## Failures
 

@@ -86,6 +86,8 @@ class ExpertCalls:
     Args:
         runtime: runs coroutines for layers, which wait for the result.
         codec: compression of activations and gradients, both ways; ValueError if there is none of this name.
+            Warning: onebit and topk have no error feedback here, so the lost values never arrive. Train with
+            them from the start, or use int8.
         timeout_s: for finding experts, and again for calling one, dialling and retries included.
     """
 

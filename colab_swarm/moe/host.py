@@ -31,7 +31,7 @@ from colab_swarm.moe.calls import ExpertCalls
 from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.expert import Expert, HostPlan, check_fit, plan_host
 from colab_swarm.moe.grid import ExpertInfo, Grid
-from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings, RemoteExpert
+from colab_swarm.moe.layer import MixtureOfExperts, RemoteExpert
 from colab_swarm.moe.saves import ExpertSaves, HolderRecord, ReplicaStore, SavePlace
 from colab_swarm.moe.server import ExpertServer, ExpertStatistics
 from colab_swarm.net.peers import PeerId, Peers, short
@@ -464,10 +464,19 @@ class SwarmExperts:
         self._hosts[grid.prefix] = host
         return host
 
-    def mixture(self, prefix: str, shape: Sequence[int], dim: int, **settings: Any) -> MixtureOfExperts:
+    def mixture(
+        self,
+        prefix: str,
+        shape: Sequence[int],
+        dim: int,
+        *,
+        compression: str = "float32",
+        timeout_s: float = 30.0,
+        **settings: Any,
+    ) -> MixtureOfExperts:
         """Return a layer as `Swarm.mixture_of_experts` does."""
-        grid, how = Grid(prefix, tuple(shape)), MixtureSettings(**settings)
-        return MixtureOfExperts(self._calls(how.compression, how.timeout_s), grid, dim, how)
+        calls = self._calls(compression, timeout_s)
+        return MixtureOfExperts(calls, Grid(prefix, tuple(shape)), dim, **settings)
 
     def remote(self, uid: str, shape: Sequence[int], *, compression: str, timeout_s: float) -> RemoteExpert:
         """Return one expert as a module, as `Swarm.expert` does."""

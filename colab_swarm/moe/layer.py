@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -159,11 +159,15 @@ class RemoteExpert(nn.Module):
         return outputs.reshape(inputs.shape).to(inputs)
 
 
-@dataclass(frozen=True)
-class MixtureSettings:
-    """How a layer uses its experts.
+class MixtureOfExperts(nn.Module):
+    """``y = sum_f w_f f(x)`` over the k best live experts of a grid, ``w`` the softmax of their priorities (eq. 1).
 
-    Attributes:
+    Maps a tensor (..., dim), or (..., length, dim) with ``sequences``, to one of the same shape and dtype. Its own
+    parameters are those of the gating; experts learn when ``backward()`` runs through it. Deep copies share the
+    connection to the experts and the statistics.
+
+    Args:
+        dim: size of the inputs' last dimension.
         k: experts called per sample.
         k_min: answers per sample to wait for as long as they can arrive.
         grace_s: how long to wait for the other answers after that; later ones count as failed.
@@ -171,42 +175,30 @@ class MixtureSettings:
             mean; False: a sample is a single vector (dim).
         reject_outliers: drop an answer for a sample if it lies more than this many times the median distance away
             from the coordinate-wise median of all answers for the sample, given three or more; None: keep all.
-        compression: of activations and gradients, as for `Swarm.optimizer`, but not adaptive. Warning: onebit and topk
-            have no error feedback here, so the lost values never arrive. Train with them from the start, or use int8.
-        timeout_s: for finding experts, and again for calling them.
-    """
-
-    k: int = 4
-    k_min: int = 1
-    grace_s: float = 5.0
-    sequences: bool = False
-    reject_outliers: float | None = None
-    compression: str = "float32"
-    timeout_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.k_min <= self.k:
-            raise ValueError(f"k={self.k}, k_min={self.k_min}: call at least one expert, wait for at most k")
-        if not self.grace_s >= 0:
-            raise ValueError(f"grace_s={self.grace_s}: give seconds, 0 or more")
-        if self.reject_outliers is not None and not self.reject_outliers > 1:
-            raise ValueError(f"reject_outliers={self.reject_outliers}: must be over 1; try 5")
-
-
-class MixtureOfExperts(nn.Module):
-    """``y = sum_f w_f f(x)`` over the k best live experts of a grid, ``w`` the softmax of their priorities (eq. 1).
-
-    Maps a tensor (..., dim), or (..., length, dim) with ``sequences``, to one of the same shape and dtype. Its own
-    parameters are those of the gating; experts learn when ``backward()`` runs through it. Deep copies share the
-    connection to the experts and the statistics. ``dim`` is the size of the last dimension.
     """
 
     def __init__(
-        self, calls: ExpertCalls, grid: Grid, dim: int, settings: MixtureSettings = MixtureSettings()
+        self,
+        calls: ExpertCalls,
+        grid: Grid,
+        dim: int,
+        *,
+        k: int = 4,
+        k_min: int = 1,
+        grace_s: float = 5.0,
+        sequences: bool = False,
+        reject_outliers: float | None = None,
     ) -> None:
+        if not 1 <= k_min <= k:
+            raise ValueError(f"k={k}, k_min={k_min}: call at least one expert, wait for at most k")
+        if not grace_s >= 0:
+            raise ValueError(f"grace_s={grace_s}: give seconds, 0 or more")
+        if reject_outliers is not None and not reject_outliers > 1:
+            raise ValueError(f"reject_outliers={reject_outliers}: must be over 1; try 5")
         super().__init__()
         self.gating = Gating(dim, grid.sides)
-        self.grid, self.dim, self.settings = grid, dim, settings
+        self.grid, self.dim, self.k, self.k_min, self.grace_s = grid, dim, k, k_min, grace_s
+        self.sequences, self.reject_outliers = sequences, reject_outliers
         self.balance_loss: Tensor = torch.zeros(())
         """Of the last forward pass: add a small multiple of it to your loss to spread the work over the experts."""
         self._calls = calls
@@ -216,7 +208,7 @@ class MixtureOfExperts(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the grid and k."""
-        return f"{self.grid}, k={self.settings.k}"
+        return f"{self.grid}, k={self.k}"
 
     def _repr_html_(self) -> str:
         counts = {name.replace("_", " "): f"{value:,}" for name, value in asdict(self.statistics()).items()}
@@ -238,7 +230,7 @@ class MixtureOfExperts(nn.Module):
             NoExpertsError: no expert of the grid is live.
             ValueError: the inputs do not fit or are not finite.
         """
-        sequences = self.settings.sequences
+        sequences = self.sequences
         if inputs.ndim < (3 if sequences else 1) or inputs.shape[-1] != self.dim:
             wanted = f"(batch, length, {self.dim})" if sequences else f"(..., {self.dim})"
             raise ValueError(f"inputs of {self.grid} must be of shape {wanted}, not {tuple(inputs.shape)}")
@@ -250,10 +242,10 @@ class MixtureOfExperts(nn.Module):
         return mixed.reshape(inputs.shape).to(inputs.dtype)
 
     def _mix(self, samples_BS: Tensor) -> Tensor:
-        features_BD = samples_BS.mean(1) if self.settings.sequences else samples_BS
+        features_BD = samples_BS.mean(1) if self.sequences else samples_BS
         scores = [score_BM.float() for score_BM in self.gating(features_BD.to(self.gating.maps.weight))]
         inputs_BS = samples_BS.cpu()
-        batch = _Batch(self._calls, self.grid, self.settings, as_floats(inputs_BS))
+        batch = _Batch(self, self._calls, as_floats(inputs_BS))
         self._calls.runtime.call(batch.forward([as_floats(score_BM) for score_BM in scores]))
         self._calls.count(batches=1, **batch.counts)
 
@@ -285,17 +277,16 @@ class MixtureOfExperts(nn.Module):
 class _Batch:
     """One batch through the experts and back. Sizes do not depend on the answers, as gradient checkpointing needs."""
 
-    def __init__(self, calls: ExpertCalls, grid: Grid, settings: MixtureSettings, inputs_BS: Floats) -> None:
+    def __init__(self, layer: MixtureOfExperts, calls: ExpertCalls, inputs_BS: Floats) -> None:
         if not all_finite(inputs_BS):
             raise ValueError(
-                f"inputs of {grid} are not finite: lower the learning rate or clip gradients; float16 overflows"
+                f"inputs of {layer.grid} are not finite: lower the learning rate or clip gradients; float16 overflows"
             )
-        self._calls, self._grid, self._settings = calls, grid, settings
-        self._inputs_BS = inputs_BS
-        batch, k = len(inputs_BS), min(settings.k, grid.size)
+        self._layer, self._grid, self._calls, self._inputs_BS = layer, layer.grid, calls, inputs_BS
+        batch, k = len(inputs_BS), min(layer.k, layer.grid.size)
         self.outputs_BKS: Floats = np.zeros((batch, k, *inputs_BS.shape[1:]), np.float32)
         self.answered_BK: Mask = np.zeros((batch, k), np.bool_)
-        self.indices_BKG = np.zeros((batch, k, len(grid.sides)), np.int64)
+        self.indices_BKG = np.zeros((batch, k, len(layer.grid.sides)), np.int64)
         self.counts = dict.fromkeys(("answers", "failures", "unanswered", "outliers"), 0)
         self.infos: list[ExpertInfo] = []  # experts that were chosen
         self.experts_BK = np.full((batch, k), -1, np.intp)  # places in `infos`; -1: none
@@ -314,8 +305,8 @@ class _Batch:
             if not len(rows):
                 break
         self.counts["unanswered"] = len(rows)
-        if self._settings.reject_outliers is not None:
-            self._reject(self._settings.reject_outliers)
+        if self._layer.reject_outliers is not None:
+            self._reject(self._layer.reject_outliers)
 
     async def _choose(self, rows: Places, scores: Sequence[Floats]) -> None:
         self.experts_BK[rows] = -1
@@ -343,7 +334,7 @@ class _Batch:
         return found
 
     async def _call(self, rows: Places) -> None:
-        calls, grace_s, asked_BK = self._calls, self._settings.grace_s, np.zeros_like(self.answered_BK)
+        calls, grace_s, asked_BK = self._calls, self._layer.grace_s, np.zeros_like(self.answered_BK)
         asked_BK[rows] = True
         tasks = {
             asyncio.create_task(calls.forward(info, self._inputs_BS[samples])): (info, samples, slots)
@@ -370,7 +361,7 @@ class _Batch:
         """Wait until each row has ``k_min`` answers or cannot get them, then ``grace_s`` for the other calls."""
         open_calls_B = np.zeros(len(self._inputs_BS), np.intp)
         missing_B = np.zeros_like(open_calls_B)
-        missing_B[rows] = self._settings.k_min
+        missing_B[rows] = self._layer.k_min
         for asked in calls.values():
             open_calls_B[asked] += 1
         pending = set(calls)
@@ -380,7 +371,7 @@ class _Batch:
                 open_calls_B[calls[task]] -= 1
                 missing_B[calls[task]] -= task.exception() is None
         if pending:
-            await asyncio.wait(pending, timeout=self._settings.grace_s)
+            await asyncio.wait(pending, timeout=self._layer.grace_s)
 
     def _reject(self, factor: float) -> None:
         judged = np.flatnonzero(self.answered_BK.sum(1) >= MIN_WITNESSES)

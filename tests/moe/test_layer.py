@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,20 +12,19 @@ from torch.utils.checkpoint import checkpoint
 
 from colab_swarm.errors import ExpertError, NoExpertsError
 from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings, RemoteExpert, balance_loss, priorities
+from colab_swarm.moe.layer import MixtureOfExperts, RemoteExpert, balance_loss, priorities
 from colab_swarm.net.peers import Peers
 from tests.moe.local import LR, LocalCalls, LocalExperts, calls_of, tanh_expert
 
 GRID = Grid("ffn", (2, 3))
 DIM = 4
-TWO = MixtureSettings(k=2)
 
 
 def make(
-    settings: MixtureSettings = TWO, *, living: Sequence[tuple[int, int]] | None = None
+    *, living: Sequence[tuple[int, int]] | None = None, **settings: Any
 ) -> tuple[MixtureOfExperts, LocalExperts]:
     experts = LocalExperts(GRID, tanh_expert(DIM), living=living)
-    return MixtureOfExperts(LocalCalls(experts), GRID, DIM, settings), experts
+    return MixtureOfExperts(LocalCalls(experts), GRID, DIM, **{"k": 2} | settings), experts
 
 
 def locally(layer: MixtureOfExperts, modules: dict[str, nn.Module], x: Tensor, k: int) -> Tensor:
@@ -65,7 +64,7 @@ def test_values_and_all_gradients_are_those_of_local_modules() -> None:
 
 
 def test_an_expert_is_called_once_per_direction_however_many_samples_choose_it() -> None:
-    layer, experts = make(MixtureSettings(k=6))
+    layer, experts = make(k=6)
     layer(torch.randn(50, DIM)).sum().backward()
     assert sorted(experts.forwards) == sorted(experts.backwards) == sorted(experts.modules)
 
@@ -121,7 +120,7 @@ def test_checkpointing_works_if_other_experts_answer_the_second_time() -> None:
 
 
 def test_a_layer_may_be_used_twice_in_one_graph() -> None:
-    layer, experts = make(MixtureSettings(k=6))
+    layer, experts = make(k=6)
     x = torch.randn(3, DIM, requires_grad=True)
     layer(layer(x)).sum().backward()
     assert len(experts.backwards) == 12 and x.grad is not None and x.grad.any()
@@ -137,7 +136,7 @@ def test_inputs_changed_in_place_after_the_layer_are_an_error_and_no_wrong_gradi
 
 
 def test_silent_experts_are_masked_and_the_rest_renormalised() -> None:
-    layer, experts = make(MixtureSettings(k=6))
+    layer, experts = make(k=6)
     experts.dead = set(list(experts.modules)[:3])
     x = torch.randn(4, DIM)
     living = {uid: module for uid, module in experts.modules.items() if uid not in experts.dead}
@@ -147,7 +146,7 @@ def test_silent_experts_are_masked_and_the_rest_renormalised() -> None:
 
 
 def test_a_late_expert_is_dropped_after_the_grace_period_and_reported() -> None:
-    layer, experts = make(MixtureSettings(k=6, k_min=2, grace_s=0.02))
+    layer, experts = make(k=6, k_min=2, grace_s=0.02)
     experts.late = {"ffn.0.0"}
     layer(torch.randn(4, DIM)).sum().backward()
     assert experts.failures == [("ffn.0.0", "0.02 s later than others")]
@@ -155,7 +154,7 @@ def test_a_late_expert_is_dropped_after_the_grace_period_and_reported() -> None:
 
 
 def test_with_fewer_than_k_min_the_time_limit_ends_the_wait() -> None:
-    layer, experts = make(MixtureSettings(k=6, k_min=6, grace_s=0.0))
+    layer, experts = make(k=6, k_min=6, grace_s=0.0)
     layer._calls.timeout_s = 0.05
     experts.late = {"ffn.0.0"}
     layer(torch.randn(4, DIM))
@@ -163,7 +162,7 @@ def test_with_fewer_than_k_min_the_time_limit_ends_the_wait() -> None:
 
 
 def test_a_busy_expert_is_called_again() -> None:
-    layer, experts = make(MixtureSettings(k=6))
+    layer, experts = make(k=6)
     experts.busy = dict.fromkeys(experts.modules, 2)
     layer(torch.randn(4, DIM))
     assert not experts.failures and layer.statistics().answers == 6
@@ -171,7 +170,7 @@ def test_a_busy_expert_is_called_again() -> None:
 
 
 def test_an_expert_that_fails_in_backward_counts_as_zero_and_the_gating_still_learns() -> None:
-    layer, experts = make(MixtureSettings(k=6))
+    layer, experts = make(k=6)
     x = torch.randn(4, DIM, requires_grad=True)
     experts.dead_backward = set(experts.modules)
     layer(x).square().sum().backward()
@@ -192,7 +191,7 @@ def _frozen(module: nn.Module) -> nn.Module:
 
 
 def test_unanswered_samples_are_tried_with_other_experts_then_pass_unchanged() -> None:
-    layer, experts = make(MixtureSettings(k=3))
+    layer, experts = make(k=3)
     x = torch.randn(8, DIM)
     experts.dead = set(experts.modules)
     assert torch.equal(layer(x), x)
@@ -210,7 +209,7 @@ def test_unanswered_samples_are_tried_with_other_experts_then_pass_unchanged() -
 
 
 def test_an_expert_that_replaces_another_still_gets_one_backward_call() -> None:
-    layer, experts = make(MixtureSettings(k=1), living=[(0, 0), (1, 2)])
+    layer, experts = make(k=1, living=[(0, 0), (1, 2)])
     with torch.no_grad():  # the first half of the samples prefers one, the second half the other
         layer.gating.maps.weight.zero_()
         layer.gating.maps.bias.zero_()
@@ -244,7 +243,7 @@ def test_no_living_expert_is_an_error() -> None:
 
 
 def test_fewer_living_experts_than_k_are_enough() -> None:
-    layer, experts = make(MixtureSettings(k=4), living=[(0, 1)])
+    layer, experts = make(k=4, living=[(0, 1)])
     x = torch.randn(3, DIM)
     torch.testing.assert_close(layer(x), experts.modules["ffn.0.1"](x))
 
@@ -266,7 +265,7 @@ def test_inputs_of_another_size_are_refused() -> None:
 
 
 def test_an_answer_far_from_the_others_is_dropped() -> None:
-    layer, experts = make(MixtureSettings(k=6, reject_outliers=5.0))
+    layer, experts = make(k=6, reject_outliers=5.0)
     experts.modules["ffn.1.2"] = _Far()
     x = torch.randn(4, DIM)
     honest = {uid: module for uid, module in experts.modules.items() if uid != "ffn.1.2"}
@@ -282,7 +281,7 @@ class _Far(nn.Module):
 
 
 def test_sequences_are_sent_whole_and_scored_by_their_mean() -> None:
-    layer, experts = make(MixtureSettings(k=2, sequences=True))
+    layer, experts = make(k=2, sequences=True)
     x = torch.randn(3, 5, DIM)
     mixed = layer(x)
     assert mixed.shape == x.shape
@@ -332,7 +331,7 @@ def test_half_precision_models_work() -> None:
 )
 def test_invalid_settings_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError):
-        MixtureSettings(**wrong)  # type: ignore[arg-type]
+        make(**wrong)
 
 
 def test_the_loss_is_the_squared_coefficient_of_variation() -> None:
