@@ -194,20 +194,17 @@ class ExpertCalls:
         self._peers.learn(info.host)
         try:
             async with await self._peers.stream(info.host.id, opening, timeout_s=self.timeout_s) as stream:
-                return (await self._converse(stream, tensors)).reshape(inputs.shape)
+                sending = asyncio.create_task(self._send(stream, tensors))
+                try:
+                    return (await self._receive(stream, inputs.size)).reshape(inputs.shape)
+                finally:  # a host that is busy or refuses may answer before it has received everything
+                    sending.cancel()
+                    await asyncio.gather(sending, return_exceptions=True)
         except (PeerError, ValueError) as error:
             how = {ExpertError: "", CallRefused: " refused:"}.get(type(error), " failed:")
             busy = isinstance(error, CallRefused) and error.code == "busy"
             retry_s = LINK_BUSY_RETRY_S if busy else getattr(error, "retry_s", None)
             raise ExpertError(f"{where}{how} {error}", retry_s=retry_s) from error
-
-    async def _converse(self, stream: Stream, tensors: Sequence[Floats]) -> Floats:
-        sending = asyncio.create_task(self._send(stream, tensors))
-        try:
-            return await self._receive(stream, tensors[0].size)
-        finally:  # a host that is busy or refuses may answer before it has received everything
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
 
     async def _send(self, stream: Stream, tensors: Sequence[Floats]) -> None:
         try:

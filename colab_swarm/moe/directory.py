@@ -230,7 +230,7 @@ class Directory:
         """Store this peer's record of a page; an empty one if the page has become empty."""
         mine = self._mine[page.grid].items()
         here = {i: place for i, place in mine if Page.of(page.grid, i[: page.depth]) == page}
-        if page.of_experts:
+        if page.depth == len(page.grid.sides):
             addresses = short_addresses(self._peers.contact)
             places = sorted(here.values(), key=lambda place: place.index)
         else:

@@ -176,7 +176,14 @@ class Expert:
             )
             if not (norm.isfinite() and inputs.grad.isfinite().all() and changes_are_finite):
                 raise FloatingPointError(f"{self.uid}: these tensors lead to values that are not finite")
-            self._advance(buffers)
+            with torch.no_grad():
+                for name, buffer in self._module.named_buffers():
+                    buffer.copy_(buffers[name])
+            if self._optimizer:
+                self._optimizer.step()
+            if self._scheduler:
+                self._scheduler.step()
+            self.step += 1
         finally:
             for parameter in self._parameters:
                 parameter.grad = None
@@ -215,16 +222,6 @@ class Expert:
                 found = f"{outputs.dtype} of shape {tuple(outputs.shape)}"
             raise ValueError(f"{self.uid}: {inputs.dtype} of shape {tuple(inputs.shape)} became {found}")
         return outputs, buffers
-
-    def _advance(self, buffers: dict[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, buffer in self._module.named_buffers():
-                buffer.copy_(buffers[name])
-        if self._optimizer:
-            self._optimizer.step()
-        if self._scheduler:
-            self._scheduler.step()
-        self.step += 1
 
     def _dry_run(self) -> None:
         shape = [DRY_RUN_SAMPLES, *(DRY_RUN_LENGTH if side == ANY_LENGTH else side for side in self.shape)]

@@ -139,11 +139,6 @@ class Page(NamedTuple):
         numbers = range(first // PAGE, (first + side - 1) // PAGE + 1)
         return [cls(grid, len(prefix) + 1, number) for number in numbers]
 
-    @property
-    def of_experts(self) -> bool:
-        """False for a page of prefixes."""
-        return self.depth == len(self.grid.sides)
-
     def key(self, run_id: str) -> str:
         """Return its key in the DHT."""
         sides = "x".join(map(str, self.grid.sides))

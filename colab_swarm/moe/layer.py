@@ -17,7 +17,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -247,22 +246,18 @@ class MixtureOfExperts(nn.Module):
         inputs_BS = samples_BS.cpu()
         batch = _Batch(self, self._calls, as_floats(inputs_BS))
         self._calls.runtime.call(batch.forward([as_floats(score_BM) for score_BM in scores]))
-        self._calls.count(batches=1, **batch.counts)
+        self._calls.count(batches=1)
 
         device = samples_BS.device
-        outputs_BKS = attach_backward(inputs_BS, batch.outputs_BKS, partial(self._backward, batch)).to(device)
+        call = self._calls.runtime.call
+        outputs_BKS = attach_backward(inputs_BS, batch.outputs_BKS, lambda grads: call(batch.backward(grads)))
         answered_BK = torch.from_numpy(batch.answered_BK).to(device)
         indices_BKG = torch.from_numpy(batch.indices_BKG).to(device)
         weights_BK = mixing_weights(priorities(scores, indices_BKG), answered_BK)
         self._balance(batch, weights_BK)
         ones = (1,) * (samples_BS.ndim - 1)
-        mixed_BS = (outputs_BKS * weights_BK.reshape(*weights_BK.shape, *ones)).sum(1)
+        mixed_BS = (outputs_BKS.to(device) * weights_BK.reshape(*weights_BK.shape, *ones)).sum(1)
         return torch.where(answered_BK.any(1).reshape(-1, *ones), mixed_BS, samples_BS)
-
-    def _backward(self, batch: _Batch, grads_BKS: Floats) -> Floats:
-        grads_BS, lost = self._calls.runtime.call(batch.backward(grads_BKS))
-        self._calls.count(lost_gradients=lost)
-        return grads_BS
 
     def _balance(self, batch: _Batch, weights_BK: Tensor) -> None:
         used, places = np.unique(batch.experts_BK[batch.answered_BK], return_inverse=True)
@@ -287,7 +282,6 @@ class _Batch:
         self.outputs_BKS: Floats = np.zeros((batch, k, *inputs_BS.shape[1:]), np.float32)
         self.answered_BK: Mask = np.zeros((batch, k), np.bool_)
         self.indices_BKG = np.zeros((batch, k, len(layer.grid.sides)), np.int64)
-        self.counts = dict.fromkeys(("answers", "failures", "unanswered", "outliers"), 0)
         self.infos: list[ExpertInfo] = []  # experts that were chosen
         self.experts_BK = np.full((batch, k), -1, np.intp)  # places in `infos`; -1: none
 
@@ -304,7 +298,7 @@ class _Batch:
             rows = np.flatnonzero(~self.answered_BK.any(1))
             if not len(rows):
                 break
-        self.counts["unanswered"] = len(rows)
+        self._calls.count(unanswered=len(rows))
         if self._layer.reject_outliers is not None:
             self._reject(self._layer.reject_outliers)
 
@@ -350,12 +344,12 @@ class _Batch:
             if task.cancelled():
                 calls.directory.on_failure(info, f"{grace_s:g} s later than others")
             if task.cancelled() or isinstance(task.exception(), ExpertError):
-                self.counts["failures"] += 1
+                calls.count(failures=1)
                 continue
             self.outputs_BKS[*places] = task.result()
             self.answered_BK[*places] = True
             self.indices_BKG[*places] = self._grid.index(info.uid)
-            self.counts["answers"] += 1
+            calls.count(answers=1)
 
     async def _wait(self, calls: Mapping[asyncio.Task[Floats], Places], rows: Places) -> None:
         """Wait until each row has ``k_min`` answers or cannot get them, then ``grace_s`` for the other calls."""
@@ -383,24 +377,25 @@ class _Batch:
         limit_B = factor * np.nanmedian(distances_BK, axis=1, keepdims=True)
         outliers_BK = answered_BK & (distances_BK > limit_B)
         self.answered_BK[judged] &= ~outliers_BK
-        self.counts["outliers"] = int(outliers_BK.sum())
+        self._calls.count(outliers=int(outliers_BK.sum()))
 
-    async def backward(self, grads_BKS: Floats) -> tuple[Floats, int]:
-        """Return the inputs' gradient, and the number of experts that failed and count as zero in it."""
+    async def backward(self, grads_BKS: Floats) -> Floats:
+        """Return the inputs' gradient; experts that fail count as zero in it."""
         groups = self._groups(self.answered_BK)  # not rejected outliers
         if not all_finite(grads_BKS):  # the experts must not receive it, the caller's optimizer may
-            return np.full_like(self._inputs_BS, np.nan), len(groups)
+            self._calls.count(lost_gradients=len(groups))
+            return np.full_like(self._inputs_BS, np.nan)
         calls = (
             self._calls.backward(info, self._inputs_BS[rows], grads_BKS[rows, slots])
             for info, rows, slots in groups
         )
         results = await asyncio.gather(*calls, return_exceptions=True)
-        grads_BS, lost = np.zeros_like(self._inputs_BS), 0
+        grads_BS = np.zeros_like(self._inputs_BS)
         for (_, rows, _), result in zip(groups, results, strict=True):
             if isinstance(result, ExpertError):
-                lost += 1
+                self._calls.count(lost_gradients=1)
             elif isinstance(result, BaseException):
                 raise result
             else:
                 grads_BS[rows] += result  # a sample is in a group once: nothing is overwritten
-        return grads_BS, lost
+        return grads_BS

@@ -192,7 +192,12 @@ class AsyncTrainer(Generic[Batch]):
     def _learn(self, run: _Run[Batch], replica: nn.Module, batch: Batch) -> None:
         tried_at = time.monotonic()
         while not run.stopped.is_set():
-            version = self._copy_to(replica, run)
+            replica.zero_grad(set_to_none=True)
+            with self._lock, torch.no_grad():
+                theirs, ours = (chain(m.parameters(), m.buffers()) for m in (replica, self._model))
+                for there, here in zip(theirs, ours, strict=True):
+                    there.copy_(here)
+                version = run.updates
             try:
                 loss = self._loss(replica, batch)
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -206,14 +211,6 @@ class AsyncTrainer(Generic[Batch]):
                 continue
             self._apply(run, replica, version, samples_in(batch), loss.item())
             return
-
-    def _copy_to(self, replica: nn.Module, run: _Run[Batch]) -> int:
-        replica.zero_grad(set_to_none=True)
-        with self._lock, torch.no_grad():
-            theirs, ours = (chain(model.parameters(), model.buffers()) for model in (replica, self._model))
-            for there, here in zip(theirs, ours, strict=True):
-                there.copy_(here)
-            return run.updates
 
     def _apply(self, run: _Run[Batch], replica: nn.Module, version: int, samples: int, loss: float) -> None:
         limit = math.inf if self._max_grad_norm is None else self._max_grad_norm
