@@ -282,7 +282,6 @@ class SaveResult:
 
     step: int  # optimizer steps in its weights
     holders: frozenset[PeerId]  # other peers that have it
-    sent_bytes: int  # chunks that the holders lacked
     at: float  # swarm time, seconds
     fault: str | None = None  # why it is not on this peer's disk or not in the DHT; None if it is in both
 
@@ -378,8 +377,8 @@ class ExpertSaves:
         """Save on this disk and at ``copies`` of the others, then publish it; a fault is part of the result."""
         uid, step = saved.manifest.subject.decode(), saved.manifest.step
         fault = await self.write(saved)
-        holders, sent_bytes = await self._spread(saved, others, copies)
-        result = SaveResult(step, frozenset(holders), sent_bytes, self._peers.time(), fault)
+        holders = await self._spread(saved, others, copies)
+        result = SaveResult(step, frozenset(holders), self._peers.time(), fault)
         contacts = [*map(self._peers.contact_of, sorted(holders))] + [self._peers.contact] * (not fault)
         place = SavePlace(step, saved.root, tuple(contacts))
         former = self.safe.get(uid, place)
@@ -406,8 +405,8 @@ class ExpertSaves:
 
     async def _spread(
         self, saved: Snapshot, others: Mapping[PeerId, HolderRecord], copies: int
-    ) -> tuple[list[PeerId], int]:
-        """Send a save to enough holders; return them, and the bytes they lacked.
+    ) -> list[PeerId]:
+        """Send a save to enough holders; return them.
 
         Former holders come first, then the others in an order that depends on the expert: this spreads the load.
         """
@@ -422,18 +421,17 @@ class ExpertSaves:
             and self._failed_at.get(peer, since) <= since
         ]
         holders: list[PeerId] = []
-        total_bytes = 0
         for _, _, holder in sorted(able):
             if len(holders) == copies:
                 break
             try:
-                total_bytes += await send_save(self._peers, holder, saved)
+                await send_save(self._peers, holder, saved)
                 holders.append(holder)
             except PeerError as error:
                 logger.info("%s keeps no save of %s: %s", short(holder), subject, error)
                 if not isinstance(error, CallRefused):  # the other experts need not wait for it too
                     self._failed_at[holder] = self._peers.time()
-        return holders, total_bytes
+        return holders
 
     # -- finding saves
 
@@ -500,12 +498,12 @@ class ExpertSaves:
         return f"{self._run_id}/experts/{name}/{kind}"
 
 
-async def send_save(peers: Peers, holder: PeerId, saved: Snapshot) -> int:
-    """Send a save to a holder; return how many bytes of chunks it lacked.
+async def send_save(peers: Peers, holder: PeerId, saved: Snapshot) -> None:
+    """Send a save to a holder, as far as chunks are not there.
 
     Raises PeerError: the holder failed, refused, or took over `CHUNK_TIMEOUT_S` for a chunk.
     """
-    sent_bytes, now = 0, asyncio.get_running_loop().time
+    now = asyncio.get_running_loop().time
     try:
         async with (
             asyncio.timeout(CHUNK_TIMEOUT_S) as limit,
@@ -516,12 +514,9 @@ async def send_save(peers: Peers, holder: PeerId, saved: Snapshot) -> int:
             if not {*lacked.places} <= {*range(saved.manifest.chunks)}:
                 raise PeerError("the holder requests chunks that do not exist")
             for place in lacked.places:
-                chunk = memoryview(saved.blob.data)[saved.manifest.span(place)]
                 limit.reschedule(now() + CHUNK_TIMEOUT_S)
-                await stream.send(StateChunk(), chunk)
-                sent_bytes += len(chunk)
+                await stream.send(StateChunk(), memoryview(saved.blob.data)[saved.manifest.span(place)])
             limit.reschedule(now() + CHUNK_TIMEOUT_S)
             await stream.receive(LackedChunks)
     except TimeoutError as error:
         raise PeerError(f"holder {short(holder)} took longer than {CHUNK_TIMEOUT_S:.0f} s") from error
-    return sent_bytes
