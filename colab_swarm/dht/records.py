@@ -1,9 +1,9 @@
 """Records: values in the DHT under a key and a subkey, their owners, and their expiration.
 
-A record carries two times. ``expires_at`` and ``version`` are the writer's swarm time; the owner
-signs them, so a record cannot be replayed after its end. They are accepted with a tolerance of
-`CLOCK_SLACK_S`. ``ttl_s`` is the rest of the record's life as its sender sees it. A holder counts
-it down on its own clock, so skewed clocks neither drop a fresh record nor keep an old one.
+``expires_at`` and ``version`` are the writer's swarm time, and signed: a record cannot be replayed
+after its end. They are accepted with a tolerance of `CLOCK_SLACK_S`. ``ttl_s`` is the rest of the
+record's life as its sender sees it. A holder counts it down on its own clock, so clocks that are
+wrong do no harm.
 """
 
 from __future__ import annotations

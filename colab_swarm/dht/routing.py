@@ -1,12 +1,12 @@
 """Routing table and lookups of Kademlia over 256-bit ids (Maymounkov & Mazieres 2002). Free of I/O.
 
-**Buckets (section 2.2).** Bucket i holds peers whose id shares exactly i leading bits with ours, least recently seen
-first. New contacts never replace old ones that still answer, since peers with a long uptime tend to
-stay. A new peer for a full bucket waits as a replacement until a contact in it fails.
+Bucket i holds peers whose id shares exactly i leading bits with ours, least recently seen first
+(section 2.2). A contact that still answers is never replaced: peers with a long uptime tend to
+stay. A new peer for a full bucket waits as a replacement.
 
-**Lookup (section 2.3).** `Lookup` decides which peer to query next. There is no barrier between rounds: an answer
-starts the next query. A query older than ``patience_s`` is slow: until it is answered, it frees its place among the
-``alpha``, and its peer does not count among the nearest. The lookup is done when the ``width`` nearest others have
+A lookup (section 2.3) has no barrier between rounds: an answer starts the next query. A query older
+than ``patience_s`` is slow: until it is answered, it frees its place among the ``alpha``, and its
+peer does not count among the nearest. The lookup is done when the ``width`` nearest others have
 answered; if there are fewer, slow queries get `GRACE` times the patience.
 """
 

@@ -1,14 +1,9 @@
 """The DHT for its users: store and get values at the peers nearest to a key.
 
-A record is stored at the ``replicas`` (5) peers nearest to its key, this peer included if it can be
-dialled, and read from the nearest ``read_replicas`` (3). So a reader sees every write that missed
-at most two of its replicas. Readers merge the answers, subkey by subkey. Nothing is cached on the
-way, so progress written each second is seen in the next second. A peer that knows the whole swarm,
+Readers merge the answers of several replicas, subkey by subkey. A peer that knows the whole swarm,
 or stored under the key lately, stores without a lookup: the replies name peers that are nearer
-still. `DHT.fetch` is faster and less reliable: peers forward the query.
-
-Each query carries its sender's contact. Only peers that sent us a query or an answer enter the
-routing table. Peers in client mode look up and store but are never queried.
+still. Each query carries its sender's contact. Only peers that sent us a query or an answer enter
+the routing table.
 """
 
 from __future__ import annotations

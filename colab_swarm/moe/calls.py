@@ -1,8 +1,9 @@
 """Calls of experts on other peers. Every fault of a peer is an `ExpertError` that names the expert.
 
-A call is one stream. The caller opens it, sends its tensors in parts (backward: inputs, then gradients) and keeps its
-end open until the answer arrives: a stream that ends or breaks earlier cancels the call. The host answers with one
-tensor of the same shape, with one part that says it is busy, or with a refusal.
+A call is one stream. The caller opens it, sends its tensors in parts (backward: inputs, then
+gradients) and keeps its end open until the answer arrives: a stream that ends or breaks earlier
+cancels the call. The host answers with one tensor of the same shape, with one part that says it is
+busy, or with a refusal.
 """
 
 from __future__ import annotations

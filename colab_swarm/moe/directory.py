@@ -1,8 +1,9 @@
 """Directory of live experts: hosts announce theirs, trainers look them up.
 
 See `colab_swarm.moe.grid` for the records in the DHT and the beam search. Look-ups are cached for
-`DirectorySettings.cache_s`, never beyond the expiry of a record; an empty page is read again soon. Only the remaining
-life of a record counts, on this peer's monotonic clock; but the order of two claims follows their hosts' clocks.
+`DirectorySettings.cache_s`, never beyond the expiry of a record; an empty page is read again soon.
+Only the remaining life of a record counts, on this peer's monotonic clock; but the order of two
+claims follows their hosts' clocks.
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
 """Names of experts on a grid ``prefix.u_0.….u_(d-1)``, their records in the DHT, and the beam search for the best.
 
-Records. The prefixes of one length, and the experts themselves, are counted row by row. `PAGE` neighbours share one key
-in the DHT. Under it each host stores one signed record with its own id as the subkey. In a page of experts the record
-names the host's addresses and all its experts there, so a peer that has read the page can call them. In a page of
-prefixes it names only those that lead to live experts, and two hosts per prefix are enough. So the size of a key is
-bounded by the page and not by the number of peers, each key fits in one message, and a search reads few keys.
+Records. The prefixes of one length, and the experts themselves, are counted row by row; `PAGE`
+neighbours share one key. Under it each host stores one signed record with its own id as the subkey.
+In a page of experts it names the host's addresses and all its experts there, so a peer that has
+read the page can call them. In a page of prefixes it names only those that lead to live experts,
+and two hosts per prefix are enough. So the size of a key is bounded, whatever the number of peers,
+and a search reads few keys.
 
 To claim a vacant place, a peer announces it with the step `CLAIMED`. If several hosts announce one
 place, it belongs to the first claim; see `ExpertInfo.claim`.
 
 Search. It is SelectExperts of Learning@home (section 3.1, Algorithm 1) for a whole batch. Below a
 prefix that has not been looked up, everything counts as live. The search returns the unknown
-prefixes it met; the caller looks them all up at once and searches again, until none is unknown. In
-a well-filled grid all look-ups of a search are one wait.
+prefixes it met; the caller looks them all up at once and searches again, until none is unknown.
 
-Axis letters: N samples, B prefixes in a sample's beam, M indices of a dimension, U different prefixes.
+Axis letters: N samples, B prefixes in a sample's beam, M indices of a dimension, U different
+prefixes.
 """
 
 from __future__ import annotations

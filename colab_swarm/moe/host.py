@@ -6,8 +6,8 @@ each from the newest save of any owner that is complete and fits. It gives up na
 an earlier claim. A host that stops withdraws its experts first, so that no peer calls them, and
 saves them a last time.
 
-A panel's snapshot of a grid waits for no peer: the directory is read in the background. An expert's share of the work
-is the growth of its announced step over the last minute.
+A panel's snapshot waits for no peer: the directory is read in the background. An expert's share of
+the work is the growth of its announced step over the last minute.
 """
 
 from __future__ import annotations

@@ -1,23 +1,19 @@
 """Saves of experts: each is on its host's disk and at a few other peers, the *holders*.
 
-Format. A save is a state in chunks (`colab_swarm.tensors.chunks`), and its manifest is a chunk too: its hash identifies
-the whole save. All come from strangers and are checked before use.
+A save is a state in chunks (`colab_swarm.tensors.chunks`); its manifest is a chunk too, whose hash
+names the whole save. All come from strangers and are checked before use. Chunks are named by their
+hash, so saves share equal ones. Every read is checked, so writes are not synced: a chunk that a
+power cut damaged is dropped when it is read, and fetched from a holder.
 
-Store. Chunks are named by their hash, so saves share equal ones. Chunks that belong to no save are deleted.
-Every read is checked against the hash, so writes are not synced: a chunk damaged by a power cut is dropped when it is
-read, and other replicas replace it.
+A holder announces itself in the DHT. It receives the manifest, answers with the chunks that it
+lacks, and gets those: a save with few changes costs little, and one that is there already is only
+renewed. It keeps the newest two saves per expert and owner, and drops what was not renewed for a
+day.
 
-Holding. A holder announces itself in the DHT. It receives a save by a stream: first the manifest,
-to which it answers with the chunks it lacks, then those chunks. So a save with few changes costs
-little, and a save that is there already is only renewed. A holder keeps the newest two saves per
-expert and owner. It drops saves that were not renewed for a day.
-
-Saving. The owner writes the chunks to its disk, sends them to holders, previous ones first, and publishes a signed
-record. The record names the save, and before it the last one that as many peers hold as should. So after the loss of
-the host and all holders but one, only the steps since the last save are lost.
-
-Finding. Any peer may claim a save of any step in the DHT. So claims are tried from the highest step
-down, and a save that is incomplete or does not fit is skipped.
+The owner's signed record names its newest save, and before it the last one that as many peers hold
+as should. So after the loss of the host and all holders but one, only the steps since the last save
+are lost. Any peer may claim a save of any step: claims are tried from the highest step down, and
+those that do not fit are skipped.
 """
 
 from __future__ import annotations

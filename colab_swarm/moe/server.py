@@ -1,17 +1,18 @@
 """Serves this peer's experts: receives calls of any trainer, merges them into batches, computes, answers.
 
-The event loop receives and sends parts; its only work that grows with their size is copying. The
-device thread decodes, checks, joins, computes, cuts and encodes. Between them are `Batching`, under
-a lock, and one short task for the thread per call: it computes the next batch, whichever call that
-contains, or finds that its own was merged already.
+The event loop receives and sends parts. The device thread decodes, checks, joins, computes, cuts
+and encodes. Between them are `Batching`, under a lock, and one short task for the thread per call:
+it computes the next batch, whichever call that contains, or finds that its own was merged already.
 
-`Batching` is pure. Per `Key` it has a queue of waiting calls, oldest first, and it counts the memory of all calls.
+`Batching` is pure. Per `Key` it has a queue of waiting calls, and it counts the memory of all
+calls.
 
-- Calls of one key may be merged into a batch; forward and backward, or samples of different shapes, never are.
-- The key whose oldest call has waited longest comes first. Merging is oldest first and skips no call. A call with more
-  samples than `max_batch_size` is computed alone; admission limits bytes, not samples.
-- No caller crowds out the others: a caller that has calls here may hold at most as much as is still free (the dynamic
-  threshold of Choudhury and Hahne, 1998). One caller alone gets half of the memory, two get a third each.
+- Calls of one key may be merged; forward and backward, or samples of different shapes, never are.
+  The key whose oldest call has waited longest comes first. Merging is oldest first and skips no
+  call. A call with more samples than `max_batch_size` is computed alone; admission limits bytes,
+  not samples.
+- A caller that has calls here may hold at most as much as is still free (the dynamic threshold of
+  Choudhury and Hahne, 1998). One caller alone gets half of the memory, two get a third each.
 """
 
 from __future__ import annotations
