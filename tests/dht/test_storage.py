@@ -13,12 +13,8 @@ from hypothesis import strategies as st
 from colab_swarm.dht.records import (
     CLOCK_SLACK_S,
     DHTSettings,
-    FindNear,
-    FoundNear,
     Record,
     Storage,
-    Stored,
-    StoreRecord,
 )
 from colab_swarm.net.identity import Identity
 
@@ -205,13 +201,3 @@ def test_no_record_breaks_the_counters(arrivals: list[tuple[Record, float]]) -> 
     for new, now in sorted(arrivals, key=lambda arrival: arrival[1]):
         put(storage, new, now=now)
     assert values(storage, now=100.0 + storage._settings.max_ttl_s) == set()
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.binary(max_size=200), st.sampled_from([FindNear, FoundNear, StoreRecord, Stored]))
-def test_random_bytes_are_no_message_or_a_valid_one(data: bytes, kind: type[Any]) -> None:
-    try:
-        message = msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind) == message

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.errors import ExpertError
+from colab_swarm.errors import CallRefused, ExpertError
 from colab_swarm.events import EventLog
 from colab_swarm.moe.calls import LINK_BUSY_RETRY_S, PART_BYTES, ForwardExpert, Part, encoded, spans
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward
@@ -24,6 +24,7 @@ from colab_swarm.tensors.codecs import CODECS, codec_of
 from tests.moe.local import calls_of
 from tests.net.swarm import peers
 
+RULE = ExpertRule(partial(torch.optim.SGD, lr=0.1))
 INPUTS = np.arange(12, dtype=np.float32).reshape(3, 4)
 Answering = Callable[[ForwardExpert, Stream], Awaitable[None]]
 
@@ -138,7 +139,7 @@ async def test_bytes_are_counted_as_they_go_over_the_wire() -> None:
 async def test_an_expert_answers_and_learns_with_lossy_codecs(codec: str) -> None:
     _, alice, bob = pair()
     server = ExpertServer(bob, EventLog())
-    expert = Expert("ffn.0", FeedForward(4), ExpertRule(partial(torch.optim.SGD, lr=0.1)), (4,))
+    expert = Expert("ffn.0", FeedForward(4), RULE, (4,))
     server.add(expert)
     calls = calls_of(alice, codec=codec)
     answer = await calls.forward(info(bob.contact), INPUTS)
@@ -167,9 +168,8 @@ def test_a_host_that_never_answers_is_an_error_after_the_timeout() -> None:
 
 async def test_a_host_killed_between_forward_and_backward_is_an_error_and_comes_back() -> None:
     network, alice, bob = pair()
-    rule = ExpertRule(partial(torch.optim.SGD, lr=0.1))
     server = ExpertServer(bob, EventLog())
-    expert = Expert("ffn.0", FeedForward(4), rule, (4,))
+    expert = Expert("ffn.0", FeedForward(4), RULE, (4,))
     server.add(expert)
     calls, there = calls_of(alice), info(bob.contact)
     await calls.forward(there, INPUTS)
@@ -183,10 +183,19 @@ async def test_a_host_killed_between_forward_and_backward_is_an_error_and_comes_
     await server.close()
 
 
-async def test_an_unknown_codec_is_refused() -> None:
-    _, alice, _ = pair()
-    with pytest.raises(ValueError, match="unknown codec 'zip'"):
-        calls_of(alice, codec="zip")
+async def test_a_caller_that_never_sends_its_tensors_times_out() -> None:
+    network, alice, bob = pair()
+    network.introduce()
+    server = ExpertServer(bob, EventLog())
+    server.add(Expert("ffn.0", FeedForward(4), RULE, (4,)))
+    stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 4096, (4,), "float32"), timeout_s=5)
+    await asyncio.sleep(59)
+    assert len(server._batching._inside) == 1
+    with pytest.raises(CallRefused, match="took over 60 s"):
+        await stream.receive(Part)
+    assert not server._batching._inside
+    await server.close()
+    assert virtual_time() == pytest.approx(60, abs=0.1)
 
 
 NAMES = [*CODECS, "topk:0.0001", "topk:0.01", "topk:0.5"]

@@ -273,12 +273,17 @@ class Far:
         return value, 10.0
 
 
-async def test_a_cached_value_is_not_read_again() -> None:
+async def test_a_cached_value_is_read_again_when_it_is_forgotten_or_expired() -> None:
     far = Far()
     assert await far.cache.get(["a", "b"]) == {"a": 1, "b": 2}
     assert virtual_time() == 1  # both at once
-    assert await far.cache.get(["b", "a"]) == {"a": 1, "b": 2}
-    assert virtual_time() == 1 and far.cache.peek("a") == 1 and far.cache.peek("c") is None
+    assert await far.cache.get(["b", "a"]) == {"a": 1, "b": 2} and far.cache.peek("c") is None
+    assert virtual_time() == 1 and far.cache.peek("a") == 1
+    far.cache.forget("a")
+    assert await far.cache.get(["a"]) == {"a": 3} and far.reads[2] == ("a", None)
+    await asyncio.sleep(10)
+    assert far.cache.peek("a") is None
+    assert await far.cache.get(["a"]) == {"a": 4} and virtual_time() == 13
 
 
 async def test_concurrent_callers_share_a_read() -> None:
@@ -299,27 +304,12 @@ async def test_an_ageing_value_is_refreshed_in_the_background() -> None:
     assert far.cache.peek("a") == 2 and far.reads == [("a", None), ("a", 1)]
 
 
-async def test_an_expired_value_is_read_again() -> None:
-    far = Far()
-    await far.cache.get(["a"])
-    await asyncio.sleep(10)
-    assert far.cache.peek("a") is None
-    assert await far.cache.get(["a"]) == {"a": 2} and virtual_time() == 12
-
-
 async def test_a_fresh_value_comes_from_a_read_that_starts_now() -> None:
     far = Far()
     early = asyncio.create_task(far.cache.get(["a"]))
     await asyncio.sleep(0.5)
     assert await far.cache.get(["a"], fresh=True) == {"a": 2}
     assert await early == {"a": 1} and far.cache.peek("a") == 2 and far.fresh
-
-
-async def test_a_forgotten_value_is_read_again() -> None:
-    far = Far()
-    await far.cache.get(["a"])
-    far.cache.forget("a")
-    assert await far.cache.get(["a"]) == {"a": 2} and far.reads[1] == ("a", None)
 
 
 async def test_closing_cancels_the_reads() -> None:

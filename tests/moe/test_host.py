@@ -279,7 +279,13 @@ def test_the_count_follows_from_memory_and_leaves_room_for_experts_of_dead_hosts
     assert (plan.count, plan.capacity, plan.uids) == (2, 2, ("ffn.0.1", "ffn.1.1"))
 
 
-@pytest.mark.parametrize("wrong", [{"count": 0}, {"count": ["ffn.9.9"]}, {"sample": (5,)}])
+IMPOSSIBLE: list[dict[str, Any]] = [
+    *({"count": 0}, {"count": ["ffn.9.9"]}, {"sample": (5,)}, {"copies": -1}, {"copies": 99}),
+    *({"spare": -1}, {"save_s": 0.0}, {"takeover_s": 0.0}),
+]
+
+
+@pytest.mark.parametrize("wrong", IMPOSSIBLE)
 def test_impossible_hosts_are_refused_at_once(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         plan_host(GRID, make, **wrong)
@@ -292,12 +298,6 @@ def test_an_optimizer_whose_state_cannot_be_saved_is_refused_at_once() -> None:
 
     with pytest.raises(TypeError, match="cannot be saved without pickle"):
         plan_host(GRID, make, rule=ExpertRule(lambda parameters: Odd(parameters, lr=0.1)))
-
-
-@pytest.mark.parametrize("wrong", [{"copies": -1}, {"copies": 99}, {"spare": -1}, {"save_s": 0.0}])
-def test_invalid_settings_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError):
-        plan_host(GRID, make, **wrong)
 
 
 def test_none_fits_is_an_error_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -327,7 +327,7 @@ def test_half_precision_models_work() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"k": 0}, {"k": 2, "k_min": 3}, {"grace_s": -1.0}, {"reject_outliers": 0.5}]
+    "wrong", [{"k": 0}, {"k": 2, "k_min": 3}, {"grace_s": -1.0}, {"reject_outliers": 1.0}]
 )
 def test_invalid_settings_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError):
