@@ -385,11 +385,7 @@ class ExpertsWatch:
         try:
             async with asyncio.timeout(LIST_TIMEOUT_S):
                 found = await self._directory.live(self._grid, fresh=self._grid.size <= MOST_UNCACHED)
-            own = self._served()  # newer than this peer's last announcement
-            mine = {info.uid for info in found if info.host.id == self._peers.id} & own.keys()
-            self._listings.append(
-                [replace(info, step=own[info.uid].step) if info.uid in mine else info for info in found]
-            )
+            self._listings.append(found)
             self._seen.update(info.uid for info in found)
             self._listed_at = asyncio.get_running_loop().time()
             self._update()

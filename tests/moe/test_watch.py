@@ -58,17 +58,6 @@ async def test_shares_follow_the_steps_of_the_last_minute(tmp_path: Path) -> Non
     assert seen.hosts[0].share == 1.0
 
 
-async def test_steps_of_this_peers_own_experts_are_known_at_once(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    alice, hosting = await run.host("alice", 1)
-    watch, _ = watch_of(alice)
-    await look(watch, 2.0)
-    (expert,) = hosting.experts.values()
-    expert.backward(torch.rand(2, 4), torch.rand(2, 4))
-    (one,) = (await look(watch, LIST_EVERY_S)).live
-    assert (one.step, one.share) == (1, 1.0)
-
-
 async def test_a_failed_expert_is_left_out_and_one_of_a_dead_host_is_dead(tmp_path: Path) -> None:
     run = Run(tmp_path)
     alice, _ = await run.host("alice", 2)
