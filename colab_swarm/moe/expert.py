@@ -321,9 +321,7 @@ class BatchLimits:
 
     def __post_init__(self) -> None:
         if self.max_batch_size < 1 or not 0 < self.max_batch_bytes <= self.max_held_bytes:
-            raise ValueError(
-                f"{self}: a batch needs a sample, and the memory for all calls must hold a batch"
-            )
+            raise ValueError(f"{self}: the memory for all calls must hold a batch of a sample or more")
 
 
 @dataclass(frozen=True)
@@ -361,9 +359,7 @@ class HostPlan:
 
     def __post_init__(self) -> None:
         if not 0 <= self.copies <= MAX_HOLDERS or self.spare < 0:
-            raise ValueError(
-                f"copies={self.copies}, spare={self.spare}: give 0 to {MAX_HOLDERS}, and 0 or more"
-            )
+            raise ValueError(f"copies={self.copies}, spare={self.spare}: give 0 to {MAX_HOLDERS}, 0 or more")
         if (shortest := min(self.save_s, self.takeover_s)) <= 0:
             raise ValueError(f"{shortest:g} s: the times of a host must be above 0")
 
@@ -443,6 +439,4 @@ def check_fit(found: Any, model: Any, path: str = "") -> None:
             return
         case bool() | int() | float() | str() | bytes(), None | bool() | int() | float() | str() | bytes():
             return
-    raise StateError(
-        f"the saved state does not fit this expert at {path or '/'!r}: another class or optimizer?"
-    )
+    raise StateError(f"the saved state does not fit this expert at {path or '/'!r}: of another class?")

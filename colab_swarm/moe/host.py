@@ -53,15 +53,22 @@ REST = 3  # upkeep that took long pauses this many times as long, to leave a slo
 class HostResources:
     """What all hosts of one peer share: the accelerator, and ``folder``, used by one process only."""
 
-    def __init__(self, services: RunServices, directory: Directory, folder: Path) -> None:
+    def __init__(self, services: RunServices, directory: Directory, folder: Path | None) -> None:
+        """``folder`` None: a temporary one, until `close`."""
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        if folder is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="colab-swarm-", ignore_cleanup_errors=True)
+            folder = Path(self._temporary.name)
         self.services, self.directory, self.folder = services, directory, folder
         self.server = ExpertServer(services.peers, services.events, gate=services.gate)
-        self.saves = ExpertSaves(services, ReplicaStore(folder, me=services.peers.id))
+        self.saves = ExpertSaves(services, ReplicaStore(self.folder, me=services.peers.id))
 
     async def close(self) -> None:
         """Stop serving experts and saves."""
         await self.server.close()
         await self.saves.stop()
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
 
 @dataclass(frozen=True)
@@ -434,7 +441,6 @@ class SwarmExperts:
         self._runtime, self._services, self._show = runtime, services, show
         self._directory = runtime.call(_on_loop(partial(Directory, services)))
         self._resources: HostResources | None = None
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._hosts: dict[str, ExpertHost] = {}  # by prefix
         self._watches: dict[Grid, ExpertsWatch] = {}
 
@@ -510,8 +516,6 @@ class SwarmExperts:
         if self._resources is not None:
             self._runtime.call(self._resources.close())
         self._runtime.call(self._directory.close())
-        if self._temporary is not None:
-            self._temporary.cleanup()
 
     def kill(self) -> None:
         """End as a killed process would. For simulated crashes, on the runtime's loop."""
@@ -524,16 +528,11 @@ class SwarmExperts:
 
     def _open(self, folder: str | Path | None) -> HostResources:
         """Return the resources of all hosts here, in the folder of the first."""
+        where = None if folder is None else Path(folder)
         if self._resources is None:
-            if folder is None:
-                self._temporary = tempfile.TemporaryDirectory(
-                    prefix="colab-swarm-experts-", ignore_cleanup_errors=True
-                )
-                folder = self._temporary.name
-            make = partial(HostResources, self._services, self._directory, Path(folder))
+            make = partial(HostResources, self._services, self._directory, where)
             self._resources = self._runtime.call(_on_loop(make))
-        elif folder is not None and Path(folder) != self._resources.folder:
-            raise ValueError(
-                f"this peer saves experts in {self._resources.folder}: omit folder=, or leave the swarm first"
-            )
+        elif where not in (None, self._resources.folder):
+            here = f"this peer saves experts in {self._resources.folder}"
+            raise ValueError(f"{here}: omit folder=, or leave the swarm first")
         return self._resources

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from typing import cast
 
 import pytest
@@ -50,22 +51,22 @@ def enqueue(batching: Batching, *calls: Call) -> None:
         batching.enqueue(one)
 
 
-def test_calls_are_merged_oldest_first_until_a_batch_is_full(batching: Batching) -> None:
-    calls = [pending(samples=3, at=at) for at in range(4)]
+@pytest.mark.parametrize(
+    ("sizes", "batches"),
+    [
+        ([(3, 1)] * 4, [2, 2]),
+        ([(9, 1), (1, 1), (9, 1)], [1, 1, 1]),  # more samples than a batch
+        ([(1, 30)] * 3, [2, 1]),  # bytes
+    ],
+)
+def test_calls_are_merged_oldest_first_until_a_batch_is_full(
+    batching: Batching, sizes: list[tuple[int, int]], batches: list[int]
+) -> None:
+    calls = [pending(str(at), n, size_bytes=size_bytes, at=at) for at, (n, size_bytes) in enumerate(sizes)]
     enqueue(batching, *calls)
-    assert [batching.take(), batching.take(), batching.take()] == [calls[:2], calls[2:], []]
-
-
-def test_a_call_of_more_samples_than_a_batch_is_computed_alone(batching: Batching) -> None:
-    calls = [pending(samples=9), pending(samples=1, at=1), pending(samples=9, at=2)]
-    enqueue(batching, *calls)
-    assert [batching.take() for _ in calls] == [[one] for one in calls]
-
-
-def test_a_batch_is_bounded_in_bytes_too(batching: Batching) -> None:
-    calls = [pending(name, size_bytes=30, at=at) for at, name in enumerate("abc")]
-    enqueue(batching, *calls)
-    assert [batching.take(), batching.take()] == [calls[:2], calls[2:]]
+    waiting = iter(calls)
+    assert [batching.take() for _ in batches] == [[*islice(waiting, count)] for count in batches]
+    assert batching.take() == []
 
 
 def test_different_kinds_of_calls_never_mix_and_the_oldest_comes_first(batching: Batching) -> None:
