@@ -54,9 +54,9 @@ def enqueue(batching: Batching, *calls: Call) -> None:
 @pytest.mark.parametrize(
     ("sizes", "batches"),
     [
-        ([(3, 1)] * 4, [2, 2]),
+        ([(4, 1)] * 4, [2, 2]),
         ([(9, 1), (1, 1), (9, 1)], [1, 1, 1]),  # more samples than a batch
-        ([(1, 30)] * 3, [2, 1]),  # bytes
+        ([(1, 40)] * 3, [2, 1]),  # bytes
     ],
 )
 def test_calls_are_merged_oldest_first_until_a_batch_is_full(

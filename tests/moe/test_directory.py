@@ -251,10 +251,8 @@ async def test_a_wide_sparse_grid_is_searched_without_reading_what_is_empty() ->
     rng = np.random.default_rng(0)
     batch = [rng.standard_normal((64, 256)).astype(np.float32) for _ in range(2)]
     found = await bob.directory.best(grid, batch, 4)
-    assert ([sorted(sample) for sample in uids(found)], bob.directory._cache.loads) == (
-        [["ffn.150.3", "ffn.7.7"]] * 64,
-        3,
-    )
+    assert [sorted(sample) for sample in uids(found)] == [["ffn.150.3", "ffn.7.7"]] * 64
+    assert bob.directory._cache.loads == 3
 
 
 class Far:
@@ -377,11 +375,8 @@ async def test_a_clock_that_is_a_minute_behind_takes_no_place_from_its_holder() 
     await announce(alice, "ffn.1.2")
     network.now().skew("bob", -60.0)
     claimed = await bob.directory.claim(GRID, 1, wanted=["ffn.1.2"])
-    assert (claimed, await alice.directory.rivals(GRID, ["ffn.1.2"]), [f.name for f in network.fired]) == (
-        [],
-        [],
-        ["skew"],
-    )
+    assert claimed == await alice.directory.rivals(GRID, ["ffn.1.2"]) == []
+    assert [fault.name for fault in network.fired] == ["skew"]
 
 
 async def test_the_place_of_a_dead_host_is_vacant_when_its_record_expires() -> None:
