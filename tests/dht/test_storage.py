@@ -178,7 +178,8 @@ def test_a_full_key_and_a_full_peer_refuse_what_is_new_but_not_updates() -> None
 def test_many_updates_of_one_record_take_no_more_room(storage: Storage) -> None:
     for i in range(500):
         put(storage, record(at=i / 1000))
-    assert storage.total_bytes == record().size_bytes and len(storage._ends) < 250
+    assert storage.total_bytes == record().size_bytes == len(record().value) + 256
+    assert record(subkey=b"abc").size_bytes == record().size_bytes + 3 and len(storage._ends) < 250
 
 
 wild_records = st.builds(
