@@ -17,7 +17,7 @@ from colab_swarm.averaging.group import Group, RoundTerms
 from colab_swarm.averaging.moshpit import MoshpitResult
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.markup import MAX_FACT_ROWS, facts, name_of
-from colab_swarm.moe.trainer import AsyncTrainer, TrainerSettings
+from colab_swarm.moe.trainer import AsyncTrainer
 from colab_swarm.net.peers import PeerId
 from colab_swarm.net.tunnels import TunnelSettings
 from colab_swarm.training.optimizer import OptimizerSnapshot
@@ -49,9 +49,7 @@ def objects(tmp_path: Path) -> list[tuple[object, str]]:
     digits = cs.workunits.Job(
         "digits", lambda: model, data=(1, 2), validation=None, plan=cs.workunits.WorkPlan(max_epochs=3)
     )
-    trainer = AsyncTrainer(
-        model, lambda model, batch: model(batch), adam(model.parameters()), TrainerSettings(4)
-    )
+    trainer = AsyncTrainer(model, lambda model, batch: model(batch), adam(model.parameters()), concurrency=4)
     round_ = RoundResult(
         Group(bytes(16), RoundTerms("", 7, b"", 10), ()),
         (ALICE,),

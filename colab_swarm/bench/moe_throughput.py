@@ -33,9 +33,9 @@ from colab_swarm.dht.service import DHT, DHTSettings, RunServices
 from colab_swarm.events import EventLog
 from colab_swarm.moe.calls import ExpertCalls
 from colab_swarm.moe.directory import Directory
-from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, TransformerBlock
+from colab_swarm.moe.expert import BatchLimits, Expert, ExpertRule, FeedForward, TransformerBlock
 from colab_swarm.moe.grid import ExpertInfo
-from colab_swarm.moe.server import BatchLimits, ExpertServer
+from colab_swarm.moe.server import ExpertServer
 from colab_swarm.net.node import Node
 from colab_swarm.runtime import Runtime
 

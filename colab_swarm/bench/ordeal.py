@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 import colab_swarm as cs
 from colab_swarm.bench.harness import BenchReport, Parent, Worker
 from colab_swarm.events import ExpertHosted
-from colab_swarm.moe.layer import MixtureStatistics
+from colab_swarm.moe.calls import MixtureStatistics
 from colab_swarm.swarm.swarm import Swarm
 
 GRID, DIM, HOSTS, PER_HOST = (4, 4), 64, 4, 3

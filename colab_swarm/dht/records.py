@@ -1,9 +1,9 @@
 """Records: values in the DHT under a key and a subkey, their owners, and their expiration.
 
-A record carries two times. ``expires_at`` and ``version`` are the writer's swarm time; the owner
-signs them, so a record cannot be replayed after its end. They are accepted with a tolerance of
-`CLOCK_SLACK_S`. ``ttl_s`` is the rest of the record's life as its sender sees it. A holder counts
-it down on its own clock, so skewed clocks neither drop a fresh record nor keep an old one.
+``expires_at`` and ``version`` are the writer's swarm time, and signed: a record cannot be replayed
+after its end. They are accepted with a tolerance of `CLOCK_SLACK_S`. ``ttl_s`` is the rest of the
+record's life as its sender sees it. A holder counts it down on its own clock, so clocks that are
+wrong do no harm.
 """
 
 from __future__ import annotations
@@ -93,12 +93,11 @@ class Fetched(Message, frozen=True):
 
 
 class StoreRecord(Message, frozen=True):
-    """Requests to hold these records; ``at`` is the sender's swarm time."""
+    """Requests to hold these records."""
 
     key: bytes
     records: tuple[Record, ...]
     asker: Contact
-    at: float
 
 
 class Stored(Message, frozen=True):
@@ -241,13 +240,3 @@ class Storage:
                 self._count -= 1
                 if not records:
                     del self._keys[key], self._key_bytes[key]
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError if the counters do not match the records."""
-        for key, records in self._keys.items():
-            sizes = [record.size_bytes for record, _ in records.values()]
-            assert records and self._key_bytes[key] == sum(sizes)
-            assert all((end, key, subkey) in self._ends for subkey, (_, end) in records.items())
-        assert self._keys.keys() == self._key_bytes.keys()
-        assert self.total_bytes == sum(self._key_bytes.values()) <= self._settings.total_bytes
-        assert self._count == sum(map(len, self._keys.values())) <= len(self._ends)

@@ -1,12 +1,12 @@
 """Routing table and lookups of Kademlia over 256-bit ids (Maymounkov & Mazieres 2002). Free of I/O.
 
-**Buckets (section 2.2).** Bucket i holds peers whose id shares exactly i leading bits with ours, least recently seen
-first. New contacts never replace old ones that still answer, since peers with a long uptime tend to
-stay. A new peer for a full bucket waits as a replacement until a contact in it fails.
+Bucket i holds peers whose id shares exactly i leading bits with ours, least recently seen first
+(section 2.2). A contact that still answers is never replaced: peers with a long uptime tend to
+stay. A new peer for a full bucket waits as a replacement.
 
-**Lookup (section 2.3).** `Lookup` decides which peer to query next. There is no barrier between rounds: an answer
-starts the next query. A query older than ``patience_s`` is slow: until it is answered, it frees its place among the
-``alpha``, and its peer does not count among the nearest. The lookup is done when the ``width`` nearest others have
+A lookup (section 2.3) has no barrier between rounds: an answer starts the next query. A query older
+than ``patience_s`` is slow: until it is answered, it frees its place among the ``alpha``, and its
+peer does not count among the nearest. The lookup is done when the ``width`` nearest others have
 answered; if there are fewer, slow queries get `GRACE` times the patience.
 """
 
@@ -15,10 +15,10 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
+import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from colab_swarm.net.peers import Contact, PeerId
 
@@ -156,33 +156,21 @@ class RoutingTable:
                 targets.append(id.to_bytes(ID_BITS // 8, "big"))
         return targets
 
-    def check_invariants(self) -> None:
-        """Raise AssertionError if a contact is in the wrong bucket or a bucket is over its size."""
-        for i, bucket in self._buckets.items():
-            assert len(bucket.contacts) <= self._bucket_size and len(bucket.replacements) <= self._bucket_size
-            for peer in [*bucket.contacts, *bucket.replacements]:
-                assert common_bits(self._me, peer) == i
-            assert not bucket.contacts.keys() & (bucket.replacements.keys() | self.lost.keys())
-        assert self.lost.keys() <= self._failures.keys() and len(self.lost) <= MAX_LOST
-
 
 GRACE = 4
 MIN_PATIENCE_S = 0.2  # A busy notebook cell delays answers by as much
-
-
-class _State(Enum):
-    NEW = auto()
-    ASKED = auto()
-    ANSWERED = auto()
-    FAILED = auto()
 
 
 @dataclass(slots=True, eq=False)
 class _Candidate:
     contact: Contact
     hops: int
-    state: _State = _State.NEW
-    asked_at: float = 0.0
+    asked_at: float = math.inf
+    answered: bool | None = None  # None: not yet; False: it failed
+
+    @property
+    def awaited(self) -> bool:
+        return self.asked_at < math.inf and self.answered is None
 
 
 class Lookup:
@@ -211,23 +199,23 @@ class Lookup:
     def next_queries(self, now: float) -> list[Contact]:
         """Return the peers to query now; each counts as in flight until `on_answer`."""
         window = self._window(now)
-        places = self._alpha - sum(candidate.state is _State.ASKED for candidate in window)
-        chosen = [candidate for candidate in window if candidate.state is _State.NEW][: max(0, places)]
+        places = self._alpha - sum(candidate.awaited for candidate in window)
+        chosen = [candidate for candidate in window if candidate.asked_at == math.inf][: max(0, places)]
         for candidate in chosen:
-            candidate.state, candidate.asked_at = _State.ASKED, now
+            candidate.asked_at = now
         self.calls += len(chosen)
         return [candidate.contact for candidate in chosen]
 
     def on_answer(self, peer: PeerId, closer: Iterable[Contact] | None) -> None:
         """Note that ``peer`` answered and named ``closer`` peers; None if it will not answer."""
         candidate = self._candidates[peer]
-        candidate.state = _State.FAILED if closer is None else _State.ANSWERED
+        candidate.answered = closer is not None
         self._add(closer or (), hops=candidate.hops + 1)
 
     def done(self, now: float) -> bool:
         """Return True if no query is left to send or to wait for."""
         window = self._window(now)
-        if any(candidate.state is not _State.ANSWERED for candidate in window):
+        if not all(candidate.answered for candidate in window):
             return False
         if len(window) == self.width:
             return True
@@ -240,11 +228,11 @@ class Lookup:
         return min((at for at in limits if at > now), default=None)
 
     def _in_flight(self) -> list[float]:
-        return [c.asked_at for c in self._candidates.values() if c.state is _State.ASKED]
+        return [c.asked_at for c in self._candidates.values() if c.awaited]
 
     def nearest(self, count: int) -> list[Contact]:
         """Return the peers nearest to the target that answered, nearest first."""
-        answered = (c.contact for _, c in self._by_distance if c.state is _State.ANSWERED)
+        answered = (c.contact for _, c in self._by_distance if c.answered)
         return [*itertools.islice(answered, count)]
 
     def hops(self, peer: PeerId) -> int:
@@ -258,8 +246,8 @@ class Lookup:
     def _window(self, now: float) -> list[_Candidate]:
         window: list[_Candidate] = []
         for _, candidate in self._by_distance:
-            slow = candidate.state is _State.ASKED and now >= candidate.asked_at + self._patience_s
-            if candidate.state is not _State.FAILED and not slow:
+            slow = candidate.answered is None and now >= candidate.asked_at + self._patience_s
+            if candidate.answered is not False and not slow:
                 window.append(candidate)
                 if len(window) == self.width:
                     break

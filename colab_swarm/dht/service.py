@@ -1,14 +1,9 @@
 """The DHT for its users: store and get values at the peers nearest to a key.
 
-A record is stored at the ``replicas`` (5) peers nearest to its key, this peer included if it can be
-dialled, and read from the nearest ``read_replicas`` (3). So a reader sees every write that missed
-at most two of its replicas. Readers merge the answers, subkey by subkey. Nothing is cached on the
-way, so progress written each second is seen in the next second. A peer that knows the whole swarm,
+Readers merge the answers of several replicas, subkey by subkey. A peer that knows the whole swarm,
 or stored under the key lately, stores without a lookup: the replies name peers that are nearer
-still. `DHT.fetch` is faster and less reliable: peers forward the query.
-
-Each query carries its sender's contact. Only peers that sent us a query or an answer enter the
-routing table. Peers in client mode look up and store but are never queried.
+still. Each query carries its sender's contact. Only peers that sent us a query or an answer enter
+the routing table.
 """
 
 from __future__ import annotations
@@ -48,16 +43,13 @@ from colab_swarm.runtime import PauseGate
 __all__ = ["DHT", "DHTSettings", "Found", "Reading", "is_sound", "key_id"]
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-K = TypeVar("K")
-V = TypeVar("V")
 MAX_ADDRESS_CHARS = 800  # of all addresses in one contact: a reply carries 20 contacts
-REMEMBERED = 1000  # size of the caches: replicas by key, clock skews by peer
+REMEMBERED = 1000  # keys whose replicas are remembered
 RECORDS_AT_ONCE = 16
 CUT_OFF_RETRY_S = 2.0
 MAX_RELAYS = 4
 # A fetch is forwarded so often in a row, by each peer to so many: one silent peer delays nothing
 RELAY_WIDTH = 2
-SKEW_S = 60.0  # clocks further apart than this are reported
 
 
 def is_sound(contact: Contact) -> bool:
@@ -66,106 +58,43 @@ def is_sound(contact: Contact) -> bool:
     return len(contact.id) == ID_BYTES and few
 
 
-class Searcher:
-    """Carries out lookups for one peer and maintains its routing table.
+class BackgroundTasks:
+    """The background tasks of one service, on the event loop; ``what`` names them in a `Fault`."""
 
-    Attributes:
-        table: the peers that sent us a query or an answer.
-        on_new: called with each peer that is new in the table.
-    """
-
-    def __init__(self, peers: Peers, settings: DHTSettings) -> None:
-        self.table = RoutingTable(peers.id, bucket_size=settings.bucket_size)
-        self.on_new: Callable[[Contact], object] | None = None
-        self._peers, self._settings = peers, settings
-        self._loop = asyncio.get_running_loop()
-        self._patience = Patience()
+    def __init__(self, what: str, events: EventLog, rng: random.Random) -> None:
+        self._what, self._events, self._rng = what, events, rng
         self._tasks: dict[asyncio.Task[Any], None] = {}
 
-    def lookup(self, target: bytes, *, width: int, seeds: Iterable[Contact] | None = None) -> Lookup:
-        """Return a lookup that starts at ``seeds``, or at known peers; all replicas of a key are queried at once."""
-        if seeds is None:
-            seeds = [*self.table.nearest(target, self._settings.bucket_size), *self.myself()]
-        others = (contact for contact in seeds if contact.direct)
-        parallel = max(self._settings.parallel, width if width <= self._settings.replicas else 0)
-        return Lookup(target, others, width=width, alpha=parallel, patience_s=self._patience.seconds)
-
-    def myself(self) -> tuple[Contact, ...]:
-        """Return this peer as a candidate, if others can dial it."""
-        contact = self._peers.contact
-        return (contact,) if contact.direct else ()
-
-    async def search(self, lookup: Lookup, ask: Callable[[Contact], Awaitable[Iterable[Contact]]]) -> None:
-        """Carry out ``lookup``; ``ask`` queries a peer and returns the contacts that it named.
-
-        Slow queries continue in the background: their answer or timeout still updates the routing table.
-        """
-        asked: dict[asyncio.Task[list[Contact] | None], PeerId] = {}
-        now = self._loop.time
-        try:
-            while not lookup.done(now()):
-                for contact in lookup.next_queries(now()):
-                    asked[self.spawn(self._answer_of(ask, contact))] = contact.id
-                wake_at = lookup.wake_at(now())
-                timeout_s = None if wake_at is None else wake_at - now() + 0.001
-                await asyncio.wait(asked, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-                for query in [query for query in asked if query.done()]:
-                    lookup.on_answer(asked.pop(query), None if query.cancelled() else query.result())
-        except asyncio.CancelledError:
-            for query in asked:
-                query.cancel()
-            raise
-        for peer in asked.values():
-            lookup.on_answer(peer, None)  # a wider search with this lookup must not wait for it
-
-    async def _answer_of(
-        self, ask: Callable[[Contact], Awaitable[Iterable[Contact]]], contact: Contact
-    ) -> list[Contact] | None:
-        try:
-            return [one for one in islice(await ask(contact), self._settings.bucket_size) if is_sound(one)]
-        except PeerError as error:
-            logger.debug("%s does not answer: %s", short(contact.id), error)
-            return None
-
-    async def call(self, contact: Contact, message: Message, reply: type[R]) -> R:
-        """Call a peer by its contact; the outcome updates the routing table and the patience."""
-        self._peers.learn(contact)
-        asked_at = self._loop.time()
-        try:
-            answer = await self._peers.call(contact.id, message, reply, timeout_s=self._settings.timeout_s)
-        except PeerError as error:
-            # a peer that refuses our role is alive
-            if not (isinstance(error, CallRefused) and error.code == "refused"):
-                self.table.failed(contact.id)
-            raise
-        self._patience.learn(self._loop.time() - asked_at)
-        self.saw(contact)
-        return answer
-
-    async def find_near(self, target: bytes, *, width: int, seeds: Iterable[Contact] | None = None) -> Lookup:
-        """Find the ``width`` peers nearest to ``target``, starting at ``seeds`` or at known peers."""
-        lookup = self.lookup(target, width=width, seeds=seeds)
-        await self.search(lookup, partial(self._ask_peers, target))
-        return lookup
-
-    async def _ask_peers(self, target: bytes, contact: Contact) -> Iterable[Contact]:
-        if contact.id == self._peers.id:
-            return ()
-        return (await self.call(contact, FindNear(target, self._peers.contact), FoundNear)).contacts
-
-    def saw(self, contact: Contact) -> None:
-        if self.table.saw(contact, self._loop.time()) and self.on_new is not None:
-            self.on_new(contact)
-
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run ``work`` in the background until `cancel`."""
-        task = self._loop.create_task(work)
+        """Run ``work`` until it ends, or until `cancel`."""
+        task = asyncio.get_running_loop().create_task(work, name=self._what)
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
         return task
 
+    def every(self, period_s: float, work: Callable[[], Awaitable[object]], *, rest: float = 0.0) -> None:
+        """Call ``work`` after each period until `cancel`; a call that failed is followed by the next.
+
+        The pause between two calls is at least ``rest`` times as long as the first took.
+        """
+        self.spawn(self._repeat(period_s, work, rest))
+
+    async def _repeat(self, period_s: float, work: Callable[[], Awaitable[object]], rest: float) -> None:
+        took_s, now = 0.0, asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(max(period_s, rest * took_s) * self._rng.uniform(0.8, 1.0))
+            began = now()
+            try:
+                await work()
+            except PeerError as error:
+                logger.info("%s will retry: %s", self._what, error)
+            except Exception as error:
+                logger.exception("%s failed", self._what)
+                self._events.emit(Fault.of(now(), self._what, error))
+            took_s = now() - began
+
     def cancel(self) -> list[asyncio.Task[Any]]:
-        """Cancel all background work; return its tasks."""
+        """Cancel all; return the tasks, which are ending."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -191,21 +120,24 @@ class Reading:
 
 
 class DHT:
-    """One peer's part in the distributed hash table."""
+    """One peer's part in the distributed hash table.
+
+    Attributes:
+        table: the peers that sent us a query or an answer.
+    """
 
     def __init__(
         self, peers: Peers, settings: DHTSettings, rng: random.Random, events: EventLog | None = None
     ) -> None:
-        self.settings, self._events = settings, events or EventLog()
-        self.skews: dict[PeerId, float] = {}
-        self._peers, self._rng = peers, rng
-        self._loop = asyncio.get_running_loop()
-        self._searcher = Searcher(peers, settings)
-        self.table = self._searcher.table
-        self._storage = Storage(settings)
+        self.settings = settings
+        self.table = RoutingTable(peers.id, bucket_size=settings.bucket_size)
+        self._peers, self._rng, self._now = peers, rng, asyncio.get_running_loop().time
+        self._tasks = BackgroundTasks("upkeep of the DHT", events or EventLog(), rng)
+        self._storage, self._patience = Storage(settings), Patience()
         self._entries: list[Contact] = []
-        self._replicas: dict[bytes, list[Contact]] = {}
+        self._replicas: dict[bytes, list[Contact]] = {}  # of the last keys
         self._last_version = 0
+        self._hands_over = False
         peers.serve(FindNear, self._on_find)
         peers.serve(Fetch, self._on_fetch)
         peers.serve(StoreRecord, self._on_store, role=Role.REDUCER)
@@ -214,7 +146,7 @@ class DHT:
         """Join the DHT through ``contacts``; return how many peers answered."""
         self._entries = [contact for contact in contacts if contact.id != self._peers.id]
         width = self.settings.bucket_size
-        lookup = await self._searcher.find_near(self._peers.id, width=width, seeds=self._entries)
+        lookup = await self.find_near(self._peers.id, width=width, seeds=self._entries)
         return len(lookup.nearest(width))
 
     async def store(
@@ -268,25 +200,22 @@ class DHT:
 
     async def read(self, key: str | bytes) -> Reading:
         """Do as `get`, and count hops and calls."""
-        id, merged = key_id(key), Storage(self.settings, self._storage.verified)
-        lookup, first = await self._gather(id, merged)
+        merged, lookup, first = await self._gather(id := key_id(key))
         return Reading(self._found_in(merged, id), lookup.hops(first[0]) if first else None, lookup.calls)
 
     async def records(self, key: str | bytes) -> tuple[Record, ...]:
         """Return the live records under ``key`` as they were written, with their signatures."""
-        id, merged = key_id(key), Storage(self.settings, self._storage.verified)
-        await self._gather(id, merged)
-        return merged.get(id, now=self._loop.time())
+        return (await self._gather(id := key_id(key)))[0].get(id, now=self._now())
 
-    async def _gather(self, id: bytes, merged: Storage) -> tuple[Lookup, list[PeerId]]:
-        first: list[PeerId] = []
-        lookup = self._searcher.lookup(id, width=self.settings.read_replicas)
-        ask = partial(self._ask_value, id, merged, first)
-        await self._searcher.search(lookup, ask)
+    async def _gather(self, id: bytes) -> tuple[Storage, Lookup, list[PeerId]]:
+        merged, first = Storage(self.settings, self._storage.verified), list[PeerId]()
+        lookup = self._lookup(id, width=self.settings.read_replicas)
+        ask = partial(self._ask, id, merged, first)
+        await self._search(lookup, ask)
         if not first:  # perhaps the nearest have just joined
             lookup.width = self.settings.replicas + self.settings.read_replicas
-            await self._searcher.search(lookup, ask)
-        return lookup, first
+            await self._search(lookup, ask)
+        return merged, lookup, first
 
     async def fetch(self, key: str | bytes) -> Reading:
         """Return the records of the first holder that answers: faster and less reliable than `read`.
@@ -305,15 +234,15 @@ class DHT:
         """Return the contact of ``peer``; None if no peer near it knows."""
         if (known := self._peers.contact_of(peer)).addresses:
             return known
-        return (await self._searcher.find_near(peer, width=self.settings.parallel)).known(peer)
+        return (await self.find_near(peer, width=self.settings.parallel)).known(peer)
 
     def start(self) -> None:
         """Refresh the routing table and republish held records, until `stop`."""
-        self._searcher.on_new = lambda contact: self._searcher.spawn(self._hand_over(contact))
-        self._searcher.spawn(self._every(self.settings.refresh_s, self._refresh))
-        self._searcher.spawn(self._every(self.settings.retry_s, self._retry))
-        self._searcher.spawn(self._every(CUT_OFF_RETRY_S, self._retry_if_cut_off))
-        self._searcher.spawn(self._every(self.settings.republish_s, self._republish))
+        self._hands_over = True
+        self._tasks.every(self.settings.refresh_s, self._refresh)
+        self._tasks.every(self.settings.retry_s, self._retry)
+        self._tasks.every(CUT_OFF_RETRY_S, partial(self._retry, if_cut_off=True))
+        self._tasks.every(self.settings.republish_s, self._republish)
 
     async def stop(self) -> None:
         """End the background work and stop serving."""
@@ -323,40 +252,109 @@ class DHT:
 
     def kill(self) -> list[asyncio.Task[Any]]:
         """Cancel the background work and keep serving, as a crash would; return the cancelled tasks."""
-        self._searcher.on_new = None
-        return self._searcher.cancel()
+        self._hands_over = False
+        return self._tasks.cancel()
 
-    async def _ask_value(
-        self, key: bytes, merged: Storage, first: list[PeerId], contact: Contact
+    # -- searching
+
+    async def find_near(self, target: bytes, *, width: int, seeds: Iterable[Contact] | None = None) -> Lookup:
+        """Find the ``width`` peers nearest to ``target``, starting at ``seeds`` or at known peers."""
+        lookup = self._lookup(target, width=width, seeds=seeds)
+        await self._search(lookup, partial(self._ask, target, None, []))
+        return lookup
+
+    def _lookup(self, target: bytes, *, width: int, seeds: Iterable[Contact] | None = None) -> Lookup:
+        if seeds is None:
+            seeds = [*self.table.nearest(target, self.settings.bucket_size), self._peers.contact]
+        others = (contact for contact in seeds if contact.direct)
+        # all replicas of a key are queried at once
+        parallel = max(self.settings.parallel, width if width <= self.settings.replicas else 0)
+        return Lookup(target, others, width=width, alpha=parallel, patience_s=self._patience.seconds)
+
+    async def _search(self, lookup: Lookup, ask: Callable[[Contact], Awaitable[Iterable[Contact]]]) -> None:
+        """Carry out ``lookup``; ``ask`` queries a peer and returns the contacts that it named.
+
+        Slow queries continue in the background: their answer or timeout still updates the routing table.
+        """
+        asked: dict[asyncio.Task[list[Contact] | None], PeerId] = {}
+        now = self._now
+        try:
+            while not lookup.done(now()):
+                for contact in lookup.next_queries(now()):
+                    asked[self._tasks.spawn(self._answer_of(ask, contact))] = contact.id
+                wake_at = lookup.wake_at(now())
+                timeout_s = None if wake_at is None else wake_at - now() + 0.001
+                await asyncio.wait(asked, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                for query in [query for query in asked if query.done()]:
+                    lookup.on_answer(asked.pop(query), None if query.cancelled() else query.result())
+        except asyncio.CancelledError:
+            for query in asked:
+                query.cancel()
+            raise
+        for peer in asked.values():
+            lookup.on_answer(peer, None)  # a wider search with this lookup must not wait for it
+
+    async def _answer_of(
+        self, ask: Callable[[Contact], Awaitable[Iterable[Contact]]], contact: Contact
+    ) -> list[Contact] | None:
+        try:
+            return [one for one in islice(await ask(contact), self.settings.bucket_size) if is_sound(one)]
+        except PeerError as error:
+            logger.debug("%s does not answer: %s", short(contact.id), error)
+            return None
+
+    async def _call(self, contact: Contact, message: Message, reply: type[R]) -> R:
+        """Call a peer by its contact; the outcome updates the routing table and the patience."""
+        self._peers.learn(contact)
+        asked_at = self._now()
+        try:
+            answer = await self._peers.call(contact.id, message, reply, timeout_s=self.settings.timeout_s)
+        except PeerError as error:
+            # a peer that refuses our role is alive
+            if not (isinstance(error, CallRefused) and error.code == "refused"):
+                self.table.failed(contact.id)
+            raise
+        self._patience.learn(self._now() - asked_at)
+        self._saw(contact)
+        return answer
+
+    def _saw(self, contact: Contact) -> None:
+        if self.table.saw(contact, self._now()) and self._hands_over:
+            self._tasks.spawn(self._hand_over(contact))
+
+    async def _ask(
+        self, target: bytes, merged: Storage | None, first: list[PeerId], contact: Contact
     ) -> Iterable[Contact]:
-        contacts: Iterable[Contact] = ()
-        if contact.id == self._peers.id:
-            records = self._storage.get(key, now=self._loop.time())
-        else:
-            answer = await self._searcher.call(contact, FindNear(key, self._peers.contact, True), FoundNear)
+        """Query a peer for contacts and, with ``merged``, for records, which are put there; ``first`` sent some."""
+        records, contacts = tuple[Record, ...](), tuple[Contact, ...]()
+        if contact.id != self._peers.id:
+            message = FindNear(target, self._peers.contact, merged is not None)
+            answer = await self._call(contact, message, FoundNear)
             records, contacts = answer.records, answer.contacts
-        if "" in await self._put(merged, key, records):
+        elif merged is not None:
+            records = self._storage.get(target, now=self._now())
+        if merged is not None and "" in await self._put(merged, target, records):
             first.append(contact.id)
         return contacts
 
     def _found_in(self, merged: Storage, key: bytes) -> dict[bytes, Found]:
         now, found = self._peers.time(), {}
-        for one in merged.get(key, now=self._loop.time()):
+        for one in merged.get(key, now=self._now()):
             found[one.subkey] = Found(msgspec.msgpack.decode(one.value), now + one.ttl_s, owner_of(one))
         return found
 
     async def _fetch(self, key: bytes, *, relays: int, width: int) -> AsyncIterator[Fetched]:
         """Yield our records or, without any, the answers of the ``width`` nearest known peers as they arrive."""
-        if held := self._storage.get(key, now=self._loop.time()):
+        if held := self._storage.get(key, now=self._now()):
             yield Fetched(held, 0)
         elif relays > 0:
             asked = [self._forward(key, relays - 1, contact) for contact in self.table.nearest(key, width)]
-            for answer in asyncio.as_completed(list(map(self._searcher.spawn, asked))):
+            for answer in asyncio.as_completed(list(map(self._tasks.spawn, asked))):
                 yield await answer
 
     async def _forward(self, key: bytes, relays: int, contact: Contact) -> Fetched:
         try:
-            answer = await self._searcher.call(contact, Fetch(key, relays), Fetched)
+            answer = await self._call(contact, Fetch(key, relays), Fetched)
         except PeerError as error:
             logger.debug("%s fetches nothing: %s", short(contact.id), error)
             return Fetched((), 0)
@@ -364,13 +362,16 @@ class DHT:
 
     async def _store(self, key: bytes, records: tuple[Record, ...]) -> int:
         width = self.settings.replicas
-        seeds = [*self._replicas.get(key, ()), *self.table.nearest(key, width), *self._searcher.myself()]
+        seeds = [*self._replicas.get(key, ()), *self.table.nearest(key, width), self._peers.contact]
         if key not in self._replicas and len(self.table) >= self.settings.bucket_size:
-            seeds = (await self._searcher.find_near(key, width=width)).nearest(width)
+            seeds = (await self.find_near(key, width=width)).nearest(width)
         taken: list[tuple[str, ...]] = []
-        lookup = self._searcher.lookup(key, width=width, seeds=seeds)
-        await self._searcher.search(lookup, partial(self._ask_store, key, records, taken))
-        _remember(self._replicas, key, lookup.nearest(width))
+        lookup = self._lookup(key, width=width, seeds=seeds)
+        await self._search(lookup, partial(self._ask_store, key, records, taken))
+        self._replicas.pop(key, None)
+        self._replicas[key] = lookup.nearest(width)
+        if len(self._replicas) > REMEMBERED:
+            del self._replicas[next(iter(self._replicas))]
         refused = {text for refusals in taken for text in refusals if text}
         if refused:
             logger.info("records were refused: %s", "; ".join(sorted(refused)))
@@ -382,15 +383,14 @@ class DHT:
         if contact.id == self._peers.id:
             taken.append(await self._put(self._storage, key, records))
             return ()
-        message = StoreRecord(key, records, self._peers.contact, self._peers.time())
-        answer = await self._searcher.call(contact, message, Stored)
+        answer = await self._call(contact, StoreRecord(key, records, self._peers.contact), Stored)
         taken.append(answer.refusals)
         return answer.contacts
 
     async def _put(self, storage: Storage, key: bytes, records: tuple[Record, ...]) -> tuple[str, ...]:
         refusals: list[str] = []
         for record in records:
-            refusal = storage.put(key, record, now=self._loop.time(), swarm_time=self._peers.time())
+            refusal = storage.put(key, record, now=self._now(), swarm_time=self._peers.time())
             refusals.append(refusal or "")
             if len(refusals) % RECORDS_AT_ONCE == 0:  # signatures take time: let other tasks run
                 await asyncio.sleep(0)
@@ -398,7 +398,7 @@ class DHT:
 
     async def _on_find(self, caller: PeerId, message: FindNear) -> FoundNear:
         contacts = self._nearest_for(caller, message.key, message.asker)
-        records = self._storage.get(message.key, now=self._loop.time()) if message.records else ()
+        records = self._storage.get(message.key, now=self._now()) if message.records else ()
         return FoundNear(contacts, records)
 
     async def _on_fetch(self, caller: PeerId, message: Fetch) -> Fetched:
@@ -412,13 +412,6 @@ class DHT:
 
     async def _on_store(self, caller: PeerId, message: StoreRecord) -> Stored:
         contacts = self._nearest_for(caller, message.key, message.asker)
-        skew_s = message.at - self._peers.time()
-        if abs(skew_s) < SKEW_S:
-            self.skews.pop(caller, None)
-        else:
-            if caller not in self.skews:
-                logger.warning("the clock of %s is %.0f s off; records tolerate it", short(caller), skew_s)
-            _remember(self.skews, caller, skew_s)
         return Stored(await self._put(self._storage, message.key, message.records), contacts)
 
     def _nearest_for(self, caller: PeerId, target: bytes, asker: Contact) -> tuple[Contact, ...]:
@@ -428,7 +421,7 @@ class DHT:
             raise Refusal("the asker's contact is not its own")
         if is_sound(asker):
             self._peers.learn(asker)
-            self._searcher.saw(asker)
+            self._saw(asker)
         nearest = self.table.nearest(target, self.settings.bucket_size)
         return tuple(contact for contact in nearest if contact.id != caller)
 
@@ -437,7 +430,7 @@ class DHT:
         for key in list(self._storage):
             nearest = self.table.nearest(key, self.settings.replicas)
             if new in nearest and self._nearest_to(key, but=new):
-                records = self._storage.get(key, now=self._loop.time())
+                records = self._storage.get(key, now=self._now())
                 with contextlib.suppress(PeerError):
                     await self._ask_store(key, records, [], new)
             await asyncio.sleep(0)
@@ -450,43 +443,25 @@ class DHT:
     async def _refresh(self) -> None:
         """Look up ourselves and an id in each quiet bucket; a peer without contacts starts at its entries."""
         width, period_s = self.settings.bucket_size, self.settings.refresh_s
-        stale = self.table.refresh_targets(self._loop.time(), older_than_s=period_s, rng=self._rng)
+        stale = self.table.refresh_targets(self._now(), older_than_s=period_s, rng=self._rng)
         seeds = [*self.table.nearest(self._peers.id, width), *self._entries]
-        await self._searcher.find_near(self._peers.id, width=width, seeds=seeds)
+        await self.find_near(self._peers.id, width=width, seeds=seeds)
         for target in stale:
-            await self._searcher.find_near(target, width=width)
+            await self.find_near(target, width=width)
 
-    async def _retry(self) -> None:
+    async def _retry(self, *, if_cut_off: bool = False) -> None:
         """Query one of the lost peers again; if it is back, its contacts join two halves of a swarm."""
+        if if_cut_off and len(self.table):
+            return
         if lost := [*self.table.lost.values()] or ([] if len(self.table) else self._entries):
             seeds = [self._rng.choice(lost)]
-            await self._searcher.find_near(self._peers.id, width=self.settings.bucket_size, seeds=seeds)
-
-    async def _retry_if_cut_off(self) -> None:
-        if not len(self.table):
-            await self._retry()
+            await self.find_near(self._peers.id, width=self.settings.bucket_size, seeds=seeds)
 
     async def _republish(self) -> None:
         for key in list(self._storage):
-            records = self._storage.get(key, now=self._loop.time())
+            records = self._storage.get(key, now=self._now())
             if records and self._nearest_to(key):
                 await self._store(key, records)
-
-    async def _every(self, period_s: float, work: Callable[[], Awaitable[None]]) -> None:
-        while True:
-            await asyncio.sleep(period_s * self._rng.uniform(0.5, 1.5))
-            try:
-                await work()
-            except Exception as error:
-                logger.exception("upkeep of the DHT failed")
-                self._events.emit(Fault.of(self._loop.time(), "upkeep of the DHT", error))
-
-
-def _remember(known: dict[K, V], key: K, value: V) -> None:
-    known.pop(key, None)
-    known[key] = value
-    if len(known) > REMEMBERED:
-        del known[next(iter(known))]
 
 
 def key_id(key: str | bytes) -> bytes:

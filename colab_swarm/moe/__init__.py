@@ -22,8 +22,8 @@ input a trainer finds the best live experts, across slow links and without a cen
 |---|---|---|
 | `ForwardExpert`, `BackwardExpert` | stream | expert, samples, shape, codec; tensors follow in parts |
 | `Part(busy_s)` | stream | values of a tensor; or: busy, call again in so many seconds |
-| `RecordRow`, `GridBranch` | DHT, signed by the host | experts in a row, addresses; indices that lead to experts |
-| `KeepSave`, `LackedChunks`, `StateChunk`, `SaveKept` | stream | storing a save at another peer |
+| `GridRecord` | DHT, signed by the host | its experts in a page of the grid, addresses; prefixes that lead to experts |
+| `KeepSave`, `LackedChunks`, `StateChunk` | stream | storing a save at another peer |
 | `FetchSave`; `HolderRecord`, `SaveRecord`, `SavedIndices` | stream; DHT | finding and fetching saves |
 
 A call is one stream. The trainer keeps its end open until the answer arrives; a broken stream cancels the call.
@@ -54,7 +54,7 @@ A call is one stream. The trainer keeps its end open until the answer arrives; a
 | between two saves; between two checks for dead hosts | 60 s; 20 s |
 | life of a save that is not renewed | a day |
 
-See `MixtureSettings`, `HostPlan`, `DirectorySettings` and `BatchLimits`.
+See `MixtureOfExperts`, `HostPlan`, `DirectorySettings` and `BatchLimits`.
 
 ## Failures
 

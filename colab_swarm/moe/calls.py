@@ -1,25 +1,20 @@
 """Calls of experts on other peers. Every fault of a peer is an `ExpertError` that names the expert.
 
-A call is one stream. The caller opens it, sends its tensors in parts (backward: inputs, then gradients) and keeps its
-end open until the answer arrives: a stream that ends or breaks earlier cancels the call. The host answers with one
-tensor of the same shape, with one part that says it is busy, or with a refusal.
-
-Shapes: B samples, K chosen experts, S the shape of a sample.
+A call is one stream. The caller opens it, sends its tensors in parts (backward: inputs, then
+gradients) and keeps its end open until the answer arrives: a stream that ends or breaks earlier
+cancels the call. The host answers with one tensor of the same shape, with one part that says it is
+busy, or with a refusal.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
-from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from colab_swarm.errors import CallRefused, ExpertError, PeerError
 from colab_swarm.moe.directory import Directory
@@ -31,7 +26,8 @@ from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Buffer, Codec, 
 PART_BYTES = 120 << 10
 LINK_BUSY_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
-Places = npt.NDArray[np.intp]
+DECAY = 0.99  # of an expert's share, per batch without it
+FORGOTTEN = 1e-4  # an expert with less was not used for about a thousand batches: it is dropped
 
 
 class CallExpert(Message, frozen=True):
@@ -69,14 +65,30 @@ def encoded(values: Floats, codec: Codec) -> Iterator[Buffer]:
     return (codec.encode(flat[span]) for span in spans(flat.size, codec))
 
 
+@dataclass(frozen=True)
+class MixtureStatistics:
+    """Counters of a layer since its creation."""
+
+    batches: int = 0  # forward passes
+    answers: int = 0  # forward calls that succeeded
+    failures: int = 0  # forward calls that failed or were later than the grace period
+    lost_gradients: int = 0  # backward calls that failed: the part of that expert counted as zero
+    unanswered: int = 0  # samples without any answer, which passed unchanged
+    outliers: int = 0  # answers for single samples that were too far from the others
+    sent_bytes: int = 0  # of activations and gradients, as encoded
+    received_bytes: int = 0
+
+
 class ExpertCalls:
-    """Calls experts on any peer; the layers of a model and their deep copies share one.
+    """Calls experts on any peer; a layer and its deep copies share one, and with it their statistics.
 
     A busy expert is called again after the delay that its host requests. Each outcome is reported to the directory.
 
     Args:
         runtime: runs coroutines for layers, which wait for the result.
         codec: compression of activations and gradients, both ways; ValueError if there is none of this name.
+            Warning: onebit and topk have no error feedback here, so the lost values never arrive. Train with
+            them from the start, or use int8.
         timeout_s: for finding experts, and again for calling one, dialling and retries included.
     """
 
@@ -91,11 +103,43 @@ class ExpertCalls:
     ) -> None:
         self.directory, self.runtime, self.timeout_s = directory, runtime, timeout_s
         self._peers, self._codec = peers, codec_of(codec)
-        self.sent_bytes = self.received_bytes = 0
-        """Payload of all calls so far."""
+        self._lock = threading.Lock()  # of counters and shares
+        self._counts = Counter[str]()
+        self._shares: dict[str, float] = {}
 
     def __deepcopy__(self, memo: object) -> ExpertCalls:
         return self
+
+    # -- statistics, thread-safe
+
+    def count(self, **more: int) -> None:
+        """Add to the counters of `MixtureStatistics`."""
+        with self._lock:
+            self._counts.update(more)
+
+    def statistics(self) -> MixtureStatistics:
+        """Return the counters."""
+        with self._lock:
+            return MixtureStatistics(**self._counts)
+
+    def on_batch(self, weights: Mapping[str, float]) -> int:
+        """Record a batch that was mixed with these sums of weights; return how many other experts are known."""
+        total = sum(weights.values())
+        with self._lock:
+            if total:
+                shares = {uid: DECAY * share for uid, share in self._shares.items()}
+                for uid, weight in weights.items():
+                    shares[uid] = shares.get(uid, 0.0) + (1 - DECAY) * weight / total
+                self._shares = {u: share for u, share in shares.items() if share >= FORGOTTEN or u in weights}
+            return len(self._shares.keys() - weights.keys())
+
+    def shares(self) -> dict[str, float]:
+        """Return each known expert's part of the work of about the last hundred batches; they sum to 1."""
+        with self._lock:
+            total = sum(self._shares.values())
+            return {uid: share / total for uid, share in sorted(self._shares.items())}
+
+    # -- calls
 
     async def find(self, grid: Grid, uid: str) -> ExpertInfo:
         """Return the expert's host, shape and step. Raises ExpertError: no host was found in time."""
@@ -151,29 +195,24 @@ class ExpertCalls:
         self._peers.learn(info.host)
         try:
             async with await self._peers.stream(info.host.id, opening, timeout_s=self.timeout_s) as stream:
-                return (await self._converse(stream, tensors)).reshape(inputs.shape)
-        except ExpertError as error:
-            raise ExpertError(f"{where} {error}", retry_s=error.retry_s) from error
-        except CallRefused as error:
-            retry_s = LINK_BUSY_RETRY_S if error.code == "busy" else None
-            raise ExpertError(f"{where} refused: {error}", retry_s=retry_s) from error
+                sending = asyncio.create_task(self._send(stream, tensors))
+                try:
+                    return (await self._receive(stream, inputs.size)).reshape(inputs.shape)
+                finally:  # a host that is busy or refuses may answer before it has received everything
+                    sending.cancel()
+                    await asyncio.gather(sending, return_exceptions=True)
         except (PeerError, ValueError) as error:
-            raise ExpertError(f"{where} failed: {error}") from error
-
-    async def _converse(self, stream: Stream, tensors: Sequence[Floats]) -> Floats:
-        sending = asyncio.create_task(self._send(stream, tensors))
-        try:
-            return await self._receive(stream, tensors[0].size)
-        finally:  # a host that is busy or refuses may answer before it has received everything
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
+            how = {ExpertError: "", CallRefused: " refused:"}.get(type(error), " failed:")
+            busy = isinstance(error, CallRefused) and error.code == "busy"
+            retry_s = LINK_BUSY_RETRY_S if busy else getattr(error, "retry_s", None)
+            raise ExpertError(f"{where}{how} {error}", retry_s=retry_s) from error
 
     async def _send(self, stream: Stream, tensors: Sequence[Floats]) -> None:
         try:
             for tensor in tensors:
                 for part in encoded(np.ascontiguousarray(tensor, np.float32), self._codec):
                     await stream.send(Part(), part)
-                    self.sent_bytes += memoryview(part).nbytes
+                    self.count(sent_bytes=memoryview(part).nbytes)
         except ValueError as error:  # from the codec: ends the wait for the answer
             stream.reset(str(error))
 
@@ -184,7 +223,7 @@ class ExpertCalls:
                 part, payload = await stream.receive(Part)
             except StreamEnded as error:
                 raise ExpertError(f"sent {span.start} of {numel} values") from error
-            self.received_bytes += len(payload)
+            self.count(received_bytes=len(payload))
             if part.busy_s is not None:
                 retry_s = max(0.0, min(MAX_RETRY_S, part.busy_s))  # in this order, NaN becomes the maximum
                 raise ExpertError(f"is busy: call again in {retry_s:.2g} s", retry_s=retry_s)
@@ -192,78 +231,3 @@ class ExpertCalls:
             if not all_finite(values[span]):
                 raise ExpertError("sent values that are not finite")
         return values
-
-
-@dataclass(frozen=True)
-class ExpertBatch:
-    """The part of a batch for one expert: ``rows`` are its samples; it is choice ``slots[i]`` of sample rows[i]."""
-
-    info: ExpertInfo
-    rows: Places
-    slots: Places
-
-
-def group(chosen: Sequence[Sequence[ExpertInfo]], rows: Iterable[int]) -> list[ExpertBatch]:
-    """Group samples by expert; ``chosen[i]`` are the experts of sample ``rows[i]``, best first."""
-    places: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    infos: dict[str, ExpertInfo] = {}
-    for row, experts in zip(rows, chosen, strict=True):
-        for slot, info in enumerate(experts):
-            places[info.uid].append((row, slot))
-            infos[info.uid] = info
-    return [
-        ExpertBatch(infos[uid], *np.asarray(found, np.intp).T.copy()) for uid, found in places.items()
-    ]  # transposed: one array of rows, one of slots
-
-
-async def wait_for_answers(
-    tasks: Mapping[asyncio.Task[Floats], ExpertBatch], needed: Places, grace_s: float
-) -> set[asyncio.Task[Floats]]:
-    """Wait until every sample has the answers it needs or cannot get them, then ``grace_s`` for the others.
-
-    ``tasks`` are one call per group, ``needed`` (B) the answers that each sample needs. Returns the open ones.
-    """
-    open_calls, missing = np.zeros_like(needed), needed.copy()
-    for one in tasks.values():
-        open_calls[one.rows] += 1
-    pending = set(tasks)
-    while pending and ((missing > 0) & (open_calls > 0)).any():
-        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            open_calls[tasks[task].rows] -= 1
-            missing[tasks[task].rows] -= task.exception() is None
-    if pending:
-        _, pending = await asyncio.wait(pending, timeout=grace_s)
-    return pending
-
-
-class _RemoteFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, values: Tensor, backward: Callable[[Floats], Floats]) -> Tensor:
-        ctx.save_for_backward(inputs)
-        ctx.backward_call = backward
-        return values.view_as(values)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor, None, None]:
-        # raises if the inputs, whose memory is sent again, were changed in place since
-        _ = ctx.saved_tensors
-        return torch.from_numpy(ctx.backward_call(as_floats(grads))), None, None
-
-
-def attach_backward(inputs: Tensor, values: Floats, backward: Callable[[Floats], Floats]) -> Tensor:
-    """Return ``values`` as a function of ``inputs`` (on the CPU), whose gradient ``backward`` computes remotely.
-
-    The call is made even if the inputs need no gradient: it is how experts learn. On the CPU because autograd then
-    runs on the caller's thread: all callers share one thread per GPU, and one that waits would stop the others.
-    """
-    if torch.is_grad_enabled() and not inputs.requires_grad:
-        inputs = inputs.detach().requires_grad_()
-    answer: Tensor = _RemoteFunction.apply(inputs, torch.from_numpy(values), backward)  # type: ignore[no-untyped-call]
-    return answer
-
-
-def as_floats(tensor: Tensor) -> Floats:
-    """Return contiguous float32 values in host memory."""
-    return np.ascontiguousarray(tensor.detach().to("cpu", torch.float32).numpy())

@@ -1,8 +1,9 @@
 """Directory of live experts: hosts announce theirs, trainers look them up.
 
 See `colab_swarm.moe.grid` for the records in the DHT and the beam search. Look-ups are cached for
-`DirectorySettings.cache_s`, never beyond the expiry of a record; an empty prefix is read again soon. Only the remaining
-life of a record counts, on this peer's monotonic clock; but the order of two claims follows their hosts' clocks.
+`DirectorySettings.cache_s`, never beyond the expiry of a record; an empty page is read again soon.
+Only the remaining life of a record counts, on this peer's monotonic clock; but the order of two
+claims follows their hosts' clocks.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -21,40 +23,32 @@ from colab_swarm.errors import NoExpertsError
 from colab_swarm.events import ExpertBanned
 from colab_swarm.moe.grid import (
     CLAIMED,
-    FIRST_BAN_S,
-    LONGEST_BAN_S,
+    PAGE,
     Bans,
     ExpertInfo,
     ExpertPlace,
     Grid,
-    GridBranch,
+    GridRecord,
     Index,
     Listing,
     Mask,
-    RecordRow,
+    Page,
+    announced,
     beam_search,
-    by_page,
-    holdings,
-    is_row,
-    keys,
-    offset,
-    position,
-    shelf_of,
     short_addresses,
-    width,
 )
-from colab_swarm.net.peers import Message
 from colab_swarm.tensors.codecs import Floats
 
 logger = logging.getLogger(__name__)
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 MAX_ENTRIES = 10_000
-WITNESSES = 2  # hosts that announce an index above the rows; the others stay silent
+FIRST_BAN_S, LONGEST_BAN_S = 5.0, 300.0
+WITNESSES = 2  # hosts that announce a prefix; the others stay silent
 EXTRA_WAITS = 3  # rounds of look-ups per search beyond one per dimension; then unknown prefixes count as dead
-MAX_GUESSES = 32  # guessed keys that a search reads at once; with more, it reads dimension by dimension
-ROWS_AT_ONCE = 16
-MAX_ROWS = 4096  # rows that a search for vacant places reads
+MAX_GUESSES = 32  # guessed pages that a search reads at once; with more, it reads dimension by dimension
+PAGES_AT_ONCE = 16
+MAX_PAGES = 1024  # pages that a search for vacant places reads
 
 
 class Cache(Generic[K, V]):
@@ -139,11 +133,11 @@ class Directory:
         self.settings = settings
         self._peers, self._dht, self._events = services.peers, services.dht, services.events
         self._rng, self._run_id = services.rng, services.run_id
-        self._loop = asyncio.get_running_loop()
+        self._now = asyncio.get_running_loop().time
         self._bans = Bans(FIRST_BAN_S, LONGEST_BAN_S)
-        self._cache: Cache[tuple[Grid, Index], Listing] = Cache(self._read)
+        self._cache: Cache[Page, Listing] = Cache(self._read)
         self._mine: dict[Grid, dict[Index, ExpertPlace]] = {}
-        self._published: set[str] = set()  # keys under which a record of ours is
+        self._published: set[Page] = set()  # with a record of ours
 
     async def close(self) -> None:
         """Cancel all running look-ups."""
@@ -158,9 +152,7 @@ class Directory:
         """
         mine = self._mine.setdefault(grid, {})
         for uid, (shape, step) in experts.items():
-            index = grid.index(uid)
-            claimed_ms = mine[index].claimed_ms if index in mine else self._now_ms()
-            mine[index] = ExpertPlace(position(grid, index), claimed_ms, step, shape)
+            self._hold(grid, grid.index(uid), shape, step)
         await self._publish(grid, mine)
 
     async def withdraw(self, grid: Grid, uids: Iterable[str]) -> None:
@@ -178,11 +170,11 @@ class Directory:
         """
         held: list[str] = []
         while count > len(held) and (chosen := await self._vacant(grid, count - len(held), wanted)):
-            uids = [grid.uid(index) for index in chosen]
-            mine, began, now_ms = self._mine.setdefault(grid, {}), self._loop.time(), self._now_ms()
-            mine.update({index: ExpertPlace(position(grid, index), now_ms, CLAIMED, ()) for index in chosen})
+            uids, began = [*map(grid.uid, chosen)], self._now()
+            for index in chosen:
+                self._hold(grid, index, (), CLAIMED)
             await self._publish(grid, chosen)
-            await asyncio.sleep(max(self.settings.settle_s, 2 * (self._loop.time() - began)))
+            await asyncio.sleep(max(self.settings.settle_s, 2 * (self._now() - began)))
             lost = set(await self.rivals(grid, uids))
             await self.withdraw(grid, lost)
             held += [uid for uid in uids if uid not in lost]
@@ -195,111 +187,97 @@ class Directory:
         """
         mine = self._mine.get(grid, {})
         checked = {index: uid for uid in uids if (index := grid.index(uid)) in mine}
-        listings = await self._listings(grid, {index[:-1] for index in checked}, fresh=True)
-        now, lost = self._loop.time(), []
+        pages = dict.fromkeys(Page.of(grid, index) for index in checked)
+        listings = await self._cache.get(pages, fresh=True)
+        lost = []
         for index, uid in checked.items():
-            claim = (mine[index].claimed_ms, self._peers.id)
-            announced = listings[index[:-1]].live(position(grid, index), now)
-            if any(one.claim < claim for one in announced if one.host.id != self._peers.id):
+            place, listing = mine[index], listings[Page.of(grid, index)]
+            others = (one for one in listing.live(place.index, self._now()) if one.host.id != self._peers.id)
+            if any(one.claim < (place.claimed_ms, self._peers.id) for one in others):
                 lost.append(uid)
         return lost
 
+    def _hold(self, grid: Grid, index: Index, shape: tuple[int, ...], step: int) -> None:
+        mine = self._mine.setdefault(grid, {})
+        claimed_ms = mine[index].claimed_ms if index in mine else int(self._peers.time() * 1000)
+        mine[index] = ExpertPlace(grid.number(index) % PAGE, claimed_ms, step, shape)
+
     async def _vacant(self, grid: Grid, count: int, wanted: Collection[str] | None) -> list[Index]:
-        if wanted is None:
-            some = self._rng.sample(range(rows := grid.size // grid.sides[-1]), min(rows, MAX_ROWS))
-            prefixes = [tuple(map(int, np.unravel_index(row, grid.sides[:-1]))) for row in some]
-        else:
-            wanted = {*wanted}
-            prefixes = sorted({grid.index(uid)[:-1] for uid in wanted})
-            self._rng.shuffle(prefixes)
+        places = None if wanted is None else set(map(grid.index, wanted))
+        of_places = {grid.number(place) // PAGE for place in places or ()}
+        numbers = [*range(-(-grid.size // PAGE))] if places is None else sorted(of_places)
+        numbers = self._rng.sample(numbers, min(len(numbers), MAX_PAGES))
         chosen: list[Index] = []
-        for begin in range(0, len(prefixes), ROWS_AT_ONCE):
-            batch = prefixes[begin : begin + ROWS_AT_ONCE]
-            listings = await self._listings(grid, batch, fresh=True)
-            for prefix in batch:
-                places = [(*prefix, j) for j in self._rng.sample(range(grid.sides[-1]), grid.sides[-1])]
-                chosen += [p for p in places if self._is_vacant(grid, p, listings[prefix], wanted)]
+        for begin in range(0, len(numbers), PAGES_AT_ONCE):
+            pages = [Page(grid, len(grid.sides), number) for number in numbers[begin : begin + PAGES_AT_ONCE]]
+            for page, listing in (await self._cache.get(pages, fresh=True)).items():
+                for position in self._rng.sample(range(PAGE), PAGE):
+                    index = page.index_at(position)
+                    if index is None or index in self._mine.get(grid, {}):
+                        continue
+                    holders = {one.host.id for one in listing.live(position, self._now())}
+                    if (places is None or index in places) and holders <= {self._peers.id}:
+                        chosen.append(index)
             if len(chosen) >= count:
                 break
         return chosen[:count]
 
-    def _is_vacant(self, grid: Grid, place: Index, row: Listing, wanted: Collection[str] | None) -> bool:
-        if place in self._mine.get(grid, {}) or (wanted is not None and grid.uid(place) not in wanted):
-            return False
-        announced = row.live(position(grid, place), self._loop.time())
-        return all(one.host.id == self._peers.id for one in announced)
-
-    # -- publishing
-
     async def _publish(self, grid: Grid, places: Iterable[Index]) -> None:
-        shelves = {shelf_of(grid, place[:length]) for place in places for length in range(len(place))}
-        await asyncio.gather(*(self._publish_shelf(grid, shelf) for shelf in sorted(shelves)))
+        lengths = range(1, len(grid.sides) + 1)
+        pages = {Page.of(grid, place[:length]) for place in places for length in lengths}
+        await asyncio.gather(*map(self._publish_page, sorted(pages, key=lambda page: page[1:])))
 
-    async def _publish_shelf(self, grid: Grid, shelf: Index) -> None:
-        """Store this peer's records of a shelf or shorter prefix; an empty one where a page has become empty."""
-        pages = await self._pages(grid, shelf)
-        empty = RecordRow((), ()) if is_row(grid, shelf) else GridBranch(())
-        stores = []
-        for page, key in enumerate(keys(self._run_id, grid, shelf)):
-            if page in pages or key in self._published:
-                stores.append(self._store(key, pages.get(page, empty)))
-            (self._published.add if page in pages else self._published.discard)(key)
-        if stores:
-            await asyncio.gather(*stores)
-            self._cache.forget((grid, shelf))
+    async def _publish_page(self, page: Page) -> None:
+        """Store this peer's record of a page; an empty one if the page has become empty."""
+        mine = self._mine[page.grid].items()
+        here = {i: place for i, place in mine if Page.of(page.grid, i[: page.depth]) == page}
+        if page.depth == len(page.grid.sides):
+            addresses = short_addresses(self._peers.contact)
+            places = sorted(here.values(), key=lambda place: place.index)
+        else:
+            served = (i[: page.depth] for i, place in here.items() if place.step != CLAIMED)
+            positions = {page.grid.number(prefix) % PAGE for prefix in served}
+            addresses, places = (), [*map(ExpertPlace, await self._unwitnessed(page, positions))]
+        if not places and page not in self._published:
+            return
+        (self._published.add if places else self._published.discard)(page)
+        record = GridRecord(addresses, tuple(places))
+        if not await self._dht.publish(page.key(self._run_id), record, ttl_s=self.settings.ttl_s):
+            logger.info("no peer stored the record of %s; the next announcement retries", page)
+        self._cache.forget(page)
 
-    async def _pages(self, grid: Grid, shelf: Index) -> Mapping[int, Message]:
-        depth, mine = len(shelf), self._mine[grid]
-        if not is_row(grid, shelf):
-            served = {i[depth] for i, place in mine.items() if i[:depth] == shelf and place.step != CLAIMED}
-            needed = by_page(await self._unwitnessed(grid, shelf, served))
-            return {page: GridBranch(tuple(indices)) for page, indices in needed.items()}
-        places = {place.index: place for i, place in mine.items() if shelf_of(grid, i[:depth]) == shelf}
-        addresses = short_addresses(self._peers.contact)
-        return {
-            page: RecordRow(addresses, tuple(places[index] for index in indices))
-            for page, indices in by_page(places).items()
-        }
-
-    async def _unwitnessed(self, grid: Grid, prefix: Index, indices: set[int]) -> list[int]:
-        """Return the indices that fewer than `WITNESSES` hosts with smaller ids announce: this peer must."""
-        if not indices:
+    async def _unwitnessed(self, page: Page, positions: set[int]) -> list[int]:
+        """Return those that fewer than `WITNESSES` hosts with smaller ids announce: this peer must."""
+        if not positions:
             return []
-        listing = (await self._listings(grid, [prefix]))[prefix]
+        by_host = (await self._cache.get([page]))[page].by_host
         # a host that stops announcing is replaced before its record expires
-        fresh_at = self._loop.time() + self.settings.ttl_s / 2
-        smaller = [records for host, records in listing.by_host.items() if host < self._peers.id]
-        announced = [one.index for records in smaller for one in records if one.until > fresh_at]
-        return [index for index in indices if announced.count(index) < WITNESSES]
-
-    async def _store(self, key: str, record: Message) -> None:
-        if not await self._dht.publish(key, record, ttl_s=self.settings.ttl_s):
-            logger.info("no peer stored the record under %s; the next announcement retries", key)
-
-    def _now_ms(self) -> int:
-        return int(self._peers.time() * 1000)
+        fresh_at = self._now() + self.settings.ttl_s / 2
+        smaller = [held.items() for host, held in by_host.items() if host < self._peers.id]
+        witnesses = Counter(position for held in smaller for position, one in held if one.until > fresh_at)
+        return sorted(position for position in positions if witnesses[position] < WITNESSES)
 
     # -- finding
 
     async def find(self, grid: Grid, uid: str) -> ExpertInfo | None:
         """Return the expert's host, shape and step; None if it is dead or banned."""
         index = grid.index(uid)
-        shelf = shelf_of(grid, index[:-1])
         for fresh in (False, True):  # the first, quick read may have missed it
-            if infos := self._infos(grid, [index], await self._listings(grid, [shelf], fresh=fresh)):
+            listings = await self._cache.get([Page.of(grid, index)], fresh=fresh)
+            if infos := self._infos(grid, [index], listings):
                 return infos[index]
         return None
 
     async def live(self, grid: Grid, *, fresh: bool = False) -> list[ExpertInfo]:
         """Return all experts that can be called, in grid order; ``fresh``: without the cache."""
-        prefixes: list[Index] = [()]
-        for _ in grid.sides[:-1]:
-            listings = await self._listings(grid, prefixes, fresh=fresh)
-            masks = {prefix: self._mask(grid, prefix, listing) for prefix, listing in listings.items()}
-            prefixes = [(*prefix, int(j)) for prefix in prefixes for j in np.flatnonzero(masks[prefix])]
-        shelves = await self._listings(grid, {shelf_of(grid, prefix) for prefix in prefixes}, fresh=fresh)
-        places = ((*prefix, j) for prefix in prefixes for j in range(grid.sides[-1]))
-        return list(self._infos(grid, places, shelves).values())
+        indices: list[Index] = [()]
+        listings: dict[Page, Listing] = {}
+        for _ in grid.sides:
+            pages = dict.fromkeys(page for prefix in indices for page in Page.below(grid, prefix))
+            listings = await self._cache.get(pages, fresh=fresh)
+            masks = {prefix: self._mask(grid, prefix, listings) for prefix in indices}
+            indices = [(*prefix, int(j)) for prefix in indices for j in np.flatnonzero(masks[prefix])]
+        return list(self._infos(grid, indices, listings).values())
 
     async def best(self, grid: Grid, scores: Sequence[Floats], k: int) -> list[list[ExpertInfo]]:
         """Return for each sample the ``k`` best experts that can be called, best first; fewer if fewer are live.
@@ -314,11 +292,11 @@ class Directory:
         shapes = [s.shape for s in scores]
         if not shapes or shapes != [(shapes[0][0], side) for side in grid.sides]:
             raise ValueError(f"scores of shapes {shapes} do not fit {grid}: (samples, side) each")
-        found, shelves = await self._search(grid, scores, k)
+        found, listings = await self._search(grid, scores, k)
         if not any(found):  # the first, quick reads may have missed them
-            await self._listings(grid, shelves, fresh=True)
-            found, shelves = await self._search(grid, scores, k)
-        infos = self._infos(grid, set(itertools.chain(*found)), shelves)
+            await self._cache.get(listings, fresh=True)
+            found, listings = await self._search(grid, scores, k)
+        infos = self._infos(grid, set(itertools.chain(*found)), listings)
         chosen = [[infos[index] for index in sample if index in infos] for sample in found]
         if chosen and not any(chosen):
             raise NoExpertsError(
@@ -328,56 +306,67 @@ class Directory:
 
     async def _search(
         self, grid: Grid, scores: Sequence[Floats], k: int
-    ) -> tuple[list[list[Index]], dict[Index, Listing]]:
-        known: dict[Index, Listing] = {}
+    ) -> tuple[list[list[Index]], dict[Page, Listing]]:
+        known: dict[Page, Listing] = {}
         patient = True
 
         def children(prefix: Index) -> Mask | None:
-            shelf = shelf_of(grid, prefix)
-            listing = known.get(shelf) or self._cache.peek((grid, shelf))
-            if listing is None:
-                return None if patient else np.zeros(grid.sides[len(prefix)], np.bool_)
-            known[shelf] = listing
-            return self._mask(grid, prefix, listing)
+            for page in Page.below(grid, prefix):
+                listing = known.get(page) or self._cache.peek(page)
+                if listing is None:
+                    return None if patient else np.zeros(grid.sides[len(prefix)], np.bool_)
+                known[page] = listing
+            return self._mask(grid, prefix, known)
 
         for _ in range(len(grid.sides) + EXTRA_WAITS):
             found, unknown = beam_search(scores, k, children)
             if not unknown:
                 return found, known
-            if len({shelf_of(grid, prefix) for prefix in unknown}) > MAX_GUESSES:
-                shortest = min(map(len, unknown))  # these are known to be live, the others are guesses
-                unknown = [prefix for prefix in unknown if len(prefix) == shortest]
-            listings = await self._listings(grid, unknown)
-            known |= {shelf_of(grid, prefix): listing for prefix, listing in listings.items()}
+            below = dict.fromkeys(page for prefix in unknown for page in Page.below(grid, prefix))
+            pages = [page for page in below if page not in known]
+            if len(pages) > MAX_GUESSES:
+                depth = min(
+                    page.depth for page in pages
+                )  # these are known to be live, the others are guesses
+                pages = [page for page in pages if page.depth == depth]
+            known |= await self._cache.get(pages)
         patient = False
         return beam_search(scores, k, children)[0], known
 
-    def _mask(self, grid: Grid, prefix: Index, listing: Listing) -> Mask:
-        mask, begin = listing.mask(width(grid, prefix), self._loop.time(), self._bans), offset(grid, prefix)
-        return mask[begin : begin + grid.sides[len(prefix)]]
+    def _mask(self, grid: Grid, prefix: Index, listings: Mapping[Page, Listing]) -> Mask:
+        side, now = grid.sides[len(prefix)], self._now()
+        masks = [listings[page].mask(now, self._bans) for page in Page.below(grid, prefix)]
+        begin = grid.number(prefix) * side % PAGE
+        return np.concatenate(masks)[begin : begin + side]
 
     def _infos(
-        self, grid: Grid, indices: Iterable[Index], shelves: Mapping[Index, Listing]
+        self, grid: Grid, indices: Iterable[Index], listings: Mapping[Page, Listing]
     ) -> dict[Index, ExpertInfo]:
         infos: dict[Index, ExpertInfo] = {}
-        now = self._loop.time()
-        ahead_s = self._peers.time() - now
         for index in indices:
-            one = shelves[shelf_of(grid, index[:-1])].usable(position(grid, index), now, self._bans)
-            if one is not None and one.place is not None:
-                infos[index] = ExpertInfo(
-                    one.uid, one.host, one.place.shape, one.place.step, one.until + ahead_s
-                )
-                self._peers.learn(one.host)
+            listing, position = listings[Page.of(grid, index)], grid.number(index) % PAGE
+            if (info := listing.usable(position, self._now(), self._bans)) is not None:
+                infos[index] = info
+                self._peers.learn(info.host)
         return infos
+
+    async def _read(self, page: Page, old: Listing | None, fresh: bool) -> tuple[Listing, float]:
+        """Read a page, quickly the first time; hosts of the old listing stay until their records expire."""
+        read = self._dht.read if old or fresh else self._dht.fetch
+        found, now = (await read(page.key(self._run_id))).found.items(), self._now()
+        kept = {} if old is None else old.by_host
+        by_host = {h: held for h, held in kept.items() if any(one.until > now for one in held.values())}
+        by_host |= announced(page, found, now=now, swarm_time=self._peers.time())
+        served = any(one.step != CLAIMED for held in by_host.values() for one in held.values())
+        return Listing(by_host), self.settings.cache_s if served else self.settings.absent_s
 
     # -- failures
 
     def on_failure(self, info: ExpertInfo, reason: str) -> None:
         """Ban an expert that failed this peer, longer each time, unless another peer hosts it."""
-        seconds = self._bans.fail((info.uid, info.host.id), self._loop.time())
+        seconds = self._bans.fail((info.uid, info.host.id), self._now())
         if seconds is not None:
-            self._events.emit(ExpertBanned(self._loop.time(), info.uid, reason, seconds))
+            self._events.emit(ExpertBanned(self._now(), info.uid, reason, seconds))
 
     def on_success(self, info: ExpertInfo) -> None:
         """Forget the failures of an expert that answered."""
@@ -385,25 +374,4 @@ class Directory:
 
     def banned(self) -> set[str]:
         """Return the experts that this peer does not call for a while because they failed."""
-        return {uid for uid, _ in self._bans.ends(self._loop.time())}
-
-    # -- reading
-
-    async def _listings(
-        self, grid: Grid, prefixes: Iterable[Index], *, fresh: bool = False
-    ) -> dict[Index, Listing]:
-        shelves = {prefix: shelf_of(grid, prefix) for prefix in prefixes}
-        found = await self._cache.get(dict.fromkeys((grid, shelf) for shelf in shelves.values()), fresh=fresh)
-        return {prefix: found[grid, shelf] for prefix, shelf in shelves.items()}
-
-    async def _read(self, key: tuple[Grid, Index], old: Listing | None, fresh: bool) -> tuple[Listing, float]:
-        """Read a shelf, quickly the first time; hosts of the old listing stay until their records expire."""
-        grid, shelf = key
-        read = self._dht.read if old or fresh else self._dht.fetch
-        pages = await asyncio.gather(*map(read, keys(self._run_id, grid, shelf)))
-        now, swarm_time = self._loop.time(), self._peers.time()
-        found = itertools.chain(*(page.found.items() for page in pages))
-        by_host = {} if old is None else old.remaining(now)
-        by_host |= holdings(grid, shelf, found, now=now, swarm_time=swarm_time)
-        listing = Listing(by_host)
-        return listing, self.settings.cache_s if listing.served() else self.settings.absent_s
+        return {uid for uid, _ in self._bans.ends(self._now())}

@@ -1,24 +1,23 @@
-"""One expert: a module with its own optimizer and step counter, and the experts that ship.
+"""One expert: a module with its own optimizer and step counter, the experts that ship, and how many fit a host.
 
-Forward has no side effect. Backward computes forward again, as gradient checkpointing does, and takes an optimizer
-step at once. So gradients are stale by the calls of others in between (Learning@home, section 3.2). A batch merged from
-several callers is one step, on the sum of their gradients.
+Forward has no side effect. Backward computes forward again, as gradient checkpointing does, and
+takes an optimizer step at once: gradients are stale by the calls of others in between
+(Learning@home, section 3.2). A batch merged from several callers is one step, on the sum of their
+gradients. Avoid `BatchNorm` and dropout: batch statistics are those of all merged calls, and
+dropout draws another mask at backward than at forward.
 
-The module runs in the mode in which you pass it. Avoid `BatchNorm` and dropout: batch statistics in training mode are
-those of all merged calls, and dropout draws another mask at backward than at forward. Experts that ship use neither.
-
-Memory. Each expert keeps its parameters, buffers and optimizer state. Needed once: one expert's gradients, a copy of
-its state while it is saved, and the activations of the largest batch. They are measured on one expert's first step.
+Each expert keeps its parameters, buffers and optimizer state. Needed once: one expert's gradients,
+a copy of its state while it is saved, and the activations of the largest batch. One expert's first
+step is measured.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +30,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.errors import StateError
 from colab_swarm.markup import settings
+from colab_swarm.moe.grid import Grid
+from colab_swarm.moe.saves import MAX_HOLDERS
+from colab_swarm.runtime import free_ram_bytes
 from colab_swarm.tensors.device import accelerator
 from colab_swarm.tensors.statedict import flatten, unflatten
 
@@ -41,6 +43,7 @@ USABLE = 0.8  # share of the free memory to use: fragmentation and other program
 UNKNOWN_FREE_BYTES = 2 << 30
 USUAL_LENGTH = 128  # assumed for samples of any length
 MEASURED_SAMPLES = 2
+FILLED = 0.75  # share of the experts that fit to host at first; the rest is for experts of dead hosts
 MOST = 256  # experts per host: with more, their calls would queue
 
 
@@ -118,6 +121,9 @@ class ExpertRule:
         return settings(self)
 
 
+ADAM = ExpertRule(partial(torch.optim.Adam, lr=1e-3), max_grad_norm=1.0)  # how experts learn by default
+
+
 class Expert:
     """A module that learns from its callers. After construction only the device thread may use it.
 
@@ -170,7 +176,14 @@ class Expert:
             )
             if not (norm.isfinite() and inputs.grad.isfinite().all() and changes_are_finite):
                 raise FloatingPointError(f"{self.uid}: these tensors lead to values that are not finite")
-            self._advance(buffers)
+            with torch.no_grad():
+                for name, buffer in self._module.named_buffers():
+                    buffer.copy_(buffers[name])
+            if self._optimizer:
+                self._optimizer.step()
+            if self._scheduler:
+                self._scheduler.step()
+            self.step += 1
         finally:
             for parameter in self._parameters:
                 parameter.grad = None
@@ -204,18 +217,11 @@ class Expert:
         buffers = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
         outputs = functional_call(self._module, buffers, (inputs,)) if buffers else self._module(inputs)
         if not isinstance(outputs, Tensor) or outputs.shape != inputs.shape or outputs.dtype != inputs.dtype:
-            raise ValueError(f"{self.uid}: {_described(inputs)} became {_described(outputs)}")
+            found = type(outputs).__name__
+            if isinstance(outputs, Tensor):
+                found = f"{outputs.dtype} of shape {tuple(outputs.shape)}"
+            raise ValueError(f"{self.uid}: {inputs.dtype} of shape {tuple(inputs.shape)} became {found}")
         return outputs, buffers
-
-    def _advance(self, buffers: dict[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, buffer in self._module.named_buffers():
-                buffer.copy_(buffers[name])
-        if self._optimizer:
-            self._optimizer.step()
-        if self._scheduler:
-            self._scheduler.step()
-        self.step += 1
 
     def _dry_run(self) -> None:
         shape = [DRY_RUN_SAMPLES, *(DRY_RUN_LENGTH if side == ANY_LENGTH else side for side in self.shape)]
@@ -233,12 +239,6 @@ class Expert:
 
 def _to_cpu(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu").contiguous()
-
-
-def _described(value: object) -> str:
-    return (
-        f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-    )
 
 
 @dataclass(frozen=True)
@@ -303,18 +303,120 @@ def free_bytes() -> int:
     """Return the free memory of the experts' device; a low guess where the system does not report it."""
     if accelerator().type == "cuda":
         return int(torch.cuda.mem_get_info()[0])
-    found: list[int] = []
-    with contextlib.suppress(OSError, ValueError):  # not Linux, or a container without limit ("max")
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-        folder = Path("/sys/fs/cgroup")
-        limit, used = ((folder / name).read_text() for name in ("memory.max", "memory.current"))
-        found.append(max(0, int(limit) - int(used)))
-    return min(found, default=UNKNOWN_FREE_BYTES)
+    ram_bytes = free_ram_bytes()
+    return UNKNOWN_FREE_BYTES if ram_bytes is None else ram_bytes
 
 
 def _mb(size_bytes: int) -> str:
     return f"{size_bytes / 1e6:,.1f} MB" if size_bytes < 1e9 else f"{size_bytes / 1e9:,.1f} GB"
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """Limits of one batch and of all calls together."""
+
+    max_batch_size: int = 4096  # samples up to which calls are merged
+    max_batch_bytes: int = 128 << 20  # of a batch's tensors as float32, and so of a call's
+    max_held_bytes: int = 512 << 20  # of all admitted calls together
+
+    def __post_init__(self) -> None:
+        if self.max_batch_size < 1 or not 0 < self.max_batch_bytes <= self.max_held_bytes:
+            raise ValueError(f"{self}: the memory for all calls must hold a batch of a sample or more")
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """The experts to host, and how.
+
+    Attributes:
+        grid: contains their names.
+        make: returns a new expert's module.
+        rule: how they learn.
+        sample: shape of one sample.
+        model: memory and state of such an expert.
+        count, capacity: how many, and up to how many after other hosts died.
+        uids: host only these; None: any.
+        arithmetic: explains the count in a sentence.
+        copies: other peers that keep each expert's saves.
+        spare: experts of dead hosts to take over beyond ``count``, if memory allows.
+        save_s: between two saves.
+        takeover_s: between two checks for experts whose hosts died.
+    """
+
+    grid: Grid
+    make: Callable[[], nn.Module]
+    rule: ExpertRule
+    sample: tuple[int, ...]
+    model: ExpertModel
+    count: int = 1
+    capacity: int = 1
+    uids: tuple[str, ...] | None = None
+    arithmetic: str = ""
+    copies: int = 2
+    spare: int = 4
+    save_s: float = 60.0
+    takeover_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.copies <= MAX_HOLDERS or self.spare < 0:
+            raise ValueError(f"copies={self.copies}, spare={self.spare}: give 0 to {MAX_HOLDERS}, 0 or more")
+        if (shortest := min(self.save_s, self.takeover_s)) <= 0:
+            raise ValueError(f"{shortest:g} s: the times of a host must be above 0")
+
+
+def plan_host(
+    grid: Grid,
+    make_expert: Callable[[], nn.Module],
+    *,
+    sample: Sequence[int] | None = None,
+    rule: ExpertRule | None = None,
+    count: int | Sequence[str] | None = None,
+    **settings: Any,
+) -> HostPlan:
+    """Build one expert, let it take a step, and compute how many this device can host.
+
+    ``sample`` is the shape of one sample (-1: any length; None: the module's attribute ``sample``),
+    ``count`` how many, or the names of exactly these (None: three quarters of those that fit in the
+    free memory). Raises ValueError if the module cannot be an expert, none fits, or ``count`` is
+    not usable; TypeError if its state cannot be saved.
+    """
+    uids, rule = _names(grid, count), rule or ADAM
+    shape = _sample_of(make_expert) if sample is None else tuple(sample)
+    plan = HostPlan(grid, make_expert, rule, shape, measure(make_expert, rule, shape), uids=uids, **settings)
+    sample_bytes = 4 * math.prod(USUAL_LENGTH if side == ANY_LENGTH else side for side in shape)
+    limits = BatchLimits()
+    batch_size = min(limits.max_batch_size, max(1, limits.max_batch_bytes // sample_bytes))
+    fit, why = plan.model.experts_that_fit(free_bytes(), max_batch_size=batch_size)
+    fit = min(fit, grid.size)
+    why = f"{fit} of {grid} fit: {why}"
+    if uids is not None:
+        return replace(plan, count=len(uids), capacity=len(uids), arithmetic=why)
+    if count is None and not fit:
+        raise ValueError(f"{why}. Use smaller experts, or give count=1 to try")
+    number = min(count, grid.size) if isinstance(count, int) else max(1, int(FILLED * fit))
+    capacity = max(number, min(number + plan.spare, fit))
+    why = f"hosting {number} experts, and up to {capacity} when other hosts die; {why}"
+    return replace(plan, count=number, capacity=capacity, arithmetic=why)
+
+
+def _names(grid: Grid, count: int | Sequence[str] | None) -> tuple[str, ...] | None:
+    if isinstance(count, int) and count < 1:
+        raise ValueError(f"count={count}: host at least one expert")
+    if count is None or isinstance(count, int):
+        return None
+    for uid in count:
+        grid.index(uid)
+    return tuple(dict.fromkeys(count))
+
+
+def _sample_of(make_expert: Callable[[], nn.Module]) -> tuple[int, ...]:
+    module = make_expert()
+    sample = getattr(module, "sample", None)
+    if not isinstance(sample, tuple):
+        raise ValueError(
+            f"unknown samples of {type(module).__name__}. Say sample=(512,), or sample=(-1, 512) for any length"
+        )
+    return sample
 
 
 def check_fit(found: Any, model: Any, path: str = "") -> None:
@@ -337,6 +439,4 @@ def check_fit(found: Any, model: Any, path: str = "") -> None:
             return
         case bool() | int() | float() | str() | bytes(), None | bool() | int() | float() | str() | bytes():
             return
-    raise StateError(
-        f"the saved state does not fit this expert at {path or '/'!r}: another class or optimizer?"
-    )
+    raise StateError(f"the saved state does not fit this expert at {path or '/'!r}: of another class?")

@@ -1,23 +1,21 @@
 """Names of experts on a grid ``prefix.u_0.….u_(d-1)``, their records in the DHT, and the beam search for the best.
 
-Records. Each prefix of the grid has one key, the empty prefix included. Under it each host stores
-one signed record with its own id as the subkey. A *row* is a prefix that lacks only the last index.
-Its record names the host's addresses and all its experts there, so a peer that has read the row can
-call them. Under a shorter prefix the record names only the next indices that lead to live experts,
-and two hosts per index are enough. So the size of a key is bounded by the grid and not by the
-number of peers, and each key fits in one message. Rows of more than `PAGE` places are split over
-several keys. Shorter rows share a key, as many as fit in a page, so that a search reads few keys:
-they form a *shelf*, named after its first row.
+Records. The prefixes of one length, and the experts themselves, are counted row by row; `PAGE`
+neighbours share one key. Under it each host stores one signed record with its own id as the subkey.
+In a page of experts it names the host's addresses and all its experts there, so a peer that has
+read the page can call them. In a page of prefixes it names only those that lead to live experts,
+and two hosts per prefix are enough. So the size of a key is bounded, whatever the number of peers,
+and a search reads few keys.
 
 To claim a vacant place, a peer announces it with the step `CLAIMED`. If several hosts announce one
-place, it belongs to the first claim; see `Holding.claim`.
+place, it belongs to the first claim; see `ExpertInfo.claim`.
 
 Search. It is SelectExperts of Learning@home (section 3.1, Algorithm 1) for a whole batch. Below a
 prefix that has not been looked up, everything counts as live. The search returns the unknown
-prefixes it met; the caller looks them all up at once and searches again, until none is unknown. In
-a well-filled grid all look-ups of a search are one wait.
+prefixes it met; the caller looks them all up at once and searches again, until none is unknown.
 
-Axis letters: N samples, B prefixes in a sample's beam, M indices of a dimension, U different prefixes.
+Axis letters: N samples, B prefixes in a sample's beam, M indices of a dimension, U different
+prefixes.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -48,14 +46,13 @@ MAX_NAME_CHARS = 128
 _HUGE = 1e300
 _NONE = -1  # stands for no prefix where a beam is not full
 _PREFIX = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z_-][A-Za-z0-9_-]*)*")
-PAGE = 256  # places, or next indices, that share a key
-MAX_ADDRESS_CHARS = 256  # of all addresses in a row's record: 256 hosts must fit under one key
-FIRST_BAN_S, LONGEST_BAN_S = 5.0, 300.0
+PAGE = 256  # places, or prefixes, that share a key
+MAX_ADDRESS_CHARS = 256  # of all addresses in a record: 256 hosts must fit under one key
 Bans: TypeAlias = LeftOut[tuple[str, bytes]]
 """Experts that failed this peer, each by name and host."""
 CLAIMED = -1  # the step of a place that its host does not serve yet
 
-NextIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SIDE)]
+Position: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=PAGE)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Step: TypeAlias = Annotated[int, msgspec.Meta(ge=CLAIMED, le=1 << 62)]
 Length: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
@@ -68,7 +65,7 @@ class Grid:
 
     Attributes:
         prefix: names the kind within the run: letters, digits, ``_``, ``-``; no digit after a dot.
-        sides: number of indices of each dimension.
+        sides: number of indices along each dimension.
     """
 
     prefix: str
@@ -77,16 +74,10 @@ class Grid:
     def __post_init__(self) -> None:
         if len(self.prefix) > MAX_NAME_CHARS or not _PREFIX.fullmatch(self.prefix):
             raise ValueError(f"{self.prefix!r} names no experts: use letters, digits, _ and -, such as 'ffn'")
-        limits = f"a grid has 1 to {MAX_DIMENSIONS} dimensions of 1 to {MAX_SIDE} indices"
-        if not 1 <= len(self.sides) <= MAX_DIMENSIONS or not all(
-            1 <= side <= MAX_SIDE for side in self.sides
-        ):
-            raise ValueError(f"{limits}, got {self.sides}")
-
-    @classmethod
-    def of(cls, prefix: str, sides: Sequence[int]) -> Grid:
-        """Return the grid with these sides."""
-        return cls(prefix, tuple(int(side) for side in sides))
+        few = 1 <= len(self.sides) <= MAX_DIMENSIONS
+        if not (few and all(1 <= side <= MAX_SIDE for side in self.sides)):
+            limits = f"1 to {MAX_DIMENSIONS} dimensions of 1 to {MAX_SIDE} indices"
+            raise ValueError(f"a grid has {limits}, got {self.sides}")
 
     @property
     def size(self) -> int:
@@ -118,120 +109,83 @@ class Grid:
         except ValueError:
             return False
 
+    def number(self, index: Index) -> int:
+        """Return the position of an expert, or prefix, among all of its length, counted row by row."""
+        number = 0
+        for position, side in zip(index, self.sides, strict=False):
+            number = number * side + position
+        return number
+
     def __str__(self) -> str:
         return f"{self.prefix}[{' x '.join(map(str, self.sides))}]"
 
 
+class Page(NamedTuple):
+    """`PAGE` neighbouring experts, or prefixes of one length, whose records share a key in the DHT."""
+
+    grid: Grid
+    depth: int  # coordinates of each; in a page of experts all of the grid's
+    number: int
+
+    @classmethod
+    def of(cls, grid: Grid, index: Index) -> Page:
+        """Return the page of an expert or prefix."""
+        return cls(grid, len(index), grid.number(index) // PAGE)
+
+    @classmethod
+    def below(cls, grid: Grid, prefix: Index) -> list[Page]:
+        """Return the pages with the children of a prefix."""
+        side = grid.sides[len(prefix)]
+        first = grid.number(prefix) * side
+        numbers = range(first // PAGE, (first + side - 1) // PAGE + 1)
+        return [cls(grid, len(prefix) + 1, number) for number in numbers]
+
+    def key(self, run_id: str) -> str:
+        """Return its key in the DHT."""
+        sides = "x".join(map(str, self.grid.sides))
+        return f"{run_id}/experts/{self.grid.prefix}/{sides}/{self.depth}/{self.number}"
+
+    def index_at(self, position: int) -> Index | None:
+        """Return the expert or prefix at a position of the page; None beyond the grid's end."""
+        sides, number = self.grid.sides[: self.depth], self.number * PAGE + position
+        return tuple(map(int, np.unravel_index(number, sides))) if number < math.prod(sides) else None
+
+
 @dataclass(frozen=True)
 class ExpertInfo:
-    """A live expert, as announced in the DHT."""
+    """One host's announcement of an expert. In a page of prefixes, of one that leads to its experts."""
 
     uid: str  # its name, ``prefix.u_0.….u_(d-1)``
-    host: Contact  # the peer that serves it
+    host: Contact  # the peer that serves it; in a page of prefixes without addresses
     shape: tuple[int, ...]  # of one sample, input and output alike; -1: any length
-    step: int  # optimizer steps in its weights at its host's last announcement
-    expires_at: float  # when that announcement expires, swarm time, seconds
+    step: int  # optimizer steps in its weights at the announcement; `CLAIMED`: it cannot be called yet
+    until: float  # when the announcement expires, on the reader's monotonic clock, seconds
+    claimed_ms: int = 0  # the host's swarm time when it claimed the place, milliseconds
+
+    @property
+    def claim(self) -> tuple[int, PeerId]:
+        """Sort key of claims to one place. The smallest wins: the earliest and, at equal times, the smaller id's."""
+        return self.claimed_ms, self.host.id
 
 
 class ExpertPlace(Message, frozen=True):
-    """One expert on a shelf."""
+    """One expert of a page; in a page of prefixes, one that leads to experts."""
 
-    index: NextIndex  # its position on the shelf, counted row by row
-    claimed_ms: Count  # the host's swarm time when it claimed the place, milliseconds
-    step: Step  # optimizer steps in its weights; `CLAIMED`: not served yet
-    shape: Shape  # of one sample; -1: any length
+    index: Position  # in its page
+    claimed_ms: Count = 0  # the host's swarm time when it claimed the place, milliseconds
+    step: Step = 0  # optimizer steps in its weights; `CLAIMED`: not served yet
+    shape: Shape = ()  # of one sample; -1: any length
 
 
-class RecordRow(Message, frozen=True):
-    """A host's experts on a shelf, and the host's addresses."""
+class GridRecord(Message, frozen=True):
+    """A host's places in a page, and the host's addresses, left out in a page of prefixes."""
 
     addresses: tuple[str, ...]
     places: Annotated[tuple[ExpertPlace, ...], msgspec.Meta(max_length=PAGE)]
 
 
-class GridBranch(Message, frozen=True):
-    """Next indices under a shorter prefix that lead to experts of this host."""
-
-    indices: Annotated[tuple[NextIndex, ...], msgspec.Meta(max_length=PAGE)]
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """One host's announcement of one next index, or of one place on a shelf."""
-
-    host: Contact  # the announcing peer; without addresses above the rows
-    index: int  # the next index, or the position on the shelf
-    until: float  # when the announcement expires, on the reader's monotonic clock, seconds
-    uid: str  # name of the expert, or common prefix of the experts below
-    place: ExpertPlace | None = None  # on a shelf, the expert
-
-    @property
-    def served(self) -> bool:
-        """False for a place that is claimed and cannot be called yet."""
-        return self.place is None or self.place.step != CLAIMED
-
-    @property
-    def claim(self) -> tuple[int, PeerId]:
-        """Sort key of claims to one place. The smallest wins: the earliest and, at equal times, the smaller id's."""
-        return (self.place.claimed_ms if self.place else 0, self.host.id)
-
-
-def is_row(grid: Grid, prefix: Index) -> bool:
-    """Return True if the children of this prefix are experts."""
-    return len(prefix) == len(grid.sides) - 1
-
-
-def shelf_of(grid: Grid, prefix: Index) -> Index:
-    """Return the first row of the shelf that contains a row; a shorter prefix is its own shelf."""
-    if not is_row(grid, prefix) or not prefix:
-        return prefix
-    return (*prefix[:-1], prefix[-1] - prefix[-1] % _rows_together(grid))
-
-
-def _rows_together(grid: Grid) -> int:
-    return max(1, PAGE // grid.sides[-1])
-
-
-def width(grid: Grid, shelf: Index) -> int:
-    """Return the largest number of next indices or, on a shelf, of places."""
-    side = grid.sides[len(shelf)]
-    return side * _rows_together(grid) if is_row(grid, shelf) and shelf else side
-
-
-def offset(grid: Grid, prefix: Index) -> int:
-    """Return the position of a row's first place on its shelf; 0 for a shorter prefix."""
-    if not is_row(grid, prefix) or not prefix:
-        return 0
-    return (prefix[-1] - shelf_of(grid, prefix)[-1]) * grid.sides[-1]
-
-
-def position(grid: Grid, place: Index) -> int:
-    """Return the position of an expert on its shelf."""
-    return offset(grid, place[:-1]) + place[-1]
-
-
-def _uid_at(grid: Grid, shelf: Index, index: int) -> str | None:
-    if index >= width(grid, shelf):
-        return None
-    if not (is_row(grid, shelf) and shelf):
-        return grid.uid((*shelf, index))
-    row, last = divmod(index, grid.sides[-1])
-    return grid.uid((*shelf[:-1], shelf[-1] + row, last)) if shelf[-1] + row < grid.sides[-2] else None
-
-
-def keys(run_id: str, grid: Grid, shelf: Index) -> list[str]:
-    """Return the keys that together hold all records of a shelf or shorter prefix, one per `PAGE`."""
-    pages = -(-width(grid, shelf) // PAGE)
-    return [f"{run_id}/experts/{grid.uid(shelf)}/{page}" for page in range(pages)]
-
-
-def by_page(indices: Iterable[int]) -> dict[int, list[int]]:
-    """Return sorted indices by their page."""
-    return {page: [*group] for page, group in itertools.groupby(sorted(indices), lambda index: index // PAGE)}
-
-
 def short_addresses(contact: Contact) -> tuple[str, ...]:
-    """Return the best addresses that fit in a row's record."""
+    """Return the best addresses that fit in a record."""
     chosen: list[str] = []
     for address in contact.addresses:
         if sum(map(len, chosen)) + len(address) <= MAX_ADDRESS_CHARS:
@@ -239,70 +193,65 @@ def short_addresses(contact: Contact) -> tuple[str, ...]:
     return tuple(chosen)
 
 
-def holdings(
-    grid: Grid, shelf: Index, found: Iterable[tuple[bytes, Found]], *, now: float, swarm_time: float
-) -> dict[PeerId, list[Holding]]:
-    """Decode the records of a shelf or shorter prefix, by host; invalid records of strangers are dropped.
+Announced: TypeAlias = dict[PeerId, dict[int, ExpertInfo]]
+"""What hosts announce in a page, by position."""
 
-    A host that has withdrawn everything has an empty list. ``now`` is the reader's monotonic clock at ``swarm_time``:
+
+def announced(
+    page: Page, found: Iterable[tuple[bytes, Found]], *, now: float, swarm_time: float
+) -> Announced:
+    """Decode the records of a page; invalid records of strangers are dropped.
+
+    A host that has withdrawn everything has no positions. ``now`` is the reader's monotonic clock at ``swarm_time``:
     only the remaining life of a record counts, so clocks that are wrong do no harm.
     """
-    announced: dict[PeerId, list[Holding]] = {}
+    by_host: Announced = {}
     for subkey, record in found:
         try:
-            contact, places = _decoded(PeerId(subkey), record.value, is_row(grid, shelf))
+            row = msgspec.convert(record.value, GridRecord)
         except msgspec.ValidationError:
             continue
+        contact, until = Contact(PeerId(subkey), row.addresses), now + record.expires_at - swarm_time
         if record.owner == subkey and is_sound(contact):
-            until = now + record.expires_at - swarm_time
-            held = announced.setdefault(contact.id, [])
-            for index, place in places:
-                if (uid := _uid_at(grid, shelf, index)) is not None:
-                    held.append(Holding(contact, index, until, uid, place))
-    return announced
-
-
-def _decoded(host: PeerId, value: Any, row: bool) -> tuple[Contact, list[tuple[int, ExpertPlace | None]]]:
-    if not row:
-        return Contact(host, ()), [(index, None) for index in msgspec.convert(value, GridBranch).indices]
-    record = msgspec.convert(value, RecordRow)
-    return Contact(host, record.addresses), [(place.index, place) for place in record.places]
+            held = by_host.setdefault(contact.id, {})
+            for place in row.places:
+                if (index := page.index_at(place.index)) is not None:
+                    uid = page.grid.uid(index)
+                    held[place.index] = ExpertInfo(
+                        uid, contact, place.shape, place.step, until, place.claimed_ms
+                    )
+    return by_host
 
 
 class Listing:
-    """The announcements read for one prefix or shelf, by host and by index."""
+    """The announcements read for one page."""
 
-    def __init__(self, by_host: dict[PeerId, list[Holding]]) -> None:
+    def __init__(self, by_host: Announced) -> None:
         self.by_host = by_host
-        self._by_index: dict[int, list[Holding]] = {}
-        for one in sorted(itertools.chain(*by_host.values()), key=lambda one: one.claim):
-            self._by_index.setdefault(one.index, []).append(one)
+        self._by_position: dict[int, list[ExpertInfo]] = {}
+        everything = itertools.chain(*(held.items() for held in by_host.values()))
+        for position, info in sorted(everything, key=lambda item: item[1].claim):
+            self._by_position.setdefault(position, []).append(info)
         self._mask: Mask | None = None
         self._mask_version, self._mask_until = -1, 0.0
 
-    def served(self) -> set[str]:
-        """Return the names, or the common prefixes, of what can be called."""
-        return {one.uid for one in itertools.chain(*self.by_host.values()) if one.served}
+    def live(self, position: int, now: float) -> Iterator[ExpertInfo]:
+        """Yield the announcements of a position that have not expired, the rightful owner's first."""
+        return (one for one in self._by_position.get(position, ()) if one.until > now)
 
-    def remaining(self, now: float) -> dict[PeerId, list[Holding]]:
-        """Return the hosts of which an announcement has not expired."""
-        return {host: held for host, held in self.by_host.items() if any(one.until > now for one in held)}
-
-    def live(self, index: int, now: float) -> Iterator[Holding]:
-        """Yield the announcements of an index that have not expired, the rightful owner's first."""
-        return (one for one in self._by_index.get(index, ()) if one.until > now)
-
-    def usable(self, index: int, now: float, bans: Bans) -> Holding | None:
+    def usable(self, position: int, now: float, bans: Bans) -> ExpertInfo | None:
         """Return the first announcement that can be called and is not banned, or None."""
-        served = (one for one in self.live(index, now) if one.served)
+        served = (one for one in self.live(position, now) if one.step != CLAIMED)
         return next((one for one in served if not bans.holds((one.uid, one.host.id), now)), None)
 
-    def mask(self, width: int, now: float, bans: Bans) -> Mask:
-        """Return which of ``width`` indices are usable; computed again only after a change."""
+    def mask(self, now: float, bans: Bans) -> Mask:
+        """Return which positions of the page are usable; computed again only after a change."""
         if self._mask is None or self._mask_version != bans.version or now >= self._mask_until:
-            self._mask = np.zeros(width, np.bool_)
-            self._mask[[index for index in self._by_index if self.usable(index, now, bans)]] = True
-            ends = (one.until for one in itertools.chain(*self._by_index.values()) if one.until > now)
+            self._mask = np.zeros(PAGE, np.bool_)
+            self._mask[[position for position in self._by_position if self.usable(position, now, bans)]] = (
+                True
+            )
+            ends = (one.until for one in itertools.chain(*self._by_position.values()) if one.until > now)
             self._mask_version = bans.version
             self._mask_until = min([*bans.ends(now).values(), *ends], default=math.inf)
         return self._mask

@@ -5,345 +5,70 @@ peer hosts, then vacant names. Later, if memory is left, it takes over experts w
 each from the newest save of any owner that is complete and fits. It gives up names that belong to
 an earlier claim. A host that stops withdraws its experts first, so that no peer calls them, and
 saves them a last time.
+
+A panel's snapshot waits for no peer: the directory is read in the background. An expert's share of
+the work is the growth of its announced step over the last minute.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import torch
 from torch import nn
 
-from colab_swarm.dht.service import RunServices
+from colab_swarm.dht.service import BackgroundTasks, RunServices
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import ExpertHosted, ExpertLost, Fault
 from colab_swarm.moe.calls import ExpertCalls
 from colab_swarm.moe.directory import Directory
-from colab_swarm.moe.expert import (
-    ANY_LENGTH,
-    USUAL_LENGTH,
-    Expert,
-    ExpertModel,
-    ExpertRule,
-    check_fit,
-    free_bytes,
-    measure,
-)
-from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings, RemoteExpert
-from colab_swarm.moe.saves import (
-    MAX_HOLDERS,
-    ExpertSaves,
-    HolderRecord,
-    ReplicaService,
-    ReplicaStore,
-    SavePlace,
-)
-from colab_swarm.moe.server import BatchLimits, ExpertServer, ExpertStatistics
-from colab_swarm.moe.watch import ExpertsSnapshot, ExpertsWatch
-from colab_swarm.net.peers import PeerId
+from colab_swarm.moe.expert import Expert, HostPlan, check_fit, plan_host
+from colab_swarm.moe.grid import ExpertInfo, Grid
+from colab_swarm.moe.layer import MixtureOfExperts, RemoteExpert
+from colab_swarm.moe.saves import ExpertSaves, HolderRecord, ReplicaStore, SavePlace
+from colab_swarm.moe.server import ExpertServer, ExpertStatistics
+from colab_swarm.net.peers import PeerId, Peers, short
 from colab_swarm.runtime import Runner
 from colab_swarm.tensors.chunks import Snapshot, pack, unpack
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-ADAM = ExpertRule(partial(torch.optim.Adam, lr=1e-3), max_grad_norm=1.0)  # how experts learn by default
-LIMITS = BatchLimits()
-FILLED = 0.75  # share of the experts that fit to host at first; the rest is for experts of dead hosts
 FAREWELL_S = 60.0  # to send the last saves to other peers when a host stops
 ANNOUNCEMENTS = 3  # in the life of a record
+LIST_EVERY_S = 10.0
+LIST_TIMEOUT_S = 60.0
+MOST_UNCACHED = 4096  # grids with up to so many places are read without the cache
+SHARE_LISTINGS = 7  # listings that shares are computed from: a minute
+Statistics = Mapping[str, ExpertStatistics]
 REST = 3  # upkeep that took long pauses this many times as long, to leave a slow uplink to calls
-
-
-@dataclass(frozen=True)
-class HostPlan:
-    """The experts to host, and how.
-
-    Attributes:
-        grid: contains their names.
-        make: returns a new expert's module.
-        rule: how they learn.
-        sample: shape of one sample.
-        model: memory and state of such an expert.
-        count, capacity: how many, and up to how many after other hosts died.
-        uids: host only these; None: any.
-        arithmetic: explains the count in a sentence.
-        copies: other peers that keep each expert's saves.
-        spare: experts of dead hosts to take over beyond ``count``, if memory allows.
-        save_s: between two saves.
-        takeover_s: between two checks for experts whose hosts died.
-    """
-
-    grid: Grid
-    make: Callable[[], nn.Module]
-    rule: ExpertRule
-    sample: tuple[int, ...]
-    model: ExpertModel
-    count: int = 1
-    capacity: int = 1
-    uids: tuple[str, ...] | None = None
-    arithmetic: str = ""
-    copies: int = 2
-    spare: int = 4
-    save_s: float = 60.0
-    takeover_s: float = 20.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.copies <= MAX_HOLDERS or self.spare < 0:
-            raise ValueError(
-                f"copies={self.copies}, spare={self.spare}: give 0 to {MAX_HOLDERS}, and 0 or more"
-            )
-        if (shortest := min(self.save_s, self.takeover_s)) <= 0:
-            raise ValueError(f"{shortest:g} s: the times of a host must be above 0")
-
-
-def plan_host(
-    grid: Grid,
-    make_expert: Callable[[], nn.Module],
-    *,
-    sample: Sequence[int] | None = None,
-    rule: ExpertRule | None = None,
-    count: int | Sequence[str] | None = None,
-    **settings: Any,
-) -> HostPlan:
-    """Build one expert, let it take a step, and compute how many this device can host.
-
-    ``sample`` is the shape of one sample (-1: any length; None: the module's attribute ``sample``),
-    ``count`` how many, or the names of exactly these (None: three quarters of those that fit in the
-    free memory). Raises ValueError if the module cannot be an expert, none fits, or ``count`` is
-    not usable; TypeError if its state cannot be saved.
-    """
-    uids, rule = _names(grid, count), rule or ADAM
-    shape = _sample_of(make_expert) if sample is None else tuple(sample)
-    plan = HostPlan(grid, make_expert, rule, shape, measure(make_expert, rule, shape), uids=uids, **settings)
-    sample_bytes = 4 * math.prod(USUAL_LENGTH if side == ANY_LENGTH else side for side in shape)
-    batch_size = min(LIMITS.max_batch_size, max(1, LIMITS.max_batch_bytes // sample_bytes))
-    fit, why = plan.model.experts_that_fit(free_bytes(), max_batch_size=batch_size)
-    fit = min(fit, grid.size)
-    why = f"{fit} of {grid} fit: {why}"
-    if uids is not None:
-        return replace(plan, count=len(uids), capacity=len(uids), arithmetic=why)
-    if count is None and not fit:
-        raise ValueError(f"{why}. Use smaller experts, or give count=1 to try")
-    number = min(count, grid.size) if isinstance(count, int) else max(1, int(FILLED * fit))
-    capacity = max(number, min(number + plan.spare, fit))
-    why = f"hosting {number} experts, and up to {capacity} when other hosts die; {why}"
-    return replace(plan, count=number, capacity=capacity, arithmetic=why)
-
-
-def _names(grid: Grid, count: int | Sequence[str] | None) -> tuple[str, ...] | None:
-    if isinstance(count, int) and count < 1:
-        raise ValueError(f"count={count}: host at least one expert")
-    if count is None or isinstance(count, int):
-        return None
-    for uid in count:
-        grid.index(uid)
-    return tuple(dict.fromkeys(count))
-
-
-def _sample_of(make_expert: Callable[[], nn.Module]) -> tuple[int, ...]:
-    module = make_expert()
-    sample = getattr(module, "sample", None)
-    if not isinstance(sample, tuple):
-        raise ValueError(
-            f"unknown samples of {type(module).__name__}. Say sample=(512,), or sample=(-1, 512) for any length"
-        )
-    return sample
 
 
 class HostResources:
     """What all hosts of one peer share: the accelerator, and ``folder``, used by one process only."""
 
-    def __init__(self, services: RunServices, directory: Directory, folder: Path) -> None:
+    def __init__(self, services: RunServices, directory: Directory, folder: Path | None) -> None:
+        """``folder`` None: a temporary one, until `close`."""
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        if folder is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="colab-swarm-", ignore_cleanup_errors=True)
+            folder = Path(self._temporary.name)
         self.services, self.directory, self.folder = services, directory, folder
-        self.store = ReplicaStore(folder, me=services.peers.id)
         self.server = ExpertServer(services.peers, services.events, gate=services.gate)
-        self.replicas = ReplicaService(services, self.store)
+        self.saves = ExpertSaves(services, ReplicaStore(self.folder, me=services.peers.id))
 
     async def close(self) -> None:
         """Stop serving experts and saves."""
         await self.server.close()
-        await self.replicas.stop()
-
-
-class ExpertHosting:
-    """The experts of one kind on this peer, by uid, and their saves; made and used on the event loop."""
-
-    def __init__(self, resources: HostResources, plan: HostPlan) -> None:
-        self.experts: dict[str, Expert] = {}
-        self.saves = ExpertSaves(resources.services, resources.store, copies=plan.copies)
-        self.plan, self._resources, self._services = plan, resources, resources.services
-        self._directory, self._server = resources.directory, resources.server
-        self._saving = asyncio.Lock()
-        self._save_fault: str | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-
-    async def start(self) -> None:
-        """Host the requested experts, as far as their names are vacant, until `stop`; raise errors of ``plan.make``."""
-        plan = self.plan
-        await self._resources.replicas.start()
-        self._repeat(self._directory.settings.ttl_s / ANNOUNCEMENTS, self._announce)  # claims, too
-        try:
-            await self._take(plan.count, self._here())
-            await self._fill(plan.count)
-        except BaseException:
-            await self.stop()
-            raise
-        self._repeat(plan.save_s, self.save)
-        self._repeat(plan.takeover_s, lambda: self._fill(plan.capacity))
-
-    async def stop(self) -> None:
-        """Withdraw the experts, save them a last time and stop serving them. Idempotent."""
-        await asyncio.gather(*self.kill(), return_exceptions=True)
-        uids = [*self.experts]
-        await self._directory.withdraw(self.plan.grid, uids)
-        for uid in uids:
-            self._server.remove(uid)
-        try:
-            for expert in self.experts.values():  # to this disk first, which is quick
-                await self._save(expert)
-            async with asyncio.timeout(FAREWELL_S):
-                await self.save()
-        except (PeerError, StateError, TimeoutError) as error:
-            logger.warning("not all experts were saved: %s", str(error) or "other peers took too long")
-        self.experts.clear()
-        for uid in uids:
-            self._services.events.emit(ExpertLost(_now(), uid, "this host stopped"))
-
-    def kill(self) -> list[asyncio.Task[None]]:
-        """End the upkeep without saving or withdrawing, as a crash would; return the tasks that are ending."""
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        return tasks
-
-    async def _fill(self, count: int) -> None:
-        if len(self.experts) < count and (saved := await self.saves.saved(self.plan.grid)):
-            live = {info.uid for info in await self._directory.live(self.plan.grid)}
-            await self._take(count, saved - live)
-        if len(self.experts) < self.plan.count:
-            await self._take(self.plan.count, self.plan.uids)
-
-    def _here(self) -> set[str]:
-        """Return the experts of this grid saved on this disk, by any owner: this peer may have had another id."""
-        return {save.uid for save in self._resources.store.saves() if self.plan.grid.contains(save.uid)}
-
-    async def _take(self, count: int, uids: Iterable[str] | None) -> None:
-        grid, wanted = self.plan.grid, None
-        if uids is not None:
-            allowed = set(uids) - self.experts.keys()
-            if self.plan.uids is not None:
-                allowed &= set(self.plan.uids)
-            wanted = sorted(filter(grid.contains, allowed))
-            if not wanted:
-                return
-        claimed = await self._directory.claim(grid, count - len(self.experts), wanted=wanted)
-        try:
-            claims = await asyncio.gather(*map(self.saves.claims, claimed))
-            for uid, saves in zip(claimed, claims, strict=True):
-                await self._open(uid, saves)
-        finally:
-            await self._directory.withdraw(grid, set(claimed) - self.experts.keys())
-            if claimed:
-                await self._announce()
-
-    async def _open(self, uid: str, claims: Iterable[tuple[PeerId, SavePlace]]) -> None:
-        """Host an expert, from the first save that is complete and fits, or as a new one."""
-        me, taken_over = self._services.peers.id, False
-        for owner, place in claims:
-            try:
-                expert = await self._load(uid, place)
-            except StateError as error:
-                logger.warning("skipped the save of %s at step %d: %s", uid, place.step, error)
-                continue
-            taken_over = owner != me
-            if not taken_over:
-                self.saves.safe[uid] = place  # published until a newer one is safe
-            break
-        else:
-            expert = await self._server.device.run(lambda: self._build(uid))
-        self._server.add(expert)
-        self.experts[uid] = expert
-        self._services.events.emit(ExpertHosted(_now(), uid, expert.step, taken_over))
-
-    def _build(self, uid: str, state: dict[str, Any] | None = None) -> Expert:
-        expert = Expert(uid, self.plan.make(), self.plan.rule, self.plan.sample)
-        if state is not None:
-            expert.load_state_dict(state)
-        return expert
-
-    async def _load(self, uid: str, place: SavePlace) -> Expert:
-        saved = await self.saves.fetch(uid, place, limit_bytes=self.plan.model.state_bytes)
-        state = await asyncio.to_thread(unpack, saved.manifest.layout, saved.blob)
-        check_fit(state, self.plan.model.state)
-        if state.get("step") != place.step:
-            raise StateError("the state is not of the claimed step")
-        return await self._server.device.run(lambda: self._build(uid, state))
-
-    async def _announce(self) -> None:
-        grid = self.plan.grid
-        rivals = await self._directory.rivals(grid, [*self.experts])
-        lost = [uid for uid in rivals if self.experts.pop(uid, None)]
-        for uid in lost:
-            self._server.remove(uid)
-            self._services.events.emit(ExpertLost(_now(), uid, "another peer claimed it earlier"))
-        if lost:
-            await self._directory.withdraw(grid, lost)
-        experts = {uid: (expert.shape, expert.step) for uid, expert in self.experts.items()}
-        await self._directory.announce(grid, experts)
-
-    async def save(self) -> None:
-        """Save the experts that changed or lost holders, and publish which experts have saves."""
-        async with self._saving:
-            others = await self._resources.replicas.others()
-            for expert in [*self.experts.values()]:
-                await self._save(expert, others)
-            if saved := self._here() | self.saves.results.keys():
-                await self.saves.publish_saved(self.plan.grid, saved)
-
-    async def _save(self, expert: Expert, others: Mapping[PeerId, HolderRecord] | None = None) -> None:
-        """Save an expert here and at some of ``others``; None: only here."""
-        uid = expert.uid
-        if not expert.step or not self.saves.due(uid, expert.step, others or {}):
-            return  # before its first step an expert equals a new one
-        step, packed = await self._server.device.run(lambda: (expert.step, pack(expert.state_dict())))
-        saved = await asyncio.to_thread(Snapshot.of, uid.encode(), step, *packed)
-        if others is None:
-            fault = await self.saves.write(saved)
-        else:
-            fault = (await self.saves.save(saved, others)).fault
-        if fault and not self._save_fault:
-            self._services.events.emit(Fault(_now(), f"save of {uid}", fault))
-        self._save_fault = fault
-
-    def _repeat(self, period_s: float, work: Callable[[], Awaitable[None]]) -> None:
-        self._tasks.append(asyncio.create_task(self._every(period_s, work), name="host experts"))
-
-    async def _every(self, period_s: float, work: Callable[[], Awaitable[None]]) -> None:
-        took_s = 0.0
-        while True:
-            await asyncio.sleep(max(period_s, REST * took_s) * self._services.rng.uniform(0.8, 1.0))
-            began = _now()
-            try:
-                await work()
-            except PeerError as error:
-                logger.info("will retry: %s", error)
-            except Exception as error:  # the experts remain in service
-                logger.exception("upkeep of the experts failed")
-                self._services.events.emit(Fault(_now(), "host experts", f"{type(error).__name__}: {error}"))
-            took_s = _now() - began
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+        await self.saves.stop()
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
 
 @dataclass(frozen=True)
@@ -367,38 +92,45 @@ class HostSnapshot:
 
 
 class ExpertHost:
-    """Experts on this peer, served in the background until `stop`. Made by `Swarm.host_experts`."""
+    """Experts of one kind on this peer, served in the background until `stop`. Made by `Swarm.host_experts`.
+
+    Its coroutines run on the event loop.
+    """
 
     def __init__(
         self, runtime: Runner, resources: HostResources, plan: HostPlan, show: Callable[[ExpertHost], Any]
     ) -> None:
-        """Claim names and start to serve; ``show`` makes the panel."""
+        """``show`` makes the panel."""
         self.grid, self.arithmetic = plan.grid, plan.arithmetic
         self.stopped = False
-        self._runtime, self._resources, self._show = runtime, resources, show
-        self._hosting = ExpertHosting(resources, plan)
-        runtime.call(self._hosting.start())
+        self.experts: dict[str, Expert] = {}
+        self.plan, self._services, self._saves = plan, resources.services, resources.saves
+        self._runtime, self._show = runtime, show
+        self._directory, self._server = resources.directory, resources.server
+        self._saving = asyncio.Lock()
+        self._save_fault: str | None = None
+        self._tasks = BackgroundTasks("host experts", self._services.events, self._services.rng)
 
     @property
     def uids(self) -> list[str]:
         """The experts hosted now."""
-        return sorted(self._hosting.experts)
+        return sorted(self.experts)
 
     def statistics(self) -> dict[str, ExpertStatistics]:
         """Return the statistics of each expert, by uid."""
-        served = self._runtime.call(_on_loop(self._resources.server.statistics))
+        served = self._runtime.call(_on_loop(self._server.statistics))
         return {uid: served[uid] for uid in self.uids if uid in served}
 
     def snapshot(self) -> HostSnapshot:
         """Return the host's state. Thread-safe."""
-        experts = sorted(dict(self._hosting.experts).items())
-        saves = [self._hosting.saves.results.get(uid) for uid, _ in experts]
+        experts = sorted(dict(self.experts).items())
+        saves = [self._saves.results.get(uid) for uid, _ in experts]
         hosted = tuple(
             HostedExpert(uid, expert.step, save.step if save else None, len(save.holders) if save else 0)
             for (uid, expert), save in zip(experts, saves, strict=True)
         )
         fault = next((save.fault for save in saves if save and save.fault), None)
-        return HostSnapshot(str(self.grid), hosted, self._resources.store.kept_bytes, fault)
+        return HostSnapshot(str(self.grid), hosted, self._saves.store.kept_bytes, fault)
 
     def panel(self) -> Any:
         """Return a live view of all experts of the grid: widgets in a notebook, text elsewhere."""
@@ -406,7 +138,7 @@ class ExpertHost:
 
     def save(self) -> None:
         """Save changed experts now, on this disk and at other peers."""
-        self._runtime.call(self._hosting.save())
+        self._runtime.call(self.save_changed())
 
     def wait(self, seconds: float) -> None:
         """Serve for so long; an interrupt ends the wait and not the serving."""
@@ -416,13 +148,13 @@ class ExpertHost:
         """Withdraw the experts, save them a last time and stop serving them. Idempotent."""
         if not self.stopped:
             self.stopped = True
-            self._runtime.call(self._hosting.stop())
+            self._runtime.call(self.close())
 
-    def kill(self) -> None:
-        """End as a killed process would. For simulated crashes, on the runtime's loop."""
+    def kill(self) -> list[asyncio.Task[Any]]:
+        """End as a killed process would; return the tasks that are ending. For simulated crashes, on the loop."""
         self.stopped = True
-        self._hosting.kill()
-        self._resources.replicas.kill()
+        self._saves.kill()
+        return self._tasks.cancel()
 
     def __enter__(self) -> Self:
         return self
@@ -431,12 +163,263 @@ class ExpertHost:
         self.stop()
 
     def __repr__(self) -> str:
-        snapshot = self.snapshot()
         if self.stopped:
-            return f"ExpertHost({snapshot.grid}, stopped)"
-        steps = sum(expert.step for expert in snapshot.experts)
-        count = f"{len(snapshot.experts)} of {self._hosting.plan.count} experts"
-        return f"ExpertHost({snapshot.grid}, {count}, {steps:,} steps)"
+            return f"ExpertHost({self.grid}, stopped)"
+        steps = sum(expert.step for expert in [*self.experts.values()])
+        return f"ExpertHost({self.grid}, {len(self.experts)} of {self.plan.count} experts, {steps:,} steps)"
+
+    # -- on the event loop
+
+    async def start(self) -> None:
+        """Host the requested experts, as far as their names are vacant; raise errors of ``plan.make``."""
+        plan = self.plan
+        await self._saves.start()
+        # claims are announced, too
+        self._tasks.every(self._directory.settings.ttl_s / ANNOUNCEMENTS, self._announce, rest=REST)
+        try:
+            await self._take(plan.count, self._here())
+            await self._fill(plan.count)
+        except BaseException:
+            await self.close()
+            raise
+        self._tasks.every(plan.save_s, self.save_changed, rest=REST)
+        self._tasks.every(plan.takeover_s, lambda: self._fill(plan.capacity), rest=REST)
+
+    async def close(self) -> None:
+        """Do as `stop`."""
+        await asyncio.gather(*self._tasks.cancel(), return_exceptions=True)
+        uids = [*self.experts]
+        await self._directory.withdraw(self.grid, uids)
+        for uid in uids:
+            self._server.remove(uid)
+        try:
+            for expert in self.experts.values():  # to this disk first, which is quick
+                await self._save(expert)
+            async with asyncio.timeout(FAREWELL_S):
+                await self.save_changed()
+        except (PeerError, StateError, TimeoutError) as error:
+            logger.warning("not all experts were saved: %s", str(error) or "other peers took too long")
+        self.experts.clear()
+        for uid in uids:
+            self._services.events.emit(ExpertLost(_now(), uid, "this host stopped"))
+
+    async def _fill(self, count: int) -> None:
+        if len(self.experts) < count and (saved := await self._saves.saved(self.grid)):
+            live = {info.uid for info in await self._directory.live(self.grid)}
+            await self._take(count, saved - live)
+        if len(self.experts) < self.plan.count:
+            await self._take(self.plan.count, None)
+
+    def _here(self) -> set[str]:
+        """Return the experts of this grid saved on this disk, by any owner: this peer may have had another id."""
+        return {save.uid for save in self._saves.store.saves() if self.grid.contains(save.uid)}
+
+    async def _take(self, count: int, uids: Iterable[str] | None) -> None:
+        """Host more experts, up to ``count``; None: any that the plan allows."""
+        grid, wanted = self.grid, self.plan.uids if uids is None else uids
+        if wanted is not None:
+            allowed = set(wanted if self.plan.uids is None else self.plan.uids) - self.experts.keys()
+            wanted = sorted(filter(grid.contains, allowed.intersection(wanted)))
+            if not wanted:
+                return
+        claimed = await self._directory.claim(grid, count - len(self.experts), wanted=wanted)
+        try:
+            claims = await asyncio.gather(*map(self._saves.claims, claimed))
+            for uid, saves in zip(claimed, claims, strict=True):
+                await self._open(uid, saves)
+        finally:
+            await self._directory.withdraw(grid, set(claimed) - self.experts.keys())
+            if claimed:
+                await self._announce()
+
+    async def _open(self, uid: str, claims: Iterable[tuple[PeerId, SavePlace]]) -> None:
+        """Host an expert, from the first save that is complete and fits, or as a new one."""
+        taken_over = False
+        self._saves.results.pop(uid, None)
+        self._saves.safe.pop(uid, None)
+        for owner, place in claims:
+            try:
+                expert = await self._load(uid, place)
+            except StateError as error:
+                logger.warning("skipped the save of %s at step %d: %s", uid, place.step, error)
+                continue
+            taken_over = owner != self._services.peers.id
+            if not taken_over:
+                self._saves.safe[uid] = place  # published until a newer one is safe
+            break
+        else:
+            expert = await self._server.device.run(lambda: self._build(uid))
+        self._server.add(expert)
+        self.experts[uid] = expert
+        self._services.events.emit(ExpertHosted(_now(), uid, expert.step, taken_over))
+
+    def _build(self, uid: str, state: dict[str, Any] | None = None) -> Expert:
+        expert = Expert(uid, self.plan.make(), self.plan.rule, self.plan.sample)
+        if state is not None:
+            expert.load_state_dict(state)
+        return expert
+
+    async def _load(self, uid: str, place: SavePlace) -> Expert:
+        saved = await self._saves.fetch(uid, place, limit_bytes=self.plan.model.state_bytes)
+        state = await asyncio.to_thread(unpack, saved.manifest.layout, saved.blob)
+        check_fit(state, self.plan.model.state)
+        if state.get("step") != place.step:
+            raise StateError("the state is not of the claimed step")
+        return await self._server.device.run(lambda: self._build(uid, state))
+
+    async def _announce(self) -> None:
+        grid = self.grid
+        rivals = await self._directory.rivals(grid, [*self.experts])
+        lost = [uid for uid in rivals if self.experts.pop(uid, None)]
+        for uid in lost:
+            self._server.remove(uid)
+            self._services.events.emit(ExpertLost(_now(), uid, "another peer claimed it earlier"))
+        if lost:
+            await self._directory.withdraw(grid, lost)
+        experts = {uid: (expert.shape, expert.step) for uid, expert in self.experts.items()}
+        await self._directory.announce(grid, experts)
+
+    async def save_changed(self) -> None:
+        """Save the experts that changed or lost holders, and publish which experts have saves."""
+        async with self._saving:
+            others = await self._saves.others()
+            for expert in [*self.experts.values()]:
+                await self._save(expert, others)
+            if saved := self._here() | {*filter(self.grid.contains, self._saves.results)}:
+                await self._saves.publish_saved(self.grid, saved)
+
+    async def _save(self, expert: Expert, others: Mapping[PeerId, HolderRecord] | None = None) -> None:
+        """Save an expert here and at some of ``others``; None: only here."""
+        uid, copies = expert.uid, self.plan.copies
+        if not expert.step or not self._saves.due(uid, expert.step, others or {}, copies):
+            return  # before its first step an expert equals a new one
+        step, packed = await self._server.device.run(lambda: (expert.step, pack(expert.state_dict())))
+        saved = await asyncio.to_thread(Snapshot.of, uid.encode(), step, *packed)
+        if others is None:
+            fault = await self._saves.write(saved)
+        else:
+            fault = (await self._saves.save(saved, others, copies)).fault
+        if fault and not self._save_fault:
+            self._services.events.emit(Fault(_now(), f"save of {uid}", fault))
+        self._save_fault = fault
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@dataclass(frozen=True)
+class LiveExpert:
+    """One expert that can be called."""
+
+    uid: str  # its name
+    host: str  # short id of its host
+    mine: bool  # whether the host is this peer
+    step: int  # optimizer steps in its weights, as last announced
+    share: float | None  # its part of all steps of the last minute, 0 to 1; None while no expert learns
+
+
+@dataclass(frozen=True)
+class HostOfExperts:
+    """One peer that hosts experts."""
+
+    host: str  # its short id
+    mine: bool  # whether it is this peer
+    experts: int  # number of its experts
+    share: float | None  # their part of all steps of the last minute; None while no expert learns
+    rtt_s: float | None  # round-trip time to it; None if not measured
+
+
+@dataclass(frozen=True)
+class ExpertsSnapshot:
+    """The experts of one grid, as this peer knows them."""
+
+    grid: Grid  # contains the experts
+    live: tuple[LiveExpert, ...] = ()  # experts that can be called, in grid order
+    hosts: tuple[HostOfExperts, ...] = ()  # their hosts, most experts first
+    left_out: tuple[str, ...] = ()  # experts that failed this peer and are not called for a while
+    dead: tuple[str, ...] = ()  # experts that were live since this watch started and are no longer
+    listed_s: float | None = None  # age of all these in seconds; None before the first listing
+    served: tuple[ExpertStatistics, ...] = ()  # experts of this peer
+    fault: str = ""  # why the last listing failed; empty if it succeeded
+    over: bool = False  # whether this peer has left
+
+
+class ExpertsWatch:
+    """Follows the experts of one grid; ``served`` returns the statistics of this peer's, on the event loop."""
+
+    def __init__(
+        self,
+        runtime: Runner,
+        peers: Peers,
+        directory: Directory,
+        grid: Grid,
+        served: Callable[[], Statistics],
+    ) -> None:
+        self._runtime, self._peers, self._directory = runtime, peers, directory
+        self._grid, self._served = grid, served
+        self._listings: deque[list[ExpertInfo]] = deque(maxlen=SHARE_LISTINGS)
+        self._seen: set[str] = set()
+        self._listed_at = self._began_at = float("-inf")
+        self._listing: asyncio.Task[None] | None = None
+        self._last, self._closed = ExpertsSnapshot(grid), False
+
+    def snapshot(self) -> ExpertsSnapshot:
+        """Return the state; for any thread but the event loop's. Waits for no peer."""
+        return replace(self._last, over=True) if self._closed else self._runtime.call(self._look())
+
+    def close(self) -> None:
+        """Stop reading. Thread-safe."""
+        self._closed = True
+
+    async def _look(self) -> ExpertsSnapshot:
+        now = asyncio.get_running_loop().time()
+        if now - self._began_at >= LIST_EVERY_S and self._listing is None:
+            self._began_at = now
+            self._listing = asyncio.create_task(self._list(), name="list experts")
+        if self._left_out() != self._last.left_out:
+            self._update()
+        served = tuple(one for uid, one in sorted(self._served().items()) if self._grid.contains(uid))
+        listed_s = now - self._listed_at if self._listings else None
+        self._last = replace(self._last, served=served, listed_s=listed_s)
+        return self._last
+
+    def _left_out(self) -> tuple[str, ...]:
+        return tuple(sorted(self._seen & self._directory.banned()))
+
+    async def _list(self) -> None:
+        fault = ""
+        try:
+            async with asyncio.timeout(LIST_TIMEOUT_S):
+                found = await self._directory.live(self._grid, fresh=self._grid.size <= MOST_UNCACHED)
+            self._listings.append(found)
+            self._seen.update(info.uid for info in found)
+            self._listed_at = asyncio.get_running_loop().time()
+            self._update()
+        except Exception as error:  # shown in the panel, and retried
+            logger.info("the experts could not be listed", exc_info=True)
+            fault = f"{type(error).__name__}: {error}"
+        self._last, self._listing = replace(self._last, fault=fault), None
+
+    def _update(self) -> None:
+        newest = self._listings[-1] if self._listings else []
+        first = {info.uid: info.step for listing in reversed(self._listings) for info in listing}
+        grown = {info.uid: max(0, info.step - first[info.uid]) for info in newest}
+        left_out, total = self._left_out(), sum(grown.values())
+        live: list[LiveExpert] = []
+        by_host: dict[PeerId, list[LiveExpert]] = defaultdict(list)
+        for info in newest:
+            if info.uid not in left_out:
+                host, share = info.host.id, grown[info.uid] / total if total else None
+                live.append(LiveExpert(info.uid, short(host), host == self._peers.id, info.step, share))
+                by_host[host].append(live[-1])
+        hosts = []
+        for host, experts in sorted(by_host.items(), key=lambda item: -len(item[1])):
+            share = sum(grown[expert.uid] for expert in experts) / total if total else None
+            rtt_s = self._peers.statistics(host).rtt_s
+            hosts.append(HostOfExperts(experts[0].host, experts[0].mine, len(experts), share, rtt_s))
+        dead = tuple(sorted(self._seen - {expert.uid for expert in live} - {*left_out}))
+        self._last = replace(self._last, live=tuple(live), hosts=tuple(hosts), left_out=left_out, dead=dead)
 
 
 async def _on_loop(make: Callable[[], T]) -> T:
@@ -458,7 +441,6 @@ class SwarmExperts:
         self._runtime, self._services, self._show = runtime, services, show
         self._directory = runtime.call(_on_loop(partial(Directory, services)))
         self._resources: HostResources | None = None
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._hosts: dict[str, ExpertHost] = {}  # by prefix
         self._watches: dict[Grid, ExpertsWatch] = {}
 
@@ -472,29 +454,40 @@ class SwarmExperts:
         **settings: Any,
     ) -> ExpertHost:
         """Host experts as `Swarm.host_experts` does; an earlier host of the prefix is stopped."""
-        grid = Grid.of(prefix, shape)
+        grid = Grid(prefix, tuple(shape))
         plan = plan_host(grid, make_expert, **settings)
         if grid.prefix in self._hosts:
             self._hosts.pop(grid.prefix).stop()
         resources = self._open(folder)
         if settings.get("count") is None:
             print(plan.arithmetic)
-        host = self._hosts[grid.prefix] = ExpertHost(self._runtime, resources, plan, self._panel)
+        host = ExpertHost(self._runtime, resources, plan, self._panel)
+        self._runtime.call(host.start())
+        self._hosts[grid.prefix] = host
         return host
 
-    def mixture(self, prefix: str, shape: Sequence[int], dim: int, **settings: Any) -> MixtureOfExperts:
+    def mixture(
+        self,
+        prefix: str,
+        shape: Sequence[int],
+        dim: int,
+        *,
+        compression: str = "float32",
+        timeout_s: float = 30.0,
+        **settings: Any,
+    ) -> MixtureOfExperts:
         """Return a layer as `Swarm.mixture_of_experts` does."""
-        grid, how = Grid.of(prefix, shape), MixtureSettings(**settings)
-        return MixtureOfExperts(self._calls(how.compression, how.timeout_s), grid, dim, how)
+        calls = self._calls(compression, timeout_s)
+        return MixtureOfExperts(calls, Grid(prefix, tuple(shape)), dim, **settings)
 
     def remote(self, uid: str, shape: Sequence[int], *, compression: str, timeout_s: float) -> RemoteExpert:
         """Return one expert as a module, as `Swarm.expert` does."""
-        grid = Grid.of(uid.rsplit(".", len(shape))[0], shape)
+        grid = Grid(uid.rsplit(".", len(shape))[0], tuple(shape))
         return RemoteExpert(self._calls(compression, timeout_s), grid, uid)
 
     def panel(self, prefix: str, shape: Sequence[int], leave: Callable[[], None]) -> Any:
         """Return a live view of a grid's experts, as `Swarm.experts_panel` does."""
-        return self._show(self.watch(Grid.of(prefix, shape)).snapshot, leave, False)
+        return self._show(self.watch(Grid(prefix, tuple(shape))).snapshot, leave, False)
 
     def _panel(self, host: ExpertHost) -> Any:
         def read() -> ExpertsSnapshot:
@@ -506,7 +499,7 @@ class SwarmExperts:
     def watch(self, grid: Grid) -> ExpertsWatch:
         """Return the source of a grid's snapshots."""
         if grid not in self._watches:
-            mine = self._runtime, self._services, self._directory
+            mine = self._runtime, self._services.peers, self._directory
             self._watches[grid] = ExpertsWatch(*mine, grid, self._served)
         return self._watches[grid]
 
@@ -523,8 +516,6 @@ class SwarmExperts:
         if self._resources is not None:
             self._runtime.call(self._resources.close())
         self._runtime.call(self._directory.close())
-        if self._temporary is not None:
-            self._temporary.cleanup()
 
     def kill(self) -> None:
         """End as a killed process would. For simulated crashes, on the runtime's loop."""
@@ -537,16 +528,11 @@ class SwarmExperts:
 
     def _open(self, folder: str | Path | None) -> HostResources:
         """Return the resources of all hosts here, in the folder of the first."""
+        where = None if folder is None else Path(folder)
         if self._resources is None:
-            if folder is None:
-                self._temporary = tempfile.TemporaryDirectory(
-                    prefix="colab-swarm-experts-", ignore_cleanup_errors=True
-                )
-                folder = self._temporary.name
-            make = partial(HostResources, self._services, self._directory, Path(folder))
+            make = partial(HostResources, self._services, self._directory, where)
             self._resources = self._runtime.call(_on_loop(make))
-        elif folder is not None and Path(folder) != self._resources.folder:
-            raise ValueError(
-                f"this peer saves experts in {self._resources.folder}: omit folder=, or leave the swarm first"
-            )
+        elif where not in (None, self._resources.folder):
+            here = f"this peer saves experts in {self._resources.folder}"
+            raise ValueError(f"{here}: omit folder=, or leave the swarm first")
         return self._resources

@@ -1,56 +1,46 @@
 """A torch layer whose experts run on other peers (Learning@home, sections 3.1 and 3.2).
 
-Samples are grouped: one call per expert and direction, all in parallel. Once every sample has ``k_min`` answers, the
-other calls have ``grace_s`` left; the weights are renormalised over the answers. A sample without an answer is tried
-once more with other experts, then passes unchanged: the experts that ship are residual, so it skips the layer. In
-backward a failed expert counts as zero gradient for its part, and the gating still gets its gradient.
+Samples are grouped: one call per expert and direction, all in parallel. Once every sample has
+``k_min`` answers, the other calls have ``grace_s`` left; the weights are renormalised over the
+answers. A sample without an answer is tried once more with other experts, then passes unchanged:
+the experts that ship are residual. In backward a failed expert counts as zero gradient for its
+part, and the gating still gets its gradient.
 
-Everything inside is float32. Do not scale the loss (`GradScaler`): experts step on the gradients they receive.
+Everything inside is float32. Do not scale the loss (`GradScaler`): experts step on the gradients
+they receive.
 
-Shapes: B samples, K chosen experts, G dimensions of the grid, E experts that answered, M indices of a dimension, S the
-shape of a sample, D values of a sample.
+Shapes: B samples, K chosen experts, G dimensions of the grid, E experts that answered, M indices of
+a dimension, S the shape of a sample, D values of a sample.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from colab_swarm.errors import ExpertError, NoExpertsError
 from colab_swarm.markup import facts
-from colab_swarm.moe.calls import (
-    ExpertBatch,
-    ExpertCalls,
-    Places,
-    as_floats,
-    attach_backward,
-    group,
-    wait_for_answers,
-)
+from colab_swarm.moe.calls import ExpertCalls, MixtureStatistics
 from colab_swarm.moe.grid import ExpertInfo, Grid, Mask
 from colab_swarm.tensors.codecs import Floats, all_finite
 
 logger = logging.getLogger(__name__)
 ATTEMPTS = 2
 MIN_WITNESSES = 3  # with fewer answers an outlier cannot be identified
-DECAY = 0.99  # of an expert's share, per batch without it
-FORGOTTEN = 1e-4  # an expert with less was not used for about a thousand batches: it is dropped
+Places: TypeAlias = npt.NDArray[np.intp]
 
 
 class Gating(nn.Module):
-    """``g(x, f) = sum_i g_i(x)[u_i]``: an expert's priority is the sum of its indices' scores.
-
-    Each dimension of the grid has one linear map (Learning@home, section 3.2).
+    """``g(x, f) = sum_i g_i(x)[u_i]``, one linear map per dimension of the grid (Learning@home, section 3.2).
 
     ``dim`` is the number of values of a sample, ``sides`` are the numbers of indices of the grid's dimensions.
     """
@@ -91,60 +81,36 @@ def balance_loss(importance_E: Tensor, idle: int) -> Tensor:
     return variance / mean.square().clamp_min(1e-20)
 
 
-@dataclass(frozen=True)
-class MixtureStatistics:
-    """Counters of a layer since its creation."""
+class _RemoteFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, values: Tensor, backward: Callable[[Floats], Floats]) -> Tensor:
+        ctx.save_for_backward(inputs)
+        ctx.backward_call = backward
+        return values.view_as(values)
 
-    batches: int = 0  # forward passes
-    answers: int = 0  # forward calls that succeeded
-    failures: int = 0  # forward calls that failed or were later than the grace period
-    lost_gradients: int = 0  # backward calls that failed: the part of that expert counted as zero
-    unanswered: int = 0  # samples without any answer, which passed unchanged
-    outliers: int = 0  # answers for single samples that were too far from the others
-    sent_bytes: int = 0  # of activations and gradients, as encoded
-    received_bytes: int = 0
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor, None, None]:
+        # raises if the inputs, whose memory is sent again, were changed in place since
+        _ = ctx.saved_tensors
+        return torch.from_numpy(ctx.backward_call(as_floats(grads))), None, None
 
 
-class Usage:
-    """Counters and expert shares of a layer. Copies of the layer share it. Thread-safe."""
+def attach_backward(inputs: Tensor, values: Floats, backward: Callable[[Floats], Floats]) -> Tensor:
+    """Return ``values`` as a function of ``inputs`` (on the CPU), whose gradient ``backward`` computes remotely.
 
-    def __init__(self) -> None:
-        self._counts = Counter[str]()
-        self._shares: dict[str, float] = {}
-        self._lock = threading.Lock()
+    The call is made even if the inputs need no gradient: it is how experts learn. On the CPU because autograd then
+    runs on the caller's thread: all callers share one thread per GPU, and one that waits would stop the others.
+    """
+    if torch.is_grad_enabled() and not inputs.requires_grad:
+        inputs = inputs.detach().requires_grad_()
+    answer: Tensor = _RemoteFunction.apply(inputs, torch.from_numpy(values), backward)  # type: ignore[no-untyped-call]
+    return answer
 
-    def __deepcopy__(self, memo: object) -> Usage:
-        return self
 
-    def count(self, **more: int) -> None:
-        """Add to the counters of `MixtureStatistics`."""
-        with self._lock:
-            self._counts.update(more)
-
-    def statistics(self, calls: ExpertCalls) -> MixtureStatistics:
-        """Return the counters, with the bytes of these calls."""
-        with self._lock:
-            return MixtureStatistics(
-                **self._counts, sent_bytes=calls.sent_bytes, received_bytes=calls.received_bytes
-            )
-
-    def on_batch(self, weights: Mapping[str, float]) -> int:
-        """Record a batch that was mixed with these sums of weights; return how many other experts are known."""
-        total = sum(weights.values())
-        with self._lock:
-            if total:
-                shares = {uid: DECAY * share for uid, share in self._shares.items()}
-                for uid, weight in weights.items():
-                    shares[uid] = shares.get(uid, 0.0) + (1 - DECAY) * weight / total
-                self._shares = {u: share for u, share in shares.items() if share >= FORGOTTEN or u in weights}
-            return len(self._shares.keys() - weights.keys())
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Each known expert's part of the work of about the last hundred batches; they sum to 1."""
-        with self._lock:
-            total = sum(self._shares.values())
-            return {uid: share / total for uid, share in sorted(self._shares.items())}
+def as_floats(tensor: Tensor) -> Floats:
+    """Return contiguous float32 values in host memory."""
+    return np.ascontiguousarray(tensor.detach().to("cpu", torch.float32).numpy())
 
 
 class RemoteExpert(nn.Module):
@@ -194,11 +160,15 @@ class RemoteExpert(nn.Module):
         return outputs.reshape(inputs.shape).to(inputs)
 
 
-@dataclass(frozen=True)
-class MixtureSettings:
-    """How a layer uses its experts.
+class MixtureOfExperts(nn.Module):
+    """``y = sum_f w_f f(x)`` over the k best live experts of a grid, ``w`` the softmax of their priorities (eq. 1).
 
-    Attributes:
+    Maps a tensor (..., dim), or (..., length, dim) with ``sequences``, to one of the same shape and dtype. Its own
+    parameters are those of the gating; experts learn when ``backward()`` runs through it. Deep copies share the
+    connection to the experts and the statistics.
+
+    Args:
+        dim: size of the inputs' last dimension.
         k: experts called per sample.
         k_min: answers per sample to wait for as long as they can arrive.
         grace_s: how long to wait for the other answers after that; later ones count as failed.
@@ -206,56 +176,40 @@ class MixtureSettings:
             mean; False: a sample is a single vector (dim).
         reject_outliers: drop an answer for a sample if it lies more than this many times the median distance away
             from the coordinate-wise median of all answers for the sample, given three or more; None: keep all.
-        compression: of activations and gradients, as for `Swarm.optimizer`, but not adaptive. Warning: onebit and topk
-            have no error feedback here, so the lost values never arrive. Train with them from the start, or use int8.
-        timeout_s: for finding experts, and again for calling them.
-    """
-
-    k: int = 4
-    k_min: int = 1
-    grace_s: float = 5.0
-    sequences: bool = False
-    reject_outliers: float | None = None
-    compression: str = "float32"
-    timeout_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.k_min <= self.k:
-            raise ValueError(
-                f"k={self.k}, k_min={self.k_min}: call one expert or more and wait for at most k"
-            )
-        if not self.grace_s >= 0:
-            raise ValueError(f"grace_s={self.grace_s}: give seconds, 0 or more")
-        if self.reject_outliers is not None and not self.reject_outliers > 1:
-            raise ValueError(
-                f"reject_outliers={self.reject_outliers}: half of all answers are within 1; try 5"
-            )
-
-
-class MixtureOfExperts(nn.Module):
-    """``y = sum_f w_f f(x)`` over the k best live experts of a grid, ``w`` the softmax of their priorities (eq. 1).
-
-    Maps a tensor (..., dim), or (..., length, dim) with ``sequences``, to one of the same shape and dtype. Its own
-    parameters are those of the gating; experts learn when ``backward()`` runs through it. Deep copies share the
-    connection to the experts and the statistics. ``dim`` is the size of the last dimension.
     """
 
     def __init__(
-        self, calls: ExpertCalls, grid: Grid, dim: int, settings: MixtureSettings = MixtureSettings()
+        self,
+        calls: ExpertCalls,
+        grid: Grid,
+        dim: int,
+        *,
+        k: int = 4,
+        k_min: int = 1,
+        grace_s: float = 5.0,
+        sequences: bool = False,
+        reject_outliers: float | None = None,
     ) -> None:
+        if not 1 <= k_min <= k:
+            raise ValueError(f"k={k}, k_min={k_min}: call at least one expert, wait for at most k")
+        if not grace_s >= 0:
+            raise ValueError(f"grace_s={grace_s}: give seconds, 0 or more")
+        if reject_outliers is not None and not reject_outliers > 1:
+            raise ValueError(f"reject_outliers={reject_outliers}: must be over 1; try 5")
         super().__init__()
         self.gating = Gating(dim, grid.sides)
-        self.grid, self.dim, self.settings = grid, dim, settings
+        self.grid, self.dim, self.k, self.k_min, self.grace_s = grid, dim, k, k_min, grace_s
+        self.sequences, self.reject_outliers = sequences, reject_outliers
         self.balance_loss: Tensor = torch.zeros(())
         """Of the last forward pass: add a small multiple of it to your loss to spread the work over the experts."""
-        self._calls, self._usage = calls, Usage()
+        self._calls = calls
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "balance_loss": torch.zeros(())}  # part of a graph: cannot be copied
 
     def extra_repr(self) -> str:
         """Return the grid and k."""
-        return f"{self.grid}, k={self.settings.k}"
+        return f"{self.grid}, k={self.k}"
 
     def _repr_html_(self) -> str:
         counts = {name.replace("_", " "): f"{value:,}" for name, value in asdict(self.statistics()).items()}
@@ -264,11 +218,11 @@ class MixtureOfExperts(nn.Module):
     @property
     def utilisation(self) -> dict[str, float]:
         """Each known expert's part of the recent work; they sum to 1."""
-        return self._usage.shares
+        return self._calls.shares()
 
     def statistics(self) -> MixtureStatistics:
         """Return the counters since the layer's creation."""
-        return self._usage.statistics(self._calls)
+        return self._calls.statistics()
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return a tensor of the same shape and dtype.
@@ -277,7 +231,7 @@ class MixtureOfExperts(nn.Module):
             NoExpertsError: no expert of the grid is live.
             ValueError: the inputs do not fit or are not finite.
         """
-        sequences = self.settings.sequences
+        sequences = self.sequences
         if inputs.ndim < (3 if sequences else 1) or inputs.shape[-1] != self.dim:
             wanted = f"(batch, length, {self.dim})" if sequences else f"(..., {self.dim})"
             raise ValueError(f"inputs of {self.grid} must be of shape {wanted}, not {tuple(inputs.shape)}")
@@ -289,107 +243,131 @@ class MixtureOfExperts(nn.Module):
         return mixed.reshape(inputs.shape).to(inputs.dtype)
 
     def _mix(self, samples_BS: Tensor) -> Tensor:
-        features_BD = samples_BS.mean(1) if self.settings.sequences else samples_BS
-        gate_dtype = self.gating.maps.weight.dtype
-        scores = [score_BM.float() for score_BM in self.gating(features_BD.to(gate_dtype))]
+        features_BD = samples_BS.mean(1) if self.sequences else samples_BS
+        scores = [score_BM.float() for score_BM in self.gating(features_BD.to(self.gating.maps.weight))]
         inputs_BS = samples_BS.cpu()
-        batch = _Batch(self._calls, self.grid, self.settings, as_floats(inputs_BS))
+        batch = _Batch(self, self._calls, as_floats(inputs_BS))
         self._calls.runtime.call(batch.forward([as_floats(score_BM) for score_BM in scores]))
-        self._usage.count(batches=1, **batch.counts)
+        self._calls.count(batches=1)
 
         device = samples_BS.device
-        outputs_BKS = attach_backward(inputs_BS, batch.outputs_BKS, partial(self._backward, batch)).to(device)
+        call = self._calls.runtime.call
+        outputs_BKS = attach_backward(inputs_BS, batch.outputs_BKS, lambda grads: call(batch.backward(grads)))
         answered_BK = torch.from_numpy(batch.answered_BK).to(device)
         indices_BKG = torch.from_numpy(batch.indices_BKG).to(device)
         weights_BK = mixing_weights(priorities(scores, indices_BKG), answered_BK)
         self._balance(batch, weights_BK)
         ones = (1,) * (samples_BS.ndim - 1)
-        mixed_BS = (outputs_BKS * weights_BK.reshape(*weights_BK.shape, *ones)).sum(1)
+        mixed_BS = (outputs_BKS.to(device) * weights_BK.reshape(*weights_BK.shape, *ones)).sum(1)
         return torch.where(answered_BK.any(1).reshape(-1, *ones), mixed_BS, samples_BS)
 
-    def _backward(self, batch: _Batch, grads_BKS: Floats) -> Floats:
-        grads_BS, lost = self._calls.runtime.call(batch.backward(grads_BKS))
-        self._usage.count(lost_gradients=lost)
-        return grads_BS
-
     def _balance(self, batch: _Batch, weights_BK: Tensor) -> None:
-        count = len(batch.infos)
-        places = torch.from_numpy(batch.experts_BK.ravel() % (count + 1))  # the last: of no expert, 0
-        importance_E = weights_BK.new_zeros(count + 1)
-        importance_E = importance_E.index_add(0, places.to(weights_BK.device), weights_BK.ravel())[:-1]
-        idle = self._usage.on_batch(dict(zip(batch.infos, importance_E.tolist(), strict=True)))
+        used, places = np.unique(batch.experts_BK[batch.answered_BK], return_inverse=True)
+        weights = weights_BK[torch.from_numpy(batch.answered_BK).to(weights_BK.device)]
+        importance_E = weights.new_zeros(len(used))
+        importance_E = importance_E.index_add(0, torch.from_numpy(places).to(weights.device), weights)
+        names = [batch.infos[place].uid for place in used]
+        idle = self._calls.on_batch(dict(zip(names, importance_E.tolist(), strict=True)))
         self.balance_loss = balance_loss(importance_E, idle)
 
 
 class _Batch:
     """One batch through the experts and back. Sizes do not depend on the answers, as gradient checkpointing needs."""
 
-    def __init__(self, calls: ExpertCalls, grid: Grid, settings: MixtureSettings, inputs_BS: Floats) -> None:
+    def __init__(self, layer: MixtureOfExperts, calls: ExpertCalls, inputs_BS: Floats) -> None:
         if not all_finite(inputs_BS):
             raise ValueError(
-                f"inputs of {grid} are not finite: lower the learning rate or clip gradients; float16 overflows"
+                f"inputs of {layer.grid} are not finite: lower the learning rate or clip gradients; float16 overflows"
             )
-        self._calls, self._grid, self._settings = calls, grid, settings
-        self._inputs_BS = inputs_BS
-        batch, k = len(inputs_BS), min(settings.k, grid.size)
+        self._layer, self._grid, self._calls, self._inputs_BS = layer, layer.grid, calls, inputs_BS
+        batch, k = len(inputs_BS), min(layer.k, layer.grid.size)
         self.outputs_BKS: Floats = np.zeros((batch, k, *inputs_BS.shape[1:]), np.float32)
         self.answered_BK: Mask = np.zeros((batch, k), np.bool_)
-        self.indices_BKG = np.zeros((batch, k, len(grid.sides)), np.int64)
-        self.counts = dict.fromkeys(("answers", "failures", "unanswered", "outliers"), 0)
-        self.experts_BK = np.full((batch, k), -1, np.intp)  # places in `infos`; -1: no answer
-        self.infos: dict[str, ExpertInfo] = {}  # experts that answered
+        self.indices_BKG = np.zeros((batch, k, len(layer.grid.sides)), np.int64)
+        self.infos: list[ExpertInfo] = []  # experts that were chosen
+        self.experts_BK = np.full((batch, k), -1, np.intp)  # places in `infos`; -1: none
 
     async def forward(self, scores: Sequence[Floats]) -> None:
         rows = np.arange(len(self._inputs_BS))
         for attempt in range(ATTEMPTS):
             try:
-                chosen = await self._choose([score_BM[rows] for score_BM in scores])
+                await self._choose(rows, [score_BM[rows] for score_BM in scores])
             except NoExpertsError:
                 if attempt == 0:
                     raise
                 break  # those that failed were the only ones
-            await self._call(group(chosen, rows.tolist()), rows)
+            await self._call(rows)
             rows = np.flatnonzero(~self.answered_BK.any(1))
             if not len(rows):
                 break
-        self.counts["unanswered"] = len(rows)
-        if self._settings.reject_outliers is not None:
-            self._reject(self._settings.reject_outliers)
+        self._calls.count(unanswered=len(rows))
+        if self._layer.reject_outliers is not None:
+            self._reject(self._layer.reject_outliers)
 
-    async def _choose(self, scores: Sequence[Floats]) -> list[list[ExpertInfo]]:
+    async def _choose(self, rows: Places, scores: Sequence[Floats]) -> None:
+        self.experts_BK[rows] = -1
         try:
             async with asyncio.timeout(self._calls.timeout_s):
-                return await self._calls.directory.best(self._grid, scores, self.answered_BK.shape[1])
+                found = await self._calls.directory.best(self._grid, scores, self.answered_BK.shape[1])
         except TimeoutError:
             logger.warning("no experts of %s found in %g s", self._grid, self._calls.timeout_s)
-            return [[] for _ in scores[0]]
+            return
+        places = {(info.uid, info.host.id): place for place, info in enumerate(self.infos)}
+        for row, experts in zip(rows, found, strict=True):
+            for slot, info in enumerate(experts):
+                place = places.setdefault((info.uid, info.host.id), len(places))
+                self.experts_BK[row, slot] = place
+                if place == len(self.infos):
+                    self.infos.append(info)
 
-    async def _call(self, groups: list[ExpertBatch], rows: Places) -> None:
-        calls, grace_s = self._calls, self._settings.grace_s
+    def _groups(self, wanted_BK: Mask) -> list[tuple[ExpertInfo, Places, Places]]:
+        """Return for each expert its samples among the wanted ones: rows, and which choice of a row it is."""
+        found = []
+        for place, info in enumerate(self.infos):
+            rows, slots = np.nonzero(wanted_BK & (self.experts_BK == place))
+            if len(rows):
+                found.append((info, rows, slots))
+        return found
+
+    async def _call(self, rows: Places) -> None:
+        calls, grace_s, asked_BK = self._calls, self._layer.grace_s, np.zeros_like(self.answered_BK)
+        asked_BK[rows] = True
         tasks = {
-            asyncio.create_task(calls.forward(one.info, self._inputs_BS[one.rows])): one for one in groups
+            asyncio.create_task(calls.forward(info, self._inputs_BS[samples])): (info, samples, slots)
+            for info, samples, slots in self._groups(asked_BK)
         }
-        needed = np.zeros(len(self._inputs_BS), np.intp)
-        needed[rows] = self._settings.k_min
         try:
-            await wait_for_answers(tasks, needed, grace_s)
+            await self._wait({task: samples for task, (_, samples, _) in tasks.items()}, rows)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        for task, one in tasks.items():
-            uid = one.info.uid
+        for task, (info, *places) in tasks.items():
             if task.cancelled():
-                calls.directory.on_failure(one.info, f"{grace_s:g} s later than others")
+                calls.directory.on_failure(info, f"{grace_s:g} s later than others")
             if task.cancelled() or isinstance(task.exception(), ExpertError):
-                self.counts["failures"] += 1
+                calls.count(failures=1)
                 continue
-            self.outputs_BKS[one.rows, one.slots] = task.result()
-            self.answered_BK[one.rows, one.slots] = True
-            self.indices_BKG[one.rows, one.slots] = self._grid.index(uid)
-            self.infos.setdefault(uid, one.info)  # it may have answered other samples at the first attempt
-            self.experts_BK[one.rows, one.slots] = [*self.infos].index(uid)
-            self.counts["answers"] += 1
+            self.outputs_BKS[*places] = task.result()
+            self.answered_BK[*places] = True
+            self.indices_BKG[*places] = self._grid.index(info.uid)
+            calls.count(answers=1)
+
+    async def _wait(self, calls: Mapping[asyncio.Task[Floats], Places], rows: Places) -> None:
+        """Wait until each row has ``k_min`` answers or cannot get them, then ``grace_s`` for the other calls."""
+        open_calls_B = np.zeros(len(self._inputs_BS), np.intp)
+        missing_B = np.zeros_like(open_calls_B)
+        missing_B[rows] = self._layer.k_min
+        for asked in calls.values():
+            open_calls_B[asked] += 1
+        pending = set(calls)
+        while pending and ((missing_B > 0) & (open_calls_B > 0)).any():
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                open_calls_B[calls[task]] -= 1
+                missing_B[calls[task]] -= task.exception() is None
+        if pending:
+            await asyncio.wait(pending, timeout=self._layer.grace_s)
 
     def _reject(self, factor: float) -> None:
         judged = np.flatnonzero(self.answered_BK.sum(1) >= MIN_WITNESSES)
@@ -401,28 +379,25 @@ class _Batch:
         limit_B = factor * np.nanmedian(distances_BK, axis=1, keepdims=True)
         outliers_BK = answered_BK & (distances_BK > limit_B)
         self.answered_BK[judged] &= ~outliers_BK
-        self.counts["outliers"] = int(outliers_BK.sum())
+        self._calls.count(outliers=int(outliers_BK.sum()))
 
-    async def backward(self, grads_BKS: Floats) -> tuple[Floats, int]:
-        """Return the inputs' gradient, and the number of experts that failed and count as zero in it."""
+    async def backward(self, grads_BKS: Floats) -> Floats:
+        """Return the inputs' gradient; experts that fail count as zero in it."""
+        groups = self._groups(self.answered_BK)  # not rejected outliers
         if not all_finite(grads_BKS):  # the experts must not receive it, the caller's optimizer may
-            return np.full_like(self._inputs_BS, np.nan), len(self.infos)
-        groups = []
-        for index, info in enumerate(self.infos.values()):
-            rows, slots = np.nonzero(self.answered_BK & (self.experts_BK == index))  # not rejected outliers
-            if len(rows):
-                groups.append(ExpertBatch(info, rows, slots))
+            self._calls.count(lost_gradients=len(groups))
+            return np.full_like(self._inputs_BS, np.nan)
         calls = (
-            self._calls.backward(one.info, self._inputs_BS[one.rows], grads_BKS[one.rows, one.slots])
-            for one in groups
+            self._calls.backward(info, self._inputs_BS[rows], grads_BKS[rows, slots])
+            for info, rows, slots in groups
         )
         results = await asyncio.gather(*calls, return_exceptions=True)
-        grads_BS, lost = np.zeros_like(self._inputs_BS), 0
-        for one, result in zip(groups, results, strict=True):
+        grads_BS = np.zeros_like(self._inputs_BS)
+        for (_, rows, _), result in zip(groups, results, strict=True):
             if isinstance(result, ExpertError):
-                lost += 1
+                self._calls.count(lost_gradients=1)
             elif isinstance(result, BaseException):
                 raise result
             else:
-                grads_BS[one.rows] += result  # a sample is in a group once: nothing is overwritten
-        return grads_BS, lost
+                grads_BS[rows] += result  # a sample is in a group once: nothing is overwritten
+        return grads_BS

@@ -1,23 +1,19 @@
 """Saves of experts: each is on its host's disk and at a few other peers, the *holders*.
 
-Format. A save is a state in chunks (`colab_swarm.tensors.chunks`), and its manifest is a chunk too: its hash identifies
-the whole save. All come from strangers and are checked before use.
+A save is a state in chunks (`colab_swarm.tensors.chunks`); its manifest is a chunk too, whose hash
+names the whole save. All come from strangers and are checked before use. Chunks are named by their
+hash, so saves share equal ones. Every read is checked, so writes are not synced: a chunk that a
+power cut damaged is dropped when it is read, and fetched from a holder.
 
-Store. Chunks are named by their hash, so saves share equal ones. Chunks that belong to no save are deleted.
-Every read is checked against the hash, so writes are not synced: a chunk damaged by a power cut is dropped when it is
-read, and other replicas replace it.
+A holder announces itself in the DHT. It receives the manifest, answers with the chunks that it
+lacks, and gets those: a save with few changes costs little, and one that is there already is only
+renewed. It keeps the newest two saves per expert and owner, and drops what was not renewed for a
+day.
 
-Holding. A holder announces itself in the DHT. It receives a save by a stream: first the manifest,
-to which it answers with the chunks it lacks, then those chunks. So a save with few changes costs
-little, and a save that is there already is only renewed. A holder keeps the newest two saves per
-expert and owner. It drops saves that were not renewed for a day.
-
-Saving. The owner writes the chunks to its disk, sends them to holders, previous ones first, and publishes a signed
-record. The record names the save, and before it the last one that as many peers hold as should. So after the loss of
-the host and all holders but one, only the steps since the last save are lost.
-
-Finding. Any peer may claim a save of any step in the DHT. So claims are tried from the highest step
-down, and a save that is incomplete or does not fit is skipped.
+The owner's signed record names its newest save, and before it the last one that as many peers hold
+as should. So after the loss of the host and all holders but one, only the steps since the last save
+are lost. Any peer may claim a save of any step: claims are tried from the highest step down, and
+those that do not fit are skipped.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ from typing import Annotated
 import msgspec
 from blake3 import blake3
 
-from colab_swarm.dht.service import RunServices, is_sound
+from colab_swarm.dht.service import BackgroundTasks, RunServices, is_sound
 from colab_swarm.errors import CallRefused, PeerError, StateError
 from colab_swarm.moe.grid import Grid, Index
 from colab_swarm.net.peers import (
@@ -83,9 +79,7 @@ class Save(msgspec.Struct, frozen=True):
     owner: bytes  # id of the peer that hosted and saved it
     uid: str  # of the expert
     step: int  # optimizer steps in its weights
-    digests: Annotated[
-        tuple[Digest, ...], msgspec.Meta(min_length=1)
-    ]  # of all its chunks, the manifest first
+    digests: Annotated[tuple[Digest, ...], msgspec.Meta(min_length=1)]  # of its chunks, the manifest first
     size_bytes: int  # of all of them
     at: float  # swarm time when its owner last renewed it, seconds
 
@@ -93,6 +87,14 @@ class Save(msgspec.Struct, frozen=True):
     def manifest(self) -> bytes:
         """Digest of the manifest's chunk."""
         return self.digests[0]
+
+    @classmethod
+    def of(cls, manifest: Manifest, owner: bytes, *, at: float) -> Save:
+        """Return the save with this manifest."""
+        head = msgspec.msgpack.encode(manifest)
+        digests = (digest_of(head), *map(manifest.digest, range(manifest.chunks)))
+        uid = manifest.subject.decode(errors="replace")  # a garbled one is no expert's
+        return cls(owner, uid, manifest.step, digests, len(head) + manifest.size_bytes, at)
 
 
 class ReplicaStore:
@@ -106,7 +108,7 @@ class ReplicaStore:
         self._chunks, self._folder = folder / "chunks", folder / "saves"
         self._me, self._quota_bytes = me, quota_bytes
         self._saves: dict[Path, Save] = {}
-        self._coming: list[tuple[Path, Save]] = []  # their chunks are being put
+        self._coming: list[tuple[Save, int]] = []  # their chunks are being put, and the bytes they need
         for path in self._folder.glob("*.save"):
             try:
                 self._saves[path] = msgspec.msgpack.decode(path.read_bytes(), type=Save)
@@ -125,7 +127,7 @@ class ReplicaStore:
         """Write a chunk atomically; return its digest. Raises StateError if the disk is full or cannot be written."""
         digest = digest_of(data)
         if digest not in self:
-            write_whole(self._chunk(digest), data)
+            _write(self._chunk(digest), data)
         return digest
 
     def get(self, digest: bytes) -> bytes | None:
@@ -154,9 +156,7 @@ class ReplicaStore:
     @property
     def room_bytes(self) -> int:
         """Bytes left for other peers' saves."""
-        coming = {path: save for path, save in self._coming if save.owner != self._me}
-        new_bytes = sum(save.size_bytes for path, save in coming.items() if path not in self._saves)
-        return max(0, self._quota_bytes - self.kept_bytes - new_bytes)
+        return max(0, self._quota_bytes - self.kept_bytes - sum(size_bytes for _, size_bytes in self._coming))
 
     @contextmanager
     def adding(self, save: Save) -> Iterator[None]:
@@ -166,16 +166,17 @@ class ReplicaStore:
             StateError: there is not enough space, or the disk cannot be written.
         """
         path = self._folder / f"{save.manifest.hex()[:32]}-{save.owner.hex()[:16]}.save"
-        counted = 0 if save.owner == self._me or path in self._saves else save.size_bytes
-        if counted > self.room_bytes:
-            raise StateError(f"{self.room_bytes:,} bytes are left here, {save.size_bytes:,} are needed")
-        coming = path, save
+        size_bytes = 0 if save.owner == self._me or path in self._saves else save.size_bytes
+        if size_bytes > self.room_bytes:
+            raise StateError(f"{self.room_bytes:,} bytes are left here, {size_bytes:,} are needed")
+        coming = save, size_bytes
         self._coming.append(coming)
         try:
             yield
-            write_whole(path, msgspec.msgpack.encode(save))
+            _write(path, msgspec.msgpack.encode(save))
             self._saves[path] = save
-            self._drop(self._of(save.owner, save.uid)[:-SAVES_OF_ONE])
+            whose = [p for p, one in self._saves.items() if (one.owner, one.uid) == (save.owner, save.uid)]
+            self._drop(sorted(whose, key=lambda path: self._saves[path].at)[:-SAVES_OF_ONE])
         finally:
             self._coming.remove(coming)
             self._sweep(save.digests)
@@ -188,11 +189,6 @@ class ReplicaStore:
         name = digest.hex()
         return self._chunks / name[:2] / name
 
-    def _of(self, owner: bytes, uid: str) -> list[Path]:
-        """Return an owner's saves of an expert, in the order of their last renewal."""
-        found = (path for path, save in self._saves.items() if (save.owner, save.uid) == (owner, uid))
-        return sorted(found, key=lambda path: self._saves[path].at)
-
     def _drop(self, paths: Iterable[Path]) -> None:
         dropped = [(path, self._saves.pop(path)) for path in paths]
         for path, _ in dropped:
@@ -200,7 +196,7 @@ class ReplicaStore:
         self._sweep(digest for _, save in dropped for digest in save.digests)
 
     def _needed(self) -> set[bytes]:
-        saves = itertools.chain(self._saves.values(), (save for _, save in self._coming))
+        saves = itertools.chain(self._saves.values(), (save for save, _ in self._coming))
         return {digest for save in saves for digest in save.digests}
 
     def _sweep(self, digests: Iterable[bytes]) -> None:
@@ -208,7 +204,7 @@ class ReplicaStore:
             _delete(self._chunk(digest))
 
 
-def write_whole(path: Path, data: Buffer) -> None:
+def _write(path: Path, data: Buffer) -> None:
     """Write a file atomically; create its folder if needed.
 
     Raises StateError: the disk is full or cannot be written; no partial file remains.
@@ -220,22 +216,13 @@ def write_whole(path: Path, data: Buffer) -> None:
         os.replace(partial, path)
     except OSError as error:
         _delete(partial)
-        raise StateError(
-            f"cannot write {path}: {error.strerror}; free some space or name another folder"
-        ) from error
+        text = f"cannot write {path}: {error.strerror}; free some space or name another folder"
+        raise StateError(text) from error
 
 
 def _delete(path: Path) -> None:
     with contextlib.suppress(OSError):  # deleted already, or a failing disk, which the next write reports
         path.unlink()
-
-
-def save_of(manifest: Manifest, owner: bytes, *, at: float) -> Save:
-    """Return the store's entry for a save with this manifest; ``at``: swarm time, seconds."""
-    head = msgspec.msgpack.encode(manifest)
-    digests = (digest_of(head), *map(manifest.digest, range(manifest.chunks)))
-    uid = manifest.subject.decode(errors="replace")  # a garbled one is no expert's
-    return Save(owner, uid, manifest.step, digests, len(head) + manifest.size_bytes, at)
 
 
 class HolderRecord(Message, frozen=True):
@@ -252,13 +239,9 @@ class KeepSave(Message, frozen=True):
 
 
 class LackedChunks(Message, frozen=True):
-    """The chunks of a save that the holder lacks, by their place in the manifest."""
+    """The chunks of a save that the holder lacks, by their place in the manifest; in the end none."""
 
     places: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_CHUNKS)]
-
-
-class SaveKept(Message, frozen=True):
-    """Confirms that the save is complete here."""
 
 
 class FetchSave(FetchChunks, frozen=True):
@@ -289,65 +272,78 @@ class SavedIndices(Message, frozen=True):
     indices: tuple[Index, ...]
 
 
-class ReplicaService:
-    """Keeps saves for other peers, and finds peers that keep ours. One per peer, on the event loop."""
+@dataclass(frozen=True)
+class SaveResult:
+    """Result of a save."""
+
+    step: int  # optimizer steps in its weights
+    holders: frozenset[PeerId]  # other peers that have it
+    at: float  # swarm time, seconds
+    fault: str | None = None  # why it is not on this peer's disk or not in the DHT; None if it is in both
+
+
+class ExpertSaves:
+    """Saves this peer's experts, keeps saves for others, and finds those of any peer. One per peer, on the event loop.
+
+    It serves calls at once; `start` announces it.
+
+    Attributes:
+        results: of the last save of each expert.
+        safe: the newest save of each that reached its full number of holders.
+    """
 
     def __init__(self, services: RunServices, store: ReplicaStore) -> None:
-        """Serve calls from now on; `start` announces it."""
         self.store = store
-        self._services, self._peers = services, services.peers
-        self._key = f"{services.run_id}/expert-holders"
-        self._task: asyncio.Task[None] | None = None
+        self.results: dict[str, SaveResult] = {}
+        self.safe: dict[str, SavePlace] = {}
+        self._failed_at: dict[PeerId, float] = {}  # swarm time
+        self._peers, self._dht, self._run_id = services.peers, services.dht, services.run_id
+        self._tasks = BackgroundTasks("hold saved experts", services.events, services.rng)
+        self._announced = False
         self._peers.serve_stream(KeepSave, self._receive_save, role=Role.WORKER)
         self._peers.serve_stream(FetchSave, self._send_chunks, role=Role.WORKER)
 
+    # -- keeping saves of others
+
     async def start(self) -> None:
         """Announce regularly, until `stop`, that this peer keeps saves. Idempotent."""
-        if self._task is None:
-            await self._announce(3 * ANNOUNCE_S)
-            self._task = asyncio.create_task(self._keep_announcing(), name="hold saved experts")
+        if not self._announced:
+            await self._announce()
+            self._announced = True
+            self._tasks.every(ANNOUNCE_S, self._announce)
 
     async def stop(self) -> None:
         """Stop serving, and withdraw the announcement."""
-        announced = self._task is not None
+        announced = self._announced
         self.kill()
         if announced:
             await self._announce(0.5)
 
     def kill(self) -> None:
         """Stop serving without withdrawing the announcement, as a crash would."""
-        if self._task is not None:
-            self._task.cancel()
-            self._task = None
+        self._tasks.cancel()
+        self._announced = False
         for kind in (KeepSave, FetchSave):
             self._peers.unserve(kind)
 
     async def others(self) -> dict[PeerId, HolderRecord]:
         """Return the other peers that keep saves now."""
-        found = await self._services.dht.published(self._key, HolderRecord)
+        found = await self._dht.published(f"{self._run_id}/expert-holders", HolderRecord)
         found.pop(self._peers.id, None)
         return found
 
-    async def _keep_announcing(self) -> None:
-        while True:
-            await asyncio.sleep(ANNOUNCE_S * self._services.rng.uniform(0.8, 1.2))
-            self.store.expire(self._peers.time() - KEPT_S)
-            try:
-                await self._announce(3 * ANNOUNCE_S)
-            except PeerError as error:
-                logger.info("could not announce that this peer keeps saved experts: %s", error)
-
-    async def _announce(self, ttl_s: float) -> None:
+    async def _announce(self, ttl_s: float = 3 * ANNOUNCE_S) -> None:
+        self.store.expire(self._peers.time() - KEPT_S)
         addresses = self._peers.contact.addresses
         if addresses:  # a peer that cannot be dialled could not return a save
             record = HolderRecord(addresses, self.store.room_bytes)
-            await self._services.dht.publish(self._key, record, ttl_s=ttl_s)
+            await self._dht.publish(f"{self._run_id}/expert-holders", record, ttl_s=ttl_s)
 
     async def _receive_save(self, opening: KeepSave, stream: Stream) -> None:
         try:
             head = await receive_chunk(stream, opening.manifest)
             manifest = Manifest.decode(head)
-            with self.store.adding(save_of(manifest, stream.peer, at=self._peers.time())):
+            with self.store.adding(Save.of(manifest, stream.peer, at=self._peers.time())):
                 await asyncio.to_thread(self.store.put, head)
                 places = {manifest.digest(place): place for place in range(manifest.chunks)}
                 lacked = {digest: place for digest, place in places.items() if digest not in self.store}
@@ -357,146 +353,91 @@ class ReplicaService:
                     await asyncio.to_thread(self.store.put, chunk)
         except (StateError, TimeoutError) as error:
             raise Refusal(str(error) or "the save arrived too slowly") from error
-        await stream.send(SaveKept())
+        await stream.send(LackedChunks(()))
         await stream.end()
 
     async def _send_chunks(self, request: FetchSave, stream: Stream) -> None:
         await send_chunks(request, stream, lambda digest: asyncio.to_thread(self.store.get, digest))
 
+    # -- saving this peer's experts
 
-async def send_save(
-    peers: Peers, holder: PeerId, saved: Snapshot, *, timeout_s: float = CHUNK_TIMEOUT_S
-) -> int:
-    """Send a save to a holder; return how many bytes of chunks it lacked. ``timeout_s`` is per chunk.
-
-    Raises PeerError: the holder failed or refused.
-    """
-    sent_bytes = 0
-    try:
-        opening, now = KeepSave(saved.root), asyncio.get_running_loop().time
-        async with (
-            asyncio.timeout(timeout_s) as limit,
-            await peers.stream(holder, opening, timeout_s=timeout_s) as stream,
-        ):
-            await stream.send(StateChunk(), saved.head)
-            lacked, _ = await stream.receive(LackedChunks)
-            if not {*lacked.places} <= {*range(saved.manifest.chunks)}:
-                raise PeerError("the holder requests chunks that do not exist")
-            for place in lacked.places:
-                chunk = memoryview(saved.blob.data)[saved.manifest.span(place)]
-                limit.reschedule(now() + timeout_s)
-                await stream.send(StateChunk(), chunk)
-                sent_bytes += len(chunk)
-            limit.reschedule(now() + timeout_s)
-            await stream.receive(SaveKept)
-    except TimeoutError as error:
-        raise PeerError(f"holder {short(holder)} took longer than {timeout_s:.0f} s for a chunk") from error
-    return sent_bytes
-
-
-@dataclass(frozen=True)
-class SaveResult:
-    """Result of a save."""
-
-    step: int  # optimizer steps in its weights
-    holders: frozenset[PeerId]  # other peers that have it
-    sent_bytes: int  # chunks that the holders lacked
-    at: float  # swarm time, seconds
-    fault: str | None = None  # why it is not on this peer's disk or not in the DHT; None if it is in both
-
-
-class ExpertSaves:
-    """Saves this peer's experts, and finds saves of any peer's experts."""
-
-    def __init__(self, services: RunServices, store: ReplicaStore, *, copies: int) -> None:
-        """``copies``: number of holders to use, if there are as many; at most `MAX_HOLDERS`."""
-        self.results: dict[str, SaveResult] = {}
-        self.safe: dict[str, SavePlace] = {}  # the newest save that reached its full number of holders
-        self._failed_at: dict[PeerId, float] = {}  # swarm time
-        self._services, self._peers = services, services.peers
-        self._store, self._copies = store, copies
-
-    def due(self, uid: str, step: int, others: Mapping[PeerId, HolderRecord]) -> bool:
+    def due(self, uid: str, step: int, others: Mapping[PeerId, HolderRecord], copies: int) -> bool:
         """Return True if a save would store newer steps, reach more holders, or renew an old record."""
         last = self.results.get(uid)
         if last is None or last.step != step or last.fault:
             return True
-        lacking = len(last.holders) < min(self._copies, len(others))
-        age_s = self._peers.time() - last.at
-        return lacking or not last.holders <= others.keys() or age_s > KEPT_S / RENEWALS
+        lacking = len(last.holders) < min(copies, len(others)) or not last.holders <= others.keys()
+        return lacking or self._peers.time() - last.at > KEPT_S / RENEWALS
 
-    async def save(self, saved: Snapshot, others: Mapping[PeerId, HolderRecord]) -> SaveResult:
-        """Save on this disk and at holders among ``others``, then publish it; a fault is part of the result."""
+    async def save(self, saved: Snapshot, others: Mapping[PeerId, HolderRecord], copies: int) -> SaveResult:
+        """Save on this disk and at ``copies`` of the others, then publish it; a fault is part of the result."""
         uid, step = saved.manifest.subject.decode(), saved.manifest.step
         fault = await self.write(saved)
-        holders, sent_bytes = await self._spread(saved, others)
-        result = SaveResult(step, frozenset(holders), sent_bytes, self._peers.time(), fault)
+        holders = await self._spread(saved, others, copies)
+        result = SaveResult(step, frozenset(holders), self._peers.time(), fault)
         contacts = [*map(self._peers.contact_of, sorted(holders))] + [self._peers.contact] * (not fault)
         place = SavePlace(step, saved.root, tuple(contacts))
         former = self.safe.get(uid, place)
         saves = (place,) if former.manifest == place.manifest else (place, former)
-        if not (contacts and await self._publish(self._key(uid, "save"), SaveRecord(saves))):
+        if not (contacts and await self._publish(uid, "save", SaveRecord(saves))):
             return replace(result, fault=fault or f"no peer stored the record of the save of {uid}")
         self.results[uid] = result
         # Former holders count even while they are away: a save with few holders is no safe one after an outage.
         reachable = max(len(others), len({contact.id for contact in former.holders} - {self._peers.id}))
-        if former is place or len(holders) >= min(self._copies, reachable):
+        if former is place or len(holders) >= min(copies, reachable):
             self.safe[uid] = place
         return result
 
     async def write(self, saved: Snapshot) -> str | None:
         """Save on this disk; return the error text, or None."""
-        save = save_of(saved.manifest, self._peers.id, at=self._peers.time())
         chunks: list[Buffer] = [saved.head, *saved.chunks.values()]
         try:
-            with self._store.adding(save):
-                await asyncio.to_thread(lambda: [*map(self._store.put, chunks)])
+            with self.store.adding(Save.of(saved.manifest, self._peers.id, at=self._peers.time())):
+                await asyncio.to_thread(lambda: [*map(self.store.put, chunks)])
         except StateError as error:
-            logger.warning("%s at step %d is not on disk: %s", save.uid, save.step, error)
+            logger.warning("a save is not on disk: %s", error)
             return str(error)
         return None
 
     async def _spread(
-        self, saved: Snapshot, others: Mapping[PeerId, HolderRecord]
-    ) -> tuple[list[PeerId], int]:
-        """Send a save to enough holders; return them, and the bytes they lacked.
+        self, saved: Snapshot, others: Mapping[PeerId, HolderRecord], copies: int
+    ) -> list[PeerId]:
+        """Send a save to enough holders; return them.
 
         Former holders come first, then the others in an order that depends on the expert: this spreads the load.
         """
-        uid, size_bytes = saved.manifest.subject.decode(), saved.manifest.size_bytes
-        last = self.results.get(uid)
+        subject, size_bytes = saved.manifest.subject, saved.manifest.size_bytes
+        last = self.results.get(subject.decode())
         known = last.holders if last else frozenset()
         since = self._peers.time() - PATIENCE_S
         able = [
-            (peer not in known, blake3(uid.encode() + peer).digest(), peer)
+            (peer not in known, blake3(subject + peer).digest(), peer)
             for peer, record in others.items()
             if (peer in known or record.room_bytes >= size_bytes)
             and self._failed_at.get(peer, since) <= since
         ]
         holders: list[PeerId] = []
-        total_bytes = 0
         for _, _, holder in sorted(able):
-            if len(holders) == self._copies:
+            if len(holders) == copies:
                 break
             try:
-                total_bytes += await send_save(self._peers, holder, saved)
+                await send_save(self._peers, holder, saved)
                 holders.append(holder)
             except PeerError as error:
-                logger.info("%s does not keep %s: %s", short(holder), uid, error)
+                logger.info("%s keeps no save of %s: %s", short(holder), subject, error)
                 if not isinstance(error, CallRefused):  # the other experts need not wait for it too
                     self._failed_at[holder] = self._peers.time()
-        return holders, total_bytes
+        return holders
 
-    # -- finding
+    # -- finding saves
 
     async def publish_saved(self, grid: Grid, uids: Iterable[str]) -> None:
         """Publish which experts of a grid this peer has saved, so that others can take them over."""
-        indices = SavedIndices(tuple(sorted(map(grid.index, uids))))
-        await self._publish(self._key(grid.prefix, "saves"), indices)
+        await self._publish(grid.prefix, "saves", SavedIndices(tuple(sorted(map(grid.index, uids)))))
 
     async def saved(self, grid: Grid) -> set[str]:
         """Return the experts of a grid that any peer has saved."""
-        records = await self._services.dht.published(self._key(grid.prefix, "saves"), SavedIndices)
+        records = await self._dht.published(self._key(grid.prefix, "saves"), SavedIndices)
         named = [set(map(grid.uid, record.indices)) for record in records.values()]
         return set[str]().union(*(uids for uids in named if all(map(grid.contains, uids))))
 
@@ -507,10 +448,9 @@ class ExpertSaves:
         """
         claims = {
             (save.owner, save.manifest): (PeerId(save.owner), SavePlace(save.step, save.manifest, ()))
-            for save in self._store.saves(uid)
+            for save in self.store.saves(uid)
         }
-        records = await self._services.dht.published(self._key(uid, "save"), SaveRecord)
-        for owner, record in records.items():
+        for owner, record in (await self._dht.published(self._key(uid, "save"), SaveRecord)).items():
             for place in record.saves:
                 claims[owner, place.manifest] = owner, place
                 for contact in place.holders:
@@ -522,28 +462,21 @@ class ExpertSaves:
 
         Raises StateError: the save is not what was claimed, larger than ``limit_bytes``, or incomplete.
         """
-        head, holders = await self._probe(uid, place)
+        head = await asyncio.to_thread(self.store.get, place.manifest)
+        holders = [contact.id for contact in place.holders if contact.id != self._peers.id]
+        # dead holders cost one timeout together
+        answers = await asyncio.gather(*(self._head(peer, place.manifest) for peer in holders))
+        head = next((found for found in (head, *answers) if found is not None), None)
+        if head is None:
+            raise StateError(f"none of {len(holders)} holders has {uid} at step {place.step}")
         manifest = Manifest.decode(head)
-        if (manifest.subject, manifest.step) != (
-            uid.encode(),
-            place.step,
-        ) or manifest.size_bytes > limit_bytes:
+        named = (manifest.subject, manifest.step) == (uid.encode(), place.step)
+        if not named or manifest.size_bytes > limit_bytes:
             raise StateError(f"a save of {uid} is of another expert or step, or larger than the expert")
         download = ChunkDownload(self._peers, manifest, FetchSave)
-        await asyncio.to_thread(download.fill, self._store.get)
-        await download.run(holders)
+        await asyncio.to_thread(download.fill, self.store.get)
+        await download.run(peer for peer, answer in zip(holders, answers, strict=True) if answer)
         return Snapshot(manifest, download.blob)
-
-    async def _probe(self, uid: str, place: SavePlace) -> tuple[bytes, list[PeerId]]:
-        """Return the manifest's chunk and the holders that sent it; dead holders cost one timeout together."""
-        heads = [await asyncio.to_thread(self._store.get, place.manifest)]
-        holders = [contact.id for contact in place.holders if contact.id != self._peers.id]
-        answers = await asyncio.gather(*(self._head(peer, place.manifest) for peer in holders))
-        heads += answers
-        for head in heads:
-            if head is not None:
-                return head, [peer for peer, answer in zip(holders, answers, strict=True) if answer]
-        raise StateError(f"none of {len(holders)} holders has {uid} at step {place.step}")
 
     async def _head(self, holder: PeerId, manifest: bytes) -> bytes | None:
         try:
@@ -554,8 +487,32 @@ class ExpertSaves:
             logger.info("holder %s has no such save: %s", short(holder), error)
             return None
 
-    async def _publish(self, key: str, record: Message) -> int:
-        return await self._services.dht.publish(key, record, ttl_s=KEPT_S)
+    async def _publish(self, name: str, kind: str, record: Message) -> int:
+        return await self._dht.publish(self._key(name, kind), record, ttl_s=KEPT_S)
 
     def _key(self, name: str, kind: str) -> str:
-        return f"{self._services.run_id}/experts/{name}/{kind}"
+        return f"{self._run_id}/experts/{name}/{kind}"
+
+
+async def send_save(peers: Peers, holder: PeerId, saved: Snapshot) -> None:
+    """Send a save to a holder, as far as chunks are not there.
+
+    Raises PeerError: the holder failed, refused, or took over `CHUNK_TIMEOUT_S` for a chunk.
+    """
+    now = asyncio.get_running_loop().time
+    try:
+        async with (
+            asyncio.timeout(CHUNK_TIMEOUT_S) as limit,
+            await peers.stream(holder, KeepSave(saved.root), timeout_s=CHUNK_TIMEOUT_S) as stream,
+        ):
+            await stream.send(StateChunk(), saved.head)
+            lacked, _ = await stream.receive(LackedChunks)
+            if not {*lacked.places} <= {*range(saved.manifest.chunks)}:
+                raise PeerError("the holder requests chunks that do not exist")
+            for place in lacked.places:
+                limit.reschedule(now() + CHUNK_TIMEOUT_S)
+                await stream.send(StateChunk(), memoryview(saved.blob.data)[saved.manifest.span(place)])
+            limit.reschedule(now() + CHUNK_TIMEOUT_S)
+            await stream.receive(LackedChunks)
+    except TimeoutError as error:
+        raise PeerError(f"holder {short(holder)} took longer than {CHUNK_TIMEOUT_S:.0f} s") from error

@@ -1,24 +1,24 @@
 """Serves this peer's experts: receives calls of any trainer, merges them into batches, computes, answers.
 
-The event loop receives and sends parts; its only work that grows with their size is copying. The
-device thread decodes, checks, joins, computes, cuts and encodes. Between them are `Batching`, under
-a lock, and one short task for the thread per call: it computes the next batch, whichever call that
-contains, or finds that its own was merged already.
+The event loop receives and sends parts. The device thread decodes, checks, joins, computes, cuts
+and encodes. Between them are `Batching`, under a lock, and one short task for the thread per call:
+it computes the next batch, whichever call that contains, or finds that its own was merged already.
 
-`Batching` is pure. Per `Key` it has a queue of waiting calls, oldest first, and it counts the memory of all calls.
+`Batching` is pure. Per `Key` it has a queue of waiting calls, and it counts the memory of all
+calls.
 
-- Calls of one key may be merged into a batch; forward and backward, or samples of different shapes, never are.
-- The key whose oldest call has waited longest comes first. Merging is oldest first and skips no call. A call with more
-  samples than `max_batch_size` is computed alone; admission limits bytes, not samples.
-- No caller crowds out the others: a caller that has calls here may hold at most as much as is still free (the dynamic
-  threshold of Choudhury and Hahne, 1998). One caller alone gets half of the memory, two get a third each.
+- Calls of one key may be merged; forward and backward, or samples of different shapes, never are.
+  The key whose oldest call has waited longest comes first. Merging is oldest first and skips no
+  call. A call with more samples than `max_batch_size` is computed alone; admission limits bytes,
+  not samples.
+- A caller that has calls here may hold at most as much as is still free (the dynamic threshold of
+  Choudhury and Hahne, 1998). One caller alone gets half of the memory, two get a third each.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import math
 import threading
@@ -26,23 +26,24 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from colab_swarm.errors import PeerLost
 from colab_swarm.events import EventLog, Fault
 from colab_swarm.moe.calls import BackwardExpert, CallExpert, ForwardExpert, Part, encoded, spans
-from colab_swarm.moe.expert import ANY_LENGTH, Expert
+from colab_swarm.moe.expert import ANY_LENGTH, BatchLimits, Expert
 from colab_swarm.net.peers import Peers, Refusal, Role, Stream, StreamEnded, short
 from colab_swarm.runtime import PauseGate
 from colab_swarm.tensors.codecs import Buffer, Codec, Floats, all_finite, codec_of
 from colab_swarm.tensors.device import DeviceThread
 
 logger = logging.getLogger(__name__)
-LATENCIES = 1000
+LAST = 1000  # calls whose latency is remembered
+RATE_S = 10.0
 CALL_TIMEOUT_S = 60.0  # from a call's opening until its answer is sent
 CLOSE_TIMEOUT_S = 5.0
 PAUSED_RETRY_S = 10.0  # retry hint of a paused host
@@ -70,7 +71,7 @@ class Key(NamedTuple):
 
 @dataclass(eq=False)
 class Call:
-    """A call: ``samples`` of ``key``, which take ``size_bytes`` of memory, and the future that its handler awaits."""
+    """A call: ``samples`` of ``key``, which take ``size_bytes``, and the future that its handler awaits."""
 
     key: Key
     caller: bytes
@@ -82,35 +83,15 @@ class Call:
     parts: list[memoryview] = field(default_factory=list)  # as received
 
     def decode_into(self, tensors: Sequence[Floats]) -> None:
-        """Decode the parts and free them.
-
-        Raises ValueError: a part cannot be decoded or holds values that are not finite.
-        """
+        """Decode the parts and free them. Raises ValueError: one cannot be decoded or is not finite."""
         parts = iter(self.parts)
         for tensor in tensors:
             flat = tensor.reshape(-1)
             for span in spans(flat.size, self.codec):
                 flat[span] = self.codec.decode(next(parts), span.stop - span.start)
                 if not all_finite(flat[span]):
-                    raise ValueError(
-                        "your tensors hold values that are not finite: an expert must not see them"
-                    )
+                    raise ValueError("your tensors hold values that are not finite")
         self.parts.clear()
-
-
-@dataclass(frozen=True)
-class BatchLimits:
-    """Limits of one batch and of all calls together."""
-
-    max_batch_size: int = 4096  # samples up to which calls are merged
-    max_batch_bytes: int = 128 << 20  # of a batch's tensors as float32, and so of a call's
-    max_held_bytes: int = 512 << 20  # of all admitted calls together
-
-    def __post_init__(self) -> None:
-        if self.max_batch_size < 1 or not 0 < self.max_batch_bytes <= self.max_held_bytes:
-            raise ValueError(
-                f"{self}: a batch needs a sample, and the memory for all calls must hold a batch"
-            )
 
 
 class Batching:
@@ -120,9 +101,8 @@ class Batching:
         self.limits = limits
         self._queues: dict[Key, deque[Call]] = {}
         self._inside: dict[Call, None] = {}
-        self._held: Counter[bytes] = Counter()
-        self._held_bytes = 0
-        self._sample_s: dict[tuple[str, bool], float] = {}
+        self._held = Counter[bytes]()  # bytes by caller
+        self._sample_s: dict[tuple[str, bool], float] = {}  # by uid and direction
 
     def admit(self, call: Call) -> float | None:
         """Reserve memory for a call; return None, or the seconds to wait before a retry.
@@ -135,12 +115,11 @@ class Batching:
         if call.size_bytes > limits.max_batch_bytes:
             most = f"this host takes {limits.max_batch_bytes / 2**20:.4g} MiB at once"
             raise ValueError(f"a call of {call.size_bytes / 2**20:.4g} MiB: {most}; split it")
-        free = limits.max_held_bytes - self._held_bytes - call.size_bytes
+        free = limits.max_held_bytes - self._held.total() - call.size_bytes
         if free < 0 or (self._held[caller] and self._held[caller] + call.size_bytes > free):
             return self._retry_s()
         self._inside[call] = None
         self._held[caller] += call.size_bytes
-        self._held_bytes += call.size_bytes
         return None
 
     def enqueue(self, call: Call) -> None:
@@ -152,13 +131,13 @@ class Batching:
         if call not in self._inside:
             return
         del self._inside[call]
-        self._held_bytes -= call.size_bytes
         self._held[call.caller] -= call.size_bytes
         if not self._held[call.caller]:
             del self._held[call.caller]
         if call in (queue := self._queues.get(call.key, deque())):
             queue.remove(call)
-            self._drop_if_empty(call.key)
+            if not queue:
+                del self._queues[call.key]
 
     def take(self) -> list[Call]:
         """Return the next batch; empty if no call waits."""
@@ -173,28 +152,22 @@ class Batching:
             if samples > self.limits.max_batch_size or size_bytes > self.limits.max_batch_bytes:
                 break
             batch.append(queue.popleft())
-        self._drop_if_empty(key)
+        if not queue:
+            del self._queues[key]
         return batch
 
     def measured(self, key: Key, samples: int, seconds: float) -> None:
         """Record that a batch of ``samples`` took ``seconds``."""
-        last = self._sample_s.get((key.uid, key.backward), seconds / samples)
-        self._sample_s[key.uid, key.backward] = last + NEWEST * (seconds / samples - last)
+        last = self._sample_s.get(key[:2], seconds / samples)
+        self._sample_s[key[:2]] = last + NEWEST * (seconds / samples - last)
 
     def queued(self, uid: str) -> int:
         """Return the number of samples that wait for an expert."""
         return sum(call.samples for key, queue in self._queues.items() if key.uid == uid for call in queue)
 
-    def _drop_if_empty(self, key: Key) -> None:
-        if not self._queues[key]:
-            del self._queues[key]
-
     def _retry_s(self) -> float:
-        costs = [
-            call.samples * self._sample_s[call.key.uid, call.key.backward]
-            for call in self._inside
-            if (call.key.uid, call.key.backward) in self._sample_s
-        ]
+        known = [call for call in self._inside if call.key[:2] in self._sample_s]
+        costs = [call.samples * self._sample_s[call.key[:2]] for call in known]
         return min(max(MIN_RETRY_S, sum(costs)), MAX_RETRY_S) if costs else UNKNOWN_RETRY_S
 
 
@@ -214,33 +187,28 @@ def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Outcome]]
             valid.append(call)
             row += call.samples
     if valid:
-        answers += zip(valid, _outcomes(expert, valid, [stack[:row] for stack in stacks]), strict=True)
+        tensors = [torch.from_numpy(stack[:row]) for stack in stacks]
+        answers += zip(valid, _outcomes(expert, valid, tensors), strict=True)
     return answers
 
 
-def _outcomes(expert: Expert, calls: Sequence[Call], stacks: Sequence[Floats]) -> list[Outcome]:
+def _outcomes(expert: Expert, calls: Sequence[Call], tensors: Sequence[Tensor]) -> list[Outcome]:
     """Return answers in the order of the calls. A batch that fails is retried call by call: bad data fail one caller.
 
     A backward that failed for another reason than its data may have taken its step: it is not retried.
     """
-    parts = [*zip(calls, _rows(calls), strict=True)]
+    sizes = [call.samples for call in calls]
     try:
-        tensors = map(torch.from_numpy, stacks)
-        outputs = (expert.backward if len(stacks) == 2 else expert.forward)(*tensors).numpy()
+        outputs = (expert.backward if len(tensors) == 2 else expert.forward)(*tensors)
     except Exception as error:  # the user's module may raise anything: the server reports it
         bad_data = isinstance(error, FloatingPointError)
-        if len(calls) == 1 or not (bad_data or len(stacks) == 1):
+        if len(calls) == 1 or not (bad_data or len(tensors) == 1):
             return [Refusal(str(error)) if bad_data else error] * len(calls)
-        answers = []
-        for call, rows in parts:
-            answers += _outcomes(expert, [call], [stack[rows] for stack in stacks])
-        return answers
-    return [_encoded(call, outputs[rows]) for call, rows in parts]
-
-
-def _rows(calls: Sequence[Call]) -> list[slice]:
-    ends = itertools.accumulate(call.samples for call in calls)
-    return [slice(end - call.samples, end) for call, end in zip(calls, ends, strict=True)]
+        parts = zip(calls, *(torch.split(tensor, sizes) for tensor in tensors), strict=True)
+        return [outcome for call, *own in parts for outcome in _outcomes(expert, [call], own)]
+    return [
+        _encoded(call, rows.numpy()) for call, rows in zip(calls, torch.split(outputs, sizes), strict=True)
+    ]
 
 
 def _encoded(call: Call, outputs: Floats) -> Outcome:
@@ -252,16 +220,24 @@ def _encoded(call: Call, outputs: Floats) -> Outcome:
 
 @dataclass(frozen=True)
 class ExpertStatistics:
-    """Counters of one expert since this peer hosts it."""
+    """Counters of one expert since this peer hosts it, and rates of the last `RATE_S` seconds."""
 
+    uid: str  # its name
     step: int  # optimizer steps in its weights
     forward_samples: int  # answered
     backward_samples: int
     calls: int  # answered
     batches: int  # into which these calls were merged
     queued: int  # samples that wait now
+    calls_per_s: float  # answered lately, forward and backward
+    samples_per_s: float
     p50_s: float | None  # of the last calls, from arrival to answer; None before the first
     p99_s: float | None
+
+    @property
+    def batch_size(self) -> float | None:
+        """Mean samples per computed batch; None before the first."""
+        return (self.forward_samples + self.backward_samples) / self.batches if self.batches else None
 
 
 class _Served:
@@ -271,46 +247,56 @@ class _Served:
         self.expert = expert
         self._samples = {False: 0, True: 0}
         self._calls = self._batches = 0
-        self._latencies_s: deque[float] = deque(maxlen=LATENCIES)
+        self._last: deque[tuple[float, float, int]] = deque(
+            maxlen=LAST
+        )  # answered at, after so long, samples
 
     def count(self, batch: Sequence[Call], now: float) -> None:
         self._batches += bool(batch)
         self._calls += len(batch)
         for call in batch:
             self._samples[call.key.backward] += call.samples
-            self._latencies_s.append(now - call.arrived_at)
+            self._last.append((now, now - call.arrived_at, call.samples))
 
-    def statistics(self, queued: int) -> ExpertStatistics:
-        forward, backward = self._samples.values()
-        p50_s, p99_s = (
-            np.percentile(self._latencies_s, (50, 99)).tolist() if self._latencies_s else (None, None)
-        )
+    def statistics(self, queued: int, now: float) -> ExpertStatistics:
+        lately = [samples for at, _, samples in self._last if at > now - RATE_S]
+        # so many calls may have come that only the newest are remembered
+        seconds = RATE_S if len(lately) < LAST else max(1e-3, now - self._last[0][0])
+        p50_s = p99_s = None
+        if self._last:
+            p50_s, p99_s = np.percentile([took_s for _, took_s, _ in self._last], (50, 99)).tolist()
         return ExpertStatistics(
-            self.expert.step, forward, backward, self._calls, self._batches, queued, p50_s, p99_s
+            uid=self.expert.uid,
+            step=self.expert.step,
+            forward_samples=self._samples[False],
+            backward_samples=self._samples[True],
+            calls=self._calls,
+            batches=self._batches,
+            queued=queued,
+            calls_per_s=len(lately) / seconds,
+            samples_per_s=sum(lately) / seconds,
+            p50_s=p50_s,
+            p99_s=p99_s,
         )
 
 
 class ExpertServer:
     """Serves experts to the swarm. One per peer and accelerator; made and used on the event loop.
 
-    ``events`` gets a `Fault` when an expert's own code fails. While ``gate`` is closed new calls
-    get a busy answer, and admitted ones wait.
-
-    Attributes:
-        device: computes the batches. What you run on it runs between two of them; after `close` it raises RuntimeError.
+    ``events`` gets a `Fault` when an expert's own code fails. While ``gate`` is closed new calls get a busy answer, and
+    admitted ones wait. What you run on ``device`` runs between two batches; after `close` it raises RuntimeError.
     """
 
     def __init__(
         self, peers: Peers, events: EventLog, limits: BatchLimits | None = None, gate: PauseGate | None = None
     ) -> None:
-        self._peers, self._events = peers, events
-        self._gate = gate or PauseGate()
+        self._peers, self._events, self._gate = peers, events, gate or PauseGate()
         self.device = DeviceThread()
         self._served: dict[str, _Served] = {}
         self._lock = threading.Lock()  # of the batching, which loop and thread share
         self._batching = Batching(limits or BatchLimits())
-        peers.serve_stream(ForwardExpert, partial(self._serve, backward=False))
-        peers.serve_stream(BackwardExpert, partial(self._serve, backward=True), role=Role.WORKER)
+        peers.serve_stream(ForwardExpert, self._serve)
+        peers.serve_stream(BackwardExpert, self._serve, role=Role.WORKER)
 
     def add(self, expert: Expert) -> None:
         """Start to answer calls of this expert. Raises ValueError if one of its name is served already."""
@@ -319,19 +305,15 @@ class ExpertServer:
         self._served[expert.uid] = _Served(expert)
 
     def remove(self, uid: str) -> Expert:
-        """Stop answering calls of this expert; waiting ones are refused.
-
-        A batch of it may still run: use `device` for what must come after.
-
-        Raises KeyError: the expert is not served here.
-        """
+        """Stop answering calls of this expert, refuse waiting ones; a batch may still run on `device`."""
         return self._served.pop(uid).expert
 
     def statistics(self) -> dict[str, ExpertStatistics]:
         """Return the statistics of each expert, by uid."""
         with self._lock:
             queued = {uid: self._batching.queued(uid) for uid in self._served}
-        return {uid: one.statistics(queued[uid]) for uid, one in self._served.items()}
+        now = asyncio.get_running_loop().time()
+        return {uid: one.statistics(queued[uid], now) for uid, one in self._served.items()}
 
     async def close(self) -> None:
         """Refuse waiting calls, finish the running batch, accept no more calls. Idempotent."""
@@ -345,8 +327,8 @@ class ExpertServer:
 
     # -- one call, on the loop
 
-    async def _serve(self, opening: CallExpert, stream: Stream, *, backward: bool) -> None:
-        call = self._accepted(opening, stream, backward=backward)
+    async def _serve(self, opening: CallExpert, stream: Stream) -> None:
+        call = self._accepted(opening, stream)
         try:
             with self._lock:
                 retry_s = PAUSED_RETRY_S if self._gate.closed else self._batching.admit(call)
@@ -365,7 +347,7 @@ class ExpertServer:
             with self._lock:
                 self._batching.leave(call)
 
-    def _accepted(self, opening: CallExpert, stream: Stream, *, backward: bool) -> Call:
+    def _accepted(self, opening: CallExpert, stream: Stream) -> Call:
         uid, shape = opening.uid, opening.shape
         if uid not in self._served:
             raise Refusal(f"{uid[:SHOWN_CHARS]} is not hosted here: look it up again")
@@ -379,7 +361,7 @@ class ExpertServer:
             codec = codec_of(opening.codec[:SHOWN_CHARS])
         except ValueError as error:
             raise Refusal(str(error)) from error
-        loop, key = asyncio.get_running_loop(), Key(uid, backward, shape)
+        loop, key = asyncio.get_running_loop(), Key(uid, isinstance(opening, BackwardExpert), shape)
         size_bytes = key.tensors * opening.samples * math.prod(shape) * 4
         return Call(key, stream.peer, opening.samples, size_bytes, loop.time(), codec, loop.create_future())
 

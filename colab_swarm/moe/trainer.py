@@ -14,9 +14,9 @@ import logging
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
@@ -59,31 +59,6 @@ class TrainerResult:
         return text + f" · {self.dropped} dropped" * bool(self.dropped)
 
 
-@dataclass(frozen=True)
-class TrainerSettings:
-    """How the trainer works.
-
-    Attributes:
-        concurrency: batches in flight. Each holds a copy of the model's own parameters and waits most of the time.
-            To hide latency: duration of a batch, waits included, divided by its computing time.
-        max_grad_norm: clip gradients of a batch to this 2-norm; None: no clipping.
-        patience_s: raise the error of failing peers if no batch succeeds for so long.
-        progress: print progress every second.
-        on_update: called after each update, while no other thread uses model and optimizer: call
-            ``scheduler.step()`` or save here.
-    """
-
-    concurrency: int = 8
-    max_grad_norm: float | None = None
-    patience_s: float = 300.0
-    progress: bool = True
-    on_update: Callable[[TrainerResult], object] | None = None
-
-    def __post_init__(self) -> None:
-        if self.concurrency < 1:
-            raise ValueError(f"concurrency={self.concurrency}: at least one batch must be in flight")
-
-
 class _Run(Generic[Batch]):
     """State of one `fit`: batches, counters, the first error."""
 
@@ -92,7 +67,8 @@ class _Run(Generic[Batch]):
         self._taking = threading.Lock()  # an iterator serves one thread at a time
         self.stopped = threading.Event()
         self.error: BaseException | None = None
-        self.progress, self.staleness = TrainerResult(), 0
+        self.counts = Counter[str]()  # samples, retries and dropped of `TrainerResult`
+        self.updates = self.staleness = self.max_staleness = 0
         self.losses: deque[float] = deque(maxlen=SHOWN_LOSSES)
         self.began = self.last_success = time.monotonic()
 
@@ -107,15 +83,14 @@ class _Run(Generic[Batch]):
             yield batch
 
     def result(self) -> TrainerResult:
-        loss = sum(self.losses) / len(self.losses) if self.losses else math.nan
-        mean = self.staleness / max(1, self.progress.updates)
-        seconds = time.monotonic() - self.began
-        return replace(self.progress, loss=loss, mean_staleness=mean, seconds=seconds)
-
-    def note(self, **more: int) -> None:
-        """Add to counters of the progress."""
-        added = {name: getattr(self.progress, name) + number for name, number in more.items()}
-        self.progress = replace(self.progress, **added)
+        return TrainerResult(
+            **self.counts,
+            updates=self.updates,
+            loss=sum(self.losses) / len(self.losses) if self.losses else math.nan,
+            mean_staleness=self.staleness / max(1, self.updates),
+            max_staleness=self.max_staleness,
+            seconds=time.monotonic() - self.began,
+        )
 
 
 class AsyncTrainer(Generic[Batch]):
@@ -128,6 +103,13 @@ class AsyncTrainer(Generic[Batch]):
         loss: returns the mean loss of a copy of the model over a batch: ``lambda model, batch: …``.
             It runs on many threads and must be thread-safe.
         optimizer: of the model's own parameters; may be a `SwarmOptimizer`, which synchronizes several trainers.
+        concurrency: batches in flight. Each holds a copy of the model's own parameters and waits most of the time.
+            To hide latency: duration of a batch, waits included, divided by its computing time.
+        max_grad_norm: clip gradients of a batch to this 2-norm; None: no clipping.
+        patience_s: raise the error of failing peers if no batch succeeds for so long.
+        progress: print progress every second.
+        on_update: called after each update, while no other thread uses model and optimizer: call
+            ``scheduler.step()`` or save here.
     """
 
     def __init__(
@@ -135,16 +117,25 @@ class AsyncTrainer(Generic[Batch]):
         model: nn.Module,
         loss: Callable[[nn.Module, Batch], Tensor],
         optimizer: Optimizer,
-        settings: TrainerSettings = TrainerSettings(),
+        *,
+        concurrency: int = 8,
+        max_grad_norm: float | None = None,
+        patience_s: float = 300.0,
+        progress: bool = True,
+        on_update: Callable[[TrainerResult], object] | None = None,
     ) -> None:
-        self._model, self._loss, self._optimizer, self._settings = model, loss, optimizer, settings
+        if concurrency < 1:
+            raise ValueError(f"concurrency={concurrency}: at least one batch must be in flight")
+        self._model, self._loss, self._optimizer = model, loss, optimizer
+        self._concurrency, self._max_grad_norm, self._patience_s = concurrency, max_grad_norm, patience_s
+        self._progress, self._on_update = progress, on_update
         self._counts_samples = "samples" in inspect.signature(optimizer.step).parameters
         self._lock = threading.Lock()  # of model, optimizer and the run's counters
         self.result = TrainerResult()
         """Of the last `fit`, even after an interrupt."""
 
     def __repr__(self) -> str:
-        return f"AsyncTrainer({self._settings.concurrency} batches in flight; {self.result})"
+        return f"AsyncTrainer({self._concurrency} batches in flight; {self.result})"
 
     def fit(self, batches: Iterable[Batch]) -> TrainerResult:
         """Train on every batch once.
@@ -157,7 +148,7 @@ class AsyncTrainer(Generic[Batch]):
             Exception: raised by the loss, the batches, the optimizer or ``on_update``.
         """
         run = _Run(iter(batches))
-        replicas = [copy.deepcopy(self._model) for _ in range(self._settings.concurrency)]
+        replicas = [copy.deepcopy(self._model) for _ in range(self._concurrency)]
         threads = [
             threading.Thread(target=self._work, args=(run, replica), name="trainer", daemon=True)
             for replica in replicas
@@ -185,7 +176,7 @@ class AsyncTrainer(Generic[Batch]):
         self._show(run, end="\n")
 
     def _show(self, run: _Run[Batch], *, end: str) -> None:
-        if self._settings.progress:
+        if self._progress:
             with self._lock:
                 result = run.result()
             print(f"\r{result}", end=end, flush=True)
@@ -201,37 +192,34 @@ class AsyncTrainer(Generic[Batch]):
     def _learn(self, run: _Run[Batch], replica: nn.Module, batch: Batch) -> None:
         tried_at = time.monotonic()
         while not run.stopped.is_set():
-            version = self._copy_to(replica, run)
+            replica.zero_grad(set_to_none=True)
+            with self._lock, torch.no_grad():
+                theirs, ours = (chain(m.parameters(), m.buffers()) for m in (replica, self._model))
+                for there, here in zip(theirs, ours, strict=True):
+                    there.copy_(here)
+                version = run.updates
             try:
                 loss = self._loss(replica, batch)
                 loss.backward()  # type: ignore[no-untyped-call]
             except (PeerError, NoExpertsError) as error:
-                if time.monotonic() - max(tried_at, run.last_success) > self._settings.patience_s:
+                if time.monotonic() - max(tried_at, run.last_success) > self._patience_s:
                     raise
                 logger.info("retrying a batch: %s", error)
                 with self._lock:
-                    run.note(retries=1)
+                    run.counts["retries"] += 1
                 run.stopped.wait(PAUSE_S)
                 continue
             self._apply(run, replica, version, samples_in(batch), loss.item())
             return
 
-    def _copy_to(self, replica: nn.Module, run: _Run[Batch]) -> int:
-        replica.zero_grad(set_to_none=True)
-        with self._lock, torch.no_grad():
-            theirs, ours = (chain(model.parameters(), model.buffers()) for model in (replica, self._model))
-            for there, here in zip(theirs, ours, strict=True):
-                there.copy_(here)
-            return run.progress.updates
-
     def _apply(self, run: _Run[Batch], replica: nn.Module, version: int, samples: int, loss: float) -> None:
-        limit = self._settings.max_grad_norm
-        norm = clip_grad_norm_(replica.parameters(), math.inf if limit is None else limit)
+        limit = math.inf if self._max_grad_norm is None else self._max_grad_norm
+        norm = clip_grad_norm_(replica.parameters(), limit)
         with self._lock:
             if run.stopped.is_set():
                 return
             if not math.isfinite(norm):
-                run.note(dropped=1)
+                run.counts["dropped"] += 1
                 return
             for here, there in zip(self._model.parameters(), replica.parameters(), strict=True):
                 here.grad, there.grad = there.grad, None
@@ -241,13 +229,15 @@ class AsyncTrainer(Generic[Batch]):
             more: dict[str, Any] = {"samples": samples, "loss": loss} if self._counts_samples else {}
             self._optimizer.step(**more)
             self._optimizer.zero_grad(set_to_none=True)
-            staleness, most = run.progress.updates - version, run.progress.max_staleness
+            staleness = run.updates - version
+            run.updates += 1
             run.staleness += staleness
-            run.note(updates=1, samples=samples, max_staleness=max(0, staleness - most))
+            run.max_staleness = max(staleness, run.max_staleness)
+            run.counts["samples"] += samples
             run.losses.append(loss)
             run.last_success = time.monotonic()
-            if self._settings.on_update is not None:
-                self._settings.on_update(run.result())
+            if self._on_update is not None:
+                self._on_update(run.result())
 
 
 def samples_in(batch: Any) -> int:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from colab_swarm.markup import count
-from colab_swarm.moe.watch import ExpertsSnapshot, HostOfExperts, LiveExpert, ServedExpert
+from colab_swarm.moe.host import ExpertsSnapshot, HostOfExperts, LiveExpert
+from colab_swarm.moe.server import ExpertStatistics
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.panel import Panel, Views
 from colab_swarm.notebook.theme import Cell, Document
@@ -19,7 +20,7 @@ SERVED = ("my expert", "step", "waiting", "batch", "calls/s", "samples/s", "late
 
 def summary(snapshot: ExpertsSnapshot) -> str:
     """Return the state of the grid in one line."""
-    listing, grid = snapshot.listing, snapshot.listing.grid
+    listing, grid = snapshot, snapshot.grid
     if snapshot.listed_s is None:
         return f"{grid}: looking up the experts"
     hosts = count(len(listing.hosts), "host")
@@ -34,7 +35,7 @@ def summary(snapshot: ExpertsSnapshot) -> str:
 
 def draw(snapshot: ExpertsSnapshot) -> Document:
     """Return the grid with a bar for each use, its hosts, and this peer's experts."""
-    listing = snapshot.listing
+    listing = snapshot
     shown = Document(*summary(snapshot).split(": ", 1), label=f"experts of {listing.grid}")
     shown.warn(f"the last lookup failed and is retried: {snapshot.fault}" if snapshot.fault else "")
     if snapshot.listed_s is not None and not listing.live and not snapshot.over:
@@ -68,7 +69,7 @@ def _host(row: HostOfExperts) -> tuple[str, ...]:
     return row.host + " (me)" * row.mine, f"{row.experts:,}", _percent(row.share), rtt
 
 
-def _served(row: ServedExpert) -> tuple[str, ...]:
+def _served(row: ExpertStatistics) -> tuple[str, ...]:
     latency = "–" if row.p50_s is None or row.p99_s is None else f"{_ms(row.p50_s)} / {_ms(row.p99_s)}"
     batch = "–" if row.batch_size is None else f"{row.batch_size:,.0f}"
     rates = (f"{row.calls_per_s:,.1f}", f"{row.samples_per_s:,.0f}")

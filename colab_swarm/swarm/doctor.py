@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
-from pathlib import Path
 from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from colab_swarm.net.peers import PeerId, Peers
 from colab_swarm.notebook import checks
 from colab_swarm.notebook.checks import Check, Light, Prediction, Subject
 from colab_swarm.notebook.platforms import platform
+from colab_swarm.runtime import free_ram_bytes
 from colab_swarm.swarm.joining import join
 from colab_swarm.swarm.network import NetworkOptions
 from colab_swarm.swarm.overview import MODEL
@@ -44,7 +44,6 @@ HOSTS = (("pypi.org", 443), ("huggingface.co", 443))  # which installing and loa
 CONNECT_TIMEOUT_S = 3.0
 PACKAGES = ("torch", "transformers", "cryptography", "aiohttp", "colab-swarm")
 FLOOR = re.compile(r"([A-Za-z0-9_-]+)[^;]*>=([0-9.]+)")
-MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 CALIBRATION_S = 2.0
 MIN_PASSES = 3
 
@@ -238,23 +237,6 @@ def trainers(swarm: Swarm) -> tuple[dict[PeerId, float], int | None, str | None]
 def cores() -> int:
     """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def free_ram_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int | None:
-    """Return the available main memory within the limit of a container, or None if the system does not report it."""
-    try:
-        available = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
-    except OSError:  # macOS and Windows
-        return None
-    if available is None:
-        return None
-    free_bytes = 1024 * int(available[1])
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        used = (cgroup / "memory.current").read_text().strip()
-    except OSError:
-        return free_bytes
-    return min(free_bytes, max(0, int(limit) - int(used))) if limit.isdigit() else free_bytes
 
 
 def gpu() -> tuple[str, int, int] | None:

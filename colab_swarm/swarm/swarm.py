@@ -38,10 +38,9 @@ if TYPE_CHECKING:
     from colab_swarm.averaging.moshpit import MoshpitResult
     from colab_swarm.elastic.optimizer import ElasticOptimizer
     from colab_swarm.moe.expert import ExpertRule
-    from colab_swarm.moe.host import ExpertHost, SwarmExperts
+    from colab_swarm.moe.host import ExpertHost, ExpertsSnapshot, SwarmExperts
     from colab_swarm.moe.layer import MixtureOfExperts, RemoteExpert
     from colab_swarm.moe.trainer import AsyncTrainer
-    from colab_swarm.moe.watch import ExpertsSnapshot
     from colab_swarm.notebook.try_model import ModelProbe, TryModel
     from colab_swarm.snapshot import SwarmSnapshot
     from colab_swarm.training.assistant import Assistant
@@ -340,8 +339,8 @@ class Swarm(AbstractContextManager["Swarm"]):
             prefix, grid: as given to `host_experts`.
             dim: of the inputs' last dimension.
             k: experts called per sample.
-            **settings: ``k_min``, ``grace_s``, ``sequences``, ``reject_outliers``, ``compression``, ``timeout_s``: see
-                `MixtureSettings`.
+            **settings: ``k_min``, ``grace_s``, ``sequences``, ``reject_outliers``: see `MixtureOfExperts`;
+                ``compression``, ``timeout_s``: see `ExpertCalls`.
 
         Raises:
             ValueError: an argument is not usable.
@@ -376,16 +375,16 @@ class Swarm(AbstractContextManager["Swarm"]):
             model: contains mixtures of experts.
             loss: takes a copy of the model and a batch.
             optimizer: of the model's own parameters; may come from `optimizer`.
-            **settings: see `TrainerSettings`.
+            **settings: see `AsyncTrainer`.
 
         Raises:
             RuntimeError: in a simulation, whose peers have one thread each.
         """
-        from colab_swarm.moe.trainer import AsyncTrainer, TrainerSettings
+        from colab_swarm.moe.trainer import AsyncTrainer
 
         if self.network is None:
             raise RuntimeError("a simulated peer has one thread: there, write the training loop yourself")
-        return AsyncTrainer(model, loss, optimizer, TrainerSettings(**settings))
+        return AsyncTrainer(model, loss, optimizer, **settings)
 
     def _use_experts(self) -> SwarmExperts:
         from colab_swarm.moe.host import SwarmExperts

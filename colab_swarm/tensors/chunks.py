@@ -5,8 +5,9 @@ is cut into chunks, and a `Manifest` has the BLAKE3 hash of each. The manifest's
 whole state. All of it comes from strangers: sizes, hashes, kinds and shapes are checked, and nothing is pickled.
 
 Fetching. Donors of one root are interchangeable. One worker per donor takes chunks from a common queue, so a fast donor
-sends more. A chunk is accepted by its hash and length only: a donor that lies, stalls or vanishes costs the chunks in
-flight, which the others send again. `ChunkDownload` keeps what arrived before the last donor was lost.
+sends more. A request has one chunk at first, then twice as many after each quick answer: a slow donor is kept, and
+holds one chunk at a time. A chunk is accepted by its hash and length only: a donor that lies, stalls or vanishes costs
+the chunks in flight, which the others send again. `ChunkDownload` keeps what arrived before the last donor was lost.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ DIGEST_BYTES = 32
 ALIGNMENT_BYTES = 64
 MAX_DIMENSIONS = 64  # of a tensor, as in numpy
 REQUEST_CHUNKS = 8
-CHUNK_TIMEOUT_S = 30.0  # for the next chunk of a donor, and for the first contact with it
+CHUNK_TIMEOUT_S = 30.0  # for the chunks of one request to a donor, and for the first contact with it
+QUICK_S = CHUNK_TIMEOUT_S / 8  # after a request that took less, the next one has twice as many chunks
 
 Blob: TypeAlias = NDArray[np.uint8]
 Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
@@ -367,10 +369,14 @@ class ChunkDownload:
 
     async def _work(self, donor: PeerId) -> bool:
         """Fetch until the queue is empty; returns False if the donor failed."""
+        count, now = 1, asyncio.get_running_loop().time
         while self._queue:
-            pending = [self._queue.pop() for _ in range(min(REQUEST_CHUNKS, len(self._queue)))]
+            pending = [self._queue.pop() for _ in range(min(count, len(self._queue)))]
+            began = now()
             try:
-                await self._fetch(donor, pending)
+                async with asyncio.timeout(CHUNK_TIMEOUT_S):
+                    await self._fetch(donor, pending)
+                count = min(2 * count, REQUEST_CHUNKS) if now() - began < QUICK_S else 1
             except (PeerError, TimeoutError, StateError) as error:
                 logger.info("donor %s dropped: %s", short(donor), error)
                 return False

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from colab_swarm.dht.records import FindNear, FoundNear, Record, Stored, StoreRecord
+from colab_swarm.dht.records import FindNear, FoundNear, Record
 from colab_swarm.dht.service import DHT, DHTSettings, key_id
 from colab_swarm.errors import CallRefused
 from colab_swarm.events import EventLog, Fault
@@ -30,11 +30,8 @@ async def test_every_peer_finds_a_stored_value() -> None:
 
 async def test_a_peer_alone_stores_and_gets() -> None:
     _, (alice,) = await swarm(1)
-    assert (
-        await alice.dht.store("key", 1, ttl_s=60),
-        await read(alice, "key"),
-        await read(alice, "none"),
-    ) == (1, {b"": 1}, {})
+    assert await alice.dht.store("key", 1, ttl_s=60) == 1
+    assert [await read(alice, key) for key in ("key", "none")] == [{b"": 1}, {}]
 
 
 async def test_every_peer_sees_all_progress_within_a_second() -> None:
@@ -60,10 +57,9 @@ async def test_a_value_is_gone_after_its_life() -> None:
 async def test_only_the_owner_changes_a_signed_value() -> None:
     _, (alice, bob, *_) = await swarm()
     await alice.dht.store("key", "hers", subkey=b"x", ttl_s=60, signed=True)
-    taken = await bob.dht.store("key", "his", subkey=b"x", ttl_s=60)
+    assert await bob.dht.store("key", "his", subkey=b"x", ttl_s=60) == 0
     found = (await bob.dht.get("key"))[b"x"]
-    assert found.owner == alice.peers.id
-    assert (taken, found.value, found.owner)[:2] == (0, "hers")
+    assert (found.value, found.owner) == ("hers", alice.peers.id)
 
 
 async def test_writing_under_the_id_of_another_peer_is_a_mistake() -> None:
@@ -87,8 +83,7 @@ async def test_a_lying_replica_cannot_forge_a_signed_value() -> None:
 
     bob.peers.serve(FindNear, lie)
     answers = [await read(alice, "key"), await read(carol, "key")]
-    lies = len(lies)
-    assert [list(answer.values()) for answer in answers] == [["true"]] * 2 and lies == 2
+    assert [list(answer.values()) for answer in answers] == [["true"]] * 2 and len(lies) == 2
 
 
 async def test_values_survive_the_crash_of_all_but_one_replica() -> None:
@@ -108,23 +103,8 @@ async def test_silent_peers_cost_less_than_their_timeout() -> None:
     silent = {member.peers.name for member in members[20:]}
     network.now().partition(silent, {member.peers.name for member in members[:20]})
     began = virtual_time()
-    value = await read(members[5], "key")
-    seconds = virtual_time() - began
-    fired = [fault.name for fault in network.fired]
-    assert value == {b"": 7} and seconds < 2 and fired == ["partition"]
-
-
-@pytest.mark.parametrize("skew_s", [-300.0, 300.0])
-async def test_a_writer_whose_clock_is_five_minutes_off_is_heard_and_reported(skew_s: float) -> None:
-    _, (alice, bob) = await swarm(2)
-    at = bob.peers.time() + skew_s
-    record = Record(b"", msgspec.msgpack.encode(1), at + 20, int(at * 1e6), 20.0)
-    message = StoreRecord(key_id("key"), (record,), bob.peers.contact, at)
-    reply = await bob.peers.call(alice.peers.id, message, Stored, timeout_s=5)
-    refusals = reply.refusals
-    value = await read(alice, "key")
-    reported_s = alice.dht.skews[bob.peers.id]
-    assert refusals == ("",) and value == {b"": 1} and reported_s == pytest.approx(skew_s, abs=0.1)
+    assert await read(members[5], "key") == {b"": 7} and virtual_time() - began < 2
+    assert [fault.name for fault in network.fired] == ["partition"]
 
 
 async def test_progress_is_seen_by_and_from_a_peer_with_a_bad_clock() -> None:
@@ -140,18 +120,14 @@ async def test_client_mode_peers_store_and_get_but_are_not_queried() -> None:
     network, members = await swarm(6)
     client = await join(network, "client", members[0].peers, listen=False)
     assert await client.dht.store("key", 1, ttl_s=60) == 5
-    assert (await read(client, "key"), any(client.peers.id in member.dht.table for member in members)) == (
-        {b"": 1},
-        False,
-    )
+    assert await read(client, "key") == {b"": 1}
+    assert not any(client.peers.id in member.dht.table for member in members)
 
 
 async def test_a_peer_is_found_by_its_id() -> None:
     _, members = await swarm(40)
-    found = await members[39].dht.find_peer(members[17].peers.id)
-    contact = members[17].peers.contact
-    unknown = await members[3].dht.find_peer(PeerId(bytes(32)))
-    assert found == contact and unknown is None
+    assert await members[39].dht.find_peer(members[17].peers.id) == members[17].peers.contact
+    assert await members[3].dht.find_peer(PeerId(bytes(32))) is None
 
 
 async def test_no_peer_enters_a_table_under_another_id() -> None:
@@ -182,10 +158,8 @@ async def test_a_liar_that_names_endless_peers_costs_a_few_calls() -> None:
 
     mallory.peers.unserve(FindNear)
     mallory.peers.serve(FindNear, lie)
-    lookup = await alice.dht._searcher.find_near(bytes(32), width=20)
-    asked = len(asked)
-    calls = lookup.calls
-    assert asked == 1 and calls <= 22
+    lookup = await alice.dht.find_near(bytes(32), width=20)
+    assert len(asked) == 1 and lookup.calls <= 22
 
 
 async def test_a_key_of_a_wrong_length_is_refused() -> None:
@@ -266,11 +240,8 @@ async def test_a_peer_cut_off_for_long_finds_back_through_its_entries() -> None:
     apart = {len(member.dht.table) for member in members}
     network.now().heal()
     await asyncio.sleep(2000)
-    assert (apart, len(bob.dht.table), [fault.name for fault in network.fired]) == (
-        {0, 2},
-        3,
-        ["partition", "heal"],
-    )
+    assert (apart, len(bob.dht.table)) == ({0, 2}, 3)
+    assert [fault.name for fault in network.fired] == ["partition", "heal"]
 
 
 async def test_stop_ends_a_read_in_progress_in_good_order() -> None:
@@ -295,11 +266,8 @@ async def test_two_halves_of_a_swarm_meet_again_within_a_minute() -> None:
     apart = {len(member.dht.table) for member in members}
     network.now().heal()
     await asyncio.sleep(60)
-    assert (
-        apart,
-        {len(member.dht.table) for member in members},
-        [fault.name for fault in network.fired],
-    ) == ({3}, {7}, ["partition", "heal"])
+    assert (apart, {len(member.dht.table) for member in members}) == ({3}, {7})
+    assert [fault.name for fault in network.fired] == ["partition", "heal"]
 
 
 async def test_bootstrap_returns_how_many_answered() -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from colab_swarm.dht.service import DHT, DHTSettings, RunServices
 from colab_swarm.events import Event, EventLog
 from colab_swarm.moe.directory import Directory, DirectorySettings
-from colab_swarm.moe.expert import ExpertRule, FeedForward, measure
+from colab_swarm.moe.expert import ExpertRule, FeedForward, HostPlan, measure
 from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.host import ExpertHosting, HostPlan, HostResources
+from colab_swarm.moe.host import ExpertHost, HostResources
 from colab_swarm.moe.saves import ReplicaStore
+from colab_swarm.runtime import Runner
 from colab_swarm.sim import LAN, SimNetwork, SimPeers
 from colab_swarm.tensors.chunks import Snapshot, pack
 
@@ -28,6 +29,11 @@ def make() -> FeedForward:
 
 
 PLAN = HostPlan(GRID, make, RULE, (4,), measure(make, RULE, (4,)), save_s=30.0, takeover_s=10.0, spare=0)
+
+
+def host_of(resources: HostResources, plan: HostPlan) -> ExpertHost:
+    """Return a host whose coroutines the test awaits itself."""
+    return ExpertHost(cast(Runner, None), resources, plan, repr)
 
 
 @dataclass
@@ -71,17 +77,17 @@ class Run:
         capacity: int | None = None,
         uids: tuple[str, ...] | None = None,
         **settings: Any,
-    ) -> tuple[Member, ExpertHosting]:
+    ) -> tuple[Member, ExpertHost]:
         """A new peer that hosts ``count`` experts, and may take over more."""
         member = await self.join(name)
         plan = replace(PLAN, count=count, capacity=capacity or count, uids=uids, **settings)
-        hosting = ExpertHosting(member.resources, plan)
-        member.peers.when_down(lambda: [*hosting.kill(), member.resources.replicas.kill()])
+        hosting = host_of(member.resources, plan)
+        member.peers.when_down(hosting.kill)
         await hosting.start()
         return member, hosting
 
 
-def train(hosting: ExpertHosting, steps: int = 1) -> None:
+def train(hosting: ExpertHost, steps: int = 1) -> None:
     for expert in hosting.experts.values():
         for _ in range(steps):
             expert.backward(torch.rand(2, 4), torch.rand(2, 4))
@@ -94,4 +100,4 @@ def saved(uid: str = "ffn.0.0", *, step: int = 1, value: float = 0.0, size: int 
 
 
 def shelf_of(member: Member) -> ReplicaStore:
-    return member.resources.store
+    return member.resources.saves.store

@@ -5,22 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.moe.server import (
-    MAX_RETRY_S,
-    MIN_RETRY_S,
-    UNKNOWN_RETRY_S,
-    Answer,
-    Batching,
-    BatchLimits,
-    Call,
-    Key,
-)
+from colab_swarm.moe.expert import BatchLimits
+from colab_swarm.moe.server import MAX_RETRY_S, MIN_RETRY_S, UNKNOWN_RETRY_S, Answer, Batching, Call, Key
 from colab_swarm.tensors.codecs import CODECS
 
 LIMITS = BatchLimits(max_batch_size=8, max_batch_bytes=80, max_held_bytes=120)
@@ -30,7 +23,7 @@ FORWARD, BACKWARD = Key("ffn.0", False, (4,)), Key("ffn.0", True, (4,))
 def check_batching(batching: Batching) -> None:
     """Assert that the sums are right and every waiting call was admitted."""
     inside, held = batching._inside, batching._held
-    assert batching._held_bytes == sum(one.size_bytes for one in inside) <= batching.limits.max_held_bytes
+    assert sum(one.size_bytes for one in inside) <= batching.limits.max_held_bytes
     assert held == Counter({c: sum(one.size_bytes for one in inside if one.caller == c) for c in held})
     waiting = [one for queue in batching._queues.values() for one in queue]
     assert all(batching._queues.values()) and set(waiting) <= inside.keys()
@@ -58,22 +51,22 @@ def enqueue(batching: Batching, *calls: Call) -> None:
         batching.enqueue(one)
 
 
-def test_calls_are_merged_oldest_first_until_a_batch_is_full(batching: Batching) -> None:
-    calls = [pending(samples=3, at=at) for at in range(4)]
+@pytest.mark.parametrize(
+    ("sizes", "batches"),
+    [
+        ([(4, 1)] * 4, [2, 2]),
+        ([(9, 1), (1, 1), (9, 1)], [1, 1, 1]),  # more samples than a batch
+        ([(1, 40)] * 3, [2, 1]),  # bytes
+    ],
+)
+def test_calls_are_merged_oldest_first_until_a_batch_is_full(
+    batching: Batching, sizes: list[tuple[int, int]], batches: list[int]
+) -> None:
+    calls = [pending(str(at), n, size_bytes=size_bytes, at=at) for at, (n, size_bytes) in enumerate(sizes)]
     enqueue(batching, *calls)
-    assert [batching.take(), batching.take(), batching.take()] == [calls[:2], calls[2:], []]
-
-
-def test_a_call_of_more_samples_than_a_batch_is_computed_alone(batching: Batching) -> None:
-    calls = [pending(samples=9), pending(samples=1, at=1), pending(samples=9, at=2)]
-    enqueue(batching, *calls)
-    assert [batching.take() for _ in calls] == [[one] for one in calls]
-
-
-def test_a_batch_is_bounded_in_bytes_too(batching: Batching) -> None:
-    calls = [pending(name, size_bytes=30, at=at) for at, name in enumerate("abc")]
-    enqueue(batching, *calls)
-    assert [batching.take(), batching.take()] == [calls[:2], calls[2:]]
+    waiting = iter(calls)
+    assert [batching.take() for _ in batches] == [[*islice(waiting, count)] for count in batches]
+    assert batching.take() == []
 
 
 def test_different_kinds_of_calls_never_mix_and_the_oldest_comes_first(batching: Batching) -> None:

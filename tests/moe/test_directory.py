@@ -70,7 +70,7 @@ async def test_all_peers_find_announced_experts() -> None:
     info = await bob.directory.find(GRID, "ffn.3.7")
     assert info is not None and info.host == alice.peers.contact
     assert (info.uid, info.shape, info.step) == ("ffn.3.7", SHAPE, 5)
-    assert 59 < info.expires_at - alice.peers.time() <= 60
+    assert 59 < info.until - virtual_time() <= 60
 
 
 async def test_the_best_live_experts_come_first() -> None:
@@ -199,7 +199,7 @@ async def test_scores_that_do_not_fit_the_grid_are_a_mistake(shapes: list[tuple[
 
 def test_two_hosts_announce_a_row_and_others_replace_them_before_their_records_expire() -> None:
     async def announced_by(scout: Scout) -> int:
-        return len((await scout.dht.get("run/experts/ffn/0")).keys())
+        return len((await scout.dht.get("run/experts/ffn/4x8/1/0")).keys())
 
     async def main() -> tuple[int, list[bool], list[str]]:
         network, found = await scouts(8)
@@ -223,7 +223,7 @@ def test_two_hosts_announce_a_row_and_others_replace_them_before_their_records_e
 async def test_invalid_records_do_no_harm() -> None:
     _, (alice, bob, mallory) = await scouts(3)
     await announce(alice, "ffn.1.2")
-    for key in ("run/experts/ffn/0", "run/experts/ffn.0/0"):
+    for key in ("run/experts/ffn/4x8/1/0", "run/experts/ffn/4x8/2/0"):
         for junk in (7, [["ws://" + "x" * 900], []], [[], [[1 << 40, -5, None, "?"]]]):
             await mallory.dht.store(key, junk, subkey=mallory.peers.id, ttl_s=60, signed=True)
             await mallory.dht.store(key, junk, subkey=b"1", ttl_s=60)
@@ -244,17 +244,15 @@ async def test_a_search_reads_few_keys_and_a_repeated_one_none() -> None:
 
 
 async def test_a_wide_sparse_grid_is_searched_without_reading_what_is_empty() -> None:
-    grid = Grid("ffn", (200, 200))
+    grid = Grid("ffn", (256, 256))
 
     _, (alice, bob) = await scouts(2)
     await announce(alice, "ffn.7.7", "ffn.150.3", grid=grid)
     rng = np.random.default_rng(0)
-    batch = [rng.standard_normal((64, 200)).astype(np.float32) for _ in range(2)]
+    batch = [rng.standard_normal((64, 256)).astype(np.float32) for _ in range(2)]
     found = await bob.directory.best(grid, batch, 4)
-    assert ([sorted(sample) for sample in uids(found)], bob.directory._cache.loads) == (
-        [["ffn.150.3", "ffn.7.7"]] * 64,
-        3,
-    )
+    assert [sorted(sample) for sample in uids(found)] == [["ffn.150.3", "ffn.7.7"]] * 64
+    assert bob.directory._cache.loads == 3
 
 
 class Far:
@@ -273,12 +271,17 @@ class Far:
         return value, 10.0
 
 
-async def test_a_cached_value_is_not_read_again() -> None:
+async def test_a_cached_value_is_read_again_when_it_is_forgotten_or_expired() -> None:
     far = Far()
     assert await far.cache.get(["a", "b"]) == {"a": 1, "b": 2}
     assert virtual_time() == 1  # both at once
-    assert await far.cache.get(["b", "a"]) == {"a": 1, "b": 2}
-    assert virtual_time() == 1 and far.cache.peek("a") == 1 and far.cache.peek("c") is None
+    assert await far.cache.get(["b", "a"]) == {"a": 1, "b": 2} and far.cache.peek("c") is None
+    assert virtual_time() == 1 and far.cache.peek("a") == 1
+    far.cache.forget("a")
+    assert await far.cache.get(["a"]) == {"a": 3} and far.reads[2] == ("a", None)
+    await asyncio.sleep(10)
+    assert far.cache.peek("a") is None
+    assert await far.cache.get(["a"]) == {"a": 4} and virtual_time() == 13
 
 
 async def test_concurrent_callers_share_a_read() -> None:
@@ -299,27 +302,12 @@ async def test_an_ageing_value_is_refreshed_in_the_background() -> None:
     assert far.cache.peek("a") == 2 and far.reads == [("a", None), ("a", 1)]
 
 
-async def test_an_expired_value_is_read_again() -> None:
-    far = Far()
-    await far.cache.get(["a"])
-    await asyncio.sleep(10)
-    assert far.cache.peek("a") is None
-    assert await far.cache.get(["a"]) == {"a": 2} and virtual_time() == 12
-
-
 async def test_a_fresh_value_comes_from_a_read_that_starts_now() -> None:
     far = Far()
     early = asyncio.create_task(far.cache.get(["a"]))
     await asyncio.sleep(0.5)
     assert await far.cache.get(["a"], fresh=True) == {"a": 2}
     assert await early == {"a": 1} and far.cache.peek("a") == 2 and far.fresh
-
-
-async def test_a_forgotten_value_is_read_again() -> None:
-    far = Far()
-    await far.cache.get(["a"])
-    far.cache.forget("a")
-    assert await far.cache.get(["a"]) == {"a": 2} and far.reads[1] == ("a", None)
 
 
 async def test_closing_cancels_the_reads() -> None:
@@ -330,16 +318,6 @@ async def test_closing_cancels_the_reads() -> None:
     with pytest.raises(asyncio.CancelledError):
         await asked
     assert virtual_time() == 0.5 and far.cache.peek("a") is None
-
-
-async def keep_places(scout: Scout, grid: Grid, uids: list[str]) -> None:
-    """Act as a host: announce the held places, give up those of earlier claims."""
-    while True:
-        await scout.directory.announce(grid, {uid: ((16,), 0) for uid in uids})
-        for uid in await scout.directory.rivals(grid, uids):
-            uids.remove(uid)
-            await scout.directory.withdraw(grid, [uid])
-        await asyncio.sleep(15)
 
 
 async def test_a_peer_claims_vacant_places_only() -> None:
@@ -384,30 +362,6 @@ async def test_a_full_grid_gives_fewer_places() -> None:
     assert len(got) == len(set(got)) == 12
 
 
-async def test_two_holders_of_a_place_after_a_partition_become_one_when_it_heals() -> None:
-    network, found = await scouts(4, DirectorySettings(settle_s=5.0))
-    alice, bob, *_ = found
-    names = [scout.peers.name for scout in found]
-    for scout in found:
-        scout.dht.start()
-    network.now().partition(set(names[::2]), set(names[1::2]))
-    wanted = ["ffn.1.2", "ffn.3.7"]
-    await asyncio.sleep(60)  # both halves have noticed
-    first = await alice.directory.claim(GRID, 2, wanted=wanted)
-    second = await bob.directory.claim(GRID, 2, wanted=wanted)
-    assert sorted(first) == sorted(second) == wanted  # the fault did harm
-    hosts = [asyncio.create_task(keep_places(s, GRID, u)) for s, u in ((alice, first), (bob, second))]
-    await asyncio.sleep(30)
-    network.now().heal()
-    await asyncio.sleep(120)
-    live = [info.host.id.hex() for info in await found[2].directory.live(GRID)]
-    for host in hosts:
-        host.cancel()
-    assert live == [alice.peers.id.hex()] * 2
-    assert (sorted(first), second) == (wanted, [])
-    assert [fault.name for fault in network.fired] == ["partition", "heal"]
-
-
 async def test_a_place_announced_by_two_at_once_belongs_to_the_smaller_id() -> None:
     _, (alice, bob) = await scouts(2)
     await asyncio.gather(announce(alice, "ffn.1.2"), announce(bob, "ffn.1.2"))
@@ -421,11 +375,8 @@ async def test_a_clock_that_is_a_minute_behind_takes_no_place_from_its_holder() 
     await announce(alice, "ffn.1.2")
     network.now().skew("bob", -60.0)
     claimed = await bob.directory.claim(GRID, 1, wanted=["ffn.1.2"])
-    assert (claimed, await alice.directory.rivals(GRID, ["ffn.1.2"]), [f.name for f in network.fired]) == (
-        [],
-        [],
-        ["skew"],
-    )
+    assert claimed == await alice.directory.rivals(GRID, ["ffn.1.2"]) == []
+    assert [fault.name for fault in network.fired] == ["skew"]
 
 
 async def test_the_place_of_a_dead_host_is_vacant_when_its_record_expires() -> None:

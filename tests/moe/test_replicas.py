@@ -17,12 +17,12 @@ from colab_swarm.moe.saves import (
     FetchSave,
     KeepSave,
     LackedChunks,
-    SaveKept,
     SavePlace,
     SaveRecord,
+    SaveResult,
     send_save,
 )
-from colab_swarm.net.peers import Contact, PeerId
+from colab_swarm.net.peers import Buffer, Contact, PeerId
 from colab_swarm.sim import virtual_time
 from colab_swarm.tensors.chunks import Snapshot, StateChunk, digest_of
 from tests.moe.hosts import GRID, Member, Run, saved, shelf_of
@@ -37,21 +37,30 @@ class Scene:
         self.run = Run(folder)
         self.members: dict[str, Member] = {}
 
-    async def open(self, *names: str, copies: int = 2) -> ExpertSaves:
+    async def open(self, *names: str) -> None:
         for name in names:
             self.members[name] = await self.run.join(name)
-            await self.members[name].resources.replicas.start()
-        return self.copies("alice", copies)
+            await self.saves(name).start()
 
-    def copies(self, name: str, copies: int = 2) -> ExpertSaves:
-        member = self.members[name]
-        return ExpertSaves(member.services, member.resources.store, copies=copies)
+    def saves(self, name: str) -> ExpertSaves:
+        return self.members[name].resources.saves
 
-    async def save(self, copies: ExpertSaves, state: Snapshot) -> Any:
-        return await copies.save(state, await self.members["alice"].resources.replicas.others())
+    async def save(self, state: Snapshot, copies: int = 2) -> SaveResult:
+        alice = self.saves("alice")
+        return await alice.save(state, await alice.others(), copies)
+
+    async def due(self, copies: int) -> bool:
+        alice = self.saves("alice")
+        return alice.due("ffn.0.0", 1, await alice.others(), copies)
 
     def name(self, peer: PeerId) -> str:
         return next(name for name, member in self.members.items() if member.peers.id == peer)
+
+    def reader(self, kept: SaveResult) -> ExpertSaves:
+        """Return the saves of a peer that holds none of it."""
+        return next(
+            self.saves(n) for n, m in self.members.items() if n != "alice" and m.peers.id not in kept.holders
+        )
 
     def holders(self, step: int) -> set[str]:
         return {name for name, m in self.members.items() if any(s.step == step for s in shelf_of(m).saves())}
@@ -69,72 +78,70 @@ def played(story: Callable[[Scene], Awaitable[None]]) -> Callable[..., None]:
     return wrapped
 
 
-async def fetched(copies: ExpertSaves, uid: str = "ffn.0.0") -> Snapshot:
-    _, place = (await copies.claims(uid))[0]
-    return await copies.fetch(uid, place, limit_bytes=LIMIT_BYTES)
+async def fetched(saves: ExpertSaves, uid: str = "ffn.0.0") -> Snapshot:
+    _, place = (await saves.claims(uid))[0]
+    return await saves.fetch(uid, place, limit_bytes=LIMIT_BYTES)
 
 
 @played
 async def test_a_save_comes_back_from_holders_when_its_host_is_dead(scene: Scene) -> None:
-    kept = await scene.save(await scene.open("alice", "bob", "carol", "dave"), saved(step=7))
+    await scene.open("alice", "bob", "carol", "dave")
+    kept = await scene.save(saved(step=7))
     assert len(kept.holders) == 2 and kept.fault is None
     scene.crash("alice")
-    reader = ({"bob", "carol", "dave"} - {scene.name(peer) for peer in kept.holders}).pop()
-    again = await fetched(scene.copies(reader))
+    again = await fetched(scene.reader(kept))
     assert np.array_equal(again.blob, saved(step=7).blob) and again.manifest.step == 7
     assert [fault.name for fault in scene.run.network.fired] == ["crash"]
 
 
 @played
-async def test_one_holder_is_enough_when_the_host_and_all_others_are_dead(scene: Scene) -> None:
-    kept = await scene.save(await scene.open("alice", "bob", "carol", "dave", "erin"), saved(step=7))
-    reader, *_ = {"bob", "carol", "dave", "erin"} - {scene.name(peer) for peer in kept.holders}
-    for name in ("alice", scene.name(min(kept.holders))):
-        scene.crash(name)
-    again = await fetched(scene.copies(reader))
-    assert np.array_equal(again.blob, saved(step=7).blob)
-    assert [fault.name for fault in scene.run.network.fired] == ["crash", "crash"]
-
-
-@played
 async def test_only_changed_chunks_are_sent_and_an_equal_save_is_renewed(scene: Scene) -> None:
-    copies = await scene.open("alice", "bob", copies=1)
-    first = await scene.save(copies, saved(step=1))
-    second = await scene.save(copies, saved(step=2, value=1.0))
-    assert first.sent_bytes == saved().blob.nbytes > 2_000_000
-    assert 0 < second.sent_bytes <= 1 << 18  # the last chunk
+    await scene.open("alice", "bob")
+    store, sizes = shelf_of(scene.members["bob"]), list[int]()
+    put = store.put
+
+    def count(data: Buffer) -> bytes:
+        sizes.append(len(data))
+        return put(data)
+
+    store.put = count  # type: ignore[method-assign]
+    await scene.save(saved(step=1))
+    assert sum(sizes[1:]) == saved().blob.nbytes > 2_000_000  # after the manifest
+    sizes.clear()
+    second = await scene.save(saved(step=2, value=1.0))
+    assert len(sizes) == 2 and 0 < sizes[1] <= 1 << 18  # the last chunk
+    sizes.clear()
     await asyncio.sleep(60)
-    third = await scene.save(copies, saved(step=2, value=1.0))
-    save, _ = shelf_of(scene.members["bob"]).saves()
-    assert third.sent_bytes == 0 and save.at > second.at
+    await scene.save(saved(step=2, value=1.0))
+    assert len(sizes) == 1 and store.saves()[0].at > second.at
 
 
 @played
 async def test_a_save_that_a_holder_lost_does_not_drop_the_one_before(scene: Scene) -> None:
-    copies = await scene.open("alice", "bob", "carol")
-    await scene.save(copies, saved(step=1))
+    await scene.open("alice", "bob", "carol")
+    await scene.save(saved(step=1))
     scene.run.network.when(
         lambda m: isinstance(m, StateChunk), sender="alice", receiver="carol", nth=2
     ).crash("carol")
-    await scene.save(copies, saved(step=2, value=1.0))
+    await scene.save(saved(step=2, value=1.0))
     assert [fault.name for fault in scene.run.network.fired] == ["crash"]
     assert scene.holders(1) == {"alice", "bob", "carol"} and scene.holders(2) == {"alice", "bob"}
     await scene.open("dave")
-    await scene.save(copies, saved(step=3, value=2.0))
+    await scene.save(saved(step=3, value=2.0))
     assert scene.holders(3) == {"alice", "bob", "dave"} and scene.holders(2) == {"alice", "bob"}
     assert scene.holders(1) == {"carol"}  # who is away
 
 
 @played
 async def test_a_save_that_no_holder_accepts_does_not_hide_the_previous_one(scene: Scene) -> None:
-    copies = await scene.open("alice", "bob", "carol", "dave")
-    first = await scene.save(copies, saved(step=1))
+    await scene.open("alice", "bob", "carol", "dave")
+    first = await scene.save(saved(step=1))
     for name in ("bob", "carol", "dave"):
         shelf_of(scene.members[name])._quota_bytes = 1000
-    second = await scene.save(copies, saved(step=2, value=1.0))
+    second = await scene.save(saved(step=2, value=1.0))
     assert len(first.holders) == 2 and not second.holders
     scene.crash("alice")
-    reader = scene.copies("dave")
+    reader = scene.saves("dave")
     (_, lost), (_, safe) = await reader.claims("ffn.0.0")
     assert (lost.step, safe.step) == (2, 1) and scene.run.network.fired
     with pytest.raises(StateError, match="none of 1 holders"):
@@ -145,8 +152,9 @@ async def test_a_save_that_no_holder_accepts_does_not_hide_the_previous_one(scen
 
 @played
 async def test_an_unreachable_holder_is_called_once_and_not_for_each_expert(scene: Scene) -> None:
-    copies = await scene.open("alice", "bob", copies=1)
-    others = await scene.members["alice"].resources.replicas.others()
+    await scene.open("alice", "bob")
+    alice_saves = scene.saves("alice")
+    others = await alice_saves.others()
     tries: list[str] = []
     scene.crash("bob")
     alice = scene.members["alice"].peers
@@ -158,41 +166,41 @@ async def test_an_unreachable_holder_is_called_once_and_not_for_each_expert(scen
 
     alice.stream = stream  # type: ignore[method-assign]
     for i in range(3):
-        await copies.save(saved(f"ffn.0.{i}"), others)
+        await alice_saves.save(saved(f"ffn.0.{i}"), others, 1)
     assert tries == ["bob"] and scene.run.network.fired
     await asyncio.sleep(61)
-    await copies.save(saved("ffn.0.0"), others)
+    await alice_saves.save(saved("ffn.0.0"), others, 1)
     assert tries == ["bob", "bob"]
 
 
 @played
 async def test_a_lost_holder_is_replaced(scene: Scene) -> None:
-    copies = await scene.open("alice", "bob", "carol", copies=1)
-    others = scene.members["alice"].resources.replicas.others
-    lost = scene.name(*(await scene.save(copies, saved(step=1))).holders)
-    assert not copies.due("ffn.0.0", 1, await others())
+    await scene.open("alice", "bob", "carol")
+    lost = scene.name(*(await scene.save(saved(step=1), copies=1)).holders)
+    assert not await scene.due(1)
     scene.crash(lost)
     await asyncio.sleep(200)
-    assert copies.due("ffn.0.0", 1, await others())
-    (other,) = (await scene.save(copies, saved(step=1))).holders
-    assert scene.name(other) != lost and not copies.due("ffn.0.0", 1, await others())
+    assert await scene.due(1)
+    (other,) = (await scene.save(saved(step=1), copies=1)).holders
+    assert scene.name(other) != lost and not await scene.due(1)
     assert scene.run.network.fired
 
 
 @played
 async def test_a_holder_without_space_refuses_and_another_is_used(scene: Scene) -> None:
-    copies = await scene.open("alice", "bob", "carol", copies=1)
-    full = scene.members["bob"].resources.replicas
+    await scene.open("alice", "bob", "carol")
+    full = scene.saves("bob")
     full.store._quota_bytes = 1000
     with pytest.raises(CallRefused, match="1,000 bytes are left here"):
-        await send_save(scene.members["alice"].peers, scene.members["bob"].peers.id, saved(), timeout_s=5)
-    kept = await scene.save(copies, saved())
+        await send_save(scene.members["alice"].peers, scene.members["bob"].peers.id, saved())
+    kept = await scene.save(saved(), copies=1)
     assert [scene.name(peer) for peer in kept.holders] == ["carol"] and full.store.kept_bytes == 0
 
 
 @played
 async def test_a_holder_that_sends_wrong_chunks_is_replaced(scene: Scene) -> None:
-    kept = await scene.save(await scene.open("alice", "bob", "carol", "dave"), saved(step=7))
+    await scene.open("alice", "bob", "carol", "dave")
+    kept = await scene.save(saved(step=7))
     liar = scene.members[scene.name(min(kept.holders))]
     (save,) = shelf_of(liar).saves()
     lies: list[bytes] = []
@@ -204,79 +212,65 @@ async def test_a_holder_that_sends_wrong_chunks_is_replaced(scene: Scene) -> Non
 
     liar.peers.serve_stream(FetchSave, lie)
     scene.crash("alice")
-    reader, *_ = {"bob", "carol", "dave"} - {scene.name(peer) for peer in kept.holders}
-    again = await fetched(scene.copies(reader))
+    again = await fetched(scene.reader(kept))
     assert np.array_equal(again.blob, saved(step=7).blob) and lies and scene.run.network.fired
     assert len(save.digests) == 11
 
 
 async def test_a_damaged_chunk_on_our_disk_is_fetched_from_a_holder(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
-    copies = await scene.open("alice", "bob", copies=1)
-    await scene.save(copies, saved(step=7))
+    await scene.open("alice", "bob")
+    await scene.save(saved(step=7))
     garbled = [path for path in (tmp_path / "alice" / "chunks").rglob("*") if path.is_file()]
     for path in garbled:
         path.write_bytes(b"garbled")
-    assert np.array_equal((await fetched(copies)).blob, saved(step=7).blob) and garbled
+    assert np.array_equal((await fetched(scene.saves("alice"))).blob, saved(step=7).blob) and garbled
 
 
 @played
 async def test_a_silent_holder_delays_a_fetch_for_seconds_only(scene: Scene) -> None:
-    copies = await scene.open("alice", "bob", "carol", "dave", copies=3)
+    await scene.open("alice", "bob", "carol", "dave")
     scene.members["erin"] = await scene.run.join("erin")
-    kept = await scene.save(copies, saved(step=7))
-    ((_, claim),) = await scene.copies("erin").claims("ffn.0.0")
+    kept = await scene.save(saved(step=7), copies=3)
+    ((_, claim),) = await scene.saves("erin").claims("ffn.0.0")
     silent = scene.name(min(kept.holders))
     scene.run.network.now().partition({silent}, scene.members.keys() - {silent})
     scene.crash("alice")
     began = virtual_time()
-    again = await scene.copies("erin").fetch("ffn.0.0", claim, limit_bytes=LIMIT_BYTES)
+    again = await scene.saves("erin").fetch("ffn.0.0", claim, limit_bytes=LIMIT_BYTES)
     assert np.array_equal(again.blob, saved(step=7).blob) and 9 < virtual_time() - began < 12
     assert [fault.name for fault in scene.run.network.fired] == ["partition", "crash"]
 
 
 @played
-async def test_a_claim_of_a_missing_save_is_skipped(scene: Scene) -> None:
-    copies = await scene.open("alice", "bob", "mallory")
-    await scene.save(copies, saved(step=7))
-    liar = scene.members["mallory"].services
-    record = SaveRecord((SavePlace(10**9, bytes(32), (liar.peers.contact,)),))
-    await liar.dht.publish("run/experts/ffn.0.0/save", record, ttl_s=600)
-    (_, lie), (_, truth) = await scene.copies("bob").claims("ffn.0.0")
-    assert (lie.step, truth.step) == (10**9, 7)
-    with pytest.raises(StateError, match="none of 1 holders has"):
-        await scene.copies("bob").fetch("ffn.0.0", lie, limit_bytes=LIMIT_BYTES)
-
-
-@played
 async def test_a_false_claim_of_a_real_save_does_not_hide_the_owners(scene: Scene) -> None:
-    copies = await scene.open("alice", "bob", "mallory", "zoe")
-    await scene.save(copies, saved(step=7))
-    ((owner, claim),) = await scene.copies("bob").claims("ffn.0.0")
+    await scene.open("alice", "bob", "mallory", "zoe")
+    await scene.save(saved(step=7))
+    ((owner, claim),) = await scene.saves("bob").claims("ffn.0.0")
     for name in ("mallory", "zoe"):  # an id below and above alice's
         liar = scene.members[name].services
         record = SaveRecord((msgspec.structs.replace(claim, step=10**9, holders=(liar.peers.contact,)),))
         await liar.dht.publish("run/experts/ffn.0.0/save", record, ttl_s=600)
-    assert (owner, claim) in await scene.copies("bob").claims("ffn.0.0")
+    assert (owner, claim) in await scene.saves("bob").claims("ffn.0.0")
 
 
 @played
 async def test_a_save_that_is_not_what_was_claimed_or_too_large_is_refused(scene: Scene) -> None:
-    copies = await scene.open("alice", "bob")
-    await scene.save(copies, saved(step=7))
-    ((_, claim),) = await scene.copies("bob").claims("ffn.0.0")
+    await scene.open("alice", "bob")
+    await scene.save(saved(step=7))
+    ((_, claim),) = await scene.saves("bob").claims("ffn.0.0")
     for uid, wrong, limit_bytes in (
         ("ffn.0.0", msgspec.structs.replace(claim, step=8), LIMIT_BYTES),
         ("ffn.0.1", claim, LIMIT_BYTES),
         ("ffn.0.0", claim, 1000),
     ):
         with pytest.raises(StateError, match="another expert or step, or larger"):
-            await scene.copies("bob").fetch(uid, wrong, limit_bytes=limit_bytes)
+            await scene.saves("bob").fetch(uid, wrong, limit_bytes=limit_bytes)
 
 
 @played
 async def test_a_manifest_that_is_wrong_about_the_length_of_a_chunk_is_refused(scene: Scene) -> None:
-    copies = await scene.open("alice", "bob")
+    await scene.open("alice", "bob")
     whole = saved()
     chunks = shelf_of(scene.members["alice"])
     short = chunks.put(b"short")
@@ -286,7 +280,7 @@ async def test_a_manifest_that_is_wrong_about_the_length_of_a_chunk_is_refused(s
         chunks.put(piece)
     claim = SavePlace(1, head, ())
     with pytest.raises(StateError, match="1 of 10 chunks"):
-        await copies.fetch("ffn.0.0", claim, limit_bytes=LIMIT_BYTES)
+        await scene.saves("alice").fetch("ffn.0.0", claim, limit_bytes=LIMIT_BYTES)
 
 
 @pytest.mark.parametrize("fault", ["hash", "length"])
@@ -304,26 +298,15 @@ async def test_a_save_whose_chunks_do_not_match_is_not_kept(tmp_path: Path, faul
         assert len(lacked.places) == 10
         await stream.send(StateChunk(), b"something else")
         with pytest.raises(CallRefused, match="does not match its hash or its length"):
-            await stream.receive(SaveKept)
+            await stream.receive(LackedChunks)
     assert not shelf_of(scene.members["bob"]).saves()
     assert not [path for path in (tmp_path / "bob" / "chunks").rglob("*") if path.is_file()]
 
 
-async def test_a_full_disk_is_reported_and_holders_still_keep_the_save(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    copies = await scene.open("alice", "bob", copies=1)
-    (tmp_path / "alice").write_text("a file where the folder should be: nothing can be written")
-    kept = await scene.save(copies, saved(step=7))
-    assert kept.fault is not None and "cannot write" in kept.fault
-    scene.crash("alice")
-    assert scene.run.network.fired
-    assert np.array_equal((await fetched(scene.copies("bob"))).blob, saved(step=7).blob)
-
-
 @played
 async def test_invalid_records_of_saves_are_ignored(scene: Scene) -> None:
-    copies = await scene.open("alice", "bob")
-    services = scene.members["bob"].services
+    await scene.open("alice", "bob")
+    services, alice = scene.members["bob"].services, scene.saves("alice")
     many = (Contact(PeerId(bytes(32)), ()),) * 50
     for key, value in (
         ("run/experts/ffn.0.0/save", "rubbish"),
@@ -334,5 +317,5 @@ async def test_invalid_records_of_saves_are_ignored(scene: Scene) -> None:
         ("run/experts/ffn/saves", 7),
     ):
         await services.dht.publish(key, value, ttl_s=60)
-        assert not await copies.claims("ffn.0.0") and not await copies.saved(GRID)
-    assert await scene.members["alice"].resources.replicas.others() == {}
+        assert not await alice.claims("ffn.0.0") and not await alice.saved(GRID)
+    assert await alice.others() == {}

@@ -4,7 +4,6 @@ import _thread
 import copy
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,11 +14,11 @@ import colab_swarm as cs
 from colab_swarm.errors import ExpertError, NoExpertsError
 from colab_swarm.moe import trainer as module
 from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.layer import MixtureOfExperts, MixtureSettings
-from colab_swarm.moe.trainer import AsyncTrainer, TrainerSettings, samples_in
+from colab_swarm.moe.layer import MixtureOfExperts
+from colab_swarm.moe.trainer import AsyncTrainer, samples_in
 from tests.moe.local import LocalCalls, LocalExperts, tanh_expert
 
-QUIET = TrainerSettings(concurrency=4, progress=False)
+QUIET: dict[str, Any] = {"concurrency": 4, "progress": False}
 
 
 def square(model: nn.Module, batch: Tensor) -> Tensor:
@@ -42,7 +41,7 @@ def test_with_one_batch_in_flight_it_is_plain_training() -> None:
         optimizer.zero_grad()
         square(twin, batch).backward()
         optimizer.step()
-    result = AsyncTrainer(model, square, sgd(model), TrainerSettings(1, progress=False)).fit(batches(5))
+    result = AsyncTrainer(model, square, sgd(model), concurrency=1, progress=False).fit(batches(5))
     torch.testing.assert_close(model.state_dict(), twin.state_dict())
     assert (result.updates, result.samples, result.max_staleness) == (5, 40, 0)
 
@@ -58,7 +57,7 @@ def test_every_batch_in_flight_sees_the_same_parameters_and_all_updates_count() 
         return square(replica, batch)
 
     before = copy.deepcopy(model)
-    result = AsyncTrainer(model, loss, sgd(model), QUIET).fit(batches(4))
+    result = AsyncTrainer(model, loss, sgd(model), **QUIET).fit(batches(4))
     assert len(seen) == 4 and all(torch.equal(weight, before.weight) for weight in seen)
     assert (result.max_staleness, result.mean_staleness) == (3, 1.5)
     for batch in batches(4):
@@ -70,12 +69,12 @@ def test_every_batch_in_flight_sees_the_same_parameters_and_all_updates_count() 
 def test_it_trains_through_experts() -> None:
     grid = Grid("ffn", (4,))
     experts = LocalExperts(grid, tanh_expert())
-    layer = MixtureOfExperts(LocalCalls(experts), grid, 4, MixtureSettings(k=2))
+    layer = MixtureOfExperts(LocalCalls(experts), grid, 4, k=2)
     model = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 1))
-    result = AsyncTrainer(model, square, sgd(model), QUIET).fit(batches(60))
+    result = AsyncTrainer(model, square, sgd(model), **QUIET).fit(batches(60))
     first = square(model, torch.cat(batches(60)))
     assert result.updates == 60 and experts.backwards
-    AsyncTrainer(model, square, sgd(model), QUIET).fit(batches(60))
+    AsyncTrainer(model, square, sgd(model), **QUIET).fit(batches(60))
     assert square(model, torch.cat(batches(60))) < first
 
 
@@ -89,7 +88,7 @@ def test_failures_of_peers_are_retried(error: Exception, monkeypatch: pytest.Mon
             raise faults.pop()
         return square(replica, batch)
 
-    result = AsyncTrainer(model, loss, sgd(model), QUIET).fit(batches(6))
+    result = AsyncTrainer(model, loss, sgd(model), **QUIET).fit(batches(6))
     assert (result.updates, result.retries) == (6, 5) and not faults
 
 
@@ -98,9 +97,8 @@ def test_after_its_patience_the_trainer_raises_the_peers_error() -> None:
         raise NoExpertsError("no expert of ffn is alive")
 
     model = nn.Linear(4, 2)
-    settings = TrainerSettings(2, patience_s=-1.0, progress=False)
     with pytest.raises(NoExpertsError, match="ffn"):
-        AsyncTrainer(model, loss, sgd(model), settings).fit(batches(6))
+        AsyncTrainer(model, loss, sgd(model), **QUIET, patience_s=-1.0).fit(batches(6))
 
 
 def test_the_users_own_errors_are_raised_wherever_they_come_from() -> None:
@@ -116,11 +114,11 @@ def test_the_users_own_errors_are_raised_wherever_they_come_from() -> None:
 
     model = nn.Linear(4, 2)
     with pytest.raises(ZeroDivisionError, match="loss"):
-        AsyncTrainer(model, loss, sgd(model), QUIET).fit(batches(6))
+        AsyncTrainer(model, loss, sgd(model), **QUIET).fit(batches(6))
     with pytest.raises(ZeroDivisionError, match="batches"):
-        AsyncTrainer(model, square, sgd(model), QUIET).fit(feed())
+        AsyncTrainer(model, square, sgd(model), **QUIET).fit(feed())
     with pytest.raises(ZeroDivisionError, match="on_update"):
-        AsyncTrainer(model, square, sgd(model), replace(QUIET, on_update=on_update)).fit(batches(6))
+        AsyncTrainer(model, square, sgd(model), **QUIET, on_update=on_update).fit(batches(6))
 
 
 def test_an_interrupt_leaves_complete_updates_and_drops_batches_in_flight() -> None:
@@ -139,7 +137,7 @@ def test_an_interrupt_leaves_complete_updates_and_drops_batches_in_flight() -> N
             release.wait(10)
         return square(replica, batch)
 
-    trainer = AsyncTrainer(model, loss, Interrupted(model.parameters(), lr=0.05), QUIET)
+    trainer = AsyncTrainer(model, loss, Interrupted(model.parameters(), lr=0.05), **QUIET)
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(batches(1000))
     after = [parameter.detach().clone() for parameter in model.parameters()]
@@ -155,15 +153,16 @@ def test_an_interrupt_leaves_complete_updates_and_drops_batches_in_flight() -> N
 def test_a_gradient_that_is_not_finite_is_dropped() -> None:
     model = nn.Linear(4, 2)
     before = model.weight.detach().clone()
-    result = AsyncTrainer(model, lambda m, b: square(m, b) * torch.nan, sgd(model), QUIET).fit(batches(3))
+    result = AsyncTrainer(model, lambda m, b: square(m, b) * torch.nan, sgd(model), **QUIET).fit(batches(3))
     assert (result.updates, result.dropped) == (0, 3) and torch.equal(model.weight, before)
 
 
 def test_gradients_are_clipped_and_buffers_follow() -> None:
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    settings = TrainerSettings(1, max_grad_norm=0.01, progress=False)
-    AsyncTrainer(model, square, torch.optim.SGD(model.parameters(), lr=1.0), settings).fit(batches(1))
+    AsyncTrainer(model, square, torch.optim.SGD(model.parameters(), lr=1.0), max_grad_norm=0.01).fit(
+        batches(1)
+    )
     moved = torch.cat([(a - b).flatten() for a, b in zip(before, model.parameters(), strict=True)])
     assert moved.norm().item() == pytest.approx(0.01, rel=1e-3)
     assert model.state_dict()["0.num_batches_tracked"] == 1
@@ -177,7 +176,7 @@ def test_an_optimizer_that_counts_samples_gets_their_number() -> None:
             steps.append((samples, loss))
 
     model = nn.Linear(4, 2)
-    AsyncTrainer(model, square, Counting(model.parameters(), lr=0.1), QUIET).fit(batches(3))
+    AsyncTrainer(model, square, Counting(model.parameters(), lr=0.1), **QUIET).fit(batches(3))
     assert [samples for samples, _ in steps] == [8, 8, 8] and all(loss > 0 for _, loss in steps)
 
 
@@ -187,7 +186,7 @@ def test_a_collaborative_optimizer_steps_when_the_swarm_s_batch_is_full() -> Non
         model = nn.Linear(4, 2)
         optimizer = swarm.optimizer(sgd(model), target_batch_size=32)
         before = square(model, torch.cat(batches(20))).item()
-        assert AsyncTrainer(model, square, optimizer, QUIET).fit(batches(20)).samples == 160
+        assert AsyncTrainer(model, square, optimizer, **QUIET).fit(batches(20)).samples == 160
         assert optimizer.global_step == 5 and square(model, torch.cat(batches(20))) < before
 
 
@@ -195,7 +194,7 @@ def test_a_scheduler_fits_into_on_update() -> None:
     model = nn.Linear(4, 2)
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    trainer = AsyncTrainer(model, square, optimizer, replace(QUIET, on_update=lambda _: scheduler.step()))
+    trainer = AsyncTrainer(model, square, optimizer, **QUIET, on_update=lambda _: scheduler.step())
     trainer.fit(batches(3))
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 / 8)
     assert "3 updates" in repr(trainer)
@@ -203,13 +202,13 @@ def test_a_scheduler_fits_into_on_update() -> None:
 
 def test_progress_is_printed_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Linear(4, 2)
-    AsyncTrainer(model, square, sgd(model), TrainerSettings(2)).fit(batches(3))
+    AsyncTrainer(model, square, sgd(model), concurrency=2).fit(batches(3))
     assert "3 updates · loss" in capsys.readouterr().out
 
 
 def test_a_concurrency_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="concurrency=0"):
-        TrainerSettings(concurrency=0)
+        AsyncTrainer(nn.Linear(4, 2), square, sgd(nn.Linear(4, 2)), concurrency=0)
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from pathlib import Path
 
 import pytest
 import torch
 
 from colab_swarm.moe.directory import Directory
-from colab_swarm.moe.server import ExpertStatistics
-from colab_swarm.moe.watch import LIST_EVERY_S, ExpertsSnapshot, ExpertsWatch, rated
+from colab_swarm.moe.host import LIST_EVERY_S, ExpertsSnapshot, ExpertsWatch
 from colab_swarm.net.peers import short
 from colab_swarm.runtime import Runtime
 from tests.moe.hosts import GRID, Member, Run
@@ -20,7 +18,7 @@ from tests.moe.hosts import GRID, Member, Run
 def watch_of(member: Member) -> tuple[ExpertsWatch, Directory]:
     resources = member.resources
     served, runtime = resources.server.statistics, Runtime.__new__(Runtime)  # these tests look on the loop
-    return ExpertsWatch(runtime, member.services, resources.directory, GRID, served), resources.directory
+    return ExpertsWatch(runtime, member.peers, resources.directory, GRID, served), resources.directory
 
 
 async def look(watch: ExpertsWatch, after_s: float = 0.0) -> ExpertsSnapshot:
@@ -37,13 +35,13 @@ async def test_the_first_snapshot_is_immediate_and_later_ones_list_hosts_and_exp
     bob, _ = await run.host("bob", 1)
     watch, _ = watch_of(bob)
     at_once = await look(watch)
-    assert (at_once.listing.live, at_once.listed_s) == ((), None)
+    assert (at_once.live, at_once.listed_s) == ((), None)
     seen = await look(watch, 2.0)
-    assert [(host.host, host.mine, host.experts) for host in seen.listing.hosts] == [
+    assert [(host.host, host.mine, host.experts) for host in seen.hosts] == [
         (short(alice.peers.id), False, 2),
         (short(bob.peers.id), True, 1),
     ]
-    assert [expert.uid for expert in seen.served] == [one.uid for one in seen.listing.live if one.mine]
+    assert [expert.uid for expert in seen.served] == [one.uid for one in seen.live if one.mine]
     assert seen.listed_s is not None and seen.listed_s < 2.5 and not seen.fault
 
 
@@ -51,24 +49,13 @@ async def test_shares_follow_the_steps_of_the_last_minute(tmp_path: Path) -> Non
     run = Run(tmp_path)
     _, hosting = await run.host("alice", 2)
     watch, _ = watch_of(await run.join("bob"))
-    assert {one.share for one in (await look(watch, 2.0)).listing.live} == {None}, "no expert has learned"
+    assert {one.share for one in (await look(watch, 2.0)).live} == {None}, "no expert has learned"
     busy, idle = sorted(hosting.experts)
     for _ in range(3):
         hosting.experts[busy].backward(torch.rand(2, 4), torch.rand(2, 4))
     seen = await look(watch, 60.0)
-    assert {one.uid: one.share for one in seen.listing.live} == {busy: 1.0, idle: 0.0}
-    assert seen.listing.hosts[0].share == 1.0
-
-
-async def test_steps_of_this_peers_own_experts_are_known_at_once(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    alice, hosting = await run.host("alice", 1)
-    watch, _ = watch_of(alice)
-    await look(watch, 2.0)
-    (expert,) = hosting.experts.values()
-    expert.backward(torch.rand(2, 4), torch.rand(2, 4))
-    (one,) = (await look(watch, LIST_EVERY_S)).listing.live
-    assert (one.step, one.share) == (1, 1.0)
+    assert {one.uid: one.share for one in seen.live} == {busy: 1.0, idle: 0.0}
+    assert seen.hosts[0].share == 1.0
 
 
 async def test_a_failed_expert_is_left_out_and_one_of_a_dead_host_is_dead(tmp_path: Path) -> None:
@@ -76,16 +63,16 @@ async def test_a_failed_expert_is_left_out_and_one_of_a_dead_host_is_dead(tmp_pa
     alice, _ = await run.host("alice", 2)
     watch, directory = watch_of(await run.join("bob"))
     seen = await look(watch, 2.0)
-    first, second = (one.uid for one in seen.listing.live)
+    first, second = (one.uid for one in seen.live)
     (info, _) = await directory.live(GRID)
     directory.on_failure(info, "did not answer")
     seen = await look(watch)
-    assert [one.uid for one in seen.listing.live] == [second] and seen.listing.left_out == (first,)
-    assert [one.uid for one in (await look(watch, 2 * LIST_EVERY_S)).listing.live] == [first, second]
+    assert [one.uid for one in seen.live] == [second] and seen.left_out == (first,)
+    assert [one.uid for one in (await look(watch, 2 * LIST_EVERY_S)).live] == [first, second]
     alice.peers.crash()
     seen = await look(watch, 120.0)
     assert not alice.peers.up, "the fault did not fire"
-    assert seen.listing.live == () and seen.listing.dead == (first, second)
+    assert seen.live == () and seen.dead == (first, second)
 
 
 async def test_a_closed_watch_says_so_and_reads_nothing(tmp_path: Path) -> None:
@@ -102,21 +89,3 @@ async def test_a_failed_listing_is_reported(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(directory, "live", fails)
     assert "no way" in (await look(watch, 1.0)).fault
-
-
-def statistics(calls: int, samples: int, batches: int) -> ExpertStatistics:
-    return ExpertStatistics(calls, samples, samples, calls, batches, 3, 0.01, 0.05)
-
-
-def test_rates_are_means_of_the_last_seconds() -> None:
-    before, now = statistics(1000, 8000, 500), statistics(1020, 8160, 510)
-    assert rated("ffn.0", before, None, math.inf).samples_per_s == 0.0
-    one = rated("ffn.0", now, before, 2.0)
-    assert (one.calls_per_s, one.samples_per_s, one.batch_size) == (10.0, 160.0, 32.0)
-    one = rated("ffn.0", now, now, 5.0)
-    assert (one.calls_per_s, one.batch_size) == (0.0, None)
-
-
-def test_an_expert_that_is_hosted_again_counts_from_zero() -> None:
-    one = rated("ffn.0", statistics(4, 20, 2), statistics(1000, 8000, 500), 4.0)
-    assert (one.calls_per_s, one.samples_per_s) == (1.0, 10.0)

@@ -6,7 +6,8 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.watch import ExpertsListing, ExpertsSnapshot, HostOfExperts, LiveExpert, ServedExpert
+from colab_swarm.moe.host import ExpertsSnapshot, HostOfExperts, LiveExpert
+from colab_swarm.moe.server import ExpertStatistics
 from colab_swarm.notebook.experts import draw, summary
 from colab_swarm.notebook.theme import MAX_ROWS
 
@@ -15,30 +16,31 @@ ALICE, BOB = "a1a1a1a1", "b2b2b2b2"
 
 
 def live(uid: str, share: float | None, host: str = ALICE) -> LiveExpert:
-    return LiveExpert(uid, host, host == BOB, 120, 12.3, share)
+    return LiveExpert(uid, host, host == BOB, 120, share)
 
 
-LISTING = ExpertsListing(
+SERVED = (ExpertStatistics("ffn.1.2", 120, 300, 18, 25, 10, 64, 2.5, 79.6, 0.0042, 0.12),)
+SNAPSHOT = ExpertsSnapshot(
     GRID,
     live=(live("ffn.0.0", 0.0), live("ffn.0.1", 0.1), live("ffn.1.2", 0.9, BOB)),
     hosts=(HostOfExperts(ALICE, False, 2, 0.1, 0.045), HostOfExperts(BOB, True, 1, 0.9, None)),
     left_out=("ffn.1.1",),
     dead=("ffn.1.3",),
+    listed_s=4.0,
+    served=SERVED,
 )
-SERVED = (ServedExpert("ffn.1.2", 120, 64, 31.8, 2.5, 79.6, 0.0042, 0.12),)
-SNAPSHOT = ExpertsSnapshot(LISTING, 4.0, SERVED)
 
 
-def full(*sides: int, share: float = 0.0) -> ExpertsListing:
+def full(*sides: int, share: float = 0.0) -> ExpertsSnapshot:
     grid = Grid("ffn", sides)
-    return ExpertsListing(grid, tuple(live(grid.uid(i), share) for i in grid))
+    return ExpertsSnapshot(grid, tuple(live(grid.uid(i), share) for i in grid), listed_s=1.0)
 
 
 def test_the_summary_counts_live_experts_and_this_peers_work() -> None:
     assert summary(SNAPSHOT) == (
         "ffn[2 x 4]: 3 of 8 places live on 2 hosts, 1 left out, 1 dead, 1 here, 80 samples/s"
     )
-    assert summary(ExpertsSnapshot(ExpertsListing(GRID))) == "ffn[2 x 4]: looking up the experts"
+    assert summary(ExpertsSnapshot(GRID)) == "ffn[2 x 4]: looking up the experts"
     assert summary(replace(SNAPSHOT, over=True)).endswith("; left")
 
 
@@ -69,13 +71,13 @@ def test_the_html_is_valid_and_has_the_same_content() -> None:
 
 
 def test_a_large_grid_is_cut_and_counted_and_failed_experts_stay() -> None:
-    listing = replace(full(64, 64, share=1 / 4096), dead=("ffn.9.9",))
-    for shown in (draw(ExpertsSnapshot(listing, 1.0)).text(), draw(ExpertsSnapshot(listing, 1.0)).html()):
+    drawn = draw(replace(full(64, 64, share=1 / 4096), dead=("ffn.9.9",)))
+    for shown in (drawn.text(), drawn.html()):
         assert f"and {4097 - MAX_ROWS:,} more experts" in shown and "x dead" in shown
         assert len(shown) < 20_000
 
 
 def test_warnings_are_shown_and_escaped() -> None:
-    faulty = ExpertsSnapshot(ExpertsListing(GRID), 1.0, fault="<script>\x1b[2J")
+    faulty = ExpertsSnapshot(GRID, listed_s=1.0, fault="<script>\x1b[2J")
     assert "swarm.host_experts" in draw(faulty).text() and "swarm.host_experts" in draw(faulty).html()
     assert "<script" not in draw(faulty).html() and "\x1b" not in draw(faulty).html() + draw(faulty).text()

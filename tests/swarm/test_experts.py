@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import colab_swarm as cs
-from colab_swarm.moe.layer import MixtureStatistics
+from colab_swarm.moe.calls import MixtureStatistics
 from colab_swarm.swarm.swarm import Swarm
 from tests.swarm import wait
 

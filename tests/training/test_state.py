@@ -96,6 +96,19 @@ async def test_a_slow_donor_is_kept_while_its_chunks_arrive() -> None:
     assert np.array_equal(got.blob, whole.blob) and 60 <= virtual_time() < 65
 
 
+async def test_a_donor_that_trickles_after_a_good_start_holds_its_chunks_for_30_s_only() -> None:
+    class Trickling(Snapshot):
+        async def read(self, digest: bytes) -> memoryview | None:
+            sent.append(digest)
+            await asyncio.sleep(25 if len(sent) > 3 else 0)  # a chunk each 25 s: none is late by itself
+            return await super().read(digest)
+
+    sent: list[bytes] = []
+    donors = {"alice": snapshot(), "bob": Trickling(snapshot().manifest, BLOB)}
+    got = await Scene(donors).download()
+    assert np.array_equal(got.blob, BLOB) and len(sent) > 3 and virtual_time() < CHUNK_TIMEOUT_S + 5
+
+
 async def test_a_chunk_of_another_length_is_refused_though_its_hash_is_right() -> None:
     whole, short = snapshot(), b"short"
     digests = digest_of(short) + whole.manifest.digests[32:]
