@@ -55,13 +55,7 @@ class PeerExchange:
     """
 
     def __init__(
-        self,
-        peers: Peers,
-        events: EventLog,
-        *,
-        prefix: str,
-        members: Sequence[GroupMember],
-        timeout_s: float,
+        self, peers: Peers, events: EventLog, *, prefix: str, members: Sequence[GroupMember], timeout_s: float
     ) -> None:
         self._peers, self._events = peers, events
         self._members, self._timeout_s = members, timeout_s

@@ -65,8 +65,8 @@ class SwarmTraining:
 
     def optimizer(self, name: str, settings: TrainingSettings, rule: UpdateRule) -> SwarmOptimizer:
         """Start training a model; a model of the same name is replaced."""
-        from colab_swarm.training.checkpoint import CheckpointFolder
         from colab_swarm.training.optimizer import SwarmOptimizer
+        from colab_swarm.training.state import CheckpointFolder
 
         context = self._context
         if name in self.optimizers:

@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.errors import HostError
-from colab_swarm.training.checkpoint import CheckpointFolder
 from colab_swarm.training.optimizer import SwarmOptimizer
+from colab_swarm.training.state import CheckpointFolder
 
 LEAD = 0
 
@@ -40,12 +40,7 @@ class _Update:
 
 
 def host_optimizer(
-    swarm: Any,
-    optimizer: Optimizer,
-    *,
-    target_batch_size: int,
-    timeout_s: float = 1800.0,
-    **settings: Any,
+    swarm: Any, optimizer: Optimizer, *, target_batch_size: int, timeout_s: float = 1800.0, **settings: Any
 ) -> HostOptimizer:
     """Make one peer of all processes of a `torch.distributed` job; every rank calls it after ``init_process_group``.
 

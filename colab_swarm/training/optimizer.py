@@ -32,8 +32,6 @@ from colab_swarm.runtime import PauseGate, Runner
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.statedict import copied
-from colab_swarm.training.catch_up import catch_up
-from colab_swarm.training.checkpoint import CheckpointFolder, load_checkpoint, save_checkpoint
 from colab_swarm.training.collaboration import Collaboration, Due
 from colab_swarm.training.progress import ProgressRecord
 from colab_swarm.training.replica import (
@@ -45,6 +43,7 @@ from colab_swarm.training.replica import (
     uninterrupted,
 )
 from colab_swarm.training.settings import PeerServices, TrainingSettings
+from colab_swarm.training.state import CheckpointFolder, load_checkpoint, save_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -505,7 +504,7 @@ class SwarmOptimizer(WrappedOptimizer):
         return result
 
     def _synchronize(self) -> None:
-        caught_up = self._runtime.call(catch_up(self._collaboration))
+        caught_up = self._runtime.call(self._collaboration.catch_up())
         if caught_up is not None:
             uninterrupted(lambda: self._catch_up(*caught_up))
 

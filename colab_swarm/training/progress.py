@@ -91,6 +91,35 @@ class ProgressRecord(Message, frozen=True):
         return self.paused or self.idle
 
 
+class AssistantRecord(Message, frozen=True):
+    """A peer that reduces, and passes on the state, for a run's collaborations; signed, under its own subkey."""
+
+    name: str  # for people
+    addresses: tuple[str, ...]  # where it can be dialled
+    collaboration: str  # prefix of the only one that it helps; empty: any of the run
+    told_at: float  # its swarm time; a record that is not newer is no sign of life
+
+
+def progress_key(prefix: str) -> str:
+    """Return the DHT key of a collaboration's progress records."""
+    return f"{prefix}/progress"
+
+
+def assistants_key(prefix: str) -> str:
+    """Return the DHT key of a run's assistants; ``prefix`` is that of any of its collaborations."""
+    return f"{prefix.partition('/')[0]}/assistants"
+
+
+async def read_participants(
+    dht: DHT, prefix: str
+) -> tuple[dict[PeerId, ProgressRecord], dict[PeerId, AssistantRecord]]:
+    """Return the live records of a collaboration's trainers and of its run's assistants."""
+    return await asyncio.gather(
+        dht.published(progress_key(prefix), ProgressRecord),
+        dht.published(assistants_key(prefix), AssistantRecord),
+    )
+
+
 @dataclass(frozen=True)
 class Branch:
     """The swarm's step and lineage; ``peers`` train there now."""
@@ -115,26 +144,23 @@ class Progress:
         self,
         me: PeerId,
         own: ProgressRecord,
-        *,
         prefix: str = "",
         target_batch_size: float = 0.0,
+        *,
         local: bool = False,
     ) -> None:
-        self.me, self.prefix, self._local = me, prefix, local
-        self.own = own
-        self.assistants: dict[PeerId, AssistantRecord] = {}
-        self._lost_assistants: dict[PeerId, float] = {}  # time of the last record
-        self._before: bytes | None = None  # the own lineage a step ago, if this peer made that step
+        self.me, self.own, self.prefix, self._local = me, own, prefix, local
         self.target_batch_size = target_batch_size
+        self.assistants: dict[PeerId, AssistantRecord] = {}
+        self._before: bytes | None = None  # the own lineage a step ago, if this peer made that step
         self._read: Mapping[PeerId, ProgressRecord] = {}  # the records as last read
         self._others: dict[PeerId, ProgressRecord] = {}  # those that count, updated by rounds
-        self._learnt: dict[PeerId, tuple[ProgressRecord, int]] = {}
+        self._learnt: dict[PeerId, tuple[ProgressRecord, int]] = {}  # from rounds, and for how many reads
         self._updated_at: dict[PeerId, float] = {}
+        self._lost: dict[PeerId, tuple[ProgressRecord | None, float]] = {}  # last record, when the link broke
+        self._lost_assistants: dict[PeerId, float] = {}  # time of the last record
         self._distrusted = LeftOut[PeerId](DISTRUST_S, DISTRUST_S)
         self._no_vote: Container[PeerId] = ()  # those of them at the last reading
-        self._lost: dict[
-            PeerId, tuple[ProgressRecord | None, float]
-        ] = {}  # last record, and when the link broke
 
     @classmethod
     def of_watcher(cls, me: PeerId, prefix: str) -> Progress:
@@ -142,20 +168,22 @@ class Progress:
         own = ProgressRecord(0, b"", 0.0, 0.0, syncing=True, reduces=False, name="")
         return cls(me, own, prefix=prefix)
 
+    # --- what is known of the others ------------------------------------------------------------------------------
+
     @property
     def records(self) -> Mapping[PeerId, ProgressRecord]:
         """All live records, this peer's own included."""
         return {self.me: self.own, **self._others}
 
-    def advance(self, lineage: bytes, *, samples: float = 0.0) -> None:
-        """Move this peer one step further, after it applied a mean; ``samples`` count for the next step."""
-        self._before = self.own.lineage
-        self.own = msgspec.structs.replace(self.own, step=self.own.step + 1, lineage=lineage, samples=samples)
+    async def refresh(self, dht: DHT, peers: Peers) -> None:
+        """Read the records of all trainers and assistants.
 
-    def leap(self, step: int, lineage: bytes, *, syncing: bool) -> None:
-        """Move this peer to another peer's state, or to a saved one."""
-        self._before = None
-        self.own = msgspec.structs.replace(self.own, step=step, lineage=lineage, samples=0.0, syncing=syncing)
+        Raises:
+            PeerError: they cannot be read now.
+        """
+        trainers, assistants = await read_participants(dht, self.prefix)
+        self.on_records(trainers, linked=peers.linked(), now=asyncio.get_running_loop().time())
+        self._on_assistants(assistants)
 
     def on_records(
         self, records: Mapping[PeerId, ProgressRecord], *, linked: Container[PeerId] = (), now: float
@@ -166,7 +194,12 @@ class Progress:
         or, after `LAST_RECORD_S`, publishes a new record: its last record may live for a minute.
         """
         self._no_vote = self._distrusted.ends(now)
-        self._lost = self._still_lost(records, linked, now)
+        self._lost = {
+            peer: (records.get(peer), since)
+            for peer, (last, since) in self._lost.items()
+            if peer not in linked
+            and (now - since < LAST_RECORD_S or (peer in records and records[peer] == last))
+        }
         self._read = records
         fresh = {peer: r for peer, r in records.items() if peer != self.me and peer not in self._lost}
         for peer, (learnt, reads_left) in list(self._learnt.items()):
@@ -175,12 +208,12 @@ class Progress:
             else:
                 self._learnt[peer] = (learnt, reads_left - 1)
                 fresh[peer] = learnt
-        for peer, record in fresh.items():
-            if record != self._others.get(peer):
+        for peer in fresh:
+            if fresh[peer] != self._others.get(peer):
                 self._updated_at[peer] = now
         self._others = fresh
 
-    def on_assistants(self, records: Mapping[PeerId, AssistantRecord]) -> None:
+    def _on_assistants(self, records: Mapping[PeerId, AssistantRecord]) -> None:
         """Take the live records just read; one from before its writer was lost does not count."""
         alive = {
             peer: record
@@ -193,34 +226,28 @@ class Progress:
         lost = self._lost_assistants.items()
         self._lost_assistants = {peer: at for peer, at in lost if peer in records and peer not in alive}
 
-    def _still_lost(
-        self, records: Mapping[PeerId, ProgressRecord], linked: Container[PeerId], now: float
-    ) -> dict[PeerId, tuple[ProgressRecord | None, float]]:
-        lost: dict[PeerId, tuple[ProgressRecord | None, float]] = {}
-        for peer, (last, since) in self._lost.items():
-            record = records.get(peer)
-            unchanged = record is not None and record == last
-            if peer not in linked and (unchanged or now - since < LAST_RECORD_S):
-                lost[peer] = record, since
-        return lost
-
     def on_round(self, members: Iterable[PeerId], step: int, lineage: bytes, *, now: float) -> None:
         """Move ``members`` to ``step`` after a round, without waiting for their records."""
         for peer in members:
             known = self._others.get(peer)
             if known is not None and not known.syncing and known.step < step:
                 learnt = msgspec.structs.replace(known, step=step, lineage=lineage, samples=0.0)
-                self._others[peer] = learnt
+                self._others[peer], self._updated_at[peer] = learnt, now
                 self._learnt[peer] = (learnt, READS_OF_GRACE)
-                self._updated_at[peer] = now
 
-    def on_lost(self, peer: PeerId, *, now: float) -> None:
-        """Ignore a peer whose link broke until it is linked again or publishes a new record."""
+    def on_lost(self, peer: PeerId, *, now: float) -> bool:
+        """Ignore a peer whose link broke until it is linked again or publishes a new record.
+
+        Returns:
+            Whether it is one of the trainers.
+        """
         self._learnt.pop(peer, None)
-        self._others.pop(peer, None)
-        self._lost[peer] = self._read.get(peer), now
-        if record := self.assistants.pop(peer, None):
-            self._lost_assistants[peer] = record.told_at
+        trained, assistant = self._others.pop(peer, None), self.assistants.pop(peer, None)
+        if assistant is not None:
+            self._lost_assistants[peer] = assistant.told_at
+        if trained or assistant:
+            self._lost[peer] = self._read.get(peer), now
+        return trained is not None
 
     def distrust(self, peers: Iterable[PeerId], *, now: float) -> None:
         """Take the vote of peers that could not give the state that they claim, for `DISTRUST_S`."""
@@ -230,13 +257,34 @@ class Progress:
 
     def trust_all(self) -> None:
         """Give all peers their vote back."""
-        self._distrusted = LeftOut[PeerId](DISTRUST_S, DISTRUST_S)
-        self._no_vote = ()
+        self._distrusted, self._no_vote = LeftOut[PeerId](DISTRUST_S, DISTRUST_S), ()
+
+    # --- the branch -----------------------------------------------------------------------------------------------
+
+    def advance(self, lineage: bytes, *, samples: float = 0.0) -> None:
+        """Move this peer one step further, after it applied a mean; ``samples`` count for the next step."""
+        self._before = self.own.lineage
+        self.own = msgspec.structs.replace(self.own, step=self.own.step + 1, lineage=lineage, samples=samples)
+
+    def leap(self, step: int, lineage: bytes, *, syncing: bool) -> None:
+        """Move this peer to another peer's state, or to a saved one."""
+        self._before = None
+        self.own = msgspec.structs.replace(self.own, step=step, lineage=lineage, samples=0.0, syncing=syncing)
 
     def branch(self) -> Branch:
-        """Return the swarm's branch, or this peer's own while no other peer trains."""
-        trusted = {peer: r for peer, r in self.records.items() if peer not in self._no_vote}
-        return branch_of(trusted) or Branch(self.own.step, self.own.lineage, frozenset())
+        """Return the branch that the records elect, or this peer's own while no other peer trains."""
+        records = sorted(self.records.items())
+        trainers = {peer: r for peer, r in records if not r.syncing and peer not in self._no_vote}
+        if not trainers:
+            return Branch(self.own.step, self.own.lineage, frozenset())
+        active = [r for r in trainers.values() if not r.absent] or list(trainers.values())
+        voters = [r for r in active if r.reduces] or active
+        steps = sorted((r.step for r in voters), reverse=True)
+        step = steps[(len(steps) - 1) // 2]  # the highest that half of them have reached
+        votes = Counter(r.lineage for r in voters if r.step == step)
+        lineage = votes.most_common(1)[0][0]  # the first of equals
+        on_it = (peer for peer, r in trainers.items() if (r.step, r.lineage) == (step, lineage))
+        return Branch(step, lineage, frozenset(on_it))
 
     @property
     def behind(self) -> bool:
@@ -258,18 +306,27 @@ class Progress:
         branch = self.branch()
         return self.own.step <= step or (branch.step, branch.lineage) != (step, lineage)
 
+    def participants(self, step: int, lineage: bytes) -> set[PeerId]:
+        """Return the peers at a step and lineage, and those that catch up, without paused and idle ones."""
+        active = ((peer, r) for peer, r in self.records.items() if not r.absent)
+        return {peer for peer, r in active if r.syncing or (r.step, r.lineage) == (step, lineage)}
+
+    @property
+    def absent(self) -> frozenset[PeerId]:
+        """Peers that are paused or idle."""
+        return frozenset(peer for peer, record in self.records.items() if record.absent)
+
+    # --- the batch ------------------------------------------------------------------------------------------------
+
     def samples(self, now: float) -> float:
         """Return the samples accumulated for the next step by all peers on the own branch."""
         total = self.own.samples if not self.own.syncing else 0.0
         here = (self.own.step, self.own.lineage)
         for peer, r in list(self._others.items()):  # a copy: panels call this from another thread
             if not (r.syncing or r.absent) and (r.step, r.lineage) == here:
-                total += self._extrapolated(peer, r, now)
+                age_s = min(max(now - self._updated_at.get(peer, now), 0.0), EXTRAPOLATE_S)
+                total += r.samples + age_s * r.samples_per_s
         return total
-
-    def _extrapolated(self, peer: PeerId, record: ProgressRecord, now: float) -> float:
-        age_s = min(max(now - self._updated_at.get(peer, now), 0.0), EXTRAPOLATE_S)
-        return record.samples + age_s * record.samples_per_s
 
     def samples_per_s(self) -> float:
         """Return the speed of all training peers together."""
@@ -294,32 +351,6 @@ class Progress:
     def round_samples(self) -> float:
         """Samples of all peers together from one round to the next."""
         return self.target_batch_size * self.local_steps
-
-    @property
-    def absent(self) -> frozenset[PeerId]:
-        """Peers that are paused or idle."""
-        return frozenset(peer for peer, record in self.records.items() if record.absent)
-
-
-def branch_of(records: Mapping[PeerId, ProgressRecord]) -> Branch | None:
-    """Return the branch that these records elect, or None if no peer trains."""
-    trainers = {peer: record for peer, record in sorted(records.items()) if not record.syncing}
-    if not trainers:
-        return None
-    active = [record for record in trainers.values() if not record.absent] or list(trainers.values())
-    voters = [record for record in active if record.reduces] or active
-    steps = sorted((record.step for record in voters), reverse=True)
-    step = steps[(len(steps) - 1) // 2]  # the highest that half of them have reached
-    votes = Counter(record.lineage for record in voters if record.step == step)
-    lineage = votes.most_common(1)[0][0]  # the first of equals
-    on_it = (peer for peer, record in trainers.items() if (record.step, record.lineage) == (step, lineage))
-    return Branch(step, lineage, frozenset(on_it))
-
-
-def participants_of(records: Mapping[PeerId, ProgressRecord], step: int, lineage: bytes) -> list[PeerId]:
-    """Return the peers at a step and lineage, and those that catch up, without paused and idle ones."""
-    active = ((peer, record) for peer, record in records.items() if not record.absent)
-    return sorted(p for p, r in active if r.syncing or (r.step == step and r.lineage == lineage))
 
 
 class ThroughputEstimator:
@@ -369,44 +400,3 @@ class ThroughputEstimator:
         """
         periods = IDLE_REPORTS if self._batch_s else UNKNOWN_REPORTS
         return now - self.active_at > max(IDLE_BATCHES * self._batch_s, periods * report_s)
-
-
-class AssistantRecord(Message, frozen=True):
-    """A peer that reduces, and passes on the state, for a run's collaborations; signed, under its own subkey."""
-
-    name: str  # for people
-    addresses: tuple[str, ...]  # where it can be dialled
-    collaboration: str  # prefix of the only one that it helps; empty: any of the run
-    told_at: float  # its swarm time; a record that is not newer is no sign of life
-
-
-def progress_key(prefix: str) -> str:
-    """Return the DHT key of a collaboration's progress records."""
-    return f"{prefix}/progress"
-
-
-def assistants_key(prefix: str) -> str:
-    """Return the DHT key of a run's assistants; ``prefix`` is that of any of its collaborations."""
-    return f"{prefix.partition('/')[0]}/assistants"
-
-
-async def read_participants(
-    dht: DHT, prefix: str
-) -> tuple[dict[PeerId, ProgressRecord], dict[PeerId, AssistantRecord]]:
-    """Return the live records of a collaboration's trainers and of its run's assistants."""
-    return await asyncio.gather(
-        dht.published(progress_key(prefix), ProgressRecord),
-        dht.published(assistants_key(prefix), AssistantRecord),
-    )
-
-
-async def refresh(progress: Progress, dht: DHT, peers: Peers) -> None:
-    """Read the records of all trainers and assistants into ``progress``.
-
-    Raises:
-        PeerError: they cannot be read now.
-    """
-    records, assistants = await read_participants(dht, progress.prefix)
-    now = asyncio.get_running_loop().time()
-    progress.on_records(records, linked=peers.linked(), now=now)
-    progress.on_assistants(assistants)

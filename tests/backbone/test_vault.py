@@ -16,10 +16,15 @@ from colab_swarm.backbone.keeper import Vault
 from colab_swarm.errors import StateError
 from colab_swarm.tensors.chunks import Layout, Snapshot, TensorEntry
 from colab_swarm.tensors.statedict import read_tensors
-from colab_swarm.training.checkpoint import CheckpointFolder, load_checkpoint, save_checkpoint
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.replica import Replica, UpdateRule
-from colab_swarm.training.state import snapshot_of, tensors_of
+from colab_swarm.training.state import (
+    CheckpointFolder,
+    load_checkpoint,
+    save_checkpoint,
+    snapshot_of,
+    tensors_of,
+)
 from tests.tensors.test_statedict import same
 from tests.training.toy import loss_of, model
 

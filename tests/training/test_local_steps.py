@@ -206,7 +206,7 @@ def play(*, budget: TrafficBudget | None = None, reduces: bool = True) -> tuple[
         )
         if swarm.name == "bob" and not reduces:
             optimizer.collaboration.plan = CommunicationPlan(False, "float32", 1, 0.0, True)
-            swarm.services.peers.limit(BUDGET.rate_bps)
+            swarm.services.peers.limit(2.5e6)
         while True:
             net(torch.ones(2, 350)).square().mean().backward()
             optimizer.step(samples=2)

@@ -24,7 +24,8 @@ class Scene:
         self.joiner = self.client("joiner")
         self.network.introduce()
         self.sent_bytes = 0
-        self.mirror = Mirror(PrefixRouter(self.backbone), "run", donors=self.trainers, on_sent=self.on_sent)
+        router = PrefixRouter(self.backbone)
+        self.mirror = Mirror(router, "run", self.stored, donors=self.trainers, on_sent=self.on_sent)
         for name, peers in self.donors.items():
             StateSharing(PrefixRouter(peers), "run", lambda made=donors[name]: self.give(made))
 
@@ -33,6 +34,9 @@ class Scene:
 
     def on_sent(self, size_bytes: int) -> None:
         self.sent_bytes += size_bytes
+
+    async def stored(self) -> Snapshot | None:
+        return None
 
     async def trainers(self) -> list[PeerId]:
         return [peers.id for peers in self.donors.values()]

@@ -19,11 +19,11 @@ from colab_swarm.sim import SimNetwork
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Snapshot
-from colab_swarm.training.checkpoint import load_checkpoint, save_checkpoint
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.progress import ProgressRecord, progress_key
 from colab_swarm.training.replica import Replica
 from colab_swarm.training.settings import PeerServices
+from colab_swarm.training.state import load_checkpoint, save_checkpoint
 from tests.training.toy import (
     join_training,
     joint_reference,

@@ -10,9 +10,9 @@ import torch
 
 from colab_swarm.errors import StateError
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.training.checkpoint import CheckpointFolder
 from colab_swarm.training.optimizer import ProgressSaver
 from colab_swarm.training.replica import Gradients, Replica, UpdateRule
+from colab_swarm.training.state import CheckpointFolder
 
 
 class Optimizer:
