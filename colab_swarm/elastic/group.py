@@ -245,7 +245,7 @@ async def _find_members(
     logger.info("waiting for %d peers of %r", peers - 1, name)
     try:
         async with asyncio.timeout(settings.wait_s):
-            return (await assembly.meet(replica.flat.numel, replica.schema)).members
+            return (await assembly.meet(replica.numel, replica.schema)).members
     except TimeoutError:
         raise StateError(
             f"training {name!r} needs {peers} peers, {1 + len(assembly.waiting)} came in {settings.wait_s:g} s: "
