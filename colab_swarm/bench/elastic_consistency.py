@@ -45,8 +45,7 @@ from colab_swarm.bench.harness import (
 )
 from colab_swarm.bench.slow_link import ADDRESSES, DEVICE, SlowLink, missing
 from colab_swarm.elastic import schedulers
-from colab_swarm.elastic.ledger import GradientLedger
-from colab_swarm.elastic.meter import ExactMeter, Meter
+from colab_swarm.elastic.ledger import ExactMeter, GradientLedger, Meter
 from colab_swarm.recipes.classify import classification_job
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.codecs import Floats, codec_of

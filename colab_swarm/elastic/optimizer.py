@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from colab_swarm.elastic.meter import Meter
+from colab_swarm.elastic.ledger import Meter
 from colab_swarm.elastic.steps import (
     ElasticSettings,
     ElasticSnapshot,
@@ -40,8 +40,6 @@ parameters and optimizer state into the replica, and gives an exchange to `begin
 
 It raises StateError if the group is not formed, ValueError if another peer has other terms.
 """
-
-
 FEWEST = 4
 """Fewest buckets of a model that is not tiny, so that most are sent before backward ends."""
 
@@ -91,11 +89,6 @@ class Buckets:
             for bucket in self._overlapping(parameter):
                 self._open_parts[bucket] += 1
 
-    @property
-    def lacking(self) -> bool:
-        """Whether a parameter has no gradient yet."""
-        return bool(self._absent)
-
     def flush(self) -> None:
         """End backward: parameters without a gradient get a zero one."""
         for parameter in list(self._absent):
@@ -110,11 +103,7 @@ class Buckets:
         """Set the parameters' gradients from the values of all buckets."""
         flat = torch.from_numpy(gradients[0] if len(gradients) == 1 else np.concatenate(gradients))
         for parameter, start in self._starts.items():
-            part = flat[start : start + parameter.numel()].view(parameter.shape)
-            if parameter.device.type == "cpu" and parameter.dtype == torch.float32:
-                parameter.grad = part
-            else:
-                parameter.grad = part.to(parameter)
+            parameter.grad = flat[start : start + parameter.numel()].view(parameter.shape).to(parameter)
 
     def close(self) -> None:
         """Stop collecting gradients."""
@@ -197,7 +186,7 @@ class ElasticOptimizer(WrappedOptimizer):
         async with enter(self._settings, terms, self._replica) as exchange:
             self._exchange, self._steps = exchange, ElasticSteps(exchange, self._settings, sizes)
             try:
-                await exchange.begin(self._steps)
+                await exchange.begin()
             except BaseException:
                 exchange.kill()
                 raise

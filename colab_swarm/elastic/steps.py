@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypedDict
 
-from colab_swarm.elastic.ledger import Closed, GradientLedger
-from colab_swarm.elastic.meter import Meter
+from colab_swarm.elastic.ledger import Closed, GradientLedger, Meter
 from colab_swarm.elastic.schedulers import AdaptiveBeta, Scheduler, Synchronous
+from colab_swarm.events import EventLog, PeerLeft
 from colab_swarm.net.peers import Buffer, Message
 from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Floats, all_finite, codec_of
 
@@ -23,15 +24,6 @@ MAX_PEERS = 16
 BUCKET_BYTES = 120 << 10
 """An encoded bucket is one packet on a peer link."""
 EXCESS = 1.1
-
-
-class ElasticOptions(TypedDict, total=False):
-    """Options of an elastic optimizer; see `ElasticSettings`."""
-
-    scheduler: Scheduler
-    compression: str
-    error_feedback: bool
-    wait_s: float
 
 
 @dataclass(frozen=True)
@@ -142,28 +134,53 @@ class Piece(Message, frozen=True):
 logger = logging.getLogger(__name__)
 
 
-class PieceExchange(Protocol):
-    """One member's connections to all others of its group. Used on the runtime's loop."""
+class PieceExchange(ABC):
+    """One member's connections to all others of its group. Used on the runtime's loop.
 
-    me: int  # this member's number
-    members: int  # size of the group
+    Args:
+        me: this member's number.
+        names: of all members, in the order of their numbers.
 
-    async def begin(self, steps: ElasticSteps) -> None:
+    Attributes:
+        members: size of the group.
+        lost: lost members, with reasons.
+    """
+
+    steps: ElasticSteps
+
+    def __init__(self, events: EventLog, me: int, names: Sequence[str]) -> None:
+        self._events, self.me, self._names, self.members = events, me, names, len(names)
+        self.lost: dict[int, str] = {}
+
+    @abstractmethod
+    async def begin(self) -> None:
         """Report buckets and losses to ``steps`` from now on; return when all members are ready to receive.
 
         Raises:
             StateError: a member was lost meanwhile.
         """
 
+    @abstractmethod
     def send(self, piece: Piece, payload: Buffer) -> None:
         """Queue a bucket for all other members. The payload must not change any more."""
 
     def drop(self, peer: int, reason: str) -> None:
         """Disconnect from a member; it is reported as lost."""
+        self.lose(peer, reason)
 
+    def lose(self, index: int, reason: str) -> None:
+        """Report a member as lost."""
+        if index not in self.lost:
+            self.lost[index] = reason
+            now = asyncio.get_running_loop().time()
+            self._events.emit(PeerLeft(now, self._names[index], reason))
+            self.steps.on_lost(index, reason)
+
+    @abstractmethod
     async def close(self) -> None:
         """Send what is queued, and leave. Idempotent."""
 
+    @abstractmethod
     def kill(self) -> None:
         """End without a goodbye, as a crash would."""
 
@@ -182,6 +199,7 @@ class ElasticSteps:
         self.meter = Meter(len(sizes), exchange.members)
         self.finished: tuple[Closed, ElasticStep] | None = None
         self._exchange, self._scheduler, self._sizes = exchange, settings.scheduler, sizes
+        exchange.steps = self
         self._codec = codec_of(settings.compression)
         gamma = max(self._codec.gamma(numel) for numel in sizes)
         self._gamma = gamma if settings.error_feedback or not gamma else None

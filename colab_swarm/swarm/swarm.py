@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from colab_swarm.elastic.steps import ElasticOptions, ElasticSettings, ElasticSnapshot
+from colab_swarm.elastic.steps import ElasticSettings, ElasticSnapshot
 from colab_swarm.invite import Invite, Setting
 from colab_swarm.net.peers import Contact, PeerId, Role, short
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
@@ -223,7 +223,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         return trained
 
     def elastic_optimizer(
-        self, optimizer: Optimizer, *, peers: int, name: str = "model", **options: Unpack[ElasticOptions]
+        self, optimizer: Optimizer, *, peers: int, name: str = "model", **options: Any
     ) -> ElasticOptimizer:
         """Let a small group step ``optimizer`` without waiting for all gradients; see `ElasticOptimizer`.
 

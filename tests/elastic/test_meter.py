@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from colab_swarm.bench.elastic_consistency import Crash, Emulation, Scene
-from colab_swarm.elastic.ledger import GradientLedger
-from colab_swarm.elastic.meter import Meter
+from colab_swarm.elastic.ledger import GradientLedger, Meter
 from colab_swarm.elastic.schedulers import (
     BoundedStaleness,
     CrashTolerant,
