@@ -241,7 +241,7 @@ class Emulation:
         member.parameters = member.parameters - np.float32(alpha) * member.velocity
         if not scene.momentum and not scene.decay:  # else x_t is not a plain sum of gradients
             for ratios, gamma in ((self.ratios, self._stated), (self.tight_ratios, self._gamma)):
-                if bound := member.scheduler.bound(self.exact.facts(gamma=gamma)):
+                if bound := member.scheduler.bound(self.exact.facts(gamma=gamma, crashed=len(self.fired))):
                     ratios.append(self.exact.measured / bound)
         self._at(self._now, self._begin, peer)
 

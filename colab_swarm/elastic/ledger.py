@@ -195,7 +195,7 @@ class GradientLedger:
 
     @property
     def missing(self) -> frozenset[Missing]:
-        """(peer, step, bucket) owed from closed steps."""
+        """Buckets owed from closed steps."""
         return frozenset((*key, bucket) for key, buckets in self._owed.items() for bucket in buckets)
 
     def _others(self) -> list[int]:
@@ -246,24 +246,24 @@ class Moments:
     """Estimates of M and sigma from the gradients of a group of ``peers``."""
 
     def __init__(self, peers: int) -> None:
-        self._squares, self._variance = [Recent() for _ in range(peers)], Recent()
-        self._largest = 0.0
+        self._peers, self._variance, self._largest = peers, Recent(), 0.0
+        self._norms = [Recent() for _ in range(peers)]
 
-    def on_norm(self, peer: int, squares: float) -> None:
+    def _on_norm(self, peer: int, squares: float) -> None:
         """Add the squared norm of one gradient."""
-        self._squares[peer].add(squares)
+        self._norms[peer].add(squares)
         self._largest = max(self._largest, squares)
 
-    def on_step(self, count: int, squares: float, squared_sum: float) -> None:
+    def _on_sum(self, count: int, squares: float, squared_sum: float) -> None:
         """Add a step of ``count`` gradients: the sum of their squared norms, and the squared norm of their sum."""
         if count > 1:
             self._variance.add(max(0.0, squares - squared_sum / count) / (count - 1))
 
-    def facts(self, gamma: float | None, crashed: int) -> StepFacts:
+    def facts(self, *, gamma: float | None = 0.0, crashed: int = 0) -> StepFacts:
         """Return the facts for a scheduler's `bound`."""
-        m = math.sqrt(max(recent.value for recent in self._squares))
+        m = math.sqrt(max(recent.value for recent in self._norms))
         sigma, largest = math.sqrt(self._variance.value), math.sqrt(self._largest)
-        return StepFacts(len(self._squares), m, sigma, gamma, crashed, largest)
+        return StepFacts(self._peers, m, sigma, gamma, crashed, largest)
 
 
 class _Sum:
@@ -276,8 +276,7 @@ class _Sum:
     def add(self, bucket: int, values: Floats) -> None:
         self.squares += float(np.dot(values, values))
         self.count += 1
-        so_far = self.buckets.get(bucket)
-        self.buckets[bucket] = values if so_far is None else so_far + values
+        self.buckets[bucket] = self.buckets[bucket] + values if bucket in self.buckets else values
 
     def squared_norm(self) -> float:
         return sum(float(np.dot(values, values)) for values in self.buckets.values())
@@ -293,7 +292,7 @@ class _View:
     guess: float
 
 
-class Meter:
+class Meter(Moments):
     """A peer's own distance: estimated at once, and exact except for residuals once everything missing has arrived.
 
     Only the norms of residuals are known. They count as if all had the same direction, so they
@@ -309,25 +308,24 @@ class Meter:
     """
 
     def __init__(self, buckets: int, peers: int) -> None:
-        self.estimate = 0.0
-        self._buckets, self._peers = buckets, peers
-        self._moments, self._measured = Moments(peers), Recent()
-        self._norms: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+        super().__init__(peers)
+        self.estimate = self._gone = 0.0
+        self._buckets, self._measured = buckets, Recent()
+        self._parts: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
         self._residuals = [0.0] * peers
         self._changes = [Recent() for _ in range(buckets)]  # squared norms of late corrections
         self._found, self._guessed = Recent(), Recent()  # squares of what views lacked
         self._views: list[_View] = []
         self._sums: dict[int, _Sum] = defaultdict(_Sum)
-        self._gone = 0.0
 
     def on_norms(self, peer: int, step: int, squares: float, residual_squares: float) -> None:
         """Add one bucket's part of ``||g||^2`` and ``||eps||^2``, sent with the bucket; own buckets count too."""
-        norms = self._norms[peer, step]
+        norms = self._parts[peer, step]
         norms.append((squares, residual_squares))
         if len(norms) == self._buckets:
-            self._moments.on_norm(peer, sum(one for one, _ in norms))
+            self._on_norm(peer, sum(one for one, _ in norms))
             self._residuals[peer] = math.sqrt(sum(residual for _, residual in norms))
-            del self._norms[peer, step]
+            del self._parts[peer, step]
 
     def on_closed(self, closed: Closed) -> list[float]:
         """Close a step, which opens a view; return the distances of the views that became known."""
@@ -355,9 +353,9 @@ class Meter:
             self._sums[late.step].add(late.bucket, late.values)
         for step in self._sums.keys() - {step for _, step, _ in closed.missing}:
             total = self._sums.pop(step)
-            whole, parts = divmod(total.count, self._buckets)
-            if not parts:  # else a peer was lost in the middle of its gradient
-                self._moments.on_step(whole, total.squares, total.squared_norm())
+            whole, rest = divmod(total.count, self._buckets)
+            if not rest:  # else a peer was lost in the middle of its gradient
+                self._on_sum(whole, total.squares, total.squared_norm())
 
     def _give_up_lost(self, closed: Closed) -> None:
         """Settle the missing pieces that no peer owes any more: their peers are lost."""
@@ -399,12 +397,8 @@ class Meter:
         """The root mean square distance of recent views, which B bounds."""
         return math.sqrt(self._measured.value)
 
-    def facts(self, *, gamma: float | None = 0.0, crashed: int = 0) -> StepFacts:
-        """Return the facts for a scheduler's `bound`."""
-        return self._moments.facts(gamma, crashed)
 
-
-class ExactMeter:
+class ExactMeter(Moments):
     """Exact distances of a whole group in one process, from its gradients and parameters; for experiments.
 
     Args:
@@ -417,13 +411,13 @@ class ExactMeter:
     """
 
     def __init__(self, start: Floats, alpha: float, peers: int) -> None:
+        super().__init__(peers)
         self.distances: dict[tuple[int, int], float] = {}
         self._x: Array = start.astype(np.float64)
-        self._alpha, self._peers, self._step = alpha, peers, 0
+        self._alpha, self._step = alpha, 0
         self._gradients: dict[int, dict[int, Floats]] = defaultdict(dict)
         self._views: dict[int, dict[int, Floats]] = defaultdict(dict)
         self._lost: set[int] = set()
-        self._moments = Moments(peers)
         self._measured = [Recent() for _ in range(peers)]
 
     def on_view(self, peer: int, step: int, parameters: Floats) -> None:
@@ -434,7 +428,7 @@ class ExactMeter:
     def on_gradient(self, peer: int, step: int, values: Floats) -> None:
         """Add a gradient, before compression."""
         self._gradients[step][peer] = values
-        self._moments.on_norm(peer, float(np.dot(values, values)))
+        self._on_norm(peer, float(np.dot(values, values)))
         self._advance()
 
     def on_lost(self, peer: int) -> None:
@@ -449,7 +443,7 @@ class ExactMeter:
             gradients = self._gradients.pop(self._step).values()
             total = sum(values.astype(np.float64) for values in gradients)
             squares = sum(float(np.dot(values, values)) for values in gradients)
-            self._moments.on_step(len(gradients), squares, float(np.dot(total, total)))
+            self._on_sum(len(gradients), squares, float(np.dot(total, total)))
             self._x = self._x - self._alpha / self._peers * total
             self._step += 1
             self._compare()
@@ -464,7 +458,3 @@ class ExactMeter:
     def measured(self) -> float:
         """The root mean square distance of recent views, at the peer with the largest."""
         return math.sqrt(max(recent.value for recent in self._measured))
-
-    def facts(self, *, gamma: float | None = 0.0) -> StepFacts:
-        """Return the facts for a scheduler's `bound`."""
-        return self._moments.facts(gamma, len(self._lost))

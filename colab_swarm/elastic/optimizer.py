@@ -181,10 +181,14 @@ class ElasticOptimizer(WrappedOptimizer):
             raise
 
     async def _enter(self, enter: EnterGroup) -> None:
-        self._loop, sizes = asyncio.get_running_loop(), self._buckets.sizes
-        terms = self._settings.terms(sizes, self._replica.schema)
-        async with enter(self._settings, terms, self._replica) as exchange:
-            self._exchange, self._steps = exchange, ElasticSteps(exchange, self._settings, sizes)
+        self._loop, sizes, settings = asyncio.get_running_loop(), self._buckets.sizes, self._settings
+        terms = (  # that all members must agree on
+            f"{settings.peers} peers, {settings.scheduler!r}, {settings.compression}, "
+            f"error_feedback={settings.error_feedback}, {sum(sizes)} values in {len(sizes)} buckets, "
+            f"model {self._replica.schema.hex()[:8]}"
+        )
+        async with enter(settings, terms, self._replica) as exchange:
+            self._exchange, self._steps = exchange, ElasticSteps(exchange, settings, sizes)
             try:
                 await exchange.begin()
             except BaseException:

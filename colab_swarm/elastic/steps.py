@@ -60,13 +60,6 @@ class ElasticSettings:
         fitting = (n for n in sizes if codec.encoded_bytes(n * BLOCK_VALUES) <= BUCKET_BYTES)
         return next(fitting) * BLOCK_VALUES
 
-    def terms(self, sizes: list[int], schema: bytes) -> str:
-        """Return what all members must agree on, as readable text."""
-        return (
-            f"{self.peers} peers, {self.scheduler!r}, {self.compression}, error_feedback={self.error_feedback}, "
-            f"{sum(sizes)} values in {len(sizes)} buckets, model {schema.hex()[:8]}"
-        )
-
 
 @dataclass(frozen=True)
 class ElasticStep:
