@@ -100,7 +100,6 @@ class Collaboration:
         self,
         services: PeerServices,
         settings: TrainingSettings,
-        *,
         own: ProgressRecord,
         numel: int,
         schema: bytes,

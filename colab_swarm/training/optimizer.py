@@ -50,26 +50,16 @@ MOST_OF_TIME = 0.05
 
 @dataclass(frozen=True)
 class OptimizerSnapshot:
-    """The progress of the swarm, as one peer's optimizer knows it.
+    """The progress of the swarm, as one peer's optimizer knows it."""
 
-    Attributes:
-        optimizer: type of the wrapped optimizer.
-        step: updates of the swarm that this peer's parameters have.
-        own_samples: accumulated here for the next step.
-        samples, target_batch_size: accumulated by all peers, and needed for the next step.
-        samples_per_s: of all peers together.
-        peers: number of training peers.
-        budget: how this peer stays within its traffic budget, in words; empty without one.
-    """
-
-    optimizer: str
-    step: int
-    own_samples: float
-    samples: float
+    optimizer: str  # type of the wrapped one
+    step: int  # updates of the swarm that this peer's parameters have
+    own_samples: float  # accumulated here for the next step
+    samples: float  # accumulated by all peers
     target_batch_size: float
-    samples_per_s: float
-    peers: int
-    budget: str
+    samples_per_s: float  # of all peers together
+    peers: int  # that train
+    budget: str  # how this peer stays within its traffic budget, in words; empty without one
 
     def _repr_html_(self) -> str:
         rows: dict[str, object] = {
@@ -91,6 +81,10 @@ class SwarmOptimizer(WrappedOptimizer):
 
     ``param_groups``, ``state``, ``defaults`` and ``state_dict()`` are those of the wrapped
     optimizer, to read. With delayed updates, a change of ``param_groups`` has no effect.
+
+    Attributes:
+        collaboration: this optimizer's part in the swarm.
+        closed: set when it has left.
     """
 
     made_by = "swarm.optimizer(…)"
@@ -116,15 +110,15 @@ class SwarmOptimizer(WrappedOptimizer):
         self._hand_over_s: float | None = None  # set: the trainer must finish its call, hand over and close
         self._saving, self._saved_step = threading.Lock(), -1
         resumed = folder is not None and self._resume(folder)
-        self._collaboration = runtime.call(self._start(name, syncing=not resumed))
+        self.collaboration = runtime.call(self._start(name, syncing=not resumed))
         try:
-            if not resumed or self._collaboration.progress.behind:
+            if not resumed or self.collaboration.progress.behind:
                 self._synchronize()
         except BaseException:  # also an interrupt: its place in the swarm must be free for the next attempt
             try:
                 self.close()
             except BaseException:  # a stopped simulation runs nothing for its peers any more
-                self._collaboration.kill()
+                self.collaboration.kill()
                 raise
             raise
 
@@ -144,24 +138,13 @@ class SwarmOptimizer(WrappedOptimizer):
         return True
 
     async def _start(self, name: str, *, syncing: bool) -> Collaboration:
-        replica, steps = self._replica, self._settings.local_steps
+        replica, settings = self._replica, self._settings
+        steps = 1 if settings.local_steps == "auto" else settings.local_steps
         own = ProgressRecord(
-            step=replica.step,
-            lineage=replica.lineage,
-            samples=0.0,
-            samples_per_s=0.0,
-            syncing=syncing,
-            reduces=False,  # published with the addresses, which may change
-            name=name,
-            local_steps=1 if steps == "auto" else steps,
+            replica.step, replica.lineage, 0.0, 0.0, syncing, reduces=False, name=name, local_steps=steps
         )
         collaboration = Collaboration(
-            self._services,
-            self._settings,
-            own=own,
-            numel=replica.numel,
-            schema=replica.schema,
-            snapshot=replica.snapshot,
+            self._services, settings, own, replica.numel, replica.schema, replica.snapshot
         )
         try:
             await collaboration.start()
@@ -183,11 +166,6 @@ class SwarmOptimizer(WrappedOptimizer):
         """Digest chain that names the branch of the parameters: equal lineages mean equal parameters."""
         return self._replica.lineage
 
-    @property
-    def collaboration(self) -> Collaboration:
-        """This optimizer's part in the swarm."""
-        return self._collaboration
-
     @torch.no_grad()
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, samples: float, loss: float | None = None
@@ -202,15 +180,13 @@ class SwarmOptimizer(WrappedOptimizer):
             loss: that mean loss, for the charts.
 
         Returns:
-            The averaging round's result if the global step advanced, else None. With delayed updates the round runs
-            while you compute: the first call after its end returns its result, and the model gets the new parameters
-            when the next round begins.
+            The averaging round's result if the global step advanced, else None. With delayed updates the
+            first call after the round's end returns it; the model gets the new parameters when the next begins.
 
         Raises:
             ValueError: ``samples`` is not a positive number.
             StateError: this peer fell behind and no peer could give it the state.
-            RuntimeError: this peer has left: you closed it, or the platform's session is about to
-                end and the accumulated samples are handed over; the text says how to continue.
+            RuntimeError: this peer has left, because you closed it or its session ends: the text says how to continue.
         """
         self._refuse_closure(closure)
         if not (isinstance(samples, int | float) and math.isfinite(samples) and samples > 0):
@@ -221,7 +197,7 @@ class SwarmOptimizer(WrappedOptimizer):
             landed = self._land()
             self._recover()
             dropped = uninterrupted(lambda: self._gathered.add(float(samples), loss))
-            report = self._collaboration.report(float(samples), self._gathered.mean_loss, dropped=dropped)
+            report = self.collaboration.report(float(samples), self._gathered.mean_loss, dropped=dropped)
             return self._act(self._runtime.call(report)) or landed
 
     def wait_step(self, timeout_s: float = 600.0) -> RoundResult | None:
@@ -242,7 +218,7 @@ class SwarmOptimizer(WrappedOptimizer):
         deadline = self._runtime.time() + timeout_s
         while True:
             until = min(deadline, self._runtime.time() + LOOK_S)
-            due = self._runtime.call(self._collaboration.wait_due(until))
+            due = self._runtime.call(self.collaboration.wait_due(until))
             result = self._act(due) or self._land(wait=True)
             self._replica.show()
             over = until == deadline or self._hand_over_s is not None
@@ -252,7 +228,7 @@ class SwarmOptimizer(WrappedOptimizer):
     def save(self, target: str | Path | CheckpointFolder) -> None:
         """Write a checkpoint to a file, or into a folder that holds the last few. Thread-safe.
 
-        It has parameters, optimizer, scheduler, step, lineage and error feedback. A step waits until they are copied.
+        A step waits until the state is copied.
 
         Raises:
             StateError: it could not be written (disk full?); an older file there is untouched.
@@ -281,7 +257,7 @@ class SwarmOptimizer(WrappedOptimizer):
 
     def _restart(self, state: Any) -> None:
         self._take_up(state)
-        self._runtime.call(self._collaboration.adopt(self._replica.step, self._replica.lineage))
+        self._runtime.call(self.collaboration.adopt(self._replica.step, self._replica.lineage))
 
     def _take_up(self, state: Any) -> None:
         feedback = self._gathered.feedback_of(state)
@@ -299,7 +275,7 @@ class SwarmOptimizer(WrappedOptimizer):
             if self.closed.is_set():
                 return
             try:
-                if hand_over_s > 0 and self._gathered.samples and not self._collaboration.progress.own.paused:
+                if hand_over_s > 0 and self._gathered.samples and not self.collaboration.progress.own.paused:
                     self._wait_step(hand_over_s)
             finally:  # a failed or interrupted hand-over loses no checkpoint
                 self.closed.set()
@@ -313,13 +289,10 @@ class SwarmOptimizer(WrappedOptimizer):
             flight[0].cancel()
             await asyncio.wait([flight[0]])
         self._keeper.cancel()
-        await self._collaboration.stop()
+        await self.collaboration.stop()
 
     def end(self, why: str, *, hand_over_s: float) -> None:
-        """Let the trainer's next call hand over, close and raise ``why``; an idle trainer must be closed instead.
-
-        Thread-safe; the attribute ``closed`` is a `threading.Event` that is set at the end.
-        """
+        """Let the trainer's next call hand over, close and raise ``why``. An idle trainer must be closed instead."""
         self._why, self._hand_over_s = why, hand_over_s
 
     def _save_progress(self) -> None:
@@ -378,7 +351,7 @@ class SwarmOptimizer(WrappedOptimizer):
         elif due is Due.ROUND:
             values, weight = uninterrupted(self._contribution), self._gathered.samples
             encoding, apply = self._gathered.encoding(), partial(self._apply, weight, True)
-            return self._runtime.call(self._collaboration.average(values, weight, encoding, apply))
+            return self._runtime.call(self.collaboration.average(values, weight, encoding, apply))
         return None
 
     def _contribution(self) -> Floats:
@@ -404,7 +377,7 @@ class SwarmOptimizer(WrappedOptimizer):
 
     async def _begin(self, values: Floats, weight: float) -> asyncio.Task[RoundResult | None]:
         encoding, apply = self._gathered.encoding(), partial(self._apply, weight, False)
-        aside = self._collaboration.average(values, weight, encoding, apply, aside=True)
+        aside = self.collaboration.average(values, weight, encoding, apply, aside=True)
         return asyncio.create_task(aside, name="delayed update")
 
     def _land(self, *, wait: bool = False) -> RoundResult | None:
@@ -422,7 +395,7 @@ class SwarmOptimizer(WrappedOptimizer):
         return result
 
     def _synchronize(self) -> None:
-        caught_up = self._runtime.call(self._collaboration.catch_up())
+        caught_up = self._runtime.call(self.collaboration.catch_up())
         if caught_up is not None:
             uninterrupted(lambda: self._catch_up(*caught_up))
 
@@ -437,9 +410,9 @@ class SwarmOptimizer(WrappedOptimizer):
 
     def _recover(self) -> None:
         """Catch up again if an interrupt or a bad state kept this peer from the step in its record."""
-        own = self._collaboration.progress.own
+        own = self.collaboration.progress.own
         if self._flight is None and (own.step, own.lineage) != (self._replica.step, self._replica.lineage):
-            adopt = self._collaboration.adopt(self._replica.step, self._replica.lineage, syncing=True)
+            adopt = self.collaboration.adopt(self._replica.step, self._replica.lineage, syncing=True)
             self._runtime.call(adopt)
 
     @contextmanager
@@ -470,7 +443,7 @@ class SwarmOptimizer(WrappedOptimizer):
                     self.close(hand_over_s=hand_over_s)
                     raise RuntimeError(self._why)
         except KeyboardInterrupt:
-            uninterrupted(lambda: self._runtime.call(self._collaboration.settled()))
+            uninterrupted(lambda: self._runtime.call(self.collaboration.settled()))
             threading.Thread(target=self._save_progress, name="colab-swarm-save", daemon=True).start()
             print(
                 f"Interrupted at step {self.global_step} of the swarm. {self._gathered.samples:g} samples that are "
@@ -480,7 +453,7 @@ class SwarmOptimizer(WrappedOptimizer):
 
     def snapshot(self) -> OptimizerSnapshot:
         """Return the progress of the swarm. Thread-safe."""
-        progress, plan = self._collaboration.progress, self._collaboration.plan
+        progress, plan = self.collaboration.progress, self.collaboration.plan
         records = progress.records.values()
         return OptimizerSnapshot(
             optimizer=type(self._replica.rule.optimizer).__name__,
@@ -494,7 +467,7 @@ class SwarmOptimizer(WrappedOptimizer):
         )
 
     def __repr__(self) -> str:
-        inner, plan = type(self._replica.rule.optimizer).__name__, self._collaboration.plan
+        inner, plan = type(self._replica.rule.optimizer).__name__, self.collaboration.plan
         here = f"{self._gathered.samples:g} of {self._settings.target_batch_size:g} samples here"
         budget = "" if plan is None else f", {plan}"
         return f"SwarmOptimizer({inner}, step={self.global_step}, {here}{budget})"
