@@ -72,19 +72,13 @@ class GradientLedger:
         peers: p, of the group at its start.
         me: this peer's number, 0 to p - 1.
         scheduler: decides how late gradients may be, and what stands in for them.
-
-    Attributes:
-        step: t, the open step.
-        lost: lost peers.
-        late: late buckets, corrected when the open step is closed.
-        ready: whether the peer's own gradient is complete, so that the step may end.
     """
 
     def __init__(self, sizes: Sequence[int], peers: int, me: int, scheduler: Scheduler) -> None:
-        self.step = 0
+        self.step = 0  # t, the open step
         self.lost: set[int] = set()
-        self.late: list[Late] = []
-        self.ready = False
+        self.late: list[Late] = []  # corrected when the open step is closed
+        self.ready = False  # the own gradient is complete, so the step may end
         self._sizes, self._peers, self._me, self._scheduler = tuple(sizes), peers, me, scheduler
         # By (peer, step) of open steps: buckets, and the squared norm of all of them.
         self._gradients: dict[tuple[int, int], dict[int, Floats]] = defaultdict(dict)
@@ -302,14 +296,12 @@ class Meter(Moments):
     Args:
         buckets: of a gradient.
         peers: p.
-
-    Attributes:
-        estimate: distance of the newest view.
     """
 
     def __init__(self, buckets: int, peers: int) -> None:
         super().__init__(peers)
-        self.estimate = self._gone = 0.0
+        self.estimate = 0.0  # distance of the newest view
+        self._gone = 0.0
         self._buckets, self._measured = buckets, Recent()
         self._parts: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
         self._residuals = [0.0] * peers
@@ -405,14 +397,11 @@ class ExactMeter(Moments):
         start: the parameters at step 0, equal at all peers.
         alpha: learning rate of plain SGD.
         peers: p.
-
-    Attributes:
-        distances: ``||x_t - v_t^i|| / alpha`` by (peer, step).
     """
 
     def __init__(self, start: Floats, alpha: float, peers: int) -> None:
         super().__init__(peers)
-        self.distances: dict[tuple[int, int], float] = {}
+        self.distances: dict[tuple[int, int], float] = {}  # ``||x_t - v_t^i|| / alpha`` by (peer, step)
         self._x: Array = start.astype(np.float64)
         self._alpha, self._step = alpha, 0
         self._gradients: dict[int, dict[int, Floats]] = defaultdict(dict)

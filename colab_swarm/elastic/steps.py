@@ -32,7 +32,6 @@ class ElasticSettings:
 
     Attributes:
         prefix: name of the group; peers with the same prefix train one model.
-        peers: size of the group, 2 to 16.
         scheduler: decides when a peer continues with its next step.
         compression: gradients on the wire: float32, float16, bfloat16, int8, onebit, or ``topk:0.01``.
         error_feedback: add what compression cut off to the next gradient; without it, a lossy codec has no bound.
@@ -90,20 +89,13 @@ class ElasticStep:
 
 @dataclass(frozen=True)
 class ElasticSnapshot:
-    """State of one member of a group.
+    """State of one member of a group."""
 
-    Attributes:
-        scheduler: its scheduler with settings.
-        member, members: its number, and the group's size at its start.
-        steps: the latest, oldest first.
-        left: whether it has left the group.
-    """
-
-    scheduler: str
-    member: int
-    members: int
-    steps: tuple[ElasticStep, ...]
-    left: bool
+    scheduler: str  # with its settings
+    member: int  # its number
+    members: int  # the group's size at its start
+    steps: tuple[ElasticStep, ...]  # the latest, oldest first
+    left: bool  # whether it has left the group
 
     @property
     def passed(self) -> bool:

@@ -1,8 +1,8 @@
 """One trainer's part in the swarm: report progress, run averaging rounds, catch up. Does not import torch.
 
 It runs on the runtime's event loop. The optimizer drives it from the user's thread: `report` after each micro-batch
-says what is due, and `average` finds the round's group, averages, lets the optimizer apply the mean and moves on to
-the next step. `catch_up` gets the swarm's state when it moved on without this peer.
+says what is due, `average` takes part in the round and moves on to the next step, and `catch_up` gets the swarm's
+state when it moved on without this peer.
 
 The swarm does not wait for a peer that catches up. While the snapshot of step s downloads, the peer follows the rounds
 with weight 0 and collects their means. Then it applies the means of the rounds s, s+1, … in order and has the swarm's

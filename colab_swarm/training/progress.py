@@ -53,12 +53,7 @@ def next_lineage(lineage: bytes, mean: Floats) -> bytes:
 
 
 class ProgressRecord(Message, frozen=True):
-    """A peer's progress, published in the DHT, signed, under its own subkey.
-
-    Attributes:
-        upload_bps, download_bps: measured bandwidth of its links, bits per second, for people; None: not measured yet.
-        idle: it is not paused, but has finished no micro-batch for much longer than one takes; counts like paused.
-    """
+    """A peer's progress, published in the DHT, signed, under its own subkey."""
 
     step: int  # updates applied to its parameters
     lineage: bytes  # digest chain that names the branch of its parameters
@@ -70,10 +65,10 @@ class ProgressRecord(Message, frozen=True):
     addresses: tuple[str, ...] = ()  # where it can be dialled
     loss: float | None = None  # mean loss of the samples, if reported
     local_steps: int = 1  # least number of steps that it takes between two rounds
-    upload_bps: float | None = None
+    upload_bps: float | None = None  # measured bandwidth of its links, for people; None: not measured yet
     download_bps: float | None = None
     paused: bool = False  # it computes nothing for now; no round waits for it, but it gives its state
-    idle: bool = False
+    idle: bool = False  # it has finished no micro-batch for much longer than one takes; counts like paused
 
     def __post_init__(self) -> None:
         numbers = (self.samples, self.samples_per_s, self.upload_bps or 0.0, self.download_bps or 0.0)
@@ -354,18 +349,12 @@ class Progress:
 
 
 class ThroughputEstimator:
-    """Measures the speed of one trainer from its micro-batches.
-
-    Attributes:
-        samples_per_s: moving average; 0 until it is known.
-        active_at: time of the trainer's last sign of work.
-    """
+    """Measures the speed of one trainer from its micro-batches."""
 
     def __init__(self, now: float) -> None:
-        self.samples_per_s = 0.0
-        self._batch_s = 0.0
+        self.samples_per_s = self._batch_s = 0.0  # moving averages; 0 until known
         self._computing_since: float | None = None
-        self.active_at = now
+        self.active_at = now  # the trainer's last sign of work
 
     def wait(self) -> None:
         """The trainer stops computing, and is ready for a round."""
@@ -393,10 +382,6 @@ class ThroughputEstimator:
         return None if late else max(0.0, ready_in_s)
 
     def idle(self, now: float, *, report_s: float) -> bool:
-        """Return True if the trainer was silent for much longer than its own micro-batches take.
-
-        Args:
-            report_s: longest time between two progress records.
-        """
+        """Return True if the trainer was silent for much longer than its micro-batches and ``report_s`` take."""
         periods = IDLE_REPORTS if self._batch_s else UNKNOWN_REPORTS
         return now - self.active_at > max(IDLE_BATCHES * self._batch_s, periods * report_s)

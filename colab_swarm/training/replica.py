@@ -31,7 +31,7 @@ T = TypeVar("T")
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 """Of the swarm's steps if peers take local ones (DiLoCo, section 3)."""
 MAX_SETTING = 1e6
-"""Bound on a learning rate and the like in another peer's state."""
+"""Bound on a learning rate and the like in a state."""
 SMALL_VALUES = 1 << 16
 """Tensors with fewer values are small: biases, normalization layers. They are at the front of a flat vector."""
 
@@ -172,12 +172,10 @@ class Replica:
                 self._optimizer.load_state_dict(state["optimizer"])
                 if self.rule.local:
                     self.rule.optimizer.load_state_dict(state["local"])
+                for own, given in zip(before[0]["param_groups"], self._optimizer.param_groups, strict=True):
+                    _check_options(own, given)
                 if self.rule.scheduler is not None and state["scheduler"] is not None:
                     self.rule.scheduler.load_state_dict(state["scheduler"])
-                # Torch accepts the options of any optimizer, and would fail in the next step.
-                for own, given in zip(before[0]["param_groups"], self._optimizer.param_groups, strict=True):
-                    if missing := own.keys() - given.keys():
-                        raise ValueError(f"it has no {', '.join(sorted(missing))}")
             except (ValueError, LookupError, TypeError, AttributeError) as error:  # it is not trusted
                 self._optimizer.load_state_dict(before[0])
                 self.rule.optimizer.load_state_dict(before[1])
@@ -201,9 +199,7 @@ class Replica:
         Raises:
             StateError: it does not fit this model, or would ruin it; nothing was changed.
         """
-        state = unpack(snapshot.manifest.layout, snapshot.blob)
-        _check_sane(state)
-        self.load(state)
+        self.load(unpack(snapshot.manifest.layout, snapshot.blob))
         self.step, self.lineage = snapshot.manifest.step, snapshot.manifest.subject
 
 
@@ -258,31 +254,25 @@ def _copy(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _checked_parameters(state: Any, mine: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    if (
-        not isinstance(state, dict)
-        or not {"step", "lineage", "parameters", "optimizer", "scheduler"} <= state.keys()
-    ):
-        raise StateError("this is not the state of a collaboration")
-    theirs = state["parameters"] if isinstance(state["parameters"], list) else []
-    fits = [getattr(tensor, "shape", None) for tensor in theirs] == [tensor.shape for tensor in mine]
-    if not fits or not isinstance(state["step"], int) or not isinstance(state["lineage"], bytes):
-        raise StateError(
-            f"the state belongs to another model: {len(mine)} parameters of other shapes are trained here; "
-            "build the model with the same settings as the swarm"
-        )
-    return theirs
+    match state:
+        case {"step": int(), "lineage": bytes(), "parameters": list(theirs), "optimizer": _, "scheduler": _}:
+            if [getattr(tensor, "shape", None) for tensor in theirs] == [tensor.shape for tensor in mine]:
+                return theirs
+            raise StateError(
+                f"the state belongs to another model: {len(mine)} parameters of other shapes are trained here; "
+                "build the model with the same settings as the swarm"
+            )
+    raise StateError("this is not the state of a collaboration")
 
 
-def _check_sane(state: Any) -> None:
-    """Refuse a donor's state with absurd settings."""
-    try:
-        settings = [item for group in state["optimizer"]["param_groups"] for item in group.items()]
-    except (LookupError, TypeError, AttributeError) as error:
-        raise StateError(f"this is not the state of a collaboration: {error!r}") from error
-    for name, value in settings:
+def _check_options(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Refuse absurd options, and those of another optimizer: torch accepts them, and would fail in the next step."""
+    if missing := own.keys() - given.keys():
+        raise ValueError(f"it has no {', '.join(sorted(missing))}")
+    for name, value in given.items():
         least = 0 if name == "lr" else -MAX_SETTING
         if isinstance(value, int | float) and not least <= value <= MAX_SETTING:
-            raise StateError(f"the donor's state has {name}={value}, which nobody trains with")
+            raise ValueError(f"it has {name}={value}, which nobody trains with")
 
 
 def uninterrupted(work: Callable[[], T]) -> T:
@@ -320,7 +310,7 @@ class Gradients:
 
     Attributes:
         samples: the weight of this peer's next contribution.
-        feedback: what compression cut off the last contribution, times its samples; None: no error feedback.
+        feedback: what compression cut off the last one, times its samples; None: no error feedback.
     """
 
     def __init__(self, replica: Replica, *, error_feedback: bool = False) -> None:

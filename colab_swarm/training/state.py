@@ -60,10 +60,9 @@ REMEMBERED = 4
 
 
 def save_checkpoint(path: str | Path, state: Any) -> None:
-    """Write a training state so that ``path`` holds either all of it or its old content.
+    """Write a training state so that ``path`` holds either all of it or its old content; creates the folder.
 
     Args:
-        path: the file; its folder is created if needed.
         state: anything that `flatten` takes, such as a dictionary of the step, the random state and
             the ``state_dict()`` of model, optimizer and scheduler.
 
@@ -245,7 +244,7 @@ def snapshot_of(tensors: Mapping[str, TensorBytes], skeleton: str) -> Snapshot:
 
 
 def _step_and_lineage(tensors: Mapping[str, Any], skeleton: bytes) -> tuple[int, bytes]:
-    """Return step and lineage of a state, if the skeleton is sound and names exactly these tensors."""
+    """The skeleton must be sound and name exactly these tensors."""
     match unflatten(tensors, decode_skeleton(skeleton)):
         case {"step": int(step), "lineage": bytes(lineage)} if step >= 0 and not isinstance(step, bool):
             return step, lineage

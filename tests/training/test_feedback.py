@@ -17,7 +17,7 @@ from colab_swarm.training.optimizer import SwarmOptimizer
 from colab_swarm.training.replica import Gradients, Replica, UpdateRule
 from colab_swarm.training.settings import TrainingSettings
 from colab_swarm.training.state import load_checkpoint, save_checkpoint
-from tests.training.toy import join_training, loss_of, model
+from tests.training.toy import join_training, model, take
 
 
 def gathered() -> tuple[torch.nn.Linear, Gradients]:
@@ -72,8 +72,7 @@ def train(swarm: Swarm, optimizer: SwarmOptimizer, net: torch.nn.Module) -> Floa
     """One step of the swarm; returns this peer's error feedback."""
     before = optimizer.global_step
     while optimizer.global_step == before:
-        loss_of(net, before).backward()
-        optimizer.step(samples=10)
+        take(optimizer, net, before)
         optimizer._land(wait=True)
     assert optimizer._gathered.feedback is not None
     return optimizer._gathered.feedback.residual

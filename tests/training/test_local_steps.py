@@ -26,7 +26,7 @@ from colab_swarm.training.settings import (
     TrafficBudgetPolicy,
     TrainingSettings,
 )
-from tests.training.toy import join_training, loss_of, model, parameters_of, train_freely
+from tests.training.toy import alone, join_training, loss_of, model, parameters_of, take, train_freely
 
 STEPS = 4
 
@@ -55,13 +55,11 @@ def test_a_peer_alone_takes_diloco_steps() -> None:
         net = model()
         optimizer = join_training(swarm, net, local_steps=STEPS)
         for step in range(3 * STEPS):
-            loss_of(net, step).backward()
-            optimizer.step(samples=10)
+            take(optimizer, net, step)
         assert optimizer.global_step == 3
         return parameters_of(net)
 
-    with cs.simulate(1) as sim:
-        parameters = sim.run(train)["alice"]
+    parameters = alone(train)
     torch.testing.assert_close(parameters, diloco_reference(3), rtol=0, atol=1e-5)
 
 
@@ -85,8 +83,7 @@ def test_peers_with_and_without_local_steps_do_not_mix(local: str) -> None:
         try:
             optimizer = join_training(swarm, net, local_steps=STEPS if swarm.name == local else 1)
             for step in range(3 * STEPS):
-                loss_of(net, step).backward()
-                optimizer.step(samples=10)
+                take(optimizer, net, step)
         except StateError as error:
             assert "either all peers take local_steps, or none" in str(error)
             return False
@@ -104,8 +101,7 @@ def test_a_senseless_number_of_local_steps_raises_at_once(steps: object) -> None
         with pytest.raises(ValueError, match="choose one"):
             join_training(swarm, model(), local_steps=2, overlap=True)
 
-    with cs.simulate(1) as sim:
-        sim.run(train)
+    alone(train)
 
 
 # --- budgets --------------------------------------------------------------------------------------------------------

@@ -53,9 +53,10 @@ def test_a_state_that_would_ruin_the_model_is_refused(poison: Callable[[Replica]
     donor, joiner = adam(model(seed=1)), adam(net := model(seed=2))
     before = parameters_of(net)
     poison(donor)
-    with pytest.raises(StateError, match="state h"):
+    with pytest.raises(StateError, match=r"the state holds NaN|which nobody trains with"):
         joiner.load_snapshot(donor.snapshot())
     assert torch.equal(parameters_of(net), before) and joiner.step == 0
+    assert joiner.rule.optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_a_sound_state_of_any_usual_kind_is_taken() -> None:
@@ -88,9 +89,11 @@ def test_gradients_add_up_by_weight_and_absent_ones_count_as_zero() -> None:
     first, second = both = parameters()
     gathered = Gradients(sgd(both))
     first.grad = torch.arange(6.0).view(2, 3)
-    assert gathered.add(2.0, None) is None and first.grad is None
+    assert gathered.add(2.0, 1.0) is None and first.grad is None
     first.grad, second.grad = torch.arange(6.0).view(2, 3), torch.full((4,), 0.5, dtype=torch.bfloat16)
-    assert gathered.add(3.0, None) is None
+    assert gathered.add(3.0, float("nan")) is None and gathered.mean_loss == 1.0
+    assert gathered.add(6.0, 5.0) is None and gathered.mean_loss == 4.0
+    gathered.samples = 5.0
     mean = gathered.contribution(lambda values: False)
     np.testing.assert_allclose(5 * mean, [0, 5, 10, 15, 20, 25, 1.5, 1.5, 1.5, 1.5], rtol=1e-6)
 

@@ -11,7 +11,7 @@ import pytest
 import colab_swarm as cs
 from colab_swarm.events import Fault, RoundFinished
 from colab_swarm.swarm.swarm import Swarm
-from tests.training.toy import join_training, loss_of, model, wait_for_peers
+from tests.training.toy import join_training, loss_of, model, take, wait_for_peers
 
 
 @pytest.mark.slow
@@ -45,8 +45,7 @@ def train_idle_and_train(swarm: Swarm, eager: str) -> bytes:
 
     def train_until(step: int) -> None:
         while optimizer.global_step < step:
-            loss_of(net, optimizer.global_step, slice(0, 2)).backward()
-            optimizer.step(samples=2)
+            take(optimizer, net, optimizer.global_step, slice(0, 2))
 
     train_until(COMMON_STEPS + (swarm.name == eager))
     swarm.runtime.call(asyncio.sleep(WAKE_AT_S - swarm.runtime.time()))
@@ -80,8 +79,7 @@ def train_beside_idle_peers(swarm: Swarm, active: str, pauses: bool) -> tuple[in
 
     def train_while(more: Callable[[], bool]) -> None:
         while more():
-            loss_of(net, optimizer.global_step, slice(0, 2)).backward()
-            optimizer.step(samples=2)
+            take(optimizer, net, optimizer.global_step, slice(0, 2))
             steps.append(optimizer.global_step)
 
     train_while(lambda: optimizer.global_step < COMMON_STEPS)

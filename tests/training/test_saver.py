@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import colab_swarm as cs
 from colab_swarm.errors import StateError
 from colab_swarm.events import Fault
 from colab_swarm.swarm.swarm import Swarm
@@ -15,6 +14,7 @@ from colab_swarm.training.optimizer import SwarmOptimizer
 from colab_swarm.training.replica import UpdateRule
 from colab_swarm.training.settings import TrainingSettings
 from colab_swarm.training.state import CheckpointFolder
+from tests.training.toy import alone
 
 
 def kept_in(swarm: Swarm, folder: Path, net: torch.nn.Module | None = None) -> SwarmOptimizer:
@@ -33,8 +33,7 @@ def save_steps(folder: Path, *steps: int) -> list[int]:
             optimizer._replica.step = step
             optimizer._save_progress()
 
-    with cs.simulate(1) as sim:
-        sim.run(save)
+    alone(save)
     return steps_in(folder)
 
 
@@ -75,8 +74,7 @@ def test_a_full_disk_is_reported_and_saving_is_tried_again(
         assert (fault.where, fault.text) == ("saving progress", "no room") and not steps_in(tmp_path)
         optimizer._save_progress()
 
-    with cs.simulate(1) as sim:
-        sim.run(save)
+    alone(save)
     assert steps_in(tmp_path) == [0]
 
 
@@ -92,5 +90,4 @@ def test_saved_progress_is_loaded_unless_it_is_of_another_model(tmp_path: Path) 
         with pytest.raises(StateError, match=f"another model.*{tmp_path}"):
             kept_in(swarm, tmp_path, torch.nn.Linear(5, 1))
 
-    with cs.simulate(1) as sim:
-        sim.run(resume)
+    alone(resume)

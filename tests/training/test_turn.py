@@ -16,7 +16,7 @@ from colab_swarm.runtime import POLL_S
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.optimizer import SwarmOptimizer
 from colab_swarm.training.replica import Replica
-from tests.training.toy import join_training, joint_reference, loss_of, model, parameters_of
+from tests.training.toy import join_training, joint_reference, loss_of, model, parameters_of, take
 
 
 @contextmanager
@@ -78,14 +78,12 @@ def test_an_interrupt_is_explained_and_accumulated_samples_count_once(
 ) -> None:
     with cs.create("test-run") as swarm:
         optimizer = join_training(swarm, net := model())
-        loss_of(net, 0, slice(0, 4)).backward()
-        assert optimizer.step(samples=4) is None
+        assert take(optimizer, net, 0, slice(0, 4)) is None
         with interrupted_soon(), pytest.raises(KeyboardInterrupt):
             optimizer.wait_step()
         output = capsys.readouterr().out
         assert output.count("Interrupted at step 0") == 1 and "4 samples" in output
-        loss_of(net, 0, slice(4, 10)).backward()
-        result = optimizer.step(samples=6)
+        result = take(optimizer, net, 0, slice(4, 10))
         assert result is not None and [member.weight for member in result.group.members] == [10.0]
 
 
