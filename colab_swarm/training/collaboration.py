@@ -303,6 +303,7 @@ class Collaboration:
         if aside:
             self._averaging_aside = True
             self._update(samples=0.0)
+        result = None
         try:
             result = await self._try_round(values, weight, encoding, aside)
             if result is not None:
@@ -312,6 +313,7 @@ class Collaboration:
                 self._update(samples=self.progress.own.samples + weight)  # for the next try
             return result
         finally:
+            self._applying &= result is not None
             self._averaging_aside = False
             self._wake.set()
 
@@ -321,17 +323,14 @@ class Collaboration:
         if not aside:
             self._throughput.wait()
         self._applying = True  # a faster member may call the next round before the last mean arrives here
-        stepping = False
         try:
             result = await self._round(self.progress.own, values, weight, encoding)
-            stepping = any(member.weight for member in result.group.members)
-            return result if stepping else None
+            return result if any(member.weight for member in result.group.members) else None
         except PeerError as error:
             logger.info("no round for step %d: %s", self.progress.own.step, error)
             await self.refresh()
             return None
         finally:
-            self._applying = stepping
             if not aside:
                 self._throughput.work(self._now())
 

@@ -178,7 +178,16 @@ class Progress:
         """
         trainers, assistants = await read_participants(dht, self.prefix)
         self.on_records(trainers, linked=peers.linked(), now=asyncio.get_running_loop().time())
-        self._on_assistants(assistants)
+        lost = self._lost_assistants
+        alive = {
+            peer: record
+            for peer, record in sorted(assistants.items())
+            if record.addresses
+            and record.collaboration in ("", self.prefix)
+            and record.told_at > lost.get(peer, -math.inf)
+        }
+        self.assistants = dict(list(alive.items())[:MAX_ASSISTANTS])
+        self._lost_assistants = {p: at for p, at in lost.items() if p in assistants and p not in alive}
 
     def on_records(
         self, records: Mapping[PeerId, ProgressRecord], *, linked: Container[PeerId] = (), now: float
@@ -207,19 +216,6 @@ class Progress:
             if fresh[peer] != self._others.get(peer):
                 self._updated_at[peer] = now
         self._others = fresh
-
-    def _on_assistants(self, records: Mapping[PeerId, AssistantRecord]) -> None:
-        """Take the live records just read; one from before its writer was lost does not count."""
-        alive = {
-            peer: record
-            for peer, record in sorted(records.items())
-            if record.addresses
-            and record.collaboration in ("", self.prefix)
-            and record.told_at > self._lost_assistants.get(peer, -math.inf)
-        }
-        self.assistants = dict(list(alive.items())[:MAX_ASSISTANTS])
-        lost = self._lost_assistants.items()
-        self._lost_assistants = {peer: at for peer, at in lost if peer in records and peer not in alive}
 
     def on_round(self, members: Iterable[PeerId], step: int, lineage: bytes, *, now: float) -> None:
         """Move ``members`` to ``step`` after a round, without waiting for their records."""
