@@ -1,20 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
-from colab_swarm.bench.elastic_consistency import Emulation, Scene
-from colab_swarm.elastic.schedulers import AdaptiveBeta, NormBounded, Scheduler, StepFacts
-from tests.elastic.test_meter import DIM, SIZES, late, noisy_quadratic
+from colab_swarm.elastic.schedulers import AdaptiveBeta, NormBounded, StepFacts
+from tests.elastic.test_meter import emulate
 
 STEPS, SETTLED = 400, 60
-
-
-def emulate(scheduler: Callable[[], Scheduler], steps: int = STEPS) -> Emulation:
-    scene = Scene(SIZES, scheduler, peers=3, steps=steps, delay=late)
-    return Emulation(scene, np.zeros(DIM, np.float32), noisy_quadratic).run()
 
 
 def rms(values: list[float]) -> float:
@@ -25,7 +17,7 @@ def rms(values: list[float]) -> float:
 @pytest.mark.parametrize("target", [0.1, 0.2, 0.3])
 def test_the_measured_distance_stays_under_the_target_and_close_to_it(target: float) -> None:
     """Without waiting it would be 0.4."""
-    run = emulate(lambda: AdaptiveBeta(target))
+    run = emulate(lambda: AdaptiveBeta(target), STEPS)
     for peer, member in enumerate(run.members):
         exact = [run.exact.distances[peer, step] for step in range(SETTLED, STEPS)]
         assert rms(exact) < target

@@ -37,8 +37,8 @@ def late(sender: int, receiver: int, step: int, bucket: int) -> float:
     return random.Random(f"{sender} {receiver} {step} {bucket}").expovariate(1)
 
 
-def emulate(scheduler: Callable[[], Scheduler], **more: object) -> Emulation:
-    scene = Scene(SIZES, scheduler, steps=STEPS, delay=late, **more)  # type: ignore[arg-type]
+def emulate(scheduler: Callable[[], Scheduler], steps: int = STEPS, **more: object) -> Emulation:
+    scene = Scene(SIZES, scheduler, **{"peers": 3, "steps": steps, "delay": late, **more})  # type: ignore[arg-type]
     return Emulation(scene, np.zeros(DIM, np.float32), noisy_quadratic).run()
 
 
@@ -53,7 +53,7 @@ RELAXED = [
 
 @pytest.mark.parametrize("scheduler", RELAXED, ids=repr)
 def test_a_peers_own_distance_is_exact_once_everything_has_arrived(scheduler: Scheduler) -> None:
-    run = emulate(lambda: scheduler, peers=3)
+    run = emulate(lambda: scheduler)
     for peer, member in enumerate(run.members):
         exact = [run.exact.distances[peer, step] for step in range(1, STEPS + 1)]
         assert len(member.found) >= STEPS - 4
@@ -65,7 +65,7 @@ def test_a_peers_own_distance_is_exact_once_everything_has_arrived(scheduler: Sc
 @pytest.mark.parametrize("scheduler", RELAXED, ids=repr)
 def test_the_first_estimate_is_right_on_average_and_rarely_far_off(scheduler: Scheduler) -> None:
     """Figures of this test: the mean estimate is 0.95 to 1.24 of the exact mean, the correlation 0.82 to 0.96."""
-    run = emulate(lambda: scheduler, peers=3)
+    run = emulate(lambda: scheduler)
     exact = np.array(
         [[run.exact.distances[peer, step] for step in range(21, STEPS + 1)] for peer in range(3)]
     )
@@ -86,7 +86,7 @@ def test_moments_are_those_of_all_gradients() -> None:
 
 @pytest.mark.parametrize("codec", ["int8", "topk:0.1", "onebit"])
 def test_residuals_are_never_underestimated(codec: str) -> None:
-    run = emulate(Synchronous, peers=3, codec=codec)
+    run = emulate(Synchronous, codec=codec)
     for peer, member in enumerate(run.members):
         for step in range(1, STEPS + 1):
             assert member.found[step - 1] >= run.exact.distances[peer, step] - 1e-3
@@ -94,7 +94,7 @@ def test_residuals_are_never_underestimated(codec: str) -> None:
 
 
 def test_the_debts_of_a_lost_peer_count_permanently() -> None:
-    run = emulate(lambda: NormBounded(0.0), peers=3, crashes={2: Crash(60, frozenset())})
+    run = emulate(lambda: NormBounded(0.0), crashes={2: Crash(60, frozenset())})
     assert run.fired == [2]
     for peer in (0, 1):
         after, member = run.exact.distances[peer, STEPS], run.members[peer]
@@ -116,6 +116,6 @@ def test_a_missing_bucket_of_a_lost_peer_is_part_of_the_distance() -> None:
 
 
 def test_a_synchronous_group_measures_nothing() -> None:
-    run = emulate(Synchronous, peers=3)
+    run = emulate(Synchronous)
     assert run.exact.measured < 1e-4
     assert all(member.meter.measured == 0.0 == member.meter.estimate for member in run.members)

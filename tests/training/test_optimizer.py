@@ -57,15 +57,6 @@ def test_unequal_batches_of_four_peers_equal_one_process_with_the_joined_batch(n
         torch.testing.assert_close(parameters, joint_reference(20), rtol=0, atol=1e-5)
 
 
-def test_same_seed_same_run() -> None:
-    ends = []
-    for _ in range(2):
-        with simulation(3, "home") as sim:
-            results = sim.run(lambda swarm: train_freely(swarm, 4))
-            ends.append((sim.time, lineages(results)))
-    assert ends[0] == ends[1]
-
-
 def test_a_peer_alone_trains_like_plain_torch() -> None:
     with simulation(1) as sim:
         results = sim.run(lambda swarm: train_freely(swarm, 5, samples=10))
