@@ -1,10 +1,12 @@
 """Form an elastic group, and exchange buckets over peer links.
 
-Waiting peers meet (`colab_swarm.averaging.assembly`). They start from equal parameters: the first member sends its
-parameters and optimizer state to all others. A group starts complete: a lost member cannot rejoin.
+Waiting peers meet (`colab_swarm.averaging.assembly`). They start from equal parameters: the first
+member sends its parameters and optimizer state to all others. A group starts complete: a lost
+member cannot rejoin.
 
-Any two members share one stream, in both directions, as long as the group lives. So the round trip is paid once, and a
-bucket travels one way. If a stream breaks, each of the two members counts the other as lost and continues without it.
+Any two members share one stream, in both directions, as long as the group lives. So the round trip
+is paid once, and a bucket travels one way. If a stream breaks, each of the two members counts the
+other as lost and continues without it.
 """
 
 from __future__ import annotations
@@ -40,15 +42,7 @@ class ElasticLink(Message, frozen=True):
 
 
 class PeerExchange(PieceExchange):
-    """This peer's streams to the other members.
-
-    Args:
-        members: in the order of their numbers.
-        timeout_s: until all members must be ready.
-
-    Attributes:
-        opening: names the group on the wire.
-    """
+    """This peer's streams to the other members; ``opening`` names the group on the wire."""
 
     def __init__(
         self,
@@ -104,11 +98,7 @@ class PeerExchange(PieceExchange):
             await self._converse(index, stream)
 
     async def serve(self, opening: ElasticLink, stream: Stream) -> None:
-        """Use the stream that a member opened to this peer.
-
-        Raises:
-            Refusal: the peer is not in this group, or has a stream already.
-        """
+        """Use the stream that a member opened; refuse other groups and a second stream."""
         if opening != self.opening or stream.peer not in opening.members:
             raise Refusal("this peer trains in another group: restart all peers")
         await self._begun.wait()
@@ -186,10 +176,7 @@ class PeerExchange(PieceExchange):
 async def enter_group(
     services: PeerServices, settings: ElasticSettings, terms: str, replica: Replica
 ) -> AsyncIterator[PeerExchange]:
-    """Enter a group of peers of a swarm; with ``services`` bound, an `EnterGroup`.
-
-    Its services run until all members are ready.
-    """
+    """With ``services`` bound, an `EnterGroup`. Its services run until all members are ready."""
     router, prefix, count, wait_s = services.router, settings.prefix, settings.peers, settings.wait_s
     name = prefix.rpartition("/")[2]
     formation = dataclasses.replace(FORMATION, size=count)

@@ -1,4 +1,4 @@
-"""What one member knows of its group's gradients: what arrived, what is owed, and how far its view is off. Free of I/O.
+"""One member's account of its group's gradients, and how far its parameters are off. Free of I/O.
 
 Step t applies, by equation 11 of "Elastic Consistency", divided by the number of peers p::
 
@@ -8,11 +8,13 @@ A stand-in is zero, or the peer's own values of the same bucket. A correction is
 between a late bucket and its stand-in. So everything that arrives is applied once. Whatever its
 delays, a peer ends with the parameters of synchronous training.
 
-Invariants: a bucket is applied once. Nothing older than the scheduler's ``max_delay`` is missing from a peer that is
-not lost. Gradients are summed in peer order, so equal gradients give equal bits at all peers.
+Invariants: a bucket is applied once. Nothing older than the scheduler's ``max_delay`` is missing
+from a peer that is not lost. Gradients are summed in peer order, so equal gradients give equal bits
+at all peers.
 
-The global parameter x_t has applied every gradient of the steps before t. The view v_t^i of peer i lacks what has not
-arrived, and the residuals eps_j that compression sends later. With plain SGD at a learning rate alpha::
+The global parameter x_t has applied every gradient of the steps before t. The view v_t^i of peer i
+lacks what has not arrived, and the residuals eps_j that compression sends later. With plain SGD at
+a learning rate alpha::
 
     (x_t - v_t^i) / alpha  =  1/p  sum (missing values - their stand-ins)  +  1/p  sum_j eps_j
 
@@ -69,9 +71,7 @@ class GradientLedger:
 
     Args:
         sizes: values of each bucket.
-        peers: p, of the group at its start.
-        me: this peer's number, 0 to p - 1.
-        scheduler: decides how late gradients may be, and what stands in for them.
+        peers, me: p, of the group at its start, and this peer's number, 0 to p - 1.
     """
 
     def __init__(self, sizes: Sequence[int], peers: int, me: int, scheduler: Scheduler) -> None:
@@ -90,8 +90,7 @@ class GradientLedger:
     def on_own(self, step: int, bucket: int, values: Floats, *, now: float) -> None:
         """Add a bucket of this peer's gradient, as the others decode it: all peers apply the same values.
 
-        Raises:
-            ValueError: the step is not open, the bucket is unknown or a duplicate, or its size is wrong.
+        Raises `ValueError` if the step is not open, or the bucket unknown or a duplicate.
         """
         own = self._gradients[self._me, self.step]
         if step != self.step or bucket in own or not self._fits(bucket, values):
@@ -152,11 +151,7 @@ class GradientLedger:
         )
 
     def close_step(self) -> Closed:
-        """Close the open step and open the next.
-
-        Raises:
-            ValueError: this peer's own gradient is not complete.
-        """
+        """Close the open step and open the next; the own gradient must be complete."""
         if not self.ready:
             raise ValueError(f"step {self.step} cannot end: this peer's own gradient is not complete")
         buckets, arrived = range(len(self._sizes)), {}
@@ -218,7 +213,7 @@ class GradientLedger:
         )
 
 
-# --- the distance from the global parameter ---------------------------------------------------------------------------
+# --- the distance from the global parameter -----------------------------------------------------
 
 
 class Recent:
@@ -249,7 +244,7 @@ class Moments:
         self._largest = max(self._largest, squares)
 
     def _on_sum(self, count: int, squares: float, squared_sum: float) -> None:
-        """Add a step of ``count`` gradients: the sum of their squared norms, and the squared norm of their sum."""
+        """Add a step: the sum of its gradients' squared norms, and the squared norm of their sum."""
         if count > 1:
             self._variance.add(max(0.0, squares - squared_sum / count) / (count - 1))
 
@@ -278,7 +273,7 @@ class _Sum:
 
 @dataclass
 class _View:
-    """What a view lacked when it was opened: what is still missing, and the sum of what has arrived since."""
+    """What a view lacked: what is still missing, and the sum of what has arrived since."""
 
     missing: set[Missing]
     arrived: _Sum
@@ -287,15 +282,11 @@ class _View:
 
 
 class Meter(Moments):
-    """A peer's own distance: estimated at once, and exact except for residuals once everything missing has arrived.
+    """A peer's own distance: estimated at once, and exact but for residuals once all has arrived.
 
     Only the norms of residuals are known. They count as if all had the same direction, so they
     never make the distance too small. Pieces of a lost peer never arrive; each counts permanently
     with the typical size of such a piece.
-
-    Args:
-        buckets: of a gradient.
-        peers: p.
     """
 
     def __init__(self, buckets: int, peers: int) -> None:
@@ -311,7 +302,7 @@ class Meter(Moments):
         self._sums: dict[int, _Sum] = defaultdict(_Sum)
 
     def on_norms(self, peer: int, step: int, squares: float, residual_squares: float) -> None:
-        """Add one bucket's part of ``||g||^2`` and ``||eps||^2``, sent with the bucket; own buckets count too."""
+        """Add a bucket's part of ``||g||^2`` and ``||eps||^2``; own buckets count too."""
         norms = self._parts[peer, step]
         norms.append((squares, residual_squares))
         if len(norms) == self._buckets:
@@ -362,10 +353,7 @@ class Meter(Moments):
             view.missing -= gone
 
     def _worth(self, pieces: Iterable[Missing], closed: Closed) -> float:
-        """Estimate the size of missing pieces from earlier late ones, as if all had the same direction.
-
-        Before any piece was late, use the same bucket of the gradients that arrived.
-        """
+        """Estimate the size of missing pieces, as if all had the same direction, from late or arrived ones."""
         squares: dict[int, float] = defaultdict(float)
         for peer, _, bucket in pieces:
             own = max(float(np.dot(of[bucket], of[bucket])) for of in closed.arrived.values() if bucket in of)
@@ -391,12 +379,11 @@ class Meter(Moments):
 
 
 class ExactMeter(Moments):
-    """Exact distances of a whole group in one process, from its gradients and parameters; for experiments.
+    """Exact distances of a whole group in one process; for experiments.
 
     Args:
         start: the parameters at step 0, equal at all peers.
         alpha: learning rate of plain SGD.
-        peers: p.
     """
 
     def __init__(self, start: Floats, alpha: float, peers: int) -> None:

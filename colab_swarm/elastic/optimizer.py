@@ -1,4 +1,5 @@
-"""`ElasticOptimizer`: a torch optimizer that steps with the gradients of a group that have arrived so far."""
+"""`ElasticOptimizer`: a torch optimizer that steps with the gradients of a group that have arrived
+so far."""
 
 from __future__ import annotations
 
@@ -55,10 +56,6 @@ class Buckets:
         most: values of a bucket, at most; a multiple of `BLOCK_VALUES`.
         on_full: ``on_full(bucket, values)``, called on the thread that runs backward when a bucket
             is full. The values are a view of `vector` and do not change any more.
-
-    Attributes:
-        sizes: values of each bucket.
-        vector: the gradient of this step, as far as it is complete.
     """
 
     def __init__(
@@ -72,6 +69,7 @@ class Buckets:
             self._starts[parameter] = numel
             numel += parameter.numel()
         self._size = min(most, max(1, numel // (FEWEST * BLOCK_VALUES)) * BLOCK_VALUES)
+        # values of each bucket
         self.sizes = [min(self._size, numel - at) for at in range(0, numel, self._size)]
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
@@ -81,6 +79,7 @@ class Buckets:
 
     def begin(self) -> None:
         """Start a step without gradients."""
+        # the gradient of this step, as far as it is complete
         self.vector: Floats = np.empty(sum(self.sizes), np.float32)
         self._tensor = torch.from_numpy(self.vector)
         self._absent = dict.fromkeys(self._starts)  # in order

@@ -1,8 +1,9 @@
 """Elastic groups over `torch.distributed`, for a group in one data centre or on one host.
 
-Buckets travel from rank to rank through gloo. Each direction of each pair has its own thread, because gloo's calls
-block. All messages have the size of the largest bucket with its header, so a receiver knows the size in advance. Unlike
-peer links, nothing is encrypted, and ranks trust each other.
+Buckets travel from rank to rank through gloo. Each direction of each pair has its own thread,
+because gloo's calls block. All messages have the size of the largest bucket with its header, so a
+receiver knows the size in advance. Unlike peer links, nothing is encrypted, and ranks trust each
+other.
 """
 
 from __future__ import annotations
@@ -93,11 +94,7 @@ def _copy_first(terms: str, replica: Replica, timeout: timedelta) -> None:
 
 
 class ProcessGroupExchange(PieceExchange):
-    """A rank's connections to the others; all ranks create theirs at the same time.
-
-    Args:
-        largest_bytes: of a payload.
-    """
+    """A rank's connections to the others; no payload exceeds ``largest_bytes``."""
 
     def __init__(self, events: EventLog, *, largest_bytes: int) -> None:
         super().__init__(events, dist.get_rank(), [f"rank {rank}" for rank in range(dist.get_world_size())])

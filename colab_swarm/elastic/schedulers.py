@@ -1,8 +1,10 @@
-"""Schedulers of "Elastic Consistency", sections 4.1 and 5: they decide when a peer may start its next forward pass.
+"""Schedulers of "Elastic Consistency", sections 4.1 and 5: they decide when a peer may start its
+next forward pass.
 
-At step t a peer has its own complete gradient, and the parts of the others' that have arrived. A scheduler decides
-whether that is enough. No scheduler lets a peer run more than ``max_delay`` steps ahead: with one step, all of step
-t - 1 must have arrived before step t ends. No scheduler waits for lost peers.
+At step t a peer has its own complete gradient, and the parts of the others' that have arrived. A
+scheduler decides whether that is enough. No scheduler lets a peer run more than ``max_delay`` steps
+ahead: with one step, all of step t - 1 must have arrived before step t ends. No scheduler waits for
+lost peers.
 
     ==================  ==================================================  =========  =====================
     scheduler           step t may end when                                 max_delay  B (Table 1)
@@ -15,9 +17,10 @@ t - 1 must have arrived before step t ends. No scheduler waits for lost peers.
                         be missing
     ==================  ==================================================  =========  =====================
 
-The constant B (Table 1) bounds the distance of a peer's view from the global parameter: ``E ||x_t - v_t^i||^2 <=
-alpha^2 B^2`` (Definition 1). x_t has every gradient generated before step t, v_t^i those that peer i has applied, and
-alpha is the learning rate. The constants of two relaxations add up (triangle inequality).
+The constant B (Table 1) bounds the distance of a peer's view from the global parameter: ``E ||x_t -
+v_t^i||^2 <= alpha^2 B^2`` (Definition 1). x_t has every gradient generated before step t, v_t^i
+those that peer i has applied, and alpha is the learning rate. The constants of two relaxations add
+up (triangle inequality).
 """
 
 from __future__ import annotations
@@ -33,19 +36,18 @@ RESOLUTION_S = 1e-3
 
 @dataclass(frozen=True)
 class StepFacts:
-    """Measured facts of a run.
-
-    Attributes:
-        gamma: of the codec with error feedback, ``||Q(w) - w||^2 <= gamma ||w||^2``; None: unknown.
-        largest: largest norm of a gradient so far. It bounds what crashes lose, which is too little for a mean.
-    """
+    """Measured facts of a run."""
 
     peers: int  # p, of the group at its start
     m: float  # M, the root of the gradients' second moment, ``E ||g||^2 <= M^2``
     sigma: float  # the root of their variance, ``E ||g - E g||^2 <= sigma^2``
-    gamma: float | None = 0.0
+    gamma: float | None = (
+        0.0  # of the codec with error feedback, ``||Q(w) - w||^2 <= gamma ||w||^2``; None: unknown
+    )
     crashed: int = 0  # number of lost peers
-    largest: float = 0.0
+    largest: float = (
+        0.0  # norm of a gradient so far: it bounds what crashes lose, which is too little for a mean
+    )
 
 
 def bounded_staleness(peers: int, tau: int, m: float) -> float:
@@ -87,13 +89,9 @@ class StepStatus:
 
 
 class Scheduler(ABC):
-    """Decides when a peer continues with its next step. Has no I/O.
+    """Decides when a peer continues with its next step. Has no I/O."""
 
-    Attributes:
-        stand_in: the own gradient replaces missing values until they arrive.
-    """
-
-    stand_in = False
+    stand_in = False  # whether the own gradient replaces missing values until they arrive
 
     @property
     @abstractmethod
@@ -117,7 +115,7 @@ class Scheduler(ABC):
         return None
 
     def bound(self, facts: StepFacts) -> float | None:
-        """Return B, the elastic consistency constant, codec and crashes included; None: unknown for this codec."""
+        """Return B, codec and crashes included; None: unknown for this codec."""
         if facts.gamma is None or facts.gamma >= 1:
             return None
         faults = self._faults(facts) * max(facts.m, facts.largest) / facts.peers  # Lemmas 13 and 14

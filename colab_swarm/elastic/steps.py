@@ -1,7 +1,9 @@
-"""Steps of one group member: its settings, the wait for the others' buckets, and the result of each step.
+"""Steps of one group member: its settings, the wait for the others' buckets, and the result of each
+step.
 
-`ElasticSteps` is driven from two sides. On the runtime's loop, the exchange reports received buckets and lost members.
-On the user's thread, the optimizer hands over its own buckets during backward and then waits with `finish`.
+`ElasticSteps` is driven from two sides. On the runtime's loop, the exchange reports received
+buckets and lost members. On the user's thread, the optimizer hands over its own buckets during
+backward and then waits with `finish`.
 """
 
 from __future__ import annotations
@@ -120,29 +122,19 @@ logger = logging.getLogger(__name__)
 
 
 class PieceExchange(ABC):
-    """One member's connections to all others of its group. Used on the runtime's loop.
-
-    Args:
-        me: this member's number.
-        names: of all members, in the order of their numbers.
-
-    Attributes:
-        members: size of the group.
-        lost: lost members, with reasons.
-    """
+    """One member's connections to the others; ``names`` are those of all. Used on the runtime's loop."""
 
     steps: ElasticSteps
 
     def __init__(self, events: EventLog, me: int, names: Sequence[str]) -> None:
         self._events, self.me, self._names, self.members = events, me, names, len(names)
-        self.lost: dict[int, str] = {}
+        self.lost: dict[int, str] = {}  # members, with reasons
 
     @abstractmethod
     async def begin(self) -> None:
         """Report buckets and losses to ``steps`` from now on; return when all members are ready to receive.
 
-        Raises:
-            StateError: a member was lost meanwhile.
+        Raises `StateError` if a member was lost meanwhile.
         """
 
     @abstractmethod
@@ -171,18 +163,12 @@ class PieceExchange(ABC):
 
 
 class ElasticSteps:
-    """The steps of one member of a group.
-
-    Attributes:
-        ledger: what arrived, and what is owed.
-        meter: estimate of this member's inconsistency.
-        finished: a closed step that is not applied yet.
-    """
+    """The steps of one member of a group."""
 
     def __init__(self, exchange: PieceExchange, settings: ElasticSettings, sizes: list[int]) -> None:
         self.ledger = GradientLedger(sizes, exchange.members, exchange.me, settings.scheduler)
         self.meter = Meter(len(sizes), exchange.members)
-        self.finished: tuple[Closed, ElasticStep] | None = None
+        self.finished: tuple[Closed, ElasticStep] | None = None  # not applied yet
         self._exchange, self._scheduler, self._sizes = exchange, settings.scheduler, sizes
         exchange.steps = self
         self._codec = codec_of(settings.compression)
@@ -194,12 +180,7 @@ class ElasticSteps:
         self._own: deque[tuple[Piece, Floats, Buffer]] = deque()
 
     def hand_over(self, piece: Piece, arrived: Floats, payload: Buffer) -> None:
-        """Send a full bucket of this member's gradient. Thread-safe.
-
-        Args:
-            arrived: the values as the others decode them.
-            payload: the encoded values.
-        """
+        """Send a full bucket; ``arrived`` are the values as others decode it. Thread-safe."""
         self._own.append((piece, arrived, payload))
         if not self._woken:  # waking the loop costs more than the rest
             self._woken = True
@@ -245,11 +226,8 @@ class ElasticSteps:
     async def finish(self, compute_s: float = 0.0) -> None:
         """Wait until the open step may end, and close it; the result is in `finished`.
 
-        Args:
-            compute_s: in a simulation, the duration of the next forward and backward pass.
-
-        Raises:
-            RuntimeError: this member leaves.
+        In a simulation, ``compute_s`` is the duration of the next forward and backward pass. Raises
+        `RuntimeError` if this member leaves.
         """
         self._take_own()
         while not self._scheduler.may_go_on(status := self.ledger.standing(self._loop.time())):

@@ -1,8 +1,10 @@
-"""An assistant (DeDLOC's auxiliary peer) trains nothing, and lets trainers that only dial out train together.
+"""An assistant (DeDLOC's auxiliary peer) trains nothing, and lets trainers that only dial out train
+together.
 
-Such trainers cannot reach each other, but all of them can reach the assistant. It organizes their rounds, reduces, and
-passes on the training state to late joiners. It needs no torch, no data and no model, because the calling trainer's
-ticket describes the round. Where trainers reduce themselves, it is one more reducer.
+Such trainers cannot reach each other, but all of them can reach the assistant. It organizes their
+rounds, reduces, and passes on the training state to late joiners. It needs no torch, no data and no
+model, because the calling trainer's ticket describes the round. Where trainers reduce themselves,
+it is one more reducer.
 """
 
 from __future__ import annotations
@@ -60,7 +62,6 @@ class Assistant:
     """Helps the collaborations of a run, as their first messages arrive; `stop` ends it.
 
     Args:
-        run_id: of the run.
         name: this peer's, for people.
         collaboration: the name of the only collaboration to help; None: all.
         stored: ``await stored(prefix)``: a checkpoint of a backbone to give when no trainer is left.
@@ -85,11 +86,7 @@ class Assistant:
         self._stopped = False
 
     async def start(self) -> None:
-        """Publish to the run that this peer assists.
-
-        Raises:
-            ValueError: this peer assists the run already.
-        """
+        """Publish to the run that this peer assists; raises `ValueError` if it does so already."""
         self._services.router.set_default(self.enter, self.leave)
         # No collaboration has the run's own name: this part serves the messages that lead to `enter`.
         self._parts[""] = _Part(self._services, self._run_id, self._tally, self._stored)

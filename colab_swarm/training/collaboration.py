@@ -1,14 +1,16 @@
-"""One trainer's part in the swarm: report progress, run averaging rounds, catch up. Does not import torch.
+"""One trainer's part in the swarm: report progress, run averaging rounds, catch up. Does not import
+torch.
 
-It runs on the runtime's event loop. The optimizer drives it from the user's thread: `report` after each micro-batch
-says what is due, `average` takes part in the round and moves on to the next step, and `catch_up` gets the swarm's
-state when it moved on without this peer.
+It runs on the runtime's event loop. The optimizer drives it from the user's thread: `report` after
+each micro-batch says what is due, `average` takes part in the round and moves on to the next step,
+and `catch_up` gets the swarm's state when it moved on without this peer.
 
-The swarm does not wait for a peer that catches up. While the snapshot of step s downloads, the peer follows the rounds
-with weight 0 and collects their means. Then it applies the means of the rounds s, s+1, … in order and has the swarm's
-parameters, however long the download took. It sends nothing and reduces nothing meanwhile, so it cannot slow down a
-round. Donors that keep failing lose their vote, and the branch of the other peers is tried: a peer that claims an
-absurd step keeps no late joiner out.
+The swarm does not wait for a peer that catches up. While the snapshot of step s downloads, the peer
+follows the rounds with weight 0 and collects their means. Then it applies the means of the rounds
+s, s+1, … in order and has the swarm's parameters, however long the download took. It sends nothing
+and reduces nothing meanwhile, so it cannot slow down a round. Donors that keep failing lose their
+vote, and the branch of the other peers is tried: a peer that claims an absurd step keeps no late
+joiner out.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ logger = logging.getLogger(__name__)
 LATE_S, ANSWER_S = 2.0, 2.0
 """When to look for silent peers while a group forms, and how soon a healthy peer answers."""
 ATTEMPTS, BRANCHES = 5, 4
-"""Downloads from the donors of one branch, and branches: trainers that died together may each have left one."""
+"""Downloads per branch, and branches: trainers that died together may each have left one."""
 PAUSE_S = 1.0
 PATIENCE_S = 30.0
 """Donors may fail for this long, or `ATTEMPTS` times, before others are tried."""
@@ -90,10 +92,6 @@ class Collaboration:
         own: this peer's first record.
         numel, schema: length of the averaged vector, and the digest of its layout.
         snapshot: copies the current training state; runs off the event loop and may raise `StateError`.
-
-    Attributes:
-        progress: of the swarm, as this peer knows it.
-        plan: how this peer stays within its traffic budget; None without one.
     """
 
     def __init__(
@@ -108,7 +106,7 @@ class Collaboration:
         self.services, self._settings = services, settings
         peers, local = services.peers, settings.local_steps != 1
         self.progress = Progress(peers.id, own, settings.prefix, settings.target_batch_size, local=local)
-        self.plan: CommunicationPlan | None = None
+        self.plan: CommunicationPlan | None = None  # with a traffic budget
         self._policy = None if settings.budget is None else TrafficBudgetPolicy(settings, peers.id)
         self._numel, self._schema = numel, schema
         self._bandwidth, self._shares = LinkBandwidth(peers, settings.budget), AdaptiveShares()
@@ -134,7 +132,7 @@ class Collaboration:
         self._reported: set[str] = set()  # refusals
         self._stop_listening = peers.on_lost(self._on_lost)
 
-    # --- start and stop -----------------------------------------------------------------------------------------
+    # --- start and stop -------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Read the other peers' progress and publish this peer's."""
@@ -166,7 +164,7 @@ class Collaboration:
     def _now() -> float:
         return asyncio.get_running_loop().time()
 
-    # --- progress -----------------------------------------------------------------------------------------------
+    # --- progress -------------------------------------------------------------------------------
 
     async def _keep_exchanging(self) -> None:
         """Often when the batch is nearly full, rarely otherwise, at once after a step."""
@@ -217,7 +215,7 @@ class Collaboration:
         if changes.keys() & {"syncing", "paused", "idle"}:
             self._moved.set()
 
-    # --- called by the optimizer --------------------------------------------------------------------------------
+    # --- called by the optimizer ----------------------------------------------------------------
 
     async def report(self, samples: float, loss: float | None, *, dropped: str | None = None) -> Due:
         """Count a micro-batch and return what to do next; ``dropped`` says why its gradient does not count."""
@@ -386,7 +384,7 @@ class Collaboration:
             return await self._matchmaker.join(ticket, candidates, deadline)
         except RoundRefused as refused:
             refusal = str(refused)
-            if refused.reason == "invalid" and refusal not in self._reported:  # it will not pass by itself
+            if refused.reason == "invalid" and refusal not in self._reported:  # for good
                 self._reported.add(refusal)
                 text = f"{refusal}; all peers of a run take the same model, compression and mean_compression"
                 self.services.events.emit(Fault(self._now(), "rounds, which this peer is kept out of", text))
@@ -437,13 +435,12 @@ class Collaboration:
         patience_s = self._settings.matchmaking_timeout_s
         return 0.0 if own.syncing else self._throughput.ready_in_s(self._now(), patience_s=patience_s)
 
-    # --- catching up --------------------------------------------------------------------------------------------
+    # --- catching up ----------------------------------------------------------------------------
 
     async def catch_up(self) -> CaughtUp | None:
         """Return the state of the swarm's branch, or None if this peer's own state counts.
 
-        Raises:
-            StateError: no peer on the branch could give its state, and this peer has none of its own.
+        Raises `StateError` if no peer on the branch gave its state, and this peer has none.
         """
         has_state = not self.progress.own.syncing
         self._called, self._applying = None, False
@@ -474,8 +471,7 @@ class Collaboration:
     async def follow_round(self) -> dict[tuple[int, bytes], Floats]:
         """Take part with weight 0 in the round that `wait_called` waited for.
 
-        Returns:
-            The mean by the step and lineage that it is applied to; empty if it is not complete.
+        Returns the mean by the step and lineage that it is applied to, if it is complete.
         """
         assert self._called is not None
         (step, lineage), self._called = self._called, None
@@ -527,11 +523,7 @@ class CatchUp:
         self._between_rounds = asyncio.Lock()
 
     async def run(self) -> CaughtUp | None:
-        """Download the state and bring it up to date.
-
-        Raises:
-            StateError: no peer on the branch could give its state in time, and this peer has none of its own.
-        """
+        """Download the state and bring it up to date; see `Collaboration.catch_up`."""
         follower = asyncio.create_task(self._follow(), name="follow rounds")
         try:
             return await self._run()

@@ -120,7 +120,7 @@ class HostOptimizer:
         for parameter in self._parameters:
             parameter.grad = None
 
-    # --- between the ranks ----------------------------------------------------------------------------------------
+    # --- between the ranks ----------------------------------------------------------------------
 
     def _gather(self, samples: float, loss: float | None) -> None:
         """Sum gradients and samples of all ranks at rank 0."""

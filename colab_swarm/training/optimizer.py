@@ -107,7 +107,7 @@ class SwarmOptimizer(WrappedOptimizer):
         self._lock = threading.RLock()  # held by the trainer's calls, and to close
         self.closed = threading.Event()
         self._why = "this optimizer has left its swarm: make a new one with swarm.optimizer(…)"
-        self._hand_over_s: float | None = None  # set: the trainer must finish its call, hand over and close
+        self._hand_over_s: float | None = None  # set: finish the call, hand over, close
         self._saving, self._saved_step = threading.Lock(), -1
         resumed = folder is not None and self._resume(folder)
         self.collaboration = runtime.call(self._start(name, syncing=not resumed))
@@ -123,11 +123,7 @@ class SwarmOptimizer(WrappedOptimizer):
             raise
 
     def _resume(self, folder: CheckpointFolder) -> bool:
-        """Load the newest checkpoint; returns False if there is none yet.
-
-        Raises:
-            StateError: it belongs to another model; nothing was changed.
-        """
+        """Load the newest checkpoint; returns False if there is none yet."""
         if (state := folder.latest()) is None:
             return False
         try:
@@ -154,7 +150,7 @@ class SwarmOptimizer(WrappedOptimizer):
         self._keeper = asyncio.create_task(self._keep_saving())
         return collaboration
 
-    # --- for the trainer ------------------------------------------------------------------------------------------
+    # --- for the trainer ------------------------------------------------------------------------
 
     @property
     def global_step(self) -> int:
@@ -180,13 +176,13 @@ class SwarmOptimizer(WrappedOptimizer):
             loss: that mean loss, for the charts.
 
         Returns:
-            The averaging round's result if the global step advanced, else None. With delayed updates the
-            first call after the round's end returns it; the model gets the new parameters when the next begins.
+            The averaging round's result if the global step advanced, else None. Delayed updates: the
+            first call after its end returns it; the model gets the parameters when the next begins.
 
         Raises:
             ValueError: ``samples`` is not a positive number.
             StateError: this peer fell behind and no peer could give it the state.
-            RuntimeError: this peer has left, because you closed it or its session ends: the text says how to continue.
+            RuntimeError: this peer has left, as you closed it or its session ends: see the text.
         """
         self._refuse_closure(closure)
         if not (isinstance(samples, int | float) and math.isfinite(samples) and samples > 0):
@@ -292,11 +288,11 @@ class SwarmOptimizer(WrappedOptimizer):
         await self.collaboration.stop()
 
     def end(self, why: str, *, hand_over_s: float) -> None:
-        """Let the trainer's next call hand over, close and raise ``why``. An idle trainer must be closed instead."""
+        """Let the trainer's next call hand over, close and raise ``why``; close an idle one instead."""
         self._why, self._hand_over_s = why, hand_over_s
 
     def _save_progress(self) -> None:
-        """Save the state in this peer's folder if it is new. A fault is told; training continues."""
+        """Save the state in this peer's folder if it is new; training survives a fault."""
         folder = self._folder
         if folder is None:
             return
@@ -323,7 +319,7 @@ class SwarmOptimizer(WrappedOptimizer):
             await asyncio.to_thread(self._save_progress)
             pause_s = max(SAVE_S, (time.monotonic() - began) / MOST_OF_TIME)
 
-    # --- as any torch optimizer -----------------------------------------------------------------------------------
+    # --- as any torch optimizer -----------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the last ``backward()``; accumulated ones stay."""
@@ -339,7 +335,7 @@ class SwarmOptimizer(WrappedOptimizer):
             "peers share one optimizer state: use optimizer.load(path) with a file written by save(path)"
         )
 
-    # --- accumulate, average, apply -------------------------------------------------------------------------------
+    # --- accumulate, average, apply -------------------------------------------------------------
 
     def _act(self, due: Due) -> RoundResult | None:
         if due is Due.CATCH_UP:
@@ -358,7 +354,7 @@ class SwarmOptimizer(WrappedOptimizer):
         return self._gathered.contribution(self._services.averager.holds)
 
     def _apply(self, weight: float, all_of_them: bool, mean: Floats) -> bytes:
-        """Take the step with a mean of a contribution, or of all samples that are accumulated here."""
+        """Take the step with a mean of a contribution, or of all accumulated samples."""
         with self._replica.lock:  # a checkpoint must have the step and its error feedback, or neither
             lineage = self._replica.apply(mean)
             self._gathered.on_delivered(weight)
@@ -366,7 +362,7 @@ class SwarmOptimizer(WrappedOptimizer):
             self._gathered.forget()
         return lineage
 
-    # --- delayed updates ------------------------------------------------------------------------------------------
+    # --- delayed updates ------------------------------------------------------------------------
 
     def _take_off(self) -> None:
         """Start a round with the accumulated gradients, and give the model the last round's update."""
@@ -419,8 +415,7 @@ class SwarmOptimizer(WrappedOptimizer):
     def _trainer_call(self) -> Iterator[None]:
         """Hold the lock for a call of the trainer, and explain an interrupt.
 
-        Raises:
-            RuntimeError: the optimizer is closed or about to close, or the trainer itself has paused the peer.
+        Raises `RuntimeError` if the optimizer is closed, or the trainer itself has paused the peer.
         """
         gate = self._services.gate
         if gate.closed_by_this_thread:

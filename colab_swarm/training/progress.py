@@ -1,4 +1,5 @@
-"""The progress of the swarm: its branch, the samples accumulated for the next step, and when the batch is full.
+"""The progress of the swarm: its branch, the samples accumulated for the next step, and when the
+batch is full.
 
 A pure core over the peers' progress records. The rules that keep a swarm together:
 
@@ -65,10 +66,10 @@ class ProgressRecord(Message, frozen=True):
     addresses: tuple[str, ...] = ()  # where it can be dialled
     loss: float | None = None  # mean loss of the samples, if reported
     local_steps: int = 1  # least number of steps that it takes between two rounds
-    upload_bps: float | None = None  # measured bandwidth of its links, for people; None: not measured yet
+    upload_bps: float | None = None  # measured bandwidth of its links; None: not measured yet
     download_bps: float | None = None
     paused: bool = False  # it computes nothing for now; no round waits for it, but it gives its state
-    idle: bool = False  # it has finished no micro-batch for much longer than one takes; counts like paused
+    idle: bool = False  # it has finished no micro-batch for long; counts like paused
 
     def __post_init__(self) -> None:
         numbers = (self.samples, self.samples_per_s, self.upload_bps or 0.0, self.download_bps or 0.0)
@@ -125,15 +126,7 @@ class Branch:
 
 
 class Progress:
-    """The swarm's progress as this peer knows it.
-
-    Args:
-        local: peers take steps of their own between two rounds.
-
-    Attributes:
-        own: this peer's record.
-        assistants: records of the collaboration's assistants that are believed alive.
-    """
+    """The swarm's progress as this peer knows it; ``local``: peers take steps between two rounds."""
 
     def __init__(
         self,
@@ -146,13 +139,13 @@ class Progress:
     ) -> None:
         self.me, self.own, self.prefix, self._local = me, own, prefix, local
         self.target_batch_size = target_batch_size
-        self.assistants: dict[PeerId, AssistantRecord] = {}
+        self.assistants: dict[PeerId, AssistantRecord] = {}  # believed alive
         self._before: bytes | None = None  # the own lineage a step ago, if this peer made that step
         self._read: Mapping[PeerId, ProgressRecord] = {}  # the records as last read
         self._others: dict[PeerId, ProgressRecord] = {}  # those that count, updated by rounds
-        self._learnt: dict[PeerId, tuple[ProgressRecord, int]] = {}  # from rounds, and for how many reads
+        self._learnt: dict[PeerId, tuple[ProgressRecord, int]] = {}  # for so many reads
         self._updated_at: dict[PeerId, float] = {}
-        self._lost: dict[PeerId, tuple[ProgressRecord | None, float]] = {}  # last record, when the link broke
+        self._lost: dict[PeerId, tuple[ProgressRecord | None, float]] = {}  # when
         self._lost_assistants: dict[PeerId, float] = {}  # time of the last record
         self._distrusted = LeftOut[PeerId](DISTRUST_S, DISTRUST_S)
         self._no_vote: Container[PeerId] = ()  # those of them at the last reading
@@ -163,7 +156,7 @@ class Progress:
         own = ProgressRecord(0, b"", 0.0, 0.0, syncing=True, reduces=False, name="")
         return cls(me, own, prefix=prefix)
 
-    # --- what is known of the others ------------------------------------------------------------------------------
+    # --- what is known of the others ------------------------------------------------------------
 
     @property
     def records(self) -> Mapping[PeerId, ProgressRecord]:
@@ -171,11 +164,7 @@ class Progress:
         return {self.me: self.own, **self._others}
 
     async def refresh(self, dht: DHT, peers: Peers) -> None:
-        """Read the records of all trainers and assistants.
-
-        Raises:
-            PeerError: they cannot be read now.
-        """
+        """Read all records; raises `PeerError` if they cannot be read now."""
         trainers, assistants = await read_participants(dht, self.prefix)
         self.on_records(trainers, linked=peers.linked(), now=asyncio.get_running_loop().time())
         lost = self._lost_assistants
@@ -227,11 +216,7 @@ class Progress:
                 self._learnt[peer] = (learnt, READS_OF_GRACE)
 
     def on_lost(self, peer: PeerId, *, now: float) -> bool:
-        """Ignore a peer whose link broke until it is linked again or publishes a new record.
-
-        Returns:
-            Whether it is one of the trainers.
-        """
+        """Ignore a peer until it is linked again or publishes a new record; return whether it trained."""
         self._learnt.pop(peer, None)
         trained, assistant = self._others.pop(peer, None), self.assistants.pop(peer, None)
         if assistant is not None:
@@ -250,7 +235,7 @@ class Progress:
         """Give all peers their vote back."""
         self._distrusted, self._no_vote = LeftOut[PeerId](DISTRUST_S, DISTRUST_S), ()
 
-    # --- the branch -----------------------------------------------------------------------------------------------
+    # --- the branch -----------------------------------------------------------------------------
 
     def advance(self, lineage: bytes, *, samples: float = 0.0) -> None:
         """Move this peer one step further, after it applied a mean; ``samples`` count for the next step."""
@@ -263,7 +248,7 @@ class Progress:
         self.own = msgspec.structs.replace(self.own, step=step, lineage=lineage, samples=0.0, syncing=syncing)
 
     def branch(self) -> Branch:
-        """Return the branch that the records elect, or this peer's own while no other peer trains."""
+        """Return the branch that the records elect, or the own while no other peer trains."""
         records = sorted(self.records.items())
         trainers = {peer: r for peer, r in records if not r.syncing and peer not in self._no_vote}
         if not trainers:
@@ -298,7 +283,7 @@ class Progress:
         return self.own.step <= step or (branch.step, branch.lineage) != (step, lineage)
 
     def participants(self, step: int, lineage: bytes) -> set[PeerId]:
-        """Return the peers at a step and lineage, and those that catch up, without paused and idle ones."""
+        """Return the peers at a step and lineage, and those that catch up; none that are absent."""
         active = ((peer, r) for peer, r in self.records.items() if not r.absent)
         return {peer for peer, r in active if r.syncing or (r.step, r.lineage) == (step, lineage)}
 
@@ -307,7 +292,7 @@ class Progress:
         """Peers that are paused or idle."""
         return frozenset(peer for peer, record in self.records.items() if record.absent)
 
-    # --- the batch ------------------------------------------------------------------------------------------------
+    # --- the batch ------------------------------------------------------------------------------
 
     def samples(self, now: float) -> float:
         """Return the samples accumulated for the next step by all peers on the own branch."""
@@ -378,6 +363,6 @@ class ThroughputEstimator:
         return None if late else max(0.0, ready_in_s)
 
     def idle(self, now: float, *, report_s: float) -> bool:
-        """Return True if the trainer was silent for much longer than its micro-batches and ``report_s`` take."""
+        """Return True if it was silent for much longer than its micro-batches and ``report_s`` take."""
         periods = IDLE_REPORTS if self._batch_s else UNKNOWN_REPORTS
         return now - self.active_at > max(IDLE_BATCHES * self._batch_s, periods * report_s)

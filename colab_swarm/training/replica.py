@@ -1,4 +1,5 @@
-"""This peer's copy of the training state: parameters, optimizer, scheduler, step and lineage. The torch side.
+"""This peer's copy of the training state: parameters, optimizer, scheduler, step and lineage. The
+torch side.
 
 The user's thread applies updates, and the runtime's thread pool copies snapshots for late joiners.
 One lock keeps a copy from seeing half an update. It is never held during network calls.
@@ -33,7 +34,7 @@ OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 MAX_SETTING = 1e6
 """Bound on a learning rate and the like in a state."""
 SMALL_VALUES = 1 << 16
-"""Tensors with fewer values are small: biases, normalization layers. They are at the front of a flat vector."""
+"""Tensors with fewer values are small, such as biases: they are at the front of a flat vector."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Replica:
             the copy is ahead, with local steps behind.
         numel: values of the flat vector of all parameters.
         fine: values of the small ones, at its front.
-        schema: 16-byte digest of its layout: peers with another model, or other local steps, do not mix.
+        schema: digest of its layout: peers with another model, or other local steps, do not mix.
         lock: held during updates and copies.
     """
 
@@ -160,8 +161,7 @@ class Replica:
     def load(self, state: Any) -> None:
         """Continue from a state.
 
-        Raises:
-            StateError: it is the state of another model, optimizer or scheduler; nothing was changed.
+        Raises `StateError`, with nothing changed, if it does not fit the model or would ruin it.
         """
         parameters = _checked_parameters(state, self.parameters)
         if ("local" in state) != self.rule.local:
@@ -194,11 +194,7 @@ class Replica:
         return Snapshot.of(lineage, step, layout, blob)
 
     def load_snapshot(self, snapshot: Snapshot) -> None:
-        """Continue from a donor's snapshot.
-
-        Raises:
-            StateError: it does not fit this model, or would ruin it; nothing was changed.
-        """
+        """Continue from a donor's snapshot; see `load`."""
         self.load(unpack(snapshot.manifest.layout, snapshot.blob))
         self.step, self.lineage = snapshot.manifest.step, snapshot.manifest.subject
 
@@ -266,7 +262,7 @@ def _checked_parameters(state: Any, mine: Sequence[torch.Tensor]) -> list[torch.
 
 
 def _check_options(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Refuse absurd options, and those of another optimizer: torch accepts them, and would fail in the next step."""
+    """Refuse absurd options, and those of another optimizer: torch would fail in the next step."""
     if missing := own.keys() - given.keys():
         raise ValueError(f"it has no {', '.join(sorted(missing))}")
     for name, value in given.items():
@@ -322,7 +318,7 @@ class Gradients:
         self._loss_sum = self._loss_samples = 0.0
 
     def add(self, samples: float, loss: float | None) -> str | None:
-        """Add the model's gradient, a mean over ``samples``; returns the reason if it had to be dropped.
+        """Add the model's gradient, a mean over ``samples``; return the reason if it is dropped.
 
         A parameter without a gradient counts as zero.
         """
@@ -382,11 +378,7 @@ class Gradients:
         return {} if self.feedback is None else {"feedback": self.feedback.state_dict()}
 
     def feedback_of(self, state: Mapping[str, Any]) -> ErrorFeedback | None:
-        """Return the error feedback of a checkpoint; it starts empty if the checkpoint has none.
-
-        Raises:
-            StateError: it belongs to another model.
-        """
+        """Return the error feedback of a checkpoint; raises `StateError` if it does not fit."""
         return None if self.feedback is None else ErrorFeedback(len(self._sum), state.get("feedback"))
 
     def forget(self) -> None:
@@ -410,7 +402,7 @@ class Gradients:
 
 
 def parts(parameters: Iterable[torch.Tensor], values: Floats) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each parameter with its part of the flat vector, a view in its shape; small ones come first.
+    """Return each parameter with its part of the flat vector, a view; small ones come first.
 
     The parameters may have any device and floating dtype.
     """

@@ -1,4 +1,5 @@
-"""Inputs of a collaboration: the peer's services, how to train, and how to stay within a traffic budget.
+"""Inputs of a collaboration: the peer's services, how to train, and how to stay within a traffic
+budget.
 
 A peer decides after each round how to save traffic, in the order of the cost to the swarm. First it
 stops reducing for others, if another peer reduces and the volume is bounded (a bound on speed makes
@@ -87,8 +88,7 @@ class TrafficBudgetPolicy:
     def choose(self, group: Group, compute_s: float) -> CommunicationPlan | None:
         """Return the plan after a round of ``group``; None while the time of a step is unknown.
 
-        Args:
-            compute_s: time in which the swarm computes a target batch.
+        The swarm computes a target batch in ``compute_s``.
         """
         if self._step_s is None:
             return None
@@ -106,10 +106,7 @@ class TrafficBudgetPolicy:
         return CommunicationPlan(reduces, precision, steps, mbit_s, over <= steps)
 
     def _ratios(self, traffic: tuple[float, float], compute_s: float) -> tuple[float, float]:
-        """Return a round's volume and its time in relation to the budget.
-
-        The volume counts for more if the traffic so far was over the budget.
-        """
+        """Return a round's volume (more if overdrawn) and time in relation to the budget."""
         budget, volume, pace = self._settings.budget, 0.0, 0.0
         assert budget is not None and self._began_at is not None and self._step_s is not None
         if budget.gb_per_hour is not None:
@@ -188,20 +185,16 @@ class LinkBandwidth:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerServices(RunServices):
-    """The services of a peer that may train.
-
-    Attributes:
-        pace: ``pace(samples)`` is the compute time of a simulated peer, seconds.
-    """
+    """The services of a peer that may train."""
 
     router: PrefixRouter
     averager: Averager
-    pace: Callable[[float], float] | None = None
+    pace: Callable[[float], float] | None = None  # a simulated peer's seconds for so many samples
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How a collaboration trains. From ``compression`` to ``matchmaking_timeout_s``: options of `Swarm.optimizer`.
+    """How a collaboration trains; the options of `Swarm.optimizer`.
 
     Attributes:
         prefix: names the collaboration within the run; peers of one prefix train one model.

@@ -1,10 +1,11 @@
-"""The training state: in a file, and shared with late joiners, which fetch hashed chunks from several donors at once.
+"""The training state: in a file, and shared with late joiners in hashed chunks.
 
 A checkpoint is one safetensors file, written atomically. Its metadata hold the skeleton and a
 checksum (`colab_swarm.tensors.statedict`).
 
-A shared snapshot is a copy, so a donor trains on while it serves, and shares no lock with averaging.
-Donors on one branch hold equal states, so their chunks are interchangeable (`colab_swarm.tensors.chunks`).
+A shared snapshot is a copy, so a donor trains on while it serves, and shares no lock with
+averaging. Donors on one branch hold equal states, so their chunks are interchangeable
+(`colab_swarm.tensors.chunks`).
 
 A `Mirror` passes on the state of trainers that a late joiner cannot reach, because both only dial
 out. Both are linked to an assistant, which forwards manifest and chunks over the trainer's own
@@ -60,7 +61,7 @@ REMEMBERED = 4
 
 
 def save_checkpoint(path: str | Path, state: Any) -> None:
-    """Write a training state so that ``path`` holds either all of it or its old content; creates the folder.
+    """Write a training state so that ``path`` holds either all of it or its old content.
 
     Args:
         state: anything that `flatten` takes, such as a dictionary of the step, the random state and
@@ -89,14 +90,14 @@ class CheckpointFolder(StepFiles):
     """The last checkpoints of one run; older ones are deleted after a save."""
 
     def save(self, step: int, state: Any) -> Path:
-        """Write a checkpoint under the step's name, delete those beyond ``keep``, and return the path."""
+        """Write a checkpoint, delete those beyond ``keep``, and return the path."""
         path = self.file_of(step)
         save_checkpoint(path, state)
         self.prune(path)
         return path
 
     def latest(self) -> Any:
-        """Return the state in the newest readable checkpoint, or None; skips damaged ones with a warning."""
+        """Return the state in the newest readable checkpoint, or None."""
         for path in self.paths():
             try:
                 return load_checkpoint(path)
@@ -122,8 +123,7 @@ class FetchState(FetchChunks, frozen=True):
 class StateSharing:
     """Serves this peer's snapshots and downloads other peers'.
 
-    Args:
-        provide: ``await provide()`` takes a fresh snapshot of the current step. None or a `StateError`: there is none.
+    ``await provide()`` takes a snapshot of the current step; None or `StateError`: there is none.
     """
 
     def __init__(
@@ -178,11 +178,8 @@ async def download_state(
 ) -> Snapshot:
     """Fetch the state of the first donor that answers, from all donors that hold the same state.
 
-    Args:
-        begun: holds an incomplete download, by the state's root, from one call to the next.
-
-    Raises:
-        StateError: no donor had a state, or all were lost before it was complete.
+    ``begun`` holds an incomplete download, by the state's root, from one call to the next. Raises
+    `StateError` if no donor had a state, or all were lost before it was complete.
     """
     ask = DescribeState(prefix)
     manifest, holders, refusals = await agree_on_state(
@@ -226,8 +223,7 @@ async def agree_on_state(
 def tensors_of(snapshot: Snapshot) -> tuple[dict[str, TensorBytes], str]:
     """Return an untrusted snapshot as tensors (views of its blob) and skeleton, as `write_tensors` takes them.
 
-    Raises:
-        StateError: it does not add up, is not of the step that it claims, or holds values that are not finite.
+    Raises `StateError` if it does not add up, or is not of the step that it claims.
     """
     tensors, skeleton = tensors_in(snapshot.manifest.layout, snapshot.blob)
     if _step_and_lineage(tensors, skeleton) != (snapshot.manifest.step, snapshot.manifest.subject):
@@ -255,8 +251,7 @@ class Mirror(StateSharing):
     """Gives late joiners a state that this peer does not have itself.
 
     Args:
-        prefix: of the collaboration.
-        stored: ``await stored()``: a checkpoint to give in place of the trainers' state; None while there are trainers.
+        stored: ``await stored()``: a checkpoint to give; None while there are trainers.
         donors: ``await donors()``: trainers on the collaboration's branch.
         on_sent: ``on_sent(size_bytes)``, after each chunk.
     """

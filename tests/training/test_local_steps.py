@@ -123,9 +123,9 @@ def policy(*, auto: bool = False, **budget: float) -> TrafficBudgetPolicy:
     return TrafficBudgetPolicy(settings, ME)
 
 
-def choose(policy: TrafficBudgetPolicy, group: Group, step_s: float) -> CommunicationPlan:
-    for now in (0.0, step_s):
-        policy.on_round(0, 0, 1, now=now)
+def choose(policy: TrafficBudgetPolicy, group: Group, step_s: float, steps: int = 1) -> CommunicationPlan:
+    for now in (0.0, step_s * steps):
+        policy.on_round(0, 0, steps, now=now)
     choice = policy.choose(group, step_s)
     assert choice is not None
     return choice
@@ -147,6 +147,7 @@ def test_a_peer_saves_first_where_it_costs_the_swarm_least() -> None:
     assert not over.within and "OVER" in str(over)
     steps = choose(policy(mbit_s=0.5, auto=True), group_of(), 10.0)
     assert steps.local_steps == 9 and steps.within and steps.mbit_s <= 0.5
+    assert choose(policy(mbit_s=0.5, auto=True), group_of(), 10.0, steps=4) == steps
 
 
 def test_the_only_reducer_continues_to_reduce() -> None:
