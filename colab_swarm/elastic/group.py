@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 from collections.abc import AsyncIterator, Sequence
 
@@ -31,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 READY = Piece(-1, 0)
 GOODBYE_S = 5.0
-FORMATION = GroupFormationSettings(window_s=2.0, slack_s=2.0, max_window_s=10.0, call_timeout_s=5.0)
 
 
 class ElasticLink(Message, frozen=True):
@@ -179,7 +177,7 @@ async def enter_group(
     """With ``services`` bound, an `EnterGroup`. Its services run until all members are ready."""
     router, prefix, count, wait_s = services.router, settings.prefix, settings.peers, settings.wait_s
     name = prefix.rpartition("/")[2]
-    formation = dataclasses.replace(FORMATION, size=count)
+    formation = GroupFormationSettings(2.0, 2.0, max_window_s=10.0, call_timeout_s=5.0, size=count)
     assembly = Assembly(router, services.dht, prefix, formation, timeout_s=wait_s, terms=terms)
     states = StateSharing(router, prefix, lambda: asyncio.to_thread(replica.snapshot))
     entered: asyncio.Future[PeerExchange] = asyncio.get_running_loop().create_future()

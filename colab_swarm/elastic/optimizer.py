@@ -1,5 +1,4 @@
-"""`ElasticOptimizer`: a torch optimizer that steps with the gradients of a group that have arrived
-so far."""
+"""`ElasticOptimizer`: a torch optimizer that steps with the gradients that have arrived so far."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Schedulers of "Elastic Consistency", sections 4.1 and 5: they decide when a peer may start its
-next forward pass.
+"""When a peer may start its next forward pass: schedulers of "Elastic Consistency", sections 4.1, 5.
 
 At step t a peer has its own complete gradient, and the parts of the others' that have arrived. A
 scheduler decides whether that is enough. No scheduler lets a peer run more than ``max_delay`` steps

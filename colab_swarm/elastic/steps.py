@@ -1,5 +1,4 @@
-"""Steps of one group member: its settings, the wait for the others' buckets, and the result of each
-step.
+"""Steps of one group member: its settings, the wait for others' buckets, each step's result.
 
 `ElasticSteps` is driven from two sides. On the runtime's loop, the exchange reports received
 buckets and lost members. On the user's thread, the optimizer hands over its own buckets during

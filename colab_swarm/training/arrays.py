@@ -1,5 +1,4 @@
-"""Averages of arrays: `swarm.average` for torch tensors, NumPy arrays and lists of numbers, by
-name."""
+"""`swarm.average`: means of torch tensors, NumPy arrays and lists of numbers, by name."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""An assistant (DeDLOC's auxiliary peer) trains nothing, and lets trainers that only dial out train
-together.
+"""An assistant (DeDLOC's auxiliary peer) trains nothing, and lets peers that only dial out train.
 
 Such trainers cannot reach each other, but all of them can reach the assistant. It organizes their
 rounds, reduces, and passes on the training state to late joiners. It needs no torch, no data and no
@@ -23,12 +22,11 @@ from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import Runner
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.progress import AssistantRecord, Progress, assistants_key
-from colab_swarm.training.settings import LinkBandwidth, PeerServices
+from colab_swarm.training.settings import ROUND_TIMEOUT_S, LinkBandwidth, PeerServices
 from colab_swarm.training.state import Mirror
 
 logger = logging.getLogger(__name__)
 
-ROUND_TIMEOUT_S = 180.0
 PUBLISH_S = 15.0
 TTL_S = 4 * PUBLISH_S
 FRESH_S = 1.0

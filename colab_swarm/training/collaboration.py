@@ -1,5 +1,4 @@
-"""One trainer's part in the swarm: report progress, run averaging rounds, catch up. Does not import
-torch.
+"""One trainer's part in the swarm: progress, averaging rounds, catching up. Does not import torch.
 
 It runs on the runtime's event loop. The optimizer drives it from the user's thread: `report` after
 each micro-batch says what is due, `average` takes part in the round and moves on to the next step,
@@ -46,6 +45,7 @@ from colab_swarm.net.peers import PeerId
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.progress import (
+    MAX_REPORT_S,
     Branch,
     Progress,
     ProgressRecord,
@@ -54,6 +54,7 @@ from colab_swarm.training.progress import (
     progress_key,
 )
 from colab_swarm.training.settings import (
+    ROUND_TIMEOUT_S,
     CommunicationPlan,
     LinkBandwidth,
     PeerServices,
@@ -68,6 +69,8 @@ LATE_S, ANSWER_S = 2.0, 2.0
 """When to look for silent peers while a group forms, and how soon a healthy peer answers."""
 ATTEMPTS, BRANCHES = 5, 4
 """Downloads per branch, and branches: trainers that died together may each have left one."""
+MAX_REPLAY_BYTES = 1 << 30
+"""Memory for the means that a late joiner collects while it downloads the state."""
 PAUSE_S = 1.0
 PATIENCE_S = 30.0
 """Donors may fail for this long, or `ATTEMPTS` times, before others are tried."""
@@ -104,7 +107,7 @@ class Collaboration:
         snapshot: Callable[[], Snapshot],
     ) -> None:
         self.services, self._settings = services, settings
-        peers, local = services.peers, settings.local_steps != 1
+        peers, local, patience_s = services.peers, settings.local_steps != 1, settings.matchmaking_timeout_s
         self.progress = Progress(peers.id, own, settings.prefix, settings.target_batch_size, local=local)
         self.plan: CommunicationPlan | None = None  # with a traffic budget
         self._policy = None if settings.budget is None else TrafficBudgetPolicy(settings, peers.id)
@@ -117,9 +120,7 @@ class Collaboration:
             on_called=self._on_called,
             stands=self.progress.stands,
             strategy=self._shares,
-            settings=GroupFormationSettings(
-                settings.matchmaking_timeout_s, settings.matchmaking_timeout_s, settings.max_matchmaking_s
-            ),
+            settings=GroupFormationSettings(window_s=patience_s, slack_s=patience_s),
         )
         self._states = StateSharing(services.router, settings.prefix, lambda: asyncio.to_thread(snapshot))
         self._throughput = ThroughputEstimator(self._now())
@@ -184,7 +185,7 @@ class Collaboration:
             return 5.0
         if eta_s == math.inf:  # no peer has reported a speed yet
             return 1.0
-        return min(max(eta_s / 4, 0.25), self._settings.max_report_s)
+        return min(max(eta_s / 4, 0.25), MAX_REPORT_S)
 
     async def _exchange(self) -> None:
         await self._publish(ttl_s=4 * max(self._period_s(), 15.0))
@@ -192,8 +193,7 @@ class Collaboration:
 
     async def _publish(self, *, ttl_s: float) -> None:
         own = self.progress.own
-        silent = self._throughput.idle(self._now(), report_s=self._settings.max_report_s)
-        if silent and not (own.absent or own.syncing):
+        if self._throughput.idle(self._now()) and not (own.absent or own.syncing):
             self._update(idle=True)
         addresses = self.services.peers.contact.addresses  # a tunnel or a relay may have opened or closed
         up, down = self._bandwidth.known()
@@ -372,7 +372,7 @@ class Collaboration:
         return result
 
     async def _find_group(self, own: ProgressRecord, weight: float) -> Group:
-        settings, deadline = self._settings, self._now() + self._settings.round_timeout_s
+        settings, deadline = self._settings, self._now() + ROUND_TIMEOUT_S
         codecs = settings.compression, settings.mean_compression
         terms = RoundTerms(settings.prefix, own.step, own.lineage, self._numel, self._schema, *codecs)
         willing = (self.plan is None or self.plan.reduces) and not own.syncing
@@ -450,7 +450,7 @@ class Collaboration:
         if (branch.step, branch.lineage) == (own.step, own.lineage):
             self._update(syncing=False)  # equal parameters already, or no other peer
             return None
-        capacity = max(1, self._settings.max_replay_bytes // (4 * self._numel))
+        capacity = max(1, MAX_REPLAY_BYTES // (4 * self._numel))
         try:
             caught_up = await CatchUp(self, capacity=capacity, has_state=has_state).run()
             if caught_up is None:

@@ -1,5 +1,4 @@
-"""The progress of the swarm: its branch, the samples accumulated for the next step, and when the
-batch is full.
+"""The swarm's progress: its branch, the samples for the next step, and when the batch is full.
 
 A pure core over the peers' progress records. The rules that keep a swarm together:
 
@@ -44,8 +43,10 @@ READS_OF_GRACE = 5
 """Number of reads for which the result of a round outweighs a peer's own, older record."""
 LATE_BATCHES = 3.0
 """A trainer that is silent for the time of this many micro-batches does not join a round soon."""
-IDLE_BATCHES, IDLE_REPORTS, UNKNOWN_REPORTS = 10.0, 2.0, 10.0
-"""An idle trainer was silent for this many micro-batches and record periods, or periods while its speed is unknown."""
+MAX_REPORT_S = 60.0
+"""Longest time between two records of a peer; without a broken link it is forgotten after four times as long."""
+IDLE_BATCHES, IDLE_S, UNKNOWN_IDLE_S = 10.0, 2 * MAX_REPORT_S, 10 * MAX_REPORT_S
+"""An idle trainer was silent for so many micro-batches, and so long; or longer while its speed is unknown."""
 
 
 def next_lineage(lineage: bytes, mean: Floats) -> bytes:
@@ -362,7 +363,7 @@ class ThroughputEstimator:
         late = ready_in_s < -max(LATE_BATCHES * self._batch_s, patience_s)
         return None if late else max(0.0, ready_in_s)
 
-    def idle(self, now: float, *, report_s: float) -> bool:
-        """Return True if it was silent for much longer than its micro-batches and ``report_s`` take."""
-        periods = IDLE_REPORTS if self._batch_s else UNKNOWN_REPORTS
-        return now - self.active_at > max(IDLE_BATCHES * self._batch_s, periods * report_s)
+    def idle(self, now: float) -> bool:
+        """Return True if it was silent for much longer than its own micro-batches take."""
+        least_s = IDLE_S if self._batch_s else UNKNOWN_IDLE_S
+        return now - self.active_at > max(IDLE_BATCHES * self._batch_s, least_s)

@@ -1,5 +1,4 @@
-"""This peer's copy of the training state: parameters, optimizer, scheduler, step and lineage. The
-torch side.
+"""This peer's copy of the training state: parameters, optimizer, scheduler, step. The torch side.
 
 The user's thread applies updates, and the runtime's thread pool copies snapshots for late joiners.
 One lock keeps a copy from seeing half an update. It is never held during network calls.

@@ -1,5 +1,4 @@
-"""Inputs of a collaboration: the peer's services, how to train, and how to stay within a traffic
-budget.
+"""Inputs of a collaboration: the peer's services, how to train, and the traffic budget.
 
 A peer decides after each round how to save traffic, in the order of the cost to the swarm. First it
 stops reducing for others, if another peer reduces and the volume is bounded (a bound on speed makes
@@ -28,6 +27,8 @@ ROUNDS_PART = 0.95
 ROUND_PART = 0.5
 """Longest round at the budget's speed, as a part of the time in which the swarm computes: all peers wait for it."""
 SAVING = "int8"
+ROUND_TIMEOUT_S = 180.0
+"""Bound on matchmaking and averaging of one round together."""
 
 
 @dataclass(frozen=True)
@@ -211,11 +212,6 @@ class TrainingSettings:
         local_steps: steps of ``target_batch_size`` samples that every peer takes alone before the swarm averages the
             resulting parameters (DiLoCo), for as many times less traffic; "auto": as many as the peers' budgets need.
         matchmaking_timeout_s: how long a round waits for slow peers.
-        max_matchmaking_s: how long it waits for peers that announced to finish a batch.
-        round_timeout_s: bound on matchmaking and averaging of one round together.
-        max_report_s: longest time between two progress records of a peer; one that vanished without
-            its links breaking is forgotten after four times as long.
-        max_replay_bytes: memory for the means that a late joiner collects while it downloads the state.
 
     Raises:
         ValueError: an option is not usable.
@@ -230,10 +226,6 @@ class TrainingSettings:
     overlap: bool = False
     local_steps: int | Literal["auto"] = 1
     matchmaking_timeout_s: float = 5.0
-    max_matchmaking_s: float = 60.0
-    round_timeout_s: float = 180.0
-    max_report_s: float = 60.0
-    max_replay_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
         size, steps = self.target_batch_size, self.local_steps

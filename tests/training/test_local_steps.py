@@ -150,6 +150,18 @@ def test_a_peer_saves_first_where_it_costs_the_swarm_least() -> None:
     assert choose(policy(mbit_s=0.5, auto=True), group_of(), 10.0, steps=4) == steps
 
 
+def test_an_overdrawn_budget_and_the_mean_time_of_a_step_count() -> None:
+    assert choose(policy(gb_per_hour=3.0), group_of(), 10.0).reduces
+    spent = policy(gb_per_hour=3.0)
+    spent.on_round(0, 0, 1, now=5.0)
+    spent.on_round(1e7, 4e7, 1, now=15.0)  # 18 GB an hour
+    assert not spent.choose(group_of(), 10.0).reduces
+    mean = policy(mbit_s=100)
+    for now in (0.0, 10.0, 40.0):
+        mean.on_round(0, 0, 1, now=now)
+    assert mean.choose(group_of(), 20.0) == choose(policy(mbit_s=100), group_of(), 20.0)
+
+
 def test_the_only_reducer_continues_to_reduce() -> None:
     assert choose(policy(gb_per_hour=0.1), group_of((1.0, 0.0, 0.0)), 10.0).reduces
 

@@ -205,14 +205,12 @@ def test_samples_are_counted_while_a_peer_is_lost_on_another_thread() -> None:
 
 def test_a_slow_trainer_is_not_idle_and_a_silent_one_is() -> None:
     trainer = ThroughputEstimator(0.0)
-    assert not trainer.idle(599.0, report_s=60.0) and trainer.idle(
-        601.0, report_s=60.0
-    )  # its speed is unknown
+    assert not trainer.idle(599.0) and trainer.idle(601.0)  # its speed is unknown
     trainer.work(0.0)
     trainer.on_batch(1, 100.0)
-    assert not trainer.idle(1000.0, report_s=60.0) and trainer.idle(1101.0, report_s=60.0)
+    assert not trainer.idle(1000.0) and trainer.idle(1101.0)
     trainer.wait()
-    assert not trainer.idle(1e6, report_s=60.0)
+    assert not trainer.idle(1e6)
 
 
 def test_idle_peers_have_no_vote_and_no_round_waits_for_them() -> None:
