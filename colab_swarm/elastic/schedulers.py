@@ -40,13 +40,9 @@ class StepFacts:
     peers: int  # p, of the group at its start
     m: float  # M, the root of the gradients' second moment, ``E ||g||^2 <= M^2``
     sigma: float  # the root of their variance, ``E ||g - E g||^2 <= sigma^2``
-    gamma: float | None = (
-        0.0  # of the codec with error feedback, ``||Q(w) - w||^2 <= gamma ||w||^2``; None: unknown
-    )
+    gamma: float | None = 0.0  # of the codec, ``||Q(w) - w||^2 <= gamma ||w||^2``; None: unknown
     crashed: int = 0  # number of lost peers
-    largest: float = (
-        0.0  # norm of a gradient so far: it bounds what crashes lose, which is too little for a mean
-    )
+    largest: float = 0.0  # norm of a gradient so far, which bounds what crashes lose
 
 
 def bounded_staleness(peers: int, tau: int, m: float) -> float:

@@ -395,8 +395,8 @@ class Collaboration:
     async def _watch(self, candidates: Sequence[PeerId]) -> None:
         """If the group forms slowly, report the candidates that do not even answer."""
         await asyncio.sleep(LATE_S)
-        peers = self.services.peers
-        asked = [peer for peer in candidates if peer in peers.linked()]
+        peers, linked = self.services.peers, self.services.peers.linked()
+        asked = [peer for peer in candidates if peer in linked]
         pings = (peers.call(peer, RoundPing(b""), RoundPing, timeout_s=ANSWER_S) for peer in asked)
         answers = await asyncio.gather(*pings, return_exceptions=True)
         for peer, answer in zip(asked, answers, strict=True):
