@@ -98,7 +98,7 @@ class Member:
 
     Attributes:
         history: its view at the start of each step, and after the last.
-        estimates, found: distances of its views, as its `Meter` estimated them at once and found them later.
+        found: distances of its views, as its `Meter` found them.
         betas: of each step, if they change.
     """
 
@@ -109,7 +109,6 @@ class Member:
         self.feedback = ErrorFeedback(len(start))
         self.parameters, self.velocity = start.copy(), np.zeros_like(start)
         self.history: list[Floats] = []
-        self.estimates: list[float] = []
         self.found: list[float] = []
         self.betas: list[float] = []
         self.waited_s = 0.0
@@ -230,7 +229,6 @@ class Emulation:
         member.waited_s += status.waited_s
         closed = member.ledger.close_step()
         distances = member.meter.on_closed(closed)
-        member.estimates.append(member.meter.estimate)
         member.found += distances
         if isinstance(member.scheduler, schedulers.AdaptiveBeta):
             member.betas.append(member.scheduler.beta)

@@ -278,11 +278,10 @@ class _View:
     missing: set[Missing]
     arrived: _Sum
     residual: float
-    guess: float
 
 
 class Meter(Moments):
-    """A peer's own distance: estimated at once, and exact but for residuals once all has arrived.
+    """A peer's own distance: exact, but for residuals, once everything missing has arrived.
 
     Only the norms of residuals are known. They count as if all had the same direction, so they
     never make the distance too small. Pieces of a lost peer never arrive; each counts permanently
@@ -291,13 +290,11 @@ class Meter(Moments):
 
     def __init__(self, buckets: int, peers: int) -> None:
         super().__init__(peers)
-        self.estimate = 0.0  # distance of the newest view
-        self._gone = 0.0
+        self._gone = 0.0  # of lost peers
         self._buckets, self._measured = buckets, Recent()
         self._parts: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
         self._residuals = [0.0] * peers
         self._changes = [Recent() for _ in range(buckets)]  # squared norms of late corrections
-        self._found, self._guessed = Recent(), Recent()  # squares of what views lacked
         self._views: list[_View] = []
         self._sums: dict[int, _Sum] = defaultdict(_Sum)
 
@@ -321,12 +318,8 @@ class Meter(Moments):
                     view.arrived.add(late.bucket, late.change)
         self._give_up_lost(closed)
         residual = sum(self._residuals) / self._peers + self._gone
-        guess = self._worth(closed.missing, closed)
-        self._views.append(_View(set(closed.missing), _Sum(), residual, guess))
-        distances = self._settle()
-        right = self._found.value / self._guessed.value if self._guessed.value else 1.0
-        self.estimate = math.sqrt(right) * guess + residual
-        return distances
+        self._views.append(_View(set(closed.missing), _Sum(), residual))
+        return self._settle()
 
     def _add_to_sums(self, closed: Closed) -> None:
         for peer_buckets in closed.arrived.values():
@@ -363,13 +356,9 @@ class Meter(Moments):
     def _settle(self) -> list[float]:
         known = [view for view in self._views if not view.missing]
         self._views = [view for view in self._views if view.missing]
-        distances = []
-        for view in known:
-            lacked = math.sqrt(view.arrived.squared_norm()) / self._peers
-            self._found.add(lacked**2)
-            self._guessed.add(view.guess**2)
-            self._measured.add((lacked + view.residual) ** 2)
-            distances.append(lacked + view.residual)
+        distances = [math.sqrt(view.arrived.squared_norm()) / self._peers + view.residual for view in known]
+        for distance in distances:
+            self._measured.add(distance**2)
         return distances
 
     @property
