@@ -54,12 +54,12 @@ if TYPE_CHECKING:
     from colab_swarm.swarm.simulation import Simulation as Simulation
     from colab_swarm.swarm.simulation import simulate as simulate
     from colab_swarm.swarm.swarm import Swarm as Swarm
-    from colab_swarm.training.checkpoint import CheckpointFolder as CheckpointFolder
     from colab_swarm.training.host import host_optimizer as host_optimizer
     from colab_swarm.training.layerwise import Lamb as Lamb
     from colab_swarm.training.layerwise import Lars as Lars
     from colab_swarm.training.optimizer import SwarmOptimizer as SwarmOptimizer
     from colab_swarm.training.settings import TrafficBudget as TrafficBudget
+    from colab_swarm.training.state import CheckpointFolder as CheckpointFolder
     from colab_swarm.trust.authority import Allowlist as Allowlist
 
 # Every public name and its module.
@@ -79,7 +79,7 @@ PUBLIC = {
     "RelayQuota": "net.relay",
     "Allowlist": "trust.authority",
     "TrafficBudget": "training.settings",
-    "CheckpointFolder": "training.checkpoint",
+    "CheckpointFolder": "training.state",
     "Lamb": "training.layerwise",
     "Lars": "training.layerwise",
     "Receipt": "notebook.receipt",

@@ -27,7 +27,6 @@ from colab_swarm.training.progress import (
     Branch,
     Progress,
     ProgressRecord,
-    refresh,
 )
 from colab_swarm.training.settings import PeerServices
 
@@ -212,7 +211,7 @@ class Observer:
         Raises:
             PeerError: the swarm's records cannot be read now.
         """
-        await refresh(self.progress, self._services.dht, self._services.peers)
+        await self.progress.refresh(self._services.dht, self._services.peers)
         now, linked = asyncio.get_running_loop().time(), self._services.peers.linked()
         branch = self.branch
         if branch != self._last_branch or (branch is not None and branch.peers & linked):

@@ -272,7 +272,7 @@ def make_full_steps(parent: Parent, mode: str, numel: int, peers: int, *invites:
         settings = TrainingSettings(
             "bench", 1.0, compression="float16", mean_compression="float16", matchmaking_timeout_s=2.0
         )
-        made = Collaboration(swarm.services, settings, own=own, numel=numel, schema=b"", snapshot=no_state)
+        made = Collaboration(swarm.services, settings, own, numel, b"", no_state)
         await made.start()
         await made.adopt(0, b"same")
         return made

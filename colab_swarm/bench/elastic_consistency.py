@@ -45,8 +45,7 @@ from colab_swarm.bench.harness import (
 )
 from colab_swarm.bench.slow_link import ADDRESSES, DEVICE, SlowLink, missing
 from colab_swarm.elastic import schedulers
-from colab_swarm.elastic.ledger import GradientLedger
-from colab_swarm.elastic.meter import ExactMeter, Meter
+from colab_swarm.elastic.ledger import ExactMeter, GradientLedger, Meter
 from colab_swarm.recipes.classify import classification_job
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.codecs import Floats, codec_of
@@ -99,7 +98,7 @@ class Member:
 
     Attributes:
         history: its view at the start of each step, and after the last.
-        estimates, found: distances of its views, as its `Meter` estimated them at once and found them later.
+        found: distances of its views, as its `Meter` found them.
         betas: of each step, if they change.
     """
 
@@ -110,7 +109,6 @@ class Member:
         self.feedback = ErrorFeedback(len(start))
         self.parameters, self.velocity = start.copy(), np.zeros_like(start)
         self.history: list[Floats] = []
-        self.estimates: list[float] = []
         self.found: list[float] = []
         self.betas: list[float] = []
         self.waited_s = 0.0
@@ -231,7 +229,6 @@ class Emulation:
         member.waited_s += status.waited_s
         closed = member.ledger.close_step()
         distances = member.meter.on_closed(closed)
-        member.estimates.append(member.meter.estimate)
         member.found += distances
         if isinstance(member.scheduler, schedulers.AdaptiveBeta):
             member.betas.append(member.scheduler.beta)
@@ -242,7 +239,7 @@ class Emulation:
         member.parameters = member.parameters - np.float32(alpha) * member.velocity
         if not scene.momentum and not scene.decay:  # else x_t is not a plain sum of gradients
             for ratios, gamma in ((self.ratios, self._stated), (self.tight_ratios, self._gamma)):
-                if bound := member.scheduler.bound(self.exact.facts(gamma=gamma)):
+                if bound := member.scheduler.bound(self.exact.facts(gamma=gamma, crashed=len(self.fired))):
                     ratios.append(self.exact.measured / bound)
         self._at(self._now, self._begin, peer)
 

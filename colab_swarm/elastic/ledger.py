@@ -1,4 +1,4 @@
-"""Account of a group's gradients: what arrived, what is owed, and what each step applies. Free of I/O.
+"""One member's account of its group's gradients, and how far its parameters are off. Free of I/O.
 
 Step t applies, by equation 11 of "Elastic Consistency", divided by the number of peers p::
 
@@ -8,21 +8,40 @@ A stand-in is zero, or the peer's own values of the same bucket. A correction is
 between a late bucket and its stand-in. So everything that arrives is applied once. Whatever its
 delays, a peer ends with the parameters of synchronous training.
 
-Invariants: a bucket is applied once. Nothing older than the scheduler's ``max_delay`` is missing from a peer that is
-not lost. Gradients are summed in peer order, so equal gradients give equal bits at all peers.
+Invariants: a bucket is applied once. Nothing older than the scheduler's ``max_delay`` is missing
+from a peer that is not lost. Gradients are summed in peer order, so equal gradients give equal bits
+at all peers.
+
+The global parameter x_t has applied every gradient of the steps before t. The view v_t^i of peer i
+lacks what has not arrived, and the residuals eps_j that compression sends later. With plain SGD at
+a learning rate alpha::
+
+    (x_t - v_t^i) / alpha  =  1/p  sum (missing values - their stand-ins)  +  1/p  sum_j eps_j
+
+All figures are in the unit of gradients. So alpha need not be known, and other optimizers get a
+figure too. Second moments, the variance and the squared distance are averages over recent steps
+with equal weights, so they can be compared. M is that of the peer with the largest second moment.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from colab_swarm.elastic.schedulers import Arrived, Scheduler, StepStatus
+from colab_swarm.elastic.schedulers import Arrived, Scheduler, StepFacts, StepStatus
 from colab_swarm.tensors.codecs import Floats
+
+DECAY = 0.95
+"""Weight of the past in an average: about 20 steps count."""
+
+Array = npt.NDArray[np.float64]
+Missing = tuple[int, int, int]
+"""(peer, step, bucket)."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +63,7 @@ class Closed:
     gradients: list[Floats]  # per bucket, what to apply: the mean over peers, with stand-ins and corrections
     arrived: dict[int, dict[int, Floats]]  # buckets of this step by peer, including the peer's own
     late: tuple[Late, ...]  # buckets of earlier steps that arrived during this one, corrected here
-    missing: frozenset[tuple[int, int, int]]  # (peer, step, bucket) still owed by peers that are not lost
+    missing: frozenset[Missing]  # (peer, step, bucket) still owed by peers that are not lost
 
 
 class GradientLedger:
@@ -52,24 +71,14 @@ class GradientLedger:
 
     Args:
         sizes: values of each bucket.
-        peers: p, of the group at its start.
-        me: this peer's number, 0 to p - 1.
-        scheduler: decides how late gradients may be, and what stands in for them.
-
-    Attributes:
-        step: t, the open step.
-        lost: lost peers.
-        late: late buckets, corrected when the open step is closed.
-        ready: whether the peer's own gradient is complete, so that the step may end.
+        peers, me: p, of the group at its start, and this peer's number, 0 to p - 1.
     """
 
     def __init__(self, sizes: Sequence[int], peers: int, me: int, scheduler: Scheduler) -> None:
-        if not 0 <= me < peers:
-            raise ValueError(f"peer {me} is not in a group of {peers}")
-        self.step = 0
+        self.step = 0  # t, the open step
         self.lost: set[int] = set()
-        self.late: list[Late] = []
-        self.ready = False
+        self.late: list[Late] = []  # corrected when the open step is closed
+        self.ready = False  # the own gradient is complete, so the step may end
         self._sizes, self._peers, self._me, self._scheduler = tuple(sizes), peers, me, scheduler
         # By (peer, step) of open steps: buckets, and the squared norm of all of them.
         self._gradients: dict[tuple[int, int], dict[int, Floats]] = defaultdict(dict)
@@ -81,8 +90,7 @@ class GradientLedger:
     def on_own(self, step: int, bucket: int, values: Floats, *, now: float) -> None:
         """Add a bucket of this peer's gradient, as the others decode it: all peers apply the same values.
 
-        Raises:
-            ValueError: the step is not open, the bucket is unknown or a duplicate, or its size is wrong.
+        Raises `ValueError` if the step is not open, or the bucket unknown or a duplicate.
         """
         own = self._gradients[self._me, self.step]
         if step != self.step or bucket in own or not self._fits(bucket, values):
@@ -125,20 +133,16 @@ class GradientLedger:
 
     def standing(self, now: float) -> StepStatus:
         """Return the status of the open step."""
-        oldest, numel, arrived = self.step - self._scheduler.max_delay, sum(self._sizes), []
-        owed = set(self._owed)
-        for peer in self._others():
-            key = peer, self.step
+        oldest, arrived, owed = self.step - self._scheduler.max_delay, [], set(self._owed)
+        for key in ((peer, self.step) for peer in self._others()):
             received = sum(self._sizes[bucket] for bucket in self._gradients[key])
             complete = len(self._gradients[key]) == len(self._sizes)
             arrived.append(Arrived(math.sqrt(self._squares[key]), received, complete))
             if not complete:
                 owed.add(key)
         return StepStatus(
-            step=self.step,
-            peers=self._peers,
             own_norm=math.sqrt(self._squares[self._me, self.step]),
-            own_numel=numel,
+            own_numel=sum(self._sizes),
             arrived=tuple(arrived),
             overdue=len({peer for peer, step in owed if step <= oldest}),
             owed=len(owed),
@@ -147,22 +151,17 @@ class GradientLedger:
         )
 
     def close_step(self) -> Closed:
-        """Close the open step and open the next.
-
-        Raises:
-            ValueError: this peer's own gradient is not complete.
-        """
+        """Close the open step and open the next; the own gradient must be complete."""
         if not self.ready:
             raise ValueError(f"step {self.step} cannot end: this peer's own gradient is not complete")
-        own = self._gradients[self._me, self.step]
-        arrived: dict[int, dict[int, Floats]] = {}
+        buckets, arrived = range(len(self._sizes)), {}
         for peer in range(self._peers):
             arrived[peer] = self._gradients.pop((peer, self.step), {})
             self._squares.pop((peer, self.step), None)
         for peer in self._others():
-            if lacking := set(range(len(self._sizes))) - arrived[peer].keys():
+            if lacking := set(buckets) - arrived[peer].keys():
                 self._owed[peer, self.step] = lacking
-        gradients = [self._sum(bucket, arrived, own) for bucket in range(len(self._sizes))]
+        gradients, own = [self._sum(bucket, arrived) for bucket in buckets], arrived[self._me]
         for late in self.late:
             gradients[late.bucket] += late.change / np.float32(self._peers)
         if self._scheduler.stand_in:
@@ -173,19 +172,19 @@ class GradientLedger:
         self._forget_settled()
         return closed
 
-    def _sum(self, bucket: int, arrived: dict[int, dict[int, Floats]], own: dict[int, Floats]) -> Floats:
+    def _sum(self, bucket: int, arrived: dict[int, dict[int, Floats]]) -> Floats:
         total = np.zeros(self._sizes[bucket], np.float32)
         for peer in range(self._peers):
             if bucket in arrived[peer]:
                 total += arrived[peer][bucket]
             elif self._scheduler.stand_in and peer not in self.lost:
-                total += own[bucket]
+                total += arrived[self._me][bucket]
         total /= np.float32(self._peers)
         return total
 
     @property
-    def missing(self) -> frozenset[tuple[int, int, int]]:
-        """(peer, step, bucket) owed from closed steps."""
+    def missing(self) -> frozenset[Missing]:
+        """Buckets owed from closed steps."""
         return frozenset((*key, bucket) for key, buckets in self._owed.items() for bucket in buckets)
 
     def _others(self) -> list[int]:
@@ -212,3 +211,215 @@ class GradientLedger:
         assert all(step > oldest for _, step in self._owed), (
             "a step ended although something too old was missing"
         )
+
+
+# --- the distance from the global parameter -----------------------------------------------------
+
+
+class Recent:
+    """Exponentially weighted mean of recent values; 0 without values."""
+
+    def __init__(self) -> None:
+        self._total = self._weight = 0.0
+
+    def add(self, value: float) -> None:
+        self._total = DECAY * self._total + value
+        self._weight = DECAY * self._weight + 1
+
+    @property
+    def value(self) -> float:
+        return self._total / self._weight if self._weight else 0.0
+
+
+class Moments:
+    """Estimates of M and sigma from the gradients of a group of ``peers``."""
+
+    def __init__(self, peers: int) -> None:
+        self._peers, self._variance, self._largest = peers, Recent(), 0.0
+        self._norms = [Recent() for _ in range(peers)]
+
+    def _on_norm(self, peer: int, squares: float) -> None:
+        """Add the squared norm of one gradient."""
+        self._norms[peer].add(squares)
+        self._largest = max(self._largest, squares)
+
+    def _on_sum(self, count: int, squares: float, squared_sum: float) -> None:
+        """Add a step: the sum of its gradients' squared norms, and the squared norm of their sum."""
+        if count > 1:
+            self._variance.add(max(0.0, squares - squared_sum / count) / (count - 1))
+
+    def facts(self, *, gamma: float | None = 0.0, crashed: int = 0) -> StepFacts:
+        """Return the facts for a scheduler's `bound`."""
+        m = math.sqrt(max(recent.value for recent in self._norms))
+        sigma, largest = math.sqrt(self._variance.value), math.sqrt(self._largest)
+        return StepFacts(self._peers, m, sigma, gamma, crashed, largest)
+
+
+class _Sum:
+    """Vectors summed bucket by bucket."""
+
+    def __init__(self) -> None:
+        self.buckets: dict[int, Floats] = {}
+        self.squares, self.count = 0.0, 0
+
+    def add(self, bucket: int, values: Floats) -> None:
+        self.squares += float(np.dot(values, values))
+        self.count += 1
+        self.buckets[bucket] = self.buckets[bucket] + values if bucket in self.buckets else values
+
+    def squared_norm(self) -> float:
+        return sum(float(np.dot(values, values)) for values in self.buckets.values())
+
+
+@dataclass
+class _View:
+    """What a view lacked: what is still missing, and the sum of what has arrived since."""
+
+    missing: set[Missing]
+    arrived: _Sum
+    residual: float
+
+
+class Meter(Moments):
+    """A peer's own distance: exact, but for residuals, once everything missing has arrived.
+
+    Only the norms of residuals are known. They count as if all had the same direction, so they
+    never make the distance too small. Pieces of a lost peer never arrive; each counts permanently
+    with the typical size of such a piece.
+    """
+
+    def __init__(self, buckets: int, peers: int) -> None:
+        super().__init__(peers)
+        self._gone = 0.0  # of lost peers
+        self._buckets, self._measured = buckets, Recent()
+        self._parts: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+        self._residuals = [0.0] * peers
+        self._changes = [Recent() for _ in range(buckets)]  # squared norms of late corrections
+        self._views: list[_View] = []
+        self._sums: dict[int, _Sum] = defaultdict(_Sum)
+
+    def on_norms(self, peer: int, step: int, squares: float, residual_squares: float) -> None:
+        """Add a bucket's part of ``||g||^2`` and ``||eps||^2``; own buckets count too."""
+        norms = self._parts[peer, step]
+        norms.append((squares, residual_squares))
+        if len(norms) == self._buckets:
+            self._on_norm(peer, sum(one for one, _ in norms))
+            self._residuals[peer] = math.sqrt(sum(residual for _, residual in norms))
+            del self._parts[peer, step]
+
+    def on_closed(self, closed: Closed) -> list[float]:
+        """Close a step, which opens a view; return the distances of the views that became known."""
+        self._add_to_sums(closed)
+        for late in closed.late:
+            self._changes[late.bucket].add(float(np.dot(late.change, late.change)))
+            for view in self._views:
+                if (piece := (late.peer, late.step, late.bucket)) in view.missing:
+                    view.missing.remove(piece)
+                    view.arrived.add(late.bucket, late.change)
+        self._give_up_lost(closed)
+        residual = sum(self._residuals) / self._peers + self._gone
+        self._views.append(_View(set(closed.missing), _Sum(), residual))
+        return self._settle()
+
+    def _add_to_sums(self, closed: Closed) -> None:
+        for peer_buckets in closed.arrived.values():
+            for bucket, values in peer_buckets.items():
+                self._sums[closed.step].add(bucket, values)
+        for late in closed.late:
+            self._sums[late.step].add(late.bucket, late.values)
+        for step in self._sums.keys() - {step for _, step, _ in closed.missing}:
+            total = self._sums.pop(step)
+            whole, rest = divmod(total.count, self._buckets)
+            if not rest:  # else a peer was lost in the middle of its gradient
+                self._on_sum(whole, total.squares, total.squared_norm())
+
+    def _give_up_lost(self, closed: Closed) -> None:
+        """Settle the missing pieces that no peer owes any more: their peers are lost."""
+        gone = {piece for view in self._views for piece in view.missing} - closed.missing
+        for peer, buckets in closed.arrived.items():
+            if buckets:  # part of a gradient arrived in this step, so there was a gradient
+                lacking = set(range(self._buckets)) - buckets.keys()
+                gone |= {(peer, closed.step, bucket) for bucket in lacking} - closed.missing
+        self._gone += self._worth(gone, closed)
+        for view in self._views:
+            view.residual += self._worth(view.missing & gone, closed)
+            view.missing -= gone
+
+    def _worth(self, pieces: Iterable[Missing], closed: Closed) -> float:
+        """Estimate the size of missing pieces, as if all had the same direction, from late or arrived ones."""
+        squares: dict[int, float] = defaultdict(float)
+        for peer, _, bucket in pieces:
+            own = max(float(np.dot(of[bucket], of[bucket])) for of in closed.arrived.values() if bucket in of)
+            squares[peer] += self._changes[bucket].value or own
+        return sum(map(math.sqrt, squares.values())) / self._peers
+
+    def _settle(self) -> list[float]:
+        known = [view for view in self._views if not view.missing]
+        self._views = [view for view in self._views if view.missing]
+        distances = [math.sqrt(view.arrived.squared_norm()) / self._peers + view.residual for view in known]
+        for distance in distances:
+            self._measured.add(distance**2)
+        return distances
+
+    @property
+    def measured(self) -> float:
+        """The root mean square distance of recent views, which B bounds."""
+        return math.sqrt(self._measured.value)
+
+
+class ExactMeter(Moments):
+    """Exact distances of a whole group in one process; for experiments.
+
+    Args:
+        start: the parameters at step 0, equal at all peers.
+        alpha: learning rate of plain SGD.
+    """
+
+    def __init__(self, start: Floats, alpha: float, peers: int) -> None:
+        super().__init__(peers)
+        self.distances: dict[tuple[int, int], float] = {}  # ``||x_t - v_t^i|| / alpha`` by (peer, step)
+        self._x: Array = start.astype(np.float64)
+        self._alpha, self._step = alpha, 0
+        self._gradients: dict[int, dict[int, Floats]] = defaultdict(dict)
+        self._views: dict[int, dict[int, Floats]] = defaultdict(dict)
+        self._lost: set[int] = set()
+        self._measured = [Recent() for _ in range(peers)]
+
+    def on_view(self, peer: int, step: int, parameters: Floats) -> None:
+        """Add the parameters with which ``peer`` computes its gradient of ``step``."""
+        self._views[step][peer] = parameters.copy()
+        self._compare()
+
+    def on_gradient(self, peer: int, step: int, values: Floats) -> None:
+        """Add a gradient, before compression."""
+        self._gradients[step][peer] = values
+        self._on_norm(peer, float(np.dot(values, values)))
+        self._advance()
+
+    def on_lost(self, peer: int) -> None:
+        """Expect no more gradients of a lost peer."""
+        self._lost.add(peer)
+        self._advance()
+
+    def _advance(self) -> None:
+        """Apply all steps whose gradients are complete."""
+        everyone = set(range(self._peers))
+        while self._gradients[self._step] and self._gradients[self._step].keys() | self._lost >= everyone:
+            gradients = self._gradients.pop(self._step).values()
+            total = sum(values.astype(np.float64) for values in gradients)
+            squares = sum(float(np.dot(values, values)) for values in gradients)
+            self._on_sum(len(gradients), squares, float(np.dot(total, total)))
+            self._x = self._x - self._alpha / self._peers * total
+            self._step += 1
+            self._compare()
+
+    def _compare(self) -> None:
+        for peer, parameters in self._views.pop(self._step, {}).items():
+            distance = float(np.linalg.norm(self._x - parameters)) / self._alpha
+            self.distances[peer, self._step] = distance
+            self._measured[peer].add(distance**2)
+
+    @property
+    def measured(self) -> float:
+        """The root mean square distance of recent views, at the peer with the largest."""
+        return math.sqrt(max(recent.value for recent in self._measured))

@@ -1,4 +1,4 @@
-"""`ElasticOptimizer`: a torch optimizer that steps with the gradients of a group that have arrived so far."""
+"""`ElasticOptimizer`: a torch optimizer that steps with the gradients that have arrived so far."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from colab_swarm.elastic.meter import Meter
+from colab_swarm.elastic.ledger import Meter
 from colab_swarm.elastic.steps import (
     ElasticSettings,
     ElasticSnapshot,
@@ -40,8 +40,6 @@ parameters and optimizer state into the replica, and gives an exchange to `begin
 
 It raises StateError if the group is not formed, ValueError if another peer has other terms.
 """
-
-
 FEWEST = 4
 """Fewest buckets of a model that is not tiny, so that most are sent before backward ends."""
 
@@ -57,10 +55,6 @@ class Buckets:
         most: values of a bucket, at most; a multiple of `BLOCK_VALUES`.
         on_full: ``on_full(bucket, values)``, called on the thread that runs backward when a bucket
             is full. The values are a view of `vector` and do not change any more.
-
-    Attributes:
-        sizes: values of each bucket.
-        vector: the gradient of this step, as far as it is complete.
     """
 
     def __init__(
@@ -74,6 +68,7 @@ class Buckets:
             self._starts[parameter] = numel
             numel += parameter.numel()
         self._size = min(most, max(1, numel // (FEWEST * BLOCK_VALUES)) * BLOCK_VALUES)
+        # values of each bucket
         self.sizes = [min(self._size, numel - at) for at in range(0, numel, self._size)]
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
@@ -83,6 +78,7 @@ class Buckets:
 
     def begin(self) -> None:
         """Start a step without gradients."""
+        # the gradient of this step, as far as it is complete
         self.vector: Floats = np.empty(sum(self.sizes), np.float32)
         self._tensor = torch.from_numpy(self.vector)
         self._absent = dict.fromkeys(self._starts)  # in order
@@ -90,11 +86,6 @@ class Buckets:
         for parameter in self._starts:
             for bucket in self._overlapping(parameter):
                 self._open_parts[bucket] += 1
-
-    @property
-    def lacking(self) -> bool:
-        """Whether a parameter has no gradient yet."""
-        return bool(self._absent)
 
     def flush(self) -> None:
         """End backward: parameters without a gradient get a zero one."""
@@ -110,11 +101,7 @@ class Buckets:
         """Set the parameters' gradients from the values of all buckets."""
         flat = torch.from_numpy(gradients[0] if len(gradients) == 1 else np.concatenate(gradients))
         for parameter, start in self._starts.items():
-            part = flat[start : start + parameter.numel()].view(parameter.shape)
-            if parameter.device.type == "cpu" and parameter.dtype == torch.float32:
-                parameter.grad = part
-            else:
-                parameter.grad = part.to(parameter)
+            parameter.grad = flat[start : start + parameter.numel()].view(parameter.shape).to(parameter)
 
     def close(self) -> None:
         """Stop collecting gradients."""
@@ -192,12 +179,16 @@ class ElasticOptimizer(WrappedOptimizer):
             raise
 
     async def _enter(self, enter: EnterGroup) -> None:
-        self._loop, sizes = asyncio.get_running_loop(), self._buckets.sizes
-        terms = self._settings.terms(sizes, self._replica.schema)
-        async with enter(self._settings, terms, self._replica) as exchange:
-            self._exchange, self._steps = exchange, ElasticSteps(exchange, self._settings, sizes)
+        self._loop, sizes, settings = asyncio.get_running_loop(), self._buckets.sizes, self._settings
+        terms = (  # that all members must agree on
+            f"{settings.peers} peers, {settings.scheduler!r}, {settings.compression}, "
+            f"error_feedback={settings.error_feedback}, {sum(sizes)} values in {len(sizes)} buckets, "
+            f"model {self._replica.schema.hex()[:8]}"
+        )
+        async with enter(settings, terms, self._replica) as exchange:
+            self._exchange, self._steps = exchange, ElasticSteps(exchange, settings, sizes)
             try:
-                await exchange.begin(self._steps)
+                await exchange.begin()
             except BaseException:
                 exchange.kill()
                 raise

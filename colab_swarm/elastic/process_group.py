@@ -1,8 +1,9 @@
 """Elastic groups over `torch.distributed`, for a group in one data centre or on one host.
 
-Buckets travel from rank to rank through gloo. Each direction of each pair has its own thread, because gloo's calls
-block. All messages have the size of the largest bucket with its header, so a receiver knows the size in advance. Unlike
-peer links, nothing is encrypted, and ranks trust each other.
+Buckets travel from rank to rank through gloo. Each direction of each pair has its own thread,
+because gloo's calls block. All messages have the size of the largest bucket with its header, so a
+receiver knows the size in advance. Unlike peer links, nothing is encrypted, and ranks trust each
+other.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Unpack
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,9 +25,9 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from colab_swarm.elastic.optimizer import ElasticOptimizer
-from colab_swarm.elastic.steps import ElasticOptions, ElasticSettings, ElasticSteps, Piece
+from colab_swarm.elastic.steps import ElasticSettings, Piece, PieceExchange
 from colab_swarm.errors import StateError
-from colab_swarm.events import EventLog, PeerLeft
+from colab_swarm.events import EventLog
 from colab_swarm.net.peers import Buffer
 from colab_swarm.runtime import Runtime
 from colab_swarm.tensors.chunks import Manifest, Snapshot
@@ -41,7 +42,7 @@ SILENCE = timedelta(days=1)
 """Timeout of a rank that lives but is silent; a dead one is noticed at once."""
 
 
-def group_optimizer(optimizer: Optimizer, **options: Unpack[ElasticOptions]) -> ElasticOptimizer:
+def group_optimizer(optimizer: Optimizer, **options: Any) -> ElasticOptimizer:
     """Train elastically with all ranks of a `torch.distributed` job. Every rank calls it after ``init_process_group``.
 
     Args:
@@ -92,30 +93,20 @@ def _copy_first(terms: str, replica: Replica, timeout: timedelta) -> None:
         replica.load_snapshot(Snapshot(box[0], blob))
 
 
-class ProcessGroupExchange:
-    """A rank's connections to the others; a `PieceExchange`. All ranks create theirs at the same time.
-
-    Args:
-        largest_bytes: of a payload.
-
-    Attributes:
-        me: this rank.
-        members: number of ranks.
-        lost: lost ranks.
-    """
+class ProcessGroupExchange(PieceExchange):
+    """A rank's connections to the others; no payload exceeds ``largest_bytes``."""
 
     def __init__(self, events: EventLog, *, largest_bytes: int) -> None:
-        self.me, self.members = dist.get_rank(), dist.get_world_size()
-        self.lost: set[int] = set()
-        self._events, self._frame_bytes = events, HEADER.size + largest_bytes
+        super().__init__(events, dist.get_rank(), [f"rank {rank}" for rank in range(dist.get_world_size())])
+        self._frame_bytes = HEADER.size + largest_bytes
         self._queues: dict[int, queue.SimpleQueue[torch.Tensor | None]] = {
             rank: queue.SimpleQueue() for rank in range(self.members) if rank != self.me
         }
         self._threads: list[threading.Thread] = []
         self._closed = False
 
-    async def begin(self, steps: ElasticSteps) -> None:
-        self._steps, self._loop = steps, asyncio.get_running_loop()
+    async def begin(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._group = await asyncio.to_thread(dist.new_group, backend="gloo", timeout=SILENCE)
         for rank in self._queues:
             for body in (self._send_to, self._receive_from):
@@ -131,9 +122,6 @@ class ProcessGroupExchange:
         for rank, frames in self._queues.items():
             if rank not in self.lost:
                 frames.put(torch.from_numpy(frame))
-
-    def drop(self, peer: int, reason: str) -> None:
-        self._lose(peer, reason)
 
     async def close(self) -> None:
         """Wait for the goodbye of all other ranks as well: gloo cannot cancel a receive."""
@@ -167,7 +155,7 @@ class ProcessGroupExchange:
                 *fields, size_bytes = HEADER.unpack_from(frame.numpy().data)
                 piece = Piece(*fields)
                 if piece == GOODBYE:
-                    self._loop.call_soon_threadsafe(self._lose, rank, "it left")
+                    self._loop.call_soon_threadsafe(self.lose, rank, "it left")
                     return
                 payload = frame.numpy().data[HEADER.size : HEADER.size + size_bytes]
                 self._loop.call_soon_threadsafe(self._on_piece, rank, piece, payload)
@@ -176,13 +164,11 @@ class ProcessGroupExchange:
 
     def _on_piece(self, rank: int, piece: Piece, payload: memoryview) -> None:
         if rank not in self.lost:
-            self._steps.on_piece(rank, piece, payload)
+            self.steps.on_piece(rank, piece, payload)
 
     def _report_lost(self, rank: int, error: RuntimeError) -> None:
-        self._loop.call_soon_threadsafe(self._lose, rank, str(error).partition("\n")[0])
+        self._loop.call_soon_threadsafe(self.lose, rank, str(error).partition("\n")[0])
 
-    def _lose(self, rank: int, reason: str) -> None:
-        if rank not in self.lost and not self._closed:
-            self.lost.add(rank)
-            self._events.emit(PeerLeft(self._loop.time(), f"rank {rank}", reason))
-            self._steps.on_lost(rank, reason)
+    def lose(self, index: int, reason: str) -> None:
+        if not self._closed:
+            super().lose(index, reason)

@@ -1,8 +1,9 @@
-"""Schedulers of "Elastic Consistency", sections 4.1 and 5: they decide when a peer may start its next forward pass.
+"""When a peer may start its next forward pass: schedulers of "Elastic Consistency", sections 4.1, 5.
 
-At step t a peer has its own complete gradient, and the parts of the others' that have arrived. A scheduler decides
-whether that is enough. No scheduler lets a peer run more than ``max_delay`` steps ahead: with one step, all of step
-t - 1 must have arrived before step t ends. No scheduler waits for lost peers.
+At step t a peer has its own complete gradient, and the parts of the others' that have arrived. A
+scheduler decides whether that is enough. No scheduler lets a peer run more than ``max_delay`` steps
+ahead: with one step, all of step t - 1 must have arrived before step t ends. No scheduler waits for
+lost peers.
 
     ==================  ==================================================  =========  =====================
     scheduler           step t may end when                                 max_delay  B (Table 1)
@@ -15,34 +16,33 @@ t - 1 must have arrived before step t ends. No scheduler waits for lost peers.
                         be missing
     ==================  ==================================================  =========  =====================
 
-The constant B (Table 1) bounds the distance of a peer's view from the global parameter: ``E ||x_t - v_t^i||^2 <=
-alpha^2 B^2`` (Definition 1). x_t has every gradient generated before step t, v_t^i those that peer i has applied, and
-alpha is the learning rate. The constants of two relaxations add up (triangle inequality).
+The constant B (Table 1) bounds the distance of a peer's view from the global parameter: ``E ||x_t -
+v_t^i||^2 <= alpha^2 B^2`` (Definition 1). x_t has every gradient generated before step t, v_t^i
+those that peer i has applied, and alpha is the learning rate. The constants of two relaxations add
+up (triangle inequality).
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+RESOLUTION_S = 1e-3
+"""Least waiting time. Clocks round: a shorter one could end too early, again and again."""
 
 
 @dataclass(frozen=True)
 class StepFacts:
-    """Measured facts of a run.
-
-    Attributes:
-        gamma: of the codec with error feedback, ``||Q(w) - w||^2 <= gamma ||w||^2``; None: unknown.
-        largest: largest norm of a gradient so far. It bounds what crashes lose, which is too little for a mean.
-    """
+    """Measured facts of a run."""
 
     peers: int  # p, of the group at its start
     m: float  # M, the root of the gradients' second moment, ``E ||g||^2 <= M^2``
     sigma: float  # the root of their variance, ``E ||g - E g||^2 <= sigma^2``
-    gamma: float | None = 0.0
+    gamma: float | None = 0.0  # of the codec, ``||Q(w) - w||^2 <= gamma ||w||^2``; None: unknown
     crashed: int = 0  # number of lost peers
-    largest: float = 0.0
+    largest: float = 0.0  # norm of a gradient so far, which bounds what crashes lose
 
 
 def bounded_staleness(peers: int, tau: int, m: float) -> float:
@@ -50,23 +50,9 @@ def bounded_staleness(peers: int, tau: int, m: float) -> float:
     return (peers - 1) * tau * m / peers
 
 
-def faults(peers: int, f: int, m: float) -> float:
-    """``f M / p``: synchronous with at most f crashes, or f missing messages (Lemmas 13 and 14)."""
-    return f * m / peers
-
-
-def variance_bounded(sigma: float) -> float:
-    """``3 sigma``: the variance-bounded elastic scheduler (Lemma 16)."""
-    return 3 * sigma
-
-
 def compression(gamma: float, m: float) -> float:
     """``sqrt((2 - gamma) gamma / (1 - gamma)^3) M``: compression with error feedback (Lemma 18)."""
     return math.sqrt((2 - gamma) * gamma / (1 - gamma) ** 3) * m
-
-
-RESOLUTION_S = 1e-3
-"""Least waiting time. Clocks round: a shorter one could end too early, again and again."""
 
 
 @dataclass(frozen=True)
@@ -80,26 +66,15 @@ class Arrived:
 
 @dataclass(frozen=True)
 class StepStatus:
-    """Status of the open step at one peer.
+    """Status of the open step t at one peer."""
 
-    Attributes:
-        own_norm, own_numel: of its own gradient.
-    """
-
-    step: int  # t, from 0
-    peers: int  # p, of the group at its start
-    own_norm: float
+    own_norm: float  # of its own gradient
     own_numel: int
     arrived: tuple[Arrived, ...]  # of step t, one for each other peer that is not lost
     overdue: int  # peers, not lost, that still owe something of step t - max_delay or earlier
     owed: int  # incomplete gradients (of one peer and step, up to t) of peers that are not lost
     lost: int  # number of lost peers
     waited_s: float  # since its own backward pass ended
-
-    @property
-    def complete(self) -> bool:
-        """Whether all of step t has arrived."""
-        return all(one.complete for one in self.arrived)
 
     @property
     def missing(self) -> float:
@@ -109,30 +84,45 @@ class StepStatus:
 
 
 class Scheduler(ABC):
-    """Decides when a peer continues with its next step. Has no I/O.
+    """Decides when a peer continues with its next step. Has no I/O."""
 
-    Attributes:
-        stand_in: the own gradient replaces missing values until they arrive.
-    """
-
-    stand_in = False
+    stand_in = False  # whether the own gradient replaces missing values until they arrive
 
     @property
     @abstractmethod
     def max_delay(self) -> int:
         """A step ends only after all gradients of this age, in steps, have arrived."""
 
-    @abstractmethod
     def may_go_on(self, status: StepStatus) -> bool:
         """Return True if the step may end, and the next forward pass begin."""
+        return not status.overdue and self._enough(status)
+
+    def _enough(self, status: StepStatus) -> bool:
+        """Whether enough of this step has arrived, or was waited for, if nothing is overdue."""
+        return True
 
     def ask_again_s(self, status: StepStatus) -> float | None:
         """Seconds until `may_go_on` is true without another event; None: only an arrival or a loss changes it."""
+        timeout_s: float = getattr(self, "timeout_s", 0.0)
+        waits = status.waited_s < timeout_s and not self.may_go_on(status)
+        if waits and self.may_go_on(replace(status, waited_s=timeout_s)):
+            return max(RESOLUTION_S, timeout_s - status.waited_s)
         return None
 
-    @abstractmethod
     def bound(self, facts: StepFacts) -> float | None:
-        """Return B, the elastic consistency constant; None: unknown for this codec."""
+        """Return B, codec and crashes included; None: unknown for this codec."""
+        if facts.gamma is None or facts.gamma >= 1:
+            return None
+        faults = self._faults(facts) * max(facts.m, facts.largest) / facts.peers  # Lemmas 13 and 14
+        return self._relaxed(facts) + faults + compression(facts.gamma, facts.m)
+
+    def _faults(self, facts: StepFacts) -> int:
+        """Gradients that may be missing for good."""
+        return facts.crashed
+
+    def _relaxed(self, facts: StepFacts) -> float:
+        """B of this relaxation alone."""
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -141,20 +131,14 @@ class Synchronous(Scheduler):
 
     max_delay = 0
 
-    def may_go_on(self, status: StepStatus) -> bool:
-        return not status.overdue
-
-    def bound(self, facts: StepFacts) -> float | None:
-        """0, plus codec and crashes."""
-        return _with_codec(_faults(facts.crashed, facts), facts)
-
 
 @dataclass(frozen=True)
 class NormBounded(Scheduler):
     """Continues when the received norm of every other peer is at least ``beta`` times the own norm (section 5).
 
     With ``beta=1`` it waits for everything, because another peer's norm may reach the own norm
-    before its gradient is complete.
+    before its gradient is complete. The bound has one step of delay for every beta below 1: a small
+    part of a gradient may have a large norm.
 
     Attributes:
         beta: 0 never waits for this step's gradients, 1 is perfectly consistent.
@@ -174,20 +158,16 @@ class NormBounded(Scheduler):
                 f"measure={self.measure!r} is unknown: choose 'l2' (norm) or 'l0' (count of values)"
             )
 
-    def may_go_on(self, status: StepStatus) -> bool:
-        return not status.overdue and all(self._enough(one, status) for one in status.arrived)
-
-    def _enough(self, one: Arrived, status: StepStatus) -> bool:
-        if one.complete or self.beta == 1:
-            return one.complete
+    def _enough(self, status: StepStatus) -> bool:
         if self.measure == "l0":
-            return one.numel >= self.beta * status.own_numel
-        return one.norm >= self.beta * status.own_norm
+            parts = [one.numel >= self.beta * status.own_numel for one in status.arrived]
+        else:
+            parts = [one.norm >= self.beta * status.own_norm for one in status.arrived]
+        arrived = zip(status.arrived, parts, strict=True)
+        return all(one.complete or (enough and self.beta < 1) for one, enough in arrived)
 
-    def bound(self, facts: StepFacts) -> float | None:
-        """One step of delay for every beta below 1: a small part of a gradient may have a large norm."""
-        own = 0.0 if self.beta == 1 else bounded_staleness(facts.peers, 1, facts.m)
-        return _with_codec(own + _faults(facts.crashed, facts), facts)
+    def _relaxed(self, facts: StepFacts) -> float:
+        return 0.0 if self.beta == 1 else bounded_staleness(facts.peers, 1, facts.m)
 
 
 @dataclass(frozen=True)
@@ -206,16 +186,11 @@ class VarianceBounded(Scheduler):
     def __post_init__(self) -> None:
         _check_timeout(self.timeout_s)
 
-    def may_go_on(self, status: StepStatus) -> bool:
-        return not status.overdue and (status.complete or status.waited_s >= self.timeout_s)
+    def _enough(self, status: StepStatus) -> bool:
+        return status.waited_s >= self.timeout_s or all(one.complete for one in status.arrived)
 
-    def ask_again_s(self, status: StepStatus) -> float | None:
-        waits = not status.overdue and not status.complete and status.waited_s < self.timeout_s
-        return _left(self.timeout_s, status) if waits else None
-
-    def bound(self, facts: StepFacts) -> float | None:
-        own = variance_bounded(facts.sigma)
-        return _with_codec(own + _faults(facts.crashed, facts), facts)
+    def _relaxed(self, facts: StepFacts) -> float:
+        return 3 * facts.sigma  # Lemma 16
 
 
 @dataclass(frozen=True)
@@ -236,12 +211,8 @@ class BoundedStaleness(Scheduler):
     def max_delay(self) -> int:
         return self.tau
 
-    def may_go_on(self, status: StepStatus) -> bool:
-        return not status.overdue
-
-    def bound(self, facts: StepFacts) -> float | None:
-        own = bounded_staleness(facts.peers, self.tau, facts.m)
-        return _with_codec(own + _faults(facts.crashed, facts), facts)
+    def _relaxed(self, facts: StepFacts) -> float:
+        return bounded_staleness(facts.peers, self.tau, facts.m)
 
 
 @dataclass(frozen=True)
@@ -269,37 +240,17 @@ class CrashTolerant(Scheduler):
         """f: streams keep their order, so a gradient that late is not the only one missing."""
         return self.f
 
-    def may_go_on(self, status: StepStatus) -> bool:
-        return not status.owed or (self._tolerable(status) and status.waited_s >= self.timeout_s)
+    def _enough(self, status: StepStatus) -> bool:
+        tolerable = status.owed + status.lost <= self.f and status.waited_s >= self.timeout_s
+        return not status.owed or tolerable
 
-    def _tolerable(self, status: StepStatus) -> bool:
-        return not status.overdue and status.owed + status.lost <= self.f
-
-    def ask_again_s(self, status: StepStatus) -> float | None:
-        waits = status.owed and self._tolerable(status) and status.waited_s < self.timeout_s
-        return _left(self.timeout_s, status) if waits else None
-
-    def bound(self, facts: StepFacts) -> float | None:
-        return _with_codec(_faults(max(self.f, facts.crashed), facts), facts)
-
-
-def _left(timeout_s: float, status: StepStatus) -> float:
-    return max(RESOLUTION_S, timeout_s - status.waited_s)
+    def _faults(self, facts: StepFacts) -> int:
+        return max(self.f, facts.crashed)
 
 
 def _check_timeout(timeout_s: float) -> None:
     if not timeout_s >= 0:
         raise ValueError(f"timeout_s={timeout_s} is invalid: choose seconds, 0 or more")
-
-
-def _faults(f: int, facts: StepFacts) -> float:
-    return faults(facts.peers, f, max(facts.m, facts.largest))
-
-
-def _with_codec(bound: float, facts: StepFacts) -> float | None:
-    if facts.gamma is None or facts.gamma >= 1:
-        return None
-    return bound + compression(facts.gamma, facts.m)
 
 
 GAIN = 0.05
@@ -315,6 +266,7 @@ class AdaptiveBeta(Scheduler):
 
     Bounds are on the mean square, and gradients arrive in few, large buckets. So beta integrates the deviation of the
     squared distance from its target. If no constant beta fits, beta oscillates and the mean fits.
+    The bound has one step of delay: beta is below 1, or was recently.
 
     Args:
         max_inconsistency: target of the root mean square of ``||x_t - v_t^i|| / alpha``, in the
@@ -345,13 +297,8 @@ class AdaptiveBeta(Scheduler):
         off = (distance / self.max_inconsistency) ** 2 - MARGIN
         self._level = min(max(self._level + GAIN * off, 0.0), MOST)
 
-    def may_go_on(self, status: StepStatus) -> bool:
-        return self._now.may_go_on(status)
+    def _enough(self, status: StepStatus) -> bool:
+        return NormBounded(self.beta, self._measure)._enough(status)
 
-    def bound(self, facts: StepFacts) -> float | None:
-        """One step of delay: beta is below 1, or was recently."""
-        return NormBounded(0.0).bound(facts)
-
-    @property
-    def _now(self) -> NormBounded:
-        return NormBounded(self.beta, self._measure)
+    def _relaxed(self, facts: StepFacts) -> float:
+        return bounded_staleness(facts.peers, 1, facts.m)

@@ -1,7 +1,8 @@
-"""Steps of one group member: its settings, the wait for the others' buckets, and the result of each step.
+"""Steps of one group member: its settings, the wait for others' buckets, each step's result.
 
-`ElasticSteps` is driven from two sides. On the runtime's loop, the exchange reports received buckets and lost members.
-On the user's thread, the optimizer hands over its own buckets during backward and then waits with `finish`.
+`ElasticSteps` is driven from two sides. On the runtime's loop, the exchange reports received
+buckets and lost members. On the user's thread, the optimizer hands over its own buckets during
+backward and then waits with `finish`.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypedDict
 
-from colab_swarm.elastic.ledger import Closed, GradientLedger
-from colab_swarm.elastic.meter import Meter
+from colab_swarm.elastic.ledger import Closed, GradientLedger, Meter
 from colab_swarm.elastic.schedulers import AdaptiveBeta, Scheduler, Synchronous
+from colab_swarm.events import EventLog, PeerLeft
 from colab_swarm.net.peers import Buffer, Message
 from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Floats, all_finite, codec_of
 
@@ -25,22 +27,12 @@ BUCKET_BYTES = 120 << 10
 EXCESS = 1.1
 
 
-class ElasticOptions(TypedDict, total=False):
-    """Options of an elastic optimizer; see `ElasticSettings`."""
-
-    scheduler: Scheduler
-    compression: str
-    error_feedback: bool
-    wait_s: float
-
-
 @dataclass(frozen=True)
 class ElasticSettings:
     """Settings of a group. All members use the same.
 
     Attributes:
         prefix: name of the group; peers with the same prefix train one model.
-        peers: size of the group, 2 to 16.
         scheduler: decides when a peer continues with its next step.
         compression: gradients on the wire: float32, float16, bfloat16, int8, onebit, or ``topk:0.01``.
         error_feedback: add what compression cut off to the next gradient; without it, a lossy codec has no bound.
@@ -67,13 +59,6 @@ class ElasticSettings:
         codec, sizes = codec_of(self.compression), range(MAX_BLOCKS, 0, -1)
         fitting = (n for n in sizes if codec.encoded_bytes(n * BLOCK_VALUES) <= BUCKET_BYTES)
         return next(fitting) * BLOCK_VALUES
-
-    def terms(self, sizes: list[int], schema: bytes) -> str:
-        """Return what all members must agree on, as readable text."""
-        return (
-            f"{self.peers} peers, {self.scheduler!r}, {self.compression}, error_feedback={self.error_feedback}, "
-            f"{sum(sizes)} values in {len(sizes)} buckets, model {schema.hex()[:8]}"
-        )
 
 
 @dataclass(frozen=True)
@@ -105,20 +90,13 @@ class ElasticStep:
 
 @dataclass(frozen=True)
 class ElasticSnapshot:
-    """State of one member of a group.
+    """State of one member of a group."""
 
-    Attributes:
-        scheduler: its scheduler with settings.
-        member, members: its number, and the group's size at its start.
-        steps: the latest, oldest first.
-        left: whether it has left the group.
-    """
-
-    scheduler: str
-    member: int
-    members: int
-    steps: tuple[ElasticStep, ...]
-    left: bool
+    scheduler: str  # with its settings
+    member: int  # its number
+    members: int  # the group's size at its start
+    steps: tuple[ElasticStep, ...]  # the latest, oldest first
+    left: bool  # whether it has left the group
 
     @property
     def passed(self) -> bool:
@@ -142,46 +120,56 @@ class Piece(Message, frozen=True):
 logger = logging.getLogger(__name__)
 
 
-class PieceExchange(Protocol):
-    """One member's connections to all others of its group. Used on the runtime's loop."""
+class PieceExchange(ABC):
+    """One member's connections to the others; ``names`` are those of all. Used on the runtime's loop."""
 
-    me: int  # this member's number
-    members: int  # size of the group
+    steps: ElasticSteps
 
-    async def begin(self, steps: ElasticSteps) -> None:
+    def __init__(self, events: EventLog, me: int, names: Sequence[str]) -> None:
+        self._events, self.me, self._names, self.members = events, me, names, len(names)
+        self.lost: dict[int, str] = {}  # members, with reasons
+
+    @abstractmethod
+    async def begin(self) -> None:
         """Report buckets and losses to ``steps`` from now on; return when all members are ready to receive.
 
-        Raises:
-            StateError: a member was lost meanwhile.
+        Raises `StateError` if a member was lost meanwhile.
         """
 
+    @abstractmethod
     def send(self, piece: Piece, payload: Buffer) -> None:
         """Queue a bucket for all other members. The payload must not change any more."""
 
     def drop(self, peer: int, reason: str) -> None:
         """Disconnect from a member; it is reported as lost."""
+        self.lose(peer, reason)
 
+    def lose(self, index: int, reason: str) -> None:
+        """Report a member as lost."""
+        if index not in self.lost:
+            self.lost[index] = reason
+            now = asyncio.get_running_loop().time()
+            self._events.emit(PeerLeft(now, self._names[index], reason))
+            self.steps.on_lost(index, reason)
+
+    @abstractmethod
     async def close(self) -> None:
         """Send what is queued, and leave. Idempotent."""
 
+    @abstractmethod
     def kill(self) -> None:
         """End without a goodbye, as a crash would."""
 
 
 class ElasticSteps:
-    """The steps of one member of a group.
-
-    Attributes:
-        ledger: what arrived, and what is owed.
-        meter: estimate of this member's inconsistency.
-        finished: a closed step that is not applied yet.
-    """
+    """The steps of one member of a group."""
 
     def __init__(self, exchange: PieceExchange, settings: ElasticSettings, sizes: list[int]) -> None:
         self.ledger = GradientLedger(sizes, exchange.members, exchange.me, settings.scheduler)
         self.meter = Meter(len(sizes), exchange.members)
-        self.finished: tuple[Closed, ElasticStep] | None = None
+        self.finished: tuple[Closed, ElasticStep] | None = None  # not applied yet
         self._exchange, self._scheduler, self._sizes = exchange, settings.scheduler, sizes
+        exchange.steps = self
         self._codec = codec_of(settings.compression)
         gamma = max(self._codec.gamma(numel) for numel in sizes)
         self._gamma = gamma if settings.error_feedback or not gamma else None
@@ -191,12 +179,7 @@ class ElasticSteps:
         self._own: deque[tuple[Piece, Floats, Buffer]] = deque()
 
     def hand_over(self, piece: Piece, arrived: Floats, payload: Buffer) -> None:
-        """Send a full bucket of this member's gradient. Thread-safe.
-
-        Args:
-            arrived: the values as the others decode them.
-            payload: the encoded values.
-        """
+        """Send a full bucket; ``arrived`` are the values as others decode it. Thread-safe."""
         self._own.append((piece, arrived, payload))
         if not self._woken:  # waking the loop costs more than the rest
             self._woken = True
@@ -242,11 +225,8 @@ class ElasticSteps:
     async def finish(self, compute_s: float = 0.0) -> None:
         """Wait until the open step may end, and close it; the result is in `finished`.
 
-        Args:
-            compute_s: in a simulation, the duration of the next forward and backward pass.
-
-        Raises:
-            RuntimeError: this member leaves.
+        In a simulation, ``compute_s`` is the duration of the next forward and backward pass. Raises
+        `RuntimeError` if this member leaves.
         """
         self._take_own()
         while not self._scheduler.may_go_on(status := self.ledger.standing(self._loop.time())):

@@ -65,8 +65,8 @@ class SwarmTraining:
 
     def optimizer(self, name: str, settings: TrainingSettings, rule: UpdateRule) -> SwarmOptimizer:
         """Start training a model; a model of the same name is replaced."""
-        from colab_swarm.training.checkpoint import CheckpointFolder
         from colab_swarm.training.optimizer import SwarmOptimizer
+        from colab_swarm.training.state import CheckpointFolder
 
         context = self._context
         if name in self.optimizers:
@@ -204,6 +204,6 @@ class SwarmSession:
         deadline = clock_s() + min(PATIENCE_S, most_s)
         optimizers = list(self._training.optimizers.values())
         for optimizer in optimizers:
-            optimizer.turn.end(why, hand_over_s=min(HAND_OVER_S, most_s))
+            optimizer.end(why, hand_over_s=min(HAND_OVER_S, most_s))
         for optimizer in optimizers:  # `leave` closes those that the user no longer steps
-            optimizer.turn.closed.wait(max(0.0, deadline - clock_s()))
+            optimizer.closed.wait(max(0.0, deadline - clock_s()))

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from colab_swarm.elastic.steps import ElasticOptions, ElasticSettings, ElasticSnapshot
+from colab_swarm.elastic.steps import ElasticSettings, ElasticSnapshot
 from colab_swarm.invite import Invite, Setting
 from colab_swarm.net.peers import Contact, PeerId, Role, short
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
@@ -27,7 +27,7 @@ from colab_swarm.runtime import Runner
 from colab_swarm.swarm.network import NetworkSession, close
 from colab_swarm.swarm.overview import Overview
 from colab_swarm.swarm.session import PeerContext, SwarmSession, SwarmTraining
-from colab_swarm.training.settings import AveragingOptions, PeerServices, TrainingSettings
+from colab_swarm.training.settings import PeerServices, TrainingSettings
 from colab_swarm.trust.contributions import Contribution, Leaderboard
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         max_grad_norm: float | None = None,
         name: str = "model",
         budget: TrafficBudget | None = None,
-        **averaging: Unpack[AveragingOptions],
+        **options: Any,
     ) -> SwarmOptimizer:
         """Let the swarm step ``optimizer``: see `SwarmOptimizer`. A second call with the same name replaces the first.
 
@@ -205,7 +205,7 @@ class Swarm(AbstractContextManager["Swarm"]):
             max_grad_norm: clip the averaged gradient to this norm.
             name: distinguishes several models of one run.
             budget: limits the traffic of this peer.
-            **averaging: see `AveragingOptions`. All peers use the same, except for ``overlap``.
+            **options: see `TrainingSettings`. All peers use the same, except for ``overlap``.
 
         Raises:
             ValueError, TypeError: a setting is not usable.
@@ -214,16 +214,15 @@ class Swarm(AbstractContextManager["Swarm"]):
         from colab_swarm.training.replica import UpdateRule
 
         self._check(worker=True)
-        prefix, target = f"{self.run_id}/{name}", float(target_batch_size)
-        settings = TrainingSettings.of(prefix, target, budget, averaging)
-        overlap, local = averaging.get("overlap", False), settings.local_steps != 1
-        rule = UpdateRule(optimizer, scheduler, max_grad_norm, overlap, local)
+        settings = TrainingSettings(f"{self.run_id}/{name}", float(target_batch_size), budget, **options)
+        local = settings.local_steps != 1
+        rule = UpdateRule(optimizer, scheduler, max_grad_norm, settings.overlap, local)
         trained = self.training.optimizer(name, settings, rule)
         self.probe.on_optimizer(name, trained)
         return trained
 
     def elastic_optimizer(
-        self, optimizer: Optimizer, *, peers: int, name: str = "model", **options: Unpack[ElasticOptions]
+        self, optimizer: Optimizer, *, peers: int, name: str = "model", **options: Any
     ) -> ElasticOptimizer:
         """Let a small group step ``optimizer`` without waiting for all gradients; see `ElasticOptimizer`.
 

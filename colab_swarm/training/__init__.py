@@ -31,17 +31,12 @@ peer finishes its micro-batch and joins. `colab_swarm.averaging` describes the r
        ^                                                 |                      |
        '------------- behind: catch up <-----------------'---- values kept local
 
-- **Lineage.** A chain of digests over the first parameters and every mean applied since. It names a branch of
-  parameters: equal lineages mean equal parameters. A round admits one step of one lineage.
-- **Branch.** The highest step that at least half of the training peers have reached, and on it the lineage that most
-  hold. So one liar, one clock or one lucky minority never moves the swarm.
-- **Votes.** Paused and idle peers have no vote, nor have peers that cannot be dialled while others can. Peers that
-  could not give the state that they claim have none for 300 s. A trainer is idle after 10 of its own micro-batches'
-  time, 120 s at least, without a micro-batch. It catches up before it trains again.
+- **Lineage** and **branch** name the parameters that most of the swarm holds, and **votes** elect them: see `progress`.
+  A round admits one step of one lineage. A trainer is idle, and has no vote, after 10 of its own micro-batches' time,
+  120 s at least, without a micro-batch. It catches up before it trains again.
 - **Catching up.** The state arrives in chunks of 256 KiB or more, from four donors at once, each chunk checked by its
-  hash; donors train on meanwhile. The late joiner follows the rounds with weight 0 and collects their means. Then it
-  applies these in order and has the swarm's parameters, however long the download took.
-- **Samples of other peers** are extrapolated at their speed, for 3 s at most.
+  hash; donors train on meanwhile. The late joiner follows the rounds, however long the download takes: see
+  `collaboration`.
 
 ## Times
 
@@ -96,7 +91,7 @@ None, optimizer, target_batch_size=…)` on all ranks, without `DistributedDataP
 | section 3.1: each peer accumulates at its own pace, one step per target batch | `progress`, `collaboration` |
 | section 3.2: rounds, delayed updates (after ZeRO-Offload) | `collaboration`, `optimizer`, `replica` |
 | auxiliary peers | `assistant`, `state` |
-| late joiners get the state from peers | `state`, `catch_up` |
+| late joiners get the state from peers | `state`, `collaboration` |
 | section 4.3: sahajBERT | `colab_swarm.recipes`, `notebooks/sahajbert.ipynb` |
 
 `layerwise` has LAMB, [arXiv 1904.00962](https://arxiv.org/abs/1904.00962), and LARS, [arXiv

@@ -1,4 +1,4 @@
-"""Averages of arrays: `swarm.average` for torch tensors, NumPy arrays and lists of numbers, by name."""
+"""`swarm.average`: means of torch tensors, NumPy arrays and lists of numbers, by name."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ class ArrayAverages:
     async def average(
         self, values: Any, *, weight: float, group_size: int | None, name: str, compression: str = "float32"
     ) -> tuple[Any, MoshpitResult]:
-        """Return the mean in the shape and kind of ``values``; see `MoshpitAverager.average`.
-
-        Raises:
-            ValueError: also if the values of this name used another compression before.
-        """
+        """Return the mean in the shape and kind of ``values``; see `MoshpitAverager.average`."""
         flat, restore = flatten(values)
         if name not in self._averagers:
             services, prefix = self._services, f"{self._run_id}/average/{name}"
@@ -52,11 +48,7 @@ class ArrayAverages:
 def flatten(values: Any) -> tuple[Floats, Callable[[Floats], Any]]:
     """Return the values as a flat float32 vector, and a function that restores their shape and kind.
 
-    Args:
-        values: a torch tensor, or anything that NumPy converts to an array.
-
-    Raises:
-        ValueError: they are not real numbers.
+    Raises `ValueError` if they are neither a torch tensor nor, by NumPy, an array of real numbers.
     """
     torch = sys.modules.get("torch")  # imported already if there is a tensor
     if torch is not None and isinstance(values, torch.Tensor):

@@ -1,8 +1,9 @@
-"""An assistant (DeDLOC's auxiliary peer) trains nothing, and lets trainers that only dial out train together.
+"""An assistant (DeDLOC's auxiliary peer) trains nothing, and lets peers that only dial out train.
 
-Such trainers cannot reach each other, but all of them can reach the assistant. It organizes their rounds, reduces, and
-passes on the training state to late joiners. It needs no torch, no data and no model, because the calling trainer's
-ticket describes the round. Where trainers reduce themselves, it is one more reducer.
+Such trainers cannot reach each other, but all of them can reach the assistant. It organizes their
+rounds, reduces, and passes on the training state to late joiners. It needs no torch, no data and no
+model, because the calling trainer's ticket describes the round. Where trainers reduce themselves,
+it is one more reducer.
 """
 
 from __future__ import annotations
@@ -20,19 +21,12 @@ from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import Runner
 from colab_swarm.tensors.chunks import Snapshot
-from colab_swarm.training.progress import (
-    AssistantRecord,
-    Progress,
-    assistants_key,
-    participants_of,
-    refresh,
-)
-from colab_swarm.training.settings import LinkBandwidth, PeerServices
+from colab_swarm.training.progress import AssistantRecord, Progress, assistants_key
+from colab_swarm.training.settings import ROUND_TIMEOUT_S, LinkBandwidth, PeerServices
 from colab_swarm.training.state import Mirror
 
 logger = logging.getLogger(__name__)
 
-ROUND_TIMEOUT_S = 180.0
 PUBLISH_S = 15.0
 TTL_S = 4 * PUBLISH_S
 FRESH_S = 1.0
@@ -58,11 +52,14 @@ class AssistantTally:
     mirrored_bytes: int = 0  # training state that it passed on
 
 
+async def _nothing_stored(_prefix: str) -> Snapshot | None:
+    return None
+
+
 class Assistant:
     """Helps the collaborations of a run, as their first messages arrive; `stop` ends it.
 
     Args:
-        run_id: of the run.
         name: this peer's, for people.
         collaboration: the name of the only collaboration to help; None: all.
         stored: ``await stored(prefix)``: a checkpoint of a backbone to give when no trainer is left.
@@ -76,27 +73,23 @@ class Assistant:
         *,
         name: str,
         collaboration: str | None = None,
-        stored: Callable[[str], Awaitable[Snapshot | None]] | None = None,
+        stored: Callable[[str], Awaitable[Snapshot | None]] = _nothing_stored,
     ) -> None:
         self._runtime, self._services, self._stored = runtime, services, stored
         self._run_id, self._name = run_id, name
-        self._stopped = False
         self._only = "" if collaboration is None else f"{run_id}/{collaboration}"
         self._tally = AssistantTally()
         self._parts: dict[str, _Part] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._publishing: asyncio.Task[None] | None = None
+        self._stopped = False
 
     async def start(self) -> None:
-        """Publish to the run that this peer assists.
-
-        Raises:
-            ValueError: this peer assists the run already.
-        """
+        """Publish to the run that this peer assists; raises `ValueError` if it does so already."""
         self._services.router.set_default(self.enter, self.leave)
         # No collaboration has the run's own name: this part serves the messages that lead to `enter`.
         self._parts[""] = _Part(self._services, self._run_id, self._tally, self._stored)
         await self._publish(ttl_s=TTL_S)
-        self._tasks.append(asyncio.create_task(self._heartbeat(), name="assist"))
+        self._publishing = asyncio.create_task(self._keep_publishing(), name="assist")
 
     async def withdraw(self) -> None:
         """Stop assisting, with a record that expires at once."""
@@ -111,8 +104,8 @@ class Assistant:
     def kill(self) -> None:
         """Stop assisting without notice; call it on the runtime's event loop."""
         self._stopped = True
-        for task in self._tasks:
-            task.cancel()
+        if self._publishing is not None:
+            self._publishing.cancel()
         self._services.router.clear_default()
         for prefix in list(self._parts):
             self.leave(prefix)
@@ -127,7 +120,7 @@ class Assistant:
         state = "stopped" if self._stopped else f"{len(tally.collaborations)} collaborations now"
         return f"Assistant({state}, {tally.rounds} rounds, {moved_mb:.1f} MB)"
 
-    async def _heartbeat(self) -> None:
+    async def _keep_publishing(self) -> None:
         while True:
             await asyncio.sleep(PUBLISH_S)
             for prefix, part in list(self._parts.items()):
@@ -165,11 +158,10 @@ class _Part:
         services: PeerServices,
         prefix: str,
         tally: AssistantTally,
-        stored: Callable[[str], Awaitable[Snapshot | None]] | None,
+        stored: Callable[[str], Awaitable[Snapshot | None]],
     ) -> None:
         self.used_at = _now()
-        self._services, self._prefix = services, prefix
-        self._tally = tally
+        self._services, self._prefix, self._tally = services, prefix, tally
         self._progress = Progress.of_watcher(services.peers.id, prefix)
         self._bandwidth = LinkBandwidth(services.peers)
         self._read_at = float("-inf")
@@ -177,13 +169,8 @@ class _Part:
         self._matchmaker = Matchmaker(
             services.router, prefix, expected=self._expected, on_called=self._on_called, settings=MATCHMAKING
         )
-        self._mirror = Mirror(
-            services.router,
-            prefix,
-            donors=self._donors,
-            on_sent=self._on_sent,
-            stored=None if stored is None else partial(stored, prefix),
-        )
+        give = partial(stored, prefix)
+        self._mirror = Mirror(services.router, prefix, give, donors=self._donors, on_sent=self._on_sent)
         self._stop_listening = services.peers.on_lost(self._on_lost)
 
     def close(self) -> None:
@@ -209,8 +196,7 @@ class _Part:
         reduces = bool(self._services.peers.contact.addresses)
         ticket = Ticket(terms, 0.0, reduces, upload_bps, download_bps, assists=True)
         try:
-            candidates = self._known(*terms.key)
-            group = await self._matchmaker.join(ticket, candidates, _now() + ROUND_TIMEOUT_S)
+            group = await self._matchmaker.join(ticket, self._known(*terms.key), _now() + ROUND_TIMEOUT_S)
             result = await self._services.averager.reduce(group)
             self._bandwidth.on_round(result)
         except (PeerError, MemoryError) as error:
@@ -228,13 +214,12 @@ class _Part:
 
     def _known(self, step: int, lineage: bytes) -> list[PeerId]:
         """Return the peers expected by their records, a call or the last round: a record may be late."""
-        progress, linked = self._progress, self._services.peers.linked()
-        others = progress.assistants.keys() & linked | self._matchmaker.likely(step, lineage)
-        return sorted(others.union(participants_of(progress.records, step, lineage)))
+        assistants = self._progress.assistants.keys() & self._services.peers.linked()
+        known = self._progress.participants(step, lineage) | self._matchmaker.likely(step, lineage)
+        return sorted(known | assistants)
 
     def _on_lost(self, peer: PeerId) -> None:
-        if peer in self._progress.records or peer in self._progress.assistants:
-            self._progress.on_lost(peer, now=_now())
+        self._progress.on_lost(peer, now=_now())
 
     async def _donors(self) -> list[PeerId]:
         self.used_at = _now()
@@ -250,7 +235,7 @@ class _Part:
             return
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
-                await refresh(self._progress, self._services.dht, self._services.peers)
+                await self._progress.refresh(self._services.dht, self._services.peers)
             self._read_at = _now()
         except (PeerError, TimeoutError) as error:
             logger.info("progress of %s not read: %s", self._prefix, error)

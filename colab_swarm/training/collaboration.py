@@ -1,8 +1,15 @@
-"""One trainer's part in the swarm: report progress, run averaging rounds, catch up. Does not import torch.
+"""One trainer's part in the swarm: progress, averaging rounds, catching up. Does not import torch.
 
-It runs on the runtime's event loop. The optimizer drives it from the user's thread: `report` after each micro-batch
-says what is due, and `average` finds the round's group, averages, lets the optimizer apply the mean and moves on to
-the next step. `catch_up` gets the swarm's state when it moved on without this peer.
+It runs on the runtime's event loop. The optimizer drives it from the user's thread: `report` after
+each micro-batch says what is due, `average` takes part in the round and moves on to the next step,
+and `catch_up` gets the swarm's state when it moved on without this peer.
+
+The swarm does not wait for a peer that catches up. While the snapshot of step s downloads, the peer
+follows the rounds with weight 0 and collects their means. Then it applies the means of the rounds
+s, s+1, … in order and has the swarm's parameters, however long the download took. It sends nothing
+and reduces nothing meanwhile, so it cannot slow down a round. Donors that keep failing lose their
+vote, and the branch of the other peers is tried: a peer that claims an absurd step keeps no late
+joiner out.
 """
 
 from __future__ import annotations
@@ -14,12 +21,13 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
 
 from colab_swarm.averaging.exchange import RoundPing, UploadEncoding
-from colab_swarm.averaging.group import Group, RoundRefused, RoundTerms, Ticket
+from colab_swarm.averaging.group import Group, GroupFormationSettings, RoundRefused, RoundTerms, Ticket
 from colab_swarm.averaging.matchmaking import Matchmaker
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.averaging.strategy import AdaptiveShares
@@ -37,15 +45,16 @@ from colab_swarm.net.peers import PeerId
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.progress import (
+    MAX_REPORT_S,
     Branch,
     Progress,
     ProgressRecord,
     ThroughputEstimator,
-    participants_of,
+    next_lineage,
     progress_key,
-    refresh,
 )
 from colab_swarm.training.settings import (
+    ROUND_TIMEOUT_S,
     CommunicationPlan,
     LinkBandwidth,
     PeerServices,
@@ -58,6 +67,16 @@ logger = logging.getLogger(__name__)
 
 LATE_S, ANSWER_S = 2.0, 2.0
 """When to look for silent peers while a group forms, and how soon a healthy peer answers."""
+ATTEMPTS, BRANCHES = 5, 4
+"""Downloads per branch, and branches: trainers that died together may each have left one."""
+MAX_REPLAY_BYTES = 1 << 30
+"""Memory for the means that a late joiner collects while it downloads the state."""
+PAUSE_S = 1.0
+PATIENCE_S = 30.0
+"""Donors may fail for this long, or `ATTEMPTS` times, before others are tried."""
+
+CaughtUp: TypeAlias = tuple[Snapshot, list[Floats]]
+"""A state to load, and the means of the rounds since, in order."""
 
 
 class Due(enum.Enum):
@@ -76,32 +95,21 @@ class Collaboration:
         own: this peer's first record.
         numel, schema: length of the averaged vector, and the digest of its layout.
         snapshot: copies the current training state; runs off the event loop and may raise `StateError`.
-
-    Attributes:
-        progress: of the swarm, as this peer knows it.
-        plan: how this peer stays within its traffic budget; None without one.
     """
 
     def __init__(
         self,
         services: PeerServices,
         settings: TrainingSettings,
-        *,
         own: ProgressRecord,
         numel: int,
         schema: bytes,
         snapshot: Callable[[], Snapshot],
     ) -> None:
         self.services, self._settings = services, settings
-        peers = services.peers
-        self.progress = Progress(
-            peers.id,
-            own,
-            prefix=settings.prefix,
-            target_batch_size=settings.target_batch_size,
-            local=settings.local_steps != 1,
-        )
-        self.plan: CommunicationPlan | None = None
+        peers, local, patience_s = services.peers, settings.local_steps != 1, settings.matchmaking_timeout_s
+        self.progress = Progress(peers.id, own, settings.prefix, settings.target_batch_size, local=local)
+        self.plan: CommunicationPlan | None = None  # with a traffic budget
         self._policy = None if settings.budget is None else TrafficBudgetPolicy(settings, peers.id)
         self._numel, self._schema = numel, schema
         self._bandwidth, self._shares = LinkBandwidth(peers, settings.budget), AdaptiveShares()
@@ -112,28 +120,26 @@ class Collaboration:
             on_called=self._on_called,
             stands=self.progress.stands,
             strategy=self._shares,
-            settings=settings.formation,
+            settings=GroupFormationSettings(window_s=patience_s, slack_s=patience_s),
         )
         self._states = StateSharing(services.router, settings.prefix, lambda: asyncio.to_thread(snapshot))
-        self._called: tuple[int, bytes] | None = None
-        self._wake = asyncio.Event()
-        self._moved = asyncio.Event()
         self._throughput = ThroughputEstimator(self._now())
-        self._applying = False
-        self._averaging_aside = False
+        self._called: tuple[int, bytes] | None = None
+        self._wake, self._moved = asyncio.Event(), asyncio.Event()
+        self._applying = self._averaging_aside = False
+        self._heartbeat: asyncio.Task[None] | None = None
         self._settling: asyncio.Task[None] | None = None
-        self._reported: set[str] = set()  # refusals
         self._steps_alone = 0  # since the last round
-        self._tasks: list[asyncio.Task[None]] = []
+        self._reported: set[str] = set()  # refusals
         self._stop_listening = peers.on_lost(self._on_lost)
 
-    # --- start and stop -----------------------------------------------------------------------------------------
+    # --- start and stop -------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Read the other peers' progress and publish this peer's."""
         await self.on_gate()
         await self._exchange()
-        self._tasks.append(asyncio.create_task(self._heartbeat(), name="progress"))
+        self._heartbeat = asyncio.create_task(self._keep_exchanging(), name="progress")
 
     async def stop(self) -> None:
         """Serve the last round to its end, then leave with a record that expires at once."""
@@ -145,16 +151,13 @@ class Collaboration:
     def kill(self) -> None:
         """Leave without notice; the record expires by itself."""
         self._stop_listening()
-        for task in self._tasks:
-            task.cancel()
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
         self._matchmaker.close()
         self._states.close()
 
     def _on_lost(self, peer: PeerId) -> None:
-        trains = peer in self.progress.records
-        if trains or peer in self.progress.assistants:
-            self.progress.on_lost(peer, now=self._now())
-        if trains:
+        if self.progress.on_lost(peer, now=self._now()):
             self.services.events.emit(PeerLeft(self._now(), peer.hex(), "its link broke"))
             self._wake_if_due()
 
@@ -162,10 +165,10 @@ class Collaboration:
     def _now() -> float:
         return asyncio.get_running_loop().time()
 
-    # --- progress -----------------------------------------------------------------------------------------------
+    # --- progress -------------------------------------------------------------------------------
 
-    async def _heartbeat(self) -> None:
-        """Exchange progress: often when the batch is nearly full, rarely otherwise, at once after a step."""
+    async def _keep_exchanging(self) -> None:
+        """Often when the batch is nearly full, rarely otherwise, at once after a step."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._period_s()):
@@ -182,7 +185,7 @@ class Collaboration:
             return 5.0
         if eta_s == math.inf:  # no peer has reported a speed yet
             return 1.0
-        return min(max(eta_s / 4, 0.25), self._settings.max_report_s)
+        return min(max(eta_s / 4, 0.25), MAX_REPORT_S)
 
     async def _exchange(self) -> None:
         await self._publish(ttl_s=4 * max(self._period_s(), 15.0))
@@ -190,19 +193,16 @@ class Collaboration:
 
     async def _publish(self, *, ttl_s: float) -> None:
         own = self.progress.own
-        silent = self._throughput.idle(self._now(), report_s=self._settings.max_report_s)
-        if silent and not (own.absent or own.syncing):
+        if self._throughput.idle(self._now()) and not (own.absent or own.syncing):
             self._update(idle=True)
         addresses = self.services.peers.contact.addresses  # a tunnel or a relay may have opened or closed
-        upload_bps, download_bps = self._bandwidth.known()
-        self._update(
-            addresses=addresses, reduces=bool(addresses), upload_bps=upload_bps, download_bps=download_bps
-        )
+        up, down = self._bandwidth.known()
+        self._update(addresses=addresses, reduces=bool(addresses), upload_bps=up, download_bps=down)
         await self.services.dht.publish(progress_key(self._settings.prefix), self.progress.own, ttl_s=ttl_s)
 
     async def refresh(self) -> Branch:
         """Read the peers' records now, and return the swarm's branch."""
-        await refresh(self.progress, self.services.dht, self.services.peers)
+        await self.progress.refresh(self.services.dht, self.services.peers)
         self._wake_if_due()
         return self.progress.branch()
 
@@ -215,7 +215,7 @@ class Collaboration:
         if changes.keys() & {"syncing", "paused", "idle"}:
             self._moved.set()
 
-    # --- called by the optimizer --------------------------------------------------------------------------------
+    # --- called by the optimizer ----------------------------------------------------------------
 
     async def report(self, samples: float, loss: float | None, *, dropped: str | None = None) -> Due:
         """Count a micro-batch and return what to do next; ``dropped`` says why its gradient does not count."""
@@ -227,17 +227,17 @@ class Collaboration:
         own = self.progress.own
         if dropped is not None:
             self.services.events.emit(BatchDropped(self._now(), dropped))
-            return self._due()
-        loss = own.loss if loss is None else loss
-        self._update(samples=own.samples + samples, samples_per_s=self._throughput.samples_per_s, loss=loss)
+        else:
+            speed, loss = self._throughput.samples_per_s, own.loss if loss is None else loss
+            self._update(samples=own.samples + samples, samples_per_s=speed, loss=loss)
         return self._due()
 
     def _due(self) -> Due:
-        if self._averaging_aside or self.progress.own.paused:  # one round at a time
-            return Due.NOTHING
-        if self.progress.own.syncing or self.progress.behind:
-            return Due.CATCH_UP
         own = self.progress.own
+        if self._averaging_aside or own.paused:  # one round at a time
+            return Due.NOTHING
+        if own.syncing or self.progress.behind:
+            return Due.CATCH_UP
         if self._called == (own.step, own.lineage) or self.progress.batch_full(self._now()):
             return Due.ROUND
         batches = self.progress.samples(self._now()) / self.progress.target_batch_size
@@ -291,7 +291,7 @@ class Collaboration:
 
         Args:
             values: becomes the mean.
-            apply: takes the swarm's step with the mean, off the event loop, and returns the new lineage. Once it
+            apply: takes the step with the mean, off the event loop, and returns the new lineage. Once it
                 began, an interrupt does not stop it: parameters and record must agree. See `settled`.
             aside: the trainer computes for the next step meanwhile.
 
@@ -301,6 +301,7 @@ class Collaboration:
         if aside:
             self._averaging_aside = True
             self._update(samples=0.0)
+        result = None
         try:
             result = await self._try_round(values, weight, encoding, aside)
             if result is not None:
@@ -310,6 +311,7 @@ class Collaboration:
                 self._update(samples=self.progress.own.samples + weight)  # for the next try
             return result
         finally:
+            self._applying &= result is not None
             self._averaging_aside = False
             self._wake.set()
 
@@ -319,24 +321,20 @@ class Collaboration:
         if not aside:
             self._throughput.wait()
         self._applying = True  # a faster member may call the next round before the last mean arrives here
-        stepping = False
         try:
             result = await self._round(self.progress.own, values, weight, encoding)
-            stepping = any(member.weight for member in result.group.members)
-            return result if stepping else None
+            return result if any(member.weight for member in result.group.members) else None
         except PeerError as error:
             logger.info("no round for step %d: %s", self.progress.own.step, error)
             await self.refresh()
             return None
         finally:
-            self._applying = stepping
             if not aside:
                 self._throughput.work(self._now())
 
     async def _settle(
         self, mean: Floats, result: RoundResult, apply: Callable[[Floats], bytes], aside: bool
     ) -> None:
-        """Apply the mean and move the own record to the next step."""
         try:
             lineage = await asyncio.to_thread(apply, mean)
         finally:
@@ -374,77 +372,54 @@ class Collaboration:
         return result
 
     async def _find_group(self, own: ProgressRecord, weight: float) -> Group:
-        deadline = self._now() + self._settings.round_timeout_s
+        settings, deadline = self._settings, self._now() + ROUND_TIMEOUT_S
+        codecs = settings.compression, settings.mean_compression
+        terms = RoundTerms(settings.prefix, own.step, own.lineage, self._numel, self._schema, *codecs)
+        willing = (self.plan is None or self.plan.reduces) and not own.syncing
+        reduces = bool(self.services.peers.contact.addresses) and willing
+        ticket = Ticket(terms, weight, reduces, *self._bandwidth.known(), samples_per_s=own.samples_per_s)
         candidates = await self._expected(own.step, own.lineage)
         watch = asyncio.create_task(self._watch(candidates))
         try:
-            return await self._matchmaker.join(self._ticket(own, weight), candidates, deadline)
+            return await self._matchmaker.join(ticket, candidates, deadline)
         except RoundRefused as refused:
-            if refused.reason == "invalid":  # it will not pass by itself
-                self._report_once(str(refused))
+            refusal = str(refused)
+            if refused.reason == "invalid" and refusal not in self._reported:  # for good
+                self._reported.add(refusal)
+                text = f"{refusal}; all peers of a run take the same model, compression and mean_compression"
+                self.services.events.emit(Fault(self._now(), "rounds, which this peer is kept out of", text))
             raise
         finally:
             watch.cancel()
 
-    def _report_once(self, refusal: str) -> None:
-        if refusal not in self._reported:
-            self._reported.add(refusal)
-            text = f"{refusal}; all peers of a run take the same model, compression and mean_compression"
-            self.services.events.emit(Fault(self._now(), "rounds, which this peer is kept out of", text))
-
-    def _ticket(self, own: ProgressRecord, weight: float) -> Ticket:
-        settings = self._settings
-        willing = (self.plan is None or self.plan.reduces) and not own.syncing
-        upload_bps, download_bps = self._bandwidth.known()
-        terms = RoundTerms(
-            settings.prefix,
-            own.step,
-            own.lineage,
-            self._numel,
-            self._schema,
-            settings.compression,
-            settings.mean_compression,
-        )
-        return Ticket(
-            terms,
-            weight,
-            reduces=bool(self.services.peers.contact.addresses) and willing,
-            upload_bps=upload_bps,
-            download_bps=download_bps,
-            samples_per_s=own.samples_per_s,
-        )
-
     async def _watch(self, candidates: Sequence[PeerId]) -> None:
         """If the group forms slowly, report the candidates that do not even answer."""
         await asyncio.sleep(LATE_S)
-        linked = self.services.peers.linked()
-        await asyncio.gather(*(self._ping(peer) for peer in candidates if peer in linked))
-
-    async def _ping(self, peer: PeerId) -> None:
-        try:
-            await self.services.peers.call(peer, RoundPing(b""), RoundPing, timeout_s=ANSWER_S)
-        except PeerTimeout:
-            self.services.events.emit(PeerSilent(self._now(), peer.hex(), ANSWER_S))
-        except PeerError:  # a lost link has an event of its own
-            pass
+        peers, linked = self.services.peers, self.services.peers.linked()
+        asked = [peer for peer in candidates if peer in linked]
+        pings = (peers.call(peer, RoundPing(b""), RoundPing, timeout_s=ANSWER_S) for peer in asked)
+        answers = await asyncio.gather(*pings, return_exceptions=True)
+        for peer, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, PeerTimeout):  # a lost link has an event of its own
+                self.services.events.emit(PeerSilent(self._now(), peer.hex(), ANSWER_S))
 
     def _update_plan(self, result: RoundResult) -> None:
-        """Choose how to stay within the traffic budget, after a round with others."""
         if self._policy is None or len(result.group.members) < 2:
             return
         now, speed = self._now(), self.progress.samples_per_s()
         self._policy.on_round(result.sent_bytes, result.received_bytes, self.progress.local_steps, now=now)
         if speed:
-            plan = self._policy.choose(result.group, self.progress.target_batch_size / speed)
-            if plan is not None and not plan.like(self.plan):
+            before, compute_s = self.plan, self._settings.target_batch_size / speed
+            plan = self._policy.choose(result.group, compute_s)
+            if plan is not None and (before is None or replace(before, mbit_s=plan.mbit_s) != plan):
                 self.services.events.emit(BudgetChosen(now, str(plan), plan.within))
             self.plan = plan
-        if self._settings.auto_steps and self.plan is not None:
+        if self._settings.local_steps == "auto" and self.plan is not None:
             self._update(local_steps=self.plan.local_steps)
 
     async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
         """Return the peers expected by their records, the last round or a call: a record may be late."""
-        expected = {*participants_of(self.progress.records, step, lineage), *self.progress.assistants}
+        expected = self.progress.participants(step, lineage) | self.progress.assistants.keys()
         return sorted((expected | self._matchmaker.likely(step, lineage)) - self.progress.absent)
 
     def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
@@ -460,28 +435,32 @@ class Collaboration:
         patience_s = self._settings.matchmaking_timeout_s
         return 0.0 if own.syncing else self._throughput.ready_in_s(self._now(), patience_s=patience_s)
 
-    # --- catching up --------------------------------------------------------------------------------------------
+    # --- catching up ----------------------------------------------------------------------------
 
-    async def begin_syncing(self) -> tuple[int, bool] | None:
-        """Look for the swarm's branch; return None if this peer is on it.
+    async def catch_up(self) -> CaughtUp | None:
+        """Return the state of the swarm's branch, or None if this peer's own state counts.
 
-        Else return how many means of rounds fit in memory, and whether this peer has a state of its own.
+        Raises `StateError` if no peer on the branch gave its state, and this peer has none.
         """
         has_state = not self.progress.own.syncing
         self._called, self._applying = None, False
         self._update(syncing=True, samples=0.0, idle=False)
         await self._exchange()
-        branch = self.progress.branch()
-        if (branch.step, branch.lineage) == (self.progress.own.step, self.progress.own.lineage):
+        branch, own = self.progress.branch(), self.progress.own
+        if (branch.step, branch.lineage) == (own.step, own.lineage):
             self._update(syncing=False)  # equal parameters already, or no other peer
             return None
-        return max(1, self._settings.max_replay_bytes // (4 * self._numel)), has_state
-
-    def end_syncing(self, *, keep_state: bool) -> None:
-        """End what `begin_syncing` began; with ``keep_state`` this peer's own state counts."""
-        self._throughput.active_at = self._now()
-        if keep_state:
-            self._update(syncing=False)
+        capacity = max(1, MAX_REPLAY_BYTES // (4 * self._numel))
+        try:
+            caught_up = await CatchUp(self, capacity=capacity, has_state=has_state).run()
+            if caught_up is None:
+                self._update(syncing=False)
+            return caught_up
+        except StateError:
+            self.progress.trust_all()  # the next attempt tries all peers
+            raise
+        finally:
+            self._throughput.active_at = self._now()
 
     async def wait_called(self) -> None:
         """Wait for an organizer's call."""
@@ -492,8 +471,7 @@ class Collaboration:
     async def follow_round(self) -> dict[tuple[int, bytes], Floats]:
         """Take part with weight 0 in the round that `wait_called` waited for.
 
-        Returns:
-            The mean by the step and lineage that it is applied to; empty if it is not complete.
+        Returns the mean by the step and lineage that it is applied to, if it is complete.
         """
         assert self._called is not None
         (step, lineage), self._called = self._called, None
@@ -507,7 +485,7 @@ class Collaboration:
         return {} if result.kept_local else {(step, lineage): values}
 
     async def adopt(self, step: int, lineage: bytes, *, syncing: bool = False) -> None:
-        """Move this peer's record to a state that it has loaded, is about to load or, ``syncing``, still needs."""
+        """Move this peer's record to a state that it has loaded or, ``syncing``, still needs."""
         self._steps_alone = 0
         self._matchmaker.forget(step, lineage)
         self.progress.leap(step, lineage, syncing=syncing)
@@ -525,7 +503,85 @@ class Collaboration:
             snapshot = await self._states.download(list(self.progress.assistants))
         manifest, now = snapshot.manifest, self._now()
         names = tuple(donor.hex() for donor in snapshot.donors)
-        self.services.events.emit(
-            StateReceived(now, manifest.step, names, manifest.size_bytes, now - started)
-        )
+        event = StateReceived(now, manifest.step, names, manifest.size_bytes, now - started)
+        self.services.events.emit(event)
         return snapshot
+
+
+class CatchUp:
+    """One attempt to get the swarm's state.
+
+    Args:
+        capacity: number of means that fit in memory.
+        has_state: this peer can continue with its own state if no other peer can give a better one.
+    """
+
+    def __init__(self, collaboration: Collaboration, *, capacity: int, has_state: bool) -> None:
+        self._collaboration = collaboration
+        self._capacity, self._has_state = capacity, has_state
+        self._means: dict[tuple[int, bytes], Floats] = {}  # by the step and lineage that they are applied to
+        self._between_rounds = asyncio.Lock()
+
+    async def run(self) -> CaughtUp | None:
+        """Download the state and bring it up to date; see `Collaboration.catch_up`."""
+        follower = asyncio.create_task(self._follow(), name="follow rounds")
+        try:
+            return await self._run()
+        finally:
+            follower.cancel()
+            await asyncio.gather(follower, return_exceptions=True)
+
+    async def _run(self) -> CaughtUp | None:
+        collaboration, clock = self._collaboration, asyncio.get_running_loop().time
+        reasons: dict[str, None] = {}
+        outdated, failures, since = (
+            b"",
+            0,
+            math.inf,
+        )  # the last root, failures of one branch's donors, and when
+        for attempt in range(BRANCHES * ATTEMPTS):
+            branch, snapshot = await collaboration.refresh(), None
+            donors = sorted(branch.peers - {collaboration.progress.me})
+            if not donors and (self._has_state or not reasons):
+                return None
+            if not donors:
+                break
+            since = min(since, clock())
+            try:
+                snapshot = await collaboration.download(donors)
+                async with self._between_rounds:
+                    return await self._complete(snapshot)
+            except StateError as error:
+                reasons[str(error)] = None
+            root = b"" if snapshot is None else snapshot.manifest.root
+            if root in (b"", outdated):  # the same again: an assistant's, as its donors are lost
+                failures += 1
+                if failures >= ATTEMPTS or clock() - since > PATIENCE_S:
+                    # A false claim, such as step 10^9, must not hide the other peers forever.
+                    collaboration.progress.distrust(donors, now=clock())
+                    failures, since = 0, math.inf
+            outdated = root or outdated
+            await asyncio.sleep(PAUSE_S * (attempt % ATTEMPTS))
+        raise StateError(f"could not catch up with the swarm: {'; '.join(reasons)}")
+
+    async def _complete(self, snapshot: Snapshot) -> CaughtUp:
+        """Order the means after the snapshot. Runs between two rounds, so that none is missed."""
+        step, lineage = snapshot.manifest.step, snapshot.manifest.subject
+        means: list[Floats] = []
+        while (mean := self._means.get((step, lineage))) is not None:
+            means.append(mean)
+            step, lineage = step + 1, next_lineage(lineage, mean)
+        branch = await self._collaboration.refresh()
+        missed = branch.step > step or any(followed > step for followed, _ in self._means)
+        if missed or (branch.step == step and branch.lineage != lineage):
+            raise StateError("the swarm moved on during the download")
+        await self._collaboration.adopt(step, lineage)
+        return snapshot, means
+
+    async def _follow(self) -> None:
+        while True:
+            await self._collaboration.wait_called()
+            async with self._between_rounds:
+                self._means |= await self._collaboration.follow_round()
+            while len(self._means) > self._capacity:
+                del self._means[min(self._means)]

@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.errors import HostError
-from colab_swarm.training.checkpoint import CheckpointFolder
 from colab_swarm.training.optimizer import SwarmOptimizer
+from colab_swarm.training.state import CheckpointFolder
 
 LEAD = 0
 
@@ -37,44 +37,6 @@ class _Update:
     result: RoundResult | None = None
     changed: bool = False  # its parameters
     error: str = ""
-
-
-def host_optimizer(
-    swarm: Any,
-    optimizer: Optimizer,
-    *,
-    target_batch_size: int,
-    timeout_s: float = 1800.0,
-    **settings: Any,
-) -> HostOptimizer:
-    """Make one peer of all processes of a `torch.distributed` job; every rank calls it after ``init_process_group``.
-
-    Do not wrap the model in `DistributedDataParallel`: gradients are summed here. A `GradScaler` would skip steps on
-    one rank alone: use bfloat16.
-
-    Args:
-        swarm: this peer's `Swarm` on rank 0, None on the others.
-        optimizer: over equal parameters in the same order on all ranks; that of rank 0 steps.
-        target_batch_size: samples of all peers together for one global step.
-        timeout_s: longest time that one rank waits for another, a long evaluation or catching up included.
-        settings: further options of `Swarm.optimizer`; only those of rank 0 count.
-
-    Raises:
-        RuntimeError: there is no process group.
-        ValueError: rank 0 has no swarm, or another rank has one.
-        HostError: another rank failed.
-        StateError: on rank 0: a swarm trains this already, but no peer could give its state.
-    """
-    if not dist.is_initialized():
-        raise RuntimeError("call torch.distributed.init_process_group(…) first; torchrun sets what it needs")
-    if (swarm is None) is (dist.get_rank() == LEAD):
-        raise ValueError("only rank 0 talks to the swarm: give it the swarm, and None to all other ranks")
-    begin = (
-        None
-        if swarm is None
-        else partial(swarm.optimizer, optimizer, target_batch_size=target_batch_size, **settings)
-    )
-    return HostOptimizer(optimizer, begin, timeout_s=timeout_s)
 
 
 class HostOptimizer:
@@ -91,16 +53,17 @@ class HostOptimizer:
     ) -> None:
         """Use `host_optimizer`. ``begin`` joins the swarm, on rank 0."""
         self.lead: SwarmOptimizer | None = None
-        self.global_step = 0
-        self.lineage = b""
+        self.global_step, self.lineage = 0, b""
         self._parameters: list[Tensor] = [
             p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
         ]
         if not self._parameters:
             raise ValueError("the optimizer has no parameter that requires a gradient: nothing to train")
-        numel = sum(parameter.numel() for parameter in self._parameters)
+        sizes = [parameter.numel() for parameter in self._parameters]
         # The sum of the gradients; the samples; the sum of the losses, and the samples with a loss.
-        self._sum = torch.zeros(numel + 3, device=self._parameters[0].device)
+        self._sum = torch.zeros(sum(sizes) + 3, device=self._parameters[0].device)
+        views = zip(self._parameters, torch.split(self._sum[:-3], sizes), strict=True)
+        self._parts = [(parameter, part.view(parameter.shape)) for parameter, part in views]
         self._sent: object = None  # version of the parameters that the others have
         self._timeout = timedelta(seconds=timeout_s)
         self._messages = dist.new_group(backend="gloo", timeout=self._timeout)
@@ -140,11 +103,7 @@ class HostOptimizer:
 
     def load(self, source: str | Path | CheckpointFolder) -> None:
         """Continue from a checkpoint that rank 0 reads: see `SwarmOptimizer.load`. Every rank calls it."""
-
-        def load() -> None:
-            self._leading().load(source)
-
-        self._follow_lead(load)
+        self._follow_lead(lambda: self._leading().load(source))
 
     def save(self, target: str | Path | CheckpointFolder) -> None:
         """Write a checkpoint on rank 0: see `SwarmOptimizer.save`. Does nothing on the other ranks."""
@@ -161,13 +120,13 @@ class HostOptimizer:
         for parameter in self._parameters:
             parameter.grad = None
 
-    # --- between the ranks ----------------------------------------------------------------------------------------
+    # --- between the ranks ----------------------------------------------------------------------
 
     def _gather(self, samples: float, loss: float | None) -> None:
         """Sum gradients and samples of all ranks at rank 0."""
         total = self._sum.zero_()
         if samples:
-            for parameter, part in zip(self._parameters, self._parts(), strict=True):
+            for parameter, part in self._parts:
                 if parameter.grad is not None:
                     part.add_(parameter.grad, alpha=samples)
             losses = (0.0, 0.0) if loss is None else (loss * samples, samples)
@@ -183,17 +142,13 @@ class HostOptimizer:
     def _step(self) -> RoundResult | None:
         """Rank 0 counts the sum as one micro-batch."""
         samples, losses, of_samples = self._sum[-3:].tolist()
-        for parameter, part in zip(self._parameters, self._parts(), strict=True):
+        for parameter, part in self._parts:
             parameter.grad = part.div_(samples or 1.0).to(parameter.dtype)
         return self._leading().step(samples=samples, loss=losses / of_samples if of_samples else None)
 
     def _leading(self) -> SwarmOptimizer:
         assert self.lead is not None
         return self.lead
-
-    def _parts(self) -> list[Tensor]:
-        parts = torch.split(self._sum[:-3], [parameter.numel() for parameter in self._parameters])
-        return [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
 
     def _follow_lead(self, act: Callable[[], RoundResult | None]) -> RoundResult | None:
         """Let rank 0 act, and all ranks take its result, and its parameters if they changed."""
@@ -244,3 +199,39 @@ class HostOptimizer:
 
     def __repr__(self) -> str:
         return f"HostOptimizer(rank {dist.get_rank()} of {dist.get_world_size()}, step={self.global_step})"
+
+
+def host_optimizer(
+    swarm: Any,
+    optimizer: Optimizer,
+    *,
+    target_batch_size: int,
+    timeout_s: float = 1800.0,
+    **settings: Any,
+) -> HostOptimizer:
+    """Make one peer of all processes of a `torch.distributed` job; every rank calls it after ``init_process_group``.
+
+    Do not wrap the model in `DistributedDataParallel`: gradients are summed here. A `GradScaler` would skip steps on
+    one rank alone: use bfloat16.
+
+    Args:
+        swarm: this peer's `Swarm` on rank 0, None on the others.
+        optimizer: over equal parameters in the same order on all ranks; that of rank 0 steps.
+        target_batch_size: samples of all peers together for one global step.
+        timeout_s: longest time that one rank waits for another, a long evaluation or catching up included.
+        settings: further options of `Swarm.optimizer`; only those of rank 0 count.
+
+    Raises:
+        RuntimeError: there is no process group.
+        ValueError: rank 0 has no swarm, or another rank has one.
+        HostError: another rank failed.
+        StateError: on rank 0: a swarm trains this already, but no peer could give its state.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("call torch.distributed.init_process_group(…) first; torchrun sets what it needs")
+    if (swarm is None) is (dist.get_rank() == LEAD):
+        raise ValueError("only rank 0 talks to the swarm: give it the swarm, and None to all other ranks")
+    begin = None
+    if swarm is not None:
+        begin = partial(swarm.optimizer, optimizer, target_batch_size=target_batch_size, **settings)
+    return HostOptimizer(optimizer, begin, timeout_s=timeout_s)

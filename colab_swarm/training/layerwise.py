@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +16,8 @@ EPS = 1e-8
 class _Layerwise(torch.optim.Optimizer):
     """An optimizer that updates one tensor at a time: as fast as fused lists here, with memory for one tensor."""
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters that have a gradient; returns the closure's loss, if one is given.
 
         Raises:

@@ -1,11 +1,12 @@
 """`SwarmOptimizer`: a torch optimizer whose step is the whole swarm's.
 
-Another thread may close an optimizer when the platform's session is about to end. It must not
-change the model while the trainer computes with it. So it requests the end (`OptimizerLock.end`);
-the trainer's next call then hands over its samples, closes, and raises the reason.
+One thread at a time uses an optimizer. Another thread may close it when the platform's session is
+about to end, but must not change the model while the trainer computes with it. So it requests the
+end (`SwarmOptimizer.end`); the trainer's next call then hands over its samples, closes, and raises
+the reason.
 
-A `ProgressSaver` saves checkpoints in the state folder, from a copy and on a thread of its own: every two minutes, or
-less often where that takes long, and once more after an interrupt and at the end.
+With a state folder, checkpoints are saved there, from a copy and on a thread of its own: every two
+minutes, or less often where that takes long, and once more after an interrupt and at the end.
 """
 
 from __future__ import annotations
@@ -26,25 +27,17 @@ import torch
 
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.errors import StateError
-from colab_swarm.events import EventLog, Fault
+from colab_swarm.events import Fault
 from colab_swarm.markup import facts
-from colab_swarm.runtime import PauseGate, Runner
+from colab_swarm.runtime import Runner
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.statedict import copied
-from colab_swarm.training.catch_up import catch_up
-from colab_swarm.training.checkpoint import CheckpointFolder, load_checkpoint, save_checkpoint
 from colab_swarm.training.collaboration import Collaboration, Due
 from colab_swarm.training.progress import ProgressRecord
-from colab_swarm.training.replica import (
-    Gradients,
-    LocalSteps,
-    Replica,
-    UpdateRule,
-    WrappedOptimizer,
-    uninterrupted,
-)
+from colab_swarm.training.replica import Gradients, Replica, UpdateRule, WrappedOptimizer, uninterrupted
 from colab_swarm.training.settings import PeerServices, TrainingSettings
+from colab_swarm.training.state import CheckpointFolder, load_checkpoint, save_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -55,143 +48,18 @@ MOST_OF_TIME = 0.05
 """Largest part of the time that saving may take."""
 
 
-class OptimizerLock:
-    """Lets one thread at a time use an optimizer, and none after its end.
-
-    Args:
-        runtime: waits at the gate.
-        gate: closed while the peer is paused.
-        close: ``close(hand_over_s)`` hands over the accumulated samples and closes.
-
-    Attributes:
-        lock: hold it to close the optimizer.
-        closed: set at the end.
-    """
-
-    def __init__(self, runtime: Runner, gate: PauseGate, close: Callable[[float], None]) -> None:
-        self._runtime, self._gate, self._close = runtime, gate, close
-        self.lock = threading.RLock()
-        self._hand_over_s: float | None = None
-        self._why = "this optimizer has left its swarm: make a new one with swarm.optimizer(…)"
-        self.closed = threading.Event()
-
-    @contextmanager
-    def of_trainer(self) -> Iterator[None]:
-        """Hold the lock for a call of the trainer.
-
-        Raises:
-            RuntimeError: the optimizer is closed or about to close, or the trainer itself has paused the peer.
-        """
-        if self._gate.closed_by_this_thread:
-            raise RuntimeError(
-                "this peer is paused by the `with` block around this line: train outside of it"
-            )
-        if self._gate.closed:
-            print(
-                "This peer is paused, and this cell waits. To continue: swarm.unpause(), or the panel's button; where "
-                "buttons do not react while a cell runs, interrupt it first (■)."
-            )
-            self._runtime.call(self._gate.wait_open())
-        with self.lock:
-            if self.closed.is_set():
-                raise RuntimeError(self._why)
-            yield
-            hand_over_s, self._hand_over_s = self._hand_over_s, None
-            if hand_over_s is not None:
-                self._close(hand_over_s)
-                raise RuntimeError(self._why)
-
-    @property
-    def ending(self) -> bool:
-        """True if the trainer should finish its call, hand over and close."""
-        return self._hand_over_s is not None
-
-    def end(self, why: str, *, hand_over_s: float) -> None:
-        """Let the trainer's next call hand over, close and raise ``why``; an idle trainer must be closed instead."""
-        self._why, self._hand_over_s = why, hand_over_s
-
-
-class ProgressSaver:
-    """Saves one optimizer's progress in the state folder.
-
-    Args:
-        folder: of the checkpoints.
-        events: gets a `Fault` when a checkpoint cannot be written; training continues without it.
-        clock: the time of events.
-    """
-
-    def __init__(self, folder: CheckpointFolder, events: EventLog, clock: Callable[[], float]) -> None:
-        self._folder, self._events, self._clock = folder, events, clock
-        self._saved_step = -1
-        self._lock = threading.Lock()
-
-    def load_into(self, replica: Replica, gathered: Gradients) -> bool:
-        """Load the newest checkpoint; returns False if there is none yet.
-
-        Raises:
-            StateError: it belongs to another model; nothing was changed.
-        """
-        state = self._folder.latest()
-        if state is None:
-            return False
-        try:
-            feedback = gathered.feedback_of(state)
-            replica.load(state)
-        except StateError as error:
-            where = f"it is saved in {self._folder.path}: to start again, move that folder away"
-            raise StateError(f"{error}; {where}") from error
-        gathered.feedback = feedback
-        return True
-
-    def save(self, optimizer: SwarmOptimizer) -> None:
-        """Save the optimizer's state if it is new."""
-        with self._lock:
-            step = optimizer.global_step
-            if step == self._saved_step:
-                return
-            try:
-                optimizer.save(self._folder)
-                for path in self._folder.paths():
-                    if path > self._folder.file_of(optimizer.global_step):
-                        path.unlink(missing_ok=True)  # of a branch that the swarm has left
-            except (StateError, OSError) as error:
-                logger.warning("progress was not saved: %s", error)
-                self._events.emit(Fault(self._clock(), "saving progress", str(error)))
-            else:
-                self._saved_step = step
-
-    async def keep_saving(self, optimizer: SwarmOptimizer) -> None:
-        """Save periodically, until cancelled."""
-        pause_s = SAVE_S
-        while True:
-            await asyncio.sleep(pause_s)
-            began = time.monotonic()
-            await asyncio.to_thread(self.save, optimizer)
-            pause_s = max(SAVE_S, (time.monotonic() - began) / MOST_OF_TIME)
-
-
 @dataclass(frozen=True)
 class OptimizerSnapshot:
-    """The progress of the swarm, as one peer's optimizer knows it.
+    """The progress of the swarm, as one peer's optimizer knows it."""
 
-    Attributes:
-        optimizer: type of the wrapped optimizer.
-        step: updates of the swarm that this peer's parameters have.
-        own_samples: accumulated here for the next step.
-        samples, target_batch_size: accumulated by all peers, and needed for the next step.
-        samples_per_s: of all peers together.
-        peers: number of training peers.
-        budget: how this peer stays within its traffic budget, in words; empty without one.
-    """
-
-    optimizer: str
-    step: int
-    own_samples: float
-    samples: float
+    optimizer: str  # type of the wrapped one
+    step: int  # updates of the swarm that this peer's parameters have
+    own_samples: float  # accumulated here for the next step
+    samples: float  # accumulated by all peers
     target_batch_size: float
-    samples_per_s: float
-    peers: int
-    budget: str
+    samples_per_s: float  # of all peers together
+    peers: int  # that train
+    budget: str  # how this peer stays within its traffic budget, in words; empty without one
 
     def _repr_html_(self) -> str:
         rows: dict[str, object] = {
@@ -213,6 +81,10 @@ class SwarmOptimizer(WrappedOptimizer):
 
     ``param_groups``, ``state``, ``defaults`` and ``state_dict()`` are those of the wrapped
     optimizer, to read. With delayed updates, a change of ``param_groups`` has no effect.
+
+    Attributes:
+        collaboration: this optimizer's part in the swarm.
+        closed: set when it has left.
     """
 
     made_by = "swarm.optimizer(…)"
@@ -227,62 +99,58 @@ class SwarmOptimizer(WrappedOptimizer):
         folder: CheckpointFolder | None = None,
     ) -> None:
         """Use `Swarm.optimizer`. ``name`` is this peer's, for people; ``folder`` gets its progress."""
-        self._runtime = runtime
+        self._runtime, self._services, self._settings, self._folder = runtime, services, settings, folder
         self._replica = Replica(rule)
-        self._gathered = (
-            LocalSteps(self._replica)
-            if rule.local
-            else Gradients(self._replica, error_feedback=settings.error_feedback)
-        )
-        self._settings = settings
+        self._gathered = Gradients(self._replica, error_feedback=settings.error_feedback)
         # A round that runs while the trainer computes: its task, contribution and weight.
         self._flight: tuple[asyncio.Task[RoundResult | None], Floats, float] | None = None
-        self.turn = OptimizerLock(
-            runtime, services.gate, lambda hand_over_s: self.close(hand_over_s=hand_over_s)
-        )
-        self._saver = None if folder is None else ProgressSaver(folder, services.events, runtime.time)
-        resumed = self._saver is not None and self._saver.load_into(self._replica, self._gathered)
-        self._collaboration = runtime.call(self._start(services, name, syncing=not resumed))
+        self._lock = threading.RLock()  # held by the trainer's calls, and to close
+        self.closed = threading.Event()
+        self._why = "this optimizer has left its swarm: make a new one with swarm.optimizer(…)"
+        self._hand_over_s: float | None = None  # set: finish the call, hand over, close
+        self._saving, self._saved_step = threading.Lock(), -1
+        resumed = folder is not None and self._resume(folder)
+        self.collaboration = runtime.call(self._start(name, syncing=not resumed))
         try:
-            if not resumed or self._collaboration.progress.behind:
+            if not resumed or self.collaboration.progress.behind:
                 self._synchronize()
         except BaseException:  # also an interrupt: its place in the swarm must be free for the next attempt
             try:
                 self.close()
             except BaseException:  # a stopped simulation runs nothing for its peers any more
-                self._collaboration.kill()
+                self.collaboration.kill()
                 raise
             raise
 
-    async def _start(self, services: PeerServices, name: str, *, syncing: bool) -> Collaboration:
-        replica = self._replica
+    def _resume(self, folder: CheckpointFolder) -> bool:
+        """Load the newest checkpoint; returns False if there is none yet."""
+        if (state := folder.latest()) is None:
+            return False
+        try:
+            self._take_up(state)
+        except StateError as error:
+            where = f"it is saved in {folder.path}: to start again, move that folder away"
+            raise StateError(f"{error}; {where}") from error
+        return True
+
+    async def _start(self, name: str, *, syncing: bool) -> Collaboration:
+        replica, settings = self._replica, self._settings
+        steps = 1 if settings.local_steps == "auto" else settings.local_steps
         own = ProgressRecord(
-            step=replica.step,
-            lineage=replica.lineage,
-            samples=0.0,
-            samples_per_s=0.0,
-            syncing=syncing,
-            reduces=False,  # published with the addresses, which may change
-            name=name,
-            local_steps=1 if self._settings.local_steps == "auto" else self._settings.local_steps,
+            replica.step, replica.lineage, 0.0, 0.0, syncing, reduces=False, name=name, local_steps=steps
         )
         collaboration = Collaboration(
-            services,
-            self._settings,
-            own=own,
-            numel=replica.flat.numel,
-            schema=replica.schema,
-            snapshot=replica.snapshot,
+            self._services, settings, own, replica.numel, replica.schema, replica.snapshot
         )
         try:
             await collaboration.start()
         except BaseException:  # also an interrupt
             collaboration.kill()
             raise
-        self._saving = None if self._saver is None else asyncio.create_task(self._saver.keep_saving(self))
+        self._keeper = asyncio.create_task(self._keep_saving())
         return collaboration
 
-    # --- for the trainer ------------------------------------------------------------------------------------------
+    # --- for the trainer ------------------------------------------------------------------------
 
     @property
     def global_step(self) -> int:
@@ -293,11 +161,6 @@ class SwarmOptimizer(WrappedOptimizer):
     def lineage(self) -> bytes:
         """Digest chain that names the branch of the parameters: equal lineages mean equal parameters."""
         return self._replica.lineage
-
-    @property
-    def collaboration(self) -> Collaboration:
-        """This optimizer's part in the swarm."""
-        return self._collaboration
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -313,15 +176,13 @@ class SwarmOptimizer(WrappedOptimizer):
             loss: that mean loss, for the charts.
 
         Returns:
-            The averaging round's result if the global step advanced, else None. With delayed updates the round runs
-            while you compute: the first call after its end returns its result, and the model gets the new parameters
-            when the next round begins.
+            The averaging round's result if the global step advanced, else None. Delayed updates: the
+            first call after its end returns it; the model gets the parameters when the next begins.
 
         Raises:
             ValueError: ``samples`` is not a positive number.
             StateError: this peer fell behind and no peer could give it the state.
-            RuntimeError: this peer has left: you closed it, or the platform's session is about to
-                end and the accumulated samples are handed over; the text says how to continue.
+            RuntimeError: this peer has left, as you closed it or its session ends: see the text.
         """
         self._refuse_closure(closure)
         if not (isinstance(samples, int | float) and math.isfinite(samples) and samples > 0):
@@ -332,7 +193,7 @@ class SwarmOptimizer(WrappedOptimizer):
             landed = self._land()
             self._recover()
             dropped = uninterrupted(lambda: self._gathered.add(float(samples), loss))
-            report = self._collaboration.report(float(samples), self._gathered.mean_loss, dropped=dropped)
+            report = self.collaboration.report(float(samples), self._gathered.mean_loss, dropped=dropped)
             return self._act(self._runtime.call(report)) or landed
 
     def wait_step(self, timeout_s: float = 600.0) -> RoundResult | None:
@@ -353,17 +214,17 @@ class SwarmOptimizer(WrappedOptimizer):
         deadline = self._runtime.time() + timeout_s
         while True:
             until = min(deadline, self._runtime.time() + LOOK_S)
-            due = self._runtime.call(self._collaboration.wait_due(until))
+            due = self._runtime.call(self.collaboration.wait_due(until))
             result = self._act(due) or self._land(wait=True)
             self._replica.show()
-            over = until == deadline or self.turn.ending
+            over = until == deadline or self._hand_over_s is not None
             if result is not None or due is Due.CATCH_UP or (due is Due.NOTHING and over):
                 return result
 
     def save(self, target: str | Path | CheckpointFolder) -> None:
         """Write a checkpoint to a file, or into a folder that holds the last few. Thread-safe.
 
-        It has parameters, optimizer, scheduler, step, lineage and error feedback. A step waits until they are copied.
+        A step waits until the state is copied.
 
         Raises:
             StateError: it could not be written (disk full?); an older file there is untouched.
@@ -391,11 +252,14 @@ class SwarmOptimizer(WrappedOptimizer):
             uninterrupted(lambda: self._restart(state))
 
     def _restart(self, state: Any) -> None:
+        self._take_up(state)
+        self._runtime.call(self.collaboration.adopt(self._replica.step, self._replica.lineage))
+
+    def _take_up(self, state: Any) -> None:
         feedback = self._gathered.feedback_of(state)
         self._replica.load(state)
         self._gathered.feedback = feedback
         self._gathered.forget()
-        self._runtime.call(self._collaboration.adopt(self._replica.step, self._replica.lineage))
 
     def close(self, *, hand_over_s: float = 0.0) -> None:
         """Leave the collaboration; the model keeps the newest parameters. Idempotent.
@@ -403,29 +267,59 @@ class SwarmOptimizer(WrappedOptimizer):
         Args:
             hand_over_s: how long to wait for a last round that takes the accumulated samples; with 0 they are lost.
         """
-        with self.turn.lock:
-            if self.turn.closed.is_set():
+        with self._lock:
+            if self.closed.is_set():
                 return
             try:
-                if hand_over_s > 0 and self._gathered.samples and not self._collaboration.progress.own.paused:
+                if hand_over_s > 0 and self._gathered.samples and not self.collaboration.progress.own.paused:
                     self._wait_step(hand_over_s)
             finally:  # a failed or interrupted hand-over loses no checkpoint
-                self.turn.closed.set()
+                self.closed.set()
                 self._runtime.call(self._stop())
                 self._replica.show()
-                if self._saver is not None:
-                    self._saver.save(self)
+                self._save_progress()
 
     async def _stop(self) -> None:
         flight, self._flight = self._flight, None
         if flight is not None:
             flight[0].cancel()
             await asyncio.wait([flight[0]])
-        if self._saving is not None:
-            self._saving.cancel()
-        await self._collaboration.stop()
+        self._keeper.cancel()
+        await self.collaboration.stop()
 
-    # --- as any torch optimizer -----------------------------------------------------------------------------------
+    def end(self, why: str, *, hand_over_s: float) -> None:
+        """Let the trainer's next call hand over, close and raise ``why``; close an idle one instead."""
+        self._why, self._hand_over_s = why, hand_over_s
+
+    def _save_progress(self) -> None:
+        """Save the state in this peer's folder if it is new; training survives a fault."""
+        folder = self._folder
+        if folder is None:
+            return
+        with self._saving:
+            step = self.global_step
+            if step == self._saved_step:
+                return
+            try:
+                self.save(folder)
+                for path in folder.paths():
+                    if path > folder.file_of(self.global_step):
+                        path.unlink(missing_ok=True)  # of a branch that the swarm has left
+            except (StateError, OSError) as error:
+                logger.warning("progress was not saved: %s", error)
+                self._services.events.emit(Fault(self._runtime.time(), "saving progress", str(error)))
+            else:
+                self._saved_step = step
+
+    async def _keep_saving(self) -> None:
+        pause_s = SAVE_S
+        while self._folder is not None:
+            await asyncio.sleep(pause_s)
+            began = time.monotonic()
+            await asyncio.to_thread(self._save_progress)
+            pause_s = max(SAVE_S, (time.monotonic() - began) / MOST_OF_TIME)
+
+    # --- as any torch optimizer -----------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the last ``backward()``; accumulated ones stay."""
@@ -441,42 +335,34 @@ class SwarmOptimizer(WrappedOptimizer):
             "peers share one optimizer state: use optimizer.load(path) with a file written by save(path)"
         )
 
-    # --- accumulate, average, apply -------------------------------------------------------------------------------
+    # --- accumulate, average, apply -------------------------------------------------------------
 
     def _act(self, due: Due) -> RoundResult | None:
         if due is Due.CATCH_UP:
             self._synchronize()
         elif due is Due.LOCAL_STEP:
-            assert isinstance(self._gathered, LocalSteps)
             uninterrupted(self._gathered.step)
         elif due is Due.ROUND and self._replica.rule.delayed:
             uninterrupted(self._take_off)
         elif due is Due.ROUND:
-            return self._round()
+            values, weight = uninterrupted(self._contribution), self._gathered.samples
+            encoding, apply = self._gathered.encoding(), partial(self._apply, weight, True)
+            return self._runtime.call(self.collaboration.average(values, weight, encoding, apply))
         return None
 
     def _contribution(self) -> Floats:
-        return self._gathered.contribution(self._collaboration.services.averager.holds)
+        return self._gathered.contribution(self._services.averager.holds)
 
-    def _round(self) -> RoundResult | None:
-        values, weight = uninterrupted(self._contribution), self._gathered.samples
-        encoding, take = self._gathered.encoding(), partial(self._take, weight)
-        return self._runtime.call(self._collaboration.average(values, weight, encoding, take))
-
-    def _take(self, weight: float, mean: Floats) -> bytes:
-        """Apply the mean of all samples that are accumulated here."""
-        lineage = self._apply(weight, mean)
-        self._gathered.forget()
-        return lineage
-
-    def _apply(self, weight: float, mean: Floats) -> bytes:
-        """Take the step and settle the error feedback; a checkpoint must have both or neither."""
-        with self._replica.lock:
+    def _apply(self, weight: float, all_of_them: bool, mean: Floats) -> bytes:
+        """Take the step with a mean of a contribution, or of all accumulated samples."""
+        with self._replica.lock:  # a checkpoint must have the step and its error feedback, or neither
             lineage = self._replica.apply(mean)
             self._gathered.on_delivered(weight)
-            return lineage
+        if all_of_them:
+            self._gathered.forget()
+        return lineage
 
-    # --- delayed updates ------------------------------------------------------------------------------------------
+    # --- delayed updates ------------------------------------------------------------------------
 
     def _take_off(self) -> None:
         """Start a round with the accumulated gradients, and give the model the last round's update."""
@@ -486,8 +372,8 @@ class SwarmOptimizer(WrappedOptimizer):
         self._replica.show()
 
     async def _begin(self, values: Floats, weight: float) -> asyncio.Task[RoundResult | None]:
-        encoding, apply = self._gathered.encoding(), partial(self._apply, weight)
-        aside = self._collaboration.average(values, weight, encoding, apply, aside=True)
+        encoding, apply = self._gathered.encoding(), partial(self._apply, weight, False)
+        aside = self.collaboration.average(values, weight, encoding, apply, aside=True)
         return asyncio.create_task(aside, name="delayed update")
 
     def _land(self, *, wait: bool = False) -> RoundResult | None:
@@ -505,7 +391,7 @@ class SwarmOptimizer(WrappedOptimizer):
         return result
 
     def _synchronize(self) -> None:
-        caught_up = self._runtime.call(catch_up(self._collaboration))
+        caught_up = self._runtime.call(self.collaboration.catch_up())
         if caught_up is not None:
             uninterrupted(lambda: self._catch_up(*caught_up))
 
@@ -520,23 +406,40 @@ class SwarmOptimizer(WrappedOptimizer):
 
     def _recover(self) -> None:
         """Catch up again if an interrupt or a bad state kept this peer from the step in its record."""
-        own = self._collaboration.progress.own
+        own = self.collaboration.progress.own
         if self._flight is None and (own.step, own.lineage) != (self._replica.step, self._replica.lineage):
-            adopt = self._collaboration.adopt(self._replica.step, self._replica.lineage, syncing=True)
+            adopt = self.collaboration.adopt(self._replica.step, self._replica.lineage, syncing=True)
             self._runtime.call(adopt)
 
     @contextmanager
     def _trainer_call(self) -> Iterator[None]:
-        """Hold the lock for a call of the trainer, and explain an interrupt."""
+        """Hold the lock for a call of the trainer, and explain an interrupt.
+
+        Raises `RuntimeError` if the optimizer is closed, or the trainer itself has paused the peer.
+        """
+        gate = self._services.gate
+        if gate.closed_by_this_thread:
+            raise RuntimeError(
+                "this peer is paused by the `with` block around this line: train outside of it"
+            )
         try:
-            with self.turn.of_trainer():
+            if gate.closed:
+                print(
+                    "This peer is paused, and this cell waits. To continue: swarm.unpause(), or the panel's button; "
+                    "where buttons do not react while a cell runs, interrupt it first (■)."
+                )
+                self._runtime.call(gate.wait_open())
+            with self._lock:
+                if self.closed.is_set():
+                    raise RuntimeError(self._why)
                 yield
+                hand_over_s, self._hand_over_s = self._hand_over_s, None
+                if hand_over_s is not None:
+                    self.close(hand_over_s=hand_over_s)
+                    raise RuntimeError(self._why)
         except KeyboardInterrupt:
-            uninterrupted(lambda: self._runtime.call(self._collaboration.settled()))
-            if self._saver is not None:
-                save = threading.Thread(target=self._saver.save, args=(self,), name="colab-swarm-save")
-                save.daemon = True
-                save.start()
+            uninterrupted(lambda: self._runtime.call(self.collaboration.settled()))
+            threading.Thread(target=self._save_progress, name="colab-swarm-save", daemon=True).start()
             print(
                 f"Interrupted at step {self.global_step} of the swarm. {self._gathered.samples:g} samples that are "
                 "accumulated here go into the next step: run the cell again to continue, or swarm.leave() to end."
@@ -545,7 +448,7 @@ class SwarmOptimizer(WrappedOptimizer):
 
     def snapshot(self) -> OptimizerSnapshot:
         """Return the progress of the swarm. Thread-safe."""
-        progress, plan = self._collaboration.progress, self._collaboration.plan
+        progress, plan = self.collaboration.progress, self.collaboration.plan
         records = progress.records.values()
         return OptimizerSnapshot(
             optimizer=type(self._replica.rule.optimizer).__name__,
@@ -559,10 +462,8 @@ class SwarmOptimizer(WrappedOptimizer):
         )
 
     def __repr__(self) -> str:
-        inner = type(self._replica.rule.optimizer).__name__
-        target = self._settings.target_batch_size
-        here = f"{self._gathered.samples:g} of {target:g} samples here"
-        plan = self._collaboration.plan
+        inner, plan = type(self._replica.rule.optimizer).__name__, self.collaboration.plan
+        here = f"{self._gathered.samples:g} of {self._settings.target_batch_size:g} samples here"
         budget = "" if plan is None else f", {plan}"
         return f"SwarmOptimizer({inner}, step={self.global_step}, {here}{budget})"
 

@@ -1,4 +1,4 @@
-"""The progress of the swarm: its branch, the samples accumulated for the next step, and when the batch is full.
+"""The swarm's progress: its branch, the samples for the next step, and when the batch is full.
 
 A pure core over the peers' progress records. The rules that keep a swarm together:
 
@@ -43,8 +43,10 @@ READS_OF_GRACE = 5
 """Number of reads for which the result of a round outweighs a peer's own, older record."""
 LATE_BATCHES = 3.0
 """A trainer that is silent for the time of this many micro-batches does not join a round soon."""
-IDLE_BATCHES, IDLE_REPORTS, UNKNOWN_REPORTS = 10.0, 2.0, 10.0
-"""An idle trainer was silent for this many micro-batches and record periods, or periods while its speed is unknown."""
+MAX_REPORT_S = 60.0
+"""Longest time between two records of a peer; without a broken link it is forgotten after four times as long."""
+IDLE_BATCHES, IDLE_S, UNKNOWN_IDLE_S = 10.0, 2 * MAX_REPORT_S, 10 * MAX_REPORT_S
+"""An idle trainer was silent for so many micro-batches, and so long; or longer while its speed is unknown."""
 
 
 def next_lineage(lineage: bytes, mean: Floats) -> bytes:
@@ -53,12 +55,7 @@ def next_lineage(lineage: bytes, mean: Floats) -> bytes:
 
 
 class ProgressRecord(Message, frozen=True):
-    """A peer's progress, published in the DHT, signed, under its own subkey.
-
-    Attributes:
-        upload_bps, download_bps: measured bandwidth of its links, bits per second, for people; None: not measured yet.
-        idle: it is not paused, but has finished no micro-batch for much longer than one takes; counts like paused.
-    """
+    """A peer's progress, published in the DHT, signed, under its own subkey."""
 
     step: int  # updates applied to its parameters
     lineage: bytes  # digest chain that names the branch of its parameters
@@ -70,10 +67,10 @@ class ProgressRecord(Message, frozen=True):
     addresses: tuple[str, ...] = ()  # where it can be dialled
     loss: float | None = None  # mean loss of the samples, if reported
     local_steps: int = 1  # least number of steps that it takes between two rounds
-    upload_bps: float | None = None
+    upload_bps: float | None = None  # measured bandwidth of its links; None: not measured yet
     download_bps: float | None = None
     paused: bool = False  # it computes nothing for now; no round waits for it, but it gives its state
-    idle: bool = False
+    idle: bool = False  # it has finished no micro-batch for long; counts like paused
 
     def __post_init__(self) -> None:
         numbers = (self.samples, self.samples_per_s, self.upload_bps or 0.0, self.download_bps or 0.0)
@@ -89,286 +86,6 @@ class ProgressRecord(Message, frozen=True):
     def absent(self) -> bool:
         """True if the peer computes nothing now: it has no vote, and no round waits for it."""
         return self.paused or self.idle
-
-
-@dataclass(frozen=True)
-class Branch:
-    """The swarm's step and lineage; ``peers`` train there now."""
-
-    step: int
-    lineage: bytes
-    peers: frozenset[PeerId]
-
-
-class Progress:
-    """The swarm's progress as this peer knows it.
-
-    Args:
-        local: peers take steps of their own between two rounds.
-
-    Attributes:
-        own: this peer's record.
-        assistants: records of the collaboration's assistants that are believed alive.
-    """
-
-    def __init__(
-        self,
-        me: PeerId,
-        own: ProgressRecord,
-        *,
-        prefix: str = "",
-        target_batch_size: float = 0.0,
-        local: bool = False,
-    ) -> None:
-        self.me, self.prefix, self._local = me, prefix, local
-        self.own = own
-        self.assistants: dict[PeerId, AssistantRecord] = {}
-        self._lost_assistants: dict[PeerId, float] = {}  # time of the last record
-        self._before: bytes | None = None  # the own lineage a step ago, if this peer made that step
-        self.target_batch_size = target_batch_size
-        self._read: Mapping[PeerId, ProgressRecord] = {}  # the records as last read
-        self._others: dict[PeerId, ProgressRecord] = {}  # those that count, updated by rounds
-        self._learnt: dict[PeerId, tuple[ProgressRecord, int]] = {}
-        self._updated_at: dict[PeerId, float] = {}
-        self._distrusted = LeftOut[PeerId](DISTRUST_S, DISTRUST_S)
-        self._no_vote: Container[PeerId] = ()  # those of them at the last reading
-        self._lost: dict[
-            PeerId, tuple[ProgressRecord | None, float]
-        ] = {}  # last record, and when the link broke
-
-    @classmethod
-    def of_watcher(cls, me: PeerId, prefix: str) -> Progress:
-        """Return the progress of a collaboration in which this peer does not train."""
-        own = ProgressRecord(0, b"", 0.0, 0.0, syncing=True, reduces=False, name="")
-        return cls(me, own, prefix=prefix)
-
-    @property
-    def records(self) -> Mapping[PeerId, ProgressRecord]:
-        """All live records, this peer's own included."""
-        return {self.me: self.own, **self._others}
-
-    def advance(self, lineage: bytes, *, samples: float = 0.0) -> None:
-        """Move this peer one step further, after it applied a mean; ``samples`` count for the next step."""
-        self._before = self.own.lineage
-        self.own = msgspec.structs.replace(self.own, step=self.own.step + 1, lineage=lineage, samples=samples)
-
-    def leap(self, step: int, lineage: bytes, *, syncing: bool) -> None:
-        """Move this peer to another peer's state, or to a saved one."""
-        self._before = None
-        self.own = msgspec.structs.replace(self.own, step=step, lineage=lineage, samples=0.0, syncing=syncing)
-
-    def on_records(
-        self, records: Mapping[PeerId, ProgressRecord], *, linked: Container[PeerId] = (), now: float
-    ) -> None:
-        """Take the live records just read.
-
-        The result of a round outlives a few reads of an older record. A lost peer counts again when it is ``linked``
-        or, after `LAST_RECORD_S`, publishes a new record: its last record may live for a minute.
-        """
-        self._no_vote = self._distrusted.ends(now)
-        self._lost = self._still_lost(records, linked, now)
-        self._read = records
-        fresh = {peer: r for peer, r in records.items() if peer != self.me and peer not in self._lost}
-        for peer, (learnt, reads_left) in list(self._learnt.items()):
-            if peer not in fresh or fresh[peer].step >= learnt.step or reads_left == 0:
-                del self._learnt[peer]
-            else:
-                self._learnt[peer] = (learnt, reads_left - 1)
-                fresh[peer] = learnt
-        for peer, record in fresh.items():
-            if record != self._others.get(peer):
-                self._updated_at[peer] = now
-        self._others = fresh
-
-    def on_assistants(self, records: Mapping[PeerId, AssistantRecord]) -> None:
-        """Take the live records just read; one from before its writer was lost does not count."""
-        alive = {
-            peer: record
-            for peer, record in sorted(records.items())
-            if record.addresses
-            and record.collaboration in ("", self.prefix)
-            and record.told_at > self._lost_assistants.get(peer, -math.inf)
-        }
-        self.assistants = dict(list(alive.items())[:MAX_ASSISTANTS])
-        lost = self._lost_assistants.items()
-        self._lost_assistants = {peer: at for peer, at in lost if peer in records and peer not in alive}
-
-    def _still_lost(
-        self, records: Mapping[PeerId, ProgressRecord], linked: Container[PeerId], now: float
-    ) -> dict[PeerId, tuple[ProgressRecord | None, float]]:
-        lost: dict[PeerId, tuple[ProgressRecord | None, float]] = {}
-        for peer, (last, since) in self._lost.items():
-            record = records.get(peer)
-            unchanged = record is not None and record == last
-            if peer not in linked and (unchanged or now - since < LAST_RECORD_S):
-                lost[peer] = record, since
-        return lost
-
-    def on_round(self, members: Iterable[PeerId], step: int, lineage: bytes, *, now: float) -> None:
-        """Move ``members`` to ``step`` after a round, without waiting for their records."""
-        for peer in members:
-            known = self._others.get(peer)
-            if known is not None and not known.syncing and known.step < step:
-                learnt = msgspec.structs.replace(known, step=step, lineage=lineage, samples=0.0)
-                self._others[peer] = learnt
-                self._learnt[peer] = (learnt, READS_OF_GRACE)
-                self._updated_at[peer] = now
-
-    def on_lost(self, peer: PeerId, *, now: float) -> None:
-        """Ignore a peer whose link broke until it is linked again or publishes a new record."""
-        self._learnt.pop(peer, None)
-        self._others.pop(peer, None)
-        self._lost[peer] = self._read.get(peer), now
-        if record := self.assistants.pop(peer, None):
-            self._lost_assistants[peer] = record.told_at
-
-    def distrust(self, peers: Iterable[PeerId], *, now: float) -> None:
-        """Take the vote of peers that could not give the state that they claim, for `DISTRUST_S`."""
-        for peer in peers:
-            self._distrusted.fail(peer, now)
-        self._no_vote = self._distrusted.ends(now)
-
-    def trust_all(self) -> None:
-        """Give all peers their vote back."""
-        self._distrusted = LeftOut[PeerId](DISTRUST_S, DISTRUST_S)
-        self._no_vote = ()
-
-    def branch(self) -> Branch:
-        """Return the swarm's branch, or this peer's own while no other peer trains."""
-        trusted = {peer: r for peer, r in self.records.items() if peer not in self._no_vote}
-        return branch_of(trusted) or Branch(self.own.step, self.own.lineage, frozenset())
-
-    @property
-    def behind(self) -> bool:
-        """True if this peer is neither on the branch nor one step ahead because it ended a round first.
-
-        A peer that is further ahead took steps without the branch: no other peer would follow.
-        """
-        branch = self.branch()
-        if self.own.step == branch.step:
-            return self.own.lineage != branch.lineage
-        ahead = self.own.step == branch.step + 1 and self._before in (branch.lineage, None)
-        return not ahead
-
-    def stands(self, step: int, lineage: bytes) -> bool:
-        """Return True if the swarm follows, or may still follow, the group that this peer had at a step.
-
-        It does not if this peer took that step and the branch is still there: the group was this peer, or a few.
-        """
-        branch = self.branch()
-        return self.own.step <= step or (branch.step, branch.lineage) != (step, lineage)
-
-    def samples(self, now: float) -> float:
-        """Return the samples accumulated for the next step by all peers on the own branch."""
-        total = self.own.samples if not self.own.syncing else 0.0
-        here = (self.own.step, self.own.lineage)
-        for peer, r in list(self._others.items()):  # a copy: panels call this from another thread
-            if not (r.syncing or r.absent) and (r.step, r.lineage) == here:
-                total += self._extrapolated(peer, r, now)
-        return total
-
-    def _extrapolated(self, peer: PeerId, record: ProgressRecord, now: float) -> float:
-        age_s = min(max(now - self._updated_at.get(peer, now), 0.0), EXTRAPOLATE_S)
-        return record.samples + age_s * record.samples_per_s
-
-    def samples_per_s(self) -> float:
-        """Return the speed of all training peers together."""
-        return sum(r.samples_per_s for r in self.records.values() if not (r.syncing or r.absent))
-
-    def seconds_to_batch(self, now: float) -> float:
-        """Estimate when the batch is full; infinite while no speed is known."""
-        missing = max(0.0, self.round_samples - self.samples(now))
-        speed = self.samples_per_s()
-        return 0.0 if missing == 0 else missing / speed if speed > 0 else math.inf
-
-    def batch_full(self, now: float) -> bool:
-        """Return True if the samples suffice for a round."""
-        return self.samples(now) >= self.round_samples
-
-    @property
-    def local_steps(self) -> int:
-        """Steps between two rounds: the most that any peer's record requires."""
-        return max(record.local_steps for record in self.records.values()) if self._local else 1
-
-    @property
-    def round_samples(self) -> float:
-        """Samples of all peers together from one round to the next."""
-        return self.target_batch_size * self.local_steps
-
-    @property
-    def absent(self) -> frozenset[PeerId]:
-        """Peers that are paused or idle."""
-        return frozenset(peer for peer, record in self.records.items() if record.absent)
-
-
-def branch_of(records: Mapping[PeerId, ProgressRecord]) -> Branch | None:
-    """Return the branch that these records elect, or None if no peer trains."""
-    trainers = {peer: record for peer, record in sorted(records.items()) if not record.syncing}
-    if not trainers:
-        return None
-    active = [record for record in trainers.values() if not record.absent] or list(trainers.values())
-    voters = [record for record in active if record.reduces] or active
-    steps = sorted((record.step for record in voters), reverse=True)
-    step = steps[(len(steps) - 1) // 2]  # the highest that half of them have reached
-    votes = Counter(record.lineage for record in voters if record.step == step)
-    lineage = votes.most_common(1)[0][0]  # the first of equals
-    on_it = (peer for peer, record in trainers.items() if (record.step, record.lineage) == (step, lineage))
-    return Branch(step, lineage, frozenset(on_it))
-
-
-def participants_of(records: Mapping[PeerId, ProgressRecord], step: int, lineage: bytes) -> list[PeerId]:
-    """Return the peers at a step and lineage, and those that catch up, without paused and idle ones."""
-    active = ((peer, record) for peer, record in records.items() if not record.absent)
-    return sorted(p for p, r in active if r.syncing or (r.step == step and r.lineage == lineage))
-
-
-class ThroughputEstimator:
-    """Measures the speed of one trainer from its micro-batches.
-
-    Attributes:
-        samples_per_s: moving average; 0 until it is known.
-        active_at: time of the trainer's last sign of work.
-    """
-
-    def __init__(self, now: float) -> None:
-        self.samples_per_s = 0.0
-        self._batch_s = 0.0
-        self._computing_since: float | None = None
-        self.active_at = now
-
-    def wait(self) -> None:
-        """The trainer stops computing, and is ready for a round."""
-        self._computing_since, self.active_at = None, math.inf
-
-    def work(self, now: float) -> None:
-        """The trainer starts computing."""
-        self._computing_since = self.active_at = now
-
-    def on_batch(self, samples: float, now: float) -> None:
-        """The trainer finished a micro-batch and starts the next."""
-        if self._computing_since is not None:
-            took_s = max(now - self._computing_since, 1e-6)
-            speed = samples / took_s
-            self._batch_s = took_s if not self._batch_s else 0.7 * self._batch_s + 0.3 * took_s
-            self.samples_per_s = speed if not self.samples_per_s else 0.8 * self.samples_per_s + 0.2 * speed
-        self.work(now)
-
-    def ready_in_s(self, now: float, *, patience_s: float) -> float | None:
-        """Return when the micro-batch will be done; None if it is overdue by more than ``patience_s``."""
-        if self._computing_since is None:
-            return 0.0
-        ready_in_s = self._computing_since + self._batch_s - now
-        late = ready_in_s < -max(LATE_BATCHES * self._batch_s, patience_s)
-        return None if late else max(0.0, ready_in_s)
-
-    def idle(self, now: float, *, report_s: float) -> bool:
-        """Return True if the trainer was silent for much longer than its own micro-batches take.
-
-        Args:
-            report_s: longest time between two progress records.
-        """
-        periods = IDLE_REPORTS if self._batch_s else UNKNOWN_REPORTS
-        return now - self.active_at > max(IDLE_BATCHES * self._batch_s, periods * report_s)
 
 
 class AssistantRecord(Message, frozen=True):
@@ -400,13 +117,253 @@ async def read_participants(
     )
 
 
-async def refresh(progress: Progress, dht: DHT, peers: Peers) -> None:
-    """Read the records of all trainers and assistants into ``progress``.
+@dataclass(frozen=True)
+class Branch:
+    """The swarm's step and lineage; ``peers`` train there now."""
 
-    Raises:
-        PeerError: they cannot be read now.
-    """
-    records, assistants = await read_participants(dht, progress.prefix)
-    now = asyncio.get_running_loop().time()
-    progress.on_records(records, linked=peers.linked(), now=now)
-    progress.on_assistants(assistants)
+    step: int
+    lineage: bytes
+    peers: frozenset[PeerId]
+
+
+class Progress:
+    """The swarm's progress as this peer knows it; ``local``: peers take steps between two rounds."""
+
+    def __init__(
+        self,
+        me: PeerId,
+        own: ProgressRecord,
+        prefix: str = "",
+        target_batch_size: float = 0.0,
+        *,
+        local: bool = False,
+    ) -> None:
+        self.me, self.own, self.prefix, self._local = me, own, prefix, local
+        self.target_batch_size = target_batch_size
+        self.assistants: dict[PeerId, AssistantRecord] = {}  # believed alive
+        self._before: bytes | None = None  # the own lineage a step ago, if this peer made that step
+        self._read: Mapping[PeerId, ProgressRecord] = {}  # the records as last read
+        self._others: dict[PeerId, ProgressRecord] = {}  # those that count, updated by rounds
+        self._learnt: dict[PeerId, tuple[ProgressRecord, int]] = {}  # for so many reads
+        self._updated_at: dict[PeerId, float] = {}
+        self._lost: dict[PeerId, tuple[ProgressRecord | None, float]] = {}  # when
+        self._lost_assistants: dict[PeerId, float] = {}  # time of the last record
+        self._distrusted = LeftOut[PeerId](DISTRUST_S, DISTRUST_S)
+        self._no_vote: Container[PeerId] = ()  # those of them at the last reading
+
+    @classmethod
+    def of_watcher(cls, me: PeerId, prefix: str) -> Progress:
+        """Return the progress of a collaboration in which this peer does not train."""
+        own = ProgressRecord(0, b"", 0.0, 0.0, syncing=True, reduces=False, name="")
+        return cls(me, own, prefix=prefix)
+
+    # --- what is known of the others ------------------------------------------------------------
+
+    @property
+    def records(self) -> Mapping[PeerId, ProgressRecord]:
+        """All live records, this peer's own included."""
+        return {self.me: self.own, **self._others}
+
+    async def refresh(self, dht: DHT, peers: Peers) -> None:
+        """Read all records; raises `PeerError` if they cannot be read now."""
+        trainers, assistants = await read_participants(dht, self.prefix)
+        self.on_records(trainers, linked=peers.linked(), now=asyncio.get_running_loop().time())
+        lost = self._lost_assistants
+        alive = {
+            peer: record
+            for peer, record in sorted(assistants.items())
+            if record.addresses
+            and record.collaboration in ("", self.prefix)
+            and record.told_at > lost.get(peer, -math.inf)
+        }
+        self.assistants = dict(list(alive.items())[:MAX_ASSISTANTS])
+        self._lost_assistants = {p: at for p, at in lost.items() if p in assistants and p not in alive}
+
+    def on_records(
+        self, records: Mapping[PeerId, ProgressRecord], *, linked: Container[PeerId] = (), now: float
+    ) -> None:
+        """Take the live records just read.
+
+        The result of a round outlives a few reads of an older record. A lost peer counts again when it is ``linked``
+        or, after `LAST_RECORD_S`, publishes a new record: its last record may live for a minute.
+        """
+        self._no_vote = self._distrusted.ends(now)
+        self._lost = {
+            peer: (records.get(peer), since)
+            for peer, (last, since) in self._lost.items()
+            if peer not in linked
+            and (now - since < LAST_RECORD_S or (peer in records and records[peer] == last))
+        }
+        self._read = records
+        fresh = {peer: r for peer, r in records.items() if peer != self.me and peer not in self._lost}
+        for peer, (learnt, reads_left) in list(self._learnt.items()):
+            if peer not in fresh or fresh[peer].step >= learnt.step or reads_left == 0:
+                del self._learnt[peer]
+            else:
+                self._learnt[peer] = (learnt, reads_left - 1)
+                fresh[peer] = learnt
+        for peer in fresh:
+            if fresh[peer] != self._others.get(peer):
+                self._updated_at[peer] = now
+        self._others = fresh
+
+    def on_round(self, members: Iterable[PeerId], step: int, lineage: bytes, *, now: float) -> None:
+        """Move ``members`` to ``step`` after a round, without waiting for their records."""
+        for peer in members:
+            known = self._others.get(peer)
+            if known is not None and not known.syncing and known.step < step:
+                learnt = msgspec.structs.replace(known, step=step, lineage=lineage, samples=0.0)
+                self._others[peer], self._updated_at[peer] = learnt, now
+                self._learnt[peer] = (learnt, READS_OF_GRACE)
+
+    def on_lost(self, peer: PeerId, *, now: float) -> bool:
+        """Ignore a peer until it is linked again or publishes a new record; return whether it trained."""
+        self._learnt.pop(peer, None)
+        trained, assistant = self._others.pop(peer, None), self.assistants.pop(peer, None)
+        if assistant is not None:
+            self._lost_assistants[peer] = assistant.told_at
+        if trained or assistant:
+            self._lost[peer] = self._read.get(peer), now
+        return trained is not None
+
+    def distrust(self, peers: Iterable[PeerId], *, now: float) -> None:
+        """Take the vote of peers that could not give the state that they claim, for `DISTRUST_S`."""
+        for peer in peers:
+            self._distrusted.fail(peer, now)
+        self._no_vote = self._distrusted.ends(now)
+
+    def trust_all(self) -> None:
+        """Give all peers their vote back."""
+        self._distrusted, self._no_vote = LeftOut[PeerId](DISTRUST_S, DISTRUST_S), ()
+
+    # --- the branch -----------------------------------------------------------------------------
+
+    def advance(self, lineage: bytes, *, samples: float = 0.0) -> None:
+        """Move this peer one step further, after it applied a mean; ``samples`` count for the next step."""
+        self._before = self.own.lineage
+        self.own = msgspec.structs.replace(self.own, step=self.own.step + 1, lineage=lineage, samples=samples)
+
+    def leap(self, step: int, lineage: bytes, *, syncing: bool) -> None:
+        """Move this peer to another peer's state, or to a saved one."""
+        self._before = None
+        self.own = msgspec.structs.replace(self.own, step=step, lineage=lineage, samples=0.0, syncing=syncing)
+
+    def branch(self) -> Branch:
+        """Return the branch that the records elect, or the own while no other peer trains."""
+        records = sorted(self.records.items())
+        trainers = {peer: r for peer, r in records if not r.syncing and peer not in self._no_vote}
+        if not trainers:
+            return Branch(self.own.step, self.own.lineage, frozenset())
+        active = [r for r in trainers.values() if not r.absent] or list(trainers.values())
+        voters = [r for r in active if r.reduces] or active
+        steps = sorted((r.step for r in voters), reverse=True)
+        step = steps[(len(steps) - 1) // 2]  # the highest that half of them have reached
+        votes = Counter(r.lineage for r in voters if r.step == step)
+        lineage = votes.most_common(1)[0][0]  # the first of equals
+        on_it = (peer for peer, r in trainers.items() if (r.step, r.lineage) == (step, lineage))
+        return Branch(step, lineage, frozenset(on_it))
+
+    @property
+    def behind(self) -> bool:
+        """True if this peer is neither on the branch nor one step ahead because it ended a round first.
+
+        A peer that is further ahead took steps without the branch: no other peer would follow.
+        """
+        branch = self.branch()
+        if self.own.step == branch.step:
+            return self.own.lineage != branch.lineage
+        ahead = self.own.step == branch.step + 1 and self._before in (branch.lineage, None)
+        return not ahead
+
+    def stands(self, step: int, lineage: bytes) -> bool:
+        """Return True if the swarm follows, or may still follow, the group that this peer had at a step.
+
+        It does not if this peer took that step and the branch is still there: the group was this peer, or a few.
+        """
+        branch = self.branch()
+        return self.own.step <= step or (branch.step, branch.lineage) != (step, lineage)
+
+    def participants(self, step: int, lineage: bytes) -> set[PeerId]:
+        """Return the peers at a step and lineage, and those that catch up; none that are absent."""
+        active = ((peer, r) for peer, r in self.records.items() if not r.absent)
+        return {peer for peer, r in active if r.syncing or (r.step, r.lineage) == (step, lineage)}
+
+    @property
+    def absent(self) -> frozenset[PeerId]:
+        """Peers that are paused or idle."""
+        return frozenset(peer for peer, record in self.records.items() if record.absent)
+
+    # --- the batch ------------------------------------------------------------------------------
+
+    def samples(self, now: float) -> float:
+        """Return the samples accumulated for the next step by all peers on the own branch."""
+        total = self.own.samples if not self.own.syncing else 0.0
+        here = (self.own.step, self.own.lineage)
+        for peer, r in list(self._others.items()):  # a copy: panels call this from another thread
+            if not (r.syncing or r.absent) and (r.step, r.lineage) == here:
+                age_s = min(max(now - self._updated_at.get(peer, now), 0.0), EXTRAPOLATE_S)
+                total += r.samples + age_s * r.samples_per_s
+        return total
+
+    def samples_per_s(self) -> float:
+        """Return the speed of all training peers together."""
+        return sum(r.samples_per_s for r in self.records.values() if not (r.syncing or r.absent))
+
+    def seconds_to_batch(self, now: float) -> float:
+        """Estimate when the batch is full; infinite while no speed is known."""
+        missing = max(0.0, self.round_samples - self.samples(now))
+        speed = self.samples_per_s()
+        return 0.0 if missing == 0 else missing / speed if speed > 0 else math.inf
+
+    def batch_full(self, now: float) -> bool:
+        """Return True if the samples suffice for a round."""
+        return self.samples(now) >= self.round_samples
+
+    @property
+    def local_steps(self) -> int:
+        """Steps between two rounds: the most that any peer's record requires."""
+        return max(record.local_steps for record in self.records.values()) if self._local else 1
+
+    @property
+    def round_samples(self) -> float:
+        """Samples of all peers together from one round to the next."""
+        return self.target_batch_size * self.local_steps
+
+
+class ThroughputEstimator:
+    """Measures the speed of one trainer from its micro-batches."""
+
+    def __init__(self, now: float) -> None:
+        self.samples_per_s = self._batch_s = 0.0  # moving averages; 0 until known
+        self._computing_since: float | None = None
+        self.active_at = now  # the trainer's last sign of work
+
+    def wait(self) -> None:
+        """The trainer stops computing, and is ready for a round."""
+        self._computing_since, self.active_at = None, math.inf
+
+    def work(self, now: float) -> None:
+        """The trainer starts computing."""
+        self._computing_since = self.active_at = now
+
+    def on_batch(self, samples: float, now: float) -> None:
+        """The trainer finished a micro-batch and starts the next."""
+        if self._computing_since is not None:
+            took_s = max(now - self._computing_since, 1e-6)
+            speed = samples / took_s
+            self._batch_s = took_s if not self._batch_s else 0.7 * self._batch_s + 0.3 * took_s
+            self.samples_per_s = speed if not self.samples_per_s else 0.8 * self.samples_per_s + 0.2 * speed
+        self.work(now)
+
+    def ready_in_s(self, now: float, *, patience_s: float) -> float | None:
+        """Return when the micro-batch will be done; None if it is overdue by more than ``patience_s``."""
+        if self._computing_since is None:
+            return 0.0
+        ready_in_s = self._computing_since + self._batch_s - now
+        late = ready_in_s < -max(LATE_BATCHES * self._batch_s, patience_s)
+        return None if late else max(0.0, ready_in_s)
+
+    def idle(self, now: float) -> bool:
+        """Return True if it was silent for much longer than its own micro-batches take."""
+        least_s = IDLE_S if self._batch_s else UNKNOWN_IDLE_S
+        return now - self.active_at > max(IDLE_BATCHES * self._batch_s, least_s)

@@ -1,4 +1,4 @@
-"""This peer's copy of the training state: parameters, optimizer, scheduler, step and lineage. The torch side.
+"""This peer's copy of the training state: parameters, optimizer, scheduler, step. The torch side.
 
 The user's thread applies updates, and the runtime's thread pool copies snapshots for late joiners.
 One lock keeps a copy from seeing half an update. It is never held during network calls.
@@ -10,6 +10,7 @@ import hashlib
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -30,7 +31,9 @@ T = TypeVar("T")
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 """Of the swarm's steps if peers take local ones (DiLoCo, section 3)."""
 MAX_SETTING = 1e6
-"""Bound on a learning rate and the like in another peer's state."""
+"""Bound on a learning rate and the like in a state."""
+SMALL_VALUES = 1 << 16
+"""Tensors with fewer values are small, such as biases: they are at the front of a flat vector."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,9 @@ class Replica:
         model: the parameters that the trainer computes with.
         parameters: those that the swarm's step updates: the same, or a copy. With delayed updates
             the copy is ahead, with local steps behind.
+        numel: values of the flat vector of all parameters.
+        fine: values of the small ones, at its front.
+        schema: digest of its layout: peers with another model, or other local steps, do not mix.
         lock: held during updates and copies.
     """
 
@@ -72,30 +78,25 @@ class Replica:
             self._optimizer = SGD(self.parameters, lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
         elif rule.delayed:
             self.parameters = _move_to_copies(rule.optimizer)
-        self.flat = FlatVector(self.model)
-        self._updated = FlatVector(self.parameters)
-        self.step = 0
+        sizes = [parameter.numel() for parameter in self.model]
+        self.numel, self.fine = sum(sizes), sum(size for size in sizes if size < SMALL_VALUES)
+        layout = [(tuple(parameter.shape), str(parameter.dtype)) for parameter in self.model]
+        self.schema = hashlib.sha256(repr((layout, rule.local)).encode()).digest()[:16]
         digest = hashlib.sha256()
         for parameter in self.model:
             digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-        self.lineage = digest.digest()[:LINEAGE_BYTES]
+        self.step, self.lineage = 0, digest.digest()[:LINEAGE_BYTES]
         self.lock = threading.RLock()
-
-    @property
-    def schema(self) -> bytes:
-        """Digest of the averaged vector's layout: peers with another model, or other local steps, do not mix."""
-        return hashlib.sha256(self.flat.schema + b"local" * self.rule.local).digest()[:16]
 
     def apply(self, mean: Floats) -> bytes:
         """Take one global step with the averaged gradient (flat, float32); returns the new lineage."""
         with self.lock:
             lineage = next_lineage(self.lineage, mean)
-            self._updated.to_gradients(mean)
+            set_gradients(self.parameters, mean)
             self._update(self._optimizer, self.parameters, clip=not self.rule.local)
             if self.rule.scheduler is not None:
                 self.rule.scheduler.step()
-            self.step += 1
-            self.lineage = lineage
+            self.step, self.lineage = self.step + 1, lineage
             return lineage
 
     def _update(self, optimizer: Optimizer, parameters: list[torch.Tensor], *, clip: bool) -> None:
@@ -107,19 +108,23 @@ class Replica:
     def step_alone(self, gradient: Floats) -> None:
         """Take a local step with this peer's mean gradient."""
         with self.lock:
-            self.flat.to_gradients(gradient)
+            set_gradients(self.model, gradient)
             self._update(self.rule.optimizer, self.model, clip=True)
 
+    @torch.no_grad()
     def pseudo_gradient(self, out: Floats) -> None:
         """Write the swarm's parameters minus the model's to ``out``, for local steps."""
         with self.lock:
-            self._updated.copy_to(out)
-            self.flat.subtract_from(out)
+            for parameter, part in parts(self.parameters, out):
+                part.copy_(parameter)
+            for parameter, part in parts(self.model, out):
+                part.sub_(parameter.to(part))
 
+    @torch.no_grad()
     def show(self) -> None:
         """Copy the newest parameters to the model."""
         if self.parameters is not self.model:
-            with self.lock, torch.no_grad():
+            with self.lock:
                 for mine, updated in zip(self.model, self.parameters, strict=True):
                     mine.copy_(updated)
 
@@ -155,8 +160,7 @@ class Replica:
     def load(self, state: Any) -> None:
         """Continue from a state.
 
-        Raises:
-            StateError: it is the state of another model, optimizer or scheduler; nothing was changed.
+        Raises `StateError`, with nothing changed, if it does not fit the model or would ruin it.
         """
         parameters = _checked_parameters(state, self.parameters)
         if ("local" in state) != self.rule.local:
@@ -167,12 +171,10 @@ class Replica:
                 self._optimizer.load_state_dict(state["optimizer"])
                 if self.rule.local:
                     self.rule.optimizer.load_state_dict(state["local"])
+                for own, given in zip(before[0]["param_groups"], self._optimizer.param_groups, strict=True):
+                    _check_options(own, given)
                 if self.rule.scheduler is not None and state["scheduler"] is not None:
                     self.rule.scheduler.load_state_dict(state["scheduler"])
-                # Torch accepts the options of any optimizer, and would fail in the next step.
-                for own, given in zip(before[0]["param_groups"], self._optimizer.param_groups, strict=True):
-                    if missing := own.keys() - given.keys():
-                        raise ValueError(f"it has no {', '.join(sorted(missing))}")
             except (ValueError, LookupError, TypeError, AttributeError) as error:  # it is not trusted
                 self._optimizer.load_state_dict(before[0])
                 self.rule.optimizer.load_state_dict(before[1])
@@ -191,14 +193,8 @@ class Replica:
         return Snapshot.of(lineage, step, layout, blob)
 
     def load_snapshot(self, snapshot: Snapshot) -> None:
-        """Continue from a donor's snapshot.
-
-        Raises:
-            StateError: it does not fit this model, or would ruin it; nothing was changed.
-        """
-        state = unpack(snapshot.manifest.layout, snapshot.blob)
-        _check_sane(state)
-        self.load(state)
+        """Continue from a donor's snapshot; see `load`."""
+        self.load(unpack(snapshot.manifest.layout, snapshot.blob))
         self.step, self.lineage = snapshot.manifest.step, snapshot.manifest.subject
 
 
@@ -253,31 +249,25 @@ def _copy(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _checked_parameters(state: Any, mine: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    if (
-        not isinstance(state, dict)
-        or not {"step", "lineage", "parameters", "optimizer", "scheduler"} <= state.keys()
-    ):
-        raise StateError("this is not the state of a collaboration")
-    theirs = state["parameters"] if isinstance(state["parameters"], list) else []
-    fits = [getattr(tensor, "shape", None) for tensor in theirs] == [tensor.shape for tensor in mine]
-    if not fits or not isinstance(state["step"], int) or not isinstance(state["lineage"], bytes):
-        raise StateError(
-            f"the state belongs to another model: {len(mine)} parameters of other shapes are trained here; "
-            "build the model with the same settings as the swarm"
-        )
-    return theirs
+    match state:
+        case {"step": int(), "lineage": bytes(), "parameters": list(theirs), "optimizer": _, "scheduler": _}:
+            if [getattr(tensor, "shape", None) for tensor in theirs] == [tensor.shape for tensor in mine]:
+                return theirs
+            raise StateError(
+                f"the state belongs to another model: {len(mine)} parameters of other shapes are trained here; "
+                "build the model with the same settings as the swarm"
+            )
+    raise StateError("this is not the state of a collaboration")
 
 
-def _check_sane(state: Any) -> None:
-    """Refuse a donor's state with absurd settings."""
-    try:
-        settings = [item for group in state["optimizer"]["param_groups"] for item in group.items()]
-    except (LookupError, TypeError, AttributeError) as error:
-        raise StateError(f"this is not the state of a collaboration: {error!r}") from error
-    for name, value in settings:
+def _check_options(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Refuse absurd options, and those of another optimizer: torch would fail in the next step."""
+    if missing := own.keys() - given.keys():
+        raise ValueError(f"it has no {', '.join(sorted(missing))}")
+    for name, value in given.items():
         least = 0 if name == "lr" else -MAX_SETTING
         if isinstance(value, int | float) and not least <= value <= MAX_SETTING:
-            raise StateError(f"the donor's state has {name}={value}, which nobody trains with")
+            raise ValueError(f"it has {name}={value}, which nobody trains with")
 
 
 def uninterrupted(work: Callable[[], T]) -> T:
@@ -287,53 +277,64 @@ def uninterrupted(work: Callable[[], T]) -> T:
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
-    done: list[T] = []
-    failed: list[Exception] = []
+    done: Future[T] = Future()
 
     def run() -> None:
         try:
-            done.append(work())
-        except Exception as error:  # handed to the caller below
-            failed.append(error)
+            done.set_result(work())
+        except BaseException as error:  # raised below
+            done.set_exception(error)
 
-    thread = threading.Thread(target=run, name="colab-swarm-update", daemon=True)
-    thread.start()
+    threading.Thread(target=run, name="colab-swarm-update", daemon=True).start()
     interrupt: KeyboardInterrupt | None = None
-    while thread.is_alive():
+    while not done.done():
         try:
-            thread.join(0.2)
+            wait([done], 0.2)
         except KeyboardInterrupt as error:
             interrupt = error
     if interrupt is not None:
         raise interrupt
-    if failed:
-        raise failed[0]
-    return done[0]
+    return done.result()
 
 
 class Gradients:
     """A sum of gradients, each times its samples.
 
+    With local steps (DiLoCo, Douillard et al. 2023) the contribution is the *pseudo-gradient*: the
+    parameters of the last round minus the present ones.
+
     Attributes:
         samples: the weight of this peer's next contribution.
-        feedback: what compression cut off the last contribution, times its samples; None: no error feedback.
+        feedback: what compression cut off the last one, times its samples; None: no error feedback.
     """
 
     def __init__(self, replica: Replica, *, error_feedback: bool = False) -> None:
         self._replica = replica
-        self._sum: Floats = np.zeros(replica.flat.numel, np.float32)
+        self._sum: Floats = np.zeros(replica.numel, np.float32)
         self._values, self._spare = np.zeros_like(self._sum), np.zeros_like(self._sum)
-        self.feedback = ErrorFeedback(replica.flat.numel) if error_feedback else None
-        self.samples = 0.0
-        self._loss_sum, self._loss_samples = 0.0, 0.0
+        self.feedback = ErrorFeedback(replica.numel) if error_feedback else None
+        self.samples = self._since = 0.0  # since the last local step
+        self._loss_sum = self._loss_samples = 0.0
 
     def add(self, samples: float, loss: float | None) -> str | None:
-        """Add the model's gradient, a mean over ``samples``; returns the reason if it had to be dropped."""
-        finite = self._replica.flat.accumulate(self._sum, samples)
+        """Add the model's gradient, a mean over ``samples``; return the reason if it is dropped.
+
+        A parameter without a gradient counts as zero.
+        """
+        largest = [  # a NaN or an infinity shows in the largest magnitude
+            torch.linalg.vector_norm(p.grad.detach(), float("inf")).float().cpu()
+            for p in self._replica.model
+            if p.grad is not None and p.grad.numel()
+        ]
+        finite = not largest or bool(torch.stack(largest).isfinite().all())
+        for parameter, part in parts(self._replica.model, self._sum) if finite else ():
+            if parameter.grad is not None:
+                part.add_(parameter.grad.detach().to(part), alpha=samples)
         self._replica.zero_grad()
         if not finite:
             return f"a gradient of {samples:g} samples was not finite (NaN or Inf)"
         self.samples += samples
+        self._since += samples
         if loss is not None and math.isfinite(loss):
             self._loss_sum += float(loss) * samples
             self._loss_samples += samples
@@ -344,41 +345,47 @@ class Gradients:
         """Mean loss of the samples for which it was reported."""
         return self._loss_sum / self._loss_samples if self._loss_samples else None
 
+    def step(self) -> None:
+        """Take a local step with the own gradients since the last one."""
+        if self._since:
+            self._sum *= np.float32(1 / self._since)
+            self._replica.step_alone(self._sum)
+            self._sum.fill(0.0)
+            self._since = 0.0
+
     def contribution(self, held: Callable[[Floats], bool]) -> Floats:
         """Return the vector to average; ``held(vector)``: another peer may still recover chunks from it."""
         values = self._spare if held(self._values) else self._values
-        self._contribute(values)
-        return values
-
-    def _contribute(self, values: Floats) -> None:
+        if self._replica.rule.local:
+            self.step()
+            self._replica.pseudo_gradient(values)
+            return values
         total = self._sum
         if self.feedback is not None:
             total = np.add(self._sum, self.feedback.residual, out=values)
         np.multiply(total, np.float32(1 / self.samples if self.samples else 0.0), out=values)
+        return values
 
     def encoding(self) -> UploadEncoding:
         """Return the encoding of the contribution, and reset what it cuts off."""
         if self.feedback is not None:
             self.feedback.begin()
-        return UploadEncoding(fine=self._replica.flat.fine, feedback=self.feedback)
+        return UploadEncoding(fine=self._replica.fine, feedback=self.feedback)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds besides the replica's state."""
         return {} if self.feedback is None else {"feedback": self.feedback.state_dict()}
 
     def feedback_of(self, state: Mapping[str, Any]) -> ErrorFeedback | None:
-        """Return the error feedback of a checkpoint; it starts empty if the checkpoint has none.
-
-        Raises:
-            StateError: it belongs to another model.
-        """
+        """Return the error feedback of a checkpoint; raises `StateError` if it does not fit."""
         return None if self.feedback is None else ErrorFeedback(len(self._sum), state.get("feedback"))
 
     def forget(self) -> None:
         """Start a new sum; the error feedback stays."""
         self._sum.fill(0.0)
-        self.samples = 0.0
-        self._loss_sum, self._loss_samples = 0.0, 0.0
+        self.samples = self._since = self._loss_sum = self._loss_samples = 0.0
+        if self._replica.rule.local:
+            self._replica.show()
 
     def on_delivered(self, weight: float) -> None:
         """Add what compression cut off a contribution in the swarm's mean to the next one."""
@@ -393,101 +400,22 @@ class Gradients:
         self.samples += weight
 
 
-class LocalSteps(Gradients):
-    """Steps that a peer takes alone between two rounds (DiLoCo, Douillard et al. 2023).
+def parts(parameters: Iterable[torch.Tensor], values: Floats) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return each parameter with its part of the flat vector, a view; small ones come first.
 
-    Its contribution is the *pseudo-gradient*: the parameters of the last round minus its present ones.
+    The parameters may have any device and floating dtype.
     """
-
-    def __init__(self, replica: Replica) -> None:
-        super().__init__(replica)
-        self._since = 0.0  # samples since the last step
-
-    def add(self, samples: float, loss: float | None) -> str | None:
-        dropped = super().add(samples, loss)
-        self._since += samples if dropped is None else 0.0
-        return dropped
-
-    def step(self) -> None:
-        """Take a step with the own gradients since the last one."""
-        if self._since:
-            self._sum *= np.float32(1 / self._since)
-            self._replica.step_alone(self._sum)
-            self._sum.fill(0.0)
-            self._since = 0.0
-
-    def _contribute(self, values: Floats) -> None:
-        self.step()
-        self._replica.pseudo_gradient(values)
-
-    def forget(self) -> None:
-        super().forget()
-        self._since = 0.0
-        self._replica.show()
+    ordered = sorted(parameters, key=lambda one: one.numel() >= SMALL_VALUES)
+    sizes = [parameter.numel() for parameter in ordered]
+    if values.shape != (sum(sizes),):
+        raise ValueError(f"expected a flat vector of {sum(sizes)} values, got shape {values.shape}")
+    flat = torch.split(torch.from_numpy(values), sizes)
+    return [(parameter, part.view(parameter.shape)) for parameter, part in zip(ordered, flat, strict=True)]
 
 
-SMALL_VALUES = 1 << 16
-"""Tensors with fewer values are small: biases, normalization layers."""
-
-
-class FlatVector:
-    """Layout of parameters in a flat vector, small ones first. They may have any device and floating dtype.
-
-    Attributes:
-        numel: values of all parameters.
-        fine: values of the small ones, at the front.
-        schema: 16-byte digest of the shapes and dtypes in order; it differs between models.
-    """
-
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        given = list(parameters)
-        layout = [(tuple(parameter.shape), str(parameter.dtype)) for parameter in given]
-        self._parameters: Sequence[torch.Tensor] = sorted(given, key=lambda one: one.numel() >= SMALL_VALUES)
-        self.fine = sum(one.numel() for one in given if one.numel() < SMALL_VALUES)
-        self.numel = sum(parameter.numel() for parameter in self._parameters)
-        self.schema = hashlib.sha256(repr(layout).encode()).digest()[:16]
-
-    def accumulate(self, total: Floats, weight: float) -> bool:
-        """``total += weight * gradients``; a parameter without gradient counts as zero.
-
-        Returns:
-            False, with ``total`` unchanged, if a gradient is not finite.
-        """
-        largest = [  # a NaN or an infinity shows in the largest magnitude
-            torch.linalg.vector_norm(p.grad.detach(), float("inf")).float().cpu()
-            for p in self._parameters
-            if p.grad is not None and p.grad.numel()
-        ]
-        if largest and not torch.stack(largest).isfinite().all():
-            return False
-        for parameter, part in self._parts(total):
-            if parameter.grad is not None:
-                part.add_(parameter.grad.detach().to(part), alpha=weight)
-        return True
-
-    def to_gradients(self, values: Floats) -> None:
-        """Set every parameter's gradient from the flat vector."""
-        for parameter, part in self._parts(values):
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-            parameter.grad.detach().copy_(part)
-
-    @torch.no_grad()
-    def copy_to(self, values: Floats) -> None:
-        """Copy the parameters' values into the flat vector."""
-        for parameter, part in self._parts(values):
-            part.copy_(parameter)
-
-    @torch.no_grad()
-    def subtract_from(self, values: Floats) -> None:
-        """``values -= parameters``."""
-        for parameter, part in self._parts(values):
-            part.sub_(parameter.to(part))
-
-    def _parts(self, values: Floats) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Each parameter with its part of the vector, a view in its shape."""
-        if values.shape != (self.numel,):
-            raise ValueError(f"expected a flat vector of {self.numel} values, got shape {values.shape}")
-        flat = torch.from_numpy(values)
-        parts = torch.split(flat, [parameter.numel() for parameter in self._parameters])
-        return ((p, part.view(p.shape)) for p, part in zip(self._parameters, parts, strict=True))
+def set_gradients(parameters: Iterable[torch.Tensor], values: Floats) -> None:
+    """Set every parameter's gradient from the flat vector."""
+    for parameter, part in parts(parameters, values):
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
+        parameter.grad.detach().copy_(part)

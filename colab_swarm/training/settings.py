@@ -1,4 +1,4 @@
-"""Inputs of a collaboration: the peer's services, how to train, and how to stay within a traffic budget.
+"""Inputs of a collaboration: the peer's services, how to train, and the traffic budget.
 
 A peer decides after each round how to save traffic, in the order of the cost to the swarm. First it
 stops reducing for others, if another peer reduces and the volume is bounded (a bound on speed makes
@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Literal, TypedDict
+from dataclasses import dataclass
+from typing import Literal
 
-from colab_swarm.averaging.group import Group, GroupFormationSettings
+from colab_swarm.averaging.group import Group
 from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.averaging.strategy import encoded_bytes
@@ -27,6 +27,8 @@ ROUNDS_PART = 0.95
 ROUND_PART = 0.5
 """Longest round at the budget's speed, as a part of the time in which the swarm computes: all peers wait for it."""
 SAVING = "int8"
+ROUND_TIMEOUT_S = 180.0
+"""Bound on matchmaking and averaging of one round together."""
 
 
 @dataclass(frozen=True)
@@ -46,23 +48,6 @@ class TrafficBudget:
         if not given or not all(0 < limit < math.inf for limit in given):
             raise ValueError(f"{self}: give gb_per_hour, mbit_s or both, each over 0")
 
-    @property
-    def rate_bps(self) -> float | None:
-        """Limit of the links in each direction, bits a second."""
-        return None if self.mbit_s is None else self.mbit_s * 1e6
-
-    def volume_ratio(self, total_bytes: float, seconds: float) -> float:
-        """Return the traffic in relation to ``gb_per_hour``; up to 1 is within the budget."""
-        if self.gb_per_hour is None:
-            return 0.0
-        return total_bytes / (ROUNDS_PART * self.gb_per_hour * 1e9 * seconds / 3600)
-
-    def pace_ratio(self, sent_bytes: float, received_bytes: float, compute_s: float) -> float:
-        """Return a round's time at ``mbit_s`` in relation to its part of the time in which the swarm computes."""
-        if self.mbit_s is None:
-            return 0.0
-        return max(sent_bytes, received_bytes) * 8 / (self.mbit_s * 1e6 * compute_s * ROUND_PART)
-
 
 @dataclass(frozen=True)
 class CommunicationPlan:
@@ -74,10 +59,6 @@ class CommunicationPlan:
     mbit_s: float  # resulting traffic of its rounds, in the busier direction
     within: bool  # whether that is within the budget
 
-    def like(self, other: CommunicationPlan | None) -> bool:
-        """Return True if the plans differ in their traffic at most."""
-        return other is not None and replace(other, mbit_s=self.mbit_s) == self
-
     def __str__(self) -> str:
         reducing = "reduces" if self.reduces else "reduces nothing"
         steps = f", {self.local_steps} local steps" if self.local_steps > 1 else ""
@@ -86,16 +67,10 @@ class CommunicationPlan:
 
 
 class TrafficBudgetPolicy:
-    """Chooses one peer's `CommunicationPlan`.
-
-    Args:
-        settings: with a budget.
-    """
+    """Chooses the `CommunicationPlan` of the peer ``me``; the settings have a budget."""
 
     def __init__(self, settings: TrainingSettings, me: PeerId) -> None:
-        assert settings.budget is not None
-        self._budget, self._me = settings.budget, me
-        self._precision, self._auto_steps = settings.compression, settings.auto_steps
+        self._settings, self._me = settings, me
         self._began_at: float | None = None
         self._ended_at = 0.0
         self._total_bytes = 0.0
@@ -114,50 +89,45 @@ class TrafficBudgetPolicy:
     def choose(self, group: Group, compute_s: float) -> CommunicationPlan | None:
         """Return the plan after a round of ``group``; None while the time of a step is unknown.
 
-        Args:
-            compute_s: time in which the swarm computes a target batch.
+        The swarm computes a target batch in ``compute_s``.
         """
         if self._step_s is None:
             return None
-        reduces, precision, steps = True, self._precision, 1
+        numel, precision, steps = group.terms.numel, self._settings.compression, 1
         others_reduce = any(member.share > 0 for member in group.members if member.id != self._me)
-        if others_reduce and self._volume_ratio(self._traffic(group, reduces, precision)) > 1:
-            reduces = False  # a slow link gets a smaller share by the strategy, which does not save volume
-        over = self._ratio(self._traffic(group, reduces, precision), compute_s)
-        numel = group.terms.numel
-        smaller = encoded_bytes(SAVING, numel) < encoded_bytes(self._precision, numel)
-        if smaller and over > 1:
+        volume, _ = self._ratios(self._traffic(group, True, precision), compute_s)
+        reduces = not (others_reduce and volume > 1)  # a slow link gets a smaller share by the strategy
+        over = max(self._ratios(self._traffic(group, reduces, precision), compute_s))
+        if over > 1 and encoded_bytes(SAVING, numel) < encoded_bytes(precision, numel):
             precision = SAVING
-            over = self._ratio(self._traffic(group, reduces, precision), compute_s)
-        if over > 1 and self._auto_steps:
+            over = max(self._ratios(self._traffic(group, reduces, precision), compute_s))
+        if over > 1 and self._settings.local_steps == "auto":
             steps = min(math.ceil(over), MAX_LOCAL_STEPS)
         mbit_s = max(self._traffic(group, reduces, precision)) * 8e-6 / (steps * self._step_s)
         return CommunicationPlan(reduces, precision, steps, mbit_s, over <= steps)
 
-    def _ratio(self, traffic: tuple[float, float], compute_s: float) -> float:
-        return max(self._volume_ratio(traffic), self._budget.pace_ratio(*traffic, compute_s))
-
-    def _volume_ratio(self, traffic: tuple[float, float]) -> float:
-        """Return a round's volume in relation to the budget, and more if the traffic so far was over it."""
-        seconds = self._ended_at - (self._began_at or self._ended_at)
-        overdrawn = self._budget.volume_ratio(self._total_bytes, seconds) if seconds else 0.0
-        step_s = max(self._step_s or 0.0, 1e-6)
-        return self._budget.volume_ratio(sum(traffic), step_s) * max(1.0, overdrawn)
+    def _ratios(self, traffic: tuple[float, float], compute_s: float) -> tuple[float, float]:
+        """Return a round's volume (more if overdrawn) and time in relation to the budget."""
+        budget, volume, pace = self._settings.budget, 0.0, 0.0
+        assert budget is not None and self._began_at is not None and self._step_s is not None
+        if budget.gb_per_hour is not None:
+            bytes_per_s = ROUNDS_PART * budget.gb_per_hour * 1e9 / 3600
+            seconds = self._ended_at - self._began_at
+            overdrawn = self._total_bytes / (bytes_per_s * seconds) if seconds else 0.0
+            volume = sum(traffic) / (bytes_per_s * max(self._step_s, 1e-6)) * max(1.0, overdrawn)
+        if budget.mbit_s is not None:
+            pace = max(traffic) * 8 / (budget.mbit_s * 1e6 * compute_s * ROUND_PART)
+        return volume, pace
 
     def _traffic(self, group: Group, reduces: bool, precision: str) -> tuple[float, float]:
         """Return the bytes that this peer sends and receives in a round."""
-        others = len(group.members) - 1
+        terms, others = group.terms, len(group.members) - 1
         total = sum(member.share for member in group.members)
         planned = sum(member.share for member in group.members if member.id == self._me) / total
         share = (planned or 1 / len(group.members)) if reduces else 0.0
-        mine, mean = (
-            encoded_bytes(precision, group.terms.numel),
-            encoded_bytes(group.terms.mean_codec, group.terms.numel),
-        )
-        theirs = encoded_bytes(group.terms.codec, group.terms.numel)
-        sent = (1 - share) * mine + share * others * mean
-        received = (1 - share) * mean + share * others * theirs
-        return sent, received
+        codecs = precision, terms.codec, terms.mean_codec
+        mine, theirs, mean = (encoded_bytes(codec, terms.numel) for codec in codecs)
+        return (1 - share) * mine + share * others * mean, (1 - share) * mean + share * others * theirs
 
 
 MEASURABLE_BYTES = 1 << 18
@@ -196,9 +166,8 @@ class LinkBandwidth:
     """Measured bandwidth of a peer's links in both directions, within its budget."""
 
     def __init__(self, peers: Peers, budget: TrafficBudget | None = None) -> None:
-        self._peers = peers
-        self._most_bps = None if budget is None else budget.rate_bps
-        self._upload, self._download = Rate(), Rate()
+        self._peers, self._upload, self._download = peers, Rate(), Rate()
+        self._most_bps = budget.mbit_s * 1e6 if budget is not None and budget.mbit_s is not None else None
         if self._most_bps is not None:
             peers.limit(self._most_bps)
 
@@ -217,21 +186,21 @@ class LinkBandwidth:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerServices(RunServices):
-    """The services of a peer that may train.
-
-    Attributes:
-        pace: ``pace(samples)`` is the compute time of a simulated peer, seconds.
-    """
+    """The services of a peer that may train."""
 
     router: PrefixRouter
     averager: Averager
-    pace: Callable[[float], float] | None = None
+    pace: Callable[[float], float] | None = None  # a simulated peer's seconds for so many samples
 
 
-class AveragingOptions(TypedDict, total=False):
-    """How peers average: further options of `Swarm.optimizer`.
+@dataclass(frozen=True)
+class TrainingSettings:
+    """How a collaboration trains; the options of `Swarm.optimizer`.
 
     Attributes:
+        prefix: names the collaboration within the run; peers of one prefix train one model.
+        target_batch_size: samples of all peers together for one global step.
+        budget: for this peer's traffic.
         compression: of gradients on the wire: float32, float16, bfloat16, int8, adaptive (int8;
             small tensors float16), onebit, or topk and a share, as in topk:0.01. Warning: onebit
             and topk are biased without ``error_feedback``, and train a worse model.
@@ -243,70 +212,29 @@ class AveragingOptions(TypedDict, total=False):
         local_steps: steps of ``target_batch_size`` samples that every peer takes alone before the swarm averages the
             resulting parameters (DiLoCo), for as many times less traffic; "auto": as many as the peers' budgets need.
         matchmaking_timeout_s: how long a round waits for slow peers.
+
+    Raises:
+        ValueError: an option is not usable.
     """
 
-    compression: str
-    mean_compression: str
-    error_feedback: bool
-    overlap: bool
-    local_steps: int | Literal["auto"]
-    matchmaking_timeout_s: float
-
-
-@dataclass(frozen=True)
-class TrainingSettings:
-    """How a collaboration trains; see `AveragingOptions` for the fields that are not listed.
-
-    Attributes:
-        max_report_s: longest time between two progress records of a peer; one that vanished without
-            its links breaking is forgotten after four times as long.
-        max_replay_bytes: memory for the means that a late joiner collects while it downloads the state.
-    """
-
-    prefix: str  # names the collaboration within the run; peers of one prefix train one model
-    target_batch_size: float  # samples of all peers together for one global step
+    prefix: str
+    target_batch_size: float
+    budget: TrafficBudget | None = None
     compression: str = "float32"
-    mean_compression: str = "float32"
+    mean_compression: str = ""
     error_feedback: bool = False
+    overlap: bool = False
     local_steps: int | Literal["auto"] = 1
-    budget: TrafficBudget | None = None  # for this peer's traffic
     matchmaking_timeout_s: float = 5.0
-    max_matchmaking_s: float = 60.0  # how long a round waits for peers that announced to finish a batch
-    round_timeout_s: float = 180.0  # bound on matchmaking and averaging of one round together
-    max_report_s: float = 60.0
-    max_replay_bytes: int = 1 << 30
-
-    @classmethod
-    def of(
-        cls, prefix: str, target_batch_size: float, budget: TrafficBudget | None, options: AveragingOptions
-    ) -> TrainingSettings:
-        """Return the settings for a user's options.
-
-        Raises:
-            ValueError, TypeError: an option is unknown or not usable.
-        """
-        given = {"mean_compression": mean_codec_for(options.get("compression", "float32")), **options}
-        overlap = given.pop("overlap", False)
-        settings = cls(prefix, target_batch_size, budget=budget, **given)  # type: ignore[arg-type]
-        if settings.local_steps != 1 and (overlap or settings.error_feedback):
-            raise ValueError("local_steps go neither with overlap nor with error_feedback: choose one")
-        return settings
 
     def __post_init__(self) -> None:
         size, steps = self.target_batch_size, self.local_steps
         if not size > 0:
             raise ValueError(f"target_batch_size={size}: pass the samples per global step, such as 4096")
+        if not self.mean_compression:
+            object.__setattr__(self, "mean_compression", mean_codec_for(self.compression))
         Precision(self.compression), Precision(self.mean_compression)
         if steps != "auto" and not (isinstance(steps, int) and 1 <= steps <= MAX_LOCAL_STEPS):
             raise ValueError(f"local_steps={steps!r}: pass 1 to {MAX_LOCAL_STEPS}, or 'auto'")
-
-    @property
-    def formation(self) -> GroupFormationSettings:
-        """How long a round waits for its members."""
-        slack_s = self.matchmaking_timeout_s
-        return GroupFormationSettings(window_s=slack_s, slack_s=slack_s, max_window_s=self.max_matchmaking_s)
-
-    @property
-    def auto_steps(self) -> bool:
-        """True if the number of local steps follows the budget."""
-        return self.local_steps == "auto"
+        if steps != 1 and (self.overlap or self.error_feedback):
+            raise ValueError("local_steps go neither with overlap nor with error_feedback: choose one")

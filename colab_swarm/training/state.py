@@ -1,7 +1,11 @@
-"""Sharing the training state: a late joiner fetches hashed chunks of a snapshot from several donors at once.
+"""The training state: in a file, and shared with late joiners in hashed chunks.
 
-The snapshot is a copy, so a donor trains on while it serves, and shares no lock with averaging.
-Donors on one branch hold equal states, so their chunks are interchangeable (`colab_swarm.tensors.chunks`).
+A checkpoint is one safetensors file, written atomically. Its metadata hold the skeleton and a
+checksum (`colab_swarm.tensors.statedict`).
+
+A shared snapshot is a copy, so a donor trains on while it serves, and shares no lock with
+averaging. Donors on one branch hold equal states, so their chunks are interchangeable
+(`colab_swarm.tensors.chunks`).
 
 A `Mirror` passes on the state of trainers that a late joiner cannot reach, because both only dial
 out. Both are linked to an assistant, which forwards manifest and chunks over the trainer's own
@@ -14,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -33,7 +38,18 @@ from colab_swarm.tensors.chunks import (
     send_chunks,
     tensors_in,
 )
-from colab_swarm.tensors.statedict import TensorBytes, decode_skeleton, unflatten
+from colab_swarm.tensors.statedict import (
+    StepFiles,
+    TensorBytes,
+    as_bytes,
+    as_tensors,
+    decode_skeleton,
+    encode_skeleton,
+    flatten,
+    read_tensors,
+    unflatten,
+    write_tensors,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +58,52 @@ PATIENCE_S = CHUNK_TIMEOUT_S / 3
 """A mirror's timeout for a donor; the late joiner's own must be longer than two of them."""
 MIRROR_DONORS = 2
 REMEMBERED = 4
+
+
+def save_checkpoint(path: str | Path, state: Any) -> None:
+    """Write a training state so that ``path`` holds either all of it or its old content.
+
+    Args:
+        state: anything that `flatten` takes, such as a dictionary of the step, the random state and
+            the ``state_dict()`` of model, optimizer and scheduler.
+
+    Raises:
+        StateError: the disk is full or cannot be written; no partial file remains.
+        TypeError: part of the state cannot be saved without pickle.
+    """
+    tensors, skeleton = flatten(state)
+    write_tensors(Path(path), as_bytes(tensors), encode_skeleton(skeleton).decode())
+
+
+def load_checkpoint(path: str | Path) -> Any:
+    """Read the state that `save_checkpoint` wrote, into new memory.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        StateError: it is truncated, damaged or not a checkpoint of this package.
+    """
+    tensors, skeleton = read_tensors(Path(path))
+    return unflatten(as_tensors(tensors), decode_skeleton(skeleton.encode()))
+
+
+class CheckpointFolder(StepFiles):
+    """The last checkpoints of one run; older ones are deleted after a save."""
+
+    def save(self, step: int, state: Any) -> Path:
+        """Write a checkpoint, delete those beyond ``keep``, and return the path."""
+        path = self.file_of(step)
+        save_checkpoint(path, state)
+        self.prune(path)
+        return path
+
+    def latest(self) -> Any:
+        """Return the state in the newest readable checkpoint, or None."""
+        for path in self.paths():
+            try:
+                return load_checkpoint(path)
+            except StateError as error:
+                logger.warning("skipped a checkpoint: %s", error)
+        return None
 
 
 class DescribeState(Message, frozen=True):
@@ -61,14 +123,14 @@ class FetchState(FetchChunks, frozen=True):
 class StateSharing:
     """Serves this peer's snapshots and downloads other peers'.
 
-    Args:
-        provide: ``await provide()`` takes a fresh snapshot of the current step, or raises `StateError`.
+    ``await provide()`` takes a snapshot of the current step; None or `StateError`: there is none.
     """
 
-    def __init__(self, router: PrefixRouter, prefix: str, provide: Callable[[], Awaitable[Snapshot]]) -> None:
+    def __init__(
+        self, router: PrefixRouter, prefix: str, provide: Callable[[], Awaitable[Snapshot | None]]
+    ) -> None:
         self._router, self._peers = router, router.peers
-        self._prefix = prefix
-        self._provide = provide
+        self._prefix, self._provide = prefix, provide
         self._snapshot: Snapshot | None = None
         self._fresh = False
         self._taking = asyncio.Lock()
@@ -96,8 +158,8 @@ class StateSharing:
                 except StateError as error:
                     raise Refusal(str(error)) from error
                 self._fresh = True
-        if ask.step not in (-1, held.manifest.step):
-            raise Refusal(f"the state of step {ask.step} is gone, this peer is at step {held.manifest.step}")
+        if held is None or ask.step not in (-1, held.manifest.step):
+            raise Refusal(f"the state of step {ask.step} is gone")
         return held.manifest
 
     async def _send_chunks(self, ask: FetchState, stream: Stream) -> None:
@@ -116,11 +178,8 @@ async def download_state(
 ) -> Snapshot:
     """Fetch the state of the first donor that answers, from all donors that hold the same state.
 
-    Args:
-        begun: holds an incomplete download, by the state's root, from one call to the next.
-
-    Raises:
-        StateError: no donor had a state, or all were lost before it was complete.
+    ``begun`` holds an incomplete download, by the state's root, from one call to the next. Raises
+    `StateError` if no donor had a state, or all were lost before it was complete.
     """
     ask = DescribeState(prefix)
     manifest, holders, refusals = await agree_on_state(
@@ -164,8 +223,7 @@ async def agree_on_state(
 def tensors_of(snapshot: Snapshot) -> tuple[dict[str, TensorBytes], str]:
     """Return an untrusted snapshot as tensors (views of its blob) and skeleton, as `write_tensors` takes them.
 
-    Raises:
-        StateError: it does not add up, is not of the step that it claims, or holds values that are not finite.
+    Raises `StateError` if it does not add up, or is not of the step that it claims.
     """
     tensors, skeleton = tensors_in(snapshot.manifest.layout, snapshot.blob)
     if _step_and_lineage(tensors, skeleton) != (snapshot.manifest.step, snapshot.manifest.subject):
@@ -182,48 +240,39 @@ def snapshot_of(tensors: Mapping[str, TensorBytes], skeleton: str) -> Snapshot:
 
 
 def _step_and_lineage(tensors: Mapping[str, Any], skeleton: bytes) -> tuple[int, bytes]:
-    """Return step and lineage of a state, if the skeleton is sound and names exactly these tensors."""
+    """The skeleton must be sound and name exactly these tensors."""
     match unflatten(tensors, decode_skeleton(skeleton)):
         case {"step": int(step), "lineage": bytes(lineage)} if step >= 0 and not isinstance(step, bool):
             return step, lineage
     raise StateError("this is not the state of a collaboration: it does not say its step and lineage")
 
 
-class Mirror:
+class Mirror(StateSharing):
     """Gives late joiners a state that this peer does not have itself.
 
     Args:
-        prefix: of the collaboration.
+        stored: ``await stored()``: a checkpoint to give; None while there are trainers.
         donors: ``await donors()``: trainers on the collaboration's branch.
         on_sent: ``on_sent(size_bytes)``, after each chunk.
-        stored: ``await stored()``: a checkpoint to give in place of the trainers' state; None while there are trainers.
     """
 
     def __init__(
         self,
         router: PrefixRouter,
         prefix: str,
+        stored: Callable[[], Awaitable[Snapshot | None]],
         *,
         donors: Callable[[], Awaitable[list[PeerId]]],
         on_sent: Callable[[int], None],
-        stored: Callable[[], Awaitable[Snapshot | None]] | None = None,
     ) -> None:
-        self._router, self._peers = router, router.peers
-        self._prefix = prefix
-        self._donors, self._on_sent, self._stored = donors, on_sent, stored
-        self._given: Snapshot | None = None  # the checkpoint that late joiners are fetching
+        super().__init__(router, prefix, stored)
+        self._donors, self._on_sent = donors, on_sent
         self._held: dict[bytes, list[PeerId]] = {}  # by root: the donors of a state
-        router.serve(prefix, DescribeState, self._describe, Role.VIEWER)
-        router.serve_stream(prefix, FetchState, self._send_chunks, Role.VIEWER)
-
-    def close(self) -> None:
-        """Stop serving."""
-        self._router.unserve(self._prefix, DescribeState, FetchState)
 
     async def _describe(self, peer: PeerId, ask: DescribeState) -> Manifest:
-        self._given = None if self._stored is None else await self._stored()
-        if self._given is not None and ask.step in (-1, self._given.manifest.step):
-            return self._given.manifest
+        self._snapshot = await self._provide()  # the checkpoint that late joiners fetch now
+        if self._snapshot is not None and ask.step in (-1, self._snapshot.manifest.step):
+            return self._snapshot.manifest
         donors = [donor for donor in await self._donors() if donor not in (peer, self._peers.id)]
         manifest, holders, refusals = await agree_on_state(
             self._peers, ask, donors, limit=MIRROR_DONORS, timeout_s=PATIENCE_S
@@ -237,11 +286,9 @@ class Mirror:
         return manifest
 
     async def _send_chunks(self, ask: FetchState, stream: Stream) -> None:
-        if self._given is not None and self._given.root == ask.root:
-            await send_chunks(ask, stream, self._given.read)
-            return
-        if ask.root not in self._held:
-            raise Refusal("that snapshot is gone")
+        stored = self._snapshot is not None and self._snapshot.root == ask.root
+        if stored or ask.root not in self._held:
+            return await super()._send_chunks(ask, stream)
         pending = [*ask.digests]
         for holder in self._held[ask.root]:
             try:

@@ -32,7 +32,7 @@ import msgspec
 from colab_swarm.errors import CallRefused, NotAdmitted, PeerError, StateError
 from colab_swarm.net.membership import MembershipAdmission
 from colab_swarm.net.peers import UNDECODABLE, Role
-from colab_swarm.training.checkpoint import load_checkpoint, save_checkpoint
+from colab_swarm.training.state import load_checkpoint, save_checkpoint
 from colab_swarm.workunits.job import UnitTraining
 from colab_swarm.workunits.messages import (
     FRESH_S,

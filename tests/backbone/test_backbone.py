@@ -10,7 +10,7 @@ import colab_swarm as cs
 from colab_swarm.backbone.keeper import Vault
 from colab_swarm.backbone.observer import read_losses
 from colab_swarm.swarm.swarm import Swarm
-from colab_swarm.training.checkpoint import CheckpointFolder
+from colab_swarm.training.state import CheckpointFolder
 from tests.backbone.run import PREFIX, Scene, train
 from tests.training.toy import join_training, loss_of, model, parameters_of
 

@@ -10,7 +10,7 @@ import pytest
 
 from colab_swarm.backbone.config import CollaborationFile
 from colab_swarm.backbone.keeper import HubPush, Vault
-from colab_swarm.training.checkpoint import load_checkpoint, save_checkpoint
+from colab_swarm.training.state import load_checkpoint, save_checkpoint
 from tests.backbone.hub import StandIn, wait_until
 
 pytestmark = pytest.mark.slow

@@ -16,10 +16,15 @@ from colab_swarm.backbone.keeper import Vault
 from colab_swarm.errors import StateError
 from colab_swarm.tensors.chunks import Layout, Snapshot, TensorEntry
 from colab_swarm.tensors.statedict import read_tensors
-from colab_swarm.training.checkpoint import CheckpointFolder, load_checkpoint, save_checkpoint
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.replica import Replica, UpdateRule
-from colab_swarm.training.state import snapshot_of, tensors_of
+from colab_swarm.training.state import (
+    CheckpointFolder,
+    load_checkpoint,
+    save_checkpoint,
+    snapshot_of,
+    tensors_of,
+)
 from tests.tensors.test_statedict import same
 from tests.training.toy import loss_of, model
 
@@ -68,7 +73,7 @@ def test_the_newest_files_remain_and_are_listed(tmp_path: Path) -> None:
     vault, trained = Vault(tmp_path, keep=2), replica(0)
     for _ in range(4):
         vault.save(trained.snapshot())
-        trained.apply(np.ones(trained.flat.numel, np.float32))
+        trained.apply(np.ones(trained.numel, np.float32))
     assert [path.name[-15:] for path in vault.paths()] == ["003.safetensors", "002.safetensors"]
     listed = [(one.step, one.size_bytes) for one in Vault(tmp_path, keep=2).checkpoints]
     assert listed == [(step, vault.file_of(step).stat().st_size) for step in (2, 3)]
@@ -78,7 +83,7 @@ def test_the_newest_files_remain_and_are_listed(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_is_skipped(tmp_path: Path) -> None:
     vault, trained = Vault(tmp_path), replica(1)
     vault.save(trained.snapshot())
-    trained.apply(np.ones(trained.flat.numel, np.float32))
+    trained.apply(np.ones(trained.numel, np.float32))
     newest = vault.save(trained.snapshot())
     newest.write_bytes(newest.read_bytes()[:-9])
     latest = vault.latest()

@@ -9,7 +9,7 @@ import torch
 
 from colab_swarm.elastic.group import enter_group
 from colab_swarm.elastic.optimizer import ElasticOptimizer
-from colab_swarm.elastic.steps import ElasticSettings
+from colab_swarm.elastic.steps import ElasticSettings, ElasticStep
 from colab_swarm.swarm.swarm import Swarm
 from tests.training.toy import BATCH, loss_of, model, parameters_of
 
@@ -21,6 +21,12 @@ def join_group(swarm: Swarm, net: torch.nn.Module, peers: int, **options: Any) -
     settings = ElasticSettings(f"{swarm.run_id}/elastic/model", peers, **options)
     sgd = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
     return ElasticOptimizer(swarm.runtime, sgd, settings, enter, services.events, services.pace)
+
+
+def take(optimizer: ElasticOptimizer, net: torch.nn.Module, step: int, peers: int = 2) -> ElasticStep:
+    """A step with this member's rows of a batch."""
+    loss_of(net, step, rows_of(optimizer.member, peers)).backward()
+    return optimizer.step(samples=5)
 
 
 def rows_of(member: int, peers: int) -> slice:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from colab_swarm.elastic.process_group import group_optimizer
 from colab_swarm.elastic.schedulers import NormBounded, Synchronous
-from tests.elastic.group import LR, rows_of
+from tests.elastic.group import LR, rows_of, take
 from tests.training.toy import loss_of, model, parameters_of
 
 RANKS = 2
@@ -31,8 +31,7 @@ def equal(rank: int, folder: Path) -> None:
     optimizer = group_optimizer(sgd(net), scheduler=NormBounded(1.0))
     assert optimizer.member == rank
     for step in range(STEPS):
-        loss_of(net, step, rows_of(rank, RANKS)).backward()
-        optimizer.step()
+        take(optimizer, net, step)
     optimizer.close()
     torch.save(parameters_of(net), folder / f"elastic {rank}")
     theirs = DistributedDataParallel(model())
@@ -49,8 +48,7 @@ def late(rank: int, folder: Path) -> None:
     net = model()
     optimizer = group_optimizer(sgd(net), scheduler=NormBounded(0.0), compression="float16")
     for step in range(STEPS):
-        loss_of(net, step, rows_of(rank, RANKS)).backward()
-        optimizer.step()
+        take(optimizer, net, step)
     optimizer.close()
     torch.save(parameters_of(net), folder / f"late {rank}")
 
@@ -62,8 +60,7 @@ def die(rank: int, folder: Path) -> None:
     for step in range(2 * DIES_AT):
         if rank == 1 and step == DIES_AT:
             os.kill(os.getpid(), signal.SIGKILL)
-        loss_of(net, step, rows_of(rank, RANKS)).backward()
-        result = optimizer.step()
+        result = take(optimizer, net, step)
     optimizer.close()
     (folder / "lost").write_text(f"{result.step} {result.lost}")
     os._exit(0)  # gloo may wait for the dead at exit

@@ -6,12 +6,19 @@ import pytest
 import torch
 
 import colab_swarm as cs
+from colab_swarm.elastic.optimizer import ElasticOptimizer
 from colab_swarm.elastic.schedulers import NormBounded, Synchronous
 from colab_swarm.elastic.steps import ElasticSettings
 from colab_swarm.errors import StateError
 from colab_swarm.swarm.swarm import Swarm
 from tests.elastic.group import join_group
 from tests.training.toy import loss_of, model, parameters_of
+
+
+def step_and_close(optimizer: ElasticOptimizer, net: torch.nn.Module) -> None:
+    loss_of(net, 0).backward()
+    optimizer.step()
+    optimizer.close()
 
 
 def test_all_start_with_the_first_members_parameters_and_optimizer_state() -> None:
@@ -39,9 +46,7 @@ def test_a_member_that_only_dials_out_takes_part(quiet: str) -> None:
     def begin(swarm: Swarm) -> torch.Tensor:
         net = model(seed=len(swarm.name))
         optimizer = join_group(swarm, net, 2)
-        loss_of(net, 0).backward()
-        optimizer.step()
-        optimizer.close()
+        step_and_close(optimizer, net)
         return parameters_of(net)
 
     with cs.simulate(1, network="lan", seed=1) as sim:
@@ -103,9 +108,7 @@ def test_a_group_may_be_formed_again_by_the_same_peers() -> None:
         for _ in range(2):
             net = model()
             optimizer = join_group(swarm, net, 2)
-            loss_of(net, 0).backward()
-            optimizer.step()
-            optimizer.close()
+            step_and_close(optimizer, net)
         return optimizer.member
 
     with cs.simulate(2, network="home", seed=1) as sim:

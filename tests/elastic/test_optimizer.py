@@ -22,7 +22,7 @@ from colab_swarm.errors import StateError
 from colab_swarm.events import BatchDropped, PeerLeft
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
-from tests.elastic.group import join_group, reference, rows_of
+from tests.elastic.group import join_group, reference, rows_of, take
 from tests.training.toy import loss_of, model, parameters_of
 
 STEPS = 20
@@ -38,11 +38,7 @@ def train(
     """Train on this member's rows of each batch."""
     net = model()
     optimizer = join_group(swarm, net, peers, **options)
-    member = optimizer.member
-    steps_done = []
-    for step in range(steps):
-        loss_of(net, step, rows_of(member, peers)).backward()
-        steps_done.append(optimizer.step(samples=5))
+    steps_done = [take(optimizer, net, step, peers) for step in range(steps)]
     optimizer.close()
     return parameters_of(net), steps_done
 
@@ -128,8 +124,7 @@ def test_the_others_continue_when_a_member_closes() -> None:
         optimizer = join_group(swarm, net, 3)
         steps_done = []
         for step in range(3 if optimizer.member == 2 else 8):
-            loss_of(net, step, rows_of(optimizer.member, 3)).backward()
-            steps_done.append(optimizer.step().lost)
+            steps_done.append(take(optimizer, net, step, 3).lost)
         optimizer.close()
         assert swarm.events.recent(PeerLeft) or optimizer.member == 2
         return steps_done
@@ -160,8 +155,7 @@ def test_residuals_and_corrections_are_saved_and_restored() -> None:
     def save(swarm: Swarm) -> tuple[int, dict[str, Any]]:
         net = model()
         optimizer = join_group(swarm, net, 2, compression="topk:0.1")
-        loss_of(net, 0, rows_of(optimizer.member, 2)).backward()
-        optimizer.step()
+        take(optimizer, net, 0)
         state = optimizer.state_dict()
         optimizer.close()
         return optimizer.member, state

@@ -17,7 +17,7 @@ import torch
 import colab_swarm as cs
 from colab_swarm.elastic.schedulers import Synchronous
 from colab_swarm.events import PeerLeft
-from tests.elastic.group import join_group, reference, rows_of
+from tests.elastic.group import join_group, reference, rows_of, take
 from tests.elastic.member import OPTIONS, SCHEDULER, train
 from tests.training.toy import loss_of, model, parameters_of
 
@@ -65,8 +65,7 @@ def test_an_interrupted_step_can_be_repeated_without_loss() -> None:
             for step in range(3):
                 if step == 1:
                     interrupted.wait(30)
-                loss_of(net, step, rows_of(optimizer.member, 2)).backward()
-                optimizer.step()
+                take(optimizer, net, step)
             optimizer.close()
             return parameters_of(net)
 

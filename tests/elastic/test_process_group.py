@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,31 +11,14 @@ import torch
 from colab_swarm.elastic.process_group import group_optimizer
 from tests.elastic.group import reference
 from tests.elastic.rank import DIES_AT, RANKS, STEPS, sgd
-from tests.training.toy import model
+from tests.training.toy import model, run_ranks
 
 pytestmark = pytest.mark.slow
-
-
-def run_ranks(scenario: str, folder: Path) -> list[int]:
-    """Exit statuses of the ranks, in order."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.elastic.rank", scenario, str(rank), str(folder)],
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        return [rank.wait(timeout=90) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+RANK = "tests.elastic.rank"
 
 
 def test_with_beta_1_ranks_equal_ddp_and_one_process_with_the_large_batch(tmp_path: Path) -> None:
-    assert run_ranks("equal", tmp_path) == [0, 0]
+    assert run_ranks(RANK, "equal", tmp_path) == [0, 0]
     elastic = [torch.load(tmp_path / f"elastic {rank}") for rank in range(RANKS)]
     assert torch.equal(*elastic)
     torch.testing.assert_close(elastic[0], reference(STEPS), rtol=0, atol=1e-5)
@@ -47,7 +27,7 @@ def test_with_beta_1_ranks_equal_ddp_and_one_process_with_the_large_batch(tmp_pa
 
 @pytest.mark.ordeal
 def test_ranks_that_do_not_wait_stay_close(tmp_path: Path) -> None:
-    assert run_ranks("late", tmp_path) == [0, 0]
+    assert run_ranks(RANK, "late", tmp_path) == [0, 0]
     for rank in range(RANKS):
         late = torch.load(tmp_path / f"late {rank}")
         assert (late - reference(STEPS)).abs().max() < 0.2
@@ -55,13 +35,13 @@ def test_ranks_that_do_not_wait_stay_close(tmp_path: Path) -> None:
 
 @pytest.mark.ordeal
 def test_the_other_rank_continues_when_one_dies(tmp_path: Path) -> None:
-    assert run_ranks("die", tmp_path) == [0, -signal.SIGKILL]
+    assert run_ranks(RANK, "die", tmp_path) == [0, -signal.SIGKILL]
     assert (tmp_path / "lost").read_text() == f"{2 * DIES_AT - 1} (1,)"
 
 
 @pytest.mark.ordeal
 def test_different_settings_are_reported_to_all_ranks(tmp_path: Path) -> None:
-    assert run_ranks("differ", tmp_path) == [0, 0]
+    assert run_ranks(RANK, "differ", tmp_path) == [0, 0]
     for rank in range(RANKS):
         text = (tmp_path / f"error {rank}").read_text()
         assert "float16" in text and "int8" in text and "same settings" in text

@@ -109,7 +109,7 @@ def test_a_late_joiner_gets_momentum_and_schedule_with_the_state() -> None:
         return Replica(UpdateRule(optimizer, scheduler))
 
     alice, bob = replica(), replica()
-    mean = np.full(alice.flat.numel, 0.01, np.float32)
+    mean = np.full(alice.numel, 0.01, np.float32)
     for _ in range(12):  # past the warm-up and the freezing
         alice.apply(mean)
     bob.load_snapshot(alice.snapshot())

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from colab_swarm.recipes import streaming
 from colab_swarm.recipes.streaming import FIRST_PASSAGES, MixedBatches, StreamedBatches, TextMix
-from colab_swarm.training.checkpoint import load_checkpoint, save_checkpoint
+from colab_swarm.training.state import load_checkpoint, save_checkpoint
 from tests.recipes.test_pretraining import original
 
 SOURCES = {"python-docs": 1.0}

@@ -99,7 +99,7 @@ def test_a_part_that_cannot_be_closed_leaves_no_other_open(
     monkeypatch.setattr(first, "_wait_step", lambda timeout_s: fail())
     with pytest.raises(ZeroDivisionError, match="a bug"):
         alice.leave(hand_over_s=1.0)
-    assert all(one.turn.closed.is_set() and one._saver._folder.paths() for one in (first, second))
+    assert all(one.closed.is_set() and one._folder.paths() for one in (first, second))
     assert alice.left and not (tmp_path / "in-use.json").exists()
     assert alice.network is not None and alice.network.node.linker.closed
     alice.leave()
@@ -128,4 +128,4 @@ def test_two_who_leave_at_once_both_return_when_it_is_done(tmp_path: Path) -> No
             for leaving in [threads.submit(alice.leave) for _ in range(4)]:
                 leaving.result(20.0)
                 assert not (tmp_path / "in-use.json").exists()
-        assert optimizer.turn.closed.is_set()
+        assert optimizer.closed.is_set()

@@ -44,12 +44,16 @@ def test_a_vector_of_ones_own_is_left_as_it_is() -> None:
     assert values.tolist() == [1, 1, 1]
 
 
-async def test_peers_average_several_arrays_at_once_by_name() -> None:
+async def two_peers() -> list[ArrayAverages]:
     network = SimNetwork(LAN)
     peers = [network.peer(name) for name in ("alice", "bob")]
     services = [assemble(one, "run", EventLog(), random.Random(one.name)) for one in peers]
     await find_others(services[1], [peers[0].contact])
-    averages = [ArrayAverages(one, "run") for one in services]
+    return [ArrayAverages(one, "run") for one in services]
+
+
+async def test_peers_average_several_arrays_at_once_by_name() -> None:
+    averages = await two_peers()
     results = await asyncio.gather(
         *(
             one.average(np.full((2, 2), value), weight=weight, group_size=None, name=name)
@@ -65,31 +69,21 @@ async def test_peers_average_several_arrays_at_once_by_name() -> None:
 
 
 async def test_a_name_keeps_the_codec_that_its_values_began_with() -> None:
-    alice = assemble(SimNetwork(LAN).peer("alice"), "run", EventLog(), random.Random(0))
-    averages = ArrayAverages(alice, "run")
-    average = partial(averages.average, np.ones(3), weight=1.0, group_size=None)
+    alice, bob = await two_peers()
+    average = partial(alice.average, np.ones(3), weight=1.0, group_size=None)
     await average(name="losses", compression="topk:0.5")
     with pytest.raises(ValueError, match=r"'losses' is averaged as topk:0\.5 here: choose another name"):
         await average(name="losses", compression="int8")
     with pytest.raises(ValueError, match="unknown codec 'zip'"):
         await average(name="others", compression="zip")
-    await averages.close()
+    await alice.close()
+    await bob.close()
 
 
 async def test_few_large_values_among_small_ones_are_averaged_as_topk() -> None:
-    network = SimNetwork(LAN)
-    services = [
-        assemble(network.peer(name), "run", EventLog(), random.Random(name)) for name in ("alice", "bob")
-    ]
-    await find_others(services[1], [services[0].peers.contact])
-    averages = [ArrayAverages(one, "run") for one in services]
-    values = np.where(np.arange(10_000) % 50 == 0, 4.0, 0.001)
-    results = await asyncio.gather(
-        *(
-            one.average(values, weight=1.0, group_size=None, name="x", compression="topk:0.02")
-            for one in averages
-        )
-    )
+    averages, values = await two_peers(), np.where(np.arange(10_000) % 50 == 0, 4.0, 0.001)
+    options = {"weight": 1.0, "group_size": None, "name": "x", "compression": "topk:0.02"}
+    results = await asyncio.gather(*(one.average(values, **options) for one in averages))
     for mean, result in results:
         np.testing.assert_allclose(mean, values, atol=1e-3)
         assert sum(one.sent_bytes for one in result.rounds if one) < 0.7 * 4 * len(values)

@@ -16,7 +16,15 @@ from colab_swarm.net.peers import Message
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.optimizer import SwarmOptimizer
-from tests.training.toy import join_training, joint_reference, loss_of, model, parameters_of, train_freely
+from tests.training.toy import (
+    join_training,
+    joint_reference,
+    loss_of,
+    model,
+    parameters_of,
+    train_freely,
+    train_rows,
+)
 
 Result = tuple[torch.Tensor, bytes] | None
 HALVES = {"bob": slice(0, 3), "carol": slice(3, 10)}
@@ -44,12 +52,7 @@ def train_halves(swarm: Swarm, steps: int) -> Result:
         return None
     optimizer = join_training(swarm, net := model(), matchmaking_timeout_s=20.0)
     wait_for(swarm, optimizer, len(HALVES))
-    rows = HALVES[swarm.name]
-    while (step := optimizer.global_step) < steps:
-        loss_of(net, step, rows).backward()
-        optimizer.step(samples=rows.stop - rows.start)
-        if optimizer.global_step == step:
-            optimizer.wait_step()
+    train_rows(optimizer, net, HALVES[swarm.name], steps)
     return parameters_of(net), optimizer.lineage
 
 
@@ -103,15 +106,6 @@ def test_training_continues_when_the_assistant_crashes_in_a_round_and_returns(ph
         assert sim.swarms["alice"].training.assistance.snapshot().rounds > 20
     assert {e.group_size for e in rounds} == {1, 3}  # alone while it was away
     assert results["bob"] and results["carol"] and len(lineages(results)) == 1
-
-
-@pytest.mark.slow
-def test_after_the_assistant_dies_all_peers_train_alone() -> None:
-    with simulation("bob", "carol") as sim:
-        sim.network.at(4.0).crash("alice")
-        results = sim.run(lambda swarm: train_or_assist(swarm, 15))
-        assert sim.network.fired and sim.time < 40
-    assert results["bob"] and results["carol"]
 
 
 def test_with_trainers_that_can_be_dialled_the_assistant_is_one_more_reducer() -> None:

@@ -11,8 +11,7 @@ from colab_swarm.errors import StateError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.sim.runtime import run_virtual
 from colab_swarm.tensors.chunks import Snapshot
-from colab_swarm.tensors.codecs import Floats
-from colab_swarm.training.catch_up import CatchUp
+from colab_swarm.training.collaboration import CatchUp
 from colab_swarm.training.progress import Branch, Progress, ProgressRecord
 
 ME = PeerId(bytes(16))
@@ -51,8 +50,6 @@ class DeadTrainers:
 
     async def wait_called(self) -> None:
         await asyncio.Event().wait()
-
-    async def follow_round(self) -> dict[tuple[int, bytes], Floats]:
         raise AssertionError("no organizer calls")
 
     async def adopt(self, step: int, lineage: bytes) -> None:

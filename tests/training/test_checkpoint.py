@@ -11,8 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from colab_swarm.errors import StateError
-from colab_swarm.training.checkpoint import CheckpointFolder, load_checkpoint, save_checkpoint
 from colab_swarm.training.layerwise import Lamb
+from colab_swarm.training.state import CheckpointFolder, load_checkpoint, save_checkpoint
 from tests.tensors.test_statedict import same, states
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -14,11 +14,13 @@ from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.replica import Replica, UpdateRule
 from tests.training.toy import (
     ROWS,
+    alone,
     join_training,
     joint_reference,
     loss_of,
     model,
     parameters_of,
+    take,
     train_freely,
     wait_for_peers,
 )
@@ -104,15 +106,13 @@ def test_a_gradient_whose_round_was_refused_is_kept_for_the_next(monkeypatch: py
     def train(swarm: Swarm) -> tuple[torch.Tensor, int]:
         net = model()
         optimizer = join_training(swarm, net, overlap=True)
-        loss_of(net, 0).backward()
-        assert optimizer.step(samples=10) is None  # the round began, and will be refused
+        assert take(optimizer, net, 0) is None  # the round began, and will be refused
         assert optimizer.wait_step() is not None
         return parameters_of(net), optimizer.global_step
 
     join = Matchmaker.join
     monkeypatch.setattr(Matchmaker, "join", refuse_once)
-    with cs.simulate(1) as sim:
-        parameters, steps = sim.run(train)["alice"]
+    parameters, steps = alone(train)
     assert next(refusals, None) is None and steps == 1
     torch.testing.assert_close(parameters, stale_reference(1))
 
@@ -122,13 +122,11 @@ def test_leaving_while_a_round_is_under_way_leaves_the_newest_parameters() -> No
         net = model()
         optimizer = join_training(swarm, net, overlap=True)
         for step in range(3):
-            loss_of(net, step).backward()
-            optimizer.step(samples=10)
+            take(optimizer, net, step)
         optimizer.close()
         return parameters_of(net), torch.cat([p.detach().flatten() for p in optimizer._replica.parameters])
 
-    with cs.simulate(1) as sim:
-        shown, newest = sim.run(train)["alice"]
+    shown, newest = alone(train)
     torch.testing.assert_close(shown, newest, rtol=0, atol=0)
     assert not torch.equal(shown, parameters_of(model()))
 
@@ -145,8 +143,7 @@ def test_a_grad_scaler_sees_the_models_gradients() -> None:
             optimizer.wait_step()  # no overlap: nothing is stale
         return parameters_of(net)
 
-    with cs.simulate(1) as sim:
-        parameters = sim.run(train)["alice"]
+    parameters = alone(train)
     torch.testing.assert_close(parameters, joint_reference(2))
 
 

@@ -13,11 +13,11 @@ from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.errors import StateError
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.codecs import Floats
-from colab_swarm.training.checkpoint import load_checkpoint, save_checkpoint
 from colab_swarm.training.optimizer import SwarmOptimizer
 from colab_swarm.training.replica import Gradients, Replica, UpdateRule
 from colab_swarm.training.settings import TrainingSettings
-from tests.training.toy import join_training, loss_of, model
+from colab_swarm.training.state import load_checkpoint, save_checkpoint
+from tests.training.toy import join_training, model, take
 
 
 def gathered() -> tuple[torch.nn.Linear, Gradients]:
@@ -72,8 +72,7 @@ def train(swarm: Swarm, optimizer: SwarmOptimizer, net: torch.nn.Module) -> Floa
     """One step of the swarm; returns this peer's error feedback."""
     before = optimizer.global_step
     while optimizer.global_step == before:
-        loss_of(net, before).backward()
-        optimizer.step(samples=10)
+        take(optimizer, net, before)
         optimizer._land(wait=True)
     assert optimizer._gathered.feedback is not None
     return optimizer._gathered.feedback.residual
@@ -111,9 +110,7 @@ def test_error_feedback_of_another_model_is_refused_and_changes_nothing(tmp_path
 
 
 def test_means_have_a_finer_codec_than_contributions_with_feedback() -> None:
-    settings = TrainingSettings.of("run/model", 10.0, None, {"compression": "topk:0.01"})
+    settings = TrainingSettings("run/model", 10.0, compression="topk:0.01")
     assert (settings.compression, settings.mean_compression) == ("topk:0.01", "float16")
-    chosen = TrainingSettings.of(
-        "run/model", 10.0, None, {"compression": "onebit", "mean_compression": "int8"}
-    )
+    chosen = TrainingSettings("run/model", 10.0, compression="onebit", mean_compression="int8")
     assert chosen.mean_compression == "int8"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -15,31 +13,20 @@ import colab_swarm as cs
 from colab_swarm.training.host import host_optimizer
 from colab_swarm.training.layerwise import Lamb
 from tests.training.host_rank import RANKS, STEPS
-from tests.training.toy import ROWS, join_training, joint_reference, loss_of, model, parameters_of
+from tests.training.toy import (
+    ROWS,
+    join_training,
+    joint_reference,
+    model,
+    parameters_of,
+    run_ranks,
+    take,
+    train_rows,
+)
 
 pytestmark = pytest.mark.slow
-ALONE_STEPS = 2
+ALONE_STEPS, RANK = 2, "tests.training.host_rank"
 Alive: TypeAlias = Callable[[], bool]
-
-
-def run_ranks(
-    scenario: str, folder: Path, meanwhile: Callable[[Alive], None] = lambda alive: None
-) -> list[int]:
-    """Exit statuses of the ranks, in order; ``meanwhile`` can ask whether they still run."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.training.host_rank", scenario, str(rank), str(folder)],
-            cwd=Path(__file__).parents[2],
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        meanwhile(lambda: all(rank.poll() is None for rank in ranks))
-        return [rank.wait(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
 
 
 def test_a_host_of_two_ranks_in_a_swarm_equals_one_process_with_the_joined_batch(tmp_path: Path) -> None:
@@ -48,20 +35,15 @@ def test_a_host_of_two_ranks_in_a_swarm_equals_one_process_with_the_joined_batch
         (tmp_path / "invite").write_text(carol.invite())
         optimizer = join_training(carol, net, matchmaking_timeout_s=20.0)
         for step in range(ALONE_STEPS):  # so that the host has something to catch up with
-            loss_of(net, step).backward()
-            optimizer.step(samples=10)
+            take(optimizer, net, step)
 
         def take_the_other_rows(alive: Alive) -> None:
             while len(optimizer.collaboration.progress.records) < 2 and alive():
                 carol.runtime.call(optimizer.collaboration.refresh())
-            while optimizer.global_step < STEPS and alive():
-                step = optimizer.global_step
-                loss_of(net, step, slice(3, 10)).backward()
-                optimizer.step(samples=7)
-                if optimizer.global_step == step:
-                    optimizer.wait_step(timeout_s=60.0)
+            if alive():
+                train_rows(optimizer, net, slice(3, 10), STEPS)
 
-        assert run_ranks("train", tmp_path, take_the_other_rows) == [0, 0]
+        assert run_ranks(RANK, "train", tmp_path, take_the_other_rows) == [0, 0]
     assert (ROWS["alice"].start, ROWS["bob"].stop) == (0, 3)
     for parameters in (
         parameters_of(net),
@@ -73,7 +55,7 @@ def test_a_host_of_two_ranks_in_a_swarm_equals_one_process_with_the_joined_batch
 
 @pytest.mark.ordeal
 def test_ranks_are_made_equal_a_rank_may_lack_samples_and_the_leads_errors_reach_all(tmp_path: Path) -> None:
-    assert run_ranks("equal", tmp_path) == [0, 0]
+    assert run_ranks(RANK, "equal", tmp_path) == [0, 0]
     for rank in range(RANKS):
         torch.testing.assert_close(torch.load(tmp_path / f"second {rank}"), joint_reference(2))
         assert torch.equal(torch.load(tmp_path / f"parameters {rank}"), parameters_of(model()))
@@ -87,7 +69,7 @@ def test_ranks_are_made_equal_a_rank_may_lack_samples_and_the_leads_errors_reach
 
 @pytest.mark.ordeal
 def test_ranks_have_equal_parameters_at_every_moment_though_updates_come_late(tmp_path: Path) -> None:
-    assert run_ranks("delay", tmp_path) == [0, 0]
+    assert run_ranks(RANK, "delay", tmp_path) == [0, 0]
     seen = [torch.load(tmp_path / f"seen {rank}") for rank in range(RANKS)]
     assert torch.equal(*seen) and len(seen[0].unique(dim=0)) > 3
 
@@ -97,7 +79,7 @@ def test_ranks_have_equal_parameters_at_every_moment_though_updates_come_late(tm
 def test_the_other_rank_fails_at_once_when_a_rank_dies(tmp_path: Path, victim: int) -> None:
     folder = tmp_path / f"victim {victim}"
     folder.mkdir()
-    statuses = run_ranks("die", folder)
+    statuses = run_ranks(RANK, "die", folder)
     assert statuses[victim] == 7 and statuses[1 - victim] == 0
     output = (folder / f"error {1 - victim}").read_text()
     assert f"at rank {1 - victim} a rank is missing that has died" in output
@@ -105,7 +87,7 @@ def test_the_other_rank_fails_at_once_when_a_rank_dies(tmp_path: Path, victim: i
 
 @pytest.mark.ordeal
 def test_a_rank_that_does_not_come_in_time_is_named(tmp_path: Path) -> None:
-    assert run_ranks("hang", tmp_path) == [0, 0]
+    assert run_ranks(RANK, "hang", tmp_path) == [0, 0]
     output = (tmp_path / "error 0").read_text()
     assert "did not respond within 6 s" in output and "Rank 1 failed" in output
 

@@ -53,20 +53,28 @@ def run(kind: type[torch.optim.Optimizer], weight: Any, gradients: list[Any], **
 # --- LAMB ---
 
 
-@pytest.mark.slow
-def test_the_first_step_of_lamb_equals_the_one_worked_out_by_hand() -> None:
-    # w = (3, 4), |w| = 5. After bias correction m^ = g and v^ = g^2, so r = g / |g| = (1, -1), |r| = sqrt(2).
-    # trust = 5 / sqrt(2) = 3.5355339; w - 0.1 * 3.5355339 * (1, -1) = (2.64644661, 4.35355339).
-    moved = run(Lamb, [3.0, 4.0], [[0.5, -0.25]], lr=0.1, eps=0.0)
-    assert moved.tolist() == pytest.approx([2.64644661, 4.35355339], abs=1e-8)
-
-
-def test_the_first_step_of_lamb_without_bias_correction_equals_the_one_worked_out_by_hand() -> None:
-    # m = 0.1 g = (0.1, 0.1), v = 0.001 g^2, sqrt(v) = 0.0316228; m / sqrt(v) = (3.1622777, 3.1622777)
-    # r = that + 0.5 w = (4.6622777, 5.1622777)
-    # |w| = 5, |r| = 6.9560163, trust = 0.7188022; w - 0.1 * trust * r = (2.6648745, 3.6289344).
-    moved = run(Lamb, [3.0, 4.0], [[1.0, 1.0]], lr=0.1, eps=0.0, weight_decay=0.5, bias_correction=False)
-    assert moved.tolist() == pytest.approx([2.6648745, 3.6289344], abs=1e-6)
+@pytest.mark.parametrize(
+    ("kind", "gradient", "options", "moved"),
+    [
+        # w = (3, 4), |w| = 5. After bias correction m^ = g and v^ = g^2, so r = g / |g| = (1, -1), |r| = sqrt(2).
+        # trust = 5 / sqrt(2) = 3.5355339; w - 0.1 * 3.5355339 * (1, -1).
+        (Lamb, [0.5, -0.25], {"lr": 0.1, "eps": 0.0}, [2.64644661, 4.35355339]),
+        # m = 0.1 g = (0.1, 0.1), v = 0.001 g^2, sqrt(v) = 0.0316228; m / sqrt(v) = (3.1622777, 3.1622777)
+        # r = that + 0.5 w = (4.6622777, 5.1622777), |r| = 6.9560163, trust = 0.7188022; w - 0.1 * trust * r.
+        (
+            Lamb,
+            [1.0, 1.0],
+            {"lr": 0.1, "eps": 0.0, "weight_decay": 0.5, "bias_correction": False},
+            [2.6648745, 3.6289344],
+        ),
+        # |g| = 10, r = 0.2 * 5 / (10 + 0.5 * 5) = 0.08; g + 0.5 w = (7.5, 10); w - 2 * 0.08 * (7.5, 10).
+        (Lars, [6.0, 8.0], {"lr": 2.0, "weight_decay": 0.5, "trust": 0.2}, [1.8, 2.4]),
+    ],
+)
+def test_the_first_step_equals_the_one_worked_out_by_hand(
+    kind: Any, gradient: list[float], options: dict[str, Any], moved: list[float]
+) -> None:
+    assert run(kind, [3.0, 4.0], [gradient], **options).tolist() == pytest.approx(moved, abs=1e-6)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.01])
@@ -80,10 +88,6 @@ def test_many_steps_of_lamb_equal_the_algorithm_of_the_paper(decay: float, clamp
     )
 
 
-def test_lamb_moves_a_zero_weight_by_the_plain_adam_step() -> None:
-    assert run(Lamb, [0.0, 0.0], [[2.0, -3.0]], lr=0.1, eps=0.0).tolist() == pytest.approx([-0.1, 0.1])
-
-
 def test_a_parameter_without_gradient_is_left_alone() -> None:
     used, unused = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
     optimizer = Lamb([used, unused])
@@ -93,23 +97,7 @@ def test_a_parameter_without_gradient_is_left_alone() -> None:
     assert unused.tolist() == [1.0, 1.0] != used.tolist()
 
 
-def test_groups_of_lamb_keep_their_own_settings() -> None:
-    still, moving = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
-    optimizer = Lamb([{"params": [still], "lr": 0.0}, {"params": [moving]}], lr=0.1)
-    (still.sum() + moving.sum()).backward()
-    optimizer.step()
-    assert still.tolist() == [1.0, 1.0]
-    assert moving.tolist() == pytest.approx([0.9, 0.9])
-
-
 # --- LARS ---
-
-
-def test_the_first_step_of_lars_equals_the_one_worked_out_by_hand() -> None:
-    # |w| = 5, |g| = 10, r = 0.2 * 5 / (10 + 0.5 * 5) = 0.08; g + 0.5 w = (7.5, 10)
-    # w - 2 * 0.08 * (7.5, 10) = (1.8, 2.4).
-    moved = run(Lars, [3.0, 4.0], [[6.0, 8.0]], lr=2.0, weight_decay=0.5, trust=0.2)
-    assert moved.tolist() == pytest.approx([1.8, 2.4], abs=1e-8)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.01])
@@ -122,29 +110,26 @@ def test_many_steps_of_lars_equal_the_algorithm_of_the_paper(lr: float, clip: bo
     np.testing.assert_allclose(moved.numpy(), lars_reference(weight, gradients, lr, decay, clip), rtol=1e-12)
 
 
-def test_larc_with_a_large_trust_is_plain_sgd() -> None:
-    rng = np.random.default_rng(1)
-    weight, gradients = rng.normal(size=(4, 3)), list(rng.normal(size=(20, 4, 3)))
-    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-    moved = run(Lars, weight, gradients, trust=1e9, clip=True, **options)
-    torch.testing.assert_close(moved, run(torch.optim.SGD, weight, gradients, **options))
+# --- both ---
 
 
-def test_lars_gives_a_zero_weight_the_plain_gradient() -> None:
-    moved = run(Lars, [0.0, 0.0], [[2.0, -3.0]], lr=0.1, weight_decay=0.5)
-    assert moved.tolist() == pytest.approx([-0.2, 0.3])
-
-
-def test_a_frozen_group_gathers_no_momentum() -> None:
+@pytest.mark.parametrize(("kind", "options", "moved"), [(Lamb, {}, 0.9), (Lars, {"trust": 0.1}, 0.99)])
+def test_groups_keep_their_own_settings(kind: Any, options: dict[str, float], moved: float) -> None:
     still, moving = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
-    optimizer = Lars([{"params": [still], "lr": 0.0}, {"params": [moving]}], lr=0.1, trust=0.1)
+    optimizer = kind([{"params": [still], "lr": 0.0}, {"params": [moving]}], lr=0.1, **options)
     (still.sum() + moving.sum()).backward()
     optimizer.step()
-    assert still.tolist() == [1.0, 1.0] and still not in optimizer.state
-    assert moving.tolist() == pytest.approx([0.99, 0.99])
+    assert still.tolist() == [1.0, 1.0]
+    assert (still in optimizer.state) is (kind is Lamb)  # a frozen group of LARS gathers no momentum
+    assert moving.tolist() == pytest.approx([moved, moved])
 
 
-# --- both ---
+@pytest.mark.parametrize(
+    ("kind", "options", "moved"),
+    [(Lamb, {"eps": 0.0}, [-0.1, 0.1]), (Lars, {"weight_decay": 0.5}, [-0.2, 0.3])],
+)
+def test_a_zero_weight_takes_the_plain_step(kind: Any, options: dict[str, float], moved: list[float]) -> None:
+    assert run(kind, [0.0, 0.0], [[2.0, -3.0]], lr=0.1, **options).tolist() == pytest.approx(moved)
 
 
 @BOTH

@@ -26,7 +26,7 @@ from colab_swarm.training.settings import (
     TrafficBudgetPolicy,
     TrainingSettings,
 )
-from tests.training.toy import join_training, loss_of, model, parameters_of, train_freely
+from tests.training.toy import alone, join_training, loss_of, model, parameters_of, take, train_freely
 
 STEPS = 4
 
@@ -55,13 +55,11 @@ def test_a_peer_alone_takes_diloco_steps() -> None:
         net = model()
         optimizer = join_training(swarm, net, local_steps=STEPS)
         for step in range(3 * STEPS):
-            loss_of(net, step).backward()
-            optimizer.step(samples=10)
+            take(optimizer, net, step)
         assert optimizer.global_step == 3
         return parameters_of(net)
 
-    with cs.simulate(1) as sim:
-        parameters = sim.run(train)["alice"]
+    parameters = alone(train)
     torch.testing.assert_close(parameters, diloco_reference(3), rtol=0, atol=1e-5)
 
 
@@ -85,8 +83,7 @@ def test_peers_with_and_without_local_steps_do_not_mix(local: str) -> None:
         try:
             optimizer = join_training(swarm, net, local_steps=STEPS if swarm.name == local else 1)
             for step in range(3 * STEPS):
-                loss_of(net, step).backward()
-                optimizer.step(samples=10)
+                take(optimizer, net, step)
         except StateError as error:
             assert "either all peers take local_steps, or none" in str(error)
             return False
@@ -104,8 +101,7 @@ def test_a_senseless_number_of_local_steps_raises_at_once(steps: object) -> None
         with pytest.raises(ValueError, match="choose one"):
             join_training(swarm, model(), local_steps=2, overlap=True)
 
-    with cs.simulate(1) as sim:
-        sim.run(train)
+    alone(train)
 
 
 # --- budgets --------------------------------------------------------------------------------------------------------
@@ -127,9 +123,9 @@ def policy(*, auto: bool = False, **budget: float) -> TrafficBudgetPolicy:
     return TrafficBudgetPolicy(settings, ME)
 
 
-def choose(policy: TrafficBudgetPolicy, group: Group, step_s: float) -> CommunicationPlan:
-    for now in (0.0, step_s):
-        policy.on_round(0, 0, 1, now=now)
+def choose(policy: TrafficBudgetPolicy, group: Group, step_s: float, steps: int = 1) -> CommunicationPlan:
+    for now in (0.0, step_s * steps):
+        policy.on_round(0, 0, steps, now=now)
     choice = policy.choose(group, step_s)
     assert choice is not None
     return choice
@@ -151,6 +147,19 @@ def test_a_peer_saves_first_where_it_costs_the_swarm_least() -> None:
     assert not over.within and "OVER" in str(over)
     steps = choose(policy(mbit_s=0.5, auto=True), group_of(), 10.0)
     assert steps.local_steps == 9 and steps.within and steps.mbit_s <= 0.5
+    assert choose(policy(mbit_s=0.5, auto=True), group_of(), 10.0, steps=4) == steps
+
+
+def test_an_overdrawn_budget_and_the_mean_time_of_a_step_count() -> None:
+    assert choose(policy(gb_per_hour=3.0), group_of(), 10.0).reduces
+    spent = policy(gb_per_hour=3.0)
+    spent.on_round(0, 0, 1, now=5.0)
+    spent.on_round(1e7, 4e7, 1, now=15.0)  # 18 GB an hour
+    assert not spent.choose(group_of(), 10.0).reduces
+    mean = policy(mbit_s=100)
+    for now in (0.0, 10.0, 40.0):
+        mean.on_round(0, 0, 1, now=now)
+    assert mean.choose(group_of(), 20.0) == choose(policy(mbit_s=100), group_of(), 20.0)
 
 
 def test_the_only_reducer_continues_to_reduce() -> None:
@@ -206,7 +215,7 @@ def play(*, budget: TrafficBudget | None = None, reduces: bool = True) -> tuple[
         )
         if swarm.name == "bob" and not reduces:
             optimizer.collaboration.plan = CommunicationPlan(False, "float32", 1, 0.0, True)
-            swarm.services.peers.limit(BUDGET.rate_bps)
+            swarm.services.peers.limit(2.5e6)
         while True:
             net(torch.ones(2, 350)).square().mean().backward()
             optimizer.step(samples=2)

@@ -19,19 +19,22 @@ from colab_swarm.sim import SimNetwork
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Snapshot
-from colab_swarm.training.checkpoint import load_checkpoint, save_checkpoint
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.progress import ProgressRecord, progress_key
 from colab_swarm.training.replica import Replica
 from colab_swarm.training.settings import PeerServices
+from colab_swarm.training.state import load_checkpoint, save_checkpoint
 from tests.training.toy import (
+    alone,
     join_training,
     joint_reference,
     loss_of,
     model,
     parameters_of,
+    take,
     train_freely,
     train_own_rows,
+    train_rows,
     wait_for_peers,
 )
 
@@ -52,15 +55,6 @@ def test_unequal_batches_of_four_peers_equal_one_process_with_the_joined_batch(n
     assert len(results) == 4 and len(lineages(results)) == 1
     for parameters, _ in results.values():
         torch.testing.assert_close(parameters, joint_reference(20), rtol=0, atol=1e-5)
-
-
-def test_same_seed_same_run() -> None:
-    ends = []
-    for _ in range(2):
-        with simulation(3, "home") as sim:
-            results = sim.run(lambda swarm: train_freely(swarm, 4))
-            ends.append((sim.time, lineages(results)))
-    assert ends[0] == ends[1]
 
 
 def test_a_peer_alone_trains_like_plain_torch() -> None:
@@ -100,12 +94,10 @@ def test_a_nan_gradient_is_dropped_and_reported() -> None:
         (net(torch.full((1, 8), float("nan")))).sum().backward()
         optimizer.step(samples=10)
         assert optimizer.global_step == 0
-        loss_of(net, 0).backward()
-        optimizer.step(samples=10)
+        take(optimizer, net, 0)
         return parameters_of(net), swarm.events.recent(BatchDropped)
 
-    with simulation(1) as sim:
-        parameters, dropped = sim.run(train)["alice"]
+    parameters, dropped = alone(train)
     torch.testing.assert_close(parameters, joint_reference(1))
     assert "NaN" in dropped[0].reason
 
@@ -117,8 +109,7 @@ def test_a_senseless_number_of_samples_raises_at_once(samples: object) -> None:
         with pytest.raises(ValueError, match="pass the number of samples"):
             optimizer.step(samples=samples)  # type: ignore[arg-type]
 
-    with simulation(1) as sim:
-        sim.run(train)
+    alone(train)
 
 
 @pytest.mark.parametrize("settings", [{"target_batch_size": 0}, {"compression": "float12"}])
@@ -133,12 +124,7 @@ def test_clipping_comes_after_averaging_and_the_scheduler_counts_global_steps() 
         inner = torch.optim.SGD(net.parameters(), lr=1.0)
         scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1 / (1 + step))
         optimizer = swarm.optimizer(inner, target_batch_size=10, scheduler=scheduler, max_grad_norm=0.1)
-        rows = slice(0, 3) if swarm.name == "alice" else slice(3, 10)
-        while (step := optimizer.global_step) < 4:
-            loss_of(net, step, rows).backward()
-            optimizer.step(samples=rows.stop - rows.start)
-            if optimizer.global_step == step:
-                optimizer.wait_step()
+        train_rows(optimizer, net, slice(0, 3) if swarm.name == "alice" else slice(3, 10), 4)
         return parameters_of(net)
 
     net = model()
@@ -175,8 +161,7 @@ def test_peers_that_begin_with_different_parameters_agree_on_one() -> None:
     def train(swarm: Swarm) -> bytes:
         optimizer = join_training(swarm, net := model(seed=len(swarm.name)))
         while optimizer.global_step < 3:
-            loss_of(net, optimizer.global_step, slice(0, 2)).backward()
-            optimizer.step(samples=2)
+            take(optimizer, net, optimizer.global_step, slice(0, 2))
         return optimizer.lineage
 
     with simulation(3) as sim:
@@ -264,8 +249,7 @@ def test_a_saved_run_continues_identically(tmp_path: Path) -> None:
                 optimizer = join_training(swarm, net)
                 optimizer.load(tmp_path / "saved")
                 assert optimizer.global_step == 3
-            loss_of(net, step).backward()
-            optimizer.step(samples=10)
+            take(optimizer, net, step)
         return parameters_of(net)
 
     with simulation(1) as uninterrupted, simulation(1) as interrupted:
@@ -296,8 +280,7 @@ def test_an_update_waits_until_a_save_by_another_thread_is_done(
         assert load_checkpoint(tmp_path / "saved")["step"] == 0 and optimizer.global_step == 1
 
     monkeypatch.setattr("colab_swarm.training.optimizer.save_checkpoint", slow_save)
-    with simulation(1) as sim:
-        sim.run(train)
+    alone(train)
 
 
 def test_a_folder_keeps_the_last_checkpoints_and_gives_back_the_latest(tmp_path: Path) -> None:
@@ -308,16 +291,14 @@ def test_a_folder_keeps_the_last_checkpoints_and_gives_back_the_latest(tmp_path:
         with pytest.raises(StateError, match="no checkpoint"):
             optimizer.load(folder)
         for step in range(4):
-            loss_of(net, step).backward()
-            optimizer.step(samples=10)
+            take(optimizer, net, step)
             optimizer.save(folder)
         saved = parameters_of(net)
         optimizer = join_training(swarm, net := model(seed=5))
         optimizer.load(folder)
         assert optimizer.global_step == 4 and torch.equal(parameters_of(net), saved)
 
-    with simulation(1) as sim:
-        sim.run(train)
+    alone(train)
     assert len(folder.paths()) == 2
 
 
@@ -362,8 +343,7 @@ def test_a_record_has_the_peers_present_addresses() -> None:
         optimizer, published = join_training(swarm, net := model()), []
         for listen in (True, False, True):
             sim.network.by_name[swarm.name].listen = listen
-            loss_of(net, optimizer.global_step).backward()
-            optimizer.step(samples=10)
+            take(optimizer, net, optimizer.global_step)
             swarm.runtime.call(optimizer.collaboration._exchange())
             own = optimizer.collaboration.progress.own
             published.append((own.reduces, own.addresses))

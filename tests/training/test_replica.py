@@ -11,7 +11,7 @@ import torch
 
 from colab_swarm.errors import StateError
 from colab_swarm.training.layerwise import Lamb
-from colab_swarm.training.replica import FlatVector, Replica, UpdateRule
+from colab_swarm.training.replica import SMALL_VALUES, Gradients, Replica, UpdateRule, set_gradients
 from tests.training.toy import loss_of, model, parameters_of
 
 
@@ -53,9 +53,10 @@ def test_a_state_that_would_ruin_the_model_is_refused(poison: Callable[[Replica]
     donor, joiner = adam(model(seed=1)), adam(net := model(seed=2))
     before = parameters_of(net)
     poison(donor)
-    with pytest.raises(StateError, match="state h"):
+    with pytest.raises(StateError, match=r"the state holds NaN|which nobody trains with"):
         joiner.load_snapshot(donor.snapshot())
     assert torch.equal(parameters_of(net), before) and joiner.step == 0
+    assert joiner.rule.optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_a_sound_state_of_any_usual_kind_is_taken() -> None:
@@ -80,38 +81,54 @@ def parameters() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))]
 
 
+def sgd(parameters: list[torch.nn.Parameter]) -> Replica:
+    return Replica(UpdateRule(torch.optim.SGD(parameters, lr=1.0)))
+
+
 def test_gradients_add_up_by_weight_and_absent_ones_count_as_zero() -> None:
-    first, second = parameters()
-    flat, total = FlatVector([first, second]), np.zeros(10, np.float32)
+    first, second = both = parameters()
+    gathered = Gradients(sgd(both))
     first.grad = torch.arange(6.0).view(2, 3)
-    assert flat.accumulate(total, 2.0)
-    second.grad = torch.full((4,), 0.5, dtype=torch.bfloat16)
-    assert flat.accumulate(total, 3.0)
-    np.testing.assert_array_equal(total, [0, 5, 10, 15, 20, 25, 1.5, 1.5, 1.5, 1.5])
+    assert gathered.add(2.0, 1.0) is None and first.grad is None
+    first.grad, second.grad = torch.arange(6.0).view(2, 3), torch.full((4,), 0.5, dtype=torch.bfloat16)
+    assert gathered.add(3.0, float("nan")) is None and gathered.mean_loss == 1.0
+    assert gathered.add(6.0, 5.0) is None and gathered.mean_loss == 4.0
+    gathered.samples = 5.0
+    mean = gathered.contribution(lambda values: False)
+    np.testing.assert_allclose(5 * mean, [0, 5, 10, 15, 20, 25, 1.5, 1.5, 1.5, 1.5], rtol=1e-6)
 
 
 def test_a_gradient_that_is_not_finite_adds_nothing() -> None:
-    first, second = parameters()
-    flat, total = FlatVector([first, second]), np.zeros(10, np.float32)
+    first, second = both = parameters()
+    gathered = Gradients(sgd(both))
     first.grad, second.grad = torch.ones(2, 3), torch.full((4,), float("nan"), dtype=torch.bfloat16)
-    assert not flat.accumulate(total, 1.0)
-    assert not total.any()
+    assert "not finite" in str(gathered.add(1.0, None)) and second.grad is None
+    assert not gathered.samples and not gathered.contribution(lambda values: False).any()
 
 
 def test_a_flat_vector_becomes_gradients_in_the_parameters_own_dtype() -> None:
-    first, second = parameters()
-    FlatVector([first, second]).to_gradients(np.arange(10, dtype=np.float32))
+    first, second = both = parameters()
+    set_gradients(both, np.arange(10, dtype=np.float32))
     assert first.grad is not None and first.grad.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert second.grad is not None and second.grad.dtype == torch.bfloat16
     assert second.grad.tolist() == [6, 7, 8, 9]
 
 
+def test_small_tensors_are_at_the_front_of_a_flat_vector() -> None:
+    large, small = both = [torch.nn.Parameter(torch.zeros(SMALL_VALUES)), torch.nn.Parameter(torch.zeros(2))]
+    set_gradients(both, np.arange(SMALL_VALUES + 2, dtype=np.float32))
+    assert small.grad is not None and small.grad.tolist() == [0, 1]
+    assert large.grad is not None and large.grad[0] == 2
+    assert (sgd(both).fine, sgd(both).numel) == (2, SMALL_VALUES + 2)
+
+
 def test_another_model_has_another_schema() -> None:
-    first, second = parameters()
-    assert FlatVector([first, second]).schema == FlatVector(parameters()).schema
-    assert FlatVector([first, second]).schema != FlatVector([second, first]).schema
+    first, second = both = parameters()
+    assert sgd(both).schema == sgd(parameters()).schema
+    assert sgd(both).schema != sgd([second, first]).schema
+    assert Replica(UpdateRule(torch.optim.SGD(both), local=True)).schema != sgd(both).schema
 
 
 def test_a_vector_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="flat vector of 10 values"):
-        FlatVector(parameters()).to_gradients(np.zeros(9, np.float32))
+        set_gradients(parameters(), np.zeros(9, np.float32))

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 
 import colab_swarm as cs
-from colab_swarm.events import Fault, RoundFinished
+from colab_swarm.events import Event, Fault, RoundFinished, StateReceived
 from colab_swarm.swarm.swarm import Swarm
-from tests.training.toy import join_training, loss_of, model, wait_for_peers
+from tests.training.toy import ROWS, join_training, loss_of, model, take, wait_for_peers
 
 
 @pytest.mark.slow
@@ -45,8 +45,7 @@ def train_idle_and_train(swarm: Swarm, eager: str) -> bytes:
 
     def train_until(step: int) -> None:
         while optimizer.global_step < step:
-            loss_of(net, optimizer.global_step, slice(0, 2)).backward()
-            optimizer.step(samples=2)
+            take(optimizer, net, optimizer.global_step, slice(0, 2))
 
     train_until(COMMON_STEPS + (swarm.name == eager))
     swarm.runtime.call(asyncio.sleep(WAKE_AT_S - swarm.runtime.time()))
@@ -80,8 +79,7 @@ def train_beside_idle_peers(swarm: Swarm, active: str, pauses: bool) -> tuple[in
 
     def train_while(more: Callable[[], bool]) -> None:
         while more():
-            loss_of(net, optimizer.global_step, slice(0, 2)).backward()
-            optimizer.step(samples=2)
+            take(optimizer, net, optimizer.global_step, slice(0, 2))
             steps.append(optimizer.global_step)
 
     train_while(lambda: optimizer.global_step < COMMON_STEPS)
@@ -105,3 +103,42 @@ def test_a_trainer_advances_beside_idle_peers_which_catch_up_when_they_train_aga
         ended = sim.run(lambda swarm: train_beside_idle_peers(swarm, active, pauses), seconds=900)
     assert len({lineage for _, lineage, _ in ended.values()}) == 1 and ended[active][2]
     assert ended[active][0] > 30  # at 4 s a step alone, after two minutes in which the others were waited for
+
+
+def train_rounded(swarm: Swarm, rounding: float) -> bytes:
+    """On a processor that rounds gradients in its own way; alice only helps."""
+    if swarm.name == "alice":
+        swarm.serve_as_reducer()
+        return b""
+    net = model()
+    optimizer = join_training(swarm, net, target_batch_size=80)
+    while optimizer.global_step < 6:
+        loss = loss_of(net, optimizer.global_step, ROWS[swarm.name])
+        (loss * (1 + rounding)).backward()
+        optimizer.step(samples=10, loss=loss.item())
+    return optimizer.lineage
+
+
+def summary(event: Event) -> tuple[float, str, object]:
+    """All but its values."""
+    who = event.donors if isinstance(event, StateReceived) else None
+    return event.at, type(event).__name__, event.contributors if isinstance(event, RoundFinished) else who
+
+
+@pytest.mark.slow
+def test_peers_cut_off_from_each_other_agree_on_the_same_one_however_values_are_rounded() -> None:
+    ends, stories = set(), []
+    for rounding in (0.0, 1e-6, 2e-6):
+        with cs.simulate(1, network="home", seed=1, samples_per_s=10.0) as sim:
+            for name in ("bob", "carol", "dave"):
+                sim.join(name, listen=False)
+            sim.network.at(5.0).crash("alice")  # no peer can reach another one
+            sim.join("alice", at=25.0)
+            results = sim.run(lambda swarm, rounding=rounding: train_rounded(swarm, rounding))
+            assert [fault.name for fault in sim.network.fired] == ["crash"]
+            logs = {name: swarm.events.recent() for name, swarm in sim.swarms.items()}
+        ends.add(results["bob"])
+        assert any(isinstance(event, StateReceived) for log in logs.values() for event in log)
+        stories.append({name: [summary(event) for event in log] for name, log in logs.items()})
+    assert len(ends) == 3, "the values did not differ"
+    assert all(story == stories[0] for story in stories)

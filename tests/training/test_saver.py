@@ -3,78 +3,91 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from colab_swarm.errors import StateError
-from colab_swarm.events import EventLog, Fault
-from colab_swarm.training.checkpoint import CheckpointFolder
-from colab_swarm.training.optimizer import ProgressSaver
-from colab_swarm.training.replica import Gradients, Replica, UpdateRule
+from colab_swarm.events import Fault
+from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.training.optimizer import SwarmOptimizer
+from colab_swarm.training.replica import UpdateRule
+from colab_swarm.training.settings import TrainingSettings
+from colab_swarm.training.state import CheckpointFolder
+from tests.training.toy import alone
 
 
-class Optimizer:
-    """As much of one as is kept."""
-
-    def __init__(self, *, full_disk: bool = False) -> None:
-        self.global_step, self.saves, self.full_disk = 0, 0, full_disk
-
-    def save(self, target: CheckpointFolder) -> None:
-        if self.full_disk:
-            raise StateError("no room")
-        self.saves += 1
-        target.save(self.global_step, {"step": self.global_step})
+def kept_in(swarm: Swarm, folder: Path, net: torch.nn.Module | None = None) -> SwarmOptimizer:
+    settings = TrainingSettings(f"{swarm.run_id}/model", 10.0)
+    rule = UpdateRule(torch.optim.SGD((net or torch.nn.Linear(3, 1)).parameters(), lr=0.1))
+    kept = CheckpointFolder(folder, keep=2)
+    return SwarmOptimizer(swarm.runtime, swarm.services, settings, rule, swarm.name, kept)
 
 
-def kept_in(folder: Path, events: EventLog | None = None) -> ProgressSaver:
-    return ProgressSaver(CheckpointFolder(folder, keep=2), events or EventLog(), lambda: 7.0)
+def save_steps(folder: Path, *steps: int) -> list[int]:
+    """The steps in the folder after saving at each of these."""
+
+    def save(swarm: Swarm) -> None:
+        optimizer = kept_in(swarm, folder)
+        for step in steps:
+            optimizer._replica.step = step
+            optimizer._save_progress()
+
+    alone(save)
+    return steps_in(folder)
 
 
 def steps_in(folder: Path) -> list[int]:
     return sorted(int(path.stem.partition("-")[2]) for path in folder.iterdir())
 
 
-def test_only_new_steps_are_written_and_the_last_two_stay(tmp_path: Path) -> None:
-    kept, optimizer = kept_in(tmp_path), Optimizer()
-    for step in (1, 1, 2, 3):
-        optimizer.global_step = step
-        kept.save(optimizer)
-    assert optimizer.saves == 3 and steps_in(tmp_path) == [2, 3]
+def test_only_new_steps_are_written_and_the_last_two_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[int] = []
+    save = CheckpointFolder.save
+
+    def counted(folder: CheckpointFolder, step: int, state: object) -> Path:
+        saved.append(step)
+        return save(folder, step, state)
+
+    monkeypatch.setattr(CheckpointFolder, "save", counted)
+    assert save_steps(tmp_path, 1, 1, 2, 3) == [2, 3] and saved == [1, 2, 3]
 
 
 def test_steps_of_a_branch_that_the_swarm_left_are_deleted(tmp_path: Path) -> None:
-    kept, optimizer = kept_in(tmp_path), Optimizer()
-    for step in (8, 9, 5):
-        optimizer.global_step = step
-        kept.save(optimizer)
-    assert steps_in(tmp_path) == [5]
+    assert save_steps(tmp_path, 8, 9, 5) == [5]
 
 
-def test_a_full_disk_is_reported_and_saving_is_tried_again(tmp_path: Path) -> None:
-    events, optimizer = EventLog(), Optimizer(full_disk=True)
-    kept = kept_in(tmp_path, events)
-    kept.save(optimizer)
-    assert events.recent() == [Fault(7.0, "saving progress", "no room")]
-    optimizer.full_disk = False
-    kept.save(optimizer)
+def test_a_full_disk_is_reported_and_saving_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise StateError("no room")
+
+    def save(swarm: Swarm) -> None:
+        optimizer = kept_in(swarm, tmp_path)
+        with monkeypatch.context() as patched:
+            patched.setattr(SwarmOptimizer, "save", full)
+            optimizer._save_progress()
+        [fault] = swarm.events.recent(Fault)
+        assert (fault.where, fault.text) == ("saving progress", "no room") and not steps_in(tmp_path)
+        optimizer._save_progress()
+
+    alone(save)
     assert steps_in(tmp_path) == [0]
 
 
-def sgd_over(net: torch.nn.Module) -> tuple[Replica, Gradients]:
-    replica = Replica(UpdateRule(torch.optim.SGD(net.parameters(), lr=0.1)))
-    return replica, Gradients(replica)
-
-
 def test_saved_progress_is_loaded_unless_it_is_of_another_model(tmp_path: Path) -> None:
-    kept = kept_in(tmp_path)
-    replica, gathered = sgd_over(net := torch.nn.Linear(3, 1))
-    assert not kept.load_into(replica, gathered)
-    state: dict[str, Any] = {**replica.state(), "step": 4}
-    CheckpointFolder(tmp_path).save(4, state)
-    replica, gathered = sgd_over(other := torch.nn.Linear(3, 1))
-    assert kept.load_into(replica, gathered) and replica.step == 4
-    torch.testing.assert_close(other.weight, net.weight)
-    with pytest.raises(StateError, match=f"another model.*{tmp_path}"):
-        kept.load_into(*sgd_over(torch.nn.Linear(5, 1)))
+    net, other = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+
+    def resume(swarm: Swarm) -> None:
+        first = kept_in(swarm, tmp_path, net)
+        first._replica.step = 4
+        first.close()
+        assert kept_in(swarm, tmp_path, other).global_step == 4
+        torch.testing.assert_close(other.weight, net.weight)
+        with pytest.raises(StateError, match=f"another model.*{tmp_path}"):
+            kept_in(swarm, tmp_path, torch.nn.Linear(5, 1))
+
+    alone(resume)

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import colab_swarm as cs
-from colab_swarm.runtime import POLL_S, PauseGate, Runtime
+from colab_swarm.runtime import POLL_S
 from colab_swarm.tensors.codecs import Floats
-from colab_swarm.training.optimizer import OptimizerLock
+from colab_swarm.training.optimizer import SwarmOptimizer
 from colab_swarm.training.replica import Replica
-from tests.training.toy import join_training, joint_reference, loss_of, model, parameters_of
+from tests.training.toy import join_training, joint_reference, loss_of, model, parameters_of, take
 
 
 @contextmanager
@@ -29,41 +29,47 @@ def interrupted_soon() -> Iterator[None]:
         timer.join()
 
 
-def test_the_trainer_closes_on_request_and_raises_the_reason() -> None:
+def test_the_trainer_closes_on_request_and_raises_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     closed_by: list[tuple[float, int]] = []
+    close = SwarmOptimizer.close
 
-    def close(hand_over_s: float) -> None:
+    def closes(optimizer: SwarmOptimizer, *, hand_over_s: float = 0.0) -> None:
         closed_by.append((hand_over_s, threading.get_ident()))
-        turn.closed.set()
+        close(optimizer)
 
-    turn = OptimizerLock(Runtime.shared(), PauseGate(), close)
-    other = threading.Thread(target=turn.end, args=("the session ends",), kwargs={"hand_over_s": 9.0})
-    other.start()
-    other.join()
-    worked: list[bool] = []
-    with pytest.raises(RuntimeError, match="the session ends"), turn.of_trainer():
-        worked.append(True)  # what it called for is done first
-    with pytest.raises(RuntimeError, match="the session ends"), turn.of_trainer():
-        worked.append(False)
-    assert worked == [True] and closed_by == [(9.0, threading.get_ident())]
+    with cs.create("test-run") as swarm:
+        optimizer = join_training(swarm, net := model())
+        monkeypatch.setattr(SwarmOptimizer, "close", closes)
+        other = threading.Thread(
+            target=optimizer.end, args=("the session ends",), kwargs={"hand_over_s": 9.0}
+        )
+        other.start()
+        other.join()
+        loss_of(net, 0).backward()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="the session ends"):
+                optimizer.step(samples=10)
+        # what it called for is done first, and once
+        assert optimizer.global_step == 1 and closed_by == [(9.0, threading.get_ident())]
 
 
 def test_closing_waits_for_the_trainers_call_to_end() -> None:
-    turn = OptimizerLock(Runtime.shared(), PauseGate(), lambda hand_over_s: None)
     inside, order = threading.Event(), []
+    with cs.create("test-run") as swarm:
+        optimizer = join_training(swarm, model())
 
-    def close() -> None:
-        inside.wait()
-        with turn.lock:
+        def close() -> None:
+            inside.wait()
+            optimizer.close()
             order.append("closed")
 
-    closer = threading.Thread(target=close)
-    closer.start()
-    with turn.of_trainer():
-        inside.set()
-        closer.join(0.05)
-        order.append("trained")
-    closer.join()
+        closer = threading.Thread(target=close)
+        closer.start()
+        with optimizer._trainer_call():
+            inside.set()
+            closer.join(0.05)
+            order.append("trained")
+        closer.join()
     assert order == ["trained", "closed"]
 
 
@@ -72,14 +78,12 @@ def test_an_interrupt_is_explained_and_accumulated_samples_count_once(
 ) -> None:
     with cs.create("test-run") as swarm:
         optimizer = join_training(swarm, net := model())
-        loss_of(net, 0, slice(0, 4)).backward()
-        assert optimizer.step(samples=4) is None
+        assert take(optimizer, net, 0, slice(0, 4)) is None
         with interrupted_soon(), pytest.raises(KeyboardInterrupt):
             optimizer.wait_step()
         output = capsys.readouterr().out
         assert output.count("Interrupted at step 0") == 1 and "4 samples" in output
-        loss_of(net, 0, slice(4, 10)).backward()
-        result = optimizer.step(samples=6)
+        result = take(optimizer, net, 0, slice(4, 10))
         assert result is not None and [member.weight for member in result.group.members] == [10.0]
 
 

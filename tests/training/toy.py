@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
+import colab_swarm as cs
+from colab_swarm.averaging.round import RoundResult
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.optimizer import SwarmOptimizer
 
+T = TypeVar("T")
 ROWS = {"alice": slice(0, 1), "bob": slice(1, 3), "carol": slice(3, 6), "dave": slice(6, 10)}
 BATCH = 10
 
@@ -57,33 +64,71 @@ def wait_for_peers(swarm: Swarm, optimizer: SwarmOptimizer, count: int) -> None:
         swarm.runtime.call(optimizer.collaboration.refresh())
 
 
-def train_own_rows(
-    swarm: Swarm, steps: int, meet: Callable[[], object] = lambda: None
-) -> tuple[torch.Tensor, bytes]:
-    """Each peer takes its own rows of each step's batch, once, and waits for the others; begins when all are there."""
-    net = model()
-    optimizer = join_training(
-        swarm, net, matchmaking_timeout_s=20.0
-    )  # all rows are needed, however busy the machine
-    wait_for_peers(swarm, optimizer, len(ROWS))
-    meet()
-    rows = ROWS[swarm.name]
-    while optimizer.global_step < steps:
-        step = optimizer.global_step
+def take(
+    optimizer: SwarmOptimizer, net: torch.nn.Module, step: int, rows: slice = slice(0, BATCH)
+) -> RoundResult | None:
+    """A micro-batch of these rows of a step's batch."""
+    loss_of(net, step, rows).backward()
+    return optimizer.step(samples=rows.stop - rows.start)
+
+
+def alone(train: Callable[[Swarm], T]) -> T:
+    """What a simulated peer without others gets."""
+    with cs.simulate(1) as sim:
+        return sim.run(train)["alice"]
+
+
+def train_rows(optimizer: SwarmOptimizer, net: torch.nn.Module, rows: slice, steps: int) -> None:
+    """Take these rows of each step's batch, once, and wait for the others, until ``steps``."""
+    while (step := optimizer.global_step) < steps:
         loss = loss_of(net, step, rows)
         loss.backward()
         optimizer.step(samples=rows.stop - rows.start, loss=loss.item())
         if optimizer.global_step == step:
             optimizer.wait_step()
+
+
+def train_own_rows(
+    swarm: Swarm, steps: int, meet: Callable[[], object] = lambda: None
+) -> tuple[torch.Tensor, bytes]:
+    """Each peer takes its own rows of each step's batch; begins when all are there."""
+    # all rows are needed, however busy the machine
+    optimizer = join_training(swarm, net := model(), matchmaking_timeout_s=20.0)
+    wait_for_peers(swarm, optimizer, len(ROWS))
+    meet()
+    train_rows(optimizer, net, ROWS[swarm.name], steps)
     return parameters_of(net), optimizer.lineage
 
 
 def train_freely(swarm: Swarm, steps: int, samples: int = 2, **settings: Any) -> tuple[torch.Tensor, bytes]:
     """Micro-batches at one's own pace, as volunteers do."""
-    net = model()
-    optimizer = join_training(swarm, net, **settings)
+    optimizer = join_training(swarm, net := model(), **settings)
     while optimizer.global_step < steps:
         loss = loss_of(net, optimizer.global_step, slice(0, samples))
         loss.backward()
         optimizer.step(samples=samples, loss=loss.item())
     return parameters_of(net), optimizer.lineage
+
+
+def run_ranks(
+    module: str,
+    scenario: str,
+    folder: Path,
+    meanwhile: Callable[[Callable[[], bool]], None] = lambda alive: None,
+) -> list[int]:
+    """Exit statuses of two ranks, in order; ``meanwhile`` can ask whether they still run."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, scenario, str(rank), str(folder)],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    try:
+        meanwhile(lambda: all(rank.poll() is None for rank in ranks))
+        return [rank.wait(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
