@@ -27,11 +27,11 @@ import msgspec
 
 from colab_swarm.errors import PeerError, PeerLost, PeerUnreachable
 from colab_swarm.markup import settings
-from colab_swarm.net.addresses import circuit_address, host_of, is_local, is_loopback, relay_of
+from colab_swarm.net.addresses import host_of, is_local, is_loopback, relay_of
 from colab_swarm.net.carrier import HostPort, LinkType, Path, TokenBucket
 from colab_swarm.net.handshake import TICKET, HandshakeReceiver
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import Ack, Contact, Message, PeerId, Refusal, Role, short
+from colab_swarm.net.peers import CIRCUIT, Ack, Contact, Message, PeerId, Refusal, Role, short
 from colab_swarm.net.websocket import MAX_MESSAGE_BYTES, SCRATCH_BYTES, WebSocket, write_message
 
 logger = logging.getLogger(__name__)
@@ -539,7 +539,7 @@ class Circuits:
         entries.sort(key=lambda one: (is_loopback(host_of(one)), is_local(host_of(one))))
         before = self.addresses
         self.seen_at[relay] = (reserved.seen_host, reserved.seen_port)
-        self.places[relay] = tuple(circuit_address(entry, relay) for entry in entries[:ENTRIES])
+        self.places[relay] = tuple(f"{entry}{CIRCUIT}{relay.hex()}" for entry in entries[:ENTRIES])
         self._until[relay] = self._loop.time() + reserved.seconds
         if self.addresses != before:
             self._on_change()

@@ -6,7 +6,7 @@ import asyncio
 import random
 import socket
 from collections.abc import Sequence
-from contextlib import aclosing
+from contextlib import suppress
 from itertools import pairwise
 
 import msgspec
@@ -39,20 +39,19 @@ async def first_name(
             heard.put_nowait(await loop.sock_recv(connected, 16))
             await loop.sock_recv(connected, 16)  # until the other end has heard, too
 
-    async def greet_all() -> None:
-        until = loop.time() + seconds
-        tries = plan_tries(loop.time(), until, rtt_s=0.0, answering=True, rng=random.Random(0))
-        async with aclosing(punch(port, targets, tries, until=until)) as found, asyncio.TaskGroup() as group:
-            async for connected in found:
-                group.create_task(greet(connected))
-
-    greeting = asyncio.create_task(greet_all())
-    name = asyncio.create_task(heard.get())
-    await asyncio.wait((greeting, name), return_when=asyncio.FIRST_COMPLETED)
-    for task in (greeting, name):
+    until, name = loop.time() + seconds, None
+    tries = plan_tries(loop.time(), until, rtt_s=0.0, answering=True, rng=random.Random(0))
+    greetings: list[asyncio.Task[None]] = []
+    punching = asyncio.create_task(
+        punch(port, targets, tries, lambda connected: greetings.append(asyncio.create_task(greet(connected))))
+    )
+    with suppress(TimeoutError):
+        async with asyncio.timeout_at(until):
+            name = await heard.get()
+    for task in (punching, *greetings):
         task.cancel()
-    await asyncio.gather(greeting, name, return_exceptions=True)
-    return None if name.cancelled() else name.result()
+    await asyncio.gather(punching, *greetings, return_exceptions=True)
+    return name
 
 
 @needs_reuse
