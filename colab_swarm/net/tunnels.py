@@ -1,8 +1,8 @@
 """A tunnel gives a peer behind a NAT a public address: an agent process here holds a link to a provider's edge.
 
-`Tunnel` watches the agent: its process, its local API and, now and then, the public address. It starts a new agent
-when one is lost; the address may change then. A guardian process starts each agent and kills it
-when this process dies, because a killed kernel runs no exit hooks.
+`Tunnel` watches the agent: its process and, now and then, the public address. It starts a new agent when one is lost;
+the address may change then. A guardian process starts each agent and kills it when this process dies, because a killed
+kernel runs no exit hooks.
 
 pyngrok only downloads the ngrok agent. The agent's configuration lies in a temporary directory: it holds the token,
 which any user of the machine could read on a command line. The directory is deleted once the agent runs.
@@ -20,28 +20,25 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
-import msgspec
 
 from colab_swarm.credentials import require_secret
 from colab_swarm.errors import TunnelError
 from colab_swarm.events import EventLog, Fault, QuotaWarning, TunnelChanged
 from colab_swarm.net.addresses import is_address
-from colab_swarm.net.peers import UNDECODABLE
 
 logger = logging.getLogger(__name__)
 DOWNLOAD_TIMEOUT_S = 60.0
 """For the 10 MB of the ngrok agent, the first time it is used."""
 OPEN_TIMEOUT_S = 45.0
-API_TIMEOUT_S = 5.0
 WARN_AT = (0.5, 0.8, 0.95)
-MAX_MISSES = 2
 PROBES, PROBE_AGAIN_S, PROBE_TIMEOUT_S = 3, 10.0, 15.0
 BACK_OFF_S, MAX_BACK_OFF_S = 0.5, 60.0
 LOG_LINES = 3
@@ -178,14 +175,6 @@ async def probe(address: str) -> str | None:
         return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
-class _NgrokLine(msgspec.Struct):
-    msg: str = ""
-    lvl: str = ""
-    err: str | None = None
-    addr: str = ""
-    url: str = ""
-
-
 class TunnelAgent:
     """The program of a tunnel, run by a guardian process that kills it when this process dies. Make it with `open`.
 
@@ -196,10 +185,10 @@ class TunnelAgent:
     """
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.address = self._url = self._api_url = self._fault = ""
-        self._process, self._settled = process, asyncio.Event()
+        self.address = self._url = self._fault = ""
+        self._process = process
         self._last_lines: deque[str] = deque(maxlen=LOG_LINES)
-        self._reading = asyncio.create_task(self._read_log())
+        self._draining: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(cls, settings: TunnelSettings, port: int) -> TunnelAgent:
@@ -216,7 +205,7 @@ class TunnelAgent:
                 raise TunnelError(missing if settings.agent else INSTALL)
             # no configuration file: a quick tunnel conflicts with the user's own
             quick = ["tunnel", "--config", os.devnull, "--no-autoupdate", "--url", url]
-            agent = await cls._run([program, *quick])
+            agent = await cls._run(program, *quick)
             if not agent.address:
                 raise TunnelError(
                     f"cloudflared: {agent._fault}; check the internet connection (on Kaggle: Settings, Internet on), "
@@ -231,100 +220,85 @@ class TunnelAgent:
             nested = {"agent": secret} if version == "3" else secret
             file.write_text(json.dumps({"version": version, **nested}))  # JSON is valid YAML
             log_format = ["--log", "stdout", "--log-format", "json"]
-            agent = await cls._run([program, "http", url, "--config", str(file), *log_format])
+            agent = await cls._run(program, "http", url, "--config", str(file), *log_format)
         if not agent.address:
             # the agent repeats a refused token
             raise TunnelError(explain(agent._fault.replace(str(settings.auth_token), "(hidden)")))
         return agent
 
     @classmethod
-    async def _run(cls, command: Sequence[str]) -> TunnelAgent:
+    async def _run(cls, *command: str) -> TunnelAgent:
         """Return the agent with its address, or closed and without one."""
-        pipe = asyncio.subprocess.PIPE
         start = asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", "-c", _GUARDIAN, *command),
-            stdin=pipe,
-            stdout=pipe,
-            stderr=asyncio.subprocess.STDOUT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
             creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
         )
         starting = asyncio.create_task(start)
         try:
             agent = cls(await asyncio.shield(starting))
-        except (
-            asyncio.CancelledError
-        ):  # cancelled itself, it would kill the guardian and leave the program running
+        except asyncio.CancelledError:
+            # cancelled itself, it would kill the guardian and leave the program running
             await cls(await starting).close()
             raise
         ended = "it ended"
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
-                await agent._settled.wait()
+                await agent._read_address()
         except TimeoutError:
             ended = f"no tunnel after {OPEN_TIMEOUT_S:.0f} s"
-        except asyncio.CancelledError:
-            await agent.close()
-            raise
-        if not agent.address:
-            await agent.close()
+        finally:
+            if agent.address:
+                agent._draining = asyncio.create_task(agent._drain())
+            else:
+                await agent.close()
         agent._fault = agent._fault or f"{ended}; its log says {' / '.join(agent._last_lines)!r}"
         return agent
 
+    @property
     def alive(self) -> bool:
         return self._process.returncode is None
 
-    async def answers(self) -> bool:
-        """Return True if the agent's local API answers; cloudflared has none to try."""
-        if not self._api_url:
-            return True
-        timeout = aiohttp.ClientTimeout(total=API_TIMEOUT_S)
-        try:
-            async with aiohttp.ClientSession(timeout=timeout) as session, session.get(self._api_url):
-                return True
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return False
-
     async def close(self) -> None:
         """Stop the program; return when its process has ended. Idempotent."""
+        if self._draining is not None:
+            self._draining.cancel()
+            await asyncio.wait([self._draining])
         assert self._process.stdin is not None
         self._process.stdin.close()  # the guardian kills the program, and ends
-        await self._process.wait()
-        self._reading.cancel()
-        await asyncio.wait([self._reading])
+        await self._process.communicate()
 
-    async def _read_log(self) -> None:
-        """Read the log to its end, since a full pipe would block the program; set the address once it is connected."""
+    async def _read_address(self) -> None:
+        """Read the log until the program is connected, or has ended."""
         assert self._process.stdout is not None
-        try:
-            while line := (await self._process.stdout.readline()).decode(errors="replace"):
-                self._last_lines.append(line.strip()[:200])
-                self._read_line(line)
-                if self.address:
-                    self._settled.set()
-        finally:
-            self._settled.set()
+        while line := (await self._process.stdout.readline()).decode(errors="replace"):
+            self._last_lines.append(line.strip()[:200])
+            self._read_line(line)
+            if self.address:
+                return
 
     def _read_line(self, line: str) -> None:
-        if line.startswith("{"):
-            self._read_ngrok(line)
+        if not line.startswith("{"):  # of cloudflared
+            found = _CLOUDFLARED_URL.search(line)
+            self._url = self._url or (found[0] if found else "")
+            if "Registered tunnel connection" in line:
+                self.address = self._url.replace("http", "ws", 1)
             return
-        found = _CLOUDFLARED_URL.search(line)
-        self._url = self._url or (found[0] if found else "")
-        if "Registered tunnel connection" in line and self._url:
-            self.address = "ws" + self._url.removeprefix("http")
+        with suppress(ValueError):
+            said = json.loads(line)
+            if said.get("lvl") in ("eror", "crit") and said.get("err"):
+                self._fault = str(said["err"])
+            elif said.get("msg") == "started tunnel":
+                self.address = str(said.get("url")).replace("http", "ws", 1)
 
-    def _read_ngrok(self, line: str) -> None:
-        try:
-            said = msgspec.json.decode(line, type=_NgrokLine)
-        except UNDECODABLE:
-            return
-        if said.lvl in ("eror", "crit") and said.err:
-            self._fault = said.err
-        elif said.msg == "starting web service":
-            self._api_url = f"http://{said.addr}/api/tunnels"
-        elif said.msg == "started tunnel":
-            self.address = "ws" + said.url.removeprefix("http")
+    async def _drain(self) -> None:
+        """Read the log to its end, since a full pipe would block the program."""
+        assert self._process.stdout is not None
+        while await self._process.stdout.read(1 << 16):
+            pass
 
 
 async def _install_ngrok(settings: TunnelSettings) -> tuple[str, str]:
@@ -406,7 +380,7 @@ class Tunnel:
             agent = await TunnelAgent.open(self._settings, self._port)
         except TunnelError:
             raise
-        except OSError as error:  # a full disk, too many processes
+        except (OSError, ValueError) as error:  # a full disk, too many processes, an endless line
             raise TunnelError(f"the program of the tunnel cannot be started: {error}") from error
         if not is_address(agent.address):
             await agent.close()
@@ -429,16 +403,12 @@ class Tunnel:
             self._events.emit(Fault.of(self._loop.time(), "tunnel", error))
 
     async def _wait_lost(self, agent: TunnelAgent) -> str:
-        misses = failures = 0
-        probe_at = self._loop.time() + self._settings.probe_s
+        failures, probe_at = 0, self._loop.time() + self._settings.probe_s
         while True:
             await asyncio.sleep(self._settings.check_s)
             self._check_quota()
-            if not agent.alive():
+            if not agent.alive:
                 return "its agent died"
-            misses = 0 if await agent.answers() else misses + 1
-            if misses == MAX_MISSES:
-                return "its agent hangs"
             if self._loop.time() < probe_at:
                 continue
             fault = await probe(agent.address)
