@@ -218,7 +218,7 @@ class Relay:
         self._node = node
         self._loop = asyncio.get_running_loop()
         self.state = RelayState(quota, self._loop.time())
-        self.batch = _Batch()
+        self._batch, self._batched_bytes = memoryview(bytearray(BATCH_BYTES)), 0
         node.serve(Reserve, self._on_reserve, role=Role.REDUCER)
         node.serve(OpenCircuit, self._on_open)
         node.linker.listener.on_ticket = self._on_ticket
@@ -234,10 +234,6 @@ class Relay:
         self._node.unserve(OpenCircuit)
         for circuit in list(self.state.circuits):
             self.end(circuit, "the relay closed")
-
-    def __repr__(self) -> str:
-        state = self.state
-        return f"Relay({len(state.places)} places, {len(state.circuits)} circuits, {state.carried_bytes / 1e6:.1f} MB)"
 
     async def _on_reserve(self, peer: PeerId, message: Reserve) -> Reserved:
         self.state.reserve(peer, self._loop.time())
@@ -286,6 +282,16 @@ class Relay:
             near.other, far.other = far, near
             near.socket.send_bytes(GO)
 
+    def add(self, data: memoryview) -> None:
+        """Add a message to those of this read; unmasked, it takes no more room than it took when it was received."""
+        self._batched_bytes += write_message(data, self._batch[self._batched_bytes :])
+
+    def flush(self, socket: WebSocket) -> None:
+        """Send the messages of a read by one write: fewer system calls, and fewer wake-ups of the far end."""
+        size, self._batched_bytes = self._batched_bytes, 0
+        if size and not socket.send_framed(self._batch[:size]):
+            self._batch = memoryview(bytearray(BATCH_BYTES))  # the transport may still refer to the old
+
     def end(self, circuit: Circuit, reason: str) -> None:
         """Close the circuit, if it is still open."""
         if circuit in self.state.circuits:
@@ -298,23 +304,6 @@ class Relay:
             await asyncio.sleep(1.0)
             for circuit, reason in self.state.overdue(self._loop.time()).items():
                 self.end(circuit, reason)
-
-
-class _Batch:
-    """The messages of one read, sent by one write: fewer system calls, and fewer wake-ups of the far end."""
-
-    def __init__(self) -> None:
-        self._memory = memoryview(bytearray(BATCH_BYTES))
-        self._size = 0
-
-    def add(self, data: memoryview) -> None:
-        """Add a message; unmasked, it takes no more room than it took when it was received."""
-        self._size += write_message(data, self._memory[self._size :])
-
-    def flush(self, socket: WebSocket) -> None:
-        size, self._size = self._size, 0
-        if size and not socket.send_framed(self._memory[:size]):
-            self._memory = memoryview(bytearray(BATCH_BYTES))  # the transport may still refer to the old
 
 
 class _Pump:
@@ -335,7 +324,7 @@ class _Pump:
         if self.other is None:
             self._relay.end(self._circuit, "sent a message before the circuit was open")
             return
-        self._relay.batch.add(data)
+        self._relay.add(data)
         delay_s, fault = self._relay.state.carry(self._circuit, len(data), self._loop.time())
         if fault is not None:
             self._flush()
@@ -348,7 +337,7 @@ class _Pump:
 
     def _flush(self) -> None:
         if self.other is not None:
-            self._relay.batch.flush(self.other.socket)
+            self._relay.flush(self.other.socket)
 
     def on_writable(self, writable: bool) -> None:
         """Pause reading at the other end while this end's buffer is full."""
@@ -490,11 +479,9 @@ class Circuits:
         while True:
             began = self._loop.time()
             self._look.clear()
-            for relay in [relay for relay in self.places if self._until[relay] - began < 2 * LOOK_EVERY_S]:
-                await self._reserve(relay)
             nearest = choose(await self._survey(), self.places)
-            for relay in nearest:
-                if relay not in self.places:
+            for relay in dict.fromkeys((*self.places, *nearest)):
+                if relay not in self.places or self._until[relay] - began < 2 * LOOK_EVERY_S:
                     await self._reserve(relay)
             self._looked.set()
             if len(self.places) > PLACES:
@@ -507,23 +494,22 @@ class Circuits:
             await asyncio.sleep(began + RETRY_S * self._rng.uniform(0.8, 1.0) - self._loop.time())
 
     async def _survey(self) -> dict[PeerId, float]:
-        """Return the round trips to relays: those with a place and, while places are missing, a few more."""
+        """Return the round trips to relays: those with a place and a few more."""
         known = {contact.id: contact for contact in await self._candidates()}
-        known.pop(self._node.id, None)
         for contact in known.values():
             self._node.learn(contact)
-        fresh = [id for id in known if id not in self.places]
+        fresh = [id for id in known if id not in self.places and id != self._node.id]
         ids = [*self.places, *self._rng.sample(fresh, min(CANDIDATES, len(fresh)))]
-        rtts = await asyncio.gather(*(self._rtt(id) for id in ids))
+        rtts = await asyncio.gather(*map(self._rtt, ids))
         return {id: rtt_s for id, rtt_s in zip(ids, rtts, strict=True) if rtt_s is not None}
 
     async def _rtt(self, relay: PeerId) -> float | None:
-        if relay not in self._node.linked():
-            try:
+        try:
+            if relay not in self._node.linked():
                 await self._node.linker.link_to(relay, CALL_TIMEOUT_S)
-            except PeerError as error:
-                logger.info("relay %s: %s", short(relay), error)
-                return None
+        except PeerError as error:
+            logger.info("relay %s: %s", short(relay), error)
+            return None
         return self._node.statistics(relay).rtt_s
 
     async def _reserve(self, relay: PeerId) -> None:
