@@ -8,19 +8,23 @@ so the joining peer signs its membership itself. A grant that is not ``offline``
 request a membership from the authority. The holder of an offline invitation can come back under a
 new key until ``member_until``, revoked or not, unless the invitation's own key is revoked too.
 
-Times are swarm time, with a tolerance of `SLACK_S`.
+Times are swarm time, with a tolerance of `SLACK_S`. A membership may name an account of Hugging Face, which the
+authority has looked up by `whoami`.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from hashlib import sha256
 from typing import Annotated, Self, TypeAlias
 
+import aiohttp
 import msgspec
 
-from colab_swarm.errors import NotAdmitted, ProtocolError
+from colab_swarm.errors import NotAdmitted, PeerUnreachable, ProtocolError
 from colab_swarm.net.carrier import MAX_RUN_ID_BYTES
 from colab_swarm.net.identity import Identity, id_of, verify
 from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Role
@@ -37,6 +41,9 @@ MAX_VERIFIED = 10_000
 MAX_GUESTS = 64
 GUEST_S = 60.0
 """How long a peer without a membership may stay linked to the authority to request one."""
+HUB_TIMEOUT_S = 10.0
+MAX_ANSWER_BYTES = 1 << 20
+_TOKEN = re.compile(r"[!-~]{1,512}")
 
 Key: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Moment: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e11)]
@@ -80,14 +87,6 @@ class Grant(Signed, frozen=True):
     member_until: Moment  # memberships under it end before this time
     uses: Annotated[int, msgspec.Meta(ge=0, le=MAX_USES)] = 0
     offline: bool = True  # whether the invitation's key may sign memberships; only with unlimited uses
-
-    def require_covers(self, membership: Membership, authority: bytes) -> None:
-        """Raise `NotAdmitted` if the authority did not sign this, or role or times of the membership exceed it."""
-        if not self.is_signed_by(authority):
-            raise NotAdmitted("the invitation was not signed by this run's authority: ask for another")
-        in_time = membership.issued_at <= self.join_until and membership.expires_at <= self.member_until
-        if not (in_time and membership.role <= self.role):
-            raise NotAdmitted("the membership is more than its invitation allows: ask for another one")
 
 
 class Membership(Signed, frozen=True):
@@ -137,17 +136,13 @@ class Membership(Signed, frozen=True):
         if not Role.GUEST < self.role < Role.AUTHORITY:
             raise NotAdmitted("the role of the membership cannot be granted: join again with an invitation")
         if grant is not None:
-            grant.require_covers(self, authority)
+            if not grant.is_signed_by(authority):
+                raise NotAdmitted("the invitation was not signed by this run's authority: ask for another")
+            in_time = self.issued_at <= grant.join_until and self.expires_at <= grant.member_until
+            if not (in_time and self.role <= grant.role):
+                raise NotAdmitted("the membership is more than its invitation allows: ask for another one")
         if not self.is_signed_by(authority if grant is None else grant.key):
             raise NotAdmitted("the membership's signature is wrong: join again with an invitation")
-
-    def require_current(self, now: float) -> None:
-        """Raise `NotAdmitted` if it has expired, or is not valid yet."""
-        late_s, early_s = now - self.expires_at, self.issued_at - now
-        if not late_s <= SLACK_S:
-            raise NotAdmitted(f"membership ended {in_words(late_s)} ago: join again with a new invitation")
-        if not early_s <= SLACK_S:
-            raise NotAdmitted(f"membership starts in {in_words(early_s)}: one of our clocks is off, set it")
 
 
 class Revocations(Signed, frozen=True):
@@ -186,7 +181,7 @@ class MembershipAdmission:
         self.revoked = Revocations(run_id)
         self._revoked_ids: frozenset[bytes] = frozenset()
         self._verified: OrderedDict[bytes, Membership] = OrderedDict()
-        self._guests: dict[bytes, tuple[float, float]] = {}  # first and last seen, by public key
+        self._guests: dict[bytes, float] = {}  # when each was admitted, by public key
 
     def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
         """Return the role of a peer with this Ed25519 key that shows ``membership``; ``now`` is swarm time.
@@ -217,7 +212,11 @@ class MembershipAdmission:
         found = self.inspect(public_key, membership)
         if found.grant is not None and (found.grant.uses or not found.grant.offline):
             raise NotAdmitted("this invitation is only good at the authority: ask it for a membership")
-        found.require_current(now)
+        late_s, early_s = now - found.expires_at, found.issued_at - now
+        if not late_s <= SLACK_S:
+            raise NotAdmitted(f"membership ended {in_words(late_s)} ago: join again with a new invitation")
+        if not early_s <= SLACK_S:
+            raise NotAdmitted(f"membership starts in {in_words(early_s)}: one of our clocks is off, set it")
         return found
 
     def inspect(self, public_key: bytes, membership: bytes) -> Membership:
@@ -256,20 +255,17 @@ class MembershipAdmission:
         return True
 
     def _welcome(self, public_key: bytes, now: float) -> Role:
-        """Admit a guest for a minute; called every few seconds while its link is open."""
-        since, seen = self._guests.get(public_key, (now, now))
-        if abs(now - seen) > GUEST_S:
-            since = now  # it left and came back
-        if abs(now - since) > GUEST_S:
+        """Admit a guest for a minute; as it is called every few seconds, twice as long ago was another visit."""
+        if abs(now - self._guests.get(public_key, now)) > 2 * GUEST_S:
+            del self._guests[public_key]
+        if abs(now - self._guests.setdefault(public_key, now)) > GUEST_S:
             del self._guests[public_key]
             raise NotAdmitted("no membership was requested in a minute: join again with an invitation")
-        if public_key not in self._guests and len(self._guests) >= MAX_GUESTS:
-            left = [guest for guest, (_, at) in self._guests.items() if abs(now - at) > GUEST_S]
-            if not left:
-                raise NotAdmitted("too many peers request a membership: try again in a minute")
-            for guest in left:
-                del self._guests[guest]
-        self._guests[public_key] = since, now
+        if len(self._guests) > MAX_GUESTS:
+            self._guests = {key: at for key, at in self._guests.items() if abs(now - at) <= 2 * GUEST_S}
+        if len(self._guests) > MAX_GUESTS:
+            del self._guests[public_key]
+            raise NotAdmitted("too many peers request a membership: try again in a minute")
         return Role.GUEST
 
 
@@ -296,3 +292,42 @@ Admission: TypeAlias = OpenAdmission | MembershipAdmission
 ``admit`` is called at each handshake and every few seconds for each link. It raises `NotAdmitted` if a peer may not
 link, or no longer.
 """
+
+
+class Account(msgspec.Struct, frozen=True):
+    """An account of Hugging Face: a user and its organisations, or an organisation."""
+
+    name: str
+    type: str = "user"
+    orgs: tuple[Account, ...] = ()
+
+
+async def whoami(token: str) -> Account | None:
+    """Return the user of a token, by the Hub's ``whoami-v2``; None if the Hub does not know the token of a person.
+
+    The environment's ``HF_ENDPOINT`` replaces huggingface.co. A token that may only read is enough; it is not logged.
+
+    Raises:
+        PeerUnreachable: the Hub did not answer in 10 s, or its answer cannot be decoded.
+    """
+    if not _TOKEN.fullmatch(token):
+        return None
+    url = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/") + "/api/whoami-v2"
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=HUB_TIMEOUT_S)) as session,
+            session.get(url, headers={"Authorization": f"Bearer {token}"}, allow_redirects=False) as response,
+        ):
+            if response.status in (401, 403):
+                return None
+            if response.status != 200:
+                raise PeerUnreachable(f"{url} answers {response.status} {response.reason}: try again later")
+            data = b""
+            async for piece in response.content.iter_any():
+                data += piece
+                if len(data) > MAX_ANSWER_BYTES:
+                    raise ValueError("the answer is too long")
+            account = msgspec.json.decode(data, type=Account)
+    except (aiohttp.ClientError, ValueError, TimeoutError, *UNDECODABLE) as error:
+        raise PeerUnreachable(f"{url} does not answer ({type(error).__name__}): try again later") from error
+    return account if account.type == "user" else None

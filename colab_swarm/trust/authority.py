@@ -18,17 +18,18 @@ from typing import Annotated
 import msgspec
 
 from colab_swarm.errors import NotAdmitted, PeerError
-from colab_swarm.net.huggingface import Account, whoami
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import (
     MAX_MEMBERSHIP_BYTES,
     MAX_NAME_CHARS,
     MAX_USES,
     SLACK_S,
+    Account,
     Grant,
     Membership,
     MembershipAdmission,
     in_words,
+    whoami,
 )
 from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, short
 
@@ -161,7 +162,7 @@ class Allowlist:
         """Return True if the account is on the list; case does not matter."""
         organisations = {name.lower() for name in self.organisations}
         return account.name.lower() in {name.lower() for name in self.users} or any(
-            name.lower() in organisations for name in account.organisations
+            one.name.lower() in organisations for one in account.orgs
         )
 
 

@@ -11,9 +11,8 @@ import pytest
 from colab_swarm.errors import CallRefused, JoinError, PeerError, PeerUnreachable
 from colab_swarm.events import ClockSkewed, MembershipEnding, MembershipRenewed
 from colab_swarm.invite import Invite
-from colab_swarm.net.huggingface import Account
 from colab_swarm.net.identity import Identity
-from colab_swarm.net.membership import Grant, Membership
+from colab_swarm.net.membership import Account, Grant, Membership
 from colab_swarm.net.peers import PeerId, Role
 from colab_swarm.trust.authority import Allowlist, AuthorityBook, AuthoritySettings, RequestMembership
 from tests.net.swarm import until
@@ -116,8 +115,8 @@ async def test_a_proof_of_another_peer_is_refused() -> None:
 
 ACCOUNTS = {
     "hf_alice": Account("Alice"),
-    "hf_bob": Account("bob", ("cats", "NeuroPark")),
-    "hf_mallory": Account("mallory", ("burglars",)),
+    "hf_bob": Account("bob", orgs=(Account("cats"), Account("NeuroPark"))),
+    "hf_mallory": Account("mallory", orgs=(Account("burglars"),)),
 }
 
 
@@ -223,7 +222,7 @@ async def test_an_account_that_leaves_the_list_is_warned_and_out_when_its_member
         try:
             await bob.member.tick()
         finally:
-            ACCOUNTS["hf_bob"] = Account("bob", ("cats", "NeuroPark"))
+            ACCOUNTS["hf_bob"] = Account("bob", orgs=(Account("cats"), Account("NeuroPark")))
         (ending,) = bob.events.recent(MembershipEnding)
         assert "not on the list" in ending.reason and 0.9 * HOUR < ending.seconds < 1.1 * HOUR
         for peer in here.peers:
