@@ -118,7 +118,7 @@ class NetworkSession:
     ) -> None:
         self.node, self.access, self._options, self._services = node, access, options, services
         dht, events, rng = services.dht, services.events, services.rng
-        self.trust = Trust(node, dht, events, rng, access.run_id, access.closed)
+        self.trust = Trust(node, dht, events, rng, access)
         self.trust.contributions.saved = access.tally
         self.store: PeerStore | None = None
         self._saved: set[PeerId] = set()  # linked when the folder was written

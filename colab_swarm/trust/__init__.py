@@ -42,7 +42,7 @@ Its text holds a secret, its ``repr`` does not.
 |---|---|
 | `Membership`, `Grant` | run, role, key, times, signature; shown in the handshake |
 | `RequestMembership` -> `IssuedMembership` | to the authority: request a membership, or renew one |
-| `PresentMembership` -> `Presented` | to linked peers: my renewed membership |
+| `IssuedMembership` -> `Ack` | to linked peers: my renewed membership |
 | `ShareRevoked` | both ways: the newest list of revocations that I have |
 | `Revocations` | signed by the authority; the higher version wins; 900 subjects at most |
 | `ContributionTally` | DHT, signed: the contributions that I saw |

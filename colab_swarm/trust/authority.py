@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -28,6 +28,7 @@ from colab_swarm.net.membership import (
     Grant,
     Membership,
     MembershipAdmission,
+    Sign,
     in_words,
     whoami,
 )
@@ -35,7 +36,9 @@ from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, short
 
 logger = logging.getLogger(__name__)
 TOKENS_AT_ONCE = 8
-Readmit = Callable[[PeerId, bytes], Role]
+MEMBER_S, LISTED_MEMBER_S = 7 * 24 * 3600.0, 4 * 3600.0
+GRACE_S = 7 * 24 * 3600.0
+"""How long an ended membership can be renewed."""
 Shown = Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)]
 
 
@@ -54,21 +57,9 @@ class RequestMembership(Message, frozen=True):
 
 
 class IssuedMembership(Message, frozen=True):
-    """The authority's answer."""
+    """The authority's answer, which its owner passes to linked peers when it was renewed; they answer `Ack`."""
 
     membership: Shown
-
-
-class PresentMembership(Message, frozen=True):
-    """To a linked peer: the sender's renewed membership."""
-
-    membership: Shown
-
-
-class Presented(Message, frozen=True):
-    """The role that the membership gives at the answering peer."""
-
-    role: Role
 
 
 class ShareRevoked(Message, frozen=True):
@@ -78,16 +69,11 @@ class ShareRevoked(Message, frozen=True):
     revocations: Annotated[bytes, msgspec.Meta(max_length=1 << 16)] = b""
 
 
-class GrantUses(msgspec.Struct):
-    """Hex ids of the peers that joined with an invitation, which ends at ``until``."""
-
-    until: float
-    peers: list[str]
-
-
 class _Saved(msgspec.Struct):
     run_id: str
-    used: dict[str, GrantUses] = msgspec.field(default_factory=dict)
+    used: dict[str, tuple[float, list[str]]] = msgspec.field(
+        default_factory=dict
+    )  # an invitation's end and peers
     revocations: bytes = b""
 
 
@@ -135,14 +121,13 @@ class AuthorityBook:
         """Count that a peer joins with a grant; return False if it is used up. A peer may join again for free."""
         if not grant.uses:
             return True
-        used = self._saved.used.setdefault(grant.key.hex(), GrantUses(grant.join_until, []))
-        if peer.hex() not in used.peers:
-            if len(used.peers) >= grant.uses:
+        _, peers = self._saved.used.setdefault(grant.key.hex(), (grant.join_until, []))
+        if peer.hex() not in peers:
+            if len(peers) >= grant.uses:
                 return False
-            used.peers.append(peer.hex())
-            ended = [key for key, one in self._saved.used.items() if one.until + SLACK_S < now]
-            for key in ended:
-                del self._saved.used[key]
+            peers.append(peer.hex())
+            used = self._saved.used
+            self._saved.used = {key: one for key, one in used.items() if one[0] + SLACK_S >= now}
             self._save()
         return True
 
@@ -166,22 +151,22 @@ class Allowlist:
         )
 
 
-@dataclass(frozen=True)
-class AuthoritySettings:
-    """How an authority admits.
+def make_grant(
+    run_id: str, role: Role, sign: Sign, *, join_until: float, allow: Allowlist | None, uses: int = 0
+) -> tuple[Grant, bytes]:
+    """Return the signed grant of a new invitation, and its key's secret seed."""
+    secret, offline = os.urandom(32), allow is None and not uses
+    member_until = join_until + member_s(allow)
+    key = Identity(secret).public_key
+    return Grant(run_id, role, key, join_until, member_until, uses, offline).signed(sign), secret
 
-    Attributes:
-        allowlist: accounts that it admits; None if an invitation suffices.
-        member_s: life of a membership, 4 hours with an allowlist. Members renew theirs at half of
-            it, so the authority may be away for the other half.
-        grace_s: how long an ended membership can be renewed.
-        check_token: returns the account of a token, None if it has none; raises PeerError if that is unknown now.
+
+def member_s(allow: Allowlist | None) -> float:
+    """Return the life of a membership; members renew theirs at half of it, so the authority may be away for the rest.
+
+    It is short with an allowlist: an account that leaves the list is soon out.
     """
-
-    allowlist: Allowlist | None = None
-    member_s: float = 7 * 24 * 3600.0
-    grace_s: float = 7 * 24 * 3600.0
-    check_token: Callable[[str], Awaitable[Account | None]] = whoami
+    return MEMBER_S if allow is None else LISTED_MEMBER_S
 
 
 class Authority:
@@ -189,10 +174,8 @@ class Authority:
 
     Args:
         peers: the network; its key must be the admission's ``authority``.
+        allow: accounts that it admits; None if an invitation suffices.
         readmit: gives a linked peer the role of a membership, see `Linker.readmit`.
-
-    Attributes:
-        allowlist: accounts that it admits; None if an invitation suffices.
     """
 
     def __init__(
@@ -200,21 +183,16 @@ class Authority:
         peers: Peers,
         admission: MembershipAdmission,
         book: AuthorityBook,
-        settings: AuthoritySettings,
-        readmit: Readmit,
+        allow: Allowlist | None,
+        readmit: Callable[[PeerId, bytes], Role],
     ) -> None:
         self._peers, self._admission, self._book = peers, admission, book
-        self._settings, self._readmit = settings, readmit
-        self.allowlist = settings.allowlist
+        self._allow, self._readmit = allow, readmit
         self._tokens = asyncio.Semaphore(TOKENS_AT_ONCE)
         self._asking: set[PeerId] = set()
         if book.revocations:
             admission.learn(book.revocations)
         peers.serve(RequestMembership, self._on_request, role=Role.GUEST)
-
-    def close(self) -> None:
-        """Stop answering requests."""
-        self._peers.unserve(RequestMembership)
 
     def grant(self, role: Role, *, hours: float, uses: int = 0) -> tuple[Grant, bytes]:
         """Return the grant of a new invitation, for ``hours`` and so many ``uses`` (0: any), and its key's secret seed.
@@ -225,12 +203,8 @@ class Authority:
         if not (0 < hours < 1e6 and 0 <= uses <= MAX_USES):
             rule = f"hours must be above 0, uses 1 to {MAX_USES:,} or 0 for any number"
             raise ValueError(f"hours={hours}, uses={uses}: {rule}")
-        secret, join_until = os.urandom(32), self._peers.time() + 3600 * hours
-        offline = self.allowlist is None and not uses
-        member_until = join_until + self._settings.member_s
-        key = Identity(secret).public_key
-        grant = Grant(self._admission.run_id, role, key, join_until, member_until, uses, offline)
-        return grant.signed(self._peers.sign), secret
+        until, run_id = self._peers.time() + 3600 * hours, self._admission.run_id
+        return make_grant(run_id, role, self._peers.sign, join_until=until, allow=self._allow, uses=uses)
 
     def revoke(self, subject: PeerId) -> None:
         """Revoke a peer, or the key of an invitation with all peers that only the invitation admits.
@@ -254,13 +228,13 @@ class Authority:
 
     async def _answer(self, peer: PeerId, message: RequestMembership) -> IssuedMembership:
         proof = self._proof_of(peer, message.proof)
-        name = proof.name if self.allowlist is None else await self._name_of(message.token, self.allowlist)
+        name = proof.name if self._allow is None else await self._name_of(message.token, self._allow)
         now = self._peers.time()
         if proof.grant is not None and not self._book.use(proof.grant, peer, now=now):
             count = f"{proof.grant.uses} {'peer' if proof.grant.uses == 1 else 'peers'}"
             why = f"this invitation was for {count}, and all have joined"
             raise self._refusal(f"peer {short(peer)}", why, "ask for an invitation of your own")
-        end = now + self._settings.member_s
+        end = now + member_s(self._allow)
         unsigned = Membership(proof.run_id, proof.role, proof.key, name[:MAX_NAME_CHARS], now, end)
         membership = unsigned.signed(self._peers.sign).encode()
         self._readmit(peer, membership)
@@ -276,7 +250,7 @@ class Authority:
             self._admission.inspect(proof.key, shown)
             grant = proof.grant
             if grant is None:
-                until = proof.expires_at + self._settings.grace_s
+                until = proof.expires_at + GRACE_S
             else:
                 until = proof.expires_at if grant.offline else grant.join_until
             late_s = self._peers.time() - until
@@ -295,7 +269,7 @@ class Authority:
             raise self._refusal("a peer without a name", why, f"{do} that may only read, and set HF_TOKEN")
         try:
             async with self._tokens:
-                account = await self._settings.check_token(token)
+                account = await whoami(token)
         except PeerError as error:
             raise self._refusal("your token", str(error), "try again in a minute") from None
         if account is None:

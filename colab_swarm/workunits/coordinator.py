@@ -6,7 +6,6 @@ import asyncio
 import atexit
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,6 @@ from colab_swarm.events import EventLog
 from colab_swarm.invite import Access, Invite
 from colab_swarm.net.addresses import host_of, is_local, reachable_addresses
 from colab_swarm.net.identity import Identity
-from colab_swarm.net.membership import Grant
 from colab_swarm.net.peers import Peers, Role
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings, settings_of
 from colab_swarm.notebook.coordinator_view import draw, summary
@@ -30,6 +28,7 @@ from colab_swarm.notebook.panel import Panel, Views
 from colab_swarm.notebook.platforms import require_terms
 from colab_swarm.runtime import Runtime
 from colab_swarm.trust.access import RunAccess
+from colab_swarm.trust.authority import make_grant
 from colab_swarm.workunits.desk import (
     Desk,
     ProcessWorker,
@@ -303,12 +302,11 @@ class Coordinator(Desk, contextlib.AbstractContextManager["Coordinator"]):
 def issue(url: str, access: RunAccess, identity: Identity | Peers, *, hours: float) -> WorkLink:
     """Issue a link as the authority of the run, valid for ``hours``. With an allowlist it admits nobody by itself."""
     until = time.time() + 3600 * hours
-    if access.closed is None:
+    if access.admission is None:
         return WorkLink(url, Invite(access.run_id, (), until))
-    secret, settings = os.urandom(32), access.closed.settings
-    key, member_until = Identity(secret).public_key, until + settings.member_s
-    offline = settings.allowlist is None
-    grant = Grant(access.run_id, Role.WORKER, key, until, member_until, offline=offline).signed(identity.sign)
+    grant, secret = make_grant(
+        access.run_id, Role.WORKER, identity.sign, join_until=until, allow=access.allow
+    )
     return WorkLink(url, Invite.issue(grant, secret, (), access=access.access, authority=identity.public_key))
 
 

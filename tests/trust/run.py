@@ -14,8 +14,8 @@ from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Grant, MembershipAdmission
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Role
-from colab_swarm.trust.access import ClosedRun, Trust
-from colab_swarm.trust.authority import AuthorityBook, AuthoritySettings
+from colab_swarm.trust.access import RunAccess, Trust
+from colab_swarm.trust.authority import Allowlist, AuthorityBook
 from colab_swarm.trust.member import Credentials, RunMember
 from tests.net.swarm import LOOPBACK, echo, identity
 from tests.net.swarm import Echo as Echo
@@ -48,8 +48,8 @@ class Peer:
 class Run:
     """A run, and who is in it."""
 
-    def __init__(self, settings: AuthoritySettings) -> None:
-        self.settings = settings
+    def __init__(self, allow: Allowlist | None) -> None:
+        self.allow = allow
         self.book = AuthorityBook(RUN)
         self.peers: list[Peer] = []
 
@@ -74,8 +74,9 @@ class Run:
         node.serve(Echo, echo, role=Role.WORKER)
         dht = DHT(node, DHTSettings(), random.Random(name))
         credentials = Credentials(invitation[0], Identity(invitation[1]), token) if invitation else None
-        closed = ClosedRun(admission, credentials, None if invitation else self.book, self.settings)
-        trust = Trust(node, dht, events, random.Random(name), RUN, closed)
+        book = None if invitation else self.book
+        access = RunAccess(RUN, "invite", admission, credentials, book, self.allow)
+        trust = Trust(node, dht, events, random.Random(name), access)
         peer = Peer(node, dht, trust, events, clock)
         self.peers.append(peer)
         for other in self.peers[:-1]:
@@ -93,11 +94,9 @@ class Run:
 
 
 @asynccontextmanager
-async def run_with(
-    *names: str, settings: AuthoritySettings | None = None
-) -> AsyncIterator[tuple[Run, list[Peer]]]:
+async def run_with(*names: str, allow: Allowlist | None = None) -> AsyncIterator[tuple[Run, list[Peer]]]:
     """The authority, and members who joined by an invitation of unlimited use."""
-    run = Run(settings or AuthoritySettings())
+    run = Run(allow)
     try:
         await run.start("authority")
         if names:

@@ -48,7 +48,7 @@ async def peer(own: Identity, way: RunAccess, *, listen: bool = True) -> AsyncIt
     try:
         node.serve(Echo, echo, role=Role.WORKER)
         dht = DHT(node, DHTSettings(), rng)
-        trust = Trust(node, dht, EventLog(), rng, way.run_id, way.closed)
+        trust = Trust(node, dht, EventLog(), rng, way)
         for contact in way.entries:
             node.learn(contact)
         await trust.join()
@@ -137,14 +137,12 @@ def test_a_run_that_cannot_be_created_says_why() -> None:
         found("My Run")
     with pytest.raises(ValueError, match="need each other"):
         RunAccess.found("my-run", identity("a"), access="invite", allow=ALLOW, key_file=None)
-    assert found(access="allowlist").closed is not None
+    assert found(access="allowlist").allow == ALLOW
 
 
 async def test_a_token_is_in_no_repr() -> None:
     entry = Contact(identity("authority").id, ("ws://127.0.0.1:1",))
-    way = found()
-    assert way.closed is not None and way.closed.book is not None
-    async with peer(identity("authority"), way) as authority:
+    async with peer(identity("authority"), found()) as authority:
         invitation = Invite.parse(authority.invite()).with_entries([entry])
         shown = repr(RunAccess.by(invitation, identity("alice"), token="hf_secret"))
         assert "hf_secret" not in shown and repr(invitation.secret) not in shown
