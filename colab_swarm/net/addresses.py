@@ -119,34 +119,31 @@ class AddressBook:
     """
 
     def __init__(self) -> None:
-        self._contacts: OrderedDict[PeerId, Contact] = OrderedDict()
-        self._announced: dict[PeerId, tuple[str, ...]] = {}
+        self._entries: OrderedDict[PeerId, tuple[Contact, int]] = OrderedDict()  # with the number announced
 
     def learn(self, contact: Contact) -> None:
         """Add addresses that another peer reported; invalid ones are left out."""
-        known = self.find(contact.id).addresses
-        if contact.addresses and contact.addresses != known[: len(contact.addresses)]:
+        known, announced = self._entries.pop(contact.id, (Contact(contact.id), 0))
+        if contact.addresses != known.addresses[: len(contact.addresses)]:
             usable = filter(is_address, contact.addresses[:MAX_ADDRESSES])
-            announced = self._announced.get(contact.id, ())
-            addresses = tuple(dict.fromkeys((*announced, *usable, *known)))[:MAX_ADDRESSES]
-            self._contacts[contact.id] = Contact(contact.id, addresses)
-        if contact.id in self._contacts:
-            self._contacts.move_to_end(contact.id)
-        if len(self._contacts) > MAX_BOOK_ENTRIES:
-            dropped, _ = self._contacts.popitem(last=False)
-            self._announced.pop(dropped, None)
+            addresses = dict.fromkeys((*known.addresses[:announced], *usable, *known.addresses))
+            known = Contact(contact.id, tuple(addresses)[:MAX_ADDRESSES])
+        if known.addresses:
+            self._entries[contact.id] = known, announced
+        if len(self._entries) > MAX_BOOK_ENTRIES:
+            self._entries.popitem(last=False)
 
     def replace(self, contact: Contact) -> None:
         """Replace all addresses by those that the peer announced itself."""
-        self._contacts.pop(contact.id, None)
-        self._announced.pop(contact.id, None)
+        self._entries.pop(contact.id, None)
         self.learn(contact)
-        if contact.id in self._contacts:
-            self._announced[contact.id] = self._contacts[contact.id].addresses
+        known = self.find(contact.id)
+        if known.addresses:
+            self._entries[contact.id] = known, len(known.addresses)
 
     def find(self, peer: PeerId) -> Contact:
         """Return the peer's contact, without addresses if none is known."""
-        return self._contacts.get(peer, Contact(peer))
+        return self._entries[peer][0] if peer in self._entries else Contact(peer)
 
 
 class VisitLimit:

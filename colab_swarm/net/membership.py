@@ -202,9 +202,6 @@ class MembershipAdmission:
         """Return the role that a peer's membership gives at ``now``; raise `NotAdmitted` if it gives none."""
         if public_key == self.authority:
             return Role.AUTHORITY
-        if id_of(public_key) in self._revoked_ids:
-            text = "the authority of this run has revoked your membership: ask its organizer"
-            raise NotAdmitted(text, reason="revoked")
         return self.check(public_key, membership, now=now).role
 
     def check(self, public_key: bytes, membership: bytes, *, now: float) -> Membership:
@@ -221,6 +218,7 @@ class MembershipAdmission:
 
     def inspect(self, public_key: bytes, membership: bytes) -> Membership:
         """Return the peer's membership, expired or not; raise `NotAdmitted` if it is not sound, or revoked."""
+        self._require_not_revoked(public_key)
         digest = sha256(public_key + membership).digest()
         found = self._verified.get(digest)
         if found is None:
@@ -231,11 +229,14 @@ class MembershipAdmission:
                 self._verified.popitem(last=False)
         else:
             self._verified.move_to_end(digest)
-        keys = (public_key,) if found.grant is None else (public_key, found.grant.key)
-        if any(id_of(key) in self._revoked_ids for key in keys):
-            text = "the authority of this run has revoked this: ask its organizer"
-            raise NotAdmitted(text, reason="revoked")
+        if found.grant is not None:
+            self._require_not_revoked(found.grant.key)
         return found
+
+    def _require_not_revoked(self, key: bytes) -> None:
+        if id_of(key) in self._revoked_ids:
+            text = "the authority of this run has revoked your membership: ask its organizer"
+            raise NotAdmitted(text, reason="revoked")
 
     def learn(self, revocations: bytes) -> bool:
         """Take an encoded list of revocations; return whether it is newer than the known one.

@@ -198,7 +198,7 @@ def _is_local(address: str) -> bool:
 
 
 class ReachabilityWatch:
-    """Keeps one peer reachable, from `start` to `close`.
+    """Keeps one peer reachable, from `start` until its node closes; `close` it before.
 
     Args:
         relays: returns the relays of the run that this peer knows.
@@ -228,20 +228,18 @@ class ReachabilityWatch:
         self._policy = ReachabilityPolicy(trusted or node.listening(), trusted=bool(trusted))
         self._dial_backs = VisitLimit(1, DIAL_BACK_GAP_S)
         self._verified_at = float("-inf")
-        self._verifying = asyncio.Lock()
         self._tunnel: Tunnel | None = None
         self.current: Reachability = self._policy.decide()
-        self.circuits: Circuits | None = None
-        self.upgrades: Upgrades | None = None
+        self._circuits: Circuits | None = None
         if use_relays:
-            self.circuits = Circuits(node, relays, self._update, rng)
-            self._policy.places = self.circuits.places
+            self._circuits = Circuits(node, relays, self._update, rng)
+            self._policy.places = self._circuits.places
         else:
             self._policy.why[ReachabilityLevel.RELAYED] = "this peer uses no relay (use_relays=False)"
         if not punch:
             self._policy.why[ReachabilityLevel.PUNCHED] = "this peer punches no holes (punch=False)"
-        elif self.circuits is not None:
-            self.upgrades = Upgrades(node, self.circuits.seen_at.get, self._on_upgrade, rng)
+        elif self._circuits is not None:
+            Upgrades(node, self._circuits.seen_at.get, self._on_upgrade, rng)
         node.serve(DialBack, self._on_dial_back)
         node.serve(Moved, self._on_moved)
 
@@ -263,37 +261,26 @@ class ReachabilityWatch:
             ).open()
             self._policy.tunnel = self._tunnel.address
         await self.verify()
-        if not self._policy.dialable and self.circuits is not None:
-            self.circuits.start()
-            await self.circuits.wait_looked(CALL_TIMEOUT_S / 2)
+        if not self._policy.dialable and self._circuits is not None:
+            self._circuits.start()
+            await self._circuits.wait_looked(CALL_TIMEOUT_S / 2)
         self._node.linker.spawn(self._keep())
 
     async def close(self) -> None:
-        """Close the tunnel, give up the places."""
-        if self.upgrades is not None:
-            self.upgrades.close()
-        if self.circuits is not None:
-            self.circuits.close()
-        self._node.unserve(DialBack)
-        self._node.unserve(Moved)
+        """Close the tunnel; the rest ends with the node."""
         if self._tunnel is not None:
             await self._tunnel.close()
 
     # --- dial-backs -----------------------------------------------------------------------------------------
 
-    async def verify(self) -> Reachability:
+    async def verify(self) -> None:
         """Have linked peers dial back, and decide again."""
-        async with self._verifying:
-            self._verified_at = self._loop.time()
-            if self._policy.listening and not self._trusted:
-                # peers across the internet first: what they reach, every peer reaches
-                linked = sorted(
-                    self._node.linked(), key=lambda peer: (self._is_near(peer), self._rng.random())
-                )
-                verifiers = linked[:VERIFIERS]
-                await asyncio.gather(*(self._ask(peer) for peer in verifiers))
-            self._update()
-        return self.current
+        self._verified_at = self._loop.time()
+        if self._policy.listening and not self._trusted:
+            # peers across the internet first: what they reach, every peer reaches
+            linked = sorted(self._node.linked(), key=lambda peer: (self._is_near(peer), self._rng.random()))
+            await asyncio.gather(*map(self._ask, linked[:VERIFIERS]))
+        self._update()
 
     def _is_near(self, peer: PeerId) -> bool:
         path = self._node.path_to(peer)
@@ -372,5 +359,5 @@ class ReachabilityWatch:
             few = len(tried) < VERIFIERS and self._node.linked() - tried
             if moved or few or self._loop.time() - self._verified_at > VERIFY_EVERY_S:
                 await self.verify()
-            if self.circuits is not None:
-                (self.circuits.stop if self._policy.dialable else self.circuits.start)()
+            if self._circuits is not None:
+                (self._circuits.stop if self._policy.dialable else self._circuits.start)()

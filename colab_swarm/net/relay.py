@@ -131,7 +131,7 @@ class Circuit:
     buckets: tuple[TokenBucket, ...]
     carried_bytes: int = 0
     tokens: dict[bytes, int] = field(default_factory=dict)
-    sockets: dict[int, WebSocket] = field(default_factory=dict)
+    pumps: dict[int, _Pump] = field(default_factory=dict)
 
 
 class RelayState:
@@ -204,7 +204,7 @@ class RelayState:
             age_s = now - circuit.opened_at
             if now - circuit.used_at > IDLE_S:
                 late[circuit] = "the circuit was silent"
-            if len(circuit.sockets) < 2 and age_s > TICKET_S:
+            if len(circuit.pumps) < 2 and age_s > TICKET_S:
                 late[circuit] = "the other end did not connect"
             if limit_s is not None and age_s > limit_s:
                 late[circuit] = f"the relay keeps a circuit for {limit_s:g} s"
@@ -222,16 +222,13 @@ class Relay:
         node.serve(Reserve, self._on_reserve, role=Role.REDUCER)
         node.serve(OpenCircuit, self._on_open)
         node.linker.listener.on_ticket = self._on_ticket
-        self._stop_listening = node.on_lost(self.state.forget)
+        node.on_lost(self.state.forget)
         self._upkeep = node.linker.spawn(self._expire())
 
     def close(self) -> None:
-        """End all circuits and stop relaying."""
-        self._stop_listening()
+        """End all circuits; the node closes next."""
         self._upkeep.cancel()
         self._node.linker.listener.on_ticket = None
-        self._node.unserve(Reserve)
-        self._node.unserve(OpenCircuit)
         for circuit in list(self.state.circuits):
             self.end(circuit, "the relay closed")
 
@@ -274,11 +271,9 @@ class Relay:
             socket.close("this ticket is not valid, or no longer valid")
             return
         circuit, end = found
-        socket.receiver = _Pump(self, circuit, socket)
-        circuit.sockets[end] = socket
-        if len(circuit.sockets) == 2:
-            near, far = circuit.sockets[0].receiver, circuit.sockets[1].receiver
-            assert isinstance(near, _Pump) and isinstance(far, _Pump)
+        socket.receiver = circuit.pumps[end] = _Pump(self, circuit, socket)
+        if len(circuit.pumps) == 2:
+            near, far = circuit.pumps[0], circuit.pumps[1]
             near.other, far.other = far, near
             near.socket.send_bytes(GO)
 
@@ -296,8 +291,8 @@ class Relay:
         """Close the circuit, if it is still open."""
         if circuit in self.state.circuits:
             self.state.circuits.remove(circuit)
-            for socket in circuit.sockets.values():
-                socket.close(reason)
+            for pump in circuit.pumps.values():
+                pump.socket.close(reason)
 
     async def _expire(self) -> None:
         while True:
@@ -364,7 +359,7 @@ def choose(rtts_s: dict[PeerId, float], held: Iterable[PeerId], places: int = PL
 
 
 class Circuits:
-    """Lets a node dial through relays at once and, after `start`, be dialled through them.
+    """Lets a node dial through relays at once and, after `start`, be dialled through them, until the node closes.
 
     Args:
         candidates: returns the relays of the run that this peer knows, in any order.
@@ -392,7 +387,7 @@ class Circuits:
         self.places: dict[PeerId, tuple[str, ...]] = {}
         node.linker.open_circuit = self._open
         node.serve(CircuitOffer, self._on_offer, role=Role.REDUCER)
-        self._stop_listening = node.on_lost(self._on_lost)
+        node.on_lost(self._on_lost)
 
     def start(self) -> None:
         """Look for relays and keep places at the nearest."""
@@ -411,13 +406,6 @@ class Circuits:
             self._keeping.cancel()
             self._keeping = None
         self._forget(list(self.places))
-
-    def close(self) -> None:
-        """Stop using relays."""
-        self.stop()
-        self._stop_listening()
-        self._node.linker.open_circuit = None
-        self._node.unserve(CircuitOffer)
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -463,8 +451,7 @@ class Circuits:
         if self._accepting.count(relay) >= OFFERS_AT_ONCE:
             raise Refusal(f"{OFFERS_AT_ONCE} of your offers are being accepted: wait")
         self._accepting.append(relay)
-        accepting = self._node.linker.spawn(self._accept(relay, offer))
-        accepting.add_done_callback(lambda _: self._accepting.remove(relay))
+        self._node.linker.spawn(self._accept(relay, offer))
         return Ack()
 
     async def _accept(self, relay: PeerId, offer: CircuitOffer) -> None:
@@ -474,6 +461,8 @@ class Circuits:
             await self._node.linker.shake_hands(connect, expected=None, path=path)
         except PeerError as error:
             logger.info("circuit of %s through %s: %s", short(PeerId(offer.peer)), short(relay), error)
+        finally:
+            self._accepting.remove(relay)
 
     async def _keep(self) -> None:
         while True:
@@ -523,11 +512,11 @@ class Circuits:
         self._node.linker.pinned.add(relay)
         # others may have to dial it elsewhere than we do
         entries.sort(key=lambda one: (is_loopback(host_of(one)), is_local(host_of(one))))
-        before = self.addresses
+        circuits = tuple(f"{entry}{CIRCUIT}{relay.hex()}" for entry in entries[:ENTRIES])
         self.seen_at[relay] = (reserved.seen_host, reserved.seen_port)
-        self.places[relay] = tuple(f"{entry}{CIRCUIT}{relay.hex()}" for entry in entries[:ENTRIES])
         self._until[relay] = self._loop.time() + reserved.seconds
-        if self.addresses != before:
+        if self.places.get(relay) != circuits:
+            self.places[relay] = circuits
             self._on_change()
 
     def _forget(self, relays: list[PeerId]) -> None:

@@ -190,7 +190,7 @@ class _Silent(asyncio.Protocol):
 
 
 class Upgrades:
-    """Upgrades the relayed links of a node until `close`.
+    """Upgrades the relayed links of a node until it closes.
 
     Args:
         seen_at: returns where a relay sees this peer from outside; None if unknown.
@@ -211,10 +211,6 @@ class Upgrades:
         self._punching = asyncio.Lock()
         node.linker.on_relayed = self._on_relayed
         node.serve_stream(Upgrade, self._on_upgrade)
-
-    def close(self) -> None:
-        self._node.linker.on_relayed = lambda link: None
-        self._node.unserve(Upgrade)
 
     def _on_relayed(self, link: Link) -> None:
         if link.peer not in self._busy:

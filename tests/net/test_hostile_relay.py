@@ -130,7 +130,6 @@ async def test_offers_without_end_are_refused() -> None:
                 refused += 1
         await asyncio.sleep(0)
         assert shown == OFFERS_AT_ONCE and refused == 100 - shown
-        circuits.close()
 
 
 async def test_a_peer_with_all_the_links_it_may_have_takes_none_through_relays(
@@ -166,7 +165,6 @@ async def test_a_relay_that_drops_peers_with_a_place_is_retried_after_a_pause(
         await until(lambda: places == 1)
         await asyncio.sleep(0.15)
         assert places == 1
-        circuits.close()
 
 
 def test_a_relay_that_lies_about_where_it_sees_a_peer_does_not_keep_it_from_upgrading() -> None:
@@ -229,7 +227,6 @@ async def test_a_relay_that_is_not_in_our_network_names_no_host_in_it(
         upgrades = Upgrades(alice, lambda relay: None, lambda peer, fault: None, random.Random(1))
         monkeypatch.setattr(alice, "path_to", lambda relay: Path(remote=(relay_at, 1)))
         assert upgrades._seen(Path(LinkType.RELAYED, relay=CAROL, caller_host=claimed)) == believed
-        upgrades.close()
 
 
 async def test_a_peer_that_requests_upgrades_and_stays_silent_is_refused_after_a_few(

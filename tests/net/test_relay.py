@@ -60,7 +60,7 @@ def test_a_circuit_ends_when_its_quota_is_used_up() -> None:
     circuit = one.open(ALICE, BOB, 0.0, os.urandom)
     assert one.carry(circuit, 1000, 0.0) == (0.0, None)
     assert one.carry(circuit, 1, 0.0)[1] == "the relay carries 0.001 MB per circuit"
-    circuit.sockets = {0: None, 1: None}  # type: ignore[dict-item]
+    circuit.pumps = {0: None, 1: None}  # type: ignore[dict-item]
     assert one.overdue(59.0) == {}
     assert one.overdue(61.0) == {circuit: "the relay keeps a circuit for 60 s"}
 
@@ -98,14 +98,12 @@ async def relayed(
         return [relay.contact for relay in relays]
 
     async with peers("alice", "bob", listen=False) as (alice, bob):
-        near = Circuits(alice, candidates, lambda: None, random.Random(1))
+        Circuits(alice, candidates, lambda: None, random.Random(1))
         far = Circuits(bob, candidates, lambda: bob.announce(far.addresses), random.Random(2))
         far.start()
         await until(lambda: len(far.places) == len(relays))
         alice.learn(Contact(bob.id, far.addresses))
         yield alice, bob, serving
-        near.close()
-        far.close()
     for one in serving:
         one.close()
 
@@ -160,7 +158,7 @@ async def test_a_relay_that_swaps_keys_is_refused(monkeypatch: pytest.MonkeyPatc
     mallory = Mallory(NodeSettings().run_id)
 
     def swap(pump: _Pump, data: memoryview) -> None:
-        called = pump._circuit.sockets[1] is pump.socket
+        called = pump._circuit.pumps[1] is pump
         assert pump.other is not None
         pump.other.socket.send_bytes(mallory.pass_on(bytes(data), called))
 
@@ -238,14 +236,13 @@ def test_a_peer_that_can_be_dialled_but_not_by_all_needs_no_place(monkeypatch: p
     async def main() -> None:
         async with peers("carol", "dave") as (carol, dave), relayed(carol) as (_, bob, _):
             carol.learn(dave.contact)
-            using = Circuits(dave, no_relays, lambda: None, random.Random(3))
+            Circuits(dave, no_relays, lambda: None, random.Random(3))
             bob.learn(
                 Contact(dave.id, ("ws://127.0.0.1:1",))
             )  # as if a firewall of bob's blocked the way to dave
             assert await bob.call(dave.id, Echo(b"hello"), Echo, timeout_s=5) == Echo(b"hello")
             path = bob.path_to(dave.id)
             assert path and path.relay == carol.id
-            using.close()
 
     async def no_relays() -> list[Contact]:
         return []

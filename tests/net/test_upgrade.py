@@ -33,18 +33,13 @@ async def relayed(
         async def candidates() -> list[Contact]:
             return [carol.contact]
 
-        ways = []
         for node in (alice, bob):
-            circuits = Circuits(node, candidates, lambda: None, random.Random(1))
-            ways += [circuits, Upgrades(node, circuits.seen_at.get, outcomes.__setitem__, random.Random(2))]
-        bobs = ways[2]
-        assert isinstance(bobs, Circuits)
+            bobs = Circuits(node, candidates, lambda: None, random.Random(1))
+            Upgrades(node, bobs.seen_at.get, outcomes.__setitem__, random.Random(2))
         bobs.start()
         await until(lambda: bobs.addresses)
         alice.learn(Contact(bob.id, bobs.addresses))
         yield alice, bob, outcomes
-        for way in ways:
-            way.close()
         relay.close()
 
 
