@@ -175,113 +175,17 @@ async def probe(address: str) -> str | None:
         return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
-class TunnelAgent:
-    """The program of a tunnel, run by a guardian process that kills it when this process dies. Make it with `open`.
+class AgentLog:
+    """What an agent has logged: its ``address`` once it is connected, and a ``fault`` that it named."""
 
-    The guardian has its own session, so it survives signals to the notebook's process group.
+    def __init__(self) -> None:
+        self.address = self.fault = self._url = ""
+        self.last_lines: deque[str] = deque(maxlen=LOG_LINES)
 
-    Attributes:
-        address: where peers dial.
-    """
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.address = self._url = self._fault = ""
-        self._process = process
-        self._last_lines: deque[str] = deque(maxlen=LOG_LINES)
-        self._draining: asyncio.Task[None] | None = None
-
-    @classmethod
-    async def open(cls, settings: TunnelSettings, port: int) -> TunnelAgent:
-        """Start the program with a tunnel to ``port`` on 127.0.0.1.
-
-        Raises:
-            TunnelError: the text names the fix.
-        """
-        url = f"http://127.0.0.1:{port}"
-        if settings.kind == "cloudflared":
-            program = shutil.which(settings.agent or "cloudflared")
-            if program is None:
-                missing = f"no cloudflared is at {settings.agent}: leave it out to use the one on the PATH"
-                raise TunnelError(missing if settings.agent else INSTALL)
-            # no configuration file: a quick tunnel conflicts with the user's own
-            quick = ["tunnel", "--config", os.devnull, "--no-autoupdate", "--url", url]
-            agent = await cls._run(program, *quick)
-            if not agent.address:
-                raise TunnelError(
-                    f"cloudflared: {agent._fault}; check the internet connection (on Kaggle: Settings, Internet on), "
-                    "and try again later: quick tunnels come without a guarantee"
-                )
-            return agent
-        program, version = await _install_ngrok(settings)
-        secret: dict[str, Any] = {"authtoken": settings.auth_token}
-        with tempfile.TemporaryDirectory(prefix="colab-swarm-", ignore_cleanup_errors=True) as private:
-            file = Path(private) / "ngrok.yml"
-            file.touch(mode=0o600)
-            nested = {"agent": secret} if version == "3" else secret
-            file.write_text(json.dumps({"version": version, **nested}))  # JSON is valid YAML
-            log_format = ["--log", "stdout", "--log-format", "json"]
-            agent = await cls._run(program, "http", url, "--config", str(file), *log_format)
-        if not agent.address:
-            # the agent repeats a refused token
-            raise TunnelError(explain(agent._fault.replace(str(settings.auth_token), "(hidden)")))
-        return agent
-
-    @classmethod
-    async def _run(cls, *command: str) -> TunnelAgent:
-        """Return the agent with its address, or closed and without one."""
-        start = asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", "-c", _GUARDIAN, *command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
-        )
-        starting = asyncio.create_task(start)
-        try:
-            agent = cls(await asyncio.shield(starting))
-        except asyncio.CancelledError:
-            # cancelled itself, it would kill the guardian and leave the program running
-            await cls(await starting).close()
-            raise
-        ended = "it ended"
-        try:
-            async with asyncio.timeout(OPEN_TIMEOUT_S):
-                await agent._read_address()
-        except TimeoutError:
-            ended = f"no tunnel after {OPEN_TIMEOUT_S:.0f} s"
-        finally:
-            if agent.address:
-                agent._draining = asyncio.create_task(agent._drain())
-            else:
-                await agent.close()
-        agent._fault = agent._fault or f"{ended}; its log says {' / '.join(agent._last_lines)!r}"
-        return agent
-
-    @property
-    def alive(self) -> bool:
-        return self._process.returncode is None
-
-    async def close(self) -> None:
-        """Stop the program; return when its process has ended. Idempotent."""
-        if self._draining is not None:
-            self._draining.cancel()
-            await asyncio.wait([self._draining])
-        assert self._process.stdin is not None
-        self._process.stdin.close()  # the guardian kills the program, and ends
-        await self._process.communicate()
-
-    async def _read_address(self) -> None:
-        """Read the log until the program is connected, or has ended."""
-        assert self._process.stdout is not None
-        while line := (await self._process.stdout.readline()).decode(errors="replace"):
-            self._last_lines.append(line.strip()[:200])
-            self._read_line(line)
-            if self.address:
-                return
-
-    def _read_line(self, line: str) -> None:
-        if not line.startswith("{"):  # of cloudflared
+    def read(self, line: str) -> None:
+        """Take a line, of JSON if it is ngrok's."""
+        self.last_lines.append(line.strip()[:200])
+        if not line.startswith("{"):
             found = _CLOUDFLARED_URL.search(line)
             self._url = self._url or (found[0] if found else "")
             if "Registered tunnel connection" in line:
@@ -290,15 +194,17 @@ class TunnelAgent:
         with suppress(ValueError):
             said = json.loads(line)
             if said.get("lvl") in ("eror", "crit") and said.get("err"):
-                self._fault = str(said["err"])
+                self.fault = str(said["err"])
             elif said.get("msg") == "started tunnel":
                 self.address = str(said.get("url")).replace("http", "ws", 1)
 
-    async def _drain(self) -> None:
-        """Read the log to its end, since a full pipe would block the program."""
-        assert self._process.stdout is not None
-        while await self._process.stdout.read(1 << 16):
-            pass
+
+def _find_cloudflared(settings: TunnelSettings) -> str:
+    program = shutil.which(settings.agent or "cloudflared")
+    if program is None:
+        missing = f"no cloudflared is at {settings.agent}: leave it out to use the one on the PATH"
+        raise TunnelError(missing if settings.agent else INSTALL)
+    return program
 
 
 async def _install_ngrok(settings: TunnelSettings) -> tuple[str, str]:
@@ -327,6 +233,9 @@ async def _install_ngrok(settings: TunnelSettings) -> tuple[str, str]:
 class Tunnel:
     """One tunnel to a ``port`` on 127.0.0.1; opened by `open`, then reopened whenever it is lost, until `close`.
 
+    The agent is run by a guardian process that kills it when this process dies. The guardian has its own session, so it
+    survives signals to the notebook's process group.
+
     Args:
         on_change: called on the loop with each later address, and with None when the tunnel is lost.
         events: gets `TunnelChanged` and `QuotaWarning`.
@@ -349,7 +258,8 @@ class Tunnel:
         self._settings, self._port, self._on_change, self._events = settings, port, on_change, events
         self._sent_bytes, self._sent_before, self._warned = sent_bytes, sent_bytes(), 0
         self._loop = asyncio.get_running_loop()
-        self._agent: TunnelAgent | None = None
+        self._guardian: asyncio.subprocess.Process | None = None
+        self._draining: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
 
     async def open(self) -> Tunnel:
@@ -358,9 +268,8 @@ class Tunnel:
         Raises:
             TunnelError: the text names the fix.
         """
-        agent = self._agent = await self._open_agent()
-        self._set_address(agent.address, "opened")
-        self._watching = asyncio.create_task(self._watch(agent))
+        self._set_address(await self._connect(), "opened")
+        self._watching = asyncio.create_task(self._watch())
         return self
 
     def __repr__(self) -> str:
@@ -371,47 +280,119 @@ class Tunnel:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait([self._watching])
-        if self._agent is not None:
-            await self._agent.close()
+        await self._stop()
         self.address = None
 
-    async def _open_agent(self) -> TunnelAgent:
+    # --- the agent ------------------------------------------------------------------------------------------
+
+    async def _connect(self) -> str:
+        """Start an agent and return the public address; raise `TunnelError` with no process left."""
+        settings, url = self._settings, f"http://127.0.0.1:{self._port}"
         try:
-            agent = await TunnelAgent.open(self._settings, self._port)
+            if settings.kind == "cloudflared":
+                # no configuration file: a quick tunnel conflicts with the user's own
+                quick = ["tunnel", "--config", os.devnull, "--no-autoupdate", "--url", url]
+                address, fault = await self._run(_find_cloudflared(settings), *quick)
+                fault = (
+                    f"cloudflared: {fault}; check the internet connection (on Kaggle: Settings, Internet on), "
+                    "and try again later: quick tunnels come without a guarantee"
+                )
+            else:
+                program, version = await _install_ngrok(settings)
+                secret: dict[str, Any] = {"authtoken": settings.auth_token}
+                nested = {"agent": secret} if version == "3" else secret
+                with tempfile.TemporaryDirectory(
+                    prefix="colab-swarm-", ignore_cleanup_errors=True
+                ) as private:
+                    file = Path(private) / "ngrok.yml"
+                    file.touch(mode=0o600)
+                    file.write_text(json.dumps({"version": version, **nested}))  # JSON is valid YAML
+                    log_format = ["--log", "stdout", "--log-format", "json"]
+                    address, fault = await self._run(program, "http", url, "--config", str(file), *log_format)
+                # the agent repeats a refused token
+                fault = explain(fault.replace(str(settings.auth_token), "(hidden)"))
         except TunnelError:
             raise
         except (OSError, ValueError) as error:  # a full disk, too many processes, an endless line
             raise TunnelError(f"the program of the tunnel cannot be started: {error}") from error
-        if not is_address(agent.address):
-            await agent.close()
-            fault = f"{self._settings.kind} opened {agent.address!r}, which no peer can dial: try again"
+        if not address:
             raise TunnelError(fault)
-        return agent
+        if not is_address(address):
+            await self._stop()
+            raise TunnelError(f"{settings.kind} opened {address!r}, which no peer can dial: try again")
+        return address
 
-    async def _watch(self, agent: TunnelAgent) -> None:
+    async def _run(self, *command: str) -> tuple[str, str]:
+        """Start a program; return its public address, or "" and why it has none after it was stopped."""
+        start = asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", "-c", _GUARDIAN, *command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
+        )
+        starting = asyncio.create_task(start)
+        log, ended = AgentLog(), "it ended"
+        try:
+            self._guardian = await asyncio.shield(starting)
+            assert self._guardian.stdout is not None
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                while not log.address and (line := await self._guardian.stdout.readline()):
+                    log.read(line.decode(errors="replace"))
+        except TimeoutError:
+            ended = f"no tunnel after {OPEN_TIMEOUT_S:.0f} s"
+        finally:
+            # if its start itself were cancelled, that would kill the guardian and leave the program running
+            self._guardian = await starting
+            if log.address:
+                self._draining = asyncio.create_task(self._drain())
+            else:
+                await self._stop()
+        return log.address, log.fault or f"{ended}; its log says {' / '.join(log.last_lines)!r}"
+
+    async def _drain(self) -> None:
+        """Read the log to its end, since a full pipe would block the program."""
+        assert self._guardian is not None and self._guardian.stdout is not None
+        while await self._guardian.stdout.read(1 << 16):
+            pass
+
+    async def _stop(self) -> None:
+        """Stop the program; return when its process has ended. Idempotent."""
+        if self._draining is not None:
+            self._draining.cancel()
+            await asyncio.wait([self._draining])
+        if self._guardian is not None:
+            assert self._guardian.stdin is not None
+            self._guardian.stdin.close()  # the guardian kills the program, and ends
+            await self._guardian.communicate()
+
+    # --- watching -------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
         try:
             while True:
-                reason = await self._wait_lost(agent)
-                await agent.close()
+                reason = await self._wait_lost()
+                await self._stop()
                 self._set_address(None, reason)
                 self._on_change(None)
-                agent = self._agent = await self._reopen()
-                self._set_address(agent.address, "opened again")
-                self._on_change(agent.address)
+                self._set_address(await self._reconnect(), "opened again")
+                self._on_change(self.address)
         except Exception as error:
             logger.exception("a tunnel is no longer watched")
             self._events.emit(Fault.of(self._loop.time(), "tunnel", error))
 
-    async def _wait_lost(self, agent: TunnelAgent) -> str:
+    async def _wait_lost(self) -> str:
+        assert self._guardian is not None and self.address is not None
         failures, probe_at = 0, self._loop.time() + self._settings.probe_s
         while True:
             await asyncio.sleep(self._settings.check_s)
             self._check_quota()
-            if not agent.alive:
+            if self._guardian.returncode is not None:
                 return "its agent died"
             if self._loop.time() < probe_at:
                 continue
-            fault = await probe(agent.address)
+            fault = await probe(self.address)
             failures = failures + 1 if fault else 0
             if failures == PROBES:
                 return f"its public address does not lead here: {fault}"
@@ -426,12 +407,12 @@ class Tunnel:
                 self._warned = passed
                 self._events.emit(QuotaWarning(self._loop.time(), used_bytes, quota_bytes))
 
-    async def _reopen(self) -> TunnelAgent:
-        """Open a new agent; retry at growing intervals until it works."""
+    async def _reconnect(self) -> str:
+        """Start new agents at growing intervals until one works; return its address."""
         back_off_s = BACK_OFF_S
         while True:
             try:
-                return await self._open_agent()
+                return await self._connect()
             except TunnelError as error:
                 logger.info("no tunnel yet: %s", error)
                 self._events.emit(TunnelChanged(self._loop.time(), None, str(error)))
