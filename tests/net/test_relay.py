@@ -1,23 +1,38 @@
-"""Circuits: the relay's state, and two peers that cannot be dialled talking through a relay."""
+"""Circuits: the relay's state, peers that talk through a relay, and relays and callers that mean ill."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from colab_swarm.errors import PeerError, PeerLost
+from colab_swarm.errors import CallRefused, PeerError, PeerLost
 from colab_swarm.net.carrier import LinkType
-from colab_swarm.net.handshake import VERSION
+from colab_swarm.net.handshake import TICKET, VERSION
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.noise import Handshake
-from colab_swarm.net.peers import Contact, PeerId, Refusal
-from colab_swarm.net.relay import Circuits, Relay, RelayQuota, RelayState, _Pump, choose
+from colab_swarm.net.peers import Ack, Contact, PeerId, Refusal
+from colab_swarm.net.relay import (
+    OFFERS_AT_ONCE,
+    CircuitOffer,
+    Circuits,
+    CircuitTicket,
+    OpenCircuit,
+    Relay,
+    RelayQuota,
+    RelayState,
+    Reserve,
+    Reserved,
+    _Pump,
+    choose,
+)
 from tests.net.swarm import Echo, Piece, Talk, peers, run, until
 
 ALICE, BOB, CAROL = PeerId(b"a" * 32), PeerId(b"b" * 32), PeerId(b"c" * 32)
@@ -248,3 +263,131 @@ def test_a_peer_that_can_be_dialled_but_not_by_all_needs_no_place(monkeypatch: p
         return []
 
     run(main())
+
+
+class Socket:
+    """What a pump asks of a WebSocket."""
+
+    def __init__(self) -> None:
+        self.reading = True
+
+    def send(self, size: int, fill: Any) -> int:
+        return size
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+
+async def test_many_messages_of_one_read_wait_for_the_quota_together() -> None:
+    async with peers("carol") as (carol,):
+        relay = Relay(carol, RelayQuota(circuit_bps=8e4))
+        loop = asyncio.get_running_loop()
+        circuit = relay.state.open(ALICE, BOB, loop.time(), os.urandom)
+        near, far = (_Pump(relay, circuit, Socket()) for _ in range(2))  # type: ignore[arg-type]
+        near.other, far.other = far, near
+        while circuit.buckets[0].delay(loop.time()) < 1.0:
+            near.on_message(memoryview(bytes(100)))
+        await asyncio.sleep(0.1)
+        assert not near.socket.reading  # type: ignore[attr-defined]
+        relay.state.circuits.clear()
+        relay.close()
+
+
+async def test_a_relay_leads_neither_to_itself_nor_back_to_the_caller() -> None:
+    async with peers("alice", "carol") as (alice, carol):
+        relay = Relay(carol)
+        for called in (alice.id, carol.id):
+            with pytest.raises(CallRefused, match="a third peer"):
+                await alice.call(carol.id, OpenCircuit(called), CircuitTicket, timeout_s=5)
+        assert not relay.state.circuits
+        relay.close()
+
+
+def test_one_caller_cannot_use_up_what_a_peer_may_have_open() -> None:
+    books = RelayState(RelayQuota(circuits_per_peer=32), now=0.0)
+    with pytest.raises(Refusal, match="between the two"):
+        for _ in range(32):
+            books.open(ALICE, BOB, 0.0, os.urandom)
+    assert books.open(CAROL, BOB, 0.0, os.urandom)
+
+
+async def test_a_ticket_that_was_guessed_leaves_no_error_behind() -> None:
+    unhandled: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(
+        lambda loop, context: unhandled.append(context["message"])
+    )
+    async with peers("alice", "carol") as (alice, carol):
+        relay = Relay(carol)
+        lost = asyncio.get_running_loop().create_future()
+
+        class Guesser:
+            def on_message(self, data: memoryview) -> None: ...
+            def on_writable(self, writable: bool) -> None: ...
+            def on_lost(self, reason: str) -> None:
+                lost.set_result(reason)
+
+        socket = await alice.linker.connect(carol.contact.addresses[0], Guesser())
+        socket.send_bytes(TICKET + b"guess")
+        assert "not valid" in await lost
+        relay.close()
+    gc.collect()
+    assert unhandled == []
+
+
+async def test_offers_without_end_are_refused() -> None:
+    async with peers("alice", "carol") as (alice, carol):
+        circuits = Circuits(alice, lambda: asyncio.sleep(0, []), lambda: None, random.Random(1))
+        shown = 0
+
+        async def never(relay: PeerId, token: bytes, receiver: Any) -> Any:
+            nonlocal shown
+            shown += 1
+            await asyncio.Event().wait()
+
+        circuits._show = never  # type: ignore[assignment,method-assign]
+        refused = 0
+        for _ in range(100):
+            try:
+                await carol.call(alice.id, CircuitOffer(BOB, bytes(16)), Ack, timeout_s=5)
+            except CallRefused:
+                refused += 1
+        await asyncio.sleep(0)
+        assert shown == OFFERS_AT_ONCE and refused == 100 - shown
+
+
+async def test_a_peer_with_all_the_links_it_may_have_takes_none_through_relays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with peers("carol") as (carol,), relayed(carol) as (alice, bob, _):
+        monkeypatch.setattr(bob.linker.table, "full", lambda limit: True)
+        with pytest.raises(PeerError):
+            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+        assert bob.linked() == {carol.id}
+
+
+async def test_a_relay_that_drops_peers_with_a_place_is_retried_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with peers("alice", listen=False) as (alice,), peers("carol") as (carol,):
+        places = 0
+
+        async def drop(peer: PeerId, message: Reserve) -> Reserved:
+            nonlocal places
+            places += 1
+            loop = asyncio.get_running_loop()
+            loop.call_later(0.002, lambda: [link.abort("") for link in carol.linker.table.of(peer)])
+            return Reserved(300.0, "192.0.2.1", 1)
+
+        carol.serve(Reserve, drop)
+
+        async def candidates() -> list[Contact]:
+            return [carol.contact]
+
+        circuits = Circuits(alice, candidates, lambda: None, random.Random(1))
+        circuits.start()
+        await until(lambda: places == 1)
+        await asyncio.sleep(0.15)
+        assert places == 1
