@@ -250,12 +250,12 @@ class RunAccess:
         if access == "open":
             return cls(run_id, access)
         book = AuthorityBook(run_id, key_file)
-        known = book.run_id.rpartition("-")[0]
+        known = book.saved.run_id.rpartition("-")[0]
         if known != name:
             raise ValueError(f"{key_file} is the key of the run {known!r}: use another file for {name!r}")
         key = identity.public_key
-        admission = MembershipAdmission(book.run_id, authority=key, own=key)
-        return cls(book.run_id, access, admission, book=book, allow=allow)
+        admission = MembershipAdmission(book.saved.run_id, authority=key, own=key)
+        return cls(book.saved.run_id, access, admission, book=book, allow=allow)
 
     @classmethod
     def by(

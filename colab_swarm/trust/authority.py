@@ -69,7 +69,9 @@ class ShareRevoked(Message, frozen=True):
     revocations: Annotated[bytes, msgspec.Meta(max_length=1 << 16)] = b""
 
 
-class _Saved(msgspec.Struct):
+class Saved(msgspec.Struct):
+    """The authority's memory: uses of invitations, and the newest encoded list of revocations."""
+
     run_id: str
     used: dict[str, tuple[float, list[str]]] = msgspec.field(
         default_factory=dict
@@ -96,44 +98,34 @@ class AuthorityBook:
 
     def __init__(self, run_id: str, key_file: str | Path | None = None) -> None:
         self._path = None if key_file is None else Path(f"{key_file}.authority")
-        self._saved = _Saved(run_id)
+        self.saved = Saved(run_id)  # after a restart, with the run_id of before
         if self._path is not None:
             try:
-                self._saved = msgspec.json.decode(self._path.read_bytes(), type=_Saved)
+                self.saved = msgspec.json.decode(self._path.read_bytes(), type=Saved)
             except FileNotFoundError:
-                self._save()
+                self.save()
             except msgspec.MsgspecError as error:
                 text = f"{self._path} cannot be read ({error}); move it away to create a new run"
                 raise ValueError(text) from error
-        self.run_id = self._saved.run_id  # the same after a restart
 
-    @property
-    def revocations(self) -> bytes:
-        """The newest encoded list, or nothing."""
-        return self._saved.revocations
-
-    @revocations.setter
-    def revocations(self, encoded: bytes) -> None:
-        self._saved.revocations = encoded
-        self._save()
+    def save(self) -> None:
+        """Write what has changed."""
+        if self._path is not None:
+            write_private(self._path, msgspec.json.encode(self.saved))
 
     def use(self, grant: Grant, peer: PeerId, *, now: float) -> bool:
         """Count that a peer joins with a grant; return False if it is used up. A peer may join again for free."""
         if not grant.uses:
             return True
-        _, peers = self._saved.used.setdefault(grant.key.hex(), (grant.join_until, []))
+        _, peers = self.saved.used.setdefault(grant.key.hex(), (grant.join_until, []))
         if peer.hex() not in peers:
             if len(peers) >= grant.uses:
                 return False
             peers.append(peer.hex())
-            used = self._saved.used
-            self._saved.used = {key: one for key, one in used.items() if one[0] + SLACK_S >= now}
-            self._save()
+            used = self.saved.used
+            self.saved.used = {key: one for key, one in used.items() if one[0] + SLACK_S >= now}
+            self.save()
         return True
-
-    def _save(self) -> None:
-        if self._path is not None:
-            write_private(self._path, msgspec.json.encode(self._saved))
 
 
 @dataclass(frozen=True)
@@ -190,8 +182,8 @@ class Authority:
         self._allow, self._readmit = allow, readmit
         self._tokens = asyncio.Semaphore(TOKENS_AT_ONCE)
         self._asking: set[PeerId] = set()
-        if book.revocations:
-            admission.learn(book.revocations)
+        if book.saved.revocations:
+            admission.learn(book.saved.revocations)
         peers.serve(RequestMembership, self._on_request, role=Role.GUEST)
 
     def grant(self, role: Role, *, hours: float, uses: int = 0) -> tuple[Grant, bytes]:
@@ -214,8 +206,9 @@ class Authority:
         if subject == self._peers.id:
             raise ValueError("this is the authority itself; to end the run, leave it")
         revocations = self._admission.revoked.adding(subject, now=self._peers.time(), sign=self._peers.sign)
-        self._admission.learn(revocations.encode())
-        self._book.revocations = revocations.encode()
+        self._book.saved.revocations = revocations.encode()
+        self._admission.learn(self._book.saved.revocations)
+        self._book.save()
 
     async def _on_request(self, peer: PeerId, message: RequestMembership) -> IssuedMembership:
         if peer in self._asking:

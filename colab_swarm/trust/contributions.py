@@ -296,9 +296,6 @@ class Leaderboard(tuple[Contribution, ...]):
         board.names, board.me = names, me
         return board
 
-    def __getnewargs__(self) -> tuple[tuple[Contribution, ...], Mapping[str, str], PeerId]:
-        return tuple(self), self.names, self.me
-
     def rows(self) -> list[tuple[str, ...]]:
         """Return the rows of a table with `COLUMNS`."""
         return [
