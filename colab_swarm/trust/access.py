@@ -1,9 +1,8 @@
 """How a peer gets into a run and invites others, its trust services, and how a revocation reaches every peer.
 
-The authority stores its signed list in the DHT under its own subkey, which no other peer can write.
-Every peer reads it each 20 s and asks one linked peer for the newest list; a peer that learns of a
-newer list sends it to all its links. So the list spreads even where the DHT fails: a malicious
-member can stuff its key, and its records end after a day.
+The authority stores its signed list in the DHT under its own subkey, which no other peer can write. Every peer reads
+it each 20 s and asks one linked peer for the newest list; a peer that learns of a newer list sends it to all its links.
+So the list spreads even where the DHT fails: a malicious member can stuff its key, and its records end after a day.
 """
 
 from __future__ import annotations
@@ -153,6 +152,7 @@ class Trust:
         admission, credentials = access.admission, access.credentials
         relayed_bytes = linker.metering.relayed_bytes
         self.contributions = Contributions(node, dht, access.run_id, admission, relayed_bytes)
+        self._work = [(self.contributions.tick, PUBLISH_S, "counting contributions")]
         self.authority: Authority | None = None
         self._member: RunMember | None = None
         self._watch: RevocationWatch | None = None
@@ -161,6 +161,10 @@ class Trust:
                 node, dht, admission, events, credentials, linker.readmit, lambda: linker.clock.behind_s
             )
             self._watch = RevocationWatch(node, dht, admission, events, rng, linker.recheck, linker.spawn)
+            self._work += [
+                (self._member.tick, TICK_S, "renewing the membership"),
+                (self._watch.poll, PERIOD_S, "looking for revocations"),
+            ]
             if access.book is not None:
                 self.authority = Authority(node, admission, access.book, access.allow, linker.readmit)
 
@@ -171,13 +175,9 @@ class Trust:
 
     def start(self) -> None:
         """Run all of it until `stop`."""
-        self._repeat(self.contributions.tick, PUBLISH_S, "counting contributions")
-        if self._member is not None and self._watch is not None:
-            self._repeat(self._member.tick, TICK_S, "renewing the membership")
-            self._repeat(self._watch.poll, PERIOD_S, "looking for revocations")
-
-    def _repeat(self, work: Callable[[], Awaitable[None]], period_s: float, where: str) -> None:
-        self._tasks.append(self._node.linker.spawn(repeat(work, period_s, self._events, where)))
+        for work, period_s, where in self._work:
+            task = self._node.linker.spawn(repeat(work, period_s, self._events, where))
+            self._tasks.append(task)
 
     async def stop(self) -> None:
         """End the background work, and publish the last contributions; while the DHT still runs."""

@@ -1,8 +1,8 @@
 """The authority of a run: signs invitations and memberships, and revokes them.
 
-The authority is an ordinary peer whose key the invitations name. The swarm continues while it is
-away: its signatures prove memberships, and invitations of unlimited use admit peers without it. It
-must be online only for counted invitations, and for runs with an `Allowlist`.
+The authority is an ordinary peer whose key the invitations name. The swarm continues while it is away: its signatures
+prove memberships, and invitations of unlimited use admit peers without it. It must be online only for counted
+invitations, and for runs with an `Allowlist`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ Shown = Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)]
 class RequestMembership(Message, frozen=True):
     """To the authority: request a membership, or a renewed one.
 
-    ``proof`` is a membership of the sender: under an invitation's grant, or an earlier one by the authority. ``token``
-    is of its Hugging Face account, where the run requires one.
+    ``proof`` is a membership of the sender, by an invitation or an earlier one; ``token`` is of Hugging Face.
     """
 
     proof: Shown

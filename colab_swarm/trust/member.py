@@ -1,9 +1,8 @@
 """A peer's own membership: issued when it joins, renewed long before it ends, shown to its linked peers.
 
-An invitation that admits offline lets a peer sign its own membership at once. The authority
-replaces it as soon as the peer reaches it, so that the invitation can be revoked without removing
-the peers that used it. A membership issued by the authority is renewed from half of its life on, so
-that the authority may be away for the other half.
+An invitation that admits offline lets a peer sign its own membership at once. The authority replaces it as soon as
+the peer reaches it, so that the invitation can be revoked without removing the peers that used it. A membership issued
+by the authority is renewed from half of its life on, so that the authority may be away for the other half.
 """
 
 from __future__ import annotations
