@@ -10,7 +10,6 @@ import pytest
 
 from colab_swarm.errors import PeerError
 from colab_swarm.events import EventLog, Fault, PeersRevoked
-from colab_swarm.net.identity import id_of
 from colab_swarm.net.membership import MembershipAdmission
 from colab_swarm.net.peers import PeerId
 from colab_swarm.sim import HOME, SimNetwork, virtual_time
@@ -153,7 +152,7 @@ async def test_a_revoked_invitation_spares_peers_that_the_authority_has_confirme
         invitation = here.invite()
         alice, bob = await here.start("alice", invitation), await here.start("bob", invitation)
         await alice.member.tick()
-        authority.trust.revoke(id_of(invitation[0].key))
+        authority.trust.revoke(invitation.key.id)
         assert await call(alice, authority) == Echo(b"in")
         with pytest.raises(PeerError, match="revoked"):
             await call(bob, alice)
