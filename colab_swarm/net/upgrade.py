@@ -76,25 +76,24 @@ _LATE_S = 0.002
 _BACKLOG = 8
 
 
+Endpoint: TypeAlias = tuple[
+    Annotated[str, msgspec.Meta(max_length=45)], Annotated[int, msgspec.Meta(ge=1, le=65535)]
+]
+"""Where to punch: an IP address and a TCP port."""
+Endpoints: TypeAlias = Annotated[tuple[Endpoint, ...], msgspec.Meta(max_length=MAX_TARGETS)]
 Take: TypeAlias = Callable[[socket.socket], object]
 
 
-class Endpoint(Message, frozen=True):
-    """Where to punch: an IP address and a TCP port."""
-
-    host: Annotated[str, msgspec.Meta(max_length=45)]
-    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-
-    @property
-    def family(self) -> socket.AddressFamily | None:
-        """AF_INET or AF_INET6; None if the endpoint is not usable (names are not looked up)."""
-        ip = ip_of(self.host)
-        # the part after % names an interface of the other machine
-        if ip is None or ip.is_multicast or ip.is_unspecified or ip.is_link_local or "%" in self.host:
-            return None
-        if not 0 < self.port < 1 << 16:
-            return None
-        return socket.AF_INET if ip.version == 4 else socket.AF_INET6
+def family_of(endpoint: Endpoint) -> socket.AddressFamily | None:
+    """Return AF_INET or AF_INET6; None if the endpoint is not usable (names are not looked up)."""
+    host, port = endpoint
+    ip = ip_of(host)
+    # the part after % names an interface of the other machine
+    if ip is None or ip.is_multicast or ip.is_unspecified or ip.is_link_local or "%" in host:
+        return None
+    if not 0 < port < 1 << 16:
+        return None
+    return socket.AF_INET if ip.version == 4 else socket.AF_INET6
 
 
 def plan_tries(
@@ -129,7 +128,9 @@ async def punch(port: int, targets: Sequence[Endpoint], tries: Sequence[float], 
         targets: endpoints of the other end, 8 at most are tried.
         tries: when to connect, from `plan_tries`.
     """
-    families = {target: family for target in targets[:MAX_TARGETS] if (family := target.family) is not None}
+    families = {
+        target: family for target in targets[:MAX_TARGETS] if (family := family_of(target)) is not None
+    }
     async with asyncio.TaskGroup() as jobs:
         for family in {*families.values()}:
             jobs.create_task(_accept_all(family, port, take))
@@ -158,16 +159,13 @@ async def _connect_often(
 
 async def _connect(target: Endpoint, connecting: socket.socket) -> socket.socket:
     try:
-        await asyncio.get_running_loop().sock_connect(connecting, (target.host, target.port))
+        await asyncio.get_running_loop().sock_connect(connecting, target)
         if connecting.getsockname() == connecting.getpeername():
             raise ConnectionRefusedError(f"{target} is this very socket")  # TCP can connect to itself
     except BaseException:
         connecting.close()
         raise
     return connecting
-
-
-Endpoints = Annotated[tuple[Endpoint, ...], msgspec.Meta(max_length=MAX_TARGETS)]
 
 
 class Upgrade(Message, frozen=True):
@@ -323,9 +321,9 @@ class Upgrades:
         path = None if relay is None else self._node.path_to(relay)
         if not CAN_PUNCH or relay is None or path is None or path.local is None or not path.address:
             return 0, ()
-        seen = self._seen_at(relay)
-        ends = dict.fromkeys(Endpoint(*end) for end in (seen, path.local) if end is not None)
-        return path.local[1], tuple(end for end in ends if end.family is not None)  # a relay may say anything
+        seen = self._seen_at(relay)  # a relay may say anything
+        ends = [end for end in (seen, path.local) if end is not None and family_of(end) is not None]
+        return path.local[1], tuple(dict.fromkeys(ends))
 
     async def _punch(
         self, peer: PeerId, port: int, targets: tuple[Endpoint, ...], rtt_s: float, *, answering: bool

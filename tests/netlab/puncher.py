@@ -53,7 +53,7 @@ async def punch_once(answering: bool, coordinator: tuple[str, int], seconds: flo
     loop = asyncio.get_running_loop()
     control = bound_socket()
     await loop.sock_connect(control, coordinator)
-    own = Endpoint(*control.getsockname()[:2])
+    own: Endpoint = control.getsockname()[:2]
     reader, writer = await asyncio.open_connection(sock=control)
     async with asyncio.timeout(COORDINATION_S):
         seen = msgspec.json.decode(await reader.readline(), type=Endpoint)
@@ -69,7 +69,7 @@ async def punch_once(answering: bool, coordinator: tuple[str, int], seconds: flo
             writer.write(b"%f\n" % rtt_s)
     began_at = loop.time()
     tries = plan_tries(began_at, began_at + seconds, rtt_s=rtt_s, answering=answering, rng=random.Random())
-    done = await first_greeted(own.port, targets, tries, began_at + seconds, answering)
+    done = await first_greeted(own[1], targets, tries, began_at + seconds, answering)
     writer.close()
     return None if done is None else done - began_at
 
