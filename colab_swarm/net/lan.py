@@ -27,8 +27,7 @@ from colab_swarm.net.peers import MAX_ADDRESSES, Contact, PeerId
 
 SERVICE = "_colab-swarm._tcp.local."
 MAX_SERVICES = 256
-ASK_S = 0.5
-"""Time to ask for what a service has not said by itself."""
+ASK_S = 0.5  # time to ask for what a service has not said by itself
 MAX_NAME_CHARS = 48
 Access = Literal["open", "invite", "allowlist"]
 

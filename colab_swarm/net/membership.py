@@ -4,12 +4,9 @@
     authority's key ── signs ──> Grant of an invitation's key ── signs ──> Membership of a peer's key
 
 The second chain admits late joiners while the authority is offline: the invitation holds the secret of its own key,
-so the joining peer signs its membership itself. A grant that is not ``offline`` only allows to
-request a membership from the authority. The holder of an offline invitation can come back under a
-new key until ``member_until``, revoked or not, unless the invitation's own key is revoked too.
-
-Times are swarm time, with a tolerance of `SLACK_S`. A membership may name an account of Hugging Face, which the
-authority has looked up by `whoami`.
+so the joining peer signs its membership itself. A grant that is not ``offline`` only allows to request a membership
+from the authority. The holder of an offline invitation can come back under a new key until ``member_until``, revoked or
+not, unless the invitation's own key is revoked too. Times are swarm time, with a tolerance of `SLACK_S`.
 """
 
 from __future__ import annotations
@@ -29,15 +26,12 @@ from colab_swarm.net.carrier import MAX_RUN_ID_BYTES
 from colab_swarm.net.identity import Identity, id_of, verify
 from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Role
 
-SLACK_S = 600.0
-"""How far clocks may be apart."""
+SLACK_S = 600.0  # how far clocks may be apart
 MAX_NAME_CHARS = 64
 MAX_USES = 10_000
-MAX_REVOKED = 900
-"""So many fit in one record of the DHT."""
+MAX_REVOKED = 900  # so many fit in one record of the DHT
 MAX_MEMBERSHIP_BYTES = 2048
-MAX_VERIFIED = 10_000
-"""Size of the cache: checking a membership takes up to 340 microseconds."""
+MAX_VERIFIED = 10_000  # size of the cache: checking a membership takes up to 340 microseconds
 MAX_GUESTS = 64
 GUEST_S = 60.0
 """How long a peer without a membership may stay linked to the authority to request one."""
@@ -74,39 +68,27 @@ class Signed(Message, frozen=True, kw_only=True):
 
 
 class Grant(Signed, frozen=True):
-    """Rights of an invitation, signed by the authority.
-
-    Attributes:
-        uses: peers that may join by it, 0 for any number; the authority counts.
-    """
+    """Rights of an invitation, signed by the authority."""
 
     run_id: RunId  # the run
     role: Role  # the highest role it gives
     key: Key  # the invitation's own public key
     join_until: Moment  # memberships under it start before this time
     member_until: Moment  # memberships under it end before this time
-    uses: Annotated[int, msgspec.Meta(ge=0, le=MAX_USES)] = 0
+    uses: Annotated[int, msgspec.Meta(ge=0, le=MAX_USES)] = 0  # peers that may join by it, 0 for any number
     offline: bool = True  # whether the invitation's key may sign memberships; only with unlimited uses
 
 
 class Membership(Signed, frozen=True):
-    """A peer's role in a run, shown in its handshakes.
-
-    Attributes:
-        run_id, role: the run, and the role in it.
-        key: the peer's public key.
-        name: the name that the authority verified, such as a Hugging Face user; empty if it did not.
-        issued_at, expires_at: the time in which it is valid.
-        grant: the grant under which the invitation's key signed it; None if the authority did.
-    """
+    """A peer's role in a run, shown in its handshakes; ``name`` is the one that the authority verified, if any."""
 
     run_id: RunId
     role: Role
-    key: Key
+    key: Key  # the peer's public key
     name: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
     issued_at: Moment
     expires_at: Moment
-    grant: Grant | None = None
+    grant: Grant | None = None  # under which the invitation's key signed it; None if the authority did
 
     @classmethod
     def decode(cls, data: bytes) -> Membership:
@@ -288,11 +270,7 @@ class OpenAdmission:
 
 
 Admission: TypeAlias = OpenAdmission | MembershipAdmission
-"""This peer's ``membership`` (shown in its handshakes), and its rule for admitting others.
-
-``admit`` is called at each handshake and every few seconds for each link. It raises `NotAdmitted` if a peer may not
-link, or no longer.
-"""
+"""This peer's ``membership`` and its rule, which each handshake and, every few seconds, each link must pass."""
 
 
 class Account(msgspec.Struct, frozen=True):

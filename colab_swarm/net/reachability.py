@@ -36,8 +36,7 @@ CALL_TIMEOUT_S = 5.0
 VERIFIERS = 3
 CHECK_EVERY_S = 5.0
 VERIFY_EVERY_S = 300.0
-DIAL_BACK_GAP_S = 1.0
-"""Least time between two dial-backs for the same peer."""
+DIAL_BACK_GAP_S = 1.0  # least time between two dial-backs for the same peer
 MAX_PROBED = 8
 Addresses = Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
 

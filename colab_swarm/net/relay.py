@@ -39,8 +39,7 @@ TOKEN_BYTES = 16
 GO = b"go"
 BATCH_BYTES = SCRATCH_BYTES + MAX_MESSAGE_BYTES + 16
 """One read, and a message received in fragments before."""
-TICKET_S = 15.0
-"""Time for the two ends to show their tickets."""
+TICKET_S = 15.0  # time for the two ends to show their tickets
 OFFER_TIMEOUT_S = 10.0
 CIRCUITS_PER_PAIR = 4
 """Less than `RelayQuota.circuits_per_peer`: one caller cannot use up all circuits of another peer."""
@@ -51,13 +50,11 @@ LOOK_EVERY_S = 30.0
 SECOND_PLACE_S = 5.0
 CALL_TIMEOUT_S = 5.0
 CANDIDATES = 8
-ENTRIES = 2
-"""Addresses of one relay that others learn."""
+ENTRIES = 2  # addresses of one relay that others learn
 RETRY_S = 1.0
 OFFERS_AT_ONCE = 32
 """Circuits that one relay may offer while this peer still connects: each costs a connection."""
-NEARER = 0.7
-"""A relay replaces another if its round trip is shorter by this factor."""
+NEARER = 0.7  # a relay replaces another if its round trip is shorter by this factor
 Id = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 Host = Annotated[str, msgspec.Meta(max_length=64)]
@@ -99,21 +96,15 @@ class CircuitOffer(Message, frozen=True):
 
 @dataclass(frozen=True)
 class RelayQuota:
-    """Limits of a relay; None for no limit.
-
-    Attributes:
-        circuits, circuits_per_peer: open at once, in all and for one peer.
-        circuit_bytes, circuit_s: one circuit carries so much, for so long; then it is closed.
-        circuit_bps, total_bps: bits per second of one circuit and of all.
-    """
+    """Limits of a relay; None for no limit."""
 
     places: int = 256  # peers that may hold a place
-    circuits: int = 256
+    circuits: int = 256  # open at once
     circuits_per_peer: int = 32
-    circuit_bytes: float | None = None
-    circuit_s: float | None = None
-    circuit_bps: float | None = None
-    total_bps: float | None = None
+    circuit_bytes: float | None = None  # what one circuit carries before it is closed
+    circuit_s: float | None = None  # seconds that one circuit may be open
+    circuit_bps: float | None = None  # bits per second of one circuit
+    total_bps: float | None = None  # bits per second of all circuits
     total_bytes: float | None = None  # all circuits together since the relay started; then it opens no more
     place_s: float = 300.0  # duration of a place, seconds
 

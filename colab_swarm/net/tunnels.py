@@ -2,7 +2,7 @@
 
 `Tunnel` watches the agent: its process and, now and then, the public address. It starts a new agent when one is lost;
 the address may change then. A guardian process starts each agent and kills it when this process dies, because a killed
-kernel runs no exit hooks.
+kernel runs no exit hooks. It has its own session, so it survives signals to the notebook's process group.
 
 pyngrok only downloads the ngrok agent. The agent's configuration lies in a temporary directory: it holds the token,
 which any user of the machine could read on a command line. The directory is deleted once the agent runs.
@@ -35,8 +35,7 @@ from colab_swarm.events import EventLog, Fault, QuotaWarning, TunnelChanged
 from colab_swarm.net.addresses import is_address
 
 logger = logging.getLogger(__name__)
-DOWNLOAD_TIMEOUT_S = 60.0
-"""For the 10 MB of the ngrok agent, the first time it is used."""
+DOWNLOAD_TIMEOUT_S = 60.0  # for the 10 MB of the ngrok agent, the first time it is used
 OPEN_TIMEOUT_S = 45.0
 WARN_AT = (0.5, 0.8, 0.95)
 PROBES, PROBE_AGAIN_S, PROBE_TIMEOUT_S = 3, 10.0, 15.0
@@ -105,22 +104,14 @@ os._exit(0)  # not sys.exit: the thread holds stdin
 
 @dataclass(frozen=True)
 class TunnelSettings:
-    """Which tunnel to open, and how to watch it.
-
-    Attributes:
-        kind: ``ngrok`` (needs an account's ``auth_token``) or ``cloudflared`` (needs the program, no account).
-        agent: path of the program; None uses pyngrok's own, or the cloudflared on the PATH.
-        quota_bytes: monthly data volume of the ngrok plan (1 GB on the free one); None for no limit.
-        check_s: seconds between checks of the agent.
-        probe_s: seconds between requests to the public address; ngrok's free plan has 20,000 requests a month.
-    """
+    """Which tunnel to open, and how to watch it; ngrok needs an account, cloudflared the program."""
 
     kind: Literal["ngrok", "cloudflared"]
-    auth_token: str | None = field(default=None, repr=False)
-    agent: str | None = None
-    quota_bytes: float | None = 1e9
-    check_s: float = 1.0
-    probe_s: float = 180.0
+    auth_token: str | None = field(default=None, repr=False)  # of ngrok
+    agent: str | None = None  # path of the program; None uses pyngrok's own, or the cloudflared on the PATH
+    quota_bytes: float | None = 1e9  # monthly data volume of the ngrok plan; None for no limit
+    check_s: float = 1.0  # seconds between checks of the agent
+    probe_s: float = 180.0  # between requests to the public address; ngrok's free plan has 20,000 a month
 
     def __post_init__(self) -> None:
         if self.kind not in ("ngrok", "cloudflared"):
@@ -232,9 +223,6 @@ async def _install_ngrok(settings: TunnelSettings) -> tuple[str, str]:
 
 class Tunnel:
     """One tunnel to a ``port`` on 127.0.0.1; opened by `open`, then reopened whenever it is lost, until `close`.
-
-    The agent is run by a guardian process that kills it when this process dies. The guardian has its own session, so it
-    survives signals to the notebook's process group.
 
     Args:
         on_change: called on the loop with each later address, and with None when the tunnel is lost.

@@ -8,14 +8,11 @@
     Ready: half a round trip from now    ->
     punches                                  punches
 
-Endpoints are those of each end's own connection to the relay: as the relay sees it from outside,
-and as it is in the peer's own network, for two peers behind one NAT. The asking end sends the first
-handshake message on every connection that opens. An end that punches with another peer answers that
-it is busy, and is tried again later. The link table prefers the new link, and both ends leave the
-relayed one when its streams are over.
-
-The answering end dials only addresses of the host at which the relay sees the asking end, as in every dial-back
-(`colab_swarm.net.addresses.may_dial_back`). So a relayed peer cannot make it connect to other machines.
+Endpoints are those of each end's own connection to the relay: as the relay sees it from outside, and as it is in the
+peer's own network, for two peers behind one NAT. The asking end sends the first handshake message on every connection
+that opens. An end that punches with another peer answers that it is busy, and is tried again later. The link table
+prefers the new link, and both ends leave the relayed one when its streams are over. As in every dial-back, only the
+host at which the relay sees the asking end is dialled (`colab_swarm.net.addresses.may_dial_back`).
 
 **TCP hole punching.** A NAT lets in answers to what went out. So both ends send a SYN from the local port of their
 connection to the relay, to the address at which the relay saw the other end:
@@ -58,21 +55,16 @@ from colab_swarm.net.websocket import CAN_PUNCH, WebSocket, bound_socket
 
 logger = logging.getLogger(__name__)
 MAX_TARGETS = 8
-PUNCH_S = 4.0
-"""Duration of one attempt."""
+PUNCH_S = 4.0  # duration of one attempt
 TALK_TIMEOUT_S = 10.0
 DIAL_BACK_S = 3.0
 TRIES = 3
-ASKS = 40
-"""Tries, and answers that the other end is busy."""
-AGAIN_S = 180.0
-"""Time between failed upgrades, while the relayed link is open."""
+ASKS = 40  # tries, and answers that the other end is busy
+AGAIN_S = 180.0  # time between failed upgrades, while the relayed link is open
 PAUSE_S = (0.5, 3.0)
-FORGIVEN_S = 60.0
-"""A peer whose attempts fail is answered `TRIES` times in this time."""
+FORGIVEN_S = 60.0  # a peer whose attempts fail is answered `TRIES` times in this time
 _MIN_BEAT_S = 0.15
-_LATE_S = 0.002
-"""Delay of an event loop's timers."""
+_LATE_S = 0.002  # delay of an event loop's timers
 _BACKLOG = 8
 
 
@@ -105,9 +97,8 @@ def plan_tries(
     differ in latency, so the asking end moves every other beat at random, by about half a round trip at most.
 
     Args:
-        now, until: when the signal was sent, or received; when to end; loop time, seconds.
-        rtt_s: of the signal's path, seconds.
-        answering: True at the end that received the signal.
+        now, until: when the signal was sent, or received by the ``answering`` end; when to end.
+        rtt_s: of the signal's path.
     """
     beat_s = max(_MIN_BEAT_S, 2 * rtt_s)
     begin_at = now if answering else now + rtt_s / 2

@@ -37,8 +37,7 @@ from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, short
 logger = logging.getLogger(__name__)
 TOKENS_AT_ONCE = 8
 MEMBER_S, LISTED_MEMBER_S = 7 * 24 * 3600.0, 4 * 3600.0
-GRACE_S = 7 * 24 * 3600.0
-"""How long an ended membership can be renewed."""
+GRACE_S = 7 * 24 * 3600.0  # how long an ended membership can be renewed
 Shown = Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)]
 
 
@@ -214,13 +213,10 @@ class Authority:
             raise Refusal("your last request is still being answered: wait for it")
         self._asking.add(peer)
         try:
-            return await self._answer(peer, message)
+            proof = self._proof_of(peer, message.proof)
+            name = proof.name if self._allow is None else await self._name_of(message.token, self._allow)
         finally:
             self._asking.discard(peer)
-
-    async def _answer(self, peer: PeerId, message: RequestMembership) -> IssuedMembership:
-        proof = self._proof_of(peer, message.proof)
-        name = proof.name if self._allow is None else await self._name_of(message.token, self._allow)
         now = self._peers.time()
         if proof.grant is not None and not self._book.use(proof.grant, peer, now=now):
             count = f"{proof.grant.uses} {'peer' if proof.grant.uses == 1 else 'peers'}"

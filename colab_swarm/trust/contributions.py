@@ -38,13 +38,11 @@ logger = logging.getLogger(__name__)
 Kind: TypeAlias = Literal["samples", "reduced_bytes", "relayed_bytes", "units", "expert_calls"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 VALUE_BYTES = 4
-MAX_ROWS = 300
-"""Peers in a tally; they fit in one record."""
+MAX_ROWS = 300  # peers in a tally; they fit in one record
 MAX_AMOUNT = 1e18
 PUBLISH_S = 30.0
 RECORD_S = 24 * 3600.0
-SHARDS = 8
-"""Keys over which the tallies are spread: all records of one key must fit in one message."""
+SHARDS = 8  # keys over which the tallies are spread: all records of one key must fit in one message
 COLUMNS = ("", "peer", "id", "samples", "averaged for others", "relayed for others", "units", "expert calls")
 Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_AMOUNT)]
 

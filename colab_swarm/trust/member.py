@@ -23,8 +23,7 @@ from colab_swarm.net.peers import Ack, PeerId, Peers, Refusal, Role, short
 from colab_swarm.trust.authority import IssuedMembership, RequestMembership
 
 logger = logging.getLogger(__name__)
-REPORT_S = 30.0
-"""Smaller clock differences are not reported."""
+REPORT_S = 30.0  # smaller clock differences are not reported
 TICK_S = 10.0
 ASK_TIMEOUT_S = 20.0
 CALL_TIMEOUT_S = 10.0
