@@ -58,6 +58,7 @@ NEARER = 0.7  # a relay replaces another if its round trip is shorter by this fa
 Id = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 Host = Annotated[str, msgspec.Meta(max_length=64)]
+Seen = tuple[Host, int]
 
 
 class Reserve(Message, frozen=True):
@@ -65,11 +66,10 @@ class Reserve(Message, frozen=True):
 
 
 class Reserved(Message, frozen=True):
-    """The place lasts ``seconds``, while the link is open; the relay sees the peer at ``seen_host``, ``seen_port``."""
+    """The place lasts ``seconds``, while the link is open; the relay sees the peer at host and port ``seen``."""
 
     seconds: float
-    seen_host: Host
-    seen_port: int
+    seen: Seen
 
 
 class OpenCircuit(Message, frozen=True):
@@ -79,11 +79,10 @@ class OpenCircuit(Message, frozen=True):
 
 
 class CircuitTicket(Message, frozen=True):
-    """The caller shows ``token`` at the relay's port; ``seen_host`` and ``seen_port`` as in `Reserved`."""
+    """The caller shows ``token`` at the relay's port; ``seen`` as in `Reserved`."""
 
     token: Token
-    seen_host: Host
-    seen_port: int
+    seen: Seen
 
 
 class CircuitOffer(Message, frozen=True):
@@ -225,7 +224,7 @@ class Relay:
 
     async def _on_reserve(self, peer: PeerId, message: Reserve) -> Reserved:
         self.state.reserve(peer, self._loop.time())
-        return Reserved(self.state.quota.place_s, *self._seen(peer))
+        return Reserved(self.state.quota.place_s, self._seen(peer))
 
     def _seen(self, peer: PeerId) -> HostPort:
         path = self._node.path_to(peer)
@@ -248,7 +247,7 @@ class Relay:
         path = self._node.path_to(peer)
         offer = CircuitOffer(peer, theirs, "" if path is None else path.seen_host)
         self._node.linker.spawn(self._offer(circuit, called, offer))
-        return CircuitTicket(mine, *self._seen(peer))
+        return CircuitTicket(mine, self._seen(peer))
 
     async def _offer(self, circuit: Circuit, called: PeerId, offer: CircuitOffer) -> None:
         try:
@@ -409,7 +408,7 @@ class Circuits:
         """Open a connection to ``peer`` through the relay."""
         self._node.learn(relay)
         ticket = await self._node.call(relay.id, OpenCircuit(peer), CircuitTicket, timeout_s=CALL_TIMEOUT_S)
-        self.seen_at[relay.id] = (ticket.seen_host, ticket.seen_port)
+        self.seen_at[relay.id] = ticket.seen
         websocket = await self._show(relay.id, ticket.token, receiver)
         try:
             await receiver.opened.wait()  # the relay's message: the other end is connected
@@ -504,7 +503,7 @@ class Circuits:
         # others may have to dial it elsewhere than we do
         entries.sort(key=lambda one: (is_loopback(host_of(one)), is_local(host_of(one))))
         circuits = tuple(f"{entry}{CIRCUIT}{relay.hex()}" for entry in entries[:ENTRIES])
-        self.seen_at[relay] = (reserved.seen_host, reserved.seen_port)
+        self.seen_at[relay] = reserved.seen
         self._until[relay] = self._loop.time() + reserved.seconds
         if self.places.get(relay) != circuits:
             self.places[relay] = circuits

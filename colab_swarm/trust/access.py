@@ -42,12 +42,10 @@ CALL_TIMEOUT_S = 10.0
 
 
 class RevocationWatch:
-    """Keeps a peer's `MembershipAdmission` up to date with the authority's list.
+    """Keeps a peer's `MembershipAdmission` up to date with the authority's list in the DHT.
 
     Args:
-        dht: stores the list.
-        events: gets `PeersRevoked`.
-        recheck: called when the list has changed; closes the links of revoked peers, see `Linker.recheck`.
+        recheck: closes the links of revoked peers, see `Linker.recheck`.
         spawn: runs work in the background, see `Linker.spawn`.
     """
 
@@ -141,10 +139,7 @@ async def repeat(work: Callable[[], Awaitable[None]], period_s: float, events: E
 
 
 class Trust:
-    """A peer's membership, revocations, and contributions; in an open run only the latter.
-
-    ``authority`` is set where this peer is the authority of a closed run.
-    """
+    """A peer's membership, revocations and contributions, and its ``authority``; in an open run only contributions."""
 
     def __init__(self, node: Node, dht: DHT, events: EventLog, rng: random.Random, access: RunAccess) -> None:
         self._node, self._events, linker = node, events, node.linker
@@ -290,10 +285,8 @@ class RunAccess:
         """Make an invitation. A peer that is not the authority passes its own on, with itself as one more entry.
 
         Args:
-            authority: set where this peer is it.
             role: worker, reducer or viewer; worker by default.
-            hours: how long the invitation can be used; 24 by default.
-            uses: how many peers can join with it; unlimited by default.
+            hours, uses: how long it can be used, 24 by default; by how many peers, by default any number.
 
         Raises:
             JoinError: nobody could use it.
@@ -302,14 +295,11 @@ class RunAccess:
         """
         limited, closed = role is not None or uses is not None, self.admission is not None
         if limited and not closed:
-            raise PermissionError(
-                "an open run has no roles and no counted invitations: create it with access='invite'"
-            )
+            text = "an open run has no roles and no counted invitations: create it with access='invite'"
+            raise PermissionError(text)
         if closed and authority is None and (limited or hours is not None):
-            raise PermissionError(
-                "only the organizer's peer chooses role, hours and uses; "
-                "without arguments, invite() passes your own invitation on"
-            )
+            text = "only the organizer's peer chooses role, hours and uses; invite() passes your own invitation on"
+            raise PermissionError(text)
         entries, life_h = self._ways_in(peers), 24.0 if hours is None else hours
         if not closed:
             return Invite(self.run_id, entries, peers.time() + 3600 * life_h)

@@ -160,10 +160,9 @@ def member_s(allow: Allowlist | None) -> float:
 
 
 class Authority:
-    """Issues memberships. Its peer's key is the run's authority key.
+    """Issues memberships, as the peer whose key is the run's authority key.
 
     Args:
-        peers: the network; its key must be the admission's ``authority``.
         allow: accounts that it admits; None if an invitation suffices.
         readmit: gives a linked peer the role of a membership, see `Linker.readmit`.
     """
@@ -197,10 +196,7 @@ class Authority:
         return make_grant(run_id, role, self._peers.sign, join_until=until, allow=self._allow, uses=uses)
 
     def revoke(self, subject: PeerId) -> None:
-        """Revoke a peer, or the key of an invitation with all peers that only the invitation admits.
-
-        `RevocationWatch.spread` sends the list to the others. Raises `ValueError` for the authority itself.
-        """
+        """Revoke a peer, or an invitation's key with all that only it admits; ValueError for the authority itself."""
         if subject == self._peers.id:
             raise ValueError("this is the authority itself; to end the run, leave it")
         revocations = self._admission.revoked.adding(subject, now=self._peers.time(), sign=self._peers.sign)

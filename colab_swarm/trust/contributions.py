@@ -166,16 +166,14 @@ def merged(*tallies: Iterable[TallyRow]) -> tuple[TallyRow, ...]:
 
 
 class Contributions:
-    """Publishes this peer's ledger and reads those of all peers.
+    """Publishes this peer's ledger in the DHT and reads those of all peers.
 
     Args:
-        dht: stores the tallies.
         admission: only tallies of reducers and above count; None in an open run, where all count.
         relayed_bytes: what each relay has carried for this peer, see `Metering.relayed_bytes`.
 
     Attributes:
-        ledger: this peer's tally.
-        saved: this peer's tally of an earlier session, from its folder.
+        ledger, saved: this peer's tally, and that of an earlier session, from its folder.
     """
 
     def __init__(
@@ -279,14 +277,9 @@ def tally_of(record: Record) -> ContributionTally | None:
 
 
 class Leaderboard(tuple[Contribution, ...]):
-    """Each peer's contributions, as other peers saw them; most samples first.
+    """Each peer's contributions, as other peers saw them; most samples first."""
 
-    Attributes:
-        names: the names that peers chose, by short id; not verified.
-        me: this peer.
-    """
-
-    names: Mapping[str, str]
+    names: Mapping[str, str]  # that peers chose, by short id; not verified
     me: PeerId
 
     def __new__(cls, given: Iterable[Contribution], names: Mapping[str, str], me: PeerId) -> Leaderboard:

@@ -59,24 +59,19 @@ class ClockWatch:
 
 @dataclass(frozen=True)
 class Credentials:
-    """What admits a peer: an invitation's grant and key, a Hugging Face token where the run requires one.
-
-    ``membership`` is of an earlier session; it may outlive the invitation.
-    """
+    """What admits a peer: an invitation's grant and key, a Hugging Face token where the run requires one."""
 
     grant: Grant
     invitation: Identity
     token: str = field(default="", repr=False)
-    membership: bytes = field(default=b"", repr=False)
+    membership: bytes = field(default=b"", repr=False)  # of an earlier session; it may outlive the invitation
 
 
 class RunMember:
     """Gets and renews this peer's membership, and accepts the renewed ones of other peers.
 
     Args:
-        dht: finds the authority.
-        events: gets `MembershipRenewed`, `MembershipEnding` and `ClockSkewed`.
-        credentials: what admits this peer; None for the authority, and in an open run.
+        credentials: what admits this peer; None for the authority.
         readmit: gives a linked peer the role of a membership, see `Linker.readmit`.
         behind_s: how far this machine's clock is behind the other peers', see `SwarmClock.behind_s`.
     """

@@ -21,10 +21,7 @@ BOB = PeerId(b"b" * 32)
 def test_a_server_on_all_interfaces_is_reached_by_loopback_first() -> None:
     first, *others = reachable_addresses("0.0.0.0", 4500)
     assert first == "ws://127.0.0.1:4500"
-    assert all(address.endswith(":4500") for address in others)
-
-
-def test_a_server_on_one_interface_is_reached_there_only() -> None:
+    assert all(address.endswith(":4500") and "[" not in address for address in others)
     assert reachable_addresses("192.0.2.7", 4500) == ("ws://192.0.2.7:4500",)
 
 

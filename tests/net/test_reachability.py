@@ -12,8 +12,9 @@ import pytest
 from colab_swarm.errors import CallRefused
 from colab_swarm.events import EventLog, ReachabilityChanged
 from colab_swarm.net import reachability
+from colab_swarm.net.carrier import Path
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import Contact, PeerId
+from colab_swarm.net.peers import PeerId
 from colab_swarm.net.reachability import (
     DialBack,
     DialledBack,
@@ -22,7 +23,7 @@ from colab_swarm.net.reachability import (
     ReachabilityWatch,
 )
 from colab_swarm.net.relay import Relay
-from tests.net.swarm import Echo, peers, until
+from tests.net.swarm import Echo, candidates, peers, until
 
 PUBLIC, PRIVATE, LOOPBACK = "ws://203.0.113.7:4500", "ws://192.168.1.5:4500", "ws://127.0.0.1:4500"
 ALICE, BOB, RELAY = PeerId(b"a" * 32), PeerId(b"b" * 32), PeerId(b"r" * 32)
@@ -34,11 +35,10 @@ SILENT = "did not answer in 1.5 s"
 async def watched(
     *nodes: Node, relays: tuple[Node, ...] = (), events: EventLog | None = None, **options: Any
 ) -> AsyncIterator[list[ReachabilityWatch]]:
-    async def known() -> list[Contact]:
-        return [relay.contact for relay in relays]
-
     log = events or EventLog()
-    watches = [ReachabilityWatch(node, known, log, random.Random(1), **options) for node in nodes]
+    watches = [
+        ReachabilityWatch(node, candidates(*relays), log, random.Random(1), **options) for node in nodes
+    ]
     yield watches
     for watch in watches:
         await watch.close()
@@ -82,6 +82,20 @@ async def test_a_peer_that_does_not_listen_and_finds_no_relay_is_outgoing_only()
             await watch.start()
             assert watch.current.level is ReachabilityLevel.OUTGOING
             assert "use_relays=False" in dict(watch.current.reasons)[ReachabilityLevel.RELAYED]
+
+
+async def test_peers_across_the_internet_verify_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reachability, "VERIFIERS", 1)
+    async with (
+        peers("alice", "bob", "carol") as (alice, bob, carol),
+        watched(alice, bob, carol) as (watch, *_),
+    ):
+        for other in (bob, carol):
+            await alice.call(other.id, Echo(), Echo, timeout_s=5)
+        seen = {bob.id: "127.0.0.1", carol.id: "203.0.113.9"}
+        monkeypatch.setattr(alice, "path_to", lambda peer: Path(remote=(seen[peer], 1)))
+        await watch.verify()
+        assert set(watch._policy.reports) == {carol.id}
 
 
 async def test_dial_backs_are_limited_in_rate(monkeypatch: pytest.MonkeyPatch) -> None:

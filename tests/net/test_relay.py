@@ -33,7 +33,7 @@ from colab_swarm.net.relay import (
     _Pump,
     choose,
 )
-from tests.net.swarm import Echo, Piece, Talk, peers, run, until
+from tests.net.swarm import Echo, Piece, Talk, candidates, peers, run, until
 
 ALICE, BOB, CAROL = PeerId(b"a" * 32), PeerId(b"b" * 32), PeerId(b"c" * 32)
 
@@ -108,19 +108,35 @@ async def relayed(
 ) -> AsyncIterator[tuple[Node, Node, list[Relay]]]:
     """Alice and bob, neither of whom can be dialled; bob holds a place at each relay."""
     serving = [Relay(relay, quota or RelayQuota()) for relay in relays]
-
-    async def candidates() -> list[Contact]:
-        return [relay.contact for relay in relays]
-
     async with peers("alice", "bob", listen=False) as (alice, bob):
-        Circuits(alice, candidates, lambda: None, random.Random(1))
-        far = Circuits(bob, candidates, lambda: bob.announce(far.addresses), random.Random(2))
+        Circuits(alice, candidates(*relays), lambda: None, random.Random(1))
+        far = Circuits(bob, candidates(*relays), lambda: bob.announce(far.addresses), random.Random(2))
         far.start()
         await until(lambda: len(far.places) == len(relays))
         alice.learn(Contact(bob.id, far.addresses))
         yield alice, bob, serving
     for one in serving:
         one.close()
+
+
+async def test_a_nearer_relay_replaces_the_farthest(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with peers("carol", "dave", "erin") as relays, peers("bob", listen=False) as (bob,):
+        carol, dave, erin = (relay.id for relay in relays)
+
+        async def rtt(circuits: Circuits, relay: PeerId) -> float:
+            return {carol: 0.1, dave: 0.2, erin: 0.01}[relay]
+
+        monkeypatch.setattr(Circuits, "_rtt", rtt)
+        monkeypatch.setattr("colab_swarm.net.relay.RETRY_S", 0.01)
+        serving = [Relay(relay) for relay in relays]
+        circuits = Circuits(bob, candidates(*relays[:2]), lambda: None, random.Random(1))
+        circuits.start()
+        await until(lambda: set(circuits.places) == {carol, dave})
+        circuits._candidates = candidates(*relays)
+        circuits._look.set()
+        await until(lambda: set(circuits.places) == {carol, erin})
+        for relay in serving:
+            relay.close()
 
 
 async def test_two_peers_that_cannot_be_dialled_talk_through_a_relay() -> None:
@@ -251,16 +267,13 @@ def test_a_peer_that_can_be_dialled_but_not_by_all_needs_no_place(monkeypatch: p
     async def main() -> None:
         async with peers("carol", "dave") as (carol, dave), relayed(carol) as (_, bob, _):
             carol.learn(dave.contact)
-            Circuits(dave, no_relays, lambda: None, random.Random(3))
+            Circuits(dave, candidates(), lambda: None, random.Random(3))
             bob.learn(
                 Contact(dave.id, ("ws://127.0.0.1:1",))
             )  # as if a firewall of bob's blocked the way to dave
             assert await bob.call(dave.id, Echo(b"hello"), Echo, timeout_s=5) == Echo(b"hello")
             path = bob.path_to(dave.id)
             assert path and path.relay == carol.id
-
-    async def no_relays() -> list[Contact]:
-        return []
 
     run(main())
 
@@ -339,7 +352,7 @@ async def test_a_ticket_that_was_guessed_leaves_no_error_behind() -> None:
 
 async def test_offers_without_end_are_refused() -> None:
     async with peers("alice", "carol") as (alice, carol):
-        circuits = Circuits(alice, lambda: asyncio.sleep(0, []), lambda: None, random.Random(1))
+        circuits = Circuits(alice, candidates(), lambda: None, random.Random(1))
         shown = 0
 
         async def never(relay: PeerId, token: bytes, receiver: Any) -> Any:
@@ -379,14 +392,11 @@ async def test_a_relay_that_drops_peers_with_a_place_is_retried_after_a_pause(
             places += 1
             loop = asyncio.get_running_loop()
             loop.call_later(0.002, lambda: [link.abort("") for link in carol.linker.table.of(peer)])
-            return Reserved(300.0, "192.0.2.1", 1)
+            return Reserved(300.0, ("192.0.2.1", 1))
 
         carol.serve(Reserve, drop)
 
-        async def candidates() -> list[Contact]:
-            return [carol.contact]
-
-        circuits = Circuits(alice, candidates, lambda: None, random.Random(1))
+        circuits = Circuits(alice, candidates(carol), lambda: None, random.Random(1))
         circuits.start()
         await until(lambda: places == 1)
         await asyncio.sleep(0.15)

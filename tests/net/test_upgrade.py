@@ -30,7 +30,7 @@ from colab_swarm.net.relay import (
 )
 from colab_swarm.net.upgrade import Endpoint, Upgrade, UpgradeReady, Upgrades, family_of, plan_tries, punch
 from colab_swarm.net.websocket import CAN_PUNCH, bound_socket
-from tests.net.swarm import Echo, Piece, Talk, peers, run, until
+from tests.net.swarm import Echo, Piece, Talk, candidates, peers, run, until
 
 CAROL = PeerId(b"c" * 32)
 
@@ -48,11 +48,8 @@ async def relayed(
         relay = Relay(carol)
         outcomes: dict[PeerId, str | None] = {}
 
-        async def candidates() -> list[Contact]:
-            return [carol.contact]
-
         for node in (alice, bob):
-            bobs = Circuits(node, candidates, lambda: None, random.Random(1))
+            bobs = Circuits(node, candidates(carol), lambda: None, random.Random(1))
             Upgrades(node, bobs.seen_at.get, outcomes.__setitem__, random.Random(2))
         bobs.start()
         await until(lambda: bobs.addresses)

@@ -72,6 +72,7 @@ async def test_all_peers_know_a_revocation_within_a_minute() -> None:
     late = [watcher.rechecked[0] - begun for watcher in found]
     assert max(late) < 60.0 and all(MALLORY in watcher.admission.revoked.subjects for watcher in found)
     assert [event.count for event in found[7].events.recent(PeersRevoked)] == [1]
+    assert not any(watcher.events.recent(Fault) for watcher in found)
 
 
 @pytest.mark.virtual_time
