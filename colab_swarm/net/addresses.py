@@ -147,10 +147,7 @@ class AddressBook:
 
 
 class VisitLimit:
-    """Limits each source to ``most`` requests in ``window_s`` seconds, so that none locks out the others. Free of I/O.
-
-    A source is a peer, or a visitor's `source_of`; a window begins with its first request.
-    """
+    """Limits each source, a peer or a `source_of`, to ``most`` requests in ``window_s`` seconds. Free of I/O."""
 
     def __init__(self, most: int, window_s: float = 1.0) -> None:
         self._most, self._window_s = most, window_s

@@ -1,8 +1,8 @@
 """Swarms on the same local network announce themselves by multicast DNS and are found without an invitation.
 
 The announcement is public on that network: the run's id, the announcing peer, its addresses, and whether an invitation
-is needed. Trust none of it before the handshake. Each announcing peer is one service; peers of one
-run are merged. On platforms without multicast (Colab, Kaggle) nothing is found and nothing fails.
+is needed. Trust none of it before the handshake. Each announcing peer is one service; peers of one run are merged. On
+platforms without multicast (Colab, Kaggle) nothing is found and nothing fails.
 """
 
 from __future__ import annotations
@@ -108,14 +108,9 @@ def announced(contact: Contact) -> tuple[list[str], int]:
 
 
 class LanAnnouncer:
-    """Announces one peer from its first `update` until `close`.
+    """Announces one peer, by its display ``name``, from its first `update` until `close`.
 
-    Args:
-        name: the peer's display name.
-        interfaces: IP addresses of the interfaces to use; None for all.
-
-    Raises:
-        OSError: no interface supports multicast.
+    ``interfaces`` are IP addresses of those to use, None all; `OSError` if none supports multicast.
     """
 
     def __init__(
@@ -128,11 +123,7 @@ class LanAnnouncer:
         self._info: AsyncServiceInfo | None = None
 
     async def update(self, contact: Contact) -> None:
-        """Announce the peer's addresses, nothing while it has none; the first time this takes about a second.
-
-        Raises:
-            OSError: it cannot be announced.
-        """
+        """Announce the peer's addresses, nothing while it has none; takes a second at first. Raises `OSError`."""
         ips, port = announced(contact)
         before, self._info = self._info, None
         if ips:
@@ -160,12 +151,7 @@ class LanAnnouncer:
 
 
 async def find_swarms(*, seconds: float = 1.5, interfaces: Sequence[str] | None = None) -> list[LanSwarm]:
-    """Return the runs announced on the local network, by name; none where multicast does not work.
-
-    Args:
-        seconds: how long to listen.
-        interfaces: IP addresses of the interfaces to use; None for all.
-    """
+    """Listen, and return the runs announced on the local network, by name; none where multicast does not work."""
     with suppress(OSError):
         async with _open(interfaces) as zeroconf:
             return merge(await _listen(zeroconf.zeroconf, seconds))

@@ -145,22 +145,15 @@ _revocations_decoder = msgspec.msgpack.Decoder(Revocations)
 
 
 class MembershipAdmission:
-    """Admits peers with a membership. The authority needs no membership, only its key.
+    """Admits peers with a membership; the authority needs only its key. ``own`` is this peer's Ed25519 public key.
 
     At the authority, and only there, a peer without a valid membership is a guest, for a minute.
-
-    Args:
-        authority, own: Ed25519 public keys of the authority and of this peer.
-
-    Attributes:
-        membership: this peer's own; set it whenever it gets a new one.
-        revoked: the newest revocations; `learn` replaces them.
     """
 
     def __init__(self, run_id: str, *, authority: bytes, own: bytes) -> None:
         self.run_id, self.authority, self.own = run_id, authority, own
-        self.membership = b""
-        self.revoked = Revocations(run_id)
+        self.membership = b""  # this peer's own; set it whenever it gets a new one
+        self.revoked = Revocations(run_id)  # the newest; `learn` replaces them
         self._revoked_ids: frozenset[bytes] = frozenset()
         self._verified: OrderedDict[bytes, Membership] = OrderedDict()
         self._guests: dict[bytes, float] = {}  # when each was admitted, by public key

@@ -74,17 +74,12 @@ class ReachabilityLevel(StrEnum):
 
 @dataclass(frozen=True)
 class Reachability:
-    """How others reach this peer: the best ``level`` that works, ``via`` relays or a tunnel.
-
-    Attributes:
-        addresses: what to tell others, the best first.
-        reasons: for each better level why it does not work.
-    """
+    """How others reach this peer: the best ``level`` that works, ``via`` relays or a tunnel."""
 
     level: ReachabilityLevel
     via: str = ""
-    addresses: tuple[str, ...] = ()
-    reasons: tuple[tuple[ReachabilityLevel, str], ...] = ()
+    addresses: tuple[str, ...] = ()  # what to tell others, the best first
+    reasons: tuple[tuple[ReachabilityLevel, str], ...] = ()  # for each better level why it does not work
 
     def __str__(self) -> str:
         if self.level is ReachabilityLevel.TUNNEL:
@@ -100,23 +95,15 @@ class Reachability:
 
 
 class ReachabilityPolicy:
-    """Evidence of how this peer can be reached, and what follows from it.
+    """Evidence of how this peer can be reached at ``listening``, and what follows from it.
 
-    Args:
-        listening: addresses where this peer listens; none in client mode.
-        trusted: whether the user gave them: they are reported without a check.
-
-    Attributes:
-        reports: results of dial-backs at ``listening``, by peer.
-        places: relays that hold a place, each with its circuit addresses.
-        tunnel: the address of the tunnel; None without one.
-        why: for levels other than direct and LAN, why they do not work.
+    ``trusted`` addresses are those that the user gave: they are reported without a check.
     """
 
     def __init__(self, listening: tuple[str, ...], *, trusted: bool = False) -> None:
         self.listening, self._trusted = listening, trusted
-        self.reports: dict[PeerId, DialledBack] = {}
-        self.places: Mapping[PeerId, tuple[str, ...]] = {}
+        self.reports: dict[PeerId, DialledBack] = {}  # of dial-backs, by peer
+        self.places: Mapping[PeerId, tuple[str, ...]] = {}  # relays, each with circuit addresses of this peer
         self.tunnel: str | None = None
         self._punched: set[PeerId] = set()
         self.why = {
@@ -203,10 +190,6 @@ class ReachabilityWatch:
         relays: returns the relays of the run that this peer knows.
         trusted: the addresses to tell others, if the user gave them.
         use_relays, punch: whether to use these levels.
-        tunnel: which to open, if any.
-
-    Attributes:
-        current: how others reach this peer.
     """
 
     def __init__(

@@ -7,8 +7,8 @@
 3. Both ends connect to the relay's ordinary port and show their ticket as the first message. When both are connected
    the relay sends `GO` to the caller, and from then on copies messages unread.
 
-The two ends shake hands and encrypt through the circuit as over any connection. So the relay sees
-sizes, times and the two peers, but no key and no content, and spends no time on cryptography.
+The two ends shake hands and encrypt through the circuit as over any connection. So the relay sees sizes, times and the
+two peers, but no key and no content, and spends no time on cryptography.
 """
 
 from __future__ import annotations
@@ -292,10 +292,7 @@ class Relay:
 
 
 class _Pump:
-    """Receives at one end of a circuit and sends to the other.
-
-    Reading pauses while the other end's buffer is full, and while a bandwidth quota is used up.
-    """
+    """Receives at one end of a circuit and sends to the other; pauses while that is full, or a quota used up."""
 
     def __init__(self, relay: Relay, circuit: Circuit, socket: WebSocket) -> None:
         self._relay, self._circuit, self.socket = relay, circuit, socket
@@ -354,10 +351,6 @@ class Circuits:
     Args:
         candidates: returns the relays of the run that this peer knows, in any order.
         on_change: called when the places have changed.
-
-    Attributes:
-        places: the relays that hold a place for this peer, each with its circuit addresses.
-        seen_at: where each relay sees this peer's connection to it.
     """
 
     def __init__(
@@ -371,10 +364,10 @@ class Circuits:
         self._loop = asyncio.get_running_loop()
         self._look, self._looked = asyncio.Event(), asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
-        self.seen_at: dict[PeerId, HostPort] = {}
+        self.seen_at: dict[PeerId, HostPort] = {}  # where each relay sees this peer's connection to it
         self._accepting: list[PeerId] = []
         self._until: dict[PeerId, float] = {}
-        self.places: dict[PeerId, tuple[str, ...]] = {}
+        self.places: dict[PeerId, tuple[str, ...]] = {}  # relays, each with circuit addresses of this peer
         node.linker.open_circuit = self._open
         node.serve(CircuitOffer, self._on_offer, role=Role.REDUCER)
         node.on_lost(self._on_lost)

@@ -59,7 +59,7 @@ async def test_a_peer_that_is_dialled_back_on_its_own_machine_is_in_the_lan() ->
 async def test_a_peer_behind_a_nat_gets_a_place_at_a_relay_and_announces_it() -> None:
     events = EventLog()
     async with peers("alice", "bob", "carol") as (alice, bob, carol):
-        relay = Relay(carol)
+        Relay(carol)
         async with watched(alice, bob, relays=(carol,), events=events) as (watch, _):
             for other in (bob, carol):
                 await alice.call(other.id, Echo(), Echo, timeout_s=5)
@@ -71,7 +71,6 @@ async def test_a_peer_behind_a_nat_gets_a_place_at_a_relay_and_announces_it() ->
             assert events.recent(ReachabilityChanged)[-1].how == str(watch.current)  # type: ignore[attr-defined]
             await until(lambda: bob.contact_of(alice.id).addresses == watch.current.addresses)
             assert not bob.contact_of(alice.id).direct
-        relay.close()
 
 
 async def test_a_peer_that_does_not_listen_and_finds_no_relay_is_outgoing_only() -> None:
@@ -181,16 +180,11 @@ def test_each_higher_level_says_why_it_does_not_work() -> None:
     assert one.decide().explain().splitlines()[0] == "outgoing only"
 
 
-def test_addresses_from_the_user_are_announced_unverified() -> None:
-    one = ReachabilityPolicy(("ws://swarm.example:4500",), trusted=True)
-    assert one.decide().level is ReachabilityLevel.DIRECT and one.decide().addresses == (
-        "ws://swarm.example:4500",
-    )
-
-
-def test_private_addresses_without_a_dial_back_are_called_so() -> None:
+def test_addresses_that_nobody_has_tried_are_called_so_unless_the_user_gave_them() -> None:
     assert str(policy().decide()) == "listening in the local network, nobody has tried yet"
     assert str(policy(PUBLIC, PRIVATE).decide()) == "listening, nobody has tried yet"
+    given = ReachabilityPolicy(("ws://swarm.example:4500",), trusted=True).decide()
+    assert given.level is ReachabilityLevel.DIRECT and given.addresses == ("ws://swarm.example:4500",)
 
 
 def test_a_public_address_stays_announced_while_all_see_this_peer_through_a_relay_or_tunnel() -> None:

@@ -33,7 +33,7 @@ from colab_swarm.net.relay import (
     _Pump,
     choose,
 )
-from tests.net.swarm import Echo, Piece, Talk, candidates, peers, run, until
+from tests.net.swarm import Echo, Piece, Talk, candidates, peers, until
 
 ALICE, BOB, CAROL = PeerId(b"a" * 32), PeerId(b"b" * 32), PeerId(b"c" * 32)
 
@@ -44,17 +44,12 @@ def state(**quota: float) -> RelayState:
     return made
 
 
-def test_a_place_lasts_for_its_time() -> None:
-    one = state(place_s=100)
-    assert one.has_place(BOB, 1.0) and not one.has_place(ALICE, 1.0)
-    assert not one.has_place(BOB, 101.0)
-
-
 def test_places_and_circuits_are_counted() -> None:
     one = state(places=1, circuits=2, circuits_per_peer=1, place_s=10)
     with pytest.raises(Refusal, match="all 1 places"):
         one.reserve(CAROL, now=1.0)
     one.reserve(BOB, now=5.0)
+    assert one.has_place(BOB, 14.0) and not one.has_place(BOB, 16.0) and not one.has_place(CAROL, 1.0)
     one.reserve(CAROL, now=16.0)
     assert set(one.places) == {CAROL}
     one.open(ALICE, CAROL, 16.0, os.urandom)
@@ -115,8 +110,6 @@ async def relayed(
         await until(lambda: len(far.places) == len(relays))
         alice.learn(Contact(bob.id, far.addresses))
         yield alice, bob, serving
-    for one in serving:
-        one.close()
 
 
 async def test_a_nearer_relay_replaces_the_farthest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,15 +121,14 @@ async def test_a_nearer_relay_replaces_the_farthest(monkeypatch: pytest.MonkeyPa
 
         monkeypatch.setattr(Circuits, "_rtt", rtt)
         monkeypatch.setattr("colab_swarm.net.relay.RETRY_S", 0.01)
-        serving = [Relay(relay) for relay in relays]
+        for relay in relays:
+            Relay(relay)
         circuits = Circuits(bob, candidates(*relays[:2]), lambda: None, random.Random(1))
         circuits.start()
         await until(lambda: set(circuits.places) == {carol, dave})
         circuits._candidates = candidates(*relays)
         circuits._look.set()
         await until(lambda: set(circuits.places) == {carol, erin})
-        for relay in serving:
-            relay.close()
 
 
 async def test_two_peers_that_cannot_be_dialled_talk_through_a_relay() -> None:
@@ -149,7 +141,7 @@ async def test_two_peers_that_cannot_be_dialled_talk_through_a_relay() -> None:
         assert relay.state.carried_bytes > 400_000
 
 
-def test_the_relay_sees_no_plaintext(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_relay_sees_no_plaintext(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = bytearray()
     pass_on = _Pump.on_message
 
@@ -157,13 +149,10 @@ def test_the_relay_sees_no_plaintext(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.extend(data)
         pass_on(pump, data)
 
-    async def main() -> None:
-        async with peers("carol") as (carol,), relayed(carol) as (alice, bob, _):
-            assert await alice.call(bob.id, Echo(b"attack at dawn" * 50), Echo, timeout_s=5)
-            assert bob.public_key not in seen and alice.id not in seen
-
     monkeypatch.setattr(_Pump, "on_message", spy)
-    run(main())
+    async with peers("carol") as (carol,), relayed(carol) as (alice, bob, _):
+        assert await alice.call(bob.id, Echo(b"attack at dawn" * 50), Echo, timeout_s=5)
+        assert bob.public_key not in seen and alice.id not in seen
     assert len(seen) > 1400 and b"attack at dawn" not in seen
 
 
@@ -261,21 +250,17 @@ async def test_peers_without_a_place_are_not_called() -> None:
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
 
 
-def test_a_peer_that_can_be_dialled_but_not_by_all_needs_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_peer_that_can_be_dialled_but_not_by_all_needs_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("colab_swarm.net.handshake.DETOUR_AFTER_S", 0.0)
-
-    async def main() -> None:
-        async with peers("carol", "dave") as (carol, dave), relayed(carol) as (_, bob, _):
-            carol.learn(dave.contact)
-            Circuits(dave, candidates(), lambda: None, random.Random(3))
-            bob.learn(
-                Contact(dave.id, ("ws://127.0.0.1:1",))
-            )  # as if a firewall of bob's blocked the way to dave
-            assert await bob.call(dave.id, Echo(b"hello"), Echo, timeout_s=5) == Echo(b"hello")
-            path = bob.path_to(dave.id)
-            assert path and path.relay == carol.id
-
-    run(main())
+    async with peers("carol", "dave") as (carol, dave), relayed(carol) as (_, bob, _):
+        carol.learn(dave.contact)
+        Circuits(dave, candidates(), lambda: None, random.Random(3))
+        bob.learn(Contact(dave.id, ("ws://127.0.0.1:1",)))  # as if a firewall blocked the way to dave
+        assert await bob.call(dave.id, Echo(b"hello"), Echo, timeout_s=5) == Echo(b"hello")
+        path = bob.path_to(dave.id)
+        assert path and path.relay == carol.id
 
 
 class Socket:
@@ -306,7 +291,6 @@ async def test_many_messages_of_one_read_wait_for_the_quota_together() -> None:
         await asyncio.sleep(0.1)
         assert not near.socket.reading  # type: ignore[attr-defined]
         relay.state.circuits.clear()
-        relay.close()
 
 
 async def test_a_relay_leads_neither_to_itself_nor_back_to_the_caller() -> None:
@@ -316,7 +300,6 @@ async def test_a_relay_leads_neither_to_itself_nor_back_to_the_caller() -> None:
             with pytest.raises(CallRefused, match="a third peer"):
                 await alice.call(carol.id, OpenCircuit(called), CircuitTicket, timeout_s=5)
         assert not relay.state.circuits
-        relay.close()
 
 
 def test_one_caller_cannot_use_up_what_a_peer_may_have_open() -> None:
@@ -333,7 +316,7 @@ async def test_a_ticket_that_was_guessed_leaves_no_error_behind() -> None:
         lambda loop, context: unhandled.append(context["message"])
     )
     async with peers("alice", "carol") as (alice, carol):
-        relay = Relay(carol)
+        Relay(carol)
         lost = asyncio.get_running_loop().create_future()
 
         class Guesser:
@@ -345,7 +328,6 @@ async def test_a_ticket_that_was_guessed_leaves_no_error_behind() -> None:
         socket = await alice.linker.connect(carol.contact.addresses[0], Guesser())
         socket.send_bytes(TICKET + b"guess")
         assert "not valid" in await lost
-        relay.close()
     gc.collect()
     assert unhandled == []
 

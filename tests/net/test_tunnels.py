@@ -19,7 +19,7 @@ import pytest
 from colab_swarm.errors import TunnelError
 from colab_swarm.events import EventLog, QuotaWarning, TunnelChanged
 from colab_swarm.net.node import Node
-from colab_swarm.net.tunnels import ADVICE, Tunnel, TunnelSettings, explain, probe
+from colab_swarm.net.tunnels import Tunnel, TunnelSettings, probe
 from colab_swarm.snapshot import describe
 from tests.net import agents
 from tests.net.swarm import Echo, peers, until
@@ -217,12 +217,6 @@ async def test_the_quota_is_metered_from_the_opening_on(folder: Path) -> None:
     warning = events.recent(QuotaWarning)[0]
     assert (warning.used_bytes, warning.quota_bytes) == (500, 1000)
     assert "50% of the plan's" in describe(warning)
-
-
-def test_every_error_code_of_ngrok_that_is_known_comes_with_a_fix() -> None:
-    for code, advice in ADVICE.items():
-        assert explain(f"oh no\r\nERR_NGROK_{code}\r\n") == f"{advice} (ERR_NGROK_{code})"
-    assert explain("something else") == "ngrok: something else"
 
 
 async def test_pyngroks_own_agent_is_taken_and_downloaded_if_there_is_none(

@@ -30,7 +30,7 @@ from colab_swarm.net.relay import (
 )
 from colab_swarm.net.upgrade import Endpoint, Upgrade, UpgradeReady, Upgrades, family_of, plan_tries, punch
 from colab_swarm.net.websocket import CAN_PUNCH, bound_socket
-from tests.net.swarm import Echo, Piece, Talk, candidates, peers, run, until
+from tests.net.swarm import Echo, Piece, Talk, candidates, peers, until
 
 CAROL = PeerId(b"c" * 32)
 
@@ -45,7 +45,7 @@ async def relayed(
         peers("alice", listen=alice_listens) as (alice,),
         peers("bob", listen=False) as (bob,),
     ):
-        relay = Relay(carol)
+        Relay(carol)
         outcomes: dict[PeerId, str | None] = {}
 
         for node in (alice, bob):
@@ -55,7 +55,6 @@ async def relayed(
         await until(lambda: bobs.addresses)
         alice.learn(Contact(bob.id, bobs.addresses))
         yield alice, bob, outcomes
-        relay.close()
 
 
 def way(node: Node, other: Node) -> LinkType | None:
@@ -135,16 +134,14 @@ EVIL = (
 )
 
 
-def test_a_relay_that_lies_about_where_it_sees_a_peer_does_not_keep_it_from_upgrading() -> None:
-    async def main() -> None:
-        async with relayed() as (alice, bob, outcomes):
-            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-            await until(lambda: outcomes == {alice.id: None, bob.id: None})
-
-    for seen in (("", 0), ("192.0.2.1", 70_000), ("no address", -1)):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Relay, "_seen", lambda relay, peer, seen=seen: seen)
-            run(main())
+@pytest.mark.parametrize("seen", [("", 0), ("192.0.2.1", 70_000), ("no address", -1)])
+async def test_a_relay_that_lies_about_where_it_sees_a_peer_does_not_keep_it_from_upgrading(
+    seen: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Relay, "_seen", lambda relay, peer: seen)
+    async with relayed() as (alice, bob, outcomes):
+        await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+        await until(lambda: outcomes == {alice.id: None, bob.id: None})
 
 
 async def test_a_relayed_peer_can_only_have_its_own_host_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
