@@ -174,7 +174,7 @@ async def _listen(zeroconf: Zeroconf, seconds: float) -> list[LanSwarm]:
         await browser.async_cancel()
     infos = [AsyncServiceInfo(SERVICE, name) for name in names]
     await asyncio.gather(*(info.async_request(zeroconf, 1000 * ASK_S) for info in infos))
-    said = [read_announcement(info.properties, info.parsed_addresses(), info.port) for info in infos]
+    said = (read_announcement(info.properties, info.parsed_addresses(), info.port) for info in infos)
     return [one for one in said if one is not None]
 
 

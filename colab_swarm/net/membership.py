@@ -52,8 +52,8 @@ class Signed(Message, frozen=True, kw_only=True):
 
     def signed_bytes(self) -> bytes:
         """Return the bytes that the signature covers."""
-        kind = f"colab_swarm {type(self).__name__}"
-        return msgspec.msgpack.encode((kind, msgspec.structs.replace(self, signature=b"")))
+        unsigned = msgspec.structs.replace(self, signature=b"")
+        return msgspec.msgpack.encode((f"colab_swarm {type(self).__name__}", unsigned))
 
     def signed(self, sign: Sign) -> Self:
         """Return a copy with the signature that ``sign(data)`` makes."""
@@ -105,8 +105,7 @@ class Membership(Signed, frozen=True):
     @classmethod
     def by_invitation(cls, grant: Grant, invitation: Identity, *, key: bytes, now: float) -> Membership:
         """Return the longest membership that ``grant`` allows for ``key``, signed by the invitation's key."""
-        unsigned = cls(grant.run_id, grant.role, key, "", now, grant.member_until, grant)
-        return unsigned.signed(invitation.sign)
+        return cls(grant.run_id, grant.role, key, "", now, grant.member_until, grant).signed(invitation.sign)
 
     def require_sound(self, run_id: str, *, authority: bytes, key: bytes) -> None:
         """Raise `NotAdmitted` unless run, owner, signatures and the grant's limits are right; the time may be over."""
@@ -210,8 +209,9 @@ class MembershipAdmission:
 
     def _require_not_revoked(self, key: bytes) -> None:
         if id_of(key) in self._revoked_ids:
-            text = "the authority of this run has revoked your membership: ask its organizer"
-            raise NotAdmitted(text, reason="revoked")
+            raise NotAdmitted(
+                "the authority of this run has revoked your membership: ask its organizer", reason="revoked"
+            )
 
     def learn(self, revocations: bytes) -> bool:
         """Take an encoded list of revocations; return whether it is newer than the known one.

@@ -272,10 +272,9 @@ class ReachabilityWatch:
         ask = DialBack(self._policy.listening[:MAX_ADDRESSES])
         try:
             report = await self._node.call(peer, ask, DialledBack, timeout_s=CALL_TIMEOUT_S)
+            self._policy.reports[peer] = report
         except PeerError as error:
             logger.info("no dial-back: %s", error)
-        else:
-            self._policy.reports[peer] = report
 
     async def _on_dial_back(self, peer: PeerId, ask: DialBack) -> DialledBack:
         path = self._node.path_to(peer)
@@ -319,8 +318,7 @@ class ReachabilityWatch:
 
     async def _send_moved(self, peer: PeerId) -> None:
         try:
-            moved = Moved(self._node.contact.addresses)
-            await self._node.call(peer, moved, Ack, timeout_s=CALL_TIMEOUT_S)
+            await self._node.call(peer, Moved(self._node.contact.addresses), Ack, timeout_s=CALL_TIMEOUT_S)
         except PeerError as error:
             logger.info("%s did not get our new addresses: %s", short(peer), error)
 

@@ -245,8 +245,8 @@ class Relay:
         circuit = self.state.open(peer, called, self._loop.time(), os.urandom)
         mine, theirs = circuit.tokens
         path = self._node.path_to(peer)
-        offer = CircuitOffer(peer, theirs, "" if path is None else path.seen_host)
-        self._node.linker.spawn(self._offer(circuit, called, offer))
+        seen_host = "" if path is None else path.seen_host
+        self._node.linker.spawn(self._offer(circuit, called, CircuitOffer(peer, theirs, seen_host)))
         return CircuitTicket(mine, self._seen(peer))
 
     async def _offer(self, circuit: Circuit, called: PeerId, offer: CircuitOffer) -> None:
@@ -440,8 +440,9 @@ class Circuits:
     async def _accept(self, relay: PeerId, offer: CircuitOffer) -> None:
         path = Path(LinkType.RELAYED, relay=relay, caller_host=offer.seen_host)
         try:
-            connect = partial(self._show, relay, offer.token)
-            await self._node.linker.shake_hands(connect, expected=None, path=path)
+            await self._node.linker.shake_hands(
+                partial(self._show, relay, offer.token), expected=None, path=path
+            )
         except PeerError as error:
             logger.info("circuit of %s through %s: %s", short(PeerId(offer.peer)), short(relay), error)
         finally:

@@ -150,18 +150,17 @@ def explain(text: str) -> str:
 async def probe(address: str) -> str | None:
     """Request a page from the public address; return None if the tunnel leads to a server, else the fault."""
     url, headers = "http" + address.removeprefix("ws"), {"ngrok-skip-browser-warning": "1"}
-    timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
     try:
         async with (
-            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PROBE_TIMEOUT_S), headers=headers) as session,
             session.get(url, allow_redirects=False) as response,
         ):
             code = response.headers.get("Ngrok-Error-Code")
             if code is not None:
                 return explain(code)
             # the edge answers 404 for an unknown tunnel, 502 and 530 for a lost one; a peer answers 426
-            wrong = response.status == 404 or response.status >= 500
-            return f"HTTP status {response.status}" if wrong else None
+            status = response.status
+            return f"HTTP status {status}" if status == 404 or status >= 500 else None
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         return f"{type(error).__name__}: {error}".rstrip(": ")
 
@@ -288,15 +287,15 @@ class Tunnel:
             else:
                 program, version = await _install_ngrok(settings)
                 secret: dict[str, Any] = {"authtoken": settings.auth_token}
-                nested = {"agent": secret} if version == "3" else secret
+                config = {"version": version, **({"agent": secret} if version == "3" else secret)}
                 with tempfile.TemporaryDirectory(
                     prefix="colab-swarm-", ignore_cleanup_errors=True
                 ) as private:
                     file = Path(private) / "ngrok.yml"
                     file.touch(mode=0o600)
-                    file.write_text(json.dumps({"version": version, **nested}))  # JSON is valid YAML
-                    log_format = ["--log", "stdout", "--log-format", "json"]
-                    address, fault = await self._run(program, "http", url, "--config", str(file), *log_format)
+                    file.write_text(json.dumps(config))  # JSON is valid YAML
+                    log = ["--log", "stdout", "--log-format", "json"]
+                    address, fault = await self._run(program, "http", url, "--config", str(file), *log)
                 # the agent repeats a refused token
                 fault = explain(fault.replace(str(settings.auth_token), "(hidden)"))
         except TunnelError:
@@ -384,8 +383,8 @@ class Tunnel:
             failures = failures + 1 if fault else 0
             if failures == PROBES:
                 return f"its public address does not lead here: {fault}"
-            again_s = PROBE_AGAIN_S if fault else self._settings.probe_s
-            probe_at = self._loop.time() + min(again_s, self._settings.probe_s)
+            probe_s = self._settings.probe_s
+            probe_at = self._loop.time() + (min(PROBE_AGAIN_S, probe_s) if fault else probe_s)
 
     def _check_quota(self) -> None:
         used_bytes, quota_bytes = self._sent_bytes() - self._sent_before, self._settings.quota_bytes

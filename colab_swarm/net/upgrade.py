@@ -341,8 +341,8 @@ class Upgrades:
 
         async def take_over(receiver: Receiver) -> WebSocket:
             transport, _ = await self._loop.create_connection(_Silent, sock=connected)
-            scratch = self._node.linker.scratch
-            return WebSocket(transport, scratch=scratch, client=expected is not None, receiver=receiver)
+            client, scratch = expected is not None, self._node.linker.scratch
+            return WebSocket(transport, scratch=scratch, client=client, receiver=receiver)
 
         try:
             await self._node.linker.shake_hands(take_over, expected=expected, path=Path(LinkType.PUNCHED))

@@ -87,7 +87,7 @@ class RevocationWatch:
     def _learn(self, revocations: bytes, source: PeerId | None) -> None:
         before = set(self._admission.revoked.subjects)
         try:
-            if not self._admission.learn(revocations):
+            if not (revocations and self._admission.learn(revocations)):
                 return
         except ProtocolError as error:
             logger.warning("%s shares %s", "the DHT" if source is None else short(source), error)
@@ -114,15 +114,12 @@ class RevocationWatch:
         message = ShareRevoked(self._admission.revoked.version, encoded)
         try:
             answer = await self._peers.call(peer, message, ShareRevoked, timeout_s=CALL_TIMEOUT_S)
+            self._learn(answer.revocations, peer)
         except PeerError as error:
             logger.debug("%s does not share its revocations: %s", short(peer), error)
-            return
-        if answer.revocations:
-            self._learn(answer.revocations, peer)
 
     async def _on_share(self, peer: PeerId, message: ShareRevoked) -> ShareRevoked:
-        if message.revocations:
-            self._learn(message.revocations, peer)
+        self._learn(message.revocations, peer)
         known = self._admission.revoked
         return ShareRevoked(known.version, known.encode() if known.version > message.version else b"")
 
@@ -145,8 +142,7 @@ class Trust:
         self._node, self._events, linker = node, events, node.linker
         self._tasks: list[asyncio.Task[None]] = []
         admission, credentials = access.admission, access.credentials
-        relayed_bytes = linker.metering.relayed_bytes
-        self.contributions = Contributions(node, dht, access.run_id, admission, relayed_bytes)
+        self.contributions = Contributions(node, dht, access.run_id, admission, linker.metering.relayed_bytes)
         self._work = [(self.contributions.tick, PUBLISH_S, "counting contributions")]
         self.authority: Authority | None = None
         self._member: RunMember | None = None
@@ -171,8 +167,7 @@ class Trust:
     def start(self) -> None:
         """Run all of it until `stop`."""
         for work, period_s, where in self._work:
-            task = self._node.linker.spawn(repeat(work, period_s, self._events, where))
-            self._tasks.append(task)
+            self._tasks.append(self._node.linker.spawn(repeat(work, period_s, self._events, where)))
 
     async def stop(self) -> None:
         """End the background work, and publish the last contributions; while the DHT still runs."""
@@ -236,11 +231,13 @@ class RunAccess:
             ValueError: the name or the list is not usable, or the key file belongs to another run.
         """
         if not NAME.fullmatch(name):
-            rule = "use up to 63 of a-z, 0-9, '.', '_', '-', such as 'my-first-swarm'"
-            raise ValueError(f"{name!r} is no run name: {rule}")
+            raise ValueError(
+                f"{name!r} is no run name: use up to 63 of a-z, 0-9, '.', '_', '-', such as 'my-first-swarm'"
+            )
         if (access == "allowlist") != (allow is not None):
-            both = "access='allowlist' and allow=Allowlist(users=…, organisations=…)"
-            raise ValueError(f"{both} need each other: give both")
+            raise ValueError(
+                "access='allowlist' and allow=Allowlist(users=…, organisations=…) need each other: give both"
+            )
         run_id = f"{name}-{secrets.token_hex(4) if key_file is None else identity.id.hex()[:8]}"
         if access == "open":
             return cls(run_id, access)
@@ -295,11 +292,13 @@ class RunAccess:
         """
         limited, closed = role is not None or uses is not None, self.admission is not None
         if limited and not closed:
-            text = "an open run has no roles and no counted invitations: create it with access='invite'"
-            raise PermissionError(text)
+            raise PermissionError(
+                "an open run has no roles and no counted invitations: create it with access='invite'"
+            )
         if closed and authority is None and (limited or hours is not None):
-            text = "only the organizer's peer chooses role, hours and uses; invite() passes your own invitation on"
-            raise PermissionError(text)
+            raise PermissionError(
+                "only the organizer's peer chooses role, hours and uses; invite() passes your own invitation on"
+            )
         entries, life_h = self._ways_in(peers), 24.0 if hours is None else hours
         if not closed:
             return Invite(self.run_id, entries, peers.time() + 3600 * life_h)
@@ -325,6 +324,8 @@ class RunAccess:
             if contact.addresses:
                 by_id.setdefault(contact.id, Contact(contact.id, contact.addresses[:ADDRESSES]))
         if not by_id:
-            do = "start one on any machine that does: colab-swarm backbone"
-            raise JoinError(f"nobody could use this invitation: no known peer accepts connections; {do}")
+            raise JoinError(
+                "nobody could use this invitation: no known peer accepts connections; "
+                "start one on any machine that does: colab-swarm backbone"
+            )
         return tuple(by_id.values())[:ENTRIES]

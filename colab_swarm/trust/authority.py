@@ -103,8 +103,9 @@ class AuthorityBook:
             except FileNotFoundError:
                 self.save()
             except msgspec.MsgspecError as error:
-                text = f"{self._path} cannot be read ({error}); move it away to create a new run"
-                raise ValueError(text) from error
+                raise ValueError(
+                    f"{self._path} cannot be read ({error}); move it away to create a new run"
+                ) from error
 
     def save(self) -> None:
         """Write what has changed."""
@@ -190,8 +191,9 @@ class Authority:
             ValueError: hours or uses are out of range.
         """
         if not (0 < hours < 1e6 and 0 <= uses <= MAX_USES):
-            rule = f"hours must be above 0, uses 1 to {MAX_USES:,} or 0 for any number"
-            raise ValueError(f"hours={hours}, uses={uses}: {rule}")
+            raise ValueError(
+                f"hours={hours}, uses={uses}: hours must be above 0, uses 1 to {MAX_USES:,} or 0 for any number"
+            )
         until, run_id = self._peers.time() + 3600 * hours, self._admission.run_id
         return make_grant(run_id, role, self._peers.sign, join_until=until, allow=self._allow, uses=uses)
 
@@ -215,8 +217,8 @@ class Authority:
             self._asking.discard(peer)
         now = self._peers.time()
         if proof.grant is not None and not self._book.use(proof.grant, peer, now=now):
-            count = f"{proof.grant.uses} {'peer' if proof.grant.uses == 1 else 'peers'}"
-            why = f"this invitation was for {count}, and all have joined"
+            count = proof.grant.uses
+            why = f"this invitation was for {count} peer{'s' * (count != 1)}, and all have joined"
             raise self._refusal(f"peer {short(peer)}", why, "ask for an invitation of your own")
         end = now + member_s(self._allow)
         unsigned = Membership(proof.run_id, proof.role, proof.key, name[:MAX_NAME_CHARS], now, end)
@@ -241,8 +243,9 @@ class Authority:
             if late_s > SLACK_S:
                 raise NotAdmitted(f"the membership it shows ended {in_words(late_s)} ago")
         except NotAdmitted as error:
-            do = "join again with a new invitation"
-            raise self._refusal(f"peer {short(peer)}", str(error), do) from None
+            raise self._refusal(
+                f"peer {short(peer)}", str(error), "join again with a new invitation"
+            ) from None
         return proof
 
     async def _name_of(self, token: str, allowlist: Allowlist) -> str:

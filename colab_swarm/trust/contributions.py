@@ -257,8 +257,10 @@ def by_member(tally: ContributionTally, record: Record, admission: MembershipAdm
     if admission is None:
         return True
     with suppress(NotAdmitted):
-        written_at = record.expires_at - RECORD_S
-        return admission.verify(tally.key, tally.membership, now=written_at) >= Role.REDUCER
+        role = admission.verify(
+            tally.key, tally.membership, now=record.expires_at - RECORD_S
+        )  # as it was written
+        return role >= Role.REDUCER
     return False
 
 

@@ -110,9 +110,8 @@ class RunMember:
             self._admission.membership = own
             return
         # the authority renews an ended membership for a while
-        proof = saved if saved and over else own
         try:
-            await self._request(proof, self._credentials.token)
+            await self._request(saved if saved and over else own, self._credentials.token)
         except CallRefused as error:
             raise JoinError(self._words_of(error)) from error
         except PeerError as error:
@@ -170,13 +169,13 @@ class RunMember:
         return str(error).removeprefix(f"{short(id_of(self._admission.authority))}: ")
 
     async def _present(self, peer: PeerId) -> None:
-        message = IssuedMembership(self._admission.membership)
         try:
-            await self._peers.call(peer, message, Ack, timeout_s=CALL_TIMEOUT_S)
+            await self._peers.call(
+                peer, IssuedMembership(self._admission.membership), Ack, timeout_s=CALL_TIMEOUT_S
+            )
+            self._unaware.discard(peer)
         except PeerError as error:
             logger.debug("%s does not take the renewed membership: %s", short(peer), error)
-            return
-        self._unaware.discard(peer)
 
     async def _on_renewed(self, peer: PeerId, message: IssuedMembership) -> Ack:
         try:
