@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
 from hashlib import sha256
@@ -20,6 +21,7 @@ from colab_swarm.net.peers import PeerId, Role
 from colab_swarm.trust.contributions import (
     KINDS,
     MAX_ROWS,
+    RECORD_S,
     Contribution,
     ContributionLedger,
     Contributions,
@@ -192,6 +194,11 @@ async def test_all_peers_read_the_same_leaderboard_which_outlives_a_restart() ->
     again.ledger.credit(alice, "samples", 1.0)
     await again.publish()
     assert (await services[0].read())[1] == Contribution(alice, samples=8.0)
+    published_at = again._published_at
+    for pause_s, renewed in ((1.0, False), (RECORD_S / 4, True)):
+        await asyncio.sleep(pause_s)
+        await again.publish()
+        assert (again._published_at > published_at) is renewed
 
 
 @pytest.mark.virtual_time

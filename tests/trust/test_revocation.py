@@ -96,6 +96,7 @@ async def test_the_news_outlives_the_authority() -> None:
     network, found = await watchers(8)
     revoke(found[0])
     await asyncio.sleep(30.0)
+    assert found[0].watch._peers.id in await found[1].watch._dht.get(found[1].watch.key)
     network.now().crash("alice")
     ivan = await join(network, "ivan", found[1].watch._peers)
     admission = MembershipAdmission(RUN, authority=found[0].admission.own, own=ivan.peers.public_key)
