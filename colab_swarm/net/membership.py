@@ -160,8 +160,7 @@ class MembershipAdmission:
     def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
         """Return the role of a peer with this Ed25519 key that shows ``membership``; ``now`` is swarm time.
 
-        Raises:
-            NotAdmitted: it may not link, or no longer.
+        Raises `NotAdmitted` if it may not link, or no longer.
         """
         try:
             role = self.verify(public_key, membership, now=now)
@@ -216,8 +215,7 @@ class MembershipAdmission:
     def learn(self, revocations: bytes) -> bool:
         """Take an encoded list of revocations; return whether it is newer than the known one.
 
-        Raises:
-            ProtocolError: it cannot be decoded, or is not by the authority of this run.
+        Raises `ProtocolError` if it cannot be decoded, or is not by the authority of this run.
         """
         try:
             found = _revocations_decoder.decode(revocations)

@@ -228,8 +228,7 @@ class ReachabilityWatch:
     async def start(self) -> None:
         """Determine the level; return when it is known or after some seconds.
 
-        Raises:
-            TunnelError: the requested tunnel cannot be opened.
+        Raises `TunnelError` if the requested tunnel cannot be opened.
         """
         if self._tunnel_settings is not None:
             if self._node.port is None:

@@ -250,11 +250,7 @@ class Tunnel:
         self._watching: asyncio.Task[None] | None = None
 
     async def open(self) -> Tunnel:
-        """Open the tunnel and return it.
-
-        Raises:
-            TunnelError: the text names the fix.
-        """
+        """Open the tunnel and return it; raise a `TunnelError` that names the fix."""
         self._set_address(await self._connect(), "opened")
         self._watching = asyncio.create_task(self._watch())
         return self

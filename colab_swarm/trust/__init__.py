@@ -33,15 +33,6 @@ the invitation's secret, role, number of uses, and settings for training. Its te
 | worker | contribute gradients, host experts, volunteer |
 | authority | admit others |
 
-| message | meaning |
-|---|---|
-| `Membership`, `Grant` | run, role, key, times, signature; shown in the handshake |
-| `RequestMembership` -> `IssuedMembership` | to the authority: request a membership, or renew one |
-| `IssuedMembership` -> `Ack` | to linked peers: my renewed membership |
-| `ShareRevoked` | both ways: the newest list of revocations that I have |
-| `Revocations` | signed by the authority; the higher version wins; 900 subjects at most |
-| `ContributionTally` | DHT, signed: the contributions that I saw |
-
 ## Times
 
 | what | value |
@@ -51,7 +42,7 @@ the invitation's secret, role, number of uses, and settings for training. Its te
 | renewal | from half of its life on, so the authority may be away for the other half |
 | an ended membership can be renewed for | 7 days |
 | clocks may differ by | 600 s |
-| peers look for revocations | every 20 s, and pass new ones on at once |
+| peers look for revocations | every 20 s, and pass new ones on at once; 900 at most |
 
 ## Revocation
 

@@ -181,8 +181,7 @@ class Trust:
     def revoke(self, subject: PeerId) -> None:
         """Remove a peer from the run, or an invitation (the id of its key).
 
-        Raises:
-            PermissionError, ValueError: this peer is not the authority; it would remove itself.
+        Raises `PermissionError` if this peer is not the authority, `ValueError` if it would remove itself.
         """
         if self.authority is None or self._watch is None:
             raise PermissionError("only the peer that created the run, if it is not open, can remove others")
@@ -227,8 +226,7 @@ class RunAccess:
     ) -> RunAccess:
         """Create a run, with this peer as its authority; with the key file of an earlier run, continue that run.
 
-        Raises:
-            ValueError: the name or the list is not usable, or the key file belongs to another run.
+        Raises `ValueError` if the name or the list is not usable, or the key file is of another run.
         """
         if not NAME.fullmatch(name):
             raise ValueError(

@@ -88,11 +88,7 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 class AuthorityBook:
-    """The authority's memory, saved in a file beside the key file; lost with the process without one.
-
-    Raises:
-        ValueError: the file exists and cannot be read.
-    """
+    """The authority's memory, in a file beside the key file, if any; `ValueError` if that cannot be read."""
 
     def __init__(self, run_id: str, key_file: str | Path | None = None) -> None:
         self._path = None if key_file is None else Path(f"{key_file}.authority")
@@ -153,10 +149,7 @@ def make_grant(
 
 
 def member_s(allow: Allowlist | None) -> float:
-    """Return the life of a membership; members renew theirs at half of it, so the authority may be away for the rest.
-
-    It is short with an allowlist: an account that leaves the list is soon out.
-    """
+    """Return the life of a membership, short with an allowlist: an account that leaves the list is soon out."""
     return MEMBER_S if allow is None else LISTED_MEMBER_S
 
 
@@ -187,8 +180,7 @@ class Authority:
     def grant(self, role: Role, *, hours: float, uses: int = 0) -> tuple[Grant, bytes]:
         """Return the grant of a new invitation, for ``hours`` and so many ``uses`` (0: any), and its key's secret seed.
 
-        Raises:
-            ValueError: hours or uses are out of range.
+        Raises `ValueError` if hours or uses are out of range.
         """
         if not (0 < hours < 1e6 and 0 <= uses <= MAX_USES):
             raise ValueError(

@@ -87,11 +87,7 @@ class ContributionLedger:
         self._amounts: dict[PeerId, list[float]] = {}
 
     def credit(self, peer: PeerId, kind: Kind, amount: float) -> None:
-        """Count a contribution of a peer; nothing is counted for this peer itself.
-
-        Raises:
-            ValueError: the amount is negative or not finite.
-        """
+        """Count a contribution, but none of this peer itself; `ValueError` if it is negative or not finite."""
         if not 0 <= amount < math.inf:
             raise ValueError(f"{amount} {kind} cannot be credited")
         if peer == self._own or not amount:
