@@ -34,20 +34,12 @@ class Secret(str):
 
 
 def find_secret(name: str) -> Secret | None:
-    """Return the secret, or None if it is not found; never asks to type it.
-
-    Args:
-        name: of the environment variable, and of the secret on Colab and Kaggle.
-    """
+    """Return the secret, or None; never asks to type it. ``name`` is that of the environment variable, too."""
     return _search(name)[0]
 
 
 def require_secret(name: str, *, help: str) -> Secret:
-    """Return the secret; asks to type it where that is possible.
-
-    Args:
-        name: as in `find_secret`.
-        help: where to get such a secret, in one sentence.
+    """Return the secret; asks to type it where that is possible. ``help`` says where to get one, in one sentence.
 
     Raises:
         SecretError: it is not found; the text says where it was looked for and how to set it.

@@ -17,24 +17,9 @@ NAME = "NGROK_AUTHTOKEN"
 HELP = "Get one at https://dashboard.ngrok.com"
 
 
-class SecretNotFoundError(Exception):
-    """As in google.colab.userdata."""
-
-
-class NotebookAccessError(Exception):
-    """As in google.colab.userdata."""
-
-
-class TimeoutException(Exception):
-    """As in google.colab.userdata."""
-
-
-class BackendError(Exception):
-    """As in kaggle_web_client."""
-
-
-class CredentialError(Exception):
-    """As in kaggle_web_client."""
+def error_of(name: str) -> Exception:
+    """An error whose class exists only on the platform, as in google.colab.userdata or kaggle_web_client."""
+    return type(name, (Exception,), {})()  # type: ignore[no-any-return]
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +57,7 @@ def test_the_order_is_given_environment_colab_kaggle(monkeypatch: pytest.MonkeyP
     assert find_secret(NAME) is None
     kaggle(monkeypatch, "from Kaggle")
     assert find_secret(NAME) == "from Kaggle"
-    colab(monkeypatch, SecretNotFoundError())
+    colab(monkeypatch, error_of("SecretNotFoundError"))
     assert find_secret(NAME) == "from Kaggle"
     colab(monkeypatch, "from Colab\n")
     assert find_secret(NAME) == "from Colab"
@@ -83,13 +68,13 @@ def test_the_order_is_given_environment_colab_kaggle(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("place", "error", "fix"),
     [
-        (colab, SecretNotFoundError(), f"no secret {NAME}: add it"),
-        (colab, NotebookAccessError(), "not for this notebook: allow it"),
-        (colab, TimeoutException(), f"set the environment variable {NAME} instead"),
+        (colab, error_of("SecretNotFoundError"), f"no secret {NAME}: add it"),
+        (colab, error_of("NotebookAccessError"), "not for this notebook: allow it"),
+        (colab, error_of("TimeoutException"), f"set the environment variable {NAME} instead"),
         (colab, ValueError("{spaces}"), r"could not be read: ValueError\('{spaces}'\)"),
-        (kaggle, CredentialError(), "open the notebook in Kaggle's editor"),
-        (kaggle, BackendError(), "tick it under Add-ons, Secrets"),
-        (kaggle, ConnectionError(), "switch it on under Settings"),
+        (kaggle, error_of("CredentialError"), "open the notebook in Kaggle's editor"),
+        (kaggle, error_of("BackendError"), "tick it under Add-ons, Secrets"),
+        (kaggle, error_of("ConnectionError"), "switch it on under Settings"),
     ],
 )
 def test_each_refusal_of_a_platform_comes_with_its_fix(

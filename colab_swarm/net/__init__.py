@@ -57,15 +57,6 @@ checks again every 300 s and whenever the network changes. `swarm.reachability.e
 | tunnel … | an ngrok or cloudflared tunnel | `colab_swarm.net.tunnels` |
 | outgoing only | it dials others and is called back over these links | |
 
-    bob (cannot be dialled)          relay                      alice
-         | Reserve ------------------->|                          |
-         |                             |<---- OpenCircuit(bob) ---|
-         |<-- CircuitOffer(ticket) ----|--- CircuitTicket ------->|
-         |=== ticket =================>|<================ ticket =|   the relay copies bytes, unread
-         |<------------- Noise handshake, end to end ------------>|
-         |<------------- Upgrade, Ready: a common moment -------->|
-         |<======= both dial at once: the holes meet ============>|   the relayed link drains, no stream is lost
-
 A peer holds places at the two nearest relays. A ticket is valid for 15 s and once; a circuit that is silent for 120 s
 is closed. A punch takes 4 s at most; it fails if one NAT takes a new port for every connection, unless the other is a
 full cone, and on Windows. `cs.RelayQuota` limits places, circuits, bytes and bandwidth of a relay.

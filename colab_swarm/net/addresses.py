@@ -1,11 +1,11 @@
-"""Addresses that others can dial, that this peer may dial for others, and that its page's visitors come from."""
+"""Addresses that others can dial, that this peer may dial for others, and that its visitors come from."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import TypeAlias
 from urllib.parse import urlsplit
 
@@ -16,19 +16,13 @@ from colab_swarm.net.peers import CIRCUIT, MAX_ADDRESSES, Contact, PeerId
 
 MAX_BOOK_ENTRIES = 20_000
 MAX_ADDRESS_CHARS = 256
-VISIT_WINDOW_S = 1.0
 MAX_SOURCES = 4096
-"""Visitors counted at a time; beyond that the one that has been quiet for longest is dropped."""
+"""Sources counted at a time; beyond that the one that has been quiet for longest is dropped."""
 _ID = re.compile(r"[0-9a-f]{64}")
 _ADDRESS = re.compile(r"wss?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
 IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 _LOCAL_4 = "10.0.0.0/8 172.16.0.0/12 192.168.0.0/16 100.64.0.0/10 169.254.0.0/16 127.0.0.0/8"
 _LOCAL = [ipaddress.ip_network(one) for one in f"{_LOCAL_4} fc00::/7 fe80::/10 ::1/128".split()]
-
-
-def circuit_address(entry: str, relay: PeerId) -> str:
-    """Return the address of a circuit through ``relay``, which is dialled at ``entry``."""
-    return f"{entry}{CIRCUIT}{relay.hex()}"
 
 
 def relay_of(address: str) -> Contact | None:
@@ -72,12 +66,6 @@ def is_local(host: str) -> bool:
     return ip is not None and any(ip in network for network in _LOCAL)
 
 
-def is_public(host: str) -> bool:
-    """Return True for an IP address of one machine on the internet."""
-    ip = ip_of(host)
-    return ip is not None and ip.is_global and not ip.is_multicast
-
-
 def is_loopback(host: str) -> bool:
     """Return True for a loopback address."""
     ip = ip_of(host)
@@ -87,8 +75,8 @@ def is_loopback(host: str) -> bool:
 def may_dial_back(address: str, seen: str) -> bool:
     """Return True if a peer may have us dial ``address``: only at the IP address ``seen`` at which we see it ourselves.
 
-    Otherwise it could have us connect to other people's machines, or to those of our own network (SSRF). Two
-    addresses of this machine count as one host. Behind a relay or a tunnel (``seen`` is "") nothing may be dialled.
+    Otherwise it could have us connect to other people's machines, or to those of our own network (SSRF). So names are
+    not dialled, and nothing where we do not see the peer (``seen`` is ""). Addresses of this machine are one host.
     """
     one, two = ip_of(host_of(address)), ip_of(seen)
     if not is_address(address) or relay_of(address) is not None or one is None or two is None:
@@ -131,57 +119,53 @@ class AddressBook:
     """
 
     def __init__(self) -> None:
-        self._contacts: OrderedDict[PeerId, Contact] = OrderedDict()
-        self._announced: dict[PeerId, tuple[str, ...]] = {}
+        self._entries: OrderedDict[PeerId, tuple[Contact, int]] = OrderedDict()  # with the number announced
 
     def learn(self, contact: Contact) -> None:
         """Add addresses that another peer reported; invalid ones are left out."""
-        known = self.find(contact.id).addresses
-        if contact.addresses and contact.addresses != known[: len(contact.addresses)]:
+        known, announced = self._entries.pop(contact.id, (Contact(contact.id), 0))
+        if contact.addresses != known.addresses[: len(contact.addresses)]:
             usable = filter(is_address, contact.addresses[:MAX_ADDRESSES])
-            announced = self._announced.get(contact.id, ())
-            addresses = tuple(dict.fromkeys((*announced, *usable, *known)))[:MAX_ADDRESSES]
-            self._contacts[contact.id] = Contact(contact.id, addresses)
-        if contact.id in self._contacts:
-            self._contacts.move_to_end(contact.id)
-        if len(self._contacts) > MAX_BOOK_ENTRIES:
-            dropped, _ = self._contacts.popitem(last=False)
-            self._announced.pop(dropped, None)
+            addresses = dict.fromkeys((*known.addresses[:announced], *usable, *known.addresses))
+            known = Contact(contact.id, tuple(addresses)[:MAX_ADDRESSES])
+        if known.addresses:
+            self._entries[contact.id] = known, announced
+        if len(self._entries) > MAX_BOOK_ENTRIES:
+            self._entries.popitem(last=False)
 
     def replace(self, contact: Contact) -> None:
         """Replace all addresses by those that the peer announced itself."""
-        self._contacts.pop(contact.id, None)
-        self._announced.pop(contact.id, None)
+        self._entries.pop(contact.id, None)
         self.learn(contact)
-        if contact.id in self._contacts:
-            self._announced[contact.id] = self._contacts[contact.id].addresses
+        known = self.find(contact.id)
+        if known.addresses:
+            self._entries[contact.id] = known, len(known.addresses)
 
     def find(self, peer: PeerId) -> Contact:
         """Return the peer's contact, without addresses if none is known."""
-        return self._contacts.get(peer, Contact(peer))
+        return self._entries[peer][0] if peer in self._entries else Contact(peer)
 
 
 class VisitLimit:
-    """Limits each source to ``most`` requests in a second, so that none locks out the others. Free of I/O."""
+    """Limits each source, a peer or a `source_of`, to ``most`` requests in ``window_s`` seconds. Free of I/O."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._counts: OrderedDict[str, int] = OrderedDict()
-        self._began_at = float("-inf")
+    def __init__(self, most: int, window_s: float = 1.0) -> None:
+        self._most, self._window_s = most, window_s
+        self._visits: OrderedDict[Hashable, tuple[float, int]] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._counts)
+    def admit(self, source: Hashable, now: float) -> bool:
+        """Count a request at ``now`` (monotonic seconds); return whether it is allowed."""
+        began_at, count = self._visits.pop(source, (now, 0))
+        if now - began_at >= self._window_s:
+            began_at, count = now, 0
+        self._visits[source] = began_at, count + 1
+        if len(self._visits) > MAX_SOURCES:
+            self._visits.popitem(last=False)
+        return count < self._most
 
-    def admit(self, source: str, now: float) -> bool:
-        """Count a visit from a `source_of` at ``now`` (monotonic seconds); return whether it is allowed."""
-        if now - self._began_at >= VISIT_WINDOW_S:
-            self._counts.clear()
-            self._began_at = now
-        self._counts[source] = self._counts.get(source, 0) + 1
-        self._counts.move_to_end(source)
-        if len(self._counts) > MAX_SOURCES:
-            self._counts.popitem(last=False)
-        return self._counts[source] <= self._most
+    def forgive(self, source: Hashable) -> None:
+        """Forget the requests of a source."""
+        self._visits.pop(source, None)
 
 
 def source_of(request: web.BaseRequest) -> str:

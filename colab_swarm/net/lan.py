@@ -1,8 +1,8 @@
 """Swarms on the same local network announce themselves by multicast DNS and are found without an invitation.
 
 The announcement is public on that network: the run's id, the announcing peer, its addresses, and whether an invitation
-is needed. Trust none of it before the handshake. Each announcing peer is one service; peers of one
-run are merged. On platforms without multicast (Colab, Kaggle) nothing is found and nothing fails.
+is needed. Trust none of it before the handshake. Each announcing peer is one service; peers of one run are merged. On
+platforms without multicast (Colab, Kaggle) nothing is found and nothing fails.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import secrets
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 import msgspec
+import zeroconf as mdns
 from zeroconf import ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
@@ -26,26 +27,17 @@ from colab_swarm.net.peers import MAX_ADDRESSES, Contact, PeerId
 
 SERVICE = "_colab-swarm._tcp.local."
 MAX_SERVICES = 256
+ASK_S = 0.5  # time to ask for what a service has not said by itself
 MAX_NAME_CHARS = 48
 Access = Literal["open", "invite", "allowlist"]
-
-
-@dataclass(frozen=True)
-class Announcement:
-    """What one peer announces on its network."""
-
-    run_id: str  # the run's unique name, 64 bytes at most
-    access: Access  # the run admits every peer, holders of an invitation, or accounts on its list
-    name: str  # the peer's display name; cut to 48 characters
-    contact: Contact  # the peer; of its addresses, the ``ws://IP:PORT`` ones of one port are announced
 
 
 @dataclass(frozen=True)
 class LanSwarm:
     """A run found on the network; ``names`` are those of the peers in ``contacts``."""
 
-    run_id: str
-    access: Access
+    run_id: str  # the run's unique name, 64 bytes at most
+    access: Access  # the run admits every peer, holders of an invitation, or accounts on its list
     contacts: tuple[Contact, ...]
     names: tuple[str, ...]
 
@@ -55,15 +47,9 @@ class LanSwarm:
         return self.run_id.rpartition("-")[0] or self.run_id
 
 
-def write_properties(announcement: Announcement) -> dict[str, str]:
-    """Return the service's TXT record, under 300 bytes."""
-    return {
-        "v": "1",
-        "run": announcement.run_id,
-        "access": announcement.access,
-        "peer": announcement.contact.id.hex(),
-        "name": _printable(announcement.name),
-    }
+def write_properties(run_id: str, access: Access, name: str, peer: PeerId) -> dict[str, str]:
+    """Return a service's TXT record, under 300 bytes; ``name`` is cut to 48 characters."""
+    return {"v": "1", "run": run_id, "access": access, "peer": peer.hex(), "name": _printable(name)}
 
 
 class _Record(msgspec.Struct):
@@ -76,8 +62,8 @@ class _Record(msgspec.Struct):
 
 def read_announcement(
     properties: Mapping[bytes, bytes | None], ips: Iterable[str], port: int | None
-) -> Announcement | None:
-    """Decode a service's records; None if they are of another version, garbled or without address."""
+) -> LanSwarm | None:
+    """Decode a service's records, of one peer; None if they are of another version, garbled or without address."""
     try:
         text = {key.decode(): (value or b"").decode() for key, value in properties.items()}
         record = msgspec.convert(text, _Record)
@@ -88,26 +74,22 @@ def read_announcement(
     if not (proper and addresses):
         return None
     contact = Contact(PeerId(bytes.fromhex(record.peer)), tuple(addresses[:MAX_ADDRESSES]))
-    return Announcement(record.run, record.access, _printable(record.name), contact)
+    return LanSwarm(record.run, record.access, (contact,), (_printable(record.name),))
 
 
-def merge(announcements: Iterable[Announcement]) -> list[LanSwarm]:
-    """Return the announced runs, by name; their access is the one that most of their peers announce."""
-    runs: dict[str, dict[PeerId, Announcement]] = {}
-    for one in announcements:
-        peers = runs.setdefault(one.run_id, {})
-        before = peers[one.contact.id].contact.addresses if one.contact.id in peers else ()
-        addresses = tuple(dict.fromkeys((*before, *one.contact.addresses)))[:MAX_ADDRESSES]
-        peers[one.contact.id] = replace(one, contact=Contact(one.contact.id, addresses))
-    return [
-        LanSwarm(
-            run_id,
-            statistics.mode(one.access for one in peers.values()),
-            tuple(one.contact for one in peers.values()),
-            tuple(one.name for one in peers.values()),
-        )
-        for run_id, peers in sorted(runs.items())
-    ]
+def merge(announced: Iterable[LanSwarm]) -> list[LanSwarm]:
+    """Return the runs that peers announced, by name; their access is the one that most of their peers announce."""
+    runs: dict[str, dict[PeerId, tuple[Access, Contact, str]]] = {}
+    for one in announced:
+        peers, (contact,), (name,) = runs.setdefault(one.run_id, {}), one.contacts, one.names
+        before = peers[contact.id][1].addresses if contact.id in peers else ()
+        addresses = tuple(dict.fromkeys((*before, *contact.addresses)))[:MAX_ADDRESSES]
+        peers[contact.id] = one.access, Contact(contact.id, addresses), name
+    found = []
+    for run_id, peers in sorted(runs.items()):
+        accesses, contacts, names = zip(*peers.values(), strict=True)
+        found.append(LanSwarm(run_id, statistics.mode(accesses), contacts, names))
+    return found
 
 
 def announced(contact: Contact) -> tuple[list[str], int]:
@@ -126,56 +108,42 @@ def announced(contact: Contact) -> tuple[list[str], int]:
 
 
 class LanAnnouncer:
-    """Announces one peer until `close`. Make it with `start`."""
+    """Announces one peer, by its display ``name``, from its first `update` until `close`.
 
-    def __init__(self, announcement: Announcement, zeroconf: AsyncZeroconf) -> None:
-        self._announcement, self._zeroconf = announcement, zeroconf
+    ``interfaces`` are IP addresses of those to use, None all; `OSError` if none supports multicast.
+    """
+
+    def __init__(
+        self, run_id: str, access: Access, name: str, *, interfaces: Sequence[str] | None = None
+    ) -> None:
+        self._run_id, self._access, self._name = run_id, access, name
+        self._zeroconf = _open(interfaces)
         # a random name: processes of one machine do not always hear each other's objections
-        self._label = f"{announcement.contact.id.hex()[:8]}-{secrets.token_hex(4)}"
+        self._label = secrets.token_hex(8)
         self._info: AsyncServiceInfo | None = None
 
-    @classmethod
-    async def start(
-        cls, announcement: Announcement, *, interfaces: Sequence[str] | None = None
-    ) -> LanAnnouncer:
-        """Announce a peer; takes about a second, in which others may object to its name.
-
-        Args:
-            announcement: what to announce; nothing while its contact has no addresses.
-            interfaces: IP addresses of the interfaces to use; None for all.
-
-        Raises:
-            OSError: no interface supports multicast.
-        """
-        announcer = cls(announcement, _open(interfaces))
-        try:
-            await announcer.update(announcement.contact)
-        except BaseException:
-            await announcer.close()
-            raise
-        return announcer
-
     async def update(self, contact: Contact) -> None:
-        """Announce the peer's new addresses."""
-        self._announcement = replace(self._announcement, contact=contact)
+        """Announce the peer's addresses, nothing while it has none; takes a second at first. Raises `OSError`."""
         ips, port = announced(contact)
-        before = self._info
-        self._info = None
+        before, self._info = self._info, None
         if ips:
             self._info = AsyncServiceInfo(
                 SERVICE,
-                before.name if before else f"{self._label}.{SERVICE}",
+                f"{self._label}.{SERVICE}",
                 parsed_addresses=ips,
                 port=port,
-                properties=write_properties(self._announcement),
+                properties=write_properties(self._run_id, self._access, self._name, contact.id),
                 server=f"{self._label}.local.",
             )
-        if self._info is not None and before is None:
-            await (await self._zeroconf.async_register_service(self._info, allow_name_change=True))
-        elif self._info is not None:
-            await (await self._zeroconf.async_update_service(self._info))
-        elif before is not None:
-            await (await self._zeroconf.async_unregister_service(before))
+        try:
+            if self._info is not None and before is None:
+                await (await self._zeroconf.async_register_service(self._info))
+            elif self._info is not None:
+                await (await self._zeroconf.async_update_service(self._info))
+            elif before is not None:
+                await (await self._zeroconf.async_unregister_service(before))
+        except mdns.Error as error:
+            raise OSError(f"multicast DNS failed: {error!r}") from error
 
     async def close(self) -> None:
         """Withdraw the announcement. Idempotent."""
@@ -183,44 +151,31 @@ class LanAnnouncer:
 
 
 async def find_swarms(*, seconds: float = 1.5, interfaces: Sequence[str] | None = None) -> list[LanSwarm]:
-    """Return the runs announced on the local network, by name; none where multicast does not work.
-
-    Args:
-        seconds: how long to listen.
-        interfaces: IP addresses of the interfaces to use; None for all.
-    """
+    """Listen, and return the runs announced on the local network, by name; none where multicast does not work."""
     with suppress(OSError):
         async with _open(interfaces) as zeroconf:
             return merge(await _listen(zeroconf.zeroconf, seconds))
     return []
 
 
-async def _listen(zeroconf: Zeroconf, seconds: float) -> list[Announcement]:
-    found: dict[str, Announcement] = {}
-    queries: dict[str, asyncio.Task[None]] = {}
-
-    async def query(name: str) -> None:
-        info = AsyncServiceInfo(SERVICE, name)
-        if await info.async_request(zeroconf, 1000 * seconds):
-            announcement = read_announcement(info.properties, info.parsed_addresses(), info.port)
-            if announcement is not None:
-                found[name] = announcement
+async def _listen(zeroconf: Zeroconf, seconds: float) -> list[LanSwarm]:
+    names: dict[str, None] = {}
 
     def on_change(zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
         if state_change is ServiceStateChange.Removed:
-            found.pop(name, None)
-        elif len(queries) < MAX_SERVICES:
-            queries[name] = asyncio.create_task(query(name))
+            names.pop(name, None)
+        elif len(names) < MAX_SERVICES:
+            names[name] = None
 
     browser = AsyncServiceBrowser(zeroconf, SERVICE, handlers=[on_change])
     try:
         await asyncio.sleep(seconds)
     finally:
         await browser.async_cancel()
-        for task in queries.values():
-            task.cancel()
-        await asyncio.gather(*queries.values(), return_exceptions=True)
-    return list(found.values())
+    infos = [AsyncServiceInfo(SERVICE, name) for name in names]
+    await asyncio.gather(*(info.async_request(zeroconf, 1000 * ASK_S) for info in infos))
+    said = (read_announcement(info.properties, info.parsed_addresses(), info.port) for info in infos)
+    return [one for one in said if one is not None]
 
 
 def _open(interfaces: Sequence[str] | None) -> AsyncZeroconf:

@@ -4,39 +4,40 @@
     authority's key ── signs ──> Grant of an invitation's key ── signs ──> Membership of a peer's key
 
 The second chain admits late joiners while the authority is offline: the invitation holds the secret of its own key,
-so the joining peer signs its membership itself. A grant that is not ``offline`` only allows to
-request a membership from the authority. The holder of an offline invitation can come back under a
-new key until ``member_until``, revoked or not, unless the invitation's own key is revoked too.
-
-Times are swarm time, with a tolerance of `SLACK_S`.
+so the joining peer signs its membership itself. A grant that is not ``offline`` only allows to request a membership
+from the authority. The holder of an offline invitation can come back under a new key until ``member_until``, revoked or
+not, unless the invitation's own key is revoked too. Times are swarm time, with a tolerance of `SLACK_S`.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from hashlib import sha256
 from typing import Annotated, Self, TypeAlias
 
+import aiohttp
 import msgspec
 
-from colab_swarm.errors import NotAdmitted, ProtocolError
+from colab_swarm.errors import NotAdmitted, PeerUnreachable, ProtocolError
 from colab_swarm.net.carrier import MAX_RUN_ID_BYTES
 from colab_swarm.net.identity import Identity, id_of, verify
 from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Role
 
-SLACK_S = 600.0
-"""How far clocks may be apart."""
+SLACK_S = 600.0  # how far clocks may be apart
 MAX_NAME_CHARS = 64
 MAX_USES = 10_000
-MAX_REVOKED = 900
-"""So many fit in one record of the DHT."""
+MAX_REVOKED = 900  # so many fit in one record of the DHT
 MAX_MEMBERSHIP_BYTES = 2048
-MAX_VERIFIED = 10_000
-"""Size of the cache: checking a membership takes up to 340 microseconds."""
+MAX_VERIFIED = 10_000  # size of the cache: checking a membership takes up to 340 microseconds
 MAX_GUESTS = 64
 GUEST_S = 60.0
 """How long a peer without a membership may stay linked to the authority to request one."""
+HUB_TIMEOUT_S = 10.0
+MAX_ANSWER_BYTES = 1 << 20
+_TOKEN = re.compile(r"[!-~]{1,512}")
 
 Key: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Moment: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e11)]
@@ -51,8 +52,8 @@ class Signed(Message, frozen=True, kw_only=True):
 
     def signed_bytes(self) -> bytes:
         """Return the bytes that the signature covers."""
-        kind = f"colab_swarm {type(self).__name__}"
-        return msgspec.msgpack.encode((kind, msgspec.structs.replace(self, signature=b"")))
+        unsigned = msgspec.structs.replace(self, signature=b"")
+        return msgspec.msgpack.encode((f"colab_swarm {type(self).__name__}", unsigned))
 
     def signed(self, sign: Sign) -> Self:
         """Return a copy with the signature that ``sign(data)`` makes."""
@@ -67,47 +68,27 @@ class Signed(Message, frozen=True, kw_only=True):
 
 
 class Grant(Signed, frozen=True):
-    """Rights of an invitation, signed by the authority.
-
-    Attributes:
-        uses: peers that may join by it, 0 for any number; the authority counts.
-    """
+    """Rights of an invitation, signed by the authority."""
 
     run_id: RunId  # the run
     role: Role  # the highest role it gives
     key: Key  # the invitation's own public key
     join_until: Moment  # memberships under it start before this time
     member_until: Moment  # memberships under it end before this time
-    uses: Annotated[int, msgspec.Meta(ge=0, le=MAX_USES)] = 0
+    uses: Annotated[int, msgspec.Meta(ge=0, le=MAX_USES)] = 0  # peers that may join by it, 0 for any number
     offline: bool = True  # whether the invitation's key may sign memberships; only with unlimited uses
-
-    def require_covers(self, membership: Membership, authority: bytes) -> None:
-        """Raise `NotAdmitted` if the authority did not sign this, or role or times of the membership exceed it."""
-        if not self.is_signed_by(authority):
-            raise NotAdmitted("the invitation was not signed by this run's authority: ask for another")
-        in_time = membership.issued_at <= self.join_until and membership.expires_at <= self.member_until
-        if not (in_time and membership.role <= self.role):
-            raise NotAdmitted("the membership is more than its invitation allows: ask for another one")
 
 
 class Membership(Signed, frozen=True):
-    """A peer's role in a run, shown in its handshakes.
-
-    Attributes:
-        run_id, role: the run, and the role in it.
-        key: the peer's public key.
-        name: the name that the authority verified, such as a Hugging Face user; empty if it did not.
-        issued_at, expires_at: the time in which it is valid.
-        grant: the grant under which the invitation's key signed it; None if the authority did.
-    """
+    """A peer's role in a run, shown in its handshakes; ``name`` is the one that the authority verified, if any."""
 
     run_id: RunId
     role: Role
-    key: Key
+    key: Key  # the peer's public key
     name: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
     issued_at: Moment
     expires_at: Moment
-    grant: Grant | None = None
+    grant: Grant | None = None  # under which the invitation's key signed it; None if the authority did
 
     @classmethod
     def decode(cls, data: bytes) -> Membership:
@@ -124,8 +105,7 @@ class Membership(Signed, frozen=True):
     @classmethod
     def by_invitation(cls, grant: Grant, invitation: Identity, *, key: bytes, now: float) -> Membership:
         """Return the longest membership that ``grant`` allows for ``key``, signed by the invitation's key."""
-        unsigned = cls(grant.run_id, grant.role, key, "", now, grant.member_until, grant)
-        return unsigned.signed(invitation.sign)
+        return cls(grant.run_id, grant.role, key, "", now, grant.member_until, grant).signed(invitation.sign)
 
     def require_sound(self, run_id: str, *, authority: bytes, key: bytes) -> None:
         """Raise `NotAdmitted` unless run, owner, signatures and the grant's limits are right; the time may be over."""
@@ -137,17 +117,13 @@ class Membership(Signed, frozen=True):
         if not Role.GUEST < self.role < Role.AUTHORITY:
             raise NotAdmitted("the role of the membership cannot be granted: join again with an invitation")
         if grant is not None:
-            grant.require_covers(self, authority)
+            if not grant.is_signed_by(authority):
+                raise NotAdmitted("the invitation was not signed by this run's authority: ask for another")
+            in_time = self.issued_at <= grant.join_until and self.expires_at <= grant.member_until
+            if not (in_time and self.role <= grant.role):
+                raise NotAdmitted("the membership is more than its invitation allows: ask for another one")
         if not self.is_signed_by(authority if grant is None else grant.key):
             raise NotAdmitted("the membership's signature is wrong: join again with an invitation")
-
-    def require_current(self, now: float) -> None:
-        """Raise `NotAdmitted` if it has expired, or is not valid yet."""
-        late_s, early_s = now - self.expires_at, self.issued_at - now
-        if not late_s <= SLACK_S:
-            raise NotAdmitted(f"membership ended {in_words(late_s)} ago: join again with a new invitation")
-        if not early_s <= SLACK_S:
-            raise NotAdmitted(f"membership starts in {in_words(early_s)}: one of our clocks is off, set it")
 
 
 class Revocations(Signed, frozen=True):
@@ -168,31 +144,23 @@ _revocations_decoder = msgspec.msgpack.Decoder(Revocations)
 
 
 class MembershipAdmission:
-    """Admits peers with a membership. The authority needs no membership, only its key.
+    """Admits peers with a membership; the authority needs only its key. ``own`` is this peer's Ed25519 public key.
 
     At the authority, and only there, a peer without a valid membership is a guest, for a minute.
-
-    Args:
-        authority, own: Ed25519 public keys of the authority and of this peer.
-
-    Attributes:
-        membership: this peer's own; set it whenever it gets a new one.
-        revoked: the newest revocations; `learn` replaces them.
     """
 
     def __init__(self, run_id: str, *, authority: bytes, own: bytes) -> None:
         self.run_id, self.authority, self.own = run_id, authority, own
-        self.membership = b""
-        self.revoked = Revocations(run_id)
+        self.membership = b""  # this peer's own; set it whenever it gets a new one
+        self.revoked = Revocations(run_id)  # the newest; `learn` replaces them
         self._revoked_ids: frozenset[bytes] = frozenset()
         self._verified: OrderedDict[bytes, Membership] = OrderedDict()
-        self._guests: dict[bytes, tuple[float, float]] = {}  # first and last seen, by public key
+        self._guests: dict[bytes, float] = {}  # when each was admitted, by public key
 
     def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
         """Return the role of a peer with this Ed25519 key that shows ``membership``; ``now`` is swarm time.
 
-        Raises:
-            NotAdmitted: it may not link, or no longer.
+        Raises `NotAdmitted` if it may not link, or no longer.
         """
         try:
             role = self.verify(public_key, membership, now=now)
@@ -207,9 +175,6 @@ class MembershipAdmission:
         """Return the role that a peer's membership gives at ``now``; raise `NotAdmitted` if it gives none."""
         if public_key == self.authority:
             return Role.AUTHORITY
-        if id_of(public_key) in self._revoked_ids:
-            text = "the authority of this run has revoked your membership: ask its organizer"
-            raise NotAdmitted(text, reason="revoked")
         return self.check(public_key, membership, now=now).role
 
     def check(self, public_key: bytes, membership: bytes, *, now: float) -> Membership:
@@ -217,11 +182,16 @@ class MembershipAdmission:
         found = self.inspect(public_key, membership)
         if found.grant is not None and (found.grant.uses or not found.grant.offline):
             raise NotAdmitted("this invitation is only good at the authority: ask it for a membership")
-        found.require_current(now)
+        late_s, early_s = now - found.expires_at, found.issued_at - now
+        if not late_s <= SLACK_S:
+            raise NotAdmitted(f"membership ended {in_words(late_s)} ago: join again with a new invitation")
+        if not early_s <= SLACK_S:
+            raise NotAdmitted(f"membership starts in {in_words(early_s)}: one of our clocks is off, set it")
         return found
 
     def inspect(self, public_key: bytes, membership: bytes) -> Membership:
         """Return the peer's membership, expired or not; raise `NotAdmitted` if it is not sound, or revoked."""
+        self._require_not_revoked(public_key)
         digest = sha256(public_key + membership).digest()
         found = self._verified.get(digest)
         if found is None:
@@ -232,17 +202,20 @@ class MembershipAdmission:
                 self._verified.popitem(last=False)
         else:
             self._verified.move_to_end(digest)
-        keys = (public_key,) if found.grant is None else (public_key, found.grant.key)
-        if any(id_of(key) in self._revoked_ids for key in keys):
-            text = "the authority of this run has revoked this: ask its organizer"
-            raise NotAdmitted(text, reason="revoked")
+        if found.grant is not None:
+            self._require_not_revoked(found.grant.key)
         return found
+
+    def _require_not_revoked(self, key: bytes) -> None:
+        if id_of(key) in self._revoked_ids:
+            raise NotAdmitted(
+                "the authority of this run has revoked your membership: ask its organizer", reason="revoked"
+            )
 
     def learn(self, revocations: bytes) -> bool:
         """Take an encoded list of revocations; return whether it is newer than the known one.
 
-        Raises:
-            ProtocolError: it cannot be decoded, or is not by the authority of this run.
+        Raises `ProtocolError` if it cannot be decoded, or is not by the authority of this run.
         """
         try:
             found = _revocations_decoder.decode(revocations)
@@ -256,20 +229,17 @@ class MembershipAdmission:
         return True
 
     def _welcome(self, public_key: bytes, now: float) -> Role:
-        """Admit a guest for a minute; called every few seconds while its link is open."""
-        since, seen = self._guests.get(public_key, (now, now))
-        if abs(now - seen) > GUEST_S:
-            since = now  # it left and came back
-        if abs(now - since) > GUEST_S:
+        """Admit a guest for a minute; as it is called every few seconds, twice as long ago was another visit."""
+        if abs(now - self._guests.get(public_key, now)) > 2 * GUEST_S:
+            del self._guests[public_key]
+        if abs(now - self._guests.setdefault(public_key, now)) > GUEST_S:
             del self._guests[public_key]
             raise NotAdmitted("no membership was requested in a minute: join again with an invitation")
-        if public_key not in self._guests and len(self._guests) >= MAX_GUESTS:
-            left = [guest for guest, (_, at) in self._guests.items() if abs(now - at) > GUEST_S]
-            if not left:
-                raise NotAdmitted("too many peers request a membership: try again in a minute")
-            for guest in left:
-                del self._guests[guest]
-        self._guests[public_key] = since, now
+        if len(self._guests) > MAX_GUESTS:
+            self._guests = {key: at for key, at in self._guests.items() if abs(now - at) <= 2 * GUEST_S}
+        if len(self._guests) > MAX_GUESTS:
+            del self._guests[public_key]
+            raise NotAdmitted("too many peers request a membership: try again in a minute")
         return Role.GUEST
 
 
@@ -291,8 +261,43 @@ class OpenAdmission:
 
 
 Admission: TypeAlias = OpenAdmission | MembershipAdmission
-"""This peer's ``membership`` (shown in its handshakes), and its rule for admitting others.
+"""This peer's ``membership`` and its rule, which each handshake and, every few seconds, each link must pass."""
 
-``admit`` is called at each handshake and every few seconds for each link. It raises `NotAdmitted` if a peer may not
-link, or no longer.
-"""
+
+class Account(msgspec.Struct, frozen=True):
+    """An account of Hugging Face: a user and its organisations, or an organisation."""
+
+    name: str
+    type: str = "user"
+    orgs: tuple[Account, ...] = ()
+
+
+async def whoami(token: str) -> Account | None:
+    """Return the user of a token, by the Hub's ``whoami-v2``; None if the Hub does not know the token of a person.
+
+    The environment's ``HF_ENDPOINT`` replaces huggingface.co. A token that may only read is enough; it is not logged.
+
+    Raises:
+        PeerUnreachable: the Hub did not answer in 10 s, or its answer cannot be decoded.
+    """
+    if not _TOKEN.fullmatch(token):
+        return None
+    url = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/") + "/api/whoami-v2"
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=HUB_TIMEOUT_S)) as session,
+            session.get(url, headers={"Authorization": f"Bearer {token}"}, allow_redirects=False) as response,
+        ):
+            if response.status in (401, 403):
+                return None
+            if response.status != 200:
+                raise PeerUnreachable(f"{url} answers {response.status} {response.reason}: try again later")
+            data = b""
+            async for piece in response.content.iter_any():
+                data += piece
+                if len(data) > MAX_ANSWER_BYTES:
+                    raise ValueError("the answer is too long")
+            account = msgspec.json.decode(data, type=Account)
+    except (aiohttp.ClientError, ValueError, TimeoutError, *UNDECODABLE) as error:
+        raise PeerUnreachable(f"{url} does not answer ({type(error).__name__}): try again later") from error
+    return account if account.type == "user" else None

@@ -1,11 +1,10 @@
 """Find out how others reach this peer, check it again when the network changes, and report the addresses.
 
-`ReachabilityPolicy` is free of I/O: evidence enters by its ``on_...`` methods, and
-`ReachabilityPolicy.decide` returns this peer's level, why no better level works, and which
-addresses to tell others. An address is reported once another peer has dialled it, or before any
-peer could try. A peer that sees this one through a relay or a tunnel cannot try, because it dials
-back only where it sees the caller. A private address that a neighbour reaches is of no use to peers
-outside: once one of them has failed to dial, this peer counts as behind a NAT.
+`ReachabilityPolicy` is free of I/O: it holds the evidence, and its `decide` returns this peer's level, why no better
+level works, and which addresses to tell others. An address is reported once another peer has dialled it, or before any
+peer could try. A peer that sees this one through a relay or a tunnel cannot try, because it dials back only where it
+sees the caller. A private address that a neighbour reaches is of no use to peers outside: once one of them has failed
+to dial, this peer counts as behind a NAT.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
@@ -22,7 +21,7 @@ import msgspec
 
 from colab_swarm.errors import PeerError, TunnelError
 from colab_swarm.events import EventLog, ReachabilityChanged
-from colab_swarm.net.addresses import host_of, is_local, may_dial_back
+from colab_swarm.net.addresses import VisitLimit, host_of, is_local, may_dial_back
 from colab_swarm.net.handshake import Address
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import MAX_ADDRESSES, Ack, Contact, Message, PeerId, Refusal, short
@@ -37,8 +36,7 @@ CALL_TIMEOUT_S = 5.0
 VERIFIERS = 3
 CHECK_EVERY_S = 5.0
 VERIFY_EVERY_S = 300.0
-DIAL_BACK_GAP_S = 1.0
-"""Least time between two dial-backs for the same peer."""
+DIAL_BACK_GAP_S = 1.0  # least time between two dial-backs for the same peer
 MAX_PROBED = 8
 Addresses = Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
 
@@ -53,7 +51,7 @@ class DialledBack(Message, frozen=True):
     """Where the caller is seen, and for each address that was tried why it failed, empty if it worked."""
 
     seen_host: str
-    outcomes: tuple[tuple[Address, str], ...]
+    outcomes: Annotated[tuple[tuple[Address, str], ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
 
 
 class Moved(Message, frozen=True):
@@ -76,17 +74,12 @@ class ReachabilityLevel(StrEnum):
 
 @dataclass(frozen=True)
 class Reachability:
-    """How others reach this peer: the best ``level`` that works, ``via`` relays or a tunnel.
-
-    Attributes:
-        addresses: what to tell others, the best first.
-        reasons: for each better level why it does not work.
-    """
+    """How others reach this peer: the best ``level`` that works, ``via`` relays or a tunnel."""
 
     level: ReachabilityLevel
     via: str = ""
-    addresses: tuple[str, ...] = ()
-    reasons: tuple[tuple[ReachabilityLevel, str], ...] = ()
+    addresses: tuple[str, ...] = ()  # what to tell others, the best first
+    reasons: tuple[tuple[ReachabilityLevel, str], ...] = ()  # for each better level why it does not work
 
     def __str__(self) -> str:
         if self.level is ReachabilityLevel.TUNNEL:
@@ -102,43 +95,22 @@ class Reachability:
 
 
 class ReachabilityPolicy:
-    """Evidence of how this peer can be reached.
+    """Evidence of how this peer can be reached at ``listening``, and what follows from it.
 
-    Args:
-        listening: addresses where this peer listens; none in client mode.
-        trusted: whether the user gave them: they are reported without a check.
+    ``trusted`` addresses are those that the user gave: they are reported without a check.
     """
 
     def __init__(self, listening: tuple[str, ...], *, trusted: bool = False) -> None:
         self.listening, self._trusted = listening, trusted
-        self._reports: dict[PeerId, DialledBack] = {}
-        self._circuits: tuple[str, ...] = ()
-        self._relays: tuple[PeerId, ...] = ()
+        self.reports: dict[PeerId, DialledBack] = {}  # of dial-backs, by peer
+        self.places: Mapping[PeerId, tuple[str, ...]] = {}  # relays, each with circuit addresses of this peer
+        self.tunnel: str | None = None
         self._punched: set[PeerId] = set()
-        self._tunnel: tuple[str, ...] = ()
-        self._why = {
+        self.why = {
             ReachabilityLevel.PUNCHED: "no peer has been met through a relay yet",
             ReachabilityLevel.RELAYED: "no relay of the run is known",
             ReachabilityLevel.TUNNEL: "not requested; tunnel='ngrok' opens one",
         }
-
-    @property
-    def verifiers(self) -> frozenset[PeerId]:
-        """Peers that have dialled back."""
-        return frozenset(self._reports)
-
-    def on_listening(self, addresses: tuple[str, ...]) -> None:
-        """Note a network change: the evidence about the old addresses is void."""
-        self.listening = addresses
-        self._reports.clear()
-
-    def on_report(self, verifier: PeerId, report: DialledBack) -> None:
-        self._reports[verifier] = report
-
-    def on_places(self, relays: tuple[PeerId, ...], circuits: tuple[str, ...], why_none: str = "") -> None:
-        """Note the places at relays."""
-        self._relays, self._circuits = relays, circuits
-        self._why[ReachabilityLevel.RELAYED] = why_none or self._why[ReachabilityLevel.RELAYED]
 
     def on_punched(self, peer: PeerId, fault: str | None) -> None:
         """Note that a relayed link to the peer was upgraded, or why not."""
@@ -146,81 +118,65 @@ class ReachabilityPolicy:
             self._punched.add(peer)
         else:
             self._punched.discard(peer)
-            self._why[ReachabilityLevel.PUNCHED] = fault
-
-    def on_tunnel(self, address: str | None, why_none: str = "") -> None:
-        """Note the tunnel's address, or why there is none."""
-        self._tunnel = () if address is None else (address,)
-        self._why[ReachabilityLevel.TUNNEL] = why_none or self._why[ReachabilityLevel.TUNNEL]
+            self.why[ReachabilityLevel.PUNCHED] = fault
 
     @property
     def dialable(self) -> bool:
         """Whether others reach this peer without a relay or a tunnel."""
         level = self.decide().level
-        return level in (ReachabilityLevel.DIRECT, ReachabilityLevel.LAN) or (
-            level is ReachabilityLevel.UNVERIFIED and not self._reports
-        )
+        untried = level is ReachabilityLevel.UNVERIFIED and not self.reports
+        return untried or level in (ReachabilityLevel.DIRECT, ReachabilityLevel.LAN)
 
     def decide(self) -> Reachability:
         """Return the best level for which there is evidence."""
         if self._trusted and self.listening:
             return Reachability(ReachabilityLevel.DIRECT, addresses=self.listening)
-        public, local, outside = self._verified()
-        untried = self._untried()
-        others = (*self._circuits, *self._tunnel, *untried)
+        tried = [outcome for report in self.reports.values() for outcome in report.outcomes]
+        worked = {address for address, fault in tried if not fault}
+        public, local = ([one for one in self._own(local=local) if one in worked] for local in (False, True))
+        outside = any(not is_local(report.seen_host) for report in self.reports.values())
+        circuits = tuple(address for place in self.places.values() for address in place)
+        untried, tunnel = self._untried(), self.tunnel or ""
+        others = (*circuits, *filter(None, [tunnel]), *untried)
         levels = (
             (ReachabilityLevel.DIRECT, public, (*public, *local), ""),
-            (ReachabilityLevel.LAN, local and not outside, (*local, *self._circuits), ""),
-            (ReachabilityLevel.PUNCHED, self._circuits and self._punched, others, ""),
-            (ReachabilityLevel.RELAYED, self._circuits, others, ", ".join(map(short, self._relays))),
-            (ReachabilityLevel.TUNNEL, self._tunnel, others, "".join(self._tunnel)),
+            (ReachabilityLevel.LAN, local and not outside, (*local, *circuits), ""),
+            (ReachabilityLevel.PUNCHED, circuits and self._punched, others, ""),
+            (ReachabilityLevel.RELAYED, circuits, others, ", ".join(map(short, self.places))),
+            (ReachabilityLevel.TUNNEL, tunnel, others, tunnel),
         )
         reasons: list[tuple[ReachabilityLevel, str]] = []
         for level, works, addresses, via in levels:
             if works:
                 return Reachability(level, via, addresses, tuple(reasons))
-            reasons.append((level, self._why_not(level)))
-        if self.listening and not self._reports:
+            reasons.append((level, self._why_not(level, tried)))
+        if self.listening and not self.reports:
             return Reachability(ReachabilityLevel.UNVERIFIED, "", self.listening, tuple(reasons[:1]))
         level = ReachabilityLevel.UNVERIFIED if untried else ReachabilityLevel.OUTGOING
         return Reachability(level, "", (*untried, *local), tuple(reasons))
 
-    def _verified(self) -> tuple[list[str], list[str], bool]:
-        """Return the verified public and private addresses, and whether a peer outside has tried."""
-        worked = {one for report in self._reports.values() for one, fault in report.outcomes if not fault}
-        public, local = ([one for one in self._own(local=local) if one in worked] for local in (False, True))
-        return public, local, any(not is_local(report.seen_host) for report in self._reports.values())
-
     def _own(self, *, local: bool) -> list[str]:
         return [address for address in self.listening if _is_local(address) == local]
 
-    def _untried(self) -> tuple[str, ...]:
+    def _untried(self) -> list[str]:
         """Return the public addresses while all verifiers see this peer through a relay or a tunnel."""
-        if not self._reports or any(report.seen_host for report in self._reports.values()):
-            return ()
-        return tuple(self._own(local=False))
+        unseen = self.reports and not any(report.seen_host for report in self.reports.values())
+        return self._own(local=False) if unseen else []
 
-    def _faults(self, *, local: bool) -> list[str]:
-        return [
-            f"dialled back at {address}, {fault}; a NAT or firewall blocks it"
-            for report in self._reports.values()
-            for address, fault in report.outcomes
-            if fault and _is_local(address) == local
-        ]
-
-    def _why_not(self, level: ReachabilityLevel) -> str:
-        if level in self._why:
-            return self._why[level]
+    def _why_not(self, level: ReachabilityLevel, tried: list[tuple[str, str]]) -> str:
+        if level in self.why:
+            return self.why[level]
         if not self.listening:
             return "this peer does not listen (listen=False)"
         local = level is ReachabilityLevel.LAN
-        if faults := self._faults(local=local):
-            return faults[0]
+        for address, fault in tried:
+            if fault and _is_local(address) == local:
+                return f"dialled back at {address}, {fault}; a NAT or firewall blocks it"
         if not self._own(local=local):
             return f"this machine has no {'private' if local else 'public'} address"
         if not local and self._untried():
             return "all verifiers see this peer through a relay or a tunnel, and cannot dial it back there"
-        return "no peer outside this network has tried" if self._reports else "nobody has tried"
+        return "no peer outside this network has tried" if self.reports else "nobody has tried"
 
 
 def _is_local(address: str) -> bool:
@@ -228,16 +184,12 @@ def _is_local(address: str) -> bool:
 
 
 class ReachabilityWatch:
-    """Keeps one peer reachable, from `start` to `close`.
+    """Keeps one peer reachable, from `start` until its node closes; `close` it before.
 
     Args:
         relays: returns the relays of the run that this peer knows.
         trusted: the addresses to tell others, if the user gave them.
         use_relays, punch: whether to use these levels.
-        tunnel: which to open, if any.
-
-    Attributes:
-        current: how others reach this peer.
     """
 
     def __init__(
@@ -256,27 +208,27 @@ class ReachabilityWatch:
         self._trusted, self._tunnel_settings = trusted, tunnel
         self._loop = asyncio.get_running_loop()
         self._policy = ReachabilityPolicy(trusted or node.listening(), trusted=bool(trusted))
-        self._dialled_back_at: dict[PeerId, float] = {}
+        self._dial_backs = VisitLimit(1, DIAL_BACK_GAP_S)
         self._verified_at = float("-inf")
-        self._verifying = asyncio.Lock()
         self._tunnel: Tunnel | None = None
         self.current: Reachability = self._policy.decide()
-        self.circuits = Circuits(node, relays, self._on_places, rng) if use_relays else None
-        self.upgrades: Upgrades | None = None
-        if self.circuits and punch:
-            self.upgrades = Upgrades(node, self.circuits.seen_at.get, self._on_upgrade, rng)
-        if not use_relays:
-            self._policy.on_places((), (), "this peer uses no relay (use_relays=False)")
+        self._circuits: Circuits | None = None
+        if use_relays:
+            self._circuits = Circuits(node, relays, self._update, rng)
+            self._policy.places = self._circuits.places
+        else:
+            self._policy.why[ReachabilityLevel.RELAYED] = "this peer uses no relay (use_relays=False)"
         if not punch:
-            self._policy.on_punched(node.id, "this peer punches no holes (punch=False)")
+            self._policy.why[ReachabilityLevel.PUNCHED] = "this peer punches no holes (punch=False)"
+        elif self._circuits is not None:
+            Upgrades(node, self._circuits.seen_at.get, self._on_upgrade, rng)
         node.serve(DialBack, self._on_dial_back)
         node.serve(Moved, self._on_moved)
 
     async def start(self) -> None:
         """Determine the level; return when it is known or after some seconds.
 
-        Raises:
-            TunnelError: the requested tunnel cannot be opened.
+        Raises `TunnelError` if the requested tunnel cannot be opened.
         """
         if self._tunnel_settings is not None:
             if self._node.port is None:
@@ -288,59 +240,47 @@ class ReachabilityWatch:
                 events=self._events,
                 sent_bytes=lambda: self._node.linker.metering.tunnelled.total_bytes,
             ).open()
-            self._policy.on_tunnel(self._tunnel.address)
+            self._policy.tunnel = self._tunnel.address
         await self.verify()
-        if not self._policy.dialable and self.circuits is not None:
-            self.circuits.start()
-            await self.circuits.wait_looked(CALL_TIMEOUT_S / 2)
+        if not self._policy.dialable and self._circuits is not None:
+            self._circuits.start()
+            await self._circuits.wait_looked(CALL_TIMEOUT_S / 2)
         self._node.linker.spawn(self._keep())
 
     async def close(self) -> None:
-        """Close the tunnel, give up the places."""
-        if self.upgrades is not None:
-            self.upgrades.close()
-        if self.circuits is not None:
-            self.circuits.close()
-        self._node.unserve(DialBack)
-        self._node.unserve(Moved)
+        """Close the tunnel; the rest ends with the node."""
         if self._tunnel is not None:
             await self._tunnel.close()
 
     # --- dial-backs -----------------------------------------------------------------------------------------
 
-    async def verify(self) -> Reachability:
+    async def verify(self) -> None:
         """Have linked peers dial back, and decide again."""
-        async with self._verifying:
-            self._verified_at = self._loop.time()
-            if self._policy.listening and not self._trusted:
-                verifiers = sorted(self._node.linked(), key=self._distance)[:VERIFIERS]
-                await asyncio.gather(*(self._ask(peer) for peer in verifiers))
-            self._update()
-        return self.current
+        self._verified_at = self._loop.time()
+        if self._policy.listening and not self._trusted:
+            # peers across the internet first: what they reach, every peer reaches
+            linked = sorted(self._node.linked(), key=lambda peer: (self._is_near(peer), self._rng.random()))
+            await asyncio.gather(*map(self._ask, linked[:VERIFIERS]))
+        self._update()
 
-    def _distance(self, peer: PeerId) -> tuple[bool, float]:
-        # peers across the internet first: what they reach, every peer reaches
+    def _is_near(self, peer: PeerId) -> bool:
         path = self._node.path_to(peer)
-        local = path is None or path.remote is None or is_local(path.remote[0])
-        return local, self._rng.random()
+        return path is None or path.remote is None or is_local(path.remote[0])
 
     async def _ask(self, peer: PeerId) -> None:
         ask = DialBack(self._policy.listening[:MAX_ADDRESSES])
         try:
             report = await self._node.call(peer, ask, DialledBack, timeout_s=CALL_TIMEOUT_S)
+            self._policy.reports[peer] = report
         except PeerError as error:
             logger.info("no dial-back: %s", error)
-        else:
-            self._policy.on_report(peer, report)
 
     async def _on_dial_back(self, peer: PeerId, ask: DialBack) -> DialledBack:
-        path, now = self._node.path_to(peer), self._loop.time()
+        path = self._node.path_to(peer)
         if path is None or path.remote is None:
             raise Refusal("no direct link shows your address")
-        if now - self._dialled_back_at.get(peer, float("-inf")) < DIAL_BACK_GAP_S:
+        if not self._dial_backs.admit(peer, self._loop.time()):
             raise Refusal(f"you were dialled back less than {DIAL_BACK_GAP_S:g} s ago")
-        self._dialled_back_at = {one: at for one, at in self._dialled_back_at.items() if now - at < 60.0}
-        self._dialled_back_at[peer] = now
         seen = path.seen_host
         tried = [address for address in ask.addresses if may_dial_back(address, seen)][:MAX_PROBED]
         faults = await asyncio.gather(*(self._probe(peer, address) for address in tried))
@@ -355,17 +295,13 @@ class ReachabilityWatch:
 
     # --- changes --------------------------------------------------------------------------------------------
 
-    def _on_places(self) -> None:
-        assert self.circuits is not None
-        self._policy.on_places(tuple(self.circuits.places), self.circuits.addresses)
-        self._update()
-
     def _on_upgrade(self, peer: PeerId, fault: str | None) -> None:
         self._policy.on_punched(peer, fault)
         self._update()
 
     def _on_tunnel(self, address: str | None) -> None:
-        self._policy.on_tunnel(address, "it was lost and is being opened again")
+        self._policy.tunnel = address
+        self._policy.why[ReachabilityLevel.TUNNEL] = "it was lost and is being opened again"
         self._update()
 
     def _update(self) -> None:
@@ -381,8 +317,7 @@ class ReachabilityWatch:
 
     async def _send_moved(self, peer: PeerId) -> None:
         try:
-            moved = Moved(self._node.contact.addresses)
-            await self._node.call(peer, moved, Ack, timeout_s=CALL_TIMEOUT_S)
+            await self._node.call(peer, Moved(self._node.contact.addresses), Ack, timeout_s=CALL_TIMEOUT_S)
         except PeerError as error:
             logger.info("%s did not get our new addresses: %s", short(peer), error)
 
@@ -397,9 +332,11 @@ class ReachabilityWatch:
             listening = self._trusted or self._node.listening()
             moved = listening != self._policy.listening
             if moved:
-                self._policy.on_listening(listening)
-            few = len(self._policy.verifiers) < VERIFIERS and self._node.linked() - self._policy.verifiers
+                self._policy.listening = listening
+                self._policy.reports.clear()  # the evidence about the old addresses is void
+            tried = self._policy.reports.keys()
+            few = len(tried) < VERIFIERS and self._node.linked() - tried
             if moved or few or self._loop.time() - self._verified_at > VERIFY_EVERY_S:
                 await self.verify()
-            if self.circuits is not None:
-                (self.circuits.stop if self._policy.dialable else self.circuits.start)()
+            if self._circuits is not None:
+                (self._circuits.stop if self._policy.dialable else self._circuits.start)()

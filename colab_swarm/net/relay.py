@@ -7,8 +7,8 @@
 3. Both ends connect to the relay's ordinary port and show their ticket as the first message. When both are connected
    the relay sends `GO` to the caller, and from then on copies messages unread.
 
-The two ends shake hands and encrypt through the circuit as over any connection. So the relay sees
-sizes, times and the two peers, but no key and no content, and spends no time on cryptography.
+The two ends shake hands and encrypt through the circuit as over any connection. So the relay sees sizes, times and the
+two peers, but no key and no content, and spends no time on cryptography.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ import msgspec
 
 from colab_swarm.errors import PeerError, PeerLost, PeerUnreachable
 from colab_swarm.markup import settings
-from colab_swarm.net.addresses import circuit_address, host_of, is_local, is_loopback, relay_of
+from colab_swarm.net.addresses import host_of, is_local, is_loopback, relay_of
 from colab_swarm.net.carrier import HostPort, LinkType, Path, TokenBucket
 from colab_swarm.net.handshake import TICKET, HandshakeReceiver
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import Ack, Contact, Message, PeerId, Refusal, Role, short
+from colab_swarm.net.peers import CIRCUIT, Ack, Contact, Message, PeerId, Refusal, Role, short
 from colab_swarm.net.websocket import MAX_MESSAGE_BYTES, SCRATCH_BYTES, WebSocket, write_message
 
 logger = logging.getLogger(__name__)
@@ -39,8 +39,7 @@ TOKEN_BYTES = 16
 GO = b"go"
 BATCH_BYTES = SCRATCH_BYTES + MAX_MESSAGE_BYTES + 16
 """One read, and a message received in fragments before."""
-TICKET_S = 15.0
-"""Time for the two ends to show their tickets."""
+TICKET_S = 15.0  # time for the two ends to show their tickets
 OFFER_TIMEOUT_S = 10.0
 CIRCUITS_PER_PAIR = 4
 """Less than `RelayQuota.circuits_per_peer`: one caller cannot use up all circuits of another peer."""
@@ -51,16 +50,15 @@ LOOK_EVERY_S = 30.0
 SECOND_PLACE_S = 5.0
 CALL_TIMEOUT_S = 5.0
 CANDIDATES = 8
-ENTRIES = 2
-"""Addresses of one relay that others learn."""
+ENTRIES = 2  # addresses of one relay that others learn
 RETRY_S = 1.0
 OFFERS_AT_ONCE = 32
 """Circuits that one relay may offer while this peer still connects: each costs a connection."""
-NEARER = 0.7
-"""A relay replaces another if its round trip is shorter by this factor."""
+NEARER = 0.7  # a relay replaces another if its round trip is shorter by this factor
 Id = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 Host = Annotated[str, msgspec.Meta(max_length=64)]
+Seen = tuple[Host, int]
 
 
 class Reserve(Message, frozen=True):
@@ -68,11 +66,10 @@ class Reserve(Message, frozen=True):
 
 
 class Reserved(Message, frozen=True):
-    """The place lasts ``seconds``, while the link is open; the relay sees the peer at ``seen_host``, ``seen_port``."""
+    """The place lasts ``seconds``, while the link is open; the relay sees the peer at host and port ``seen``."""
 
     seconds: float
-    seen_host: Host
-    seen_port: int
+    seen: Seen
 
 
 class OpenCircuit(Message, frozen=True):
@@ -82,11 +79,10 @@ class OpenCircuit(Message, frozen=True):
 
 
 class CircuitTicket(Message, frozen=True):
-    """The caller shows ``token`` at the relay's port; ``seen_host`` and ``seen_port`` as in `Reserved`."""
+    """The caller shows ``token`` at the relay's port; ``seen`` as in `Reserved`."""
 
     token: Token
-    seen_host: Host
-    seen_port: int
+    seen: Seen
 
 
 class CircuitOffer(Message, frozen=True):
@@ -99,21 +95,15 @@ class CircuitOffer(Message, frozen=True):
 
 @dataclass(frozen=True)
 class RelayQuota:
-    """Limits of a relay; None for no limit.
-
-    Attributes:
-        circuits, circuits_per_peer: open at once, in all and for one peer.
-        circuit_bytes, circuit_s: one circuit carries so much, for so long; then it is closed.
-        circuit_bps, total_bps: bits per second of one circuit and of all.
-    """
+    """Limits of a relay; None for no limit."""
 
     places: int = 256  # peers that may hold a place
-    circuits: int = 256
+    circuits: int = 256  # open at once
     circuits_per_peer: int = 32
-    circuit_bytes: float | None = None
-    circuit_s: float | None = None
-    circuit_bps: float | None = None
-    total_bps: float | None = None
+    circuit_bytes: float | None = None  # what one circuit carries before it is closed
+    circuit_s: float | None = None  # seconds that one circuit may be open
+    circuit_bps: float | None = None  # bits per second of one circuit
+    total_bps: float | None = None  # bits per second of all circuits
     total_bytes: float | None = None  # all circuits together since the relay started; then it opens no more
     place_s: float = 300.0  # duration of a place, seconds
 
@@ -131,7 +121,7 @@ class Circuit:
     buckets: tuple[TokenBucket, ...]
     carried_bytes: int = 0
     tokens: dict[bytes, int] = field(default_factory=dict)
-    sockets: dict[int, WebSocket] = field(default_factory=dict)
+    pumps: dict[int, _Pump] = field(default_factory=dict)
 
 
 class RelayState:
@@ -204,7 +194,7 @@ class RelayState:
             age_s = now - circuit.opened_at
             if now - circuit.used_at > IDLE_S:
                 late[circuit] = "the circuit was silent"
-            if len(circuit.sockets) < 2 and age_s > TICKET_S:
+            if len(circuit.pumps) < 2 and age_s > TICKET_S:
                 late[circuit] = "the other end did not connect"
             if limit_s is not None and age_s > limit_s:
                 late[circuit] = f"the relay keeps a circuit for {limit_s:g} s"
@@ -218,30 +208,23 @@ class Relay:
         self._node = node
         self._loop = asyncio.get_running_loop()
         self.state = RelayState(quota, self._loop.time())
-        self.batch = _Batch()
+        self._batch, self._batched_bytes = memoryview(bytearray(BATCH_BYTES)), 0
         node.serve(Reserve, self._on_reserve, role=Role.REDUCER)
         node.serve(OpenCircuit, self._on_open)
         node.linker.listener.on_ticket = self._on_ticket
-        self._stop_listening = node.on_lost(self.state.forget)
+        node.on_lost(self.state.forget)
         self._upkeep = node.linker.spawn(self._expire())
 
     def close(self) -> None:
-        """End all circuits and stop relaying."""
-        self._stop_listening()
+        """End all circuits; the node closes next."""
         self._upkeep.cancel()
         self._node.linker.listener.on_ticket = None
-        self._node.unserve(Reserve)
-        self._node.unserve(OpenCircuit)
         for circuit in list(self.state.circuits):
             self.end(circuit, "the relay closed")
 
-    def __repr__(self) -> str:
-        state = self.state
-        return f"Relay({len(state.places)} places, {len(state.circuits)} circuits, {state.carried_bytes / 1e6:.1f} MB)"
-
     async def _on_reserve(self, peer: PeerId, message: Reserve) -> Reserved:
         self.state.reserve(peer, self._loop.time())
-        return Reserved(self.state.quota.place_s, *self._seen(peer))
+        return Reserved(self.state.quota.place_s, self._seen(peer))
 
     def _seen(self, peer: PeerId) -> HostPort:
         path = self._node.path_to(peer)
@@ -262,9 +245,9 @@ class Relay:
         circuit = self.state.open(peer, called, self._loop.time(), os.urandom)
         mine, theirs = circuit.tokens
         path = self._node.path_to(peer)
-        offer = CircuitOffer(peer, theirs, "" if path is None else path.seen_host)
-        self._node.linker.spawn(self._offer(circuit, called, offer))
-        return CircuitTicket(mine, *self._seen(peer))
+        seen_host = "" if path is None else path.seen_host
+        self._node.linker.spawn(self._offer(circuit, called, CircuitOffer(peer, theirs, seen_host)))
+        return CircuitTicket(mine, self._seen(peer))
 
     async def _offer(self, circuit: Circuit, called: PeerId, offer: CircuitOffer) -> None:
         try:
@@ -278,20 +261,28 @@ class Relay:
             socket.close("this ticket is not valid, or no longer valid")
             return
         circuit, end = found
-        socket.receiver = _Pump(self, circuit, socket)
-        circuit.sockets[end] = socket
-        if len(circuit.sockets) == 2:
-            near, far = circuit.sockets[0].receiver, circuit.sockets[1].receiver
-            assert isinstance(near, _Pump) and isinstance(far, _Pump)
+        socket.receiver = circuit.pumps[end] = _Pump(self, circuit, socket)
+        if len(circuit.pumps) == 2:
+            near, far = circuit.pumps[0], circuit.pumps[1]
             near.other, far.other = far, near
             near.socket.send_bytes(GO)
+
+    def add(self, data: memoryview) -> None:
+        """Add a message to those of this read; unmasked, it takes no more room than it took when it was received."""
+        self._batched_bytes += write_message(data, self._batch[self._batched_bytes :])
+
+    def flush(self, socket: WebSocket) -> None:
+        """Send the messages of a read by one write: fewer system calls, and fewer wake-ups of the far end."""
+        size, self._batched_bytes = self._batched_bytes, 0
+        if size and not socket.send_framed(self._batch[:size]):
+            self._batch = memoryview(bytearray(BATCH_BYTES))  # the transport may still refer to the old
 
     def end(self, circuit: Circuit, reason: str) -> None:
         """Close the circuit, if it is still open."""
         if circuit in self.state.circuits:
             self.state.circuits.remove(circuit)
-            for socket in circuit.sockets.values():
-                socket.close(reason)
+            for pump in circuit.pumps.values():
+                pump.socket.close(reason)
 
     async def _expire(self) -> None:
         while True:
@@ -300,28 +291,8 @@ class Relay:
                 self.end(circuit, reason)
 
 
-class _Batch:
-    """The messages of one read, sent by one write: fewer system calls, and fewer wake-ups of the far end."""
-
-    def __init__(self) -> None:
-        self._memory = memoryview(bytearray(BATCH_BYTES))
-        self._size = 0
-
-    def add(self, data: memoryview) -> None:
-        """Add a message; unmasked, it takes no more room than it took when it was received."""
-        self._size += write_message(data, self._memory[self._size :])
-
-    def flush(self, socket: WebSocket) -> None:
-        size, self._size = self._size, 0
-        if size and not socket.send_framed(self._memory[:size]):
-            self._memory = memoryview(bytearray(BATCH_BYTES))  # the transport may still refer to the old
-
-
 class _Pump:
-    """Receives at one end of a circuit and sends to the other.
-
-    Reading pauses while the other end's buffer is full, and while a bandwidth quota is used up.
-    """
+    """Receives at one end of a circuit and sends to the other; pauses while that is full, or a quota used up."""
 
     def __init__(self, relay: Relay, circuit: Circuit, socket: WebSocket) -> None:
         self._relay, self._circuit, self.socket = relay, circuit, socket
@@ -335,7 +306,7 @@ class _Pump:
         if self.other is None:
             self._relay.end(self._circuit, "sent a message before the circuit was open")
             return
-        self._relay.batch.add(data)
+        self._relay.add(data)
         delay_s, fault = self._relay.state.carry(self._circuit, len(data), self._loop.time())
         if fault is not None:
             self._flush()
@@ -348,7 +319,7 @@ class _Pump:
 
     def _flush(self) -> None:
         if self.other is not None:
-            self._relay.batch.flush(self.other.socket)
+            self._relay.flush(self.other.socket)
 
     def on_writable(self, writable: bool) -> None:
         """Pause reading at the other end while this end's buffer is full."""
@@ -375,15 +346,11 @@ def choose(rtts_s: dict[PeerId, float], held: Iterable[PeerId], places: int = PL
 
 
 class Circuits:
-    """Lets a node dial through relays at once and, after `start`, be dialled through them.
+    """Lets a node dial through relays at once and, after `start`, be dialled through them, until the node closes.
 
     Args:
         candidates: returns the relays of the run that this peer knows, in any order.
         on_change: called when the places have changed.
-
-    Attributes:
-        places: the relays that hold a place for this peer, each with its circuit addresses.
-        seen_at: where each relay sees this peer's connection to it.
     """
 
     def __init__(
@@ -397,13 +364,13 @@ class Circuits:
         self._loop = asyncio.get_running_loop()
         self._look, self._looked = asyncio.Event(), asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
-        self.seen_at: dict[PeerId, HostPort] = {}
+        self.seen_at: dict[PeerId, HostPort] = {}  # where each relay sees this peer's connection to it
         self._accepting: list[PeerId] = []
         self._until: dict[PeerId, float] = {}
-        self.places: dict[PeerId, tuple[str, ...]] = {}
+        self.places: dict[PeerId, tuple[str, ...]] = {}  # relays, each with circuit addresses of this peer
         node.linker.open_circuit = self._open
         node.serve(CircuitOffer, self._on_offer, role=Role.REDUCER)
-        self._stop_listening = node.on_lost(self._on_lost)
+        node.on_lost(self._on_lost)
 
     def start(self) -> None:
         """Look for relays and keep places at the nearest."""
@@ -423,13 +390,6 @@ class Circuits:
             self._keeping = None
         self._forget(list(self.places))
 
-    def close(self) -> None:
-        """Stop using relays."""
-        self.stop()
-        self._stop_listening()
-        self._node.linker.open_circuit = None
-        self._node.unserve(CircuitOffer)
-
     @property
     def addresses(self) -> tuple[str, ...]:
         """Circuit addresses of this peer."""
@@ -441,7 +401,7 @@ class Circuits:
         """Open a connection to ``peer`` through the relay."""
         self._node.learn(relay)
         ticket = await self._node.call(relay.id, OpenCircuit(peer), CircuitTicket, timeout_s=CALL_TIMEOUT_S)
-        self.seen_at[relay.id] = (ticket.seen_host, ticket.seen_port)
+        self.seen_at[relay.id] = ticket.seen
         websocket = await self._show(relay.id, ticket.token, receiver)
         try:
             await receiver.opened.wait()  # the relay's message: the other end is connected
@@ -474,27 +434,27 @@ class Circuits:
         if self._accepting.count(relay) >= OFFERS_AT_ONCE:
             raise Refusal(f"{OFFERS_AT_ONCE} of your offers are being accepted: wait")
         self._accepting.append(relay)
-        accepting = self._node.linker.spawn(self._accept(relay, offer))
-        accepting.add_done_callback(lambda _: self._accepting.remove(relay))
+        self._node.linker.spawn(self._accept(relay, offer))
         return Ack()
 
     async def _accept(self, relay: PeerId, offer: CircuitOffer) -> None:
         path = Path(LinkType.RELAYED, relay=relay, caller_host=offer.seen_host)
         try:
-            connect = partial(self._show, relay, offer.token)
-            await self._node.linker.shake_hands(connect, expected=None, path=path)
+            await self._node.linker.shake_hands(
+                partial(self._show, relay, offer.token), expected=None, path=path
+            )
         except PeerError as error:
             logger.info("circuit of %s through %s: %s", short(PeerId(offer.peer)), short(relay), error)
+        finally:
+            self._accepting.remove(relay)
 
     async def _keep(self) -> None:
         while True:
             began = self._loop.time()
             self._look.clear()
-            for relay in [relay for relay in self.places if self._until[relay] - began < 2 * LOOK_EVERY_S]:
-                await self._reserve(relay)
             nearest = choose(await self._survey(), self.places)
-            for relay in nearest:
-                if relay not in self.places:
+            for relay in dict.fromkeys((*self.places, *nearest)):
+                if relay not in self.places or self._until[relay] - began < 2 * LOOK_EVERY_S:
                     await self._reserve(relay)
             self._looked.set()
             if len(self.places) > PLACES:
@@ -507,23 +467,22 @@ class Circuits:
             await asyncio.sleep(began + RETRY_S * self._rng.uniform(0.8, 1.0) - self._loop.time())
 
     async def _survey(self) -> dict[PeerId, float]:
-        """Return the round trips to relays: those with a place and, while places are missing, a few more."""
+        """Return the round trips to relays: those with a place and a few more."""
         known = {contact.id: contact for contact in await self._candidates()}
-        known.pop(self._node.id, None)
         for contact in known.values():
             self._node.learn(contact)
-        fresh = [id for id in known if id not in self.places]
+        fresh = [id for id in known if id not in self.places and id != self._node.id]
         ids = [*self.places, *self._rng.sample(fresh, min(CANDIDATES, len(fresh)))]
-        rtts = await asyncio.gather(*(self._rtt(id) for id in ids))
+        rtts = await asyncio.gather(*map(self._rtt, ids))
         return {id: rtt_s for id, rtt_s in zip(ids, rtts, strict=True) if rtt_s is not None}
 
     async def _rtt(self, relay: PeerId) -> float | None:
-        if relay not in self._node.linked():
-            try:
+        try:
+            if relay not in self._node.linked():
                 await self._node.linker.link_to(relay, CALL_TIMEOUT_S)
-            except PeerError as error:
-                logger.info("relay %s: %s", short(relay), error)
-                return None
+        except PeerError as error:
+            logger.info("relay %s: %s", short(relay), error)
+            return None
         return self._node.statistics(relay).rtt_s
 
     async def _reserve(self, relay: PeerId) -> None:
@@ -537,11 +496,11 @@ class Circuits:
         self._node.linker.pinned.add(relay)
         # others may have to dial it elsewhere than we do
         entries.sort(key=lambda one: (is_loopback(host_of(one)), is_local(host_of(one))))
-        before = self.addresses
-        self.seen_at[relay] = (reserved.seen_host, reserved.seen_port)
-        self.places[relay] = tuple(circuit_address(entry, relay) for entry in entries[:ENTRIES])
+        circuits = tuple(f"{entry}{CIRCUIT}{relay.hex()}" for entry in entries[:ENTRIES])
+        self.seen_at[relay] = reserved.seen
         self._until[relay] = self._loop.time() + reserved.seconds
-        if self.addresses != before:
+        if self.places.get(relay) != circuits:
+            self.places[relay] = circuits
             self._on_change()
 
     def _forget(self, relays: list[PeerId]) -> None:

@@ -1,8 +1,8 @@
 """A tunnel gives a peer behind a NAT a public address: an agent process here holds a link to a provider's edge.
 
-`Tunnel` watches the agent: its process, its local API and, now and then, the public address. It starts a new agent
-when one is lost; the address may change then. A guardian process starts each agent and kills it
-when this process dies, because a killed kernel runs no exit hooks.
+`Tunnel` watches the agent: its process and, now and then, the public address. It starts a new agent when one is lost;
+the address may change then. A guardian process starts each agent and kills it when this process dies, because a killed
+kernel runs no exit hooks. It has its own session, so it survives signals to the notebook's process group.
 
 pyngrok only downloads the ngrok agent. The agent's configuration lies in a temporary directory: it holds the token,
 which any user of the machine could read on a command line. The directory is deleted once the agent runs.
@@ -20,28 +20,24 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
-import msgspec
 
 from colab_swarm.credentials import require_secret
 from colab_swarm.errors import TunnelError
 from colab_swarm.events import EventLog, Fault, QuotaWarning, TunnelChanged
 from colab_swarm.net.addresses import is_address
-from colab_swarm.net.peers import UNDECODABLE
 
 logger = logging.getLogger(__name__)
-DOWNLOAD_TIMEOUT_S = 60.0
-"""For the 10 MB of the ngrok agent, the first time it is used."""
+DOWNLOAD_TIMEOUT_S = 60.0  # for the 10 MB of the ngrok agent, the first time it is used
 OPEN_TIMEOUT_S = 45.0
-API_TIMEOUT_S = 5.0
 WARN_AT = (0.5, 0.8, 0.95)
-MAX_MISSES = 2
 PROBES, PROBE_AGAIN_S, PROBE_TIMEOUT_S = 3, 10.0, 15.0
 BACK_OFF_S, MAX_BACK_OFF_S = 0.5, 60.0
 LOG_LINES = 3
@@ -108,22 +104,14 @@ os._exit(0)  # not sys.exit: the thread holds stdin
 
 @dataclass(frozen=True)
 class TunnelSettings:
-    """Which tunnel to open, and how to watch it.
-
-    Attributes:
-        kind: ``ngrok`` (needs an account's ``auth_token``) or ``cloudflared`` (needs the program, no account).
-        agent: path of the program; None uses pyngrok's own, or the cloudflared on the PATH.
-        quota_bytes: monthly data volume of the ngrok plan (1 GB on the free one); None for no limit.
-        check_s: seconds between checks of the agent.
-        probe_s: seconds between requests to the public address; ngrok's free plan has 20,000 requests a month.
-    """
+    """Which tunnel to open, and how to watch it; ngrok needs an account, cloudflared the program."""
 
     kind: Literal["ngrok", "cloudflared"]
-    auth_token: str | None = field(default=None, repr=False)
-    agent: str | None = None
-    quota_bytes: float | None = 1e9
-    check_s: float = 1.0
-    probe_s: float = 180.0
+    auth_token: str | None = field(default=None, repr=False)  # of ngrok
+    agent: str | None = None  # path of the program; None uses pyngrok's own, or the cloudflared on the PATH
+    quota_bytes: float | None = 1e9  # monthly data volume of the ngrok plan; None for no limit
+    check_s: float = 1.0  # seconds between checks of the agent
+    probe_s: float = 180.0  # between requests to the public address; ngrok's free plan has 20,000 a month
 
     def __post_init__(self) -> None:
         if self.kind not in ("ngrok", "cloudflared"):
@@ -162,169 +150,51 @@ def explain(text: str) -> str:
 async def probe(address: str) -> str | None:
     """Request a page from the public address; return None if the tunnel leads to a server, else the fault."""
     url, headers = "http" + address.removeprefix("ws"), {"ngrok-skip-browser-warning": "1"}
-    timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
     try:
         async with (
-            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PROBE_TIMEOUT_S), headers=headers) as session,
             session.get(url, allow_redirects=False) as response,
         ):
             code = response.headers.get("Ngrok-Error-Code")
             if code is not None:
                 return explain(code)
             # the edge answers 404 for an unknown tunnel, 502 and 530 for a lost one; a peer answers 426
-            wrong = response.status == 404 or response.status >= 500
-            return f"HTTP status {response.status}" if wrong else None
+            status = response.status
+            return f"HTTP status {status}" if status == 404 or status >= 500 else None
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
-class _NgrokLine(msgspec.Struct):
-    msg: str = ""
-    lvl: str = ""
-    err: str | None = None
-    addr: str = ""
-    url: str = ""
+class AgentLog:
+    """What an agent has logged: its ``address`` once it is connected, and a ``fault`` that it named."""
 
+    def __init__(self) -> None:
+        self.address = self.fault = self._url = ""
+        self.last_lines: deque[str] = deque(maxlen=LOG_LINES)
 
-class TunnelAgent:
-    """The program of a tunnel, run by a guardian process that kills it when this process dies. Make it with `open`.
-
-    The guardian has its own session, so it survives signals to the notebook's process group.
-
-    Attributes:
-        address: where peers dial.
-    """
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.address = self._url = self._api_url = self._fault = ""
-        self._process, self._settled = process, asyncio.Event()
-        self._last_lines: deque[str] = deque(maxlen=LOG_LINES)
-        self._reading = asyncio.create_task(self._read_log())
-
-    @classmethod
-    async def open(cls, settings: TunnelSettings, port: int) -> TunnelAgent:
-        """Start the program with a tunnel to ``port`` on 127.0.0.1.
-
-        Raises:
-            TunnelError: the text names the fix.
-        """
-        url = f"http://127.0.0.1:{port}"
-        if settings.kind == "cloudflared":
-            program = shutil.which(settings.agent or "cloudflared")
-            if program is None:
-                missing = f"no cloudflared is at {settings.agent}: leave it out to use the one on the PATH"
-                raise TunnelError(missing if settings.agent else INSTALL)
-            # no configuration file: a quick tunnel conflicts with the user's own
-            quick = ["tunnel", "--config", os.devnull, "--no-autoupdate", "--url", url]
-            agent = await cls._run([program, *quick])
-            if not agent.address:
-                raise TunnelError(
-                    f"cloudflared: {agent._fault}; check the internet connection (on Kaggle: Settings, Internet on), "
-                    "and try again later: quick tunnels come without a guarantee"
-                )
-            return agent
-        program, version = await _install_ngrok(settings)
-        secret: dict[str, Any] = {"authtoken": settings.auth_token}
-        with tempfile.TemporaryDirectory(prefix="colab-swarm-", ignore_cleanup_errors=True) as private:
-            file = Path(private) / "ngrok.yml"
-            file.touch(mode=0o600)
-            nested = {"agent": secret} if version == "3" else secret
-            file.write_text(json.dumps({"version": version, **nested}))  # JSON is valid YAML
-            log_format = ["--log", "stdout", "--log-format", "json"]
-            agent = await cls._run([program, "http", url, "--config", str(file), *log_format])
-        if not agent.address:
-            # the agent repeats a refused token
-            raise TunnelError(explain(agent._fault.replace(str(settings.auth_token), "(hidden)")))
-        return agent
-
-    @classmethod
-    async def _run(cls, command: Sequence[str]) -> TunnelAgent:
-        """Return the agent with its address, or closed and without one."""
-        pipe = asyncio.subprocess.PIPE
-        start = asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", "-c", _GUARDIAN, *command),
-            stdin=pipe,
-            stdout=pipe,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-            creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
-        )
-        starting = asyncio.create_task(start)
-        try:
-            agent = cls(await asyncio.shield(starting))
-        except (
-            asyncio.CancelledError
-        ):  # cancelled itself, it would kill the guardian and leave the program running
-            await cls(await starting).close()
-            raise
-        ended = "it ended"
-        try:
-            async with asyncio.timeout(OPEN_TIMEOUT_S):
-                await agent._settled.wait()
-        except TimeoutError:
-            ended = f"no tunnel after {OPEN_TIMEOUT_S:.0f} s"
-        except asyncio.CancelledError:
-            await agent.close()
-            raise
-        if not agent.address:
-            await agent.close()
-        agent._fault = agent._fault or f"{ended}; its log says {' / '.join(agent._last_lines)!r}"
-        return agent
-
-    def alive(self) -> bool:
-        return self._process.returncode is None
-
-    async def answers(self) -> bool:
-        """Return True if the agent's local API answers; cloudflared has none to try."""
-        if not self._api_url:
-            return True
-        timeout = aiohttp.ClientTimeout(total=API_TIMEOUT_S)
-        try:
-            async with aiohttp.ClientSession(timeout=timeout) as session, session.get(self._api_url):
-                return True
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return False
-
-    async def close(self) -> None:
-        """Stop the program; return when its process has ended. Idempotent."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()  # the guardian kills the program, and ends
-        await self._process.wait()
-        self._reading.cancel()
-        await asyncio.wait([self._reading])
-
-    async def _read_log(self) -> None:
-        """Read the log to its end, since a full pipe would block the program; set the address once it is connected."""
-        assert self._process.stdout is not None
-        try:
-            while line := (await self._process.stdout.readline()).decode(errors="replace"):
-                self._last_lines.append(line.strip()[:200])
-                self._read_line(line)
-                if self.address:
-                    self._settled.set()
-        finally:
-            self._settled.set()
-
-    def _read_line(self, line: str) -> None:
-        if line.startswith("{"):
-            self._read_ngrok(line)
+    def read(self, line: str) -> None:
+        """Take a line, of JSON if it is ngrok's."""
+        self.last_lines.append(line.strip()[:200])
+        if not line.startswith("{"):
+            found = _CLOUDFLARED_URL.search(line)
+            self._url = self._url or (found[0] if found else "")
+            if "Registered tunnel connection" in line:
+                self.address = self._url.replace("http", "ws", 1)
             return
-        found = _CLOUDFLARED_URL.search(line)
-        self._url = self._url or (found[0] if found else "")
-        if "Registered tunnel connection" in line and self._url:
-            self.address = "ws" + self._url.removeprefix("http")
+        with suppress(ValueError):
+            said = json.loads(line)
+            if said.get("lvl") in ("eror", "crit") and said.get("err"):
+                self.fault = str(said["err"])
+            elif said.get("msg") == "started tunnel":
+                self.address = str(said.get("url")).replace("http", "ws", 1)
 
-    def _read_ngrok(self, line: str) -> None:
-        try:
-            said = msgspec.json.decode(line, type=_NgrokLine)
-        except UNDECODABLE:
-            return
-        if said.lvl in ("eror", "crit") and said.err:
-            self._fault = said.err
-        elif said.msg == "starting web service":
-            self._api_url = f"http://{said.addr}/api/tunnels"
-        elif said.msg == "started tunnel":
-            self.address = "ws" + said.url.removeprefix("http")
+
+def _find_cloudflared(settings: TunnelSettings) -> str:
+    program = shutil.which(settings.agent or "cloudflared")
+    if program is None:
+        missing = f"no cloudflared is at {settings.agent}: leave it out to use the one on the PATH"
+        raise TunnelError(missing if settings.agent else INSTALL)
+    return program
 
 
 async def _install_ngrok(settings: TunnelSettings) -> tuple[str, str]:
@@ -375,18 +245,14 @@ class Tunnel:
         self._settings, self._port, self._on_change, self._events = settings, port, on_change, events
         self._sent_bytes, self._sent_before, self._warned = sent_bytes, sent_bytes(), 0
         self._loop = asyncio.get_running_loop()
-        self._agent: TunnelAgent | None = None
+        self._guardian: asyncio.subprocess.Process | None = None
+        self._draining: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
 
     async def open(self) -> Tunnel:
-        """Open the tunnel and return it.
-
-        Raises:
-            TunnelError: the text names the fix.
-        """
-        agent = self._agent = await self._open_agent()
-        self._set_address(agent.address, "opened")
-        self._watching = asyncio.create_task(self._watch(agent))
+        """Open the tunnel and return it; raise a `TunnelError` that names the fix."""
+        self._set_address(await self._connect(), "opened")
+        self._watching = asyncio.create_task(self._watch())
         return self
 
     def __repr__(self) -> str:
@@ -397,56 +263,124 @@ class Tunnel:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait([self._watching])
-        if self._agent is not None:
-            await self._agent.close()
+        await self._stop()
         self.address = None
 
-    async def _open_agent(self) -> TunnelAgent:
+    # --- the agent ------------------------------------------------------------------------------------------
+
+    async def _connect(self) -> str:
+        """Start an agent and return the public address; raise `TunnelError` with no process left."""
+        settings, url = self._settings, f"http://127.0.0.1:{self._port}"
         try:
-            agent = await TunnelAgent.open(self._settings, self._port)
+            if settings.kind == "cloudflared":
+                # no configuration file: a quick tunnel conflicts with the user's own
+                quick = ["tunnel", "--config", os.devnull, "--no-autoupdate", "--url", url]
+                address, fault = await self._run(_find_cloudflared(settings), *quick)
+                fault = (
+                    f"cloudflared: {fault}; check the internet connection (on Kaggle: Settings, Internet on), "
+                    "and try again later: quick tunnels come without a guarantee"
+                )
+            else:
+                program, version = await _install_ngrok(settings)
+                secret: dict[str, Any] = {"authtoken": settings.auth_token}
+                config = {"version": version, **({"agent": secret} if version == "3" else secret)}
+                with tempfile.TemporaryDirectory(
+                    prefix="colab-swarm-", ignore_cleanup_errors=True
+                ) as private:
+                    file = Path(private) / "ngrok.yml"
+                    file.touch(mode=0o600)
+                    file.write_text(json.dumps(config))  # JSON is valid YAML
+                    log = ["--log", "stdout", "--log-format", "json"]
+                    address, fault = await self._run(program, "http", url, "--config", str(file), *log)
+                # the agent repeats a refused token
+                fault = explain(fault.replace(str(settings.auth_token), "(hidden)"))
         except TunnelError:
             raise
-        except OSError as error:  # a full disk, too many processes
+        except (OSError, ValueError) as error:  # a full disk, too many processes, an endless line
             raise TunnelError(f"the program of the tunnel cannot be started: {error}") from error
-        if not is_address(agent.address):
-            await agent.close()
-            fault = f"{self._settings.kind} opened {agent.address!r}, which no peer can dial: try again"
+        if not address:
             raise TunnelError(fault)
-        return agent
+        if not is_address(address):
+            await self._stop()
+            raise TunnelError(f"{settings.kind} opened {address!r}, which no peer can dial: try again")
+        return address
 
-    async def _watch(self, agent: TunnelAgent) -> None:
+    async def _run(self, *command: str) -> tuple[str, str]:
+        """Start a program; return its public address, or "" and why it has none after it was stopped."""
+        start = asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", "-c", _GUARDIAN, *command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
+        )
+        starting = asyncio.create_task(start)
+        log, ended = AgentLog(), "it ended"
+        try:
+            self._guardian = await asyncio.shield(starting)
+            assert self._guardian.stdout is not None
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                while not log.address and (line := await self._guardian.stdout.readline()):
+                    log.read(line.decode(errors="replace"))
+        except TimeoutError:
+            ended = f"no tunnel after {OPEN_TIMEOUT_S:.0f} s"
+        finally:
+            # if its start itself were cancelled, that would kill the guardian and leave the program running
+            self._guardian = await starting
+            if log.address:
+                self._draining = asyncio.create_task(self._drain())
+            else:
+                await self._stop()
+        return log.address, log.fault or f"{ended}; its log says {' / '.join(log.last_lines)!r}"
+
+    async def _drain(self) -> None:
+        """Read the log to its end, since a full pipe would block the program."""
+        assert self._guardian is not None and self._guardian.stdout is not None
+        while await self._guardian.stdout.read(1 << 16):
+            pass
+
+    async def _stop(self) -> None:
+        """Stop the program; return when its process has ended. Idempotent."""
+        if self._draining is not None:
+            self._draining.cancel()
+            await asyncio.wait([self._draining])
+        if self._guardian is not None:
+            assert self._guardian.stdin is not None
+            self._guardian.stdin.close()  # the guardian kills the program, and ends
+            await self._guardian.communicate()
+
+    # --- watching -------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
         try:
             while True:
-                reason = await self._wait_lost(agent)
-                await agent.close()
+                reason = await self._wait_lost()
+                await self._stop()
                 self._set_address(None, reason)
                 self._on_change(None)
-                agent = self._agent = await self._reopen()
-                self._set_address(agent.address, "opened again")
-                self._on_change(agent.address)
+                self._set_address(await self._reconnect(), "opened again")
+                self._on_change(self.address)
         except Exception as error:
             logger.exception("a tunnel is no longer watched")
             self._events.emit(Fault.of(self._loop.time(), "tunnel", error))
 
-    async def _wait_lost(self, agent: TunnelAgent) -> str:
-        misses = failures = 0
-        probe_at = self._loop.time() + self._settings.probe_s
+    async def _wait_lost(self) -> str:
+        assert self._guardian is not None and self.address is not None
+        failures, probe_at = 0, self._loop.time() + self._settings.probe_s
         while True:
             await asyncio.sleep(self._settings.check_s)
             self._check_quota()
-            if not agent.alive():
+            if self._guardian.returncode is not None:
                 return "its agent died"
-            misses = 0 if await agent.answers() else misses + 1
-            if misses == MAX_MISSES:
-                return "its agent hangs"
             if self._loop.time() < probe_at:
                 continue
-            fault = await probe(agent.address)
+            fault = await probe(self.address)
             failures = failures + 1 if fault else 0
             if failures == PROBES:
                 return f"its public address does not lead here: {fault}"
-            again_s = PROBE_AGAIN_S if fault else self._settings.probe_s
-            probe_at = self._loop.time() + min(again_s, self._settings.probe_s)
+            probe_s = self._settings.probe_s
+            probe_at = self._loop.time() + (min(PROBE_AGAIN_S, probe_s) if fault else probe_s)
 
     def _check_quota(self) -> None:
         used_bytes, quota_bytes = self._sent_bytes() - self._sent_before, self._settings.quota_bytes
@@ -456,12 +390,12 @@ class Tunnel:
                 self._warned = passed
                 self._events.emit(QuotaWarning(self._loop.time(), used_bytes, quota_bytes))
 
-    async def _reopen(self) -> TunnelAgent:
-        """Open a new agent; retry at growing intervals until it works."""
+    async def _reconnect(self) -> str:
+        """Start new agents at growing intervals until one works; return its address."""
         back_off_s = BACK_OFF_S
         while True:
             try:
-                return await self._open_agent()
+                return await self._connect()
             except TunnelError as error:
                 logger.info("no tunnel yet: %s", error)
                 self._events.emit(TunnelChanged(self._loop.time(), None, str(error)))

@@ -1,21 +1,18 @@
 """Replaces relayed links by direct ones: the other end dials back, or both ends punch a hole through their NATs.
 
     asking end                               answering end
-    Upgrade(direct addresses, endpoints) ->  dials the addresses, if there are any
+    Upgrade(endpoints)                   ->  dials the asking end's direct addresses, if there are any
                                          <-  Endpoints
     Ready (to measure the round trip)    ->
                                          <-  Ready
     Ready: half a round trip from now    ->
     punches                                  punches
 
-Endpoints are those of each end's own connection to the relay: as the relay sees it from outside,
-and as it is in the peer's own network, for two peers behind one NAT. The asking end sends the first
-handshake message on every connection that opens. An end that punches with another peer answers that
-it is busy, and is tried again later. The link table prefers the new link, and both ends leave the
-relayed one when its streams are over.
-
-The answering end dials only addresses of the host at which the relay sees the asking end, or public ones if the relay
-cannot tell. So a relayed peer cannot make it connect to machines in its own network.
+Endpoints are those of each end's own connection to the relay: as the relay sees it from outside, and as it is in the
+peer's own network, for two peers behind one NAT. The asking end sends the first handshake message on every connection
+that opens. An end that punches with another peer answers that it is busy, and is tried again later. The link table
+prefers the new link, and both ends leave the relayed one when its streams are over. As in every dial-back, only the
+host at which the relay sees the asking end is dialled (`colab_swarm.net.addresses.may_dial_back`).
 
 **TCP hole punching.** A NAT lets in answers to what went out. So both ends send a SYN from the local port of their
 connection to the relay, to the address at which the relay saw the other end:
@@ -35,33 +32,22 @@ a port need SO_REUSEPORT, which `bound_socket` sets everywhere; Windows has none
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import math
 import random
 import socket
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import msgspec
 
 from colab_swarm.errors import PeerError, PeerUnreachable
-from colab_swarm.net.addresses import (
-    host_of,
-    ip_of,
-    is_address,
-    is_local,
-    is_loopback,
-    is_public,
-    may_dial_back,
-    relay_of,
-)
+from colab_swarm.net.addresses import VisitLimit, ip_of, is_local, is_loopback, may_dial_back
 from colab_swarm.net.carrier import HostPort, LinkType, Path, Receiver
-from colab_swarm.net.handshake import Address, dial_any
+from colab_swarm.net.handshake import dial_any
 from colab_swarm.net.link import Link
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Message, PeerId, Refusal, Stream, short
@@ -69,45 +55,37 @@ from colab_swarm.net.websocket import CAN_PUNCH, WebSocket, bound_socket
 
 logger = logging.getLogger(__name__)
 MAX_TARGETS = 8
-PUNCH_S = 4.0
-"""Duration of one attempt."""
+PUNCH_S = 4.0  # duration of one attempt
 TALK_TIMEOUT_S = 10.0
 DIAL_BACK_S = 3.0
 TRIES = 3
-ASKS = 40
-"""Tries, and answers that the other end is busy."""
-AGAIN_S = 180.0
-"""Time between failed upgrades, while the relayed link is open."""
+ASKS = 40  # tries, and answers that the other end is busy
+AGAIN_S = 180.0  # time between failed upgrades, while the relayed link is open
 PAUSE_S = (0.5, 3.0)
-FORGIVEN_S = 60.0
-"""A peer whose attempts fail is answered `TRIES` times in this time."""
-MAX_FAILED = 256
+FORGIVEN_S = 60.0  # a peer whose attempts fail is answered `TRIES` times in this time
 _MIN_BEAT_S = 0.15
-_LATE_S = 0.002
-"""Delay of an event loop's timers."""
+_LATE_S = 0.002  # delay of an event loop's timers
 _BACKLOG = 8
 
 
-class Endpoint(Message, frozen=True):
-    """Where to punch: an IP address and a TCP port."""
+Endpoint: TypeAlias = tuple[
+    Annotated[str, msgspec.Meta(max_length=45)], Annotated[int, msgspec.Meta(ge=1, le=65535)]
+]
+"""Where to punch: an IP address and a TCP port."""
+Endpoints: TypeAlias = Annotated[tuple[Endpoint, ...], msgspec.Meta(max_length=MAX_TARGETS)]
+Take: TypeAlias = Callable[[socket.socket], object]
 
-    host: Annotated[str, msgspec.Meta(max_length=45)]
-    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
-    @property
-    def usable(self) -> bool:
-        return self.family is not None and 0 < self.port < 1 << 16
-
-    @property
-    def family(self) -> socket.AddressFamily | None:
-        """AF_INET or AF_INET6; None if the host is not a usable IP address (names are not looked up)."""
-        try:
-            address = ipaddress.ip_address(self.host)
-        except ValueError:
-            return None
-        if address.is_multicast or address.is_unspecified or address.is_link_local or "%" in self.host:
-            return None  # the part after % names an interface of the other machine
-        return socket.AF_INET if address.version == 4 else socket.AF_INET6
+def family_of(endpoint: Endpoint) -> socket.AddressFamily | None:
+    """Return AF_INET or AF_INET6; None if the endpoint is not usable (names are not looked up)."""
+    host, port = endpoint
+    ip = ip_of(host)
+    # the part after % names an interface of the other machine
+    if ip is None or ip.is_multicast or ip.is_unspecified or ip.is_link_local or "%" in host:
+        return None
+    if not 0 < port < 1 << 16:
+        return None
+    return socket.AF_INET if ip.version == 4 else socket.AF_INET6
 
 
 def plan_tries(
@@ -119,9 +97,8 @@ def plan_tries(
     differ in latency, so the asking end moves every other beat at random, by about half a round trip at most.
 
     Args:
-        now, until: when the signal was sent, or received; when to end; loop time, seconds.
-        rtt_s: of the signal's path, seconds.
-        answering: True at the end that received the signal.
+        now, until: when the signal was sent, or received by the ``answering`` end; when to end.
+        rtt_s: of the signal's path.
     """
     beat_s = max(_MIN_BEAT_S, 2 * rtt_s)
     begin_at = now if answering else now + rtt_s / 2
@@ -131,70 +108,49 @@ def plan_tries(
     return tuple(begin_at + k * beat_s + shift_s for k, shift_s in enumerate(shifts_s))
 
 
-async def punch(
-    port: int, targets: Sequence[Endpoint], tries: Sequence[float], *, until: float
-) -> AsyncGenerator[socket.socket, None]:
-    """Yield every connection that opens from or to local ``port``, until ``until`` (loop time).
+async def punch(port: int, targets: Sequence[Endpoint], tries: Sequence[float], take: Take) -> None:
+    """Give ``take`` every connection that opens from or to local ``port``, until this is cancelled.
 
     The two ends need not see the same one first, and a stranger may connect: shake hands on all, use the first that
-    becomes a link. Wrap this in `contextlib.aclosing`: leaving ends the attempts. The caller owns the sockets.
+    becomes a link. ``take`` owns the sockets.
 
     Args:
         port: local port of a connection made with `bound_socket` to the relay.
         targets: endpoints of the other end, 8 at most are tried.
         tries: when to connect, from `plan_tries`.
     """
-    loop = asyncio.get_running_loop()
-    families = [(target, target.family) for target in targets[:MAX_TARGETS]]
-    usable = {target: family for target, family in families if family is not None}
-    found: asyncio.Queue[socket.socket | None] = asyncio.Queue()
-    jobs = [_accept_all(family, port, found) for family in {*usable.values()}]
-    jobs += [_connect_often(target, family, port, tries, found) for target, family in usable.items()]
-    tasks = [loop.create_task(job) for job in jobs]
-    end = loop.call_at(until, found.put_nowait, None)
-    try:
-        while (connected := await found.get()) is not None:
-            yield connected
-    finally:
-        end.cancel()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        while not found.empty():
-            unclaimed = found.get_nowait()
-            if unclaimed is not None:
-                unclaimed.close()
+    families = {
+        target: family for target in targets[:MAX_TARGETS] if (family := family_of(target)) is not None
+    }
+    async with asyncio.TaskGroup() as jobs:
+        for family in {*families.values()}:
+            jobs.create_task(_accept_all(family, port, take))
+        for target, family in families.items():
+            jobs.create_task(_connect_often(target, family, port, tries, take))
 
 
-async def _accept_all(
-    family: socket.AddressFamily, port: int, found: asyncio.Queue[socket.socket | None]
-) -> None:
+async def _accept_all(family: socket.AddressFamily, port: int, take: Take) -> None:
     with suppress(OSError), bound_socket(family, port) as listener:
         listener.listen(_BACKLOG)
         while True:
             connected, _ = await asyncio.get_running_loop().sock_accept(listener)
-            found.put_nowait(connected)
+            take(connected)
 
 
 async def _connect_often(
-    target: Endpoint,
-    family: socket.AddressFamily,
-    port: int,
-    tries: Sequence[float],
-    found: asyncio.Queue[socket.socket | None],
+    target: Endpoint, family: socket.AddressFamily, port: int, tries: Sequence[float], take: Take
 ) -> None:
     loop = asyncio.get_running_loop()
     for at, following_at in pairwise((*tries, math.inf)):
         if following_at > loop.time():  # otherwise the last connect was pending for too long
             await asyncio.sleep(at - loop.time())
             with suppress(OSError):  # refused, unreachable, or the listener has the same connection already
-                found.put_nowait(await _connect(target, family, port))
+                take(await _connect(target, bound_socket(family, port)))
 
 
-async def _connect(target: Endpoint, family: socket.AddressFamily, port: int) -> socket.socket:
-    connecting = bound_socket(family, port)
+async def _connect(target: Endpoint, connecting: socket.socket) -> socket.socket:
     try:
-        await asyncio.get_running_loop().sock_connect(connecting, (target.host, target.port))
+        await asyncio.get_running_loop().sock_connect(connecting, target)
         if connecting.getsockname() == connecting.getpeername():
             raise ConnectionRefusedError(f"{target} is this very socket")  # TCP can connect to itself
     except BaseException:
@@ -203,14 +159,10 @@ async def _connect(target: Endpoint, family: socket.AddressFamily, port: int) ->
     return connecting
 
 
-Endpoints = Annotated[tuple[Endpoint, ...], msgspec.Meta(max_length=MAX_TARGETS)]
-
-
 class Upgrade(Message, frozen=True):
-    """Opens the stream: direct addresses to dial, and endpoints to punch to."""
+    """Opens the stream: endpoints to punch to."""
 
-    addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_TARGETS)]
-    endpoints: Endpoints
+    endpoints: Endpoints = ()
 
 
 class UpgradeReady(Message, frozen=True):
@@ -220,10 +172,6 @@ class UpgradeReady(Message, frozen=True):
     busy: bool = False
 
 
-class _Busy(PeerError):
-    """The other end upgrades a link to another peer."""
-
-
 class _Silent(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -231,7 +179,7 @@ class _Silent(asyncio.Protocol):
 
 
 class Upgrades:
-    """Upgrades the relayed links of a node until `close`.
+    """Upgrades the relayed links of a node until it closes.
 
     Args:
         seen_at: returns where a relay sees this peer from outside; None if unknown.
@@ -248,14 +196,10 @@ class Upgrades:
         self._node, self._seen_at, self._on_end, self._rng = node, seen_at, on_end, rng
         self._loop = asyncio.get_running_loop()
         self._busy: set[PeerId] = set()
-        self._failed: deque[tuple[float, PeerId]] = deque(maxlen=MAX_FAILED)
+        self._failures = VisitLimit(TRIES, FORGIVEN_S)
         self._punching = asyncio.Lock()
         node.linker.on_relayed = self._on_relayed
         node.serve_stream(Upgrade, self._on_upgrade)
-
-    def close(self) -> None:
-        self._node.linker.on_relayed = lambda link: None
-        self._node.unserve(Upgrade)
 
     def _on_relayed(self, link: Link) -> None:
         if link.peer not in self._busy:
@@ -276,42 +220,37 @@ class Upgrades:
 
     async def _try_often(self, peer: PeerId) -> str | None:
         """Return why it failed, or None. One try at a time: two would accept each other's connections."""
-        fault: str | None = None
-        tries = 0
+        fault, tries = "the link was lost", 0
         for _ in range(ASKS):
             async with self._punching:
                 link = self._node.linker.table.best(peer)
                 if link is None:
-                    return fault or "the link was lost"
+                    return fault
+                busy = False
                 try:
                     async with asyncio.timeout(TALK_TIMEOUT_S + PUNCH_S):
-                        if self._relayed(peer):
-                            await self._ask(link)
+                        busy = self._relayed(peer) and await self._ask(link)
                     fault = f"no hole to {short(peer)} in {PUNCH_S:g} s: one of the two NATs may change ports"
-                    tries += 1
-                except _Busy:
-                    fault = f"{short(peer)} upgraded other links for too long"
                 except (PeerError, TimeoutError) as error:
                     fault = str(error) or "the exchange took too long"
-                    tries += 1
+            tries += not busy
             if not self._relayed(peer):
                 return None
             if tries == TRIES:
-                break
+                return fault
             await asyncio.sleep(self._rng.uniform(*PAUSE_S))
-        return fault
+        return f"{short(peer)} upgraded other links for too long"
 
-    async def _ask(self, link: Link) -> None:
+    async def _ask(self, link: Link) -> bool:
+        """Try once; return True if the other end is busy."""
         port, endpoints = self._endpoints(link)
-        addresses = tuple(one for one in self._node.contact.addresses if relay_of(one) is None)
-        async with link.open_stream(Upgrade(addresses[:MAX_TARGETS], endpoints)) as stream:
+        async with link.open_stream(Upgrade(endpoints)) as stream:
             answer, _ = await stream.receive(UpgradeReady)
-            if answer.busy:
-                raise _Busy
-            if not self._relayed(link.peer):
-                return  # it dialled back
+            if answer.busy or not self._relayed(link.peer):  # or it dialled back
+                return answer.busy
             rtt_s = await self._measure_rtt(stream, UpgradeReady())
         await self._punch(link.peer, port, answer.endpoints, rtt_s, answering=False)
+        return False
 
     async def _measure_rtt(self, stream: Stream, ready: UpgradeReady) -> float:
         asked_at = self._loop.time()
@@ -325,25 +264,24 @@ class Upgrades:
         link = self._node.linker.table.best(stream.peer)
         if link is None or link.remote.path.way is not LinkType.RELAYED:
             raise Refusal("only a relayed link can be upgraded")
-        forgiven_at = self._loop.time() - FORGIVEN_S
-        if sum(peer == stream.peer and at > forgiven_at for at, peer in self._failed) >= TRIES:
-            raise Refusal(f"{TRIES} upgrades failed in the last minute")
         if self._punching.locked():
             await stream.send(UpgradeReady(busy=True))
             return
+        if not self._failures.admit(stream.peer, self._loop.time()):
+            raise Refusal(f"{TRIES} upgrades failed in the last minute")
         try:
             async with self._punching, asyncio.timeout(TALK_TIMEOUT_S + PUNCH_S):
                 await self._answer(link, opening, stream)
         except TimeoutError:
             raise Refusal("the exchange took too long") from None
         finally:
-            if self._relayed(stream.peer):
-                self._failed.append((self._loop.time(), stream.peer))
+            if not self._relayed(stream.peer):
+                self._failures.forgive(stream.peer)
         self._on_end(stream.peer, "the holes did not meet" if self._relayed(stream.peer) else None)
 
     async def _answer(self, link: Link, opening: Upgrade, stream: Stream) -> None:
         port, endpoints = self._endpoints(link)
-        if await self._dial_back(stream.peer, opening.addresses, self._seen(link.remote.path)):
+        if await self._dial_back(stream.peer, self._seen(link.remote.path)):
             endpoints = ()
         rtt_s = await self._measure_rtt(stream, UpgradeReady(endpoints))
         await stream.receive(UpgradeReady)
@@ -359,11 +297,11 @@ class Upgrades:
         outside = is_local(host) and not is_local(relay_host)
         return "" if outside or (is_loopback(host) and not is_loopback(relay_host)) else host
 
-    async def _dial_back(self, peer: PeerId, addresses: tuple[str, ...], seen: str) -> bool:
+    async def _dial_back(self, peer: PeerId, seen: str) -> bool:
+        direct = [one for one in self._node.contact_of(peer).addresses if may_dial_back(one, seen)]
         try:
             async with asyncio.timeout(DIAL_BACK_S):
-                direct = [one for one in addresses if await _may_dial(one, seen)]
-                await dial_any(direct, partial(self._node.linker.dial_direct, peer))
+                await dial_any(direct[:MAX_TARGETS], partial(self._node.linker.dial_direct, peer))
         except (PeerError, TimeoutError) as error:
             logger.info("no way back to %s: %s", short(peer), error)
             return False
@@ -374,32 +312,28 @@ class Upgrades:
         path = None if relay is None else self._node.path_to(relay)
         if not CAN_PUNCH or relay is None or path is None or path.local is None or not path.address:
             return 0, ()
-        seen = self._seen_at(relay)
-        ends = dict.fromkeys(Endpoint(*end) for end in (seen, path.local) if end is not None)
-        return path.local[1], tuple(end for end in ends if end.usable)  # a relay may say anything
+        seen = self._seen_at(relay)  # a relay may say anything
+        ends = [end for end in (seen, path.local) if end is not None and family_of(end) is not None]
+        return path.local[1], tuple(dict.fromkeys(ends))
 
     async def _punch(
         self, peer: PeerId, port: int, targets: tuple[Endpoint, ...], rtt_s: float, *, answering: bool
     ) -> None:
         if not port or not targets:
             raise PeerUnreachable("one of the two ends cannot punch holes")
-        now = self._loop.time()
-        until = now + PUNCH_S
-        tries = plan_tries(now, until, rtt_s=rtt_s, answering=answering, rng=self._rng)
-        linked = asyncio.Event()
+        now, linked = self._loop.time(), asyncio.Event()
+        tries = plan_tries(now, now + PUNCH_S, rtt_s=rtt_s, answering=answering, rng=self._rng)
 
-        async def shake_hands_with_all() -> None:
-            async with aclosing(punch(port, targets, tries, until=until)) as sockets:
-                async for connected in sockets:
-                    self._node.linker.spawn(self._shake_hands(connected, None if answering else peer, linked))
+        def take(connected: socket.socket) -> None:
+            self._node.linker.spawn(self._shake_hands(connected, None if answering else peer, linked))
 
-        punching = self._node.linker.spawn(shake_hands_with_all())
-        waiting = self._node.linker.spawn(linked.wait())
+        punching = self._node.linker.spawn(punch(port, targets, tries, take))
         try:
-            await asyncio.wait({punching, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(now + PUNCH_S):
+                    await linked.wait()
         finally:
             punching.cancel()
-            waiting.cancel()
 
     async def _shake_hands(
         self, connected: socket.socket, expected: PeerId | None, linked: asyncio.Event
@@ -407,8 +341,8 @@ class Upgrades:
 
         async def take_over(receiver: Receiver) -> WebSocket:
             transport, _ = await self._loop.create_connection(_Silent, sock=connected)
-            scratch = self._node.linker.scratch
-            return WebSocket(transport, scratch=scratch, client=expected is not None, receiver=receiver)
+            client, scratch = expected is not None, self._node.linker.scratch
+            return WebSocket(transport, scratch=scratch, client=client, receiver=receiver)
 
         try:
             await self._node.linker.shake_hands(take_over, expected=expected, path=Path(LinkType.PUNCHED))
@@ -419,22 +353,3 @@ class Upgrades:
     def _relayed(self, peer: PeerId) -> bool:
         path = self._node.path_to(peer)
         return path is None or path.way is LinkType.RELAYED
-
-
-async def _may_dial(address: str, seen: str) -> bool:
-    """Return True if a peer that its relay sees at ``seen`` may have us dial the address.
-
-    Of names only a tunnel's may be dialled: its host must show the certificate of that name before we send anything.
-    """
-    host = host_of(address)
-    if not is_address(address) or relay_of(address) is not None:
-        return False
-    if ip_of(host) is not None:
-        return may_dial_back(address, seen) or (not seen and is_public(host))
-    if not address.startswith("wss://"):
-        return False
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, 443, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return False
-    return all(is_public(str(end[0])) for *_, end in found)

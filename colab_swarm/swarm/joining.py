@@ -264,9 +264,8 @@ def _save(
             "then run this again"
         )
     invitation = "" if access.invitation is None else str(access.invitation)
-    allow = None if access.closed is None else access.closed.settings.allowlist
     settings = options.to_saved()
-    store.begin(SavedPeer(VERSION, access.run_id, access.access, name, invitation, allow, settings))
+    store.begin(SavedPeer(VERSION, access.run_id, access.access, name, invitation, access.allow, settings))
 
 
 async def _start(

@@ -19,7 +19,7 @@ from colab_swarm.events import EventLog, Fault, PeerLeft
 from colab_swarm.invite import LOCAL_ONLY, Invite
 from colab_swarm.markup import settings
 from colab_swarm.net.addresses import only_local
-from colab_swarm.net.lan import Announcement, LanAnnouncer
+from colab_swarm.net.lan import LanAnnouncer
 from colab_swarm.net.metering import SpeedTests
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import Contact, PeerId, Peers
@@ -118,7 +118,7 @@ class NetworkSession:
     ) -> None:
         self.node, self.access, self._options, self._services = node, access, options, services
         dht, events, rng = services.dht, services.events, services.rng
-        self.trust = Trust(node, dht, events, rng, access.run_id, access.closed)
+        self.trust = Trust(node, dht, events, rng, access)
         self.trust.contributions.saved = access.tally
         self.store: PeerStore | None = None
         self._saved: set[PeerId] = set()  # linked when the folder was written
@@ -242,18 +242,16 @@ class NetworkSession:
             self.node.linker.spawn(self._announce(name))
 
     async def _announce(self, name: str) -> None:
-        contact = Contact(self.node.id, self.node.listening())
-        announcement = Announcement(self.access.run_id, self.access.access, name, contact)
+        contact = Contact(self.node.id)
         try:
-            self._announcer = await LanAnnouncer.start(announcement)
+            self._announcer = LanAnnouncer(self.access.run_id, self.access.access, name)
+            while True:
+                if self.node.listening() != contact.addresses:
+                    contact = Contact(self.node.id, self.node.listening())
+                    await self._announcer.update(contact)
+                await asyncio.sleep(PUBLISH_EVERY_S)
         except OSError as error:
             logger.info("not announced in the LAN: %s", error)
-            return
-        while True:
-            await asyncio.sleep(PUBLISH_EVERY_S)
-            if self.node.listening() != contact.addresses:
-                contact = Contact(self.node.id, self.node.listening())
-                await self._announcer.update(contact)
 
     async def announce(self, what: str, value: Callable[[], Any]) -> None:
         """Publish a value for the others of the run each minute, but not while it is empty; None ends it."""

@@ -1,34 +1,39 @@
 """How a peer gets into a run and invites others, its trust services, and how a revocation reaches every peer.
 
-The authority stores its signed list in the DHT under its own subkey, which no other peer can write.
-Every peer reads it each 20 s and asks one linked peer for the newest list; a peer that learns of a
-newer list sends it to all its links. So the list spreads even where the DHT fails: a malicious
-member can stuff its key, and its records end after a day.
+The authority stores its signed list in the DHT under its own subkey, which no other peer can write. Every peer reads
+it each 20 s and asks one linked peer for the newest list; a peer that learns of a newer list sends it to all its links.
+So the list spreads even where the DHT fails: a malicious member can stuff its key, and its records end after a day.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import secrets
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from colab_swarm.dht.service import DHT
 from colab_swarm.errors import JoinError, PeerError, ProtocolError
-from colab_swarm.events import EventLog, PeersRevoked
+from colab_swarm.events import EventLog, Fault, PeersRevoked
 from colab_swarm.invite import NAME, Access, Invite, role_named
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import MembershipAdmission
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Contact, PeerId, Peers, short
-from colab_swarm.trust.authority import Allowlist, Authority, AuthorityBook, AuthoritySettings, ShareRevoked
-from colab_swarm.trust.contributions import Contributions, TallyRow, guarded
-from colab_swarm.trust.member import Credentials, RunMember
+from colab_swarm.trust.authority import (
+    Allowlist,
+    Authority,
+    AuthorityBook,
+    IssuedMembership,
+    RequestMembership,
+    ShareRevoked,
+)
+from colab_swarm.trust.contributions import PUBLISH_S, Contributions, TallyRow
+from colab_swarm.trust.member import TICK_S, Credentials, RunMember
 
 logger = logging.getLogger(__name__)
 PERIOD_S = 20.0
@@ -37,12 +42,11 @@ CALL_TIMEOUT_S = 10.0
 
 
 class RevocationWatch:
-    """Keeps a peer's `MembershipAdmission` up to date with the authority's list.
+    """Keeps a peer's `MembershipAdmission` up to date with the authority's list in the DHT.
 
     Args:
-        dht: stores the list.
-        events: gets `PeersRevoked`, and a `Fault` when looking for revocations fails.
-        recheck: called when the list has changed; closes the links of revoked peers, see `Linker.recheck`.
+        recheck: closes the links of revoked peers, see `Linker.recheck`.
+        spawn: runs work in the background, see `Linker.spawn`.
     """
 
     def __init__(
@@ -53,37 +57,20 @@ class RevocationWatch:
         events: EventLog,
         rng: random.Random,
         recheck: Callable[[], None],
+        spawn: Callable[[Coroutine[Any, Any, Any]], object],
     ) -> None:
         self._peers, self._dht, self._admission = peers, dht, admission
-        self._events, self._rng, self._recheck = events, rng, recheck
+        self._events, self._rng, self._recheck, self._spawn = events, rng, recheck, spawn
         self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._stored_at = float("-inf")
         self.key = f"{admission.run_id}/revoked"
         peers.serve(ShareRevoked, self._on_share)
 
-    def start(self) -> None:
-        """Watch until `stop`."""
-        self._spawn(self._watch())
-
-    async def _watch(self) -> None:
-        while True:
-            await guarded(self.poll, self._events, "looking for revocations")
-            await asyncio.sleep(PERIOD_S * self._rng.uniform(0.5, 1.0))
-
-    async def stop(self) -> None:
-        """End the background work."""
-        self._peers.unserve(ShareRevoked)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
     def spread(self) -> None:
         """Close the links of revoked peers and send the list to all others; call it after `Authority.revoke`."""
-        self._recheck()
         self._stored_at = float("-inf")
         self._spawn(self._store())
-        self._send_all(but=None)
+        self._pass_on(but=None)
 
     async def poll(self) -> None:
         """Look once: in the DHT, and at one linked peer."""
@@ -100,15 +87,14 @@ class RevocationWatch:
     def _learn(self, revocations: bytes, source: PeerId | None) -> None:
         before = set(self._admission.revoked.subjects)
         try:
-            if not self._admission.learn(revocations):
+            if not (revocations and self._admission.learn(revocations)):
                 return
         except ProtocolError as error:
             logger.warning("%s shares %s", "the DHT" if source is None else short(source), error)
             return
         count = len(set(self._admission.revoked.subjects) - before)
         self._events.emit(PeersRevoked(self._loop.time(), count))
-        self._recheck()
-        self._send_all(but=source)
+        self._pass_on(but=source)
 
     async def _store(self) -> None:
         """Renew the authority's list in the DHT, where records end after a day."""
@@ -117,7 +103,8 @@ class RevocationWatch:
         if due and await self._dht.publish(self.key, self._admission.revoked.encode(), ttl_s=RECORD_S):
             self._stored_at = now
 
-    def _send_all(self, but: PeerId | None) -> None:
+    def _pass_on(self, but: PeerId | None) -> None:
+        self._recheck()
         encoded = self._admission.revoked.encode()
         for peer in self._peers.linked() - {but}:
             self._spawn(self._share(peer, encoded))
@@ -127,63 +114,50 @@ class RevocationWatch:
         message = ShareRevoked(self._admission.revoked.version, encoded)
         try:
             answer = await self._peers.call(peer, message, ShareRevoked, timeout_s=CALL_TIMEOUT_S)
+            self._learn(answer.revocations, peer)
         except PeerError as error:
             logger.debug("%s does not share its revocations: %s", short(peer), error)
-            return
-        if answer.revocations:
-            self._learn(answer.revocations, peer)
 
     async def _on_share(self, peer: PeerId, message: ShareRevoked) -> ShareRevoked:
-        if message.revocations:
-            self._learn(message.revocations, peer)
+        self._learn(message.revocations, peer)
         known = self._admission.revoked
         return ShareRevoked(known.version, known.encode() if known.version > message.version else b"")
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
-
-@dataclass(frozen=True)
-class ClosedRun:
-    """A peer's rights in a closed run; only the authority has a ``book``, and no ``credentials``."""
-
-    admission: MembershipAdmission
-    credentials: Credentials | None = None
-    book: AuthorityBook | None = None
-    settings: AuthoritySettings = field(default_factory=AuthoritySettings)
+async def repeat(work: Callable[[], Awaitable[None]], period_s: float, events: EventLog, where: str) -> None:
+    """Do ``work`` every ``period_s``. Its faults become events and log entries, and it is done again."""
+    while True:
+        try:
+            await work()
+        except Exception as error:
+            logger.exception("%s failed", where)
+            events.emit(Fault.of(asyncio.get_running_loop().time(), where, error))
+        await asyncio.sleep(period_s)
 
 
 class Trust:
-    """A peer's membership, revocations, and contributions; in an open run only the latter.
+    """A peer's membership, revocations and contributions, and its ``authority``; in an open run only contributions."""
 
-    ``authority`` is set where this peer is the authority of a closed run.
-    """
-
-    def __init__(
-        self,
-        node: Node,
-        dht: DHT,
-        events: EventLog,
-        rng: random.Random,
-        run_id: str,
-        closed: ClosedRun | None = None,
-    ) -> None:
-        linker, admission = node.linker, closed.admission if closed else None
-        relayed_bytes = linker.metering.relayed_bytes
-        self.contributions = Contributions(node, dht, run_id, admission, relayed_bytes, events)
+    def __init__(self, node: Node, dht: DHT, events: EventLog, rng: random.Random, access: RunAccess) -> None:
+        self._node, self._events, linker = node, events, node.linker
+        self._tasks: list[asyncio.Task[None]] = []
+        admission, credentials = access.admission, access.credentials
+        self.contributions = Contributions(node, dht, access.run_id, admission, linker.metering.relayed_bytes)
+        self._work = [(self.contributions.tick, PUBLISH_S, "counting contributions")]
         self.authority: Authority | None = None
         self._member: RunMember | None = None
         self._watch: RevocationWatch | None = None
-        if closed is not None:
-            admission, readmit = closed.admission, linker.readmit
+        if admission is not None:
             self._member = RunMember(
-                node, dht, admission, events, closed.credentials, readmit, lambda: linker.clock.behind_s
+                node, dht, admission, events, credentials, linker.readmit, lambda: linker.clock.behind_s
             )
-            self._watch = RevocationWatch(node, dht, admission, events, rng, linker.recheck)
-            if closed.book is not None:
-                self.authority = Authority(node, admission, closed.book, closed.settings, readmit)
+            self._watch = RevocationWatch(node, dht, admission, events, rng, linker.recheck, linker.spawn)
+            self._work += [
+                (self._member.tick, TICK_S, "renewing the membership"),
+                (self._watch.poll, PERIOD_S, "looking for revocations"),
+            ]
+            if access.book is not None:
+                self.authority = Authority(node, admission, access.book, access.allow, linker.readmit)
 
     async def join(self) -> None:
         """Get a membership, before the DHT is used; raise `JoinError` if this peer is not admitted."""
@@ -192,26 +166,22 @@ class Trust:
 
     def start(self) -> None:
         """Run all of it until `stop`."""
-        self.contributions.start()
-        if self._member is not None and self._watch is not None:
-            self._member.start()
-            self._watch.start()
+        for work, period_s, where in self._work:
+            self._tasks.append(self._node.linker.spawn(repeat(work, period_s, self._events, where)))
 
     async def stop(self) -> None:
-        """End the background work; while the DHT still runs."""
-        async with contextlib.AsyncExitStack() as ends:  # last first; no failure skips another
-            if self._member is not None and self._watch is not None:
-                ends.push_async_callback(self._watch.stop)
-                ends.push_async_callback(self._member.stop)
-            if self.authority is not None:
-                ends.callback(self.authority.close)
-            await self.contributions.stop()
+        """End the background work, and publish the last contributions; while the DHT still runs."""
+        for kind in (ShareRevoked, IssuedMembership, RequestMembership):
+            self._node.unserve(kind)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.contributions.stop()
 
     def revoke(self, subject: PeerId) -> None:
         """Remove a peer from the run, or an invitation (the id of its key).
 
-        Raises:
-            PermissionError, ValueError: this peer is not the authority; it would remove itself.
+        Raises `PermissionError` if this peer is not the authority, `ValueError` if it would remove itself.
         """
         if self.authority is None or self._watch is None:
             raise PermissionError("only the peer that created the run, if it is not open, can remove others")
@@ -225,17 +195,21 @@ ENTRIES, ADDRESSES = 3, 4
 
 @dataclass(frozen=True)
 class RunAccess:
-    """A peer's way into a run.
+    """A peer's way into a run, and its rights there.
 
     Attributes:
-        closed: its rights; None in an open run.
+        admission: decides which peers may link; None in an open run, where all may.
+        credentials: what admits it to a closed run; the authority has a ``book`` instead, and an ``allow`` list.
         invitation: the one it joined with; None if it created the run.
         known, tally: of an earlier session: peers, and the contributions this peer saw.
     """
 
     run_id: str
     access: Access
-    closed: ClosedRun | None
+    admission: MembershipAdmission | None = None
+    credentials: Credentials | None = None
+    book: AuthorityBook | None = None
+    allow: Allowlist | None = None
     invitation: Invite | None = None
     known: tuple[Contact, ...] = ()
     tally: tuple[TallyRow, ...] = ()
@@ -252,45 +226,38 @@ class RunAccess:
     ) -> RunAccess:
         """Create a run, with this peer as its authority; with the key file of an earlier run, continue that run.
 
-        Raises:
-            ValueError: the name or the list is not usable, or the key file belongs to another run.
+        Raises `ValueError` if the name or the list is not usable, or the key file is of another run.
         """
         if not NAME.fullmatch(name):
-            rule = "use up to 63 of a-z, 0-9, '.', '_', '-', such as 'my-first-swarm'"
-            raise ValueError(f"{name!r} is no run name: {rule}")
+            raise ValueError(
+                f"{name!r} is no run name: use up to 63 of a-z, 0-9, '.', '_', '-', such as 'my-first-swarm'"
+            )
         if (access == "allowlist") != (allow is not None):
-            both = "access='allowlist' and allow=Allowlist(users=…, organisations=…)"
-            raise ValueError(f"{both} need each other: give both")
+            raise ValueError(
+                "access='allowlist' and allow=Allowlist(users=…, organisations=…) need each other: give both"
+            )
         run_id = f"{name}-{secrets.token_hex(4) if key_file is None else identity.id.hex()[:8]}"
         if access == "open":
-            return cls(run_id, access, None)
+            return cls(run_id, access)
         book = AuthorityBook(run_id, key_file)
-        known = book.run_id.rpartition("-")[0]
+        known = book.saved.run_id.rpartition("-")[0]
         if known != name:
             raise ValueError(f"{key_file} is the key of the run {known!r}: use another file for {name!r}")
         key = identity.public_key
-        admission = MembershipAdmission(book.run_id, authority=key, own=key)
-        # short memberships: an account that leaves the list is soon out
-        settings = AuthoritySettings() if allow is None else AuthoritySettings(allow, member_s=4 * 3600.0)
-        return cls(book.run_id, access, ClosedRun(admission, None, book, settings))
+        admission = MembershipAdmission(book.saved.run_id, authority=key, own=key)
+        return cls(book.saved.run_id, access, admission, book=book, allow=allow)
 
     @classmethod
     def by(
         cls, invitation: Invite, identity: Identity, *, token: str = "", membership: bytes = b""
     ) -> RunAccess:
         """Join a run; ``token`` is of Hugging Face, ``membership`` of an earlier session, if there are any."""
-        grant = invitation.grant
+        run_id, grant = invitation.run_id, invitation.grant
         if grant is None:
-            return cls(invitation.run_id, invitation.access, None, invitation)
-        run_id, own = invitation.run_id, identity.public_key
-        admission = MembershipAdmission(run_id, authority=invitation.authority, own=own)
-        closed = ClosedRun(admission, Credentials(grant, invitation.key, token, membership))
-        return cls(invitation.run_id, invitation.access, closed, invitation)
-
-    @property
-    def admission(self) -> MembershipAdmission | None:
-        """Decides which peers may link; None in an open run, where all may."""
-        return None if self.closed is None else self.closed.admission
+            return cls(run_id, invitation.access, invitation=invitation)
+        admission = MembershipAdmission(run_id, authority=invitation.authority, own=identity.public_key)
+        credentials = Credentials(grant, invitation.key, token, membership)
+        return cls(run_id, invitation.access, admission, credentials, invitation=invitation)
 
     @property
     def entries(self) -> tuple[Contact, ...]:
@@ -313,19 +280,25 @@ class RunAccess:
         """Make an invitation. A peer that is not the authority passes its own on, with itself as one more entry.
 
         Args:
-            authority: set where this peer is it.
             role: worker, reducer or viewer; worker by default.
-            hours: how long the invitation can be used; 24 by default.
-            uses: how many peers can join with it; unlimited by default.
+            hours, uses: how long it can be used, 24 by default; by how many peers, by default any number.
 
         Raises:
             JoinError: nobody could use it.
             PermissionError: only the authority can make such an invitation.
             ValueError: the role is unknown, or hours or uses are out of range.
         """
-        self._require_right(authority, role, hours, uses)
+        limited, closed = role is not None or uses is not None, self.admission is not None
+        if limited and not closed:
+            raise PermissionError(
+                "an open run has no roles and no counted invitations: create it with access='invite'"
+            )
+        if closed and authority is None and (limited or hours is not None):
+            raise PermissionError(
+                "only the organizer's peer chooses role, hours and uses; invite() passes your own invitation on"
+            )
         entries, life_h = self._ways_in(peers), 24.0 if hours is None else hours
-        if self.closed is None:
+        if not closed:
             return Invite(self.run_id, entries, peers.time() + 3600 * life_h)
         if authority is None:
             assert self.invitation is not None  # only the authority has none
@@ -338,20 +311,6 @@ class RunAccess:
             )
         return Invite.issue(grant, secret, entries, access=self.access, authority=peers.public_key)
 
-    def _require_right(
-        self, authority: Authority | None, role: str | None, hours: float | None, uses: int | None
-    ) -> None:
-        limited = role is not None or uses is not None
-        if self.closed is None and limited:
-            raise PermissionError(
-                "an open run has no roles and no counted invitations: create it with access='invite'"
-            )
-        if self.closed is not None and authority is None and (limited or hours is not None):
-            raise PermissionError(
-                "only the organizer's peer chooses role, hours and uses; "
-                "without arguments, invite() passes your own invitation on"
-            )
-
     def _ways_in(self, peers: Peers) -> tuple[Contact, ...]:
         """Return a few dialable peers, direct ones before relayed ones, the authority and this peer first."""
         found = [peers.contact, *(self.invitation.entries if self.invitation else ())]
@@ -363,6 +322,8 @@ class RunAccess:
             if contact.addresses:
                 by_id.setdefault(contact.id, Contact(contact.id, contact.addresses[:ADDRESSES]))
         if not by_id:
-            do = "start one on any machine that does: colab-swarm backbone"
-            raise JoinError(f"nobody could use this invitation: no known peer accepts connections; {do}")
+            raise JoinError(
+                "nobody could use this invitation: no known peer accepts connections; "
+                "start one on any machine that does: colab-swarm backbone"
+            )
         return tuple(by_id.values())[:ENTRIES]

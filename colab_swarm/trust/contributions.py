@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias, get_args
@@ -27,9 +27,8 @@ import msgspec
 
 from colab_swarm.averaging.group import Group, Span
 from colab_swarm.dht.records import Record, owner_of
-from colab_swarm.dht.service import DHT, Found
+from colab_swarm.dht.service import DHT
 from colab_swarm.errors import NotAdmitted, PeerError
-from colab_swarm.events import EventLog, Fault
 from colab_swarm.markup import facts, plain, size
 from colab_swarm.net.identity import id_of
 from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES, Key, MembershipAdmission
@@ -39,13 +38,11 @@ logger = logging.getLogger(__name__)
 Kind: TypeAlias = Literal["samples", "reduced_bytes", "relayed_bytes", "units", "expert_calls"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 VALUE_BYTES = 4
-MAX_ROWS = 300
-"""Peers in a tally; they fit in one record."""
+MAX_ROWS = 300  # peers in a tally; they fit in one record
 MAX_AMOUNT = 1e18
 PUBLISH_S = 30.0
 RECORD_S = 24 * 3600.0
-SHARDS = 8
-"""Keys over which the tallies are spread: all records of one key must fit in one message."""
+SHARDS = 8  # keys over which the tallies are spread: all records of one key must fit in one message
 COLUMNS = ("", "peer", "id", "samples", "averaged for others", "relayed for others", "units", "expert calls")
 Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_AMOUNT)]
 
@@ -54,7 +51,7 @@ class TallyRow(Message, frozen=True):
     """What one peer contributed, as another saw it; amounts in the order of `KINDS`."""
 
     peer: Key
-    amounts: tuple[Amount, Amount, Amount, Amount, Amount]
+    amounts: Annotated[tuple[Amount, ...], msgspec.Meta(min_length=len(KINDS), max_length=len(KINDS))]
 
 
 class ContributionTally(Message, frozen=True):
@@ -90,17 +87,13 @@ class ContributionLedger:
         self._amounts: dict[PeerId, list[float]] = {}
 
     def credit(self, peer: PeerId, kind: Kind, amount: float) -> None:
-        """Count a contribution of a peer; nothing is counted for this peer itself.
-
-        Raises:
-            ValueError: the amount is negative or not finite.
-        """
+        """Count a contribution, but none of this peer itself; `ValueError` if it is negative or not finite."""
         if not 0 <= amount < math.inf:
             raise ValueError(f"{amount} {kind} cannot be credited")
         if peer == self._own or not amount:
             return
-        amounts = self._amounts.setdefault(peer, [0.0] * len(KINDS))
-        amounts[KINDS.index(kind)] = min(amounts[KINDS.index(kind)] + amount, MAX_AMOUNT)
+        amounts, index = self._amounts.setdefault(peer, [0.0] * len(KINDS)), KINDS.index(kind)
+        amounts[index] = min(amounts[index] + amount, MAX_AMOUNT)
         if len(self._amounts) > 2 * MAX_ROWS:
             self._amounts = dict(self._largest())
 
@@ -129,7 +122,7 @@ class ContributionLedger:
 
     def rows(self) -> tuple[TallyRow, ...]:
         """Return the tally, the largest contributors first."""
-        return tuple(_row(peer, amounts) for peer, amounts in self._largest())
+        return tuple(TallyRow(peer, tuple(amounts)) for peer, amounts in self._largest())
 
     def resume(self, rows: Iterable[TallyRow]) -> None:
         """Continue from the tally that this peer published before it was restarted."""
@@ -139,12 +132,11 @@ class ContributionLedger:
 
     def _largest(self) -> list[tuple[PeerId, list[float]]]:
         totals = [sum(column) or 1.0 for column in zip(*self._amounts.values(), strict=True)]
-        parts = {
-            peer: sum(amount / total for amount, total in zip(amounts, totals, strict=True))
-            for peer, amounts in self._amounts.items()
-        }
-        largest = sorted(parts, key=lambda peer: -parts[peer])[:MAX_ROWS]
-        return [(peer, self._amounts[peer]) for peer in largest]
+
+        def part(entry: tuple[PeerId, list[float]]) -> float:
+            return sum(amount / total for amount, total in zip(entry[1], totals, strict=True))
+
+        return sorted(self._amounts.items(), key=part, reverse=True)[:MAX_ROWS]
 
 
 def leaderboard(tallies: Iterable[ContributionTally]) -> tuple[Contribution, ...]:
@@ -165,37 +157,19 @@ def merged(*tallies: Iterable[TallyRow]) -> tuple[TallyRow, ...]:
     found: dict[bytes, TallyRow] = {}
     for row in (row for rows in tallies for row in rows):
         other = found.get(row.peer, row)
-        amounts = [max(pair) for pair in zip(row.amounts, other.amounts, strict=True)]
-        found[row.peer] = _row(row.peer, amounts)
+        found[row.peer] = TallyRow(row.peer, tuple(map(max, row.amounts, other.amounts)))
     return tuple(found.values())
 
 
-def _row(peer: bytes, amounts: list[float]) -> TallyRow:
-    samples, reduced, relayed, units, calls = amounts
-    return TallyRow(peer, (samples, reduced, relayed, units, calls))
-
-
-async def guarded(work: Callable[[], Awaitable[None]], events: EventLog, where: str) -> None:
-    """Do one step of a background task; its fault becomes an event and a log entry, and the task continues."""
-    try:
-        await work()
-    except Exception as error:
-        logger.exception("%s failed", where)
-        events.emit(Fault.of(asyncio.get_running_loop().time(), where, error))
-
-
 class Contributions:
-    """Publishes this peer's ledger and reads those of all peers.
+    """Publishes this peer's ledger in the DHT and reads those of all peers.
 
     Args:
-        dht: stores the tallies.
         admission: only tallies of reducers and above count; None in an open run, where all count.
         relayed_bytes: what each relay has carried for this peer, see `Metering.relayed_bytes`.
-        events: gets a `Fault` when the tally cannot be found or published.
 
     Attributes:
-        ledger: this peer's tally.
-        saved: this peer's tally of an earlier session, from its folder.
+        ledger, saved: this peer's tally, and that of an earlier session, from its folder.
     """
 
     def __init__(
@@ -205,52 +179,37 @@ class Contributions:
         run_id: str,
         admission: MembershipAdmission | None = None,
         relayed_bytes: Callable[[], Mapping[PeerId, int]] = dict,
-        events: EventLog | None = None,
     ) -> None:
         self._peers, self._dht, self._run_id, self._admission = peers, dht, run_id, admission
-        self._relayed_bytes, self._events = relayed_bytes, events or EventLog()
+        self._relayed_bytes, self._loop = relayed_bytes, asyncio.get_running_loop()
         self._published: tuple[TallyRow, ...] = ()
         self._published_at = float("-inf")
-        self._loop = asyncio.get_running_loop()
-        self._task: asyncio.Task[None] | None = None
         self._resumed = False
         self.ledger = ContributionLedger(peers.id)
         self.saved: tuple[TallyRow, ...] = ()
         self._key = tally_key(run_id, peers.id)
 
-    def start(self) -> None:
-        """Publish changes every 30 s until `stop`."""
-        self._task = self._loop.create_task(self._run())
+    async def tick(self) -> None:
+        """Resume the tally, then publish its changes; call it every `PUBLISH_S`, and `stop` in the end."""
+        if self._resumed:
+            await self.publish()
+            return
+        try:
+            await self.resume()
+        except PeerError as error:  # until the DHT can be read, a new tally would replace the last one
+            logger.info("this peer's last tally cannot be read now: %s", error)
 
     async def stop(self) -> None:
-        """Publish the last changes and end the background work."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        if self._task is None or self._resumed:
+        """Publish the last changes."""
+        if self._resumed:
             await self.publish()
-
-    async def _run(self) -> None:
-        await guarded(self._resume_soon, self._events, "finding this peer's last tally")
-        self._resumed = True
-        while True:
-            await asyncio.sleep(PUBLISH_S)
-            await guarded(self.publish, self._events, "publishing the contributions")
-
-    async def _resume_soon(self) -> None:
-        """Resume once the DHT can be read: until then, a new tally would replace the last one."""
-        while True:
-            try:
-                await self.resume()
-                return
-            except PeerError as error:
-                logger.info("this peer's last tally cannot be read now: %s", error)
-                await asyncio.sleep(PUBLISH_S)
 
     async def resume(self) -> None:
         """Continue from the tally that this peer published, or saved in its folder, before it was restarted."""
-        tally = decoded_tally((await self._dht.get(self._key)).get(self._peers.id))
-        self.ledger.resume(merged(self.saved, () if tally is None else tally.rows))
+        records = await self._dht.records(self._key)
+        found = [tally for one in records if one.subkey == self._peers.id and (tally := tally_of(one))]
+        self._resumed = True
+        self.ledger.resume(merged(self.saved, *(tally.rows for tally in found)))
 
     async def publish(self) -> None:
         """Store the tally if it has changed, or again after a quarter of its record's life."""
@@ -271,10 +230,7 @@ class Contributions:
         return [record for record, tally in await self._others() if any(row.peer == me for row in tally.rows)]
 
     async def _others(self) -> list[tuple[Record, ContributionTally]]:
-        """Return the other peers' tallies, each as a signed record and decoded.
-
-        Only tallies that are stored under the DHT key of their writer count.
-        """
+        """Return the other peers' tallies under the DHT keys of their writers, each as a record and decoded."""
         keys = [f"{self._run_id}/credits/{shard}" for shard in range(SHARDS)]
         found = await asyncio.gather(*map(self._dht.records, keys))
         return [
@@ -282,8 +238,7 @@ class Contributions:
             for key, records in zip(keys, found, strict=True)
             for record in records
             if (tally := tally_of(record)) is not None
-            and record.subkey not in (b"", self._peers.id)
-            and id_of(tally.key) == record.subkey
+            and self._peers.id != record.subkey == id_of(tally.key)
             and key == tally_key(self._run_id, PeerId(record.subkey))
             and by_member(tally, record, self._admission)
         ]
@@ -298,8 +253,10 @@ def by_member(tally: ContributionTally, record: Record, admission: MembershipAdm
     if admission is None:
         return True
     with suppress(NotAdmitted):
-        written_at = record.expires_at - RECORD_S
-        return admission.verify(tally.key, tally.membership, now=written_at) >= Role.REDUCER
+        role = admission.verify(
+            tally.key, tally.membership, now=record.expires_at - RECORD_S
+        )  # as it was written
+        return role >= Role.REDUCER
     return False
 
 
@@ -309,42 +266,24 @@ def tally_key(run_id: str, writer: PeerId) -> str:
 
 
 def tally_of(record: Record) -> ContributionTally | None:
-    """Return the tally in a record whose signature was checked; None if it is not a tally."""
+    """Return the tally in a record whose signature was checked; None if it is not a tally by its owner."""
     try:
-        value = msgspec.msgpack.decode(record.value)
+        tally = msgspec.msgpack.decode(record.value, type=ContributionTally)
     except UNDECODABLE:
         return None
-    return decoded_tally(Found(value, record.expires_at, owner_of(record)))
-
-
-def decoded_tally(record: Found | None) -> ContributionTally | None:
-    if record is None or record.owner is None:
-        return None
-    try:
-        tally = msgspec.convert(record.value, ContributionTally)
-    except msgspec.ValidationError:
-        return None
-    return tally if id_of(tally.key) == record.owner else None
+    return tally if id_of(tally.key) == owner_of(record) else None
 
 
 class Leaderboard(tuple[Contribution, ...]):
-    """Each peer's contributions, as other peers saw them; most samples first.
+    """Each peer's contributions, as other peers saw them; most samples first."""
 
-    Attributes:
-        names: the names that peers chose, by short id; not verified.
-        me: this peer.
-    """
-
-    names: Mapping[str, str]
+    names: Mapping[str, str]  # that peers chose, by short id; not verified
     me: PeerId
 
     def __new__(cls, given: Iterable[Contribution], names: Mapping[str, str], me: PeerId) -> Leaderboard:
         board = super().__new__(cls, given)
         board.names, board.me = names, me
         return board
-
-    def __getnewargs__(self) -> tuple[tuple[Contribution, ...], Mapping[str, str], PeerId]:
-        return tuple(self), self.names, self.me
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the rows of a table with `COLUMNS`."""

@@ -1,9 +1,8 @@
 """A peer's own membership: issued when it joins, renewed long before it ends, shown to its linked peers.
 
-An invitation that admits offline lets a peer sign its own membership at once. The authority
-replaces it as soon as the peer reaches it, so that the invitation can be revoked without removing
-the peers that used it. A membership issued by the authority is renewed from half of its life on, so
-that the authority may be away for the other half.
+An invitation that admits offline lets a peer sign its own membership at once. The authority replaces it as soon as
+the peer reaches it, so that the invitation can be revoked without removing the peers that used it. A membership issued
+by the authority is renewed from half of its life on, so that the authority may be away for the other half.
 """
 
 from __future__ import annotations
@@ -18,14 +17,13 @@ from colab_swarm.dht.service import DHT
 from colab_swarm.errors import CallRefused, JoinError, NotAdmitted, PeerError
 from colab_swarm.events import ClockSkewed, EventLog, MembershipEnding, MembershipRenewed
 from colab_swarm.net.identity import Identity, id_of
+from colab_swarm.net.left_out import LeftOut
 from colab_swarm.net.membership import SLACK_S, Grant, Membership, MembershipAdmission, in_words
-from colab_swarm.net.peers import PeerId, Peers, Refusal, Role, short
-from colab_swarm.trust.authority import IssuedMembership, Presented, PresentMembership, RequestMembership
-from colab_swarm.trust.contributions import guarded
+from colab_swarm.net.peers import Ack, PeerId, Peers, Refusal, Role, short
+from colab_swarm.trust.authority import IssuedMembership, RequestMembership
 
 logger = logging.getLogger(__name__)
-REPORT_S = 30.0
-"""Smaller clock differences are not reported."""
+REPORT_S = 30.0  # smaller clock differences are not reported
 TICK_S = 10.0
 ASK_TIMEOUT_S = 20.0
 CALL_TIMEOUT_S = 10.0
@@ -61,41 +59,19 @@ class ClockWatch:
 
 @dataclass(frozen=True)
 class Credentials:
-    """What admits a peer: an invitation's grant and key, a Hugging Face token where the run requires one.
-
-    ``membership`` is of an earlier session; it may outlive the invitation.
-    """
+    """What admits a peer: an invitation's grant and key, a Hugging Face token where the run requires one."""
 
     grant: Grant
     invitation: Identity
     token: str = field(default="", repr=False)
-    membership: bytes = field(default=b"", repr=False)
-
-
-class RenewalPlan:
-    """When to request a new membership. Free of I/O."""
-
-    def __init__(self) -> None:
-        self._failures, self._not_before = 0, float("-inf")
-
-    def due(self, held: Membership, *, now: float) -> bool:
-        """Return True if it is time."""
-        wanted_at = (held.issued_at + held.expires_at) / 2 if held.grant is None else held.issued_at
-        return now >= max(wanted_at, self._not_before)
-
-    def on_failed(self, *, now: float) -> None:
-        """Wait twice as long as the last time, at most 10 minutes."""
-        self._not_before = now + min(RETRY_S * 2**self._failures, MAX_RETRY_S)
-        self._failures = min(self._failures + 1, 10)
+    membership: bytes = field(default=b"", repr=False)  # of an earlier session; it may outlive the invitation
 
 
 class RunMember:
     """Gets and renews this peer's membership, and accepts the renewed ones of other peers.
 
     Args:
-        dht: finds the authority.
-        events: gets `MembershipRenewed`, `MembershipEnding`, `ClockSkewed`, and a `Fault` when renewing fails.
-        credentials: what admits this peer; None for the authority, and in an open run.
+        credentials: what admits this peer; None for the authority.
         readmit: gives a linked peer the role of a membership, see `Linker.readmit`.
         behind_s: how far this machine's clock is behind the other peers', see `SwarmClock.behind_s`.
     """
@@ -113,10 +89,9 @@ class RunMember:
         self._peers, self._dht, self._admission, self._events = peers, dht, admission, events
         self._credentials, self._readmit, self._behind_s = credentials, readmit, behind_s
         self._loop = asyncio.get_running_loop()
-        self._plan, self._clock = RenewalPlan(), ClockWatch()
+        self._clock, self._absent = ClockWatch(), LeftOut[str](RETRY_S, MAX_RETRY_S)
         self._unaware: set[PeerId] = set()  # linked peers that have not seen the renewed membership
-        self._task: asyncio.Task[None] | None = None
-        peers.serve(PresentMembership, self._on_present, role=Role.GUEST)
+        peers.serve(IssuedMembership, self._on_renewed, role=Role.GUEST)
 
     async def join(self) -> None:
         """Get the first membership; raise `JoinError` if the authority refuses or does not answer."""
@@ -135,9 +110,8 @@ class RunMember:
             self._admission.membership = own
             return
         # the authority renews an ended membership for a while
-        proof = saved if saved and over else own
         try:
-            await self._request(proof, self._credentials.token)
+            await self._request(saved if saved and over else own, self._credentials.token)
         except CallRefused as error:
             raise JoinError(self._words_of(error)) from error
         except PeerError as error:
@@ -146,30 +120,15 @@ class RunMember:
                 f"{error}. Is it running? Try again later, or ask for an invitation of unlimited use"
             ) from error
 
-    def start(self) -> None:
-        """Renew the membership until `stop`."""
-        self._task = self._loop.create_task(self._run())
-
-    async def stop(self) -> None:
-        """End the background work."""
-        self._peers.unserve(PresentMembership)
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _run(self) -> None:
-        while True:
-            await guarded(self.tick, self._events, "renewing the membership")
-            await asyncio.sleep(TICK_S)
-
     async def tick(self) -> None:
         """Renew the membership if it is time, show it to linked peers that have not seen it, check the clock."""
         text = self._clock.on_skew(self._behind_s())
         if text is not None:
             self._events.emit(ClockSkewed(self._loop.time(), self._behind_s(), text))
         if self._credentials is not None:
-            held = Membership.decode(self._admission.membership)
-            if self._plan.due(held, now=self._peers.time()):
+            held, now = Membership.decode(self._admission.membership), self._peers.time()
+            due_at = held.issued_at if held.grant else (held.issued_at + held.expires_at) / 2
+            if now >= due_at and not self._absent.holds("authority", now):
                 await self._renew(held, self._credentials.token)
         self._unaware &= self._peers.linked()
         await asyncio.gather(*(self._present(peer) for peer in self._unaware))
@@ -179,7 +138,7 @@ class RunMember:
             renewed = await self._request(self._admission.membership, token)
         except PeerError as error:
             now = self._peers.time()
-            self._plan.on_failed(now=now)
+            self._absent.fail("authority", now)
             left_s = held.expires_at - now
             refused = isinstance(error, CallRefused) and error.code == "refused"
             if refused or left_s < (held.expires_at - held.issued_at) / 4:
@@ -187,7 +146,7 @@ class RunMember:
                 reason = why if refused else f"the organizer's peer cannot be reached for a new one: {why}"
                 self._events.emit(MembershipEnding(self._loop.time(), max(0.0, left_s), reason))
             return
-        self._plan = RenewalPlan()
+        self._absent.forgive("authority")
         self._unaware = set(self._peers.linked())
         self._events.emit(MembershipRenewed(self._loop.time(), renewed.expires_at - self._peers.time()))
 
@@ -210,16 +169,17 @@ class RunMember:
         return str(error).removeprefix(f"{short(id_of(self._admission.authority))}: ")
 
     async def _present(self, peer: PeerId) -> None:
-        message = PresentMembership(self._admission.membership)
         try:
-            await self._peers.call(peer, message, Presented, timeout_s=CALL_TIMEOUT_S)
+            await self._peers.call(
+                peer, IssuedMembership(self._admission.membership), Ack, timeout_s=CALL_TIMEOUT_S
+            )
+            self._unaware.discard(peer)
         except PeerError as error:
             logger.debug("%s does not take the renewed membership: %s", short(peer), error)
-            return
-        self._unaware.discard(peer)
 
-    async def _on_present(self, peer: PeerId, message: PresentMembership) -> Presented:
+    async def _on_renewed(self, peer: PeerId, message: IssuedMembership) -> Ack:
         try:
-            return Presented(self._readmit(peer, message.membership))
+            self._readmit(peer, message.membership)
         except NotAdmitted as error:
             raise Refusal(str(error)) from error
+        return Ack()

@@ -31,7 +31,6 @@ from colab_swarm.invite import PROJECT_URL, Invite
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import (
     MAX_MEMBERSHIP_BYTES,
-    Grant,
     Key,
     Membership,
     MembershipAdmission,
@@ -40,6 +39,7 @@ from colab_swarm.net.membership import (
 )
 from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Peers, Role
 from colab_swarm.trust.access import RunAccess
+from colab_swarm.trust.authority import make_grant
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 MAX_CODE_CHARACTERS = 1 << 20
@@ -290,13 +290,12 @@ class WorkLink:
     def issue(cls, url: str, access: RunAccess, identity: Identity | Peers, *, hours: float) -> WorkLink:
         """Issue a link as the run's authority, valid for ``hours``. With an allowlist it admits nobody by itself."""
         until = time.time() + 3600 * hours
-        if access.closed is None:
+        if access.admission is None:
             return cls(url, Invite(access.run_id, (), until))
-        secret, settings = os.urandom(32), access.closed.settings
-        key, offline = Identity(secret).public_key, settings.allowlist is None
-        plain = Grant(access.run_id, Role.WORKER, key, until, until + settings.member_s, offline=offline)
-        grant, authority = plain.signed(identity.sign), identity.public_key
-        return cls(url, Invite.issue(grant, secret, (), access=access.access, authority=authority))
+        grant, secret = make_grant(
+            access.run_id, Role.WORKER, identity.sign, join_until=until, allow=access.allow
+        )
+        return cls(url, Invite.issue(grant, secret, (), access=access.access, authority=identity.public_key))
 
     @property
     def authority(self) -> bytes | None:

@@ -65,6 +65,15 @@ async def peers(*names: str, settings: NodeSettings = LOOPBACK, **changes: Any) 
             await node.close()
 
 
+def candidates(*relays: Node) -> Callable[[], Coroutine[Any, Any, list[Contact]]]:
+    """The relays that a peer knows."""
+
+    async def known() -> list[Contact]:
+        return [relay.contact for relay in relays]
+
+    return known
+
+
 async def echo(peer: PeerId, message: Echo) -> Echo:
     return message
 

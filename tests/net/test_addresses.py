@@ -1,10 +1,19 @@
+"""Addresses that are dialled, kept and announced; visitors of public pages: none may lock out another."""
+
 from __future__ import annotations
 
-import pytest
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
 
-from colab_swarm.net.addresses import AddressBook, reachable_addresses
-from colab_swarm.net.carrier import NodeSettings
+import pytest
+from multidict import CIMultiDict
+
+from colab_swarm.net import addresses
+from colab_swarm.net.addresses import AddressBook, VisitLimit, may_dial_back, reachable_addresses, source_of
+from colab_swarm.net.carrier import LinkType, NodeSettings
 from colab_swarm.net.peers import MAX_ADDRESSES, Contact, PeerId
+from tests.net.swarm import peers
 
 BOB = PeerId(b"b" * 32)
 
@@ -12,10 +21,7 @@ BOB = PeerId(b"b" * 32)
 def test_a_server_on_all_interfaces_is_reached_by_loopback_first() -> None:
     first, *others = reachable_addresses("0.0.0.0", 4500)
     assert first == "ws://127.0.0.1:4500"
-    assert all(address.endswith(":4500") for address in others)
-
-
-def test_a_server_on_one_interface_is_reached_there_only() -> None:
+    assert all(address.endswith(":4500") and "[" not in address for address in others)
     assert reachable_addresses("192.0.2.7", 4500) == ("ws://192.0.2.7:4500",)
 
 
@@ -62,3 +68,86 @@ def test_settings_that_no_peer_could_use_are_mistakes() -> None:
         NodeSettings(announce=tuple(f"ws://h:{port}" for port in range(17)))
     with pytest.raises(ValueError, match="port=99999"):
         NodeSettings(port=99999)
+
+
+def test_a_source_has_its_own_limit_in_each_window() -> None:
+    limit = VisitLimit(2)
+    assert [limit.admit("alice", 5.0) for _ in range(3)] == [True, True, False]
+    assert limit.admit("bob", 5.5) and not limit.admit("alice", 5.9)
+    assert limit.admit("alice", 6.0)
+    limit.forgive("bob")
+    assert limit.admit("bob", 6.4) and limit.admit("bob", 6.4)
+
+
+def test_the_table_is_bounded_and_forgets_the_quietest_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "MAX_SOURCES", 2)
+    limit = VisitLimit(1)
+    assert limit.admit("alice", 0.0) and limit.admit("bob", 0.0) and not limit.admit("alice", 0.0)
+    assert limit.admit("carol", 0.0)
+    assert not limit.admit("alice", 0.0) and limit.admit("bob", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("remote", "headers", "source"),
+    [
+        ("203.0.113.9", {}, "203.0.113.9"),
+        ("203.0.113.9", {"X-Forwarded-For": "198.51.100.7"}, "203.0.113.9"),
+        ("127.0.0.1", {}, "127.0.0.1"),
+        ("127.0.0.1", {"X-Forwarded-For": "10.0.0.1, 198.51.100.7"}, "forwarded 198.51.100.7"),
+        ("::1", {"X-Forwarded-For": "127.0.0.1"}, "forwarded 127.0.0.1"),
+        ("::ffff:203.0.113.9", {}, "203.0.113.9"),
+        ("2001:db8::1:2:3:4", {}, "2001:db8::/64"),
+        ("127.0.0.1", {"X-Forwarded-For": "x" * 9999}, "forwarded "),
+        (None, {}, ""),
+    ],
+)
+def test_the_source_is_the_visitors_network(remote: str, headers: Mapping[str, str], source: str) -> None:
+    request: Any = SimpleNamespace(remote=remote, headers=CIMultiDict(headers))
+    assert source_of(request) == source
+
+
+@pytest.mark.parametrize(
+    ("address", "seen", "may"),
+    [
+        ("ws://198.51.100.7:22", "198.51.100.7", True),
+        ("ws://198.51.100.7:22", "203.0.113.9", False),
+        ("ws://[2001:db8::1]:22", "203.0.113.9", False),
+        ("ws://198.51.100.7:22", "2001:db8::1", False),
+        ("ws://[2001:db8::1]:22", "2001:db8:0::1", True),
+        ("ws://198.51.100.7:22", "::ffff:198.51.100.7", True),
+        ("ws://198.51.100.7:22", "192.168.1.2", False),
+        ("ws://198.51.100.7:22/relay/" + "0" * 64, "198.51.100.7", False),
+        ("ws://metadata.internal:80", "203.0.113.9", False),
+        ("ws://192.168.1.1:80", "192.168.1.2", False),
+        ("ws://192.168.1.2:80", "192.168.1.2", True),
+        ("ws://169.254.169.254:80", "192.168.1.2", False),
+        ("ws://169.254.169.254:80", "127.0.0.1", False),
+        ("ws://192.168.1.1:80", "", False),
+        ("ws://127.0.0.1:80", "", False),
+        ("ws://[::ffff:127.0.0.1]:80", "192.168.1.2", False),
+        ("ws://0.0.0.0:80", "192.168.1.2", False),
+        ("ws://198.51.100.7:22/admin", "198.51.100.7", False),
+        ("wss://localhost:80", "127.0.0.1", False),
+        ("ws://127.0.0.1:80", "192.168.1.2", False),
+        ("ws://[::1]:80", "127.0.0.1", True),
+        ("ws://127.evil.example:80", "127.0.0.1", False),
+        ("ws://2130706433:80", "127.0.0.1", False),
+        ("ws://198.51.100.7:22", "", False),
+        ("ws://198.51.100.7:22", "no address", False),
+    ],
+)
+def test_only_the_requesting_host_is_dialled_back(address: str, seen: str, may: bool) -> None:
+    assert may_dial_back(address, seen) is may
+
+
+@pytest.mark.parametrize(
+    ("remote", "way"), [("203.0.113.9", LinkType.DIRECT), ("127.0.0.1", LinkType.TUNNEL)]
+)
+async def test_a_caller_outside_is_not_taken_for_the_tunnels_agent(
+    remote: str, way: LinkType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with peers("alice") as (alice,):
+        monkeypatch.setattr(alice.linker, "_receiver", lambda expected, path: path)
+        request: Any = SimpleNamespace(remote=remote, headers={"X-Forwarded-For": "198.51.100.7"})
+        path: Any = alice.linker._receive_caller(request)
+        assert path.way is way

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from colab_swarm.net.addresses import is_address
 from colab_swarm.net.lan import (
-    Announcement,
     LanAnnouncer,
     LanSwarm,
     announced,
@@ -29,8 +28,12 @@ ALICE, BOB = (identity(name).id for name in ("alice", "bob"))
 
 def announcement(
     name: str = "alice", run_id: str = "albert-1f3a", address: str = "ws://192.0.2.7:4500"
-) -> Announcement:
-    return Announcement(run_id, "open", name, Contact(identity(name).id, (address,)))
+) -> LanSwarm:
+    return LanSwarm(run_id, "open", (Contact(identity(name).id, (address,)),), (name,))
+
+
+def properties(name: str = "alice", run_id: str = "albert-1f3a") -> dict[bytes, bytes | None]:
+    return as_bytes(write_properties(run_id, "open", name, ALICE))
 
 
 def as_bytes(properties: dict[str, str]) -> dict[bytes, bytes | None]:
@@ -38,10 +41,9 @@ def as_bytes(properties: dict[str, str]) -> dict[bytes, bytes | None]:
 
 
 def test_an_announcement_is_read_back_unchanged() -> None:
-    said = announcement()
-    assert read_announcement(as_bytes(write_properties(said)), ["192.0.2.7"], 4500) == said
-    properties = write_properties(announcement("n" * 500, run_id="r" * 64))
-    assert sum(len(key) + len(value) + 2 for key, value in properties.items()) < 300
+    assert read_announcement(properties(), ["192.0.2.7"], 4500) == announcement()
+    long = properties("n" * 500, run_id="r" * 64)
+    assert sum(len(key) + len(value or b"") + 2 for key, value in long.items()) < 300
 
 
 def test_addresses_of_one_port_are_announced_and_loopback_only_alone() -> None:
@@ -60,9 +62,9 @@ def test_addresses_of_one_port_are_announced_and_loopback_only_alone() -> None:
 
 def test_both_ip_versions_are_read_and_addresses_that_cannot_be_dialled_are_left_out() -> None:
     ips = ["192.0.2.7", "fe80::1", "fe80::1%eth0", "2001:DB8::7", "nonsense", "192.0.2.7"]
-    said = read_announcement(as_bytes(write_properties(announcement())), ips, 4500)
+    said = read_announcement(properties(), ips, 4500)
     assert said is not None
-    assert said.contact.addresses == ("ws://192.0.2.7:4500", "ws://[2001:db8::7]:4500")
+    assert said.contacts[0].addresses == ("ws://192.0.2.7:4500", "ws://[2001:db8::7]:4500")
 
 
 @pytest.mark.parametrize(
@@ -78,9 +80,7 @@ def test_both_ip_versions_are_read_and_addresses_that_cannot_be_dialled_are_left
     ],
 )
 def test_a_wrong_announcement_is_none(change: dict[str, str]) -> None:
-    properties = as_bytes(write_properties(announcement()))
-    assert read_announcement(properties, ["192.0.2.7"], 4500) is not None
-    assert read_announcement(properties | as_bytes(change), ["192.0.2.7"], 4500) is None
+    assert read_announcement(properties() | as_bytes(change), ["192.0.2.7"], 4500) is None
     assert read_announcement({b"run": None}, ["192.0.2.7"], 4500) is None
 
 
@@ -92,19 +92,19 @@ VALUES = (
 
 @settings(max_examples=60)
 @given(
-    properties=st.dictionaries(KEYS, VALUES),
+    said=st.dictionaries(KEYS, VALUES),
     ips=st.lists(st.ip_addresses().map(str) | st.text(max_size=9), max_size=18),
     port=st.none() | st.integers(0, 65535),
 )
 def test_any_multicast_bytes_are_an_announcement_in_bounds_or_nothing(
-    properties: dict[bytes, bytes | None], ips: list[str], port: int | None
+    said: dict[bytes, bytes | None], ips: list[str], port: int | None
 ) -> None:
-    for garbled in (properties, as_bytes(write_properties(announcement())) | properties):
-        said = read_announcement(garbled, ips, port)
-        if said is not None:
-            assert 0 < len(said.contact.addresses) <= MAX_ADDRESSES
-            assert all(map(is_address, said.contact.addresses))
-            assert said.name.isprintable() and said.run_id.isprintable() and len(said.contact.id) == 32
+    for garbled in (said, properties() | said):
+        found = read_announcement(garbled, ips, port)
+        if found is not None:
+            ((contact,), (name,)) = found.contacts, found.names
+            assert 0 < len(contact.addresses) <= MAX_ADDRESSES and all(map(is_address, contact.addresses))
+            assert name.isprintable() and found.run_id.isprintable() and len(contact.id) == 32
 
 
 def test_the_peers_of_one_run_are_merged() -> None:
@@ -155,8 +155,9 @@ async def test_announced_peers_are_found_until_they_say_goodbye() -> None:
     run_id = f"lantest-{os.getpid()}"
 
     async def announce(name: str) -> LanAnnouncer:
-        said = announcement(name, run_id=run_id, address="ws://127.0.0.1:4500")
-        return await LanAnnouncer.start(said, interfaces=LOOPBACK)
+        announcer = LanAnnouncer(run_id, "open", name, interfaces=LOOPBACK)
+        await announcer.update(Contact(identity(name).id, ("ws://127.0.0.1:4500",)))
+        return announcer
 
     alice, bob = await asyncio.gather(announce("alice"), announce("bob"))
     both = {Contact(one, ("ws://127.0.0.1:4500",)) for one in (ALICE, BOB)}

@@ -1,4 +1,4 @@
-"""Peers dial each other back, and announce new addresses."""
+"""Decisions of the reachability policy; peers dial each other back, and announce new addresses."""
 
 from __future__ import annotations
 
@@ -12,23 +12,33 @@ import pytest
 from colab_swarm.errors import CallRefused
 from colab_swarm.events import EventLog, ReachabilityChanged
 from colab_swarm.net import reachability
-from colab_swarm.net.addresses import may_dial_back
+from colab_swarm.net.carrier import Path
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import Contact
-from colab_swarm.net.reachability import DialBack, DialledBack, ReachabilityLevel, ReachabilityWatch
+from colab_swarm.net.peers import PeerId
+from colab_swarm.net.reachability import (
+    DialBack,
+    DialledBack,
+    ReachabilityLevel,
+    ReachabilityPolicy,
+    ReachabilityWatch,
+)
 from colab_swarm.net.relay import Relay
-from tests.net.swarm import Echo, peers, until
+from tests.net.swarm import Echo, candidates, peers, until
+
+PUBLIC, PRIVATE, LOOPBACK = "ws://203.0.113.7:4500", "ws://192.168.1.5:4500", "ws://127.0.0.1:4500"
+ALICE, BOB, RELAY = PeerId(b"a" * 32), PeerId(b"b" * 32), PeerId(b"r" * 32)
+CIRCUIT = f"ws://203.0.113.9:4500/relay/{RELAY.hex()}"
+SILENT = "did not answer in 1.5 s"
 
 
 @asynccontextmanager
 async def watched(
     *nodes: Node, relays: tuple[Node, ...] = (), events: EventLog | None = None, **options: Any
 ) -> AsyncIterator[list[ReachabilityWatch]]:
-    async def known() -> list[Contact]:
-        return [relay.contact for relay in relays]
-
     log = events or EventLog()
-    watches = [ReachabilityWatch(node, known, log, random.Random(1), **options) for node in nodes]
+    watches = [
+        ReachabilityWatch(node, candidates(*relays), log, random.Random(1), **options) for node in nodes
+    ]
     yield watches
     for watch in watches:
         await watch.close()
@@ -49,19 +59,18 @@ async def test_a_peer_that_is_dialled_back_on_its_own_machine_is_in_the_lan() ->
 async def test_a_peer_behind_a_nat_gets_a_place_at_a_relay_and_announces_it() -> None:
     events = EventLog()
     async with peers("alice", "bob", "carol") as (alice, bob, carol):
-        relay = Relay(carol)
+        Relay(carol)
         async with watched(alice, bob, relays=(carol,), events=events) as (watch, _):
             for other in (bob, carol):
                 await alice.call(other.id, Echo(), Echo, timeout_s=5)
             alice.port = 1  # no peer listens there: dial-backs are refused
-            watch._policy.on_listening(alice.listening()[:1])
+            watch._policy.listening = alice.listening()[:1]
             await watch.start()
             assert str(watch.current) == f"relayed by {carol.id.hex()[:8]}"
             assert "blocks it" in dict(watch.current.reasons)[ReachabilityLevel.LAN]
             assert events.recent(ReachabilityChanged)[-1].how == str(watch.current)  # type: ignore[attr-defined]
             await until(lambda: bob.contact_of(alice.id).addresses == watch.current.addresses)
             assert not bob.contact_of(alice.id).direct
-        relay.close()
 
 
 async def test_a_peer_that_does_not_listen_and_finds_no_relay_is_outgoing_only() -> None:
@@ -74,16 +83,18 @@ async def test_a_peer_that_does_not_listen_and_finds_no_relay_is_outgoing_only()
             assert "use_relays=False" in dict(watch.current.reasons)[ReachabilityLevel.RELAYED]
 
 
-def test_private_addresses_of_other_networks_are_not_tried() -> None:
-    assert may_dial_back("ws://203.0.113.7:1", "203.0.113.7")
-    assert may_dial_back("ws://192.168.1.9:1", "192.168.1.9") and may_dial_back(
-        "ws://127.0.0.1:1", "127.0.0.1"
-    )
-    assert not may_dial_back("ws://192.168.1.5:1", "203.0.113.7")
-    assert not may_dial_back("ws://192.168.1.5:1", "192.168.1.9")
-    assert not may_dial_back("ws://127.0.0.1:1", "192.168.1.9")
-    assert not may_dial_back("ws://203.0.113.7:1/admin", "203.0.113.7")
-    assert not may_dial_back(f"ws://203.0.113.7:1/relay/{'0' * 64}", "203.0.113.7")
+async def test_peers_across_the_internet_verify_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reachability, "VERIFIERS", 1)
+    async with (
+        peers("alice", "bob", "carol") as (alice, bob, carol),
+        watched(alice, bob, carol) as (watch, *_),
+    ):
+        for other in (bob, carol):
+            await alice.call(other.id, Echo(), Echo, timeout_s=5)
+        seen = {bob.id: "127.0.0.1", carol.id: "203.0.113.9"}
+        monkeypatch.setattr(alice, "path_to", lambda peer: Path(remote=(seen[peer], 1)))
+        await watch.verify()
+        assert set(watch._policy.reports) == {carol.id}
 
 
 async def test_dial_backs_are_limited_in_rate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,3 +111,91 @@ async def test_a_dial_back_that_meets_another_peer_fails() -> None:
         ask = DialBack(carol.contact.addresses)
         ((_, fault),) = (await alice.call(bob.id, ask, DialledBack, timeout_s=5)).outcomes
         assert "was expected" in fault and carol.linked() == frozenset()
+
+
+# --- decisions ---------------------------------------------------------------------------------------------------
+
+
+def policy(*addresses: str) -> ReachabilityPolicy:
+    return ReachabilityPolicy(addresses or (LOOPBACK, PRIVATE))
+
+
+def test_a_public_address_that_answers_is_direct() -> None:
+    one = policy(PUBLIC, PRIVATE)
+    assert one.decide().level is ReachabilityLevel.UNVERIFIED and one.decide().addresses == (PUBLIC, PRIVATE)
+    one.reports[ALICE] = DialledBack("203.0.113.7", ((PUBLIC, ""),))
+    assert one.decide().level is ReachabilityLevel.DIRECT and one.decide().addresses == (PUBLIC,)
+
+
+def test_a_neighbour_makes_it_a_lan_until_a_peer_outside_fails() -> None:
+    one = policy()
+    one.reports[ALICE] = DialledBack("192.168.1.5", ((PRIVATE, ""),))
+    assert (
+        one.decide().level is ReachabilityLevel.LAN and one.decide().addresses == (PRIVATE,) and one.dialable
+    )
+    one.reports[BOB] = DialledBack("203.0.113.7", ())
+    decided = one.decide()
+    assert (
+        decided.level is ReachabilityLevel.OUTGOING and decided.addresses == (PRIVATE,) and not one.dialable
+    )
+    one.places = {RELAY: (CIRCUIT,)}
+    decided = one.decide()
+    assert str(decided) == "relayed by 72727272" and decided.addresses == (CIRCUIT,)
+
+
+def test_a_punched_link_is_better_than_a_relayed_one_and_a_tunnel_comes_last() -> None:
+    one = policy()
+    one.reports[BOB] = DialledBack("203.0.113.7", ((PRIVATE, SILENT),))
+    one.tunnel = "wss://swarm.example"
+    assert str(one.decide()) == "tunnel wss://swarm.example"
+    one.places = {RELAY: (CIRCUIT,)}
+    assert one.decide().level is ReachabilityLevel.RELAYED
+    assert one.decide().addresses == (CIRCUIT, "wss://swarm.example")
+    one.on_punched(ALICE, None)
+    assert one.decide().level is ReachabilityLevel.PUNCHED
+    one.on_punched(ALICE, "the holes did not meet")
+    assert one.decide().level is ReachabilityLevel.RELAYED
+    one.places, one.tunnel = {}, None
+    assert one.decide().level is ReachabilityLevel.OUTGOING
+
+
+def test_each_higher_level_says_why_it_does_not_work() -> None:
+    one = policy()
+    one.reports[BOB] = DialledBack("203.0.113.7", ((PRIVATE, SILENT),))
+    why = dict(one.decide().reasons)
+    assert list(why) == [
+        ReachabilityLevel.DIRECT,
+        ReachabilityLevel.LAN,
+        ReachabilityLevel.PUNCHED,
+        ReachabilityLevel.RELAYED,
+        ReachabilityLevel.TUNNEL,
+    ]
+    assert why[ReachabilityLevel.DIRECT] == "this machine has no public address"
+    assert why[ReachabilityLevel.LAN] == f"dialled back at {PRIVATE}, {SILENT}; a NAT or firewall blocks it"
+    assert "tunnel='ngrok'" in why[ReachabilityLevel.TUNNEL]
+    assert (
+        dict(ReachabilityPolicy(()).decide().reasons)[ReachabilityLevel.DIRECT]
+        == "this peer does not listen (listen=False)"
+    )
+    assert one.decide().explain().splitlines()[0] == "outgoing only"
+
+
+def test_addresses_that_nobody_has_tried_are_called_so_unless_the_user_gave_them() -> None:
+    assert str(policy().decide()) == "listening in the local network, nobody has tried yet"
+    assert str(policy(PUBLIC, PRIVATE).decide()) == "listening, nobody has tried yet"
+    given = ReachabilityPolicy(("ws://swarm.example:4500",), trusted=True).decide()
+    assert given.level is ReachabilityLevel.DIRECT and given.addresses == ("ws://swarm.example:4500",)
+
+
+def test_a_public_address_stays_announced_while_all_see_this_peer_through_a_relay_or_tunnel() -> None:
+    one = policy(PUBLIC, PRIVATE)
+    one.reports[ALICE] = DialledBack("", ())
+    decided = one.decide()
+    assert decided.level is ReachabilityLevel.UNVERIFIED and decided.addresses == (PUBLIC,)
+    assert "through a relay or a tunnel" in decided.explain() and not one.dialable  # so it looks for relays
+    one.places = {RELAY: (CIRCUIT,)}
+    assert one.decide().level is ReachabilityLevel.RELAYED and one.decide().addresses == (CIRCUIT, PUBLIC)
+    one.reports[BOB] = DialledBack("198.51.100.7", ())
+    assert one.decide().addresses == (CIRCUIT,)  # bob sees it elsewhere: behind a NAT
+    one.reports[BOB] = DialledBack("203.0.113.7", ((PUBLIC, ""),))
+    assert one.decide().level is ReachabilityLevel.DIRECT

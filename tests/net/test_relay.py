@@ -1,24 +1,39 @@
-"""Circuits: the relay's state, and two peers that cannot be dialled talking through a relay."""
+"""Circuits: the relay's state, peers that talk through a relay, and relays and callers that mean ill."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from colab_swarm.errors import PeerError, PeerLost
+from colab_swarm.errors import CallRefused, PeerError, PeerLost
 from colab_swarm.net.carrier import LinkType
-from colab_swarm.net.handshake import VERSION
+from colab_swarm.net.handshake import TICKET, VERSION
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.noise import Handshake
-from colab_swarm.net.peers import Contact, PeerId, Refusal
-from colab_swarm.net.relay import Circuits, Relay, RelayQuota, RelayState, _Pump, choose
-from tests.net.swarm import Echo, Piece, Talk, peers, run, until
+from colab_swarm.net.peers import Ack, Contact, PeerId, Refusal
+from colab_swarm.net.relay import (
+    OFFERS_AT_ONCE,
+    CircuitOffer,
+    Circuits,
+    CircuitTicket,
+    OpenCircuit,
+    Relay,
+    RelayQuota,
+    RelayState,
+    Reserve,
+    Reserved,
+    _Pump,
+    choose,
+)
+from tests.net.swarm import Echo, Piece, Talk, candidates, peers, until
 
 ALICE, BOB, CAROL = PeerId(b"a" * 32), PeerId(b"b" * 32), PeerId(b"c" * 32)
 
@@ -29,17 +44,12 @@ def state(**quota: float) -> RelayState:
     return made
 
 
-def test_a_place_lasts_for_its_time() -> None:
-    one = state(place_s=100)
-    assert one.has_place(BOB, 1.0) and not one.has_place(ALICE, 1.0)
-    assert not one.has_place(BOB, 101.0)
-
-
 def test_places_and_circuits_are_counted() -> None:
     one = state(places=1, circuits=2, circuits_per_peer=1, place_s=10)
     with pytest.raises(Refusal, match="all 1 places"):
         one.reserve(CAROL, now=1.0)
     one.reserve(BOB, now=5.0)
+    assert one.has_place(BOB, 14.0) and not one.has_place(BOB, 16.0) and not one.has_place(CAROL, 1.0)
     one.reserve(CAROL, now=16.0)
     assert set(one.places) == {CAROL}
     one.open(ALICE, CAROL, 16.0, os.urandom)
@@ -60,7 +70,7 @@ def test_a_circuit_ends_when_its_quota_is_used_up() -> None:
     circuit = one.open(ALICE, BOB, 0.0, os.urandom)
     assert one.carry(circuit, 1000, 0.0) == (0.0, None)
     assert one.carry(circuit, 1, 0.0)[1] == "the relay carries 0.001 MB per circuit"
-    circuit.sockets = {0: None, 1: None}  # type: ignore[dict-item]
+    circuit.pumps = {0: None, 1: None}  # type: ignore[dict-item]
     assert one.overdue(59.0) == {}
     assert one.overdue(61.0) == {circuit: "the relay keeps a circuit for 60 s"}
 
@@ -93,21 +103,32 @@ async def relayed(
 ) -> AsyncIterator[tuple[Node, Node, list[Relay]]]:
     """Alice and bob, neither of whom can be dialled; bob holds a place at each relay."""
     serving = [Relay(relay, quota or RelayQuota()) for relay in relays]
-
-    async def candidates() -> list[Contact]:
-        return [relay.contact for relay in relays]
-
     async with peers("alice", "bob", listen=False) as (alice, bob):
-        near = Circuits(alice, candidates, lambda: None, random.Random(1))
-        far = Circuits(bob, candidates, lambda: bob.announce(far.addresses), random.Random(2))
+        Circuits(alice, candidates(*relays), lambda: None, random.Random(1))
+        far = Circuits(bob, candidates(*relays), lambda: bob.announce(far.addresses), random.Random(2))
         far.start()
         await until(lambda: len(far.places) == len(relays))
         alice.learn(Contact(bob.id, far.addresses))
         yield alice, bob, serving
-        near.close()
-        far.close()
-    for one in serving:
-        one.close()
+
+
+async def test_a_nearer_relay_replaces_the_farthest(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with peers("carol", "dave", "erin") as relays, peers("bob", listen=False) as (bob,):
+        carol, dave, erin = (relay.id for relay in relays)
+
+        async def rtt(circuits: Circuits, relay: PeerId) -> float:
+            return {carol: 0.1, dave: 0.2, erin: 0.01}[relay]
+
+        monkeypatch.setattr(Circuits, "_rtt", rtt)
+        monkeypatch.setattr("colab_swarm.net.relay.RETRY_S", 0.01)
+        for relay in relays:
+            Relay(relay)
+        circuits = Circuits(bob, candidates(*relays[:2]), lambda: None, random.Random(1))
+        circuits.start()
+        await until(lambda: set(circuits.places) == {carol, dave})
+        circuits._candidates = candidates(*relays)
+        circuits._look.set()
+        await until(lambda: set(circuits.places) == {carol, erin})
 
 
 async def test_two_peers_that_cannot_be_dialled_talk_through_a_relay() -> None:
@@ -120,7 +141,7 @@ async def test_two_peers_that_cannot_be_dialled_talk_through_a_relay() -> None:
         assert relay.state.carried_bytes > 400_000
 
 
-def test_the_relay_sees_no_plaintext(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_relay_sees_no_plaintext(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = bytearray()
     pass_on = _Pump.on_message
 
@@ -128,13 +149,10 @@ def test_the_relay_sees_no_plaintext(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.extend(data)
         pass_on(pump, data)
 
-    async def main() -> None:
-        async with peers("carol") as (carol,), relayed(carol) as (alice, bob, _):
-            assert await alice.call(bob.id, Echo(b"attack at dawn" * 50), Echo, timeout_s=5)
-            assert bob.public_key not in seen and alice.id not in seen
-
     monkeypatch.setattr(_Pump, "on_message", spy)
-    run(main())
+    async with peers("carol") as (carol,), relayed(carol) as (alice, bob, _):
+        assert await alice.call(bob.id, Echo(b"attack at dawn" * 50), Echo, timeout_s=5)
+        assert bob.public_key not in seen and alice.id not in seen
     assert len(seen) > 1400 and b"attack at dawn" not in seen
 
 
@@ -160,7 +178,7 @@ async def test_a_relay_that_swaps_keys_is_refused(monkeypatch: pytest.MonkeyPatc
     mallory = Mallory(NodeSettings().run_id)
 
     def swap(pump: _Pump, data: memoryview) -> None:
-        called = pump._circuit.sockets[1] is pump.socket
+        called = pump._circuit.pumps[1] is pump
         assert pump.other is not None
         pump.other.socket.send_bytes(mallory.pass_on(bytes(data), called))
 
@@ -232,22 +250,136 @@ async def test_peers_without_a_place_are_not_called() -> None:
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
 
 
-def test_a_peer_that_can_be_dialled_but_not_by_all_needs_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_peer_that_can_be_dialled_but_not_by_all_needs_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("colab_swarm.net.handshake.DETOUR_AFTER_S", 0.0)
+    async with peers("carol", "dave") as (carol, dave), relayed(carol) as (_, bob, _):
+        carol.learn(dave.contact)
+        Circuits(dave, candidates(), lambda: None, random.Random(3))
+        bob.learn(Contact(dave.id, ("ws://127.0.0.1:1",)))  # as if a firewall blocked the way to dave
+        assert await bob.call(dave.id, Echo(b"hello"), Echo, timeout_s=5) == Echo(b"hello")
+        path = bob.path_to(dave.id)
+        assert path and path.relay == carol.id
 
-    async def main() -> None:
-        async with peers("carol", "dave") as (carol, dave), relayed(carol) as (_, bob, _):
-            carol.learn(dave.contact)
-            using = Circuits(dave, no_relays, lambda: None, random.Random(3))
-            bob.learn(
-                Contact(dave.id, ("ws://127.0.0.1:1",))
-            )  # as if a firewall of bob's blocked the way to dave
-            assert await bob.call(dave.id, Echo(b"hello"), Echo, timeout_s=5) == Echo(b"hello")
-            path = bob.path_to(dave.id)
-            assert path and path.relay == carol.id
-            using.close()
 
-    async def no_relays() -> list[Contact]:
-        return []
+class Socket:
+    """What a pump asks of a WebSocket."""
 
-    run(main())
+    def __init__(self) -> None:
+        self.reading = True
+
+    def send(self, size: int, fill: Any) -> int:
+        return size
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+
+async def test_many_messages_of_one_read_wait_for_the_quota_together() -> None:
+    async with peers("carol") as (carol,):
+        relay = Relay(carol, RelayQuota(circuit_bps=8e4))
+        loop = asyncio.get_running_loop()
+        circuit = relay.state.open(ALICE, BOB, loop.time(), os.urandom)
+        near, far = (_Pump(relay, circuit, Socket()) for _ in range(2))  # type: ignore[arg-type]
+        near.other, far.other = far, near
+        while circuit.buckets[0].delay(loop.time()) < 1.0:
+            near.on_message(memoryview(bytes(100)))
+        await asyncio.sleep(0.1)
+        assert not near.socket.reading  # type: ignore[attr-defined]
+        relay.state.circuits.clear()
+
+
+async def test_a_relay_leads_neither_to_itself_nor_back_to_the_caller() -> None:
+    async with peers("alice", "carol") as (alice, carol):
+        relay = Relay(carol)
+        for called in (alice.id, carol.id):
+            with pytest.raises(CallRefused, match="a third peer"):
+                await alice.call(carol.id, OpenCircuit(called), CircuitTicket, timeout_s=5)
+        assert not relay.state.circuits
+
+
+def test_one_caller_cannot_use_up_what_a_peer_may_have_open() -> None:
+    books = RelayState(RelayQuota(circuits_per_peer=32), now=0.0)
+    with pytest.raises(Refusal, match="between the two"):
+        for _ in range(32):
+            books.open(ALICE, BOB, 0.0, os.urandom)
+    assert books.open(CAROL, BOB, 0.0, os.urandom)
+
+
+async def test_a_ticket_that_was_guessed_leaves_no_error_behind() -> None:
+    unhandled: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(
+        lambda loop, context: unhandled.append(context["message"])
+    )
+    async with peers("alice", "carol") as (alice, carol):
+        Relay(carol)
+        lost = asyncio.get_running_loop().create_future()
+
+        class Guesser:
+            def on_message(self, data: memoryview) -> None: ...
+            def on_writable(self, writable: bool) -> None: ...
+            def on_lost(self, reason: str) -> None:
+                lost.set_result(reason)
+
+        socket = await alice.linker.connect(carol.contact.addresses[0], Guesser())
+        socket.send_bytes(TICKET + b"guess")
+        assert "not valid" in await lost
+    gc.collect()
+    assert unhandled == []
+
+
+async def test_offers_without_end_are_refused() -> None:
+    async with peers("alice", "carol") as (alice, carol):
+        circuits = Circuits(alice, candidates(), lambda: None, random.Random(1))
+        shown = 0
+
+        async def never(relay: PeerId, token: bytes, receiver: Any) -> Any:
+            nonlocal shown
+            shown += 1
+            await asyncio.Event().wait()
+
+        circuits._show = never  # type: ignore[assignment,method-assign]
+        refused = 0
+        for _ in range(100):
+            try:
+                await carol.call(alice.id, CircuitOffer(BOB, bytes(16)), Ack, timeout_s=5)
+            except CallRefused:
+                refused += 1
+        await asyncio.sleep(0)
+        assert shown == OFFERS_AT_ONCE and refused == 100 - shown
+
+
+async def test_a_peer_with_all_the_links_it_may_have_takes_none_through_relays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with peers("carol") as (carol,), relayed(carol) as (alice, bob, _):
+        monkeypatch.setattr(bob.linker.table, "full", lambda limit: True)
+        with pytest.raises(PeerError):
+            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+        assert bob.linked() == {carol.id}
+
+
+async def test_a_relay_that_drops_peers_with_a_place_is_retried_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with peers("alice", listen=False) as (alice,), peers("carol") as (carol,):
+        places = 0
+
+        async def drop(peer: PeerId, message: Reserve) -> Reserved:
+            nonlocal places
+            places += 1
+            loop = asyncio.get_running_loop()
+            loop.call_later(0.002, lambda: [link.abort("") for link in carol.linker.table.of(peer)])
+            return Reserved(300.0, ("192.0.2.1", 1))
+
+        carol.serve(Reserve, drop)
+
+        circuits = Circuits(alice, candidates(carol), lambda: None, random.Random(1))
+        circuits.start()
+        await until(lambda: places == 1)
+        await asyncio.sleep(0.15)
+        assert places == 1

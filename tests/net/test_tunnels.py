@@ -19,7 +19,7 @@ import pytest
 from colab_swarm.errors import TunnelError
 from colab_swarm.events import EventLog, QuotaWarning, TunnelChanged
 from colab_swarm.net.node import Node
-from colab_swarm.net.tunnels import ADVICE, Tunnel, TunnelSettings, explain, probe
+from colab_swarm.net.tunnels import Tunnel, TunnelSettings, probe
 from colab_swarm.snapshot import describe
 from tests.net import agents
 from tests.net.swarm import Echo, peers, until
@@ -109,18 +109,18 @@ async def test_peers_link_through_a_tunnel_and_again_after_its_agent_was_killed_
 async def test_an_agent_that_hangs_or_leads_nowhere_is_replaced(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("colab_swarm.net.tunnels.API_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("colab_swarm.net.tunnels.PROBE_TIMEOUT_S", 0.2)
     events = EventLog()
     changes: asyncio.Queue[str | None] = asyncio.Queue()
     more = {"on_change": changes.put_nowait, "events": events}
     async with peers("bob") as (bob,):
-        async with tunnel(ngrok(folder), bob.port, **more):
+        async with tunnel(ngrok(folder, probe_s=0.05), bob.port, **more):
             os.kill(agent_of(folder), signal.SIGSTOP)
             assert await changes.get() is None and await changes.get() is not None
         async with tunnel(ngrok(folder, probe_s=0.05), **more):  # no peer listens at that port
             assert await changes.get() is None
     reasons = [change.reason for change in events.recent(TunnelChanged) if change.address is None]
-    assert reasons[0] == "its agent hangs"
+    assert reasons[0] == "its public address does not lead here: TimeoutError"
     assert reasons[1].startswith("its public address does not lead here: ngrok: ERR_NGROK_8012")
 
 
@@ -217,12 +217,6 @@ async def test_the_quota_is_metered_from_the_opening_on(folder: Path) -> None:
     warning = events.recent(QuotaWarning)[0]
     assert (warning.used_bytes, warning.quota_bytes) == (500, 1000)
     assert "50% of the plan's" in describe(warning)
-
-
-def test_every_error_code_of_ngrok_that_is_known_comes_with_a_fix() -> None:
-    for code, advice in ADVICE.items():
-        assert explain(f"oh no\r\nERR_NGROK_{code}\r\n") == f"{advice} (ERR_NGROK_{code})"
-    assert explain("something else") == "ngrok: something else"
 
 
 async def test_pyngroks_own_agent_is_taken_and_downloaded_if_there_is_none(

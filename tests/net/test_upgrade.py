@@ -1,20 +1,38 @@
-"""Relayed links that become direct or punched ones."""
+"""Relayed links that become direct or punched ones; punching on loopback, where nothing is in the way, and its timing.
+
+Through NATs: `tests.netlab.test_punch`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from itertools import pairwise
+from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from colab_swarm.errors import PeerError
+from colab_swarm.events import Fault
 from colab_swarm.net import upgrade
-from colab_swarm.net.carrier import LinkType
+from colab_swarm.net.carrier import LinkType, Path
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import Contact, PeerId, Stream
-from colab_swarm.net.relay import Circuits, Relay
-from colab_swarm.net.upgrade import Upgrades
-from tests.net.swarm import Echo, Piece, Talk, peers, until
+from colab_swarm.net.peers import UNDECODABLE, Contact, PeerId, Stream
+from colab_swarm.net.relay import (
+    Circuits,
+    Relay,
+)
+from colab_swarm.net.upgrade import Endpoint, Upgrade, UpgradeReady, Upgrades, family_of, plan_tries, punch
+from colab_swarm.net.websocket import CAN_PUNCH, bound_socket
+from tests.net.swarm import Echo, Piece, Talk, candidates, peers, until
+
+CAROL = PeerId(b"c" * 32)
 
 
 @asynccontextmanager
@@ -27,25 +45,16 @@ async def relayed(
         peers("alice", listen=alice_listens) as (alice,),
         peers("bob", listen=False) as (bob,),
     ):
-        relay = Relay(carol)
+        Relay(carol)
         outcomes: dict[PeerId, str | None] = {}
 
-        async def candidates() -> list[Contact]:
-            return [carol.contact]
-
-        ways = []
         for node in (alice, bob):
-            circuits = Circuits(node, candidates, lambda: None, random.Random(1))
-            ways += [circuits, Upgrades(node, circuits.seen_at.get, outcomes.__setitem__, random.Random(2))]
-        bobs = ways[2]
-        assert isinstance(bobs, Circuits)
+            bobs = Circuits(node, candidates(carol), lambda: None, random.Random(1))
+            Upgrades(node, bobs.seen_at.get, outcomes.__setitem__, random.Random(2))
         bobs.start()
         await until(lambda: bobs.addresses)
         alice.learn(Contact(bob.id, bobs.addresses))
         yield alice, bob, outcomes
-        for way in ways:
-            way.close()
-        relay.close()
 
 
 def way(node: Node, other: Node) -> LinkType | None:
@@ -112,3 +121,204 @@ async def test_a_busy_end_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> Non
         await until(lambda: way(alice, bob) is LinkType.PUNCHED)
         await until(lambda: outcomes.get(bob.id, "not yet") is None)
     assert requests == upgrade.TRIES + 2
+
+
+EVIL = (
+    "ws://127.0.0.1:1/api?delete=all",
+    "s://127.0.0.1/admin",
+    "ws://10.0.0.1:22",
+    "ws://169.254.169.254:80",
+    "ws://203.0.113.9:22",
+    "ws://localhost:2",
+    "wss://localhost:2",
+)
+
+
+@pytest.mark.parametrize("seen", [("", 0), ("192.0.2.1", 70_000), ("no address", -1)])
+async def test_a_relay_that_lies_about_where_it_sees_a_peer_does_not_keep_it_from_upgrading(
+    seen: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Relay, "_seen", lambda relay, peer: seen)
+    async with relayed() as (alice, bob, outcomes):
+        await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+        await until(lambda: outcomes == {alice.id: None, bob.id: None})
+
+
+async def test_a_relayed_peer_can_only_have_its_own_host_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Upgrades, "_on_relayed", lambda self, link: None)
+    async with relayed() as (alice, bob, _):
+        dialled: list[str] = []
+
+        async def dial(peer: PeerId, address: str) -> Any:
+            dialled.append(address)
+            raise PeerError(address)
+
+        monkeypatch.setattr(bob.linker, "dial_direct", dial)
+        await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+        bob.linker.book.replace(Contact(alice.id, (*EVIL, "ws://127.0.0.1:2")))
+        stream = await alice.stream(bob.id, Upgrade(), timeout_s=5)
+        await stream.receive(UpgradeReady)
+        assert dialled == ["ws://127.0.0.1:2"]  # where the relay sees alice
+        await stream.end()
+
+
+@pytest.mark.parametrize(
+    ("relay_at", "claimed", "believed"),
+    [
+        ("203.0.113.1", "203.0.113.9", "203.0.113.9"),
+        ("192.168.1.2", "203.0.113.9", "203.0.113.9"),
+        ("192.168.1.2", "192.168.1.5", "192.168.1.5"),
+        ("203.0.113.1", "192.168.1.5", ""),
+        ("203.0.113.1", "127.0.0.1", ""),
+        ("192.168.1.2", "127.0.0.1", ""),
+        ("127.0.0.1", "127.0.0.1", "127.0.0.1"),
+    ],
+)
+async def test_a_relay_that_is_not_in_our_network_names_no_host_in_it(
+    relay_at: str, claimed: str, believed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with peers("alice") as (alice,):
+        upgrades = Upgrades(alice, lambda relay: None, lambda peer, fault: None, random.Random(1))
+        monkeypatch.setattr(alice, "path_to", lambda relay: Path(remote=(relay_at, 1)))
+        assert upgrades._seen(Path(LinkType.RELAYED, relay=CAROL, caller_host=claimed)) == believed
+
+
+async def test_a_peer_that_requests_upgrades_and_stays_silent_is_refused_after_a_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(upgrade, "TALK_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(upgrade, "PUNCH_S", 0.01)
+    monkeypatch.setattr(Upgrades, "_on_relayed", lambda self, link: None)
+    async with relayed() as (alice, bob, _):
+        faults: list[object] = []
+        bob.linker._events.listen(lambda event: faults.append(event) if isinstance(event, Fault) else None)
+        await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+        texts = []
+        for _ in range(upgrade.TRIES + 1):
+            stream = await alice.stream(bob.id, Upgrade(), timeout_s=5)
+            with pytest.raises(PeerError) as caught:
+                while True:
+                    await stream.receive(UpgradeReady)
+            texts.append(str(caught.value))
+        assert not faults, faults
+        assert "minute" in texts[-1] and not any("minute" in text for text in texts[:-1])
+
+
+needs_reuse = pytest.mark.skipif(not CAN_PUNCH, reason="this system has no SO_REUSEPORT")
+
+
+def free_port(family: int = socket.AF_INET) -> int:
+    with bound_socket(family) as bound:
+        return int(bound.getsockname()[1])
+
+
+async def first_name(
+    me: bytes, port: int, targets: Sequence[Endpoint], seconds: float = 10.0
+) -> bytes | None:
+    """Greet over every connection that comes up; the first name heard."""
+    loop = asyncio.get_running_loop()
+    heard: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def greet(connected: socket.socket) -> None:
+        with connected:
+            await loop.sock_sendall(connected, me)
+            heard.put_nowait(await loop.sock_recv(connected, 16))
+            await loop.sock_recv(connected, 16)  # until the other end has heard, too
+
+    until, name = loop.time() + seconds, None
+    tries = plan_tries(loop.time(), until, rtt_s=0.0, answering=True, rng=random.Random(0))
+    greetings: list[asyncio.Task[None]] = []
+    punching = asyncio.create_task(
+        punch(port, targets, tries, lambda connected: greetings.append(asyncio.create_task(greet(connected))))
+    )
+    with suppress(TimeoutError):
+        async with asyncio.timeout_at(until):
+            name = await heard.get()
+    for task in (punching, *greetings):
+        task.cancel()
+    await asyncio.gather(punching, *greetings, return_exceptions=True)
+    return name
+
+
+@needs_reuse
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+async def test_two_ends_that_punch_each_other_talk(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with bound_socket(family) as probe:
+            probe.connect_ex((host, 9))
+            alice, bob = free_port(family), free_port(family)
+    except OSError:
+        pytest.skip(f"this machine has no {host}")
+    names = await asyncio.gather(
+        first_name(b"alice", alice, [("192.0.2.1", 9), (host, bob)]),
+        first_name(b"bob", bob, [(host, alice)]),
+    )
+    assert [*names] == [b"bob", b"alice"]
+
+
+@needs_reuse
+async def test_an_end_that_only_listens_is_reached() -> None:
+    alice, bob = free_port(), free_port()
+    no_use = ("127.0.0.1", free_port())
+    names = await asyncio.gather(
+        first_name(b"alice", alice, [("127.0.0.1", bob)]), first_name(b"bob", bob, [no_use])
+    )
+    assert [*names] == [b"bob", b"alice"]
+
+
+@needs_reuse
+async def test_without_the_other_end_punching_ends_in_silence_and_frees_the_port() -> None:
+    port = free_port()
+    targets = [("127.0.0.1", free_port()), ("no address", 1), ("224.0.0.1", 1)]
+    assert await first_name(b"alice", port, targets, seconds=0.05) is None
+    with socket.socket() as plain:
+        plain.bind(("127.0.0.1", port))
+
+
+@needs_reuse
+async def test_a_connection_to_oneself_is_refused() -> None:
+    port = free_port()
+    assert await first_name(b"alice", port, [("127.0.0.1", port)], seconds=0.05) is None
+
+
+@given(st.floats(0.0, 0.4), st.floats(0.0, 1.0), st.integers())
+def test_syns_cross_even_if_the_two_directions_differ_in_latency(
+    rtt_s: float, way_there: float, seed: int
+) -> None:
+    """Sent at 0, the signal takes any part of the round trip; the direct way takes half of it."""
+    asking = plan_tries(0.0, 30.0, rtt_s=rtt_s, answering=False, rng=random.Random(seed))
+    received_at = way_there * rtt_s
+    answering = plan_tries(received_at, 30.0, rtt_s=rtt_s, answering=True, rng=random.Random(seed))
+    apart_s = [abs(one - other) for one, other in zip(asking, answering, strict=False)]
+    assert min(apart_s) <= rtt_s / 2
+    if way_there == 0.5:
+        assert apart_s[0] < 1e-9
+
+
+@given(st.floats(0.0, 5.0), st.floats(0.0, 10.0), st.booleans(), st.integers())
+def test_tries_leave_time_for_a_refusal_and_end_in_time(
+    rtt_s: float, seconds: float, answering: bool, seed: int
+) -> None:
+    tries = plan_tries(100.0, 100.0 + seconds, rtt_s=rtt_s, answering=answering, rng=random.Random(seed))
+    assert all(later - earlier > 1.4 * rtt_s for earlier, later in pairwise(tries))
+    assert len(tries) <= seconds / 0.15 + 1
+    assert all(at >= 100.0 for at in tries)
+
+
+@given(st.binary(max_size=64))
+def test_garbage_is_no_endpoint(data: bytes) -> None:
+    try:
+        endpoint: Endpoint = msgspec.msgpack.decode(data, type=Endpoint)
+    except UNDECODABLE:
+        return
+    host, port = endpoint
+    assert 1 <= port <= 65535 and len(host) <= 45
+    assert family_of(endpoint) in (None, socket.AF_INET, socket.AF_INET6)
+
+
+@given(st.text(max_size=45))
+def test_a_host_that_is_no_address_has_no_family(host: str) -> None:
+    assert family_of((host, 1)) in (None, socket.AF_INET, socket.AF_INET6)
+    assert family_of(("example.org", 1)) is None
+    assert family_of(("2001:db8::1%eth0", 1)) is None

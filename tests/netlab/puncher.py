@@ -13,8 +13,8 @@ import json
 import random
 import socket
 import sys
-from collections.abc import AsyncIterator
-from contextlib import aclosing, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -53,7 +53,7 @@ async def punch_once(answering: bool, coordinator: tuple[str, int], seconds: flo
     loop = asyncio.get_running_loop()
     control = bound_socket()
     await loop.sock_connect(control, coordinator)
-    own = Endpoint(*control.getsockname()[:2])
+    own: Endpoint = control.getsockname()[:2]
     reader, writer = await asyncio.open_connection(sock=control)
     async with asyncio.timeout(COORDINATION_S):
         seen = msgspec.json.decode(await reader.readline(), type=Endpoint)
@@ -69,14 +69,14 @@ async def punch_once(answering: bool, coordinator: tuple[str, int], seconds: flo
             writer.write(b"%f\n" % rtt_s)
     began_at = loop.time()
     tries = plan_tries(began_at, began_at + seconds, rtt_s=rtt_s, answering=answering, rng=random.Random())
-    found = punch(own.port, targets, tries, until=began_at + seconds)
-    async with aclosing(found):
-        done = await first_greeted(found, answering)
+    done = await first_greeted(own[1], targets, tries, began_at + seconds, answering)
     writer.close()
     return None if done is None else done - began_at
 
 
-async def first_greeted(found: AsyncIterator[socket.socket], answering: bool) -> float | None:
+async def first_greeted(
+    port: int, targets: Sequence[Endpoint], tries: Sequence[float], until: float, answering: bool
+) -> float | None:
     """When the first connection had carried a greeting each way (loop time)."""
     loop = asyncio.get_running_loop()
     first: asyncio.Future[float] = loop.create_future()
@@ -88,15 +88,14 @@ async def first_greeted(found: AsyncIterator[socket.socket], answering: bool) ->
                 first.set_result(loop.time())
             await loop.sock_recv(connected, 64)  # until the other end is satisfied, too
 
-    async def greet_all() -> None:
-        async with asyncio.TaskGroup() as group:
-            async for connected in found:
-                group.create_task(greet(connected))
-
-    greeting = asyncio.create_task(greet_all())
-    await asyncio.wait((greeting, first), return_when=asyncio.FIRST_COMPLETED)
-    greeting.cancel()
-    await asyncio.gather(greeting, return_exceptions=True)
+    greetings: list[asyncio.Task[None]] = []
+    punching = asyncio.create_task(
+        punch(port, targets, tries, lambda connected: greetings.append(asyncio.create_task(greet(connected))))
+    )
+    await asyncio.wait((first,), timeout=until - loop.time())
+    for task in (punching, *greetings):
+        task.cancel()
+    await asyncio.gather(punching, *greetings, return_exceptions=True)
     return first.result() if first.done() else None
 
 

@@ -25,30 +25,17 @@ from tests.swarm import wait
 ALONE = NetworkOptions(lan=False, use_relays=False)
 
 
-class Agent:
-    """A tunnel that only has to be closed."""
-
-    address = "wss://somewhere.example"
-    closed = False
-
-    def alive(self) -> bool:
-        return True
-
-    async def answers(self) -> bool:
-        return True
-
-    async def close(self) -> None:
-        self.closed = True
-
-
 @pytest.mark.parametrize("interrupted", [True, False])
 def test_a_peer_that_fails_after_opening_its_tunnel_leaves_nothing_open(
     interrupted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agent, there = Agent(), asyncio.Event()
+    there, stopped = asyncio.Event(), asyncio.Event()
 
-    async def open_agent(tunnel: Tunnel) -> Agent:
-        return agent
+    async def connect(tunnel: Tunnel) -> str:
+        return "wss://somewhere.example"
+
+    async def stop(tunnel: Tunnel) -> None:
+        stopped.set()
 
     async def main() -> None:
         found = RunAccess.found("my-run", identity("authority"), access="invite", allow=None, key_file=None)
@@ -64,7 +51,9 @@ def test_a_peer_that_fails_after_opening_its_tunnel_leaves_nothing_open(
                 raise TunnelError("no")
             return await asyncio.Event().wait()
 
-        monkeypatch.setattr(Tunnel, "_open_agent", open_agent)
+        monkeypatch.setattr(Tunnel, "_connect", connect)
+        monkeypatch.setattr(Tunnel, "_stop", stop)
+        monkeypatch.setattr(Tunnel, "_wait_lost", lambda tunnel: asyncio.Event().wait())
         monkeypatch.setattr(ReachabilityWatch, "verify", stuck)
         access = RunAccess.by(invitation, identity("alice"))
         options = NetworkOptions(lan=False, tunnel=TunnelSettings("ngrok"))
@@ -74,7 +63,7 @@ def test_a_peer_that_fails_after_opening_its_tunnel_leaves_nothing_open(
             joining.cancel()
         with pytest.raises(asyncio.CancelledError if interrupted else TunnelError):
             await joining
-        assert agent.closed
+        assert stopped.is_set()
         await close(services, network)
 
     run(main())

@@ -16,7 +16,7 @@ from colab_swarm.events import Fault
 from colab_swarm.notebook.platforms import SessionClock
 from colab_swarm.swarm.saved import PeerStore
 from colab_swarm.training import optimizer as optimizer_module
-from colab_swarm.trust.authority import PresentMembership, ShareRevoked
+from colab_swarm.trust.authority import IssuedMembership, ShareRevoked
 from colab_swarm.trust.contributions import Contributions
 from tests.swarm.test_swarm import interrupt_after
 from tests.training.toy import join_training, loss_of, model
@@ -115,7 +115,7 @@ def test_a_service_that_cannot_be_stopped_leaves_no_other_running(
     monkeypatch.setattr(Contributions, "publish", fail_to_publish)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         alice.leave()
-    stop_serving = {FindNear.__name__, ShareRevoked.__name__, PresentMembership.__name__}
+    stop_serving = {FindNear.__name__, ShareRevoked.__name__, IssuedMembership.__name__}
     assert alice.network is not None and alice.network.node.linker.closed
     assert not stop_serving & set(alice.network.node.linker.services[0]._by_name)
 

@@ -1,4 +1,4 @@
-"""A closed run of real peers for these tests: each with its links, its DHT and its trust."""
+"""A run of real peers for these tests: each with its links, its DHT and its trust."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.events import EventLog
-from colab_swarm.net.identity import Identity
-from colab_swarm.net.membership import Grant, MembershipAdmission
+from colab_swarm.invite import Access, Invite
+from colab_swarm.net.membership import Membership, MembershipAdmission
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Role
-from colab_swarm.trust.access import ClosedRun, Trust
-from colab_swarm.trust.authority import AuthorityBook, AuthoritySettings
-from colab_swarm.trust.member import Credentials, RunMember
+from colab_swarm.trust.access import RunAccess, Trust
+from colab_swarm.trust.authority import Allowlist
+from colab_swarm.trust.member import RunMember
 from tests.net.swarm import LOOPBACK, echo, identity
 from tests.net.swarm import Echo as Echo
 
 RUN = "my-run-0badcafe"
+ALLOW = Allowlist(("alice",), ("neuropark",))
 
 
 class Clock:
@@ -33,56 +36,66 @@ class Clock:
         return time.time() + self.ahead_s
 
 
+@dataclass
 class Peer:
     """One peer of the run."""
 
-    def __init__(self, node: Node, dht: DHT, trust: Trust, events: EventLog, clock: Clock) -> None:
-        self.node, self.dht, self.trust, self.events, self.clock = node, dht, trust, events, clock
+    access: RunAccess
+    node: Node
+    dht: DHT
+    trust: Trust
+    events: EventLog
+    clock: Clock
 
     @property
     def member(self) -> RunMember:
         assert self.trust._member is not None
         return self.trust._member
 
+    @property
+    def shown(self) -> Membership:
+        return Membership.decode(self.member._admission.membership)
+
+    def invite(self, **options: Any) -> Invite:
+        """An invitation as it is after a trip as text."""
+        return Invite.parse(str(self.access.invite(self.node, self.trust.authority, **options)))
+
+
+def found(name: str = "my-run", *, access: Access = "invite", key_file: Path | None = None) -> RunAccess:
+    allow = ALLOW if access == "allowlist" else None
+    return RunAccess.found(name, identity("authority"), access=access, allow=allow, key_file=key_file)
+
 
 class Run:
     """A run, and who is in it."""
 
-    def __init__(self, settings: AuthoritySettings) -> None:
-        self.settings = settings
-        self.book = AuthorityBook(RUN)
+    def __init__(self, access: Access, *, listen: bool) -> None:
+        self.access, self._settings = found(access=access), replace(LOOPBACK, listen=listen)
         self.peers: list[Peer] = []
 
-    def invite(self, role: Role = Role.WORKER, *, hours: float = 24.0, uses: int = 0) -> tuple[Grant, bytes]:
-        authority = self.peers[0].trust.authority
-        assert authority is not None
-        return authority.grant(role, hours=hours, uses=uses)
+    def invite(self, **options: Any) -> Invite:
+        return self.peers[0].invite(**options)
 
     async def start(
-        self,
-        name: str,
-        invitation: tuple[Grant, bytes] | None = None,
-        token: str = "",
-        clock: Clock | None = None,
+        self, name: str, invite: Invite | None = None, token: str = "", clock: Clock | None = None
     ) -> Peer:
         """The authority if there is no invitation; raises JoinError if the peer is not let in."""
-        events, clock, own = EventLog(), clock or Clock(), identity(name)
-        admission = MembershipAdmission(RUN, authority=identity("authority").public_key, own=own.public_key)
-        node = await Node.start(
-            own, replace(LOOPBACK, run_id=RUN), events, admission=admission, wall_clock=clock
-        )
+        events, clock, own, access = EventLog(), clock or Clock(), identity(name), self.access
+        if invite is not None:
+            access = RunAccess.by(invite, own, token=token)
+        elif access.admission is not None:  # as after a restart
+            key = own.public_key
+            access = replace(access, admission=MembershipAdmission(access.run_id, authority=key, own=key))
+        settings = replace(self._settings, run_id=access.run_id)
+        node = await Node.start(own, settings, events, admission=access.admission, wall_clock=clock)
         node.serve(Echo, echo, role=Role.WORKER)
         dht = DHT(node, DHTSettings(), random.Random(name))
-        credentials = Credentials(invitation[0], Identity(invitation[1]), token) if invitation else None
-        closed = ClosedRun(admission, credentials, None if invitation else self.book, self.settings)
-        trust = Trust(node, dht, events, random.Random(name), RUN, closed)
-        peer = Peer(node, dht, trust, events, clock)
+        peer = Peer(access, node, dht, Trust(node, dht, events, random.Random(name), access), events, clock)
         self.peers.append(peer)
-        for other in self.peers[:-1]:
-            node.learn(other.node.contact)
+        for contact in access.entries:
+            node.learn(contact)
         await peer.trust.join()
-        if invitation:
-            await dht.bootstrap([other.node.contact for other in self.peers[:-1]])
+        await dht.bootstrap(access.entries)
         return peer
 
     async def leave(self, peer: Peer) -> None:
@@ -94,16 +107,14 @@ class Run:
 
 @asynccontextmanager
 async def run_with(
-    *names: str, settings: AuthoritySettings | None = None
+    *names: str, access: Access = "invite", listen: bool = True
 ) -> AsyncIterator[tuple[Run, list[Peer]]]:
     """The authority, and members who joined by an invitation of unlimited use."""
-    run = Run(settings or AuthoritySettings())
+    run = Run(access, listen=listen)
     try:
         await run.start("authority")
-        if names:
-            invitation = run.invite()
-            for name in names:
-                await run.start(name, invitation)
+        for name in names:
+            await run.start(name, run.invite())
         yield run, list(run.peers)
     finally:
         for peer in list(run.peers):

@@ -1,4 +1,4 @@
-"""Who is let in, with real peers: by an invitation alone, by one that is counted, by name."""
+"""From `create` over an invitation to `join`: who is let in by an invitation alone, a counted one, by name."""
 
 from __future__ import annotations
 
@@ -6,24 +6,75 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from colab_swarm.errors import CallRefused, JoinError, PeerError, PeerUnreachable
 from colab_swarm.events import ClockSkewed, MembershipEnding, MembershipRenewed
-from colab_swarm.invite import Invite
-from colab_swarm.net.huggingface import Account
-from colab_swarm.net.identity import Identity
-from colab_swarm.net.membership import Grant, Membership
+from colab_swarm.invite import Access, Invite
+from colab_swarm.net.membership import Account, Grant
 from colab_swarm.net.peers import PeerId, Role
-from colab_swarm.trust.authority import Allowlist, AuthorityBook, AuthoritySettings, RequestMembership
-from tests.net.swarm import until
-from tests.trust.run import Clock, Echo, Peer, call, run_with
+from colab_swarm.trust.access import RunAccess
+from colab_swarm.trust.authority import AuthorityBook, RequestMembership
+from tests.net.swarm import identity, until
+from tests.trust.run import ALLOW, RUN, Clock, Echo, call, found, run_with
 
 HOUR = 3600.0
 
 
-def shown(peer: Peer) -> Membership:
-    return Membership.decode(peer.member._admission.membership)
+@pytest.mark.parametrize("access", ["open", "invite"])
+async def test_an_invited_peer_takes_part_and_invites_others(access: Access) -> None:
+    async with run_with("alice", access=access) as (here, (authority, alice)):
+        bob = await here.start("bob", alice.invite())
+        assert bob.access.entries[0].id == (alice if access == "open" else authority).node.id
+        bob.trust.start()
+        assert await call(bob, alice) == Echo(b"in")
+
+
+async def test_a_closed_run_admits_no_peer_without_an_invitation() -> None:
+    async with run_with("alice") as (here, (_, alice)):
+        mallory = await here.start("mallory", Invite(here.access.run_id, (), 4e9))
+        with pytest.raises(PeerError, match="no membership: join with an invitation"):
+            await call(mallory, alice)
+
+
+async def test_an_unusable_invitation_is_not_made() -> None:
+    async with run_with(listen=False) as (here, (authority,)):
+        with pytest.raises(JoinError, match="start one on any machine"):
+            here.invite()
+        authority.node.announce((f"ws://203.0.113.7:4500/relay/{'a' * 64}",))
+        assert here.invite().entries == (authority.node.contact,)
+        with pytest.raises(JoinError, match="requires that others can dial this peer"):
+            here.invite(uses=3)
+
+
+async def test_an_open_run_has_no_roles() -> None:
+    async with run_with(access="open") as (here, _):
+        with pytest.raises(PermissionError, match="open run"):
+            here.invite(role="viewer")
+
+
+def test_a_run_that_cannot_be_created_says_why(tmp_path: Path) -> None:
+    assert found(key_file=tmp_path / "key").admission is not None
+    with pytest.raises(ValueError, match="is the key of the run 'my-run': use another file for 'other'"):
+        found("other", key_file=tmp_path / "key")
+    with pytest.raises(ValueError, match="no run name"):
+        found("My Run")
+    with pytest.raises(ValueError, match="need each other"):
+        RunAccess.found("my-run", identity("a"), access="invite", allow=ALLOW, key_file=None)
+
+
+async def test_a_token_is_in_no_repr() -> None:
+    assert repr(RequestMembership(b"proof", "hf_secret")) == "RequestMembership(5 bytes, a token)"
+    async with run_with() as (here, _):
+        shown = repr(RunAccess.by(invitation := here.invite(), identity("alice"), token="hf_secret"))
+        assert "hf_secret" not in shown and repr(invitation.secret) not in shown
+
+
+@pytest.mark.parametrize("access", ["open", "invite"])
+def test_a_run_is_the_same_after_a_restart_with_its_key_file(access: Access, tmp_path: Path) -> None:
+    first, again = (found(access=access, key_file=tmp_path / "key") for _ in range(2))
+    assert first.run_id == again.run_id != found(access=access).run_id
 
 
 async def test_an_invitation_of_unlimited_use_admits_while_the_authority_sleeps() -> None:
@@ -39,34 +90,22 @@ async def test_the_authority_replaces_a_self_signed_membership_and_all_take_the_
     async with run_with("alice", "bob") as (_, (authority, alice, bob)):
         await call(alice, bob)
         await alice.member.tick()
-        assert shown(alice).grant is None and len(alice.events.recent(MembershipRenewed)) == 1
+        assert alice.shown.grant is None and len(alice.events.recent(MembershipRenewed)) == 1
         links = {link.remote.membership for link in bob.node.linker.table.of(alice.node.id)}
         assert links == {alice.member._admission.membership}
         assert authority.node.role_of(alice.node.id) is Role.WORKER
-
-
-async def test_the_text_of_an_invitation_is_all_that_a_new_peer_needs() -> None:
-    async with run_with("alice") as (here, (authority, alice)):
-        issued = Invite.issue(
-            *here.invite(), [alice.node.contact], access="invite", authority=authority.node.public_key
-        )
-        passed_on = Invite.parse(str(issued)).with_entries([alice.node.contact, authority.node.contact])
-        read = Invite.parse(str(passed_on))
-        assert read.grant is not None and repr(read.secret) not in repr(read)
-        bob = await here.start("bob", (read.grant, read.secret))
-        assert await call(bob, alice) == Echo(b"in")
 
 
 async def test_an_invitation_for_no_peer_is_not_made() -> None:
     async with run_with() as (here, _):
         for figures in ({"hours": 0.0}, {"uses": -1}, {"uses": 1_000_000}):
             with pytest.raises(ValueError, match="hours must be above 0"):
-                here.invite(**figures)  # type: ignore[arg-type]
+                here.invite(**figures)
 
 
 async def test_a_viewer_cannot_send_gradients() -> None:
     async with run_with("alice") as (here, (_, alice)):
-        victor = await here.start("victor", here.invite(Role.VIEWER))
+        victor = await here.start("victor", here.invite(role="viewer"))
         with pytest.raises(CallRefused, match="needs the role worker; yours is viewer"):
             await call(victor, alice)
         assert await victor.dht.get("anything") == {}
@@ -78,7 +117,7 @@ async def test_a_counted_invitation_admits_its_number_and_refuses_the_next() -> 
     async with run_with("alice") as (here, (_, alice)):
         invitation = here.invite(uses=1)
         bob = await here.start("bob", invitation)
-        assert await call(bob, alice) == Echo(b"in") and shown(bob).grant is None
+        assert await call(bob, alice) == Echo(b"in") and bob.shown.grant is None
         with pytest.raises(JoinError) as error:
             await here.start("carol", invitation)
         assert str(error.value).splitlines() == [
@@ -91,6 +130,16 @@ async def test_a_counted_invitation_admits_its_number_and_refuses_the_next() -> 
             await call(here.peers[-1], alice)
 
 
+async def test_a_counted_invitation_gives_its_role_and_is_passed_on_as_it_is() -> None:
+    async with run_with() as (here, (authority,)):
+        alice = await here.start("alice", here.invite(role="viewer", uses=1))
+        assert authority.node.role_of(alice.node.id) is Role.VIEWER
+        with pytest.raises(PermissionError, match="only the organizer's peer chooses"):
+            alice.invite(role="worker")
+        passed_on = alice.invite()
+        assert passed_on.role is Role.VIEWER and passed_on.uses == 1
+
+
 async def test_a_counted_invitation_needs_the_organizer() -> None:
     async with run_with("alice") as (here, (authority, _)):
         invitation = here.invite(uses=1)
@@ -99,11 +148,15 @@ async def test_a_counted_invitation_needs_the_organizer() -> None:
             await here.start("bob", invitation)
 
 
+def forged(invitation: Invite) -> Invite:
+    return msgspec.structs.replace(invitation, secret=bytes(31) + b"x")
+
+
 async def test_a_proof_of_another_peer_is_refused() -> None:
     async with run_with("alice") as (here, (authority, alice)):
         proof = alice.member._admission.membership
         with suppress(JoinError):
-            await here.start("mallory", (here.invite(uses=1)[0], bytes(31) + b"x"))
+            await here.start("mallory", forged(here.invite(uses=1)))
         mallory = here.peers[-1]
         for stolen in (proof, b"", b"garbage"):
             with pytest.raises(CallRefused, match="does not admit peer"):
@@ -116,32 +169,29 @@ async def test_a_proof_of_another_peer_is_refused() -> None:
 
 ACCOUNTS = {
     "hf_alice": Account("Alice"),
-    "hf_bob": Account("bob", ("cats", "NeuroPark")),
-    "hf_mallory": Account("mallory", ("burglars",)),
+    "hf_bob": Account("bob", orgs=(Account("cats"), Account("NeuroPark"))),
+    "hf_mallory": Account("mallory", orgs=(Account("burglars"),)),
 }
 
 
-async def stand_in_hub(token: str) -> Account | None:
-    if token == "hf_later":
-        raise PeerUnreachable("the Hub answers 503: try again later")
-    return ACCOUNTS.get(token)
+@pytest.fixture(autouse=True)
+def stand_in_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def whoami(token: str) -> Account | None:
+        if token == "hf_later":
+            raise PeerUnreachable("the Hub answers 503: try again later")
+        return ACCOUNTS.get(token)
 
-
-BY_NAME = AuthoritySettings(Allowlist(("alice",), ("neuropark",)), 4 * HOUR, 7 * 24 * HOUR, stand_in_hub)
+    monkeypatch.setattr("colab_swarm.trust.authority.whoami", whoami)
 
 
 async def test_users_and_members_of_organisations_on_the_list_are_admitted_for_four_hours() -> None:
-    async with run_with(settings=BY_NAME) as (here, _):
+    async with run_with(access="allowlist") as (here, _):
         invitation = here.invite()
         alice = await here.start("alice", invitation, "hf_alice")
         bob = await here.start("bob", invitation, "hf_bob")
         assert await call(alice, bob) == Echo(b"in")
-        assert [shown(alice).name, shown(bob).name] == ["Alice", "bob"]
-        assert shown(bob).expires_at - shown(bob).issued_at == 4 * HOUR
-
-
-def test_the_token_is_in_no_repr() -> None:
-    assert repr(RequestMembership(b"proof", "hf_secret")) == "RequestMembership(5 bytes, a token)"
+        assert [alice.shown.name, bob.shown.name] == ["Alice", "bob"]
+        assert bob.shown.expires_at - bob.shown.issued_at == 4 * HOUR
 
 
 @pytest.mark.parametrize(
@@ -156,7 +206,7 @@ def test_the_token_is_in_no_repr() -> None:
 async def test_an_account_that_is_not_listed_gets_four_lines_of_help(
     token: str, first: str, why: str, do: str
 ) -> None:
-    async with run_with(settings=BY_NAME) as (here, _):
+    async with run_with(access="allowlist") as (here, _):
         with pytest.raises(JoinError) as error:
             await here.start("mallory", here.invite(), token)
         lines = str(error.value).splitlines()
@@ -165,22 +215,19 @@ async def test_an_account_that_is_not_listed_gets_four_lines_of_help(
 
 
 async def test_a_name_without_an_invitation_is_not_enough() -> None:
-    async with run_with(settings=BY_NAME) as (here, (authority,)):
-        grant, _ = here.invite()
-        with pytest.raises(JoinError, match="signature is wrong"):
-            await here.start(
-                "alice", (grant, Identity(bytes(31) + b"x")._key.private_bytes_raw()), "hf_alice"
-            )
+    async with run_with(access="allowlist") as (here, (authority,)):
+        with pytest.raises(JoinError, match="not signed by this run's authority"):
+            await here.start("alice", forged(here.invite()), "hf_alice")
         assert authority.node.role_of(here.peers[-1].node.id) is Role.GUEST
 
 
 async def test_a_membership_is_renewed_at_half_of_its_life_and_nothing_is_interrupted() -> None:
-    async with run_with(settings=BY_NAME) as (here, _):
+    async with run_with(access="allowlist") as (here, _):
         invitation = here.invite(hours=1)
         alice = await here.start("alice", invitation, "hf_alice")
         bob = await here.start("bob", invitation, "hf_bob")
         await call(alice, bob)
-        link, first = bob.node.linker.table.of(alice.node.id)[0], shown(alice)
+        link, first = bob.node.linker.table.of(alice.node.id)[0], alice.shown
         for hour in (1.5, 2.5, 4.0, 6.5):
             for peer in here.peers:
                 peer.clock.ahead_s = hour * HOUR
@@ -190,12 +237,12 @@ async def test_a_membership_is_renewed_at_half_of_its_life_and_nothing_is_interr
             assert await call(alice, bob) == Echo(b"in")
             await bob.member.tick()
         assert bob.node.linker.table.of(alice.node.id) == [link]
-        assert shown(alice).expires_at > first.expires_at + 6 * HOUR
+        assert alice.shown.expires_at > first.expires_at + 6 * HOUR
         assert len(alice.events.recent(MembershipRenewed)) == 2
 
 
 async def test_a_membership_that_ended_while_the_authority_was_away_is_renewed_when_it_is_back() -> None:
-    async with run_with(settings=BY_NAME) as (here, (authority,)):
+    async with run_with(access="allowlist") as (here, (authority,)):
         alice = await here.start("alice", here.invite(hours=1), "hf_alice")
         await here.leave(authority)
         for hours in (2.5, 5.0):
@@ -212,18 +259,17 @@ async def test_a_membership_that_ended_while_the_authority_was_away_is_renewed_w
         assert len(alice.events.recent(MembershipRenewed)) == 1
 
 
-async def test_an_account_that_leaves_the_list_is_warned_and_out_when_its_membership_ends() -> None:
-    async with run_with(settings=BY_NAME) as (here, _):
+async def test_an_account_that_leaves_the_list_is_warned_and_out_when_its_membership_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with run_with(access="allowlist") as (here, _):
         alice = await here.start("alice", here.invite(), "hf_alice")
         bob = await here.start("bob", here.invite(), "hf_bob")
         await call(alice, bob)
         for peer in here.peers:
             peer.clock.ahead_s = 3 * HOUR
-        ACCOUNTS["hf_bob"] = Account("bob")
-        try:
-            await bob.member.tick()
-        finally:
-            ACCOUNTS["hf_bob"] = Account("bob", ("cats", "NeuroPark"))
+        monkeypatch.setitem(ACCOUNTS, "hf_bob", Account("bob"))
+        await bob.member.tick()
         (ending,) = bob.events.recent(MembershipEnding)
         assert "not on the list" in ending.reason and 0.9 * HOUR < ending.seconds < 1.1 * HOUR
         for peer in here.peers:
@@ -249,7 +295,7 @@ async def test_a_clock_two_hours_off_is_reported_with_the_fix() -> None:
             await call(here.peers[-1], here.peers[1])
 
 
-RUN, NOW = "my-run-0badcafe", 1_750_000_000.0
+NOW = 1_750_000_000.0
 ALICE, BOB, CAROL = (PeerId(name * 32) for name in (b"a", b"b", b"c"))
 
 
@@ -263,33 +309,26 @@ def test_uses_are_counted_by_peer_and_coming_again_is_free() -> None:
         *(True, True, True, False, True)
     ]
     assert book.use(grant(1, key=b"l"), CAROL, now=NOW)
-
-
-def test_unlimited_invitations_are_not_written_down() -> None:
-    assert all(AuthorityBook(RUN).use(grant(0), peer, now=NOW) for peer in (ALICE, BOB, CAROL))
+    assert all(book.use(grant(0), peer, now=NOW) for peer in (ALICE, BOB, CAROL))
 
 
 def test_the_book_survives_a_restart(tmp_path: Path) -> None:
     book = AuthorityBook(RUN, tmp_path / "me.key")
     book.use(grant(1), ALICE, now=NOW)
-    book.revocations = b"list"
+    book.saved.revocations = b"list"
+    book.save()
     again = AuthorityBook("my-run-another", tmp_path / "me.key")
-    assert again.run_id == RUN and again.revocations == b"list"
+    assert again.saved.run_id == RUN and again.saved.revocations == b"list"
     assert not again.use(grant(1), BOB, now=NOW) and again.use(grant(1), ALICE, now=NOW)
     assert [path.name for path in tmp_path.iterdir()] == ["me.key.authority"]
     assert os.name != "posix" or (tmp_path / "me.key.authority").stat().st_mode & 0o077 == 0
-
-
-def test_a_run_has_its_id_before_the_first_peer_joins(tmp_path: Path) -> None:
-    AuthorityBook(RUN, tmp_path / "me.key")
-    assert AuthorityBook("my-run-another", tmp_path / "me.key").run_id == RUN
 
 
 def test_invitations_that_ended_are_forgotten() -> None:
     book = AuthorityBook(RUN)
     book.use(grant(1), ALICE, now=NOW)
     book.use(grant(1, key=b"l", until=NOW + 8000), ALICE, now=NOW + 7200)
-    assert list(book._saved.used) == [(b"l" * 32).hex()]
+    assert list(book.saved.used) == [(b"l" * 32).hex()]
 
 
 def test_a_damaged_book_is_not_overwritten(tmp_path: Path) -> None:

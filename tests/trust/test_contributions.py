@@ -7,28 +7,28 @@ import random
 from collections.abc import Sequence
 from hashlib import sha256
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
-from colab_swarm.dht.service import Found
+from colab_swarm.dht.records import Record
 from colab_swarm.errors import PeerError
-from colab_swarm.events import EventLog, Fault
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import Membership, MembershipAdmission
 from colab_swarm.net.peers import PeerId, Role
 from colab_swarm.trust.contributions import (
     KINDS,
     MAX_ROWS,
-    PUBLISH_S,
+    RECORD_S,
     Contribution,
     ContributionLedger,
     Contributions,
     ContributionTally,
     TallyRow,
-    decoded_tally,
     leaderboard,
+    tally_of,
 )
 from tests.dht.swarm import Member, swarm
 
@@ -142,14 +142,22 @@ def test_the_tally_is_bounded_and_keeps_the_largest() -> None:
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.binary(max_size=40) | st.text(max_size=5),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63)
+    | st.floats()
+    | st.binary(max_size=40)
+    | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
 )
 
 
-@given(VALUES | st.tuples(st.just(KEYS[0]), st.just(b""), VALUES))
-def test_any_value_is_a_tally_or_ignored(value: object) -> None:
-    tally = decoded_tally(Found(value, 0.0, id_of(KEYS[0])))
+@given(
+    st.binary(max_size=40)
+    | (VALUES | st.tuples(st.just(KEYS[0]), st.just(b""), VALUES)).map(msgspec.msgpack.encode)
+)
+def test_any_value_is_a_tally_or_ignored(value: bytes) -> None:
+    tally = tally_of(Record(b"", value, 0.0, 0, 0.0, owner=KEYS[0]))
     assert tally is None or tally.key == KEYS[0]
 
 
@@ -172,9 +180,8 @@ async def test_all_peers_read_the_same_leaderboard_which_outlives_a_restart() ->
     services[1].ledger.credit(alice, "samples", 4.0)
     services[2].ledger.credit(alice, "samples", 3.0)
     services[2].ledger.credit(dave, "relayed_bytes", 1e6)
-    for service in services:
-        service.start()
-    await asyncio.sleep(PUBLISH_S + 1)
+    for service in (*services, *services):  # resume, then publish
+        await service.tick()
     expected = (
         Contribution(bob, samples=10.0),
         Contribution(alice, samples=7.0),
@@ -187,26 +194,23 @@ async def test_all_peers_read_the_same_leaderboard_which_outlives_a_restart() ->
     again.ledger.credit(alice, "samples", 1.0)
     await again.publish()
     assert (await services[0].read())[1] == Contribution(alice, samples=8.0)
-    for service in (*services[:2], services[3]):
-        await service.stop()
+    for pause_s, renewed in ((RECORD_S / 4, True), (1.0, False)):
+        published_at = again._published_at
+        await asyncio.sleep(pause_s)
+        await again.publish()
+        assert (again._published_at > published_at) is renewed
 
 
 @pytest.mark.virtual_time
-async def test_a_tally_that_cannot_be_resumed_or_published_is_an_event() -> None:
-    def fail() -> dict[PeerId, int]:
-        raise ZeroDivisionError("a bug")
-
+async def test_a_saved_tally_that_makes_no_sense_is_dropped() -> None:
     _, members = await swarm(1)
-    events = EventLog()
-    service = Contributions(members[0].peers, members[0].dht, RUN, relayed_bytes=fail, events=events)
+    service = Contributions(members[0].peers, members[0].dht, RUN)
     service.saved = (TallyRow(peer(1), (-1.0, 0.0, 0.0, 0.0, 0.0)),)
-    service.start()
-    await asyncio.sleep(PUBLISH_S + 1)
-    with pytest.raises(ZeroDivisionError):
-        await service.stop()
-    resumed, published = (fault for fault in events.recent(Fault) if isinstance(fault, Fault))
-    assert resumed.where == "finding this peer's last tally" and "ValueError: -1.0" in resumed.text
-    assert published.where == "publishing the contributions" and "a bug" in published.text
+    with pytest.raises(ValueError, match=r"-1\.0"):
+        await service.tick()
+    service.ledger.credit(peer(1), "samples", 3.0)
+    await service.tick()
+    assert await service.read() == (Contribution(peer(1), samples=3.0),)
 
 
 @pytest.mark.virtual_time
@@ -218,20 +222,20 @@ async def test_no_tally_is_published_before_the_last_one_could_be_read(
     first = Contributions(members[0].peers, dht, RUN)
     first.ledger.credit(alice, "samples", 7.0)
     await first.publish()
-    get, failures = dht.get, []
+    records, failures = dht.records, []
 
-    async def failing(key: str | bytes) -> dict[bytes, Found]:
+    async def failing(key: str | bytes) -> tuple[Record, ...]:
         if len(failures) < 2:
             failures.append(key)
             raise PeerError("cut off")
-        return await get(key)
+        return await records(key)
 
-    monkeypatch.setattr(dht, "get", failing)
-    for seconds, samples in ((1.0, 7.0), (3 * PUBLISH_S, 8.0)):  # stopped before it could read, and after
+    monkeypatch.setattr(dht, "records", failing)
+    for ticks, samples in ((1, 7.0), (2, 8.0)):  # stopped before it could read, and after
         service = Contributions(members[0].peers, dht, RUN)
-        service.start()
         service.ledger.credit(alice, "samples", 1.0)
-        await asyncio.sleep(seconds)
+        for _ in range(ticks):
+            await service.tick()
         await service.stop()
         reader = Contributions(members[1].peers, members[1].dht, RUN)
         assert (await reader.read())[0].samples == samples

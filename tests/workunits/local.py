@@ -20,7 +20,7 @@ from torch import nn
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import MembershipAdmission
 from colab_swarm.net.peers import Message
-from colab_swarm.trust.access import ClosedRun, RunAccess
+from colab_swarm.trust.access import RunAccess
 from colab_swarm.workunits.coordinator import Coordinator
 from colab_swarm.workunits.dispatcher import MORE_REPLICAS, Dispatcher
 from colab_swarm.workunits.job import Job, WorkPlan
@@ -31,7 +31,7 @@ from colab_swarm.workunits.weights import Floats
 
 M = TypeVar("M", bound=Message)
 RUN = "digits-run"
-OPEN = RunAccess(RUN, "open", None)
+OPEN = RunAccess(RUN, "open")
 
 
 def tiny_job(**plan: Any) -> Job:
@@ -154,7 +154,7 @@ async def coordinating(
     """A coordinator that has started; without settings with one parameter server, quick to notice things."""
     store = store or SqliteStore(MEMORY, job.name)
     given: dict[str, Any] = {"servers": 1, "tick_s": 0.02, **settings}
-    access = RunAccess(RUN, "invite", ClosedRun(admission, None)) if admission else OPEN
+    access = RunAccess(RUN, "invite", admission) if admission else OPEN
     coordinator = Coordinator(job, store, Token(Identity()), access, folder, **given)
     scene = Scene(coordinator)
     try:

@@ -1,4 +1,4 @@
-"""Stand-ins for the tunnel programs: same command lines, logs and local API; the edge is a port on loopback."""
+"""Stand-ins for the tunnel programs: same command lines and logs; the edge is a port on loopback."""
 
 from __future__ import annotations
 

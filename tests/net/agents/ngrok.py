@@ -1,4 +1,4 @@
-"""Stands in for ngrok's agent (version 3): ``ngrok http URL`` with its log as JSON, and its local API.
+"""Stands in for ngrok's agent (version 3): ``ngrok http URL`` with its log as JSON.
 
 The token selects what it does: ``session-NNN`` fails at the start with ERR_NGROK_NNN, ``tunnel-NNN`` at the
 opening of the tunnel, ``offline`` never reaches ngrok, ``silent`` stays silent.
@@ -31,18 +31,8 @@ def read_token() -> str:
     return str((config["agent"] if config["version"] == "3" else config)["authtoken"])
 
 
-async def serve_api() -> int:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await edge.read_head(reader)
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
-        writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    return int(server.sockets[0].getsockname()[1])
-
-
 async def run(upstream: str, token: str) -> None:
-    log(msg="starting web service", obj="web", addr=f"127.0.0.1:{await serve_api()}")
+    log(msg="starting web service", obj="web", addr="127.0.0.1:4040")
     log(msg="client session established", obj="tunnels.session")
     if token.startswith("tunnel-"):
         fail(f"failed to start tunnel: no such luck. ERR_NGROK_{token.removeprefix('tunnel-')}")
