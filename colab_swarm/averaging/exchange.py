@@ -86,41 +86,23 @@ MAX_REASON_CHARS = 200
 _hex = lru_cache(1000)(bytes.hex)  # logs hold many rounds of the same peers: one text each
 
 
-class Times:
-    """First and last time of one kind of traffic."""
-
-    __slots__ = ("first", "last")
-
-    def __init__(self) -> None:
-        self.first: float | None = None
-        self.last = 0.0
-
-    def at(self, now: float) -> None:
-        """Record traffic at ``now``."""
-        if self.first is None:
-            self.first = now
-        self.last = now
-
-    def since(self, began_at: float) -> tuple[float, float] | None:
-        """Return begin and end, counted from ``began_at``, or None if there was no traffic."""
-        return None if self.first is None else (self.first - began_at, self.last - began_at)
-
-
 class Trace:
-    """Traffic with each member of a round, in member order.
+    """Begin and end of the traffic with each member of a round.
 
-    Attributes:
-        sent: this peer's contribution to the member's span.
-        received: the member's contribution to this peer's span.
-        means: the means from the member; for this peer, when its own means were finished.
+    Kinds are those of `MemberTrace`: what this peer ``sent`` to a member's span, what it ``received`` for its own span,
+    and the ``means`` from the member; for this peer, when its own means were finished.
     """
 
     def __init__(self, group: Group, *, now: float) -> None:
-        count = range(len(group.members))
         self._group, self._began_at = group, now
-        self.sent, self.received, self.means = ([Times() for _ in count] for _ in range(3))
+        self._times: dict[tuple[str, int], tuple[float, float]] = {}
         self._dropped: dict[int, str] = {}
         self._left_out: dict[int, str] = {}
+
+    def on_traffic(self, kind: str, member: int, now: float) -> None:
+        """Record traffic with the member."""
+        since = now - self._began_at
+        self._times[kind, member] = self._times.get((kind, member), (since, since))[0], since
 
     def on_dropped(self, member: int, reason: str) -> None:
         """Record why data of the member are missing; the first reason counts."""
@@ -130,9 +112,8 @@ class Trace:
         """Record that the means of the reducer at ``where`` lack these members; only that reducer knows why."""
         reducer = short(self._group.members[where].id)
         for member in members:
-            self._left_out.setdefault(
-                member, f"left out by {reducer}, which did not receive its whole contribution"
-            )
+            text = f"left out by {reducer}, which did not receive its whole contribution"
+            self._left_out.setdefault(member, text)
 
     def members(self) -> tuple[MemberTrace, ...]:
         """Return the record, in member order."""
@@ -142,9 +123,9 @@ class Trace:
                 peer=_hex(member.id),
                 weight=member.weight,
                 share=member.share / total,
-                sent=self.sent[index].since(self._began_at),
-                received=self.received[index].since(self._began_at),
-                means=self.means[index].since(self._began_at),
+                sent=self._times.get(("sent", index)),
+                received=self._times.get(("received", index)),
+                means=self._times.get(("means", index)),
                 dropped=self._dropped.get(index) or self._left_out.get(index, ""),
             )
             for index, member in enumerate(self._group.members)
@@ -248,7 +229,7 @@ class AllReduce:
         self._heard_at = dict.fromkeys(range(len(group.members)), asyncio.get_running_loop().time())
         self._limits: dict[int, asyncio.Timeout] = {}
         self._reported: set[int] = set()  # as silent
-        self._publish(self.reducer.start())
+        self._publish(self.reducer.finished())
         if not collects:
             self._only_reduce()
 
@@ -332,9 +313,9 @@ class AllReduce:
                     while not self._pace.may_send(reducer, now=clock()):
                         await self._paced.wait()
                     message, payload = self._encoded(index, chunk)
-                    self.trace.sent[reducer].at(clock())
+                    self.trace.on_traffic("sent", reducer, clock())
                     await stream.send(message, payload)
-                    self.trace.sent[reducer].at(clock())
+                    self.trace.on_traffic("sent", reducer, clock())
                     self.sent_bytes += len(payload)
                 if self._pace.on_chunk(reducer, index, now=clock()):
                     self._wake_paced()
@@ -362,7 +343,7 @@ class AllReduce:
         for _ in self.ledger.chunks[reducer]:
             message, payload = await stream.receive(Chunk)
             self._heard_at[reducer] = now = clock()
-            self.trace.means[reducer].at(now)
+            self.trace.on_traffic("means", reducer, now)
             self.received_bytes += len(payload)
             mean = None
             if len(payload):
@@ -396,7 +377,7 @@ class AllReduce:
             while True:
                 message, payload = await stream.receive(Chunk)
                 self._heard_at[member] = now = clock()
-                self.trace.received[member].at(now)
+                self.trace.on_traffic("received", member, now)
                 self.received_bytes += len(payload)
                 try:
                     numel = chunks[message.index].numel if 0 <= message.index < len(chunks) else 0
@@ -439,7 +420,7 @@ class AllReduce:
     def _publish(self, finished: list[int]) -> None:
         """Encode finished means for the members, and place their decoded values in the own vector."""
         if finished:
-            self.trace.means[self.me].at(asyncio.get_running_loop().time())
+            self.trace.on_traffic("means", self.me, asyncio.get_running_loop().time())
         for index in finished:
             mean, missing = self.reducer.mean(index), self.reducer.missing(index)
             payload: Buffer = b""

@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from colab_swarm.averaging.group import Group, Span, chunk_values, cut_chunks, join_spans
+from colab_swarm.averaging.group import Group, Span, chunk_values, cut_chunks
 from colab_swarm.tensors.codecs import Floats, all_finite
 
 _LACKING, _MEAN, _NO_MEAN = 0, 1, 2
@@ -75,15 +75,15 @@ class SpanLedger:
         return [index for index, state in enumerate(self._states[reducer]) if state == _LACKING]
 
     def kept_local(self) -> tuple[Span, ...]:
-        """Return the spans of values that are still this member's own."""
-        return join_spans(
-            [
-                chunk
-                for chunks, states in zip(self.chunks, self._states, strict=True)
-                for chunk, state in zip(chunks, states, strict=True)
-                if state != _MEAN
-            ]
-        )
+        """Return the spans of values that are still this member's own, as few as possible, ascending."""
+        kept: list[Span] = []
+        for reducer, chunks in enumerate(self.chunks):
+            for index, chunk in enumerate(chunks):
+                if self.has_mean(reducer, index):
+                    continue
+                start = kept.pop().start if kept and kept[-1].stop == chunk.start else chunk.start
+                kept.append(Span(start, chunk.stop))
+        return tuple(kept)
 
     def incomplete(self) -> Collection[int]:
         """Return the members that are missing in at least one mean."""
@@ -109,10 +109,6 @@ class SpanReducer:
         self._everyone = sum(1 << member for member, weight in enumerate(weights) if weight > 0)
         self._expected = self._everyone
         self.unfinished = set(range(len(chunks)))
-
-    def start(self) -> list[int]:
-        """Return the chunks that are finished before anything arrived: all, if all weights are 0."""
-        return self._settle()
 
     def on_chunk(self, member: int, chunk: int, values: Floats) -> bool:
         """Add one contribution and return True if it finished the chunk; one that is not expected is ignored.
@@ -144,7 +140,7 @@ class SpanReducer:
     def drop(self, member: int) -> list[int]:
         """Expect nothing more of a member that is lost, dropped or done; returns the chunks finished by that."""
         self._expected &= ~(1 << member)
-        return self._settle()
+        return self.finished()
 
     def mean(self, chunk: int) -> Floats | None:
         """Return the mean of a finished chunk (a view of ``sums``), or None without contributions or on overflow."""
@@ -154,16 +150,14 @@ class SpanReducer:
     def missing(self, chunk: int) -> tuple[int, ...]:
         """Return the members of positive weight that are not in the mean of ``chunk``."""
         absent = self._everyone & ~self._delivered[chunk]
-        return (
-            tuple(member for member in range(absent.bit_length()) if absent >> member & 1) if absent else ()
-        )
+        return tuple(_members(absent)) if absent else ()
 
     def awaited(self) -> list[int]:
         """Return the members that still owe chunks."""
         owing = 0
         for chunk in self.unfinished:
             owing |= self._expected & ~self._delivered[chunk]
-        return [member for member in range(owing.bit_length()) if owing >> member & 1]
+        return _members(owing)
 
     def check_invariants(self) -> None:
         """Assert, for tests, that an unfinished chunk still expects a member."""
@@ -171,7 +165,8 @@ class SpanReducer:
             assert not delivered & ~self._everyone
             assert chunk not in self.unfinished or self._expected & ~delivered
 
-    def _settle(self) -> list[int]:
+    def finished(self) -> list[int]:
+        """Return the chunks that have just finished; before anything arrived all, if all weights are 0."""
         return [chunk for chunk in sorted(self.unfinished) if self._finished(chunk)]
 
     def _finished(self, chunk: int) -> bool:
@@ -181,6 +176,10 @@ class SpanReducer:
             return False
         self.unfinished.discard(chunk)
         if delivered and delivered != self._everyone:
-            present = sum(weight for member, weight in enumerate(self._weights) if delivered >> member & 1)
+            present = sum(self._weights[member] for member in _members(delivered))
             np.divide(self._sums[chunk], present, out=self._sums[chunk])
         return True
+
+
+def _members(bits: int) -> list[int]:
+    return [member for member in range(bits.bit_length()) if bits >> member & 1]

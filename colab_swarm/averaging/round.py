@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +31,7 @@ from colab_swarm.averaging.exchange import (
     UploadEncoding,
 )
 from colab_swarm.averaging.group import Group, RoundRefused, Span
-from colab_swarm.averaging.reducer import SpanLedger
+from colab_swarm.averaging.reducer import SpanLedger, SpanReducer
 from colab_swarm.errors import PeerError
 from colab_swarm.events import EventLog, MemberTrace, PeerSilent, RoundFinished
 from colab_swarm.markup import facts, size
@@ -150,27 +150,16 @@ async def _recompute_chunk(round_: AllReduce, streams: dict[int, Stream], reduce
             round_.ledger.place(reducer, index, values, message.missing)
             return
     chunk = round_.ledger.chunk(reducer, index)
-    own = round_.ledger.values[chunk.start : chunk.stop]
+    weights, sums = [member.weight for member in round_.group.members], np.empty(chunk.numel, np.float32)
+    again = SpanReducer([chunk], weights, sums)
     contributions = {member: values for member, (_, values) in received.items() if values is not None}
-    if all_finite(own):
-        contributions[round_.me] = own
-    mean, missing = _mean(contributions, [member.weight for member in round_.group.members])
-    round_.ledger.place(reducer, index, mean, missing)
-
-
-def _mean(
-    contributions: dict[int, Floats], weights: Sequence[float]
-) -> tuple[Floats | None, tuple[int, ...]]:
-    """Return the weighted mean in member order, and the members of positive weight that are not in it."""
-    present = [member for member in sorted(contributions) if weights[member] > 0]
-    missing = tuple(m for m, weight in enumerate(weights) if weight > 0 and m not in contributions)
-    if not present:
-        return None, missing
-    total = sum(weights[member] for member in present)
-    mean = np.zeros_like(contributions[present[0]])
-    for member in present:
-        mean += contributions[member] * np.float32(weights[member] / total)
-    return mean, missing
+    contributions[round_.me] = round_.ledger.values[chunk.start : chunk.stop]
+    for member, values in sorted(contributions.items()):
+        with suppress(ValueError):  # our own may not be finite
+            again.on_chunk(member, 0, values)
+    for member in range(len(weights)):
+        again.drop(member)
+    round_.ledger.place(reducer, index, again.mean(0), again.missing(0))
 
 
 @asynccontextmanager

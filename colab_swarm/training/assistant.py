@@ -92,7 +92,9 @@ class Assistant:
         Raises:
             ValueError: this peer assists the run already.
         """
-        self._services.router.set_default(self.enter, self.leave)
+        if self._services.router.assistant is not None:
+            raise ValueError("this peer assists already: stop() that first")
+        self._services.router.assistant = self.enter, self.leave
         # No collaboration has the run's own name: this part serves the messages that lead to `enter`.
         self._parts[""] = _Part(self._services, self._run_id, self._tally, self._stored)
         await self._publish(ttl_s=TTL_S)
@@ -113,7 +115,7 @@ class Assistant:
         self._stopped = True
         for task in self._tasks:
             task.cancel()
-        self._services.router.clear_default()
+        self._services.router.assistant = None
         for prefix in list(self._parts):
             self.leave(prefix)
 
