@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -21,7 +21,7 @@ import numpy as np
 from colab_swarm.averaging.group import Group, GroupMember, Span, chunk_values
 from colab_swarm.averaging.reducer import SpanLedger, SpanReducer
 from colab_swarm.errors import CallRefused, PeerError, PeerLost
-from colab_swarm.events import MemberTrace
+from colab_swarm.events import EventLog, MemberTrace, PeerSilent
 from colab_swarm.net.peers import Buffer, Message, PeerId, Peers, Stream, StreamEnded, short
 from colab_swarm.tensors.codecs import Floats, Precision, all_finite, codec_of
 from colab_swarm.tensors.feedback import ErrorFeedback
@@ -181,64 +181,72 @@ class AllReduce:
     """The state of one round at one member, and its streams to the other members.
 
     Args:
-        me: this peer's place among the members.
-        sums: float32 memory for the own span.
-        collects: whether this member needs the others' means; an assistant does not.
+        values: this member's contribution; means replace it.
+        spare: float32 memory to use for the own span, if it fits.
+        collects: whether this member contributes and needs the others' means; an assistant does not.
+
+    Raises:
+        ValueError: this peer is no member.
+
+    Attributes:
+        settled: per reducer, set once all means that it could give have arrived.
+        final: per reducer, set once all means of its span that any member could give have arrived.
+        lost: reducers that were lost before all of their means arrived.
+        exchanged_at: when the last of the other reducers was done or lost.
     """
 
     def __init__(
         self,
         peers: Peers,
         group: Group,
-        me: int,
-        *,
-        ledger: SpanLedger,
-        sums: Floats,
+        values: Floats,
         settings: AveragingSettings,
+        *,
         encoding: UploadEncoding | None = None,
         collects: bool = True,
+        spare: Floats | None = None,
     ) -> None:
+        me, now = group.index_of(peers.id), asyncio.get_running_loop().time()
+        if me is None:
+            raise ValueError("only a member can take part in a round")
         self.group, self.me, self.settings, self.peers = group, me, settings, peers
-        self.ledger = ledger
-        self.trace = Trace(group, now=asyncio.get_running_loop().time())
-        self.reducer = SpanReducer(ledger.chunks[me], [member.weight for member in group.members], sums)
+        self.ledger, self.trace = SpanLedger(group, values), Trace(group, now=now)
+        start, stop = group.spans()[me]
+        if not collects:
+            spare = values[start:stop]
+        elif spare is None or len(spare) != stop - start:
+            spare = np.empty(stop - start, np.float32)
+        self.sums, self.collects = spare, collects
+        weights = [member.weight for member in group.members]
+        self.reducer = SpanReducer(self.ledger.chunks[me], weights, spare)
         self.settled = [asyncio.Event() for _ in group.members]
-        """Per reducer: all means that it could give have arrived."""
         self.final = [asyncio.Event() for _ in group.members]
-        """Per reducer: all means of its span that any member could give have arrived."""
-        self.lost: set[int] = set()
-        """Reducers that were lost before all of their means arrived."""
-        self.sums, self.collects = sums, collects
         self.recovering = [asyncio.Lock() for _ in group.members]
-        self.sent_bytes = self.received_bytes = 0
-        self.serving = 0
+        self.lost: set[int] = set()
+        self.exchanged_at: float | None = None
+        self.sent_bytes = self.received_bytes = self.serving = 0
         self.served = asyncio.Event()
         encoding = encoding or UploadEncoding()
         self._feedback = encoding.feedback
         self._error, self._norm = 0.0, 0.0  # squares, of the chunks whose compression was measured
         self._precision = Precision(encoding.precision or group.terms.codec, encoding.fine)
         self._mean_precision = Precision(group.terms.mean_codec, encoding.fine)
-        spans = {reducer: len(chunks) for reducer, chunks in enumerate(ledger.chunks) if reducer != me}
-        self._pace = Pace(spans, now=asyncio.get_running_loop().time())
-        self._paced = asyncio.Event()
+        spans = {reducer: len(chunks) for reducer, chunks in enumerate(self.ledger.chunks) if reducer != me}
+        self._pace, self._paced = Pace(spans, now=now), asyncio.Event()
         longest = min(chunk_values(group.terms.codec, group.terms.mean_codec), group.terms.numel)
         self._scratch = np.empty(longest, np.float32)
         self._means: list[tuple[Chunk, Buffer]] = []  # of the own span, in the order of completion
         self._more_means = asyncio.Event()
         self._streaming: set[int] = set()
-        self._heard_at = dict.fromkeys(range(len(group.members)), asyncio.get_running_loop().time())
+        self._heard_at = dict.fromkeys(range(len(weights)), now)
         self._limits: dict[int, asyncio.Timeout] = {}
         self._reported: set[int] = set()  # as silent
         self._publish(self.reducer.finished())
         if not collects:
-            self._only_reduce()
-
-    def _only_reduce(self) -> None:
-        """Contribute nothing and expect no means: this peer assists."""
-        for reducer, settled in enumerate(self.settled):
-            if reducer != self.me:
-                settled.set()
-        self.drop(self.me, "it assists")
+            for reducer in range(len(weights)):
+                if reducer != me:
+                    self.settled[reducer].set()
+            self.drop(me, "it assists")
 
     def member(self, index: int) -> GroupMember:
         """The member at ``index``."""
@@ -439,17 +447,20 @@ class AllReduce:
 
     # --- silent and absent members --------------------------------------------------------------------------
 
-    async def watch(self, on_silent: Callable[[PeerId, float], None]) -> None:
+    async def watch(self, events: EventLog) -> None:
         """Drop members and reducers that make no progress, and ping members that never opened a stream.
 
-        Args:
-            on_silent: called once per member that the round waits for, with the seconds since its last message.
+        Emits `PeerSilent` once per member that the round waits for.
         """
         while True:
             await asyncio.sleep(self.settings.probe_s)
             self._wake_paced()  # a stream may have stalled
             now = asyncio.get_running_loop().time()
-            self._report_silent(on_silent, now)
+            # A reducer may be silent because it waits for a contributor, which is then the one to name.
+            for member in self._awaited_others() or list(self._limits):
+                if member not in self._reported and now - self._heard_at[member] > SILENT_S:
+                    self._reported.add(member)
+                    events.emit(PeerSilent(now, self.member(member).id.hex(), now - self._heard_at[member]))
             for reducer, limit in self._limits.items():
                 if now - self._heard_at[reducer] > REDUCER_PATIENCE * self.settings.patience_s:
                     limit.reschedule(now)
@@ -464,19 +475,11 @@ class AllReduce:
     def _awaited_others(self) -> list[int]:
         return [member for member in self.reducer.awaited() if member != self.me]
 
-    def _report_silent(self, on_silent: Callable[[PeerId, float], None], now: float) -> None:
-        # A reducer may be silent because it waits for a contributor, which is then the one to name.
-        for member in self._awaited_others() or list(self._limits):
-            if member not in self._reported and now - self._heard_at[member] > SILENT_S:
-                self._reported.add(member)
-                on_silent(self.member(member).id, now - self._heard_at[member])
-
     def on_timeout(self) -> None:
         """Record which members were not done when the round timed out."""
+        reason = f"too slow: the round ended after {self.settings.round_timeout_s:g} s"
         for member in {*self.reducer.awaited(), *self.lost} - {self.me}:
-            self.trace.on_dropped(
-                member, f"too slow: the round ended after {self.settings.round_timeout_s:g} s"
-            )
+            self.trace.on_dropped(member, reason)
 
     async def _probe(self, member: int) -> None:
         ping, peer = RoundPing(self.group.round_id), self.member(member).id

@@ -31,9 +31,9 @@ from colab_swarm.averaging.exchange import (
     UploadEncoding,
 )
 from colab_swarm.averaging.group import Group, RoundRefused, Span
-from colab_swarm.averaging.reducer import SpanLedger, SpanReducer
+from colab_swarm.averaging.reducer import SpanReducer
 from colab_swarm.errors import PeerError
-from colab_swarm.events import EventLog, MemberTrace, PeerSilent, RoundFinished
+from colab_swarm.events import EventLog, MemberTrace, RoundFinished
 from colab_swarm.markup import facts, size
 from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, Stream, short
 from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
@@ -57,7 +57,10 @@ class RecallSpan(Message, frozen=True):
 
 async def recover(round_: AllReduce, reducer: int) -> None:
     """Get the missing chunks of a lost reducer's span, as far as any member can give or recompute them."""
-    for coordinator in coordinators(round_, reducer):
+    count = len(round_.group.members)
+    following = [(reducer + step) % count for step in range(1, count)]
+    # the live reducers, starting after the lost one
+    for coordinator in [m for m in following if round_.member(m).share > 0 and m not in round_.lost]:
         if not round_.ledger.lacking(reducer):
             return
         if coordinator == round_.me:
@@ -74,13 +77,6 @@ async def recover(round_: AllReduce, reducer: int) -> None:
             logger.debug("coordinator %s of span %d is lost: %s", name, reducer, error)
 
 
-def coordinators(round_: AllReduce, reducer: int) -> list[int]:
-    """Return the members that may recover a lost reducer's span: the live reducers, starting after it."""
-    count = len(round_.group.members)
-    following = [(reducer + step) % count for step in range(1, count)]
-    return [m for m in following if round_.member(m).share > 0 and m not in round_.lost]
-
-
 async def serve_recall(round_: AllReduce, opening: RecallSpan, stream: Stream) -> None:
     """Answer another member's `RecallSpan`.
 
@@ -95,8 +91,12 @@ async def serve_recall(round_: AllReduce, opening: RecallSpan, stream: Stream) -
         await round_.settled[opening.reducer].wait()
     elif round_.collects or opening.reducer == round_.me:
         await round_.final[opening.reducer].wait()
-    else:
-        await _recover_on_request(round_, opening.reducer)
+    else:  # as an assistant: recover the span, once
+        async with round_.recovering[opening.reducer]:
+            if not round_.final[opening.reducer].is_set():
+                round_.lost.add(opening.reducer)
+                await recover(round_, opening.reducer)
+                round_.final[opening.reducer].set()
     contribute = opening.contributions and round_.member(round_.me).weight > 0
     for index in opening.wanted:
         chunk, ledger = round_.ledger.chunk(opening.reducer, index), round_.ledger
@@ -107,15 +107,6 @@ async def serve_recall(round_: AllReduce, opening: RecallSpan, stream: Stream) -
         await stream.send(Chunk(index, averaged, ledger.missing(opening.reducer, index)), payload)
         round_.sent_bytes += len(payload)
     await stream.end()
-
-
-async def _recover_on_request(round_: AllReduce, reducer: int) -> None:
-    """As an assistant: recover a span, once."""
-    async with round_.recovering[reducer]:
-        if not round_.final[reducer].is_set():
-            round_.lost.add(reducer)
-            await recover(round_, reducer)
-            round_.final[reducer].set()
 
 
 async def _recompute(round_: AllReduce, reducer: int) -> None:
@@ -306,17 +297,18 @@ class Averager:
             ValueError: this peer is no member, or the vector does not fit.
             RoundRefused: this round was averaged or given up here before.
         """
-        me = group.index_of(self._peers.id)
-        if me is None or values.shape != (group.terms.numel,) or values.dtype != np.float32:
+        if (
+            values.shape != (group.terms.numel,)
+            or values.dtype != np.float32
+            or not values.flags.c_contiguous
+        ):
             raise ValueError(
-                f"a member's {group.terms.numel} float32 values are needed, got {values.dtype}{values.shape}"
+                f"{group.terms.numel} float32 values are needed in one piece, got {values.dtype}{values.shape}"
             )
-        if not values.flags.c_contiguous:
-            raise ValueError("the vector must be contiguous")
-        sums, numel = self._spare.pop(group.terms.prefix, None), group.spans()[me].numel
-        if sums is None or len(sums) != numel:
-            sums = np.empty(numel, np.float32)
-        return await self._take_part(group, me, values, sums=sums, encoding=encoding)
+        spare = self._spare.pop(group.terms.prefix, None)
+        return await self._take_part(
+            AllReduce(self._peers, group, values, self._settings, encoding=encoding, spare=spare)
+        )
 
     async def reduce(self, group: Group) -> RoundResult:
         """Join a round as a reducer only: reduce our span and serve recovery requests, without contributing values.
@@ -325,14 +317,9 @@ class Averager:
             ValueError: this peer is no member.
             RoundRefused: this round was averaged or given up here before.
         """
-        me = group.index_of(self._peers.id)
-        if me is None:
-            raise ValueError("only a member can reduce")
-        values = np.empty(
-            group.terms.numel, np.float32
-        )  # the system allocates only what is written: the own span
-        start, stop = group.spans()[me]
-        return await self._take_part(group, me, values, sums=values[start:stop], collects=False)
+        # the system allocates only what is written: the own span
+        values = np.empty(group.terms.numel, np.float32)
+        return await self._take_part(AllReduce(self._peers, group, values, self._settings, collects=False))
 
     async def drain(self, prefix: str) -> None:
         """Wait until no member of the last round needs this peer, for `DRAIN_S` at most."""
@@ -351,73 +338,49 @@ class Averager:
             self._forget(exchange)
         self._spare.pop(prefix, None)
 
-    async def _take_part(
-        self,
-        group: Group,
-        me: int,
-        values: Floats,
-        *,
-        sums: Floats,
-        encoding: UploadEncoding | None = None,
-        collects: bool = True,
-    ) -> RoundResult:
+    async def _take_part(self, exchange: AllReduce) -> RoundResult:
+        group = exchange.group
         if group.round_id in self._rounds:
             raise RoundRefused("late", f"the round of step {group.terms.step} was given up here")
-        exchange = AllReduce(
-            self._peers,
-            group,
-            me,
-            ledger=SpanLedger(group, values),
-            sums=sums,
-            settings=self._settings,
-            encoding=encoding,
-            collects=collects,
-        )
         self._rounds[group.round_id] = exchange
         self._begun.set()
         self._begun.clear()
         try:
-            result = await self._run(exchange)
+            result = _result(exchange, await self._run(exchange))
         finally:  # members may still recover from this round, no longer from the one before
             if group.terms.prefix in self._finished:
                 self._forget(self._finished[group.terms.prefix])
             self._finished[group.terms.prefix] = exchange
+        logger.info("%s", result)
         self.on_round(result)
         return result
 
-    async def _run(self, exchange: AllReduce) -> RoundResult:
+    async def _run(self, exchange: AllReduce) -> dict[str, float]:
+        """Run a round to its end, or to its deadline; return the seconds of its phases."""
         clock = asyncio.get_running_loop().time
         begun, stop_listening = clock(), self._peers.on_lost(exchange.on_lost)
-        exchanged: list[float] = []
+        step, limit_s = exchange.group.terms.step, self._settings.round_timeout_s
         try:
-            async with asyncio.timeout(self._settings.round_timeout_s), asyncio.TaskGroup() as tasks:
-                watch = tasks.create_task(exchange.watch(self._on_silent))
+            async with asyncio.timeout(limit_s), asyncio.TaskGroup() as tasks:
+                watch = tasks.create_task(exchange.watch(self._events))
                 if exchange.collects:
                     tasks.create_task(exchange.contribute_own())
                     count = len(exchange.group.members)
                     for reducer in ((exchange.me + step) % count for step in range(1, count)):
-                        tasks.create_task(_obtain(exchange, reducer, exchanged))
+                        tasks.create_task(_obtain(exchange, reducer))
                 for final in exchange.awaited():
                     await final.wait()
                 watch.cancel()
         except TimeoutError:
-            logger.warning(
-                "the round of step %d timed out after %g s",
-                exchange.group.terms.step,
-                self._settings.round_timeout_s,
-            )
+            logger.warning("the round of step %d timed out after %g s", step, limit_s)
             exchange.on_timeout()
         finally:
             stop_listening()
             for event in (*exchange.settled, *exchange.awaited()):
                 event.set()
-        total_s = clock() - begun
-        exchange_s = max(exchanged, default=clock()) - begun
-        seconds = {"exchange": exchange_s, "recovery": total_s - exchange_s, "total": total_s}
-        return _result(exchange, seconds)
-
-    def _on_silent(self, peer: PeerId, seconds: float) -> None:
-        self._events.emit(PeerSilent(asyncio.get_running_loop().time(), peer.hex(), seconds))
+        ended = clock()
+        exchange_s = (ended if exchange.exchanged_at is None else exchange.exchanged_at) - begun
+        return {"exchange": exchange_s, "recovery": ended - begun - exchange_s, "total": ended - begun}
 
     def _forget(self, exchange: AllReduce) -> None:
         del self._rounds[exchange.group.round_id]
@@ -471,11 +434,11 @@ class Averager:
         return ping
 
 
-async def _obtain(exchange: AllReduce, reducer: int, exchanged: list[float]) -> None:
+async def _obtain(exchange: AllReduce, reducer: int) -> None:
     """Get one reducer's means, from the reducer or by recovery."""
     if exchange.ledger.chunks[reducer]:
         await exchange.talk_to(reducer)
-        exchanged.append(asyncio.get_running_loop().time())
+        exchange.exchanged_at = asyncio.get_running_loop().time()
         if reducer in exchange.lost:
             await recover(exchange, reducer)
     exchange.settled[reducer].set()
@@ -483,16 +446,11 @@ async def _obtain(exchange: AllReduce, reducer: int, exchanged: list[float]) -> 
 
 
 def _result(exchange: AllReduce, seconds: dict[str, float]) -> RoundResult:
-    group, incomplete = exchange.group, exchange.ledger.incomplete()
-    spans = group.spans()
-    contributors = tuple(
-        member.id
-        for index, member in enumerate(group.members)
-        if member.weight > 0 and index not in incomplete
-    )
-    result = RoundResult(
+    group, incomplete, spans = exchange.group, exchange.ledger.incomplete(), exchange.group.spans()
+    members = enumerate(group.members)
+    return RoundResult(
         group=group,
-        contributors=contributors,
+        contributors=tuple(m.id for index, m in members if m.weight > 0 and index not in incomplete),
         spans_lost=tuple(spans[reducer] for reducer in sorted(exchange.lost)),
         kept_local=exchange.ledger.kept_local(),
         sent_bytes=exchange.sent_bytes,
@@ -501,12 +459,3 @@ def _result(exchange: AllReduce, seconds: dict[str, float]) -> RoundResult:
         seconds=seconds,
         members=exchange.trace.members(),
     )
-    logger.info(
-        "round of step %d: %d of %d contributed, %d spans lost, %.2f s",
-        group.terms.step,
-        len(contributors),
-        len(group.members),
-        len(result.spans_lost),
-        seconds["total"],
-    )
-    return result
