@@ -91,7 +91,7 @@ Diskin et al., *Distributed Deep Learning in Open Collaborations* (DeDLOC), [arX
 | section 3.2: butterfly all-reduce over spans | `group`, `reducer`, `exchange` |
 | section 3.2: recovery of a lost peer's span | `round` |
 | groups without a fixed leader | `group`, `matchmaking` |
-| section 3.2 and appendix C: several groups | `moshpit`, `assembly` |
+| section 3.2 and appendix C: several groups | `moshpit` |
 | auxiliary peers (here: assistants) | `colab_swarm.training.assistant` |
 
 The paper has a rate for each pair of peers. Here member j gets its share of every vector and returns it, so n shares

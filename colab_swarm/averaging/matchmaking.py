@@ -57,8 +57,7 @@ class PrefixRouter:
     A kind of message is served while any collaboration serves it, for the role that the first one required.
 
     Attributes:
-        assistant: ``enter(prefix)`` and ``leave(prefix)``: start to serve a collaboration that this peer does not
-            serve itself and that a message names, if at all, and stop serving it before this peer does.
+        assistant: as `assist` registered it.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -104,6 +103,20 @@ class PrefixRouter:
             handlers.pop(prefix, None)
             if not handlers and self._handlers.pop(kind, None) is not None:
                 self.peers.unserve(kind)
+
+    def assist(self, enter: Callable[[str], None], leave: Callable[[str], None]) -> None:
+        """Register an assistant for the collaborations that this peer does not serve itself.
+
+        Args:
+            enter: ``enter(prefix)``: a message for an unserved collaboration arrived; it may start to serve it.
+            leave: ``leave(prefix)``: stop serving it, because this peer is going to.
+
+        Raises:
+            ValueError: an assistant is registered already.
+        """
+        if self.assistant is not None:
+            raise ValueError("this peer assists already: stop() that first")
+        self.assistant = enter, leave
 
     def _register(self, prefix: str, kind: type[Message], handler: Handler) -> bool:
         """Returns True if ``kind`` was not served before."""

@@ -92,9 +92,7 @@ class Assistant:
         Raises:
             ValueError: this peer assists the run already.
         """
-        if self._services.router.assistant is not None:
-            raise ValueError("this peer assists already: stop() that first")
-        self._services.router.assistant = self.enter, self.leave
+        self._services.router.assist(self.enter, self.leave)
         # No collaboration has the run's own name: this part serves the messages that lead to `enter`.
         self._parts[""] = _Part(self._services, self._run_id, self._tally, self._stored)
         await self._publish(ttl_s=TTL_S)

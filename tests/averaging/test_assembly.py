@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.averaging.assembly import QUICK, WINDOW_S, Assembly, WaitingPeer
 from colab_swarm.averaging.group import Group, JoinEta, JoinRound, RoundRefused, RoundTerms
 from colab_swarm.averaging.matchmaking import PrefixRouter
+from colab_swarm.averaging.moshpit import QUICK, WINDOW_S, Assembly, WaitingPeer
 from colab_swarm.dht.service import DHT, DHTSettings, Found
 from colab_swarm.net.peers import Message, Peers
 from colab_swarm.sim import LAN, SimNetwork, run_virtual
@@ -155,7 +155,7 @@ anything = st.recursive(
 def test_nothing_that_strangers_write_keeps_a_peer_from_meeting(value: Any) -> None:
     async def main() -> None:
         peers = SimNetwork(LAN).peer("alice")
-        assembly = Assembly(PrefixRouter(peers), Garbage(peers, value), "run/meeting", window_s=0.5)
+        assembly = Assembly(PrefixRouter(peers), Garbage(peers, value), "run/meeting")
         assert len((await assembly.meet(10, SCHEMA, lambda peers: 2)).members) == 1
         assembly.close()
 

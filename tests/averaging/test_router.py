@@ -93,9 +93,11 @@ async def test_an_assistant_serves_the_other_collaborations_until_the_peer_reser
     router, ask, _bob = meet()
     router.serve("own", Ask, answering("own"), Role.VIEWER)
     default = Default(router)
-    router.assistant = default.enter, default.leave
+    router.assist(default.enter, default.leave)
     assert [await ask("own"), await ask("other")] == ["own", "the assistant"]
     with pytest.raises(CallRefused, match="no part"):
         await ask("unwanted")
+    with pytest.raises(ValueError, match="assists already"):
+        router.assist(default.enter, default.leave)
     router.serve("other", Ask, answering("the owner"), Role.VIEWER)
     assert await ask("other") == "the owner"
