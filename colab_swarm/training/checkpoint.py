@@ -14,8 +14,6 @@ from colab_swarm.tensors.statedict import (
     StepFiles,
     as_bytes,
     as_tensors,
-    decode_skeleton,
-    encode_skeleton,
     flatten,
     read_tensors,
     unflatten,
@@ -38,7 +36,7 @@ def save_checkpoint(path: str | Path, state: Any) -> None:
         TypeError: part of the state cannot be saved without pickle.
     """
     tensors, skeleton = flatten(state)
-    write_tensors(Path(path), as_bytes(tensors), encode_skeleton(skeleton).decode())
+    write_tensors(Path(path), as_bytes(tensors), skeleton)
 
 
 def load_checkpoint(path: str | Path) -> Any:
@@ -49,7 +47,7 @@ def load_checkpoint(path: str | Path) -> Any:
         StateError: it is truncated, damaged or not a checkpoint of this package.
     """
     tensors, skeleton = read_tensors(Path(path))
-    return unflatten(as_tensors(tensors), decode_skeleton(skeleton.encode()))
+    return unflatten(as_tensors(tensors), skeleton)
 
 
 class CheckpointFolder(StepFiles):

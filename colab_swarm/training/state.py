@@ -33,7 +33,7 @@ from colab_swarm.tensors.chunks import (
     send_chunks,
     tensors_in,
 )
-from colab_swarm.tensors.statedict import TensorBytes, decode_skeleton, unflatten
+from colab_swarm.tensors.statedict import TensorBytes, unflatten
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ async def agree_on_state(
     return manifest, holders, refusals
 
 
-def tensors_of(snapshot: Snapshot) -> tuple[dict[str, TensorBytes], str]:
+def tensors_of(snapshot: Snapshot) -> tuple[dict[str, TensorBytes], bytes]:
     """Return an untrusted snapshot as tensors (views of its blob) and skeleton, as `write_tensors` takes them.
 
     Raises:
@@ -170,20 +170,20 @@ def tensors_of(snapshot: Snapshot) -> tuple[dict[str, TensorBytes], str]:
     tensors, skeleton = tensors_in(snapshot.manifest.layout, snapshot.blob)
     if _step_and_lineage(tensors, skeleton) != (snapshot.manifest.step, snapshot.manifest.subject):
         raise StateError("the donor's state is not of the step that it claims")
-    return tensors, skeleton.decode()
+    return tensors, skeleton
 
 
-def snapshot_of(tensors: Mapping[str, TensorBytes], skeleton: str) -> Snapshot:
+def snapshot_of(tensors: Mapping[str, TensorBytes], skeleton: bytes) -> Snapshot:
     """Return the snapshot of a state that was read from a file; raises `StateError` if it is not a training state."""
-    layout, blob = blob_of(tensors, skeleton.encode())
+    layout, blob = blob_of(tensors, skeleton)
     tensors_in(layout, blob)
-    step, lineage = _step_and_lineage(tensors, skeleton.encode())
+    step, lineage = _step_and_lineage(tensors, skeleton)
     return Snapshot.of(lineage, step, layout, blob)
 
 
 def _step_and_lineage(tensors: Mapping[str, Any], skeleton: bytes) -> tuple[int, bytes]:
     """Return step and lineage of a state, if the skeleton is sound and names exactly these tensors."""
-    match unflatten(tensors, decode_skeleton(skeleton)):
+    match unflatten(tensors, skeleton):
         case {"step": int(step), "lineage": bytes(lineage)} if step >= 0 and not isinstance(step, bool):
             return step, lineage
     raise StateError("this is not the state of a collaboration: it does not say its step and lineage")
