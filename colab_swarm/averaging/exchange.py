@@ -23,8 +23,7 @@ from colab_swarm.averaging.reducer import SpanLedger, SpanReducer
 from colab_swarm.errors import CallRefused, PeerError, PeerLost
 from colab_swarm.events import EventLog, MemberTrace, PeerSilent
 from colab_swarm.net.peers import Buffer, Message, PeerId, Peers, Stream, StreamEnded, short
-from colab_swarm.tensors.codecs import Floats, Precision, all_finite, codec_of
-from colab_swarm.tensors.feedback import ErrorFeedback
+from colab_swarm.tensors.codecs import ErrorFeedback, Floats, Precision, all_finite, codec_of
 
 
 @dataclass(frozen=True)

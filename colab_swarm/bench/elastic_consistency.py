@@ -49,8 +49,7 @@ from colab_swarm.elastic.ledger import GradientLedger
 from colab_swarm.elastic.meter import ExactMeter, Meter
 from colab_swarm.recipes.classify import classification_job
 from colab_swarm.swarm.swarm import Swarm
-from colab_swarm.tensors.codecs import Floats, codec_of
-from colab_swarm.tensors.feedback import ErrorFeedback
+from colab_swarm.tensors.codecs import ErrorFeedback, Floats, codec_of
 from colab_swarm.workunits.job import Array, Job
 
 NOTICED_S = 0.5

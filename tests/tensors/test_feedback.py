@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.errors import StateError
-from colab_swarm.tensors.codecs import Floats, codec_of
-from colab_swarm.tensors.feedback import ErrorFeedback
+from colab_swarm.tensors.codecs import ErrorFeedback, Floats, codec_of
 
 biased = pytest.mark.parametrize("name", ["int8", "onebit", "topk:0.1"])
 
