@@ -23,8 +23,7 @@ move the run's folder away.
 |---|---|
 | organizes rounds, reduces, serves the state | `colab_swarm.training.assistant` |
 | relays | `colab_swarm.net.relay` |
-| saves checkpoints while there are trainers, serves the newest when there are none, pushes it to the Hub | `keeper` |
-| collects progress, losses and present peers | `observer` |
+| saves checkpoints while there are trainers, serves the newest when there are none, collects losses | `keeper` |
 | shows them: page, `/metrics` for Prometheus, `/status.json` | `colab_swarm.notebook.page` |
 | connects all of these | `backbone` |
 

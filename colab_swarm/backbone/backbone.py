@@ -92,8 +92,7 @@ class Backbone:
         return tuple(self._snapshot(keeper, seen) for keeper in self.keepers.values())
 
     def _snapshot(self, keeper: Keeper, seen: SwarmSnapshot) -> SwarmSnapshot:
-        observer, branch = keeper.observer, keeper.observer.branch
-        records = observer.trainers, observer.progress.assistants
+        branch, records = keeper.branch, (keeper.trainers, keeper.progress.assistants)
         rows = peer_rows(self._swarm.services.peers, self._file.peer_name, *records)
         return replace(
             seen,
@@ -101,7 +100,7 @@ class Backbone:
             peers=rows[:MAX_PEERS],
             step=branch.step if branch is not None else keeper.standing_in or 0,
             samples_per_s=sum(row.samples_per_s for row in rows if row.role == "trainer"),
-            loss_history=tuple((point.step, point.loss) for point in observer.curve.points),
+            loss_history=tuple((point.step, point.loss) for point in keeper.curve.points),
             model=keeper.settings.name,
             kept=keeper.kept(),
         )

@@ -20,13 +20,14 @@ import base64
 import contextlib
 import hashlib
 import json
+import logging
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -36,6 +37,9 @@ from colab_swarm.markup import facts, size
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 MAX_DEPTH = 32
 MAX_NODES = 1_000_000
@@ -393,6 +397,15 @@ class StepFiles:
     def paths(self) -> list[Path]:
         """Return the existing files, newest step first, readable or not."""
         return sorted(self.path.glob(f"step-{'[0-9]' * 12}.safetensors"), reverse=True)
+
+    def newest(self, read: Callable[[Path], T]) -> T | None:
+        """Return the newest file as ``read(path)`` reads it, or None; skips unreadable ones with a warning."""
+        for path in self.paths():
+            try:
+                return read(path)
+            except (StateError, OSError) as error:
+                logger.warning("skipped a checkpoint: %s", error)
+        return None
 
     @property
     def newest_step(self) -> int:

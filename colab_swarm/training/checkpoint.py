@@ -5,11 +5,9 @@ The file holds the tensors. Its metadata hold the skeleton and a checksum (`cola
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
-from colab_swarm.errors import StateError
 from colab_swarm.tensors.statedict import (
     StepFiles,
     as_bytes,
@@ -19,8 +17,6 @@ from colab_swarm.tensors.statedict import (
     unflatten,
     write_tensors,
 )
-
-logger = logging.getLogger(__name__)
 
 
 def save_checkpoint(path: str | Path, state: Any) -> None:
@@ -62,9 +58,4 @@ class CheckpointFolder(StepFiles):
 
     def latest(self) -> Any:
         """Return the state in the newest readable checkpoint, or None; skips damaged ones with a warning."""
-        for path in self.paths():
-            try:
-                return load_checkpoint(path)
-            except StateError as error:
-                logger.warning("skipped a checkpoint: %s", error)
-        return None
+        return self.newest(load_checkpoint)

@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.backbone.observer import MAX_POINTS, LossCurve, LossPoint, read_losses, weighted_median
+from colab_swarm.backbone.keeper import MAX_POINTS, LossCurve, LossPoint, read_losses, weighted_median
 from colab_swarm.net.peers import PeerId
 from colab_swarm.training.progress import Branch, ProgressRecord
 

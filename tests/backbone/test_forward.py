@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from colab_swarm.backbone.config import Forward
-from colab_swarm.backbone.observer import Forwarder, LossPoint
+from colab_swarm.backbone.keeper import Forwarder, LossPoint
 
 TRACKER = """
 import json
