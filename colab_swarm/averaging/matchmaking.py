@@ -234,24 +234,7 @@ class Matchmaker:
         return [*rank(self._prefix, step, reachable), *([me.id] if alone or not reachable else [])]
 
     async def _ask(self, organizer: PeerId, ticket: Ticket, *, hops: int) -> Group | None:
-        """Join at ``organizer``, or where it redirects to; returns None if it has no group."""
-        joined = await self._answer_of(organizer, ticket)
-        if joined is None:
-            return None
-        if refusal := self._refusal(joined, ticket):
-            if organizer != self._peers.id and self._keeps_refusing(organizer, ticket.terms.step):
-                return None
-            raise RoundRefused(refusal.reason, f"{short(organizer)}: {refusal}")
-        other = joined.organizer
-        if joined.group is not None or other is None:
-            return joined.group
-        if hops <= 0 or other.id == self._peers.id or self._skipped(other.id):
-            return None
-        self._peers.learn(other)
-        return await self._ask(other.id, ticket, hops=hops - 1)
-
-    async def _answer_of(self, organizer: PeerId, ticket: Ticket) -> Joined | None:
-        """Return the organizer's answer; None if it failed, or sent an invalid group and is left out."""
+        """Join at ``organizer``, or where it redirects to; returns None if it failed or has no group."""
         try:
             joined = await self._join_at(organizer, ticket)
             if joined.group is not None:
@@ -265,7 +248,17 @@ class Matchmaker:
             return None
         if organizer != self._peers.id or joined.reason is not None:
             self._answered_at = loop_now()
-        return joined
+        if refusal := self._refusal(joined, ticket):
+            if organizer != self._peers.id and self._keeps_refusing(organizer, ticket.terms.step):
+                return None
+            raise RoundRefused(refusal.reason, f"{short(organizer)}: {refusal}")
+        other = joined.organizer
+        if joined.group is not None or other is None:
+            return joined.group
+        if hops <= 0 or other.id == self._peers.id or self._skipped(other.id):
+            return None
+        self._peers.learn(other)
+        return await self._ask(other.id, ticket, hops=hops - 1)
 
     async def _join_at(self, organizer: PeerId, ticket: Ticket) -> Joined:
         message = JoinRound(ticket, self._peers.contact)

@@ -20,8 +20,6 @@ import numpy as np
 from colab_swarm.averaging.group import Group, Span, chunk_values, cut_chunks
 from colab_swarm.tensors.codecs import Floats, all_finite
 
-_LACKING, _MEAN, _NO_MEAN = 0, 1, 2
-
 
 class SpanLedger:
     """The vector of one member, and the state of each chunk of each reducer's span.
@@ -34,8 +32,9 @@ class SpanLedger:
         self.values = values
         size = chunk_values(group.terms.codec, group.terms.mean_codec)
         self.chunks = [cut_chunks(span, size) for span in group.spans()]
-        self._states = [bytearray(len(chunks)) for chunks in self.chunks]
-        self._missing: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._placed: dict[
+            tuple[int, int], tuple[bool, tuple[int, ...]]
+        ] = {}  # has a mean; members missing in it
 
     def chunk(self, reducer: int, index: int) -> Span:
         """Return the position of chunk ``index`` of a reducer's span; raises ValueError if it does not exist."""
@@ -50,36 +49,30 @@ class SpanLedger:
             ValueError: there is no such chunk.
         """
         chunk = self.chunk(reducer, index)
-        if self._states[reducer][index] != _LACKING:
+        if self.settled(reducer, index):
             return
         if mean is not None:
             self.values[chunk.start : chunk.stop] = mean
-        self._states[reducer][index] = _NO_MEAN if mean is None else _MEAN
-        if missing:
-            self._missing[reducer, index] = missing
+        self._placed[reducer, index] = mean is not None, missing
 
     def settled(self, reducer: int, index: int) -> bool:
         """Return True if the chunk's mean has arrived, or is known not to exist."""
-        return self._states[reducer][index] != _LACKING
+        return (reducer, index) in self._placed
 
-    def has_mean(self, reducer: int, index: int) -> bool:
-        """Return True if the chunk's values are the mean."""
-        return self._states[reducer][index] == _MEAN
-
-    def missing(self, reducer: int, index: int) -> tuple[int, ...]:
-        """Return the members whose values should be, but are not, in the mean of a chunk."""
-        return self._missing.get((reducer, index), ())
+    def result(self, reducer: int, index: int) -> tuple[bool, tuple[int, ...]]:
+        """Return whether the chunk's values are the mean, and the members that should be, but are not, in it."""
+        return self._placed.get((reducer, index), (False, ()))
 
     def lacking(self, reducer: int) -> list[int]:
         """Return the chunks of a span that are not settled."""
-        return [index for index, state in enumerate(self._states[reducer]) if state == _LACKING]
+        return [index for index in range(len(self.chunks[reducer])) if not self.settled(reducer, index)]
 
     def kept_local(self) -> tuple[Span, ...]:
         """Return the spans of values that are still this member's own, as few as possible, ascending."""
         kept: list[Span] = []
         for reducer, chunks in enumerate(self.chunks):
             for index, chunk in enumerate(chunks):
-                if self.has_mean(reducer, index):
+                if self.result(reducer, index)[0]:
                     continue
                 start = kept.pop().start if kept and kept[-1].stop == chunk.start else chunk.start
                 kept.append(Span(start, chunk.stop))
@@ -87,7 +80,7 @@ class SpanLedger:
 
     def incomplete(self) -> Collection[int]:
         """Return the members that are missing in at least one mean."""
-        return {member for missing in self._missing.values() for member in missing}
+        return {member for _, missing in self._placed.values() for member in missing}
 
 
 class SpanReducer:

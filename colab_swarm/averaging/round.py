@@ -101,10 +101,11 @@ async def serve_recall(round_: AllReduce, opening: RecallSpan, stream: Stream) -
     for index in opening.wanted:
         chunk, ledger = round_.ledger.chunk(opening.reducer, index), round_.ledger
         averaged = ledger.settled(opening.reducer, index)
-        full = ledger.has_mean(opening.reducer, index) if averaged else contribute
+        has_mean, missing = ledger.result(opening.reducer, index)
+        full = has_mean if averaged else contribute
         # Copied: the round may end, and its vector be reused, while the item waits for room.
         payload = ledger.values[chunk.start : chunk.stop].tobytes() if full else b""
-        await stream.send(Chunk(index, averaged, ledger.missing(opening.reducer, index)), payload)
+        await stream.send(Chunk(index, averaged, missing), payload)
         round_.sent_bytes += len(payload)
     await stream.end()
 
