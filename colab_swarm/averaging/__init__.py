@@ -40,16 +40,15 @@ fast link more. `RoundFinished.explanation` gives the reason in one sentence.
   without negotiation. Organizers with different views redirect up the rank, never down.
 - **Closing a group.** A group closes when all peers that accepted have joined, after 60 s at the latest. A peer that
   cannot be called has 2 s to join on its own. Every member passes the group on, so it survives its organizer.
-- **Agreement.** All members have the same step, lineage, layout of the vector, and codecs. A lineage is a chain of
-  digests that names a branch of parameters (`colab_swarm.averaging.group`).
+- **Agreement.** All members have the same step, lineage (`colab_swarm.averaging.group`), layout of the vector, and
+  codecs.
 - **A chunk** is finished when all members that are still expected have delivered it. Its mean never changes afterwards.
 
 ## Times
 
 A round takes 120 s at most, recovery included. A contributor is dropped after 10 s of silence, a reducer after 25 s: a
 busy notebook stalls its own peer, so no shorter silence counts as a failure. Dialling a member takes 3 s at most, and a
-candidate's answer to a call 10 s. See `colab_swarm.averaging.exchange.AveragingSettings` and
-`colab_swarm.averaging.group.GroupFormationSettings`.
+candidate's answer to a call 10 s.
 
 ## Failures
 
@@ -68,12 +67,10 @@ Rounds never raise for another peer's failure; `RoundResult` shows it.
 
 ## Several groups: Moshpit averaging
 
-`swarm.average(array, weight=n)` averages any array among all peers that call at about the same
-time. The first caller waits 5 s; peers that met before wait only for each other. An elastic group
-meets in the same way, at a fixed size. Many peers, or
-unreliable ones, are arranged on a grid and average along one axis after the other. After one round
-per axis all have the exact mean, and a failed peer costs only its own line. Codecs without error
-feedback lose values for good here.
+`swarm.average(array, weight=n)` averages any array among all peers that call at about the same time. The first caller
+waits 5 s; peers that met before wait only for each other. Many peers, or unreliable ones, are arranged on a grid and
+average along one axis after the other. After one round per axis all have the exact mean, and a failed peer costs only
+its own line. Codecs without error feedback lose values for good here.
 
     mean, result = swarm.average(gradient, weight=len(batch))
 
@@ -94,8 +91,8 @@ Diskin et al., *Distributed Deep Learning in Open Collaborations* (DeDLOC), [arX
 | section 3.2 and appendix C: several groups | `moshpit` |
 | auxiliary peers (here: assistants) | `colab_swarm.training.assistant` |
 
-The paper has a rate for each pair of peers. Here member j gets its share of every vector and returns it, so n shares
-determine all pairs, and the program needs no solver. Limits of single pairs use HiGHS.
+Here member j gets its share of every vector and returns it, so n shares determine the paper's rates of all pairs, and
+the program needs no solver. Limits of single pairs use HiGHS.
 
 ## Measured
 

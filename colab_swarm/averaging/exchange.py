@@ -4,8 +4,6 @@
   back as soon as they are ready. No task, timer or copy is made per chunk.
 - `Pace` advances the contributions to all reducers evenly, so that means flow back while contributions still flow out.
   Otherwise a small span would finish long before a large one, whose reducer would idle first and answer last.
-- `Trace` records when each member sent and received, for the panel's waterfall: a few numbers per member.
-- `colab_swarm.averaging.round` recovers the span of a lost reducer afterwards.
 """
 
 from __future__ import annotations
@@ -28,14 +26,12 @@ from colab_swarm.tensors.codecs import ErrorFeedback, Floats, Precision, all_fin
 
 @dataclass(frozen=True)
 class AveragingSettings:
-    """Timeouts of a round.
-
-    Attributes:
-        patience_s: silence after which a contributor is dropped; 10 s or more, as a busy notebook stalls its peer.
-    """
+    """Timeouts of a round."""
 
     round_timeout_s: float = 120.0  # bound on the whole round, recovery included
-    patience_s: float = 10.0
+    patience_s: float = (
+        10.0  # silence of a contributor that is dropped; a busy notebook stalls its peer for long
+    )
     probe_s: float = 0.5  # how often to look for silent and absent members
     dial_timeout_s: float = 3.0  # for reaching a member
 
@@ -47,11 +43,7 @@ STALL_S = 2.0
 
 
 class Pace:
-    """Progress of the contributions to each reducer. Pure.
-
-    Args:
-        chunks: number of chunks to send per reducer with a stream.
-    """
+    """Progress of the contributions to each reducer, of so many ``chunks``. Pure."""
 
     def __init__(self, chunks: Mapping[int, int], *, now: float) -> None:
         self._chunks = {reducer: count for reducer, count in chunks.items() if count}
@@ -86,10 +78,9 @@ _hex = lru_cache(1000)(bytes.hex)  # logs hold many rounds of the same peers: on
 
 
 class Trace:
-    """Begin and end of the traffic with each member of a round.
+    """Begin and end of the traffic with each member of a round; kinds are ``sent``, ``received`` and ``means``.
 
-    Kinds are those of `MemberTrace`: what this peer ``sent`` to a member's span, what it ``received`` for its own span,
-    and the ``means`` from the member; for this peer, when its own means were finished.
+    See `MemberTrace`; this peer's own ``means`` are when these were finished.
     """
 
     def __init__(self, group: Group, *, now: float) -> None:

@@ -43,13 +43,8 @@ class Span(NamedTuple):
 def plan_spans(numel: int, shares: Sequence[float]) -> list[Span]:
     """Cut a flat vector of ``numel`` values into one consecutive span per member, which tile it without gaps.
 
-    Member i reduces span i for the whole group (butterfly all-reduce, DeDLOC section 3.2).
-
-    Args:
-        shares: relative share per member, >= 0, one at least > 0; a zero share gets an empty span.
-
-    Raises:
-        ValueError: a share is negative, or all are zero.
+    Member i reduces span i for the whole group (butterfly all-reduce, DeDLOC section 3.2). A zero share gets an empty
+    span; raises ValueError if a share is negative or all are zero.
     """
     total = sum(shares)
     if not shares or not min(shares) >= 0 or not 0 < total < math.inf:
@@ -94,19 +89,14 @@ class RoundRefused(PeerError):
 
 
 class RoundTerms(Message, frozen=True):
-    """What a round averages, equal at all its members; as a message, an invitation to the round.
-
-    Attributes:
-        lineage, schema: digests of the training history and of the vector's layout.
-        codec, mean_codec: of contributions and of means on the wire.
-    """
+    """What a round averages, equal at all its members; as a message, an invitation to the round."""
 
     prefix: str
     step: int
-    lineage: bytes
+    lineage: bytes  # digest of the training history
     numel: int
-    schema: bytes = b""
-    codec: str = "float32"
+    schema: bytes = b""  # digest of the vector's layout
+    codec: str = "float32"  # of contributions on the wire
     mean_codec: str = "float32"
 
     def __post_init__(self) -> None:
@@ -122,16 +112,14 @@ class RoundTerms(Message, frozen=True):
 
 
 class Ticket(Message, frozen=True):
-    """A peer's offer to take part in a round.
-
-    Attributes:
-        upload_bps, download_bps: measured bandwidth of its links, bits per second; None: not measured yet.
-    """
+    """A peer's offer to take part in a round."""
 
     terms: RoundTerms
     weight: float  # usually samples; a peer with weight 0 only receives
     reduces: bool = True  # the peer accepts connections
-    upload_bps: float | None = None
+    upload_bps: float | None = (
+        None  # measured bandwidth of its links, bits per second; None: not measured yet
+    )
     download_bps: float | None = None
     assists: bool = False  # the peer trains nothing and needs no means; it only reduces
     samples_per_s: float = 0.0
@@ -147,19 +135,13 @@ class GroupMember(Message, frozen=True):
 
 
 class Group(Message, frozen=True):
-    """The members of one round, sorted by id, and what they average.
+    """The members of one round, sorted by id, and what they average."""
 
-    Attributes:
-        round_id: 16 bytes.
-        predicted_s: seconds that the organizer expects averaging to take; None: it has no measurements.
-        explanation: one sentence on the choice of shares.
-    """
-
-    round_id: bytes
+    round_id: bytes  # 16 bytes
     terms: RoundTerms
     members: tuple[GroupMember, ...]
-    predicted_s: float | None = None
-    explanation: str = ""
+    predicted_s: float | None = None  # expected seconds of averaging; None: the organizer has no measurements
+    explanation: str = ""  # one sentence on the choice of shares
 
     def index_of(self, peer: PeerId) -> int | None:
         """Return the position of a peer among the members, or None."""
@@ -255,10 +237,8 @@ def valid_weight(weight: float) -> bool:
 class GroupFormation:
     """Collects the members of one round. Pure: time is an argument, and `closes_at` says when to look again.
 
-    Args:
-        terms: all tickets must agree with them.
-
     Attributes:
+        terms: all tickets must agree with them.
         elsewhere: the group that others formed, or a better organizer.
     """
 

@@ -57,7 +57,7 @@ class PrefixRouter:
     A kind of message is served while any collaboration serves it, for the role that the first one required.
 
     Attributes:
-        assistant: as `assist` registered it.
+        assistant: see `assist`; None unregisters it.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -74,8 +74,7 @@ class PrefixRouter:
     ) -> None:
         """Answer calls of ``kind`` to the collaboration ``prefix`` by peers of ``role`` or above.
 
-        Raises:
-            ValueError: this peer serves a collaboration of this name already.
+        Raises ValueError if this peer serves a collaboration of this name already.
         """
 
         async def answer(peer: PeerId, message: Any) -> Message:
@@ -111,8 +110,7 @@ class PrefixRouter:
             enter: ``enter(prefix)``: a message for an unserved collaboration arrived; it may start to serve it.
             leave: ``leave(prefix)``: stop serving it, because this peer is going to.
 
-        Raises:
-            ValueError: an assistant is registered already.
+        Raises ValueError if an assistant is registered already.
         """
         if self.assistant is not None:
             raise ValueError("this peer assists already: stop() that first")
@@ -315,10 +313,7 @@ class Matchmaker:
             del self._groups[next(iter(self._groups))]
 
     def _remembered(self, terms: RoundTerms) -> Group | None:
-        """Return the group of this step, unless the swarm did not follow it or it is long over.
-
-        A run may return to a step from a checkpoint.
-        """
+        """Return the group of this step, unless the swarm did not follow it or it is long over (a run may return)."""
         group, since = self._groups.get(terms.key, (None, 0.0))
         if group is None or loop_now() - since >= REMEMBERED_S:
             return None

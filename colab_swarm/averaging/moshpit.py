@@ -294,11 +294,9 @@ class MoshpitGrid:
         return hashlib.sha256(self._seed + repr((axis, self._across(peer, axis))).encode()).digest()[:16]
 
     def carried(self, peer: PeerId, holders: Collection[PeerId], weight: float) -> float:
-        """Return the weight of ``peer`` after a round.
+        """Return the weight of ``peer`` after a round: its part of ``weight``, that of all contributions together.
 
-        Args:
-            holders: peers that have the line's mean, ``peer`` included.
-            weight: of all contributions to that mean together.
+        ``holders`` are the peers that have the line's mean, ``peer`` included.
         """
         cells = [self.cells[holder] for holder in holders]
         return weight / len(set(cells)) / cells.count(self.cells[peer])
@@ -400,23 +398,16 @@ class RoundMeter:
 
 @dataclass(frozen=True, repr=False)
 class MoshpitResult:
-    """Result of one pass, as seen by this peer.
+    """Result of one pass, as seen by this peer."""
 
-    Attributes:
-        peers: all that took part, this peer included.
-        sides: of the grid.
-        rounds: results of this peer's groups, in order; None where it could not take part.
-        failed: members of this peer's groups that did not join or were lost.
-        seconds: from the call to the mean.
-        note: what went wrong, in words; empty if nothing.
-    """
-
-    peers: tuple[PeerId, ...]
-    sides: tuple[int, ...]
-    rounds: tuple[RoundResult | None, ...]
-    failed: int
-    seconds: float
-    note: str = ""
+    peers: tuple[PeerId, ...]  # all that took part, this peer included
+    sides: tuple[int, ...]  # of the grid
+    rounds: tuple[
+        RoundResult | None, ...
+    ]  # of this peer's groups, in order; None where it could not take part
+    failed: int  # members of this peer's groups that did not join or were lost
+    seconds: float  # from the call to the mean
+    note: str = ""  # what went wrong, in words; empty if nothing
 
     @property
     def complete(self) -> bool:

@@ -78,11 +78,7 @@ async def recover(round_: AllReduce, reducer: int) -> None:
 
 
 async def serve_recall(round_: AllReduce, opening: RecallSpan, stream: Stream) -> None:
-    """Answer another member's `RecallSpan`.
-
-    Raises:
-        ValueError: the opening names a span or chunks that do not exist.
-    """
+    """Answer another member's `RecallSpan`; raises ValueError if it names a span or chunks that do not exist."""
     if not 0 <= opening.reducer < len(round_.group.members):
         raise ValueError(f"there is no span {opening.reducer}")
     for index in opening.wanted:
@@ -189,28 +185,17 @@ DRAIN_S = 5.0
 
 @dataclass(frozen=True)
 class RoundResult:
-    """Result of one averaging round, as seen by this peer.
+    """Result of one averaging round, as seen by this peer."""
 
-    Attributes:
-        group: the planned members.
-        contributors: members whose values are in every mean that arrived here.
-        spans_lost: spans whose reducer was lost before all of its means arrived, recovered or not.
-        kept_local: spans of values for which no mean arrived; they are still this peer's own.
-        sent_bytes, received_bytes: payload.
-        compression_error: relative, of the own contribution: ``||Q(v) - v|| / ||v||``, sampled.
-        seconds: wall time per phase: ``exchange`` with the reducers, ``recovery``, ``total``.
-        members: when each member sent and received.
-    """
-
-    group: Group
-    contributors: tuple[PeerId, ...]
-    spans_lost: tuple[Span, ...]
-    kept_local: tuple[Span, ...]
-    sent_bytes: int
+    group: Group  # the planned members
+    contributors: tuple[PeerId, ...]  # members whose values are in every mean that arrived here
+    spans_lost: tuple[Span, ...]  # whose reducer was lost before all of its means arrived, recovered or not
+    kept_local: tuple[Span, ...]  # values for which no mean arrived; they are still this peer's own
+    sent_bytes: int  # payload
     received_bytes: int
-    compression_error: float
-    seconds: dict[str, float]
-    members: tuple[MemberTrace, ...]
+    compression_error: float  # relative, of the own contribution: ``||Q(v) - v|| / ||v||``, sampled
+    seconds: dict[str, float]  # wall time per phase: ``exchange`` with the reducers, ``recovery``, ``total``
+    members: tuple[MemberTrace, ...]  # when each member sent and received
 
     def __repr__(self) -> str:
         peers = f"{len(self.contributors)} of {len(self.group.members)} peers"
@@ -286,7 +271,6 @@ class Averager:
         """Replace ``values`` by the group's weighted mean; all members end with the same bits.
 
         Args:
-            group: from the matchmaker; this peer is a member.
             values: float32, contiguous, one-dimensional, ``group.terms.numel`` long. Do not change it
                 before the next round has ended: use two vectors in turn.
             encoding: of the contribution; None: the group's codec.
@@ -312,12 +296,7 @@ class Averager:
         )
 
     async def reduce(self, group: Group) -> RoundResult:
-        """Join a round as a reducer only: reduce our span and serve recovery requests, without contributing values.
-
-        Raises:
-            ValueError: this peer is no member.
-            RoundRefused: this round was averaged or given up here before.
-        """
+        """Join a round as a reducer only: reduce our span and serve recovery requests; raises as `average` does."""
         # the system allocates only what is written: the own span
         values = np.empty(group.terms.numel, np.float32)
         return await self._take_part(AllReduce(self._peers, group, values, self._settings, collects=False))

@@ -41,14 +41,10 @@ PRECISION = 1e-7
 
 @dataclass(frozen=True)
 class Capacity:
-    """Speed and bandwidth of one peer.
-
-    Attributes:
-        upload_bps, download_bps: bits per second; None: not known, taken as the median of the others'.
-    """
+    """Speed and bandwidth of one peer."""
 
     samples_per_s: float = 0.0  # speed of its gradients; 0: it has no accelerator
-    upload_bps: float | None = None
+    upload_bps: float | None = None  # bits per second; None: not known, taken as the median of the others'
     download_bps: float | None = None
     reduces: bool = True  # accepts connections
     receives: bool = True  # needs the means; an assistant does not
@@ -56,19 +52,15 @@ class Capacity:
 
 @dataclass(frozen=True)
 class AveragingSetup:
-    """A collaboration to plan for.
-
-    Attributes:
-        contribution_bytes, mean_bytes: the encoded vector, towards the reducers and back.
-        target_batch_size: samples of one step.
-        pair_bps: limits from peer i to peer j, bits per second, where there are any.
-    """
+    """A collaboration to plan for."""
 
     peers: tuple[Capacity, ...]
-    contribution_bytes: float
-    mean_bytes: float
-    target_batch_size: float = 1.0
-    pair_bps: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    contribution_bytes: float  # of the encoded vector, towards the reducers
+    mean_bytes: float  # and back
+    target_batch_size: float = 1.0  # samples of one step
+    pair_bps: Mapping[tuple[int, int], float] = field(
+        default_factory=dict
+    )  # limits from peer i to peer j, bit/s
 
 
 def plan(setup: AveragingSetup) -> SharePlan:
@@ -114,8 +106,7 @@ def plan_round(
 ) -> SharePlan:
     """Return the fastest round in which the peers ``computing`` contribute, or the round with the given ``shares``.
 
-    Raises:
-        ValueError: no peer reduces, or no bandwidth is known.
+    Raises ValueError if no peer reduces, or no bandwidth is known.
     """
     contributes = np.isin(np.arange(len(setup.peers)), computing)
     loads = _Loads(setup, contributes)
@@ -270,9 +261,7 @@ def adaptive_shares(tickets: Sequence[Ticket], *, flattery: float = 1.0) -> Shar
 
     Shares are equal if planned ones save less than a tenth of the time, or if no bandwidth is known.
 
-    Args:
-        flattery: how many times more optimistic forecasts were for planned shares than for equal
-            ones, compared to the actual times (see `AdaptiveShares`).
+    ``flattery`` is how many times more optimistic forecasts were for planned shares than for equal ones.
     """
     equal, terms = equal_shares(tickets), tickets[0].terms
     uploads = _trusted(tickets, [ticket.upload_bps for ticket in tickets])

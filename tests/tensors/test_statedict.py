@@ -13,12 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.errors import StateError
-from colab_swarm.tensors.statedict import (
-    KINDS,
-    MAX_DEPTH,
-    flatten,
-    unflatten,
-)
+from colab_swarm.tensors.statedict import KINDS, MAX_DEPTH, flatten, unflatten
 
 shapes = st.lists(st.integers(0, 3), max_size=3)
 tensors = st.builds(
