@@ -216,8 +216,7 @@ class AllReduce:
         self.exchanged_at: float | None = None
         self.sent_bytes = self.received_bytes = self.serving = 0
         self.served = asyncio.Event()
-        encoding = encoding or UploadEncoding()
-        self._feedback = encoding.feedback
+        self._encoding = encoding = encoding or UploadEncoding()
         self._error, self._norm = 0.0, 0.0  # squares, of the chunks whose compression was measured
         self._precision = Precision(encoding.precision or group.terms.codec, encoding.fine)
         self._mean_precision = Precision(group.terms.mean_codec, encoding.fine)
@@ -233,18 +232,13 @@ class AllReduce:
         self._reported: set[int] = set()  # as silent
         self._publish(self.reducer.finished())
         if not collects:
-            for reducer in range(len(weights)):
-                if reducer != me:
-                    self.settled[reducer].set()
+            for settled in self.settled[:me] + self.settled[me + 1 :]:
+                settled.set()
             self.drop(me, "it assists")
 
     def member(self, index: int) -> GroupMember:
         """The member at ``index``."""
         return self.group.members[index]
-
-    def awaited(self) -> list[asyncio.Event]:
-        """Return the events that end the round at this member, in member order."""
-        return self.final if self.collects else [self.final[self.me]]
 
     @property
     def compression_error(self) -> float:
@@ -272,9 +266,9 @@ class AllReduce:
                         raise
                     await self._converse(reducer)  # one of two links was lost, not the peer
         except (PeerError, TimeoutError, ValueError) as error:
-            silent_s = REDUCER_PATIENCE * self.settings.patience_s
-            refused = "refused: " if isinstance(error, CallRefused) else ""
-            reason = f"{refused}{error}" or f"too slow: no mean for {silent_s:g} s"
+            reason = str(error) or f"too slow: no mean for {REDUCER_PATIENCE * self.settings.patience_s:g} s"
+            if isinstance(error, CallRefused):
+                reason = f"refused: {reason}"
             logger.debug("reducer %s is lost: %s", short(peer), reason)
             self.trace.on_dropped(reducer, reason)
         finally:
@@ -327,13 +321,13 @@ class AllReduce:
     def _encoded(self, index: int, chunk: Span) -> tuple[Chunk, Buffer]:
         codec, values = self._precision.at(chunk.start), self.ledger.values[chunk.start : chunk.stop]
         payload = codec.encode(values)
-        if codec.name != "float32" and (self._feedback is not None or index % MEASURED_CHUNKS == 0):
+        if codec.name != "float32" and (self._encoding.feedback is not None or index % MEASURED_CHUNKS == 0):
             arrived = codec.decode(payload, len(values), scratch=self._scratch)
             cut = values - arrived
             self._error += float(np.dot(cut, cut))
             self._norm += float(np.dot(values, values))
-            if self._feedback is not None:
-                self._feedback.cut_off(chunk.start, values, arrived)
+            if self._encoding.feedback is not None:
+                self._encoding.feedback.cut_off(chunk.start, values, arrived)
         return Chunk(index, codec="" if codec.name == self.group.terms.codec else codec.name), payload
 
     async def _collect(self, stream: Stream, reducer: int) -> None:

@@ -154,10 +154,9 @@ async def _recompute_chunk(round_: AllReduce, streams: dict[int, Stream], reduce
 async def _recall(
     round_: AllReduce, member: int, reducer: int, *, contributions: bool
 ) -> AsyncIterator[Stream]:
-    wanted = tuple(round_.ledger.lacking(reducer))
+    wanted, timeout_s = tuple(round_.ledger.lacking(reducer)), round_.settings.dial_timeout_s
     opening = RecallSpan(round_.group.round_id, reducer, wanted, contributions)
-    peer, dial_timeout_s = round_.member(member).id, round_.settings.dial_timeout_s
-    async with await round_.peers.stream(peer, opening, timeout_s=dial_timeout_s) as stream:
+    async with await round_.peers.stream(round_.member(member).id, opening, timeout_s=timeout_s) as stream:
         yield stream
 
 
@@ -340,6 +339,7 @@ class Averager:
         clock = asyncio.get_running_loop().time
         begun, stop_listening = clock(), self._peers.on_lost(exchange.on_lost)
         step, limit_s = exchange.group.terms.step, self._settings.round_timeout_s
+        awaited = exchange.final if exchange.collects else [exchange.final[exchange.me]]
         try:
             async with asyncio.timeout(limit_s), asyncio.TaskGroup() as tasks:
                 watch = tasks.create_task(exchange.watch(self._events))
@@ -348,7 +348,7 @@ class Averager:
                     count = len(exchange.group.members)
                     for reducer in ((exchange.me + step) % count for step in range(1, count)):
                         tasks.create_task(_obtain(exchange, reducer))
-                for final in exchange.awaited():
+                for final in awaited:
                     await final.wait()
                 watch.cancel()
         except TimeoutError:
@@ -356,7 +356,7 @@ class Averager:
             exchange.on_timeout()
         finally:
             stop_listening()
-            for event in (*exchange.settled, *exchange.awaited()):
+            for event in (*exchange.settled, *awaited):
                 event.set()
         ended = clock()
         exchange_s = (ended if exchange.exchanged_at is None else exchange.exchanged_at) - begun

@@ -22,6 +22,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -143,20 +144,13 @@ def _loss_point(step: int, at: float, reported: list[tuple[float, float]]) -> Lo
 
 
 def weighted_median(weighted: Sequence[tuple[float, float]]) -> float:
-    """Return the least value with at least half of the weight at or below it; between two such values, their mean.
-
-    Args:
-        weighted: values and weights, > 0.
-    """
+    """Return the least value with at least half of the weight, > 0, at or below it; of two such values the mean."""
     values = sorted(weighted)
-    wanted, so_far = sum(weight for _, weight in values) / 2, 0.0
-    for index, (value, weight) in enumerate(values):
-        so_far += weight
-        if math.isclose(so_far, wanted) and index + 1 < len(values):
-            return (value + values[index + 1][0]) / 2
-        if so_far >= wanted:
-            return value
-    return values[-1][0]
+    passed = list(accumulate(weight for _, weight in values))
+    half = passed[-1] / 2
+    index = next(i for i, weight in enumerate(passed) if weight >= half or math.isclose(weight, half))
+    between = math.isclose(passed[index], half) and index + 1 < len(values)
+    return (values[index][0] + values[index + 1][0]) / 2 if between else values[index][0]
 
 
 class Forwarder:
@@ -392,9 +386,8 @@ class Keeper:
 
     def kept(self) -> KeptModel:
         """Return what a page shows of the checkpoints."""
-        if self.hub is None:
-            return KeptModel(self.vault.checkpoints, self.standing_in)
-        return KeptModel(self.vault.checkpoints, self.standing_in, self.hub.state, self.hub.failures)
+        hub = () if self.hub is None else (self.hub.state, self.hub.failures)
+        return KeptModel(self.vault.checkpoints, self.standing_in, *hub)
 
     def start(self) -> None:
         """Start to watch and save."""
