@@ -27,13 +27,12 @@ move the run's folder away.
 | shows them: page, `/metrics` for Prometheus, `/status.json` | `colab_swarm.notebook.page` |
 | connects all of these | `backbone` |
 
-The loss of a step is the median over the trainers, weighted by their speeds. No weight exceeds the median weight, so a
-lying minority cannot move the curve. Volunteers hold no key of any dashboard: their reports are signed records.
+A lying minority cannot move the curve of losses. Volunteers hold no key of any dashboard: their reports are signed
+records.
 
 ## Failures
 
-Killed at any moment, it continues with the same file and port. When no trainer is as far as the
-newest checkpoint, it publishes a progress record of that step, as a peer that cannot reduce. Any
-trainer that is further outvotes it, and late joiners download the state from it. The run does not
-depend on the Hub. The page is read-only and rendered once a second at most.
+Killed at any moment, it continues with the same file and port. When no trainer is as far as the newest checkpoint, late
+joiners get that one (`keeper`). The run does not depend on the Hub. The page is read-only and rendered once a second at
+most.
 """

@@ -97,11 +97,9 @@ class LossCurve:
     def on_records(
         self, records: Mapping[PeerId, ProgressRecord], branch: Branch | None, *, at: float
     ) -> list[LossPoint]:
-        """Take the trainers' live records; return the points of the steps that have ended since.
+        """Take the trainers' live records at ``at`` (epoch); return the points of the steps that have ended since.
 
-        Args:
-            branch: where the swarm is; None while nobody trains.
-            at: seconds since the epoch.
+        ``branch`` is where the swarm is; None while nobody trains.
         """
         if branch is None:
             return []
@@ -156,8 +154,7 @@ def weighted_median(weighted: Sequence[tuple[float, float]]) -> float:
 class Forwarder:
     """Logs points to a tracker from a thread of its own. If the tracker cannot be reached, points are lost.
 
-    Raises:
-        ValueError: the tracker's package is not installed.
+    Raises ValueError if the tracker's package is not installed.
     """
 
     def __init__(self, settings: Forward, prefix: str) -> None:
@@ -239,8 +236,7 @@ class Vault(StepFiles):
     def save(self, snapshot: Snapshot) -> Path:
         """Write a snapshot, whole or not at all, and delete the files beyond ``keep``.
 
-        Raises:
-            StateError: it is not sound, or the disk is full; older checkpoints are untouched.
+        Raises StateError if it is not sound, or the disk is full; older checkpoints are untouched.
         """
         path = self.file_of(snapshot.manifest.step)
         write_tensors(path, *tensors_of(snapshot))
@@ -257,17 +253,14 @@ class HubPush:
     """Pushes the newest checkpoint of a collaboration, in a thread; whatever goes wrong there, the run continues.
 
     Args:
-        settings: the repository, whether it is private, and the least time between pushes.
         token: one that may write; None for the login of this machine.
         endpoint: the Hub; None for the usual one.
         retry_s: seconds after the first failure; doubled with each.
 
     Attributes:
         state: the last push and its success, in words.
-        failures: of all tries.
 
-    Raises:
-        ValueError: huggingface_hub is not installed.
+    Raises ValueError if huggingface_hub is not installed.
     """
 
     def __init__(
@@ -338,13 +331,10 @@ class Keeper:
     """Keeps the checkpoints of one collaboration until it is stopped.
 
     Args:
-        prefix: of the collaboration.
         name: this peer's, for people.
         settings: when to save.
         folder: for all files.
-        hub: gets each checkpoint.
         on_standing_in: called before peers get a checkpoint: the steps after it will be repeated.
-        forward: a tracker that gets the curve.
 
     Attributes:
         stored: the checkpoint for late joiners; None while there are trainers.

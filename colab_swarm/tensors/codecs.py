@@ -68,21 +68,14 @@ class Codec(Protocol):
     def encode(self, values: Floats) -> Buffer:
         """Encode a contiguous vector; the result may be a view of ``values``.
 
-        Raises:
-            ValueError: ``values`` are not finite, which onebit and topk cannot represent.
+        Raises ValueError if ``values`` are not finite, which onebit and topk cannot represent.
         """
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
-        """Decode exactly ``numel`` values.
+        """Decode exactly ``numel`` values: a view of ``buffer`` (read-only), of ``scratch``, or a new array.
 
-        Args:
-            scratch: optional memory of at least ``numel`` values to decode into.
-
-        Returns:
-            The values: a view of ``buffer`` (read-only), of ``scratch``, or a new array.
-
-        Raises:
-            ValueError: the buffer's length is not ``encoded_bytes(numel)``, or its content is not valid.
+        ``scratch`` is memory of at least ``numel`` values to decode into. Raises ValueError if the buffer's length is
+        not ``encoded_bytes(numel)``, or its content is not valid.
         """
 
 
@@ -220,8 +213,7 @@ _LARGEST_SCALE = np.nextafter(np.float32(np.finfo(np.float32).max / 127), np.flo
 def codec_of(name: str) -> Codec:
     """Return the codec with this name: float32, float16, bfloat16, int8, onebit, or topk with a share (topk:0.01).
 
-    Raises:
-        ValueError: there is no such codec, or the share is not written in its shortest form.
+    Raises ValueError if there is none, or the share is not written in its shortest form.
     """
     if name in CODECS:
         return CODECS[name]
@@ -248,13 +240,10 @@ class Precision:
 
     Normalization layers and biases are few but sensitive values; large matrices tolerate 8 bits
     (hivemind's SizeAdaptiveCompression).
-
-    Attributes:
-        name: of a codec, or adaptive.
-        fine: values of small tensors, at the front of the vector; None: unknown, all values count as fine.
     """
 
-    name: str
+    name: str  # of a codec, or adaptive
+    # values of small tensors, at the front of the vector; None: unknown, all values count as fine
     fine: int | None = None
 
     def __post_init__(self) -> None:
@@ -395,10 +384,9 @@ class Int8:
 
 
 class OneBit:
-    """Blocks of 4096 values: positive ones become their mean, the others theirs.
+    """Blocks of 4096 values: positive ones become their mean, the others theirs (Elastic Consistency, section 5.2).
 
-    Elastic Consistency, section 5.2, uses one block for the whole vector; blocks have a smaller
-    error. Layout: two float32 means per block, then one bit per value.
+    Layout: two float32 means per block, then one bit per value.
     """
 
     name = "onebit"
@@ -482,11 +470,7 @@ class ErrorFeedback:
     meanwhile, or a failed round, keeps the residual of the last vector that arrived.
 
     Args:
-        numel: values of the vector.
-        state: a `state_dict` to resume from; None: no residual.
-
-    Raises:
-        StateError: the state does not hold ``numel`` finite values.
+        state: a `state_dict` to resume from; raises StateError if it does not hold ``numel`` finite values.
 
     Attributes:
         residual: added to the next vector.
@@ -517,11 +501,7 @@ class ErrorFeedback:
         np.subtract(wanted, arrived, out=self._cut[start : start + len(wanted)])
 
     def encode(self, codec: Codec, start: int, values: Floats) -> tuple[Buffer, Floats]:
-        """Add the residual to the piece at ``start``; return it encoded, and as others decode it.
-
-        Raises:
-            ValueError: the values are not finite, and the codec refuses that.
-        """
+        """Add the residual to the piece at ``start``; return it encoded, and as others decode it."""
         wanted = values + self.residual[start : start + len(values)]
         encoded = codec.encode(wanted)
         arrived = codec.decode(encoded, len(wanted))

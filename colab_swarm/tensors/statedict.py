@@ -90,8 +90,7 @@ def copied(state: Any) -> Any:
 def unflatten(tensors: Mapping[str, torch.Tensor], skeleton: bytes) -> Any:
     """Return the state that `flatten` split; tensors are not copied.
 
-    Raises:
-        StateError: the skeleton is over `MAX_SKELETON_BYTES` or invalid, or does not name exactly these tensors.
+    Raises StateError if the skeleton is over `MAX_SKELETON_BYTES`, invalid, or does not name exactly these tensors.
     """
     if len(skeleton) > MAX_SKELETON_BYTES:
         raise StateError(f"state skeleton has {len(skeleton)} bytes; {MAX_SKELETON_BYTES} are allowed")
@@ -277,10 +276,9 @@ def as_tensors(tensors: Mapping[str, TensorBytes]) -> dict[str, torch.Tensor]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, TensorBytes], skeleton: bytes) -> None:
-    """Write a file atomically: on failure ``path`` keeps its old content. Creates the folder if needed.
+    """Write a file atomically, and its folder if needed.
 
-    Raises:
-        StateError: the disk is full or cannot be written; no partial file remains.
+    Raises StateError if the disk is full or cannot be written: no partial file remains, and an old file is intact.
     """
     head = _head(tensors, skeleton)
     partial = path.with_name(path.name + ".partial")
@@ -379,11 +377,7 @@ def sync_folder(folder: Path) -> None:
 
 
 class StepFiles:
-    """The last ``keep`` checkpoints of one run in a folder, ``step-000000000012.safetensors`` and so on.
-
-    Raises:
-        ValueError: ``keep`` is below 1.
-    """
+    """The last ``keep`` >= 1 checkpoints of one run in a folder, ``step-000000000012.safetensors`` and so on."""
 
     def __init__(self, path: str | Path, *, keep: int = 3) -> None:
         if keep < 1:
