@@ -58,9 +58,7 @@ class AveragingSetup:
     contribution_bytes: float  # of the encoded vector, towards the reducers
     mean_bytes: float  # and back
     target_batch_size: float = 1.0  # samples of one step
-    pair_bps: Mapping[tuple[int, int], float] = field(
-        default_factory=dict
-    )  # limits from peer i to peer j, bit/s
+    pair_bps: Mapping[tuple[int, int], float] = field(default_factory=dict)  # limits from peer i to peer j
 
 
 def plan(setup: AveragingSetup) -> SharePlan:
@@ -161,19 +159,17 @@ class _Loads:
         return low + (high - low) * ((1 - low.sum()) / spare) if spare else low
 
     def _bounds(self, seconds: float) -> tuple[Array, Array]:
-        """Return the least and greatest share of each peer for a round of ``seconds``."""
+        """Return the least and greatest share of each peer for a round of ``seconds``; crossed where none fits."""
         room = seconds * self._rates - self._fixed
         with np.errstate(divide="ignore", invalid="ignore"):
             limit = room / self._slope
-        high = np.where(self._slope > 0, limit, np.inf).min(axis=0)
+        high = np.where((self._slope < 0) | np.isnan(limit), np.inf, limit).min(axis=0)
         low = np.where(self._slope < 0, limit, 0.0).max(axis=0)
-        return np.maximum(low, 0.0), np.clip(high, 0.0, self._reduces)
+        return np.maximum(low, 0.0), np.minimum(high, self._reduces)
 
     def _feasible(self, seconds: float) -> bool:
         low, high = self._bounds(seconds)
-        room = seconds * self._rates - self._fixed
-        kept = ((self._slope < 0) | (room >= 0)).all()
-        return bool(kept and (low <= high).all() and low.sum() <= 1 <= high.sum())
+        return bool((low <= high).all() and low.sum() <= 1 <= high.sum())
 
     def _program(self) -> Array:
         """With pairs: minimize the time with HiGHS. Rows are in seconds."""

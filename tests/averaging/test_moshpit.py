@@ -189,15 +189,6 @@ async def test_a_late_caller_is_alone_and_joins_the_next_pass() -> None:
     assert {len(result.peers) for _, result in again} == {3}
 
 
-async def test_peers_that_met_before_wait_for_each_other_only() -> None:
-    averagers = await few("alice", "bob", "carol")
-    await asyncio.gather(*(one.average(ONES) for one in averagers))
-    results = await asyncio.gather(*(after(i, one, i * ONES) for i, one in enumerate(averagers)))
-    for mean, _ in results:
-        np.testing.assert_allclose(mean, ONES)
-    assert results[2][1].seconds < 1.0
-
-
 async def test_vectors_of_different_lengths_do_not_meet() -> None:
     alice, bob = await few("alice", "bob")
     results = await asyncio.gather(alice.average(ONES), bob.average(np.ones(11, np.float32)))
