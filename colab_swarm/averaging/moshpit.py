@@ -305,9 +305,6 @@ class MoshpitGrid:
         cell = self.cells[peer]
         return cell[:axis] + cell[axis + 1 :]
 
-    def __repr__(self) -> str:
-        return f"MoshpitGrid({len(self.cells)} peers on {'x'.join(map(str, self.sides))})"
-
 
 def rounds_for(peers: int, group_size: int) -> int:
     """Return ceil(log_m n): rounds in groups of ``group_size`` until the values of all ``peers`` have mixed."""

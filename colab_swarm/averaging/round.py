@@ -34,7 +34,6 @@ from colab_swarm.averaging.group import Group, RoundRefused, Span
 from colab_swarm.averaging.reducer import SpanReducer
 from colab_swarm.errors import PeerError
 from colab_swarm.events import EventLog, MemberTrace, RoundFinished
-from colab_swarm.markup import facts, size
 from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, Stream, short
 from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
 
@@ -201,13 +200,6 @@ class RoundResult:
         lost = f", {len(self.spans_lost)} spans lost" if self.spans_lost else ""
         return f"RoundResult(step {self.group.terms.step}, {peers}, {self.seconds['total']:.2f} s{lost})"
 
-    def _repr_html_(self) -> str:
-        rows = {f"seconds: {phase}": f"{seconds:.2f}" for phase, seconds in self.seconds.items()}
-        rows["sent, received"] = f"{size(self.sent_bytes)}, {size(self.received_bytes)}"
-        rows["values without a mean"] = f"{sum(span.numel for span in self.kept_local):,}"
-        rows["compression error"] = f"{self.compression_error:.2%}"
-        return facts(repr(self), rows)
-
     def event(self, *, began_at: float, now: float) -> RoundFinished:
         """Return the event for this round, which began with the search for its group."""
         weights = {member.id: member.weight for member in self.group.members}
@@ -281,18 +273,12 @@ class Averager:
             ValueError: this peer is no member, or the vector does not fit.
             RoundRefused: this round was averaged or given up here before.
         """
-        if (
-            values.shape != (group.terms.numel,)
-            or values.dtype != np.float32
-            or not values.flags.c_contiguous
-        ):
-            raise ValueError(
-                f"{group.terms.numel} float32 values are needed in one piece, got {values.dtype}{values.shape}"
-            )
+        wanted = f"{group.terms.numel} float32 values are needed in one piece"
+        if (*values.shape, values.dtype) != (group.terms.numel, np.float32) or not values.flags.c_contiguous:
+            raise ValueError(f"{wanted}, got {values.dtype}{values.shape}")
         spare = self._spare.pop(group.terms.prefix, None)
-        return await self._take_part(
-            AllReduce(self._peers, group, values, self._settings, encoding=encoding, spare=spare)
-        )
+        exchange = AllReduce(self._peers, group, values, self._settings, encoding=encoding, spare=spare)
+        return await self._take_part(exchange)
 
     async def reduce(self, group: Group) -> RoundResult:
         """Join a round as a reducer only: reduce our span and serve recovery requests; raises as `average` does."""
