@@ -201,11 +201,11 @@ class AllReduce:
             raise ValueError("only a member can take part in a round")
         self.group, self.me, self.settings, self.peers = group, me, settings, peers
         self.ledger, self.trace = SpanLedger(group, values), Trace(group, now=now)
-        start, stop = group.spans()[me]
+        span = group.spans()[me]
         if not collects:
-            spare = values[start:stop]
-        elif spare is None or len(spare) != stop - start:
-            spare = np.empty(stop - start, np.float32)
+            spare = values[span.start : span.stop]
+        elif spare is None or len(spare) != span.numel:
+            spare = np.empty(span.numel, np.float32)
         self.sums, self.collects = spare, collects
         weights = [member.weight for member in group.members]
         self.reducer = SpanReducer(self.ledger.chunks[me], weights, spare)
