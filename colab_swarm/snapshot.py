@@ -15,7 +15,7 @@ class PeerRow:
 
     name: str  # chosen by the peer; untrusted
     id: str  # short hex id
-    role: str  # trainer, idle, paused, catching up, assistant or peer; in a simulation the state of its work
+    role: str  # trainer, idle, paused, catching up, assistant or peer; in a simulation its state
     step: int  # its global step
     samples_per_s: float  # its speed
     samples: float  # accumulated towards the next step
@@ -87,7 +87,7 @@ class SwarmSnapshot:
     uptime_s: float  # seconds since it joined
     log: tuple[str, ...]  # the last events as lines, oldest first
     own_samples_per_s: float = 0.0  # speed of this peer
-    eta_s: float | None = None  # until the next global step at the present speed; None if no peer trains
+    eta_s: float | None = None  # until the next global step at this speed; None if no peer trains
     last_share: float | None = None  # its part of the last global step's samples; None before the first
     rounds: tuple[events.RoundFinished, ...] = ()  # the last averaging rounds, oldest first
     leaderboard: tuple[ContributionRow, ...] = ()  # contributions, most samples first; as of the last reading
@@ -96,7 +96,7 @@ class SwarmSnapshot:
     session: SessionTime | None = None  # None if its limit is unknown
     paused: bool = False  # whether the user has paused this peer's work
     names: Mapping[str, str] = field(default_factory=dict)  # of peers by short id, those that left included
-    model: str = ""  # name of the model that this peer follows without training it; empty if there is none
+    model: str = ""  # that this peer follows without training it; empty if there is none
     kept: KeptModel | None = None  # its checkpoints here; None if this peer keeps none
     at: float = 0.0  # when the snapshot was taken, seconds since the epoch; 0 if unknown
 

@@ -1,9 +1,10 @@
 """One round at one member: it contributes to every reducer, collects their means, and reduces its own span.
 
-- Each member opens one stream to each reducer, so outgoing connections are enough. Contributions go up, and means come
-  back as soon as they are ready. No task, timer or copy is made per chunk.
-- `Pace` advances the contributions to all reducers evenly, so that means flow back while contributions still flow out.
-  Otherwise a small span would finish long before a large one, whose reducer would idle first and answer last.
+- Each member opens one stream to each reducer, so outgoing connections are enough. Contributions go
+  up, and means come back as soon as they are ready. No task, timer or copy is made per chunk.
+- `Pace` advances the contributions to all reducers evenly, so that means flow back while
+  contributions still flow out. Otherwise a small span would finish long before a large one, whose
+  reducer would idle first and answer last.
 """
 
 from __future__ import annotations
@@ -142,8 +143,9 @@ class ReduceSpan(Message, frozen=True):
 class Chunk(Message, frozen=True):
     """Chunk ``index`` of a span.
 
-    The payload is a contribution or, if ``averaged``, a mean; an empty payload means that there is no mean.
-    ``missing`` lists members of positive weight that are not in the mean. An empty ``codec`` is the group's.
+    The payload is a contribution or, if ``averaged``, a mean; an empty payload means that there is
+    no mean. ``missing`` lists members of positive weight that are not in the mean. An empty
+    ``codec`` is the group's.
     """
 
     index: int

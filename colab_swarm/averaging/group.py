@@ -1,7 +1,8 @@
 """How peers form a group: the messages, the spans, and the pure core that decides when a group is complete.
 
-A *lineage* is a chain of digests: it starts from the first parameters and takes in every mean applied since. It names
-a branch of parameters, so equal lineages mean equal parameters. A group admits one step of one lineage.
+A *lineage* is a chain of digests: it starts from the first parameters and takes in every mean
+applied since. It names a branch of parameters, so equal lineages mean equal parameters. A group
+admits one step of one lineage.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Span(NamedTuple):
 def plan_spans(numel: int, shares: Sequence[float]) -> list[Span]:
     """Cut a flat vector of ``numel`` values into one consecutive span per member, which tile it without gaps.
 
-    Member i reduces span i for the whole group (butterfly all-reduce, DeDLOC section 3.2). A zero share gets an empty
-    span; raises ValueError if a share is negative or all are zero.
+    Member i reduces span i for the whole group (butterfly all-reduce, DeDLOC section 3.2). A zero
+    share gets an empty span; raises ValueError if a share is negative or all are zero.
     """
     total = sum(shares)
     if not shares or not min(shares) >= 0 or not 0 < total < math.inf:

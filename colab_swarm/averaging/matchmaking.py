@@ -1,11 +1,13 @@
 """Finding the group of a round: ask the organizer, or be it.
 
-Every member passes the group on to its fellow members, and answers an organizer's call with it. So a group survives
-the loss of its organizer. Organizers with different views are sorted out by rank: a peer that knows a live candidate
-before itself redirects to it, so redirections only lead up the rank.
+Every member passes the group on to its fellow members, and answers an organizer's call with it. So
+a group survives the loss of its organizer. Organizers with different views are sorted out by rank:
+a peer that knows a live candidate before itself redirects to it, so redirections only lead up the
+rank.
 
-A group becomes history when its round is over and the swarm did not follow it. Its members then no longer pass it on,
-so that the other peers can take the step together. Only members pass a group on, otherwise it would circulate forever.
+A group becomes history when its round is over and the swarm did not follow it. Its members then no
+longer pass it on, so that the other peers can take the step together. Only members pass a group on,
+otherwise it would circulate forever.
 """
 
 from __future__ import annotations

@@ -1,19 +1,21 @@
 """Averaging any vector among all peers that call for it: a meeting, then groups on a grid (Moshpit averaging).
 
-A meeting. A ready peer publishes the number of the meeting that it waits for (swarm time in milliseconds) in the DHT.
-All peers take the lowest number. The meeting starts when the first peer has waited for the window, or when all peers of
-the last meeting are back. Its organizer then calls the others, which ends their waiting too. A meeting of a fixed size
-starts as soon as that many peers wait on the same terms, and not before. A peer that waits longer than the window takes
-a new number, which also shows that its record is no leftover.
+A meeting. A ready peer publishes the number of the meeting that it waits for (swarm time in
+milliseconds) in the DHT. All peers take the lowest number. The meeting starts when the first peer
+has waited for the window, or when all peers of the last meeting are back. Its organizer then calls
+the others, which ends their waiting too. A meeting of a fixed size starts as soon as that many
+peers wait on the same terms, and not before. A peer that waits longer than the window takes a new
+number, which also shows that its record is no leftover.
 
-A pass. All peers of a meeting compute the same grid. Round r averages within the lines along axis r; each line is a
-group of its own. After one round per axis all peers have the exact mean, and a failed peer costs only its own line
-(DeDLOC section 3.2 and Appendix C). What makes it exact:
+A pass. All peers of a meeting compute the same grid. Round r averages within the lines along axis
+r; each line is a group of its own. After one round per axis all peers have the exact mean, and a
+failed peer costs only its own line (DeDLOC section 3.2 and Appendix C). What makes it exact:
 
-- There is no empty cell. Where the number of peers is not a product of sides, some cells hold several peers: a line
-  with a hole would miss the mean of another line.
-- Each peer carries a *weight* with its values. After a round, the weight of all contributors is divided equally among
-  the line's cells, and within a cell among its peers. So no weight is lost or counted twice.
+- There is no empty cell. Where the number of peers is not a product of sides, some cells hold
+  several peers: a line with a hole would miss the mean of another line.
+- Each peer carries a *weight* with its values. After a round, the weight of all contributors is
+  divided equally among the line's cells, and within a cell among its peers. So no weight is lost or
+  counted twice.
 - A peer that misses a round keeps its values and its weight; the next pass mixes them in.
 
 Every line gets a peer that can be dialled. In the meeting each member votes for a group size, from
@@ -72,7 +74,7 @@ ROUND_TIMEOUT_S = 120.0
 """Bound on finding the group of one round."""
 
 
-# --- meetings -------------------------------------------------------------------------------------------------------
+# --- meetings -------------------------------------------------------------------------------------
 
 
 class WaitingPeer(Message, frozen=True):
@@ -257,7 +259,7 @@ class Assembly:
         return False
 
 
-# --- the grid ---------------------------------------------------------------------------------------------------------
+# --- the grid -------------------------------------------------------------------------------------
 
 
 class MoshpitGrid:
@@ -328,7 +330,7 @@ def plan_sides(peers: int, rounds: int) -> tuple[int, ...]:
     return tuple(sides)
 
 
-# --- group size -----------------------------------------------------------------------------------------------------
+# --- group size -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -346,8 +348,9 @@ class RoundTime:
 def success_rate(peers: int, group_size: int, *, failures_per_s: float, time: RoundTime) -> float:
     """Return the global averages per second without a failure (DeDLOC Appendix C).
 
-    r(m) = (1-q)^(m ceil(log_m n)) / (T(m) ceil(log_m n)). The chance q that a peer fails in a round grows with its
-    length: q = 1 - exp(-failures_per_s T(m)). With one q for all sizes, pairs would never beat groups of four.
+    r(m) = (1-q)^(m ceil(log_m n)) / (T(m) ceil(log_m n)). The chance q that a peer fails in a round
+    grows with its length: q = 1 - exp(-failures_per_s T(m)). With one q for all sizes, pairs would
+    never beat groups of four.
     """
     rounds, round_s = rounds_for(peers, group_size), time.seconds(group_size)
     return math.exp(-failures_per_s * round_s * group_size * rounds) / (round_s * rounds)
@@ -390,7 +393,7 @@ class RoundMeter:
         return choose_group_size(peers, failures_per_s=self.failures_per_s, time=self.time)
 
 
-# --- averaging ------------------------------------------------------------------------------------------------------
+# --- averaging ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, repr=False)

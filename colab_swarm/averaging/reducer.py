@@ -2,11 +2,15 @@
 
 Rules:
 
-- A chunk is finished when every member that is still expected has delivered it. Its mean never changes afterwards.
-- A member that sends invalid data (NaN, wrong length, unknown chunk) is dropped. Its valid chunks stay, nothing more
-  is accepted, and its weight leaves the mean of every chunk that it did not deliver. The same holds for a lost member.
-- A chunk without contributions (all weights zero, or all members lost) has no mean: members keep their local values.
-- Sums are float32 in order of arrival, of values already scaled by weight / total weight, so they cannot overflow.
+- A chunk is finished when every member that is still expected has delivered it. Its mean never
+  changes afterwards.
+- A member that sends invalid data (NaN, wrong length, unknown chunk) is dropped. Its valid chunks
+  stay, nothing more is accepted, and its weight leaves the mean of every chunk that it did not
+  deliver. The same holds for a lost member.
+- A chunk without contributions (all weights zero, or all members lost) has no mean: members keep
+  their local values.
+- Sums are float32 in order of arrival, of values already scaled by weight / total weight, so they
+  cannot overflow.
 
 State: a bit per member. ``_expected``: members that still owe chunks; ``_delivered[chunk]``: members in its sum.
 """

@@ -187,12 +187,12 @@ class RoundResult:
 
     group: Group  # the planned members
     contributors: tuple[PeerId, ...]  # members whose values are in every mean that arrived here
-    spans_lost: tuple[Span, ...]  # whose reducer was lost before all of its means arrived, recovered or not
+    spans_lost: tuple[Span, ...]  # their reducer was lost before all of its means arrived
     kept_local: tuple[Span, ...]  # values for which no mean arrived; they are still this peer's own
     sent_bytes: int  # payload
     received_bytes: int
     compression_error: float  # relative, of the own contribution: ``||Q(v) - v|| / ||v||``, sampled
-    seconds: dict[str, float]  # wall time per phase: ``exchange`` with the reducers, ``recovery``, ``total``
+    seconds: dict[str, float]  # per phase: ``exchange`` with the reducers, ``recovery``, ``total``
     members: tuple[MemberTrace, ...]  # when each member sent and received
 
     def __repr__(self) -> str:
@@ -225,8 +225,9 @@ class RoundResult:
 class Averager:
     """Takes part in averaging rounds, as a member and as a reducer. Rounds may overlap.
 
-    The other members may still recover chunks from the last finished round of each collaboration. Its vector is not
-    copied, because a copy costs as much as summing: the caller must not change it until the next round has ended.
+    The other members may still recover chunks from the last finished round of each collaboration.
+    Its vector is not copied, because a copy costs as much as summing: the caller must not change it
+    until the next round has ended.
 
     Attributes:
         on_round: called with each result.

@@ -64,10 +64,11 @@ class AveragingSetup:
 def plan(setup: AveragingSetup) -> SharePlan:
     """Return the plan with the highest rate of steps, ``min(samples per second / batch, rounds per second)``.
 
-    If gradients come faster than rounds can average them, some peers should not compute, which saves contributions.
-    Finding the best subset is hard. Here peers leave in three orders, and bisection finds how many: the slowest first,
-    the least speed times upload first, and the fastest download first (a reducer's own contribution saves a slow
-    download). Of 200 small random setups 96 % get the best subset, on average 99 % of its rate.
+    If gradients come faster than rounds can average them, some peers should not compute, which
+    saves contributions. Finding the best subset is hard. Here peers leave in three orders, and
+    bisection finds how many: the slowest first, the least speed times upload first, and the fastest
+    download first (a reducer's own contribution saves a slow download). Of 200 small random setups
+    96 % get the best subset, on average 99 % of its rate.
 
     Raises:
         ValueError: no peer computes, no peer reduces, or no bandwidth is known.
@@ -281,8 +282,9 @@ def adaptive_shares(tickets: Sequence[Ticket], *, flattery: float = 1.0) -> Shar
 class AdaptiveShares:
     """`adaptive_shares` that learns from the errors of its forecasts.
 
-    A link that is not full shows only the load that it had. So a peer that reduces more seems to have more bandwidth,
-    and without this correction unequal shares among equal peers would confirm themselves.
+    A link that is not full shows only the load that it had. So a peer that reduces more seems to
+    have more bandwidth, and without this correction unequal shares among equal peers would confirm
+    themselves.
     """
 
     def __init__(self) -> None:

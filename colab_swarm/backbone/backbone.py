@@ -31,8 +31,8 @@ MAX_PEERS = 256  # in a snapshot
 class Backbone:
     """Stays with a run from `start` to `stop`.
 
-    ``hub_token`` is of Hugging Face; None for the login of this machine. Raises ValueError if a package that the file
-    needs is not installed.
+    ``hub_token`` is of Hugging Face; None for the login of this machine. Raises ValueError if a
+    package that the file needs is not installed.
     """
 
     def __init__(self, swarm: Swarm, file: RunFile, *, hub_token: str | None = None) -> None:

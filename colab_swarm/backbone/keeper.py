@@ -1,13 +1,14 @@
 """What a backbone keeps of one collaboration: checkpoints, also for peers when nobody trains, and its losses.
 
-When no trainer is as far as the newest checkpoint, the backbone publishes a progress record of that step, as a peer
-that cannot reduce. Any trainer that is further outvotes it, and late joiners download the state from it. A checkpoint
-is made of a snapshot, without torch or a model. Its file equals that of `SwarmOptimizer.save`: a trainer loads it, or
-the folder, with ``optimizer.load``. The newest one can be pushed to the Hugging Face Hub.
+When no trainer is as far as the newest checkpoint, the backbone publishes a progress record of that
+step, as a peer that cannot reduce. Any trainer that is further outvotes it, and late joiners
+download the state from it. A checkpoint is made of a snapshot, without torch or a model. Its file
+equals that of `SwarmOptimizer.save`: a trainer loads it, or the folder, with ``optimizer.load``.
+The newest one can be pushed to the Hugging Face Hub.
 
-A trainer's record reports the mean loss of its samples since the last global step. Of each step the curve takes the
-median over the trainers, weighted by their speeds. No weight exceeds the median weight, so a lying minority cannot move
-the curve, and a peer with few samples moves it little.
+A trainer's record reports the mean loss of its samples since the last global step. Of each step the
+curve takes the median over the trainers, weighted by their speeds. No weight exceeds the median
+weight, so a lying minority cannot move the curve, and a peer with few samples moves it little.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ optimizer.load(hf_hub_download("{repo}", "{file}"))
 """
 
 
-# --- losses ---------------------------------------------------------------------------------------------------------
+# --- losses ---------------------------------------------------------------------------------------
 
 
 class LossPoint(msgspec.Struct, frozen=True):
@@ -211,7 +212,7 @@ def read_losses(path: Path) -> Iterator[LossPoint]:
                 continue
 
 
-# --- checkpoints ----------------------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 class Vault(StepFiles):

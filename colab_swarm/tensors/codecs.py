@@ -1,15 +1,17 @@
 """Codecs for float32 vectors on the wire. They know the encoded size in advance and reject invalid input.
 
-    ==========  ===============  ==============================================  ===============================
-    codec       bytes a value    error of one value x                            NaN, and values too large
-    ==========  ===============  ==============================================  ===============================
-    float32     4                none                                            unchanged
-    float16     2                <= 2^-11 |x|, at least 2^-25                    NaN stays; beyond 65504 clamps
-    bfloat16    2                <= 2^-8 |x|                                     NaN stays; beyond 3.39e38 clamps
-    int8        1 + 1/1024       <= max|block| / 250; blocks under 1e-35 are 0   the decoder refuses the block
-    onebit      1/8 + 1/512      up to max|block|                                the encoder refuses the vector
-    topk:0.01   0.051            |x| unless it is among the largest 1 %          the encoder refuses the vector
-    ==========  ===============  ==============================================  ===============================
+    ==========  ===============  ==============================================
+    =============================== codec       bytes a value    error of one value x
+    NaN, and values too large ==========  ===============
+    ==============================================  =============================== float32     4
+    none                                            unchanged float16     2                <= 2^-11
+    |x|, at least 2^-25                    NaN stays; beyond 65504 clamps bfloat16    2
+    <= 2^-8 |x|                                     NaN stays; beyond 3.39e38 clamps int8        1 +
+    1/1024       <= max|block| / 250; blocks under 1e-35 are 0   the decoder refuses the block
+    onebit      1/8 + 1/512      up to max|block|                                the encoder refuses
+    the vector topk:0.01   0.051            |x| unless it is among the largest 1 %          the
+    encoder refuses the vector ==========  ===============
+    ==============================================  ===============================
 
 Use onebit and topk with error feedback (`ErrorFeedback`), which sends later what they cut off.
 
@@ -20,8 +22,9 @@ Everything is numpy and little-endian. If the process has loaded torch, 16-bit c
 of ``K + ((d - 1) >> l)`` bits, for the i-th index. An index takes at most ``log2(d / K) + 2`` bits, half a bit over the
 minimum. The size depends on d and K alone. At 1 % a sent value costs 5.07 bytes, 0.051 overall.
 
-The encoder does not sort. It estimates a threshold from a sample, slightly too low, collects all values above it in one
-pass, and picks the K largest of those: the exact result. One core encodes 3.3 GB/s; ``torch.topk`` reaches 0.24.
+The encoder does not sort. It estimates a threshold from a sample, slightly too low, collects all
+values above it in one pass, and picks the K largest of those: the exact result. One core encodes
+3.3 GB/s; ``torch.topk`` reaches 0.24.
 """
 
 from __future__ import annotations
@@ -74,8 +77,8 @@ class Codec(Protocol):
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
         """Decode exactly ``numel`` values: a view of ``buffer`` (read-only), of ``scratch``, or a new array.
 
-        ``scratch`` is memory of at least ``numel`` values to decode into. Raises ValueError if the buffer's length is
-        not ``encoded_bytes(numel)``, or its content is not valid.
+        ``scratch`` is memory of at least ``numel`` values to decode into. Raises ValueError if the
+        buffer's length is not ``encoded_bytes(numel)``, or its content is not valid.
         """
 
 
@@ -462,12 +465,14 @@ PRECISIONS = (*CODECS, ADAPTIVE)  # names for `Precision`, besides topk with a s
 class ErrorFeedback:
     """The residual of one peer: what compression cut off one vector is sent with the next.
 
-    ``w = residual + g; send Q(w); residual <- w - Q(w)`` (Seide et al. 2014; Stich et al. 2018; Elastic Consistency,
-    section 5.2). So the sum of the sent vectors stays within one residual of the sum of the true ones. Without it, topk
-    and onebit are biased, and training converges elsewhere.
+    ``w = residual + g; send Q(w); residual <- w - Q(w)`` (Seide et al. 2014; Stich et al. 2018;
+    Elastic Consistency, section 5.2). So the sum of the sent vectors stays within one residual of
+    the sum of the true ones. Without it, topk and onebit are biased, and training converges
+    elsewhere.
 
-    A vector may be sent in pieces, and sending may fail. The residual changes only in `settle`, so a checkpoint taken
-    meanwhile, or a failed round, keeps the residual of the last vector that arrived.
+    A vector may be sent in pieces, and sending may fail. The residual changes only in `settle`, so
+    a checkpoint taken meanwhile, or a failed round, keeps the residual of the last vector that
+    arrived.
 
     Args:
         state: a `state_dict` to resume from; raises StateError if it does not hold ``numel`` finite values.
