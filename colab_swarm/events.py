@@ -50,61 +50,35 @@ class ReachabilityChanged(Event):
 
 @dataclass(frozen=True, slots=True)
 class MemberTrace:
-    """One member of a round as this peer saw it. Times are seconds since the averaging began; None: never.
+    """One member of a round as this peer saw it. Times are seconds since the averaging began; None: never."""
 
-    Attributes:
-        peer: hex id.
-        weight: its samples.
-        share: part of the vector assigned to it as reducer, 0 to 1.
-        sent: begin and end of this peer's sending to it.
-        received: begin and end of receiving its contribution to this peer's own span.
-        means: begin and end of receiving its average.
-        dropped: why its contribution or its average is missing; empty if both arrived.
-    """
-
-    peer: str
-    weight: float
-    share: float
-    sent: tuple[float, float] | None = None
-    received: tuple[float, float] | None = None
-    means: tuple[float, float] | None = None
-    dropped: str = ""
+    peer: str  # hex id
+    weight: float  # its samples
+    share: float  # part of the vector assigned to it as reducer, 0 to 1
+    sent: tuple[float, float] | None = None  # begin and end of this peer's sending to it
+    received: tuple[float, float] | None = None  # ... of receiving its contribution to this peer's own span
+    means: tuple[float, float] | None = None  # ... of receiving its average
+    dropped: str = ""  # why its contribution or its average is missing; empty if both arrived
 
 
 @dataclass(frozen=True)
 class RoundFinished(Event):
-    """An averaging round ended, for this peer.
+    """An averaging round ended, for this peer."""
 
-    Attributes:
-        step: global step the round belongs to.
-        group_size: members at the start of the round.
-        contributors: hex ids whose values are in this peer's result.
-        samples: sum of the contributors' weights.
-        spans_lost: spans whose reducer vanished (re-planned or not).
-        kept_local: number of values for which no average arrived.
-        sent_bytes, received_bytes: payload of this round at this peer.
-        seconds: wall seconds from begin to result.
-        compression_error: relative, of this peer's contribution.
-        averaging_s: the part of ``seconds`` after the group was formed.
-        predicted_s: ``averaging_s`` as predicted by the organizer's strategy; None if it knew no bandwidths.
-        explanation: the reason for the shares, in a sentence; empty if unknown.
-        members: the trace of each member, this peer included.
-    """
-
-    step: int
-    group_size: int
-    contributors: tuple[str, ...]
-    samples: float
-    spans_lost: int
-    kept_local: int
-    sent_bytes: int
+    step: int  # global step the round belongs to
+    group_size: int  # members at the start of the round
+    contributors: tuple[str, ...]  # hex ids whose values are in this peer's result
+    samples: float  # sum of the contributors' weights
+    spans_lost: int  # spans whose reducer vanished (re-planned or not)
+    kept_local: int  # number of values for which no average arrived
+    sent_bytes: int  # payload of this round at this peer
     received_bytes: int
-    seconds: float
-    compression_error: float = 0.0
-    averaging_s: float = 0.0
-    predicted_s: float | None = None
-    explanation: str = ""
-    members: tuple[MemberTrace, ...] = ()
+    seconds: float  # wall seconds from begin to result
+    compression_error: float = 0.0  # relative, of this peer's contribution
+    averaging_s: float = 0.0  # the part of ``seconds`` after the group was formed
+    predicted_s: float | None = None  # ``averaging_s`` as predicted; None if no bandwidth was known
+    explanation: str = ""  # the reason for the shares, in a sentence; empty if unknown
+    members: tuple[MemberTrace, ...] = ()  # the trace of each member, this peer included
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ class Runtime:
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(Pool(thread_name_prefix="colab-swarm-pool"))
         self._meanwhile = threading.local()  # .work of each thread
-        self._thread = threading.Thread(target=self._run, name="colab-swarm", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="colab-swarm", daemon=True)
         self._thread.start()
 
     @classmethod
@@ -133,10 +133,6 @@ class Runtime:
             if cls._shared is None or not cls._shared._thread.is_alive():
                 cls._shared = cls()
             return cls._shared
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run ``coroutine`` on the runtime thread and wait for its result.

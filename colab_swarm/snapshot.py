@@ -11,72 +11,42 @@ from colab_swarm.markup import count
 
 @dataclass(frozen=True)
 class PeerRow:
-    """One peer, as this peer knows it.
+    """One peer, as this peer knows it."""
 
-    Attributes:
-        name: chosen by the peer; untrusted.
-        id: short hex id.
-        role: trainer, idle, paused, catching up, assistant or peer; in a simulation the state of its work.
-        step: its global step.
-        samples_per_s: its speed.
-        samples: accumulated towards the next step.
-        reachable: whether others can dial it; None if unknown.
-        me: whether it is this peer.
-        rtt_s: round-trip time; None if not measured, or without a link.
-        connected: type of this peer's link to it: ``direct``, ``LAN``, ``punched``, ``relayed by
-            1a2b3c4d``; empty without a link.
-        upload_bps, download_bps: its bandwidth by its own report, bits per second; None if it reports none.
-        loss: of its last batches; None if unknown.
-    """
-
-    name: str
-    id: str
-    role: str
-    step: int
-    samples_per_s: float
-    samples: float
-    reachable: bool | None
-    me: bool
-    rtt_s: float | None = None
-    connected: str = ""
-    upload_bps: float | None = None
+    name: str  # chosen by the peer; untrusted
+    id: str  # short hex id
+    role: str  # trainer, idle, paused, catching up, assistant or peer; in a simulation its state
+    step: int  # its global step
+    samples_per_s: float  # its speed
+    samples: float  # accumulated towards the next step
+    reachable: bool | None  # whether others can dial it; None if unknown
+    me: bool  # whether it is this peer
+    rtt_s: float | None = None  # round-trip time; None if not measured, or without a link
+    connected: str = ""  # ``direct``, ``LAN``, ``punched``, ``relayed by 1a2b3c4d``; empty without a link
+    upload_bps: float | None = None  # by its own report, bits per second; None if it reports none
     download_bps: float | None = None
-    loss: float | None = None
+    loss: float | None = None  # of its last batches; None if unknown
 
 
 @dataclass(frozen=True)
 class ContributionRow:
-    """A row of the leaderboard: a peer's contribution as seen by the others.
+    """A row of the leaderboard: a peer's contribution as seen by the others."""
 
-    Attributes:
-        name, id: of the peer; the id is short hex.
-        samples: in its gradients.
-        reduced_bytes: that it averaged for others.
-        me: whether it is this peer.
-    """
-
-    name: str
+    name: str  # of the peer; the id is short hex
     id: str
-    samples: float
-    reduced_bytes: float
-    me: bool
+    samples: float  # in its gradients
+    reduced_bytes: float  # that it averaged for others
+    me: bool  # whether it is this peer
 
 
 @dataclass(frozen=True)
 class SessionTime:
-    """The duration of this session.
+    """The duration of this session."""
 
-    Attributes:
-        platform: its name, for people.
-        elapsed_s: since the start.
-        limit_s: from the start to the latest end.
-        leaves_s: from the start to when this peer leaves; None if it does not.
-    """
-
-    platform: str
-    elapsed_s: float
-    limit_s: float
-    leaves_s: float | None = None
+    platform: str  # its name, for people
+    elapsed_s: float  # since the start
+    limit_s: float  # from the start to the latest end
+    leaves_s: float | None = None  # from the start to when this peer leaves; None if it does not
 
 
 @dataclass(frozen=True)
@@ -90,78 +60,45 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class KeptModel:
-    """A model whose checkpoints this peer keeps, as a backbone does.
+    """A model whose checkpoints this peer keeps, as a backbone does."""
 
-    Attributes:
-        checkpoints: on disk, the last saved one last.
-        standing_in: step of the checkpoint for late joiners, while no other peer trains; else None.
-        hub: state of the pushes to the Hub, in words; empty without pushes.
-        hub_failures: of all tries to push.
-    """
-
-    checkpoints: tuple[Checkpoint, ...]
-    standing_in: int | None = None
-    hub: str = ""
-    hub_failures: int = 0
+    checkpoints: tuple[Checkpoint, ...]  # on disk, the last saved one last
+    standing_in: int | None = None  # step of the checkpoint for late joiners; None while others train
+    hub: str = ""  # state of the pushes to the Hub, in words; empty without pushes
+    hub_failures: int = 0  # of all tries to push
 
 
 @dataclass(frozen=True)
 class SwarmSnapshot:
-    """The swarm as this peer knows it.
+    """The swarm as this peer knows it."""
 
-    Attributes:
-        run, me: names of the run and of this peer.
-        reached: how others reach this peer, in words.
-        state: of this peer, in one word; ``left`` is the last one.
-        peers: this peer and the others.
-        step: global step.
-        samples_per_s: speed of all peers together.
-        target_batch_size, accumulated: samples needed for a global step, and those accumulated so far.
-        loss_history: (step, loss), oldest first.
-        sent_bytes, received_bytes: at this peer, since it joined.
-        uptime_s: seconds since it joined.
-        log: the last events as lines, oldest first.
-        own_samples_per_s: speed of this peer.
-        eta_s: until the next global step at the present speed; None if no peer trains.
-        last_share: this peer's part of the last global step's samples, 0 to 1; None before the first.
-        rounds: the last averaging rounds, oldest first.
-        leaderboard: contributions, most samples first; as of the last reading.
-        sent_bps, received_bps: current rates of this peer, bits per second.
-        session: None if its limit is unknown.
-        paused: whether the user has paused this peer's work.
-        names: of peers by short id, those that left included.
-        model: name of the model that this peer follows without training it; empty if there is none.
-        kept: its checkpoints here; None if this peer keeps none.
-        at: when the snapshot was taken, seconds since the epoch; 0 if unknown.
-    """
-
-    run: str
-    me: str
-    reached: str
-    state: str
-    peers: tuple[PeerRow, ...]
-    step: int
-    samples_per_s: float
-    target_batch_size: float
-    accumulated: float
-    loss_history: tuple[tuple[int, float], ...]
-    sent_bytes: int
+    run: str  # its name
+    me: str  # this peer's name
+    reached: str  # how others reach this peer, in words
+    state: str  # of this peer, in one word; ``left`` is the last one
+    peers: tuple[PeerRow, ...]  # this peer and the others
+    step: int  # global step
+    samples_per_s: float  # speed of all peers together
+    target_batch_size: float  # samples needed for a global step
+    accumulated: float  # samples so far
+    loss_history: tuple[tuple[int, float], ...]  # (step, loss), oldest first
+    sent_bytes: int  # at this peer, since it joined
     received_bytes: int
-    uptime_s: float
-    log: tuple[str, ...]
-    own_samples_per_s: float = 0.0
-    eta_s: float | None = None
-    last_share: float | None = None
-    rounds: tuple[events.RoundFinished, ...] = ()
-    leaderboard: tuple[ContributionRow, ...] = ()
-    sent_bps: float = 0.0
+    uptime_s: float  # seconds since it joined
+    log: tuple[str, ...]  # the last events as lines, oldest first
+    own_samples_per_s: float = 0.0  # speed of this peer
+    eta_s: float | None = None  # until the next global step at this speed; None if no peer trains
+    last_share: float | None = None  # its part of the last global step's samples; None before the first
+    rounds: tuple[events.RoundFinished, ...] = ()  # the last averaging rounds, oldest first
+    leaderboard: tuple[ContributionRow, ...] = ()  # contributions, most samples first; as of the last reading
+    sent_bps: float = 0.0  # current rates of this peer, bits per second
     received_bps: float = 0.0
-    session: SessionTime | None = None
-    paused: bool = False
-    names: Mapping[str, str] = field(default_factory=dict)
-    model: str = ""
-    kept: KeptModel | None = None
-    at: float = 0.0
+    session: SessionTime | None = None  # None if its limit is unknown
+    paused: bool = False  # whether the user has paused this peer's work
+    names: Mapping[str, str] = field(default_factory=dict)  # of peers by short id, those that left included
+    model: str = ""  # that this peer follows without training it; empty if there is none
+    kept: KeptModel | None = None  # its checkpoints here; None if this peer keeps none
+    at: float = 0.0  # when the snapshot was taken, seconds since the epoch; 0 if unknown
 
 
 def _round(event: events.RoundFinished) -> str:

@@ -36,31 +36,36 @@ fast link more. `RoundFinished.explanation` gives the reason in one sentence.
                             |                            |                                          |
                      "organized elsewhere"     every member passes it on                 on_round, RoundFinished
 
-- **Organizer.** Candidates are ranked by SHA-256 of prefix, step and id. The first live and willing one organizes,
-  without negotiation. Organizers with different views redirect up the rank, never down.
-- **Closing a group.** A group closes when all peers that accepted have joined, after 60 s at the latest. A peer that
-  cannot be called has 2 s to join on its own. Every member passes the group on, so it survives its organizer.
-- **Agreement.** All members have the same step, lineage, layout of the vector, and codecs. A lineage is a chain of
-  digests that names a branch of parameters (`colab_swarm.averaging.group`).
-- **A chunk** is finished when all members that are still expected have delivered it. Its mean never changes afterwards.
+- **Organizer.** Candidates are ranked by SHA-256 of prefix, step and id. The first live and willing
+  one organizes, without negotiation. Organizers with different views redirect up the rank, never
+  down.
+- **Closing a group.** A group closes when all peers that accepted have joined, after 60 s at the
+  latest. A peer that cannot be called has 2 s to join on its own. Every member passes the group on,
+  so it survives its organizer.
+- **Agreement.** All members have the same step, lineage (`colab_swarm.averaging.group`), layout of
+  the vector, and codecs.
+- **A chunk** is finished when all members that are still expected have delivered it. Its mean never
+  changes afterwards.
 
 ## Times
 
-A round takes 120 s at most, recovery included. A contributor is dropped after 10 s of silence, a reducer after 25 s: a
-busy notebook stalls its own peer, so no shorter silence counts as a failure. Dialling a member takes 3 s at most, and a
-candidate's answer to a call 10 s. See `colab_swarm.averaging.exchange.AveragingSettings` and
-`colab_swarm.averaging.group.GroupFormationSettings`.
+A round takes 120 s at most, recovery included. A contributor is dropped after 10 s of silence, a
+reducer after 25 s: a busy notebook stalls its own peer, so no shorter silence counts as a failure.
+Dialling a member takes 3 s at most, and a candidate's answer to a call 10 s.
 
 ## Failures
 
 Rounds never raise for another peer's failure; `RoundResult` shows it.
 
-- *A sender vanishes.* It counts in the chunks that it has sent, at all members, and in no others. Its weight leaves
-  the rest.
-- *A sender sends invalid data* (NaN, wrong length): it is dropped from this round, and its valid chunks stay.
-- *A reducer vanishes.* The next live reducer in member order becomes the span's coordinator. It collects the means
-  that have arrived, and recomputes the rest from the survivors' contributions as float32.
-- *No member can give a chunk.* Its values stay local and are reported. In training, such a peer then fetches the state.
+- *A sender vanishes.* It counts in the chunks that it has sent, at all members, and in no others.
+  Its weight leaves the rest.
+- *A sender sends invalid data* (NaN, wrong length): it is dropped from this round, and its valid
+  chunks stay.
+- *A reducer vanishes.* The next live reducer in member order becomes the span's coordinator. It
+  collects the means that have arrived, and recomputes the rest from the survivors' contributions as
+  float32.
+- *No member can give a chunk.* Its values stay local and are reported. In training, such a peer
+  then fetches the state.
 - *An organizer misbehaves* (invalid groups, endless refusals): peers leave it out for half an hour.
 
 **Security.** Only a worker's contribution counts, and only members take part in a round. A claimed bandwidth counts for
@@ -69,8 +74,7 @@ Rounds never raise for another peer's failure; `RoundResult` shows it.
 ## Several groups: Moshpit averaging
 
 `swarm.average(array, weight=n)` averages any array among all peers that call at about the same
-time. The first caller waits 5 s; peers that met before wait only for each other. An elastic group
-meets in the same way, at a fixed size. Many peers, or
+time. The first caller waits 5 s; peers that met before wait only for each other. Many peers, or
 unreliable ones, are arranged on a grid and average along one axis after the other. After one round
 per axis all have the exact mean, and a failed peer costs only its own line. Codecs without error
 feedback lose values for good here.
@@ -91,11 +95,11 @@ Diskin et al., *Distributed Deep Learning in Open Collaborations* (DeDLOC), [arX
 | section 3.2: butterfly all-reduce over spans | `group`, `reducer`, `exchange` |
 | section 3.2: recovery of a lost peer's span | `round` |
 | groups without a fixed leader | `group`, `matchmaking` |
-| section 3.2 and appendix C: several groups | `moshpit`, `assembly` |
+| section 3.2 and appendix C: several groups | `moshpit` |
 | auxiliary peers (here: assistants) | `colab_swarm.training.assistant` |
 
-The paper has a rate for each pair of peers. Here member j gets its share of every vector and returns it, so n shares
-determine all pairs, and the program needs no solver. Limits of single pairs use HiGHS.
+Here member j gets its share of every vector and returns it, so n shares determine the paper's rates
+of all pairs, and the program needs no solver. Limits of single pairs use HiGHS.
 
 ## Measured
 

@@ -1,18 +1,17 @@
 """One round at one member: it contributes to every reducer, collects their means, and reduces its own span.
 
-- Each member opens one stream to each reducer, so outgoing connections are enough. Contributions go up, and means come
-  back as soon as they are ready. No task, timer or copy is made per chunk.
-- `Pace` advances the contributions to all reducers evenly, so that means flow back while contributions still flow out.
-  Otherwise a small span would finish long before a large one, whose reducer would idle first and answer last.
-- `Trace` records when each member sent and received, for the panel's waterfall: a few numbers per member.
-- `colab_swarm.averaging.round` recovers the span of a lost reducer afterwards.
+- Each member opens one stream to each reducer, so outgoing connections are enough. Contributions go
+  up, and means come back as soon as they are ready. No task, timer or copy is made per chunk.
+- `Pace` advances the contributions to all reducers evenly, so that means flow back while
+  contributions still flow out. Otherwise a small span would finish long before a large one, whose
+  reducer would idle first and answer last.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -21,22 +20,19 @@ import numpy as np
 from colab_swarm.averaging.group import Group, GroupMember, Span, chunk_values
 from colab_swarm.averaging.reducer import SpanLedger, SpanReducer
 from colab_swarm.errors import CallRefused, PeerError, PeerLost
-from colab_swarm.events import MemberTrace
+from colab_swarm.events import EventLog, MemberTrace, PeerSilent
 from colab_swarm.net.peers import Buffer, Message, PeerId, Peers, Stream, StreamEnded, short
-from colab_swarm.tensors.codecs import Floats, Precision, all_finite, codec_of
-from colab_swarm.tensors.feedback import ErrorFeedback
+from colab_swarm.tensors.codecs import ErrorFeedback, Floats, Precision, all_finite, codec_of
 
 
 @dataclass(frozen=True)
 class AveragingSettings:
-    """Timeouts of a round.
-
-    Attributes:
-        patience_s: silence after which a contributor is dropped; 10 s or more, as a busy notebook stalls its peer.
-    """
+    """Timeouts of a round."""
 
     round_timeout_s: float = 120.0  # bound on the whole round, recovery included
-    patience_s: float = 10.0
+    patience_s: float = (
+        10.0  # silence of a contributor that is dropped; a busy notebook stalls its peer for long
+    )
     probe_s: float = 0.5  # how often to look for silent and absent members
     dial_timeout_s: float = 3.0  # for reaching a member
 
@@ -48,11 +44,7 @@ STALL_S = 2.0
 
 
 class Pace:
-    """Progress of the contributions to each reducer. Pure.
-
-    Args:
-        chunks: number of chunks to send per reducer with a stream.
-    """
+    """Progress of the contributions to each reducer, of so many ``chunks``. Pure."""
 
     def __init__(self, chunks: Mapping[int, int], *, now: float) -> None:
         self._chunks = {reducer: count for reducer, count in chunks.items() if count}
@@ -86,41 +78,22 @@ MAX_REASON_CHARS = 200
 _hex = lru_cache(1000)(bytes.hex)  # logs hold many rounds of the same peers: one text each
 
 
-class Times:
-    """First and last time of one kind of traffic."""
-
-    __slots__ = ("first", "last")
-
-    def __init__(self) -> None:
-        self.first: float | None = None
-        self.last = 0.0
-
-    def at(self, now: float) -> None:
-        """Record traffic at ``now``."""
-        if self.first is None:
-            self.first = now
-        self.last = now
-
-    def since(self, began_at: float) -> tuple[float, float] | None:
-        """Return begin and end, counted from ``began_at``, or None if there was no traffic."""
-        return None if self.first is None else (self.first - began_at, self.last - began_at)
-
-
 class Trace:
-    """Traffic with each member of a round, in member order.
+    """Begin and end of the traffic with each member of a round; kinds are ``sent``, ``received`` and ``means``.
 
-    Attributes:
-        sent: this peer's contribution to the member's span.
-        received: the member's contribution to this peer's span.
-        means: the means from the member; for this peer, when its own means were finished.
+    See `MemberTrace`; this peer's own ``means`` are when these were finished.
     """
 
     def __init__(self, group: Group, *, now: float) -> None:
-        count = range(len(group.members))
         self._group, self._began_at = group, now
-        self.sent, self.received, self.means = ([Times() for _ in count] for _ in range(3))
+        self._times: dict[tuple[str, int], tuple[float, float]] = {}
         self._dropped: dict[int, str] = {}
         self._left_out: dict[int, str] = {}
+
+    def on_traffic(self, kind: str, member: int, now: float) -> None:
+        """Record traffic with the member."""
+        since = now - self._began_at
+        self._times[kind, member] = self._times.get((kind, member), (since, since))[0], since
 
     def on_dropped(self, member: int, reason: str) -> None:
         """Record why data of the member are missing; the first reason counts."""
@@ -130,9 +103,8 @@ class Trace:
         """Record that the means of the reducer at ``where`` lack these members; only that reducer knows why."""
         reducer = short(self._group.members[where].id)
         for member in members:
-            self._left_out.setdefault(
-                member, f"left out by {reducer}, which did not receive its whole contribution"
-            )
+            text = f"left out by {reducer}, which did not receive its whole contribution"
+            self._left_out.setdefault(member, text)
 
     def members(self) -> tuple[MemberTrace, ...]:
         """Return the record, in member order."""
@@ -142,9 +114,9 @@ class Trace:
                 peer=_hex(member.id),
                 weight=member.weight,
                 share=member.share / total,
-                sent=self.sent[index].since(self._began_at),
-                received=self.received[index].since(self._began_at),
-                means=self.means[index].since(self._began_at),
+                sent=self._times.get(("sent", index)),
+                received=self._times.get(("received", index)),
+                means=self._times.get(("means", index)),
                 dropped=self._dropped.get(index) or self._left_out.get(index, ""),
             )
             for index, member in enumerate(self._group.members)
@@ -171,8 +143,9 @@ class ReduceSpan(Message, frozen=True):
 class Chunk(Message, frozen=True):
     """Chunk ``index`` of a span.
 
-    The payload is a contribution or, if ``averaged``, a mean; an empty payload means that there is no mean.
-    ``missing`` lists members of positive weight that are not in the mean. An empty ``codec`` is the group's.
+    The payload is a contribution or, if ``averaged``, a mean; an empty payload means that there is
+    no mean. ``missing`` lists members of positive weight that are not in the mean. An empty
+    ``codec`` is the group's.
     """
 
     index: int
@@ -200,72 +173,74 @@ class AllReduce:
     """The state of one round at one member, and its streams to the other members.
 
     Args:
-        me: this peer's place among the members.
-        sums: float32 memory for the own span.
-        collects: whether this member needs the others' means; an assistant does not.
+        values: this member's contribution; means replace it.
+        spare: float32 memory to use for the own span, if it fits.
+        collects: whether this member contributes and needs the others' means; an assistant does not.
+
+    Raises:
+        ValueError: this peer is no member.
+
+    Attributes:
+        settled: per reducer, set once all means that it could give have arrived.
+        final: per reducer, set once all means of its span that any member could give have arrived.
+        lost: reducers that were lost before all of their means arrived.
+        exchanged_at: when the last of the other reducers was done or lost.
     """
 
     def __init__(
         self,
         peers: Peers,
         group: Group,
-        me: int,
-        *,
-        ledger: SpanLedger,
-        sums: Floats,
+        values: Floats,
         settings: AveragingSettings,
+        *,
         encoding: UploadEncoding | None = None,
         collects: bool = True,
+        spare: Floats | None = None,
     ) -> None:
+        me, now = group.index_of(peers.id), asyncio.get_running_loop().time()
+        if me is None:
+            raise ValueError("only a member can take part in a round")
         self.group, self.me, self.settings, self.peers = group, me, settings, peers
-        self.ledger = ledger
-        self.trace = Trace(group, now=asyncio.get_running_loop().time())
-        self.reducer = SpanReducer(ledger.chunks[me], [member.weight for member in group.members], sums)
+        self.ledger, self.trace = SpanLedger(group, values), Trace(group, now=now)
+        span = group.spans()[me]
+        if not collects:
+            spare = values[span.start : span.stop]
+        elif spare is None or len(spare) != span.numel:
+            spare = np.empty(span.numel, np.float32)
+        self.sums, self.collects = spare, collects
+        weights = [member.weight for member in group.members]
+        self.reducer = SpanReducer(self.ledger.chunks[me], weights, spare)
         self.settled = [asyncio.Event() for _ in group.members]
-        """Per reducer: all means that it could give have arrived."""
         self.final = [asyncio.Event() for _ in group.members]
-        """Per reducer: all means of its span that any member could give have arrived."""
-        self.lost: set[int] = set()
-        """Reducers that were lost before all of their means arrived."""
-        self.sums, self.collects = sums, collects
         self.recovering = [asyncio.Lock() for _ in group.members]
-        self.sent_bytes = self.received_bytes = 0
-        self.serving = 0
+        self.lost: set[int] = set()
+        self.exchanged_at: float | None = None
+        self.sent_bytes = self.received_bytes = self.serving = 0
         self.served = asyncio.Event()
-        encoding = encoding or UploadEncoding()
-        self._feedback = encoding.feedback
+        self._encoding = encoding = encoding or UploadEncoding()
         self._error, self._norm = 0.0, 0.0  # squares, of the chunks whose compression was measured
         self._precision = Precision(encoding.precision or group.terms.codec, encoding.fine)
         self._mean_precision = Precision(group.terms.mean_codec, encoding.fine)
-        spans = {reducer: len(chunks) for reducer, chunks in enumerate(ledger.chunks) if reducer != me}
-        self._pace = Pace(spans, now=asyncio.get_running_loop().time())
-        self._paced = asyncio.Event()
+        spans = {reducer: len(chunks) for reducer, chunks in enumerate(self.ledger.chunks) if reducer != me}
+        self._pace, self._paced = Pace(spans, now=now), asyncio.Event()
         longest = min(chunk_values(group.terms.codec, group.terms.mean_codec), group.terms.numel)
         self._scratch = np.empty(longest, np.float32)
         self._means: list[tuple[Chunk, Buffer]] = []  # of the own span, in the order of completion
         self._more_means = asyncio.Event()
         self._streaming: set[int] = set()
-        self._heard_at = dict.fromkeys(range(len(group.members)), asyncio.get_running_loop().time())
+        self._heard_at = dict.fromkeys(range(len(weights)), now)
         self._limits: dict[int, asyncio.Timeout] = {}
         self._reported: set[int] = set()  # as silent
-        self._publish(self.reducer.start())
+        self._publish(self.reducer.finished())
         if not collects:
-            self._only_reduce()
-
-    def _only_reduce(self) -> None:
-        """Contribute nothing and expect no means: this peer assists."""
-        for reducer, settled in enumerate(self.settled):
-            if reducer != self.me:
+            for settled in self.settled[:me] + self.settled[me + 1 :]:
                 settled.set()
-        self.drop(self.me, "it assists")
+            self.drop(me, "it assists")
 
     def member(self, index: int) -> GroupMember:
         """The member at ``index``."""
         return self.group.members[index]
-
-    def awaited(self) -> list[asyncio.Event]:
-        """Return the events that end the round at this member, in member order."""
-        return self.final if self.collects else [self.final[self.me]]
 
     @property
     def compression_error(self) -> float:
@@ -293,9 +268,9 @@ class AllReduce:
                         raise
                     await self._converse(reducer)  # one of two links was lost, not the peer
         except (PeerError, TimeoutError, ValueError) as error:
-            silent_s = REDUCER_PATIENCE * self.settings.patience_s
-            refused = "refused: " if isinstance(error, CallRefused) else ""
-            reason = f"{refused}{error}" or f"too slow: no mean for {silent_s:g} s"
+            reason = str(error) or f"too slow: no mean for {REDUCER_PATIENCE * self.settings.patience_s:g} s"
+            if isinstance(error, CallRefused):
+                reason = f"refused: {reason}"
             logger.debug("reducer %s is lost: %s", short(peer), reason)
             self.trace.on_dropped(reducer, reason)
         finally:
@@ -332,9 +307,9 @@ class AllReduce:
                     while not self._pace.may_send(reducer, now=clock()):
                         await self._paced.wait()
                     message, payload = self._encoded(index, chunk)
-                    self.trace.sent[reducer].at(clock())
+                    self.trace.on_traffic("sent", reducer, clock())
                     await stream.send(message, payload)
-                    self.trace.sent[reducer].at(clock())
+                    self.trace.on_traffic("sent", reducer, clock())
                     self.sent_bytes += len(payload)
                 if self._pace.on_chunk(reducer, index, now=clock()):
                     self._wake_paced()
@@ -348,13 +323,13 @@ class AllReduce:
     def _encoded(self, index: int, chunk: Span) -> tuple[Chunk, Buffer]:
         codec, values = self._precision.at(chunk.start), self.ledger.values[chunk.start : chunk.stop]
         payload = codec.encode(values)
-        if codec.name != "float32" and (self._feedback is not None or index % MEASURED_CHUNKS == 0):
+        if codec.name != "float32" and (self._encoding.feedback is not None or index % MEASURED_CHUNKS == 0):
             arrived = codec.decode(payload, len(values), scratch=self._scratch)
             cut = values - arrived
             self._error += float(np.dot(cut, cut))
             self._norm += float(np.dot(values, values))
-            if self._feedback is not None:
-                self._feedback.cut_off(chunk.start, values, arrived)
+            if self._encoding.feedback is not None:
+                self._encoding.feedback.cut_off(chunk.start, values, arrived)
         return Chunk(index, codec="" if codec.name == self.group.terms.codec else codec.name), payload
 
     async def _collect(self, stream: Stream, reducer: int) -> None:
@@ -362,7 +337,7 @@ class AllReduce:
         for _ in self.ledger.chunks[reducer]:
             message, payload = await stream.receive(Chunk)
             self._heard_at[reducer] = now = clock()
-            self.trace.means[reducer].at(now)
+            self.trace.on_traffic("means", reducer, now)
             self.received_bytes += len(payload)
             mean = None
             if len(payload):
@@ -396,7 +371,7 @@ class AllReduce:
             while True:
                 message, payload = await stream.receive(Chunk)
                 self._heard_at[member] = now = clock()
-                self.trace.received[member].at(now)
+                self.trace.on_traffic("received", member, now)
                 self.received_bytes += len(payload)
                 try:
                     numel = chunks[message.index].numel if 0 <= message.index < len(chunks) else 0
@@ -439,7 +414,7 @@ class AllReduce:
     def _publish(self, finished: list[int]) -> None:
         """Encode finished means for the members, and place their decoded values in the own vector."""
         if finished:
-            self.trace.means[self.me].at(asyncio.get_running_loop().time())
+            self.trace.on_traffic("means", self.me, asyncio.get_running_loop().time())
         for index in finished:
             mean, missing = self.reducer.mean(index), self.reducer.missing(index)
             payload: Buffer = b""
@@ -458,17 +433,20 @@ class AllReduce:
 
     # --- silent and absent members --------------------------------------------------------------------------
 
-    async def watch(self, on_silent: Callable[[PeerId, float], None]) -> None:
+    async def watch(self, events: EventLog) -> None:
         """Drop members and reducers that make no progress, and ping members that never opened a stream.
 
-        Args:
-            on_silent: called once per member that the round waits for, with the seconds since its last message.
+        Emits `PeerSilent` once per member that the round waits for.
         """
         while True:
             await asyncio.sleep(self.settings.probe_s)
             self._wake_paced()  # a stream may have stalled
             now = asyncio.get_running_loop().time()
-            self._report_silent(on_silent, now)
+            # A reducer may be silent because it waits for a contributor, which is then the one to name.
+            for member in self._awaited_others() or list(self._limits):
+                if member not in self._reported and now - self._heard_at[member] > SILENT_S:
+                    self._reported.add(member)
+                    events.emit(PeerSilent(now, self.member(member).id.hex(), now - self._heard_at[member]))
             for reducer, limit in self._limits.items():
                 if now - self._heard_at[reducer] > REDUCER_PATIENCE * self.settings.patience_s:
                     limit.reschedule(now)
@@ -483,19 +461,11 @@ class AllReduce:
     def _awaited_others(self) -> list[int]:
         return [member for member in self.reducer.awaited() if member != self.me]
 
-    def _report_silent(self, on_silent: Callable[[PeerId, float], None], now: float) -> None:
-        # A reducer may be silent because it waits for a contributor, which is then the one to name.
-        for member in self._awaited_others() or list(self._limits):
-            if member not in self._reported and now - self._heard_at[member] > SILENT_S:
-                self._reported.add(member)
-                on_silent(self.member(member).id, now - self._heard_at[member])
-
     def on_timeout(self) -> None:
         """Record which members were not done when the round timed out."""
+        reason = f"too slow: the round ended after {self.settings.round_timeout_s:g} s"
         for member in {*self.reducer.awaited(), *self.lost} - {self.me}:
-            self.trace.on_dropped(
-                member, f"too slow: the round ended after {self.settings.round_timeout_s:g} s"
-            )
+            self.trace.on_dropped(member, reason)
 
     async def _probe(self, member: int) -> None:
         ping, peer = RoundPing(self.group.round_id), self.member(member).id

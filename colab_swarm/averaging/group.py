@@ -1,12 +1,8 @@
-"""How peers form a group: the messages, the shares, and the pure core that decides when a group is complete.
+"""How peers form a group: the messages, the spans, and the pure core that decides when a group is complete.
 
-One candidate is the *organizer* of a step. All peers rank the candidates by SHA-256 of prefix, step
-and peer id; the first live and willing one organizes, without negotiation. It opens a
-`GroupFormation`, calls the candidates that it knows, and closes the group when all peers that
-accepted have joined, or when the longest window ends.
-
-A *lineage* is a chain of digests: it starts from the first parameters and takes in every mean applied since. It names
-a branch of parameters, so equal lineages mean equal parameters. A group admits one step of one lineage.
+A *lineage* is a chain of digests: it starts from the first parameters and takes in every mean
+applied since. It names a branch of parameters, so equal lineages mean equal parameters. A group
+admits one step of one lineage.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from colab_swarm.errors import PeerError
-from colab_swarm.net.peers import Contact, Message, PeerId, short
+from colab_swarm.net.peers import Contact, Message, PeerId
 from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Precision
 
 CHUNK_BYTES = 122_880
@@ -46,22 +42,13 @@ class Span(NamedTuple):
 
 
 def plan_spans(numel: int, shares: Sequence[float]) -> list[Span]:
-    """Cut a flat vector of ``numel`` values into one consecutive span per group member.
+    """Cut a flat vector of ``numel`` values into one consecutive span per member, which tile it without gaps.
 
-    Member i reduces span i for the whole group (butterfly all-reduce, DeDLOC section 3.2).
-
-    Args:
-        numel: length of the vector, in values (not bytes).
-        shares: relative share per member, >= 0, one at least > 0; a zero share gets an empty span.
-
-    Returns:
-        Spans in member order that tile ``[0, numel)`` without gaps.
-
-    Raises:
-        ValueError: if a share is negative or all are zero.
+    Member i reduces span i for the whole group (butterfly all-reduce, DeDLOC section 3.2). A zero
+    share gets an empty span; raises ValueError if a share is negative or all are zero.
     """
     total = sum(shares)
-    if not shares or not min(shares) >= 0 or not 0 < total < float("inf"):
+    if not shares or not min(shares) >= 0 or not 0 < total < math.inf:
         raise ValueError(f"shares must be >= 0, finite and not all 0, got {list(shares)}")
     spans: list[Span] = []
     passed, start = 0.0, 0
@@ -78,28 +65,15 @@ def plan_spans(numel: int, shares: Sequence[float]) -> list[Span]:
 def chunk_values(*precisions: str) -> int:
     """Return the values per chunk, a multiple of 4096: no precision encodes them in over `CHUNK_BYTES`."""
     codecs = [Precision(name).widest for name in precisions]
-    blocks = 1
-    while blocks < MAX_BLOCKS:
-        if max(codec.encoded_bytes((blocks + 1) * BLOCK_VALUES) for codec in codecs) > CHUNK_BYTES:
-            break
-        blocks += 1
-    return blocks * BLOCK_VALUES
+    for blocks in range(2, MAX_BLOCKS + 1):
+        if max(codec.encoded_bytes(blocks * BLOCK_VALUES) for codec in codecs) > CHUNK_BYTES:
+            return (blocks - 1) * BLOCK_VALUES
+    return MAX_BLOCKS * BLOCK_VALUES
 
 
 def cut_chunks(span: Span, values: int) -> list[Span]:
     """Cut a span into chunks of ``values`` values; the last may be shorter."""
     return [Span(start, min(start + values, span.stop)) for start in range(span.start, span.stop, values)]
-
-
-def join_spans(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Return the same values in as few spans as possible, ascending."""
-    joined: list[Span] = []
-    for span in sorted(spans):
-        if joined and joined[-1].stop == span.start:
-            joined[-1] = Span(joined[-1].start, span.stop)
-        else:
-            joined.append(span)
-    return tuple(joined)
 
 
 class RoundRefused(PeerError):
@@ -116,21 +90,14 @@ class RoundRefused(PeerError):
 
 
 class RoundTerms(Message, frozen=True):
-    """What a round averages, equal at all its members.
-
-    As a message it invites a peer to the round; a peer that looks for an organizer sends it too.
-
-    Attributes:
-        lineage, schema: digests of the training history and of the vector's layout.
-        codec, mean_codec: of contributions and of means on the wire.
-    """
+    """What a round averages, equal at all its members; as a message, an invitation to the round."""
 
     prefix: str
     step: int
-    lineage: bytes
+    lineage: bytes  # digest of the training history
     numel: int
-    schema: bytes = b""
-    codec: str = "float32"
+    schema: bytes = b""  # digest of the vector's layout
+    codec: str = "float32"  # of contributions on the wire
     mean_codec: str = "float32"
 
     def __post_init__(self) -> None:
@@ -146,16 +113,14 @@ class RoundTerms(Message, frozen=True):
 
 
 class Ticket(Message, frozen=True):
-    """A peer's offer to take part in a round.
-
-    Attributes:
-        upload_bps, download_bps: measured bandwidth of its links, bits per second; None: not measured yet.
-    """
+    """A peer's offer to take part in a round."""
 
     terms: RoundTerms
     weight: float  # usually samples; a peer with weight 0 only receives
     reduces: bool = True  # the peer accepts connections
-    upload_bps: float | None = None
+    upload_bps: float | None = (
+        None  # measured bandwidth of its links, bits per second; None: not measured yet
+    )
     download_bps: float | None = None
     assists: bool = False  # the peer trains nothing and needs no means; it only reduces
     samples_per_s: float = 0.0
@@ -171,26 +136,20 @@ class GroupMember(Message, frozen=True):
 
 
 class Group(Message, frozen=True):
-    """The members of one round, sorted by id, and what they average.
+    """The members of one round, sorted by id, and what they average."""
 
-    Attributes:
-        round_id: 16 bytes.
-        predicted_s: seconds that the organizer expects averaging to take; None: it has no measurements.
-        explanation: one sentence on the choice of shares.
-    """
-
-    round_id: bytes
+    round_id: bytes  # 16 bytes
     terms: RoundTerms
     members: tuple[GroupMember, ...]
-    predicted_s: float | None = None
-    explanation: str = ""
+    predicted_s: float | None = None  # expected seconds of averaging; None: the organizer has no measurements
+    explanation: str = ""  # one sentence on the choice of shares
 
     def index_of(self, peer: PeerId) -> int | None:
         """Return the position of a peer among the members, or None."""
         return next((index for index, member in enumerate(self.members) if member.id == peer), None)
 
     def spans(self) -> list[Span]:
-        """Return the span that each member reduces, in member order; raises ValueError for invalid shares."""
+        """Return each member's span; raises ValueError for invalid shares."""
         return plan_spans(self.terms.numel, [member.share for member in self.members])
 
     def check(self) -> None:
@@ -235,21 +194,23 @@ class JoinEta(Message, frozen=True):
 
 
 @dataclass(frozen=True)
-class Sharing:
+class SharePlan:
     """The decision of a strategy."""
 
     shares: tuple[float, ...]  # relative share per ticket, >= 0; one at least is > 0 if any ticket reduces
-    predicted_s: float | None = None  # seconds that averaging will take; None: not known
+    averaging_s: float = 0.0  # predicted seconds of one round; 0: not known
     explanation: str = ""  # one sentence for people
+    computes: tuple[bool, ...] = ()  # per peer, whether it contributes gradients
+    steps_per_s: float = 0.0  # predicted rate of steps, with gradients computed during averaging
 
 
-Strategy: TypeAlias = Callable[[Sequence[Ticket]], Sharing]
+Strategy: TypeAlias = Callable[[Sequence[Ticket]], SharePlan]
 """Assigns a share to each ticket, in the order of the tickets."""
 
 
-def equal_shares(tickets: Sequence[Ticket]) -> Sharing:
+def equal_shares(tickets: Sequence[Ticket]) -> SharePlan:
     """Give the same share to every peer that accepts connections."""
-    return Sharing(tuple(float(ticket.reduces) for ticket in tickets))
+    return SharePlan(tuple(float(ticket.reduces) for ticket in tickets))
 
 
 def rank(prefix: str, step: int, peers: Iterable[PeerId]) -> list[PeerId]:
@@ -277,27 +238,25 @@ def valid_weight(weight: float) -> bool:
 class GroupFormation:
     """Collects the members of one round. Pure: time is an argument, and `closes_at` says when to look again.
 
-    Args:
+    Attributes:
         terms: all tickets must agree with them.
+        elsewhere: the group that others formed, or a better organizer.
     """
 
     def __init__(self, terms: RoundTerms, *, now: float, settings: GroupFormationSettings) -> None:
-        self.terms = terms
-        self._settings, self._opened_at = settings, now
+        self.terms, self.settings, self.opened_at = terms, settings, now
+        self.elsewhere: Group | Contact | None = None
         self._awaited: dict[PeerId, float] = {}  # until when
         self._joined: dict[PeerId, tuple[Ticket, Contact]] = {}
 
-    def on_called(self, peer: PeerId, *, now: float) -> None:
-        """Wait for the answer of a candidate that is being called."""
-        self._await(peer, now + self._settings.call_timeout_s)
+    def expect(self, peer: PeerId, until: float) -> None:
+        """Wait for a candidate, unless it has joined."""
+        if peer not in self._joined:
+            self._awaited[peer] = until
 
     def on_coming(self, peer: PeerId, ready_in_s: float, *, now: float) -> None:
         """Wait for a candidate that announced to join in ``ready_in_s``."""
-        self._await(peer, now + max(0.0, ready_in_s) + self._settings.slack_s)
-
-    def on_silent(self, peer: PeerId) -> None:
-        """Give a candidate that cannot be called the window to join on its own."""
-        self._await(peer, self._opened_at + self._settings.window_s)
+        self.expect(peer, now + max(0.0, ready_in_s) + self.settings.slack_s)
 
     def on_declined(self, peer: PeerId) -> None:
         """Stop waiting for a candidate that declined or is unreachable; if it has joined, it stays."""
@@ -308,15 +267,17 @@ class GroupFormation:
         self._awaited.pop(peer, None)
         self._joined.pop(peer, None)
 
-    def on_join(self, ticket: Ticket, contact: Contact) -> tuple[RefusalReason, str] | None:
-        """Add a peer; returns the reason and a text if it is refused."""
+    def on_join(self, ticket: Ticket, contact: Contact) -> Joined | None:
+        """Add a peer; returns the answer if it is refused."""
         mine, theirs = self.terms, ticket.terms
         if not valid_weight(ticket.weight):
-            return "invalid", f"weight {ticket.weight} is neither 0 nor in [1e-9, 1e9)"
+            return Joined(reason="invalid", text=f"weight {ticket.weight} is neither 0 nor in [1e-9, 1e9)")
         if mine.key != theirs.key:
-            return "resync", f"step {theirs.step} here is of another lineage: load the state from a peer"
+            text = f"step {theirs.step} here is of another lineage: load the state from a peer"
+            return Joined(reason="resync", text=text)
         if mine != theirs:
-            return "invalid", f"model or codec differs: {mine.numel} values as {mine.codec} are averaged here"
+            text = f"model or codec differs: {mine.numel} values as {mine.codec} are averaged here"
+            return Joined(reason="invalid", text=text)
         self._awaited.pop(contact.id, None)
         self._joined[contact.id] = (ticket, contact)
         return None
@@ -324,7 +285,7 @@ class GroupFormation:
     def closes_at(self) -> float:
         """Return when to close the group if nothing else happens; a past time means now."""
         latest = max(self._awaited.values(), default=-math.inf)
-        return min(latest, self._opened_at + self._settings.max_window_s)
+        return min(latest, self.opened_at + self.settings.max_window_s)
 
     def form(self, round_id: bytes, strategy: Strategy) -> Group:
         """Return the group of all joined peers; a trainer that is alone needs no assistant.
@@ -332,28 +293,20 @@ class GroupFormation:
         Raises:
             ValueError: no trainer joined, fewer peers did than a fixed size, or none of several accepts connections.
         """
-        joined = sorted(self._joined.items())[: self._settings.size]
-        if len(joined) < (self._settings.size or 0):
-            raise ValueError(f"{len(joined)} of {self._settings.size} peers have joined")
+        joined = sorted(self._joined.items())[: self.settings.size]
+        if len(joined) < (self.settings.size or 0):
+            raise ValueError(f"{len(joined)} of {self.settings.size} peers have joined")
         trainers = [entry for entry in joined if not entry[1][0].assists]
         if not trainers:
             raise ValueError("no trainer has joined")
         if len(trainers) == 1:
-            joined, sharing = trainers, Sharing((1.0,))
+            joined, plan = trainers, SharePlan((1.0,))
         else:
-            sharing = strategy([ticket for _, (ticket, _) in joined])
+            plan = strategy([ticket for _, (ticket, _) in joined])
         members = tuple(
             GroupMember(peer, contact.addresses, ticket.weight, share)
-            for (peer, (ticket, contact)), share in zip(joined, sharing.shares, strict=True)
+            for (peer, (ticket, contact)), share in zip(joined, plan.shares, strict=True)
         )
-        group = Group(round_id, self.terms, members, sharing.predicted_s, sharing.explanation)
+        group = Group(round_id, self.terms, members, plan.averaging_s or None, plan.explanation)
         group.check()
         return group
-
-    def _await(self, peer: PeerId, until: float) -> None:
-        if peer not in self._joined:
-            self._awaited[peer] = until
-
-    def __repr__(self) -> str:
-        waiting = ", ".join(map(short, self._awaited)) or "no peer"
-        return f"GroupFormation(step {self.terms.step}: {len(self._joined)} joined, waiting for {waiting})"

@@ -1,11 +1,13 @@
 """Finding the group of a round: ask the organizer, or be it.
 
-Every member passes the group on to its fellow members, and answers an organizer's call with it. So a group survives
-the loss of its organizer. Organizers with different views are sorted out by rank: a peer that knows a live candidate
-before itself redirects to it, so redirections only lead up the rank.
+Every member passes the group on to its fellow members, and answers an organizer's call with it. So
+a group survives the loss of its organizer. Organizers with different views are sorted out by rank:
+a peer that knows a live candidate before itself redirects to it, so redirections only lead up the
+rank.
 
-A group becomes history when its round is over and the swarm did not follow it. Its members then no longer pass it on,
-so that the other peers can take the step together. Only members pass a group on, otherwise it would circulate forever.
+A group becomes history when its round is over and the swarm did not follow it. Its members then no
+longer pass it on, so that the other peers can take the step together. Only members pass a group on,
+otherwise it would circulate forever.
 """
 
 from __future__ import annotations
@@ -14,10 +16,8 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import struct
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from colab_swarm.averaging.group import (
     Group,
@@ -26,13 +26,11 @@ from colab_swarm.averaging.group import (
     Joined,
     JoinEta,
     JoinRound,
-    RefusalReason,
     RoundRefused,
     RoundTerms,
     Strategy,
     Ticket,
     rank,
-    valid_weight,
 )
 from colab_swarm.averaging.strategy import adaptive_shares
 from colab_swarm.errors import PeerError
@@ -41,7 +39,9 @@ from colab_swarm.net.peers import Contact, Message, PeerId, Peers, Refusal, Role
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[..., Awaitable[Any]]
+Handler: TypeAlias = Callable[..., Awaitable[Any]]
+Organized: TypeAlias = Group | Contact | None
+"""What came of organizing: the group, another organizer, or nothing."""
 
 REFUSALS_S = 60.0
 """An honest refusal ends with the round that runs without us; one step is not refused for longer."""
@@ -57,12 +57,15 @@ class PrefixRouter:
     """Routes a peer's messages to its collaborations by the ``prefix`` field that each message has.
 
     A kind of message is served while any collaboration serves it, for the role that the first one required.
+
+    Attributes:
+        assistant: see `assist`; None unregisters it.
     """
 
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
         self._handlers: dict[type[Message], dict[str, Handler]] = {}
-        self._default: tuple[Callable[[str], None], Callable[[str], None]] | None = None
+        self.assistant: tuple[Callable[[str], None], Callable[[str], None]] | None = None
 
     def serve(
         self,
@@ -73,8 +76,7 @@ class PrefixRouter:
     ) -> None:
         """Answer calls of ``kind`` to the collaboration ``prefix`` by peers of ``role`` or above.
 
-        Raises:
-            ValueError: this peer serves a collaboration of this name already.
+        Raises ValueError if this peer serves a collaboration of this name already.
         """
 
         async def answer(peer: PeerId, message: Any) -> Message:
@@ -103,31 +105,23 @@ class PrefixRouter:
             if not handlers and self._handlers.pop(kind, None) is not None:
                 self.peers.unserve(kind)
 
-    def set_default(self, enter: Callable[[str], None], leave: Callable[[str], None]) -> None:
+    def assist(self, enter: Callable[[str], None], leave: Callable[[str], None]) -> None:
         """Register an assistant for the collaborations that this peer does not serve itself.
 
         Args:
             enter: ``enter(prefix)``: a message for an unserved collaboration arrived; it may start to serve it.
-            leave: ``leave(prefix)``: stop serving the collaboration.
+            leave: ``leave(prefix)``: stop serving it, because this peer is going to.
 
-        Raises:
-            ValueError: an assistant is registered already.
+        Raises ValueError if an assistant is registered already.
         """
-        if self._default is not None:
+        if self.assistant is not None:
             raise ValueError("this peer assists already: stop() that first")
-        self._default = enter, leave
-
-    def clear_default(self) -> None:
-        """Unregister the assistant."""
-        self._default = None
-
-    def reserve(self, prefix: str) -> None:
-        """Let the assistant leave ``prefix``, before a collaboration of this peer serves it."""
-        if self._default is not None:
-            self._default[1](prefix)
+        self.assistant = enter, leave
 
     def _register(self, prefix: str, kind: type[Message], handler: Handler) -> bool:
         """Returns True if ``kind`` was not served before."""
+        if self.assistant is not None and prefix in self._handlers.get(kind, {}):
+            self.assistant[1](prefix)
         handlers = self._handlers.setdefault(kind, {})
         if prefix in handlers:
             raise ValueError(f"this peer takes part in {prefix!r} already: close that first")
@@ -135,22 +129,12 @@ class PrefixRouter:
         return len(handlers) == 1
 
     def _find(self, kind: type[Message], prefix: str) -> Handler:
-        if prefix not in self._handlers.get(kind, {}) and self._default is not None:
-            self._default[0](prefix)
+        if self.assistant is not None and prefix not in self._handlers.get(kind, {}):
+            self.assistant[0](prefix)
         handler = self._handlers.get(kind, {}).get(prefix)
         if handler is None:
             raise Refusal(f"this peer takes no part in {prefix[:80]!r}")
         return handler
-
-
-@dataclass
-class _OwnRound:
-    """A round that this peer organizes."""
-
-    formation: GroupFormation
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    elsewhere: Group | Contact | None = None
-    task: asyncio.Task[Group | Contact | None] = field(init=False)
 
 
 class Matchmaker:
@@ -181,13 +165,13 @@ class Matchmaker:
         self._strategy = strategy
         self._settings = settings or GroupFormationSettings()
         self._groups: dict[tuple[int, bytes], tuple[Group, float]] = {}  # and since when
-        self._own_rounds: dict[tuple[int, bytes], _OwnRound] = {}
+        self._forming: dict[tuple[int, bytes], tuple[GroupFormation, asyncio.Task[Organized]]] = {}
+        self._changed = asyncio.Event()  # set for a moment when a formation has changed
         self._callers: dict[tuple[int, bytes], set[PeerId]] = {}  # of rounds that this peer joins
         self._left_out = LeftOut[PeerId](SKIPPED_S, SKIPPED_S)  # organizers
         self._refused: dict[PeerId, tuple[int, float]] = {}  # step, and since when
         self._answered_at = float("-inf")  # by any organizer but this peer
         self._stop_listening = self._peers.on_lost(self._on_lost)
-        router.reserve(prefix)
         router.serve(prefix, JoinRound, self._serve_join, Role.REDUCER)
         router.serve(prefix, RoundTerms, self._serve_call, Role.REDUCER)
 
@@ -195,8 +179,8 @@ class Matchmaker:
         """Stop organizing and answering."""
         self._stop_listening()
         self._router.unserve(self._prefix, JoinRound, RoundTerms)
-        for own in self._own_rounds.values():
-            own.task.cancel()
+        for _, task in self._forming.values():
+            task.cancel()
 
     async def join(self, ticket: Ticket, candidates: Sequence[PeerId], deadline: float) -> Group:
         """Return the group of the ticket's step; it is the same at all members.
@@ -208,8 +192,6 @@ class Matchmaker:
         Raises:
             RoundRefused: this peer cannot take part in the round; see its ``reason``.
         """
-        if not valid_weight(ticket.weight):
-            raise RoundRefused("invalid", f"weight {ticket.weight} is neither 0 nor in [1e-9, 1e9)")
         step = ticket.terms.step
         self.forget(*ticket.terms.key)  # a second call needs another group
         began = loop_now()
@@ -252,26 +234,7 @@ class Matchmaker:
         return [*rank(self._prefix, step, reachable), *([me.id] if alone or not reachable else [])]
 
     async def _ask(self, organizer: PeerId, ticket: Ticket, *, hops: int) -> Group | None:
-        """Join at ``organizer``, or where it redirects to; returns None if it has no group."""
-        joined = await self._answer_of(organizer, ticket)
-        if joined is None:
-            return None
-        if refusal := self._refusal(joined, ticket):
-            step = ticket.terms.step
-            if organizer != self._peers.id and self._keeps_refusing(organizer, step):
-                logger.warning("%s keeps refusing step %d and is left out", short(organizer), step)
-                return None
-            raise RoundRefused(refusal[0], f"{short(organizer)}: {refusal[1]}")
-        other = joined.organizer
-        if joined.group is not None or other is None:
-            return joined.group
-        if hops <= 0 or other.id == self._peers.id or self._skipped(other.id):
-            return None
-        self._peers.learn(other)
-        return await self._ask(other.id, ticket, hops=hops - 1)
-
-    async def _answer_of(self, organizer: PeerId, ticket: Ticket) -> Joined | None:
-        """Return the organizer's answer; None if it failed, or sent an invalid group and is left out."""
+        """Join at ``organizer``, or where it redirects to; returns None if it failed or has no group."""
         try:
             joined = await self._join_at(organizer, ticket)
             if joined.group is not None:
@@ -285,7 +248,17 @@ class Matchmaker:
             return None
         if organizer != self._peers.id or joined.reason is not None:
             self._answered_at = loop_now()
-        return joined
+        if refusal := self._refusal(joined, ticket):
+            if organizer != self._peers.id and self._keeps_refusing(organizer, ticket.terms.step):
+                return None
+            raise RoundRefused(refusal.reason, f"{short(organizer)}: {refusal}")
+        other = joined.organizer
+        if joined.group is not None or other is None:
+            return joined.group
+        if hops <= 0 or other.id == self._peers.id or self._skipped(other.id):
+            return None
+        self._peers.learn(other)
+        return await self._ask(other.id, ticket, hops=hops - 1)
 
     async def _join_at(self, organizer: PeerId, ticket: Ticket) -> Joined:
         message = JoinRound(ticket, self._peers.contact)
@@ -302,16 +275,16 @@ class Matchmaker:
         timeout_s = self._settings.call_timeout_s
         return await self._peers.call(peer, terms, JoinEta, timeout_s=timeout_s)
 
-    def _refusal(self, joined: Joined, ticket: Ticket) -> tuple[RefusalReason, str] | None:
+    def _refusal(self, joined: Joined, ticket: Ticket) -> RoundRefused | None:
         """Return why the answer refuses this peer; None if it does not, or if another organizer should be tried."""
-        group = joined.group
+        group, step = joined.group, ticket.terms.step
         if group is None:
             reason = joined.reason
-            return None if reason is None or reason == "unreachable" else (reason, joined.text)
+            return None if reason is None or reason == "unreachable" else RoundRefused(reason, joined.text)
         if group.index_of(self._peers.id) is None:
-            return "late", f"the group of step {ticket.terms.step} was formed without us"
+            return RoundRefused("late", f"the group of step {step} was formed without us")
         if group.terms != ticket.terms:
-            return "resync", f"the group of step {ticket.terms.step} is of another lineage"
+            return RoundRefused("resync", f"the group of step {step} is of another lineage")
         return None
 
     def _skipped(self, peer: PeerId) -> bool:
@@ -326,6 +299,7 @@ class Matchmaker:
                 del self._refused[next(iter(self._refused))]
         if now - self._refused[organizer][1] < REFUSALS_S:
             return False
+        logger.warning("%s keeps refusing step %d and is left out", short(organizer), step)
         del self._refused[organizer]
         self._left_out.fail(organizer, now)
         return True
@@ -341,10 +315,7 @@ class Matchmaker:
             del self._groups[next(iter(self._groups))]
 
     def _remembered(self, terms: RoundTerms) -> Group | None:
-        """Return the group of this step, unless the swarm did not follow it or it is long over.
-
-        A run may return to a step from a checkpoint.
-        """
+        """Return the group of this step, unless the swarm did not follow it or it is long over (a run may return)."""
         group, since = self._groups.get(terms.key, (None, 0.0))
         if group is None or loop_now() - since >= REMEMBERED_S:
             return None
@@ -352,10 +323,14 @@ class Matchmaker:
 
     # --- answering ------------------------------------------------------------------------------------------
 
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed.clear()
+
     def _on_lost(self, peer: PeerId) -> None:
-        for own in self._own_rounds.values():
-            own.formation.on_declined(peer)
-            own.changed.set()
+        for formation, _ in self._forming.values():
+            formation.on_declined(peer)
+        self._wake()
 
     async def _serve_call(self, peer: PeerId, terms: RoundTerms) -> JoinEta:
         if group := self._remembered(terms):
@@ -379,95 +354,93 @@ class Matchmaker:
             return Joined(reason="invalid", text="only a worker may contribute: ask for another invitation")
         if group := self._remembered(ticket.terms):
             return _hand_out(group, peer)
-        own = self._own_rounds.get(ticket.terms.key) or self._organize(ticket.terms, peer)
+        own = self._forming.get(ticket.terms.key) or self._organize(ticket.terms, peer)
         if isinstance(own, Joined):
             return own
-        if refusal := own.formation.on_join(ticket, contact):
-            return Joined(reason=refusal[0], text=refusal[1])
-        own.changed.set()
+        formation, task = own
+        if refusal := formation.on_join(ticket, contact):
+            return refusal
+        self._wake()
         try:
-            outcome = await asyncio.shield(own.task)
+            organized = await asyncio.shield(task)
         except asyncio.CancelledError:  # the caller gave up
-            if not own.task.done():
-                own.formation.on_lost(peer)
-                own.changed.set()
+            if not task.done():
+                formation.on_lost(peer)
+                self._wake()
             raise
-        return _hand_out(outcome, peer)
+        return _hand_out(organized, peer)
 
     # --- organizing -----------------------------------------------------------------------------------------
 
-    def _organize(self, terms: RoundTerms, peer: PeerId) -> _OwnRound | Joined:
+    def _organize(
+        self, terms: RoundTerms, peer: PeerId
+    ) -> tuple[GroupFormation, asyncio.Task[Organized]] | Joined:
         """Begin to form the group of these terms, or return why this peer does not."""
         ready_in_s = self._ready_in_s(terms, peer)
-        if ready_in_s is None and any(step == terms.step for step, _ in self._own_rounds):
+        if ready_in_s is None and any(step == terms.step for step, _ in self._forming):
             text = f"step {terms.step} here is of another lineage: load the state from a peer"
             return Joined(reason="resync", text=text)
         if ready_in_s is None:
             return Joined(reason="unreachable", text="not at this step")
-        now = loop_now()
-        own = _OwnRound(GroupFormation(terms, now=now, settings=self._settings))
-        own.formation.on_coming(self._peers.id, ready_in_s, now=now)
-        self._own_rounds[terms.key] = own
-        own.task = asyncio.create_task(self._form(own), name=f"organize step {terms.step}")
-        return own
+        formation = GroupFormation(terms, now=loop_now(), settings=self._settings)
+        formation.on_coming(self._peers.id, ready_in_s, now=loop_now())
+        task = asyncio.create_task(self._form(formation), name=f"organize step {terms.step}")
+        self._forming[terms.key] = formation, task
+        return formation, task
 
-    async def _form(self, own: _OwnRound) -> Group | Contact | None:
+    async def _form(self, formation: GroupFormation) -> Organized:
         """Form the group, or find it or its organizer elsewhere; returns None if no group is possible."""
-        terms, me = own.formation.terms, self._peers.id
+        terms, me = formation.terms, self._peers.id
         calls: list[asyncio.Task[None]] = []
         try:
             candidates = [peer for peer in await self._expected(*terms.key) if peer != me]
-            calls = [asyncio.create_task(self._invite(own, peer)) for peer in candidates]
+            calls = [asyncio.create_task(self._invite(formation, peer)) for peer in candidates]
             await asyncio.sleep(0)  # the calls begin, so every called peer is awaited
-            while own.elsewhere is None and (closes_at := own.formation.closes_at()) > loop_now():
-                own.changed.clear()
+            while formation.elsewhere is None and (closes_at := formation.closes_at()) > loop_now():
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(closes_at):
-                        await own.changed.wait()
-            seed = (
-                f"{self._prefix}|{terms.step}|".encode() + terms.lineage + me + struct.pack("<d", loop_now())
-            )
+                        await self._changed.wait()
+            seed = f"{self._prefix}|{terms.step}|{loop_now()}|".encode() + terms.lineage + me
             round_id = hashlib.sha256(seed).digest()[:16]
-            group = own.elsewhere or own.formation.form(round_id, self._strategy)
+            organized = formation.elsewhere or formation.form(round_id, self._strategy)
         except ValueError as error:
             logger.info("no group for step %d: %s", terms.step, error)
             return None
         finally:
             for call in calls:
                 call.cancel()
-            del self._own_rounds[terms.key]
-        if isinstance(group, Group):
-            self._remember(group)
-        return group
+            del self._forming[terms.key]
+        if isinstance(organized, Group):
+            self._remember(organized)
+        return organized
 
-    async def _invite(self, own: _OwnRound, peer: PeerId) -> None:
+    async def _invite(self, formation: GroupFormation, peer: PeerId) -> None:
         """Call one candidate and pass its answer to the formation."""
-        formation = own.formation
-        formation.on_called(peer, now=loop_now())
+        formation.expect(peer, loop_now() + self._settings.call_timeout_s)
+        terms = formation.terms
         try:
-            answer = await self._call(peer, formation.terms)
-        except PeerError:
-            dialable = bool(self._peers.contact_of(peer).addresses)
-            (formation.on_declined if dialable else formation.on_silent)(peer)
+            answer = await self._call(peer, terms)
+            if (
+                answer.group is not None
+            ):  # an invalid one is not passed on: peers would leave this organizer out
+                answer.group.check()
+        except (PeerError, ValueError) as error:
+            formation.on_declined(peer)
+            if (
+                isinstance(error, PeerError) and not self._peers.contact_of(peer).addresses
+            ):  # it may join by itself
+                formation.expect(peer, formation.opened_at + self._settings.window_s)
         else:
-            try:
-                if answer.group is not None:
-                    answer.group.check()
-                self._on_answer(own, peer, answer)
-            except ValueError:  # an invalid group is not passed on: peers would leave this organizer out
+            contact = self._peers.contact_of(peer)
+            if answer.group is not None and answer.group.terms.key == terms.key:
+                formation.elsewhere = answer.group
+            elif answer.ready_in_s is None or self._skipped(peer):
                 formation.on_declined(peer)
-        own.changed.set()
-
-    def _on_answer(self, own: _OwnRound, peer: PeerId, answer: JoinEta) -> None:
-        contact, terms, group = self._peers.contact_of(peer), own.formation.terms, answer.group
-        if group is not None and group.terms.key == terms.key:
-            own.elsewhere = group
-        elif answer.ready_in_s is None or self._skipped(peer):
-            own.formation.on_declined(peer)
-        elif contact.addresses and rank(self._prefix, terms.step, [peer, self._peers.id])[0] == peer:
-            own.elsewhere = contact
-        else:
-            own.formation.on_coming(peer, answer.ready_in_s, now=loop_now())
+            elif contact.addresses and rank(self._prefix, terms.step, [peer, self._peers.id])[0] == peer:
+                formation.elsewhere = contact
+            else:
+                formation.on_coming(peer, answer.ready_in_s, now=loop_now())
+        self._wake()
 
 
 def loop_now() -> float:
@@ -475,7 +448,7 @@ def loop_now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _hand_out(group: Group | Contact | None, peer: PeerId) -> Joined:
+def _hand_out(group: Organized, peer: PeerId) -> Joined:
     if group is None:
         return Joined(reason="unreachable", text="no peer here can reduce")
     if isinstance(group, Contact):

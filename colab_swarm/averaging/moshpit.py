@@ -1,16 +1,21 @@
-"""Averaging any vector among all peers that call for it, in groups on a grid (Moshpit averaging).
+"""Averaging any vector among all peers that call for it: a meeting, then groups on a grid (Moshpit averaging).
 
-A pass has two parts. The calling peers meet (`assembly`) and get the same list of peers, from which
-each computes the same grid. Then round r averages within the lines along axis r; each line is a
-group of its own. After one round per axis all peers have the exact mean, and a failed peer costs
-only its own line (DeDLOC section 3.2 and Appendix C).
+A meeting. A ready peer publishes the number of the meeting that it waits for (swarm time in
+milliseconds) in the DHT. All peers take the lowest number. The meeting starts when the first peer
+has waited for the window, or when all peers of the last meeting are back. Its organizer then calls
+the others, which ends their waiting too. A meeting of a fixed size starts as soon as that many
+peers wait on the same terms, and not before. A peer that waits longer than the window takes a new
+number, which also shows that its record is no leftover.
 
-What makes it exact:
+A pass. All peers of a meeting compute the same grid. Round r averages within the lines along axis
+r; each line is a group of its own. After one round per axis all peers have the exact mean, and a
+failed peer costs only its own line (DeDLOC section 3.2 and Appendix C). What makes it exact:
 
-- There is no empty cell. Where the number of peers is not a product of sides, some cells hold several peers: a line
-  with a hole would miss the mean of another line.
-- Each peer carries a *weight* with its values. After a round, the weight of all contributors is divided equally among
-  the line's cells, and within a cell among its peers. So no weight is lost or counted twice.
+- There is no empty cell. Where the number of peers is not a product of sides, some cells hold
+  several peers: a line with a hole would miss the mean of another line.
+- Each peer carries a *weight* with its values. After a round, the weight of all contributors is
+  divided equally among the line's cells, and within a cell among its peers. So no weight is lost or
+  counted twice.
 - A peer that misses a round keeps its values and its weight; the next pass mixes them in.
 
 Every line gets a peer that can be dialled. In the meeting each member votes for a group size, from
@@ -23,24 +28,41 @@ import asyncio
 import contextlib
 import hashlib
 import itertools
+import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
-from colab_swarm.averaging.assembly import QUICK, Assembly
-from colab_swarm.averaging.group import Group, RoundRefused, RoundTerms, Ticket
+from colab_swarm.averaging.group import (
+    Group,
+    GroupFormationSettings,
+    RoundRefused,
+    RoundTerms,
+    Ticket,
+    equal_shares,
+)
 from colab_swarm.averaging.matchmaking import Matchmaker, PrefixRouter, loop_now
 from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.dht.service import DHT
 from colab_swarm.errors import PeerError
 from colab_swarm.markup import facts
-from colab_swarm.net.peers import PeerId
+from colab_swarm.net.peers import Message, PeerId, short
 from colab_swarm.tensors.codecs import Floats, Precision, mean_codec_for
 
-Cell = tuple[int, ...]
+logger = logging.getLogger(__name__)
 
+WINDOW_S = 5.0
+"""How long the first peer of a meeting waits for others."""
+LOOK_S = 0.25
+TTL_S = 30.0
+SKEW_MS = 600_000
+"""Ignore a number that is further from this peer's own time."""
+MAX_TERMS = 512
+"""Most characters of another peer's terms in an error."""
+QUICK = GroupFormationSettings(window_s=2.0, slack_s=1.0, call_timeout_s=5.0)
 MEMORY_ROUNDS = 20
 """`RoundMeter` averages over about this many rounds."""
 MAX_ROUNDS = 64
@@ -50,6 +72,194 @@ MIN_WEIGHT, MAX_WEIGHT = 1e-4, 1e6
 """Shares of a weight must be valid weights too (`group.valid_weight`)."""
 ROUND_TIMEOUT_S = 120.0
 """Bound on finding the group of one round."""
+
+
+# --- meetings -------------------------------------------------------------------------------------
+
+
+class WaitingPeer(Message, frozen=True):
+    """DHT record, signed, under the peer's own subkey: the peer waits for the meeting ``number``."""
+
+    number: int
+    addresses: tuple[str, ...]
+    terms: str = ""  # what all members of a fixed size must agree on
+    at: float = 0.0  # its swarm time when it wrote this
+
+
+class Assembly:
+    """One peer's part in the meetings of a name.
+
+    Args:
+        settings: of the group's formation; with a ``size``, the group has exactly so many members.
+        timeout_s: bound on finding the group, beyond the window.
+        terms: readable text that all members of a fixed size must agree on.
+
+    Attributes:
+        number: the meeting that this peer waits for, or took part in last.
+        waiting: the other waiting peers as last read, and the meeting that each waits for.
+    """
+
+    def __init__(
+        self,
+        router: PrefixRouter,
+        dht: DHT,
+        prefix: str,
+        settings: GroupFormationSettings = QUICK,
+        *,
+        timeout_s: float = 60.0,
+        terms: str = "",
+    ) -> None:
+        self._peers, self._dht = router.peers, dht
+        self._prefix, self._timeout_s = prefix, timeout_s
+        self._size, self._terms = settings.size, terms
+        self._lineage = hashlib.sha256(terms.encode()).digest()[:16] if terms else b""
+        self._matchmaker = Matchmaker(
+            router,
+            prefix,
+            expected=self._expected,
+            on_called=self._on_called,
+            strategy=equal_shares,  # a meeting averages nothing
+            settings=settings,
+        )
+        self.number = self._last = 0
+        self.waiting: dict[PeerId, int] = {}
+        self._others: dict[PeerId, float] = {}  # peers with other terms: when they wrote first
+        self._waits_for: RoundTerms | None = None  # while this peer waits
+        self._called = asyncio.Event()
+        self._joining = False
+        self._before: frozenset[PeerId] = frozenset()
+        self._withdrawing: asyncio.Task[None] | None = None
+
+    def close(self) -> None:
+        """Take part in no more meetings."""
+        self._matchmaker.close()
+        if self._withdrawing is not None:
+            self._withdrawing.cancel()
+
+    async def meet(self, numel: int, schema: bytes, vote: Callable[[int], int] = lambda peers: 1) -> Group:
+        """Wait for other peers and return the group, which is the same at all its members.
+
+        Args:
+            numel, schema: description of the vector to average; it must be the same for all.
+            vote: ``vote(peers)`` returns a number for all members to see: this peer's weight in the group.
+
+        Raises:
+            RoundRefused: no peer to meet, or the others average another vector; with a fixed size only
+                ``late``, when the group was formed without this peer.
+            ValueError: with a fixed size, another waiting peer has other terms.
+        """
+        deadline = loop_now() + WINDOW_S + self._timeout_s
+        try:
+            while True:
+                try:
+                    group = await self._meet_once(numel, schema, vote, deadline)
+                except RoundRefused as refusal:
+                    if (refusal.reason == "late") is bool(self._size) or loop_now() >= deadline:
+                        raise
+                    logger.debug("no group in meeting %d: %s", self.number, refusal)
+                else:
+                    self._before = frozenset(member.id for member in group.members)
+                    return group
+        finally:
+            self._withdrawing = asyncio.create_task(self.publish())
+
+    async def _meet_once(
+        self, numel: int, schema: bytes, vote: Callable[[int], int], deadline: float
+    ) -> Group:
+        self.number = own = max(int(self._peers.time() * 1000), self.number + 1)
+        self._waits_for = RoundTerms(self._prefix, own, self._lineage, numel, schema)
+        self._called.clear()
+        try:
+            others = await self._wait(own)
+            self._joining = True
+            terms = msgspec.structs.replace(self._waits_for, step=self.number)
+            weight, reduces = float(vote(len(others) + 1)), bool(self._peers.contact.addresses)
+            ticket = Ticket(terms, weight, reduces)
+            others |= self._matchmaker.likely(*terms.key)
+            return await self._matchmaker.join(ticket, sorted(others), deadline)
+        finally:
+            self._last = self.number if self._joining else self._last
+            self._waits_for, self._joining = None, False
+
+    async def _wait(self, own: int) -> set[PeerId]:
+        """Return the other waiting peers when the meeting starts."""
+        begun, published = loop_now(), 0
+        while True:
+            if published != self.number:
+                published = self.number
+                await self.publish(ttl_s=WINDOW_S + TTL_S)
+            waiting = await self._read()
+            if not self._called.is_set():
+                self.number = min([own, *waiting.values()])
+            complete = bool(self._before) and self._before <= {*waiting, self._peers.id}
+            if self._size is not None:
+                complete = 1 + len(waiting) >= self._size
+            if complete or self._called.is_set():
+                return set(waiting)
+            if loop_now() - begun >= WINDOW_S:
+                if self._size is None:
+                    return set(waiting)
+                raise RoundRefused("unreachable", f"{1 + len(waiting)} of {self._size} peers wait")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._called.wait()
+
+    def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
+        own = self._waits_for
+        if own is None or msgspec.structs.replace(own, step=terms.step) != terms:
+            return None
+        if terms.step != self.number:
+            if self._joining or self._called.is_set() or not self._plausible(terms.step):
+                return None
+            self.number = terms.step
+        self._called.set()
+        return 0.0
+
+    async def _expected(self, step: int, lineage: bytes) -> Sequence[PeerId]:
+        """Return the waiting peers, those that called, and those of the last meeting: a record may be late."""
+        known = self._before & self._peers.linked() | self._matchmaker.likely(step, lineage)
+        return sorted({*await self._read(), *known})
+
+    def _plausible(self, number: int) -> bool:
+        return number > self._last and abs(number - self._peers.time() * 1000) < SKEW_MS
+
+    async def publish(self, *, ttl_s: float = 0.5) -> None:
+        """Publish that this peer waits, for ``ttl_s``; by default, that it no longer does."""
+        peers = self._peers
+        record = WaitingPeer(self.number, peers.contact.addresses, self._terms, peers.time())
+        try:
+            await self._dht.publish(self._prefix, record, ttl_s=ttl_s)
+        except PeerError as error:
+            logger.info("could not publish that this peer waits: %s", error)
+
+    async def _read(self) -> dict[PeerId, int]:
+        """Return the other peers that wait on the same terms, and the meeting that each waits for."""
+        try:
+            records = await self._dht.published(self._prefix, WaitingPeer)
+        except PeerError as error:
+            logger.info("could not read the waiting peers: %s", error)
+            return self.waiting
+        records.pop(self._peers.id, None)
+        self.waiting = {
+            peer: record.number
+            for peer, record in records.items()
+            if self._agrees(peer, record) and self._plausible(record.number)
+        }
+        return self.waiting
+
+    def _agrees(self, peer: PeerId, record: WaitingPeer) -> bool:
+        """Return True for equal terms; raises ValueError for other ones that are no leftover."""
+        if self._size is None or record.terms == self._terms:
+            return True
+        if self._others.setdefault(peer, record.at) != record.at:
+            raise ValueError(
+                f"{short(peer)} has other settings: {record.terms[:MAX_TERMS]!r}; this peer: {self._terms!r}. "
+                "Give all peers the same settings"
+            )
+        return False
+
+
+# --- the grid -------------------------------------------------------------------------------------
 
 
 class MoshpitGrid:
@@ -62,16 +272,18 @@ class MoshpitGrid:
 
     Attributes:
         sides: cells along each axis; one round each.
-        rounds: rounds of one pass.
     """
 
     def __init__(self, seed: bytes, reachable: Mapping[PeerId, bool], group_size: int) -> None:
         self._seed = seed
-        shuffled = sorted(reachable, key=lambda peer: hashlib.sha256(seed + peer).digest())
-        dialled = [peer for peer in shuffled if reachable[peer]]
-        self.sides, cells = _covered(len(shuffled), group_size, len(dialled))
-        self.rounds = len(self.sides)
-        order = dialled + [peer for peer in shuffled if not reachable[peer]]
+        order = sorted(reachable, key=lambda p: (not reachable[p], hashlib.sha256(seed + p).digest()))
+        for rounds in range(rounds_for(len(order), group_size), 0, -1):
+            self.sides = plan_sides(len(order), rounds)
+            shortest = min(self.sides)
+            cells = sorted(itertools.product(*map(range, self.sides)), key=lambda c: sum(c) % shortest > 0)
+            # the first ones hit every line: each needs a peer that can be dialled
+            if sum(sum(cell) % shortest == 0 for cell in cells) <= sum(reachable.values()):
+                break
         self.cells = {peer: cells[i % len(cells)] for i, peer in enumerate(order)}
 
     def line(self, peer: PeerId, axis: int) -> tuple[PeerId, ...]:
@@ -84,21 +296,16 @@ class MoshpitGrid:
         return hashlib.sha256(self._seed + repr((axis, self._across(peer, axis))).encode()).digest()[:16]
 
     def carried(self, peer: PeerId, holders: Collection[PeerId], weight: float) -> float:
-        """Return the weight of ``peer`` after a round.
+        """Return the weight of ``peer`` after a round: its part of ``weight``, that of all contributions together.
 
-        Args:
-            holders: peers that have the line's mean, ``peer`` included.
-            weight: of all contributions to that mean together.
+        ``holders`` are the peers that have the line's mean, ``peer`` included.
         """
         cells = [self.cells[holder] for holder in holders]
         return weight / len(set(cells)) / cells.count(self.cells[peer])
 
-    def _across(self, peer: PeerId, axis: int) -> Cell:
+    def _across(self, peer: PeerId, axis: int) -> tuple[int, ...]:
         cell = self.cells[peer]
         return cell[:axis] + cell[axis + 1 :]
-
-    def __repr__(self) -> str:
-        return f"MoshpitGrid({len(self.cells)} peers on {'x'.join(map(str, self.sides))})"
 
 
 def rounds_for(peers: int, group_size: int) -> int:
@@ -123,18 +330,7 @@ def plan_sides(peers: int, rounds: int) -> tuple[int, ...]:
     return tuple(sides)
 
 
-def _covered(peers: int, group_size: int, reachable: int) -> tuple[tuple[int, ...], list[Cell]]:
-    """Return sides and cells, where the first ``reachable`` cells hit every line."""
-    for rounds in range(rounds_for(peers, group_size), 0, -1):
-        sides = plan_sides(peers, rounds)
-        shortest = min(sides)
-        cells = sorted(itertools.product(*map(range, sides)), key=lambda cell: sum(cell) % shortest > 0)
-        if sum(sum(cell) % shortest == 0 for cell in cells) <= reachable or rounds == 1:
-            break
-    return sides, cells
-
-
-# --- group size -----------------------------------------------------------------------------------------------------
+# --- group size -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -152,9 +348,9 @@ class RoundTime:
 def success_rate(peers: int, group_size: int, *, failures_per_s: float, time: RoundTime) -> float:
     """Return the global averages per second without a failure (DeDLOC Appendix C).
 
-    r(m) = (1-q)^(m ceil(log_m n)) / (T(m) ceil(log_m n)). The chance q that a peer fails during a round grows with the
-    round: q = 1 - exp(-failures_per_s T(m)). With one q for all sizes, pairs would never beat groups of four, because
-    m / log m is the same for both; with this one, a high failure rate gives pairs.
+    r(m) = (1-q)^(m ceil(log_m n)) / (T(m) ceil(log_m n)). The chance q that a peer fails in a round
+    grows with its length: q = 1 - exp(-failures_per_s T(m)). With one q for all sizes, pairs would
+    never beat groups of four.
     """
     rounds, round_s = rounds_for(peers, group_size), time.seconds(group_size)
     return math.exp(-failures_per_s * round_s * group_size * rounds) / (round_s * rounds)
@@ -171,24 +367,18 @@ class RoundMeter:
 
     Attributes:
         time: of rounds without failures; others show timeouts, not the network.
+        failures_per_s: of one peer.
     """
 
     def __init__(self) -> None:
         self.time = RoundTime(overhead_s=0.2, transfer_s=0.8)
+        self.failures_per_s = 0.005
         self._timed = 0
-        self._failures, self._members, self._rounds = 0.05, 10.0, 1.0
-
-    @property
-    def failure_rate(self) -> float:
-        """The chance q that a member of a group fails during a round."""
-        return self._failures / self._members
 
     def on_round(self, members: int, failed: int, *, overhead_s: float, averaging_s: float) -> None:
         """Count a round of ``members``, of which ``failed`` did not join or were lost."""
-        keep = 1 - 1 / MEMORY_ROUNDS
-        self._failures = keep * self._failures + failed
-        self._members = keep * self._members + members
-        self._rounds = keep * self._rounds + 1
+        failures_per_s = failed / members / self.time.seconds(max(2, members))
+        self.failures_per_s += (failures_per_s - self.failures_per_s) / MEMORY_ROUNDS
         if failed or members < 2:
             return
         self._timed = min(self._timed + 1, MEMORY_ROUNDS)
@@ -200,33 +390,24 @@ class RoundMeter:
 
     def choose_group_size(self, peers: int) -> int:
         """Return the best group size for ``peers``, by this peer's measurements."""
-        round_s = self.time.seconds(max(2, round(self._members / self._rounds)))
-        failures_per_s = -math.log1p(-min(self.failure_rate, 0.999)) / round_s
-        return choose_group_size(peers, failures_per_s=failures_per_s, time=self.time)
+        return choose_group_size(peers, failures_per_s=self.failures_per_s, time=self.time)
 
 
-# --- averaging ------------------------------------------------------------------------------------------------------
+# --- averaging ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, repr=False)
 class MoshpitResult:
-    """Result of one pass, as seen by this peer.
+    """Result of one pass, as seen by this peer."""
 
-    Attributes:
-        peers: all that took part, this peer included.
-        sides: of the grid.
-        rounds: results of this peer's groups, in order; None where it could not take part.
-        failed: members of this peer's groups that did not join or were lost.
-        seconds: from the call to the mean.
-        note: what went wrong, in words; empty if nothing.
-    """
-
-    peers: tuple[PeerId, ...]
-    sides: tuple[int, ...]
-    rounds: tuple[RoundResult | None, ...]
-    failed: int
-    seconds: float
-    note: str = ""
+    peers: tuple[PeerId, ...]  # all that took part, this peer included
+    sides: tuple[int, ...]  # of the grid
+    rounds: tuple[
+        RoundResult | None, ...
+    ]  # of this peer's groups, in order; None where it could not take part
+    failed: int  # members of this peer's groups that did not join or were lost
+    seconds: float  # from the call to the mean
+    note: str = ""  # what went wrong, in words; empty if nothing
 
     @property
     def complete(self) -> bool:
@@ -261,14 +442,10 @@ class MoshpitAverager:
     ) -> None:
         Precision(codec)
         self._peers, self._averager, self._prefix = router.peers, averager, prefix
-        self.codec = codec
+        self.codec, self._codecs = codec, (codec, mean_codec_for(codec))
         self._assembly = Assembly(router, dht, f"{prefix}/meeting")
         self._matchmaker = Matchmaker(
-            router,
-            prefix,
-            expected=self._expected,
-            on_called=self._on_called,
-            settings=QUICK,
+            router, prefix, expected=self._expected, on_called=self._on_called, settings=QUICK
         )
         self.meter = RoundMeter()
         self._busy = False
@@ -298,7 +475,12 @@ class MoshpitAverager:
             ValueError: the weight, group size or values are not usable.
             RuntimeError: this peer is averaging already.
         """
-        _check_call(values, weight, group_size)
+        if values.ndim != 1 or values.dtype != np.float32 or not np.isfinite(values).all():
+            raise ValueError("values must be a flat vector of finite float32 values")
+        if weight != 0 and not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+            raise ValueError(f"weight={weight}: give 0 (only receive) or {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
+        if group_size is not None and group_size < 2:
+            raise ValueError(f"group_size={group_size}: a group has 2 members or more")
         if self._busy:
             raise RuntimeError("this peer is averaging these values already: wait for that to end")
         begun, self._busy = loop_now(), True
@@ -309,7 +491,7 @@ class MoshpitAverager:
             )
             self._pass = _Pass(meeting, values, weight)
             self._begun.set()
-            for axis in range(self._pass.grid.rounds):
+            for axis in range(len(self._pass.grid.sides)):
                 await self._round(self._pass, axis)
             return self._pass.values.copy(), self._pass.result(loop_now() - begun)
         except RoundRefused as refusal:
@@ -327,14 +509,8 @@ class MoshpitAverager:
             return
         values = run.values.copy()  # other members may still recover chunks from the last round's vector
         links, reduces = self._peers.statistics(), bool(self._peers.contact.addresses)
-        terms = RoundTerms(
-            self._prefix,
-            run.number * MAX_ROUNDS + axis,
-            run.grid.line_id(me, axis),
-            len(values),
-            codec=self.codec,
-            mean_codec=mean_codec_for(self.codec),
-        )
+        step, lineage = run.number * MAX_ROUNDS + axis, run.grid.line_id(me, axis)
+        terms = RoundTerms(self._prefix, step, lineage, len(values), b"", *self._codecs)
         ticket = Ticket(terms, run.weight, reduces, links.upload_bps, links.download_bps)
         try:
             group = await self._matchmaker.join(ticket, line, begun + ROUND_TIMEOUT_S)
@@ -404,13 +580,3 @@ class _Pass:
     def result(self, seconds: float) -> MoshpitResult:
         peers, sides = tuple(sorted(self.grid.cells)), self.grid.sides
         return MoshpitResult(peers, sides, tuple(self.rounds), self.failed, seconds, "; ".join(self.notes))
-
-
-def _check_call(values: Floats, weight: float, group_size: int | None) -> None:
-    """Raise the `ValueError` of `MoshpitAverager.average`."""
-    if values.ndim != 1 or values.dtype != np.float32 or not np.isfinite(values).all():
-        raise ValueError("values must be a flat vector of finite float32 values")
-    if weight != 0 and not MIN_WEIGHT <= weight <= MAX_WEIGHT:
-        raise ValueError(f"weight={weight}: give 0 (only receive) or {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
-    if group_size is not None and group_size < 2:
-        raise ValueError(f"group_size={group_size}: a group has 2 members or more")

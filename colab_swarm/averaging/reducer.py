@@ -2,11 +2,15 @@
 
 Rules:
 
-- A chunk is finished when every member that is still expected has delivered it. Its mean never changes afterwards.
-- A member that sends invalid data (NaN, wrong length, unknown chunk) is dropped. Its valid chunks stay, nothing more
-  is accepted, and its weight leaves the mean of every chunk that it did not deliver. The same holds for a lost member.
-- A chunk without contributions (all weights zero, or all members lost) has no mean: members keep their local values.
-- Sums are float32 in order of arrival, of values already scaled by weight / total weight, so they cannot overflow.
+- A chunk is finished when every member that is still expected has delivered it. Its mean never
+  changes afterwards.
+- A member that sends invalid data (NaN, wrong length, unknown chunk) is dropped. Its valid chunks
+  stay, nothing more is accepted, and its weight leaves the mean of every chunk that it did not
+  deliver. The same holds for a lost member.
+- A chunk without contributions (all weights zero, or all members lost) has no mean: members keep
+  their local values.
+- Sums are float32 in order of arrival, of values already scaled by weight / total weight, so they
+  cannot overflow.
 
 State: a bit per member. ``_expected``: members that still owe chunks; ``_delivered[chunk]``: members in its sum.
 """
@@ -17,10 +21,8 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from colab_swarm.averaging.group import Group, Span, chunk_values, cut_chunks, join_spans
+from colab_swarm.averaging.group import Group, Span, chunk_values, cut_chunks
 from colab_swarm.tensors.codecs import Floats, all_finite
-
-_LACKING, _MEAN, _NO_MEAN = 0, 1, 2
 
 
 class SpanLedger:
@@ -34,8 +36,9 @@ class SpanLedger:
         self.values = values
         size = chunk_values(group.terms.codec, group.terms.mean_codec)
         self.chunks = [cut_chunks(span, size) for span in group.spans()]
-        self._states = [bytearray(len(chunks)) for chunks in self.chunks]
-        self._missing: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._placed: dict[
+            tuple[int, int], tuple[bool, tuple[int, ...]]
+        ] = {}  # has a mean; members missing in it
 
     def chunk(self, reducer: int, index: int) -> Span:
         """Return the position of chunk ``index`` of a reducer's span; raises ValueError if it does not exist."""
@@ -50,44 +53,38 @@ class SpanLedger:
             ValueError: there is no such chunk.
         """
         chunk = self.chunk(reducer, index)
-        if self._states[reducer][index] != _LACKING:
+        if self.settled(reducer, index):
             return
         if mean is not None:
             self.values[chunk.start : chunk.stop] = mean
-        self._states[reducer][index] = _NO_MEAN if mean is None else _MEAN
-        if missing:
-            self._missing[reducer, index] = missing
+        self._placed[reducer, index] = mean is not None, missing
 
     def settled(self, reducer: int, index: int) -> bool:
         """Return True if the chunk's mean has arrived, or is known not to exist."""
-        return self._states[reducer][index] != _LACKING
+        return (reducer, index) in self._placed
 
-    def has_mean(self, reducer: int, index: int) -> bool:
-        """Return True if the chunk's values are the mean."""
-        return self._states[reducer][index] == _MEAN
-
-    def missing(self, reducer: int, index: int) -> tuple[int, ...]:
-        """Return the members whose values should be, but are not, in the mean of a chunk."""
-        return self._missing.get((reducer, index), ())
+    def result(self, reducer: int, index: int) -> tuple[bool, tuple[int, ...]]:
+        """Return whether the chunk's values are the mean, and the members that should be, but are not, in it."""
+        return self._placed.get((reducer, index), (False, ()))
 
     def lacking(self, reducer: int) -> list[int]:
         """Return the chunks of a span that are not settled."""
-        return [index for index, state in enumerate(self._states[reducer]) if state == _LACKING]
+        return [index for index in range(len(self.chunks[reducer])) if not self.settled(reducer, index)]
 
     def kept_local(self) -> tuple[Span, ...]:
-        """Return the spans of values that are still this member's own."""
-        return join_spans(
-            [
-                chunk
-                for chunks, states in zip(self.chunks, self._states, strict=True)
-                for chunk, state in zip(chunks, states, strict=True)
-                if state != _MEAN
-            ]
-        )
+        """Return the spans of values that are still this member's own, as few as possible, ascending."""
+        kept: list[Span] = []
+        for reducer, chunks in enumerate(self.chunks):
+            for index, chunk in enumerate(chunks):
+                if self.result(reducer, index)[0]:
+                    continue
+                start = kept.pop().start if kept and kept[-1].stop == chunk.start else chunk.start
+                kept.append(Span(start, chunk.stop))
+        return tuple(kept)
 
     def incomplete(self) -> Collection[int]:
         """Return the members that are missing in at least one mean."""
-        return {member for missing in self._missing.values() for member in missing}
+        return {member for _, missing in self._placed.values() for member in missing}
 
 
 class SpanReducer:
@@ -109,10 +106,6 @@ class SpanReducer:
         self._everyone = sum(1 << member for member, weight in enumerate(weights) if weight > 0)
         self._expected = self._everyone
         self.unfinished = set(range(len(chunks)))
-
-    def start(self) -> list[int]:
-        """Return the chunks that are finished before anything arrived: all, if all weights are 0."""
-        return self._settle()
 
     def on_chunk(self, member: int, chunk: int, values: Floats) -> bool:
         """Add one contribution and return True if it finished the chunk; one that is not expected is ignored.
@@ -144,7 +137,7 @@ class SpanReducer:
     def drop(self, member: int) -> list[int]:
         """Expect nothing more of a member that is lost, dropped or done; returns the chunks finished by that."""
         self._expected &= ~(1 << member)
-        return self._settle()
+        return self.finished()
 
     def mean(self, chunk: int) -> Floats | None:
         """Return the mean of a finished chunk (a view of ``sums``), or None without contributions or on overflow."""
@@ -154,16 +147,14 @@ class SpanReducer:
     def missing(self, chunk: int) -> tuple[int, ...]:
         """Return the members of positive weight that are not in the mean of ``chunk``."""
         absent = self._everyone & ~self._delivered[chunk]
-        return (
-            tuple(member for member in range(absent.bit_length()) if absent >> member & 1) if absent else ()
-        )
+        return tuple(_members(absent)) if absent else ()
 
     def awaited(self) -> list[int]:
         """Return the members that still owe chunks."""
         owing = 0
         for chunk in self.unfinished:
             owing |= self._expected & ~self._delivered[chunk]
-        return [member for member in range(owing.bit_length()) if owing >> member & 1]
+        return _members(owing)
 
     def check_invariants(self) -> None:
         """Assert, for tests, that an unfinished chunk still expects a member."""
@@ -171,7 +162,8 @@ class SpanReducer:
             assert not delivered & ~self._everyone
             assert chunk not in self.unfinished or self._expected & ~delivered
 
-    def _settle(self) -> list[int]:
+    def finished(self) -> list[int]:
+        """Return the chunks that have just finished; before anything arrived all, if all weights are 0."""
         return [chunk for chunk in sorted(self.unfinished) if self._finished(chunk)]
 
     def _finished(self, chunk: int) -> bool:
@@ -181,6 +173,10 @@ class SpanReducer:
             return False
         self.unfinished.discard(chunk)
         if delivered and delivered != self._everyone:
-            present = sum(weight for member, weight in enumerate(self._weights) if delivered >> member & 1)
+            present = sum(self._weights[member] for member in _members(delivered))
             np.divide(self._sums[chunk], present, out=self._sums[chunk])
         return True
+
+
+def _members(bits: int) -> list[int]:
+    return [member for member in range(bits.bit_length()) if bits >> member & 1]

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,10 +31,9 @@ from colab_swarm.averaging.exchange import (
     UploadEncoding,
 )
 from colab_swarm.averaging.group import Group, RoundRefused, Span
-from colab_swarm.averaging.reducer import SpanLedger
+from colab_swarm.averaging.reducer import SpanReducer
 from colab_swarm.errors import PeerError
-from colab_swarm.events import EventLog, MemberTrace, PeerSilent, RoundFinished
-from colab_swarm.markup import facts, size
+from colab_swarm.events import EventLog, MemberTrace, RoundFinished
 from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, Stream, short
 from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
 
@@ -57,7 +56,10 @@ class RecallSpan(Message, frozen=True):
 
 async def recover(round_: AllReduce, reducer: int) -> None:
     """Get the missing chunks of a lost reducer's span, as far as any member can give or recompute them."""
-    for coordinator in coordinators(round_, reducer):
+    count = len(round_.group.members)
+    following = [(reducer + step) % count for step in range(1, count)]
+    # the live reducers, starting after the lost one
+    for coordinator in [m for m in following if round_.member(m).share > 0 and m not in round_.lost]:
         if not round_.ledger.lacking(reducer):
             return
         if coordinator == round_.me:
@@ -74,19 +76,8 @@ async def recover(round_: AllReduce, reducer: int) -> None:
             logger.debug("coordinator %s of span %d is lost: %s", name, reducer, error)
 
 
-def coordinators(round_: AllReduce, reducer: int) -> list[int]:
-    """Return the members that may recover a lost reducer's span: the live reducers, starting after it."""
-    count = len(round_.group.members)
-    following = [(reducer + step) % count for step in range(1, count)]
-    return [m for m in following if round_.member(m).share > 0 and m not in round_.lost]
-
-
 async def serve_recall(round_: AllReduce, opening: RecallSpan, stream: Stream) -> None:
-    """Answer another member's `RecallSpan`.
-
-    Raises:
-        ValueError: the opening names a span or chunks that do not exist.
-    """
+    """Answer another member's `RecallSpan`; raises ValueError if it names a span or chunks that do not exist."""
     if not 0 <= opening.reducer < len(round_.group.members):
         raise ValueError(f"there is no span {opening.reducer}")
     for index in opening.wanted:
@@ -95,27 +86,23 @@ async def serve_recall(round_: AllReduce, opening: RecallSpan, stream: Stream) -
         await round_.settled[opening.reducer].wait()
     elif round_.collects or opening.reducer == round_.me:
         await round_.final[opening.reducer].wait()
-    else:
-        await _recover_on_request(round_, opening.reducer)
+    else:  # as an assistant: recover the span, once
+        async with round_.recovering[opening.reducer]:
+            if not round_.final[opening.reducer].is_set():
+                round_.lost.add(opening.reducer)
+                await recover(round_, opening.reducer)
+                round_.final[opening.reducer].set()
     contribute = opening.contributions and round_.member(round_.me).weight > 0
     for index in opening.wanted:
         chunk, ledger = round_.ledger.chunk(opening.reducer, index), round_.ledger
         averaged = ledger.settled(opening.reducer, index)
-        full = ledger.has_mean(opening.reducer, index) if averaged else contribute
+        has_mean, missing = ledger.result(opening.reducer, index)
+        full = has_mean if averaged else contribute
         # Copied: the round may end, and its vector be reused, while the item waits for room.
         payload = ledger.values[chunk.start : chunk.stop].tobytes() if full else b""
-        await stream.send(Chunk(index, averaged, ledger.missing(opening.reducer, index)), payload)
+        await stream.send(Chunk(index, averaged, missing), payload)
         round_.sent_bytes += len(payload)
     await stream.end()
-
-
-async def _recover_on_request(round_: AllReduce, reducer: int) -> None:
-    """As an assistant: recover a span, once."""
-    async with round_.recovering[reducer]:
-        if not round_.final[reducer].is_set():
-            round_.lost.add(reducer)
-            await recover(round_, reducer)
-            round_.final[reducer].set()
 
 
 async def _recompute(round_: AllReduce, reducer: int) -> None:
@@ -150,37 +137,25 @@ async def _recompute_chunk(round_: AllReduce, streams: dict[int, Stream], reduce
             round_.ledger.place(reducer, index, values, message.missing)
             return
     chunk = round_.ledger.chunk(reducer, index)
-    own = round_.ledger.values[chunk.start : chunk.stop]
+    weights, sums = [member.weight for member in round_.group.members], np.empty(chunk.numel, np.float32)
+    again = SpanReducer([chunk], weights, sums)
     contributions = {member: values for member, (_, values) in received.items() if values is not None}
-    if all_finite(own):
-        contributions[round_.me] = own
-    mean, missing = _mean(contributions, [member.weight for member in round_.group.members])
-    round_.ledger.place(reducer, index, mean, missing)
-
-
-def _mean(
-    contributions: dict[int, Floats], weights: Sequence[float]
-) -> tuple[Floats | None, tuple[int, ...]]:
-    """Return the weighted mean in member order, and the members of positive weight that are not in it."""
-    present = [member for member in sorted(contributions) if weights[member] > 0]
-    missing = tuple(m for m, weight in enumerate(weights) if weight > 0 and m not in contributions)
-    if not present:
-        return None, missing
-    total = sum(weights[member] for member in present)
-    mean = np.zeros_like(contributions[present[0]])
-    for member in present:
-        mean += contributions[member] * np.float32(weights[member] / total)
-    return mean, missing
+    contributions[round_.me] = round_.ledger.values[chunk.start : chunk.stop]
+    for member, values in sorted(contributions.items()):
+        with suppress(ValueError):  # our own may not be finite
+            again.on_chunk(member, 0, values)
+    for member in range(len(weights)):
+        again.drop(member)
+    round_.ledger.place(reducer, index, again.mean(0), again.missing(0))
 
 
 @asynccontextmanager
 async def _recall(
     round_: AllReduce, member: int, reducer: int, *, contributions: bool
 ) -> AsyncIterator[Stream]:
-    wanted = tuple(round_.ledger.lacking(reducer))
+    wanted, timeout_s = tuple(round_.ledger.lacking(reducer)), round_.settings.dial_timeout_s
     opening = RecallSpan(round_.group.round_id, reducer, wanted, contributions)
-    peer, dial_timeout_s = round_.member(member).id, round_.settings.dial_timeout_s
-    async with await round_.peers.stream(peer, opening, timeout_s=dial_timeout_s) as stream:
+    async with await round_.peers.stream(round_.member(member).id, opening, timeout_s=timeout_s) as stream:
         yield stream
 
 
@@ -208,40 +183,22 @@ DRAIN_S = 5.0
 
 @dataclass(frozen=True)
 class RoundResult:
-    """Result of one averaging round, as seen by this peer.
+    """Result of one averaging round, as seen by this peer."""
 
-    Attributes:
-        group: the planned members.
-        contributors: members whose values are in every mean that arrived here.
-        spans_lost: spans whose reducer was lost before all of its means arrived, recovered or not.
-        kept_local: spans of values for which no mean arrived; they are still this peer's own.
-        sent_bytes, received_bytes: payload.
-        compression_error: relative, of the own contribution: ``||Q(v) - v|| / ||v||``, sampled.
-        seconds: wall time per phase: ``exchange`` with the reducers, ``recovery``, ``total``.
-        members: when each member sent and received.
-    """
-
-    group: Group
-    contributors: tuple[PeerId, ...]
-    spans_lost: tuple[Span, ...]
-    kept_local: tuple[Span, ...]
-    sent_bytes: int
+    group: Group  # the planned members
+    contributors: tuple[PeerId, ...]  # members whose values are in every mean that arrived here
+    spans_lost: tuple[Span, ...]  # their reducer was lost before all of its means arrived
+    kept_local: tuple[Span, ...]  # values for which no mean arrived; they are still this peer's own
+    sent_bytes: int  # payload
     received_bytes: int
-    compression_error: float
-    seconds: dict[str, float]
-    members: tuple[MemberTrace, ...]
+    compression_error: float  # relative, of the own contribution: ``||Q(v) - v|| / ||v||``, sampled
+    seconds: dict[str, float]  # per phase: ``exchange`` with the reducers, ``recovery``, ``total``
+    members: tuple[MemberTrace, ...]  # when each member sent and received
 
     def __repr__(self) -> str:
         peers = f"{len(self.contributors)} of {len(self.group.members)} peers"
         lost = f", {len(self.spans_lost)} spans lost" if self.spans_lost else ""
         return f"RoundResult(step {self.group.terms.step}, {peers}, {self.seconds['total']:.2f} s{lost})"
-
-    def _repr_html_(self) -> str:
-        rows = {f"seconds: {phase}": f"{seconds:.2f}" for phase, seconds in self.seconds.items()}
-        rows["sent, received"] = f"{size(self.sent_bytes)}, {size(self.received_bytes)}"
-        rows["values without a mean"] = f"{sum(span.numel for span in self.kept_local):,}"
-        rows["compression error"] = f"{self.compression_error:.2%}"
-        return facts(repr(self), rows)
 
     def event(self, *, began_at: float, now: float) -> RoundFinished:
         """Return the event for this round, which began with the search for its group."""
@@ -268,8 +225,9 @@ class RoundResult:
 class Averager:
     """Takes part in averaging rounds, as a member and as a reducer. Rounds may overlap.
 
-    The other members may still recover chunks from the last finished round of each collaboration. Its vector is not
-    copied, because a copy costs as much as summing: the caller must not change it until the next round has ended.
+    The other members may still recover chunks from the last finished round of each collaboration.
+    Its vector is not copied, because a copy costs as much as summing: the caller must not change it
+    until the next round has ended.
 
     Attributes:
         on_round: called with each result.
@@ -305,7 +263,6 @@ class Averager:
         """Replace ``values`` by the group's weighted mean; all members end with the same bits.
 
         Args:
-            group: from the matchmaker; this peer is a member.
             values: float32, contiguous, one-dimensional, ``group.terms.numel`` long. Do not change it
                 before the next round has ended: use two vectors in turn.
             encoding: of the contribution; None: the group's codec.
@@ -317,33 +274,18 @@ class Averager:
             ValueError: this peer is no member, or the vector does not fit.
             RoundRefused: this round was averaged or given up here before.
         """
-        me = group.index_of(self._peers.id)
-        if me is None or values.shape != (group.terms.numel,) or values.dtype != np.float32:
-            raise ValueError(
-                f"a member's {group.terms.numel} float32 values are needed, got {values.dtype}{values.shape}"
-            )
-        if not values.flags.c_contiguous:
-            raise ValueError("the vector must be contiguous")
-        sums, numel = self._spare.pop(group.terms.prefix, None), group.spans()[me].numel
-        if sums is None or len(sums) != numel:
-            sums = np.empty(numel, np.float32)
-        return await self._take_part(group, me, values, sums=sums, encoding=encoding)
+        wanted = f"{group.terms.numel} float32 values are needed in one piece"
+        if (*values.shape, values.dtype) != (group.terms.numel, np.float32) or not values.flags.c_contiguous:
+            raise ValueError(f"{wanted}, got {values.dtype}{values.shape}")
+        spare = self._spare.pop(group.terms.prefix, None)
+        exchange = AllReduce(self._peers, group, values, self._settings, encoding=encoding, spare=spare)
+        return await self._take_part(exchange)
 
     async def reduce(self, group: Group) -> RoundResult:
-        """Join a round as a reducer only: reduce our span and serve recovery requests, without contributing values.
-
-        Raises:
-            ValueError: this peer is no member.
-            RoundRefused: this round was averaged or given up here before.
-        """
-        me = group.index_of(self._peers.id)
-        if me is None:
-            raise ValueError("only a member can reduce")
-        values = np.empty(
-            group.terms.numel, np.float32
-        )  # the system allocates only what is written: the own span
-        start, stop = group.spans()[me]
-        return await self._take_part(group, me, values, sums=values[start:stop], collects=False)
+        """Join a round as a reducer only: reduce our span and serve recovery requests; raises as `average` does."""
+        # the system allocates only what is written: the own span
+        values = np.empty(group.terms.numel, np.float32)
+        return await self._take_part(AllReduce(self._peers, group, values, self._settings, collects=False))
 
     async def drain(self, prefix: str) -> None:
         """Wait until no member of the last round needs this peer, for `DRAIN_S` at most."""
@@ -362,73 +304,50 @@ class Averager:
             self._forget(exchange)
         self._spare.pop(prefix, None)
 
-    async def _take_part(
-        self,
-        group: Group,
-        me: int,
-        values: Floats,
-        *,
-        sums: Floats,
-        encoding: UploadEncoding | None = None,
-        collects: bool = True,
-    ) -> RoundResult:
+    async def _take_part(self, exchange: AllReduce) -> RoundResult:
+        group = exchange.group
         if group.round_id in self._rounds:
             raise RoundRefused("late", f"the round of step {group.terms.step} was given up here")
-        exchange = AllReduce(
-            self._peers,
-            group,
-            me,
-            ledger=SpanLedger(group, values),
-            sums=sums,
-            settings=self._settings,
-            encoding=encoding,
-            collects=collects,
-        )
         self._rounds[group.round_id] = exchange
         self._begun.set()
         self._begun.clear()
         try:
-            result = await self._run(exchange)
+            result = _result(exchange, await self._run(exchange))
         finally:  # members may still recover from this round, no longer from the one before
             if group.terms.prefix in self._finished:
                 self._forget(self._finished[group.terms.prefix])
             self._finished[group.terms.prefix] = exchange
+        logger.info("%s", result)
         self.on_round(result)
         return result
 
-    async def _run(self, exchange: AllReduce) -> RoundResult:
+    async def _run(self, exchange: AllReduce) -> dict[str, float]:
+        """Run a round to its end, or to its deadline; return the seconds of its phases."""
         clock = asyncio.get_running_loop().time
         begun, stop_listening = clock(), self._peers.on_lost(exchange.on_lost)
-        exchanged: list[float] = []
+        step, limit_s = exchange.group.terms.step, self._settings.round_timeout_s
+        awaited = exchange.final if exchange.collects else [exchange.final[exchange.me]]
         try:
-            async with asyncio.timeout(self._settings.round_timeout_s), asyncio.TaskGroup() as tasks:
-                watch = tasks.create_task(exchange.watch(self._on_silent))
+            async with asyncio.timeout(limit_s), asyncio.TaskGroup() as tasks:
+                watch = tasks.create_task(exchange.watch(self._events))
                 if exchange.collects:
                     tasks.create_task(exchange.contribute_own())
                     count = len(exchange.group.members)
                     for reducer in ((exchange.me + step) % count for step in range(1, count)):
-                        tasks.create_task(_obtain(exchange, reducer, exchanged))
-                for final in exchange.awaited():
+                        tasks.create_task(_obtain(exchange, reducer))
+                for final in awaited:
                     await final.wait()
                 watch.cancel()
         except TimeoutError:
-            logger.warning(
-                "the round of step %d timed out after %g s",
-                exchange.group.terms.step,
-                self._settings.round_timeout_s,
-            )
+            logger.warning("the round of step %d timed out after %g s", step, limit_s)
             exchange.on_timeout()
         finally:
             stop_listening()
-            for event in (*exchange.settled, *exchange.awaited()):
+            for event in (*exchange.settled, *awaited):
                 event.set()
-        total_s = clock() - begun
-        exchange_s = max(exchanged, default=clock()) - begun
-        seconds = {"exchange": exchange_s, "recovery": total_s - exchange_s, "total": total_s}
-        return _result(exchange, seconds)
-
-    def _on_silent(self, peer: PeerId, seconds: float) -> None:
-        self._events.emit(PeerSilent(asyncio.get_running_loop().time(), peer.hex(), seconds))
+        ended = clock()
+        exchange_s = (ended if exchange.exchanged_at is None else exchange.exchanged_at) - begun
+        return {"exchange": exchange_s, "recovery": ended - begun - exchange_s, "total": ended - begun}
 
     def _forget(self, exchange: AllReduce) -> None:
         del self._rounds[exchange.group.round_id]
@@ -482,11 +401,11 @@ class Averager:
         return ping
 
 
-async def _obtain(exchange: AllReduce, reducer: int, exchanged: list[float]) -> None:
+async def _obtain(exchange: AllReduce, reducer: int) -> None:
     """Get one reducer's means, from the reducer or by recovery."""
     if exchange.ledger.chunks[reducer]:
         await exchange.talk_to(reducer)
-        exchanged.append(asyncio.get_running_loop().time())
+        exchange.exchanged_at = asyncio.get_running_loop().time()
         if reducer in exchange.lost:
             await recover(exchange, reducer)
     exchange.settled[reducer].set()
@@ -494,16 +413,11 @@ async def _obtain(exchange: AllReduce, reducer: int, exchanged: list[float]) -> 
 
 
 def _result(exchange: AllReduce, seconds: dict[str, float]) -> RoundResult:
-    group, incomplete = exchange.group, exchange.ledger.incomplete()
-    spans = group.spans()
-    contributors = tuple(
-        member.id
-        for index, member in enumerate(group.members)
-        if member.weight > 0 and index not in incomplete
-    )
-    result = RoundResult(
+    group, incomplete, spans = exchange.group, exchange.ledger.incomplete(), exchange.group.spans()
+    members = enumerate(group.members)
+    return RoundResult(
         group=group,
-        contributors=contributors,
+        contributors=tuple(m.id for index, m in members if m.weight > 0 and index not in incomplete),
         spans_lost=tuple(spans[reducer] for reducer in sorted(exchange.lost)),
         kept_local=exchange.ledger.kept_local(),
         sent_bytes=exchange.sent_bytes,
@@ -512,12 +426,3 @@ def _result(exchange: AllReduce, seconds: dict[str, float]) -> RoundResult:
         seconds=seconds,
         members=exchange.trace.members(),
     )
-    logger.info(
-        "round of step %d: %d of %d contributed, %d spans lost, %.2f s",
-        group.terms.step,
-        len(contributors),
-        len(group.members),
-        len(result.spans_lost),
-        seconds["total"],
-    )
-    return result

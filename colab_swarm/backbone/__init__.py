@@ -2,13 +2,15 @@
 
 ## The problem
 
-A run needs one peer that others can always reach, and it must outlive its trainers. A *backbone*, on any cheap machine
-with an open port, is entry point, relay, reducer and store of checkpoints. It needs no GPU and no PyTorch.
+A run needs one peer that others can always reach, and it must outlive its trainers. A *backbone*,
+on any cheap machine with an open port, is entry point, relay, reducer and store of checkpoints. It
+needs no GPU and no PyTorch.
 
 ## How to use it
 
     colab-swarm backbone my-run --port 4500 --identity backbone.key      # prints the invitation
-    colab-swarm backbone run.toml                                        # the same from a file, with dashboard
+    colab-swarm backbone run.toml                                        # the same from a file,
+    with dashboard
 
 `--identity` saves its key: after a restart it is the same peer and the same run, and old
 invitations stay valid until they expire. Behind port forwarding, state the address with `--announce
@@ -23,18 +25,16 @@ move the run's folder away.
 |---|---|
 | organizes rounds, reduces, serves the state | `colab_swarm.training.assistant` |
 | relays | `colab_swarm.net.relay` |
-| saves checkpoints while there are trainers, serves the newest when there are none, pushes it to the Hub | `keeper` |
-| collects progress, losses and present peers | `observer` |
+| saves checkpoints while there are trainers, serves the newest when there are none, collects losses | `keeper` |
 | shows them: page, `/metrics` for Prometheus, `/status.json` | `colab_swarm.notebook.page` |
 | connects all of these | `backbone` |
 
-The loss of a step is the median over the trainers, weighted by their speeds. No weight exceeds the median weight, so a
-lying minority cannot move the curve. Volunteers hold no key of any dashboard: their reports are signed records.
+A lying minority cannot move the curve of losses. Volunteers hold no key of any dashboard: their
+reports are signed records.
 
 ## Failures
 
 Killed at any moment, it continues with the same file and port. When no trainer is as far as the
-newest checkpoint, it publishes a progress record of that step, as a peer that cannot reduce. Any
-trainer that is further outvotes it, and late joiners download the state from it. The run does not
-depend on the Hub. The page is read-only and rendered once a second at most.
+newest checkpoint, late joiners get that one (`keeper`). The run does not depend on the Hub. The
+page is read-only and rendered once a second at most.
 """

@@ -31,13 +31,8 @@ MAX_PEERS = 256  # in a snapshot
 class Backbone:
     """Stays with a run from `start` to `stop`.
 
-    Args:
-        swarm: this peer in the run.
-        file: the run's ``run.toml``.
-        hub_token: of Hugging Face; None for the login of this machine.
-
-    Raises:
-        ValueError: a package that the file needs is not installed.
+    ``hub_token`` is of Hugging Face; None for the login of this machine. Raises ValueError if a
+    package that the file needs is not installed.
     """
 
     def __init__(self, swarm: Swarm, file: RunFile, *, hub_token: str | None = None) -> None:
@@ -64,11 +59,7 @@ class Backbone:
         return self.keepers[prefix].stored if prefix in self.keepers else None
 
     async def start(self) -> None:
-        """Start all parts.
-
-        Raises:
-            OSError: the dashboard's port is taken.
-        """
+        """Start all parts; raises OSError if the dashboard's port is taken."""
         if self._file.dashboard.enabled:
             await self.dashboard.start(self._file.dashboard.host, self._file.dashboard.port)
         await self.assistant.start()
@@ -92,8 +83,7 @@ class Backbone:
         return tuple(self._snapshot(keeper, seen) for keeper in self.keepers.values())
 
     def _snapshot(self, keeper: Keeper, seen: SwarmSnapshot) -> SwarmSnapshot:
-        observer, branch = keeper.observer, keeper.observer.branch
-        records = observer.trainers, observer.progress.assistants
+        branch, records = keeper.branch, (keeper.trainers, keeper.progress.assistants)
         rows = peer_rows(self._swarm.services.peers, self._file.peer_name, *records)
         return replace(
             seen,
@@ -101,7 +91,7 @@ class Backbone:
             peers=rows[:MAX_PEERS],
             step=branch.step if branch is not None else keeper.standing_in or 0,
             samples_per_s=sum(row.samples_per_s for row in rows if row.role == "trainer"),
-            loss_history=tuple((point.step, point.loss) for point in observer.curve.points),
+            loss_history=tuple((point.step, point.loss) for point in keeper.curve.points),
             model=keeper.settings.name,
             kept=keeper.kept(),
         )

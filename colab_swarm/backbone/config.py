@@ -74,24 +74,18 @@ class Dashboard(_Table, frozen=True):
 
 
 class CollaborationFile(_Table, frozen=True):
-    """A model of the run and its checkpoints.
+    """A model of the run and its checkpoints."""
 
-    Attributes:
-        name: as given to `Swarm.optimizer`.
-        every_steps, every_minutes: a checkpoint after so many, whatever comes first; 0 for never.
-        keep: checkpoints on disk.
-        repo: of the Hugging Face Hub, ``user/model``, where checkpoints are pushed; none if empty.
-        private: make the repository private.
-        push_every_minutes: least time between two pushes.
-    """
-
+    # as given to `Swarm.optimizer`
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")] = "model"
+    # a checkpoint after so many, whatever comes first; 0 for never
     every_steps: Annotated[int, Meta(ge=0)] = 100
     every_minutes: Annotated[float, Meta(ge=0)] = 30.0
-    keep: Annotated[int, Meta(ge=1)] = 3
+    keep: Annotated[int, Meta(ge=1)] = 3  # checkpoints on disk
+    # of the Hugging Face Hub, ``user/model``, where checkpoints are pushed; none if empty
     repo: Annotated[str, Meta(pattern=r"^\Z|^[\w.-]+/[\w.-]+\Z")] = ""
-    private: bool = False
-    push_every_minutes: Positive = 30.0
+    private: bool = False  # make the repository private
+    push_every_minutes: Positive = 30.0  # least time between two pushes
 
 
 class Forward(_Table, frozen=True):
@@ -102,24 +96,15 @@ class Forward(_Table, frozen=True):
 
 
 class RunFile(_Table, frozen=True):
-    """All of ``run.toml``; the sections are described at their classes.
+    """All of ``run.toml``; the sections are described at their classes."""
 
-    Attributes:
-        name: of the run.
-        folder: for all files; the run's name if empty.
-        peer_name: the backbone's name for other peers.
-        access: who may join.
-        allow_users, allow_organisations: of Hugging Face, for the allowlist.
-        invitation_hours: life of the printed invitation.
-    """
-
-    name: str
-    folder: str = ""
-    peer_name: str = "backbone"
-    access: Access = "invite"
-    allow_users: tuple[str, ...] = ()
+    name: str  # of the run
+    folder: str = ""  # for all files; the run's name if empty
+    peer_name: str = "backbone"  # the backbone's name for other peers
+    access: Access = "invite"  # who may join
+    allow_users: tuple[str, ...] = ()  # of Hugging Face, for the allowlist
     allow_organisations: tuple[str, ...] = ()
-    invitation_hours: Annotated[float, Meta(gt=0, le=24 * 365)] = 24.0
+    invitation_hours: Annotated[float, Meta(gt=0, le=24 * 365)] = 24.0  # life of the printed invitation
     network: Network = field(default_factory=Network)
     relay: RelayLimits = field(default_factory=RelayLimits)
     dashboard: Dashboard = field(default_factory=Dashboard)

@@ -1,31 +1,43 @@
-"""The checkpoints of one collaboration: saved while there are trainers, given to peers when there are none.
+"""What a backbone keeps of one collaboration: checkpoints, also for peers when nobody trains, and its losses.
 
-When no trainer is as far as the newest checkpoint, the backbone publishes a progress record of that step, as a peer
-that cannot reduce. Any trainer that is further outvotes it, and late joiners download the state from it.
+When no trainer is as far as the newest checkpoint, the backbone publishes a progress record of that
+step, as a peer that cannot reduce. Any trainer that is further outvotes it, and late joiners
+download the state from it. A checkpoint is made of a snapshot, without torch or a model. Its file
+equals that of `SwarmOptimizer.save`: a trainer loads it, or the folder, with ``optimizer.load``.
+The newest one can be pushed to the Hugging Face Hub.
 
-A checkpoint is made of a snapshot, without torch or a model. Its file equals that of `SwarmOptimizer.save`: a trainer
-loads it, or the folder, with ``optimizer.load``. The newest one can be pushed to the Hugging Face Hub.
+A trainer's record reports the mean loss of its samples since the last global step. Of each step the
+curve takes the median over the trainers, weighted by their speeds. No weight exceeds the median
+weight, so a lying minority cannot move the curve, and a peer with few samples moves it little.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import logging
+import math
 import os
+import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
 
 from colab_swarm.backbone.config import CollaborationFile, Forward
-from colab_swarm.backbone.observer import Observer
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import Fault
+from colab_swarm.net.peers import PeerId
 from colab_swarm.snapshot import Checkpoint, KeptModel
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.statedict import StepFiles, read_tensors, write_tensors
-from colab_swarm.training.progress import Branch, ProgressRecord, progress_key
+from colab_swarm.training.progress import Branch, Progress, ProgressRecord, progress_key
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.training.state import download_state, snapshot_of, tensors_of
 
@@ -35,6 +47,14 @@ LOOK_S = 3.0
 RETRY_S = 30.0  # After a checkpoint that failed
 PUBLISH_S = 15.0
 TTL_S, GONE_S = 4 * PUBLISH_S, 0.5
+SILENCE_S = 6.0
+"""Trainers that are not linked here count as gone after this; an error costs a needless record only."""
+MAX_POINTS = 2000
+"""Points in the curve; beyond that every other one is left out, but never of the newest quarter."""
+MAX_LOSS = 1e9
+MAX_WAITING, FORWARD_S = 1000, 5.0
+RESUMED_BY = {"wandb": "id", "trackio": "name"}
+"""The argument of ``init`` by which each tracker finds a run again after a restart."""
 FIRST_PUSH_RETRY_S, MAX_PUSH_RETRY_S = 60.0, 3600.0
 HUB_FILE = "state.safetensors"
 CARD = """---
@@ -54,12 +74,149 @@ optimizer.load(hf_hub_download("{repo}", "{file}"))
 """
 
 
-class Vault(StepFiles):
-    """The last checkpoints.
+# --- losses ---------------------------------------------------------------------------------------
 
-    Args:
-        path: the folder; made at the first save.
-        keep: number of files.
+
+class LossPoint(msgspec.Struct, frozen=True):
+    """The loss at a global step."""
+
+    step: int  # updates of the parameters that it was measured with
+    at: float  # seconds since the epoch
+    loss: float  # weighted median over the peers
+    peers: int  # how many reported a loss
+
+
+class LossCurve:
+    """The run's loss, oldest point first; bounded. A pure core."""
+
+    def __init__(self, points: Iterable[LossPoint] = ()) -> None:
+        self.points: list[LossPoint] = []
+        self._reported: dict[int, dict[PeerId, tuple[float, float]]] = {}  # step -> peer -> (loss, weight)
+        for point in points:
+            self._add(point)
+
+    def on_records(
+        self, records: Mapping[PeerId, ProgressRecord], branch: Branch | None, *, at: float
+    ) -> list[LossPoint]:
+        """Take the trainers' live records at ``at`` (epoch); return the points of the steps that have ended since.
+
+        ``branch`` is where the swarm is; None while nobody trains.
+        """
+        if branch is None:
+            return []
+        if self.points and branch.step < self.points[-1].step:  # the run went back to a checkpoint
+            self._reported.clear()
+            self.points = [point for point in self.points if point.step < branch.step]
+        for peer, record in records.items():
+            self._report(peer, record, branch.step)
+        ended = sorted(step for step in self._reported if step < branch.step)
+        points = [_loss_point(step, at, list(self._reported.pop(step).values())) for step in ended]
+        for point in points:
+            self._add(point)
+        return points
+
+    def _report(self, peer: PeerId, record: ProgressRecord, now: int) -> None:
+        """Take the loss of one record, if it belongs to the swarm's step ``now`` or the one before."""
+        step = record.step if record.samples else record.step - 1  # of the batch that has just ended
+        first = max(self.points[-1].step + 1 if self.points else 0, now - 1)
+        loss = math.nan if record.loss is None or record.syncing else record.loss
+        if first <= step <= now and abs(loss) < MAX_LOSS:
+            self._reported.setdefault(step, {})[peer] = (loss, record.samples_per_s)
+
+    def loss_at(self, step: int) -> float | None:
+        """Return the loss at a step, or the last one before it."""
+        return next((point.loss for point in reversed(self.points) if point.step <= step), None)
+
+    def _add(self, point: LossPoint) -> None:
+        while self.points and self.points[-1].step >= point.step:
+            self.points.pop()
+        self.points.append(point)
+        if len(self.points) > MAX_POINTS:
+            old = len(self.points) * 3 // 4
+            self.points = self.points[:old:2] + self.points[old:]
+
+
+def _loss_point(step: int, at: float, reported: list[tuple[float, float]]) -> LossPoint:
+    most = median(weight for _, weight in reported)
+    middle = weighted_median([(loss, min(weight, most) or 1.0) for loss, weight in reported])
+    return LossPoint(step, at, middle, len(reported))
+
+
+def weighted_median(weighted: Sequence[tuple[float, float]]) -> float:
+    """Return the least value with at least half of the weight, > 0, at or below it; of two such values the mean."""
+    values = sorted(weighted)
+    passed = list(accumulate(weight for _, weight in values))
+    half = passed[-1] / 2
+    index = next(i for i, weight in enumerate(passed) if weight >= half or math.isclose(weight, half))
+    between = math.isclose(passed[index], half) and index + 1 < len(values)
+    return (values[index][0] + values[index + 1][0]) / 2 if between else values[index][0]
+
+
+class Forwarder:
+    """Logs points to a tracker from a thread of its own. If the tracker cannot be reached, points are lost.
+
+    Raises ValueError if the tracker's package is not installed.
+    """
+
+    def __init__(self, settings: Forward, prefix: str) -> None:
+        if importlib.util.find_spec(settings.to) is None:
+            raise ValueError(f"to forward to {settings.to}: pip install {settings.to}")
+        self._settings, self._run_id = settings, prefix.replace("/", "-")
+        self._waiting: queue.Queue[LossPoint | None] = queue.Queue(MAX_WAITING)
+        self._thread = threading.Thread(target=self._run, name="colab-swarm-forward", daemon=True)
+        self._thread.start()
+
+    def forward(self, points: Sequence[LossPoint]) -> None:
+        """Log these points soon; returns at once."""
+        for point in points:
+            try:
+                self._waiting.put_nowait(point)
+            except queue.Full:
+                logger.warning("%s is too slow: a point is lost", self._settings.to)
+
+    def close(self) -> None:
+        """Log the waiting points and finish, in `FORWARD_S` at most."""
+        try:
+            self._waiting.put(None, timeout=FORWARD_S)
+            self._thread.join(FORWARD_S)
+        except queue.Full:
+            logger.warning("%s does not answer: points are lost", self._settings.to)
+
+    def _run(self) -> None:
+        tracker: Any = None
+        while (point := self._waiting.get()) is not None:
+            try:
+                tracker = tracker or self._begin()
+                tracker.log({"loss": point.loss, "trainers": float(point.peers)}, step=point.step)
+            except Exception as error:  # a tracker's errors are its own
+                logger.warning("step %d not forwarded to %s: %s", point.step, self._settings.to, error)
+        if tracker is not None:
+            tracker.finish()
+
+    def _begin(self) -> Any:
+        tracker = importlib.import_module(self._settings.to)
+        run = {RESUMED_BY[self._settings.to]: self._run_id}
+        tracker.init(project=self._settings.project, resume="allow", **run)
+        return tracker
+
+
+def read_losses(path: Path) -> Iterator[LossPoint]:
+    """Yield the readable records of a ``losses.jsonl``, oldest first."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                yield msgspec.json.decode(line, type=LossPoint)
+            except (msgspec.MsgspecError, UnicodeDecodeError):  # empty, or cut off
+                continue
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+class Vault(StepFiles):
+    """The last ``keep`` checkpoints in a folder, which the first save makes.
 
     Attributes:
         checkpoints: on disk, the last saved one last.
@@ -80,8 +237,7 @@ class Vault(StepFiles):
     def save(self, snapshot: Snapshot) -> Path:
         """Write a snapshot, whole or not at all, and delete the files beyond ``keep``.
 
-        Raises:
-            StateError: it is not sound, or the disk is full; older checkpoints are untouched.
+        Raises StateError if it is not sound, or the disk is full; older checkpoints are untouched.
         """
         path = self.file_of(snapshot.manifest.step)
         write_tensors(path, *tensors_of(snapshot))
@@ -91,29 +247,21 @@ class Vault(StepFiles):
 
     def latest(self) -> Snapshot | None:
         """Return the newest readable checkpoint, or None; skips the others with a warning."""
-        for path in self.paths():
-            try:
-                return snapshot_of(*read_tensors(path))
-            except (StateError, OSError) as error:
-                logger.warning("skipped a checkpoint: %s", error)
-        return None
+        return self.newest(lambda path: snapshot_of(*read_tensors(path)))
 
 
 class HubPush:
     """Pushes the newest checkpoint of a collaboration, in a thread; whatever goes wrong there, the run continues.
 
     Args:
-        settings: the repository, whether it is private, and the least time between pushes.
         token: one that may write; None for the login of this machine.
         endpoint: the Hub; None for the usual one.
         retry_s: seconds after the first failure; doubled with each.
 
     Attributes:
         state: the last push and its success, in words.
-        failures: of all tries.
 
-    Raises:
-        ValueError: huggingface_hub is not installed.
+    Raises ValueError if huggingface_hub is not installed.
     """
 
     def __init__(
@@ -184,16 +332,14 @@ class Keeper:
     """Keeps the checkpoints of one collaboration until it is stopped.
 
     Args:
-        prefix: of the collaboration.
         name: this peer's, for people.
         settings: when to save.
         folder: for all files.
-        hub: gets each checkpoint.
         on_standing_in: called before peers get a checkpoint: the steps after it will be repeated.
-        forward: a tracker that gets the curve.
 
     Attributes:
         stored: the checkpoint for late joiners; None while there are trainers.
+        curve: the losses; it continues after a restart, from ``losses.jsonl`` in the folder.
     """
 
     def __init__(
@@ -210,7 +356,13 @@ class Keeper:
     ) -> None:
         self._services, self._prefix, self._name = services, prefix, name
         self.settings, self.hub, self._on_standing_in = settings, hub, on_standing_in
-        self.observer = Observer(services, prefix, folder, forward)
+        self._forwarder = None if forward is None else Forwarder(forward, prefix)
+        self._losses = folder / "losses.jsonl"
+        self.curve = LossCurve(read_losses(self._losses))
+        self.progress = Progress.of_watcher(services.peers.id, prefix)
+        self._last_branch: Branch | None = None
+        self._heard_at = float("-inf")
+        self._stop_listening = services.peers.on_lost(self._on_lost)
         self.vault = Vault(folder, keep=settings.keep)
         self._saved_step, self._saved_at = self.vault.newest_step, time.time()
         self.stored: Snapshot | None = None
@@ -225,9 +377,8 @@ class Keeper:
 
     def kept(self) -> KeptModel:
         """Return what a page shows of the checkpoints."""
-        if self.hub is None:
-            return KeptModel(self.vault.checkpoints, self.standing_in)
-        return KeptModel(self.vault.checkpoints, self.standing_in, self.hub.state, self.hub.failures)
+        hub = () if self.hub is None else (self.hub.state, self.hub.failures)
+        return KeptModel(self.vault.checkpoints, self.standing_in, *hub)
 
     def start(self) -> None:
         """Start to watch and save."""
@@ -239,7 +390,9 @@ class Keeper:
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-        await asyncio.to_thread(self.observer.close)  # it waits for the tracker
+        self._stop_listening()
+        if self._forwarder is not None:
+            await asyncio.to_thread(self._forwarder.close)  # it waits for the tracker
         if self.hub is not None:
             self.hub.close()
         if self.stored is not None:
@@ -259,12 +412,43 @@ class Keeper:
 
     async def look(self) -> None:
         """Read the peers' records; stand in or save a checkpoint if due."""
-        await self.observer.refresh()
-        branch = self.observer.branch
+        services, branch_before = self._services, self._last_branch
+        await self.progress.refresh(services.dht, services.peers)
+        branch = self._last_branch = self.branch
+        if branch != branch_before or (branch is not None and branch.peers & services.peers.linked()):
+            self._heard_at = _now()
+        if points := self.curve.on_records(self.trainers, branch, at=time.time()):
+            self._append(points)
         await self._stand_in(branch)
         idle = self._saving is None or self._saving.done()
         if branch is not None and idle and self._due(branch.step):
             self._saving = asyncio.create_task(self._save(branch), name=f"checkpoint {branch.step}")
+
+    def _append(self, points: Sequence[LossPoint]) -> None:
+        """Append to the file; a newline goes first, because the last record may be cut off."""
+        if self._forwarder is not None:
+            self._forwarder.forward(points)
+        try:
+            self._losses.parent.mkdir(parents=True, exist_ok=True)
+            with self._losses.open("ab") as file:
+                file.write(b"".join(b"\n" + msgspec.json.encode(point) for point in points))
+        except OSError as error:
+            logger.warning("%s could not be written: %s", self._losses, error)
+
+    def _on_lost(self, peer: PeerId) -> None:
+        self.progress.on_lost(peer, now=_now())
+
+    @property
+    def trainers(self) -> dict[PeerId, ProgressRecord]:
+        """The live records of all trainers, without this peer's own."""
+        me = self._services.peers.id
+        return {peer: record for peer, record in self.progress.records.items() if peer != me}
+
+    @property
+    def branch(self) -> Branch | None:
+        """The branch that the swarm is on, or None while nobody trains."""
+        branch = self.progress.branch()
+        return branch if branch.peers else None
 
     def _due(self, step: int) -> bool:
         ahead, old_s = step - self._saved_step, time.time() - self._saved_at
@@ -283,7 +467,7 @@ class Keeper:
         else:
             step = snapshot.manifest.step
             self._saved_step, self._saved_at = step, time.time()
-            loss = self.observer.curve.loss_at(step)
+            loss = self.curve.loss_at(step)
             title = f"Step {step}" + ("" if loss is None else f", loss {loss:.3f}")
             logger.info("%s: %s saved", self._prefix, title)
             if self.hub is not None:
@@ -297,7 +481,7 @@ class Keeper:
         try:
             return await download_state(peers, self._prefix, donors)
         except StateError:
-            assistants = sorted(peer for peer in self.observer.progress.assistants if peer != peers.id)
+            assistants = sorted(peer for peer in self.progress.assistants if peer != peers.id)
             if not assistants:
                 raise
             rng.shuffle(assistants)
@@ -305,7 +489,10 @@ class Keeper:
 
     async def _stand_in(self, branch: Branch | None) -> None:
         newest = self._saved_step
-        if newest and (branch is None or branch.step < newest or not self.observer.alive):
+        gone = (
+            branch is None or branch.step < newest or _now() - self._heard_at >= SILENCE_S
+        )  # records outlive peers
+        if newest and gone:
             if self.stored is None:
                 self._on_standing_in(self._prefix)
                 found = self.stored = await asyncio.to_thread(self.vault.latest)
@@ -314,8 +501,8 @@ class Keeper:
             if self.stored is not None and _now() - self._published_at >= PUBLISH_S:
                 await self._publish(self.stored, TTL_S)
         elif self.stored is not None:
-            gone, self.stored = self.stored, None
-            await self._publish(gone, GONE_S)
+            stored, self.stored = self.stored, None
+            await self._publish(stored, GONE_S)
 
     async def _publish(self, snapshot: Snapshot, ttl_s: float) -> None:
         """Publish a progress record of the snapshot's step."""

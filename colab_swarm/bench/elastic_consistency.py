@@ -48,8 +48,7 @@ from colab_swarm.elastic import schedulers
 from colab_swarm.elastic.ledger import ExactMeter, GradientLedger, Meter
 from colab_swarm.recipes.classify import classification_job
 from colab_swarm.swarm.swarm import Swarm
-from colab_swarm.tensors.codecs import Floats, codec_of
-from colab_swarm.tensors.feedback import ErrorFeedback
+from colab_swarm.tensors.codecs import ErrorFeedback, Floats, codec_of
 from colab_swarm.workunits.job import Array, Job
 
 NOTICED_S = 0.5

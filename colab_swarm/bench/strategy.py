@@ -21,7 +21,7 @@ from colab_swarm.averaging.group import (
     GroupFormation,
     GroupFormationSettings,
     RoundTerms,
-    Sharing,
+    SharePlan,
     Strategy,
     Ticket,
     equal_shares,
@@ -101,11 +101,11 @@ async def _round(hosts: Sequence[SimulatedHost], strategy: Strategy, vector: Vec
     return max(result.seconds["total"] for result in results)
 
 
-def one_server(tickets: Sequence[Ticket]) -> Sharing:
+def one_server(tickets: Sequence[Ticket]) -> SharePlan:
     """Strategy: the fastest peer reduces everything, an assistant if several are as fast."""
     rates = [(brought.upload_bps or 0.0, brought.assists) for brought in tickets]
     server = rates.index(max(rates))
-    return Sharing(tuple(float(index == server) for index in range(len(tickets))))
+    return SharePlan(tuple(float(index == server) for index in range(len(tickets))))
 
 
 # --- the table -------------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ Gradient Descent*, [arXiv 2001.05918](https://arxiv.org/abs/2001.05918).
 | definition 1, Table 1, lemmas 13 to 16 and 18; section 4.1; our adaptive beta | `colab_swarm.elastic.schedulers` |
 | measured distance, M and sigma | `colab_swarm.elastic.ledger` |
 | 5, equation 11: the elastic scheduler, corrections | `colab_swarm.elastic.ledger`, `steps` |
-| 5.2: error feedback | `colab_swarm.tensors.feedback` |
+| 5.2: error feedback | `colab_swarm.tensors.codecs` |
 | groups over peer links, and over `torch.distributed` | `colab_swarm.elastic.group`, `process_group` |
 
 ## Measured

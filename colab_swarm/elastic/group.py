@@ -1,6 +1,6 @@
 """Form an elastic group, and exchange buckets over peer links.
 
-Waiting peers meet (`colab_swarm.averaging.assembly`). They start from equal parameters: the first
+Waiting peers meet (`colab_swarm.averaging.moshpit`). They start from equal parameters: the first
 member sends its parameters and optimizer state to all others. A group starts complete: a lost
 member cannot rejoin.
 
@@ -16,8 +16,8 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
 
-from colab_swarm.averaging.assembly import Assembly
 from colab_swarm.averaging.group import GroupFormationSettings, GroupMember, RoundRefused
+from colab_swarm.averaging.moshpit import Assembly
 from colab_swarm.elastic.steps import ElasticSettings, Piece, PieceExchange
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import EventLog

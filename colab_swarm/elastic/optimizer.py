@@ -27,8 +27,7 @@ from colab_swarm.errors import StateError
 from colab_swarm.events import BatchDropped, EventLog
 from colab_swarm.markup import facts
 from colab_swarm.runtime import Runner
-from colab_swarm.tensors.codecs import BLOCK_VALUES, Floats, codec_of
-from colab_swarm.tensors.feedback import ErrorFeedback
+from colab_swarm.tensors.codecs import BLOCK_VALUES, ErrorFeedback, Floats, codec_of
 from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer, uninterrupted
 
 HISTORY = 500

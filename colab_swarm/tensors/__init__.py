@@ -19,8 +19,7 @@ Each codec states gamma, ``||Q(w) - w||^2 <= gamma ||w||^2``, from which `colab_
 
 | subject | module |
 |---|---|
-| codecs | `colab_swarm.tensors.codecs` |
-| error feedback | `colab_swarm.tensors.feedback` |
+| codecs and error feedback | `colab_swarm.tensors.codecs` |
 | a model's gradients as one flat float32 vector | `colab_swarm.training.replica` |
 | any training state as named tensors and a plain skeleton, in one safetensors file | `colab_swarm.tensors.statedict` |
 | a state as hashed chunks, fetched from several donors | `colab_swarm.tensors.chunks` |

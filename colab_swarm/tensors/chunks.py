@@ -42,8 +42,6 @@ from colab_swarm.tensors.statedict import (
     TensorBytes,
     as_bytes,
     as_tensors,
-    decode_skeleton,
-    encode_skeleton,
     flatten,
     unflatten,
 )
@@ -122,7 +120,7 @@ def pack(state: Any) -> tuple[bytes, Blob]:
         TypeError, ValueError: part of it cannot be saved without pickle, or it is nested too deep.
     """
     tensors, skeleton = flatten(state)
-    return blob_of(as_bytes(tensors), encode_skeleton(skeleton))
+    return blob_of(as_bytes(tensors), skeleton)
 
 
 def unpack(layout: bytes, blob: Blob) -> Any:
@@ -132,7 +130,7 @@ def unpack(layout: bytes, blob: Blob) -> Any:
         StateError: the blob is not of this layout, or holds values that are not finite.
     """
     tensors, skeleton = tensors_in(layout, blob)
-    return unflatten(as_tensors(tensors), decode_skeleton(skeleton))
+    return unflatten(as_tensors(tensors), skeleton)
 
 
 def _room(size_bytes: int) -> int:

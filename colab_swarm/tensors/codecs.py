@@ -1,17 +1,19 @@
 """Codecs for float32 vectors on the wire. They know the encoded size in advance and reject invalid input.
 
-    ==========  ===============  ==============================================  ===============================
-    codec       bytes a value    error of one value x                            NaN, and values too large
-    ==========  ===============  ==============================================  ===============================
-    float32     4                none                                            unchanged
-    float16     2                <= 2^-11 |x|, at least 2^-25                    NaN stays; beyond 65504 clamps
-    bfloat16    2                <= 2^-8 |x|                                     NaN stays; beyond 3.39e38 clamps
-    int8        1 + 1/1024       <= max|block| / 250; blocks under 1e-35 are 0   the decoder refuses the block
-    onebit      1/8 + 1/512      up to max|block|                                the encoder refuses the vector
-    topk:0.01   0.051            |x| unless it is among the largest 1 %          the encoder refuses the vector
-    ==========  ===============  ==============================================  ===============================
+    ==========  ===============  ==============================================
+    =============================== codec       bytes a value    error of one value x
+    NaN, and values too large ==========  ===============
+    ==============================================  =============================== float32     4
+    none                                            unchanged float16     2                <= 2^-11
+    |x|, at least 2^-25                    NaN stays; beyond 65504 clamps bfloat16    2
+    <= 2^-8 |x|                                     NaN stays; beyond 3.39e38 clamps int8        1 +
+    1/1024       <= max|block| / 250; blocks under 1e-35 are 0   the decoder refuses the block
+    onebit      1/8 + 1/512      up to max|block|                                the encoder refuses
+    the vector topk:0.01   0.051            |x| unless it is among the largest 1 %          the
+    encoder refuses the vector ==========  ===============
+    ==============================================  ===============================
 
-Use onebit and topk with error feedback (`colab_swarm.tensors.feedback`), which sends later what they cut off.
+Use onebit and topk with error feedback (`ErrorFeedback`), which sends later what they cut off.
 
 Everything is numpy and little-endian. If the process has loaded torch, 16-bit casts use it, at ten times numpy's speed.
 
@@ -20,8 +22,9 @@ Everything is numpy and little-endian. If the process has loaded torch, 16-bit c
 of ``K + ((d - 1) >> l)`` bits, for the i-th index. An index takes at most ``log2(d / K) + 2`` bits, half a bit over the
 minimum. The size depends on d and K alone. At 1 % a sent value costs 5.07 bytes, 0.051 overall.
 
-The encoder does not sort. It estimates a threshold from a sample, slightly too low, collects all values above it in one
-pass, and picks the K largest of those: the exact result. One core encodes 3.3 GB/s; ``torch.topk`` reaches 0.24.
+The encoder does not sort. It estimates a threshold from a sample, slightly too low, collects all
+values above it in one pass, and picks the K largest of those: the exact result. One core encodes
+3.3 GB/s; ``torch.topk`` reaches 0.24.
 """
 
 from __future__ import annotations
@@ -29,12 +32,17 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+from colab_swarm.errors import StateError
+
+if TYPE_CHECKING:
+    import torch
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -63,21 +71,14 @@ class Codec(Protocol):
     def encode(self, values: Floats) -> Buffer:
         """Encode a contiguous vector; the result may be a view of ``values``.
 
-        Raises:
-            ValueError: ``values`` are not finite, which onebit and topk cannot represent.
+        Raises ValueError if ``values`` are not finite, which onebit and topk cannot represent.
         """
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
-        """Decode exactly ``numel`` values.
+        """Decode exactly ``numel`` values: a view of ``buffer`` (read-only), of ``scratch``, or a new array.
 
-        Args:
-            scratch: optional memory of at least ``numel`` values to decode into.
-
-        Returns:
-            The values: a view of ``buffer`` (read-only), of ``scratch``, or a new array.
-
-        Raises:
-            ValueError: the buffer's length is not ``encoded_bytes(numel)``, or its content is not valid.
+        ``scratch`` is memory of at least ``numel`` values to decode into. Raises ValueError if the
+        buffer's length is not ``encoded_bytes(numel)``, or its content is not valid.
         """
 
 
@@ -127,67 +128,50 @@ class TopK:
         return math.ceil(self.share * numel)
 
     def encoded_bytes(self, numel: int) -> int:
-        return _Layout.of(numel, self.kept(numel)).size_bytes
+        low_bytes, high_bits = self._index_sizes(numel)[1:]
+        return 4 * self.kept(numel) + low_bytes + -(-high_bits // 8)
 
     def gamma(self, numel: int) -> float:
         return (numel - self.kept(numel)) / numel if numel else 0.0
 
     def encode(self, values: Floats) -> Buffer:
-        layout = _Layout.of(len(values), self.kept(len(values)))
-        indices = _largest(values, layout.kept)
-        return values[indices].tobytes() + layout.encode(indices)
+        kept = self.kept(len(values))
+        low_bits, _, high_bits = self._index_sizes(len(values))
+        indices = _largest(values, kept)
+        lows = (indices[:, None] >> np.arange(low_bits)) & 1
+        highs = np.zeros(high_bits, np.uint8)
+        highs[(indices >> low_bits) + np.arange(kept)] = 1
+        index_bytes = np.packbits(lows.astype(np.uint8)).tobytes() + np.packbits(highs).tobytes()
+        return values[indices].tobytes() + index_bytes
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
-        layout = _Layout.of(numel, self.kept(numel))
-        encoded = np.frombuffer(_checked(buffer, layout.size_bytes), np.uint8)
-        values = encoded[: 4 * layout.kept].view(np.float32)
+        encoded = np.frombuffer(_checked(buffer, self.encoded_bytes(numel)), np.uint8)
+        values = encoded[: 4 * self.kept(numel)].view(np.float32)
         if not all_finite(values):
             raise ValueError("a topk vector has values that are not finite")
-        indices = layout.decode(encoded[4 * layout.kept :])
+        indices = self._decoded_indices(encoded[values.nbytes :], numel)
         out = _target(numel, scratch)
         out.fill(0.0)
         out[indices] = values
         return out
 
-
-@dataclass(frozen=True)
-class _Layout:
-    """Elias-Fano layout of ``kept`` ascending indices below ``numel``."""
-
-    numel: int
-    kept: int
-    low_bits: int  # of each index, written directly
-    high_bits: int  # length of the string whose ones encode the rest
-
-    @classmethod
-    def of(cls, numel: int, kept: int) -> _Layout:
+    def _index_sizes(self, numel: int) -> tuple[int, int, int]:
+        """Return bits of an index written directly, bytes of all these, and the bits whose ones encode the rest."""
+        kept = self.kept(numel)
         low_bits = (numel // kept).bit_length() - 1 if kept else 0
-        return cls(numel, kept, low_bits, kept + (max(numel - 1, 0) >> low_bits))
+        return low_bits, -(-kept * low_bits // 8), kept + (max(numel - 1, 0) >> low_bits)
 
-    @property
-    def low_bytes(self) -> int:
-        return -(-self.kept * self.low_bits // 8)
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of values and indices together."""
-        return 4 * self.kept + self.low_bytes + -(-self.high_bits // 8)
-
-    def encode(self, indices: Indices) -> bytes:
-        lows = (indices[:, None] >> np.arange(self.low_bits)) & 1
-        highs = np.zeros(self.high_bits, np.uint8)
-        highs[(indices >> self.low_bits) + np.arange(self.kept)] = 1
-        return np.packbits(lows.astype(np.uint8)).tobytes() + np.packbits(highs).tobytes()
-
-    def decode(self, encoded: npt.NDArray[np.uint8]) -> Indices:
+    def _decoded_indices(self, encoded: npt.NDArray[np.uint8], numel: int) -> Indices:
         """Decode the indices; ValueError unless they are below ``numel`` and strictly ascending."""
-        ones = np.flatnonzero(np.unpackbits(encoded[self.low_bytes :], count=self.high_bits))
-        if len(ones) != self.kept:
-            raise ValueError(f"a topk vector names {len(ones)} indices, {self.kept} expected")
-        lows = np.unpackbits(encoded[: self.low_bytes], count=self.kept * self.low_bits)
-        indices: Indices = (ones - np.arange(self.kept)) << self.low_bits
-        indices |= lows.reshape(self.kept, self.low_bits) @ (1 << np.arange(self.low_bits))
-        if self.kept and not ((np.diff(indices) > 0).all() and indices[-1] < self.numel):
+        kept = self.kept(numel)
+        low_bits, low_bytes, high_bits = self._index_sizes(numel)
+        ones = np.flatnonzero(np.unpackbits(encoded[low_bytes:], count=high_bits))
+        if len(ones) != kept:
+            raise ValueError(f"a topk vector names {len(ones)} indices, {kept} expected")
+        lows = np.unpackbits(encoded[:low_bytes], count=kept * low_bits)
+        indices: Indices = (ones - np.arange(kept)) << low_bits
+        indices |= lows.reshape(kept, low_bits) @ (1 << np.arange(low_bits))
+        if kept and not ((np.diff(indices) > 0).all() and indices[-1] < numel):
             raise ValueError("the indices of a topk vector are not ascending, or beyond its end")
         return indices
 
@@ -232,8 +216,7 @@ _LARGEST_SCALE = np.nextafter(np.float32(np.finfo(np.float32).max / 127), np.flo
 def codec_of(name: str) -> Codec:
     """Return the codec with this name: float32, float16, bfloat16, int8, onebit, or topk with a share (topk:0.01).
 
-    Raises:
-        ValueError: there is no such codec, or the share is not written in its shortest form.
+    Raises ValueError if there is none, or the share is not written in its shortest form.
     """
     if name in CODECS:
         return CODECS[name]
@@ -260,13 +243,10 @@ class Precision:
 
     Normalization layers and biases are few but sensitive values; large matrices tolerate 8 bits
     (hivemind's SizeAdaptiveCompression).
-
-    Attributes:
-        name: of a codec, or adaptive.
-        fine: values of small tensors, at the front of the vector; None: unknown, all values count as fine.
     """
 
-    name: str
+    name: str  # of a codec, or adaptive
+    # values of small tensors, at the front of the vector; None: unknown, all values count as fine
     fine: int | None = None
 
     def __post_init__(self) -> None:
@@ -407,10 +387,9 @@ class Int8:
 
 
 class OneBit:
-    """Blocks of 4096 values: positive ones become their mean, the others theirs.
+    """Blocks of 4096 values: positive ones become their mean, the others theirs (Elastic Consistency, section 5.2).
 
-    Elastic Consistency, section 5.2, uses one block for the whole vector; blocks have a smaller
-    error. Layout: two float32 means per block, then one bit per value.
+    Layout: two float32 means per block, then one bit per value.
     """
 
     name = "onebit"
@@ -481,3 +460,65 @@ CODECS: dict[str, Codec] = {
 }
 ADAPTIVE = "adaptive"
 PRECISIONS = (*CODECS, ADAPTIVE)  # names for `Precision`, besides topk with a share
+
+
+class ErrorFeedback:
+    """The residual of one peer: what compression cut off one vector is sent with the next.
+
+    ``w = residual + g; send Q(w); residual <- w - Q(w)`` (Seide et al. 2014; Stich et al. 2018;
+    Elastic Consistency, section 5.2). So the sum of the sent vectors stays within one residual of
+    the sum of the true ones. Without it, topk and onebit are biased, and training converges
+    elsewhere.
+
+    A vector may be sent in pieces, and sending may fail. The residual changes only in `settle`, so
+    a checkpoint taken meanwhile, or a failed round, keeps the residual of the last vector that
+    arrived.
+
+    Args:
+        state: a `state_dict` to resume from; raises StateError if it does not hold ``numel`` finite values.
+
+    Attributes:
+        residual: added to the next vector.
+    """
+
+    def __init__(self, numel: int, state: Mapping[str, Any] | None = None) -> None:
+        self.residual: Floats = np.zeros(numel, np.float32)
+        self._cut = np.zeros_like(self.residual)
+        if state is None:
+            return
+        try:
+            residual: Floats = np.asarray(state["residual"], np.float32)
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError(f"this is not a state of error feedback: {error!r}") from error
+        if residual.shape != (numel,) or not all_finite(residual):
+            raise StateError(
+                f"error feedback needs {numel} finite values, the state has shape {residual.shape}: "
+                "it belongs to another model"
+            )
+        self.residual[:] = residual
+
+    def begin(self) -> None:
+        """Start sending a vector, or start again: pieces without a `cut_off` lose nothing."""
+        self._cut.fill(0.0)
+
+    def cut_off(self, start: int, wanted: Floats, arrived: Floats) -> None:
+        """Record the loss of the piece at ``start``: ``wanted``, residual included, decodes as ``arrived``."""
+        np.subtract(wanted, arrived, out=self._cut[start : start + len(wanted)])
+
+    def encode(self, codec: Codec, start: int, values: Floats) -> tuple[Buffer, Floats]:
+        """Add the residual to the piece at ``start``; return it encoded, and as others decode it."""
+        wanted = values + self.residual[start : start + len(values)]
+        encoded = codec.encode(wanted)
+        arrived = codec.decode(encoded, len(wanted))
+        self.cut_off(start, wanted, arrived)
+        return encoded, arrived
+
+    def settle(self, weight: float = 1.0) -> None:
+        """Keep the loss of a vector that arrived, times ``weight``, as the new residual."""
+        np.multiply(self._cut, np.float32(weight), out=self.residual)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the residual for a checkpoint, without a copy."""
+        import torch  # here: a peer that only reduces runs without it
+
+        return {"residual": torch.from_numpy(self.residual)}

@@ -20,13 +20,14 @@ import base64
 import contextlib
 import hashlib
 import json
+import logging
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -37,12 +38,17 @@ from colab_swarm.markup import facts, size
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
 MAX_DEPTH = 32
 MAX_NODES = 1_000_000
 MAX_SKELETON_BYTES = 64 << 20
 MAX_INT_DIGITS = 1024
 MAX_HEAD_BYTES = 256 << 20
 VERSION = "1"
+PLAIN = str | int | float | bytes | None
+"""Types of the keys of a dictionary."""
 # allowed types of values, as torch names them: the name in a file, and the size in bytes
 KINDS = {
     "bool": ("BOOL", 1),
@@ -59,8 +65,8 @@ KINDS = {
 _TORCH_NAMES = {name: kind for kind, (name, _) in KINDS.items()}
 
 
-def flatten(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    """Split a state into named tensors and a skeleton that `encode_skeleton` can write.
+def flatten(state: Any) -> tuple[dict[str, torch.Tensor], bytes]:
+    """Split a state into named tensors and a skeleton, as JSON.
 
     Tensors are detached, on the CPU and contiguous. Those that were already share the state's
     memory: clone them if they must not change. Tensors with the same memory (tied weights) get one
@@ -72,51 +78,33 @@ def flatten(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
     """
     flattener = _Flattener()
     skeleton = flattener.split(state, "", 0)
-    return flattener.tensors, skeleton
+    return flattener.tensors, msgspec.json.encode(skeleton)
 
 
 def copied(state: Any) -> Any:
-    """Return a copy of the state, with its tensors on the CPU.
-
-    Raises:
-        TypeError, ValueError: see `flatten`.
-    """
+    """Return a copy of the state, with its tensors on the CPU; raises the errors of `flatten`."""
     tensors, skeleton = flatten(state)
     return unflatten({name: tensor.clone() for name, tensor in tensors.items()}, skeleton)
 
 
-def unflatten(tensors: Mapping[str, torch.Tensor], skeleton: Any) -> Any:
+def unflatten(tensors: Mapping[str, torch.Tensor], skeleton: bytes) -> Any:
     """Return the state that `flatten` split; tensors are not copied.
 
-    Raises:
-        StateError: the skeleton is invalid, or does not name exactly these tensors.
+    Raises StateError if the skeleton is over `MAX_SKELETON_BYTES`, invalid, or does not name exactly these tensors.
     """
+    if len(skeleton) > MAX_SKELETON_BYTES:
+        raise StateError(f"state skeleton has {len(skeleton)} bytes; {MAX_SKELETON_BYTES} are allowed")
+    try:
+        decoded = msgspec.json.decode(skeleton)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise StateError(f"state skeleton cannot be read: {error}") from error
     joiner = _Joiner(tensors)
-    state = joiner.join(skeleton, 0)
+    state = joiner.join(decoded, 0)
     if unused := tensors.keys() - joiner.used:
         raise StateError(
             f"state holds {len(unused)} tensors that its skeleton does not name, such as {min(unused)!r}"
         )
     return state
-
-
-def encode_skeleton(skeleton: Any) -> bytes:
-    """Encode a skeleton as JSON."""
-    return msgspec.json.encode(skeleton)
-
-
-def decode_skeleton(data: bytes | bytearray | memoryview) -> Any:
-    """Decode JSON from `encode_skeleton`. Only `unflatten` checks whether it is a skeleton.
-
-    Raises:
-        StateError: it is over `MAX_SKELETON_BYTES` or not JSON.
-    """
-    if len(data) > MAX_SKELETON_BYTES:
-        raise StateError(f"state skeleton has {len(data)} bytes; {MAX_SKELETON_BYTES} are allowed")
-    try:
-        return msgspec.json.decode(data)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise StateError(f"state skeleton cannot be read: {error}") from error
 
 
 class _Flattener:
@@ -147,7 +135,7 @@ class _Flattener:
         return _scalar(state, path)
 
     def _pair(self, key: Any, value: Any, path: str, depth: int) -> list[Any]:
-        if not isinstance(key, str | int | float | bytes | None):
+        if not isinstance(key, PLAIN):
             raise TypeError(
                 f"state has a {type(key).__name__} as a key at {path!r}: only plain values can be saved"
             )
@@ -230,7 +218,7 @@ class _Joiner:
             if not isinstance(pair, list) or len(pair) != 2:
                 raise StateError("state skeleton has a dictionary entry that is not a pair")
             key = self.join(pair[0], depth)
-            if not isinstance(key, str | int | float | bytes | None) or key in found:
+            if not isinstance(key, PLAIN) or key in found:
                 raise StateError("state skeleton has a dictionary key that is repeated or not a plain value")
             found[key] = self.join(pair[1], depth)
         return found
@@ -287,11 +275,10 @@ def as_tensors(tensors: Mapping[str, TensorBytes]) -> dict[str, torch.Tensor]:
     return found
 
 
-def write_tensors(path: Path, tensors: Mapping[str, TensorBytes], skeleton: str) -> None:
-    """Write a file atomically: on failure ``path`` keeps its old content. Creates the folder if needed.
+def write_tensors(path: Path, tensors: Mapping[str, TensorBytes], skeleton: bytes) -> None:
+    """Write a file atomically, and its folder if needed.
 
-    Raises:
-        StateError: the disk is full or cannot be written; no partial file remains.
+    Raises StateError if the disk is full or cannot be written: no partial file remains, and an old file is intact.
     """
     head = _head(tensors, skeleton)
     partial = path.with_name(path.name + ".partial")
@@ -317,7 +304,7 @@ def write_tensors(path: Path, tensors: Mapping[str, TensorBytes], skeleton: str)
         partial.unlink(missing_ok=True)
 
 
-def read_tensors(path: Path) -> tuple[dict[str, TensorBytes], str]:
+def read_tensors(path: Path) -> tuple[dict[str, TensorBytes], bytes]:
     """Return the tensors of a file, in its order and in new memory, and the skeleton.
 
     Raises:
@@ -336,7 +323,7 @@ def read_tensors(path: Path) -> tuple[dict[str, TensorBytes], str]:
         if metadata.get("colab_swarm") != VERSION:
             raise StateError(f"{path} is not a checkpoint of this version of colab_swarm")
         tensors = {name: _tensor(entry, data[8 + size :]) for name, entry in head.items()}
-        skeleton, expected = metadata["skeleton"], metadata["sha256"]
+        skeleton, expected = metadata["skeleton"].encode(), metadata["sha256"]
         found = digest(tensors, skeleton)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise StateError(f"{path} is truncated or not a checkpoint: {error}") from error
@@ -353,9 +340,9 @@ def _tensor(entry: Any, data: memoryview) -> TensorBytes:
     return TensorBytes(kind, shape, data[start:stop])
 
 
-def digest(tensors: Mapping[str, TensorBytes], skeleton: str) -> str:
+def digest(tensors: Mapping[str, TensorBytes], skeleton: bytes) -> str:
     """Return the SHA-256 over tensors and skeleton, in hex."""
-    total = hashlib.sha256(skeleton.encode())
+    total = hashlib.sha256(skeleton)
     for name, tensor in sorted(tensors.items()):
         total.update(f"{name} torch.{tensor.kind} {tensor.shape}".encode())
         total.update(tensor.data)
@@ -366,17 +353,14 @@ def _in_file_order(tensors: Mapping[str, TensorBytes]) -> list[tuple[str, Tensor
     return sorted(tensors.items(), key=lambda entry: (-KINDS[entry[1].kind][1], entry[0]))
 
 
-def _head(tensors: Mapping[str, TensorBytes], skeleton: str) -> bytes:
-    metadata = {"colab_swarm": VERSION, "skeleton": skeleton, "sha256": digest(tensors, skeleton)}
+def _head(tensors: Mapping[str, TensorBytes], skeleton: bytes) -> bytes:
+    metadata = {"colab_swarm": VERSION, "skeleton": skeleton.decode(), "sha256": digest(tensors, skeleton)}
     entries: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, tensor in _in_file_order(tensors):
         begin, end = end, end + tensor.data.nbytes
-        entries[name] = {
-            "dtype": KINDS[tensor.kind][0],
-            "shape": tensor.shape,
-            "data_offsets": [begin, end],
-        }
+        dtype = KINDS[tensor.kind][0]
+        entries[name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [begin, end]}
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -393,11 +377,7 @@ def sync_folder(folder: Path) -> None:
 
 
 class StepFiles:
-    """The last ``keep`` checkpoints of one run in a folder, ``step-000000000012.safetensors`` and so on.
-
-    Raises:
-        ValueError: ``keep`` is below 1.
-    """
+    """The last ``keep`` >= 1 checkpoints of one run in a folder, ``step-000000000012.safetensors`` and so on."""
 
     def __init__(self, path: str | Path, *, keep: int = 3) -> None:
         if keep < 1:
@@ -411,6 +391,15 @@ class StepFiles:
     def paths(self) -> list[Path]:
         """Return the existing files, newest step first, readable or not."""
         return sorted(self.path.glob(f"step-{'[0-9]' * 12}.safetensors"), reverse=True)
+
+    def newest(self, read: Callable[[Path], T]) -> T | None:
+        """Return the newest file as ``read(path)`` reads it, or None; skips unreadable ones with a warning."""
+        for path in self.paths():
+            try:
+                return read(path)
+            except (StateError, OSError) as error:
+                logger.warning("skipped a checkpoint: %s", error)
+        return None
 
     @property
     def newest_step(self) -> int:

@@ -85,7 +85,7 @@ class Assistant:
 
     async def start(self) -> None:
         """Publish to the run that this peer assists; raises `ValueError` if it does so already."""
-        self._services.router.set_default(self.enter, self.leave)
+        self._services.router.assist(self.enter, self.leave)
         # No collaboration has the run's own name: this part serves the messages that lead to `enter`.
         self._parts[""] = _Part(self._services, self._run_id, self._tally, self._stored)
         await self._publish(ttl_s=TTL_S)
@@ -106,7 +106,7 @@ class Assistant:
         self._stopped = True
         if self._publishing is not None:
             self._publishing.cancel()
-        self._services.router.clear_default()
+        self._services.router.assistant = None
         for prefix in list(self._parts):
             self.leave(prefix)
 

@@ -22,8 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.errors import StateError
 from colab_swarm.tensors.chunks import Snapshot, pack, unpack
-from colab_swarm.tensors.codecs import Floats
-from colab_swarm.tensors.feedback import ErrorFeedback
+from colab_swarm.tensors.codecs import ErrorFeedback, Floats
 from colab_swarm.training.progress import LINEAGE_BYTES, next_lineage
 
 T = TypeVar("T")

@@ -43,8 +43,6 @@ from colab_swarm.tensors.statedict import (
     TensorBytes,
     as_bytes,
     as_tensors,
-    decode_skeleton,
-    encode_skeleton,
     flatten,
     read_tensors,
     unflatten,
@@ -72,7 +70,7 @@ def save_checkpoint(path: str | Path, state: Any) -> None:
         TypeError: part of the state cannot be saved without pickle.
     """
     tensors, skeleton = flatten(state)
-    write_tensors(Path(path), as_bytes(tensors), encode_skeleton(skeleton).decode())
+    write_tensors(Path(path), as_bytes(tensors), skeleton)
 
 
 def load_checkpoint(path: str | Path) -> Any:
@@ -83,7 +81,7 @@ def load_checkpoint(path: str | Path) -> Any:
         StateError: it is truncated, damaged or not a checkpoint of this package.
     """
     tensors, skeleton = read_tensors(Path(path))
-    return unflatten(as_tensors(tensors), decode_skeleton(skeleton.encode()))
+    return unflatten(as_tensors(tensors), skeleton)
 
 
 class CheckpointFolder(StepFiles):
@@ -97,13 +95,8 @@ class CheckpointFolder(StepFiles):
         return path
 
     def latest(self) -> Any:
-        """Return the state in the newest readable checkpoint, or None."""
-        for path in self.paths():
-            try:
-                return load_checkpoint(path)
-            except StateError as error:
-                logger.warning("skipped a checkpoint: %s", error)
-        return None
+        """Return the state in the newest readable checkpoint, or None; skips damaged ones with a warning."""
+        return self.newest(load_checkpoint)
 
 
 class DescribeState(Message, frozen=True):
@@ -220,7 +213,7 @@ async def agree_on_state(
     return manifest, holders, refusals
 
 
-def tensors_of(snapshot: Snapshot) -> tuple[dict[str, TensorBytes], str]:
+def tensors_of(snapshot: Snapshot) -> tuple[dict[str, TensorBytes], bytes]:
     """Return an untrusted snapshot as tensors (views of its blob) and skeleton, as `write_tensors` takes them.
 
     Raises `StateError` if it does not add up, or is not of the step that it claims.
@@ -228,20 +221,20 @@ def tensors_of(snapshot: Snapshot) -> tuple[dict[str, TensorBytes], str]:
     tensors, skeleton = tensors_in(snapshot.manifest.layout, snapshot.blob)
     if _step_and_lineage(tensors, skeleton) != (snapshot.manifest.step, snapshot.manifest.subject):
         raise StateError("the donor's state is not of the step that it claims")
-    return tensors, skeleton.decode()
+    return tensors, skeleton
 
 
-def snapshot_of(tensors: Mapping[str, TensorBytes], skeleton: str) -> Snapshot:
+def snapshot_of(tensors: Mapping[str, TensorBytes], skeleton: bytes) -> Snapshot:
     """Return the snapshot of a state that was read from a file; raises `StateError` if it is not a training state."""
-    layout, blob = blob_of(tensors, skeleton.encode())
+    layout, blob = blob_of(tensors, skeleton)
     tensors_in(layout, blob)
-    step, lineage = _step_and_lineage(tensors, skeleton.encode())
+    step, lineage = _step_and_lineage(tensors, skeleton)
     return Snapshot.of(lineage, step, layout, blob)
 
 
 def _step_and_lineage(tensors: Mapping[str, Any], skeleton: bytes) -> tuple[int, bytes]:
     """The skeleton must be sound and name exactly these tensors."""
-    match unflatten(tensors, decode_skeleton(skeleton)):
+    match unflatten(tensors, skeleton):
         case {"step": int(step), "lineage": bytes(lineage)} if step >= 0 and not isinstance(step, bool):
             return step, lineage
     raise StateError("this is not the state of a collaboration: it does not say its step and lineage")

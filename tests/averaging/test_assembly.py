@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.averaging.assembly import QUICK, WINDOW_S, Assembly, WaitingPeer
 from colab_swarm.averaging.group import Group, JoinEta, JoinRound, RoundRefused, RoundTerms
 from colab_swarm.averaging.matchmaking import PrefixRouter
+from colab_swarm.averaging.moshpit import QUICK, WINDOW_S, Assembly, WaitingPeer
 from colab_swarm.dht.service import DHT, DHTSettings, Found
 from colab_swarm.net.peers import Message, Peers
 from colab_swarm.sim import LAN, SimNetwork, run_virtual
@@ -97,23 +97,6 @@ def test_the_organizer_may_die_when_the_others_come() -> None:
     run_virtual(main())
 
 
-async def test_a_late_caller_meets_again_on_its_own() -> None:
-    place = await Place(3).open()
-    two = asyncio.gather(place.meet(0), place.meet(1))
-    late = await place.meet(2, after_s=WINDOW_S + 0.3)
-    assert {len(group.members) for group in await two} == {2}
-    assert len(late.members) == 1
-
-
-async def test_peers_with_other_vectors_are_not_called() -> None:
-    place = await Place(2).open()
-    results = await asyncio.gather(place.meet(0), place.meet(1, numel=11), return_exceptions=True)
-    assert all(
-        isinstance(result, RoundRefused) or (isinstance(result, Group) and len(result.members) == 1)
-        for result in results
-    )
-
-
 @pytest.mark.parametrize("step", [0, 1, (1 << 48) - 1])
 async def test_a_call_to_an_impossible_meeting_changes_nothing(step: int) -> None:
     place = await Place(3).open()
@@ -155,7 +138,7 @@ anything = st.recursive(
 def test_nothing_that_strangers_write_keeps_a_peer_from_meeting(value: Any) -> None:
     async def main() -> None:
         peers = SimNetwork(LAN).peer("alice")
-        assembly = Assembly(PrefixRouter(peers), Garbage(peers, value), "run/meeting", window_s=0.5)
+        assembly = Assembly(PrefixRouter(peers), Garbage(peers, value), "run/meeting")
         assert len((await assembly.meet(10, SCHEMA, lambda peers: 2)).members) == 1
         assembly.close()
 

@@ -8,8 +8,15 @@ import pytest
 from colab_swarm.averaging.exchange import AllReduce, Chunk, UploadEncoding
 from colab_swarm.averaging.group import Span
 from colab_swarm.net.peers import Buffer
-from colab_swarm.tensors.codecs import BLOCK_VALUES, Float16, Floats, Int8, Precision, mean_codec_for
-from colab_swarm.tensors.feedback import ErrorFeedback
+from colab_swarm.tensors.codecs import (
+    BLOCK_VALUES,
+    ErrorFeedback,
+    Float16,
+    Floats,
+    Int8,
+    Precision,
+    mean_codec_for,
+)
 from tests.averaging.swarm import NAMES, run_round, vector
 
 FINE = 4 * BLOCK_VALUES

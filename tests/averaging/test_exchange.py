@@ -84,8 +84,8 @@ def test_members_missing_elsewhere_are_reported_unless_the_reason_is_known_here(
     trace = Trace(Group(bytes(16), RoundTerms("", 7, b"", 10), members), now=5.0)
     trace.on_missing((1, 2), where=0)
     trace.on_dropped(2, "the link is lost")
-    trace.received[1].at(6.0)
-    trace.received[1].at(7.5)
+    trace.on_traffic("received", 1, 6.0)
+    trace.on_traffic("received", 1, 7.5)
     first, second, third = trace.members()
     assert first.dropped == "" and third.dropped == "the link is lost"
     assert second.dropped.startswith(f"left out by {first.peer[:8]}")

@@ -21,7 +21,6 @@ from colab_swarm.averaging.group import (
     chunk_values,
     cut_chunks,
     equal_shares,
-    join_spans,
     plan_spans,
     rank,
 )
@@ -45,7 +44,7 @@ def contact(peer: PeerId) -> Contact:
 
 def test_a_group_closes_when_all_accepted_peers_have_joined() -> None:
     g = gathering()
-    g.on_called(BOB, now=100.0)
+    g.expect(BOB, 103.0)
     assert g.closes_at() == 103.0
     g.on_coming(BOB, 5.0, now=101.0)
     assert g.closes_at() == 107.0
@@ -55,9 +54,9 @@ def test_a_group_closes_when_all_accepted_peers_have_joined() -> None:
 
 def test_a_group_does_not_wait_for_declined_peers_and_gives_silent_ones_the_window() -> None:
     g = gathering()
-    g.on_called(BOB, now=100.0)
+    g.expect(BOB, 103.0)
     g.on_declined(BOB)
-    g.on_silent(CAROL)
+    g.expect(CAROL, 102.0)
     assert g.closes_at() == 102.0
 
 
@@ -86,7 +85,7 @@ def test_a_peer_that_joined_and_gave_up_is_no_member() -> None:
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf, 1e9, 1e-300])
 def test_invalid_weights_are_refused(weight: float) -> None:
     refusal = gathering().on_join(msgspec.structs.replace(TICKET, weight=weight), contact(ALICE))
-    assert refusal is not None and refusal[0] == "invalid" and str(weight) in refusal[1]
+    assert refusal is not None and refusal.reason == "invalid" and str(weight) in refusal.text
 
 
 @pytest.mark.parametrize(
@@ -101,7 +100,7 @@ def test_invalid_weights_are_refused(weight: float) -> None:
 )
 def test_a_ticket_of_another_run_is_refused(change: dict[str, object], reason: str) -> None:
     refusal = gathering().on_join(Ticket(msgspec.structs.replace(TERMS, **change), 10.0), contact(ALICE))
-    assert refusal is not None and refusal[0] == reason
+    assert refusal is not None and refusal.reason == reason
 
 
 def test_members_are_sorted_and_share_equally_unless_in_client_mode() -> None:
@@ -220,7 +219,7 @@ def test_senseless_shares_are_named(shares: list[float]) -> None:
 def test_chunks_tile_their_span_and_fit_a_frame(start: int, numel: int, codec: str, mean_codec: str) -> None:
     span, values = Span(start, start + numel), chunk_values(codec, mean_codec)
     chunks = cut_chunks(span, values)
-    assert join_spans(chunks) == ((span,) if numel else ())
+    assert [start, *(chunk.stop for chunk in chunks)] == [*(chunk.start for chunk in chunks), span.stop]
     assert all((chunk.start - start) % 4096 == 0 for chunk in chunks)
     assert max(codec_of(name).encoded_bytes(values) for name in (codec, mean_codec)) <= CHUNK_BYTES
     assert 4 * values <= MAX_PAYLOAD_BYTES  # as recovery sends it

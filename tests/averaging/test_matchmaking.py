@@ -1,6 +1,9 @@
+"""Peers find one group, whatever they know and whichever fails."""
+
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import msgspec
 import pytest
@@ -16,9 +19,9 @@ from colab_swarm.averaging.group import (
     Ticket,
     rank,
 )
-from colab_swarm.averaging.matchmaking import REFUSALS_S, REMEMBERED_S, Matchmaker, PrefixRouter
+from colab_swarm.averaging.matchmaking import REFUSALS_S, REMEMBERED_S, SKIPPED_S, Matchmaker, PrefixRouter
 from colab_swarm.errors import CallRefused
-from colab_swarm.net.peers import Message, PeerId, Role
+from colab_swarm.net.peers import Message, PeerId, Role, Stream
 from colab_swarm.sim import LAN, SimNetwork, SimPeers
 
 TERMS = RoundTerms("run", 7, b"lineage", 100, b"schema")
@@ -192,7 +195,7 @@ async def test_alone_a_peer_is_its_own_group(clients: int) -> None:
     assert len((await Town(1, clients=clients).trainers[0].join()).members) == 1
 
 
-async def test_an_organizer_that_sends_an_invalid_group_is_left_out() -> None:
+async def test_an_organizer_that_sends_an_invalid_group_is_left_out_for_half_an_hour() -> None:
     town = Town(3)
     liar, *honest = town.trainers
 
@@ -203,8 +206,10 @@ async def test_an_organizer_that_sends_an_invalid_group_is_left_out() -> None:
     asked: list[JoinRound] = []
     liar.peers.unserve(JoinRound)
     liar.peers.serve(JoinRound, answer)
-    groups = await asyncio.gather(*(trainer.join() for trainer in honest))
-    assert asked and groups[0] == groups[1] and len(groups[0].members) == 2
+    for wait_s, asks in ((0.0, True), (0.9 * SKIPPED_S, False), (0.2 * SKIPPED_S, True)):
+        asked.clear()
+        groups = await asyncio.gather(*(trainer.join(after_s=wait_s) for trainer in honest))
+        assert bool(asked) is asks and groups[0] == groups[1] and len(groups[0].members) == 2
 
 
 async def test_a_dead_organizer_is_passed_over() -> None:
@@ -351,3 +356,97 @@ async def test_a_client_without_its_only_organizer_continues_alone_after_a_while
     group = await client.join()
     assert town.network.fired and len(group.members) == 1
     assert 2 < asyncio.get_running_loop().time() < 4  # the window is 2 s
+
+
+# --- one peer with several collaborations ---
+
+
+class Ask(Message, frozen=True):
+    prefix: str
+
+
+class Answer(Message, frozen=True):
+    text: str
+
+
+def answering(text: str) -> Callable[[PeerId, Ask], Awaitable[Answer]]:
+    async def answer(_peer: PeerId, _ask: Ask) -> Answer:
+        return Answer(text)
+
+    return answer
+
+
+def meet() -> tuple[PrefixRouter, Callable[[str], Awaitable[str]], SimPeers]:
+    """Return the router of one peer, ``await ask(prefix)``: what it answers, and the peer that asks."""
+    network = SimNetwork(LAN, seed=1)
+    alice, bob = network.peer("alice"), network.peer("bob")
+    network.introduce()
+
+    async def ask(prefix: str) -> str:
+        return (await bob.call(alice.id, Ask(prefix), Answer, timeout_s=1)).text
+
+    return PrefixRouter(alice), ask, bob
+
+
+async def test_a_call_reaches_the_collaboration_that_it_names() -> None:
+    router, ask, _bob = meet()
+    for name in ("one", "two"):
+        router.serve(name, Ask, answering(name), Role.VIEWER)
+    assert [await ask("one"), await ask("two")] == ["one", "two"]
+    with pytest.raises(CallRefused, match="no part in 'three'"):
+        await ask("three")
+    with pytest.raises(ValueError, match="'one' already"):
+        router.serve("one", Ask, answering("again"), Role.VIEWER)
+
+
+async def test_a_stream_reaches_the_collaboration_that_it_names() -> None:
+    router, _ask, bob = meet()
+
+    async def converse(opening: Ask, stream: Stream) -> None:
+        await stream.send(Answer(opening.prefix))
+
+    router.serve_stream("one", Ask, converse, Role.VIEWER)
+    stream = await bob.stream(router.peers.id, Ask("one"), timeout_s=1)
+    assert (await stream.receive(Answer))[0].text == "one"
+    stray = await bob.stream(router.peers.id, Ask("two"), timeout_s=1)
+    with pytest.raises(CallRefused, match="no part in 'two'"):
+        await stray.receive(Answer)
+
+
+async def test_the_last_collaboration_to_close_ends_the_service() -> None:
+    router, ask, _bob = meet()
+    for name in ("one", "two"):
+        router.serve(name, Ask, answering(name), Role.VIEWER)
+    router.unserve("one", Ask)
+    assert await ask("two") == "two"
+    router.unserve("two", Ask)
+    with pytest.raises(CallRefused, match="not served here"):
+        await ask("two")
+
+
+class Default:
+    """Serves the collaborations that the peer does not serve itself."""
+
+    def __init__(self, router: PrefixRouter) -> None:
+        self.router = router
+
+    def enter(self, prefix: str) -> None:
+        if prefix != "unwanted":
+            self.router.serve(prefix, Ask, answering("the assistant"), Role.VIEWER)
+
+    def leave(self, prefix: str) -> None:
+        self.router.unserve(prefix, Ask)
+
+
+async def test_an_assistant_serves_the_other_collaborations_until_the_peer_reserves_one() -> None:
+    router, ask, _bob = meet()
+    router.serve("own", Ask, answering("own"), Role.VIEWER)
+    default = Default(router)
+    router.assist(default.enter, default.leave)
+    assert [await ask("own"), await ask("other")] == ["own", "the assistant"]
+    with pytest.raises(CallRefused, match="no part"):
+        await ask("unwanted")
+    with pytest.raises(ValueError, match="assists already"):
+        router.assist(default.enter, default.leave)
+    router.serve("other", Ask, answering("the owner"), Role.VIEWER)
+    assert await ask("other") == "the owner"

@@ -51,7 +51,7 @@ def test_a_member_without_weight_is_not_waited_for() -> None:
 @pytest.mark.parametrize("weights", [(0, 0), (1, 1)])
 def test_chunks_without_contributions_have_no_mean(weights: tuple[float, float]) -> None:
     r = reducer(*weights)
-    finished = r.start() + r.drop(0) + r.drop(1)
+    finished = r.finished() + r.drop(0) + r.drop(1)
     assert sorted(finished) == [0, 1, 2] and r.mean(1) is None
 
 
@@ -96,7 +96,7 @@ def test_any_order_of_contributions_and_losses_finishes_with_the_mean_of_the_arr
     rng, r = random.Random(seed), reducer(*weights)
     events = [(m, c) for m in range(len(weights)) for c in (0, 1, 2, None)]
     rng.shuffle(events)
-    r.start()
+    r.finished()
     arrived: dict[int, list[int]] = {0: [], 1: [], 2: []}
     gone: set[int] = set()
     for member, chunk in events:

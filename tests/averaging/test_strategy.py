@@ -14,13 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from colab_swarm.averaging.group import RoundTerms, Ticket, equal_shares
+from colab_swarm.averaging.group import RoundTerms, SharePlan, Ticket, equal_shares
 from colab_swarm.averaging.strategy import (
     CLAIM_CAP,
     AdaptiveShares,
     AveragingSetup,
     Capacity,
-    SharePlan,
     adaptive_shares,
     believed,
     plan,
@@ -265,13 +264,13 @@ def test_rounds_of_unknown_bandwidth_have_equal_shares() -> None:
 def test_measured_bandwidths_decide_the_shares_and_the_prediction() -> None:
     found = adaptive_shares([ticket(1.6e6)] * 4 + [ticket(16e6)] * 2)
     assert found.shares[4] == found.shares[5] == pytest.approx(0.5, abs=0.01)
-    assert found.predicted_s == pytest.approx(5.0, rel=0.05)
+    assert found.averaging_s == pytest.approx(5.0, rel=0.05)
     assert found.explanation.startswith("2 of 6 peers reduce")
 
 
 def test_shares_stay_equal_where_little_can_be_saved() -> None:
     found = adaptive_shares([ticket(8e6), ticket(8.4e6), ticket(7.8e6)])
-    assert found.shares == pytest.approx([1 / 3] * 3) and found.predicted_s is not None
+    assert found.shares == pytest.approx([1 / 3] * 3) and found.averaging_s > 0
 
 
 def test_an_unknown_bandwidth_counts_as_the_median_of_the_known() -> None:
@@ -281,7 +280,7 @@ def test_an_unknown_bandwidth_counts_as_the_median_of_the_known() -> None:
 
 def test_an_assistant_sends_no_contribution_and_wants_no_mean() -> None:
     found = adaptive_shares([ticket(8e6, reduces=False)] * 3 + [ticket(80e6, weight=0, assists=True)])
-    assert found.shares == (0, 0, 0, 1) and found.predicted_s == pytest.approx(1.0)
+    assert found.shares == (0, 0, 0, 1) and found.averaging_s == pytest.approx(1.0)
 
 
 def test_an_assistant_without_load_so_far_gets_load() -> None:
@@ -329,7 +328,7 @@ def test_equals_whose_lines_are_never_full_do_not_talk_themselves_into_unequal_s
         taken.append(seconds)
         rates = [max(0.98 * rate, 8e6 * load / seconds) for rate, load in zip(rates, carried, strict=True)]
         if learns:
-            strategy.on_round(decided.shares, decided.predicted_s, seconds)
+            strategy.on_round(decided.shares, decided.averaging_s, seconds)
     assert (min(taken[30:]) == pytest.approx(1.5)) == learns
     assert (max(taken[30:]) > 1.6) != learns
 
@@ -340,5 +339,4 @@ def test_unequal_lines_keep_their_unequal_shares() -> None:
     for _ in range(60):
         decided = strategy(tickets)
         assert decided.shares == adaptive_shares(tickets).shares
-        assert decided.predicted_s is not None
-        strategy.on_round(decided.shares, decided.predicted_s, 1.1 * decided.predicted_s)
+        strategy.on_round(decided.shares, decided.averaging_s, 1.1 * decided.averaging_s)

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 import colab_swarm as cs
-from colab_swarm.backbone.keeper import Vault
-from colab_swarm.backbone.observer import read_losses
+from colab_swarm.backbone.keeper import Vault, read_losses
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.state import CheckpointFolder
 from tests.backbone.run import PREFIX, Scene, train
@@ -72,7 +71,7 @@ def test_the_backbone_stands_in_only_while_nobody_trains(tmp_path: Path) -> None
         assert keeper and keeper.standing_in is None  # bob's optimizer is still there
         sim.network.now().crash("bob")
         sim.run(lambda swarm: swarm.runtime.call(keeper.look()))
-        assert keeper.observer.trainers == {}
+        assert keeper.trainers == {}
         assert keeper.standing_in == keeper.vault.checkpoints[-1].step
 
 
@@ -100,7 +99,7 @@ def test_losses_and_peers_are_collected_and_the_curve_outlives_a_restart(tmp_pat
         sim.run(lambda swarm: scene.keep(swarm, 60) and None if swarm.name == "alice" else train(swarm, 20))
         assert scene.backbone is not None
         (shown,) = scene.backbone.snapshots()
-    points = scene.backbone.keepers[PREFIX].observer.curve.points
+    points = scene.backbone.keepers[PREFIX].curve.points
     assert len(points) >= 5 and {point.peers for point in points} == {2}
     assert shown.loss_history == tuple((point.step, point.loss) for point in points)
     assert {peer.name for peer in shown.peers} >= {"bob", "carol"} and shown.step == 20

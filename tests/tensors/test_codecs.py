@@ -1,6 +1,9 @@
+"""Codecs: sizes, errors, hostile input; and error feedback."""
+
 from __future__ import annotations
 
 import contextlib
+import math
 import subprocess
 import sys
 
@@ -10,12 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from colab_swarm.errors import StateError
 from colab_swarm.tensors.codecs import (
     BFLOAT16_MAX,
     BLOCK_VALUES,
     CODECS,
     FLOAT16_MAX,
+    SAMPLE_VALUES,
+    ErrorFeedback,
     Floats,
+    TopK,
     all_finite,
     codec_of,
 )
@@ -176,3 +183,288 @@ def test_casts_without_torch_agree_with_those_through_torch() -> None:
     ).stdout.split()
     values = np.random.default_rng(3).standard_normal(3000, dtype=np.float32) * np.float32(1e5)
     assert without == [bytes(CODECS[name].encode(values)).hex() for name in ("float16", "bfloat16")]
+
+
+# --- topk: exactly the largest values arrive, whatever the sample suggested ---
+
+
+shares = st.sampled_from([0.0001, 0.001, 0.01, 0.07, 0.25, 0.5])
+
+
+@given(shares, st.integers(1, 3 * SAMPLE_VALUES), st.integers(0, 1 << 32), st.sampled_from([1, 3, 1000]))
+@settings(max_examples=60, deadline=None)
+def test_exactly_the_largest_values_arrive_unchanged(share: float, numel: int, seed: int, kinds: int) -> None:
+    codec, rng = TopK(share), np.random.default_rng(seed)
+    values = (rng.integers(-kinds, kinds, numel) * rng.random()).astype(np.float32)  # with many equal ones
+    decoded = codec.decode(codec.encode(values), numel)
+    sent, count = decoded != 0, math.ceil(share * numel)
+    np.testing.assert_array_equal(decoded[sent], values[sent])
+    largest = np.sort(np.abs(values))[numel - count :]
+    np.testing.assert_array_equal(np.sort(np.abs(decoded))[numel - count :], largest)
+    assert sent.sum() <= count
+
+
+@pytest.mark.parametrize("where", [slice(0, None, 7), slice(0, 2000), slice(-2000, None)])
+def test_a_sample_that_misses_the_large_values_costs_only_time(where: slice) -> None:
+    numel = 7 * SAMPLE_VALUES
+    values = np.full(numel, 1e-3, np.float32)
+    values[where] = 1 + np.arange(len(values[where]), dtype=np.float32)
+    decoded = TopK(0.01).decode(TopK(0.01).encode(values), numel)
+    np.testing.assert_array_equal(
+        np.flatnonzero(decoded), np.sort(np.argsort(values)[-TopK(0.01).kept(numel) :])
+    )
+
+
+@given(shares, st.integers(1, 1 << 40))
+def test_the_size_is_known_without_the_values_and_near_the_minimum(share: float, numel: int) -> None:
+    codec = TopK(share)
+    kept = codec.kept(numel)
+    index_bits = 8 * (codec.encoded_bytes(numel) - 4 * kept)
+    assert index_bits <= kept * (math.log2(numel / kept) + 2) + 16
+
+
+@given(st.sampled_from([0.01, 0.3]), st.integers(1, 2000), st.integers(0, 1 << 32))
+@settings(max_examples=200, deadline=None)
+def test_random_bits_for_indices_are_refused_or_ascend_within_the_vector(
+    share: float, numel: int, seed: int
+) -> None:
+    codec, rng = TopK(share), np.random.default_rng(seed)
+    kept = codec.kept(numel)
+    garbage = np.ones(kept, np.float32).tobytes() + rng.bytes(codec.encoded_bytes(numel) - 4 * kept)
+    try:
+        decoded = codec.decode(garbage, numel)
+    except ValueError as error:
+        assert "indices" in str(error)
+    else:
+        assert np.count_nonzero(decoded) == kept  # no index twice
+
+
+def test_indices_out_of_order_and_beyond_the_end_are_refused() -> None:
+    codec = TopK(0.3)  # 3 of 10 values: 1 low bit, then a string of 7 bits
+    ones = np.ones(3, np.float32).tobytes()
+    np.testing.assert_array_equal(
+        np.flatnonzero(codec.decode(ones + bytes([0b011 << 5, 0b1100001 << 1]), 10)), [0, 1, 9]
+    )
+    with pytest.raises(ValueError, match="not ascending"):
+        codec.decode(ones + bytes([0b101 << 5, 0b1100001 << 1]), 10)
+    with pytest.raises(ValueError, match="names 4 indices, 3 expected"):
+        codec.decode(ones + bytes([0b011 << 5, 0b1110001 << 1]), 10)
+    with pytest.raises(ValueError, match="beyond its end"):
+        codec.decode(np.ones(3, np.float32).tobytes() + bytes([0b011 << 5, 0b1100001 << 1]), 9)
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf])
+def test_values_that_are_not_finite_are_refused_by_the_decoder(odd: float) -> None:
+    encoded = bytearray(TopK(0.3).encode(np.ones(10, np.float32)))
+    encoded[:4] = np.float32(odd).tobytes()
+    with pytest.raises(ValueError, match="not finite"):
+        TopK(0.3).decode(encoded, 10)
+
+
+@pytest.mark.parametrize("share", ["0.0", "0.00001", "0.6", "0.51"])
+def test_a_share_out_of_range_is_refused(share: str) -> None:
+    with pytest.raises(ValueError, match=r"the share of values to send must be 0\.0001 to 0\.5"):
+        codec_of(f"topk:{share}")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["topk", "topk:", "topk:0", "topk:nan", "topk:.01", "topk:1e-2", "topk: 0.01", "topk:0.01\n", "top:0.1"],
+)
+def test_a_malformed_share_is_no_codec(name: str) -> None:
+    with pytest.raises(ValueError, match=r"unknown codec .* topk:0\.01"):
+        codec_of(name)
+
+
+def test_a_share_has_one_spelling() -> None:
+    with pytest.raises(ValueError, match=r"as 'topk:0\.01': all peers must use the same name"):
+        codec_of("topk:0.010")
+    assert codec_of("topk:0.01").name == "topk:0.01"
+
+
+# --- ``||Q(w) - w||^2 <= gamma ||w||^2`` (Elastic Consistency, equation 25) ---
+
+
+DENORMAL = np.float32(1e-45)
+LARGEST = np.float32(np.finfo(np.float32).max)
+RANGES: dict[str, tuple[float, float]] = {
+    "float32": (0.0, float(LARGEST)),
+    "float16": (2.0**-25, FLOAT16_MAX),
+    "bfloat16": (2.0**-134, 3.3e38),
+    "int8": (1e-35, float(LARGEST)),
+    "onebit": (2.0**-149, float(LARGEST)),
+    "topk:0.0001": (0.0, float(LARGEST)),
+    "topk:0.01": (0.0, float(LARGEST)),
+    "topk:0.5": (0.0, float(LARGEST)),
+}
+"""By codec: what it may take for 0, and the largest value that it can tell."""
+codecs = pytest.mark.parametrize("name", RANGES)
+
+
+def assert_within_gamma(name: str, values: Floats) -> None:
+    codec, (least, most) = codec_of(name), RANGES[name]
+    values = np.clip(values, np.float32(-most), np.float32(most))
+    numel = len(values)
+    exact = values.astype(np.float64)
+    lost = codec.decode(codec.encode(values), numel).astype(np.float64) - exact
+    gamma = codec.gamma(numel)
+    assert 0 <= gamma < 1
+    assert lost @ lost <= (gamma + 1e-12) * (exact @ exact) + numel * least**2
+
+
+@codecs
+@given(
+    hnp.arrays(
+        np.float32, st.integers(0, 300), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)
+    )
+)
+@settings(max_examples=150, deadline=None)
+def test_the_error_of_any_vector_is_within_gamma(name: str, values: Floats) -> None:
+    assert_within_gamma(name, values)
+
+
+@codecs
+@given(
+    numel=st.sampled_from([1, 2, BLOCK_VALUES - 1, BLOCK_VALUES, 2 * BLOCK_VALUES + 1, 20_000]),
+    seed=st.integers(0, 1 << 32),
+    exponent=st.floats(0, 30),
+)
+@settings(max_examples=40, deadline=None)
+def test_the_error_of_vectors_over_many_magnitudes_is_within_gamma(
+    name: str, numel: int, seed: int, exponent: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    scales = 10.0 ** rng.uniform(-exponent, exponent, numel)
+    assert_within_gamma(name, (rng.standard_normal(numel) * scales).astype(np.float32))
+
+
+ADVERSARIAL = {
+    "zeros": np.zeros,
+    "denormals": lambda numel: np.full(numel, DENORMAL),
+    "denormals of both signs": lambda numel: DENORMAL * (-1.0) ** np.arange(numel),
+    "one huge value": lambda numel: np.eye(1, numel, numel // 2)[0] * LARGEST,
+    "one huge value among small ones": lambda numel: np.eye(1, numel)[0] * LARGEST + 1e-3,
+    "huge values": lambda numel: np.full(numel, LARGEST),
+    "huge values of both signs": lambda numel: LARGEST * (-1.0) ** np.arange(numel),
+    "alternating": lambda numel: (-1.0) ** np.arange(numel),
+    "alternating with the period of the sample": lambda numel: np.arange(numel) % 3 == 0,
+    "one denormal": lambda numel: np.eye(1, numel)[0] * DENORMAL,
+    "one positive": lambda numel: np.eye(1, numel)[0] * 2 - 1,
+    "ascending": np.arange,
+}
+
+
+@codecs
+@pytest.mark.parametrize("kind", ADVERSARIAL)
+@pytest.mark.parametrize("numel", [1, 2, 100, BLOCK_VALUES, BLOCK_VALUES + 1, 50_000])
+def test_the_error_of_an_adversarial_vector_is_within_gamma(name: str, kind: str, numel: int) -> None:
+    assert_within_gamma(name, ADVERSARIAL[kind](numel).astype(np.float32))
+
+
+@pytest.mark.parametrize("name", ["onebit", "topk:0.01", "topk:0.5"])
+def test_gamma_is_reached_by_some_vector_so_it_is_not_too_large(name: str) -> None:
+    """One-bit: a single negative value among zeros. Top-k: values of one magnitude."""
+    numel = 1000
+    values = np.ones(numel, np.float32) if name.startswith("topk") else -np.eye(1, numel, dtype=np.float32)[0]
+    codec = codec_of(name)
+    lost = codec.decode(codec.encode(values), numel).astype(np.float64) - values
+    assert lost @ lost == pytest.approx(codec.gamma(numel) * (values @ values), rel=1e-6)
+
+
+@codecs
+def test_a_vector_without_values_loses_none(name: str) -> None:
+    codec = codec_of(name)
+    assert 0 <= codec.gamma(0) < 1 and codec.encoded_bytes(0) == 0
+    assert len(codec.encode(np.empty(0, np.float32))) == 0 and len(codec.decode(b"", 0)) == 0
+
+
+# --- error feedback: in the long run, the sent values sum to the true ones ---
+
+
+biased = pytest.mark.parametrize("name", ["int8", "onebit", "topk:0.1"])
+
+
+def vectors(seed: int, steps: int, numel: int) -> Floats:
+    return np.random.default_rng(seed).standard_normal((steps, numel), dtype=np.float32)
+
+
+@biased
+@given(seed=st.integers(0, 1 << 32), numel=st.integers(1, 200), cut=st.integers(0, 200))
+@settings(max_examples=30, deadline=None)
+def test_received_values_and_the_residual_sum_to_the_true_values(
+    name: str, seed: int, numel: int, cut: int
+) -> None:
+    feedback, arrived = ErrorFeedback(numel), np.zeros(numel)
+    cut = min(cut, numel)
+    for meant in vectors(seed, 5, numel):
+        for start, piece in ((0, meant[:cut]), (cut, meant[cut:])):
+            encoded, decoded = feedback.encode(codec_of(name), start, piece)
+            np.testing.assert_array_equal(codec_of(name).decode(encoded, len(piece)), decoded)
+            arrived[start : start + len(piece)] += decoded
+        feedback.settle()
+    np.testing.assert_allclose(arrived + feedback.residual, vectors(seed, 5, numel).sum(0), atol=1e-4)
+
+
+@biased
+def test_the_residual_stays_bounded(name: str) -> None:
+    """By ``2 sqrt(gamma) / (1 - gamma) max ||g||``, much less in practice; without feedback, losses would sum."""
+    feedback, numel = ErrorFeedback(500), 500
+    norms = []
+    for meant in vectors(0, 200, numel):
+        feedback.encode(codec_of(name), 0, meant)
+        feedback.settle()
+        norms.append(float(np.linalg.norm(feedback.residual)))
+    assert max(norms[100:]) <= 1.2 * max(norms[:100])
+
+
+def test_a_vector_that_was_not_received_changes_nothing() -> None:
+    feedback, first, second = ErrorFeedback(10), *vectors(0, 2, 10)
+    feedback.encode(codec_of("onebit"), 0, first)
+    feedback.settle()
+    owed = feedback.residual.copy()
+    feedback.encode(codec_of("onebit"), 0, second)
+    np.testing.assert_array_equal(feedback.residual, owed)
+    feedback.begin()
+    feedback.settle()
+    assert not feedback.residual.any()
+
+
+def test_pieces_without_a_record_lose_nothing() -> None:
+    feedback = ErrorFeedback(4)
+    feedback.begin()
+    feedback.cut_off(2, np.array([3, 4], np.float32), np.array([1, 1], np.float32))
+    feedback.settle(2.0)
+    np.testing.assert_array_equal(feedback.residual, [0, 0, 4, 6])
+
+
+def test_a_vector_that_is_not_finite_is_refused_and_leaves_the_residual() -> None:
+    feedback = ErrorFeedback(2)
+    feedback.encode(codec_of("topk:0.5"), 0, np.array([2, 1], np.float32))
+    feedback.settle()
+    with pytest.raises(ValueError, match="not finite"):
+        feedback.encode(codec_of("topk:0.5"), 0, np.array([np.nan, 1], np.float32))
+    np.testing.assert_array_equal(feedback.residual, [0, 1])
+
+
+def test_a_saved_state_is_restored() -> None:
+    feedback = ErrorFeedback(10)
+    feedback.encode(codec_of("onebit"), 0, vectors(0, 1, 10)[0])
+    feedback.settle()
+    restored = ErrorFeedback(10, feedback.state_dict())
+    np.testing.assert_array_equal(restored.residual, feedback.residual)
+    assert restored.residual is not feedback.residual and restored.residual.any()
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"residual": np.zeros(9)},
+        {"residual": np.zeros((2, 5))},
+        {"residual": np.full(10, np.nan)},
+        {"residual": "none"},
+    ],
+)
+def test_an_invalid_state_is_refused(state: dict[str, object]) -> None:
+    with pytest.raises(StateError, match="error feedback"):
+        ErrorFeedback(10, state)

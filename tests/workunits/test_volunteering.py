@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from colab_swarm.training.checkpoint import load_checkpoint
+from colab_swarm.training.state import load_checkpoint
 from torch import Tensor, nn
 
 from colab_swarm.errors import StateError

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.backbone.observer import MAX_POINTS, LossCurve, LossPoint, read_losses, weighted_median
+from colab_swarm.backbone.config import Forward
+from colab_swarm.backbone.keeper import (
+    MAX_POINTS,
+    Forwarder,
+    LossCurve,
+    LossPoint,
+    read_losses,
+    weighted_median,
+)
 from colab_swarm.net.peers import PeerId
 from colab_swarm.training.progress import Branch, ProgressRecord
 
@@ -24,7 +36,7 @@ def branch(step: int) -> Branch:
 
 
 def point(step: int) -> LossPoint:
-    return LossPoint(step, 0.0, 1.0, 1)
+    return LossPoint(step, 0.0, 1.0, 2)
 
 
 def test_a_step_counts_when_the_swarm_has_left_it() -> None:
@@ -83,3 +95,68 @@ def test_a_curve_with_a_record_that_was_cut_off_is_continued(tmp_path: Path) -> 
     with file.open("ab") as opened:
         opened.write(b"\n" + msgspec.json.encode(point(5)) + b"\n\xff\n[]")
     assert [one.step for one in read_losses(file)] == [3, 5]
+
+
+# --- the curve in a tracker: a stand-in module that records its calls ---
+
+
+TRACKER = """
+import json
+FILE = {file!r}
+FAILURES = {failures}
+
+def record(*call):
+    with open(FILE, "a") as file:
+        file.write(json.dumps(call) + "\\n")
+
+def init(**options):
+    global FAILURES
+    if FAILURES:
+        FAILURES -= 1
+        raise ConnectionError("not today")
+    record("init", options)
+
+def log(values, step):
+    record("log", values, step)
+
+def finish():
+    record("finish")
+"""
+
+
+def make_tracker(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, failures: int = 0) -> Path:
+    """Make a module of this name importable; return the file of its calls."""
+    (folder / f"{name}.py").write_text(TRACKER.format(file=str(folder / "calls"), failures=failures))
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setitem(sys.modules, name, None)  # so that it is removed afterwards
+    del sys.modules[name]
+    return folder / "calls"
+
+
+@pytest.mark.parametrize(
+    ("name", "run"), [("wandb", {"id": "r-1-model"}), ("trackio", {"name": "r-1-model"})]
+)
+def test_points_are_logged_and_the_run_is_resumed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: Any, run: dict[str, str]
+) -> None:
+    file = make_tracker(monkeypatch, tmp_path, name)
+    forwarder = Forwarder(Forward(to=name, project="bengali"), "r-1/model")
+    forwarder.forward([point(1), point(2)])
+    forwarder.close()
+    begin, first, second, end = map(json.loads, file.read_text().splitlines())
+    assert begin == ["init", {"project": "bengali", "resume": "allow", **run}] and end == ["finish"]
+    assert first == ["log", {"loss": 1.0, "trainers": 2.0}, 1] and second[2] == 2
+
+
+def test_a_tracker_that_fails_costs_points_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = make_tracker(monkeypatch, tmp_path, "wandb", failures=1)
+    forwarder = Forwarder(Forward(to="wandb", project="bengali"), "r-1/model")
+    forwarder.forward([point(1), point(2)])
+    forwarder.close()
+    assert [call[0] for call in map(json.loads, file.read_text().splitlines())] == ["init", "log", "finish"]
+
+
+def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install trackio"):
+        Forwarder(Forward(to="trackio", project="x"), "r-1/model")
