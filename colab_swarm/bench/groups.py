@@ -6,7 +6,6 @@ import asyncio
 import math
 import random
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -23,16 +22,18 @@ from colab_swarm.averaging.moshpit import (
     choose_group_size,
 )
 from colab_swarm.averaging.round import Averager, RoundResult
-from colab_swarm.bench.harness import BenchReport, drawn
+from colab_swarm.bench.harness import BenchReport, drawn, run_aside
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.net.peers import Message
-from colab_swarm.sim import LAN, NetworkProfile, ScriptedFault, SimNetwork, run_virtual, virtual_time
+from colab_swarm.sim import LAN, ScriptedFault, SimNetwork, run_virtual, virtual_time
 from colab_swarm.tensors.codecs import Floats
+
+NUMEL = 500
 
 
 @dataclass
 class Town:
-    """Peers ``p0``, ``p1``, … that average a vector of ``numel`` values each, on the simulated network.
+    """Peers ``p0``, ``p1``, … that average a vector of `NUMEL` values each, on the simulated network.
 
     Attributes:
         clients: how many of them, the last ones, cannot be dialled.
@@ -43,13 +44,11 @@ class Town:
     """
 
     count: int
-    numel: int = 500
     clients: int = 0
     weights: Sequence[float] = ()
     doomed: Callable[[str, int], bool] = lambda name, round_: False
     liars: Collection[str] = ()
     group_size: int | None = None
-    profile: NetworkProfile = LAN
     seed: int = 0
 
     def names(self) -> list[str]:
@@ -60,7 +59,7 @@ class Town:
 
     def vector(self, name: str) -> Floats:
         seed = [self.seed, int(name[1:])]
-        return np.random.default_rng(seed).standard_normal(self.numel, dtype=np.float32)
+        return np.random.default_rng(seed).standard_normal(NUMEL, dtype=np.float32)
 
     def mean(self, names: Sequence[str] = ()) -> Floats:
         """Return the weighted mean of the vectors of these peers (all by default), in float64."""
@@ -118,17 +117,7 @@ class _Player(Averager):
         self.held[round_ + 1] = values.copy()
         return result
 
-    async def enter(self, entry: _Player) -> None:
-        await self.dht.bootstrap([] if entry is self else [entry.peers.contact])
-        self.dht.start()
-
-    async def play_until_down(self, passes: int) -> bool:
-        task = asyncio.create_task(self._play(passes))
-        self.peers.when_down(task.cancel)
-        await asyncio.wait([task])
-        return not task.cancelled() and task.result() is None
-
-    async def _play(self, passes: int) -> None:
+    async def play(self, passes: int) -> None:
         weight, values = self._town.weight(self._name), self.held[0]
         group_size = 1_000_000 if self._name in self._town.liars else self._town.group_size
         for _ in range(passes):
@@ -138,9 +127,6 @@ class _Player(Averager):
             self.held[self._done] = values
             weight = 1.0
 
-    def vote(self) -> int:
-        return self.averager.meter.choose_group_size(self._town.count)
-
     def held_after(self, rounds: int) -> Floats:
         """Return the vector after so many rounds; a peer that missed the last of them still has an older one."""
         return self.held[max(done for done in self.held if done <= rounds)]
@@ -148,24 +134,29 @@ class _Player(Averager):
 
 def play(town: Town, *, passes: int = 1, script: Callable[[SimNetwork], None] = lambda _: None) -> GroupRun:
     """Let the town average, so many passes each."""
-    with ThreadPoolExecutor(1) as pool:  # in a notebook, this thread has a loop already
-        return pool.submit(run_virtual, _play(town, passes, script)).result()
+    return run_aside(_play(town, passes, script), run_virtual)
 
 
 async def _play(town: Town, passes: int, script: Callable[[SimNetwork], None]) -> GroupRun:
-    network, listening = SimNetwork(town.profile, seed=town.seed), town.count - town.clients
+    network, listening = SimNetwork(LAN, seed=town.seed), town.count - town.clients
     players = {n: _Player(town, network, n, listen=i < listening) for i, n in enumerate(town.names())}
-    for player in players.values():
-        await player.enter(players["p0"])
+    for name, player in players.items():
+        await player.dht.bootstrap([] if name == "p0" else [players["p0"].peers.contact])
+        player.dht.start()
     script(network)
-    began = virtual_time()
-    stayed = await asyncio.gather(*(player.play_until_down(passes) for player in players.values()))
-    left = {name: player for (name, player), up in zip(players.items(), stayed, strict=True) if up}
+    began, tasks = virtual_time(), dict[str, asyncio.Task[None]]()
+    for name, player in players.items():
+        tasks[name] = asyncio.create_task(player.play(passes))
+        player.peers.when_down(tasks[name].cancel)
+    await asyncio.wait(tasks.values())
+    left = {
+        name: players[name] for name, task in tasks.items() if not task.cancelled() and task.result() is None
+    }
     rounds = max(max(player.held) for player in left.values())
     return GroupRun(
         [{name: player.held_after(done) for name, player in left.items()} for done in range(rounds + 1)],
         {name: player.results[-1] for name, player in left.items()},
-        {name: player.vote() for name, player in left.items()},
+        {name: player.averager.meter.choose_group_size(town.count) for name, player in left.items()},
         network.fired,
         virtual_time() - began,
     )
@@ -202,24 +193,26 @@ def run(quick: bool) -> BenchReport:
         report.add(f"error_{count}", worst, "", f"{count} peers, m = 4, {len(story.history) - 1} rounds")
     for size in SIZES:
         _with_failures(report, size, seeds=1 if quick else 10)
-    for percent in (0, 5, 10, 20, 50):
-        report.add(f"size_16_q{percent}", chosen_size(16, percent / 100), "peers", "chosen")
+    chosen = {f"size_16_q{percent}": chosen_size(16, percent / 100) for percent in (0, 5, 10, 20, 50)}
+    report.add_all(chosen, "peers", "chosen")
     return report
 
 
 def _with_failures(report: BenchReport, size: int, *, seeds: int) -> None:
-    spreads, results = [], list[MoshpitResult]()
-    for seed in range(seeds):
-        town = Town(16, group_size=size, doomed=failing_at_random(0.1, seed), seed=seed)
-        story = play(town, passes=2)
-        spreads.append(story.spread())
-        results += story.results.values()
+    towns = [
+        Town(16, group_size=size, doomed=failing_at_random(0.1, seed), seed=seed) for seed in range(seeds)
+    ]
+    stories = [play(town, passes=2) for town in towns]
+    spreads = [story.spread() for story in stories]
+    results = [result for story in stories for result in story.results.values()]
     left = [now / before for spread in spreads for before, now in pairwise(spread) if before > 1e-12]
     rounds = [one for result in results for one in result.rounds]
     whole = [one is not None and len(one.contributors) == len(one.group.members) for one in rounds]
-    report.add(f"error_kept_m{size}", max(left), "", "10 % crash in every round: worst round")
-    report.add(f"undisturbed_m{size}", float(np.mean(whole)), "", "rounds without a crash")
-    report.add(f"slowest_pass_m{size}", max(result.seconds for result in results), "s")
+    report.add_rows(
+        (f"error_kept_m{size}", max(left), "", "10 % crash in every round: worst round"),
+        (f"undisturbed_m{size}", float(np.mean(whole)), "", "rounds without a crash"),
+        (f"slowest_pass_m{size}", max(result.seconds for result in results), "s", ""),
+    )
     means = map(np.mean, zip(*spreads, strict=False))
     report.add_all({f"spread_m{size}_{done}": float(mean) for done, mean in enumerate(means)})
 

@@ -19,13 +19,16 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
+
+T = TypeVar("T")
 
 # --- figures ---------------------------------------------------------------------------------------------------------
 
@@ -54,9 +57,12 @@ class BenchReport:
     def add(self, key: str, value: float, unit: str = "", note: str = "") -> None:
         self.rows.append(Figure(f"{self.prefix}.{key}", float(value), unit, note))
 
+    def add_rows(self, *rows: tuple[str, float, str, str]) -> None:
+        for row in rows:
+            self.add(*row)
+
     def add_all(self, figures: Mapping[str, float], unit: str = "", note: str = "") -> None:
-        for key, value in figures.items():
-            self.add(key, value, unit, note)
+        self.add_rows(*((key, value, unit, note) for key, value in figures.items()))
 
     @property
     def figures(self) -> dict[str, float]:
@@ -77,16 +83,14 @@ class BenchReport:
 def environment() -> dict[str, str | int | float | None]:
     """Describe the machine and the installed versions."""
     packages = ("colab-swarm", "torch", "aiohttp", "cryptography", "numpy")
+    found = {name: version(name) if find_spec(name.replace("-", "_")) else "absent" for name in packages}
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cores": os.cpu_count(),
         "load_1min": os.getloadavg()[0] if hasattr(os, "getloadavg") else -1.0,
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **{
-            package: version(package) if find_spec(package.replace("-", "_")) else "absent"
-            for package in packages
-        },
+        **found,
     }
 
 
@@ -116,6 +120,12 @@ def torch_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def run_aside(main: Coroutine[Any, Any, T], run: Callable[[Coroutine[Any, Any, T]], T]) -> T:
+    """Return ``run(main)`` of a new thread: in a notebook, this thread has a loop already."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run, main).result()
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
@@ -203,10 +213,14 @@ class Crew(list[Worker]):
             worker.close()
 
 
-def call_all(workers: Sequence[Worker], **message: object) -> list[dict[str, Any]]:
+def receive_all(workers: Iterable[Worker]) -> list[dict[str, Any]]:
+    return [worker.receive() for worker in workers]
+
+
+def call_all(workers: Collection[Worker], **message: object) -> list[dict[str, Any]]:
     for worker in workers:
         worker.send(**message)
-    return [worker.receive() for worker in workers]
+    return receive_all(workers)
 
 
 class Parent:
@@ -226,8 +240,12 @@ class Parent:
         """
         return dict(json.loads(input()))
 
-    async def wait(self) -> dict[str, Any]:
-        return await asyncio.to_thread(self.receive)
+    def call(self, **message: object) -> dict[str, Any]:
+        self.send(**message)
+        return self.receive()
+
+    async def wait_call(self, **message: object) -> dict[str, Any]:
+        return await asyncio.to_thread(self.call, **message)
 
 
 if __name__ == "__main__":

@@ -49,12 +49,8 @@ def code_cells(notebook: Path) -> list[str]:
 
 def filled_in(cell: str, **form: object) -> str:
     """Return the cell with other values in its form fields, which are lines ``NAME = value`` as on Colab."""
-
-    def filled(line: str) -> str:
-        field = line.partition(" = ")[0]
-        return f"{field} = {form[field]!r}" if field in form else line
-
-    return "\n".join(map(filled, cell.split("\n")))
+    lines = [(line.partition(" = ")[0], line) for line in cell.split("\n")]
+    return "\n".join(f"{field} = {form[field]!r}" if field in form else line for field, line in lines)
 
 
 def stand_in_for_colab(**secrets: str) -> None:
@@ -76,8 +72,7 @@ def run_notebook(parent: Parent, invite: str, folder: str) -> None:
     shell: Any = InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}))
     form = {"INVITATION": invite, "MY_NAME": JOINER, "I_HAVE_READ_THE_TERMS": True, "MINUTES": MINUTES}
     cells = [filled_in(cell, **form, STATE_DIR=folder) for cell in code_cells(NOTEBOOK)]
-    parent.send()
-    parent.receive()
+    parent.call()
     laps = [time.perf_counter()]
     import torch  # noqa: F401
     import transformers  # noqa: F401
@@ -89,8 +84,7 @@ def run_notebook(parent: Parent, invite: str, folder: str) -> None:
         for cell in cells[: len(CELLS)]:
             shell.run_cell(cell).raise_error()
             laps.append(time.perf_counter())
-        parent.send(seconds=[after - before for before, after in itertools.pairwise(laps)])
-        parent.receive()
+        parent.call(seconds=[after - before for before, after in itertools.pairwise(laps)])
         shell.run_cell(cells[-1]).raise_error()
     parent.send()
 
@@ -128,6 +122,6 @@ def run(quick: bool) -> BenchReport:
     counted_s, imports_s, *parts = sorted(_measure() for _ in range(1 if quick else 3))[0 if quick else 1]
     report.add("counted_s", counted_s, "s", "from pasting the invitation to a sample that others count")
     report.add("imports_s", imports_s, "s", "of which: import torch, transformers, colab_swarm")
-    for cell, seconds in zip(CELLS, parts, strict=True):
-        report.add(f"{cell}_s", seconds, "s", f"the notebook's cell: {cell}")
+    cells = zip(CELLS, parts, strict=True)
+    report.add_rows(*((f"{cell}_s", seconds, "s", f"the notebook's cell: {cell}") for cell, seconds in cells))
     return report

@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from colab_swarm.bench.harness import BenchReport, Crew, Parent, call_all
+from colab_swarm.bench.harness import BenchReport, Crew, Parent, call_all, receive_all
 
 if TYPE_CHECKING:
     from colab_swarm.swarm.swarm import Swarm
@@ -84,11 +84,10 @@ class TrainingLoop:
 def train(parent: Parent, size: str, batches: int, invite: str) -> None:
     from colab_swarm.swarm.joining import join
 
-    loop = TrainingLoop(join(invite) if invite else None, size)
-    parent.send()
+    loop, found = TrainingLoop(join(invite) if invite else None, size), dict[str, float]()
     while True:
-        parent.receive()
-        parent.send(samples_per_s=loop.samples_per_s(batches=batches))
+        parent.call(**found)
+        found = {"samples_per_s": loop.samples_per_s(batches=batches)}
 
 
 def _throughput(report: BenchReport, crew: Crew, backbone: Swarm) -> None:
@@ -96,8 +95,7 @@ def _throughput(report: BenchReport, crew: Crew, backbone: Swarm) -> None:
     invite, ratios = str(backbone.invite()), []
     for one in ("", "", invite, invite):
         crew.start(train, size, batches, one)
-    for worker in crew:
-        worker.receive()
+    receive_all(crew)
     for _ in range(phases + 1):
         answers = call_all(crew[:2]), call_all(crew[2:])  # one pair after the other
         bare, joined = (sum(one["samples_per_s"] for one in pair) for pair in answers)
@@ -130,15 +128,16 @@ def idle(parent: Parent, invite: str) -> None:
     cs.join(invite)
     took_s = time.perf_counter() - began
     time.sleep(3.0)
-    parent.send(memory=memory_mib() - memory, children=_children() - children, took_s=took_s)
-    parent.receive()
+    parent.call(memory=memory_mib() - memory, children=_children() - children, took_s=took_s)
 
 
 def _idle_peer(report: BenchReport, crew: Crew, backbone: Swarm) -> None:
     found = crew.start(idle, str(backbone.invite())).receive()
-    report.add("memory_mib", found["memory"], "MiB", "an idle peer, torch loaded before")
-    report.add("processes", found["children"], "", "child processes of an idle peer")
-    report.add("join_s", found["took_s"], "s", "import colab_swarm and join")
+    report.add_rows(
+        ("memory_mib", found["memory"], "MiB", "an idle peer, torch loaded before"),
+        ("processes", found["children"], "", "child processes of an idle peer"),
+        ("join_s", found["took_s"], "s", "import colab_swarm and join"),
+    )
 
 
 # --- joining late ---------------------------------------------------------------------------------------------------
@@ -152,8 +151,7 @@ def join_late(parent: Parent, numel: int, invite: str) -> None:
 
     torch.set_num_threads(1)
     parameters = [torch.nn.Parameter(torch.zeros(numel // 8)) for _ in range(8)]
-    parent.send()
-    parent.receive()
+    parent.call()
     began = time.perf_counter()
     inner = torch.optim.Adam(parameters, lr=1e-4)
     optimizer = join(invite).optimizer(inner, target_batch_size=16)
@@ -171,8 +169,7 @@ def join_late(parent: Parent, numel: int, invite: str) -> None:
 def _late_joiner(report: BenchReport, crew: Crew, backbone: Swarm) -> None:
     numel = 2_000_000 if report.quick else 18_000_000
     carol, *others = (crew.start(join_late, numel, str(backbone.invite())) for _ in range(3))
-    for worker in crew:
-        worker.receive()
+    receive_all(crew)
     call_all(others)
     moments, steps = [time.time()], [0.0]
     time.sleep(5.0)
@@ -182,10 +179,9 @@ def _late_joiner(report: BenchReport, crew: Crew, backbone: Swarm) -> None:
     while steps[-1] < moments[-1]:
         steps.append(others[0].receive()["at"])
     rates = [sum(begin <= at < end for at in steps) / (end - begin) for begin, end in pairwise(moments)]
-    joined = BenchReport("join", report.quick)
+    joined = BenchReport("join", report.quick, rows=report.rows)
     joined.add("first_sample_s", found["seconds"], "s", f"{numel / 1e6:g} M parameters and Adam")
     joined.add("others_step_rate", rates[1] / rates[0], "", "of the others meanwhile, against before")
-    report.rows += joined.rows
 
 
 # --- soak -----------------------------------------------------------------------------------------------------------

@@ -56,11 +56,13 @@ def run(quick: bool) -> BenchReport:
         before = notebook.saved_bytes()
         grown_mb, refresh_s = notebook.refresh(refreshes)
         grown_kb = (notebook.saved_bytes() - before) / 1e3
-    report.add("throughput_ratio", statistics.median(ratios[1:]), "", f"panel and recorder on; {pairs} pairs")
-    report.add("memory_mb", grown_mb, "MB", f"of the kernel over {refreshes} refreshes, each of another view")
-    report.add("notebook_kb", grown_kb, "kB", "of the saved notebook")
-    report.add("refresh_ms", 1e3 * refresh_s, "ms", "processor time, of all threads")
-    report.add("core_share", 4 * refresh_s, "", "of a core, at four refreshes a second")
+    report.add_rows(
+        ("throughput_ratio", statistics.median(ratios[1:]), "", f"panel and recorder on; {pairs} pairs"),
+        ("memory_mb", grown_mb, "MB", f"of the kernel over {refreshes} refreshes, each of another view"),
+        ("notebook_kb", grown_kb, "kB", "of the saved notebook"),
+        ("refresh_ms", 1e3 * refresh_s, "ms", "processor time, of all threads"),
+        ("core_share", 4 * refresh_s, "", "of a core, at four refreshes a second"),
+    )
     return report
 
 
@@ -69,18 +71,18 @@ class Notebook:
         empty = nbformat.v4.new_notebook()  # type: ignore[no-untyped-call]
         self.client: Any = NotebookClient(empty, timeout=1200, kernel_name="python3")
 
-    def run(self, code: str) -> str:
-        """Run a new cell and return what it printed. The outputs stay in the notebook."""
+    def run(self, code: str) -> Any:
+        """Run a new cell, whose outputs stay in the notebook; return it."""
         cells = self.client.nb.cells
         cells.append(nbformat.v4.new_code_cell(code))  # type: ignore[no-untyped-call]
-        cell = self.client.execute_cell(cells[-1], len(cells) - 1)
-        return "".join(output["text"] for output in cell.outputs if output["output_type"] == "stream")
+        return self.client.execute_cell(cells[-1], len(cells) - 1)
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of an expression. Only its effect on widgets stays in the notebook."""
-        answer = json.loads(self.run(f"import json; print(json.dumps({expression}))").splitlines()[-1])
+        outputs = self.run(f"import json; print(json.dumps({expression}))").outputs
         del self.client.nb.cells[-1]
-        return answer
+        printed = "".join(output["text"] for output in outputs if output["output_type"] == "stream")
+        return json.loads(printed.splitlines()[-1])
 
     def refresh(self, times: int) -> tuple[float, float]:
         """Refresh the panel in portions: if the kernel is far ahead of its client, ZeroMQ drops messages."""

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from colab_swarm.bench import averaging, dht, groups, link, moe_throughput, overhead, workunits
+from colab_swarm.bench import averaging, dht, groups, link, moe, overhead, vc_asgd
 from colab_swarm.bench.__main__ import BENCHMARKS, main
 from colab_swarm.bench.dht import PUBLISHED_MS, find_experts
 from colab_swarm.bench.harness import BenchReport
-from colab_swarm.bench.moe_throughput import CPU
+from colab_swarm.bench.moe import CPU
 from colab_swarm.bench.ordeal import run_experts
 from colab_swarm.moe.expert import FeedForward
 from colab_swarm.sim import PAPER_CLOUD, run_virtual
@@ -68,7 +68,7 @@ def test_the_dht_benchmark_reports_every_figure() -> None:
 @pytest.mark.slow
 @pytest.mark.ordeal
 def test_the_experts_benchmark_reports_every_figure() -> None:
-    figures = moe_throughput.run_experts(quick=True).figures
+    figures = moe.run_experts(quick=True).figures
     keys = {"vs_local", "batching_gain", "nop_calls_per_s", "samples_per_s", "learning_vs_local"}
     assert figures.keys() >= keys
     assert all(value > 0 for value in figures.values())
@@ -137,7 +137,7 @@ def test_training_through_experts_continues_while_their_hosts_are_killed() -> No
 @pytest.mark.ordeal
 def test_every_unit_is_assimilated_exactly_once_despite_kills(tmp_path: Path) -> None:
     report = BenchReport("work-ordeal", True)
-    workunits.ordeal(report, tmp_path, kills=3, epochs=3)
+    vc_asgd.ordeal(report, tmp_path, kills=3, epochs=3)
     figures = report.figures
     assert figures["coordinator_kills"] == 3 and figures["volunteer_kills"] >= 1
     assert any("all 3 epochs are done" in row.note for row in report.rows)
@@ -147,8 +147,8 @@ def test_every_unit_is_assimilated_exactly_once_despite_kills(tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.ordeal
 def test_an_epoch_among_processes_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workunits, "SUBSETS", 6)
-    assert 0 < workunits.epoch_seconds(tmp_path, 2, 2, 2, quick=True) < 60
+    monkeypatch.setattr(vc_asgd, "SUBSETS", 6)
+    assert 0 < vc_asgd.epoch_seconds(tmp_path, 2, 2, 2, quick=True) < 60
 
 
 def test_the_group_chosen_for_sixteen_falls_from_all_to_pairs() -> None:
@@ -172,9 +172,9 @@ def test_the_report_has_plausible_figures_and_can_be_drawn(tmp_path: Path) -> No
 def test_many_batches_in_flight_do_not_feel_a_delay_that_stops_one(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = tuple(replace(kind, make=lambda: FeedForward(8), sample=(8,)) for kind in CPU.kinds)
     plan = replace(CPU, kinds=kinds, blocks=2, in_flight=8, delays_s=(0.0, 0.2), seconds=0.5)
-    monkeypatch.setattr(moe_throughput, "CPU", plan)
-    monkeypatch.setattr(moe_throughput.torch.cuda, "is_available", lambda: False)
-    values = moe_throughput.run().figures
+    monkeypatch.setattr(moe, "CPU", plan)
+    monkeypatch.setattr(moe.torch.cuda, "is_available", lambda: False)
+    values = moe.run_throughput().figures
     assert values["vs_model_parallel_at_200ms"] > 2
     assert values["retained_at_200ms"] > 0
     assert values["ffn_0ms_samples_per_s"] > values["ffn_200ms_samples_per_s"]

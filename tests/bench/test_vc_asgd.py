@@ -31,7 +31,7 @@ def test_a_larger_alpha_learns_later_and_spreads_less() -> None:
         for alpha in (0.5, 0.95)
     }
     assert runs[0.5][-1].mean > runs[0.95][-1].mean
-    assert vc_asgd._spread([runs[0.5]]) > vc_asgd._spread([runs[0.95]])
+    assert vc_asgd.spread([runs[0.5]]) > vc_asgd.spread([runs[0.95]])
 
 
 @pytest.mark.ordeal
