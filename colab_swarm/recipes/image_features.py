@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import update_bn
 
-from colab_swarm.recipes.pretraining import HasId, peer_seed
+from colab_swarm.recipes.pretraining import peer_seed
 from colab_swarm.training.layerwise import Lars
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
@@ -342,7 +342,7 @@ def swav(
     size: str = "tiny",
     *,
     images: ImageSource = "digits",
-    swarm: HasId | None = None,
+    swarm: Any = None,
     batch_size: int = 64,
     seed: int = 0,
 ) -> tuple[Swav, Batches]:
@@ -390,10 +390,8 @@ def swav_optimizer(model: Swav, settings: SwavSettings | str = "tiny") -> tuple[
         least = chosen.final_lr / chosen.lr
         return least + (1 - least) * (1 + math.cos(math.pi * min(1.0, done))) / 2
 
-    def prototypes_share(step: int) -> float:
-        return 0.0 if step < chosen.frozen_steps else body_share(step)
-
-    return optimizer, LambdaLR(optimizer, [body_share, prototypes_share])
+    shares = [body_share, lambda step: 0.0 if step < chosen.frozen_steps else body_share(step)]
+    return optimizer, LambdaLR(optimizer, shares)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
 from colab_swarm.recipes.evaluation import ENGLISH, EXAMPLES, MaskedText, call
-from colab_swarm.recipes.pretraining import HasId, PretrainingBatches, peer_seed
+from colab_swarm.recipes.pretraining import PretrainingBatches, peer_seed
 from colab_swarm.recipes.streaming import StreamedBatches, TextMix
 from colab_swarm.recipes.text import (
     TextSource,
@@ -200,7 +200,7 @@ def albert(
     text: TextSource | Mapping[str, float] = "python-docs",
     tokenizer: TokenizerSource | None = None,
     language: str = "",
-    swarm: HasId | None = None,
+    swarm: Any = None,
     batch_size: int | None = 16,
     sequence_length: int | None = None,
     seed: int = 0,
@@ -250,12 +250,9 @@ def albert(
     if fit.checkpointing:
         checkpoint_layers(model)
     if (probe := getattr(swarm, "probe", None)) is not None:
-        probe.set_model(model, MaskedText(words, _examples(text, language)))
+        examples = EXAMPLES.get(language) or EXAMPLES.get(text if isinstance(text, str) else "") or ENGLISH
+        probe.set_model(model, MaskedText(words, examples))
     return model, batches
-
-
-def _examples(text: TextSource | Mapping[str, float], language: str) -> Sequence[str]:
-    return EXAMPLES.get(language) or EXAMPLES.get(text if isinstance(text, str) else "") or ENGLISH
 
 
 def _first_pass(text: TextSource | Mapping[str, float], seed: int) -> Iterator[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,13 +27,6 @@ IGNORED = -100
 
 Sample: TypeAlias = "tuple[Sequence[int], Sequence[int], bool]"
 """The tokens of two pieces, without special tokens, and whether they are swapped."""
-
-
-class HasId(Protocol):
-    """A swarm, as far as a recipe needs it."""
-
-    @property
-    def id(self) -> bytes: ...
 
 
 def peer_seed(seed: int, peer: bytes) -> int:
@@ -107,7 +100,7 @@ def windows(text: str, tokenizer: PreTrainedTokenizerFast, sequence_length: int)
         yield tokens[start : start + size]
 
 
-class SampledBatches:
+class SampledBatches(Iterator[dict[str, Tensor]]):
     """What iterators of batches share: their sizes, their randomness and how samples become a batch."""
 
     def __init__(
@@ -116,9 +109,6 @@ class SampledBatches:
         check_sizes(batch_size, sequence_length)
         self.tokenizer, self.batch_size, self.sequence_length = tokenizer, batch_size, sequence_length
         self._rng, self._collate = random.Random(seed), Collator(tokenizer, sequence_length, seed)
-
-    def __iter__(self) -> Self:
-        return self
 
     def __repr__(self) -> str:
         size = f"{self.batch_size} x {self.sequence_length} of {len(self.tokenizer)} tokens"
@@ -158,19 +148,18 @@ class PretrainingBatches(SampledBatches):
     def _shuffled_windows(self) -> Iterator[list[int]]:
         """Yield windows in random order: blocks come shuffled, and the windows of many blocks are shuffled again."""
         held: list[list[int]] = []
-        for window in self._endless_windows():
-            held.append(window)
-            if len(held) >= SHUFFLE_WINDOWS:
-                place = self._rng.randrange(len(held))
-                held[place], held[-1] = held[-1], held[place]
-                yield held.pop()
-
-    def _endless_windows(self) -> Iterator[list[int]]:
         while True:
             found = False
-            for block in self._blocks(self._rng):
-                for window in windows(block, self.tokenizer, self.sequence_length):
-                    found = True
-                    yield window
+            for window in (
+                one
+                for text in self._blocks(self._rng)
+                for one in windows(text, self.tokenizer, self.sequence_length)
+            ):
+                found = True
+                held.append(window)
+                if len(held) >= SHUFFLE_WINDOWS:
+                    place = self._rng.randrange(len(held))
+                    held[place], held[-1] = held[-1], held[place]
+                    yield held.pop()
             if not found:
                 raise ValueError("the text is too short or an exhausted iterator: give a longer list")

@@ -7,13 +7,7 @@ import torch
 from torch import nn
 
 from colab_swarm.bench import moe as bench
-from colab_swarm.bench.moe import (
-    DIM,
-    ConvergenceCurves,
-    ConvergenceEmulation,
-    ConvergenceScene,
-    Experts,
-)
+from colab_swarm.bench.moe import DIM, ConvergenceCurves, ConvergenceEmulation, ConvergenceScene, Experts
 from colab_swarm.moe.expert import FeedForward
 from colab_swarm.sim import run_virtual
 
