@@ -22,7 +22,7 @@ import colab_swarm as cs
 from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
 from colab_swarm.averaging.round import Averager
-from colab_swarm.bench.harness import BenchReport, Crew, Parent, Worker, call_all, receive_all
+from colab_swarm.bench.harness import BenchReport, Crew, Parent, Worker, benchmark, call_all, receive_all
 from colab_swarm.bench.link import contact, start_node, where
 from colab_swarm.events import RoundFinished
 from colab_swarm.net.peers import Contact
@@ -37,14 +37,13 @@ STEP_PEERS, CROWD, GROUP = (4, 8), 16, 4
 Found = list[dict[str, Any]]
 
 
-def run(quick: bool, python: str | None = None) -> BenchReport:
+@benchmark("averaging")
+def run(report: BenchReport, python: str | None = None) -> None:
     """Measure rounds and full steps; with a ``python`` that has hivemind, also the steps of hivemind."""
-    report = BenchReport("averaging", quick)
-    numel = 2_000_000 if quick else 18_000_000
-    _compare_with_gloo(report, numel, rounds=6 if quick else 50)
-    _kill_members(report, numel, crowd=4 if quick else 8, kills=2 if quick else 10)
+    numel = 2_000_000 if report.quick else 18_000_000
+    _compare_with_gloo(report, numel, rounds=6 if report.quick else 50)
+    _kill_members(report, numel, crowd=4 if report.quick else 8, kills=2 if report.quick else 10)
     _measure_steps(report, python)
-    return report
 
 
 # --- one round ------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from colab_swarm.bench.harness import BenchReport, Crew, Parent, call_all, receive_all
+from colab_swarm.bench.harness import BenchReport, Crew, Parent, benchmark, call_all, receive_all
 from colab_swarm.bench.link import contact, start_node, where
 from colab_swarm.dht.records import Fetch, FindNear
 from colab_swarm.dht.service import DHT, DHTSettings, Reading, RunServices
@@ -148,11 +148,11 @@ async def _loopback(report: BenchReport, peers: int, operations: int) -> None:
     report.add_all({f"store_ms_{peers}": store_ms, f"get_ms_{peers}": get_ms}, "ms", "median")
 
 
-def run(quick: bool) -> BenchReport:
+@benchmark("dht")
+def run(report: BenchReport) -> None:
     """Measure reads and stores of records; ``quick`` takes fewer operations."""
-    report = BenchReport("dht", quick)
     for peers in PUBLISHED_MS:
-        lookups, name = run_virtual(read_records(peers, 50 if quick else 400)), size_name(peers)
+        lookups, name = run_virtual(read_records(peers, 50 if report.quick else 400)), size_name(peers)
         latency_s = statistics.median(one.seconds for one in lookups)
         report.add_rows(
             (f"found_{name}", statistics.mean(one.found for one in lookups), "", "a fifth is silent"),
@@ -160,9 +160,8 @@ def run(quick: bool) -> BenchReport:
             (f"calls_{name}", statistics.mean(one.calls for one in lookups), "calls", "mean per read"),
             (f"latency_ms_{name}", 1e3 * latency_s, "ms", "virtual, median"),
         )
-    _processes(report, 160 if quick else 800)
-    asyncio.run(_loopback(report, 32, 50 if quick else 200))
-    return report
+    _processes(report, 160 if report.quick else 800)
+    asyncio.run(_loopback(report, 32, 50 if report.quick else 200))
 
 
 # --- beam search ------------------------------------------------------------------------------------------------------
@@ -247,8 +246,9 @@ async def find_experts(
     return {key: [one[key] for one in found] for key in found[0]}
 
 
-def run_beam_search(quick: bool) -> BenchReport:
-    report, searches = BenchReport("beam-search", quick, "beam"), 8 if quick else 40
+@benchmark("beam-search", "beam")
+def run_beam_search(report: BenchReport) -> None:
+    searches = 8 if report.quick else 40
     for size, published in PUBLISHED_MS.items():
         found, name = run_virtual(find_experts(size, searches, PAPER_CLOUD, standing=True)), size_name(size)
         cold_ms = statistics.median(found["cold_ms"])
@@ -261,4 +261,3 @@ def run_beam_search(quick: bool) -> BenchReport:
     for name, profile, standing in (("exponential", EXPONENTIAL, True), ("no_links", PAPER_CLOUD, False)):
         found = run_virtual(find_experts(100, searches, profile, standing=standing))
         report.add(f"cold_ms_100_{name}", statistics.median(found["cold_ms"]), "ms", "virtual, median")
-    return report

@@ -37,6 +37,7 @@ from colab_swarm.bench.harness import (
     BenchReport,
     Crew,
     Parent,
+    benchmark,
     call_all,
     drawn,
     python_command,
@@ -371,20 +372,20 @@ def compressions(report: BenchReport, seeds: int) -> None:
     report.add_all(drops, "points", f"of {whole:.2f} % uncompressed")
 
 
-def run_emulated(quick: bool = False, data: str = "digits") -> BenchReport:
+@benchmark("elastic")
+def run_emulated(report: BenchReport, data: str = "digits") -> None:
     """Run the three experiments on virtual time.
 
     Args:
         data: images for a residual network in the first, instead of digits for an MLP and, unless ``quick``, for it.
     """
-    report, seeds = BenchReport("elastic", quick), 1 if quick else 3
-    models: list[Model] = ["resnet"] if data != "digits" else ["mlp"] if quick else ["mlp", "resnet"]
+    seeds = 1 if report.quick else 3
+    models: list[Model] = ["resnet"] if data != "digits" else ["mlp"] if report.quick else ["mlp", "resnet"]
     with torch_threads(1):  # tensors are tiny
         drops = [accuracies(report, model, data, seeds) for model in models]
         report.add("accuracy_drop", max(drops), "points", "of beta 0.8 against 1; <= 1 wanted")
-        ratios(report, steps=20 if quick else 150)
+        ratios(report, steps=20 if report.quick else 150)
         compressions(report, seeds)
-    return report
 
 
 def plot(report: BenchReport, path: str) -> None:
@@ -417,11 +418,11 @@ HIDDEN, LAYERS, ROWS, LR, MOMENTUM = 64, 10, 1024, 0.02, 0.9
 WARM_UP, WINDOW = 20, 10
 
 
-def run(quick: bool = False, data: str = "digits") -> BenchReport:
+@benchmark("elastic")
+def run(report: BenchReport, data: str = "digits") -> None:
     """Run the experiments above, see `run_emulated`, and `add_speed`."""
-    report = run_emulated(quick, data)
-    add_speed(report, *((1, 100) if quick else (3, 300)))
-    return report
+    report.rows += run_emulated(report.quick, data=data).rows
+    add_speed(report, *((1, 100) if report.quick else (3, 300)))
 
 
 def add_speed(report: BenchReport, seeds: int, steps: int) -> None:

@@ -22,7 +22,7 @@ from colab_swarm.averaging.moshpit import (
     choose_group_size,
 )
 from colab_swarm.averaging.round import Averager, RoundResult
-from colab_swarm.bench.harness import BenchReport, drawn, run_aside
+from colab_swarm.bench.harness import BenchReport, benchmark, drawn, run_aside
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.net.peers import Message
 from colab_swarm.sim import LAN, ScriptedFault, SimNetwork, run_virtual, virtual_time
@@ -183,19 +183,18 @@ def failing_at_random(share: float, seed: int) -> Callable[[str, int], bool]:
     return lambda name, round_: random.Random(f"{seed} {name} {round_}").random() < share
 
 
-def run(quick: bool) -> BenchReport:
+@benchmark("groups")
+def run(report: BenchReport) -> None:
     """Measure exactness and failures, and report the choice of the group size."""
-    report = BenchReport("groups", quick)
     for count in (16, 13):
         town = Town(count, group_size=4)
         story = play(town)
         worst = max(float(np.abs(values - town.mean()).max()) for values in story.means.values())
         report.add(f"error_{count}", worst, "", f"{count} peers, m = 4, {len(story.history) - 1} rounds")
     for size in SIZES:
-        _with_failures(report, size, seeds=1 if quick else 10)
+        _with_failures(report, size, seeds=1 if report.quick else 10)
     chosen = {f"size_16_q{percent}": chosen_size(16, percent / 100) for percent in (0, 5, 10, 20, 50)}
     report.add_all(chosen, "peers", "chosen")
-    return report
 
 
 def _with_failures(report: BenchReport, size: int, *, seeds: int) -> None:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator,
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,12 +45,16 @@ class Figure(NamedTuple):
 
 @dataclass
 class BenchReport:
-    """The figures of one benchmark run; their keys begin with ``prefix``, by default the name."""
+    """The figures of one benchmark run; their keys begin with ``prefix``, by default the name.
+
+    ``curves`` are by name what else its plot draws, for each seed.
+    """
 
     name: str
     quick: bool
     prefix: str = ""
     rows: list[Figure] = field(default_factory=list)
+    curves: dict[str, list[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.prefix = self.prefix or self.name.replace("-", "_")
@@ -78,6 +83,21 @@ class BenchReport:
         """Write ``{"metrics": {key: number}, "environment": {...}}``."""
         metrics = {row.key: row.value for row in self.rows}
         Path(path).write_text(json.dumps({"metrics": metrics, "environment": environment()}, indent=1))
+
+
+def benchmark(name: str, prefix: str = "") -> Callable[[Callable[..., None]], Callable[..., BenchReport]]:
+    """Make ``run(quick=…, **options)``, which returns the report, of a function that fills it."""
+
+    def decorate(measure: Callable[..., None]) -> Callable[..., BenchReport]:
+        @wraps(measure)
+        def run(quick: bool = False, **options: Any) -> BenchReport:
+            report = BenchReport(name, quick, prefix)
+            measure(report, **options)
+            return report
+
+        return run
+
+    return decorate
 
 
 def environment() -> dict[str, str | int | float | None]:

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import colab_swarm as cs
-from colab_swarm.bench.harness import BenchReport, Crew, Parent
+from colab_swarm.bench.harness import BenchReport, Crew, Parent, benchmark
 from colab_swarm.errors import SwarmError
 from colab_swarm.invite import Setting
 from colab_swarm.swarm.swarm import Swarm
@@ -115,13 +115,13 @@ def _measure() -> list[float]:
     return [counted_s, *parts]
 
 
-def run(quick: bool) -> BenchReport:
+@benchmark("join")
+def run(report: BenchReport) -> None:
     """Measure once if quick, else report the median of three runs."""
-    report = BenchReport("join", quick)
     code_cells(NOTEBOOK)  # better to fail before there is a run
-    counted_s, imports_s, *parts = sorted(_measure() for _ in range(1 if quick else 3))[0 if quick else 1]
+    runs = sorted(_measure() for _ in range(1 if report.quick else 3))
+    counted_s, imports_s, *parts = runs[len(runs) // 2]
     report.add("counted_s", counted_s, "s", "from pasting the invitation to a sample that others count")
     report.add("imports_s", imports_s, "s", "of which: import torch, transformers, colab_swarm")
     cells = zip(CELLS, parts, strict=True)
     report.add_rows(*((f"{cell}_s", seconds, "s", f"the notebook's cell: {cell}") for cell, seconds in cells))
-    return report

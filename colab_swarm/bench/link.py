@@ -25,7 +25,7 @@ import aiohttp
 from aiohttp import web
 
 from colab_swarm.averaging.group import CHUNK_BYTES
-from colab_swarm.bench.harness import BenchReport, Crew, Parent
+from colab_swarm.bench.harness import BenchReport, Crew, Parent, benchmark
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import Contact, Message, PeerId, Stream
@@ -75,12 +75,11 @@ def contact(found: dict[str, Any]) -> Contact:
     return Contact(PeerId(bytes.fromhex(found["id"])), tuple(found["addresses"]))
 
 
-def run(*, quick: bool) -> BenchReport:
+@benchmark("link")
+def run(report: BenchReport) -> None:
     """Measure a link to a child process."""
-    report = BenchReport("link", quick)
     with Crew() as crew:
         asyncio.run(_measure(crew.start(serve).receive(), report))
-    return report
 
 
 async def _measure(child: dict[str, Any], report: BenchReport) -> None:
@@ -285,14 +284,13 @@ async def _on_usage_query(peer: PeerId, message: ResourceUse) -> ResourceUse:
     return ResourceUse(time.process_time(), pages * 4096)
 
 
-def run_relay(*, quick: bool) -> BenchReport:
+@benchmark("relay")
+def run_relay(report: BenchReport) -> None:
     """Measure a relay with two child processes."""
-    report = BenchReport("relay", quick)
     with Crew() as crew:
         relay = crew.start(serve_relay, None).receive()
         far = crew.start(serve_relay, relay).receive()
         asyncio.run(_measure_relay(contact(relay), contact(far), report))
-    return report
 
 
 def _circuits(node: Node, relay: Contact) -> Circuits:

@@ -31,7 +31,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -46,6 +46,7 @@ from colab_swarm.bench.harness import (
     Crew,
     Parent,
     Worker,
+    benchmark,
     call_all,
     drawn,
     receive_all,
@@ -108,9 +109,10 @@ GPU = ThroughputPlan(
 )
 
 
-def run_throughput(quick: bool = False) -> BenchReport:
-    report, plan = BenchReport("moe-throughput", quick, "moe"), GPU if torch.cuda.is_available() else CPU
-    if quick:
+@benchmark("moe-throughput", "moe")
+def run_throughput(report: BenchReport) -> None:
+    plan = GPU if torch.cuda.is_available() else CPU
+    if report.quick:
         plan = replace(plan, blocks=min(plan.blocks, 8), delays_s=(0.0, 0.2), seconds=2.0)
     with torch_threads(max(1, (os.cpu_count() or 2) - 1)):  # one core is the network's
         for kind in plan.kinds:
@@ -119,7 +121,6 @@ def run_throughput(quick: bool = False) -> BenchReport:
     for key, text in (("retained", ">= 0.9 wanted"), ("vs_model_parallel", ">= 40 wanted; published 41.6")):
         worst = min(values[f"{kind.name}_{key}_at_200ms"] for kind in plan.kinds)
         report.add(f"{key}_at_200ms", worst, "times", f"{text}; the worse of both kinds")
-    return report
 
 
 async def _measure_chain(report: BenchReport, plan: ThroughputPlan, kind: BlockKind) -> None:
@@ -208,10 +209,10 @@ HIVEMIND_SAMPLES_PER_S = 2692.0  # version 1.1.12 on two cores, in the same sett
 NOP_BATCH, NOP_DIM = 32, 1024  # 128 KiB
 
 
-def run_experts(quick: bool = False) -> BenchReport:
+@benchmark("experts")
+def run_experts(report: BenchReport) -> None:
     """Measure large calls, calls without computation, small calls merged or not, and hivemind's own setting."""
-    report = BenchReport("experts", quick)
-    dim, batch, callers, seconds, rounds = (256, 256, 4, 1.0, 2) if quick else (1024, 2048, 8, 15.0, 3)
+    dim, batch, callers, seconds, rounds = (256, 256, 4, 1.0, 2) if report.quick else (1024, 2048, 8, 15.0, 3)
     with Crew() as crew:
         host = crew.start(serve_experts)
         address = host.receive()
@@ -253,7 +254,6 @@ def run_experts(quick: bool = False) -> BenchReport:
         ("learning_vs_local", rate / alone, "", "of local; >= 0.8 wanted, or"),
         ("vs_hivemind", rate / HIVEMIND_SAMPLES_PER_S, "times", ">= 3 wanted"),
     )
-    return report
 
 
 def _calls_per_s(
@@ -371,13 +371,6 @@ class ConvergenceScene:
     batches: int = 1600
     evaluations: int = 20
     faithful: bool = False
-
-
-@dataclass
-class ConvergenceCurves(BenchReport):
-    """The report, and per scene the accuracy of each seed over the run."""
-
-    curves: dict[str, list[list[float]]] = field(default_factory=dict)
 
 
 DELAYS = {"low": (16, 0.1, 0.0), "failures": (16, 0.1, 0.1), "high": (64, 1.0, 0.0)}
@@ -549,10 +542,10 @@ class ConvergenceEmulation:
         return float((self._trunk.head(h).argmax(1) == self._labels[:TEST_SAMPLES]).float().mean())
 
 
-def run_convergence(quick: bool = False, faithful: bool = False) -> ConvergenceCurves:
-    report = ConvergenceCurves("moe-convergence", quick, "moe")
-    seeds, batches, evaluations = (1, 240, 6) if quick else (3, 1600, 20)
-    most_experts = 64 if quick or free_bytes() < MOST_BYTES else 1024
+@benchmark("moe-convergence", "moe")
+def run_convergence(report: BenchReport, faithful: bool = False) -> None:
+    seeds, batches, evaluations = (1, 240, 6) if report.quick else (3, 1600, 20)
+    most_experts = 64 if report.quick or free_bytes() < MOST_BYTES else 1024
     scenes = {
         (model, delay): ConvergenceScene(sides, *DELAYS[delay], batches, evaluations, faithful)
         for delay in DELAYS
@@ -580,11 +573,9 @@ def run_convergence(quick: bool = False, faithful: bool = False) -> ConvergenceC
         elif delay == "failures":
             lost = values[f"{model}_low_final_accuracy"] - values[f"{model}_failures_final_accuracy"]
             report.add(f"{model}_lost_to_failures", lost, "points", "10 % of calls fail; <= 2 wanted")
-    return report
 
 
 def plot_convergence(report: BenchReport, path: str) -> None:
-    assert isinstance(report, ConvergenceCurves)
     with drawn(path, (12, 4), 3, sharey=True) as panels:
         for axes, delay in zip(panels, ("low", "high", "failures"), strict=True):
             axes.set(title=delay, xlabel="part of the run", ylabel="accuracy on unseen digits")

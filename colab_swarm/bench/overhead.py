@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from colab_swarm.bench.harness import BenchReport, Crew, Parent, call_all, receive_all
+from colab_swarm.bench.harness import BenchReport, Crew, Parent, benchmark, call_all, receive_all
 
 if TYPE_CHECKING:
     from colab_swarm.swarm.swarm import Swarm
@@ -26,16 +26,15 @@ if TYPE_CHECKING:
 SAMPLES, AVERAGE_EVERY = 2, 4
 
 
-def run(quick: bool) -> BenchReport:
+@benchmark("overhead")
+def run(report: BenchReport) -> None:
     """Measure speed and joining with one backbone, an idle peer with another."""
     from colab_swarm.swarm.joining import create
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    report = BenchReport("overhead", quick)
     for measure in (_throughput, _late_joiner, _idle_peer):
         with create("overhead", peer_name="backbone") as backbone, Crew() as crew:
             measure(report, crew, backbone)
-    return report
 
 
 # --- training speed -------------------------------------------------------------------------------------------------
@@ -200,17 +199,16 @@ def _train(swarm: Swarm, target_batch_size: int) -> None:
         optimizer.step(samples=MICRO_BATCH)
 
 
-def run_soak(quick: bool) -> BenchReport:
+@benchmark("soak")
+def run_soak(report: BenchReport) -> None:
     from colab_swarm.events import RoundFinished, StateReceived
     from colab_swarm.sim.profiles import ChurnProfile
     from colab_swarm.swarm.simulation import simulate
 
-    peers, hours, step_s = (8, 2.0, 300.0) if quick else (16, 20.0, 600.0)  # a step with all peers online
-    report, began, batch = (
-        BenchReport("soak", quick),
-        time.perf_counter(),
-        int(peers * step_s * SAMPLES_PER_S),
-    )
+    peers, hours, step_s = (
+        (8, 2.0, 300.0) if report.quick else (16, 20.0, 600.0)
+    )  # a step with all peers online
+    began, batch = time.perf_counter(), int(peers * step_s * SAMPLES_PER_S)
     churn, end_s = ChurnProfile(mean_session_s=SESSION_S, mean_absence_s=ABSENCE_S), hours * 3600
     with simulate(peers, network="home", seed=SEED, samples_per_s=SAMPLES_PER_S) as simulation:
         online, since, peer_seconds = peers, 0.0, 0.0  # of peers that never wait, with the same churn
@@ -229,4 +227,3 @@ def run_soak(quick: bool) -> BenchReport:
     }
     report.add_all(found, "", "peers behind at the end, late joiners online, values without a mean")
     report.add("real_s", time.perf_counter() - began, "s", "to simulate it")
-    return report

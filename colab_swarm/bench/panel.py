@@ -20,7 +20,7 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 
-from colab_swarm.bench.harness import BenchReport, Crew, Parent
+from colab_swarm.bench.harness import BenchReport, Crew, Parent, benchmark
 from colab_swarm.bench.overhead import TrainingLoop, memory_mib
 from colab_swarm.events import MemberTrace, RoundFinished, StepFinished
 from colab_swarm.notebook.panel import Panel
@@ -39,11 +39,14 @@ OWN_MEMORY = "status", "RssAnon:"
 """Without libraries, whose share depends on what else runs."""
 
 
-def run(quick: bool) -> BenchReport:
+@benchmark("panel")
+def run(report: BenchReport) -> None:
     """Measure; needs nbclient and ipykernel."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    pairs, phase_s, refreshes = (3, 1.0, 400) if quick else (40, 2.5, 7200)  # half an hour at four a second
-    report, notebook = BenchReport("panel", quick), Notebook()
+    pairs, phase_s, refreshes = (
+        (3, 1.0, 400) if report.quick else (40, 2.5, 7200)
+    )  # half an hour at four a second
+    notebook = Notebook()
     with create("panel", peer_name="backbone") as backbone, notebook.client.setup_kernel(), Crew() as crew:
         invite = str(backbone.invite())
         notebook.run(WATCH.format(invite=invite))
@@ -63,7 +66,6 @@ def run(quick: bool) -> BenchReport:
         ("refresh_ms", 1e3 * refresh_s, "ms", "processor time, of all threads"),
         ("core_share", 4 * refresh_s, "", "of a core, at four refreshes a second"),
     )
-    return report
 
 
 class Notebook:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from colab_swarm.bench.harness import BenchReport, Crew, Parent
+from colab_swarm.bench.harness import BenchReport, Crew, Parent, benchmark
 from colab_swarm.workunits.state import Accepted, Unit
 from colab_swarm.workunits.store import KEEP_MEMORY, open_store
 from colab_swarm.workunits.weights import assimilate
@@ -170,9 +170,10 @@ STORES: dict[str, tuple[Callable[[], AbstractContextManager[str]], str]] = {
 SQL = ("mariadb", "postgresql")
 
 
-def run(quick: bool) -> BenchReport:
+@benchmark("parameter-store", "store")
+def run(report: BenchReport) -> None:
     """Time updates in every store whose program is installed."""
-    report, updates = BenchReport("parameter-store", quick, "store"), 5 if quick else 20
+    updates = 5 if report.quick else 20
     for name, (opened, note) in STORES.items():
         try:
             with opened() as url, Crew() as crew:
@@ -187,7 +188,6 @@ def run(quick: bool) -> BenchReport:
             report.add(
                 "sql_to_redis", found[f"{sql}_ms"] / found["redis_ms"], "times", f"{sql}; published 1.5"
             )
-    return report
 
 
 def time_updates(parent: Parent, url: str, numel: int, updates: int) -> None:

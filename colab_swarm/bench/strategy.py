@@ -35,7 +35,7 @@ from colab_swarm.averaging.group import (
 )
 from colab_swarm.averaging.round import Averager, AveragingSettings, RoundResult
 from colab_swarm.averaging.strategy import AveragingSetup, Capacity, adaptive_shares, plan, plan_round
-from colab_swarm.bench.harness import BenchReport, drawn, run_aside
+from colab_swarm.bench.harness import BenchReport, benchmark, drawn, run_aside
 from colab_swarm.events import StepFinished
 from colab_swarm.net.peers import Contact
 from colab_swarm.sim import HostProfile, NetworkProfile, SimNetwork, SimPeers, run_virtual
@@ -134,9 +134,10 @@ STRATEGIES: dict[str, Strategy] = {
 }
 
 
-def run(quick: bool) -> BenchReport:
+@benchmark("strategy")
+def run(report: BenchReport) -> None:
     """Predict and simulate the table; time the planning."""
-    report, vector = BenchReport("strategy", quick), replace(RESNET50, scale=4) if quick else RESNET50
+    vector = replace(RESNET50, scale=4) if report.quick else RESNET50
     errors = dict.fromkeys(STRATEGIES, 0.0)
     for name, (hosts, published) in TABLE.items():
         peers = tuple(Capacity(float(h.trains), h.bps, h.bps, receives=h.trains) for h in hosts)
@@ -155,7 +156,7 @@ def run(quick: bool) -> BenchReport:
     for end in ("", "_simulated"):
         gain = seconds[f"c_all_reduce{end}_s"] / seconds[f"c_adaptive{end}_s"]
         report.add(f"speedup_c{end}", gain, "times", "adaptive against all-reduce; published 1.92")
-    setups = [random_setup(random.Random(seed)) for seed in range(10 if quick else 50)]
+    setups = [random_setup(random.Random(seed)) for seed in range(10 if report.quick else 50)]
     pairs = dict.fromkeys(permutations(range(64), 2), 10 * GIGABIT)
     limited = [replace(setup, pair_bps=pairs, target_batch_size=1e6) for setup in setups[:10]]
     report.add_rows(
@@ -164,7 +165,6 @@ def run(quick: bool) -> BenchReport:
         ("solve_ms_64", _median_ms(setups), "ms", "random setups of 64 peers: who computes, and shares"),
         ("solve_pairs_ms_64", _median_ms(limited), "ms", "shares, every pair limited, by HiGHS"),
     )
-    return report
 
 
 def random_setup(rng: random.Random, peers: int = 64) -> AveragingSetup:
@@ -214,9 +214,9 @@ SETUPS = {
 }
 
 
-def run_albert(quick: bool) -> BenchReport:
-    report = BenchReport("albert", quick)
-    vector = replace(ALBERT_LARGE, scale=8) if quick else ALBERT_LARGE
+@benchmark("albert")
+def run_albert(report: BenchReport) -> None:
+    vector = replace(ALBERT_LARGE, scale=8) if report.quick else ALBERT_LARGE
     averaging_s = {name: simulate_round(hosts, shares, vector) for name, (hosts, shares) in SETUPS.items()}
     batch_s = averaging_s["heterogeneous"] / SLOWDOWN  # of `TRAINERS` trainers
     # a step's seconds of computing and averaging: delayed it takes their maximum, else their sum
@@ -235,16 +235,15 @@ def run_albert(quick: bool) -> BenchReport:
         ("hidden", hidden, "", "of averaging behind computing by delayed updates, load balancing"),
     )
     for name, hosts in (("high_bandwidth", HIGH), ("load_balancing", MIXED)):
-        for count in (1, 8, 64) if quick else (1, 2, 4, 8, 16, 32, 64):
+        for count in (1, 8, 64) if report.quick else (1, 2, 4, 8, 16, 32, 64):
             crowd = tuple(hosts[index * 5 % TRAINERS] for index in range(count))  # all kinds, however few
             # crowds move a part of the bytes to save memory; coarser chunks make their averaging look slower
             part = replace(vector, scale=max(vector.scale, count // TRAINERS))
             seconds = max(_computing_s(crowd, batch_s), simulate_round(crowd, adaptive_shares, part))
             report.add(f"scaling_{name}_{count}_s", seconds, "s", f"{count} peers, delayed")
-    scale = 16 if quick else 4
+    scale = 16 if report.quick else 4
     for delayed, key in ((False, "whole_peers_sequential_s"), (True, "whole_peers_s")):
         report.add(key, _whole_peers_s(batch_s, scale, delayed=delayed), "s", f"1/{scale} of the bytes")
-    return report
 
 
 def _computing_s(hosts: Sequence[SimulatedHost], batch_s: float) -> float:

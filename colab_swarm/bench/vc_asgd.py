@@ -31,7 +31,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -39,7 +39,7 @@ from typing import Any
 
 import torch
 
-from colab_swarm.bench.harness import BenchReport, drawn
+from colab_swarm.bench.harness import BenchReport, benchmark, drawn
 from colab_swarm.errors import JoinError
 from colab_swarm.recipes.classify import classification_job
 from colab_swarm.workunits.coordinator import coordinate
@@ -77,16 +77,15 @@ def _started(work: Callable[..., None], *arguments: object) -> BaseProcess:
     return process
 
 
-def run_workunits(*, quick: bool, data: str = "digits") -> BenchReport:
+@benchmark("workunits")
+def run_workunits(report: BenchReport, data: str = "digits") -> None:
     """Measure seconds per epoch of each arrangement, and the ratio between one and three parameter servers."""
-    report = BenchReport("workunits", quick)
-    for servers, volunteers, units in QUICK if quick else GRID:
+    for servers, volunteers, units in QUICK if report.quick else GRID:
         with tempfile.TemporaryDirectory() as folder:
-            seconds = epoch_seconds(Path(folder), servers, volunteers, units, data=data, quick=quick)
+            seconds = epoch_seconds(Path(folder), servers, volunteers, units, data=data, quick=report.quick)
         report.add(f"p{servers}c{volunteers}t{units}_epoch_s", seconds, "s", f"{SUBSETS} units")
     ratio = report.figures["p1c3t8_epoch_s"] / report.figures["p3c3t8_epoch_s"]
     report.add("p1c3t8_vs_p3c3t8", ratio, "x", "the paper: over 1, assimilation is the bottleneck")
-    return report
 
 
 def epoch_seconds(
@@ -131,11 +130,10 @@ KILL_PROBABILITY = 0.2  # per unit of a volunteer
 UP_S, ORDEAL_LIMIT_S = (0.2, 4.0), 600.0  # life of a coordinator, of all
 
 
-def run_ordeal(*, quick: bool) -> BenchReport:
-    report = BenchReport("work-ordeal", quick)
+@benchmark("work-ordeal")
+def run_ordeal(report: BenchReport) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        ordeal(report, Path(folder), kills=3 if quick else 20, epochs=3 if quick else 30)
-    return report
+        ordeal(report, Path(folder), kills=3 if report.quick else 20, epochs=3 if report.quick else 30)
 
 
 def ordeal(report: BenchReport, folder: Path, *, kills: int, epochs: int) -> None:
@@ -272,23 +270,17 @@ def _job(data: str, seed: int, alpha: Alpha, *, quick: bool) -> Job:
     return classification_job(data, shape=(3, 32, 32), model="resnet", plan=plan)
 
 
-@dataclass
-class AccuracyCurves(BenchReport):
-    """The report, with every epoch of every run: by alpha or ``serial``, then by seed."""
-
-    epochs: dict[str, list[list[Epoch]]] = field(default_factory=dict)
-
-
-def run(*, quick: bool, data: str = "digits") -> AccuracyCurves:
+@benchmark("vc-asgd")
+def run(report: BenchReport, data: str = "digits") -> None:
     """Report the orders that the paper found, as differences that are over 0 where they hold."""
-    seeds = range(1 if quick else 3)
+    seeds = range(1 if report.quick else 3)
     runs = {
-        name: [train_by_volunteers(_job(data, seed, alpha, quick=quick), seed=seed) for seed in seeds]
+        name: [train_by_volunteers(_job(data, seed, alpha, quick=report.quick), seed=seed) for seed in seeds]
         for name, alpha in ALPHAS.items()
     }
-    serial = [_job(data, seed, 0.0, quick=quick).train_serially().accuracies for seed in seeds]
+    serial = [_job(data, seed, 0.0, quick=report.quick).train_serially().accuracies for seed in seeds]
     runs["serial"] = [[Epoch(one, one, one, at) for at, one in enumerate(curve)] for curve in serial]
-    report = AccuracyCurves("vc-asgd", quick, epochs=runs)
+    report.curves |= runs
     for name, curves in runs.items():
         key = re.sub(r"[()]", "", name.replace("/", "_over_"))
         report.add(f"{key}.final", _mean(curves, slice(-1, None)), "%", f"{len(curves)} seeds")
@@ -305,7 +297,6 @@ def run(*, quick: bool, data: str = "digits") -> AccuracyCurves:
         "serial_minus_best": found["serial.final"] - best,
     }
     report.add_all(orders, "points", "the paper: over 0")
-    return report
 
 
 def _mean(curves: Sequence[Sequence[Epoch]], part: slice) -> float:
@@ -317,10 +308,9 @@ def spread(curves: Sequence[Sequence[Epoch]]) -> float:
 
 
 def plot(report: BenchReport, path: str | Path) -> None:
-    assert isinstance(report, AccuracyCurves)
     with drawn(path, (7, 4.5)) as (axes,):
         axes.set(xlabel="epoch", ylabel="validation accuracy")
-        for name, (first, *_) in report.epochs.items():
+        for name, (first, *_) in report.curves.items():
             means = [epoch.mean for epoch in first]
             below, above = zip(
                 *((epoch.mean - epoch.low, epoch.high - epoch.mean) for epoch in first), strict=True

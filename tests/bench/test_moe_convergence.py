@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from colab_swarm.bench import moe as bench
-from colab_swarm.bench.moe import DIM, ConvergenceCurves, ConvergenceEmulation, ConvergenceScene, Experts
+from colab_swarm.bench.harness import BenchReport
+from colab_swarm.bench.moe import DIM, ConvergenceEmulation, ConvergenceScene, Experts
 from colab_swarm.moe.expert import FeedForward
 from colab_swarm.sim import run_virtual
 
@@ -55,8 +56,6 @@ def test_the_published_rules_leave_the_gating_as_it_is(sides: tuple[int, ...], f
 def test_the_curves_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     curve = [0.1, 0.5]
-    report = ConvergenceCurves(
-        "moe-convergence", True, curves={"ffn_low": [curve], "e16_high": [curve, curve]}
-    )
+    report = BenchReport("moe-convergence", True, curves={"ffn_low": [curve], "e16_high": [curve, curve]})
     bench.plot_convergence(report, str(tmp_path / "curves.png"))
     assert (tmp_path / "curves.png").stat().st_size > 1000

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from colab_swarm.bench import vc_asgd
-from colab_swarm.bench.vc_asgd import AccuracyCurves, Epoch, plot, train_by_volunteers
+from colab_swarm.bench.harness import BenchReport
+from colab_swarm.bench.vc_asgd import Epoch, plot, train_by_volunteers
 from tests.workunits.digits import digits_job
 
 
@@ -37,7 +38,5 @@ def test_a_larger_alpha_learns_later_and_spreads_less() -> None:
 @pytest.mark.ordeal
 def test_the_curves_are_drawn(tmp_path: Path) -> None:
     epochs = [Epoch(0.5, 0.4, 0.6, 1.0), Epoch(0.7, 0.6, 0.8, 2.0)]
-    plot(
-        AccuracyCurves("vc-asgd", True, epochs={"0.7": [epochs], "serial": [epochs]}), tmp_path / "curves.png"
-    )
+    plot(BenchReport("vc-asgd", True, curves={"0.7": [epochs], "serial": [epochs]}), tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
