@@ -81,8 +81,8 @@ class BenchReport:
 
     def save(self, path: str | Path) -> None:
         """Write ``{"metrics": {key: number}, "environment": {...}}``."""
-        metrics = {row.key: row.value for row in self.rows}
-        Path(path).write_text(json.dumps({"metrics": metrics, "environment": environment()}, indent=1))
+        found = {"metrics": {row.key: row.value for row in self.rows}, "environment": environment()}
+        Path(path).write_text(json.dumps(found, indent=1))
 
 
 def benchmark(name: str, prefix: str = "") -> Callable[[Callable[..., None]], Callable[..., BenchReport]]:

@@ -17,14 +17,14 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Self
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 
 import colab_swarm as cs
-from colab_swarm.bench.harness import BenchReport, Parent, Worker
+from colab_swarm.bench.harness import BenchReport, Crew, Parent, Worker
 from colab_swarm.events import ExpertHosted
 from colab_swarm.moe.layer import MixtureStatistics
 from colab_swarm.swarm.swarm import Swarm
@@ -33,18 +33,19 @@ GRID, DIM, HOSTS, PER_HOST = (4, 4), 64, 4, 3
 AWAY_S, SMOOTHED = 2.0, 50
 
 
-class Victims(dict[str, Worker]):
-    """Hosts by name that can be killed; ``messages`` gets all that they send."""
+class Victims(Crew):
+    """Hosts that can be killed, ``alive`` by name; ``messages`` gets all that they send."""
 
-    def __init__(self, invite: str, folder: Path) -> None:
+    def __init__(self, invite: str, folder: str) -> None:
         super().__init__()
-        self._arguments = invite, folder
+        self._arguments = invite, Path(folder)
+        self.alive: dict[str, Worker] = {}
         self.killed = 0
         self.messages: queue.Queue[dict[str, Any]] = queue.Queue()
 
-    def start(self, name: str) -> None:
+    def start_host(self, name: str) -> None:
         invite, folder = self._arguments
-        worker = self[name] = Worker(host_experts, invite, str(folder / name))
+        worker = self.alive[name] = self.start(host_experts, invite, str(folder / name))
 
         def read() -> None:
             with suppress(RuntimeError, ValueError):  # it ended
@@ -61,23 +62,16 @@ class Victims(dict[str, Worker]):
         """
         rng, number = random.Random(0), HOSTS
         while not over.wait(every_s - AWAY_S):
-            victim = rng.choice(list(self))
-            if ended := [name for name, worker in self.items() if worker.process.poll() is not None]:
+            victim = rng.choice(list(self.alive))
+            if ended := [name for name, worker in self.alive.items() if worker.process.poll() is not None]:
                 raise RuntimeError(f"{ended} ended without being killed")
-            self.pop(victim).close()
+            self.alive.pop(victim).close()
             self.killed += 1
             if over.wait(AWAY_S):
                 break
             if self.killed % 2 == 0:
                 victim, number = f"host-{number}", number + 1
-            self.start(victim)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for worker in self.values():
-            worker.close()
+            self.start_host(victim)
 
 
 def host_experts(parent: Parent, invite: str, folder: str) -> None:
@@ -110,10 +104,10 @@ def run_experts(*, minutes: float, kill_every_s: float) -> BenchReport:
     with (
         tempfile.TemporaryDirectory() as folder,
         cs.create("ordeal", options=cs.NetworkOptions(lan=False)) as swarm,
-        Victims(str(swarm.invite()), Path(folder)) as victims,
+        Victims(str(swarm.invite()), folder) as victims,
     ):
         for number in range(HOSTS):
-            victims.start(f"host-{number}")
+            victims.start_host(f"host-{number}")
         while sum("ready" in message for message in messages) < HOSTS:
             messages.append(victims.messages.get(timeout=120))
         killer = threading.Thread(target=victims.kill_until, args=(over, kill_every_s))
@@ -126,10 +120,16 @@ def run_experts(*, minutes: float, kill_every_s: float) -> BenchReport:
         messages += [victims.messages.get() for _ in range(victims.messages.qsize())]
     report = BenchReport("expert_ordeal", quick=False, prefix="moe")
     hosted = [message["over"] for message in messages if message.get("step")]
-    found = {"steps": len(losses), "loss": fmean(losses[-SMOOTHED:]), "accuracy": right}
-    found |= {"killed": victims.killed, "taken_over": sum(hosted), "came_back": hosted.count(False)}
-    found |= {"unanswered": seen.unanswered}
-    report.add_all({f"ordeal_{key}": value for key, value in found.items()})
+    found = {
+        "ordeal_steps": len(losses),
+        "ordeal_loss": fmean(losses[-SMOOTHED:]),
+        "ordeal_accuracy": right,
+        "ordeal_killed": victims.killed,
+        "ordeal_taken_over": sum(hosted),
+        "ordeal_came_back": hosted.count(False),
+        "ordeal_unanswered": seen.unanswered,
+    }
+    report.add_all(found)
     return report
 
 
