@@ -1,4 +1,4 @@
-"""An averaging round among processes on loopback, compared with torch.distributed's gloo, memory alone and hivemind."""
+"""An averaging round among processes on loopback, compared with gloo, memory alone and hivemind."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def pattern(numel: int) -> Floats:
 
 
 def _is_mean(values: Floats, group: Group, dead: float) -> bool:
-    """Tell whether all values equal the mean of all members, or that without the dead one of this weight."""
+    """Tell whether the values are the mean of all members, or that without the dead one of this weight."""
     weights = np.array([member.weight for member in group.members])
     means = [(some**2).sum() / some.sum() for some in (weights, weights[weights != dead])]
     near = [np.isclose(values, np.float32(mean) * pattern(len(values)), rtol=1e-5) for mean in means]
@@ -248,11 +248,7 @@ def _add_steps(
 
 
 def make_full_steps(parent: Parent, mode: str, numel: int, peers: int, *invites: str) -> None:
-    """Worker of full steps. It exchanges the same messages as ``hivemind_worker.py``.
-
-    Args:
-        mode: ``step`` for a training step of all, ``groups`` for `Swarm.average` in groups.
-    """
+    """Worker: a full ``step`` of all, or ``groups`` by `Swarm.average`; as ``hivemind_worker.py``."""
 
     def no_state() -> Snapshot:
         raise AssertionError("no peer falls behind in this benchmark")

@@ -15,7 +15,7 @@ import random
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -30,13 +30,6 @@ from colab_swarm.net.peers import Contact, Message
 from colab_swarm.sim import PAPER_CLOUD, NetworkProfile, SimNetwork, SimPeers, run_virtual, virtual_time
 
 DEAD_SHARE, PROCESSES, IN_FLIGHT = 0.2, 8, 8
-
-
-class DhtLookup(NamedTuple):
-    found: bool
-    hops: int
-    calls: int
-    seconds: float
 
 
 def fill_tables(dhts: Sequence[DHT], contacts: list[Contact], rng: random.Random) -> None:
@@ -56,8 +49,8 @@ def fill_tables(dhts: Sequence[DHT], contacts: list[Contact], rng: random.Random
                 break  # no other id shares more bits
 
 
-async def read_records(peers: int, records: int, seed: int = 0) -> list[DhtLookup]:
-    """Store records, silence a fifth of all peers, then read each record at another peer."""
+async def read_records(peers: int, records: int, seed: int = 0) -> dict[str, list[float]]:
+    """Store records, silence a fifth of all peers, then read each elsewhere; per figure a value a read."""
     network, rng = SimNetwork(PAPER_CLOUD, seed=seed), random.Random(seed)
     nodes = [network.peer(str(i)) for i in range(peers)]
     dhts = [DHT(node, DHTSettings(), random.Random(i)) for i, node in enumerate(nodes)]
@@ -68,12 +61,14 @@ async def read_records(peers: int, records: int, seed: int = 0) -> list[DhtLooku
     network.now().partition(set(map(str, dead)), {str(i) for i in range(peers) if i not in dead})
     await asyncio.sleep(60)
     alive = [dht for i, dht in enumerate(dhts) if i not in dead]
-    lookups = []
+    lookups: dict[str, list[float]] = {"found": [], "hops": [], "calls": [], "seconds": []}
     for i in range(records):
         began = virtual_time()
         reading = await rng.choice(alive).read(f"record {i}")
         found = b"" in reading.found and reading.found[b""].value == i
-        lookups.append(DhtLookup(found, reading.hops or 0, reading.calls, virtual_time() - began))
+        values = found, reading.hops or 0, reading.calls, virtual_time() - began
+        for one, value in zip(lookups.values(), values, strict=True):
+            one.append(value)
     return lookups
 
 
@@ -153,12 +148,11 @@ def run(report: BenchReport) -> None:
     """Measure reads and stores of records; ``quick`` takes fewer operations."""
     for peers in PUBLISHED_MS:
         lookups, name = run_virtual(read_records(peers, 50 if report.quick else 400)), size_name(peers)
-        latency_s = statistics.median(one.seconds for one in lookups)
         report.add_rows(
-            (f"found_{name}", statistics.mean(one.found for one in lookups), "", "a fifth is silent"),
-            (f"hops_{name}", statistics.median(one.hops for one in lookups), "hops", "median"),
-            (f"calls_{name}", statistics.mean(one.calls for one in lookups), "calls", "mean per read"),
-            (f"latency_ms_{name}", 1e3 * latency_s, "ms", "virtual, median"),
+            (f"found_{name}", statistics.mean(lookups["found"]), "", "a fifth is silent"),
+            (f"hops_{name}", statistics.median(lookups["hops"]), "hops", "median"),
+            (f"calls_{name}", statistics.mean(lookups["calls"]), "calls", "mean per read"),
+            (f"latency_ms_{name}", 1e3 * statistics.median(lookups["seconds"]), "ms", "virtual, median"),
         )
     _processes(report, 160 if report.quick else 800)
     asyncio.run(_loopback(report, 32, 50 if report.quick else 200))
@@ -220,10 +214,9 @@ async def _search(network: CountingNetwork, peer: SimPeers, dht: WatchedDHT, see
 async def find_experts(
     size: int, searches: int, profile: NetworkProfile, *, standing: bool
 ) -> dict[str, list[float]]:
-    """Let peers without experts search, one after the other, each for the first time.
+    """Let peers without experts search in turn, for the first time; per figure return one value a search.
 
-    Returns:
-        Per figure one entry per search; cold times are virtual milliseconds, warm ones those of the processor.
+    Cold times are virtual milliseconds, warm ones those of the processor.
     """
     network, rng = CountingNetwork(profile), random.Random(0)
     peers = [network.peer(str(i)) for i in range(size)]

@@ -43,7 +43,7 @@ from colab_swarm.bench.harness import (
     python_command,
     torch_threads,
 )
-from colab_swarm.bench.slow_link import ADDRESSES, DEVICE, SlowLink, missing
+from colab_swarm.bench.slow_link import ADDRESSES, DEVICE, missing, slow_link
 from colab_swarm.elastic import schedulers
 from colab_swarm.elastic.ledger import GradientLedger
 from colab_swarm.elastic.meter import ExactMeter, Meter
@@ -143,11 +143,7 @@ class Emulation:
         self._now = 0.0
 
     def run(self) -> Emulation:
-        """Run to the end; return itself.
-
-        Raises:
-            RuntimeError: a peer waits for a gradient that never comes.
-        """
+        """Run to the end and return itself; RuntimeError if a peer waits for what never comes."""
         for peer in range(self._scene.peers):
             self._begin(peer)
         while self._events:
@@ -312,7 +308,7 @@ def tensors(part: Sequence[Array]) -> Part:
 
 
 def emulate(task: ConsistencyTask, scene: Scene, seed: int) -> Emulation:
-    """Emulate ``scene``, which has no sizes, over a network that takes a second for a gradient, and more at random."""
+    """Emulate ``scene`` (without sizes) where a gradient travels for a second, and more at random."""
 
     def delay(sender: int, receiver: int, step: int, bucket: int) -> float:
         chance = random.Random(f"{seed} {sender} {receiver} {step} {bucket}")
@@ -326,7 +322,7 @@ def emulate(task: ConsistencyTask, scene: Scene, seed: int) -> Emulation:
 
 
 def accuracies(report: BenchReport, model: Model, data: str, seeds: int) -> float:
-    """Report the final accuracy for each scheduler, over the seeds; return how much beta 0.8 loses, in points."""
+    """Report the final accuracy for each scheduler; return how many points beta 0.8 loses."""
     cases = {"variance": SCHEDULERS["variance"]}
     cases |= {f"beta_{beta:g}": partial(schedulers.NormBounded, beta) for beta in BETAS}
     for case, scheduler in cases.items():
@@ -359,7 +355,7 @@ def ratios(report: BenchReport, steps: int, peers: int = 4) -> None:
 
 
 def compressions(report: BenchReport, seeds: int) -> None:
-    """Report the accuracy with one value of a hundred, with and without error feedback, against all values."""
+    """Report what sending one value of a hundred costs, with and without error feedback."""
     topk, found = replace(COMPRESSED, codec="topk:0.01"), []
     for seed in range(seeds):
         task = ConsistencyTask(seed)
@@ -374,11 +370,7 @@ def compressions(report: BenchReport, seeds: int) -> None:
 
 @benchmark("elastic")
 def run_emulated(report: BenchReport, data: str = "digits") -> None:
-    """Run the three experiments on virtual time.
-
-    Args:
-        data: images for a residual network in the first, instead of digits for an MLP and, unless ``quick``, for it.
-    """
+    """Run the three experiments on virtual time; ``data`` are images for a residual network in the first."""
     seeds = 1 if report.quick else 3
     models: list[Model] = ["resnet"] if data != "digits" else ["mlp"] if report.quick else ["mlp", "resnet"]
     with torch_threads(1):  # tensors are tiny
@@ -426,16 +418,16 @@ def run(report: BenchReport, data: str = "digits") -> None:
 
 
 def add_speed(report: BenchReport, seeds: int, steps: int) -> None:
-    """Measure step times over ``seeds`` runs of ``steps`` steps; if that is impossible, add a row with the reason."""
+    """Measure step times over ``seeds`` runs of ``steps`` steps, or add a row with the reason why not."""
     if reason := missing():
         report.add("speed_measured", 0, "", f"step times need two network namespaces: {reason}")
         return
     runs: dict[str, list[list[dict[str, float]]]] = {way: [] for way in (*OTHERS, *WAYS)}  # by seed and peer
-    with SlowLink(delay_s=DELAY_S, jitter_s=JITTER_S) as link, Crew() as crew:
+    with slow_link(delay_s=DELAY_S, jitter_s=JITTER_S) as command, Crew() as crew:
         invite = ""
         for rank in range(PEERS):
-            command = ["nice", "-n", "-10", *python_command(train, rank, invite)]
-            invite = crew.start(link.command(rank, *command)).receive()["invite"]
+            words = command(rank, "nice", "-n", "-10", *python_command(train, rank, invite))
+            invite = crew.start(words).receive()["invite"]
         for seed in range(seeds):
             for way, found in runs.items():
                 found.append(call_all(crew, way=way, seed=seed, steps=steps))

@@ -1,4 +1,4 @@
-"""Averaging in alternating groups (DeDLOC section 3.2, Appendix C): its exactness, robustness and group size."""
+"""Averaging in alternating groups (DeDLOC section 3.2, Appendix C): exactness, failures, group size."""
 
 from __future__ import annotations
 
@@ -58,8 +58,7 @@ class Town:
         return self.weights[int(name[1:])] if self.weights else 1.0
 
     def vector(self, name: str) -> Floats:
-        seed = [self.seed, int(name[1:])]
-        return np.random.default_rng(seed).standard_normal(NUMEL, dtype=np.float32)
+        return np.random.default_rng([self.seed, int(name[1:])]).standard_normal(NUMEL, dtype=np.float32)
 
     def mean(self, names: Sequence[str] = ()) -> Floats:
         """Return the weighted mean of the vectors of these peers (all by default), in float64."""
@@ -87,13 +86,13 @@ class GroupRun:
         return self.history[-1]
 
     def spread(self) -> list[float]:
-        """Return the peers' mean square distance from their common mean, before the first and after each round."""
+        """Return the peers' variance around their common mean, before the first and after each round."""
         held = [np.stack(list(vectors.values())).astype(np.float64) for vectors in self.history]
         return [float(((vectors - vectors.mean(0)) ** 2).mean()) for vectors in held]
 
 
 class _Player(Averager):
-    """One peer of the town: an averager that records its vector after each round and crashes on request."""
+    """One peer of the town: it records its vector after each round and crashes on request."""
 
     def __init__(self, town: Town, network: SimNetwork, name: str, *, listen: bool) -> None:
         self.peers = network.peer(name, listen=listen)
@@ -128,7 +127,7 @@ class _Player(Averager):
             weight = 1.0
 
     def held_after(self, rounds: int) -> Floats:
-        """Return the vector after so many rounds; a peer that missed the last of them still has an older one."""
+        """Return the vector after so many rounds, an older one if the peer missed the last of them."""
         return self.held[max(done for done in self.held if done <= rounds)]
 
 
@@ -174,8 +173,7 @@ SIZES = (2, 4, 16)
 
 def chosen_size(peers: int, failing: float) -> int:
     """Return the best group size if a peer fails with this probability during a round of four."""
-    failures_per_s = -math.log1p(-failing) / TIME.seconds(4)
-    return choose_group_size(peers, failures_per_s=failures_per_s, time=TIME)
+    return choose_group_size(peers, failures_per_s=-math.log1p(-failing) / TIME.seconds(4), time=TIME)
 
 
 def failing_at_random(share: float, seed: int) -> Callable[[str, int], bool]:

@@ -45,10 +45,7 @@ class Figure(NamedTuple):
 
 @dataclass
 class BenchReport:
-    """The figures of one benchmark run; their keys begin with ``prefix``, by default the name.
-
-    ``curves`` are by name what else its plot draws, for each seed.
-    """
+    """The figures of a run; their keys begin with ``prefix``. ``curves`` are also drawn, each by seed."""
 
     name: str
     quick: bool
@@ -118,7 +115,7 @@ def environment() -> dict[str, str | int | float | None]:
 def drawn(
     path: str | Path, size: tuple[float, float], columns: int = 1, *, sharey: bool = False
 ) -> Iterator[Any]:
-    """Give the axes of a new figure, side by side; then add grids and legends and save a PNG. Needs matplotlib."""
+    """Give the axes of a new figure, side by side; then add grids and legends and save a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
@@ -159,13 +156,9 @@ def python_command(function: Callable[..., object], *arguments: object) -> list[
 
 
 class Worker:
-    """A child process; see `close`.
+    """A child process that runs a function of a module, or a command of words; both get more ``arguments``.
 
-    Args:
-        work: a function of a module, or the words of a command.
-        arguments: of the function, or more words of the command.
-        grace_s: seconds that the child gets to end by itself when its input ends.
-        environment: variables to set for it.
+    It gets ``grace_s`` to end by itself when its input ends, and these variables of the ``environment``.
     """
 
     def __init__(
@@ -191,11 +184,7 @@ class Worker:
         self.process.stdin.flush()
 
     def receive(self) -> dict[str, Any]:
-        """Return the next message. Other lines, printed by libraries, are skipped.
-
-        Raises:
-            RuntimeError: the worker ended.
-        """
+        """Return the next message; RuntimeError if it ended. Other lines, of libraries, are skipped."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("{"):
@@ -253,11 +242,7 @@ class Parent:
         print(json.dumps(message), file=self._output, flush=True)
 
     def receive(self) -> dict[str, Any]:
-        """Return the next message.
-
-        Raises:
-            EOFError: there are no more; it ends the worker quietly.
-        """
+        """Return the next message; an `EOFError` after the last one ends the worker quietly."""
         return dict(json.loads(input()))
 
     def call(self, **message: object) -> dict[str, Any]:

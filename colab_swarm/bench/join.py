@@ -34,11 +34,7 @@ TIME_LIMIT_S = 120.0
 
 
 def code_cells(notebook: Path) -> list[str]:
-    """Return the code of a notebook, cell by cell.
-
-    Raises:
-        FileNotFoundError: there is no such file; notebooks are not part of the installed package.
-    """
+    """Return the code of a notebook, cell by cell; notebooks are not part of the installed package."""
     if not notebook.exists():
         raise FileNotFoundError(
             f"there is no {notebook}: run this in a copy of the repository, installed by `pip install -e .`"
@@ -48,7 +44,7 @@ def code_cells(notebook: Path) -> list[str]:
 
 
 def filled_in(cell: str, **form: object) -> str:
-    """Return the cell with other values in its form fields, which are lines ``NAME = value`` as on Colab."""
+    """Return the cell with other values in its form fields, lines ``NAME = value`` as on Colab."""
     lines = [(line.partition(" = ")[0], line) for line in cell.split("\n")]
     return "\n".join(f"{field} = {form[field]!r}" if field in form else line for field, line in lines)
 
@@ -64,7 +60,7 @@ def stand_in_for_colab(**secrets: str) -> None:
 
 
 def run_notebook(parent: Parent, invite: str, folder: str) -> None:
-    """Worker: run the notebook with its state in ``folder``; report the seconds of the imports and of each cell."""
+    """Worker: run the notebook with its state in ``folder``; report seconds of imports and each cell."""
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config
 

@@ -133,10 +133,7 @@ async def _bulk(
 
 
 async def time_transfer(send: Callable[[int], Awaitable[float]], pieces: int) -> tuple[float, float]:
-    """Return wall seconds of ``send(pieces)``, and CPU seconds of both processes.
-
-    ``send(n)`` moves n pieces and returns the child's CPU seconds so far.
-    """
+    """Return wall and CPU seconds of ``send(n)``, which moves n pieces and returns the child's CPU seconds."""
     child_s = await send(0)
     cpu_s, wall_s = time.process_time(), time.perf_counter()
     child_s = await send(pieces) - child_s
@@ -289,8 +286,7 @@ def run_relay(report: BenchReport) -> None:
     """Measure a relay with two child processes."""
     with Crew() as crew:
         relay = crew.start(serve_relay, None).receive()
-        far = crew.start(serve_relay, relay).receive()
-        asyncio.run(_measure_relay(contact(relay), contact(far), report))
+        asyncio.run(_measure_relay(contact(relay), contact(crew.start(serve_relay, relay).receive()), report))
 
 
 def _circuits(node: Node, relay: Contact) -> Circuits:

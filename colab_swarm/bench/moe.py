@@ -71,7 +71,7 @@ BASELINE_S = 4.0
 
 @dataclass(frozen=True)
 class BlockKind:
-    """Blocks of one kind: how to make one, the shape of a sample, samples in a batch, samples merged at most."""
+    """Blocks of one kind: how to make one, shape of a sample, samples in a batch and merged at most."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -211,7 +211,7 @@ NOP_BATCH, NOP_DIM = 32, 1024  # 128 KiB
 
 @benchmark("experts")
 def run_experts(report: BenchReport) -> None:
-    """Measure large calls, calls without computation, small calls merged or not, and hivemind's own setting."""
+    """Measure large calls, calls without computation, small ones merged or not, and hivemind's setting."""
     dim, batch, callers, seconds, rounds = (256, 256, 4, 1.0, 2) if report.quick else (1024, 2048, 8, 15.0, 3)
     with Crew() as crew:
         host = crew.start(serve_experts)
@@ -380,7 +380,7 @@ MOST_BYTES = 4 << 30
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """Return all digits in a random order that is always the same; the first `TEST_SAMPLES` are for tests."""
+    """Return all digits, shuffled always the same way; the first `TEST_SAMPLES` are for tests."""
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
@@ -406,8 +406,7 @@ class Experts:
 
     def forward(self, x_ND: Tensor, experts_N: Tensor) -> Tensor:
         """Return (N, D), the output of each sample's expert."""
-        rows_NP = torch.stack([self.rows[expert] for expert in experts_N.tolist()])
-        return vmap(self._compute)(rows_NP, x_ND)
+        return vmap(self._compute)(torch.stack([self.rows[expert] for expert in experts_N.tolist()]), x_ND)
 
     def backward(self, x_BD: Tensor, experts_BK: Tensor, grads_BKD: Tensor, used_BK: Tensor) -> Tensor:
         """Return the inputs' gradient; only the experts in ``used_BK`` learn, the others count as zero."""
@@ -425,8 +424,7 @@ class Trunk(nn.Module):
     def __init__(self, sides: tuple[int, ...]) -> None:
         super().__init__()
         self.stem, self.head = nn.Linear(64, DIM), nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, CLASSES))
-        blocks = 0 if sides else LAYERS
-        self.blocks = nn.Sequential(*(FeedForward(DIM, 2 * DIM) for _ in range(blocks)))
+        self.blocks = nn.Sequential(*(FeedForward(DIM, 2 * DIM) for _ in range(0 if sides else LAYERS)))
         self.gates = nn.ModuleList(Gating(DIM, sides) for _ in range(LAYERS if sides else 0))
 
 
@@ -442,7 +440,7 @@ class Mixing:
         self._logits_BK, self._chosen_BK = all_BE.topk(min(K, len(every)), dim=1)
 
     def forward(self, failed: Tensor) -> Tensor:
-        """Return the mixture of the experts that answer, i.e. not ``failed`` (one flag per expert of the layer)."""
+        """Return the mixture of the experts that answer, i.e. not ``failed`` (a flag per expert)."""
         self._answered_BK = ~failed[self._chosen_BK]
         with torch.no_grad():
             x_ND = self._x_BD.repeat_interleave(self._chosen_BK.shape[1], 0)
@@ -478,7 +476,7 @@ class ConvergenceEmulation:
         self._accuracies: list[float] = []
 
     async def run(self) -> list[float]:
-        """Train until no batch is left; return the accuracy on unseen digits, at equal distances over the run."""
+        """Train until no batch is left; return accuracies on unseen digits, at equal distances."""
         await asyncio.gather(*(self._trainer() for _ in range(self._scene.trainers)))
         return self._accuracies
 

@@ -106,15 +106,14 @@ def _throughput(report: BenchReport, crew: Crew, backbone: Swarm) -> None:
 
 
 def memory_mib(listing: str = "smaps_rollup", field: str = "Pss:") -> float:
-    """Return the memory of this process, by default proportional, or NaN where the system does not count that."""
+    """Return this process's memory, by default proportional; NaN where the system does not count it."""
     path = Path("/proc/self") / listing
     lines = path.read_text().splitlines() if path.exists() else []
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(field)), math.nan)
 
 
 def _children() -> int:
-    listings = Path("/proc/self/task").glob("*/children")
-    return sum(len(listing.read_text().split()) for listing in listings)
+    return sum(len(listing.read_text().split()) for listing in Path("/proc/self/task").glob("*/children"))
 
 
 def idle(parent: Parent, invite: str) -> None:
@@ -143,7 +142,7 @@ def _idle_peer(report: BenchReport, crew: Crew, backbone: Swarm) -> None:
 
 
 def join_late(parent: Parent, numel: int, invite: str) -> None:
-    """Worker: at a message, join and train ``numel`` parameters; report the first sample, then each step."""
+    """Worker: at a message, join and train ``numel`` parameters; report first sample and steps."""
     import torch
 
     from colab_swarm.swarm.joining import join
@@ -152,8 +151,7 @@ def join_late(parent: Parent, numel: int, invite: str) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(numel // 8)) for _ in range(8)]
     parent.call()
     began = time.perf_counter()
-    inner = torch.optim.Adam(parameters, lr=1e-4)
-    optimizer = join(invite).optimizer(inner, target_batch_size=16)
+    optimizer = join(invite).optimizer(torch.optim.Adam(parameters, lr=1e-4), target_batch_size=16)
     for batches in itertools.count():
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, 1e-3)

@@ -127,7 +127,7 @@ class Watched:
             return self._loop.samples_per_s(seconds=seconds, after_each=self.panel.tick if watched else int)
 
     def refresh(self, times: int) -> tuple[float, float]:
-        """Show so many different views; return the kernel's growth in MB and the processor time of one in seconds."""
+        """Show so many different views; return the kernel's growth in MB and a view's processor seconds."""
         gc.collect()
         before, began, pretending_s = memory_mib(*OWN_MEMORY), time.process_time(), 0.0
         for _ in range(times):

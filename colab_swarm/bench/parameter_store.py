@@ -40,11 +40,7 @@ class Absent(Exception):
 
 @contextmanager
 def redis_server(*, durable: bool = False) -> Iterator[str]:
-    """Run a Redis server, in memory or writing all to disk; give its URL.
-
-    Raises:
-        Absent: redis-server is not installed.
-    """
+    """Run a Redis server, in memory or writing all to disk, if it is installed; give its URL."""
     program = _program("redis-server")
     with _folder() as (folder, user):
         socket = folder / "redis.sock"
@@ -56,11 +52,7 @@ def redis_server(*, durable: bool = False) -> Iterator[str]:
 
 @contextmanager
 def postgresql_server() -> Iterator[str]:
-    """Run a PostgreSQL server with default settings; give the URL of a database.
-
-    Raises:
-        Absent: its programs, or a user to run them as, are missing.
-    """
+    """Run a PostgreSQL server with default settings, if it is installed; give the URL of a database."""
     found = map(str, sorted(DEBIAN_POSTGRESQL.glob("*/bin"), reverse=True))
     folders = os.pathsep.join([*found, os.environ.get("PATH", "")])
     initdb, postgres = (_program(name, folders) for name in ("initdb", "postgres"))
@@ -80,11 +72,7 @@ def postgresql_server() -> Iterator[str]:
 
 @contextmanager
 def mariadb_server() -> Iterator[str]:
-    """Run a MariaDB server with default settings; give the URL of a database.
-
-    Raises:
-        Absent: its programs, or a user to run them as, are missing.
-    """
+    """Run a MariaDB server with default settings, if it is installed; give the URL of a database."""
     program = _program("mariadb-install-db")
     mariadbd = _program("mariadbd", os.environ.get("PATH", "") + ":/usr/sbin")
     with _folder("mysql") as (folder, user):
@@ -103,10 +91,7 @@ def _program(name: str, path: str | None = None) -> str:
 
 @contextmanager
 def _folder(user: str | None = None) -> Iterator[tuple[Path, str | None]]:
-    """Make a folder, and tell whom it belongs to: if this process is root's, to ``user``, else to its own user (None).
-
-    Its path is short, as that of a socket must be.
-    """
+    """Make a folder with a path short enough for sockets; as root it belongs to ``user``, else to None."""
     if os.name != "posix" or os.geteuid() != 0:
         user = None
     with tempfile.TemporaryDirectory(prefix="swarm-", ignore_cleanup_errors=True) as folder:
@@ -191,7 +176,7 @@ def run(report: BenchReport) -> None:
 
 
 def time_updates(parent: Parent, url: str, numel: int, updates: int) -> None:
-    """Worker: report the median milliseconds of an update of ``numel`` parameters in the store at ``url``."""
+    """Worker: report the median milliseconds of an update of ``numel`` parameters in a store."""
     store, rng = open_store(url, "bench"), np.random.default_rng(0)
     store.begin(rng.random(numel, np.float32))
     result, took_s = rng.random(numel, np.float32).tobytes(), []

@@ -18,9 +18,10 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise, permutations
 
+import msgspec
 import numpy as np
 import torch
 
@@ -50,48 +51,34 @@ PATIENT = AveragingSettings(round_timeout_s=600.0, patience_s=60.0)
 # --- one simulated round ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SimulatedHost:
-    """A peer with a symmetric connection; one that does not train assists."""
-
-    bps: float
-    trains: bool = True
+def host(bps: float, *, trains: bool = True) -> Capacity:
+    """Return a peer with a symmetric connection; one that does not train assists."""
+    return Capacity(float(trains), bps, bps, receives=trains)
 
 
-@dataclass(frozen=True)
-class Vector:
-    """The averaged vector. The simulation moves ``scale`` times fewer values, over as much slower connections."""
-
-    numel: int
-    codec: str = "float32"
-    scale: int = 1
+def ticket(capacity: Capacity, terms: RoundTerms, scale: int) -> Ticket:
+    """Return a peer's offer to average ``scale`` times fewer values, over as much a slower link."""
+    terms = msgspec.structs.replace(terms, numel=terms.numel // scale)
+    bps, trains = (capacity.upload_bps or 0.0) / scale, capacity.receives
+    return Ticket(terms, float(trains), upload_bps=bps, download_bps=bps, assists=not trains)
 
 
-def ticket(host: SimulatedHost, vector: Vector) -> Ticket:
-    numel, codec = vector.numel // vector.scale, vector.codec
-    terms = RoundTerms("bench", 0, b"lineage", numel, b"schema", codec, codec)
-    rate_bps = host.bps / vector.scale
-    return Ticket(
-        terms, float(host.trains), upload_bps=rate_bps, download_bps=rate_bps, assists=not host.trains
-    )
-
-
-def simulate_round(hosts: Sequence[SimulatedHost], strategy: Strategy, vector: Vector) -> float:
-    """Return the seconds of a round until the last peer has its means: real groups, real bytes, real sums."""
-    if sum(host.trains for host in hosts) < 2:
+def simulate_round(hosts: Sequence[Capacity], strategy: Strategy, terms: RoundTerms, scale: int) -> float:
+    """Return the seconds until the last peer has its means: real groups, real bytes, real sums."""
+    if sum(one.receives for one in hosts) < 2:
         return 0.0
-    return run_aside(_round(hosts, strategy, vector), run_virtual)
+    return run_aside(_round([ticket(one, terms, scale) for one in hosts], strategy), run_virtual)
 
 
-async def _round(hosts: Sequence[SimulatedHost], strategy: Strategy, vector: Vector) -> float:
+async def _round(offers: Sequence[Ticket], strategy: Strategy) -> float:
     network = SimNetwork(NetworkProfile("bench", LATENCY_S))
     peers = [
-        network.peer(f"p{i}", host_profile=HostProfile(host.bps / vector.scale, host.bps / vector.scale))
-        for i, host in enumerate(hosts)
+        network.peer(f"p{i}", host_profile=HostProfile(one.upload_bps or 0.0, one.download_bps or 0.0))
+        for i, one in enumerate(offers)
     ]
     network.introduce()
-    tickets = {peer.id: ticket(host, vector) for peer, host in zip(peers, hosts, strict=True)}
-    formation = GroupFormation(next(iter(tickets.values())).terms, now=0.0, settings=GroupFormationSettings())
+    tickets = {peer.id: one for peer, one in zip(peers, offers, strict=True)}
+    formation = GroupFormation(offers[0].terms, now=0.0, settings=GroupFormationSettings())
     for peer, brought in tickets.items():
         formation.on_join(brought, Contact(peer, (f"sim://{peer.hex()}",)))
     group = formation.form(bytes(16), strategy)
@@ -119,13 +106,13 @@ def one_server(tickets: Sequence[Ticket]) -> Sharing:
 
 # --- the table -------------------------------------------------------------------------------------------------------
 
-RESNET50 = Vector(25_600_000, scale=2)
-A, B = (SimulatedHost(GIGABIT),) * 8, (SimulatedHost(0.2 * GIGABIT),) * 16
+RESNET50, SCALE = RoundTerms("bench", 0, b"lineage", 25_600_000, b"schema"), 2
+A, B = (host(GIGABIT),) * 8, (host(0.2 * GIGABIT),) * 16
 TABLE = {
     "a": (A, (1.19, 4.73, 1.20)),
     "b": (B, (5.3, 39.6, 5.3)),
     "c": ((*A, *B), (5.69, 14.1, 2.96)),
-    "d": ((*B, SimulatedHost(2.5 * GIGABIT, trains=False)), (5.3, 3.22, 3.18)),
+    "d": ((*B, host(2.5 * GIGABIT, trains=False)), (5.3, 3.22, 3.18)),
 }
 STRATEGIES: dict[str, Strategy] = {
     "all_reduce": equal_shares,
@@ -137,18 +124,14 @@ STRATEGIES: dict[str, Strategy] = {
 @benchmark("strategy")
 def run(report: BenchReport) -> None:
     """Predict and simulate the table; time the planning."""
-    vector = replace(RESNET50, scale=4) if report.quick else RESNET50
     errors = dict.fromkeys(STRATEGIES, 0.0)
     for name, (hosts, published) in TABLE.items():
-        peers = tuple(Capacity(float(h.trains), h.bps, h.bps, receives=h.trains) for h in hosts)
-        setup = AveragingSetup(peers, 4 * RESNET50.numel, 4 * RESNET50.numel)
-        tickets, computing = (
-            [ticket(host, RESNET50) for host in hosts],
-            [i for i, h in enumerate(hosts) if h.trains],
-        )
+        setup = AveragingSetup(hosts, 4 * RESNET50.numel, 4 * RESNET50.numel)
+        tickets = [ticket(one, RESNET50, SCALE) for one in hosts]
+        computing = [index for index, one in enumerate(hosts) if one.receives]
         for (kind, strategy), published_s in zip(STRATEGIES.items(), published, strict=True):
             predicted_s = plan_round(setup, computing, strategy(tickets).shares).averaging_s
-            simulated_s = simulate_round(hosts, strategy, vector)
+            simulated_s = simulate_round(hosts, strategy, RESNET50, 4 if report.quick else SCALE)
             report.add(f"{name}_{kind}_s", predicted_s, "s", f"published {published_s} s")
             report.add(f"{name}_{kind}_simulated_s", simulated_s, "s")
             errors[kind] = max(errors[kind], abs(simulated_s / predicted_s - 1))
@@ -199,25 +182,25 @@ def plot(report: BenchReport, path: str) -> None:
 
 # --- ALBERT-large -----------------------------------------------------------------------------------------------------
 
-ALBERT_LARGE = Vector(18_105_474, "float16")
+ALBERT_LARGE = RoundTerms("bench", 0, b"lineage", 18_105_474, b"schema", "float16", "float16")
 SLOWDOWN = 2.5
 BATCH, TRAINERS, WHOLE_STEPS = 4096, 16, 6
-HIGH = (SimulatedHost(25 * GIGABIT),) * TRAINERS
-MIXED = tuple(SimulatedHost(host.upload_bps) for host in DEDLOC16.hosts)
-ASSISTED = (*MIXED, *(SimulatedHost(GIGABIT, trains=False),) * 4)
+HIGH = (host(25 * GIGABIT),) * TRAINERS
+MIXED = tuple(host(one.upload_bps) for one in DEDLOC16.hosts)
+ASSISTED = (*MIXED, *(host(GIGABIT, trains=False),) * 4)
 SETUPS = {
     "high_bandwidth": (HIGH, adaptive_shares),
     "heterogeneous": (MIXED, equal_shares),
     "load_balancing": (MIXED, adaptive_shares),
     "auxiliary": (ASSISTED, adaptive_shares),
-    "part_time_on": ((*ASSISTED, *(SimulatedHost(100 * MEGABIT),) * 8), adaptive_shares),
+    "part_time_on": ((*ASSISTED, *(host(100 * MEGABIT),) * 8), adaptive_shares),
 }
 
 
 @benchmark("albert")
 def run_albert(report: BenchReport) -> None:
-    vector = replace(ALBERT_LARGE, scale=8) if report.quick else ALBERT_LARGE
-    averaging_s = {name: simulate_round(hosts, shares, vector) for name, (hosts, shares) in SETUPS.items()}
+    scale = 8 if report.quick else 1
+    averaging_s = {name: simulate_round(*setup, ALBERT_LARGE, scale) for name, setup in SETUPS.items()}
     batch_s = averaging_s["heterogeneous"] / SLOWDOWN  # of `TRAINERS` trainers
     # a step's seconds of computing and averaging: delayed it takes their maximum, else their sum
     steps = {name: (_computing_s(SETUPS[name][0], batch_s), seconds) for name, seconds in averaging_s.items()}
@@ -238,24 +221,21 @@ def run_albert(report: BenchReport) -> None:
         for count in (1, 8, 64) if report.quick else (1, 2, 4, 8, 16, 32, 64):
             crowd = tuple(hosts[index * 5 % TRAINERS] for index in range(count))  # all kinds, however few
             # crowds move a part of the bytes to save memory; coarser chunks make their averaging look slower
-            part = replace(vector, scale=max(vector.scale, count // TRAINERS))
-            seconds = max(_computing_s(crowd, batch_s), simulate_round(crowd, adaptive_shares, part))
+            part_s = simulate_round(crowd, adaptive_shares, ALBERT_LARGE, max(scale, count // TRAINERS))
+            seconds = max(_computing_s(crowd, batch_s), part_s)
             report.add(f"scaling_{name}_{count}_s", seconds, "s", f"{count} peers, delayed")
     scale = 16 if report.quick else 4
     for delayed, key in ((False, "whole_peers_sequential_s"), (True, "whole_peers_s")):
         report.add(key, _whole_peers_s(batch_s, scale, delayed=delayed), "s", f"1/{scale} of the bytes")
 
 
-def _computing_s(hosts: Sequence[SimulatedHost], batch_s: float) -> float:
-    return batch_s * TRAINERS / sum(host.trains for host in hosts)
+def _computing_s(hosts: Sequence[Capacity], batch_s: float) -> float:
+    return batch_s * TRAINERS / sum(one.receives for one in hosts)
 
 
 def _whole_peers_s(batch_s: float, scale: int, *, delayed: bool) -> float:
-    """Return the seconds of a step of 16 optimizers that measure, plan, average and step by themselves.
-
-    It is the median from step to step of one peer, in the second half of its steps.
-    """
-    hosts = tuple(HostProfile(host.upload_bps / scale, host.download_bps / scale) for host in DEDLOC16.hosts)
+    """Return a peer's median seconds of a step, in the second half, among 16 whole optimizers."""
+    hosts = tuple(HostProfile(one.upload_bps / scale, one.download_bps / scale) for one in DEDLOC16.hosts)
     profile: NetworkProfile = replace(DEDLOC16, name="scaled", hosts=hosts)
 
     def train(swarm: Swarm) -> None:

@@ -79,7 +79,7 @@ def _started(work: Callable[..., None], *arguments: object) -> BaseProcess:
 
 @benchmark("workunits")
 def run_workunits(report: BenchReport, data: str = "digits") -> None:
-    """Measure seconds per epoch of each arrangement, and the ratio between one and three parameter servers."""
+    """Measure seconds per epoch of each arrangement, and one against three parameter servers."""
     for servers, volunteers, units in QUICK if report.quick else GRID:
         with tempfile.TemporaryDirectory() as folder:
             seconds = epoch_seconds(Path(folder), servers, volunteers, units, data=data, quick=report.quick)
@@ -91,7 +91,7 @@ def run_workunits(report: BenchReport, data: str = "digits") -> None:
 def epoch_seconds(
     folder: Path, servers: int, volunteers: int, units: int, *, data: str = "digits", quick: bool = False
 ) -> float:
-    """Return the median time of an epoch except the first, from its first assignment to its last measured result."""
+    """Return the median time of a later epoch, from first assignment to last measured result."""
     shape, validation = ((1, 8, 8), 12_000) if data == "digits" else ((3, 32, 32), 1500)
     where = data if data == "digits" else str(Path(data).resolve())
     file, epochs = folder / "job.py", 2 if quick else EPOCHS
@@ -137,7 +137,7 @@ def run_ordeal(report: BenchReport) -> None:
 
 
 def ordeal(report: BenchReport, folder: Path, *, kills: int, epochs: int) -> None:
-    """Run a job of so many epochs on the digits to its end, kill the coordinator, and report what its log says."""
+    """Run a job to its end while the coordinator is killed, and report what its log says."""
     plan = WorkPlan(
         subsets=ORDEAL_SUBSETS, max_epochs=epochs, **SMALL_UNITS, alpha=0.7, deadline_s=4.0, in_flight=2
     )

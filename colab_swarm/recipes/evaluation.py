@@ -51,13 +51,7 @@ class Guess:
 
 @dataclass(frozen=True)
 class Reply:
-    """The likeliest answers to one question, the likeliest first.
-
-    Attributes:
-        question: as text.
-        before: by the model as this peer found it; empty if that is not known.
-        now: by the model as it is.
-    """
+    """The likeliest answers by the model as this peer found it (empty if unknown), and as it is."""
 
     question: str
     before: tuple[Guess, ...]
@@ -66,11 +60,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class MaskedText:
-    """Texts with gaps, for a masked language model with its tokenizer.
-
-    Attributes:
-        examples: texts with ``[MASK]`` in them.
-    """
+    """A masked language model's tokenizer, and example texts with ``[MASK]`` in them."""
 
     tokenizer: PreTrainedTokenizerFast
     examples: Sequence[str] = ENGLISH
@@ -160,7 +150,7 @@ def masked_loss(
 
 
 def token_logits(output: Any) -> Tensor:
-    """Return the scores (B, L, V) in the output of a model for pretraining or for masked language modelling."""
+    """Return the scores (B, L, V) of a model for pretraining or for masked language modelling."""
     scores: Tensor = output.prediction_logits if "prediction_logits" in output else output.logits
     return scores
 

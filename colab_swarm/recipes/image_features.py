@@ -72,7 +72,7 @@ def _named(images: str | Path) -> Any:
 
 
 def as_image(image: Any) -> Tensor:
-    """Convert an image to a uint8 tensor (3, H, W); ValueError if its shape is wrong. Floats are scaled from [0, 1]."""
+    """Return an image as uint8 (3, H, W), floats scaled from [0, 1]; ValueError if its shape is wrong."""
     if isinstance(image, Path):
         from PIL import Image
 
@@ -101,7 +101,7 @@ ASPECT = (3 / 4, 4 / 3)
 
 @dataclass(frozen=True)
 class Crops:
-    """One kind of view: ``count`` per image, ``size_px`` wide, showing a random share in ``area`` of the image."""
+    """One kind of view: ``count`` per image, ``size_px`` wide, of a random share in ``area`` of it."""
 
     count: int
     size_px: int
@@ -110,7 +110,7 @@ class Crops:
 
 @dataclass(frozen=True)
 class Distortions:
-    """Probabilities of flip, grey and blur; strength of the colour jitter; range of the blur's standard deviation."""
+    """Probabilities of flip, grey and blur; strength of the colour jitter; the blur's deviations."""
 
     flip: float = 0.5
     colour: float = 1.0
@@ -224,7 +224,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class SwavOutput:
-    """The loss (ln K for a uniform prediction), and how many prototypes have a sample; few indicate a collapse."""
+    """The loss, and how many prototypes have a sample; few indicate a collapse."""
 
     loss: Tensor
     assigned: int

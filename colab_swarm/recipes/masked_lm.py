@@ -59,7 +59,7 @@ MOST = 64
 
 @dataclass(frozen=True)
 class AlbertSize:
-    """What differs between the sizes. The FFN is four times as wide as ``hidden``; layers share weights."""
+    """What differs between the sizes. The FFN is four times as wide; layers share weights."""
 
     layers: int
     hidden: int
@@ -74,7 +74,7 @@ SIZES = {
     "large": AlbertSize(layers=24, hidden=1024, heads=16),
     "xlarge": AlbertSize(layers=24, hidden=2048, heads=16),
 }
-"""ALBERT's sizes (Lan et al. 2020, table 1), and a tiny one that learns within a minute on one CPU core."""
+"""ALBERT's sizes (Lan et al. 2020, table 1), and one that learns within a minute on a CPU core."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def albert_optimizer(
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float = 0.01) -> list[dict[str, Any]]:
-    """Return two groups for an optimizer: matrices with weight decay; biases and layer norms (one axis) without."""
+    """Return two groups for an optimizer: matrices with weight decay; biases and layer norms without."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
         {"params": [parameter for parameter in trained if parameter.dim() > 1], "weight_decay": weight_decay},

@@ -43,13 +43,7 @@ def check_sizes(batch_size: int, sequence_length: int) -> None:
 
 
 class Collator:
-    """Turns samples into batches: special tokens, padding, masks.
-
-    Args:
-        tokenizer: with pad, cls, sep and mask tokens.
-        sequence_length: L; a sample holds at most L - 3 tokens.
-        seed: of the masks.
-    """
+    """Turns samples of at most L - 3 tokens into batches: special tokens, padding, masks by ``seed``."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, sequence_length: int, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -78,8 +72,7 @@ class Collator:
     def mask(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Hide 15 % of each sample's tokens, at least one: 80 % masked, 10 % replaced, 10 % unchanged.
 
-        Returns:
-            The model's input and the labels, both (B, L); labels are `IGNORED` where nothing is predicted.
+        Return the model's input and the labels, both (B, L); labels are `IGNORED` where nothing is predicted.
         """
         chance = torch.rand(input_ids.shape, generator=self.generator)
         chance[torch.isin(input_ids, self._specials)] = 2.0
@@ -93,7 +86,7 @@ class Collator:
 
 
 def windows(text: str, tokenizer: PreTrainedTokenizerFast, sequence_length: int) -> Iterator[list[int]]:
-    """Yield the tokens of a text in consecutive pieces that fill a sample; a rest of a few tokens is dropped."""
+    """Yield a text's tokens in consecutive pieces that fill a sample; a rest of a few is dropped."""
     tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     size = sequence_length - 3
     for start in range(0, len(tokens) - MIN_WINDOW + 1, size):
@@ -146,7 +139,7 @@ class PretrainingBatches(SampledBatches):
         return self._collate(samples)
 
     def _shuffled_windows(self) -> Iterator[list[int]]:
-        """Yield windows in random order: blocks come shuffled, and the windows of many blocks are shuffled again."""
+        """Yield windows in random order: blocks come shuffled, and so are the windows of many blocks."""
         held: list[list[int]] = []
         while True:
             found = False

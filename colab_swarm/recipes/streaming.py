@@ -197,12 +197,9 @@ class ShardReader(Iterator[str]):
 class Prefetched(Iterator[T]):
     """An iterator that prepares up to ``depth`` items of ``source`` ahead, in a thread.
 
-    An error of the source is raised after the items made before it. The thread starts with the
-    first item and ends with `close`, or when this object is collected.
-
-    Attributes:
-        close: sets ``stop``, so that a waiting source can stop, and waits up to `CLOSE_S` for the
-            thread; iteration ends with the items made so far.
+    An error of the source is raised after the items made before it. The thread starts with the first item and ends
+    with ``close()``, or when this object is collected: that sets ``stop``, so that a waiting source can stop, and
+    waits up to `CLOSE_S` for the thread; iteration ends with the items made so far.
     """
 
     def __init__(self, source: Any, *, depth: int, stop: threading.Event) -> None:
@@ -299,11 +296,7 @@ class TextMix:
         return {reader.name: (reader.count, *astuple(reader.position)) for reader in self._readers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state.
-
-        Raises:
-            ValueError: it is of other sources, or they have changed.
-        """
+        """Continue from a state; ValueError if it is of other sources, or they have changed."""
         if set(state) != set(self.sources):
             raise ValueError(f"a state of {', '.join(state)} does not fit sources {', '.join(self.sources)}")
         for reader in self._readers:
@@ -376,11 +369,7 @@ class MixedBatches(SampledBatches):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state.
-
-        Raises:
-            ValueError: it is of other sources, another tokenizer or another length.
-        """
+        """Continue from a state; ValueError if it is of other sources, another tokenizer or another length."""
         for name, mine in (("sequence_length", self.sequence_length), ("vocabulary", len(self.tokenizer))):
             if state[name] != mine:
                 raise ValueError(f"a state with {name}={state[name]} does not fit {name}={mine}")

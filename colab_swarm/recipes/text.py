@@ -60,7 +60,7 @@ def open_text(text: TextSource) -> BlockSource:
 
 
 def pack(texts: Iterable[str], block_chars: int = BLOCK_CHARS) -> Iterator[str]:
-    """Join consecutive texts, and cut long ones, into blocks of ``block_chars``; the last may be shorter."""
+    """Join or cut consecutive texts into blocks of ``block_chars``; the last may be shorter."""
     waiting = ""
     for text in texts:
         waiting += text + "\n"
@@ -72,11 +72,7 @@ def pack(texts: Iterable[str], block_chars: int = BLOCK_CHARS) -> Iterator[str]:
 
 
 def find_files(name: str) -> list[Path]:
-    """Return the local files of a path or glob pattern; none if it names something else.
-
-    Raises:
-        ValueError: no file matches the pattern.
-    """
+    """Return the files of a path, or of a pattern, which must match one; none for other names."""
     paths = [name] if Path(name).is_file() else sorted(glob.glob(name, recursive=True))
     files = [Path(path) for path in paths if Path(path).is_file()]
     if glob.has_magic(name) and not files:
@@ -110,11 +106,7 @@ def _open_files(files: list[Path]) -> BlockSource:
 
 
 def open_hub(name: str) -> Any:
-    """Stream the ``train`` split of a folder or hub name (``name:configuration``).
-
-    Raises:
-        ValueError: there is no such data set.
-    """
+    """Stream the ``train`` split of a folder or hub name (``name:configuration``), else ValueError."""
     from datasets import load_dataset
 
     path, _, configuration = name.partition(":")
@@ -125,11 +117,7 @@ def open_hub(name: str) -> Any:
 
 
 def text_of(row: dict[str, Any]) -> str:
-    """Return the ``text`` of a row, or else its first column of strings.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Return the ``text`` of a row, or else its first column of strings; ValueError if it has none."""
     if "text" in row:
         return str(row["text"])
     for value in row.values():
@@ -271,19 +259,14 @@ def _wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 ENDS = re.compile(r"(?<=[।॥。！？])\s*|(?<=[.!?|৷])\s+|\s*\n\s*")
-"""Sentence borders. A danda ends a sentence even without a space after it; Bengali text often has a bar instead."""
+"""Sentence borders. A danda needs no space after it; Bengali text often has a bar instead."""
 
 Tokens: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int32]]"
 
 
 @dataclass(frozen=True)
 class Passage:
-    """Two or more consecutive sentences, enough to fill a sample if the document is long enough.
-
-    Attributes:
-        tokens: of all sentences.
-        borders: where in ``tokens`` the second, third, … sentence starts.
-    """
+    """Consecutive sentences, enough to fill a sample; ``borders`` are starts of all but the first."""
 
     tokens: Tokens
     borders: tuple[int, ...]
@@ -295,7 +278,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def passages(text: str, tokenizer: PreTrainedTokenizerFast, length: int) -> Iterator[Passage]:
-    """Cut a document into passages of ``length`` tokens or slightly more; a lone last sentence is dropped."""
+    """Cut a document into passages of about ``length`` tokens; a lone last sentence is dropped."""
     sentences = split_sentences(text)
     encoded = tokenizer(sentences, add_special_tokens=False, verbose=False)["input_ids"] if sentences else []
     half = max(1, length // 2)  # a sentence over half a sample is cut: the sample needs a second part
@@ -312,10 +295,9 @@ def passages(text: str, tokenizer: PreTrainedTokenizerFast, length: int) -> Iter
 
 
 def order_sample(passage: Passage, length: int, rng: random.Random) -> tuple[Tokens, Tokens, bool]:
-    """Cut a passage between two sentences and swap the halves with probability one half.
+    """Cut a passage between two sentences, swap the halves with probability one half, and tell whether they are.
 
-    Returns:
-        The two parts, together at most ``length`` tokens (the longer one is cut first), and whether they are swapped.
+    Together they have at most ``length`` tokens: the longer one is cut first.
     """
     border = rng.choice(passage.borders)
     first, second = passage.tokens[:border], passage.tokens[border:]

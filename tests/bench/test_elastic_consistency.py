@@ -24,7 +24,7 @@ from colab_swarm.bench.elastic_consistency import (
     ratios,
 )
 from colab_swarm.bench.harness import BenchReport
-from colab_swarm.bench.slow_link import ADDRESSES, SlowLink
+from colab_swarm.bench.slow_link import ADDRESSES
 from colab_swarm.elastic.schedulers import BoundedStaleness
 
 
@@ -86,11 +86,11 @@ print(json.dumps([connected - began, time.monotonic() - connected]))
 @needs_root
 @pytest.mark.slow
 def test_a_round_trip_over_a_slow_link_takes_twice_its_delay() -> None:
-    with SlowLink(delay_s=0.1, jitter_s=0.01) as link:
-        words = map(str, link.command(0, sys.executable, "-c", ECHO.format(ADDRESSES[0])))
+    with slow_link.slow_link(delay_s=0.1, jitter_s=0.01) as command:
+        words = map(str, command(0, sys.executable, "-c", ECHO.format(ADDRESSES[0])))
         with subprocess.Popen(list(words), stdout=subprocess.PIPE, text=True) as echo:
             assert echo.stdout is not None and echo.stdout.readline()
-            words = map(str, link.command(1, sys.executable, "-c", CLIENT.format(ADDRESSES[0])))
+            words = map(str, command(1, sys.executable, "-c", CLIENT.format(ADDRESSES[0])))
             client = subprocess.run(list(words), capture_output=True, text=True, check=True)
     assert all(0.18 <= took_s < 1.0 for took_s in json.loads(client.stdout))
 

@@ -63,7 +63,7 @@ def test_a_trainer_finds_its_experts_faster_than_published() -> None:
 @pytest.mark.slow
 def test_a_thousand_virtual_peers_find_fresh_records_in_few_hops() -> None:
     lookups = run_virtual(dht.read_records(1000, 30, seed=3))
-    assert sum(one.found for one in lookups) >= 29 and sorted(one.hops for one in lookups)[15] <= 5
+    assert sum(lookups["found"]) >= 29 and sorted(lookups["hops"])[15] <= 5
 
 
 @whole
