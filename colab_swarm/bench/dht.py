@@ -30,6 +30,7 @@ from colab_swarm.net.peers import Contact, Message
 from colab_swarm.sim import PAPER_CLOUD, NetworkProfile, SimNetwork, SimPeers, run_virtual, virtual_time
 
 DEAD_SHARE, PROCESSES, IN_FLIGHT = 0.2, 8, 8
+SIZES = {100: "100", 1000: "1k", 10_000: "10k"}
 
 
 def fill_tables(dhts: Sequence[DHT], contacts: list[Contact], rng: random.Random) -> None:
@@ -49,7 +50,7 @@ def fill_tables(dhts: Sequence[DHT], contacts: list[Contact], rng: random.Random
                 break  # no other id shares more bits
 
 
-async def read_records(peers: int, records: int, seed: int = 0) -> dict[str, list[float]]:
+async def read_records(peers: int, records: int, seed: int = 0) -> dict[str, tuple[float, ...]]:
     """Store records, silence a fifth of all peers, then read each elsewhere; per figure a value a read."""
     network, rng = SimNetwork(PAPER_CLOUD, seed=seed), random.Random(seed)
     nodes = [network.peer(str(i)) for i in range(peers)]
@@ -61,19 +62,13 @@ async def read_records(peers: int, records: int, seed: int = 0) -> dict[str, lis
     network.now().partition(set(map(str, dead)), {str(i) for i in range(peers) if i not in dead})
     await asyncio.sleep(60)
     alive = [dht for i, dht in enumerate(dhts) if i not in dead]
-    lookups: dict[str, list[float]] = {"found": [], "hops": [], "calls": [], "seconds": []}
+    lookups = []
     for i in range(records):
         began = virtual_time()
         reading = await rng.choice(alive).read(f"record {i}")
         found = b"" in reading.found and reading.found[b""].value == i
-        values = found, reading.hops or 0, reading.calls, virtual_time() - began
-        for one, value in zip(lookups.values(), values, strict=True):
-            one.append(value)
-    return lookups
-
-
-def size_name(peers: int) -> str:
-    return f"{peers // 1000}k" if peers >= 1000 else str(peers)
+        lookups.append((found, reading.hops or 0, reading.calls, virtual_time() - began))
+    return dict(zip(("found", "hops", "calls", "seconds"), zip(*lookups, strict=True), strict=True))
 
 
 async def _median_ms(operations: int, operation: Callable[[int], Awaitable[Any]]) -> float:
@@ -146,8 +141,8 @@ async def _loopback(report: BenchReport, peers: int, operations: int) -> None:
 @benchmark("dht")
 def run(report: BenchReport) -> None:
     """Measure reads and stores of records; ``quick`` takes fewer operations."""
-    for peers in PUBLISHED_MS:
-        lookups, name = run_virtual(read_records(peers, 50 if report.quick else 400)), size_name(peers)
+    for peers, name in SIZES.items():
+        lookups = run_virtual(read_records(peers, 50 if report.quick else 400))
         report.add_rows(
             (f"found_{name}", statistics.mean(lookups["found"]), "", "a fifth is silent"),
             (f"hops_{name}", statistics.median(lookups["hops"]), "hops", "median"),
@@ -242,10 +237,10 @@ async def find_experts(
 @benchmark("beam-search", "beam")
 def run_beam_search(report: BenchReport) -> None:
     searches = 8 if report.quick else 40
-    for size, published in PUBLISHED_MS.items():
-        found, name = run_virtual(find_experts(size, searches, PAPER_CLOUD, standing=True)), size_name(size)
-        cold_ms = statistics.median(found["cold_ms"])
-        report.add(f"cold_ms_{name}", cold_ms, "ms", f"virtual, median; published {published}")
+    for size, name in SIZES.items():
+        found = run_virtual(find_experts(size, searches, PAPER_CLOUD, standing=True))
+        note = f"virtual, median; published {PUBLISHED_MS[size]}"
+        report.add(f"cold_ms_{name}", statistics.median(found["cold_ms"]), "ms", note)
         report.add(f"cold_ms_{name}_worst", max(found["cold_ms"]), "ms", "virtual")
         means = {key: statistics.mean(found[key]) for key in ("look_ups", "hops", "queries", "received_kb")}
         report.add_all({f"{key}_{name}": mean for key, mean in means.items()}, "", "mean per search")

@@ -48,7 +48,6 @@ from colab_swarm.elastic import schedulers
 from colab_swarm.elastic.ledger import GradientLedger
 from colab_swarm.elastic.meter import ExactMeter, Meter
 from colab_swarm.recipes.classify import classification_job
-from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.codecs import Floats, codec_of
 from colab_swarm.tensors.feedback import ErrorFeedback
 from colab_swarm.workunits.job import Array, Job
@@ -457,13 +456,9 @@ def add_speed(report: BenchReport, seeds: int, steps: int) -> None:
 # --- one of the two peers ---------------------------------------------------------------------------------------------
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(HIDDEN, HIDDEN)
-
+class Layer(nn.Linear):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + torch.relu(self.inner(hidden))
+        return hidden + torch.relu(super().forward(hidden))
 
 
 def train(parent: Parent, rank: int, invite: str) -> None:
@@ -484,10 +479,10 @@ def train(parent: Parent, rank: int, invite: str) -> None:
 
 
 def _train_one(
-    swarm: Swarm, rank: int, learned: Part, unseen: Part, *, way: str, seed: int, steps: int
+    swarm: cs.Swarm, rank: int, learned: Part, unseen: Part, *, way: str, seed: int, steps: int
 ) -> dict[str, float]:
     torch.manual_seed(seed)
-    layers = (Layer() for _ in range(LAYERS))
+    layers = (Layer(HIDDEN, HIDDEN) for _ in range(LAYERS))
     model = nn.Sequential(nn.Linear(64, HIDDEN), *layers, nn.Linear(HIDDEN, 10))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
     forward: nn.Module = DistributedDataParallel(model) if way == "ddp" else model

@@ -27,7 +27,6 @@ import colab_swarm as cs
 from colab_swarm.bench.harness import BenchReport, Crew, Parent, Worker
 from colab_swarm.events import ExpertHosted
 from colab_swarm.moe.layer import MixtureStatistics
-from colab_swarm.swarm.swarm import Swarm
 
 GRID, DIM, HOSTS, PER_HOST = (4, 4), 64, 4, 3
 AWAY_S, SMOOTHED = 2.0, 50
@@ -133,7 +132,7 @@ def run_experts(*, minutes: float, kill_every_s: float) -> BenchReport:
     return report
 
 
-def _train_on_digits(swarm: Swarm, minutes: float) -> tuple[list[float], float, MixtureStatistics]:
+def _train_on_digits(swarm: cs.Swarm, minutes: float) -> tuple[list[float], float, MixtureStatistics]:
     torch.manual_seed(0)
     digits, losses = load_digits(), list[float]()
     images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)

@@ -16,12 +16,9 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import colab_swarm as cs
 from colab_swarm.bench.harness import BenchReport, Crew, Parent, benchmark, call_all, receive_all
-
-if TYPE_CHECKING:
-    from colab_swarm.swarm.swarm import Swarm
 
 SAMPLES, AVERAGE_EVERY = 2, 4
 
@@ -29,11 +26,9 @@ SAMPLES, AVERAGE_EVERY = 2, 4
 @benchmark("overhead")
 def run(report: BenchReport) -> None:
     """Measure speed and joining with one backbone, an idle peer with another."""
-    from colab_swarm.swarm.joining import create
-
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for measure in (_throughput, _late_joiner, _idle_peer):
-        with create("overhead", peer_name="backbone") as backbone, Crew() as crew:
+        with cs.create("overhead", peer_name="backbone") as backbone, Crew() as crew:
             measure(report, crew, backbone)
 
 
@@ -43,10 +38,10 @@ def run(report: BenchReport) -> None:
 class TrainingLoop:
     """A loop that trains an ALBERT, as a peer of a swarm or bare."""
 
-    def __init__(self, swarm: Swarm | None, size: str = "tiny", average_every: int = AVERAGE_EVERY) -> None:
+    def __init__(
+        self, swarm: cs.Swarm | None, size: str = "tiny", average_every: int = AVERAGE_EVERY
+    ) -> None:
         import torch
-
-        import colab_swarm as cs
 
         torch.set_num_threads(1)
         self._model, batches = cs.recipes.albert(size, batch_size=SAMPLES, sequence_length=128)
@@ -89,7 +84,7 @@ def train(parent: Parent, size: str, batches: int, invite: str) -> None:
         found = {"samples_per_s": loop.samples_per_s(batches=batches)}
 
 
-def _throughput(report: BenchReport, crew: Crew, backbone: Swarm) -> None:
+def _throughput(report: BenchReport, crew: Crew, backbone: cs.Swarm) -> None:
     size, batches, phases = ("tiny", 40, 2) if report.quick else ("base", 8, 5)
     invite, ratios = str(backbone.invite()), []
     for one in ("", "", invite, invite):
@@ -121,15 +116,13 @@ def idle(parent: Parent, invite: str) -> None:
 
     torch.ones(256, 256) @ torch.ones(256, 256)
     memory, children, began = memory_mib(), _children(), time.perf_counter()
-    import colab_swarm as cs
-
     cs.join(invite)
     took_s = time.perf_counter() - began
     time.sleep(3.0)
     parent.call(memory=memory_mib() - memory, children=_children() - children, took_s=took_s)
 
 
-def _idle_peer(report: BenchReport, crew: Crew, backbone: Swarm) -> None:
+def _idle_peer(report: BenchReport, crew: Crew, backbone: cs.Swarm) -> None:
     found = crew.start(idle, str(backbone.invite())).receive()
     report.add_rows(
         ("memory_mib", found["memory"], "MiB", "an idle peer, torch loaded before"),
@@ -163,7 +156,7 @@ def join_late(parent: Parent, numel: int, invite: str) -> None:
             parent.send(at=time.time())
 
 
-def _late_joiner(report: BenchReport, crew: Crew, backbone: Swarm) -> None:
+def _late_joiner(report: BenchReport, crew: Crew, backbone: cs.Swarm) -> None:
     numel = 2_000_000 if report.quick else 18_000_000
     carol, *others = (crew.start(join_late, numel, str(backbone.invite())) for _ in range(3))
     receive_all(crew)
@@ -187,7 +180,7 @@ SAMPLES_PER_S, MICRO_BATCH, SEED = 1.0, 20, 1
 SESSION_S, ABSENCE_S = 4 * 3600.0, 1800.0
 
 
-def _train(swarm: Swarm, target_batch_size: int) -> None:
+def _train(swarm: cs.Swarm, target_batch_size: int) -> None:
     import torch
 
     parameters = [torch.nn.Parameter(torch.zeros(64))]

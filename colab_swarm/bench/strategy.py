@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 import torch
 
+import colab_swarm as cs
 from colab_swarm.averaging.group import (
     GroupFormation,
     GroupFormationSettings,
@@ -41,8 +42,6 @@ from colab_swarm.events import StepFinished
 from colab_swarm.net.peers import Contact
 from colab_swarm.sim import HostProfile, NetworkProfile, SimNetwork, SimPeers, run_virtual
 from colab_swarm.sim.profiles import DEDLOC16, GIGABIT, MEGABIT
-from colab_swarm.swarm.simulation import simulate
-from colab_swarm.swarm.swarm import Swarm
 
 LATENCY_S = 0.0003
 PATIENT = AveragingSettings(round_timeout_s=600.0, patience_s=60.0)
@@ -238,7 +237,7 @@ def _whole_peers_s(batch_s: float, scale: int, *, delayed: bool) -> float:
     hosts = tuple(HostProfile(one.upload_bps / scale, one.download_bps / scale) for one in DEDLOC16.hosts)
     profile: NetworkProfile = replace(DEDLOC16, name="scaled", hosts=hosts)
 
-    def train(swarm: Swarm) -> None:
+    def train(swarm: cs.Swarm) -> None:
         weights = torch.nn.Parameter(torch.zeros(ALBERT_LARGE.numel // scale))
         inner = torch.optim.SGD([weights], lr=0.1)
         optimizer = swarm.optimizer(inner, target_batch_size=BATCH, compression="float16", overlap=delayed)
@@ -246,7 +245,7 @@ def _whole_peers_s(batch_s: float, scale: int, *, delayed: bool) -> float:
             weights.grad = torch.ones_like(weights)
             optimizer.step(samples=BATCH // TRAINERS // 8)
 
-    with simulate(TRAINERS, network=profile, samples_per_s=BATCH / batch_s / TRAINERS) as simulation:
+    with cs.simulate(TRAINERS, network=profile, samples_per_s=BATCH / batch_s / TRAINERS) as simulation:
         alice = simulation.swarms["alice"]
         simulation.run(train)
         times = [event.at for event in alice.events.recent(StepFinished)]

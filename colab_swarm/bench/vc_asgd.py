@@ -42,11 +42,10 @@ import torch
 from colab_swarm.bench.harness import BenchReport, benchmark, drawn
 from colab_swarm.errors import JoinError
 from colab_swarm.recipes.classify import classification_job
-from colab_swarm.workunits.coordinator import coordinate
-from colab_swarm.workunits.job import Alpha, Evaluator, Job, UnitTraining, WorkPlan, unit_seed
+from colab_swarm.workunits import WorkPlan, coordinate, volunteer
+from colab_swarm.workunits.job import Alpha, Evaluator, Job, UnitTraining, unit_seed
 from colab_swarm.workunits.state import Assigned, Assimilated, EpochEnded, Expired, Finished
 from colab_swarm.workunits.store import open_store
-from colab_swarm.workunits.volunteering import volunteer
 from colab_swarm.workunits.weights import Floats, assimilate
 
 CODE = """
