@@ -22,7 +22,7 @@ import colab_swarm as cs
 from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
 from colab_swarm.averaging.round import Averager
-from colab_swarm.bench.harness import BenchReport, Crew, Parent, Worker, benchmark, call_all, receive_all
+from colab_swarm.bench.harness import BenchReport, Channel, Crew, Worker, benchmark, call_all, receive_all
 from colab_swarm.bench.link import contact, start_node, where
 from colab_swarm.events import RoundFinished
 from colab_swarm.net.peers import Contact
@@ -147,7 +147,7 @@ def _is_mean(values: Floats, group: Group, dead: float) -> bool:
     return bool(np.logical_or(*near).all())
 
 
-async def average_as_peer(parent: Parent, seed: int, numel: int) -> None:
+async def average_as_peer(parent: Channel, seed: int, numel: int) -> None:
     node = await start_node(run_id="bench")
     averager, found = Averager(node), where(node)
     values, others = np.empty(numel, np.float32), np.empty(numel, np.float32)
@@ -168,7 +168,7 @@ async def average_as_peer(parent: Parent, seed: int, numel: int) -> None:
         )
 
 
-def average_with_gloo(parent: Parent, rank: int, numel: int, world: int, meeting: str) -> None:
+def average_with_gloo(parent: Channel, rank: int, numel: int, world: int, meeting: str) -> None:
     torch.set_num_threads(1)
     collectives: Any = distributed
     collectives.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
@@ -247,7 +247,7 @@ def _add_steps(
     return seconds, reduced_s
 
 
-def make_full_steps(parent: Parent, mode: str, numel: int, peers: int, *invites: str) -> None:
+def make_full_steps(parent: Channel, mode: str, numel: int, peers: int, *invites: str) -> None:
     """Worker: a full ``step`` of all, or ``groups`` by `Swarm.average`; as ``hivemind_worker.py``."""
 
     def no_state() -> Snapshot:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from colab_swarm.bench.harness import BenchReport, Crew, Parent, benchmark, call_all, receive_all
+from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark, call_all, receive_all
 from colab_swarm.bench.link import contact, start_node, where
 from colab_swarm.dht.records import Fetch, FindNear
 from colab_swarm.dht.service import DHT, DHTSettings, Reading, RunServices
@@ -93,7 +93,7 @@ async def _store_and_get(dht: DHT, name: str, operations: int) -> int:
     return sum(await asyncio.gather(*map(chain, range(IN_FLIGHT))))
 
 
-async def take_part(parent: Parent) -> None:
+async def take_part(parent: Channel) -> None:
     node = await start_node()
     dht, name, found = DHT(node, DHTSettings(), random.Random()), node.id.hex(), where(node)
     while True:

@@ -35,8 +35,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import colab_swarm as cs
 from colab_swarm.bench.harness import (
     BenchReport,
+    Channel,
     Crew,
-    Parent,
     benchmark,
     call_all,
     drawn,
@@ -461,7 +461,7 @@ class Layer(nn.Linear):
         return hidden + torch.relu(super().forward(hidden))
 
 
-def train(parent: Parent, rank: int, invite: str) -> None:
+def train(parent: Channel, rank: int, invite: str) -> None:
     """Worker: learn digits step by step, for each message ``{"way": …, "seed": …, "steps": …}``.
 
     A way is a name of `WAYS`, ``alone`` (no other peer), or ``ddp``: torch's `DistributedDataParallel` over gloo.

@@ -26,7 +26,7 @@ from functools import wraps
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import IO, Any, NamedTuple, Self, TypeVar
 
 T = TypeVar("T")
 
@@ -156,7 +156,34 @@ def python_command(function: Callable[..., object], *arguments: object) -> list[
     return [sys.executable, "-m", __name__, f"{module.name}:{function.__name__}", json.dumps(arguments)]
 
 
-class Worker:
+class Channel:
+    """One end of an exchange of JSON objects, one per line."""
+
+    def __init__(self, source: IO[str], target: IO[str]) -> None:
+        self._source, self._target = source, target
+
+    def send(self, **message: object) -> None:
+        print(json.dumps(message), file=self._target, flush=True)
+
+    def receive(self) -> dict[str, Any]:
+        """Return the next message, or raise `EOFError` if the other process ended.
+
+        Other lines, printed by libraries, are skipped.
+        """
+        for line in self._source:
+            if line.startswith("{"):
+                return dict(json.loads(line))
+        raise EOFError("the other process has ended: see its error above")
+
+    def call(self, **message: object) -> dict[str, Any]:
+        self.send(**message)
+        return self.receive()
+
+    async def wait_call(self, **message: object) -> dict[str, Any]:
+        return await asyncio.to_thread(self.call, **message)
+
+
+class Worker(Channel):
     """A child process that runs a function of a module, or a command of words; both get more ``arguments``.
 
     It gets ``grace_s`` to end by itself when its input ends, and these variables of the ``environment``.
@@ -178,34 +205,18 @@ class Worker:
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
             text=True,
         )
-
-    def send(self, **message: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(message) + "\n")
-        self.process.stdin.flush()
-
-    def receive(self) -> dict[str, Any]:
-        """Return the next message; RuntimeError if it ended. Other lines, of libraries, are skipped."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                return dict(json.loads(line))
-        raise RuntimeError(f"a worker ended: {self.process.args!r}, exit code {self.process.wait()}")
-
-    def call(self, **message: object) -> dict[str, Any]:
-        self.send(**message)
-        return self.receive()
+        assert self.process.stdin is not None and self.process.stdout is not None
+        super().__init__(self.process.stdout, self.process.stdin)
 
     def close(self) -> None:
         """Kill it, after its grace."""
-        assert self.process.stdin is not None and self.process.stdout is not None
         try:
-            self.process.stdin.close()
+            self._target.close()
             self.process.wait(self._grace_s)
         except (subprocess.TimeoutExpired, OSError):
             self.process.kill()
             self.process.wait()
-        self.process.stdout.close()
+        self._source.close()
 
 
 class Crew(list[Worker]):
@@ -233,31 +244,12 @@ def call_all(workers: Collection[Worker], **message: object) -> list[dict[str, A
     return receive_all(workers)
 
 
-class Parent:
-    """The worker's view of the process that started it."""
-
-    def __init__(self) -> None:
-        self._output = sys.stdout  # a worker may redirect the standard output later
-
-    def send(self, **message: object) -> None:
-        print(json.dumps(message), file=self._output, flush=True)
-
-    def receive(self) -> dict[str, Any]:
-        """Return the next message; an `EOFError` after the last one ends the worker quietly."""
-        return dict(json.loads(input()))
-
-    def call(self, **message: object) -> dict[str, Any]:
-        self.send(**message)
-        return self.receive()
-
-    async def wait_call(self, **message: object) -> dict[str, Any]:
-        return await asyncio.to_thread(self.call, **message)
-
-
 if __name__ == "__main__":
     module, _, name = sys.argv[1].partition(":")
     try:
-        work = getattr(importlib.import_module(module), name)(Parent(), *json.loads(sys.argv[2]))
+        work = getattr(importlib.import_module(module), name)(
+            Channel(sys.stdin, sys.stdout), *json.loads(sys.argv[2])
+        )
         if inspect.iscoroutine(work):
             asyncio.run(work)
     except EOFError:

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import colab_swarm as cs
-from colab_swarm.bench.harness import BenchReport, Crew, Parent, benchmark
+from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark
 from colab_swarm.errors import SwarmError
 from colab_swarm.invite import Setting
 from colab_swarm.swarm.swarm import Swarm
@@ -59,7 +59,7 @@ def stand_in_for_colab(**secrets: str) -> None:
     sys.modules |= {"google.colab": colab, "google.colab.userdata": userdata}
 
 
-def run_notebook(parent: Parent, invite: str, folder: str) -> None:
+def run_notebook(parent: Channel, invite: str, folder: str) -> None:
     """Worker: run the notebook with its state in ``folder``; report seconds of imports and each cell."""
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config

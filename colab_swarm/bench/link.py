@@ -25,7 +25,7 @@ import aiohttp
 from aiohttp import web
 
 from colab_swarm.averaging.group import CHUNK_BYTES
-from colab_swarm.bench.harness import BenchReport, Crew, Parent, benchmark
+from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import Contact, Message, PeerId, Stream
@@ -241,7 +241,7 @@ class CarrierEnd:
         self.writable.set()
 
 
-async def serve(parent: Parent) -> None:
+async def serve(parent: Channel) -> None:
     """Worker: serve all three ways."""
     loop = asyncio.get_running_loop()
     raw = await loop.create_server(RawSink, "127.0.0.1", 0)
@@ -296,7 +296,7 @@ def _circuits(node: Node, relay: Contact) -> Circuits:
     return Circuits(node, known, lambda: None, random.Random(0))
 
 
-async def serve_relay(parent: Parent, relay: dict[str, Any] | None) -> None:
+async def serve_relay(parent: Channel, relay: dict[str, Any] | None) -> None:
     """Worker: the relay, or the process that receives through ``relay``."""
     node = await start_node(max_links=4 * IDLE_CIRCUITS, max_handshakes=4 * IDLE_CIRCUITS)
     node.serve(ResourceUse, _on_usage_query)

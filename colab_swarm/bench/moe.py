@@ -43,8 +43,8 @@ from torch.nn.functional import cross_entropy
 
 from colab_swarm.bench.harness import (
     BenchReport,
+    Channel,
     Crew,
-    Parent,
     Worker,
     benchmark,
     call_all,
@@ -276,7 +276,7 @@ def _calls_of(node: Node, *, timeout_s: float) -> ExpertCalls:
     return ExpertCalls(node, directory, Runtime(), timeout_s=timeout_s)
 
 
-async def call_experts(parent: Parent, host: dict[str, Any]) -> None:
+async def call_experts(parent: Channel, host: dict[str, Any]) -> None:
     """Worker: for each message, `_load` the experts of ``host``."""
     calls = _calls_of(await start_node(listen=False), timeout_s=120.0)
     found: dict[str, Any] = {}
@@ -312,7 +312,7 @@ async def _load(
     return {"seconds": time.perf_counter() - load_began, "took_s": took_s}
 
 
-async def serve_experts(parent: Parent) -> None:
+async def serve_experts(parent: Channel) -> None:
     """Worker: ``serve`` replaces the hosted experts, ``alone`` measures them without callers."""
     torch.set_num_threads(os.cpu_count() or 1)  # as a peer does
     node = await start_node()

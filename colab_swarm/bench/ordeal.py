@@ -24,7 +24,7 @@ from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 
 import colab_swarm as cs
-from colab_swarm.bench.harness import BenchReport, Crew, Parent, Worker
+from colab_swarm.bench.harness import BenchReport, Channel, Crew, Worker
 from colab_swarm.events import ExpertHosted
 from colab_swarm.moe.layer import MixtureStatistics
 
@@ -47,7 +47,7 @@ class Victims(Crew):
         worker = self.alive[name] = self.start(host_experts, invite, str(folder / name))
 
         def read() -> None:
-            with suppress(RuntimeError, ValueError):  # it ended
+            with suppress(EOFError, ValueError):  # it ended
                 while True:
                     self.messages.put(worker.receive())
 
@@ -73,7 +73,7 @@ class Victims(Crew):
             self.start_host(victim)
 
 
-def host_experts(parent: Parent, invite: str, folder: str) -> None:
+def host_experts(parent: Channel, invite: str, folder: str) -> None:
     def on_event(event: object) -> None:
         if isinstance(event, ExpertHosted):
             parent.send(uid=event.uid, step=event.step, over=event.taken_over)

@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import colab_swarm as cs
-from colab_swarm.bench.harness import BenchReport, Crew, Parent, benchmark, call_all, receive_all
+from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark, call_all, receive_all
 
 SAMPLES, AVERAGE_EVERY = 2, 4
 
@@ -75,7 +75,7 @@ class TrainingLoop:
         return SAMPLES * done / took_s
 
 
-def train(parent: Parent, size: str, batches: int, invite: str) -> None:
+def train(parent: Channel, size: str, batches: int, invite: str) -> None:
     from colab_swarm.swarm.joining import join
 
     loop, found = TrainingLoop(join(invite) if invite else None, size), dict[str, float]()
@@ -111,7 +111,7 @@ def _children() -> int:
     return sum(len(listing.read_text().split()) for listing in Path("/proc/self/task").glob("*/children"))
 
 
-def idle(parent: Parent, invite: str) -> None:
+def idle(parent: Channel, invite: str) -> None:
     import torch
 
     torch.ones(256, 256) @ torch.ones(256, 256)
@@ -134,7 +134,7 @@ def _idle_peer(report: BenchReport, crew: Crew, backbone: cs.Swarm) -> None:
 # --- joining late ---------------------------------------------------------------------------------------------------
 
 
-def join_late(parent: Parent, numel: int, invite: str) -> None:
+def join_late(parent: Channel, numel: int, invite: str) -> None:
     """Worker: at a message, join and train ``numel`` parameters; report first sample and steps."""
     import torch
 

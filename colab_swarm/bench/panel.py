@@ -20,7 +20,7 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 
-from colab_swarm.bench.harness import BenchReport, Crew, Parent, benchmark
+from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark
 from colab_swarm.bench.overhead import TrainingLoop, memory_mib
 from colab_swarm.events import MemberTrace, RoundFinished, StepFinished
 from colab_swarm.notebook.panel import Panel
@@ -97,7 +97,7 @@ class Notebook:
         return len(nbformat.writes(self.client.nb).encode())  # type: ignore[no-untyped-call]
 
 
-def train_beside(parent: Parent, invite: str) -> None:
+def train_beside(parent: Channel, invite: str) -> None:
     loop = TrainingLoop(join(invite, peer_name="bob"), average_every=AVERAGE_EVERY)
     parent.send()
     while True:

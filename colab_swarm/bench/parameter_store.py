@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from colab_swarm.bench.harness import BenchReport, Crew, Parent, benchmark
+from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark
 from colab_swarm.workunits.state import Accepted, Unit
 from colab_swarm.workunits.store import KEEP_MEMORY, open_store
 from colab_swarm.workunits.weights import assimilate
@@ -175,7 +175,7 @@ def run(report: BenchReport) -> None:
             )
 
 
-def time_updates(parent: Parent, url: str, numel: int, updates: int) -> None:
+def time_updates(parent: Channel, url: str, numel: int, updates: int) -> None:
     """Worker: report the median milliseconds of an update of ``numel`` parameters in a store."""
     store, rng = open_store(url, "bench"), np.random.default_rng(0)
     store.begin(rng.random(numel, np.float32))

@@ -10,7 +10,7 @@ import pytest
 
 from colab_swarm.averaging.group import JoinRound
 from colab_swarm.averaging.moshpit import MoshpitAverager, MoshpitResult
-from colab_swarm.bench.groups import GroupRun, Town, is_contribution, play
+from colab_swarm.bench.dedloc import GroupRun, Town, is_contribution, play
 from colab_swarm.events import EventLog
 from colab_swarm.sim import LAN, SimNetwork
 from colab_swarm.swarm.network import assemble, find_others
