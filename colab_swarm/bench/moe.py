@@ -395,7 +395,7 @@ class Experts:
         made = [FeedForward(DIM, DIM) for _ in range(count)]
         self._block = made[0]
         self.rows = [nn.Parameter(nn.utils.parameters_to_vector(one.parameters()).detach()) for one in made]
-        self.optimizer = torch.optim.Adam(self.rows, lr=LR, amsgrad=True)
+        self.optimizer = torch.optim.Adam(self.rows, lr=LR, amsgrad=True, foreach=True)
 
     def _compute(self, row_P: Tensor, x_D: Tensor) -> Tensor:
         parameters = dict(self._block.named_parameters())
@@ -554,10 +554,8 @@ def run_convergence(report: BenchReport, faithful: bool = False) -> None:
         for (model, delay), scene in scenes.items():
             curves = [run_virtual(ConvergenceEmulation(scene, seed).run()) for seed in range(seeds)]
             report.curves[f"{model}_{delay}"] = curves
-            for kind, begin in (
-                ("final", -max(1, evaluations // 6)),
-                ("mean", 0),
-            ):  # a single evaluation is noisy
+            # a single evaluation is noisy
+            for kind, begin in (("final", -max(1, evaluations // 6)), ("mean", 0)):
                 percent = [100 * statistics.mean(curve[begin:]) for curve in curves]
                 key = f"{model}_{delay}_{kind}"
                 report.add(f"{key}_accuracy", statistics.mean(percent), "%", f"{seeds} seeds")
