@@ -12,44 +12,38 @@ BENCHMARKS = {
     "relay": "link:run_relay",
     "dht": "dht:run",
     "averaging": "averaging:run",
-    "groups": "groups:run",
-    "strategy": "strategy:run",
-    "albert": "albert:run",
+    "groups": "dedloc:run_groups",
+    "strategy": "dedloc:run_strategy",
+    "albert": "dedloc:run_albert",
     "overhead": "overhead:run",
     "join": "join:run",
     "soak": "overhead:run_soak",
-    "experts": "moe_throughput:run_experts",
-    "moe-throughput": "moe_throughput:run",
-    "moe-convergence": "moe_convergence:run",
+    "experts": "moe:run_experts",
+    "moe-throughput": "moe:run_throughput",
+    "moe-convergence": "moe:run_convergence",
     "beam-search": "dht:run_beam_search",
     "parameter-store": "parameter_store:run",
-    "workunits": "workunits:run",
+    "workunits": "vc_asgd:run_workunits",
     "vc-asgd": "vc_asgd:run",
-    "work-ordeal": "workunits:run_ordeal",
-    "elastic": "elastic_consistency:run_all",
+    "work-ordeal": "vc_asgd:run_ordeal",
+    "elastic": "elastic_consistency:run",
     "panel": "panel:run",
 }
+"""The functions that run them; ``run…`` is drawn by ``plot…``."""
 OPTIONS = {
-    "plot": ("groups", "strategy", "albert", "moe-convergence", "vc-asgd", "elastic"),
-    "data": ("workunits", "vc-asgd", "elastic"),
-    "faithful": ("moe-convergence",),
-    "python": ("averaging",),
+    "plot": (
+        "PNG",
+        "also draw them",
+        ("groups", "strategy", "albert", "moe-convergence", "vc-asgd", "elastic"),
+    ),
+    "data": ("NPZ", "images of 32 x 32 instead of digits", ("workunits", "vc-asgd", "elastic")),
+    "python": ("PATH", "of an environment with the package of --vs", ("averaging",)),
 }
+"""By option what it takes, its help, and its benchmarks."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m colab_swarm.bench", description=__doc__)
-    parser.add_argument("name", choices=[*BENCHMARKS, "all"])
-    parser.add_argument("--quick", action="store_true", help="under a minute, rougher figures")
-    parser.add_argument("--json", metavar="PATH", help="also write the figures to this file")
-    plotted, with_data = (", ".join(OPTIONS[option]) for option in ("plot", "data"))
-    parser.add_argument("--plot", metavar="PNG", help=f"also draw them ({plotted}; needs matplotlib)")
-    parser.add_argument("--faithful", action="store_true", help="moe-convergence: the published rules")
-    parser.add_argument("--data", metavar="NPZ", help=f"{with_data}: images of 32 x 32 instead of digits")
-    parser.add_argument("--vs", choices=["hivemind"], help="averaging: compare side by side")
-    parser.add_argument("--python", metavar="PATH", help="of an environment with the package of --vs")
-    options = parser.parse_args(arguments)
-    _check(parser, options)
+    options = _parsed(arguments)
     more = {key: value for key in ("python", "faithful", "data") if (value := getattr(options, key))}
     merged = BenchReport(options.name, options.quick)
     for name in BENCHMARKS if options.name == "all" else [options.name]:
@@ -59,17 +53,29 @@ def main(arguments: list[str] | None = None) -> None:
         print(report.table(), flush=True)
         merged.rows += report.rows
         if options.plot:
-            module.plot(report, options.plot)
+            getattr(module, run.replace("run", "plot"))(report, options.plot)
     if options.json:
         merged.save(options.json)
 
 
-def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+def _parsed(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m colab_swarm.bench", description=__doc__)
+    parser.add_argument("name", choices=[*BENCHMARKS, "all"])
+    parser.add_argument("--quick", action="store_true", help="under a minute, rougher figures")
+    parser.add_argument("--json", metavar="PATH", help="also write the figures to this file")
+    parser.add_argument("--faithful", action="store_true", help="moe-convergence: the published rules")
+    parser.add_argument("--vs", choices=["hivemind"], help="averaging: compare side by side")
+    for option, (metavar, text, names) in OPTIONS.items():
+        parser.add_argument(f"--{option}", metavar=metavar, help=f"{', '.join(names)}: {text}")
+    options = parser.parse_args(arguments)
     if (options.vs is None) != (options.python is None):
         parser.error("use: averaging --vs hivemind --python PATH")
-    for option, names in OPTIONS.items():
+    if options.faithful and options.name != "moe-convergence":
+        parser.error("--faithful is for moe-convergence")
+    for option, (_, _, names) in OPTIONS.items():
         if getattr(options, option) and options.name not in names:
             parser.error(f"--{option} is for {' or '.join(names)}, not {options.name}")
+    return options
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""An averaging round among processes on loopback, compared with torch.distributed's gloo, memory alone and hivemind."""
+"""An averaging round among processes on loopback, compared with gloo, memory alone and hivemind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import colab_swarm as cs
 from colab_swarm.averaging.exchange import UploadEncoding
 from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
 from colab_swarm.averaging.round import Averager
-from colab_swarm.bench.harness import BenchReport, Crew, Parent, Worker, call_all
+from colab_swarm.bench.harness import BenchReport, Channel, Crew, Worker, benchmark, call_all, receive_all
 from colab_swarm.bench.link import contact, start_node, where
 from colab_swarm.events import RoundFinished
 from colab_swarm.net.peers import Contact
@@ -37,14 +37,13 @@ STEP_PEERS, CROWD, GROUP = (4, 8), 16, 4
 Found = list[dict[str, Any]]
 
 
-def run(quick: bool, python: str | None = None) -> BenchReport:
+@benchmark("averaging")
+def run(report: BenchReport, python: str | None = None) -> None:
     """Measure rounds and full steps; with a ``python`` that has hivemind, also the steps of hivemind."""
-    report = BenchReport("averaging", quick)
-    numel = 2_000_000 if quick else 18_000_000
-    _compare_with_gloo(report, numel, rounds=6 if quick else 50)
-    _kill_members(report, numel, crowd=4 if quick else 8, kills=2 if quick else 10)
+    numel = 2_000_000 if report.quick else 18_000_000
+    _compare_with_gloo(report, numel, rounds=6 if report.quick else 50)
+    _kill_members(report, numel, crowd=4 if report.quick else 8, kills=2 if report.quick else 10)
     _measure_steps(report, python)
-    return report
 
 
 # --- one round ------------------------------------------------------------------------------------------------------
@@ -52,7 +51,7 @@ def run(quick: bool, python: str | None = None) -> BenchReport:
 
 def _start_peers(crew: Crew, seeds: Sequence[int], numel: int) -> dict[Worker, GroupMember]:
     workers = [crew.start(average_as_peer, seed, numel) for seed in seeds]
-    found = [contact(worker.receive()) for worker in workers]
+    found = map(contact, receive_all(workers))
     members = [
         GroupMember(one.id, one.addresses, 1.0 + seed, 1.0) for seed, one in zip(seeds, found, strict=True)
     ]
@@ -64,20 +63,32 @@ def _compare_with_gloo(report: BenchReport, numel: int, rounds: int) -> None:
         meeting = str(Path(folder) / "meeting")
         gloo = [crew.start(average_with_gloo, rank, numel, PEERS, meeting) for rank in range(PEERS)]
         peers = _start_peers(crew, range(PEERS), numel)
-        for worker in gloo:
-            worker.receive()
+        receive_all(gloo)
         pairs = [(_round(peers, numel), _run_together(gloo, {})) for _ in range(rounds + 1)][1:]
     ours, theirs = zip(*pairs, strict=True)
     seconds, gloo_s = _median_s(ours), _median_s(theirs)
     wire_gb = 2 * (PEERS - 1) * numel * 4 / 1e9
     cpu_s = statistics.median(sum(one["cpu_s"] for one in members) for members in ours)
-    report.add_all(
-        {"seconds": seconds, "gloo_seconds": gloo_s}, "s", "4 processes, in turns; only ours is encrypted"
+    vectors, piece, began = [pattern(numel) for _ in range(PEERS)], 1 << 14, time.perf_counter()
+    for start in range(0, numel, piece):
+        total = sum(vector[start : start + piece] for vector in vectors)
+        for vector in vectors:
+            np.copyto(vector[start : start + piece], total)
+    memory_s = (time.perf_counter() - began) / min(PEERS, os.cpu_count() or 1)
+    note = "4 processes, in turns; only ours is encrypted"
+    report.add_rows(
+        ("seconds", seconds, "s", note),
+        ("gloo_seconds", gloo_s, "s", note),
+        ("vs_gloo", seconds / gloo_s, "times", "lower is better"),
+        ("cpu_s_per_gb", cpu_s / wire_gb, "CPU-s/GB", "of payload, all processes together"),
+        ("memory_limit_s", memory_s, "s", "summing and copying, no network"),
+        (
+            "success",
+            statistics.mean(all(one["right"] for one in members) for members in ours),
+            "",
+            f"of {rounds} rounds",
+        ),
     )
-    report.add("vs_gloo", seconds / gloo_s, "times", "lower is better")
-    report.add("cpu_s_per_gb", cpu_s / wire_gb, "CPU-s/GB", "of payload, all processes together")
-    report.add("memory_limit_s", _memory_limit_s(numel), "s", "summing and copying, no network")
-    report.add("success", statistics.mean(map(_right, ours)), "", f"of {rounds} rounds")
 
 
 def _kill_members(report: BenchReport, numel: int, crowd: int, kills: int) -> None:
@@ -91,8 +102,9 @@ def _kill_members(report: BenchReport, numel: int, crowd: int, kills: int) -> No
             del peers[victim]
             peers |= _start_peers(crew, [crowd + number], numel)
     extra_s = max(one["seconds"] for members in killed for one in members) - calm_s
+    success = statistics.mean(all(one["right"] for one in members) for members in killed)
     report.add("kill_extra_s", extra_s, "s", f"slowest survivor, over {calm_s:.2f} s undisturbed")
-    report.add("kill_success", statistics.mean(map(_right, killed)), "", "right at all survivors")
+    report.add("kill_success", success, "", "right at all survivors")
 
 
 def _round(
@@ -101,11 +113,11 @@ def _round(
     members = sorted(peers.values(), key=lambda member: member.id)
     group = Group(os.urandom(16), RoundTerms("", 0, b"bench", numel), tuple(members))
     dead = peers[victim].weight if victim else 0.0
-    return _run_together(list(peers), {"group": msgspec.to_builtins(group), "dead": dead}, victim, after_s)
+    return _run_together(peers, {"group": msgspec.to_builtins(group), "dead": dead}, victim, after_s)
 
 
 def _run_together(
-    workers: Sequence[Worker], task: dict[str, object], victim: Worker | None = None, after_s: float = 0.0
+    workers: Collection[Worker], task: dict[str, object], victim: Worker | None = None, after_s: float = 0.0
 ) -> Found:
     call_all(workers, **task)
     for worker in workers:
@@ -114,26 +126,12 @@ def _run_together(
         time.sleep(after_s)
         victim.process.kill()
     left = [worker for worker in workers if worker is not victim]
-    for worker in left:
-        worker.receive()
+    receive_all(left)
     return call_all(left)
-
-
-def _right(members: Found) -> bool:
-    return all(one["right"] for one in members)
 
 
 def _median_s(rounds: Sequence[Found]) -> float:
     return float(statistics.median(max(one["seconds"] for one in members) for members in rounds))
-
-
-def _memory_limit_s(numel: int) -> float:
-    vectors, piece, began = [pattern(numel) for _ in range(PEERS)], 1 << 14, time.perf_counter()
-    for start in range(0, numel, piece):
-        total = sum(vector[start : start + piece] for vector in vectors)
-        for vector in vectors:
-            np.copyto(vector[start : start + piece], total)
-    return (time.perf_counter() - began) / min(PEERS, os.cpu_count() or 1)
 
 
 def pattern(numel: int) -> Floats:
@@ -142,53 +140,47 @@ def pattern(numel: int) -> Floats:
 
 
 def _is_mean(values: Floats, group: Group, dead: float) -> bool:
-    """Tell whether all values equal the mean of all members, or that without the dead one of this weight."""
+    """Tell whether the values are the mean of all members, or that without the dead one of this weight."""
     weights = np.array([member.weight for member in group.members])
     means = [(some**2).sum() / some.sum() for some in (weights, weights[weights != dead])]
     near = [np.isclose(values, np.float32(mean) * pattern(len(values)), rtol=1e-5) for mean in means]
     return bool(np.logical_or(*near).all())
 
 
-async def average_as_peer(parent: Parent, seed: int, numel: int) -> None:
+async def average_as_peer(parent: Channel, seed: int, numel: int) -> None:
     node = await start_node(run_id="bench")
-    averager = Averager(node)
+    averager, found = Averager(node), where(node)
     values, others = np.empty(numel, np.float32), np.empty(numel, np.float32)
-    parent.send(**where(node))
     while True:
-        task = await parent.wait()
+        task = await parent.wait_call(**found)
         group = msgspec.convert(task["group"], Group)
         for member in group.members:
             node.learn(Contact(member.id, member.addresses))
         values, others = others, values  # other members may still read the vector of the last round
         values[:] = (1.0 + seed) * pattern(numel)
-        parent.send()
-        await parent.wait()
+        await parent.wait_call()
         began, cpu_began = time.perf_counter(), time.process_time()
         result = await averager.average(group, values)
-        seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
-        parent.send()  # a check at this moment would slow down the other members
-        await parent.wait()
-        right = not result.kept_local and await asyncio.to_thread(_is_mean, values, group, task["dead"])
-        parent.send(seconds=seconds, cpu_s=cpu_s, right=right)
+        found = {"seconds": time.perf_counter() - began, "cpu_s": time.process_time() - cpu_began}
+        await parent.wait_call()  # a check at this moment would slow down the other members
+        found["right"] = not result.kept_local and await asyncio.to_thread(
+            _is_mean, values, group, task["dead"]
+        )
 
 
-def average_with_gloo(parent: Parent, rank: int, numel: int, world: int, meeting: str) -> None:
+def average_with_gloo(parent: Channel, rank: int, numel: int, world: int, meeting: str) -> None:
     torch.set_num_threads(1)
     collectives: Any = distributed
     collectives.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
-    values = torch.from_numpy(pattern(numel))
-    parent.send()
+    values, found = torch.from_numpy(pattern(numel)), dict[str, float]()
     while True:
-        parent.receive()
-        parent.send()
-        parent.receive()
+        parent.call(**found)
+        parent.call()
         began = time.perf_counter()
         collectives.all_reduce(values)
-        seconds = time.perf_counter() - began
+        found = {"seconds": time.perf_counter() - began}
         values /= world
-        parent.send()
-        parent.receive()
-        parent.send(seconds=seconds)
+        parent.call()
 
 
 # --- full steps: find the group, average, advance --------------------------------------------------------------------
@@ -222,13 +214,11 @@ def _time_steps(
         entry = crew.start(work, *mode, numel, peers, grace_s=10.0).receive()["contact"]
         for _ in range(peers - 1):
             crew.start(work, *mode, numel, peers, entry, grace_s=10.0)
-        for worker in crew[1:]:
-            worker.receive()
+        receive_all(crew[1:])
         for _ in range(steps + 1):
             for index, worker in enumerate(crew):
                 worker.send(value=float(index))
-            for worker in crew:
-                worker.receive()
+            receive_all(crew)
             before = _loopback_bytes()
             members = call_all(crew)
             step = {key: max(one[key] for one in members) for key in ("seconds", "reduced_s")}
@@ -257,12 +247,8 @@ def _add_steps(
     return seconds, reduced_s
 
 
-def make_full_steps(parent: Parent, mode: str, numel: int, peers: int, *invites: str) -> None:
-    """Worker of full steps. It exchanges the same messages as ``hivemind_worker.py``.
-
-    Args:
-        mode: ``step`` for a training step of all, ``groups`` for `Swarm.average` in groups.
-    """
+def make_full_steps(parent: Channel, mode: str, numel: int, peers: int, *invites: str) -> None:
+    """Worker: a full ``step`` of all, or ``groups`` by `Swarm.average`; as ``hivemind_worker.py``."""
 
     def no_state() -> Snapshot:
         raise AssertionError("no peer falls behind in this benchmark")
@@ -289,21 +275,22 @@ def make_full_steps(parent: Parent, mode: str, numel: int, peers: int, *invites:
         swarm = cs.create("bench", options=options)
     collaboration = swarm.runtime.call(begin())
     values, others = np.empty(numel, np.float32), np.empty(numel, np.float32)
-    parent.send(contact="" if invites else str(swarm.invite()))
+    found: dict[str, Any] = {"contact": "" if invites else str(swarm.invite())}
     while True:
         values, others = others, values
-        values[:] = parent.receive()["value"]
+        values[:] = parent.call(**found)["value"]
         while mode == "step" and len(collaboration.progress.records) < peers:
             swarm.runtime.call(collaboration.refresh())
-        parent.send(ready=True)
-        parent.receive()
+        parent.call(ready=True)
         began = time.perf_counter()
         if mode == "groups":
             values[:], _ = swarm.average(values, group_size=GROUP)
         else:
             swarm.runtime.call(step())
-        seconds = time.perf_counter() - began
+        found = {
+            "seconds": time.perf_counter() - began,
+            "low": float(values.min()),
+            "high": float(values.max()),
+        }
         last = next(reversed(swarm.events.recent(RoundFinished)), None)
-        reduced_s = last.averaging_s if isinstance(last, RoundFinished) else 0.0
-        low, high = float(values.min()), float(values.max())
-        parent.send(seconds=seconds, reduced_s=reduced_s, low=low, high=high)
+        found["reduced_s"] = last.averaging_s if isinstance(last, RoundFinished) else 0.0

@@ -14,12 +14,12 @@ import bisect
 import random
 import statistics
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from colab_swarm.bench.harness import BenchReport, Crew, Parent, call_all
+from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark, call_all, receive_all
 from colab_swarm.bench.link import contact, start_node, where
 from colab_swarm.dht.records import Fetch, FindNear
 from colab_swarm.dht.service import DHT, DHTSettings, Reading, RunServices
@@ -30,16 +30,10 @@ from colab_swarm.net.peers import Contact, Message
 from colab_swarm.sim import PAPER_CLOUD, NetworkProfile, SimNetwork, SimPeers, run_virtual, virtual_time
 
 DEAD_SHARE, PROCESSES, IN_FLIGHT = 0.2, 8, 8
+SIZES = {100: "100", 1000: "1k", 10_000: "10k"}
 
 
-class DhtLookup(NamedTuple):
-    found: bool
-    hops: int
-    calls: int
-    seconds: float
-
-
-def fill_tables(dhts: list[DHT], contacts: list[Contact], rng: random.Random) -> None:
+def fill_tables(dhts: Sequence[DHT], contacts: list[Contact], rng: random.Random) -> None:
     """Fill every routing table as in a swarm that has run for long: random contacts in each bucket."""
     by_id = sorted(contacts, key=lambda contact: contact.id)
     ids = [int.from_bytes(contact.id, "big") for contact in by_id]
@@ -56,8 +50,8 @@ def fill_tables(dhts: list[DHT], contacts: list[Contact], rng: random.Random) ->
                 break  # no other id shares more bits
 
 
-async def read_records(peers: int, records: int, seed: int = 0) -> list[DhtLookup]:
-    """Store records, silence a fifth of all peers, then read each record at another peer."""
+async def read_records(peers: int, records: int, seed: int = 0) -> dict[str, tuple[float, ...]]:
+    """Store records, silence a fifth of all peers, then read each elsewhere; per figure a value a read."""
     network, rng = SimNetwork(PAPER_CLOUD, seed=seed), random.Random(seed)
     nodes = [network.peer(str(i)) for i in range(peers)]
     dhts = [DHT(node, DHTSettings(), random.Random(i)) for i, node in enumerate(nodes)]
@@ -73,12 +67,8 @@ async def read_records(peers: int, records: int, seed: int = 0) -> list[DhtLooku
         began = virtual_time()
         reading = await rng.choice(alive).read(f"record {i}")
         found = b"" in reading.found and reading.found[b""].value == i
-        lookups.append(DhtLookup(found, reading.hops or 0, reading.calls, virtual_time() - began))
-    return lookups
-
-
-def size_name(peers: int) -> str:
-    return f"{peers // 1000}k" if peers >= 1000 else str(peers)
+        lookups.append((found, reading.hops or 0, reading.calls, virtual_time() - began))
+    return dict(zip(("found", "hops", "calls", "seconds"), zip(*lookups, strict=True), strict=True))
 
 
 async def _median_ms(operations: int, operation: Callable[[int], Awaitable[Any]]) -> float:
@@ -103,28 +93,27 @@ async def _store_and_get(dht: DHT, name: str, operations: int) -> int:
     return sum(await asyncio.gather(*map(chain, range(IN_FLIGHT))))
 
 
-async def take_part(parent: Parent) -> None:
+async def take_part(parent: Channel) -> None:
     node = await start_node()
-    dht, name = DHT(node, DHTSettings(), random.Random()), node.id.hex()
-    parent.send(**where(node))
+    dht, name, found = DHT(node, DHTSettings(), random.Random()), node.id.hex(), where(node)
     while True:
-        match await parent.wait():
-            case {"bootstrap": found}:
-                await dht.bootstrap([contact(found)])
-                parent.send()
+        match await parent.wait_call(**found):
+            case {"bootstrap": entry}:
+                await dht.bootstrap([contact(entry)])
+                found = {}
             case {"one_at_a_time": operations}:
                 store_ms = await _median_ms(operations, lambda i: dht.store(f"{name} {i}", i, ttl_s=600))
                 get_ms = await _median_ms(operations, lambda i: dht.get(f"{name} {i}"))
-                parent.send(store_ms=store_ms, get_ms=get_ms)
+                found = {"store_ms": store_ms, "get_ms": get_ms}
             case {"at_once": operations}:
-                parent.send(good=await _store_and_get(dht, name, operations))
+                found = {"good": await _store_and_get(dht, name, operations)}
 
 
 def _processes(report: BenchReport, operations: int) -> None:
     with Crew() as crew:
         for _ in range(PROCESSES):
             crew.start(take_part)
-        entry, *_ = [worker.receive() for worker in crew]
+        entry, *_ = receive_all(crew)
         for worker in crew[1:] * 2:  # twice, so that the first ones meet the last ones
             worker.call(bootstrap=entry)
         report.add_all(crew[1].call(one_at_a_time=operations), "ms", f"{PROCESSES} processes, one at a time")
@@ -149,19 +138,19 @@ async def _loopback(report: BenchReport, peers: int, operations: int) -> None:
     report.add_all({f"store_ms_{peers}": store_ms, f"get_ms_{peers}": get_ms}, "ms", "median")
 
 
-def run(quick: bool) -> BenchReport:
+@benchmark("dht")
+def run(report: BenchReport) -> None:
     """Measure reads and stores of records; ``quick`` takes fewer operations."""
-    report = BenchReport("dht", quick)
-    for peers in (100, 1000, 10_000):
-        lookups, name = run_virtual(read_records(peers, 50 if quick else 400)), size_name(peers)
-        report.add(f"found_{name}", statistics.mean(one.found for one in lookups), "", "a fifth is silent")
-        report.add(f"hops_{name}", statistics.median(one.hops for one in lookups), "hops", "median")
-        report.add(f"calls_{name}", statistics.mean(one.calls for one in lookups), "calls", "mean per read")
-        latency_s = statistics.median(one.seconds for one in lookups)
-        report.add(f"latency_ms_{name}", 1e3 * latency_s, "ms", "virtual, median")
-    _processes(report, 160 if quick else 800)
-    asyncio.run(_loopback(report, 32, 50 if quick else 200))
-    return report
+    for peers, name in SIZES.items():
+        lookups = run_virtual(read_records(peers, 50 if report.quick else 400))
+        report.add_rows(
+            (f"found_{name}", statistics.mean(lookups["found"]), "", "a fifth is silent"),
+            (f"hops_{name}", statistics.median(lookups["hops"]), "hops", "median"),
+            (f"calls_{name}", statistics.mean(lookups["calls"]), "calls", "mean per read"),
+            (f"latency_ms_{name}", 1e3 * statistics.median(lookups["seconds"]), "ms", "virtual, median"),
+        )
+    _processes(report, 160 if report.quick else 800)
+    asyncio.run(_loopback(report, 32, 50 if report.quick else 200))
 
 
 # --- beam search ------------------------------------------------------------------------------------------------------
@@ -194,19 +183,6 @@ def _directory(peer: SimPeers, dht: DHT) -> Directory:
     return Directory(services, DirectorySettings(ttl_s=3600.0))
 
 
-async def _announce(peers: list[SimPeers], dhts: list[WatchedDHT]) -> None:
-    uids = [GRID.uid(index) for index in GRID]
-    hosts = min(HOSTS, len(peers) // 2)
-    share = -(-len(uids) // hosts)
-    parts = [uids[i * share : (i + 1) * share] for i in range(hosts)]
-    await asyncio.gather(
-        *(
-            _directory(peer, dht).announce(GRID, {uid: ((1024,), 0) for uid in part})
-            for peer, dht, part in zip(peers, dhts, parts, strict=False)
-        )
-    )
-
-
 async def _search(network: CountingNetwork, peer: SimPeers, dht: WatchedDHT, seed: int) -> dict[str, float]:
     rng = np.random.default_rng(seed)
     scores = [rng.standard_normal((BATCH, side), dtype=np.float32) for side in GRID.sides]
@@ -230,39 +206,41 @@ async def _search(network: CountingNetwork, peer: SimPeers, dht: WatchedDHT, see
     }
 
 
-def _link(network: SimNetwork, peers: list[SimPeers], dhts: list[WatchedDHT]) -> None:
-    known = {peer.name: {contact.id for contact in dht.table} for peer, dht in zip(peers, dhts, strict=True)}
-    network.standing = lambda one, other: other.id in known[one.name] or one.id in known[other.name]
-
-
 async def find_experts(
     size: int, searches: int, profile: NetworkProfile, *, standing: bool
 ) -> dict[str, list[float]]:
-    """Let peers without experts search, one after the other, each for the first time.
+    """Let peers without experts search in turn, for the first time; per figure return one value a search.
 
-    Returns:
-        Per figure one entry per search; cold times are virtual milliseconds, warm ones those of the processor.
+    Cold times are virtual milliseconds, warm ones those of the processor.
     """
     network, rng = CountingNetwork(profile), random.Random(0)
     peers = [network.peer(str(i)) for i in range(size)]
     dhts = [WatchedDHT(peer, DHTSettings(), random.Random(i)) for i, peer in enumerate(peers)]
     for dht in dhts:
         dht.readings = []
-    fill_tables(list(dhts), [peer.contact for peer in peers], rng)
+    fill_tables(dhts, [peer.contact for peer in peers], rng)
     if standing:
-        _link(network, peers, dhts)
-    await _announce(peers, dhts)
+        known = {
+            peer.name: {contact.id for contact in dht.table} for peer, dht in zip(peers, dhts, strict=True)
+        }
+        network.standing = lambda one, other: other.id in known[one.name] or one.id in known[other.name]
+    uids, hosts = [GRID.uid(index) for index in GRID], min(HOSTS, size // 2)
+    share = -(-len(uids) // hosts)
+    for_host = [dict.fromkeys(uids[i * share : (i + 1) * share], ((1024,), 0)) for i in range(hosts)]
+    announced = zip(peers, dhts, for_host, strict=False)
+    await asyncio.gather(*(_directory(peer, dht).announce(GRID, part) for peer, dht, part in announced))
     chosen = rng.sample(range(size // 2, size), searches)
     found = [await _search(network, peers[i], dhts[i], seed) for seed, i in enumerate(chosen)]
     return {key: [one[key] for one in found] for key in found[0]}
 
 
-def run_beam_search(quick: bool) -> BenchReport:
-    report, searches = BenchReport("beam-search", quick, "beam"), 8 if quick else 40
-    for size, published in PUBLISHED_MS.items():
-        found, name = run_virtual(find_experts(size, searches, PAPER_CLOUD, standing=True)), size_name(size)
-        cold_ms = statistics.median(found["cold_ms"])
-        report.add(f"cold_ms_{name}", cold_ms, "ms", f"virtual, median; published {published}")
+@benchmark("beam-search", "beam")
+def run_beam_search(report: BenchReport) -> None:
+    searches = 8 if report.quick else 40
+    for size, name in SIZES.items():
+        found = run_virtual(find_experts(size, searches, PAPER_CLOUD, standing=True))
+        note = f"virtual, median; published {PUBLISHED_MS[size]}"
+        report.add(f"cold_ms_{name}", statistics.median(found["cold_ms"]), "ms", note)
         report.add(f"cold_ms_{name}_worst", max(found["cold_ms"]), "ms", "virtual")
         means = {key: statistics.mean(found[key]) for key in ("look_ups", "hops", "queries", "received_kb")}
         report.add_all({f"{key}_{name}": mean for key, mean in means.items()}, "", "mean per search")
@@ -271,4 +249,3 @@ def run_beam_search(quick: bool) -> BenchReport:
     for name, profile, standing in (("exponential", EXPONENTIAL, True), ("no_links", PAPER_CLOUD, False)):
         found = run_virtual(find_experts(100, searches, profile, standing=standing))
         report.add(f"cold_ms_100_{name}", statistics.median(found["cold_ms"]), "ms", "virtual, median")
-    return report

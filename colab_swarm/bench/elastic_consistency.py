@@ -19,7 +19,6 @@ import os
 import random
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -36,18 +35,18 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import colab_swarm as cs
 from colab_swarm.bench.harness import (
     BenchReport,
+    Channel,
     Crew,
-    Parent,
+    benchmark,
     call_all,
     drawn,
     python_command,
     torch_threads,
 )
-from colab_swarm.bench.slow_link import ADDRESSES, DEVICE, SlowLink, missing
+from colab_swarm.bench.slow_link import ADDRESSES, DEVICE, missing, slow_link
 from colab_swarm.elastic import schedulers
 from colab_swarm.elastic.ledger import ExactMeter, GradientLedger, Meter
 from colab_swarm.recipes.classify import classification_job
-from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.codecs import ErrorFeedback, Floats, codec_of
 from colab_swarm.workunits.job import Array, Job
 
@@ -140,11 +139,7 @@ class Emulation:
         self._now = 0.0
 
     def run(self) -> Emulation:
-        """Run to the end; return itself.
-
-        Raises:
-            RuntimeError: a peer waits for a gradient that never comes.
-        """
+        """Run to the end and return itself; RuntimeError if a peer waits for what never comes."""
         for peer in range(self._scene.peers):
             self._begin(peer)
         while self._events:
@@ -179,8 +174,9 @@ class Emulation:
         member, crash, part = self.members[peer], self._scene.crashes.get(peer), self._parts[bucket]
         wanted = gradient[part] + member.feedback.residual[part]
         sent = member.feedback.encode(self._codec, part.start, gradient[part])[1].copy()
-        squares = _square(gradient[part]), _square(wanted - sent)
-        self._gamma = max(self._gamma, squares[1] / (_square(wanted) or 1))
+        own, lost, whole = (float(np.dot(one, one)) for one in (gradient[part], wanted - sent, wanted))
+        squares = own, lost
+        self._gamma = max(self._gamma, lost / (whole or 1))
         member.ledger.on_own(step, bucket, sent, now=self._now)
         member.meter.on_norms(peer, step, *squares)
         last_words = crash if crash is not None and crash.step == step else None
@@ -241,10 +237,6 @@ class Emulation:
                 if bound := member.scheduler.bound(self.exact.facts(gamma=gamma, crashed=len(self.fired))):
                     ratios.append(self.exact.measured / bound)
         self._at(self._now, self._begin, peer)
-
-
-def _square(values: Floats) -> float:
-    return float(np.dot(values, values))
 
 
 # --- the experiments --------------------------------------------------------------------------------------------------
@@ -310,23 +302,22 @@ def tensors(part: Sequence[Array]) -> Part:
     return torch.from_numpy(part[0]), torch.from_numpy(part[1])
 
 
-def uneven(peer: int, step: int) -> float:
-    return random.Random(f"{peer} {step}").uniform(0.8, 1.2)
-
-
 def emulate(task: ConsistencyTask, scene: Scene, seed: int) -> Emulation:
-    """Emulate ``scene``, which has no sizes, over a network that takes a second for a gradient, and more at random."""
+    """Emulate ``scene`` (without sizes) where a gradient travels for a second, and more at random."""
 
     def delay(sender: int, receiver: int, step: int, bucket: int) -> float:
         chance = random.Random(f"{seed} {sender} {receiver} {step} {bucket}")
         return task.sizes[bucket] / len(task.start) + chance.expovariate(1 / STAYS_AWAY_S)
 
-    slow = replace(scene, sizes=task.sizes, backward_s=uneven, delay=delay)
+    def backward_s(peer: int, step: int) -> float:
+        return random.Random(f"{peer} {step}").uniform(0.8, 1.2)
+
+    slow = replace(scene, sizes=task.sizes, backward_s=backward_s, delay=delay)
     return Emulation(slow, task.start, task.gradient).run()
 
 
 def accuracies(report: BenchReport, model: Model, data: str, seeds: int) -> float:
-    """Report the final accuracy for each scheduler, over the seeds; return how much beta 0.8 loses, in points."""
+    """Report the final accuracy for each scheduler; return how many points beta 0.8 loses."""
     cases = {"variance": SCHEDULERS["variance"]}
     cases |= {f"beta_{beta:g}": partial(schedulers.NormBounded, beta) for beta in BETAS}
     for case, scheduler in cases.items():
@@ -352,12 +343,14 @@ def ratios(report: BenchReport, steps: int, peers: int = 4) -> None:
             if run.ratios:  # else perfectly consistent: the bound is 0
                 worst, tightest = max(worst, *run.ratios), max(tightest, *run.tight_ratios)
                 report.add(f"bound_ratio_{name}_{codec}", max(run.ratios), "", "measured / bound")
-    report.add("max_bound_ratio", worst, "", "largest measured / bound; <= 1 wanted")
-    report.add("max_bound_ratio_found_gamma", tightest, "", "the same, with the gamma of the run")
+    report.add_rows(
+        ("max_bound_ratio", worst, "", "largest measured / bound; <= 1 wanted"),
+        ("max_bound_ratio_found_gamma", tightest, "", "the same, with the gamma of the run"),
+    )
 
 
 def compressions(report: BenchReport, seeds: int) -> None:
-    """Report the accuracy with one value of a hundred, with and without error feedback, against all values."""
+    """Report what sending one value of a hundred costs, with and without error feedback."""
     topk, found = replace(COMPRESSED, codec="topk:0.01"), []
     for seed in range(seeds):
         task = ConsistencyTask(seed)
@@ -370,20 +363,16 @@ def compressions(report: BenchReport, seeds: int) -> None:
     report.add_all(drops, "points", f"of {whole:.2f} % uncompressed")
 
 
-def run(quick: bool = False, data: str = "digits") -> BenchReport:
-    """Run all three experiments.
-
-    Args:
-        data: images for a residual network in the first, instead of digits for an MLP and, unless ``quick``, for it.
-    """
-    report, seeds = BenchReport("elastic", quick), 1 if quick else 3
-    models: list[Model] = ["resnet"] if data != "digits" else ["mlp"] if quick else ["mlp", "resnet"]
+@benchmark("elastic")
+def run_emulated(report: BenchReport, data: str = "digits") -> None:
+    """Run the three experiments on virtual time; ``data`` are images for a residual network in the first."""
+    seeds = 1 if report.quick else 3
+    models: list[Model] = ["resnet"] if data != "digits" else ["mlp"] if report.quick else ["mlp", "resnet"]
     with torch_threads(1):  # tensors are tiny
         drops = [accuracies(report, model, data, seeds) for model in models]
         report.add("accuracy_drop", max(drops), "points", "of beta 0.8 against 1; <= 1 wanted")
-        ratios(report, steps=20 if quick else 150)
+        ratios(report, steps=20 if report.quick else 150)
         compressions(report, seeds)
-    return report
 
 
 def plot(report: BenchReport, path: str) -> None:
@@ -416,61 +405,59 @@ HIDDEN, LAYERS, ROWS, LR, MOMENTUM = 64, 10, 1024, 0.02, 0.9
 WARM_UP, WINDOW = 20, 10
 
 
-def run_all(quick: bool = False, data: str = "digits") -> BenchReport:
-    """Run the three experiments above, see `run`, and `add_speed`."""
-    report = run(quick, data)
-    add_speed(report, *((1, 100) if quick else (3, 300)))
-    return report
+@benchmark("elastic")
+def run(report: BenchReport, data: str = "digits") -> None:
+    """Run the experiments above, see `run_emulated`, and `add_speed`."""
+    report.rows += run_emulated(report.quick, data=data).rows
+    add_speed(report, *((1, 100) if report.quick else (3, 300)))
 
 
 def add_speed(report: BenchReport, seeds: int, steps: int) -> None:
-    """Measure step times over ``seeds`` runs of ``steps`` steps; if that is impossible, add a row with the reason."""
+    """Measure step times over ``seeds`` runs of ``steps`` steps, or add a row with the reason why not."""
     if reason := missing():
         report.add("speed_measured", 0, "", f"step times need two network namespaces: {reason}")
         return
-    runs = _measure(seeds, steps)
-    step_s = {way: statistics.median(figures["step_s"]) for way, figures in runs.items()}
-    synchronous_s, norm_s = step_s["synchronous"], step_s[HEADLINE]
-    for way, seconds in step_s.items():
-        accuracy = statistics.mean(runs[way]["accuracy"])
-        report.add(f"step_ms_{way}", 1e3 * seconds, "ms", f"accuracy {accuracy:.1%}")
-    share = 1 - statistics.median(runs["alone"]["cpu_s"]) / synchronous_s
-    lost = statistics.mean(runs["synchronous"]["accuracy"]) - statistics.mean(runs[HEADLINE]["accuracy"])
-    report.add("communication_share", share, "", f"of a synchronous step, {1e3 * DELAY_S:g} ms of latency")
-    report.add("step_time_vs_synchronous", norm_s / synchronous_s, "", f"{HEADLINE}; <= 0.8 wanted")
-    report.add("speed_accuracy_drop", 100 * lost, "points", f"of it, mean of {seeds} seeds; <= 1 wanted")
-    ratio = synchronous_s / step_s["ddp"]
-    report.add("synchronous_vs_ddp", ratio, "", "over gloo, not encrypted; <= 1.15 wanted")
-
-
-def _measure(seeds: int, steps: int) -> dict[str, dict[str, list[float]]]:
-    runs: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    with SlowLink(delay_s=DELAY_S, jitter_s=JITTER_S) as link, Crew() as crew:
+    runs: dict[str, list[list[dict[str, float]]]] = {way: [] for way in (*OTHERS, *WAYS)}  # by seed and peer
+    with slow_link(delay_s=DELAY_S, jitter_s=JITTER_S) as command, Crew() as crew:
         invite = ""
         for rank in range(PEERS):
-            command = ["nice", "-n", "-10", *python_command(train, rank, invite)]
-            invite = crew.start(link.command(rank, *command)).receive()["invite"]
+            words = command(rank, "nice", "-n", "-10", *python_command(train, rank, invite))
+            invite = crew.start(words).receive()["invite"]
         for seed in range(seeds):
-            for way in (*OTHERS, *WAYS):
-                found = call_all(crew, way=way, seed=seed, steps=steps)
-                for key, combine in (("step_s", max), ("cpu_s", max), ("accuracy", statistics.mean)):
-                    runs[way][key].append(combine(one[key] for one in found))
-    return runs
+            for way, found in runs.items():
+                found.append(call_all(crew, way=way, seed=seed, steps=steps))
+    step_s, cpu_s = (
+        {
+            way: statistics.median(max(one[key] for one in peers) for peers in found)
+            for way, found in runs.items()
+        }
+        for key in ("step_s", "cpu_s")
+    )
+    accuracy = {
+        way: statistics.mean(one["accuracy"] for peers in found for one in peers)
+        for way, found in runs.items()
+    }
+    for way, seconds in step_s.items():
+        report.add(f"step_ms_{way}", 1e3 * seconds, "ms", f"accuracy {accuracy[way]:.1%}")
+    synchronous_s, lost = step_s["synchronous"], 100 * (accuracy["synchronous"] - accuracy[HEADLINE])
+    share = 1 - cpu_s["alone"] / synchronous_s
+    report.add_rows(
+        ("communication_share", share, "", f"of a synchronous step, {1e3 * DELAY_S:g} ms of latency"),
+        ("step_time_vs_synchronous", step_s[HEADLINE] / synchronous_s, "", f"{HEADLINE}; <= 0.8 wanted"),
+        ("speed_accuracy_drop", lost, "points", f"of it, mean of {seeds} seeds; <= 1 wanted"),
+        ("synchronous_vs_ddp", synchronous_s / step_s["ddp"], "", "over gloo, not encrypted; <= 1.15 wanted"),
+    )
 
 
 # --- one of the two peers ---------------------------------------------------------------------------------------------
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(HIDDEN, HIDDEN)
-
+class Layer(nn.Linear):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + torch.relu(self.inner(hidden))
+        return hidden + torch.relu(super().forward(hidden))
 
 
-def train(parent: Parent, rank: int, invite: str) -> None:
+def train(parent: Channel, rank: int, invite: str) -> None:
     """Worker: learn digits step by step, for each message ``{"way": …, "seed": …, "steps": …}``.
 
     A way is a name of `WAYS`, ``alone`` (no other peer), or ``ddp``: torch's `DistributedDataParallel` over gloo.
@@ -488,10 +475,10 @@ def train(parent: Parent, rank: int, invite: str) -> None:
 
 
 def _train_one(
-    swarm: Swarm, rank: int, learned: Part, unseen: Part, *, way: str, seed: int, steps: int
+    swarm: cs.Swarm, rank: int, learned: Part, unseen: Part, *, way: str, seed: int, steps: int
 ) -> dict[str, float]:
     torch.manual_seed(seed)
-    layers = (Layer() for _ in range(LAYERS))
+    layers = (Layer(HIDDEN, HIDDEN) for _ in range(LAYERS))
     model = nn.Sequential(nn.Linear(64, HIDDEN), *layers, nn.Linear(HIDDEN, 10))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
     forward: nn.Module = DistributedDataParallel(model) if way == "ddp" else model

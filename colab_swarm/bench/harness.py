@@ -19,13 +19,16 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import IO, Any, NamedTuple, Self, TypeVar
+
+T = TypeVar("T")
 
 # --- figures ---------------------------------------------------------------------------------------------------------
 
@@ -41,12 +44,13 @@ class Figure(NamedTuple):
 
 @dataclass
 class BenchReport:
-    """The figures of one benchmark run; their keys begin with ``prefix``, by default the name."""
+    """The figures of a run; their keys begin with ``prefix``. ``curves`` are also drawn, each by seed."""
 
     name: str
     quick: bool
     prefix: str = ""
     rows: list[Figure] = field(default_factory=list)
+    curves: dict[str, list[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.prefix = self.prefix or self.name.replace("-", "_")
@@ -54,9 +58,12 @@ class BenchReport:
     def add(self, key: str, value: float, unit: str = "", note: str = "") -> None:
         self.rows.append(Figure(f"{self.prefix}.{key}", float(value), unit, note))
 
+    def add_rows(self, *rows: tuple[str, float, str, str]) -> None:
+        for row in rows:
+            self.add(*row)
+
     def add_all(self, figures: Mapping[str, float], unit: str = "", note: str = "") -> None:
-        for key, value in figures.items():
-            self.add(key, value, unit, note)
+        self.add_rows(*((key, value, unit, note) for key, value in figures.items()))
 
     @property
     def figures(self) -> dict[str, float]:
@@ -70,23 +77,36 @@ class BenchReport:
 
     def save(self, path: str | Path) -> None:
         """Write ``{"metrics": {key: number}, "environment": {...}}``."""
-        metrics = {row.key: row.value for row in self.rows}
-        Path(path).write_text(json.dumps({"metrics": metrics, "environment": environment()}, indent=1))
+        found = {"metrics": {row.key: row.value for row in self.rows}, "environment": environment()}
+        Path(path).write_text(json.dumps(found, indent=1))
+
+
+def benchmark(name: str, prefix: str = "") -> Callable[[Callable[..., None]], Callable[..., BenchReport]]:
+    """Make ``run(quick=…, **options)``, which returns the report, of a function that fills it."""
+
+    def decorate(measure: Callable[..., None]) -> Callable[..., BenchReport]:
+        @wraps(measure)
+        def run(quick: bool = False, **options: Any) -> BenchReport:
+            report = BenchReport(name, quick, prefix)
+            measure(report, **options)
+            return report
+
+        return run
+
+    return decorate
 
 
 def environment() -> dict[str, str | int | float | None]:
     """Describe the machine and the installed versions."""
     packages = ("colab-swarm", "torch", "aiohttp", "cryptography", "numpy")
+    found = {name: version(name) if find_spec(name.replace("-", "_")) else "absent" for name in packages}
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cores": os.cpu_count(),
         "load_1min": os.getloadavg()[0] if hasattr(os, "getloadavg") else -1.0,
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **{
-            package: version(package) if find_spec(package.replace("-", "_")) else "absent"
-            for package in packages
-        },
+        **found,
     }
 
 
@@ -94,7 +114,7 @@ def environment() -> dict[str, str | int | float | None]:
 def drawn(
     path: str | Path, size: tuple[float, float], columns: int = 1, *, sharey: bool = False
 ) -> Iterator[Any]:
-    """Give the axes of a new figure, side by side; then add grids and legends and save a PNG. Needs matplotlib."""
+    """Give the axes of a new figure, side by side; then add grids and legends and save a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
@@ -118,6 +138,14 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def run_aside(main: Coroutine[Any, Any, T], run: Callable[[Coroutine[Any, Any, T]], T]) -> T:
+    """Return ``run(main)`` of a new thread: in a notebook, this thread has a loop already."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run, main).result()
+
+
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
@@ -128,14 +156,37 @@ def python_command(function: Callable[..., object], *arguments: object) -> list[
     return [sys.executable, "-m", __name__, f"{module.name}:{function.__name__}", json.dumps(arguments)]
 
 
-class Worker:
-    """A child process; see `close`.
+class Channel:
+    """One end of an exchange of JSON objects, one per line."""
 
-    Args:
-        work: a function of a module, or the words of a command.
-        arguments: of the function, or more words of the command.
-        grace_s: seconds that the child gets to end by itself when its input ends.
-        environment: variables to set for it.
+    def __init__(self, source: IO[str], target: IO[str]) -> None:
+        self._source, self._target = source, target
+
+    def send(self, **message: object) -> None:
+        print(json.dumps(message), file=self._target, flush=True)
+
+    def receive(self) -> dict[str, Any]:
+        """Return the next message, or raise `EOFError` if the other process ended.
+
+        Other lines, printed by libraries, are skipped.
+        """
+        for line in self._source:
+            if line.startswith("{"):
+                return dict(json.loads(line))
+        raise EOFError("the other process has ended: see its error above")
+
+    def call(self, **message: object) -> dict[str, Any]:
+        self.send(**message)
+        return self.receive()
+
+    async def wait_call(self, **message: object) -> dict[str, Any]:
+        return await asyncio.to_thread(self.call, **message)
+
+
+class Worker(Channel):
+    """A child process that runs a function of a module, or a command of words; both get more ``arguments``.
+
+    It gets ``grace_s`` to end by itself when its input ends, and these variables of the ``environment``.
     """
 
     def __init__(
@@ -154,38 +205,18 @@ class Worker:
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
             text=True,
         )
-
-    def send(self, **message: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(message) + "\n")
-        self.process.stdin.flush()
-
-    def receive(self) -> dict[str, Any]:
-        """Return the next message. Other lines, printed by libraries, are skipped.
-
-        Raises:
-            RuntimeError: the worker ended.
-        """
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                return dict(json.loads(line))
-        raise RuntimeError(f"a worker ended: {self.process.args!r}, exit code {self.process.wait()}")
-
-    def call(self, **message: object) -> dict[str, Any]:
-        self.send(**message)
-        return self.receive()
+        assert self.process.stdin is not None and self.process.stdout is not None
+        super().__init__(self.process.stdout, self.process.stdin)
 
     def close(self) -> None:
         """Kill it, after its grace."""
-        assert self.process.stdin is not None and self.process.stdout is not None
         try:
-            self.process.stdin.close()
+            self._target.close()
             self.process.wait(self._grace_s)
         except (subprocess.TimeoutExpired, OSError):
             self.process.kill()
             self.process.wait()
-        self.process.stdout.close()
+        self._source.close()
 
 
 class Crew(list[Worker]):
@@ -203,37 +234,22 @@ class Crew(list[Worker]):
             worker.close()
 
 
-def call_all(workers: Sequence[Worker], **message: object) -> list[dict[str, Any]]:
-    for worker in workers:
-        worker.send(**message)
+def receive_all(workers: Iterable[Worker]) -> list[dict[str, Any]]:
     return [worker.receive() for worker in workers]
 
 
-class Parent:
-    """The worker's view of the process that started it."""
-
-    def __init__(self) -> None:
-        self._output = sys.stdout  # a worker may redirect the standard output later
-
-    def send(self, **message: object) -> None:
-        print(json.dumps(message), file=self._output, flush=True)
-
-    def receive(self) -> dict[str, Any]:
-        """Return the next message.
-
-        Raises:
-            EOFError: there are no more; it ends the worker quietly.
-        """
-        return dict(json.loads(input()))
-
-    async def wait(self) -> dict[str, Any]:
-        return await asyncio.to_thread(self.receive)
+def call_all(workers: Collection[Worker], **message: object) -> list[dict[str, Any]]:
+    for worker in workers:
+        worker.send(**message)
+    return receive_all(workers)
 
 
 if __name__ == "__main__":
     module, _, name = sys.argv[1].partition(":")
     try:
-        work = getattr(importlib.import_module(module), name)(Parent(), *json.loads(sys.argv[2]))
+        work = getattr(importlib.import_module(module), name)(
+            Channel(sys.stdin, sys.stdout), *json.loads(sys.argv[2])
+        )
         if inspect.iscoroutine(work):
             asyncio.run(work)
     except EOFError:

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import colab_swarm as cs
-from colab_swarm.bench.harness import BenchReport, Crew, Parent
+from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark
 from colab_swarm.errors import SwarmError
 from colab_swarm.invite import Setting
 from colab_swarm.swarm.swarm import Swarm
@@ -34,11 +34,7 @@ TIME_LIMIT_S = 120.0
 
 
 def code_cells(notebook: Path) -> list[str]:
-    """Return the code of a notebook, cell by cell.
-
-    Raises:
-        FileNotFoundError: there is no such file; notebooks are not part of the installed package.
-    """
+    """Return the code of a notebook, cell by cell; notebooks are not part of the installed package."""
     if not notebook.exists():
         raise FileNotFoundError(
             f"there is no {notebook}: run this in a copy of the repository, installed by `pip install -e .`"
@@ -48,13 +44,9 @@ def code_cells(notebook: Path) -> list[str]:
 
 
 def filled_in(cell: str, **form: object) -> str:
-    """Return the cell with other values in its form fields, which are lines ``NAME = value`` as on Colab."""
-
-    def filled(line: str) -> str:
-        field = line.partition(" = ")[0]
-        return f"{field} = {form[field]!r}" if field in form else line
-
-    return "\n".join(map(filled, cell.split("\n")))
+    """Return the cell with other values in its form fields, lines ``NAME = value`` as on Colab."""
+    lines = [(line.partition(" = ")[0], line) for line in cell.split("\n")]
+    return "\n".join(f"{field} = {form[field]!r}" if field in form else line for field, line in lines)
 
 
 def stand_in_for_colab(**secrets: str) -> None:
@@ -67,8 +59,8 @@ def stand_in_for_colab(**secrets: str) -> None:
     sys.modules |= {"google.colab": colab, "google.colab.userdata": userdata}
 
 
-def run_notebook(parent: Parent, invite: str, folder: str) -> None:
-    """Worker: run the notebook with its state in ``folder``; report the seconds of the imports and of each cell."""
+def run_notebook(parent: Channel, invite: str, folder: str) -> None:
+    """Worker: run the notebook with its state in ``folder``; report seconds of imports and each cell."""
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config
 
@@ -76,8 +68,7 @@ def run_notebook(parent: Parent, invite: str, folder: str) -> None:
     shell: Any = InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}))
     form = {"INVITATION": invite, "MY_NAME": JOINER, "I_HAVE_READ_THE_TERMS": True, "MINUTES": MINUTES}
     cells = [filled_in(cell, **form, STATE_DIR=folder) for cell in code_cells(NOTEBOOK)]
-    parent.send()
-    parent.receive()
+    parent.call()
     laps = [time.perf_counter()]
     import torch  # noqa: F401
     import transformers  # noqa: F401
@@ -89,8 +80,7 @@ def run_notebook(parent: Parent, invite: str, folder: str) -> None:
         for cell in cells[: len(CELLS)]:
             shell.run_cell(cell).raise_error()
             laps.append(time.perf_counter())
-        parent.send(seconds=[after - before for before, after in itertools.pairwise(laps)])
-        parent.receive()
+        parent.call(seconds=[after - before for before, after in itertools.pairwise(laps)])
         shell.run_cell(cells[-1]).raise_error()
     parent.send()
 
@@ -121,13 +111,13 @@ def _measure() -> list[float]:
     return [counted_s, *parts]
 
 
-def run(quick: bool) -> BenchReport:
+@benchmark("join")
+def run(report: BenchReport) -> None:
     """Measure once if quick, else report the median of three runs."""
-    report = BenchReport("join", quick)
     code_cells(NOTEBOOK)  # better to fail before there is a run
-    counted_s, imports_s, *parts = sorted(_measure() for _ in range(1 if quick else 3))[0 if quick else 1]
+    runs = sorted(_measure() for _ in range(1 if report.quick else 3))
+    counted_s, imports_s, *parts = runs[len(runs) // 2]
     report.add("counted_s", counted_s, "s", "from pasting the invitation to a sample that others count")
     report.add("imports_s", imports_s, "s", "of which: import torch, transformers, colab_swarm")
-    for cell, seconds in zip(CELLS, parts, strict=True):
-        report.add(f"{cell}_s", seconds, "s", f"the notebook's cell: {cell}")
-    return report
+    cells = zip(CELLS, parts, strict=True)
+    report.add_rows(*((f"{cell}_s", seconds, "s", f"the notebook's cell: {cell}") for cell, seconds in cells))

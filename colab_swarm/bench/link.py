@@ -19,13 +19,13 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import aiohttp
 from aiohttp import web
 
 from colab_swarm.averaging.group import CHUNK_BYTES
-from colab_swarm.bench.harness import BenchReport, Crew, Parent
+from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import Contact, Message, PeerId, Stream
@@ -38,6 +38,7 @@ MIB = 1 << 20
 _COUNT, _SECONDS = struct.Struct("<Q"), struct.Struct("<d")
 IN_FLIGHT = 32
 IDLE_CIRCUITS = 100
+Usage: TypeAlias = "Callable[[], Awaitable[ResourceUse]]"
 
 
 class Sink(Message, frozen=True):
@@ -46,14 +47,10 @@ class Sink(Message, frozen=True):
     pieces: int
 
 
-class UsageQuery(Message, frozen=True):
-    """Requests a `ResourceUse`."""
-
-
 class ResourceUse(Message, frozen=True):
-    """CPU seconds of a process so far, and its resident memory where it is asked for."""
+    """CPU seconds of a process so far, and its resident memory where it is asked for; a query is empty."""
 
-    cpu_s: float
+    cpu_s: float = 0.0
     memory_bytes: int = 0
 
 
@@ -61,13 +58,6 @@ class Ping(Message, frozen=True):
     """The receiver returns it."""
 
     data: bytes
-
-
-class TransferTime(NamedTuple):
-    """One transfer: wall seconds, and CPU seconds of both processes."""
-
-    wall_s: float
-    cpu_s: float
 
 
 async def start_node(**settings: Any) -> Node:
@@ -85,12 +75,11 @@ def contact(found: dict[str, Any]) -> Contact:
     return Contact(PeerId(bytes.fromhex(found["id"])), tuple(found["addresses"]))
 
 
-def run(*, quick: bool) -> BenchReport:
+@benchmark("link")
+def run(report: BenchReport) -> None:
     """Measure a link to a child process."""
-    report = BenchReport("link", quick)
     with Crew() as crew:
         asyncio.run(_measure(crew.start(serve).receive(), report))
-    return report
 
 
 async def _measure(child: dict[str, Any], report: BenchReport) -> None:
@@ -104,49 +93,51 @@ async def _measure(child: dict[str, Any], report: BenchReport) -> None:
         many_ms, calls_per_s = await _round_trips(node, peer.id, count=calls * 4, in_flight=IN_FLIGHT)
     finally:
         await node.close()
-    ratios = [raw.wall_s / link.wall_s for raw, link in zip(took["raw"], took["link"], strict=True)]
+    ratios = [raw_s / link_s for (raw_s, _), (link_s, _) in zip(took["raw"], took["link"], strict=True)]
     report.add("vs_raw", statistics.median(ratios), "", "encrypted bulk against the plain socket")
     gb = pieces * len(PIECE) / 1e9
-    notes = {"link": "encrypted", "ws": "the WebSocket alone", "raw": "plain asyncio socket"}
-    for name, note in notes.items():
-        prefix = "" if name == "link" else f"{name}_"
+    ways = (
+        ("link", "", "encrypted"),
+        ("ws", "ws_", "the WebSocket alone"),
+        ("raw", "raw_", "plain asyncio socket"),
+    )
+    for name, prefix, note in ways:
         wall_s, cpu_s = map(statistics.median, zip(*took[name], strict=True))
         report.add(f"{prefix}mb_s", 1e3 * gb / wall_s, "MB/s", note)
         report.add(f"{prefix}cpu_s_per_gb", cpu_s / gb, "CPU-s/GB", f"{note}, both ends")
     for key, in_flight, values in (("rtt", 1, one_ms), ("rtt32", IN_FLIGHT, many_ms)):
-        note = f"1 KiB call, {in_flight} in flight"
-        report.add(f"{key}_ms_p50", statistics.median(values), "ms", note)
-        report.add(f"{key}_ms_p99", values[int(len(values) * 0.99)], "ms", note)
+        found = {f"{key}_ms_p50": statistics.median(values), f"{key}_ms_p99": values[int(len(values) * 0.99)]}
+        report.add_all(found, "ms", f"1 KiB call, {in_flight} in flight")
     report.add("calls_per_s", calls_per_s, "1/s", f"{IN_FLIGHT} in flight, one link")
 
 
 async def _bulk(
     node: Node, peer: PeerId, child: dict[str, Any], *, rounds: int, pieces: int
-) -> dict[str, list[TransferTime]]:
-    """Return the transfers of each way, one of each per round."""
+) -> dict[str, list[tuple[float, float]]]:
+    """Return the transfers of each way, one of each per round; see `time_transfer`."""
     end, scratch = CarrierEnd(), memoryview(bytearray(SCRATCH_BYTES))
     async with aiohttp.ClientSession() as session:
         websocket = await dial(session, f"ws://127.0.0.1:{child['ws']}", scratch=scratch, receiver=end)
         ways: dict[str, Callable[[int], Awaitable[float]]] = {
-            "raw": lambda count: _send_raw(child["raw"], count),
-            "ws": lambda count: _send_websocket(websocket, end, count),
-            "link": lambda count: send_pieces(node, peer, PIECE, count),
+            "raw": partial(_send_raw, child["raw"]),
+            "ws": partial(_send_websocket, websocket, end),
+            "link": partial(send_pieces, node, peer, PIECE),
         }
-        took: dict[str, list[TransferTime]] = {name: [] for name in ways}
-        for _ in range(rounds + 1):
-            for name, send in ways.items():
-                took[name].append(await time_transfer(send, pieces))
+        took = [
+            {name: await time_transfer(send, pieces) for name, send in ways.items()}
+            for _ in range(rounds + 1)
+        ]
         websocket.close()
         await websocket.wait_closed()
-    return {name: values[1:] for name, values in took.items()}  # the first round warms up
+    return {name: [one[name] for one in took[1:]] for name in ways}  # the first round warms up
 
 
-async def time_transfer(send: Callable[[int], Awaitable[float]], pieces: int) -> TransferTime:
-    """Time ``send(pieces)``; ``send(n)`` moves n pieces and returns the child's CPU seconds so far."""
+async def time_transfer(send: Callable[[int], Awaitable[float]], pieces: int) -> tuple[float, float]:
+    """Return wall and CPU seconds of ``send(n)``, which moves n pieces and returns the child's CPU seconds."""
     child_s = await send(0)
     cpu_s, wall_s = time.process_time(), time.perf_counter()
     child_s = await send(pieces) - child_s
-    return TransferTime(time.perf_counter() - wall_s, time.process_time() - cpu_s + child_s)
+    return time.perf_counter() - wall_s, time.process_time() - cpu_s + child_s
 
 
 async def _send_raw(port: int, pieces: int) -> float:
@@ -250,7 +241,7 @@ class CarrierEnd:
         self.writable.set()
 
 
-async def serve(parent: Parent) -> None:
+async def serve(parent: Channel) -> None:
     """Worker: serve all three ways."""
     loop = asyncio.get_running_loop()
     raw = await loop.create_server(RawSink, "127.0.0.1", 0)
@@ -259,8 +250,7 @@ async def serve(parent: Parent) -> None:
     node.serve(Ping, _echo)
     node.serve_stream(Sink, take_pieces)
     raw_port, ws_port = (server.sockets[0].getsockname()[1] for server in (raw, ws))
-    parent.send(raw=raw_port, ws=ws_port, **where(node))
-    await parent.wait()
+    await parent.wait_call(raw=raw_port, ws=ws_port, **where(node))
 
 
 async def _serve_websocket(request: web.BaseRequest) -> web.StreamResponse:
@@ -286,19 +276,17 @@ async def take_pieces(opening: Sink, stream: Stream) -> None:
 # --- a relay in between --------------------------------------------------------------------------------------------
 
 
-async def _on_usage_query(peer: PeerId, message: UsageQuery) -> ResourceUse:
+async def _on_usage_query(peer: PeerId, message: ResourceUse) -> ResourceUse:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return ResourceUse(time.process_time(), pages * 4096)
 
 
-def run_relay(*, quick: bool) -> BenchReport:
+@benchmark("relay")
+def run_relay(report: BenchReport) -> None:
     """Measure a relay with two child processes."""
-    report = BenchReport("relay", quick)
     with Crew() as crew:
         relay = crew.start(serve_relay, None).receive()
-        far = crew.start(serve_relay, relay).receive()
-        asyncio.run(_measure_relay(contact(relay), contact(far), report))
-    return report
+        asyncio.run(_measure_relay(contact(relay), contact(crew.start(serve_relay, relay).receive()), report))
 
 
 def _circuits(node: Node, relay: Contact) -> Circuits:
@@ -308,10 +296,10 @@ def _circuits(node: Node, relay: Contact) -> Circuits:
     return Circuits(node, known, lambda: None, random.Random(0))
 
 
-async def serve_relay(parent: Parent, relay: dict[str, Any] | None) -> None:
+async def serve_relay(parent: Channel, relay: dict[str, Any] | None) -> None:
     """Worker: the relay, or the process that receives through ``relay``."""
     node = await start_node(max_links=4 * IDLE_CIRCUITS, max_handshakes=4 * IDLE_CIRCUITS)
-    node.serve(UsageQuery, _on_usage_query)
+    node.serve(ResourceUse, _on_usage_query)
     found = where(node)
     if relay is None:
         Relay(node, RelayQuota(circuits=2 * IDLE_CIRCUITS, circuits_per_peer=2 * IDLE_CIRCUITS))
@@ -321,64 +309,64 @@ async def serve_relay(parent: Parent, relay: dict[str, Any] | None) -> None:
         circuits.start()
         await circuits.wait_looked(10.0)
         found["addresses"] = (*found["addresses"], *circuits.addresses)
-    parent.send(**found)
-    await parent.wait()
+    await parent.wait_call(**found)
 
 
 async def _measure_relay(relay: Contact, far: Contact, report: BenchReport) -> None:
     direct, relayed = [await start_node(listen=False) for _ in range(2)]
     circuit = Contact(far.id, tuple(one for one in far.addresses if "/relay/" in one))
+    usage = partial(direct.call, relay.id, ResourceUse(), ResourceUse, timeout_s=10)
     try:
         direct.learn(Contact(far.id, tuple(one for one in far.addresses if "/relay/" not in one)))
         direct.learn(relay)
         _circuits(relayed, relay)
         relayed.learn(circuit)
-        await _relayed_bulk(direct, relayed, relay.id, far.id, report)
-        await _idle(direct, relay, circuit, report)
+        await _relayed_bulk(direct, relayed, far.id, usage, report)
+        await _idle(relay, circuit, usage, report)
     finally:
         await direct.close()
         await relayed.close()
 
 
-async def _usage(node: Node, relay: PeerId) -> ResourceUse:
-    return await node.call(relay, UsageQuery(), ResourceUse, timeout_s=10)
-
-
-async def _relayed_bulk(direct: Node, relayed: Node, relay: PeerId, far: PeerId, report: BenchReport) -> None:
+async def _relayed_bulk(direct: Node, relayed: Node, far: PeerId, usage: Usage, report: BenchReport) -> None:
     rounds, size_mib = (3, 64) if report.quick else (9, 256)
     pieces, mb = size_mib * MIB // len(CHUNK), size_mib * MIB / 1e6
     took: dict[Node, list[float]] = {direct: [], relayed: []}
     relay_cpu_s = []
     for _ in range(rounds + 1):
         for node, seconds in took.items():
-            before = await _usage(direct, relay)
-            one = await time_transfer(partial(send_pieces, node, far, CHUNK), pieces)
-            seconds.append(one.wall_s)
-            relay_cpu_s.append((await _usage(direct, relay)).cpu_s - before.cpu_s)
+            before = await usage()
+            wall_s, _ = await time_transfer(partial(send_pieces, node, far, CHUNK), pieces)
+            seconds.append(wall_s)
+            relay_cpu_s.append((await usage()).cpu_s - before.cpu_s)
     direct_s, relayed_s = (seconds[1:] for seconds in took.values())
     ratios = [a / b for a, b in zip(direct_s, relayed_s, strict=True)]
-    report.add("vs_direct", statistics.median(ratios), "", "bulk, same run")
-    report.add("mb_s", mb / statistics.median(relayed_s), "MB/s", "relayed")
-    report.add("direct_mb_s", mb / statistics.median(direct_s), "MB/s", "direct")
     cpu_s = statistics.median(relay_cpu_s[3::2])  # of the relayed ones
-    report.add("cpu_s_per_gb", 1e3 * cpu_s / mb, "CPU-s/GB", "the relay's process")
+    report.add_rows(
+        ("vs_direct", statistics.median(ratios), "", "bulk, same run"),
+        ("mb_s", mb / statistics.median(relayed_s), "MB/s", "relayed"),
+        ("direct_mb_s", mb / statistics.median(direct_s), "MB/s", "direct"),
+        ("cpu_s_per_gb", 1e3 * cpu_s / mb, "CPU-s/GB", "the relay's process"),
+    )
 
 
-async def _idle(node: Node, relay: Contact, circuit: Contact, report: BenchReport) -> None:
+async def _idle(relay: Contact, circuit: Contact, usage: Usage, report: BenchReport) -> None:
     """Measure circuits that carry only keep-alives."""
-    before, seconds = await _usage(node, relay.id), 5.0 if report.quick else 30.0
+    before, seconds = await usage(), 5.0 if report.quick else 30.0
     callers = [await start_node(listen=False) for _ in range(IDLE_CIRCUITS)]
     try:
         for caller in callers:
             _circuits(caller, relay)
             caller.learn(circuit)
             await caller.linker.link_to(circuit.id, 10.0)
-        open_at = await _usage(node, relay.id)
+        open_at = await usage()
         await asyncio.sleep(seconds)
-        later = await _usage(node, relay.id)
+        later = await usage()
         still = sum(bool(caller.linker.table.of(circuit.id)) for caller in callers)
     finally:
         await asyncio.gather(*(caller.close() for caller in callers))
-    note = f"{still} idle circuits"
-    report.add("idle_mb", (later.memory_bytes - before.memory_bytes) / 1e6, "MB", note)
-    report.add("idle_cpu_percent", 100 * (later.cpu_s - open_at.cpu_s) / seconds, "% of a core", note)
+    idle_percent = 100 * (later.cpu_s - open_at.cpu_s) / seconds
+    report.add_rows(
+        ("idle_mb", (later.memory_bytes - before.memory_bytes) / 1e6, "MB", f"{still} idle circuits"),
+        ("idle_cpu_percent", idle_percent, "% of a core", f"{still} idle circuits"),
+    )

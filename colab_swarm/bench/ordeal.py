@@ -1,6 +1,6 @@
 """Training through experts while their hosts are killed all the time (SIGKILL), as processes over encrypted links.
 
-    python -m colab_swarm.bench.ordeal [--minutes 2] [--kill-every 10]
+    python -m colab_swarm.bench.ordeal [MINUTES KILL_EVERY_S]
 
 Four hosts serve a grid of experts to a trainer that learns digits. At intervals a random host is killed. In turn, it
 comes back two seconds later with its disk and identity, or a new host without either replaces it.
@@ -8,71 +8,72 @@ comes back two seconds later with its disk and identity, or a new host without e
 
 from __future__ import annotations
 
-import argparse
 import queue
 import random
+import sys
 import tempfile
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Self
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 
 import colab_swarm as cs
-from colab_swarm.bench.harness import BenchReport, Parent, Worker
+from colab_swarm.bench.harness import BenchReport, Channel, Crew, Worker
 from colab_swarm.events import ExpertHosted
 from colab_swarm.moe.calls import MixtureStatistics
-from colab_swarm.swarm.swarm import Swarm
 
 GRID, DIM, HOSTS, PER_HOST = (4, 4), 64, 4, 3
 AWAY_S, SMOOTHED = 2.0, 50
 
 
-class Victims(dict[str, Worker]):
-    """Processes by name that can be killed; ``messages`` gets all that they send."""
+class Victims(Crew):
+    """Hosts that can be killed, ``alive`` by name; ``messages`` gets all that they send."""
 
-    def __init__(self) -> None:
+    def __init__(self, invite: str, folder: str) -> None:
         super().__init__()
-        self.killed: list[str] = []
+        self._arguments = invite, Path(folder)
+        self.alive: dict[str, Worker] = {}
+        self.killed = 0
         self.messages: queue.Queue[dict[str, Any]] = queue.Queue()
 
-    def start(self, name: str, work: Any, *arguments: object) -> None:
-        self[name] = Worker(work, *arguments)
-        threading.Thread(target=self._read, args=(self[name],), daemon=True).start()
+    def start_host(self, name: str) -> None:
+        invite, folder = self._arguments
+        worker = self.alive[name] = self.start(host_experts, invite, str(folder / name))
 
-    def _read(self, worker: Worker) -> None:
-        with suppress(RuntimeError, ValueError):  # it ended
-            while True:
-                self.messages.put(worker.receive())
+        def read() -> None:
+            with suppress(EOFError, ValueError):  # it ended
+                while True:
+                    self.messages.put(worker.receive())
 
-    def drain(self) -> list[dict[str, Any]]:
-        return [self.messages.get() for _ in range(self.messages.qsize())]
+        threading.Thread(target=read, daemon=True).start()
 
-    def kill(self, name: str) -> None:
-        """Kill one with SIGKILL.
+    def kill_until(self, over: threading.Event, every_s: float) -> None:
+        """Kill a random host now and then; in turn, it or a new one comes back.
 
         Raises:
             RuntimeError: a process ended by itself.
         """
-        if ended := [name for name, worker in self.items() if worker.process.poll() is not None]:
-            raise RuntimeError(f"{ended} ended without being killed")
-        self.pop(name).close()
-        self.killed.append(name)
+        rng, number = random.Random(0), HOSTS
+        while not over.wait(every_s - AWAY_S):
+            victim = rng.choice(list(self.alive))
+            if ended := [name for name, worker in self.alive.items() if worker.process.poll() is not None]:
+                raise RuntimeError(f"{ended} ended without being killed")
+            self.alive.pop(victim).close()
+            self.killed += 1
+            if over.wait(AWAY_S):
+                break
+            if self.killed % 2 == 0:
+                victim, number = f"host-{number}", number + 1
+            self.start_host(victim)
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        for worker in self.values():
-            worker.close()
-
-
-def host_experts(parent: Parent, invite: str, folder: str) -> None:
+def host_experts(parent: Channel, invite: str, folder: str) -> None:
     def on_event(event: object) -> None:
         if isinstance(event, ExpertHosted):
             parent.send(uid=event.uid, step=event.step, over=event.taken_over)
@@ -96,50 +97,42 @@ def host_experts(parent: Parent, invite: str, folder: str) -> None:
         hosted.wait(3600)
 
 
-def _kill_hosts(victims: Victims, invite: str, folder: Path, every_s: float, over: threading.Event) -> None:
-    rng, number = random.Random(0), HOSTS
-    while not over.wait(every_s - AWAY_S):
-        victim = rng.choice(list(victims))
-        victims.kill(victim)
-        if over.wait(AWAY_S):
-            break
-        if len(victims.killed) % 2 == 0:
-            victim, number = f"host-{number}", number + 1
-        victims.start(victim, host_experts, invite, str(folder / victim))
-
-
 def run_experts(*, minutes: float, kill_every_s: float) -> BenchReport:
-    """Train through experts while their hosts are killed; an exception in the training loop is raised here."""
+    """Train through experts while their hosts are killed; an error of the training is raised here."""
     over, messages = threading.Event(), list[dict[str, Any]]()
     with (
         tempfile.TemporaryDirectory() as folder,
         cs.create("ordeal", options=cs.NetworkOptions(lan=False)) as swarm,
-        Victims() as victims,
+        Victims(str(swarm.invite()), folder) as victims,
     ):
-        invite = str(swarm.invite())
         for number in range(HOSTS):
-            victims.start(f"host-{number}", host_experts, invite, str(Path(folder) / f"host-{number}"))
+            victims.start_host(f"host-{number}")
         while sum("ready" in message for message in messages) < HOSTS:
             messages.append(victims.messages.get(timeout=120))
-        arguments = (victims, invite, Path(folder), kill_every_s, over)
-        killer = threading.Thread(target=_kill_hosts, args=arguments)
+        killer = threading.Thread(target=victims.kill_until, args=(over, kill_every_s))
         killer.start()
         try:
             losses, right, seen = _train_on_digits(swarm, minutes)
         finally:
             over.set()
             killer.join()
-        messages += victims.drain()
+        messages += [victims.messages.get() for _ in range(victims.messages.qsize())]
     report = BenchReport("expert_ordeal", quick=False, prefix="moe")
     hosted = [message["over"] for message in messages if message.get("step")]
-    found = {"steps": len(losses), "loss": fmean(losses[-SMOOTHED:]), "accuracy": right}
-    found |= {"killed": len(victims.killed), "taken_over": sum(hosted), "came_back": hosted.count(False)}
-    found |= {"unanswered": seen.unanswered}
-    report.add_all({f"ordeal_{key}": value for key, value in found.items()})
+    found = {
+        "ordeal_steps": len(losses),
+        "ordeal_loss": fmean(losses[-SMOOTHED:]),
+        "ordeal_accuracy": right,
+        "ordeal_killed": victims.killed,
+        "ordeal_taken_over": sum(hosted),
+        "ordeal_came_back": hosted.count(False),
+        "ordeal_unanswered": seen.unanswered,
+    }
+    report.add_all(found)
     return report
 
 
-def _train_on_digits(swarm: Swarm, minutes: float) -> tuple[list[float], float, MixtureStatistics]:
+def _train_on_digits(swarm: cs.Swarm, minutes: float) -> tuple[list[float], float, MixtureStatistics]:
     torch.manual_seed(0)
     digits, losses = load_digits(), list[float]()
     images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
@@ -161,8 +154,5 @@ def _train_on_digits(swarm: Swarm, minutes: float) -> tuple[list[float], float, 
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m colab_swarm.bench.ordeal", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=2)
-    parser.add_argument("--kill-every", type=float, metavar="SECONDS", default=10)
-    given = parser.parse_args()
-    print(run_experts(minutes=given.minutes, kill_every_s=given.kill_every).table())
+    minutes, kill_every_s = map(float, sys.argv[1:] or (2, 10))
+    print(run_experts(minutes=minutes, kill_every_s=kill_every_s).table())

@@ -16,26 +16,20 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from colab_swarm.bench.harness import BenchReport, Crew, Parent, call_all
-
-if TYPE_CHECKING:
-    from colab_swarm.swarm.swarm import Swarm
+import colab_swarm as cs
+from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark, call_all, receive_all
 
 SAMPLES, AVERAGE_EVERY = 2, 4
 
 
-def run(quick: bool) -> BenchReport:
+@benchmark("overhead")
+def run(report: BenchReport) -> None:
     """Measure speed and joining with one backbone, an idle peer with another."""
-    from colab_swarm.swarm.joining import create
-
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    report = BenchReport("overhead", quick)
     for measure in (_throughput, _late_joiner, _idle_peer):
-        with create("overhead", peer_name="backbone") as backbone, Crew() as crew:
+        with cs.create("overhead", peer_name="backbone") as backbone, Crew() as crew:
             measure(report, crew, backbone)
-    return report
 
 
 # --- training speed -------------------------------------------------------------------------------------------------
@@ -44,10 +38,10 @@ def run(quick: bool) -> BenchReport:
 class TrainingLoop:
     """A loop that trains an ALBERT, as a peer of a swarm or bare."""
 
-    def __init__(self, swarm: Swarm | None, size: str = "tiny", average_every: int = AVERAGE_EVERY) -> None:
+    def __init__(
+        self, swarm: cs.Swarm | None, size: str = "tiny", average_every: int = AVERAGE_EVERY
+    ) -> None:
         import torch
-
-        import colab_swarm as cs
 
         torch.set_num_threads(1)
         self._model, batches = cs.recipes.albert(size, batch_size=SAMPLES, sequence_length=128)
@@ -81,23 +75,21 @@ class TrainingLoop:
         return SAMPLES * done / took_s
 
 
-def train(parent: Parent, size: str, batches: int, invite: str) -> None:
+def train(parent: Channel, size: str, batches: int, invite: str) -> None:
     from colab_swarm.swarm.joining import join
 
-    loop = TrainingLoop(join(invite) if invite else None, size)
-    parent.send()
+    loop, found = TrainingLoop(join(invite) if invite else None, size), dict[str, float]()
     while True:
-        parent.receive()
-        parent.send(samples_per_s=loop.samples_per_s(batches=batches))
+        parent.call(**found)
+        found = {"samples_per_s": loop.samples_per_s(batches=batches)}
 
 
-def _throughput(report: BenchReport, crew: Crew, backbone: Swarm) -> None:
+def _throughput(report: BenchReport, crew: Crew, backbone: cs.Swarm) -> None:
     size, batches, phases = ("tiny", 40, 2) if report.quick else ("base", 8, 5)
     invite, ratios = str(backbone.invite()), []
     for one in ("", "", invite, invite):
         crew.start(train, size, batches, one)
-    for worker in crew:
-        worker.receive()
+    receive_all(crew)
     for _ in range(phases + 1):
         answers = call_all(crew[:2]), call_all(crew[2:])  # one pair after the other
         bare, joined = (sum(one["samples_per_s"] for one in pair) for pair in answers)
@@ -109,54 +101,50 @@ def _throughput(report: BenchReport, crew: Crew, backbone: Swarm) -> None:
 
 
 def memory_mib(listing: str = "smaps_rollup", field: str = "Pss:") -> float:
-    """Return the memory of this process, by default proportional, or NaN where the system does not count that."""
+    """Return this process's memory, by default proportional; NaN where the system does not count it."""
     path = Path("/proc/self") / listing
     lines = path.read_text().splitlines() if path.exists() else []
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(field)), math.nan)
 
 
 def _children() -> int:
-    listings = Path("/proc/self/task").glob("*/children")
-    return sum(len(listing.read_text().split()) for listing in listings)
+    return sum(len(listing.read_text().split()) for listing in Path("/proc/self/task").glob("*/children"))
 
 
-def idle(parent: Parent, invite: str) -> None:
+def idle(parent: Channel, invite: str) -> None:
     import torch
 
     torch.ones(256, 256) @ torch.ones(256, 256)
     memory, children, began = memory_mib(), _children(), time.perf_counter()
-    import colab_swarm as cs
-
     cs.join(invite)
     took_s = time.perf_counter() - began
     time.sleep(3.0)
-    parent.send(memory=memory_mib() - memory, children=_children() - children, took_s=took_s)
-    parent.receive()
+    parent.call(memory=memory_mib() - memory, children=_children() - children, took_s=took_s)
 
 
-def _idle_peer(report: BenchReport, crew: Crew, backbone: Swarm) -> None:
+def _idle_peer(report: BenchReport, crew: Crew, backbone: cs.Swarm) -> None:
     found = crew.start(idle, str(backbone.invite())).receive()
-    report.add("memory_mib", found["memory"], "MiB", "an idle peer, torch loaded before")
-    report.add("processes", found["children"], "", "child processes of an idle peer")
-    report.add("join_s", found["took_s"], "s", "import colab_swarm and join")
+    report.add_rows(
+        ("memory_mib", found["memory"], "MiB", "an idle peer, torch loaded before"),
+        ("processes", found["children"], "", "child processes of an idle peer"),
+        ("join_s", found["took_s"], "s", "import colab_swarm and join"),
+    )
 
 
 # --- joining late ---------------------------------------------------------------------------------------------------
 
 
-def join_late(parent: Parent, numel: int, invite: str) -> None:
-    """Worker: at a message, join and train ``numel`` parameters; report the first sample, then each step."""
+def join_late(parent: Channel, numel: int, invite: str) -> None:
+    """Worker: at a message, join and train ``numel`` parameters; report first sample and steps."""
     import torch
 
     from colab_swarm.swarm.joining import join
 
     torch.set_num_threads(1)
     parameters = [torch.nn.Parameter(torch.zeros(numel // 8)) for _ in range(8)]
-    parent.send()
-    parent.receive()
+    parent.call()
     began = time.perf_counter()
-    inner = torch.optim.Adam(parameters, lr=1e-4)
-    optimizer = join(invite).optimizer(inner, target_batch_size=16)
+    optimizer = join(invite).optimizer(torch.optim.Adam(parameters, lr=1e-4), target_batch_size=16)
     for batches in itertools.count():
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, 1e-3)
@@ -168,11 +156,10 @@ def join_late(parent: Parent, numel: int, invite: str) -> None:
             parent.send(at=time.time())
 
 
-def _late_joiner(report: BenchReport, crew: Crew, backbone: Swarm) -> None:
+def _late_joiner(report: BenchReport, crew: Crew, backbone: cs.Swarm) -> None:
     numel = 2_000_000 if report.quick else 18_000_000
     carol, *others = (crew.start(join_late, numel, str(backbone.invite())) for _ in range(3))
-    for worker in crew:
-        worker.receive()
+    receive_all(crew)
     call_all(others)
     moments, steps = [time.time()], [0.0]
     time.sleep(5.0)
@@ -182,10 +169,9 @@ def _late_joiner(report: BenchReport, crew: Crew, backbone: Swarm) -> None:
     while steps[-1] < moments[-1]:
         steps.append(others[0].receive()["at"])
     rates = [sum(begin <= at < end for at in steps) / (end - begin) for begin, end in pairwise(moments)]
-    joined = BenchReport("join", report.quick)
+    joined = BenchReport("join", report.quick, rows=report.rows)
     joined.add("first_sample_s", found["seconds"], "s", f"{numel / 1e6:g} M parameters and Adam")
     joined.add("others_step_rate", rates[1] / rates[0], "", "of the others meanwhile, against before")
-    report.rows += joined.rows
 
 
 # --- soak -----------------------------------------------------------------------------------------------------------
@@ -194,7 +180,7 @@ SAMPLES_PER_S, MICRO_BATCH, SEED = 1.0, 20, 1
 SESSION_S, ABSENCE_S = 4 * 3600.0, 1800.0
 
 
-def _train(swarm: Swarm, target_batch_size: int) -> None:
+def _train(swarm: cs.Swarm, target_batch_size: int) -> None:
     import torch
 
     parameters = [torch.nn.Parameter(torch.zeros(64))]
@@ -204,17 +190,16 @@ def _train(swarm: Swarm, target_batch_size: int) -> None:
         optimizer.step(samples=MICRO_BATCH)
 
 
-def run_soak(quick: bool) -> BenchReport:
+@benchmark("soak")
+def run_soak(report: BenchReport) -> None:
     from colab_swarm.events import RoundFinished, StateReceived
     from colab_swarm.sim.profiles import ChurnProfile
     from colab_swarm.swarm.simulation import simulate
 
-    peers, hours, step_s = (8, 2.0, 300.0) if quick else (16, 20.0, 600.0)  # a step with all peers online
-    report, began, batch = (
-        BenchReport("soak", quick),
-        time.perf_counter(),
-        int(peers * step_s * SAMPLES_PER_S),
-    )
+    peers, hours, step_s = (
+        (8, 2.0, 300.0) if report.quick else (16, 20.0, 600.0)
+    )  # a step with all peers online
+    began, batch = time.perf_counter(), int(peers * step_s * SAMPLES_PER_S)
     churn, end_s = ChurnProfile(mean_session_s=SESSION_S, mean_absence_s=ABSENCE_S), hours * 3600
     with simulate(peers, network="home", seed=SEED, samples_per_s=SAMPLES_PER_S) as simulation:
         online, since, peer_seconds = peers, 0.0, 0.0  # of peers that never wait, with the same churn
@@ -233,4 +218,3 @@ def run_soak(quick: bool) -> BenchReport:
     }
     report.add_all(found, "", "peers behind at the end, late joiners online, values without a mean")
     report.add("real_s", time.perf_counter() - began, "s", "to simulate it")
-    return report

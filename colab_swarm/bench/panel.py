@@ -20,7 +20,7 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 
-from colab_swarm.bench.harness import BenchReport, Crew, Parent
+from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark
 from colab_swarm.bench.overhead import TrainingLoop, memory_mib
 from colab_swarm.events import MemberTrace, RoundFinished, StepFinished
 from colab_swarm.notebook.panel import Panel
@@ -39,11 +39,14 @@ OWN_MEMORY = "status", "RssAnon:"
 """Without libraries, whose share depends on what else runs."""
 
 
-def run(quick: bool) -> BenchReport:
+@benchmark("panel")
+def run(report: BenchReport) -> None:
     """Measure; needs nbclient and ipykernel."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    pairs, phase_s, refreshes = (3, 1.0, 400) if quick else (40, 2.5, 7200)  # half an hour at four a second
-    report, notebook = BenchReport("panel", quick), Notebook()
+    pairs, phase_s, refreshes = (
+        (3, 1.0, 400) if report.quick else (40, 2.5, 7200)
+    )  # half an hour at four a second
+    notebook = Notebook()
     with create("panel", peer_name="backbone") as backbone, notebook.client.setup_kernel(), Crew() as crew:
         invite = str(backbone.invite())
         notebook.run(WATCH.format(invite=invite))
@@ -56,12 +59,13 @@ def run(quick: bool) -> BenchReport:
         before = notebook.saved_bytes()
         grown_mb, refresh_s = notebook.refresh(refreshes)
         grown_kb = (notebook.saved_bytes() - before) / 1e3
-    report.add("throughput_ratio", statistics.median(ratios[1:]), "", f"panel and recorder on; {pairs} pairs")
-    report.add("memory_mb", grown_mb, "MB", f"of the kernel over {refreshes} refreshes, each of another view")
-    report.add("notebook_kb", grown_kb, "kB", "of the saved notebook")
-    report.add("refresh_ms", 1e3 * refresh_s, "ms", "processor time, of all threads")
-    report.add("core_share", 4 * refresh_s, "", "of a core, at four refreshes a second")
-    return report
+    report.add_rows(
+        ("throughput_ratio", statistics.median(ratios[1:]), "", f"panel and recorder on; {pairs} pairs"),
+        ("memory_mb", grown_mb, "MB", f"of the kernel over {refreshes} refreshes, each of another view"),
+        ("notebook_kb", grown_kb, "kB", "of the saved notebook"),
+        ("refresh_ms", 1e3 * refresh_s, "ms", "processor time, of all threads"),
+        ("core_share", 4 * refresh_s, "", "of a core, at four refreshes a second"),
+    )
 
 
 class Notebook:
@@ -69,18 +73,18 @@ class Notebook:
         empty = nbformat.v4.new_notebook()  # type: ignore[no-untyped-call]
         self.client: Any = NotebookClient(empty, timeout=1200, kernel_name="python3")
 
-    def run(self, code: str) -> str:
-        """Run a new cell and return what it printed. The outputs stay in the notebook."""
+    def run(self, code: str) -> Any:
+        """Run a new cell, whose outputs stay in the notebook; return it."""
         cells = self.client.nb.cells
         cells.append(nbformat.v4.new_code_cell(code))  # type: ignore[no-untyped-call]
-        cell = self.client.execute_cell(cells[-1], len(cells) - 1)
-        return "".join(output["text"] for output in cell.outputs if output["output_type"] == "stream")
+        return self.client.execute_cell(cells[-1], len(cells) - 1)
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of an expression. Only its effect on widgets stays in the notebook."""
-        answer = json.loads(self.run(f"import json; print(json.dumps({expression}))").splitlines()[-1])
+        outputs = self.run(f"import json; print(json.dumps({expression}))").outputs
         del self.client.nb.cells[-1]
-        return answer
+        printed = "".join(output["text"] for output in outputs if output["output_type"] == "stream")
+        return json.loads(printed.splitlines()[-1])
 
     def refresh(self, times: int) -> tuple[float, float]:
         """Refresh the panel in portions: if the kernel is far ahead of its client, ZeroMQ drops messages."""
@@ -93,7 +97,7 @@ class Notebook:
         return len(nbformat.writes(self.client.nb).encode())  # type: ignore[no-untyped-call]
 
 
-def train_beside(parent: Parent, invite: str) -> None:
+def train_beside(parent: Channel, invite: str) -> None:
     loop = TrainingLoop(join(invite, peer_name="bob"), average_every=AVERAGE_EVERY)
     parent.send()
     while True:
@@ -123,7 +127,7 @@ class Watched:
             return self._loop.samples_per_s(seconds=seconds, after_each=self.panel.tick if watched else int)
 
     def refresh(self, times: int) -> tuple[float, float]:
-        """Show so many different views; return the kernel's growth in MB and the processor time of one in seconds."""
+        """Show so many different views; return the kernel's growth in MB and a view's processor seconds."""
         gc.collect()
         before, began, pretending_s = memory_mib(*OWN_MEMORY), time.process_time(), 0.0
         for _ in range(times):

@@ -15,14 +15,14 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from colab_swarm.bench.harness import BenchReport, Crew, Parent
+from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark
 from colab_swarm.workunits.state import Accepted, Unit
 from colab_swarm.workunits.store import KEEP_MEMORY, open_store
 from colab_swarm.workunits.weights import assimilate
@@ -40,103 +40,82 @@ class Absent(Exception):
 
 @contextmanager
 def redis_server(*, durable: bool = False) -> Iterator[str]:
-    """Run a Redis server, in memory or writing all to disk; give its URL.
-
-    Raises:
-        Absent: redis-server is not installed.
-    """
+    """Run a Redis server, in memory or writing all to disk, if it is installed; give its URL."""
     program = _program("redis-server")
-    with _folder(None) as folder:
+    with _folder() as (folder, user):
         socket = folder / "redis.sock"
         options = ["--port", "0", "--unixsocket", str(socket), "--dir", str(folder), "--save", ""]
-        options += ["--appendonly", "yes" if durable else "no"]
-        with _running([program, *options], socket.exists, folder, None):
+        command = [program, *options, "--appendonly", "yes" if durable else "no"]
+        with _running([command], socket.exists, folder, user):
             yield f"unix://{socket}"
 
 
 @contextmanager
 def postgresql_server() -> Iterator[str]:
-    """Run a PostgreSQL server with default settings; give the URL of a database.
-
-    Raises:
-        Absent: its programs, or a user to run them as, are missing.
-    """
-    found = sorted(DEBIAN_POSTGRESQL.glob("*/bin"))
-    folders = os.pathsep.join([str(path) for path in found[::-1]] + [os.environ.get("PATH", "")])
+    """Run a PostgreSQL server with default settings, if it is installed; give the URL of a database."""
+    found = map(str, sorted(DEBIAN_POSTGRESQL.glob("*/bin"), reverse=True))
+    folders = os.pathsep.join([*found, os.environ.get("PATH", "")])
     initdb, postgres = (_program(name, folders) for name in ("initdb", "postgres"))
-    user = _other_user("postgres")
-    with _folder(user) as folder:
-        data = folder / "data"
+    with _folder("postgres") as (folder, user):
+        data, pid = folder / "data", folder / "data" / "postmaster.pid"
         options = ["--no-sync", "--auth=trust", "--username=swarm", "--encoding=UTF8", "--no-locale"]
-        subprocess.run(
-            [initdb, *options, f"--pgdata={data}"], user=user, cwd="/", check=True, capture_output=True
-        )
+        install = [initdb, *options, f"--pgdata={data}"]
         server = [postgres, "-D", str(data), "-k", str(folder), "-h", ""]
-        pid = data / "postmaster.pid"
 
         def ready() -> bool:
             return pid.exists() and "ready" in pid.read_text()
 
-        with _running(server, ready, folder, user, end=signal.SIGINT):  # SIGTERM waits for clients to leave
+        # SIGTERM waits for clients to leave
+        with _running([install, server], ready, folder, user, end=signal.SIGINT):
             yield f"postgresql+psycopg://swarm@/postgres?host={folder}"
 
 
 @contextmanager
 def mariadb_server() -> Iterator[str]:
-    """Run a MariaDB server with default settings; give the URL of a database.
-
-    Raises:
-        Absent: its programs, or a user to run them as, are missing.
-    """
-    install = _program("mariadb-install-db")
-    server = _program("mariadbd", os.environ.get("PATH", "") + ":/usr/sbin")
-    user = _other_user("mysql")
-    with _folder(user) as folder:
-        data, socket = folder / "data", folder / "mariadb.sock"
+    """Run a MariaDB server with default settings, if it is installed; give the URL of a database."""
+    program = _program("mariadb-install-db")
+    mariadbd = _program("mariadbd", os.environ.get("PATH", "") + ":/usr/sbin")
+    with _folder("mysql") as (folder, user):
+        data, socket = f"--datadir={folder / 'data'}", folder / "mariadb.sock"
         options = ["--no-defaults", "--auth-root-authentication-method=normal", "--skip-test-db"]
-        subprocess.run(
-            [install, *options, f"--datadir={data}"], user=user, cwd="/", check=True, capture_output=True
-        )
-        command = [server, "--no-defaults", "--skip-networking", f"--datadir={data}", f"--socket={socket}"]
-        with _running(command, socket.exists, folder, user):
+        server = [mariadbd, "--no-defaults", "--skip-networking", data, f"--socket={socket}"]
+        with _running([[program, *options, data], server], socket.exists, folder, user):
             yield f"mysql+pymysql://root@localhost/mysql?unix_socket={socket}"
 
 
 def _program(name: str, path: str | None = None) -> str:
-    found = shutil.which(name, path=path)
-    if found is None:
-        raise Absent(f"{name} is not installed")
-    return found
-
-
-def _other_user(name: str) -> str | None:
-    if os.name != "posix" or os.geteuid() != 0:
-        return None
-    import pwd
-
-    if name not in {entry.pw_name for entry in pwd.getpwall()}:
-        raise Absent(f"there is no user {name}, and its server refuses to run as root")
-    return name
+    if found := shutil.which(name, path=path):
+        return found
+    raise Absent(f"{name} is not installed")
 
 
 @contextmanager
-def _folder(user: str | None) -> Iterator[Path]:
-    """Make a folder that belongs to ``user``; its path is short, as that of a socket must be."""
+def _folder(user: str | None = None) -> Iterator[tuple[Path, str | None]]:
+    """Make a folder with a path short enough for sockets; as root it belongs to ``user``, else to None."""
+    if os.name != "posix" or os.geteuid() != 0:
+        user = None
     with tempfile.TemporaryDirectory(prefix="swarm-", ignore_cleanup_errors=True) as folder:
         if user is not None:
-            shutil.chown(folder, user)
-        yield Path(folder)
+            try:
+                shutil.chown(folder, user)
+            except LookupError as error:
+                raise Absent(f"there is no user {user}, and its server refuses to run as root") from error
+        yield Path(folder), user
 
 
 @contextmanager
 def _running(
-    command: list[str],
+    commands: Sequence[list[str]],
     ready: Callable[[], bool],
     folder: Path,
     user: str | None,
     *,
     end: int = signal.SIGTERM,
 ) -> Iterator[None]:
+    """Run the last command as a server, after the others have ended."""
+    *before, command = commands
+    for program in before:
+        subprocess.run(program, user=user, cwd="/", check=True, capture_output=True)
     log = folder / "server.log"
     with log.open("w") as output:
         server = subprocess.Popen(command, user=user, cwd="/", stdout=output, stderr=subprocess.STDOUT)
@@ -161,7 +140,7 @@ def _running(
 
 @contextmanager
 def _sqlite() -> Iterator[str]:
-    with _folder(None) as folder:
+    with _folder() as (folder, _):
         yield str(folder / "job.db")
 
 
@@ -176,9 +155,10 @@ STORES: dict[str, tuple[Callable[[], AbstractContextManager[str]], str]] = {
 SQL = ("mariadb", "postgresql")
 
 
-def run(quick: bool) -> BenchReport:
+@benchmark("parameter-store", "store")
+def run(report: BenchReport) -> None:
     """Time updates in every store whose program is installed."""
-    report, updates = BenchReport("parameter-store", quick, "store"), 5 if quick else 20
+    updates = 5 if report.quick else 20
     for name, (opened, note) in STORES.items():
         try:
             with opened() as url, Crew() as crew:
@@ -187,17 +167,16 @@ def run(quick: bool) -> BenchReport:
         except Absent as absent:
             print(f"{name} is left out: {absent}", flush=True)
     found = report.figures
-    sql = next((name for name in SQL if f"{name}_ms" in found), None)
-    if sql is not None:
+    if sql := next((name for name in SQL if f"{name}_ms" in found), None):
         report.add("sql_ms", found[f"{sql}_ms"], "ms", sql)
         if "redis_ms" in found:
-            ratio = found[f"{sql}_ms"] / found["redis_ms"]
-            report.add("sql_to_redis", ratio, "times", f"{sql}; published 1.5")
-    return report
+            report.add(
+                "sql_to_redis", found[f"{sql}_ms"] / found["redis_ms"], "times", f"{sql}; published 1.5"
+            )
 
 
-def time_updates(parent: Parent, url: str, numel: int, updates: int) -> None:
-    """Worker: report the median milliseconds of an update of ``numel`` parameters in the store at ``url``."""
+def time_updates(parent: Channel, url: str, numel: int, updates: int) -> None:
+    """Worker: report the median milliseconds of an update of ``numel`` parameters in a store."""
     store, rng = open_store(url, "bench"), np.random.default_rng(0)
     store.begin(rng.random(numel, np.float32))
     result, took_s = rng.random(numel, np.float32).tobytes(), []

@@ -19,9 +19,8 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import Self
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 DEVICE = "slow"
@@ -39,35 +38,33 @@ def missing() -> str | None:
     return None if os.access("/dev/net/tun", os.R_OK | os.W_OK) else "needs /dev/net/tun"
 
 
-class SlowLink:
-    """Two namespaces, 0 and 1, for the time of a ``with`` block; the delay is that of a packet, one way."""
+@contextmanager
+def slow_link(*, delay_s: float, jitter_s: float) -> Iterator[Callable[..., list[object]]]:
+    """Make two namespaces, 0 and 1; the delay is that of a packet, one way.
 
-    def __init__(self, *, delay_s: float, jitter_s: float) -> None:
-        self._names = [f"{PREFIX}-{os.getpid()}-{side}" for side in range(2)]
-        self._figures = delay_s, jitter_s
-        self._program: subprocess.Popen[str] | None = None
+    Yields:
+        ``command(side, *words)``: the command that runs ``words`` in a namespace; it ends with this thread.
+    """
+    names, program = [f"{PREFIX}-{os.getpid()}-{side}" for side in range(2)], None
 
-    def command(self, side: int, *words: object) -> list[object]:
-        """Return the command that runs ``words`` in a namespace; it ends with this thread."""
-        return ["ip", "netns", "exec", self._names[side], "setpriv", "--pdeathsig", "KILL", *words]
+    def command(side: int, *words: object) -> list[object]:
+        return ["ip", "netns", "exec", names[side], "setpriv", "--pdeathsig", "KILL", *words]
 
-    def __enter__(self) -> Self:
-        for name in self._names:
+    try:
+        for name in names:
             _ip(f"netns add {name}")
             _ip(f"-n {name} link set lo up")
-        words = ["nice", "-n", "-10", sys.executable, "-m", __name__, *self._names, *map(str, self._figures)]
-        self._program = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-        assert self._program.stdout is not None
-        if self._program.stdout.readline() != "ready\n":
-            self.__exit__()
+        words = ["nice", "-n", "-10", sys.executable, "-m", __name__, *names, str(delay_s), str(jitter_s)]
+        program = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        assert program.stdout is not None
+        if program.stdout.readline() != "ready\n":
             raise RuntimeError("the slow link did not start: see its error above")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._program is not None:
-            self._program.kill()
-            self._program.communicate()
-        for name in self._names:
+        yield command
+    finally:
+        if program is not None:
+            program.kill()
+            program.communicate()
+        for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 

@@ -1,4 +1,4 @@
-"""Image classification as a job of work units: scikit-learn's digits, or images in an ``.npz`` file."""
+"""Image classification as a job of work units: scikit-learn's digits, or an ``.npz`` of images."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Pixels(nn.Module):
 
 
 class PreActivation(nn.Module):
-    """Residual block of ResNetV2: norm, activation, convolution, twice; halves height and width if it widens."""
+    """Residual block of ResNetV2: norm, activation, convolution, twice; halves the size if it widens."""
 
     def __init__(self, channels: int, out: int) -> None:
         super().__init__()
@@ -89,11 +89,7 @@ def classification_job(
 
 
 def _images(data: str, part: Literal["train", "test"], shape: tuple[int, int, int]) -> tuple[Array, Array]:
-    """Return images (n, channels, h, w), uint8, and labels (n,), int64.
-
-    Raises:
-        FileNotFoundError, ValueError: the file is missing or holds something else.
-    """
+    """Return images (n, channels, h, w), uint8, and labels (n,), int64."""
     pixels, labels = _digits(part) if data == "digits" else _load(data, part)
     if pixels.ndim == 4:
         pixels = pixels.transpose(0, 3, 1, 2)

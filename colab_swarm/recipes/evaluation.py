@@ -7,8 +7,7 @@ on the thread that trains.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -52,13 +51,7 @@ class Guess:
 
 @dataclass(frozen=True)
 class Reply:
-    """The likeliest answers to one question, the likeliest first.
-
-    Attributes:
-        question: as text.
-        before: by the model as this peer found it; empty if that is not known.
-        now: by the model as it is.
-    """
+    """The likeliest answers by the model as this peer found it (empty if unknown), and as it is."""
 
     question: str
     before: tuple[Guess, ...]
@@ -67,11 +60,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class MaskedText:
-    """Texts with gaps, for a masked language model with its tokenizer.
-
-    Attributes:
-        examples: texts with ``[MASK]`` in them.
-    """
+    """A masked language model's tokenizer, and example texts with ``[MASK]`` in them."""
 
     tokenizer: PreTrainedTokenizerFast
     examples: Sequence[str] = ENGLISH
@@ -81,11 +70,7 @@ class MaskedText:
         if MASK not in question:
             raise ValueError(f"{question!r} has no gap: write {MASK} where the model is to fill in a word")
         now = fill_mask(model, self.tokenizer, question)
-        then = (
-            [[] for _ in now]
-            if before is None
-            else fill_mask(model, self.tokenizer, question, weights=before)
-        )
+        then = fill_mask(model, self.tokenizer, question, weights=before) if before else [[] for _ in now]
         texts = [question] if len(now) == 1 else [f"{question} (gap {n})" for n in range(1, len(now) + 1)]
         return [Reply(*one) for one in zip(texts, map(tuple, then), map(tuple, now), strict=True)]
 
@@ -165,7 +150,7 @@ def masked_loss(
 
 
 def token_logits(output: Any) -> Tensor:
-    """Return the scores (B, L, V) in the output of a model for pretraining or for masked language modelling."""
+    """Return the scores (B, L, V) of a model for pretraining or for masked language modelling."""
     scores: Tensor = output.prediction_logits if "prediction_logits" in output else output.logits
     return scores
 
@@ -174,18 +159,12 @@ def call(model: nn.Module, weights: Weights | None, **inputs: Tensor) -> Any:
     """Return the model's output in evaluation mode, with its own weights or others."""
     own, device = dict(model.named_parameters()), next(model.parameters()).device
     lent = {name: weight.to(own[name].device, own[name].dtype) for name, weight in (weights or {}).items()}
-    with _at_rest(model), torch.no_grad():
-        return torch.func.functional_call(
-            model, lent, (), {name: one.to(device) for name, one in inputs.items()}
-        )
-
-
-@contextmanager
-def _at_rest(model: nn.Module) -> Iterator[None]:
+    moved = {name: one.to(device) for name, one in inputs.items()}
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        yield
+        with torch.no_grad():
+            return torch.func.functional_call(model, lent, (), moved)
     finally:
         for module, training in modes:
             module.training = training

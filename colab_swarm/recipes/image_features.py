@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import update_bn
 
-from colab_swarm.recipes.pretraining import HasId, peer_seed
+from colab_swarm.recipes.pretraining import peer_seed
 from colab_swarm.training.layerwise import Lars
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
@@ -72,7 +72,7 @@ def _named(images: str | Path) -> Any:
 
 
 def as_image(image: Any) -> Tensor:
-    """Convert an image to a uint8 tensor (3, H, W); ValueError if its shape is wrong. Floats are scaled from [0, 1]."""
+    """Return an image as uint8 (3, H, W), floats scaled from [0, 1]; ValueError if its shape is wrong."""
     if isinstance(image, Path):
         from PIL import Image
 
@@ -101,7 +101,7 @@ ASPECT = (3 / 4, 4 / 3)
 
 @dataclass(frozen=True)
 class Crops:
-    """One kind of view: ``count`` per image, ``size_px`` wide, showing a random share in ``area`` of the image."""
+    """One kind of view: ``count`` per image, ``size_px`` wide, of a random share in ``area`` of it."""
 
     count: int
     size_px: int
@@ -110,7 +110,7 @@ class Crops:
 
 @dataclass(frozen=True)
 class Distortions:
-    """Probabilities of flip, grey and blur; strength of the colour jitter; range of the blur's standard deviation."""
+    """Probabilities of flip, grey and blur; strength of the colour jitter; the blur's deviations."""
 
     flip: float = 0.5
     colour: float = 1.0
@@ -224,7 +224,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class SwavOutput:
-    """The loss (ln K for a uniform prediction), and how many prototypes have a sample; few indicate a collapse."""
+    """The loss, and how many prototypes have a sample; few indicate a collapse."""
 
     loss: Tensor
     assigned: int
@@ -342,7 +342,7 @@ def swav(
     size: str = "tiny",
     *,
     images: ImageSource = "digits",
-    swarm: HasId | None = None,
+    swarm: Any = None,
     batch_size: int = 64,
     seed: int = 0,
 ) -> tuple[Swav, Batches]:
@@ -390,10 +390,8 @@ def swav_optimizer(model: Swav, settings: SwavSettings | str = "tiny") -> tuple[
         least = chosen.final_lr / chosen.lr
         return least + (1 - least) * (1 + math.cos(math.pi * min(1.0, done))) / 2
 
-    def prototypes_share(step: int) -> float:
-        return 0.0 if step < chosen.frozen_steps else body_share(step)
-
-    return optimizer, LambdaLR(optimizer, [body_share, prototypes_share])
+    shares = [body_share, lambda step: 0.0 if step < chosen.frozen_steps else body_share(step)]
+    return optimizer, LambdaLR(optimizer, shares)
 
 
 @torch.no_grad()

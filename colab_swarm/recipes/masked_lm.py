@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
 from colab_swarm.recipes.evaluation import ENGLISH, EXAMPLES, MaskedText, call
-from colab_swarm.recipes.pretraining import HasId, PretrainingBatches, peer_seed
+from colab_swarm.recipes.pretraining import PretrainingBatches, peer_seed
 from colab_swarm.recipes.streaming import StreamedBatches, TextMix
 from colab_swarm.recipes.text import (
     TextSource,
@@ -59,7 +59,7 @@ MOST = 64
 
 @dataclass(frozen=True)
 class AlbertSize:
-    """What differs between the sizes. The FFN is four times as wide as ``hidden``; layers share weights."""
+    """What differs between the sizes. The FFN is four times as wide; layers share weights."""
 
     layers: int
     hidden: int
@@ -74,7 +74,7 @@ SIZES = {
     "large": AlbertSize(layers=24, hidden=1024, heads=16),
     "xlarge": AlbertSize(layers=24, hidden=2048, heads=16),
 }
-"""ALBERT's sizes (Lan et al. 2020, table 1), and a tiny one that learns within a minute on one CPU core."""
+"""ALBERT's sizes (Lan et al. 2020, table 1), and one that learns within a minute on a CPU core."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def albert_optimizer(
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float = 0.01) -> list[dict[str, Any]]:
-    """Return two groups for an optimizer: matrices with weight decay; biases and layer norms (one axis) without."""
+    """Return two groups for an optimizer: matrices with weight decay; biases and layer norms without."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
         {"params": [parameter for parameter in trained if parameter.dim() > 1], "weight_decay": weight_decay},
@@ -200,7 +200,7 @@ def albert(
     text: TextSource | Mapping[str, float] = "python-docs",
     tokenizer: TokenizerSource | None = None,
     language: str = "",
-    swarm: HasId | None = None,
+    swarm: Any = None,
     batch_size: int | None = 16,
     sequence_length: int | None = None,
     seed: int = 0,
@@ -250,12 +250,9 @@ def albert(
     if fit.checkpointing:
         checkpoint_layers(model)
     if (probe := getattr(swarm, "probe", None)) is not None:
-        probe.set_model(model, MaskedText(words, _examples(text, language)))
+        examples = EXAMPLES.get(language) or EXAMPLES.get(text if isinstance(text, str) else "") or ENGLISH
+        probe.set_model(model, MaskedText(words, examples))
     return model, batches
-
-
-def _examples(text: TextSource | Mapping[str, float], language: str) -> Sequence[str]:
-    return EXAMPLES.get(language) or EXAMPLES.get(text if isinstance(text, str) else "") or ENGLISH
 
 
 def _first_pass(text: TextSource | Mapping[str, float], seed: int) -> Iterator[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,13 +29,6 @@ Sample: TypeAlias = "tuple[Sequence[int], Sequence[int], bool]"
 """The tokens of two pieces, without special tokens, and whether they are swapped."""
 
 
-class HasId(Protocol):
-    """A swarm, as far as a recipe needs it."""
-
-    @property
-    def id(self) -> bytes: ...
-
-
 def peer_seed(seed: int, peer: bytes) -> int:
     """Return a seed for one peer that is the same in every process, unlike ``hash()``."""
     salt = seed.to_bytes(16, "big", signed=True)
@@ -50,13 +43,7 @@ def check_sizes(batch_size: int, sequence_length: int) -> None:
 
 
 class Collator:
-    """Turns samples into batches: special tokens, padding, masks.
-
-    Args:
-        tokenizer: with pad, cls, sep and mask tokens.
-        sequence_length: L; a sample holds at most L - 3 tokens.
-        seed: of the masks.
-    """
+    """Turns samples of at most L - 3 tokens into batches: special tokens, padding, masks by ``seed``."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, sequence_length: int, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -85,8 +72,7 @@ class Collator:
     def mask(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Hide 15 % of each sample's tokens, at least one: 80 % masked, 10 % replaced, 10 % unchanged.
 
-        Returns:
-            The model's input and the labels, both (B, L); labels are `IGNORED` where nothing is predicted.
+        Return the model's input and the labels, both (B, L); labels are `IGNORED` where nothing is predicted.
         """
         chance = torch.rand(input_ids.shape, generator=self.generator)
         chance[torch.isin(input_ids, self._specials)] = 2.0
@@ -100,14 +86,14 @@ class Collator:
 
 
 def windows(text: str, tokenizer: PreTrainedTokenizerFast, sequence_length: int) -> Iterator[list[int]]:
-    """Yield the tokens of a text in consecutive pieces that fill a sample; a rest of a few tokens is dropped."""
+    """Yield a text's tokens in consecutive pieces that fill a sample; a rest of a few is dropped."""
     tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     size = sequence_length - 3
     for start in range(0, len(tokens) - MIN_WINDOW + 1, size):
         yield tokens[start : start + size]
 
 
-class SampledBatches:
+class SampledBatches(Iterator[dict[str, Tensor]]):
     """What iterators of batches share: their sizes, their randomness and how samples become a batch."""
 
     def __init__(
@@ -116,9 +102,6 @@ class SampledBatches:
         check_sizes(batch_size, sequence_length)
         self.tokenizer, self.batch_size, self.sequence_length = tokenizer, batch_size, sequence_length
         self._rng, self._collate = random.Random(seed), Collator(tokenizer, sequence_length, seed)
-
-    def __iter__(self) -> Self:
-        return self
 
     def __repr__(self) -> str:
         size = f"{self.batch_size} x {self.sequence_length} of {len(self.tokenizer)} tokens"
@@ -156,21 +139,20 @@ class PretrainingBatches(SampledBatches):
         return self._collate(samples)
 
     def _shuffled_windows(self) -> Iterator[list[int]]:
-        """Yield windows in random order: blocks come shuffled, and the windows of many blocks are shuffled again."""
+        """Yield windows in random order: blocks come shuffled, and so are the windows of many blocks."""
         held: list[list[int]] = []
-        for window in self._endless_windows():
-            held.append(window)
-            if len(held) >= SHUFFLE_WINDOWS:
-                place = self._rng.randrange(len(held))
-                held[place], held[-1] = held[-1], held[place]
-                yield held.pop()
-
-    def _endless_windows(self) -> Iterator[list[int]]:
         while True:
             found = False
-            for block in self._blocks(self._rng):
-                for window in windows(block, self.tokenizer, self.sequence_length):
-                    found = True
-                    yield window
+            for window in (
+                one
+                for text in self._blocks(self._rng)
+                for one in windows(text, self.tokenizer, self.sequence_length)
+            ):
+                found = True
+                held.append(window)
+                if len(held) >= SHUFFLE_WINDOWS:
+                    place = self._rng.randrange(len(held))
+                    held[place], held[-1] = held[-1], held[place]
+                    yield held.pop()
             if not found:
                 raise ValueError("the text is too short or an exhausted iterator: give a longer list")

@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from colab_swarm.recipes.pretraining import SampledBatches
+from colab_swarm.recipes.pretraining import Sample, SampledBatches
 from colab_swarm.recipes.text import Passage, find_files, open_hub, open_text, order_sample, passages, text_of
 
 if TYPE_CHECKING:
@@ -76,10 +76,9 @@ def open_shards(source: str) -> list[Shard]:
         else:
             starts = range(0, file.stat().st_size, SHARD_BYTES)
             shards += [functools.partial(_read_shard, file, start) for start in starts]
-    shards = shards if files else _rows(open_hub(source))
-    if not shards:
-        raise ValueError(f"there is no text in {source!r}")
-    return shards
+    if shards := shards if files else _rows(open_hub(source)):
+        return shards
+    raise ValueError(f"there is no text in {source!r}")
 
 
 def _rows(data_set: Any) -> list[Shard]:
@@ -95,11 +94,10 @@ def _rows(data_set: Any) -> list[Shard]:
 
 def _read_shard(file: Path, start: int) -> Iterator[str]:
     """Yield the documents of the lines that start within one shard of a file."""
-    lines = _lines(file, start)
+    lines, waiting = _lines(file, start), ""
     if file.suffix == ".jsonl":
         yield from _cut(text_of(json.loads(line)) for line in lines if line.strip())
         return
-    waiting = ""
     for line in _cut(lines):
         waiting += line
         if len(waiting) >= DOCUMENT_CHARS:
@@ -133,7 +131,7 @@ class StreamPosition:
     given: int = 0  # in the whole pass
 
 
-class ShardReader:
+class ShardReader(Iterator[str]):
     """An endless iterator over the documents of one source; each pass shuffles its shards again.
 
     A shard that breaks is read again from where it broke, after `RETRY_AFTER_S`; then the rest of it is skipped
@@ -151,9 +149,6 @@ class ShardReader:
         self.position = StreamPosition()
         self._shards, self._seed, self._wait = shards, seed, wait
         self._stream = self._passes()
-
-    def __iter__(self) -> ShardReader:
-        return self
 
     def __next__(self) -> str:
         return next(self._stream)
@@ -199,15 +194,12 @@ class ShardReader:
                     raise Stopped from error
 
 
-class Prefetched(Generic[T]):
+class Prefetched(Iterator[T]):
     """An iterator that prepares up to ``depth`` items of ``source`` ahead, in a thread.
 
-    An error of the source is raised after the items made before it. The thread starts with the
-    first item and ends with `close`, or when this object is collected.
-
-    Attributes:
-        close: sets ``stop``, so that a waiting source can stop, and waits up to `CLOSE_S` for the
-            thread; iteration ends with the items made so far.
+    An error of the source is raised after the items made before it. The thread starts with the first item and ends
+    with ``close()``, or when this object is collected: that sets ``stop``, so that a waiting source can stop, and
+    waits up to `CLOSE_S` for the thread; iteration ends with the items made so far.
     """
 
     def __init__(self, source: Any, *, depth: int, stop: threading.Event) -> None:
@@ -220,9 +212,6 @@ class Prefetched(Generic[T]):
         self._thread = threading.Thread(target=_prefetch, args=(own,), name="prefetch", daemon=True)
         # also at exit: a thread killed within pyarrow would crash the process
         self.close = weakref.finalize(self, _close, stop, self._thread)
-
-    def __iter__(self) -> Prefetched[T]:
-        return self
 
     def __next__(self) -> T:
         if self._thread.ident is None:
@@ -307,11 +296,7 @@ class TextMix:
         return {reader.name: (reader.count, *astuple(reader.position)) for reader in self._readers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state.
-
-        Raises:
-            ValueError: it is of other sources, or they have changed.
-        """
+        """Continue from a state; ValueError if it is of other sources, or they have changed."""
         if set(state) != set(self.sources):
             raise ValueError(f"a state of {', '.join(state)} does not fit sources {', '.join(self.sources)}")
         for reader in self._readers:
@@ -324,12 +309,8 @@ class TextMix:
 class MixedBatches(SampledBatches):
     """Batches like those of `PretrainingBatches`, from whole sentences of a mix; can be resumed exactly.
 
-    Samples are drawn at random among ``buffer`` passages (DeDLOC, section 3.3).
-
-    Args:
-        tokenizer: with pad, cls, sep and mask tokens.
-        batch_size, sequence_length: B and L.
-        seed: of the choice of sources, the buffer, the swaps and the masks; see `peer_seed`.
+    Samples are drawn at random among ``buffer`` passages (DeDLOC, section 3.3). Other arguments: see
+    `PretrainingBatches`; the seed is also that of the choice of sources and of the buffer.
 
     Raises:
         ValueError: a size is too small.
@@ -348,7 +329,7 @@ class MixedBatches(SampledBatches):
         self._held: list[Passage] = []
 
     def __next__(self) -> dict[str, Tensor]:
-        samples = []
+        samples: list[Sample] = []
         for _ in range(self.batch_size):
             first, second, swapped = order_sample(self._draw(), self.sequence_length - 3, self._rng)
             samples.append((first.tolist(), second.tolist(), swapped))
@@ -388,21 +369,17 @@ class MixedBatches(SampledBatches):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state.
-
-        Raises:
-            ValueError: it is of other sources, another tokenizer or another length.
-        """
+        """Continue from a state; ValueError if it is of other sources, another tokenizer or another length."""
         for name, mine in (("sequence_length", self.sequence_length), ("vocabulary", len(self.tokenizer))):
             if state[name] != mine:
                 raise ValueError(f"a state with {name}={state[name]} does not fit {name}={mine}")
         self._mix.load_state_dict(state["mix"])
         self._drawn = state["drawn"]
-        tokens = state["tokens"].split(state["token_counts"].tolist())
-        borders = state["borders"].split(state["border_counts"].tolist())
-        self._held = [
-            Passage(t.numpy().copy(), tuple(b.tolist())) for t, b in zip(tokens, borders, strict=True)
-        ]
+        tokens, borders = (
+            state[name].split(state[f"{name[:-1]}_counts"].tolist()) for name in ("tokens", "borders")
+        )
+        pairs = zip(tokens, borders, strict=True)
+        self._held = [Passage(found.numpy().copy(), tuple(starts.tolist())) for found, starts in pairs]
         self._rng.setstate(state["rng"])
         self._collate.generator.set_state(state["masks"])
 
@@ -422,8 +399,11 @@ class StreamedBatches(Prefetched[dict[str, Tensor]]):
     ) -> None:
         stop = threading.Event()
         made = MixedBatches(TextMix(sources, seed=seed, wait=stop.wait), tokenizer, seed=seed, **sizes)
-        self.tokenizer, self.batch_size = tokenizer, made.batch_size
-        self.sequence_length = made.sequence_length
+        self.tokenizer, self.batch_size, self.sequence_length = (
+            tokenizer,
+            made.batch_size,
+            made.sequence_length,
+        )
         super().__init__(made, depth=BATCHES_AHEAD, stop=stop)
 
     def __repr__(self) -> str:

@@ -60,7 +60,7 @@ def open_text(text: TextSource) -> BlockSource:
 
 
 def pack(texts: Iterable[str], block_chars: int = BLOCK_CHARS) -> Iterator[str]:
-    """Join consecutive texts, and cut long ones, into blocks of ``block_chars``; the last may be shorter."""
+    """Join or cut consecutive texts into blocks of ``block_chars``; the last may be shorter."""
     waiting = ""
     for text in texts:
         waiting += text + "\n"
@@ -72,11 +72,7 @@ def pack(texts: Iterable[str], block_chars: int = BLOCK_CHARS) -> Iterator[str]:
 
 
 def find_files(name: str) -> list[Path]:
-    """Return the local files of a path or glob pattern; none if it names something else.
-
-    Raises:
-        ValueError: no file matches the pattern.
-    """
+    """Return the files of a path, or of a pattern, which must match one; none for other names."""
     paths = [name] if Path(name).is_file() else sorted(glob.glob(name, recursive=True))
     files = [Path(path) for path in paths if Path(path).is_file()]
     if glob.has_magic(name) and not files:
@@ -88,34 +84,29 @@ def _open_named(name: str) -> BlockSource:
     if files := find_files(name):
         return _open_files(files)
     rows = open_hub(name)
-
-    def blocks(rng: random.Random) -> Iterator[str]:
-        shuffled = rows.shuffle(seed=rng.getrandbits(32), buffer_size=HUB_SHUFFLE_ROWS)
-        return pack(text_of(row) for row in shuffled)
-
-    return blocks
+    return lambda rng: pack(
+        map(text_of, rows.shuffle(seed=rng.getrandbits(32), buffer_size=HUB_SHUFFLE_ROWS))
+    )
 
 
 def _open_files(files: list[Path]) -> BlockSource:
     places = [(file, start) for file in files for start in range(0, file.stat().st_size, BLOCK_CHARS)]
     if not places:
         raise ValueError(f"there is no text in {', '.join(map(str, files))}")
-    return lambda rng: (_read_block(*place) for place in rng.sample(places, len(places)))
 
+    def blocks(rng: random.Random) -> Iterator[str]:
+        for file, start in rng.sample(places, len(places)):
+            with file.open("rb") as opened:
+                opened.seek(start)
+                yield opened.read(BLOCK_CHARS).decode(
+                    errors="ignore"
+                )  # a character cut at either end is dropped
 
-def _read_block(file: Path, start: int) -> str:
-    """Read one block of bytes; a character cut at either end is dropped."""
-    with file.open("rb") as opened:
-        opened.seek(start)
-        return opened.read(BLOCK_CHARS).decode(errors="ignore")
+    return blocks
 
 
 def open_hub(name: str) -> Any:
-    """Stream the ``train`` split of a folder or hub name (``name:configuration``).
-
-    Raises:
-        ValueError: there is no such data set.
-    """
+    """Stream the ``train`` split of a folder or hub name (``name:configuration``), else ValueError."""
     from datasets import load_dataset
 
     path, _, configuration = name.partition(":")
@@ -126,17 +117,13 @@ def open_hub(name: str) -> Any:
 
 
 def text_of(row: dict[str, Any]) -> str:
-    """Return the ``text`` of a row, or else its first column of strings.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Return the ``text`` of a row, or else its first column of strings; ValueError if it has none."""
     if "text" in row:
         return str(row["text"])
-    columns = [column for column, value in row.items() if isinstance(value, str)]
-    if not columns:
-        raise ValueError(f"the data set has no column of text, only {', '.join(row)}")
-    return str(row[columns[0]])
+    for value in row.values():
+        if isinstance(value, str):
+            return value
+    raise ValueError(f"the data set has no column of text, only {', '.join(row)}")
 
 
 SPECIALS = {
@@ -178,7 +165,9 @@ def train_tokenizer(blocks: Iterable[str], *, vocabulary: int, language: str = "
     """
     from tokenizers import Tokenizer, models, trainers
 
-    _quiet()
+    os.environ.setdefault(
+        "TOKENIZERS_PARALLELISM", "false"
+    )  # else it warns at every fork after a parallel run
     pieces = list(itertools.islice(blocks, TRAINING_BLOCKS))
     if not any(piece.strip() for piece in pieces):
         raise ValueError("there is no text to train a tokenizer on")
@@ -202,11 +191,10 @@ def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerFast:
     Raises:
         ValueError: it cannot be loaded, or lacks a special token that the recipe needs.
     """
-    _quiet()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tokenizer = _load(source) if isinstance(source, str | Path) else source
     needed = ("pad_token", "cls_token", "sep_token", "mask_token")
-    missing = [name for name in needed if not getattr(tokenizer, name)]
-    if missing:
+    if missing := [name for name in needed if not getattr(tokenizer, name)]:
         raise ValueError(f"tokenizer {source} has no {', '.join(missing)}: masked language models need them")
     return tokenizer
 
@@ -270,25 +258,15 @@ def _wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=inputs, **known)
 
 
-def _quiet() -> None:
-    """Prevent a warning of tokenizers at every fork after its first parallel run."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-
 ENDS = re.compile(r"(?<=[।॥。！？])\s*|(?<=[.!?|৷])\s+|\s*\n\s*")
-"""Sentence borders. A danda ends a sentence even without a space after it; Bengali text often has a bar instead."""
+"""Sentence borders. A danda needs no space after it; Bengali text often has a bar instead."""
 
 Tokens: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int32]]"
 
 
 @dataclass(frozen=True)
 class Passage:
-    """Two or more consecutive sentences, enough to fill a sample if the document is long enough.
-
-    Attributes:
-        tokens: of all sentences.
-        borders: where in ``tokens`` the second, third, … sentence starts.
-    """
+    """Consecutive sentences, enough to fill a sample; ``borders`` are starts of all but the first."""
 
     tokens: Tokens
     borders: tuple[int, ...]
@@ -300,28 +278,26 @@ def split_sentences(text: str) -> list[str]:
 
 
 def passages(text: str, tokenizer: PreTrainedTokenizerFast, length: int) -> Iterator[Passage]:
-    """Cut a document into passages of ``length`` tokens or slightly more; a lone last sentence is dropped."""
+    """Cut a document into passages of about ``length`` tokens; a lone last sentence is dropped."""
     sentences = split_sentences(text)
     encoded = tokenizer(sentences, add_special_tokens=False, verbose=False)["input_ids"] if sentences else []
     half = max(1, length // 2)  # a sentence over half a sample is cut: the sample needs a second part
     tokens: list[int] = []
     borders: list[int] = []
-    for piece in (ids[start : start + half] for ids in encoded for start in range(0, len(ids), half)):
+    pieces = [ids[start : start + half] for ids in encoded for start in range(0, len(ids), half)]
+    for number, piece in enumerate(pieces, 1):
         if tokens:
             borders.append(len(tokens))
         tokens += piece
-        if borders and len(tokens) >= length:
+        if borders and (len(tokens) >= length or number == len(pieces)):
             yield Passage(np.array(tokens, dtype=np.int32), tuple(borders))
             tokens, borders = [], []
-    if borders:
-        yield Passage(np.array(tokens, dtype=np.int32), tuple(borders))
 
 
 def order_sample(passage: Passage, length: int, rng: random.Random) -> tuple[Tokens, Tokens, bool]:
-    """Cut a passage between two sentences and swap the halves with probability one half.
+    """Cut a passage between two sentences, swap the halves with probability one half, and tell whether they are.
 
-    Returns:
-        The two parts, together at most ``length`` tokens (the longer one is cut first), and whether they are swapped.
+    Together they have at most ``length`` tokens: the longer one is cut first.
     """
     border = rng.choice(passage.borders)
     first, second = passage.tokens[:border], passage.tokens[border:]

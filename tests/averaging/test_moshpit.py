@@ -24,7 +24,7 @@ from colab_swarm.averaging.moshpit import (
     rounds_for,
     success_rate,
 )
-from colab_swarm.bench.groups import GroupRun, Town, is_contribution, play
+from colab_swarm.bench.dedloc import GroupRun, Town, is_contribution, play
 from colab_swarm.events import EventLog
 from colab_swarm.net.peers import PeerId
 from colab_swarm.sim import LAN, SimNetwork

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import importlib
 import statistics
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from colab_swarm.bench import averaging, dht, groups, link, moe_throughput, overhead, workunits
+from colab_swarm.bench import averaging, dedloc, dht, link, moe, overhead, parameter_store, vc_asgd
 from colab_swarm.bench.__main__ import BENCHMARKS, main
 from colab_swarm.bench.dht import PUBLISHED_MS, find_experts
 from colab_swarm.bench.harness import BenchReport
-from colab_swarm.bench.moe_throughput import CPU
+from colab_swarm.bench.moe import CPU
 from colab_swarm.bench.ordeal import run_experts
+from colab_swarm.bench.parameter_store import Absent
+from colab_swarm.bench.vc_asgd import Epoch, plot, train_by_volunteers
 from colab_swarm.moe.expert import FeedForward
 from colab_swarm.sim import PAPER_CLOUD, run_virtual
+from colab_swarm.workunits.job import Job
+from tests.workunits.digits import digits_job
+
+
+def whole(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that runs a benchmark whole."""
+    return pytest.mark.slow(pytest.mark.ordeal(test))
 
 
 @pytest.mark.parametrize("place", sorted({*BENCHMARKS.values()} - {"panel:run"}))
@@ -33,8 +44,7 @@ def test_an_option_of_another_benchmark_is_refused(line: str) -> None:
         main(line.split())
 
 
-@pytest.mark.slow
-@pytest.mark.ordeal
+@whole
 def test_the_averaging_benchmark_runs_and_every_round_succeeds() -> None:
     figures = averaging.run(quick=True).figures
     assert figures["success"] == figures["kill_success"] == 1
@@ -53,11 +63,10 @@ def test_a_trainer_finds_its_experts_faster_than_published() -> None:
 @pytest.mark.slow
 def test_a_thousand_virtual_peers_find_fresh_records_in_few_hops() -> None:
     lookups = run_virtual(dht.read_records(1000, 30, seed=3))
-    assert sum(one.found for one in lookups) >= 29 and sorted(one.hops for one in lookups)[15] <= 5
+    assert sum(lookups["found"]) >= 29 and sorted(lookups["hops"])[15] <= 5
 
 
-@pytest.mark.slow
-@pytest.mark.ordeal
+@whole
 def test_the_dht_benchmark_reports_every_figure() -> None:
     figures = dht.run(quick=True).figures
     assert figures["found_10k"] >= 0.98 and figures["hops_10k"] <= 6.6
@@ -65,10 +74,9 @@ def test_the_dht_benchmark_reports_every_figure() -> None:
     assert {"store_ms", "get_ms", "ops_per_s", "latency_ms_10k"} <= figures.keys()
 
 
-@pytest.mark.slow
-@pytest.mark.ordeal
+@whole
 def test_the_experts_benchmark_reports_every_figure() -> None:
-    figures = moe_throughput.run_experts(quick=True).figures
+    figures = moe.run_experts(quick=True).figures
     keys = {"vs_local", "batching_gain", "nop_calls_per_s", "samples_per_s", "learning_vs_local"}
     assert figures.keys() >= keys
     assert all(value > 0 for value in figures.values())
@@ -86,8 +94,7 @@ def test_the_link_benchmark_reports_every_figure() -> None:
     assert figures["vs_raw"] > 0.1  # catches a fast path that is gone, not a busy machine
 
 
-@pytest.mark.slow
-@pytest.mark.ordeal
+@whole
 def test_the_relay_benchmark_reports_every_figure() -> None:
     report = link.run_relay(quick=True)
     figures = report.figures
@@ -96,8 +103,7 @@ def test_the_relay_benchmark_reports_every_figure() -> None:
     assert figures["vs_direct"] > 0.1 and figures["idle_mb"] < 50
 
 
-@pytest.mark.slow
-@pytest.mark.ordeal
+@whole
 def test_the_overhead_benchmark_reports_every_figure() -> None:
     figures = overhead.run(quick=True).figures
     assert figures.keys() >= {"throughput_ratio", "memory_mib", "join.first_sample_s"}
@@ -105,16 +111,14 @@ def test_the_overhead_benchmark_reports_every_figure() -> None:
     assert figures["throughput_ratio"] > 0.3  # catches a step that blocks, not a busy machine
 
 
-@pytest.mark.slow
-@pytest.mark.ordeal
+@whole
 def test_no_peer_is_stuck_after_two_virtual_hours_of_churn() -> None:
     figures = overhead.run_soak(quick=True).figures
     assert figures["stuck_peers"] == 0 and figures["caught_up"] > 0
     assert figures["step_share"] >= 0.9
 
 
-@pytest.mark.slow
-@pytest.mark.ordeal
+@whole
 def test_watching_costs_little_time_and_memory() -> None:
     pytest.importorskip("nbclient")
     from colab_swarm.bench import panel
@@ -126,45 +130,41 @@ def test_watching_costs_little_time_and_memory() -> None:
     assert figures["core_share"] < 0.2
 
 
-@pytest.mark.slow
-@pytest.mark.ordeal
+@whole
 def test_training_through_experts_continues_while_their_hosts_are_killed() -> None:
     figures = run_experts(minutes=0.11, kill_every_s=3.0).figures
     assert figures["ordeal_killed"] >= 2 and figures["ordeal_steps"] > 20
 
 
-@pytest.mark.slow
-@pytest.mark.ordeal
+@whole
 def test_every_unit_is_assimilated_exactly_once_despite_kills(tmp_path: Path) -> None:
     report = BenchReport("work-ordeal", True)
-    workunits.ordeal(report, tmp_path, kills=3, epochs=3)
+    vc_asgd.ordeal(report, tmp_path, kills=3, epochs=3)
     figures = report.figures
     assert figures["coordinator_kills"] == 3 and figures["volunteer_kills"] >= 1
     assert any("all 3 epochs are done" in row.note for row in report.rows)
     assert figures["once"] == figures["units"] == 36 and figures["versions_in_order"]
 
 
-@pytest.mark.slow
-@pytest.mark.ordeal
+@whole
 def test_an_epoch_among_processes_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workunits, "SUBSETS", 6)
-    assert 0 < workunits.epoch_seconds(tmp_path, 2, 2, 2, quick=True) < 60
+    monkeypatch.setattr(vc_asgd, "SUBSETS", 6)
+    assert 0 < vc_asgd.epoch_seconds(tmp_path, 2, 2, 2, quick=True) < 60
 
 
 def test_the_group_chosen_for_sixteen_falls_from_all_to_pairs() -> None:
-    assert [groups.chosen_size(16, failing) for failing in (0.0, 0.1, 0.3)] == [16, 4, 2]
+    assert [dedloc.chosen_size(16, failing) for failing in (0.0, 0.1, 0.3)] == [16, 4, 2]
 
 
-@pytest.mark.slow
-@pytest.mark.ordeal
+@whole
 def test_the_report_has_plausible_figures_and_can_be_drawn(tmp_path: Path) -> None:
-    report = groups.run(quick=True)
+    report = dedloc.run_groups(quick=True)
     figures = report.figures
     assert figures["error_16"] < 1e-6 and figures["error_13"] < 1e-6
     assert figures["error_kept_m4"] < 1
     assert 0 < figures["undisturbed_m2"] <= 1
     assert max(value for key, value in figures.items() if "slowest" in key) < 10
-    groups.plot(report, str(tmp_path / "groups.png"))
+    dedloc.plot_groups(report, str(tmp_path / "groups.png"))
     assert (tmp_path / "groups.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -172,9 +172,62 @@ def test_the_report_has_plausible_figures_and_can_be_drawn(tmp_path: Path) -> No
 def test_many_batches_in_flight_do_not_feel_a_delay_that_stops_one(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = tuple(replace(kind, make=lambda: FeedForward(8), sample=(8,)) for kind in CPU.kinds)
     plan = replace(CPU, kinds=kinds, blocks=2, in_flight=8, delays_s=(0.0, 0.2), seconds=0.5)
-    monkeypatch.setattr(moe_throughput, "CPU", plan)
-    monkeypatch.setattr(moe_throughput.torch.cuda, "is_available", lambda: False)
-    values = moe_throughput.run().figures
+    monkeypatch.setattr(moe, "CPU", plan)
+    monkeypatch.setattr(moe.torch.cuda, "is_available", lambda: False)
+    values = moe.run_throughput().figures
     assert values["vs_model_parallel_at_200ms"] > 2
     assert values["retained_at_200ms"] > 0
     assert values["ffn_0ms_samples_per_s"] > values["ffn_200ms_samples_per_s"]
+
+
+def absent() -> AbstractContextManager[str]:
+    raise Absent("redis-server is not installed")
+
+
+@whole
+def test_updates_are_timed_and_absent_programs_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory, sqlite = parameter_store.STORES["memory"], parameter_store.STORES["sqlite"]
+    stores = {"memory": memory, "mariadb": sqlite, "redis": (absent, "")}
+    monkeypatch.setattr(parameter_store, "STORES", stores)
+    monkeypatch.setattr(parameter_store, "NUMEL", 1000)
+    figures = parameter_store.run(quick=True).figures
+    assert figures.keys() == {"memory_ms", "mariadb_ms", "sql_ms"}
+    assert 0 < figures["memory_ms"] < 1000 and figures["sql_ms"] == figures["mariadb_ms"]
+    assert "redis is left out: redis-server is not installed" in capsys.readouterr().out
+
+
+@whole
+def test_an_update_is_timed_in_redis_and_in_sql(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameter_store, "NUMEL", 100_000)
+    figures = parameter_store.run(quick=True).figures
+    if "redis_ms" not in figures or "sql_ms" not in figures:
+        pytest.skip("Redis, or PostgreSQL and MariaDB, are not installed")
+    assert figures["sql_to_redis"] > 0.5
+
+
+def small_job(alpha: float) -> Job:
+    return digits_job(rows=160, subsets=8, max_epochs=3, alpha=alpha, local_epochs=4, batch_size=8)
+
+
+@whole
+def test_a_run_depends_on_its_seeds_alone_and_learns() -> None:
+    first, again, other = (train_by_volunteers(small_job(0.5), seed=seed) for seed in (0, 0, 1))
+    assert first == again != other
+    assert first[-1].mean > first[0].mean
+    assert all(one.low <= one.mean <= one.high for one in first)
+
+
+@whole
+def test_a_larger_alpha_learns_later_and_spreads_less() -> None:
+    small, large = (train_by_volunteers(small_job(alpha), seed=0) for alpha in (0.5, 0.95))
+    assert small[-1].mean > large[-1].mean
+    assert vc_asgd.spread([small]) > vc_asgd.spread([large])
+
+
+@pytest.mark.ordeal
+def test_the_curves_are_drawn(tmp_path: Path) -> None:
+    epochs = [Epoch(0.5, 0.4, 0.6, 1.0), Epoch(0.7, 0.6, 0.8, 2.0)]
+    plot(BenchReport("vc-asgd", True, curves={"0.7": [epochs], "serial": [epochs]}), tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -7,18 +7,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AlbertForPreTraining, PreTrainedTokenizerFast
+from transformers import AlbertConfig, AlbertForPreTraining
+from transformers import PreTrainedTokenizerFast as Words
 
 from colab_swarm.recipes.masked_lm import (
+    ENOUGH,
+    LAYER_VALUES,
     SETTINGS,
     SIZES,
     AlbertSettings,
+    AlbertSize,
     MicroBatch,
     albert,
     albert_config,
     albert_optimizer,
+    checkpoint_layers,
+    fit_memory,
     mean_loss,
+    parameter_count,
     parameter_groups,
+    sample_bytes,
 )
 from colab_swarm.recipes.streaming import StreamedBatches
 from colab_swarm.training.layerwise import Lamb
@@ -29,15 +37,15 @@ class Peer:
     id: bytes
 
 
-@pytest.mark.parametrize(("size", "parameters"), [("large", 18_105_474), ("tiny", 572_370)])
-def test_sizes_have_their_published_number_of_parameters(
-    tokenizer: PreTrainedTokenizerFast, size: str, parameters: int
-) -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes_have_their_published_number_of_parameters(tokenizer: Words, size: str) -> None:
     config = albert_config(SIZES[size], tokenizer)
     config.vocab_size = SIZES[size].vocabulary
     with torch.device("meta"):
-        model = AlbertForPreTraining(config)
-    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+        counted = sum(parameter.numel() for parameter in AlbertForPreTraining(config).parameters())
+    assert (
+        parameter_count(SIZES[size]) == counted == {"large": 18_105_474, "tiny": 572_370}.get(size, counted)
+    )
 
 
 @pytest.mark.slow
@@ -50,9 +58,7 @@ def test_peers_start_equal_and_read_differently() -> None:
 
 
 @pytest.mark.slow
-def test_another_seed_gives_another_model_and_other_randomness_is_untouched(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_another_seed_gives_another_model_and_other_randomness_is_untouched(tokenizer: Words) -> None:
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
@@ -63,7 +69,7 @@ def test_another_seed_gives_another_model_and_other_randomness_is_untouched(
 
 @pytest.mark.slow
 @pytest.mark.ordeal
-def test_tiny_albert_learns_the_python_documentation(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_tiny_albert_learns_the_python_documentation(tokenizer: Words) -> None:
     model, batches = albert("tiny", tokenizer=tokenizer, batch_size=32)
     optimizer = Lamb(parameter_groups(model), lr=1e-2)
     before = mean_loss(model, batches, count=2)
@@ -76,7 +82,7 @@ def test_tiny_albert_learns_the_python_documentation(tokenizer: PreTrainedTokeni
 
 
 @pytest.mark.slow
-def test_mean_loss_changes_neither_the_model_nor_its_mode(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_mean_loss_changes_neither_the_model_nor_its_mode(tokenizer: Words) -> None:
     model, batches = albert(tokenizer=tokenizer, batch_size=2)
     mean_loss(model, batches, count=1)
     assert model.training
@@ -84,7 +90,7 @@ def test_mean_loss_changes_neither_the_model_nor_its_mode(tokenizer: PreTrainedT
 
 
 @pytest.mark.slow
-def test_only_matrices_decay(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_only_matrices_decay(tokenizer: Words) -> None:
     model, _ = albert(tokenizer=tokenizer)
     decaying, plain = parameter_groups(model, weight_decay=0.5)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -117,7 +123,7 @@ def test_the_learning_rate_rises_for_5000_steps_and_falls_to_zero_at_125000() ->
 
 @pytest.mark.slow
 def test_a_mix_of_sources_is_trained_on_with_a_batch_that_fits_the_machine(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Words, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "colab_swarm.recipes.masked_lm._fit_this_machine", lambda *_: MicroBatch(2, checkpointing=True)
@@ -158,3 +164,104 @@ def test_importing_the_recipe_imports_no_large_library(module: str) -> None:
     program = f"import sys, colab_swarm.recipes.{module}; print(*{large} & {{*sys.modules}})"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == ""
+
+
+GIB = 1 << 30
+LENGTH = 32
+SMALL = AlbertSize(layers=3, hidden=128, heads=2, vocabulary=100, sequence_length=LENGTH)
+
+
+def model(shape: AlbertSize, layers: int | None = None) -> AlbertForPreTraining:
+    torch.manual_seed(0)
+    return AlbertForPreTraining(
+        AlbertConfig(
+            vocab_size=shape.vocabulary,
+            embedding_size=128,
+            hidden_size=shape.hidden,
+            num_hidden_layers=layers or shape.layers,
+            num_attention_heads=shape.heads,
+            intermediate_size=4 * shape.hidden,
+            hidden_act="gelu_new",
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            classifier_dropout_prob=0.0,
+        )
+    )
+
+
+def batch(samples: int = 2) -> dict[str, torch.Tensor]:
+    tokens = torch.arange(samples * LENGTH).reshape(samples, LENGTH) % SMALL.vocabulary
+    present = torch.ones_like(tokens)
+    present[0, -4:] = 0  # padding, as in real batches: attention is computed another way without it
+    return {
+        "input_ids": tokens,
+        "attention_mask": present,
+        "labels": tokens,
+        "sentence_order_label": torch.zeros(samples, dtype=torch.int64),
+    }
+
+
+def kept_values_per_token(trained: AlbertForPreTraining) -> float:
+    """What autograd holds between forward and backward pass, each memory counted once, less the parameters."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = trained(**batch()).loss
+    own = {parameter.data_ptr() for parameter in trained.parameters()}
+    assert loss.requires_grad
+    return sum(s.nbytes() for place, s in storages.items() if place not in own) / 4 / (2 * LENGTH)
+
+
+@pytest.mark.slow
+def test_a_layer_keeps_as_many_values_as_the_arithmetic_says() -> None:
+    more, fewer = (kept_values_per_token(model(SMALL, layers)) for layers in (5, 3))
+    assert (more - fewer) / 2 / SMALL.hidden == pytest.approx(LAYER_VALUES, abs=0.5)
+
+
+@pytest.mark.slow
+def test_checkpointing_gives_the_same_gradients_from_less_memory() -> None:
+    plain, saving = model(SMALL), model(SMALL)
+    checkpoint_layers(saving)
+    assert kept_values_per_token(saving) < kept_values_per_token(plain) - 2 * LAYER_VALUES * SMALL.hidden
+    for each in (plain, saving):
+        each(**batch()).loss.backward()
+    gradients = dict(saving.named_parameters())
+    assert gradients.keys() == dict(plain.named_parameters()).keys()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name].grad)
+
+
+@pytest.mark.parametrize(
+    ("size", "gib", "fit"),
+    [
+        ("large", 6, MicroBatch(8, True)),
+        ("large", 15, MicroBatch(4, False)),  # a T4, with which sahajBERT's volunteers took 4 as well
+        ("large", 80, MicroBatch(32, False)),
+        ("xlarge", 15, MicroBatch(16, True)),
+        ("xlarge", 24, MicroBatch(4, False)),
+        ("tiny", 6, MicroBatch(64, False)),
+    ],
+)
+def test_the_micro_batch_follows_the_memory(size: str, gib: int, fit: MicroBatch) -> None:
+    assert fit_memory(SIZES[size], gib * GIB) == fit
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_chosen_fits_and_more_memory_never_gives_less_speed(size: str) -> None:
+    shape, chosen = SIZES[size], []
+    for gib in range(6, 200, 2):
+        fit = fit_memory(shape, gib * GIB)
+        needed = fit.batch_size * sample_bytes(shape, shape.sequence_length, checkpointing=fit.checkpointing)
+        assert needed + 24 * parameter_count(shape) < gib * GIB
+        chosen.append((not fit.checkpointing, fit.batch_size))
+        assert fit.checkpointing or fit.batch_size >= ENOUGH
+    assert chosen == sorted(chosen)
+
+
+def test_a_gpu_that_is_too_small_is_reported() -> None:
+    with pytest.raises(ValueError, match=r"2\.0 GiB cannot train .*layers=24"):
+        fit_memory(SIZES["xlarge"], 2 * GIB)

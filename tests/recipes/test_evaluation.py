@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AlbertForMaskedLM, AlbertForPreTraining, PreTrainedTokenizerFast
+from transformers import AlbertForMaskedLM, AlbertForPreTraining
+from transformers import PreTrainedTokenizerFast as Words
 from transformers.modeling_outputs import MaskedLMOutput
 
 from colab_swarm.recipes.evaluation import Guess, fill_mask, masked_loss
@@ -28,19 +29,17 @@ class Prejudiced(torch.nn.Module):
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> Words:
     return train_tokenizer(RHYME, vocabulary=60)
 
 
 @pytest.fixture(scope="module")
-def untrained(tokenizer: PreTrainedTokenizerFast) -> AlbertForPreTraining:
+def untrained(tokenizer: Words) -> AlbertForPreTraining:
     torch.manual_seed(0)
     return AlbertForPreTraining(albert_config(SIZES["tiny"], tokenizer)).train()
 
 
-def test_guesses_are_the_likeliest_tokens_with_their_probabilities(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_guesses_are_the_likeliest_tokens_with_their_probabilities(tokenizer: Words) -> None:
     chances = torch.full((len(tokenizer),), 1e-9)
     favourites = tokenizer.convert_tokens_to_ids(["e", "n", "t"])
     chances[favourites] = torch.tensor([0.2, 0.5, 0.3])
@@ -50,16 +49,14 @@ def test_guesses_are_the_likeliest_tokens_with_their_probabilities(
     assert str(guesses[0]) == "n 50%"
 
 
-def test_the_loss_of_a_model_that_knows_nothing_is_the_logarithm_of_the_vocabulary(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_the_loss_of_a_model_that_knows_nothing_is_the_logarithm_of_the_vocabulary(tokenizer: Words) -> None:
     ignorant = Prejudiced(torch.zeros(len(tokenizer)))
     assert masked_loss(ignorant, tokenizer, RHYME, sequence_length=32) == pytest.approx(
         math.log(len(tokenizer))
     )
 
 
-def test_the_loss_counts_the_hidden_tokens_and_no_others(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_loss_counts_the_hidden_tokens_and_no_others(tokenizer: Words) -> None:
     ids = tokenizer(RHYME[0], add_special_tokens=False)["input_ids"]
     knowing = torch.full((len(tokenizer),), -1e4)
     knowing[sorted(set(ids))] = 0.0  # counting a special or padded place would give an enormous loss
@@ -68,7 +65,7 @@ def test_the_loss_counts_the_hidden_tokens_and_no_others(tokenizer: PreTrainedTo
 
 
 def test_the_loss_is_the_same_every_time_and_for_every_batch_size(
-    untrained: AlbertForPreTraining, tokenizer: PreTrainedTokenizerFast
+    untrained: AlbertForPreTraining, tokenizer: Words
 ) -> None:
     torch.manual_seed(3)
     expected = torch.rand(1)
@@ -85,7 +82,7 @@ def test_the_loss_is_the_same_every_time_and_for_every_batch_size(
 
 
 def test_every_mask_gets_its_guesses_from_either_kind_of_model(
-    untrained: AlbertForPreTraining, tokenizer: PreTrainedTokenizerFast
+    untrained: AlbertForPreTraining, tokenizer: Words
 ) -> None:
     for model in (untrained, AlbertForMaskedLM(untrained.config)):
         found = fill_mask(model, tokenizer, "one [MASK] three [MASK]", top=2)
@@ -93,7 +90,7 @@ def test_every_mask_gets_its_guesses_from_either_kind_of_model(
 
 
 def test_text_without_a_mask_or_too_short_is_refused(
-    untrained: AlbertForPreTraining, tokenizer: PreTrainedTokenizerFast
+    untrained: AlbertForPreTraining, tokenizer: Words
 ) -> None:
     with pytest.raises(ValueError, match=r"no \[MASK\] in the text"):
         fill_mask(untrained, tokenizer, "one two")

@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast as Words
 
 from colab_swarm.recipes.pretraining import IGNORED, PretrainingBatches, peer_seed
 from colab_swarm.recipes.text import TextSource, open_text
 
 
-def batches(
-    tokenizer: PreTrainedTokenizerFast, text: TextSource = "python-docs", **options: Any
-) -> PretrainingBatches:
+def batches(tokenizer: Words, text: TextSource = "python-docs", **options: Any) -> PretrainingBatches:
     settings = {"batch_size": 16, "sequence_length": 64, "seed": 0} | options
     return PretrainingBatches(open_text(text), tokenizer, **settings)
 
@@ -23,7 +21,7 @@ def original(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return batch["input_ids"].where(batch["labels"] == IGNORED, batch["labels"])
 
 
-def test_a_batch_is_ready_for_the_model(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_batch_is_ready_for_the_model(tokenizer: Words) -> None:
     batch = next(batches(tokenizer, batch_size=3, sequence_length=32))
     shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
     assert shapes.pop("sentence_order_label") == (3,)
@@ -31,7 +29,7 @@ def test_a_batch_is_ready_for_the_model(tokenizer: PreTrainedTokenizerFast) -> N
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
 
 
-def test_samples_are_two_pieces_between_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_samples_are_two_pieces_between_special_tokens(tokenizer: Words) -> None:
     batch = next(batches(tokenizer))
     tokens, used = original(batch), batch["attention_mask"].bool()
     assert (tokens[:, 0] == tokenizer.cls_token_id).all()
@@ -44,7 +42,7 @@ def test_samples_are_two_pieces_between_special_tokens(tokenizer: PreTrainedToke
 
 
 @pytest.mark.slow
-def test_fifteen_percent_are_hidden_in_the_published_proportions(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_fifteen_percent_are_hidden_in_the_published_proportions(tokenizer: Words) -> None:
     seen = list(itertools.islice(batches(tokenizer), 60))
     shown = torch.cat([batch["input_ids"] for batch in seen])
     labels = torch.cat([batch["labels"] for batch in seen])
@@ -60,7 +58,7 @@ def test_fifteen_percent_are_hidden_in_the_published_proportions(tokenizer: PreT
     assert (shown[~hidden] != tokenizer.mask_token_id).all()
 
 
-def test_half_of_the_samples_are_swapped_and_labelled(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_half_of_the_samples_are_swapped_and_labelled(tokenizer: Words) -> None:
     words = [f"{number:05}" for number in range(4000)]
     rising: list[bool] = []
     labels: list[int] = []
@@ -75,20 +73,18 @@ def test_half_of_the_samples_are_swapped_and_labelled(tokenizer: PreTrainedToken
     assert 60 <= sum(labels) <= 132  # of 192: five standard deviations
 
 
-def test_every_sample_has_something_to_predict(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_every_sample_has_something_to_predict(tokenizer: Words) -> None:
     source = batches(tokenizer, ["a short line of text with a few words"], batch_size=1, sequence_length=11)
     assert all((batch["labels"] != IGNORED).any() for batch in itertools.islice(source, 50))
 
 
-def test_the_same_seed_gives_the_same_batches_and_another_seed_others(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_the_same_seed_gives_the_same_batches_and_another_seed_others(tokenizer: Words) -> None:
     alice, again, bob = (next(batches(tokenizer, seed=seed)) for seed in (1, 1, 2))
     assert all(torch.equal(alice[name], again[name]) for name in alice)
     assert not torch.equal(alice["input_ids"], bob["input_ids"])
 
 
-def test_batches_do_not_end_with_the_text(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_batches_do_not_end_with_the_text(tokenizer: Words) -> None:
     source = batches(tokenizer, ["one short text to go through again and again and again"], batch_size=4)
     assert len(list(itertools.islice(source, 400))) == 400
 
@@ -99,13 +95,13 @@ def test_a_peers_seed_is_the_same_in_every_process() -> None:
     assert len({peer_seed(seed, peer) for seed in (0, 1, -1) for peer in (b"alice", b"bob")}) == 6
 
 
-def test_an_exhausted_iterator_is_reported(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_an_exhausted_iterator_is_reported(tokenizer: Words) -> None:
     source = batches(tokenizer, iter(["only a few words, and only once"]))
     with pytest.raises(ValueError, match="exhausted"):
         next(source)
 
 
 @pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"sequence_length": 10}])
-def test_sizes_too_small_are_refused(tokenizer: PreTrainedTokenizerFast, wrong: dict[str, int]) -> None:
+def test_sizes_too_small_are_refused(tokenizer: Words, wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         batches(tokenizer, **wrong)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast as Words
 
 from colab_swarm.recipes.text import SPECIALS, load_tokenizer, train_tokenizer
 from tests.recipes.test_text import read
@@ -27,9 +27,7 @@ print(hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest())
 
 
 @pytest.mark.slow
-def test_every_process_trains_the_same_tokenizer_whatever_its_order_of_text(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_every_process_trains_the_same_tokenizer_whatever_its_order_of_text(tokenizer: Words) -> None:
     digest = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
     again = train_tokenizer(read("python-docs", seed=1), vocabulary=2000)
     assert hashlib.sha256(again.backend_tokenizer.to_str().encode()).hexdigest() == digest
@@ -38,27 +36,23 @@ def test_every_process_trains_the_same_tokenizer_whatever_its_order_of_text(
 
 
 @pytest.mark.slow
-def test_specials_come_first_and_the_vocabulary_has_its_size(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_specials_come_first_and_the_vocabulary_has_its_size(tokenizer: Words) -> None:
     assert tokenizer.convert_ids_to_tokens([0, 1, 2, 3, 4]) == list(SPECIALS.values())
     assert len(tokenizer) == 2000
 
 
-def test_text_is_normalised_and_comes_back(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_text_is_normalised_and_comes_back(tokenizer: Words) -> None:
     ids = tokenizer("The\u00a0WITH\n\n  statement, ﬁrst", add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(ids) == "the with statement, first"
 
 
-def test_digits_and_punctuation_stand_alone_and_new_letters_are_unknown(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_digits_and_punctuation_stand_alone_and_new_letters_are_unknown(tokenizer: Words) -> None:
     assert {"(", "2", "0", "4", ")"} <= set(tokenizer.tokenize("(2024)"))
     assert tokenizer.unk_token_id in tokenizer("ক", add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.slow
-def test_a_tokenizer_saved_as_a_file_or_a_folder_is_the_same_again(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_tokenizer_saved_as_a_file_or_a_folder_is_the_same_again(tmp_path: Path, tokenizer: Words) -> None:
     tokenizer.save_pretrained(tmp_path)
     for source in (tmp_path, tmp_path / "tokenizer.json", str(tmp_path)):
         loaded = load_tokenizer(source)
@@ -70,7 +64,7 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "garbled.json").write_text("{")
     with pytest.raises(ValueError, match="not a tokenizer file"):
         load_tokenizer(tmp_path / "garbled.json")
-    bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.Unigram()))
+    bare = Words(tokenizer_object=Tokenizer(models.Unigram()))
     with pytest.raises(ValueError, match="no pad_token, cls_token, sep_token, mask_token"):
         load_tokenizer(bare)
 
@@ -81,36 +75,34 @@ def test_a_tokenizer_needs_text() -> None:
 
 
 @pytest.fixture(scope="module")
-def bengali() -> PreTrainedTokenizerFast:
+def bengali() -> Words:
     return train_tokenizer(BENGALI, vocabulary=80, language="bn")
 
 
-def normalised(tokenizer: PreTrainedTokenizerFast, text: str) -> str:
+def normalised(tokenizer: Words, text: str) -> str:
     return str(tokenizer.backend_tokenizer.normalizer.normalize_str(text))
 
 
 @pytest.mark.parametrize("typed", ["\u0964", "\u09e4", "|", "\u09f7"])
-def test_what_is_typed_for_a_bengali_full_stop_becomes_one(
-    bengali: PreTrainedTokenizerFast, typed: str
-) -> None:
+def test_what_is_typed_for_a_bengali_full_stop_becomes_one(bengali: Words, typed: str) -> None:
     assert normalised(bengali, f"আমি  যাই {typed}") == "আমি যাই \u0964"
 
 
-def test_a_colon_is_a_visarga_after_a_bengali_letter_only(bengali: PreTrainedTokenizerFast) -> None:
+def test_a_colon_is_a_visarga_after_a_bengali_letter_only(bengali: Words) -> None:
     assert normalised(bengali, "দু:খ অত: ৫:৩০ BBC: \u09e5") == "দুঃখ অতঃ ৫:৩০ bbc: \u0965"
 
 
-def test_other_languages_keep_their_bars_and_colons(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_other_languages_keep_their_bars_and_colons(tokenizer: Words) -> None:
     assert normalised(tokenizer, "A | b: দু:খ") == "a | b: দু:খ"
 
 
-def test_bengali_text_comes_back_with_its_vowel_signs(bengali: PreTrainedTokenizerFast) -> None:
+def test_bengali_text_comes_back_with_its_vowel_signs(bengali: Words) -> None:
     ids = bengali(BENGALI[0])["input_ids"]
     assert (ids[0], ids[-1], len(bengali)) == (2, 3, 80)
     assert bengali.decode(ids, skip_special_tokens=True) == normalised(bengali, BENGALI[0])
 
 
-def test_the_mask_takes_the_space_before_it(bengali: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_the_mask_takes_the_space_before_it(bengali: Words, tmp_path: Path) -> None:
     bengali.save_pretrained(tmp_path)
     for source in (bengali, tmp_path, tmp_path / "tokenizer.json"):
         loaded = load_tokenizer(source)
@@ -121,7 +113,7 @@ def test_the_mask_takes_the_space_before_it(bengali: PreTrainedTokenizerFast, tm
         assert loaded("ж", add_special_tokens=False)["input_ids"][-1] == loaded.unk_token_id == 1
 
 
-def test_two_texts_are_joined_as_a_pair(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_two_texts_are_joined_as_a_pair(tokenizer: Words) -> None:
     pair = tokenizer("one", "two")
     tokens = tokenizer.convert_ids_to_tokens(pair["input_ids"])
     middle = tokens.index("[SEP]") + 1

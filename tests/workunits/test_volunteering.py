@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from colab_swarm.training.state import load_checkpoint
 from torch import Tensor, nn
 
 from colab_swarm.errors import StateError
 from colab_swarm.net.identity import Identity
 from colab_swarm.runtime import LOOK_S, PauseGate
+from colab_swarm.training.state import load_checkpoint
 from colab_swarm.workunits import volunteering as module
 from colab_swarm.workunits.client import CoordinatorClient
 from colab_swarm.workunits.job import Job, Rows, UnitTraining, cross_entropy

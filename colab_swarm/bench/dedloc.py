@@ -1,0 +1,492 @@
+"""DeDLOC: the adaptive strategy (Table 1), ALBERT-large (section 4.2, Figure 5), alternating groups (Appendix C).
+
+*strategy*: averaging ResNet-50's gradients by all-reduce, a parameter server and the adaptive strategy. Predicted by
+the strategy's arithmetic, and simulated: groups form and bytes move as in a live round. The notes have the paper's own
+seconds. Its bytes per value and its share of protocol are not known, so ratios compare better.
+
+*albert*: ALBERT-large in five set-ups, time per step and share of the high-bandwidth speed. Rounds are simulated
+(`simulate_round`), 18 M values as float16. With delayed updates, as in the paper, a step takes as long as the slower of
+computing and averaging; without, as long as both together. The paper does not state a compute speed, only that training
+with equal shares is about 2.5 times slower than with high bandwidth; `SLOWDOWN` derives it from that. The last rows are
+no model: whole peers on the simulated network that measure their bandwidths.
+
+*groups*: how exact averages of alternating groups are, what crashes cost, and which group size is chosen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, permutations
+
+import msgspec
+import numpy as np
+import torch
+
+import colab_swarm as cs
+from colab_swarm.averaging.exchange import Chunk, UploadEncoding
+from colab_swarm.averaging.group import (
+    Group,
+    GroupFormation,
+    GroupFormationSettings,
+    RoundTerms,
+    SharePlan,
+    Strategy,
+    Ticket,
+    equal_shares,
+)
+from colab_swarm.averaging.matchmaking import PrefixRouter
+from colab_swarm.averaging.moshpit import (
+    MAX_ROUNDS,
+    MoshpitAverager,
+    MoshpitResult,
+    RoundTime,
+    choose_group_size,
+)
+from colab_swarm.averaging.round import Averager, AveragingSettings, RoundResult
+from colab_swarm.averaging.strategy import AveragingSetup, Capacity, adaptive_shares, plan, plan_round
+from colab_swarm.bench.harness import BenchReport, benchmark, drawn, run_aside
+from colab_swarm.dht.service import DHT, DHTSettings
+from colab_swarm.events import StepFinished
+from colab_swarm.net.peers import Contact, Message
+from colab_swarm.sim import (
+    LAN,
+    HostProfile,
+    NetworkProfile,
+    ScriptedFault,
+    SimNetwork,
+    SimPeers,
+    run_virtual,
+    virtual_time,
+)
+from colab_swarm.sim.profiles import DEDLOC16, GIGABIT, MEGABIT
+from colab_swarm.tensors.codecs import Floats
+
+LATENCY_S = 0.0003
+PATIENT = AveragingSettings(round_timeout_s=600.0, patience_s=60.0)
+
+
+# --- one simulated round ---------------------------------------------------------------------------------------------
+
+
+def host(bps: float, *, trains: bool = True) -> Capacity:
+    """Return a peer with a symmetric connection; one that does not train assists."""
+    return Capacity(float(trains), bps, bps, receives=trains)
+
+
+def ticket(capacity: Capacity, terms: RoundTerms, scale: int) -> Ticket:
+    """Return a peer's offer to average ``scale`` times fewer values, over as much a slower link."""
+    terms = msgspec.structs.replace(terms, numel=terms.numel // scale)
+    bps, trains = (capacity.upload_bps or 0.0) / scale, capacity.receives
+    return Ticket(terms, float(trains), upload_bps=bps, download_bps=bps, assists=not trains)
+
+
+def simulate_round(hosts: Sequence[Capacity], strategy: Strategy, terms: RoundTerms, scale: int) -> float:
+    """Return the seconds until the last peer has its means: real groups, real bytes, real sums."""
+    if sum(one.receives for one in hosts) < 2:
+        return 0.0
+    return run_aside(_round([ticket(one, terms, scale) for one in hosts], strategy), run_virtual)
+
+
+async def _round(offers: Sequence[Ticket], strategy: Strategy) -> float:
+    network = SimNetwork(NetworkProfile("bench", LATENCY_S))
+    peers = [
+        network.peer(f"p{i}", host_profile=HostProfile(one.upload_bps or 0.0, one.download_bps or 0.0))
+        for i, one in enumerate(offers)
+    ]
+    network.introduce()
+    tickets = {peer.id: one for peer, one in zip(peers, offers, strict=True)}
+    formation = GroupFormation(offers[0].terms, now=0.0, settings=GroupFormationSettings())
+    for peer, brought in tickets.items():
+        formation.on_join(brought, Contact(peer, (f"sim://{peer.hex()}",)))
+    group = formation.form(bytes(16), strategy)
+
+    async def take_part(peer: SimPeers) -> RoundResult:
+        averager, brought = Averager(peer, PATIENT), tickets[peer.id]
+        if brought.assists:
+            return await averager.reduce(group)
+        values = np.full(brought.terms.numel, float(peers.index(peer)), np.float32)
+        result = await averager.average(group, values)
+        if result.kept_local:
+            raise RuntimeError(f"{peer.name} did not get all means: {result}")
+        return result
+
+    results = await asyncio.gather(*map(take_part, peers))
+    return max(result.seconds["total"] for result in results)
+
+
+def one_server(tickets: Sequence[Ticket]) -> SharePlan:
+    """Strategy: the fastest peer reduces everything, an assistant if several are as fast."""
+    rates = [(brought.upload_bps or 0.0, brought.assists) for brought in tickets]
+    server = rates.index(max(rates))
+    return SharePlan(tuple(float(index == server) for index in range(len(tickets))))
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+RESNET50, SCALE = RoundTerms("bench", 0, b"lineage", 25_600_000, b"schema"), 2
+A, B = (host(GIGABIT),) * 8, (host(0.2 * GIGABIT),) * 16
+TABLE = {
+    "a": (A, (1.19, 4.73, 1.20)),
+    "b": (B, (5.3, 39.6, 5.3)),
+    "c": ((*A, *B), (5.69, 14.1, 2.96)),
+    "d": ((*B, host(2.5 * GIGABIT, trains=False)), (5.3, 3.22, 3.18)),
+}
+STRATEGIES: dict[str, Strategy] = {
+    "all_reduce": equal_shares,
+    "server": one_server,
+    "adaptive": adaptive_shares,
+}
+
+
+@benchmark("strategy")
+def run_strategy(report: BenchReport) -> None:
+    """Predict and simulate the table; time the planning."""
+    errors = dict.fromkeys(STRATEGIES, 0.0)
+    for name, (hosts, published) in TABLE.items():
+        setup = AveragingSetup(hosts, 4 * RESNET50.numel, 4 * RESNET50.numel)
+        tickets = [ticket(one, RESNET50, SCALE) for one in hosts]
+        computing = [index for index, one in enumerate(hosts) if one.receives]
+        for (kind, strategy), published_s in zip(STRATEGIES.items(), published, strict=True):
+            predicted_s = plan_round(setup, computing, strategy(tickets).shares).averaging_s
+            simulated_s = simulate_round(hosts, strategy, RESNET50, 4 if report.quick else SCALE)
+            report.add(f"{name}_{kind}_s", predicted_s, "s", f"published {published_s} s")
+            report.add(f"{name}_{kind}_simulated_s", simulated_s, "s")
+            errors[kind] = max(errors[kind], abs(simulated_s / predicted_s - 1))
+    seconds = report.figures
+    for end in ("", "_simulated"):
+        gain = seconds[f"c_all_reduce{end}_s"] / seconds[f"c_adaptive{end}_s"]
+        report.add(f"speedup_c{end}", gain, "times", "adaptive against all-reduce; published 1.92")
+    setups = [random_setup(random.Random(seed)) for seed in range(10 if report.quick else 50)]
+    pairs = dict.fromkeys(permutations(range(64), 2), 10 * GIGABIT)
+    limited = [replace(setup, pair_bps=pairs, target_batch_size=1e6) for setup in setups[:10]]
+    report.add_rows(
+        ("prediction_error", errors["adaptive"], "", "simulated against predicted, worst of 4"),
+        ("prediction_error_all", max(errors.values()), "", "all strategies, worst of 12"),
+        ("solve_ms_64", _median_ms(setups), "ms", "random setups of 64 peers: who computes, and shares"),
+        ("solve_pairs_ms_64", _median_ms(limited), "ms", "shares, every pair limited, by HiGHS"),
+    )
+
+
+def random_setup(rng: random.Random, peers: int = 64) -> AveragingSetup:
+    capacities = []
+    for _ in range(peers):
+        speed, up, down = (rng.lognormvariate(0, 1) for _ in range(3))
+        assists = rng.random() < 0.1
+        dialable = assists or rng.random() < 0.8
+        capacities.append(Capacity(0.0 if assists else speed, up * 1e8, down * 1e8, dialable, not assists))
+    return AveragingSetup(tuple(capacities), 1e8, 1e8, rng.lognormvariate(6, 2))
+
+
+def _median_ms(setups: list[AveragingSetup]) -> float:
+    took_s: list[float] = []
+    for setup in setups:
+        began = time.perf_counter()
+        plan(setup)
+        took_s.append(time.perf_counter() - began)
+    return 1000 * statistics.median(took_s)
+
+
+def plot_strategy(report: BenchReport, path: str) -> None:
+    values = report.figures
+    with drawn(path, (9, 3.2), len(TABLE)) as panels:
+        for axes, name in zip(panels, TABLE, strict=True):
+            axes.bar(STRATEGIES.keys(), [values[f"{name}_{kind}_s"] for kind in STRATEGIES])
+            axes.plot([values[f"{name}_{kind}_simulated_s"] for kind in STRATEGIES], "k_", markersize=18)
+            axes.set_title(name.upper())
+            axes.set_xticks(range(len(STRATEGIES)), ["AR", "PS", "ours"])
+        panels[0].set_ylabel("seconds per round (— simulated)")
+
+
+# --- ALBERT-large -----------------------------------------------------------------------------------------------------
+
+ALBERT_LARGE = RoundTerms("bench", 0, b"lineage", 18_105_474, b"schema", "float16", "float16")
+SLOWDOWN = 2.5
+BATCH, TRAINERS, WHOLE_STEPS = 4096, 16, 6
+HIGH = (host(25 * GIGABIT),) * TRAINERS
+MIXED = tuple(host(one.upload_bps) for one in DEDLOC16.hosts)
+ASSISTED = (*MIXED, *(host(GIGABIT, trains=False),) * 4)
+SETUPS = {
+    "high_bandwidth": (HIGH, adaptive_shares),
+    "heterogeneous": (MIXED, equal_shares),
+    "load_balancing": (MIXED, adaptive_shares),
+    "auxiliary": (ASSISTED, adaptive_shares),
+    "part_time_on": ((*ASSISTED, *(host(100 * MEGABIT),) * 8), adaptive_shares),
+}
+
+
+@benchmark("albert")
+def run_albert(report: BenchReport) -> None:
+    scale = 8 if report.quick else 1
+    averaging_s = {name: simulate_round(*setup, ALBERT_LARGE, scale) for name, setup in SETUPS.items()}
+    batch_s = averaging_s["heterogeneous"] / SLOWDOWN  # of `TRAINERS` trainers
+    # a step's seconds of computing and averaging: delayed it takes their maximum, else their sum
+    steps = {name: (_computing_s(SETUPS[name][0], batch_s), seconds) for name, seconds in averaging_s.items()}
+    for name, step in steps.items():
+        report.add(f"{name}_s", max(step), "s", f"averaging {step[1]:.2f} s")
+        report.add(f"{name}_sequential_s", sum(step), "s", "without delayed updates")
+    naive, balanced = steps["heterogeneous"], steps["load_balancing"]
+    rates = [1 / max(steps[name]) for name in ("auxiliary", "part_time_on")]  # 8 hours each
+    share = statistics.mean(rates) * max(steps["high_bandwidth"])
+    hidden = 1 - (max(balanced) - balanced[0]) / balanced[1]
+    report.add_rows(
+        ("load_balancing_gain", max(naive) / max(balanced), "times", "published 1.47"),
+        ("auxiliary_gain", max(naive) / max(steps["auxiliary"]), "times", "published over 1.60"),
+        ("part_time_share", share, "", "of high bandwidth, 8 of 28 peers half the time; published 0.74"),
+        ("hidden", hidden, "", "of averaging behind computing by delayed updates, load balancing"),
+    )
+    for name, hosts in (("high_bandwidth", HIGH), ("load_balancing", MIXED)):
+        for count in (1, 8, 64) if report.quick else (1, 2, 4, 8, 16, 32, 64):
+            crowd = tuple(hosts[index * 5 % TRAINERS] for index in range(count))  # all kinds, however few
+            # crowds move a part of the bytes to save memory; coarser chunks make their averaging look slower
+            part_s = simulate_round(crowd, adaptive_shares, ALBERT_LARGE, max(scale, count // TRAINERS))
+            seconds = max(_computing_s(crowd, batch_s), part_s)
+            report.add(f"scaling_{name}_{count}_s", seconds, "s", f"{count} peers, delayed")
+    scale = 16 if report.quick else 4
+    for delayed, key in ((False, "whole_peers_sequential_s"), (True, "whole_peers_s")):
+        report.add(key, _whole_peers_s(batch_s, scale, delayed=delayed), "s", f"1/{scale} of the bytes")
+
+
+def _computing_s(hosts: Sequence[Capacity], batch_s: float) -> float:
+    return batch_s * TRAINERS / sum(one.receives for one in hosts)
+
+
+def _whole_peers_s(batch_s: float, scale: int, *, delayed: bool) -> float:
+    """Return a peer's median seconds of a step, in the second half, among 16 whole optimizers."""
+    hosts = tuple(HostProfile(one.upload_bps / scale, one.download_bps / scale) for one in DEDLOC16.hosts)
+    profile: NetworkProfile = replace(DEDLOC16, name="scaled", hosts=hosts)
+
+    def train(swarm: cs.Swarm) -> None:
+        weights = torch.nn.Parameter(torch.zeros(ALBERT_LARGE.numel // scale))
+        inner = torch.optim.SGD([weights], lr=0.1)
+        optimizer = swarm.optimizer(inner, target_batch_size=BATCH, compression="float16", overlap=delayed)
+        while optimizer.global_step < WHOLE_STEPS:
+            weights.grad = torch.ones_like(weights)
+            optimizer.step(samples=BATCH // TRAINERS // 8)
+
+    with cs.simulate(TRAINERS, network=profile, samples_per_s=BATCH / batch_s / TRAINERS) as simulation:
+        alice = simulation.swarms["alice"]
+        simulation.run(train)
+        times = [event.at for event in alice.events.recent(StepFinished)]
+    return statistics.median(later - earlier for earlier, later in pairwise(times[len(times) // 2 :]))
+
+
+def plot_albert(report: BenchReport, path: str) -> None:
+    values = report.figures
+    with drawn(path, (9, 3.4), 2) as (speeds, scaling):
+        shares = [values["high_bandwidth_s"] / values[f"{name}_s"] for name in SETUPS]
+        speeds.barh([name.replace("_", " ") for name in SETUPS], shares)
+        speeds.invert_yaxis()
+        speeds.set_xlabel("speed, share of high bandwidth")
+        for name in ("high_bandwidth", "load_balancing"):
+            keys = [key for key in values if key.startswith(f"scaling_{name}_")]
+            counts = [int(key.split("_")[-2]) for key in keys]
+            scaling.plot(counts, [values[key] for key in keys], "o-", label=name.replace("_", " "))
+        scaling.set(xscale="log", yscale="log", xlabel="peers", ylabel="seconds per step")
+        scaling.set_xticks(counts, labels=map(str, counts))
+
+
+# --- alternating groups ----------------------------------------------------------------------------------------------
+
+NUMEL = 500
+
+
+@dataclass
+class Town:
+    """Peers ``p0``, ``p1``, … that average a vector of `NUMEL` values each, on the simulated network.
+
+    Attributes:
+        clients: how many of them, the last ones, cannot be dialled.
+        weights: one per peer; 1 by default.
+        doomed: ``doomed(name, round)``: whether the peer crashes while it sends in that round, counted from 0.
+        liars: peers that vote for groups of a million and send NaN.
+        group_size: vote of all; None for the size that their measurements suggest.
+    """
+
+    count: int
+    clients: int = 0
+    weights: Sequence[float] = ()
+    doomed: Callable[[str, int], bool] = lambda name, round_: False
+    liars: Collection[str] = ()
+    group_size: int | None = None
+    seed: int = 0
+
+    def names(self) -> list[str]:
+        return [f"p{i}" for i in range(self.count)]
+
+    def weight(self, name: str) -> float:
+        return self.weights[int(name[1:])] if self.weights else 1.0
+
+    def vector(self, name: str) -> Floats:
+        return np.random.default_rng([self.seed, int(name[1:])]).standard_normal(NUMEL, dtype=np.float32)
+
+    def mean(self, names: Sequence[str] = ()) -> Floats:
+        """Return the weighted mean of the vectors of these peers (all by default), in float64."""
+        chosen = list(names) or self.names()
+        vectors = [self.vector(name).astype(np.float64) for name in chosen]
+        return np.average(vectors, axis=0, weights=[self.weight(name) for name in chosen])
+
+
+@dataclass
+class GroupRun:
+    """The results of a `Town`, without the peers that crashed.
+
+    ``history`` has the vector of every peer before the first and after each round, ``results`` those of the last pass,
+    ``votes`` the group size that each would choose next; ``seconds`` are virtual, for all passes.
+    """
+
+    history: list[dict[str, Floats]]
+    results: dict[str, MoshpitResult]
+    votes: dict[str, int]
+    fired: list[ScriptedFault]
+    seconds: float
+
+    @property
+    def means(self) -> dict[str, Floats]:
+        return self.history[-1]
+
+    def spread(self) -> list[float]:
+        """Return the peers' variance around their common mean, before the first and after each round."""
+        held = [np.stack(list(vectors.values())).astype(np.float64) for vectors in self.history]
+        return [float(((vectors - vectors.mean(0)) ** 2).mean()) for vectors in held]
+
+
+class _Player(Averager):
+    """One peer of the town: it records its vector after each round and crashes on request."""
+
+    def __init__(self, town: Town, network: SimNetwork, name: str, *, listen: bool) -> None:
+        self.peers = network.peer(name, listen=listen)
+        super().__init__(self.peers)
+        self._town, self._network, self._name = town, network, name
+        self.dht = DHT(self.peers, DHTSettings(), random.Random(name))
+        self.averager = MoshpitAverager(PrefixRouter(self.peers), self.dht, self, "town/average")
+        self.held = {0: town.vector(name)}  # by rounds done
+        self.results: list[MoshpitResult] = []
+        self._done = 0
+
+    async def average(
+        self, group: Group, values: Floats, encoding: UploadEncoding | None = None
+    ) -> RoundResult:
+        round_ = self._done + group.terms.step % MAX_ROUNDS
+        if self._name in self._town.liars:
+            values[:] = np.nan
+        if self._town.doomed(self._name, round_):
+            self._network.when(is_contribution, sender=self._name).crash(self._name)
+        result = await super().average(group, values, encoding)
+        self.held[round_ + 1] = values.copy()
+        return result
+
+    async def play(self, passes: int) -> None:
+        weight, values = self._town.weight(self._name), self.held[0]
+        group_size = 1_000_000 if self._name in self._town.liars else self._town.group_size
+        for _ in range(passes):
+            values, result = await self.averager.average(values, weight=weight, group_size=group_size)
+            self.results.append(result)
+            self._done += len(result.sides)
+            self.held[self._done] = values
+            weight = 1.0
+
+    def held_after(self, rounds: int) -> Floats:
+        """Return the vector after so many rounds, an older one if the peer missed the last of them."""
+        return self.held[max(done for done in self.held if done <= rounds)]
+
+
+def play(town: Town, *, passes: int = 1, script: Callable[[SimNetwork], None] = lambda _: None) -> GroupRun:
+    """Let the town average, so many passes each."""
+    return run_aside(_play(town, passes, script), run_virtual)
+
+
+async def _play(town: Town, passes: int, script: Callable[[SimNetwork], None]) -> GroupRun:
+    network, listening = SimNetwork(LAN, seed=town.seed), town.count - town.clients
+    players = {n: _Player(town, network, n, listen=i < listening) for i, n in enumerate(town.names())}
+    for name, player in players.items():
+        await player.dht.bootstrap([] if name == "p0" else [players["p0"].peers.contact])
+        player.dht.start()
+    script(network)
+    began, tasks = virtual_time(), dict[str, asyncio.Task[None]]()
+    for name, player in players.items():
+        tasks[name] = asyncio.create_task(player.play(passes))
+        player.peers.when_down(tasks[name].cancel)
+    await asyncio.wait(tasks.values())
+    left = {
+        name: players[name] for name, task in tasks.items() if not task.cancelled() and task.result() is None
+    }
+    rounds = max(max(player.held) for player in left.values())
+    return GroupRun(
+        [{name: player.held_after(done) for name, player in left.items()} for done in range(rounds + 1)],
+        {name: player.results[-1] for name, player in left.items()},
+        {name: player.averager.meter.choose_group_size(town.count) for name, player in left.items()},
+        network.fired,
+        virtual_time() - began,
+    )
+
+
+def is_contribution(message: Message) -> bool:
+    return isinstance(message, Chunk) and not message.averaged
+
+
+TIME = RoundTime(overhead_s=0.5, transfer_s=2.0)  # of a model of 5 MB at 20 Mbit/s
+SIZES = (2, 4, 16)
+
+
+def chosen_size(peers: int, failing: float) -> int:
+    """Return the best group size if a peer fails with this probability during a round of four."""
+    return choose_group_size(peers, failures_per_s=-math.log1p(-failing) / TIME.seconds(4), time=TIME)
+
+
+def failing_at_random(share: float, seed: int) -> Callable[[str, int], bool]:
+    """Return a `Town.doomed` that draws this share of the peers in every round."""
+    return lambda name, round_: random.Random(f"{seed} {name} {round_}").random() < share
+
+
+@benchmark("groups")
+def run_groups(report: BenchReport) -> None:
+    """Measure exactness and failures, and report the choice of the group size."""
+    for count in (16, 13):
+        town = Town(count, group_size=4)
+        story = play(town)
+        worst = max(float(np.abs(values - town.mean()).max()) for values in story.means.values())
+        report.add(f"error_{count}", worst, "", f"{count} peers, m = 4, {len(story.history) - 1} rounds")
+    for size in SIZES:
+        _with_failures(report, size, seeds=1 if report.quick else 10)
+    chosen = {f"size_16_q{percent}": chosen_size(16, percent / 100) for percent in (0, 5, 10, 20, 50)}
+    report.add_all(chosen, "peers", "chosen")
+
+
+def _with_failures(report: BenchReport, size: int, *, seeds: int) -> None:
+    towns = [
+        Town(16, group_size=size, doomed=failing_at_random(0.1, seed), seed=seed) for seed in range(seeds)
+    ]
+    stories = [play(town, passes=2) for town in towns]
+    spreads = [story.spread() for story in stories]
+    results = [result for story in stories for result in story.results.values()]
+    left = [now / before for spread in spreads for before, now in pairwise(spread) if before > 1e-12]
+    rounds = [one for result in results for one in result.rounds]
+    whole = [one is not None and len(one.contributors) == len(one.group.members) for one in rounds]
+    report.add_rows(
+        (f"error_kept_m{size}", max(left), "", "10 % crash in every round: worst round"),
+        (f"undisturbed_m{size}", float(np.mean(whole)), "", "rounds without a crash"),
+        (f"slowest_pass_m{size}", max(result.seconds for result in results), "s", ""),
+    )
+    means = map(np.mean, zip(*spreads, strict=False))
+    report.add_all({f"spread_m{size}_{done}": float(mean) for done, mean in enumerate(means)})
+
+
+def plot_groups(report: BenchReport, path: str) -> None:
+    figures, percents = report.figures, np.geomspace(0.1, 50, 400)
+    with drawn(path, (10, 4), 2) as (left, right):
+        for peers in (16, 64, 256):
+            left.plot(percents, [chosen_size(peers, q / 100) for q in percents], label=f"{peers} peers")
+        left.set(xlabel="peers that fail in a round of four, %", xscale="log")
+        left.set(ylabel="chosen group size m", yscale="log")
+        sizes = [2, 4, 8, 16, 64, 256]
+        left.set_yticks(sizes, labels=map(str, sizes))
+        for size in SIZES:
+            keys = sorted((key for key in figures if key.startswith(f"spread_m{size}_")), key=len)
+            right.plot([max(figures[key], 1e-9) for key in keys], marker="o", label=f"groups of {size}")
+        right.set(xlabel="rounds", ylabel="variance among 16 peers, 10 % crash per round", yscale="log")

@@ -1,0 +1,580 @@
+"""Figure 4 of Learning@home: throughput under delays, the cost of stale updates and failures; and experts under load.
+
+*moe-throughput* (top): the throughput that remains when every block's answer is delayed. A model is a chain of blocks,
+each an expert behind an encrypted link on loopback. After each block its answer waits for an exponentially distributed
+time, in real time. *Ours* has many batches in flight. *Model-parallel* is one batch that goes from block to block with
+the same delays and no network. The *bound* is the same computations with neither. Forward only, as published. Without a
+GPU blocks are small; with one they are the published ones.
+
+*moe-convergence* (bottom): digits (scikit-learn's, 8 x 8 pixels, scaled to [0, 1]) instead of MNIST, so everything is
+smaller: Linear 64 -> 64, four layers of 64, LayerNorm, Linear 64 -> 10. A layer is a mixture, top 4 of E feed-forward
+experts of width 64, or for the baseline one such block of width 128, which computes about as much. Low delay: 16
+trainers whose batch takes 0.1 s on average; high: 64 and 1 s. Computing takes no virtual time, so the number of
+trainers alone determines the staleness. Experts are the product's feed-forward block, computed many at a time. The
+baseline's gradients are all taken from one copy and applied when the batch ends. With experts, each layer's forward and
+backward takes an eighth of the delay, an expert computes with its weights at that moment and steps at once; stem,
+gating and head are updated at the end. ``--faithful`` follows the published emulator: the gating is never trained,
+experts' updates are never delayed, and the learning rate is constant instead of falling to 0.
+
+*experts*: one host and many callers, each a process, over encrypted links on loopback. The limit is what the same
+expert computes on the same thread of the same process without callers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import math
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn.functional import cross_entropy
+
+from colab_swarm.bench.harness import (
+    BenchReport,
+    Channel,
+    Crew,
+    Worker,
+    benchmark,
+    call_all,
+    drawn,
+    receive_all,
+    torch_threads,
+)
+from colab_swarm.bench.link import contact, start_node, where
+from colab_swarm.dht.service import DHT, DHTSettings, RunServices
+from colab_swarm.events import EventLog
+from colab_swarm.moe.calls import ExpertCalls
+from colab_swarm.moe.directory import Directory
+from colab_swarm.moe.expert import BatchLimits, Expert, ExpertRule, FeedForward, TransformerBlock, free_bytes
+from colab_swarm.moe.grid import ExpertInfo
+from colab_swarm.moe.layer import Gating, mixing_weights, priorities
+from colab_swarm.moe.server import ExpertServer
+from colab_swarm.net.node import Node
+from colab_swarm.net.peers import Contact
+from colab_swarm.runtime import Runtime
+from colab_swarm.sim import run_virtual
+
+BASELINE_S = 4.0
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """Blocks of one kind: how to make one, shape of a sample, samples in a batch and merged at most."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    sample: tuple[int, ...]
+    batch: int
+    merged: int
+
+
+@dataclass(frozen=True)
+class ThroughputPlan:
+    """The sizes: blocks in the chain, batches in flight, mean delays, seconds of each measurement."""
+
+    kinds: tuple[BlockKind, ...]
+    blocks: int
+    in_flight: int
+    delays_s: tuple[float, ...] = (0.0, 0.05, 0.1, 0.15, 0.2)
+    seconds: float = 8.0
+
+
+CPU = ThroughputPlan(
+    (
+        BlockKind("ffn", lambda: FeedForward(256, 1024), (256,), batch=80, merged=320),
+        BlockKind("transformer", lambda: TransformerBlock(64, 4), (48, 64), batch=6, merged=24),
+    ),
+    blocks=8,
+    in_flight=240,
+)
+GPU = ThroughputPlan(
+    (
+        BlockKind("ffn", lambda: FeedForward(1024, 4096), (1024,), batch=2048, merged=2048),
+        BlockKind("transformer", lambda: TransformerBlock(1024, 16), (512, 1024), batch=4, merged=4),
+    ),
+    blocks=224,
+    in_flight=64,
+)
+
+
+@benchmark("moe-throughput", "moe")
+def run_throughput(report: BenchReport) -> None:
+    plan = GPU if torch.cuda.is_available() else CPU
+    if report.quick:
+        plan = replace(plan, blocks=min(plan.blocks, 8), delays_s=(0.0, 0.2), seconds=2.0)
+    with torch_threads(max(1, (os.cpu_count() or 2) - 1)):  # one core is the network's
+        for kind in plan.kinds:
+            asyncio.run(_measure_chain(report, plan, kind))
+    values = report.figures
+    for key, text in (("retained", ">= 0.9 wanted"), ("vs_model_parallel", ">= 40 wanted; published 41.6")):
+        worst = min(values[f"{kind.name}_{key}_at_200ms"] for kind in plan.kinds)
+        report.add(f"{key}_at_200ms", worst, "times", f"{text}; the worse of both kinds")
+
+
+async def _measure_chain(report: BenchReport, plan: ThroughputPlan, kind: BlockKind) -> None:
+    host, guest = [await start_node() for _ in range(2)]
+    chain, rates = _Chain(plan, kind, host, guest), {}
+    rates["bound"] = await chain.server.device.run(chain.bound)
+    for delay_s in plan.delays_s:
+        ms = f"{round(1000 * delay_s)}ms"
+        rates[ms] = await chain.ours(delay_s)
+        rates[f"model_parallel_{ms}"] = await chain.model_parallel(delay_s)
+    for closing in (chain.server, host, guest):
+        await closing.close()
+    found = {f"{kind.name}_{name}_samples_per_s": rate for name, rate in rates.items()}
+    report.add_all(found, "samples/s", f"{plan.in_flight} batches in flight")
+    against = {"retained": "0ms", "vs_model_parallel": "model_parallel_200ms", "of_bound": "bound"}
+    shares = {f"{kind.name}_{key}_at_200ms": rates["200ms"] / rates[name] for key, name in against.items()}
+    report.add_all(shares, "times")
+
+
+class _Chain:
+    """The blocks of one model behind a link, and ways to send batches through."""
+
+    def __init__(self, plan: ThroughputPlan, kind: BlockKind, host: Node, guest: Node) -> None:
+        self._plan, self._kind = plan, kind
+        rule = ExpertRule(partial(torch.optim.SGD, lr=0.0))  # forward only: it never steps
+        names = [f"{kind.name}.{index}" for index in range(plan.blocks)]
+        self._experts = [Expert(name, kind.make(), rule, kind.sample) for name in names]
+        limits = BatchLimits(kind.merged, max_batch_bytes=512 << 20, max_held_bytes=4 << 30)
+        self.server = ExpertServer(host, EventLog(), limits)
+        for expert in self._experts:
+            self.server.add(expert)
+        self._infos = [ExpertInfo(name, host.contact, kind.sample, 0, 0.0) for name in names]
+        self._calls = _calls_of(guest, timeout_s=600.0)
+        self._inputs = np.random.default_rng(0).standard_normal((kind.batch, *kind.sample), np.float32)
+
+    def _samples_per_s(self, block_calls: int, seconds: float) -> float:
+        return block_calls * self._kind.batch / len(self._experts) / seconds
+
+    async def ours(self, delay_s: float) -> float:
+        done = 0
+
+        async def travel(rng: random.Random) -> None:
+            nonlocal done
+            for info in itertools.islice(itertools.cycle(self._infos), rng.randrange(len(self._infos)), None):
+                # never the last output: over many rounds it would grow without end
+                await self._calls.forward(info, self._inputs)
+                done += 1
+                await asyncio.sleep(_exponential(delay_s, rng))
+
+        async with asyncio.TaskGroup() as group:
+            travels = [group.create_task(travel(random.Random(seed))) for seed in range(self._plan.in_flight)]
+            await asyncio.sleep(max(1.0, 5 * delay_s))  # until batches are spread over the chain
+            before, began = done, time.perf_counter()
+            await asyncio.sleep(self._plan.seconds)
+            rate = self._samples_per_s(done - before, time.perf_counter() - began)
+            for task in travels:
+                task.cancel()
+        return rate
+
+    async def model_parallel(self, delay_s: float) -> float:
+        rng, inputs = random.Random(0), torch.from_numpy(self._inputs)
+        done, began, luck_s = 0, time.perf_counter(), 0.0
+        while time.perf_counter() - began < min(BASELINE_S, self._plan.seconds):
+            await self.server.device.run(partial(self._experts[done % len(self._experts)].forward, inputs))
+            done += 1
+            wait_s = _exponential(delay_s, rng)
+            luck_s += delay_s - wait_s  # of a few dozen draws: they count by their mean
+            await asyncio.sleep(wait_s)
+        return self._samples_per_s(done, time.perf_counter() - began + luck_s)
+
+    def bound(self) -> float:
+        inputs, done, began = torch.from_numpy(self._inputs), 0, time.perf_counter()
+        while time.perf_counter() - began < min(BASELINE_S, self._plan.seconds):
+            self._experts[done % len(self._experts)].forward(inputs)
+            done += 1
+        return self._samples_per_s(done, time.perf_counter() - began)
+
+
+def _exponential(mean_s: float, rng: random.Random) -> float:
+    return rng.expovariate(1 / mean_s) if mean_s else 0.0
+
+
+# --- experts under load -----------------------------------------------------------------------------------------------
+
+HIVEMIND_SAMPLES_PER_S = 2692.0  # version 1.1.12 on two cores, in the same setting
+NOP_BATCH, NOP_DIM = 32, 1024  # 128 KiB
+
+
+@benchmark("experts")
+def run_experts(report: BenchReport) -> None:
+    """Measure large calls, calls without computation, small ones merged or not, and hivemind's setting."""
+    dim, batch, callers, seconds, rounds = (256, 256, 4, 1.0, 2) if report.quick else (1024, 2048, 8, 15.0, 3)
+    with Crew() as crew:
+        host = crew.start(serve_experts)
+        address = host.receive()
+        for _ in range(callers):
+            crew.start(call_experts, address)
+        receive_all(crew[1:])  # while they import, they would slow down the host
+        load = partial(_calls_per_s, report, crew[1:], seconds)
+
+        host.call(serve={"uids": ["ffn.0"], "dim": dim})
+        alone = host.call(alone={"batch": batch, "rounds": rounds})["samples_per_s"]
+        rate = batch * load("forward", uids=["ffn.0"], batch=batch, dim=dim)
+        rates, note = (
+            {"forward_samples_per_s": rate, "local_samples_per_s": alone},
+            f"{callers} callers, batch {batch}",
+        )
+        report.add_all(rates, "samples/s", note)
+        report.add("vs_local", rate / alone, "", "of the same expert without callers; >= 0.6 wanted")
+
+        host.call(serve={"uids": ["nop.0"], "dim": NOP_DIM, "nop": True})
+        rate = load("nop", uids=["nop.0"], batch=NOP_BATCH, dim=NOP_DIM, in_flight=2)
+        report.add("nop_calls_per_s", rate, "calls/s", "128 KiB each way; hivemind 86; >= 600 wanted")
+
+        small: dict[str, Any] = {"uids": ["ffn.0"], "batch": 1, "dim": dim, "in_flight": 16}
+        host.call(serve={"uids": ["ffn.0"], "dim": dim})
+        merged = load("merged", **small)
+        host.call(serve={"uids": ["ffn.0"], "dim": dim, "max_batch_size": 1})
+        single = load(**small)
+        rates = {"merged_calls_per_s": merged, "single_calls_per_s": single}
+        report.add_all(rates, "calls/s", "16 calls of one sample in flight each")
+        report.add("batching_gain", merged / single, "times", ">= 4 wanted")
+
+        uids = [f"ffn.{index}" for index in range(4)]
+        host.call(serve={"uids": uids, "dim": 256})
+        alone = host.call(alone={"batch": 128, "rounds": rounds, "backward": True})["samples_per_s"]
+        order: dict[str, Any] = {"uids": uids, "batch": 128, "dim": 256, "backward": True}
+        rate = 128 * _calls_per_s(report, crew[1:5], seconds, "learning", **order)
+    report.add_rows(
+        ("samples_per_s", rate, "samples/s", "4 experts 256, 4 callers, batch 128, both ways"),
+        ("learning_vs_local", rate / alone, "", "of local; >= 0.8 wanted, or"),
+        ("vs_hivemind", rate / HIVEMIND_SAMPLES_PER_S, "times", ">= 3 wanted"),
+    )
+
+
+def _calls_per_s(
+    report: BenchReport, workers: list[Worker], seconds: float, what: str = "", **load: Any
+) -> float:
+    """Load the host, see `_load`; report the times of calls. A short load comes first to open links."""
+    call_all(workers, **load, seconds=min(1.0, seconds))
+    found = call_all(workers, **load, seconds=seconds)
+    if what:
+        took_ms = sorted(1000 * took_s for one in found for took_s in one["took_s"])
+        p99_ms = took_ms[int(0.99 * len(took_ms))]
+        report.add_all({f"{what}_p50_ms": statistics.median(took_ms), f"{what}_p99_ms": p99_ms}, "ms")
+    return float(sum(len(one["took_s"]) / one["seconds"] for one in found))
+
+
+def _calls_of(node: Node, *, timeout_s: float) -> ExpertCalls:
+    """Return calls of experts whose hosts are known: the directory is never used."""
+    dht, rng = DHT(node, DHTSettings(), random.Random(0)), random.Random(0)
+    directory = Directory(RunServices(node, dht, EventLog(), rng, ""))
+    return ExpertCalls(node, directory, Runtime(), timeout_s=timeout_s)
+
+
+async def call_experts(parent: Channel, host: dict[str, Any]) -> None:
+    """Worker: for each message, `_load` the experts of ``host``."""
+    calls = _calls_of(await start_node(listen=False), timeout_s=120.0)
+    found: dict[str, Any] = {}
+    while True:
+        found = await _load(calls, contact(host), **await parent.wait_call(**found))
+
+
+async def _load(
+    calls: ExpertCalls,
+    host: Contact,
+    uids: list[str],
+    batch: int,
+    dim: int,
+    seconds: float,
+    in_flight: int = 1,
+    backward: bool = False,
+) -> dict[str, Any]:
+    """Call experts without a pause, forward or both ways; return the seconds of each call, and of all."""
+    inputs, took_s = np.random.default_rng(0).standard_normal((batch, dim), np.float32), list[float]()
+    infos = [ExpertInfo(uid, host, (dim,), 0, 0.0) for uid in uids]
+    load_began = time.perf_counter()
+
+    async def call_on(turn: int) -> None:
+        while (began := time.perf_counter()) < load_began + seconds:
+            info = infos[turn % len(infos)]
+            outputs = await calls.forward(info, inputs)
+            if backward:
+                await calls.backward(info, inputs, outputs)
+            took_s.append(time.perf_counter() - began)
+            turn += 1
+
+    await asyncio.gather(*map(call_on, range(in_flight)))
+    return {"seconds": time.perf_counter() - load_began, "took_s": took_s}
+
+
+async def serve_experts(parent: Channel) -> None:
+    """Worker: ``serve`` replaces the hosted experts, ``alone`` measures them without callers."""
+    torch.set_num_threads(os.cpu_count() or 1)  # as a peer does
+    node = await start_node()
+    server, experts = ExpertServer(node, EventLog(), BatchLimits()), list[Expert]()
+    found = where(node)
+    while True:
+        match await parent.wait_call(**found):
+            case {"serve": order}:
+                await server.close()
+                server, experts = _serve(node, **order)
+                found = {}
+            case {"alone": order}:
+                rate = await server.device.run(partial(_samples_per_s_alone, experts, **order))
+                found = {"samples_per_s": rate}
+
+
+def _serve(
+    node: Node, uids: list[str], dim: int, nop: bool = False, max_batch_size: int = 4096
+) -> tuple[ExpertServer, list[Expert]]:
+    server = ExpertServer(node, EventLog(), BatchLimits(max_batch_size=max_batch_size))
+    rule = ExpertRule(partial(torch.optim.Adam, lr=1e-3))
+    experts = [Expert(uid, torch.nn.Identity() if nop else FeedForward(dim), rule, (dim,)) for uid in uids]
+    for expert in experts:
+        server.add(expert)
+    return server, experts
+
+
+def _samples_per_s_alone(experts: list[Expert], batch: int, rounds: int, backward: bool = False) -> float:
+    rates = []
+    for _ in range(rounds + 1):
+        inputs = torch.randn(batch, *experts[0].shape)
+        began = time.perf_counter()
+        for expert in experts:
+            outputs = expert.forward(inputs)
+            if backward:
+                expert.backward(inputs, outputs)
+        rates.append(batch * len(experts) / (time.perf_counter() - began))
+    return max(rates[1:])  # the first warms up
+
+
+# --- convergence ------------------------------------------------------------------------------------------------------
+
+DIM, LAYERS, K, CLASSES = 64, 4, 4, 10
+BATCH, LR = 4, 1e-3
+TEST_SAMPLES = 360
+
+
+@dataclass(frozen=True)
+class ConvergenceScene:
+    """One run; ``sides`` is the grid of each layer, empty for the baseline."""
+
+    sides: tuple[int, ...]
+    trainers: int
+    delay_s: float
+    failures: float = 0.0
+    batches: int = 1600
+    evaluations: int = 20
+    faithful: bool = False
+
+
+DELAYS = {"low": (16, 0.1, 0.0), "failures": (16, 0.1, 0.1), "high": (64, 1.0, 0.0)}
+"""Trainers, mean delay of a batch in seconds, and share of calls that fail."""
+MODELS: dict[str, tuple[int, ...]] = {"ffn": (), "e16": (4, 4), "e64": (8, 8), "e1024": (32, 32)}
+MOST_BYTES = 4 << 30
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    """Return all digits, shuffled always the same way; the first `TEST_SAMPLES` are for tests."""
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    return torch.tensor(pixels, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]
+
+
+class Experts:
+    """One layer's experts, a row of parameters each; `optimizer` steps those that have a gradient."""
+
+    def __init__(self, count: int) -> None:
+        made = [FeedForward(DIM, DIM) for _ in range(count)]
+        self._block = made[0]
+        self.rows = [nn.Parameter(nn.utils.parameters_to_vector(one.parameters()).detach()) for one in made]
+        self.optimizer = torch.optim.Adam(self.rows, lr=LR, amsgrad=True, foreach=True)
+
+    def _compute(self, row_P: Tensor, x_D: Tensor) -> Tensor:
+        parameters = dict(self._block.named_parameters())
+        parts = torch.split(row_P, [one.numel() for one in parameters.values()])
+        mine = {name: part.view_as(parameters[name]) for name, part in zip(parameters, parts, strict=True)}
+        y_D: Tensor = functional_call(self._block, mine, (x_D,))
+        return y_D
+
+    def forward(self, x_ND: Tensor, experts_N: Tensor) -> Tensor:
+        """Return (N, D), the output of each sample's expert."""
+        return vmap(self._compute)(torch.stack([self.rows[expert] for expert in experts_N.tolist()]), x_ND)
+
+    def backward(self, x_BD: Tensor, experts_BK: Tensor, grads_BKD: Tensor, used_BK: Tensor) -> Tensor:
+        """Return the inputs' gradient; only the experts in ``used_BK`` learn, the others count as zero."""
+        sample, slot = used_BK.nonzero(as_tuple=True)
+        x_BD = x_BD.clone().requires_grad_()
+        if len(sample):
+            outputs_ND = self.forward(x_BD[sample], experts_BK[sample, slot])
+            outputs_ND.backward(grads_BKD[sample, slot])  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return torch.zeros_like(x_BD) if x_BD.grad is None else x_BD.grad
+
+
+class Trunk(nn.Module):
+    def __init__(self, sides: tuple[int, ...]) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(64, DIM), nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, CLASSES))
+        self.blocks = nn.Sequential(*(FeedForward(DIM, 2 * DIM) for _ in range(0 if sides else LAYERS)))
+        self.gates = nn.ModuleList(Gating(DIM, sides) for _ in range(LAYERS if sides else 0))
+
+
+class Mixing:
+    """One layer's forward and backward pass for one batch."""
+
+    def __init__(self, gate: nn.Module, experts: Experts, sides: tuple[int, ...], x_BD: Tensor) -> None:
+        self._experts = experts
+        self._x_BD = x_BD.detach().requires_grad_()
+        scores = gate(self._x_BD)
+        every = torch.cartesian_prod(*(torch.arange(side) for side in sides)).view(-1, len(sides))
+        all_BE = priorities(scores, every.expand(len(x_BD), -1, -1))
+        self._logits_BK, self._chosen_BK = all_BE.topk(min(K, len(every)), dim=1)
+
+    def forward(self, failed: Tensor) -> Tensor:
+        """Return the mixture of the experts that answer, i.e. not ``failed`` (a flag per expert)."""
+        self._answered_BK = ~failed[self._chosen_BK]
+        with torch.no_grad():
+            x_ND = self._x_BD.repeat_interleave(self._chosen_BK.shape[1], 0)
+            outputs_ND = self._experts.forward(x_ND, self._chosen_BK.ravel())
+        self._outputs_BKD = outputs_ND.view(*self._chosen_BK.shape, DIM).requires_grad_()
+        weights_BK = mixing_weights(self._logits_BK, self._answered_BK)
+        mixed_BD = (self._outputs_BKD * weights_BK[:, :, None]).sum(1)
+        self.mixed_BD = torch.where(self._answered_BK.any(1, keepdim=True), mixed_BD, self._x_BD)
+        return self.mixed_BD.detach().requires_grad_()
+
+    def experts_backward(self, failed: Tensor) -> Tensor:
+        """Go back through the experts, which learn; return the inputs' whole gradient."""
+        grads_BKD, x_grads_BD = self._outputs_BKD.grad, self._x_BD.grad
+        assert grads_BKD is not None and x_grads_BD is not None
+        used_BK = self._answered_BK & ~failed[self._chosen_BK]
+        return x_grads_BD + self._experts.backward(self._x_BD.detach(), self._chosen_BK, grads_BKD, used_BK)
+
+
+class ConvergenceEmulation:
+    """Trainers of one model on the virtual clock."""
+
+    def __init__(self, scene: ConvergenceScene, seed: int) -> None:
+        torch.manual_seed(seed)
+        self._scene, self._rng = scene, random.Random(seed)
+        self._chance = torch.Generator().manual_seed(seed)
+        self._inputs, self._labels = digits()
+        self._trunk, self._experts = Trunk(scene.sides), math.prod(scene.sides)
+        self._trunk.gates.requires_grad_(not scene.faithful)
+        self._layers = [Experts(self._experts) for _ in self._trunk.gates]
+        trained = [parameter for parameter in self._trunk.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.Adam(trained, lr=LR, amsgrad=True, foreach=True)
+        self._taken = self._applied = 0
+        self._accuracies: list[float] = []
+
+    async def run(self) -> list[float]:
+        """Train until no batch is left; return accuracies on unseen digits, at equal distances."""
+        await asyncio.gather(*(self._trainer() for _ in range(self._scene.trainers)))
+        return self._accuracies
+
+    async def _trainer(self) -> None:
+        replica = copy.deepcopy(self._trunk)
+        while self._taken < self._scene.batches:
+            self._taken += 1
+            replica.load_state_dict(self._trunk.state_dict())
+            rows = torch.tensor([self._rng.randrange(TEST_SAMPLES, len(self._labels)) for _ in range(BATCH)])
+            x, y = self._inputs[rows], self._labels[rows]
+            if self._layers:
+                await self._through_experts(replica, x, y)
+            else:
+                cross_entropy(replica.head(replica.blocks(replica.stem(x))), y).backward()  # type: ignore[no-untyped-call]
+                await self._delay(1.0)
+            for parameter, copied in zip(self._trunk.parameters(), replica.parameters(), strict=True):
+                parameter.grad, copied.grad = copied.grad, None
+            self._update()
+
+    async def _through_experts(self, replica: Trunk, x: Tensor, y: Tensor) -> None:
+        share = 0.0 if self._scene.faithful else 1 / (2 * LAYERS)
+        h = stem = replica.stem(x)
+        passed: list[Mixing] = []
+        for gate, experts in zip(replica.gates, self._layers, strict=True):
+            passed.append(Mixing(gate, experts, self._scene.sides, h))
+            await self._delay(share)
+            h = passed[-1].forward(self._failed())
+        cross_entropy(replica.head(h), y).backward()  # type: ignore[no-untyped-call]
+        grads = h.grad
+        for mixing in reversed(passed):
+            mixing.mixed_BD.backward(grads)  # type: ignore[no-untyped-call]
+            await self._delay(share)
+            grads = mixing.experts_backward(self._failed())
+        stem.backward(grads)
+        if self._scene.faithful:
+            await self._delay(1.0)
+
+    def _failed(self) -> Tensor:
+        return torch.rand(self._experts, generator=self._chance) < self._scene.failures
+
+    async def _delay(self, share: float) -> None:
+        if share:
+            await asyncio.sleep(_exponential(share * self._scene.delay_s, self._rng))
+
+    def _update(self) -> None:
+        self._optimizer.step()
+        self._applied += 1
+        if not self._scene.faithful:  # at a constant rate, single evaluations at the end vary too much
+            lr = LR * (1 - self._applied / self._scene.batches)
+            for optimizer in (self._optimizer, *(layer.optimizer for layer in self._layers)):
+                optimizer.param_groups[0]["lr"] = lr
+        if self._applied % (self._scene.batches // self._scene.evaluations) == 0:
+            self._accuracies.append(self._evaluate())
+
+    @torch.no_grad()
+    def _evaluate(self) -> float:
+        h = self._trunk.blocks(self._trunk.stem(self._inputs[:TEST_SAMPLES]))
+        for gate, experts in zip(self._trunk.gates, self._layers, strict=True):
+            nothing_failed = torch.zeros(self._experts, dtype=torch.bool)
+            h = Mixing(gate, experts, self._scene.sides, h).forward(nothing_failed)
+        return float((self._trunk.head(h).argmax(1) == self._labels[:TEST_SAMPLES]).float().mean())
+
+
+@benchmark("moe-convergence", "moe")
+def run_convergence(report: BenchReport, faithful: bool = False) -> None:
+    seeds, batches, evaluations = (1, 240, 6) if report.quick else (3, 1600, 20)
+    most_experts = 64 if report.quick or free_bytes() < MOST_BYTES else 1024
+    scenes = {
+        (model, delay): ConvergenceScene(sides, *DELAYS[delay], batches, evaluations, faithful)
+        for delay in DELAYS
+        for model, sides in MODELS.items()
+        if math.prod(sides) <= most_experts and (sides or delay != "failures")
+    }
+    with torch_threads(1):  # tensors are tiny
+        for (model, delay), scene in scenes.items():
+            curves = [run_virtual(ConvergenceEmulation(scene, seed).run()) for seed in range(seeds)]
+            report.curves[f"{model}_{delay}"] = curves
+            # a single evaluation is noisy
+            for kind, begin in (("final", -max(1, evaluations // 6)), ("mean", 0)):
+                percent = [100 * statistics.mean(curve[begin:]) for curve in curves]
+                key = f"{model}_{delay}_{kind}"
+                report.add(f"{key}_accuracy", statistics.mean(percent), "%", f"{seeds} seeds")
+                if seeds > 1:
+                    report.add(f"{key}_deviation", statistics.stdev(percent), "points")
+    values = report.figures
+    for model, delay in scenes:
+        if delay == "high":
+            lost = values[f"{model}_low_mean_accuracy"] - values[f"{model}_high_mean_accuracy"]
+            report.add(f"{model}_lost_to_delay", lost, "points", "of the mean accuracy over the run")
+        elif delay == "failures":
+            lost = values[f"{model}_low_final_accuracy"] - values[f"{model}_failures_final_accuracy"]
+            report.add(f"{model}_lost_to_failures", lost, "points", "10 % of calls fail; <= 2 wanted")
+
+
+def plot_convergence(report: BenchReport, path: str) -> None:
+    with drawn(path, (12, 4), 3, sharey=True) as panels:
+        for axes, delay in zip(panels, ("low", "high", "failures"), strict=True):
+            axes.set(title=delay, xlabel="part of the run", ylabel="accuracy on unseen digits")
+            for model in MODELS:
+                if curves := report.curves.get(f"{model}_{delay}"):
+                    axes.plot(torch.tensor(curves).mean(0), label=model)
