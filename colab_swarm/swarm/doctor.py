@@ -218,7 +218,8 @@ def best(found: Sequence[Speed]) -> Speed | None:
 
 def trainers(swarm: Swarm) -> tuple[dict[PeerId, float], int | None, str | None]:
     """Return the speeds of the other trainers by their own records, and our target batch size and compression."""
-    optimizer, services, target, codec = swarm.training.latest, swarm.services, None, None
+    optimizer, services = next(reversed(swarm.optimizers.values()), None), swarm.services
+    target = codec = None
     records: Mapping[PeerId, ProgressRecord] = {}
     with contextlib.suppress(PeerError):  # then use what is known already
         if optimizer is not None:

@@ -182,11 +182,16 @@ def _open_in(folder: str | Path | None) -> Swarm | None:
     """Return the swarm of this process that the folder saves; wait for one that is just leaving."""
     if folder is None:
         return None
-    for swarm in [one for one in _open_swarms if one.session.folder == folder_of(folder)]:
+    for swarm in [one for one in _open_swarms if _folder(one) == folder_of(folder)]:
         if not swarm.left:
             return swarm
         swarm.leave()  # returns when the thread that leaves has done so
     return None
+
+
+def _folder(swarm: Swarm) -> Path | None:
+    store = None if swarm.network is None else swarm.network.store
+    return None if store is None else store.folder
 
 
 def _find_open(run_id: str, *, id: PeerId | None = None, name: str = "") -> Swarm | None:
@@ -250,7 +255,8 @@ def _open(
     services, network = runtime.call(_start(access, identity, name, options, store))
     _open_swarms.difference_update({swarm for swarm in _open_swarms if swarm.left})
     swarm = Swarm(runtime, services, access.run_id, name, network)
-    swarm.session.begin(clock)
+    if clock is not None:
+        runtime.call(network.leave_in_time(clock, swarm.optimizers, swarm.leave))
     _open_swarms.add(swarm)
     return swarm
 

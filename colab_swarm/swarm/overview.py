@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 from colab_swarm.events import Event, PeerLeft, RoundFinished, StepFinished
 from colab_swarm.markup import plain
 from colab_swarm.net.peers import PeerId, Peers, short
+from colab_swarm.runtime import Runner
 from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime, SwarmSnapshot, describe
 from colab_swarm.training.progress import AssistantRecord, ProgressRecord, read_participants
-from colab_swarm.trust.contributions import Contribution
+from colab_swarm.training.settings import PeerServices
+from colab_swarm.trust.contributions import Contribution, Contributions
 
 if TYPE_CHECKING:
-    from colab_swarm.swarm.session import PeerContext, SwarmTraining
+    from colab_swarm.training.collaboration import Collaboration
+    from colab_swarm.training.optimizer import SwarmOptimizer
 
 logger = logging.getLogger(__name__)
 MAX_LOSSES = 1000
@@ -67,51 +70,39 @@ class Background(Generic[T]):
             self._reading.release()
 
 
-class TrafficRates:
-    """Bits per second, up and down, over the last seconds. Free of I/O."""
-
-    def __init__(self) -> None:
-        self._readings: deque[tuple[float, int, int]] = deque()
-
-    def on_totals(self, sent_bytes: int, received_bytes: int, now: float) -> tuple[float, float]:
-        """Note the totals; return the rates since a reading `RATE_S` ago, or since the last one before that."""
-        readings = self._readings
-        while len(readings) > 1 and now - readings[1][0] >= RATE_S:
-            readings.popleft()
-        if not readings or now - readings[-1][0] >= RATE_S / 20:
-            readings.append((now, sent_bytes, received_bytes))
-        at, sent, received = readings[0]
-        if now <= at:
-            return 0.0, 0.0
-        return 8 * (sent_bytes - sent) / (now - at), 8 * (received_bytes - received) / (now - at)
-
-
 class Overview:
     """Makes snapshots of a peer. A peer that trains nothing, such as an organizer, shows the trainers of `MODEL`.
 
     A simulated peer has no leaderboard.
     """
 
-    def __init__(self, context: PeerContext, training: SwarmTraining) -> None:
-        self._context, self._training = context, training
-        self._services, runtime = context.services, context.runtime
+    def __init__(
+        self,
+        runtime: Runner,
+        services: PeerServices,
+        name: str,
+        optimizers: dict[str, SwarmOptimizer],
+        contributions: Contributions | None,
+    ) -> None:
+        self._runtime, self._services, self._name, self._optimizers = runtime, services, name, optimizers
         self._losses: tuple[tuple[int, float], ...] = ()
         self._rounds: tuple[RoundFinished, ...] = ()
         self._rare: tuple[Event, ...] = ()
         self._routine: tuple[Event, ...] = ()
         self._names: dict[str, str] = {}  # by short id
-        self._rates, self._rates_lock = TrafficRates(), threading.Lock()
+        self._traffic: deque[tuple[float, int, int]] = deque()  # at, sent and received, in the last seconds
+        self._traffic_lock = threading.Lock()
         self._leaderboard: Background[tuple[Contribution, ...]] | None = None
         self._trainers: Background[Records] | None = None
         self._joined_at = runtime.time()
-        if context.network is not None:
-            prefix, contributions = f"{context.run_id}/{MODEL}", context.network.trust.contributions
+        if contributions is not None:
+            read, prefix = contributions.read, f"{services.run_id}/{MODEL}"
+            self._leaderboard = Background(lambda: runtime.call(read()), every_s=LEADERBOARD_S)
             self._trainers = Background(
-                lambda: runtime.call(read_participants(context.services.dht, prefix)), every_s=TRAINERS_S
+                lambda: runtime.call(read_participants(services.dht, prefix)), every_s=TRAINERS_S
             )
-            self._leaderboard = Background(lambda: runtime.call(contributions.read()), every_s=LEADERBOARD_S)
-        self._services.events.listen(self._on_event)
-        for event in self._services.events.recent():
+        services.events.listen(self._on_event)
+        for event in services.events.recent():
             self._on_event(event)
 
     def _on_event(self, event: Event) -> None:
@@ -131,16 +122,15 @@ class Overview:
 
     def snapshot(self, *, reached: str, left: bool, session: SessionTime | None = None) -> SwarmSnapshot:
         """Return one frozen record. Thread-safe; waits for nothing."""
-        now, total = self._context.runtime.time(), self._services.peers.statistics()
-        with self._rates_lock:
-            sent_bps, received_bps = self._rates.on_totals(total.sent_bytes, total.received_bytes, now)
+        now, total = self._runtime.time(), self._services.peers.statistics()
+        sent_bps, received_bps = self._rates(total.sent_bytes, total.received_bytes, now)
         seen_at = float("-inf") if left else now
         shown = SwarmSnapshot(
-            run=self._context.run_id.rpartition("-")[0],
-            me=self._context.name,
+            run=self._services.run_id.rpartition("-")[0],
+            me=self._name,
             reached=reached,
             state="left" if left else "joined",
-            peers=peer_rows(self._services.peers, self._context.name, *self._records(seen_at)),
+            peers=peer_rows(self._services.peers, self._name, *self._records(seen_at)),
             step=0,
             samples_per_s=0.0,
             target_batch_size=0.0,
@@ -159,9 +149,9 @@ class Overview:
             session=session,
             paused=self._services.gate.closed,
         )
-        if self._training.latest is None:
+        if (trained := self._trained()) is None:
             return shown
-        progress = self._training.latest.collaboration.progress
+        progress = trained.progress
         eta_s = progress.seconds_to_batch(now)
         return replace(
             shown,
@@ -174,6 +164,23 @@ class Overview:
             eta_s=None if eta_s == float("inf") else eta_s,
         )
 
+    def _trained(self) -> Collaboration | None:
+        newest = next(reversed(self._optimizers.values()), None)
+        return None if newest is None else newest.collaboration
+
+    def _rates(self, sent_bytes: int, received_bytes: int, now: float) -> tuple[float, float]:
+        """Return bits per second since a reading `RATE_S` ago, or since the last one before that."""
+        readings = self._traffic
+        with self._traffic_lock:
+            while len(readings) > 1 and now - readings[1][0] >= RATE_S:
+                readings.popleft()
+            if not readings or now - readings[-1][0] >= RATE_S / 20:
+                readings.append((now, sent_bytes, received_bytes))
+            at, sent, received = readings[0]
+        if now <= at:
+            return 0.0, 0.0
+        return 8 * (sent_bytes - sent) / (now - at), 8 * (received_bytes - received) / (now - at)
+
     def names(self) -> Mapping[str, str]:
         """Return the names that peers chose, by short id, also of peers that left."""
         names = {
@@ -185,9 +192,8 @@ class Overview:
         return self._names
 
     def _records(self, now: float) -> Records:
-        if self._training.latest is not None:
-            collaboration = self._training.latest.collaboration
-            return dict(collaboration.progress.records), dict(collaboration.progress.assistants)
+        if (trained := self._trained()) is not None:
+            return dict(trained.progress.records), dict(trained.progress.assistants)
         seen = None if self._trainers is None else self._trainers.look(now)
         return seen or ({}, {})
 
@@ -200,7 +206,7 @@ class Overview:
 
     def _contributions(self, now: float) -> tuple[ContributionRow, ...]:
         found = None if self._leaderboard is None else self._leaderboard.look(now)
-        names, rows = {**self._names, short(self._services.peers.id): self._context.name}, []
+        names, rows = {**self._names, short(self._services.peers.id): self._name}, []
         for one in (found or ())[:MAX_CONTRIBUTORS]:
             id, me = short(one.peer), one.peer == self._services.peers.id
             name = names.get(id, f"peer-{id}")

@@ -14,7 +14,7 @@ import pytest
 import colab_swarm as cs
 from colab_swarm.events import BatchDropped, Event, PeerLeft, PeerSilent, StepFinished
 from colab_swarm.snapshot import SwarmSnapshot
-from colab_swarm.swarm.overview import Background, TrafficRates, without_repeats
+from colab_swarm.swarm.overview import Background, without_repeats
 from colab_swarm.swarm.swarm import Swarm
 from tests.training.toy import join_training, loss_of, model
 
@@ -162,12 +162,13 @@ def _seconds(work: object) -> float:
 
 
 def test_rates_are_those_of_the_last_seconds() -> None:
-    rates = TrafficRates()
-    assert rates.on_totals(1000, 0, 10.0) == (0.0, 0.0)
-    assert rates.on_totals(2000, 500, 12.0) == (4000.0, 2000.0)
-    for second in range(13, 31):
-        idle = rates.on_totals(2000, 500, float(second))
-    assert idle == (0.0, 0.0)
+    with cs.simulate(peers=1) as simulation:
+        rates = simulation.swarms["alice"]._overview._rates
+        assert rates(1000, 0, 10.0) == (0.0, 0.0)
+        assert rates(2000, 500, 12.0) == (4000.0, 2000.0)
+        for second in range(13, 31):
+            idle = rates(2000, 500, float(second))
+        assert idle == (0.0, 0.0)
 
 
 def test_slow_readings_run_in_the_background_and_a_failure_keeps_the_last() -> None:

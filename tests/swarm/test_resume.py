@@ -21,12 +21,11 @@ from colab_swarm.errors import JoinError, StateError
 from colab_swarm.events import SessionEnding
 from colab_swarm.invite import Invite
 from colab_swarm.net.membership import SLACK_S
-from colab_swarm.notebook.platforms import SessionClock
 from colab_swarm.swarm import network
 from colab_swarm.swarm.joining import resume
 from colab_swarm.swarm.saved import read_saved
 from colab_swarm.swarm.swarm import Swarm
-from tests.swarm import wait
+from tests.swarm import leave_in, network_of, wait
 from tests.training.toy import BATCH, join_training, loss_of, model, parameters_of
 
 
@@ -261,8 +260,8 @@ def test_a_training_loop_ends_with_one_clear_error_before_the_session_does(
 ) -> None:
     optimizer = join_training(alice, net := model())
     stopped: list[str] = []
-    alice.session.stops.append(lambda: stopped.append("units are given back"))
-    alice.session.begin(SessionClock("Binder", alice.runtime.time(), 2.0, leave_before_s=1.9))
+    network_of(alice).stops.append(lambda: stopped.append("units are given back"))
+    leave_in(alice, 2.0)
     batch = 0
     with pytest.raises(RuntimeError, match=r"before its session ends \(.*Binder.*cs\.resume\('.*alice'\)"):
         while True:
@@ -281,7 +280,7 @@ def test_resuming_waits_for_a_peer_that_still_leaves(
     alice: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached, go_on = threading.Event(), threading.Event()
-    leave, close = alice.leave, alice.training.averages.close
+    leave, close = alice.leave, alice.averages.close
 
     async def close_late() -> None:
         reached.set()
@@ -292,7 +291,7 @@ def test_resuming_waits_for_a_peer_that_still_leaves(
         go_on.set()
         leave()
 
-    monkeypatch.setattr(alice.training.averages, "close", close_late)
+    monkeypatch.setattr(alice.averages, "close", close_late)
     monkeypatch.setattr(alice, "leave", leave_too)
     leaving = threading.Thread(target=leave)
     leaving.start()
@@ -307,5 +306,5 @@ def test_resuming_waits_for_a_peer_that_still_leaves(
 
 def test_an_idle_kernel_leaves_too(alice: Swarm) -> None:
     join_training(alice, model())
-    alice.session.begin(SessionClock("Binder", alice.runtime.time(), 0.3, leave_before_s=0.2))
+    leave_in(alice, 0.3)
     wait(lambda: alice.left)
