@@ -10,6 +10,7 @@ coroutine.
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import weakref
 from collections import Counter
@@ -17,6 +18,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
@@ -189,3 +191,22 @@ def wait_interruptibly(
                 return future.result()
             if meanwhile is not None and (work := meanwhile()) is not None:
                 work()
+
+
+def free_ram_bytes(
+    meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> int | None:
+    """Return the available main memory within the limit of a container, or None if the system does not report it."""
+    try:
+        available = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
+    except OSError:  # macOS and Windows
+        return None
+    if available is None:
+        return None
+    free_bytes = 1024 * int(available[1])
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = (cgroup / "memory.current").read_text().strip()
+    except OSError:
+        return free_bytes
+    return min(free_bytes, max(0, int(limit) - int(used))) if limit.isdigit() else free_bytes

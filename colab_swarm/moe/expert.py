@@ -13,12 +13,10 @@ its state while it is saved, and the activations of the largest batch. They are 
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.errors import StateError
 from colab_swarm.markup import settings
+from colab_swarm.runtime import free_ram_bytes
 from colab_swarm.tensors.device import accelerator
 from colab_swarm.tensors.statedict import flatten, unflatten
 
@@ -303,14 +302,8 @@ def free_bytes() -> int:
     """Return the free memory of the experts' device; a low guess where the system does not report it."""
     if accelerator().type == "cuda":
         return int(torch.cuda.mem_get_info()[0])
-    found: list[int] = []
-    with contextlib.suppress(OSError, ValueError):  # not Linux, or a container without limit ("max")
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-        folder = Path("/sys/fs/cgroup")
-        limit, used = ((folder / name).read_text() for name in ("memory.max", "memory.current"))
-        found.append(max(0, int(limit) - int(used)))
-    return min(found, default=UNKNOWN_FREE_BYTES)
+    known = free_ram_bytes()
+    return UNKNOWN_FREE_BYTES if known is None else known
 
 
 def _mb(size_bytes: int) -> str:

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
-from pathlib import Path
 from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from colab_swarm.net.peers import PeerId, Peers
 from colab_swarm.notebook import checks
 from colab_swarm.notebook.checks import Check, Light, Prediction, Subject
 from colab_swarm.notebook.platforms import platform
+from colab_swarm.runtime import free_ram_bytes
 from colab_swarm.swarm.joining import join
 from colab_swarm.swarm.network import NetworkOptions
 from colab_swarm.swarm.overview import MODEL
@@ -44,22 +44,16 @@ HOSTS = (("pypi.org", 443), ("huggingface.co", 443))  # which installing and loa
 CONNECT_TIMEOUT_S = 3.0
 PACKAGES = ("torch", "transformers", "cryptography", "aiohttp", "colab-swarm")
 FLOOR = re.compile(r"([A-Za-z0-9_-]+)[^;]*>=([0-9.]+)")
-MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 CALIBRATION_S = 2.0
 MIN_PASSES = 3
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What the doctor found: a table of traffic lights in a notebook, text when printed.
+    """What the doctor found: a table of traffic lights in a notebook, text when printed."""
 
-    Attributes:
-        checks: one light each, in the order in which to fix them; every light but green has a fix.
-        prediction: of the training; None without a swarm, a model with batches, and a target batch size.
-    """
-
-    checks: tuple[Check, ...]
-    prediction: Prediction | None = None
+    checks: tuple[Check, ...]  # in the order in which to fix them; every light but green has a fix
+    prediction: Prediction | None = None  # needs a model with batches, and a target batch size
 
     @property
     def ready(self) -> bool:
@@ -86,16 +80,15 @@ def doctor(
 ) -> Diagnosis:
     """Examine this machine, its connection to the swarm and the model; report with traffic lights what to fix.
 
-    Takes about a second, some seconds more with a swarm for speed tests, and two more with a model for calibration.
-    Run it while the others train: the prediction then accounts for a shared machine or uplink.
+    Takes about a second, some seconds more with a swarm or a model. Run it while the others train: the prediction then
+    accounts for a shared machine or uplink.
 
     Args:
-        swarm: a swarm, or an invitation, which is joined for the examination and left (that counts
-            as a use of it); None examines the machine only.
+        swarm: a swarm, or an invitation, which is joined for the examination and left (that counts as a use of it).
         model: what you train, or a size of `albert`: tiny, base, large, xlarge. It is not changed.
         batches: of the model; some are used up. Not needed with a size.
-        target_batch_size, compression: as for `Swarm.optimizer`; known already if the swarm trains
-            or the invitation carries them. Without a target batch size there is no prediction.
+        target_batch_size, compression: as for `Swarm.optimizer`; known already if the swarm trains or the invitation
+            carries them.
 
     Raises:
         ValueError: model, batches, target_batch_size or compression is not usable.
@@ -110,10 +103,8 @@ def doctor(
         visit = join(swarm, peer_name=VISITOR, options=NetworkOptions(lan=False))
     except SwarmError as error:
         found = _examine(None, model, batches, target_batch_size, compression)
-        refused = checks.judge(
-            "swarm", str(error), "fix that, join, and run cs.doctor(cs.join(…))", Light.RED
-        )
-        return Diagnosis((*found.checks, refused), found.prediction)
+        fix = "fix that, join, and run cs.doctor(cs.join(…))"
+        return replace(found, checks=(*found.checks, checks.judge("swarm", str(error), fix, Light.RED)))
     with visit:
         target, codec = read_settings(Invite.parse(swarm).settings)
         return _examine(visit, model, batches, target_batch_size or target, compression or codec)
@@ -151,7 +142,7 @@ def _examine(
         speeds, target, codec = trainers(swarm)
         target_batch_size, compression = target_batch_size or target, compression or codec
         peers = sorted(swarm.services.peers.linked(), key=lambda peer: -speeds.get(peer, 0.0))
-        uplink = swarm.runtime.call(_test_uplink(swarm.services.peers, peers[:TESTS]))
+        uplink = best(swarm.runtime.call(_test_uplink(swarm.services.peers, peers[:TESTS])))
         found += _check_swarm(swarm, len(peers), len(speeds), uplink)
     if subject is not None and subject.samples_per_s and target_batch_size:
         prediction = checks.predict(
@@ -199,12 +190,12 @@ def _subject(
     return replace(known, micro_batch=measured.micro_batch, samples_per_s=measured.samples_per_s)
 
 
-async def _test_uplink(peers: Peers, testers: Sequence[PeerId]) -> Speed | None:
+async def _test_uplink(peers: Peers, testers: Sequence[PeerId]) -> list[Speed]:
     found = []
     for peer in testers:  # one after the other: together they would share the uplink
         with contextlib.suppress(PeerError):  # gone, busy, or too old for it
             found.append(await measure(peers, peer, size_bytes=SIZE_BYTES, timeout_s=TEST_TIMEOUT_S))
-    return best(found)
+    return found
 
 
 def best(found: Sequence[Speed]) -> Speed | None:
@@ -241,23 +232,6 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def free_ram_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int | None:
-    """Return the available main memory within the limit of a container, or None if the system does not report it."""
-    try:
-        available = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
-    except OSError:  # macOS and Windows
-        return None
-    if available is None:
-        return None
-    free_bytes = 1024 * int(available[1])
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        used = (cgroup / "memory.current").read_text().strip()
-    except OSError:
-        return free_bytes
-    return min(free_bytes, max(0, int(limit) - int(used))) if limit.isdigit() else free_bytes
-
-
 def gpu() -> tuple[str, int, int] | None:
     """Return name, free and total bytes of the card that torch uses."""
     if find_spec("torch") is None:
@@ -269,14 +243,11 @@ def gpu() -> tuple[str, int, int] | None:
 
 def versions() -> dict[str, tuple[str | None, str]]:
     """Return the installed version, or None, beside the lowest one that works, by package."""
-    floors = wanted(requires("colab-swarm") or ())
-    found: dict[str, tuple[str | None, str]] = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name), floors.get(name, "0")
-        except PackageNotFoundError:
-            found[name] = None, floors.get(name, "0")
-    return found
+    floors, found = wanted(requires("colab-swarm") or ()), dict[str, str | None].fromkeys(PACKAGES)
+    for name in found:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return {name: (installed, floors.get(name, "0")) for name, installed in found.items()}
 
 
 def wanted(requirements: Iterable[str]) -> dict[str, str]:

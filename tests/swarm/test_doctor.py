@@ -19,6 +19,7 @@ import colab_swarm as cs
 from colab_swarm.cli.__main__ import main
 from colab_swarm.net.metering import Speed
 from colab_swarm.notebook.checks import Light, numbers
+from colab_swarm.runtime import free_ram_bytes
 from colab_swarm.swarm import doctor as module
 from colab_swarm.swarm.doctor import (
     HOSTS,
@@ -26,7 +27,6 @@ from colab_swarm.swarm.doctor import (
     best,
     cores,
     doctor,
-    free_ram_bytes,
     gpu,
     internet,
     read_settings,
