@@ -36,7 +36,7 @@ PLAIN_HTTP = {"workunits.web", "workunits.client", "notebook.page", "swarm.class
 """Pages for browsers; volunteers without links to peers."""
 MODULES = sorted(ROOT.rglob("*.py"))
 MOST = {
-    "": (587, 54, 66),
+    "": (601, 54, 67),
     "averaging": (1731, 42, 210),
     "backbone": (489, 16, 55),
     "bench": (2905, 45, 295),

@@ -135,11 +135,8 @@ LESSON: Views[SimulationSnapshot] = Views(
 class LessonControls:
     """Sliders and buttons of a run, in ``rows``; `update` offers the present peers.
 
-    Args:
-        snapshot: the run at its start.
-        inject: takes a verb and its arguments.
-        step: advances a paused run.
-        choose_speed: takes virtual seconds per second.
+    ``inject`` takes a verb and its arguments, ``choose_speed`` virtual seconds per second; ``step`` advances a paused
+    run.
     """
 
     def __init__(
@@ -151,30 +148,28 @@ class LessonControls:
     ) -> None:
         import ipywidgets
 
-        self._inject, self._new_slider, self._alive = inject, ipywidgets.SelectionSlider, set[str]()
+        self._new_slider, self._alive = ipywidgets.SelectionSlider, set[str]()
         self._who = ipywidgets.Dropdown(description="this peer:", **DROPDOWN)
         self._who.observe(lambda change: self._enable_buttons(), names="value")
-        of_peer = partial(partial, self._inject_peer)
+
+        def of_peer(verb: Verb) -> Callable[..., None]:
+            return lambda *arguments: inject(verb, self._who.value, *arguments)
+
         kill = "Kill this peer: end its process without a farewell"
         back = "Bring it back: start a new process of the same name"
         self._kill = make_button("Kill this peer", "bolt", kill, of_peer("crash"))
         self._back = make_button("Bring it back", "undo", back, of_peer("join"))
         next_s = "Step: while paused, advance one second of virtual time"
+        new = "Add a peer: start one with a new name"
         own_speed = snapshot.peers[0].samples_per_s
         speeds = [round(own_speed * factor, 3) for factor in FACTORS]
-        one = [
-            self._who,
-            self._slider("samples/s", speeds, own_speed, "{:g}", of_peer("speed")),
-            self._slider("slower connection", SPEEDS, 1.0, "× {:g}", of_peer("slow")),
-            self._kill,
-            self._back,
-        ]
+        speed = self._slider("samples/s", speeds, own_speed, "{:g}", of_peer("speed"))
+        slow = self._slider("slower connection", SPEEDS, 1.0, "× {:g}", of_peer("slow"))
+        one = [self._who, speed, slow, self._kill, self._back]
         playback = [
             self._slider("playback", SPEEDS, snapshot.speed, "× {:g}", choose_speed),
             make_button("Step 1 s", "step-forward", next_s, step),
-            make_button(
-                "Add a peer", "plus", "Add a peer: start one with a new name", partial(inject, "join")
-            ),
+            make_button("Add a peer", "plus", new, partial(inject, "join")),
         ]
         self.rows = [ipywidgets.HBox(row, layout=WRAPPING) for row in (one, playback)]
         self.update(snapshot)
@@ -197,9 +192,6 @@ class LessonControls:
         alive = self._who.value in self._alive
         update_button(self._kill, disabled=not alive)
         update_button(self._back, disabled=alive)
-
-    def _inject_peer(self, verb: Verb, *arguments: float) -> None:
-        self._inject(verb, self._who.value, *arguments)
 
     def _slider(
         self, name: str, values: Sequence[float], value: float, shown: str, act: Callable[[float], None]

@@ -33,22 +33,17 @@ MAX_PUPILS = 200
 MAX_BYTES = 16_384
 TIMEOUT_S = 5.0
 _ANIMALS = (
-    "otter fox owl lynx heron badger dolphin hedgehog falcon panda turtle zebra koala raven tiger beaver penguin "
-    "gecko moose robin seal camel toad eagle rabbit whale lemur crane donkey bat puffin ferret bison newt swan"
+    "otter fox owl lynx heron badger dolphin hedgehog falcon panda turtle zebra koala raven tiger beaver penguin gecko "
+    "moose robin seal camel toad eagle rabbit whale lemur crane donkey bat puffin ferret bison newt swan"
 )
 ANIMALS = _ANIMALS.split()
 _boards: dict[str, Board] = {}  # the last one of each run
 
 
 class Board:
-    """Gives the run's invitation and animal names to pupils in the local network, until `close`.
+    """Gives the invitation of an open run and animal names to pupils in the local network, until `close`.
 
-    Args:
-        swarm: of the teacher; its run must be open, because the board invites everyone in the room.
-        port: to listen on; a free one if another program uses it.
-
-    Raises:
-        PermissionError: the run is not open.
+    Listens on ``port``, or on a free one if another program uses it. Raises PermissionError if the run is not open.
     """
 
     def __init__(self, swarm: Swarm, *, port: int = PORT) -> None:
@@ -96,9 +91,7 @@ class Board:
 
     def panel(self) -> Panel[Board]:
         """Return a live view of the board."""
-        leave = ("Close the board", "Closed")
-        views: Views[Board] = Views(draw, str, lambda board: board.closed, who="board", leave=leave)
-        return Panel(lambda: self, self.close, views=views)
+        return Panel(lambda: self, self.close, views=VIEWS)
 
     def close(self) -> None:
         """Stop inviting; pupils who joined stay. Idempotent."""
@@ -171,3 +164,8 @@ def draw(board: Board) -> theme.Document:
 def _cells(pupil: tuple[str, PeerRow | None]) -> tuple[str, str]:
     name, row = pupil
     return name, "not here" if row is None else f"step {row.step}, {row.samples_per_s:.1f} samples/s"
+
+
+VIEWS: Views[Board] = Views(
+    draw, str, lambda board: board.closed, who="board", leave=("Close the board", "Closed")
+)

@@ -16,7 +16,7 @@ from colab_swarm.events import EventLog
 from colab_swarm.invite import Access, Invite
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.lan import LanSwarm, find_swarms
-from colab_swarm.net.node import Node
+from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import PeerId, Role, short
 from colab_swarm.net.tunnels import settings_of
 from colab_swarm.notebook.invitation import LanSwarms
@@ -60,18 +60,17 @@ def create(
 ) -> Swarm:
     """Create a run, with this peer as its authority. `Swarm.invite` returns the line that lets others join.
 
-    With ``state_dir`` the run survives a restart of its authority: the same folder, the same run. Creating it again
-    while it is open returns the same swarm, so you can re-run cells.
+    Creating it again while it is open returns the same swarm, so you can re-run cells.
 
     Args:
         name: of the run, for people.
-        access: who may join: everyone who knows an address (``open``), everyone with an invitation
-            (``invite``), or those with an invitation whose account is on a list (``allowlist``).
+        access: who may join: everyone who knows an address (``open``), everyone with an invitation (``invite``), or
+            those with an invitation whose account is on a list (``allowlist``).
         allow: the list, for ``allowlist``.
         peer_name: what others see of this peer.
         options: how this peer takes part in the network.
-        state_dir: a folder that saves this peer, so that it can come back (see `resume`): its key, its invitation,
-            its checkpoints and the contributions it saw. All but the checkpoints is secret.
+        state_dir: a folder that saves this peer, so that it and its run can come back (see `resume`): its key, its
+            invitation, its checkpoints and the contributions it saw. All but the checkpoints is secret.
         accept_terms: confirm that the platform's terms allow this; required on Colab.
 
     Raises:
@@ -138,7 +137,10 @@ def join(
             return swarm
         require_terms(accept_terms or invitation.role <= Role.VIEWER)
         options, identity = _with_key(options, store)
-        return _open(_access_by(invitation, identity, saved), identity, peer_name, options, store)
+        token = find_secret("HF_TOKEN") if invitation.access == "allowlist" else None
+        membership = b"" if saved is None else saved.membership
+        access = RunAccess.by(invitation, identity, token=str(token or ""), membership=membership)
+        return _open(access, identity, peer_name, options, store)
 
 
 def resume(folder: str | Path, *, accept_terms: bool = False) -> Swarm:
@@ -182,16 +184,14 @@ def _open_in(folder: str | Path | None) -> Swarm | None:
     """Return the swarm of this process that the folder saves; wait for one that is just leaving."""
     if folder is None:
         return None
-    for swarm in [one for one in _open_swarms if _folder(one) == folder_of(folder)]:
+    for swarm in list(_open_swarms):
+        store = None if swarm.network is None else swarm.network.store
+        if store is None or store.folder != folder_of(folder):
+            continue
         if not swarm.left:
             return swarm
         swarm.leave()  # returns when the thread that leaves has done so
     return None
-
-
-def _folder(swarm: Swarm) -> Path | None:
-    store = None if swarm.network is None else swarm.network.store
-    return None if store is None else store.folder
 
 
 def _find_open(run_id: str, *, id: PeerId | None = None, name: str = "") -> Swarm | None:
@@ -223,12 +223,6 @@ def _saves_another(folder: object, saved: SavedPeer) -> ValueError:
         f"{folder} saves {saved.name}, which {how} {saved.run} (access={saved.access!r}): cs.resume({str(folder)!r}) "
         "brings that peer back; for another run use another folder"
     )
-
-
-def _access_by(invitation: Invite, identity: Identity, saved: SavedPeer | None) -> RunAccess:
-    token = find_secret("HF_TOKEN") if invitation.access == "allowlist" else None
-    membership = b"" if saved is None else saved.membership
-    return RunAccess.by(invitation, identity, token=str(token or ""), membership=membership)
 
 
 def _with_key(options: NetworkOptions, store: PeerStore | None) -> tuple[NetworkOptions, Identity]:
@@ -278,7 +272,18 @@ def _save(
 async def _start(
     access: RunAccess, identity: Identity, name: str, options: NetworkOptions, store: PeerStore | None = None
 ) -> tuple[PeerServices, NetworkSession]:
-    events, settings = EventLog(), options.node_settings(access.run_id)
+    upload, download = options.upload_mbit_s, options.download_mbit_s
+    events, settings = (
+        EventLog(),
+        NodeSettings(
+            run_id=access.run_id,
+            listen=options.listen,
+            port=options.port,
+            announce=tuple(options.announce) or None,
+            upload_bps=None if upload is None else upload * 1e6,
+            download_bps=None if download is None else download * 1e6,
+        ),
+    )
     if store is not None and store.saved is not None and options.listen and not options.port:
         settings = replace(settings, port=store.saved.port)
     try:
@@ -297,7 +302,7 @@ async def _start(
         await node.close()
         raise
     if not (in_colab() or in_kaggle()):  # no other machine is in their networks
-        network.announce_in_lan(name)
+        node.linker.spawn(network.announce_in_lan(name))
     return services, network
 
 

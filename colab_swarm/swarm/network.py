@@ -24,7 +24,7 @@ from colab_swarm.markup import settings
 from colab_swarm.net.addresses import only_local
 from colab_swarm.net.lan import Announcement, LanAnnouncer
 from colab_swarm.net.metering import SpeedTests
-from colab_swarm.net.node import Node, NodeSettings
+from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Contact, PeerId, Peers
 from colab_swarm.net.reachability import ReachabilityWatch
 from colab_swarm.net.relay import Relay, RelayQuota
@@ -84,17 +84,6 @@ class NetworkOptions:
     def __repr__(self) -> str:
         return settings(self)
 
-    def node_settings(self, run_id: str) -> NodeSettings:
-        """Return the settings of the links."""
-        return NodeSettings(
-            run_id=run_id,
-            listen=self.listen,
-            port=self.port,
-            announce=tuple(self.announce) or None,
-            upload_bps=None if self.upload_mbit_s is None else self.upload_mbit_s * 1e6,
-            download_bps=None if self.download_mbit_s is None else self.download_mbit_s * 1e6,
-        )
-
     def to_saved(self) -> dict[str, Any]:
         """Return what a folder saves: no key file, because the folder has its own, and no tunnel token."""
         tunnel = self.tunnel.kind if isinstance(self.tunnel, TunnelSettings) else self.tunnel
@@ -151,11 +140,7 @@ class NetworkSession:
         self._announcer: LanAnnouncer | None = None
 
     async def open(self, store: PeerStore | None) -> None:
-        """Join the run through any of its entries, detect how others reach this peer, and save it in a folder.
-
-        Raises:
-            StateError, JoinError, TunnelError: see `colab_swarm.swarm.joining.create` and ``join``.
-        """
+        """Join the run through any of its entries, detect how others reach this peer, and save it in a folder."""
         try:
             await self._enter()
             if store is not None:
@@ -276,8 +261,8 @@ class NetworkSession:
             optimizer.turn.closed.wait(max(0.0, deadline - time.monotonic()))
 
     def _on_round(self, result: RoundResult) -> None:
-        samples = "/average/" not in result.group.terms.prefix  # weights of arrays are no samples
-        contributors = result.contributors if samples else ()
+        arrays = "/average/" in result.group.terms.prefix  # their weights are no samples
+        contributors = () if arrays else result.contributors
         self.trust.contributions.ledger.on_round(result.group, contributors, result.spans_lost)
 
     async def invite(self, role: str | None, hours: float | None, uses: int | None) -> Invite:
@@ -286,12 +271,10 @@ class NetworkSession:
     async def remove_peer(self, peer: PeerId) -> None:
         self.trust.revoke(peer)
 
-    def announce_in_lan(self, name: str) -> None:
-        """Let `colab_swarm.net.lan.find_swarms` find this peer, under ``name``; in the background."""
-        if self._options.lan and self.node.port is not None:
-            self.node.linker.spawn(self._announce(name))
-
-    async def _announce(self, name: str) -> None:
+    async def announce_in_lan(self, name: str) -> None:
+        """Let `colab_swarm.net.lan.find_swarms` find this peer, under ``name``, until it leaves."""
+        if not self._options.lan or self.node.port is None:
+            return
         contact = Contact(self.node.id, self.node.listening())
         announcement = Announcement(self.access.run_id, self.access.access, name, contact)
         try:

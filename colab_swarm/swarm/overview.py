@@ -10,7 +10,7 @@ import logging
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
@@ -141,7 +141,7 @@ class Overview:
             uptime_s=now - self._joined_at,
             names=self.names(),
             log=tuple(self._log()),
-            last_share=self._last_share(),
+            last_share=_last_share(self._rounds, self._services.peers.id.hex()),
             rounds=self._rounds,
             leaderboard=self._contributions(seen_at),
             sent_bps=sent_bps,
@@ -197,13 +197,6 @@ class Overview:
         seen = None if self._trainers is None else self._trainers.look(now)
         return seen or ({}, {})
 
-    def _last_share(self) -> float | None:
-        if not self._rounds:
-            return None
-        last, me = self._rounds[-1], self._services.peers.id.hex()
-        own = sum(member.weight for member in last.members if member.peer == me and me in last.contributors)
-        return own / last.samples if last.samples else 0.0
-
     def _contributions(self, now: float) -> tuple[ContributionRow, ...]:
         found = None if self._leaderboard is None else self._leaderboard.look(now)
         names, rows = {**self._names, short(self._services.peers.id): self._name}, []
@@ -218,6 +211,14 @@ class Overview:
         for event in events[-LOG_LINES:]:
             # in one pass: peers choose their names, and one may choose another's id
             yield _SHORT_ID.sub(lambda id: self._names.get(id[0], id[0]), describe(event))
+
+
+def _last_share(rounds: Sequence[RoundFinished], me: str) -> float | None:
+    if not rounds:
+        return None
+    last = rounds[-1]
+    own = sum(member.weight for member in last.members if member.peer == me and me in last.contributors)
+    return own / last.samples if last.samples else 0.0
 
 
 def peer_rows(
