@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from colab_swarm.notebook import rounds, views
+from colab_swarm.notebook import views
 from colab_swarm.notebook.platforms import has_frontend
 from colab_swarm.notebook.theme import Document
 from colab_swarm.snapshot import SwarmSnapshot
@@ -69,7 +69,7 @@ SWARM: Views[SwarmSnapshot] = Views(
     lambda snapshot: snapshot.state == "left",
     first="swarm",
     pages={
-        "rounds": Page(rounds.draw, slider=("rounds back", rounds.RECENT - 1)),
+        "rounds": Page(views.draw_rounds, slider=("rounds back", views.RECENT - 1)),
         "map": Page(views.draw_map),
     },
     paused=lambda snapshot: snapshot.paused,

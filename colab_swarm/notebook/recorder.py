@@ -23,8 +23,8 @@ from colab_swarm.markup import count, plain, size
 from colab_swarm.net.peers import UNDECODABLE
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.platforms import has_frontend
-from colab_swarm.notebook.rounds import draw_waterfall
 from colab_swarm.notebook.theme import Document
+from colab_swarm.notebook.views import draw_waterfall
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from colab_swarm.elastic.steps import ElasticOptions, ElasticSettings, ElasticSn
 from colab_swarm.invite import Invite, Setting
 from colab_swarm.net.peers import Contact, PeerId, Role, short
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
-from colab_swarm.notebook.consistency import consistency_panel
 from colab_swarm.notebook.invitation import Invitation
+from colab_swarm.notebook.meters import consistency_panel, show_experts
 from colab_swarm.notebook.panel import Panel
 from colab_swarm.notebook.platforms import has_frontend, in_notebook
 from colab_swarm.notebook.receipt import Receipt, issue
@@ -388,7 +388,6 @@ class Swarm(AbstractContextManager["Swarm"]):
 
     def _use_experts(self) -> SwarmExperts:
         from colab_swarm.moe.host import SwarmExperts
-        from colab_swarm.notebook.experts import show_experts
 
         self._check()
         if self._experts is None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 from colab_swarm.elastic.steps import ElasticSnapshot, ElasticStep
-from colab_swarm.notebook.consistency import draw, summary
+from colab_swarm.notebook.meters import draw_elastic as draw
+from colab_swarm.notebook.meters import summarize_elastic as summary
 
 
 def snapshot(*inconsistencies: float, bound: float | None = 1.0) -> ElasticSnapshot:

@@ -7,7 +7,8 @@ from xml.etree import ElementTree
 
 from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.watch import ExpertsListing, ExpertsSnapshot, HostOfExperts, LiveExpert, ServedExpert
-from colab_swarm.notebook.experts import draw, summary
+from colab_swarm.notebook.meters import draw_experts as draw
+from colab_swarm.notebook.meters import summarize_experts as summary
 from colab_swarm.notebook.theme import MAX_ROWS
 
 GRID = Grid("ffn", (2, 4))

@@ -13,10 +13,9 @@ import ipywidgets
 import pytest
 
 from colab_swarm.notebook import panel as panels
-from colab_swarm.notebook import rounds
 from colab_swarm.notebook.panel import SWARM, Page, Panel, update_button
 from colab_swarm.notebook.theme import Document
-from colab_swarm.notebook.views import draw, draw_map, summary
+from colab_swarm.notebook.views import draw, draw_map, draw_rounds, summary
 from colab_swarm.snapshot import SwarmSnapshot
 from tests.notebook.test_views import SNAPSHOT
 
@@ -35,7 +34,7 @@ def nothing() -> None:
 
 
 def everything(snapshot: SwarmSnapshot) -> str:
-    pages = (draw(snapshot).text(), rounds.draw(snapshot).text(), draw_map(snapshot).text())
+    pages = (draw(snapshot).text(), draw_rounds(snapshot).text(), draw_map(snapshot).text())
     return "\n\n".join(pages)
 
 
