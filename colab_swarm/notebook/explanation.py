@@ -78,9 +78,8 @@ def explain(error: BaseException | type[BaseException] | None = None) -> Explana
     """
     error = error or getattr(sys, "last_value", None)
     if error is None:
-        return Explanation(
-            "no error", "no cell of this notebook has failed", "pass an error: cs.explain(error)"
-        )
+        fix = "pass an error: cs.explain(error)"
+        return Explanation("no error", "no cell of this notebook has failed", fix)
     kind = error if isinstance(error, type) else type(error)
     if not issubclass(kind, BaseException):
         raise TypeError(f"cs.explain({error!r:.50}): pass an error, its class, or nothing for the last one")
@@ -89,15 +88,10 @@ def explain(error: BaseException | type[BaseException] | None = None) -> Explana
         with suppress(Exception):  # an error class whose __str__ fails
             said = plain(str(error), MAX_CHARS)
     title = f"{kind.__name__}: {said}" if said else kind.__name__
-    return Explanation(title, *(_documented(kind) or _known(kind, error, said) or _unknown(error)))
-
-
-def _documented(kind: type[BaseException]) -> Advice | None:
     for base in kind.__mro__ if issubclass(kind, SwarmError) else ():  # a subclass may inherit its advice
         if found := DOCUMENTED.search(inspect.cleandoc(base.__doc__ or "")):
-            cause, fix = (" ".join(part.split()).removesuffix(".") for part in found.groups())
-            return cause, fix
-    return None
+            return Explanation(title, *(" ".join(part.split()).removesuffix(".") for part in found.groups()))
+    return Explanation(title, *(_known(kind, error, said) or _unknown(error)))
 
 
 def _known(kind: type[BaseException], error: object, said: str) -> Advice | None:

@@ -53,7 +53,7 @@ HEADERS = {
 
 
 class StatusPage(Generic[S]):
-    """Answers requests for `PATHS` with what ``look()`` returns.
+    """Answers requests for `PATHS` with what ``look()`` returns, at ``url`` once it listens by itself.
 
     Args:
         look: takes a snapshot.
@@ -61,9 +61,6 @@ class StatusPage(Generic[S]):
         draw: returns its views, one below the other.
         metrics: returns its figures for Prometheus.
         host: what answers, such as ``backbone``.
-
-    Attributes:
-        url: of the page, once it listens by itself.
     """
 
     def __init__(
@@ -151,8 +148,9 @@ def _template() -> Template:
 def exposition(samples: Iterable[Sample]) -> str:
     """Return metrics in the text format of Prometheus; of equal names and labels the last value counts."""
     lines: dict[str, dict[str, float]] = {}
+    escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
     for name, labels, value in samples:
-        shown = ",".join(f'{label}="{_escaped(words)}"' for label, words in labels.items())
+        shown = ",".join(f'{label}="{words.translate(escapes)}"' for label, words in labels.items())
         lines.setdefault(name, {})[shown] = value
     text = ""
     for name, values in lines.items():
@@ -161,7 +159,3 @@ def exposition(samples: Iterable[Sample]) -> str:
             f"colab_swarm_{name}{{{shown}}} {float(value)!r}\n" for shown, value in values.items()
         )
     return text
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

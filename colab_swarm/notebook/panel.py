@@ -129,14 +129,20 @@ class Panel(Generic[S]):
         )
         self._pause_button = make_button(f"Pause {who}", "pause", tip, self._on_pause)
         tip = "Stop: interrupt the cell that trains; if nothing happens, press ■ in the toolbar"
-        row = list(play_button(self.tick))  # requests made while a cell ran may arrive all at once
+        play = ipywidgets.Play(interval=1000, max=1_000_000, show_repeat=False)
+        play.tooltip = (
+            "auto-refresh: keep this view up to date while no cell runs"  # no trait in ipywidgets 7
+        )
+        play.add_class("cs-live")
+        play.observe(lambda change: self.tick(), names="value")  # some requests may arrive all at once
+        row = [play, ipywidgets.HTML(PLAY_STYLE)]
         row += [self._pause_button] if self._pause else []
         row += [make_button("Stop cell", "stop", tip, interrupt_cell)] if self._views.stops else []
         bottom = ipywidgets.HBox([*row, self._leave_button], layout=WRAPPING)
         pages = [self._chooser] if len(self._pages) > 1 else []
         self._box = ipywidgets.VBox([*pages, self._slider, self._view, *controls, bottom])
         self.refresh()
-        for control in (self._chooser, self._slider):
+        for control in (play, self._chooser, self._slider):
             keep_listening(control)
 
     def _on_page(self, change: Any) -> None:
@@ -281,18 +287,6 @@ def interrupt_cell() -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
     else:
         _thread.interrupt_main()
-
-
-def play_button(refresh: Callable[[], object]) -> tuple[Any, Any]:
-    """Return the button that makes the browser request a refresh each second, and the style that names it."""
-    import ipywidgets
-
-    clock = ipywidgets.Play(interval=1000, max=1_000_000, show_repeat=False)
-    clock.tooltip = "auto-refresh: keep this view up to date while no cell runs"  # no trait in ipywidgets 7
-    clock.add_class("cs-live")
-    clock.observe(lambda change: refresh(), names="value")
-    keep_listening(clock)
-    return clock, ipywidgets.HTML(PLAY_STYLE)
 
 
 def _print(text: str) -> None:

@@ -132,16 +132,9 @@ class SessionClock:
     def of(
         cls, here: Platform, session_hours: float | None, *, age_s: float, now: float
     ) -> SessionClock | None:
-        """Return the clock of a session on ``here``, or None if its end is unknown.
+        """Return the clock of a session of this age on ``here``, or None if its end is unknown.
 
-        Args:
-            here: the platform.
-            session_hours: from now, as the user says; None for the platform's limit.
-            age_s: age of the session.
-            now: loop time.
-
-        Raises:
-            ValueError: ``session_hours`` is not positive.
+        ``session_hours`` count from ``now`` (loop time), as the user says; None: the platform's limit.
         """
         if session_hours is not None:
             if not 0 < session_hours < 1e6:
@@ -169,12 +162,11 @@ class SessionClock:
 
 async def wait_for_end(clock: SessionClock, events: EventLog) -> None:
     """Wait until it is time to leave; emit `SessionEnding` some minutes before, and then."""
-    loop_time = asyncio.get_running_loop().time
+    loop = asyncio.get_running_loop()
     for warn_at in (clock.leaves_at - WARN_BEFORE_S, clock.leaves_at):
-        await asyncio.sleep(warn_at - loop_time())
-        now = loop_time()
-        left_s = max(0.0, clock.began_at + clock.limit_s - now)
-        events.emit(SessionEnding(now, left_s, clock.reason))
+        await asyncio.sleep(warn_at - loop.time())
+        left_s = max(0.0, clock.began_at + clock.limit_s - loop.time())
+        events.emit(SessionEnding(loop.time(), left_s, clock.reason))
 
 
 def session_age_s(proc: Path = Path("/proc")) -> float:

@@ -162,7 +162,7 @@ class Replay:
             for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), 1):
                 try:
                     if not line.isspace():
-                        self._add(line)
+                        self._add(_decoded(line))
                 except ValueError as error:
                     if not self.headers:
                         raise ValueError(f"{path} is not a recording: line {number}: {error}") from error
@@ -175,8 +175,7 @@ class Replay:
         steps = [event for event in self.events if isinstance(event, StepFinished)]
         self.losses = sorted({one.step: one.loss for one in steps if one.loss is not None}.items())
 
-    def _add(self, line: bytes) -> None:
-        item = _decoded(line)
+    def _add(self, item: Item) -> None:
         if isinstance(item, Header):
             self.headers.append(item)
         elif not self.headers:
@@ -201,13 +200,9 @@ class Replay:
 
     def _summary(self) -> str:
         header, losses = self.headers[-1], self.losses
-        facts = [
-            f"{plain(header.run, 40)}, recorded by {plain(header.name, 40)}",
-            count(len(self.rounds), "round"),
-            count(len(self.headers), "session"),
-            f"loss {losses[0][1]:.3f} to {losses[-1][1]:.3f}" if losses else "no loss",
-        ]
-        return ", ".join(facts)
+        figures = f"{count(len(self.rounds), 'round')}, {count(len(self.headers), 'session')}"
+        loss = f"loss {losses[0][1]:.3f} to {losses[-1][1]:.3f}" if losses else "no loss"
+        return f"{plain(header.run, 40)}, recorded by {plain(header.name, 40)}, {figures}, {loss}"
 
     def __repr__(self) -> str:
         return f"Replay({self._summary()})"
@@ -222,14 +217,10 @@ class Replay:
     def _widget(self) -> Any:
         import ipywidgets
 
-        last = len(self.rounds) - 1
-        self._view = ipywidgets.HTML(self.html())
+        last, view = len(self.rounds) - 1, ipywidgets.HTML(self.html())
         slider = ipywidgets.IntSlider(last, 0, last, description="round", continuous_update=False)
-        slider.observe(self._on_slider, names="value")
-        return ipywidgets.VBox([slider, self._view])
-
-    def _on_slider(self, change: Any) -> None:
-        self._view.value = self.html(change["new"])
+        slider.observe(lambda change: setattr(view, "value", self.html(change["new"])), names="value")
+        return ipywidgets.VBox([slider, view])
 
 
 def replay(path: str | Path, *, live: bool | None = None) -> Replay:

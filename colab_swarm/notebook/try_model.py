@@ -67,12 +67,9 @@ class ModelProbe:
 
 
 class TryModel:
-    """A model to try: by `ask`, or by the form under the cell; ``replies`` are its last answers.
+    """A model to try: by `ask`, or, if ``live``, by the form under the cell; ``replies`` are its last answers.
 
-    Args:
-        ask: answers a question; raises ValueError for a text without a gap.
-        questions: the first ones.
-        live: whether to offer a form.
+    The first answers are those to ``questions``; ``ask`` raises ValueError for a text without a gap.
     """
 
     def __init__(self, ask: Callable[[str], list[Reply]], questions: Sequence[str], *, live: bool) -> None:
@@ -81,7 +78,7 @@ class TryModel:
         self._box = self._form(questions[0]) if live else None
 
     def ask(self, question: str) -> list[Reply]:
-        """Return the answers to one question; call it between two steps of training.
+        """Return the answers to one question, between two steps of training.
 
         Raises:
             ValueError: the text has no gap, or the model has diverged.

@@ -69,7 +69,7 @@ def test_the_style_sheet_is_small_and_loads_nothing() -> None:
 
 
 def test_a_view_is_one_element_with_a_name() -> None:
-    view = ElementTree.fromstring(theme.wrap("<p>inside</p>", 'the "swarm"'))
+    view = ElementTree.fromstring(theme.Document("inside", label='the "swarm"').html())
     assert view.attrib == {"class": "cs-view", "role": "group", "aria-label": 'the "swarm"'}
 
 
