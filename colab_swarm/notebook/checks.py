@@ -14,7 +14,6 @@ from colab_swarm.net.metering import Speed
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.platforms import Platform
-from colab_swarm.notebook.theme import Document
 
 PARAMETER_BYTES = 16  # training memory per parameter: value, gradient and two moments, in float32
 STATE_BYTES = 12  # what a late joiner downloads per parameter: value and two moments, in float32
@@ -158,9 +157,9 @@ def summary(checks: Sequence[Check]) -> str:
     return f"{verdict}: {lights}"
 
 
-def draw(checks: Sequence[Check]) -> Document:
+def draw(checks: Sequence[Check]) -> theme.Document:
     """Return a table of the checks; in the text each is a line or more, with its fix below."""
-    shown = Document("doctor", summary(checks), label="report of the doctor", line=summary(checks))
+    shown = theme.Document("doctor", summary(checks), label="report of the doctor", line=summary(checks))
     rows, lines = [], []
     for check in checks:
         fix = f"<br>→ <b>{text(check.fix, MAX_CHARS)}</b>" if check.fix else ""

@@ -12,7 +12,6 @@ from colab_swarm.events import BatchDropped, Event, Fault, RoundFinished, StateR
 from colab_swarm.markup import count, plain, size, text
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.panel import WRAPPING, Views, make_button, update_button
-from colab_swarm.notebook.theme import Cell, Document
 from colab_swarm.snapshot import PeerRow
 
 MAX_LINES = 12
@@ -94,10 +93,10 @@ def summary(snapshot: SimulationSnapshot) -> str:
     return f"{snapshot.state} at {snapshot.at:.1f} s: {_peers(snapshot)}"
 
 
-def draw(snapshot: SimulationSnapshot) -> Document:
+def draw(snapshot: SimulationSnapshot) -> theme.Document:
     """Return the swarm: its time, the peers, what happened and what is to come."""
     state = f"after {snapshot.at:.1f} s on {snapshot.network}"
-    shown = Document(_peers(snapshot), state, label="simulated swarm", line=summary(snapshot))
+    shown = theme.Document(_peers(snapshot), state, label="simulated swarm", line=summary(snapshot))
     run = f"{snapshot.speed:g} s a second" if snapshot.state == "playing" else snapshot.state
     shown.figures({"virtual time": f"{snapshot.at:,.0f} s", "run": run})
     shown.warn(f"A peer's code raised {snapshot.error}" if snapshot.error else "")
@@ -107,7 +106,7 @@ def draw(snapshot: SimulationSnapshot) -> Document:
     return shown
 
 
-def _cells(peer: PeerRow) -> tuple[Cell, ...]:
+def _cells(peer: PeerRow) -> tuple[theme.Cell, ...]:
     loss = "" if peer.loss is None or not math.isfinite(peer.loss) else f"{peer.loss:.3f}"
     state, (hue, symbol) = plain(peer.role, 40), SYMBOLS.get(peer.role, ("soft", "•"))
     mark = theme.mark(hue, symbol, text(state))

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from colab_swarm.markup import count
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.panel import Panel, Views
-from colab_swarm.notebook.theme import Cell, Document
 
 if TYPE_CHECKING:
     from colab_swarm.elastic.optimizer import ElasticOptimizer
@@ -43,10 +42,10 @@ def summarize_experts(snapshot: ExpertsSnapshot) -> str:
     return f"{grid}: {', '.join(parts)}" + ("; left" if snapshot.over else "")
 
 
-def draw_experts(snapshot: ExpertsSnapshot) -> Document:
+def draw_experts(snapshot: ExpertsSnapshot) -> theme.Document:
     """Return the grid with a bar for each use, its hosts, and this peer's experts."""
     listing = snapshot.listing
-    shown = Document(*summarize_experts(snapshot).split(": ", 1), label=f"experts of {listing.grid}")
+    shown = theme.Document(*summarize_experts(snapshot).split(": ", 1), label=f"experts of {listing.grid}")
     shown.warn(f"the last lookup failed and is retried: {snapshot.fault}" if snapshot.fault else "")
     if snapshot.listed_s is not None and not listing.live and not snapshot.over:
         shown.warn(
@@ -66,7 +65,7 @@ def draw_experts(snapshot: ExpertsSnapshot) -> Document:
     return shown
 
 
-def _expert(one: LiveExpert | tuple[str, str]) -> tuple[Cell, ...]:
+def _expert(one: LiveExpert | tuple[str, str]) -> tuple[theme.Cell, ...]:
     if isinstance(one, tuple):  # without a host
         return (*one, "", "", "")
     share = _percent(one.share)
@@ -131,9 +130,9 @@ def _figures(snapshot: ElasticSnapshot) -> dict[str, str]:
     }
 
 
-def draw_elastic(snapshot: ElasticSnapshot) -> Document:
+def draw_elastic(snapshot: ElasticSnapshot) -> theme.Document:
     """Return the meter: figures, the measured inconsistency under its bound, a warning."""
-    shown = Document(*summarize_elastic(snapshot).split(": ", 1), label="inconsistency of this member")
+    shown = theme.Document(*summarize_elastic(snapshot).split(": ", 1), label="inconsistency of this member")
     shown.figures(_figures(snapshot) if snapshot.steps else {})
     measured = [(step.step, step.inconsistency) for step in snapshot.steps]
     bounds = [(step.step, step.bound) for step in snapshot.steps if step.bound is not None]

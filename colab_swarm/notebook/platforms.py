@@ -68,8 +68,7 @@ PLAIN = Platform("a Python process")
 def in_notebook() -> bool:
     """Return True in a Jupyter kernel of any front-end, False in a terminal or a script."""
     ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return hasattr(shell, "kernel")
+    return hasattr(ipython.get_ipython() if ipython is not None else None, "kernel")
 
 
 def in_colab() -> bool:

@@ -23,7 +23,6 @@ from colab_swarm.markup import count, plain, size
 from colab_swarm.net.peers import UNDECODABLE
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.platforms import has_frontend
-from colab_swarm.notebook.theme import Document
 from colab_swarm.notebook.views import draw_waterfall
 
 logger = logging.getLogger(__name__)
@@ -185,9 +184,9 @@ class Replay:
         else:
             self.events.append(item)
 
-    def draw(self, chosen: int = -1) -> Document:
+    def draw(self, chosen: int = -1) -> theme.Document:
         """Return the run, with the round at index ``chosen`` in full."""
-        shown = Document("recorded", self._summary(), label="a recorded run", line=self._summary())
+        shown = theme.Document("recorded", self._summary(), label="a recorded run", line=self._summary())
         shown.warn(self.note)
         shown.draw(theme.curve(self.losses))
         back = 0 if chosen < 0 else max(len(self.rounds) - 1 - chosen, 0)

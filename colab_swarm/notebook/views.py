@@ -19,7 +19,6 @@ from colab_swarm.events import MemberTrace, RoundFinished
 from colab_swarm.markup import aligned, bandwidth, count, duration, milliseconds, plain, size, text
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.page import Sample
-from colab_swarm.notebook.theme import MAX_CHARS, Document
 from colab_swarm.snapshot import ContributionRow, PeerRow, SwarmSnapshot
 
 Mark: TypeAlias = tuple[str, str, str]  # hue, symbol and word
@@ -59,11 +58,11 @@ def summary(snapshot: SwarmSnapshot) -> str:
     return ", ".join(parts)
 
 
-def draw(snapshot: SwarmSnapshot) -> Document:
+def draw(snapshot: SwarmSnapshot) -> theme.Document:
     """Return the page: figures, progress to the next step, loss, contributions, peers and log."""
     me = f"{_name(snapshot.me)}: {plain(snapshot.reached, 100)}, connected for {_clock(snapshot.uptime_s)}"
-    shown = Document(_state(snapshot), me, label=f"swarm {plain(snapshot.run)}", line=me)
-    shown.draw("", plain(summary(snapshot), MAX_CHARS))
+    shown = theme.Document(_state(snapshot), me, label=f"swarm {plain(snapshot.run)}", line=me)
+    shown.draw("", plain(summary(snapshot), theme.MAX_CHARS))
     _draw_notices(shown, snapshot)
     shown.figures(_figures(snapshot))
     if snapshot.target_batch_size > 0:
@@ -117,7 +116,7 @@ def _figures(snapshot: SwarmSnapshot) -> dict[str, str]:
     return figures
 
 
-def _draw_loss(shown: Document, snapshot: SwarmSnapshot) -> None:
+def _draw_loss(shown: theme.Document, snapshot: SwarmSnapshot) -> None:
     whose = f"{snapshot.model}, median over the trainers" if snapshot.model else "my batches"
     if drawn := theme.curve(snapshot.loss_history, width=LOSS_WIDTH):
         shown.draw(f"<h4>loss of {text(whose)}: {_loss(snapshot)}</h4>{drawn}")
@@ -156,7 +155,7 @@ def _clock(seconds: float) -> str:
     return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
 
 
-def _draw_notices(shown: Document, snapshot: SwarmSnapshot) -> None:
+def _draw_notices(shown: theme.Document, snapshot: SwarmSnapshot) -> None:
     shown.warn(PAUSED if snapshot.paused else "", "‖")
     if (kept := snapshot.kept) is not None:
         where = f"New trainers continue from the checkpoint of step {kept.standing_in or 0:,}."
@@ -202,7 +201,7 @@ def _credit(row: ContributionRow) -> tuple[str, ...]:
 # --- the map ----------------------------------------------------------------------------------------------------------
 
 
-def draw_map(snapshot: SwarmSnapshot) -> Document:
+def draw_map(snapshot: SwarmSnapshot) -> theme.Document:
     """Return this peer in the middle and a line for each link, wider for faster links; the text lists the links."""
     others = sorted((peer for peer in snapshot.peers if not peer.me), key=lambda peer: not peer.connected)
     shown = others[:MAX_ON_MAP]
@@ -225,7 +224,7 @@ def draw_map(snapshot: SwarmSnapshot) -> Document:
     linked = count(sum(bool(peer.connected) for peer in others), "link")
     linked += f", {relayed} of them relayed" if relayed else ""
     run = plain(snapshot.run, 40)
-    page = Document(run, linked, label="map of the swarm", line=f"links of {run}: {linked}")
+    page = theme.Document(run, linked, label="map of the swarm", line=f"links of {run}: {linked}")
     page.draw(
         f'<svg viewBox="0 0 {MAP_WIDTH} {height}" width="100%" style="max-width:720px" role="img" '
         f'aria-label="map of {count(len(shown) + 1, "peer")}">{lines}{nodes}{_dot(middle, own, 15)}'
@@ -333,16 +332,16 @@ TRACKS = (
 )
 
 
-def draw_rounds(snapshot: SwarmSnapshot, back: int = 0) -> Document:
+def draw_rounds(snapshot: SwarmSnapshot, back: int = 0) -> theme.Document:
     """Return the round ``back`` rounds before the last one, and the times of the last rounds."""
-    shown = Document("", label="averaging rounds")
+    shown = theme.Document("", label="averaging rounds")
     here = {peer.id[:ID_CHARS]: peer.name + " (me)" * peer.me for peer in snapshot.peers}
     draw_waterfall(shown, snapshot.rounds, back, {**snapshot.names, **here})
     return shown
 
 
 def draw_waterfall(
-    shown: Document, rounds: Sequence[RoundFinished], back: int, names: Mapping[str, str]
+    shown: theme.Document, rounds: Sequence[RoundFinished], back: int, names: Mapping[str, str]
 ) -> None:
     """Draw the round ``back`` rounds before the last one in full, and the times of the last ones.
 

@@ -144,6 +144,13 @@ class Simulation(AbstractContextManager["Simulation"]):
         """Return the peer's training speed, samples per virtual second."""
         return self._speeds.get(name, self._samples_per_s)
 
+    def change_speed(self, name: str, samples_per_s: float) -> None:
+        """Set the peer's training speed from its next batch on; a ValueError if no such peer ever joined."""
+        if name not in self._names:
+            raise ValueError(f"{name} never joined")
+        self._speeds[name] = samples_per_s
+        self.tell(f"{name} now trains {samples_per_s:g} samples/s")
+
     def tell(self, words: str) -> None:
         self._story.append(f"{self.time:6.1f} s  {words}")
         if self._aloud:
@@ -203,8 +210,7 @@ class Simulation(AbstractContextManager["Simulation"]):
             raise ValueError(f"speed={speed}, seconds={seconds}: both must be above 0")
         if InteractiveRun.running is not None:
             InteractiveRun.running.stop()
-        until = math.inf if seconds is None else self.time + seconds
-        lesson = InteractiveRun(self, until, speed)
+        lesson = InteractiveRun(self, math.inf if seconds is None else self.time + seconds, speed)
         if has_frontend() if live is None else live:
             self.begin(train)
             lesson.start()
@@ -488,9 +494,8 @@ class InteractiveRun:
                 simulation.join(new, at=simulation.time)
             case "join", str(name):
                 simulation.join(name, at=simulation.time)
-            case "speed", str(name), float() | int() as samples_per_s if name in simulation._names:
-                simulation._speeds[name] = samples_per_s  # from its next batch on
-                simulation.tell(f"{name} now trains {samples_per_s:g} samples/s")
+            case "speed", str(name), float() | int() as samples_per_s:
+                simulation.change_speed(name, samples_per_s)
             case ("crash", name) | ("slow", name, float() | int()) if name in simulation.swarms:
                 simulation.fire(verb, *arguments)
             case (("latency" | "bandwidth" | "lose"), float() | int()):
