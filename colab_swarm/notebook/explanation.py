@@ -68,14 +68,7 @@ class Explanation:
 
 
 def explain(error: BaseException | type[BaseException] | None = None) -> Explanation:
-    """Return the cause and the fix of an error.
-
-    Args:
-        error: the error or its class; None for the last error of a cell.
-
-    Raises:
-        TypeError: it is not an error.
-    """
+    """Return the cause and the fix of an error or its class; None for the last error of a cell."""
     error = error or getattr(sys, "last_value", None)
     if error is None:
         fix = "pass an error: cs.explain(error)"

@@ -55,12 +55,8 @@ HEADERS = {
 class StatusPage(Generic[S]):
     """Answers requests for `PATHS` with what ``look()`` returns, at ``url`` once it listens by itself.
 
-    Args:
-        look: takes a snapshot.
-        title: names it.
-        draw: returns its views, one below the other.
-        metrics: returns its figures for Prometheus.
-        host: what answers, such as ``backbone``.
+    ``title`` names a snapshot, ``draw`` returns its views, ``metrics`` its figures for Prometheus; ``host`` is what
+    answers, such as ``backbone``.
     """
 
     def __init__(
@@ -80,11 +76,7 @@ class StatusPage(Generic[S]):
         self.url = ""
 
     async def start(self, host: str, port: int) -> None:
-        """Listen without any other routes; port 0 chooses a free one.
-
-        Raises:
-            OSError: the port is taken.
-        """
+        """Listen without any other routes; port 0 chooses a free one."""
         app = web.Application(client_max_size=1024)
         app.add_routes(self.routes)
         self._runner, self.url = await listen(app, host, port, keepalive_timeout=IDLE_S)
@@ -119,11 +111,7 @@ class StatusPage(Generic[S]):
 
 
 async def listen(app: web.Application, host: str, port: int, **options: Any) -> tuple[web.AppRunner, str]:
-    """Serve an application until its runner is cleaned up; return the runner and the address for browsers.
-
-    Raises:
-        OSError: the port is taken.
-    """
+    """Serve an application until its runner is cleaned up; return the runner and the address for browsers."""
     runner = web.AppRunner(app, access_log=None, **options)
     await runner.setup()
     try:

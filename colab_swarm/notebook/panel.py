@@ -1,9 +1,7 @@
 """A live view of a swarm, or of anything that provides snapshots: widgets with a front-end, text without.
 
-Only the user's thread touches a widget: Colab does not repaint what other threads change. A
-button's callback holds up the kernel, so it hands its work to a thread. A panel stays live in three
-ways: `Panel.watch` keeps the cell busy, `Panel.tick` runs in a training loop, and ▶ makes the
-browser request a refresh each second while no cell runs.
+Only the user's thread touches a widget: Colab does not repaint what other threads change. A button's callback holds
+up the kernel, so it hands its work to a thread.
 """
 
 from __future__ import annotations
@@ -200,8 +198,7 @@ class Panel(Generic[S]):
     def tick(self) -> None:
         """Stay live from a training loop: call it after each batch. It draws four times a second at most.
 
-        Without a front-end it prints a line every `TEXT_EVERY_S`. A view that cannot be drawn does not end the
-        training: the reason is logged.
+        Without a front-end it prints a line every `TEXT_EVERY_S`. A view that cannot be drawn is logged.
         """
         now = time.monotonic()
         if now - self._shown_at < SHOW_EVERY_S:
@@ -213,10 +210,9 @@ class Panel(Generic[S]):
             self._shown_at = now + RETRY_S
 
     def watch(self, seconds: float | None = None, every_s: float = 0.5) -> None:
-        """Keep the view live for ``seconds``, or until the swarm is left or you interrupt the cell.
+        """Keep the view live for ``seconds``, or until the swarm is left or you interrupt the cell; the peer continues.
 
-        An interrupt stops the watching, not the peer. Without a front-end, a line is printed every
-        `TEXT_EVERY_S` and all pages at the end.
+        Without a front-end, a line is printed every `TEXT_EVERY_S` and all pages at the end.
         """
         if self._box is not None:
             from IPython.display import display
@@ -269,18 +265,15 @@ def update_button(button: Any, **traits: object) -> None:
 def keep_listening(control: Any) -> None:
     """Keep a control responsive while a cell runs, on kernels that can.
 
-    ipykernel 7.4 handles clicks beside the busy cell only for widgets that no cell has updated
-    since. This makes it forget the update.
+    ipykernel 7.4 handles clicks beside the busy cell only for widgets that no cell has updated since: forget the
+    update.
     """
     if control.comm is not None:
         vars(control.comm).pop("_reply_subshell_id", None)
 
 
 def interrupt_cell() -> None:
-    """Interrupt the running cell, like the notebook's own ■; do nothing where none runs.
-
-    A callback on the main thread means that the cell has ended: the kernel handled the click only then.
-    """
+    """Interrupt the running cell, like the notebook's own ■; do nothing on the main thread: the cell has ended."""
     if threading.current_thread() is threading.main_thread():
         return
     if hasattr(signal, "pthread_kill"):  # wakes the cell from a wait too

@@ -82,10 +82,7 @@ def in_kaggle() -> bool:
 
 
 def has_frontend() -> bool:
-    """Return True if widgets are visible: not for ``jupyter execute`` or Kaggle's "Save & Run All".
-
-    A kernel without a page forbids input in each cell.
-    """
+    """Return True if widgets are visible; a kernel without a page (``jupyter execute``) forbids input in each cell."""
     if not in_notebook() or find_spec("ipywidgets") is None:
         return False
     batch = os.environ.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch"
@@ -105,11 +102,7 @@ def platform() -> Platform:
 
 
 def require_terms(agreed: bool) -> None:
-    """Require ``accept_terms=True`` of the user before training where the platform's terms may forbid it.
-
-    Raises:
-        TermsError: the user has not agreed.
-    """
+    """Raise `TermsError` unless the user has agreed, where the platform's terms may forbid training."""
     here = platform()
     if here.must_agree and not agreed:
         raise TermsError(
@@ -171,7 +164,7 @@ async def wait_for_end(clock: SessionClock, events: EventLog) -> None:
 def session_age_s(proc: Path = Path("/proc")) -> float:
     """Return the age of this machine's first process: the notebook's container on Colab, Kaggle and Binder.
 
-    Return that of this process where the first one is hidden, and 0 without ``/proc``.
+    That of this process where the first one is hidden, and 0 without ``/proc``.
     """
     for process in ("1", "self"):
         with contextlib.suppress(OSError, ValueError, IndexError):

@@ -45,11 +45,7 @@ class ModelProbe:
         self._copied[name] = list(zip(trained, copies, strict=True)) if fits else []
 
     def try_model(self, question: str | None, model: nn.Module | None, texts: MaskedText | None) -> TryModel:
-        """Return the answers to one question; without a question those to the examples, and a form.
-
-        Raises:
-            ValueError: the model is unknown, or the question has no gap.
-        """
+        """Return the answers to one question; without a question those to the examples, and a form."""
         if model is None or texts is None:
             if self._known is None or (model is not None and model is not self._known[0]):
                 raise ValueError(
@@ -78,11 +74,7 @@ class TryModel:
         self._box = self._form(questions[0]) if live else None
 
     def ask(self, question: str) -> list[Reply]:
-        """Return the answers to one question, between two steps of training.
-
-        Raises:
-            ValueError: the text has no gap, or the model has diverged.
-        """
+        """Return the answers to one question; a ValueError if it has no gap or the model has diverged."""
         self.replies = self._ask(question)
         if self._box is not None:
             self._view.value = self._drawn().html()

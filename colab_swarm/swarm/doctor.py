@@ -280,10 +280,8 @@ def calibrate(
 ) -> Subject:
     """Run ``model(**batch).loss.backward()`` for about ``seconds`` after a short warm-up.
 
-    Afterwards parameters, gradients, buffers and torch's random state are as before; the used batches are gone.
-
-    Raises:
-        ValueError: there are not enough batches.
+    Afterwards the model and torch's random state are as before; the used batches are gone. Raises ValueError if there
+    are not enough.
     """
     import torch
 

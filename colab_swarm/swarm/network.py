@@ -106,8 +106,7 @@ class NetworkSession:
     Attributes:
         node, access: the peer itself, and how it joined the run.
         trust: its membership, revocations and the contribution ledger.
-        reachability: how others reach it.
-        relay: its relay; None if it does not relay.
+        reachability, relay: how others reach it, and its relay or None.
         store: the folder that saves it; None without one.
         clock: when its platform's session ends; None if that is unknown.
         stops: called before the peer leaves at the session's end: hosts and volunteers give their work back.

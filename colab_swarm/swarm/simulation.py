@@ -87,9 +87,6 @@ class Simulation(AbstractContextManager["Simulation"]):
             at: virtual seconds since the simulation began.
             samples_per_s: its training speed; as fast as the others if None.
             listen: False for a peer that cannot be dialled.
-
-        Raises:
-            ValueError: a peer of this name is online.
         """
         if at <= self.time and (name in self.swarms or name in self._arriving):
             raise ValueError(f"{name} is already online: use another name, or crash it first")
@@ -202,9 +199,6 @@ class Simulation(AbstractContextManager["Simulation"]):
             train, seconds: as for `run`.
             speed: virtual seconds per second.
             live: whether to use widgets and to keep to ``speed``; None to find out.
-
-        Raises:
-            ValueError: ``speed`` or ``seconds`` is not above 0.
         """
         if not speed > 0 or not (seconds is None or seconds > 0):
             raise ValueError(f"speed={speed}, seconds={seconds}: both must be above 0")
@@ -514,9 +508,6 @@ def simulate(
         network: lan, home, dedloc16, paper_cloud, or your own profile.
         seed: of all random numbers: same seed, same run.
         samples_per_s: training speed of each peer, in virtual time.
-
-    Raises:
-        ValueError: the network is unknown, or ``peers`` is below 1.
     """
     if peers < 1:
         raise ValueError(f"peers={peers}: a swarm needs at least one")
