@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from colab_swarm.notebook import checks, consistency, experts, lessons, rounds, views
+from colab_swarm.notebook import checks, lessons, meters, views
 from colab_swarm.notebook import coordinator_view as job
 from colab_swarm.notebook import volunteer_view as volunteer
 from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime
@@ -59,15 +59,15 @@ SWARM = dataclasses.replace(
 )
 VIEWS = {
     "swarm": views.draw(SWARM).html(),
-    "rounds": rounds.draw(SWARM).html(),
+    "rounds": views.draw_rounds(SWARM).html(),
     "map": views.draw_map(SWARM).html(),
-    "experts": experts.draw(test_experts.SNAPSHOT).html(),
-    "experts-full": experts.draw(
+    "experts": meters.draw_experts(test_experts.SNAPSHOT).html(),
+    "experts-full": meters.draw_experts(
         dataclasses.replace(test_experts.SNAPSHOT, listing=test_experts.full(16, 16, share=0.004))
     ).html(),
     "job": job.draw(status(marks=MARKS)).html(),
     "volunteer": volunteer.draw(VOLUNTEER).html(),
-    "consistency": consistency.draw(test_consistency.snapshot(0.2, 0.4, 1.3)).html(),
+    "consistency": meters.draw_elastic(test_consistency.snapshot(0.2, 0.4, 1.3)).html(),
     "doctor": checks.draw([test_checks.GOOD, test_checks.LOOK, test_checks.STOP]).html(),
     "lesson": lessons.draw(test_lesson.LESSON_NOW).html(),
 }
