@@ -16,7 +16,7 @@ from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime
 from tests.browser import looks
 from tests.browser.chromium import Window, needs
 from tests.browser.lab import KNOWN_COMPLAINTS, Lab
-from tests.notebook import test_checks, test_consistency, test_experts, test_lesson, test_rounds
+from tests.notebook import test_checks, test_lesson, test_meters, test_rounds
 from tests.notebook.test_coordinator_view import MARKS
 from tests.notebook.test_volunteer_view import SNAPSHOT as VOLUNTEER
 from tests.workunits.statuses import status
@@ -61,13 +61,13 @@ VIEWS = {
     "swarm": views.draw(SWARM).html(),
     "rounds": views.draw_rounds(SWARM).html(),
     "map": views.draw_map(SWARM).html(),
-    "experts": meters.draw_experts(test_experts.SNAPSHOT).html(),
+    "experts": meters.draw_experts(test_meters.SNAPSHOT).html(),
     "experts-full": meters.draw_experts(
-        dataclasses.replace(test_experts.SNAPSHOT, listing=test_experts.full(16, 16, share=0.004))
+        dataclasses.replace(test_meters.SNAPSHOT, listing=test_meters.full(16, 16, share=0.004))
     ).html(),
     "job": job.draw(status(marks=MARKS)).html(),
     "volunteer": volunteer.draw(VOLUNTEER).html(),
-    "consistency": meters.draw_elastic(test_consistency.snapshot(0.2, 0.4, 1.3)).html(),
+    "consistency": meters.draw_elastic(test_meters.elastic(0.2, 0.4, 1.3)).html(),
     "doctor": checks.draw([test_checks.GOOD, test_checks.LOOK, test_checks.STOP]).html(),
     "lesson": lessons.draw(test_lesson.LESSON_NOW).html(),
 }
