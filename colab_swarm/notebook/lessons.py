@@ -33,11 +33,8 @@ SYMBOLS = {
     "left": ("soft", "○"),
 }
 
-FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0, 16.0)
 SPEEDS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)  # slider values of slower connections and of the playback
 NAMED = {"description_width": "initial"}
-SLIDER = {"style": NAMED, "layout": {"width": "310px"}, "continuous_update": False}
-DROPDOWN = {"style": NAMED, "layout": {"width": "300px", "margin": "2px 12px 2px 2px"}}  # as wide as a slider
 
 Verb: TypeAlias = Literal["join", "crash", "speed", "slow", "latency", "bandwidth", "lose"]
 
@@ -148,7 +145,8 @@ class LessonControls:
         import ipywidgets
 
         self._new_slider, self._alive = ipywidgets.SelectionSlider, set[str]()
-        self._who = ipywidgets.Dropdown(description="this peer:", **DROPDOWN)
+        width = {"width": "300px", "margin": "2px 12px 2px 2px"}  # as wide as a slider
+        self._who = ipywidgets.Dropdown(description="this peer:", style=NAMED, layout=width)
         self._who.observe(lambda change: self._enable_buttons(), names="value")
 
         def of_peer(verb: Verb) -> Callable[..., None]:
@@ -161,7 +159,9 @@ class LessonControls:
         next_s = "Step: while paused, advance one second of virtual time"
         new = "Add a peer: start one with a new name"
         own_speed = snapshot.peers[0].samples_per_s
-        speeds = [round(own_speed * factor, 3) for factor in FACTORS]
+        speeds = [
+            round(own_speed * factor, 3) for factor in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0, 16.0)
+        ]
         speed = self._slider("samples/s", speeds, own_speed, "{:g}", of_peer("speed"))
         slow = self._slider("slower connection", SPEEDS, 1.0, "× {:g}", of_peer("slow"))
         one = [self._who, speed, slow, self._kill, self._back]
@@ -196,6 +196,13 @@ class LessonControls:
         self, name: str, values: Sequence[float], value: float, shown: str, act: Callable[[float], None]
     ) -> Any:
         options = [(shown.format(one), one) for one in sorted({*values, value})]
-        slider = self._new_slider(options=options, value=value, description=name, **SLIDER)
+        slider = self._new_slider(
+            options=options,
+            value=value,
+            description=name,
+            style=NAMED,
+            layout={"width": "310px"},
+            continuous_update=False,
+        )
         slider.observe(lambda change: act(change["new"]), names="value")
         return slider

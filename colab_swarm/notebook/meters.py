@@ -19,12 +19,7 @@ MAX_NAMED = 5
 EXPERTS = ("expert", "state", "host", "step", "of the updates")
 HOSTS = ("host", "experts", "of the updates", "round trip")
 SERVED = ("my expert", "step", "waiting", "batch", "calls/s", "samples/s", "latency, p50 / p99")
-WIDTH = 760
 RECENT = 20  # steps in the means of waiting and missing
-TOO_FAR = (
-    "The peers are further apart than the bound of this scheduler allows: increase beta, or use a shorter timeout or "
-    "less compression."
-)
 
 
 def summarize_experts(snapshot: ExpertsSnapshot) -> str:
@@ -94,14 +89,14 @@ def _ms(seconds: float) -> str:
 
 
 EXPERTS_VIEWS: Views[ExpertsSnapshot] = Views(draw_experts, summarize_experts, lambda snapshot: snapshot.over)
-HOST_VIEWS = replace(EXPERTS_VIEWS, who="host", leave=("Stop hosting", "Stopped"))
 
 
 def show_experts(
     read: Callable[[], ExpertsSnapshot], stop: Callable[[], None], hosting: bool
 ) -> Panel[ExpertsSnapshot]:
     """Return a panel of experts; its button calls ``stop``: stop hosting, or leave the swarm."""
-    return Panel(read, stop, views=HOST_VIEWS if hosting else EXPERTS_VIEWS)
+    host_views = replace(EXPERTS_VIEWS, who="host", leave=("Stop hosting", "Stopped"))
+    return Panel(read, stop, views=host_views if hosting else EXPERTS_VIEWS)
 
 
 # --- elastic members --------------------------------------------------------------------------------------------------
@@ -136,11 +131,13 @@ def draw_elastic(snapshot: ElasticSnapshot) -> theme.Document:
     shown.figures(_figures(snapshot) if snapshot.steps else {})
     measured = [(step.step, step.inconsistency) for step in snapshot.steps]
     bounds = [(step.step, step.bound) for step in snapshot.steps if step.bound is not None]
-    if chart := theme.curve(measured, limit=bounds, label="inconsistency", from_zero=True, width=WIDTH):
+    if chart := theme.curve(measured, limit=bounds, label="inconsistency", from_zero=True, width=760):
         shown.draw(chart)
         bound = "dashed: bound in theory" if bounds else "no bound is known for this codec"
         shown.note(f"solid: measured, ||x - v|| / learning rate; {bound}")
-    shown.warn(TOO_FAR if snapshot.passed else "")
+    if snapshot.passed:
+        far = "The peers are further apart than the bound of this scheduler allows"
+        shown.warn(f"{far}: increase beta, or use a shorter timeout or less compression.")
     return shown
 
 

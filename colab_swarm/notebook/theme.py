@@ -25,7 +25,6 @@ MAX_POINTS = 400  # of a curve
 MAX_VALUE = 1e6  # larger values, and NaN, are not drawn
 LEFT, BOTTOM, TOP, RIGHT = 44, 22, 10, 12
 LINE = "var(--blue,#2a78d6)"  # the theme's blue; on a page without the theme, a blue for light and dark paper
-VIEW_TYPE = "application/vnd.jupyter.widget-view+json"
 HUES = ("blue", "green", "amber", "red", "purple", "soft")
 LIGHT = (
     "--paper:#fff;--card:#f3f5f7;--ink:#1b1f24;--soft:#57606a;--line:#d0d7de;"
@@ -204,7 +203,11 @@ class Document:
         """Return what a cell shows: files show the HTML, front-ends prefer the widget. For ipywidgets 7 and 8."""
         bundle: dict[str, Any] = {"text/plain": self.text(), "text/html": self.html()}
         if widget is not None:
-            bundle[VIEW_TYPE] = {"model_id": widget.model_id, "version_major": 2, "version_minor": 0}
+            bundle["application/vnd.jupyter.widget-view+json"] = {
+                "model_id": widget.model_id,
+                "version_major": 2,
+                "version_minor": 0,
+            }
         return bundle
 
 

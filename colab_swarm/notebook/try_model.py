@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 200_000_000
 MAX_REPLIES = 20
-BUSY = "A cell is running and uses the model: try again when it has ended."
 
 
 class ModelProbe:
@@ -104,7 +103,8 @@ class TryModel:
         return ipywidgets.VBox([ipywidgets.HBox([self._text, button]), self._error, self._view])
 
     def _click(self) -> None:
-        self._error.value = BUSY if cell_runs() else ""
+        busy = "A cell is running and uses the model: try again when it has ended."
+        self._error.value = busy if cell_runs() else ""
         if not self._error.value:
             try:
                 self.ask(self._text.value)

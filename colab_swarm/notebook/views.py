@@ -23,21 +23,14 @@ from colab_swarm.snapshot import ContributionRow, PeerRow, SwarmSnapshot
 
 Mark: TypeAlias = tuple[str, str, str]  # hue, symbol and word
 Place: TypeAlias = tuple[float, float]
-MAX_CONTRIBUTIONS = 8
 ROLES = ("trainer", "catching up", "paused", "idle", "assistant")
 MAX_ON_MAP = 32  # peers; the first page counts all
 MAP_WIDTH, MAP_ROW, MAP_RADIUS = 600, 30, 90
-MAP_KEY = '<p class="soft">line: a link, wider if faster; dashed: through a relay; no line: no link</p>'
 RELAYED = "relayed by "
 ID_CHARS = 8
-WAY_CHARS = 17  # length of ``via peer-01234567``
 MAX_NAME_CHARS = 40
-LOSS_WIDTH = 420
 COLUMNS = ("peer", "id", "role", "step", "samples/s", "RTT", "link", "reachable")
-CREDITS = ("peer", "samples", "averaged for others")
 SOON_S = 1800.0  # the view warns this long before a session's end
-PAUSED = "Paused: your work has stopped and the others continue. Press Resume, or call swarm.unpause()."
-CONTRIBUTIONS = "contributions, as seen by the other peers"
 RECENT = 20  # rounds to choose from, and in the list of times
 MAX_LANES = 40
 MIN_S, MAX_S = 1e-6, 1e6
@@ -73,8 +66,8 @@ def draw(snapshot: SwarmSnapshot) -> theme.Document:
         part = snapshot.accumulated / snapshot.target_batch_size
         shown.bar(part, f"{_collected(snapshot)} samples; {when}", title="next step")
     _draw_loss(shown, snapshot)
-    best = snapshot.leaderboard[:MAX_CONTRIBUTIONS]
-    shown.table(CREDITS, best, _credit, numbers=(1, 2), what="contributors", title=CONTRIBUTIONS)
+    columns, title = ("peer", "samples", "averaged for others"), "contributions, as seen by the other peers"
+    shown.table(columns, snapshot.leaderboard[:8], _credit, numbers=(1, 2), what="contributors", title=title)
     shown.table(COLUMNS, snapshot.peers, _cells, numbers=(3, 4, 5), what="peers", title="peers")
     shown.note(*snapshot.log, title="log")
     return shown
@@ -118,7 +111,7 @@ def _figures(snapshot: SwarmSnapshot) -> dict[str, str]:
 
 def _draw_loss(shown: theme.Document, snapshot: SwarmSnapshot) -> None:
     whose = f"{snapshot.model}, median over the trainers" if snapshot.model else "my batches"
-    if drawn := theme.curve(snapshot.loss_history, width=LOSS_WIDTH):
+    if drawn := theme.curve(snapshot.loss_history, width=420):
         shown.draw(f"<h4>loss of {text(whose)}: {_loss(snapshot)}</h4>{drawn}")
     elif snapshot.model:
         shown.note("Fewer than two losses reported yet.")
@@ -156,7 +149,8 @@ def _clock(seconds: float) -> str:
 
 
 def _draw_notices(shown: theme.Document, snapshot: SwarmSnapshot) -> None:
-    shown.warn(PAUSED if snapshot.paused else "", "‖")
+    paused = "Paused: your work has stopped and the others continue. Press Resume, or call swarm.unpause()."
+    shown.warn(paused if snapshot.paused else "", "‖")
     if (kept := snapshot.kept) is not None:
         where = f"New trainers continue from the checkpoint of step {kept.standing_in or 0:,}."
         shown.warn("" if kept.standing_in is None else f"There are no trainers now. {where}")
@@ -230,7 +224,7 @@ def draw_map(snapshot: SwarmSnapshot) -> theme.Document:
         f'aria-label="map of {count(len(shown) + 1, "peer")}">{lines}{nodes}{_dot(middle, own, 15)}'
         f'<text x="{middle[0]}" y="{middle[1] + 29}" text-anchor="middle" style="fill:var(--ink);'
         f'stroke:var(--paper);stroke-width:4px;paint-order:stroke">{text(snapshot.me, 24)} (me)</text></svg>'
-        f"<p>{key}</p>{MAP_KEY}",
+        f'<p>{key}</p><p class="soft">line: a link, wider if faster; dashed: through a relay; no line: no link</p>',
         *aligned(rows),
     )
     if len(others) > MAX_ON_MAP:
@@ -259,7 +253,7 @@ def _link_words(peer: PeerRow, names: Mapping[str, str]) -> tuple[str, str, str]
     relay = peer.connected.removeprefix(RELAYED)[:ID_CHARS]
     way = f"via {names.get(relay, relay)}" if peer.connected.startswith(RELAYED) else peer.connected
     bps = _bandwidth_bps(peer)
-    return milliseconds(peer.rtt_s), plain(way, WAY_CHARS) or "no link", bandwidth(bps) if bps else ""
+    return milliseconds(peer.rtt_s), plain(way, 17) or "no link", bandwidth(bps) if bps else ""
 
 
 def _bandwidth_bps(peer: PeerRow) -> float:

@@ -35,9 +35,7 @@ LOG_LINES = 8
 ROUTINE_LINES = 4  # at most, for steps and rounds without a fault: they would push rare events out
 MAX_NAMES, MAX_NAME_CHARS = 1000, 40
 SAME_LOSS_S = 1.0  # reports of a lost peer by several services within this time are one event
-LEADERBOARD_S = 30.0
 MODEL = "model"  # the default name in `Swarm.optimizer`
-TRAINERS_S = 3.0  # how often a peer that does not train reads which peers do
 RATE_S = 5.0
 _SHORT_ID = re.compile(r"\b[0-9a-f]{8}\b")
 
@@ -97,9 +95,9 @@ class Overview:
         self._joined_at = runtime.time()
         if contributions is not None:
             read, prefix = contributions.read, f"{services.run_id}/{MODEL}"
-            self._leaderboard = Background(lambda: runtime.call(read()), every_s=LEADERBOARD_S)
+            self._leaderboard = Background(lambda: runtime.call(read()), every_s=30.0)
             self._trainers = Background(
-                lambda: runtime.call(read_participants(services.dht, prefix)), every_s=TRAINERS_S
+                lambda: runtime.call(read_participants(services.dht, prefix)), every_s=3.0
             )
         services.events.listen(self._on_event)
         for event in services.events.recent():
