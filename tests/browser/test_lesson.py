@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from colab_swarm.bench.join import code_cells
 from tests.browser.chromium import Window, needs
-from tests.browser.lab import KNOWN_COMPLAINTS, Lab
-from tests.browser.lesson import read, table
+from tests.browser.lab import CELL, KNOWN_COMPLAINTS, Lab
 from tests.notebooks.regenerate import TUTORIALS
 
 pytestmark = needs("jupyterlab", "ipywidgets")
 
 
 def test_the_first_tutorial_runs_from_top_to_bottom(lab: Lab, window: Window, artifacts: Path) -> None:
-    runs = read(lab, window, TUTORIALS[0], artifacts)
-    (artifacts / "silence.txt").write_text(table(runs))  # no test: it is the machine's business, too
-    assert "Swarm(first-swarm, alice, left)" in "\n".join(run.output for run in runs)
+    lesson = lab.open_ours(window, TUTORIALS[0])
+    outputs = []
+    for number in range(len(code_cells(TUTORIALS[0]))):
+        outputs.append(lesson.run(number))
+        lesson.page.locator(f"{CELL} >> nth={number}").screenshot(path=artifacts / f"{number + 1:02}.png")
+    assert "Swarm(first-swarm, alice, left)" in "\n".join(outputs)
     assert window.complaints_but(*KNOWN_COMPLAINTS) == []
 
 

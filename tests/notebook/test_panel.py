@@ -34,13 +34,16 @@ def nothing() -> None:
 
 
 def everything(snapshot: SwarmSnapshot) -> str:
-    pages = (draw(snapshot).text(), draw_rounds(snapshot).text(), draw_map(snapshot).text())
-    return "\n\n".join(pages)
+    return "\n\n".join(page(snapshot).text() for page in (draw, draw_rounds, draw_map))
 
 
 def test_without_a_front_end_a_panel_is_text_and_static_html() -> None:
-    bundle = Panel(lambda: SNAPSHOT, nothing)._repr_mimebundle_()
-    assert bundle == {"text/plain": draw(SNAPSHOT).text(), "text/html": draw(SNAPSHOT).html()}
+    panel = Panel(lambda: SNAPSHOT, nothing)
+    assert repr(panel) == f"Panel({summary(SNAPSHOT)})"
+    assert panel._repr_mimebundle_() == {
+        "text/plain": draw(SNAPSHOT).text(),
+        "text/html": draw(SNAPSHOT).html(),
+    }
 
 
 @pytest.mark.slow
@@ -142,7 +145,8 @@ def test_every_button_has_a_tooltip_and_a_panel_that_cannot_pause_no_such_button
     panel = Panel(lambda: SNAPSHOT, nothing, pause=lambda wanted: None, live=True)
     assert all(control(panel, "Button", name).tooltip for name in ("Pause", "Stop", "Leave"))
     assert len(control(panel, "ToggleButtons").tooltips) == 3
-    bare = Panel(lambda: SNAPSHOT, nothing, live=True)
+    bare = Panel(lambda: SNAPSHOT, nothing, controls=lambda: [ipywidgets.Text("more")], live=True)
+    assert bare._box.children[-2].value == "more"  # further controls, under the view
     assert {one.description for one in bare._box.children[-1].children[2:]} == {"Stop cell", "Leave swarm"}
 
 
@@ -168,11 +172,6 @@ def test_only_the_visible_page_is_drawn() -> None:
     assert panel._repr_mimebundle_()["text/plain"] == "second 12: (2,)"
     control(panel, "ToggleButtons").value = "swarm"
     assert slider.layout.display == "none" and "swarm 12" in panel._view.value
-
-
-def test_further_controls_appear_under_the_view() -> None:
-    panel = Panel(lambda: SNAPSHOT, nothing, controls=lambda: [ipywidgets.Text("more")], live=True)
-    assert panel._box.children[-2].value == "more"
 
 
 def test_two_panels_of_a_swarm_work_independently() -> None:
@@ -232,10 +231,6 @@ def test_watching_with_widgets_repaints_the_view() -> None:
     panel = Panel(steps(count=4), nothing, live=True)
     panel.watch(every_s=0)
     assert panel._view.value == draw(LEFT).html()
-
-
-def test_repr_is_one_line() -> None:
-    assert repr(Panel(lambda: SNAPSHOT, nothing)) == f"Panel({summary(SNAPSHOT)})"
 
 
 def test_tick_in_a_training_loop_reads_few_snapshots(capsys: pytest.CaptureFixture[str]) -> None:
