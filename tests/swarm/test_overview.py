@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 import colab_swarm as cs
-from colab_swarm.events import BatchDropped, Event, PeerLeft, PeerSilent, StepFinished
+from colab_swarm.events import BatchDropped, PeerLeft, PeerSilent, StepFinished
 from colab_swarm.snapshot import SwarmSnapshot
 from colab_swarm.swarm.overview import Background, without_repeats
 from colab_swarm.swarm.swarm import Swarm
@@ -203,8 +203,7 @@ def test_slow_readings_run_in_the_background_and_a_failure_keeps_the_last() -> N
 def test_a_lost_peer_that_two_services_report_is_one_line() -> None:
     first, again = PeerLeft(5.0, BOB, "it left"), PeerLeft(5.1, BOB, "its link broke")
     other, later = BatchDropped(5.0, "nan"), PeerLeft(60.0, BOB, "it left")
-    events: list[Event] = [first, again, other, later]
-    assert without_repeats(events) == [first, other, later]
+    assert without_repeats([first, again, other, later]) == [first, other, later]
 
 
 def test_steps_do_not_push_a_loss_out_of_the_log() -> None:

@@ -76,21 +76,15 @@ def test_a_membership_outlives_the_invitation(
 
 def test_the_owner_comes_back_as_the_authority_and_finds_the_others(tmp_path: Path) -> None:
     began = cs.create("test-run", peer_name="alice", state_dir=tmp_path / "alice")
-    with cs.join(began.invite(), peer_name="bob") as bob:
+    old = began.invite()
+    with cs.join(old, peer_name="bob") as bob:
         began.leave()
         with resume(tmp_path / "alice") as alice:
             assert (alice.id, alice.run_id, alice.name) == (began.id, began.run_id, "alice")
             assert bob.id in alice.services.peers.linked()
-            with cs.join(alice.invite(), peer_name="carol") as carol:
-                assert carol.run_id == began.run_id
-
-
-def test_old_invitations_work_when_the_owner_is_back(tmp_path: Path) -> None:
-    began = cs.create("test-run", state_dir=tmp_path / "alice")
-    invitation = began.invite()
-    began.leave()
-    with resume(tmp_path / "alice") as alice, cs.join(invitation, peer_name="bob") as bob:
-        assert alice.id in bob.services.peers.linked()
+            for name, invitation in (("carol", alice.invite()), ("dave", old)):
+                with cs.join(invitation, peer_name=name) as other:
+                    assert other.run_id == began.run_id and alice.id in other.services.peers.linked()
 
 
 def test_a_port_that_another_program_uses_now_does_not_keep_a_peer_away(tmp_path: Path) -> None:
@@ -139,9 +133,6 @@ def test_a_folder_of_another_run_is_refused(alice: Swarm, tmp_path: Path) -> Non
         cs.join(other.invite(), state_dir=tmp_path / "bob")
     with pytest.raises(ValueError, match="has its own key"):
         cs.create("new-run", state_dir=tmp_path / "new", options=cs.NetworkOptions(identity=tmp_path / "key"))
-
-
-def test_a_folder_without_a_peer_says_how_to_start(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"cs\.join\(invitation, state_dir="):
         resume(tmp_path)
 
