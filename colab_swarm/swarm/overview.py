@@ -104,6 +104,11 @@ class Overview:
             self._on_event(event)
 
     def _on_event(self, event: Event) -> None:
+        if isinstance(event, PeerLeft) and any(
+            isinstance(one, PeerLeft) and one.peer == event.peer and event.at - one.at < SAME_LOSS_S
+            for one in self._rare
+        ):
+            return
         routine = isinstance(event, StepFinished)
         if isinstance(event, RoundFinished):
             dropped = any(member.dropped for member in event.members)
@@ -205,7 +210,7 @@ class Overview:
         return tuple(rows)
 
     def _log(self) -> Iterable[str]:
-        events = sorted([*without_repeats(self._rare), *self._routine], key=lambda event: event.at)
+        events = sorted([*self._rare, *self._routine], key=lambda event: event.at)
         for event in events[-LOG_LINES:]:
             # in one pass: peers choose their names, and one may choose another's id
             yield _SHORT_ID.sub(lambda id: self._names.get(id[0], id[0]), describe(event))
@@ -262,15 +267,3 @@ def _row(
         upload_bps=record.upload_bps,
         download_bps=record.download_bps,
     )
-
-
-def without_repeats(events: Iterable[Event]) -> list[Event]:
-    """Return the events without further reports of the same lost peer."""
-    kept, gone = list[Event](), dict[str, float]()
-    for event in events:
-        if isinstance(event, PeerLeft):
-            if event.at - gone.get(event.peer, float("-inf")) < SAME_LOSS_S:
-                continue
-            gone[event.peer] = event.at
-        kept.append(event)
-    return kept

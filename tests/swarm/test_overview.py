@@ -14,7 +14,7 @@ import pytest
 import colab_swarm as cs
 from colab_swarm.events import BatchDropped, PeerLeft, PeerSilent, StepFinished
 from colab_swarm.snapshot import SwarmSnapshot
-from colab_swarm.swarm.overview import Background, without_repeats
+from colab_swarm.swarm.overview import Background
 from colab_swarm.swarm.swarm import Swarm
 from tests.training.toy import join_training, loss_of, model
 
@@ -203,7 +203,11 @@ def test_slow_readings_run_in_the_background_and_a_failure_keeps_the_last() -> N
 def test_a_lost_peer_that_two_services_report_is_one_line() -> None:
     first, again = PeerLeft(5.0, BOB, "it left"), PeerLeft(5.1, BOB, "its link broke")
     other, later = BatchDropped(5.0, "nan"), PeerLeft(60.0, BOB, "it left")
-    assert without_repeats([first, again, other, later]) == [first, other, later]
+    with cs.simulate(peers=1) as simulation:
+        alice = simulation.swarms["alice"]
+        for event in (first, again, other, later):
+            alice.events.emit(event)
+        assert [one for one in alice._overview._rare if one.at >= 5.0] == [first, other, later]
 
 
 def test_steps_do_not_push_a_loss_out_of_the_log() -> None:
