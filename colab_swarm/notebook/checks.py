@@ -80,8 +80,9 @@ def predict(
 
     A lone peer averages nothing; its step takes the micro-batches that fill B.
 
-    ``others`` are the speeds of the other trainers, whose uplinks are assumed to be no slower. ``reduces`` tells
-    whether this peer takes a share of the averaging, for which others must reach it.
+    ``others`` are the speeds of the other trainers, whose uplinks are assumed to be no slower.
+    ``reduces`` tells whether this peer takes a share of the averaging, for which others must reach
+    it.
     """
     peers, total, micro_batch = 1 + len(others), subject.samples_per_s + sum(others), subject.micro_batch
     moved_bytes = averaging_s = state_s = 0.0

@@ -1,7 +1,8 @@
 """`cs.explain`: the likely cause of an error, and its fix.
 
-Errors of this package document cause and fix in their docstrings (`colab_swarm.errors`). A table covers errors of
-Python and torch that are common in training. For all others the explanation names the place that raised them.
+Errors of this package document cause and fix in their docstrings (`colab_swarm.errors`). A table
+covers errors of Python and torch that are common in training. For all others the explanation names
+the place that raised them.
 """
 
 from __future__ import annotations

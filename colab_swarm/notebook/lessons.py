@@ -131,8 +131,8 @@ LESSON: Views[SimulationSnapshot] = Views(
 class LessonControls:
     """Sliders and buttons of a run, in ``rows``; `update` offers the present peers.
 
-    ``inject`` takes a verb and its arguments, ``choose_speed`` virtual seconds per second; ``step`` advances a paused
-    run.
+    ``inject`` takes a verb and its arguments, ``choose_speed`` virtual seconds per second; ``step``
+    advances a paused run.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Panels beside the swarm's own: the experts of a grid, and an elastic member's inconsistency. Pure functions."""
+"""Panels of the experts of a grid, and of an elastic member's inconsistency. Pure functions."""
 
 from __future__ import annotations
 

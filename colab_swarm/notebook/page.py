@@ -1,7 +1,8 @@
 """The status page of a backbone or a coordinator: a view for browsers, the same figures for programs. Read-only.
 
-A snapshot is taken once a second at most, so visitors cost nothing. `VisitLimit` counts the visits of each source. A
-page refreshes the answer of ``/live`` every three seconds; the browser may do nothing else.
+A snapshot is taken once a second at most, so visitors cost nothing. `VisitLimit` counts the visits
+of each source. A page refreshes the answer of ``/live`` every three seconds; the browser may do
+nothing else.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ HEADERS = {
 
 
 class StatusPage(Generic[S]):
-    """Answers requests for `PATHS` with what ``look()`` returns, at ``url`` once it listens by itself.
+    """Answers requests for `PATHS` with what ``look()`` returns, at ``url`` if it listens itself.
 
-    ``title`` names a snapshot, ``draw`` returns its views, ``metrics`` its figures for Prometheus; ``host`` is what
-    answers, such as ``backbone``.
+    ``title`` names a snapshot, ``draw`` returns its views, ``metrics`` its figures for Prometheus;
+    ``host`` is what answers, such as ``backbone``.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class StatusPage(Generic[S]):
 
 
 async def listen(app: web.Application, host: str, port: int, **options: Any) -> tuple[web.AppRunner, str]:
-    """Serve an application until its runner is cleaned up; return the runner and the address for browsers."""
+    """Serve an application until its runner is cleaned up; return it and the address."""
     runner = web.AppRunner(app, access_log=None, **options)
     await runner.setup()
     try:

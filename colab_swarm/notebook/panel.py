@@ -1,7 +1,7 @@
 """A live view of a swarm, or of anything that provides snapshots: widgets with a front-end, text without.
 
-Only the user's thread touches a widget: Colab does not repaint what other threads change. A button's callback holds
-up the kernel, so it hands its work to a thread.
+Only the user's thread touches a widget: Colab does not repaint what other threads change. A
+button's callback holds up the kernel, so it hands its work to a thread.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Panel(Generic[S]):
             "auto-refresh: keep this view up to date while no cell runs"  # no trait in ipywidgets 7
         )
         play.add_class("cs-live")
-        play.observe(lambda change: self.tick(), names="value")  # some requests may arrive all at once
+        play.observe(lambda change: self.tick(), names="value")  # many may come at once
         row = [play, ipywidgets.HTML(PLAY_STYLE)]
         row += [self._pause_button] if self._pause else []
         row += [make_button("Stop cell", "stop", tip, interrupt_cell)] if self._views.stops else []
@@ -198,7 +198,8 @@ class Panel(Generic[S]):
     def tick(self) -> None:
         """Stay live from a training loop: call it after each batch. It draws four times a second at most.
 
-        Without a front-end it prints a line every `TEXT_EVERY_S`. A view that cannot be drawn is logged.
+        Without a front-end it prints a line every `TEXT_EVERY_S`. A view that cannot be drawn is
+        logged.
         """
         now = time.monotonic()
         if now - self._shown_at < SHOW_EVERY_S:
@@ -210,7 +211,7 @@ class Panel(Generic[S]):
             self._shown_at = now + RETRY_S
 
     def watch(self, seconds: float | None = None, every_s: float = 0.5) -> None:
-        """Keep the view live for ``seconds``, or until the swarm is left or you interrupt the cell; the peer continues.
+        """Keep the view live for ``seconds``, or until the swarm is left or you interrupt the cell.
 
         Without a front-end, a line is printed every `TEXT_EVERY_S` and all pages at the end.
         """
@@ -265,15 +266,15 @@ def update_button(button: Any, **traits: object) -> None:
 def keep_listening(control: Any) -> None:
     """Keep a control responsive while a cell runs, on kernels that can.
 
-    ipykernel 7.4 handles clicks beside the busy cell only for widgets that no cell has updated since: forget the
-    update.
+    ipykernel 7.4 handles clicks beside the busy cell only for widgets that no cell has updated
+    since: forget the update.
     """
     if control.comm is not None:
         vars(control.comm).pop("_reply_subshell_id", None)
 
 
 def interrupt_cell() -> None:
-    """Interrupt the running cell, like the notebook's own ■; do nothing on the main thread: the cell has ended."""
+    """Interrupt the running cell, as ■ does; on the main thread it has ended already."""
     if threading.current_thread() is threading.main_thread():
         return
     if hasattr(signal, "pthread_kill"):  # wakes the cell from a wait too

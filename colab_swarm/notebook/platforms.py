@@ -1,7 +1,8 @@
 """The platform of this process (Colab, Kaggle, Binder, …): its terms, its front-end, and the end of its session.
 
-Platforms end a session without notice. A peer that leaves some minutes earlier hands over its accumulated gradients,
-saves its experts and gives back its work units, so the others need no timeouts.
+Platforms end a session without notice. A peer that leaves some minutes earlier hands over its
+accumulated gradients, saves its experts and gives back its work units, so the others need no
+timeouts.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def in_kaggle() -> bool:
 
 
 def has_frontend() -> bool:
-    """Return True if widgets are visible; a kernel without a page (``jupyter execute``) forbids input in each cell."""
+    """Return True if widgets are visible; a kernel without a page forbids input."""
     if not in_notebook() or find_spec("ipywidgets") is None:
         return False
     batch = os.environ.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch"
@@ -102,7 +103,7 @@ def platform() -> Platform:
 
 
 def require_terms(agreed: bool) -> None:
-    """Raise `TermsError` unless the user has agreed, where the platform's terms may forbid training."""
+    """Raise `TermsError` unless the user agreed where terms may forbid training."""
     here = platform()
     if here.must_agree and not agreed:
         raise TermsError(
@@ -126,7 +127,8 @@ class SessionClock:
     ) -> SessionClock | None:
         """Return the clock of a session of this age on ``here``, or None if its end is unknown.
 
-        ``session_hours`` count from ``now`` (loop time), as the user says; None: the platform's limit.
+        ``session_hours`` count from ``now`` (loop time), as the user says; None: the platform's
+        limit.
         """
         if session_hours is not None:
             if not 0 < session_hours < 1e6:

@@ -1,8 +1,9 @@
 """A signed record of a peer's contribution, credited by the other peers' tallies and verified offline.
 
-The vouchers are the other peers' own signed tallies, so the sums can be proven without the run. The peer signs the
-whole, so nobody can change or claim it. It cannot prove honesty: two members that credit each other look like two that
-worked, and in an open run members cost nothing. Name and time are the peer's own statement.
+The vouchers are the other peers' own signed tallies, so the sums can be proven without the run. The
+peer signs the whole, so nobody can change or claim it. It cannot prove honesty: two members that
+credit each other look like two that worked, and in an open run members cost nothing. Name and time
+are the peer's own statement.
 """
 
 from __future__ import annotations

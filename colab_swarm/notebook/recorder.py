@@ -1,8 +1,8 @@
 """The flight recorder: a peer's events as lines of JSON in one file; `replay` reads and draws it.
 
-A line is ``{"kind": …, "data": {…}}``: a `Header` starts each session, `Names` are those of the peers, all other
-kinds are the classes of `colab_swarm.events`. A thread writes, so nothing waits for a disk. A killed process leaves
-at most one torn line.
+A line is ``{"kind": …, "data": {…}}``: a `Header` starts each session, `Names` are those of the
+peers, all other kinds are the classes of `colab_swarm.events`. A thread writes, so nothing waits
+for a disk. A killed process leaves at most one torn line.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def _decoded(line: bytes) -> Item:
 class Recorder:
     """Writes a peer's events to a file until it is closed or the file is full. Never raises once it runs.
 
-    ``header`` starts this session; an older recording is continued. ``names`` returns the peers' names by the first 8
-    hex digits of their ids. Raises ValueError if the file is no recording.
+    ``header`` starts this session; an older recording is continued. ``names`` returns the peers'
+    names by the first 8 hex digits of their ids. Raises ValueError if the file is no recording.
     """
 
     def __init__(
@@ -218,9 +218,9 @@ class Replay:
 def replay(path: str | Path, *, live: bool | None = None) -> Replay:
     """Read a run that ``swarm.record(path)`` recorded; needs no swarm.
 
-    Its ``events``, ``rounds`` and ``losses``, as (step, loss), are lists. Lines that cannot be read, such as the torn
-    ones of killed processes, are left out; its ``note`` says so. ``live`` is whether to use widgets; None to detect a
-    front-end.
+    Its ``events``, ``rounds`` and ``losses``, as (step, loss), are lists. Lines that cannot be
+    read, such as the torn ones of killed processes, are left out; its ``note`` says so. ``live`` is
+    whether to use widgets; None to detect a front-end.
 
     Raises:
         ValueError: the file is not a recording.

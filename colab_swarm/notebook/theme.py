@@ -1,10 +1,10 @@
 """The style of all views: one small style sheet for light and dark pages, and the pieces that views share.
 
-A view has its own paper and ink, so it is readable on any page. Colours are those of Okabe and Ito, distinct for
-colour-blind people, with a contrast of 4.5 to 1 for text. No view uses colour alone.
+A view has its own paper and ink, so it is readable on any page. Colours are those of Okabe and Ito,
+distinct for colour-blind people, with a contrast of 4.5 to 1 for text. No view uses colour alone.
 
-A `Document` collects what a view shows, escapes it, and returns it as HTML and as text. The functions are pieces of
-HTML: texts of other peers go through `markup.text` first.
+A `Document` collects what a view shows, escapes it, and returns it as HTML and as text. The
+functions are pieces of HTML: texts of other peers go through `markup.text` first.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def table(
 ) -> str:
     """Return a table; the first cell of a row is its header.
 
-    ``numbers`` are the indices of right-aligned columns, ``widths`` those of the columns in CSS; ``label`` is for
-    screen readers.
+    ``numbers`` are the indices of right-aligned columns, ``widths`` those of the columns in CSS;
+    ``label`` is for screen readers.
     """
     right = dict.fromkeys(numbers, ' class="n"')
     wide = "".join(f'<col style="width:{width}"/>' for width in widths)
@@ -116,8 +116,8 @@ def mark(hue: str, symbol: str, word: str) -> str:
 class Document:
     """What a view shows, as HTML and as lines of text with the same content; all texts are escaped and bounded.
 
-    ``title`` and ``state`` are the first line, and ``line`` that of the text, if it differs. ``label`` is for screen
-    readers.
+    ``title`` and ``state`` are the first line, and ``line`` that of the text, if it differs.
+    ``label`` is for screen readers.
     """
 
     def __init__(self, title: str, state: str = "", *, label: str, line: str = "") -> None:

@@ -44,7 +44,7 @@ class ModelProbe:
         self._copied[name] = list(zip(trained, copies, strict=True)) if fits else []
 
     def try_model(self, question: str | None, model: nn.Module | None, texts: MaskedText | None) -> TryModel:
-        """Return the answers to one question; without a question those to the examples, and a form."""
+        """Return the answers to one question, or to the examples, with a form."""
         if model is None or texts is None:
             if self._known is None or (model is not None and model is not self._known[0]):
                 raise ValueError(
@@ -62,9 +62,10 @@ class ModelProbe:
 
 
 class TryModel:
-    """A model to try: by `ask`, or, if ``live``, by the form under the cell; ``replies`` are its last answers.
+    """A model to try by `ask`, or by a form if ``live``; ``replies`` are its last answers.
 
-    The first answers are those to ``questions``; ``ask`` raises ValueError for a text without a gap.
+    The first answers are those to ``questions``; ``ask`` raises ValueError for a text without a
+    gap.
     """
 
     def __init__(self, ask: Callable[[str], list[Reply]], questions: Sequence[str], *, live: bool) -> None:
@@ -73,7 +74,7 @@ class TryModel:
         self._box = self._form(questions[0]) if live else None
 
     def ask(self, question: str) -> list[Reply]:
-        """Return the answers to one question; a ValueError if it has no gap or the model has diverged."""
+        """Return the answers to one question; a ValueError without a gap, or if the model diverged."""
         self.replies = self._ask(question)
         if self._box is not None:
             self._view.value = self._drawn().html()

@@ -1,10 +1,11 @@
-"""The pages of a swarm's panel, as text and as HTML: the overview, the rounds and the map. Pure functions.
+"""The pages of a swarm's panel, as text and HTML: overview, rounds and map. Pure functions.
 
-Everything from peers is escaped and bounded. A peer knows only its own links, so the map shows only these.
+Everything from peers is escaped and bounded. A peer knows only its own links, so the map shows only
+these.
 
-A round is a waterfall with a lane for each member. A lane has three tracks, because transfers overlap: above what this
-peer sent, in the middle the member's contribution to this peer's span, below the average that the member returned. Time
-runs from forming the group to the result.
+A round is a waterfall with a lane for each member. A lane has three tracks, because transfers
+overlap: above what this peer sent, in the middle the member's contribution to this peer's span,
+below the average that the member returned. Time runs from forming the group to the result.
 """
 
 from __future__ import annotations

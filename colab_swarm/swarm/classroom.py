@@ -1,8 +1,9 @@
 """A class trains together in one room, without the internet: the teacher's board and how pupils join.
 
-The teacher's notebook opens a `Board` at an address short enough for a real board, such as ``192.168.1.10:8421``.
-`join` calls it and gets the run's invitation and an animal as the pupil's name, so that no pupil gives a real name.
-The board is plain HTTP: it is for an open run in a room where all may take part.
+The teacher's notebook opens a `Board` at an address short enough for a real board, such as
+``192.168.1.10:8421``. `join` calls it and gets the run's invitation and an animal as the pupil's
+name, so that no pupil gives a real name. The board is plain HTTP: it is for an open run in a room
+where all may take part.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ _boards: dict[str, Board] = {}  # the last one of each run
 
 
 class Board:
-    """Gives the invitation of an open run and animal names to pupils in the local network, until `close`.
+    """Gives the invitation of an open run and animal names to pupils in the room, until `close`.
 
-    Listens on ``port``, or on a free one if another program uses it. Raises PermissionError if the run is not open.
+    Listens on ``port``, or on a free one if another program uses it. Raises PermissionError if the
+    run is not open.
     """
 
     def __init__(self, swarm: Swarm, *, port: int = PORT) -> None:
@@ -120,8 +122,8 @@ def open_board(swarm: Swarm, *, port: int = PORT) -> Board:
 def join(address: str = "") -> Swarm:
     """Join the teacher's run under the animal that the board gives. Joining again returns the same swarm.
 
-    ``address`` is written on the board; empty: look for a board in the local network. Raises ValueError if it is
-    mistyped, JoinError if no board answers there.
+    ``address`` is written on the board; empty: look for a board in the local network. Raises
+    ValueError if it is mistyped, JoinError if no board answers there.
     """
     invitation, name = call_board(address) if address else _find()
     return joining.join(invitation, peer_name=name)

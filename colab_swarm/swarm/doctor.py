@@ -80,11 +80,11 @@ def doctor(
 ) -> Diagnosis:
     """Examine this machine, its connection to the swarm and the model; report with traffic lights what to fix.
 
-    Takes about a second, some seconds more with a swarm or a model. Run it while the others train: the prediction then
-    accounts for a shared machine or uplink.
+    Takes about a second, some seconds more with a swarm or a model. Run it while the others train:
+    the prediction then accounts for a shared machine or uplink.
 
     Args:
-        swarm: a swarm, or an invitation, which is joined for the examination and left (that counts as a use of it).
+        swarm: a swarm, or an invitation, which is joined for the examination and left.
         model: what you train, or a size of `albert`: tiny, base, large, xlarge. It is not changed.
         batches: of the model; some are used up. Not needed with a size.
         target_batch_size, compression: as for `Swarm.optimizer`; known already if the swarm trains or the invitation
@@ -280,8 +280,8 @@ def calibrate(
 ) -> Subject:
     """Run ``model(**batch).loss.backward()`` for about ``seconds`` after a short warm-up.
 
-    Afterwards the model and torch's random state are as before; the used batches are gone. Raises ValueError if there
-    are not enough.
+    Afterwards the model and torch's random state are as before; the used batches are gone. Raises
+    ValueError if there are not enough.
     """
     import torch
 

@@ -114,8 +114,9 @@ def join(
 ) -> Swarm | LanSwarms:
     """Join the run of an invitation. Joining again under the same name returns the same swarm, so you can re-run cells.
 
-    Without an invitation it lists the runs in the local network. Open ones can be joined: ``join(found[0])``. With
-    ``state_dir`` (see `create`) this peer is the same one each time, also after the invitation expired.
+    Without an invitation it lists the runs in the local network. Open ones can be joined:
+    ``join(found[0])``. With ``state_dir`` (see `create`) this peer is the same one each time, also
+    after the invitation expired.
 
     Raises:
         InviteError: the invitation is mistyped, expired or of another version.
@@ -144,8 +145,9 @@ def join(
 def resume(folder: str | Path, *, accept_terms: bool = False) -> Swarm:
     """Come back as the peer saved in a folder by ``create`` or ``join``; you can re-run cells.
 
-    It has the same id, and so the same row in the leaderboard. Then make the model and call `Swarm.optimizer` as
-    before: training continues from the saved checkpoint, or from the swarm's newer state.
+    It has the same id, and so the same row in the leaderboard. Then make the model and call
+    `Swarm.optimizer` as before: training continues from the saved checkpoint, or from the swarm's
+    newer state.
 
     Raises:
         StateError: the folder saves no peer, is in use by another process, or damaged.

@@ -109,7 +109,7 @@ class NetworkSession:
         reachability, relay: how others reach it, and its relay or None.
         store: the folder that saves it; None without one.
         clock: when its platform's session ends; None if that is unknown.
-        stops: called before the peer leaves at the session's end: hosts and volunteers give their work back.
+        stops: called before leaving at the session's end: they give work back.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class NetworkSession:
         self._announcer: LanAnnouncer | None = None
 
     async def open(self, store: PeerStore | None) -> None:
-        """Join the run through any of its entries, detect how others reach this peer, and save it in a folder."""
+        """Join the run by any of its entries, detect how others reach this peer, and save it."""
         try:
             await self._enter()
             if store is not None:
@@ -224,7 +224,7 @@ class NetworkSession:
     async def leave_in_time(
         self, clock: SessionClock, optimizers: Mapping[str, SwarmOptimizer], leave: Callable[[], None]
     ) -> None:
-        """From now on: hand over, give work back and call ``leave`` before the platform ends this session."""
+        """Hand over, give work back and ``leave`` before the platform ends this session."""
 
         async def wait() -> None:
             await wait_for_end(clock, self._services.events)

@@ -88,7 +88,7 @@ class Overview:
         self._rare: tuple[Event, ...] = ()
         self._routine: tuple[Event, ...] = ()
         self._names: dict[str, str] = {}  # by short id
-        self._traffic: deque[tuple[float, int, int]] = deque()  # at, sent and received, in the last seconds
+        self._traffic: deque[tuple[float, int, int]] = deque()  # at, sent and received
         self._traffic_lock = threading.Lock()
         self._leaderboard: Background[tuple[Contribution, ...]] | None = None
         self._trainers: Background[Records] | None = None
@@ -172,7 +172,7 @@ class Overview:
         return None if newest is None else newest.collaboration
 
     def _rates(self, sent_bytes: int, received_bytes: int, now: float) -> tuple[float, float]:
-        """Return bits per second since a reading `RATE_S` ago, or since the last one before that."""
+        """Return bits per second since the last reading `RATE_S` ago or earlier."""
         readings = self._traffic
         with self._traffic_lock:
             while len(readings) > 1 and now - readings[1][0] >= RATE_S:

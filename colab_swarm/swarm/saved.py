@@ -6,10 +6,11 @@
     checkpoints/NAME/        what each optimizer has trained
     in-use.json              which process uses the folder now
 
-All but the checkpoints is secret. Every file is written aside and then renamed, so a process may be killed at any
-moment. Two processes with one key would push each other out of the swarm, so one at a time uses the folder. File
-locks mean nothing to other machines on a network drive: `in-use.json` names the process and its last heartbeat
-instead. After a kill its own machine notices at once, others once the heartbeats stop.
+All but the checkpoints is secret. Every file is written aside and then renamed, so a process may be
+killed at any moment. Two processes with one key would push each other out of the swarm, so one at a
+time uses the folder. File locks mean nothing to other machines on a network drive: `in-use.json`
+names the process and its last heartbeat instead. After a kill its own machine notices at once,
+others once the heartbeats stop.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class SavedPeer(msgspec.Struct, frozen=True):
 
 
 def read_saved(folder: Path) -> SavedPeer | None:
-    """Read the peer that a folder saves, or None; a StateError if it is damaged or of a newer version."""
+    """Read the peer that a folder saves, or None; a StateError if it is damaged or newer."""
     path = folder / "peer.json"
     try:
         data = path.read_bytes()
@@ -154,7 +155,7 @@ def loss_warning(folder: Path, here: Platform) -> str:
 
 
 class PeerStore:
-    """A peer's folder, reserved for this process until `close`; a StateError if another one uses it.
+    """A peer's folder, reserved for this process until `close`; else a StateError.
 
     Attributes:
         folder, key_file: the folder, and the peer's key in it.
@@ -221,7 +222,8 @@ class PeerStore:
     ) -> None:
         """Save the peer's current state and write a heartbeat; earlier contacts are saved after the linked ones.
 
-        A StateError if that fails, or another process took the folder because heartbeats were missing.
+        A StateError if that fails, or another process took the folder because heartbeats were
+        missing.
         """
         with self._writing:
             if self._closed or self.peer is None:

@@ -1,7 +1,8 @@
 """`simulate`: a swarm of many peers in this process, on virtual time, with a network of your choice.
 
-The peers are ordinary `Swarm` objects and run the same code as on the internet. Only the links, the clock and the
-compute time are simulated. `Simulation.run` works through a run at once, `Simulation.play` shows it live:
+The peers are ordinary `Swarm` objects and run the same code as on the internet. Only the links, the
+clock and the compute time are simulated. `Simulation.run` works through a run at once,
+`Simulation.play` shows it live:
 
     lesson = cs.simulate(4).play(train)              # shown under the cell, with sliders and a kill button
     lesson.inject("crash", "bob")                    # the same from code
@@ -142,7 +143,7 @@ class Simulation(AbstractContextManager["Simulation"]):
         return self._speeds.get(name, self._samples_per_s)
 
     def change_speed(self, name: str, samples_per_s: float) -> None:
-        """Set the peer's training speed from its next batch on; a ValueError if no such peer ever joined."""
+        """Set the peer's training speed; a ValueError if no such peer ever joined."""
         if name not in self._names:
             raise ValueError(f"{name} never joined")
         self._speeds[name] = samples_per_s
@@ -164,7 +165,7 @@ class Simulation(AbstractContextManager["Simulation"]):
     def run(
         self, train: Callable[[Swarm], T], *, seconds: float | None = None, churn: ChurnProfile | None = None
     ) -> dict[str, T]:
-        """Run ``train(swarm)`` for every peer on virtual time, each in a thread; return the values by peer's name.
+        """Run ``train(swarm)`` for every peer on virtual time; return the values by peer's name.
 
         Args:
             train: ordinary blocking code, as in a notebook cell.
@@ -230,7 +231,7 @@ class Simulation(AbstractContextManager["Simulation"]):
             self._start(name)
 
     def advance(self, seconds: float | None = None) -> bool:
-        """Let this much virtual time pass, or less if all peers finish: True if so. Raises what a peer raised."""
+        """Let so much virtual time pass, less if all peers finish: True. Raises what one raised."""
         return self._runtime.call(self._advance(seconds))
 
     async def _advance(self, seconds: float | None) -> bool:
@@ -327,8 +328,9 @@ class Simulation(AbstractContextManager["Simulation"]):
 class InteractiveRun:
     """A running simulation, made by `Simulation.play`. One runs at a time: a new one stops the former.
 
-    Time passes in slices of `SLICE_S` virtual seconds, on the run's own thread; what the user injects takes effect
-    between two slices. ``speed`` is in virtual seconds per second; change it at any time.
+    Time passes in slices of `SLICE_S` virtual seconds, on the run's own thread; what the user
+    injects takes effect between two slices. ``speed`` is in virtual seconds per second; change it
+    at any time.
     """
 
     running: ClassVar[InteractiveRun | None] = None
@@ -368,9 +370,9 @@ class InteractiveRun:
     def inject(self, verb: lessons.Verb, *arguments: str | float) -> None:
         """Change the simulation, such as ``inject("crash", "bob")``. Thread-safe.
 
-        Verbs: ``join`` (a peer; without a name, a new one), ``crash`` (a peer), ``speed`` (a peer, samples per second),
-        ``slow`` (a peer, how many times slower its connection), ``latency``, ``bandwidth`` (factor), ``lose`` (share of
-        messages).
+        Verbs: ``join`` (a peer; without a name, a new one), ``crash`` (a peer), ``speed`` (a peer,
+        samples per second), ``slow`` (a peer, how many times slower its connection), ``latency``,
+        ``bandwidth`` (factor), ``lose`` (share of messages).
         """
         self._injected.append((verb, arguments))
         self._wake.set()
@@ -393,7 +395,7 @@ class InteractiveRun:
             pass
 
     def wait(self) -> dict[str, object]:
-        """Keep the view live until the end; return what ``train`` returned by name of peer, or raise what it raised.
+        """Keep the view live until the end; return or raise what ``train`` did, by name of peer.
 
         An interrupt ends only the waiting.
         """

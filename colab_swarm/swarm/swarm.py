@@ -66,7 +66,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         is_owner: True if this peer created the run.
         settings: training settings that the invitation carries, such as ``{"target_batch_size": 4096}``.
         events: everything that happens to this peer, as typed events.
-        optimizers, elastic: what this peer trains, by the model's name; the newest optimizer is the last.
+        optimizers, elastic: what this peer trains, by the model's name; the newest is the last.
         averages: its averages of arrays.
         assistant: its help to others as a reducer; None without.
         network: its session on the real network; None in a simulation.
@@ -118,7 +118,8 @@ class Swarm(AbstractContextManager["Swarm"]):
     ) -> Invitation:
         """Return an invitation: one line that lets others join. A notebook shows it with a QR code and badges.
 
-        The peer that created the run makes new ones, others pass on theirs. In an open run any peer can make one.
+        The peer that created the run makes new ones, others pass on theirs. In an open run any peer
+        can make one.
 
         Args:
             role: of those who join: ``worker`` (the default), ``reducer`` or ``viewer``.
@@ -149,7 +150,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         """Remove a peer from the run for good. All other peers close their links to it within a minute.
 
         Args:
-            peer: its id, or its first hex digits. The text of an invitation removes every peer that joined with it.
+            peer: its id, its first hex digits, or the text of an invitation: all that joined with it.
 
         Raises:
             PermissionError: this peer did not create the run, or the run is open to everybody.
@@ -176,7 +177,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         return Leaderboard(rows, {**self._overview.names(), short(self.id): self.name}, self.id)
 
     def receipt(self) -> Receipt:
-        """Return this peer's contribution, signed by the peers that saw it: each publishes what it saw every 30 s."""
+        """Return this peer's contribution, signed by the peers that saw it, every 30 s."""
         network = self._require_network()
         vouchers = self.runtime.call(network.trust.contributions.vouchers())
         admission = network.access.admission
@@ -299,7 +300,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         return assistant
 
     def consistency_meter(self, name: str = "model") -> Panel[ElasticSnapshot]:
-        """Return a live view of this elastic member's inconsistency; it warns above the theoretical bound."""
+        """Return a live view of this elastic member's inconsistency beside its bound."""
         return consistency_panel(self.elastic[name])
 
     def host_experts(
@@ -361,7 +362,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         return self._use_experts().remote(uid, grid, compression=compression, timeout_s=timeout_s)
 
     def experts_panel(self, prefix: str, *, grid: Sequence[int]) -> Panel[ExpertsSnapshot]:
-        """Return a live table of the swarm's experts, their hosts and use; arguments as for `host_experts`."""
+        """Return a live table of the swarm's experts, their hosts and their use."""
         panel: Panel[ExpertsSnapshot] = self._use_experts().panel(prefix, grid, self.leave)
         return panel
 
@@ -438,7 +439,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         return volunteer
 
     def panel(self) -> Panel[SwarmSnapshot]:
-        """Return the live view of the swarm, always the same object: widgets in a notebook, text elsewhere.
+        """Return the live view of the swarm: widgets in a notebook, text elsewhere; always the same object.
 
         While a cell waits for other peers, widgets refresh by themselves.
         """
@@ -475,11 +476,11 @@ class Swarm(AbstractContextManager["Swarm"]):
     def try_model(
         self, question: str | None = None, *, model: nn.Module | None = None, tokenizer: Any = None
     ) -> TryModel:
-        """Fill the masks of a text with the model as it is now, between two steps, and as this peer received it.
+        """Fill the masks of a text with the model as it is, and as this peer received it.
 
         Args:
             question: a text with [MASK]; None for some examples and a form.
-            model, tokenizer: a masked language model; None for that of ``cs.recipes.albert(…, swarm=swarm)``.
+            model, tokenizer: None for those of ``cs.recipes.albert(…, swarm=swarm)``.
 
         Raises:
             ValueError: the model is unknown, or the text has no gap.
@@ -514,8 +515,8 @@ class Swarm(AbstractContextManager["Swarm"]):
     def paused(self) -> Iterator[None]:
         """``with swarm.paused():`` stops this peer's background work while you need the machine.
 
-        Hosted experts and work units wait, no round waits for this peer, and afterwards it catches up. Blocks may be
-        nested; do not train inside.
+        Hosted experts and work units wait, no round waits for this peer, and afterwards it catches
+        up. Blocks may be nested; do not train inside.
         """
         try:
             with self.services.gate.block():
