@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 
@@ -84,19 +81,6 @@ def test_a_missing_peer_is_named_in_the_log_within_five_seconds(fault: str, told
         assert 4.0 <= min(news) < 4.0 + 5.0
 
 
-TRAINER = """
-    import sys
-    import colab_swarm as cs
-    from colab_swarm.swarm.network import NetworkOptions
-    from tests.training.toy import join_training, loss_of, model
-    swarm, net = cs.join(sys.argv[1], peer_name="bob", options=NetworkOptions(lan=False)), model()
-    optimizer = join_training(swarm, net, target_batch_size=4)
-    while True:
-        loss_of(net, optimizer.global_step).backward()
-        optimizer.step(samples=1)
-"""
-
-
 @pytest.mark.slow
 def test_a_reducer_sees_the_trainers() -> None:
     with cs.create("test-run", peer_name="alice") as alice:
@@ -112,31 +96,6 @@ def test_a_reducer_sees_the_trainers() -> None:
                 optimizer.step(samples=1)
                 rows = {row.name: (row.role, row.step) for row in alice.snapshot().peers}
         assert rows["bob"][0] == "trainer" and rows["alice"][0] == "assistant"
-
-
-@pytest.mark.slow
-@pytest.mark.ordeal
-def test_a_killed_process_shows_within_five_seconds_why_it_is_gone() -> None:
-    with cs.create("test-run", peer_name="alice") as alice:
-        command = [sys.executable, "-c", textwrap.dedent(TRAINER), alice.invite()]
-        with subprocess.Popen(list(map(str, command))) as bob:
-            try:
-                net = model()
-                optimizer = join_training(alice, net, target_batch_size=4)
-                killed_at, line = 0.0, ""
-                while not line:
-                    loss_of(net, optimizer.global_step).backward()
-                    optimizer.step(samples=1)
-                    shown = alice.snapshot()
-                    if not killed_at and any(one.group_size == 2 for one in shown.rounds):
-                        bob.kill()
-                        killed_at = time.monotonic()
-                    line = next((one for one in shown.log if "bob is gone" in one), "")
-                assert killed_at and time.monotonic() - killed_at < 5.0
-                assert "without a farewell" in line or "reset" in line.lower()
-                assert shown.uptime_s > 0
-            finally:
-                bob.kill()
 
 
 @pytest.mark.slow
