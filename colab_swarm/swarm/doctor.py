@@ -209,19 +209,13 @@ def best(found: Sequence[Speed]) -> Speed | None:
 
 def trainers(swarm: Swarm) -> tuple[dict[PeerId, float], int | None, str | None]:
     """Return the speeds of the other trainers by their own records, and our target batch size and compression."""
-    optimizer, services = next(reversed(swarm.optimizers.values()), None), swarm.services
-    target = codec = None
-    records: Mapping[PeerId, ProgressRecord] = {}
-    with contextlib.suppress(PeerError):  # then use what is known already
-        if optimizer is not None:
-            swarm.runtime.call(optimizer.collaboration.refresh())
-        else:
-            records, _ = swarm.runtime.call(read_participants(services.dht, f"{swarm.run_id}/{MODEL}"))
-    if optimizer is not None:
-        records = dict(optimizer.collaboration.progress.records)
-        target, codec = round(optimizer._settings.target_batch_size), optimizer._settings.compression
+    newest, records = next(reversed(swarm.optimizers.values()), None), dict[PeerId, ProgressRecord]()
+    own = None if newest is None else newest._settings
+    prefix = f"{swarm.run_id}/{MODEL}" if own is None else own.prefix
+    with contextlib.suppress(PeerError):  # then nobody is known to train
+        records, _ = swarm.runtime.call(read_participants(swarm.services.dht, prefix))
     speeds = {peer: r.samples_per_s for peer, r in records.items() if peer != swarm.id and r.samples_per_s}
-    return speeds, target, codec
+    return (speeds, None, None) if own is None else (speeds, round(own.target_batch_size), own.compression)
 
 
 # --- probes of this machine -------------------------------------------------------------------------------------------
