@@ -271,24 +271,17 @@ def _save(
 async def _start(
     access: RunAccess, identity: Identity, name: str, options: NetworkOptions, store: PeerStore | None = None
 ) -> tuple[PeerServices, NetworkSession]:
-    upload, download = options.upload_mbit_s, options.download_mbit_s
-    events, settings = (
-        EventLog(),
-        NodeSettings(
-            run_id=access.run_id,
-            listen=options.listen,
-            port=options.port,
-            announce=tuple(options.announce) or None,
-            upload_bps=None if upload is None else upload * 1e6,
-            download_bps=None if download is None else download * 1e6,
-        ),
-    )
-    if store is not None and store.saved is not None and options.listen and not options.port:
-        settings = replace(settings, port=store.saved.port)
+    events, port = EventLog(), options.port
+    if store is not None and store.saved is not None and options.listen:
+        port = port or store.saved.port
+    bounds = (options.upload_mbit_s, options.download_mbit_s)
+    upload_bps, download_bps = (None if bound is None else bound * 1e6 for bound in bounds)
+    announce = tuple(options.announce) or None
+    settings = NodeSettings(access.run_id, "", port, options.listen, announce, upload_bps, download_bps)
     try:
         node = await Node.start(identity, settings, events, admission=access.admission)
     except OSError:
-        if settings.port == options.port:
+        if port == options.port:
             raise
         # another program uses the port now; old invitations stop working
         settings = replace(settings, port=options.port)
