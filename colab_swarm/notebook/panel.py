@@ -113,11 +113,11 @@ class Panel(Generic[S]):
         self._view = ipywidgets.HTML()
         self._slider = ipywidgets.IntSlider(layout={"display": "none"})
         self._slider.style.description_width = "initial"
-        self._slider.observe(self._on_slider, names="value")
         tooltips = [f"show the page: {name}" for name in self._pages]
         self._chooser = ipywidgets.ToggleButtons(options=list(self._pages), tooltips=tooltips)
         self._chooser.style.button_width = "auto"
-        self._chooser.observe(self._on_page, names="value")
+        for control in (self._chooser, self._slider):
+            control.observe(self._on_choice, names="value")
         name, who = self._views.leave[0], self._views.who
         tip = f"{name}: end this {who}'s part for good, after a second click"
         self._leave_button = make_button(name, "sign-out", tip, self._on_leave)
@@ -143,16 +143,12 @@ class Panel(Generic[S]):
         for control in (play, self._chooser, self._slider):
             keep_listening(control)
 
-    def _on_page(self, change: Any) -> None:
-        self._page = change["new"]
+    def _on_choice(self, change: Any) -> None:
+        self._page, self._chosen = self._chooser.value, self._slider.value
         if slider := self._pages[self._page].slider:
             self._slider.description, self._slider.max = slider
         self._slider.layout.display = "" if slider else "none"
         keep_listening(self._slider)
-        self.refresh()
-
-    def _on_slider(self, change: Any) -> None:
-        self._chosen = change["new"]
         self.refresh()
 
     def _on_leave(self) -> None:

@@ -445,8 +445,12 @@ class Swarm(AbstractContextManager["Swarm"]):
         """
         live = has_frontend()
         if self._panel is None:
-            pause = {True: self.pause, False: self.unpause}
-            self._panel = Panel(self.snapshot, self.leave, pause=lambda wanted: pause[wanted](), live=live)
+            self._panel = Panel(
+                self.snapshot,
+                self.leave,
+                pause=lambda wanted: self.pause() if wanted else self.unpause(),
+                live=live,
+            )
         if live:
             self.runtime.while_waiting(self._panel.tick)
         return self._panel

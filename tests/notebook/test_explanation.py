@@ -32,10 +32,6 @@ def test_each_of_our_errors_has_its_own_cause_and_fix(kind: type[SwarmError]) ->
         assert found.cause != explain(SwarmError).cause
 
 
-def test_an_explanation_begins_with_the_text_of_the_error() -> None:
-    assert str(explain(JoinError("nobody is there"))).startswith("JoinError: nobody is there\n  cause: ")
-
-
 class _OutOfMemoryError(RuntimeError):
     """Like torch's, without a GPU."""
 
@@ -93,6 +89,7 @@ def test_without_an_argument_the_last_error_of_the_notebook_is_explained(
     assert explain().title == "no error"
     monkeypatch.setattr(sys, "last_value", JoinError("nobody is there"))
     assert explain() == explain(JoinError("nobody is there"))
+    assert str(explain()).startswith("JoinError: nobody is there\n  cause: ")
 
 
 def test_the_html_has_the_same_content_and_escapes_it() -> None:

@@ -111,11 +111,6 @@ def test_the_leave_button_resets_without_a_second_click(monkeypatch: pytest.Monk
     assert button.description == "Leave swarm? Click again"
 
 
-def test_buttons_are_disabled_after_leaving() -> None:
-    panel = Panel(lambda: LEFT, nothing, pause=lambda wanted: None, live=True)
-    assert control(panel, "Button", "Left").disabled and control(panel, "Button", "Pause").disabled
-
-
 def test_the_pause_button_toggles() -> None:
     asked: queue.Queue[bool] = queue.Queue()
     paused = False
@@ -148,6 +143,8 @@ def test_every_button_has_a_tooltip_and_a_panel_that_cannot_pause_no_such_button
     bare = Panel(lambda: SNAPSHOT, nothing, controls=lambda: [ipywidgets.Text("more")], live=True)
     assert bare._box.children[-2].value == "more"  # further controls, under the view
     assert {one.description for one in bare._box.children[-1].children[2:]} == {"Stop cell", "Leave swarm"}
+    left = Panel(lambda: LEFT, nothing, pause=lambda wanted: None, live=True)
+    assert control(left, "Button", "Left").disabled and control(left, "Button", "Pause").disabled
 
 
 def test_only_the_visible_page_is_drawn() -> None:
@@ -202,14 +199,13 @@ def test_an_ascii_terminal_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "zo?" in shown and "~ and 40 more peers" in shown and "\x1b" not in shown
 
 
-def test_watching_ends_when_the_swarm_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+def test_watching_ends_after_its_seconds_or_when_the_swarm_is_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     Panel(steps(), nothing, live=False).watch(every_s=0)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == summary(dataclasses.replace(SNAPSHOT, step=1))
     assert "\n".join(lines[1:]) == everything(LEFT)
-
-
-def test_watching_ends_after_its_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     Panel(lambda: SNAPSHOT, nothing, live=False).watch(seconds=0)
     assert capsys.readouterr().out == everything(SNAPSHOT) + "\n"
 

@@ -100,11 +100,8 @@ def test_phases_differ_by_dashes_and_not_only_by_colour() -> None:
     assert len(dashes) == len(set(dashes)) == 3  # of four, one is not dashed
 
 
-def test_before_the_first_round_there_is_a_hint() -> None:
+def test_before_the_first_round_there_is_a_hint_and_a_round_without_traces_says_so() -> None:
     assert draw_rounds(SNAPSHOT).text() == NONE_YET and NONE_YET in words(draw_rounds(SNAPSHOT).html())
-
-
-def test_a_round_without_traces_says_so() -> None:
     bare = dataclasses.replace(ROUND, members=())
     shown = waterfall([bare], 0, {})
     assert "left no trace" in shown.html() and "left no trace" in shown.text()

@@ -68,10 +68,6 @@ def test_without_a_swarm_the_machine_is_examined() -> None:
     assert set(texts(found)) >= {"platform", "internet", "versions", "compute", "memory", "disk"}
     assert "swarm" not in texts(found)
     assert found.prediction is None
-
-
-def test_a_diagnosis_is_text_html_and_one_line() -> None:
-    found = doctor()
     bundle = found._repr_mimebundle_()
     assert bundle["text/plain"] == str(found)
     assert bundle["text/html"].startswith("<div")
@@ -165,9 +161,12 @@ def test_this_machine_has_cores_and_the_needed_versions() -> None:
     found = versions()
     assert found["colab-swarm"][0] and found["cryptography"][1]
     assert all(numbers(installed) >= numbers(lowest) for installed, lowest in found.values() if installed)
+    lines = ["aiohttp>=3.13", 'torch<3,>=2.9; extra == "train"', "colab-swarm[train]; extra == 'all'"]
+    assert wanted(lines) == {"aiohttp": "3.13", "torch": "2.9"}
 
 
 def test_free_memory_is_limited_by_the_container(tmp_path: Path) -> None:
+    assert free_ram_bytes(tmp_path / "nothing", tmp_path) is None
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 9000 kB\nMemAvailable:    5000 kB\n")
     assert free_ram_bytes(meminfo, tmp_path) == 5000 * 1024
@@ -176,15 +175,6 @@ def test_free_memory_is_limited_by_the_container(tmp_path: Path) -> None:
     assert free_ram_bytes(meminfo, tmp_path) == 5000 * 1024
     (tmp_path / "memory.max").write_text("2048000\n")
     assert free_ram_bytes(meminfo, tmp_path) == 1024000
-
-
-def test_unreported_memory_is_none(tmp_path: Path) -> None:
-    assert free_ram_bytes(tmp_path / "nothing", tmp_path) is None
-
-
-def test_the_lowest_versions_come_from_the_requirements() -> None:
-    lines = ["aiohttp>=3.13", 'torch<3,>=2.9; extra == "train"', "colab-swarm[train]; extra == 'all'"]
-    assert wanted(lines) == {"aiohttp": "3.13", "torch": "2.9"}
 
 
 @pytest.mark.parametrize("up", [0, 1, None])

@@ -97,14 +97,6 @@ def test_every_kind_of_action_happens(simulation: Simulation) -> None:
     wait(lambda: any("dave has joined" in line for line in lesson.snapshot().story))
 
 
-def test_an_error_of_a_peers_code_is_raised_without_a_front_end(simulation: Simulation) -> None:
-    def broken(swarm: Swarm) -> None:
-        raise ZeroDivisionError("mine")
-
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        simulation.play(broken, live=False)
-
-
 @pytest.mark.slow
 def test_a_crashed_peer_is_shown_at_its_last_step(simulation: Simulation) -> None:
     simulation.network.at(8.0).crash("bob")
@@ -145,10 +137,12 @@ def test_a_new_run_stops_the_former_one_and_so_does_closing(simulation: Simulati
     assert second.snapshot().state == "stopped"
 
 
-def test_an_error_in_the_background_is_shown_and_raised_by_wait(simulation: Simulation) -> None:
+def test_an_error_of_a_peers_code_is_shown_and_raised(simulation: Simulation) -> None:
     def broken(swarm: Swarm) -> None:
         raise ZeroDivisionError("<mine>")
 
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        simulation.play(broken, live=False)
     lesson = played(simulation, broken)
     with pytest.raises(ZeroDivisionError, match="mine"):
         lesson.wait()

@@ -52,6 +52,8 @@ def stored_in(folder: Path, options: NetworkOptions = OPTIONS) -> PeerStore:
 
 
 def test_what_is_written_is_read_by_the_next_session(tmp_path: Path) -> None:
+    (tmp_path / "holiday.jpg").write_bytes(b"x")
+    assert read_saved(tmp_path) is None and read_saved(tmp_path / "absent") is None
     stored_in(tmp_path).close()
     saved = read_saved(tmp_path)
     assert saved is not None and saved.membership == b"membership"
@@ -96,11 +98,6 @@ def test_nothing_is_written_once_the_folder_is_left(tmp_path: Path) -> None:
     store.close()
     store.write([contact(9)], b"", ())
     assert not (tmp_path / "in-use.json").exists()
-
-
-def test_a_folder_without_a_peer_saves_none(tmp_path: Path) -> None:
-    (tmp_path / "holiday.jpg").write_bytes(b"x")
-    assert read_saved(tmp_path) is None and read_saved(tmp_path / "absent") is None
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
