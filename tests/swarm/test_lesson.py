@@ -150,13 +150,21 @@ def test_an_error_of_a_peers_code_is_shown_and_raised(simulation: Simulation) ->
     assert "ZeroDivisionError: &lt;mine&gt;" in lesson._repr_mimebundle_()["text/html"]
 
 
-def test_step_advances_time_while_paused(simulation: Simulation) -> None:
+def test_time_stands_still_while_paused_and_step_advances_it_by_a_second(simulation: Simulation) -> None:
     lesson = played(simulation)
     lesson.pause()
-    wait(lambda: lesson.snapshot().state == "paused")
-    at = lesson.snapshot().at
+
+    def time_after(number: int) -> float:
+        """The time once so many faults were injected, one more than before."""
+        lesson.inject("lose", 0.0)
+        wait(lambda: len(simulation.network.fired) == number)
+        return simulation.time
+
+    at = time_after(1)
+    assert at == time_after(2) == time_after(3)
     lesson.step()
-    wait(lambda: lesson.snapshot().at > at)
+    wait(lambda: lesson.snapshot().at == pytest.approx(at + 1.0))
+    assert time_after(4) == pytest.approx(at + 1.0) and lesson.snapshot().state == "paused"
     lesson.stop()
 
 
