@@ -190,7 +190,9 @@ def wait_interruptibly(
                 work()
 
 
-def free_ram_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int | None:
+def free_ram_bytes(
+    meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> int | None:
     """Return the available main memory within the limit of a container, or None if the system does not report it."""
     try:
         available = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())

@@ -37,12 +37,12 @@ and all pages at the end. Characters that the terminal cannot show are replaced.
 | call | shows | module |
 |---|---|---|
 | `swarm.panel()`, page *swarm* | step, ETA, loss, speeds, peers, contributions, log | `panel`, `views` |
-| page *rounds* | when each member sent and returned what, or why it was dropped; the last 20 rounds | `rounds` |
+| page *rounds* | when each member sent and returned what, or why it was dropped; the last 20 rounds | `views` |
 | page *map* | this peer's links, wider if faster; dashed through a relay | `views` |
-| `swarm.experts_panel(prefix, grid=…)` | live experts, their use, their hosts; your own | `experts` |
+| `swarm.experts_panel(prefix, grid=…)` | live experts, their use, their hosts; your own | `meters` |
 | `coordinator.panel()`, `volunteer.panel()` | units, volunteers, accuracy | `units_view` |
 | web page of a backbone or coordinator | the panel of each model, or of the job; `/status.json`, `/metrics` | `page` |
-| `swarm.consistency_meter()` | inconsistency of an elastic peer, beside its bound | `consistency` |
+| `swarm.consistency_meter()` | inconsistency of an elastic peer, beside its bound | `meters` |
 | `cs.doctor(…)` | traffic lights, each with its fix | `checks` |
 | `cs.join()` without an invitation | runs in the local network | `invitation` |
 | `swarm.invite()` | the text, a QR code, badges | `invitation` |

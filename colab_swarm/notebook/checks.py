@@ -14,7 +14,6 @@ from colab_swarm.net.metering import Speed
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.platforms import Platform
-from colab_swarm.notebook.theme import Document
 
 PARAMETER_BYTES = 16  # training memory per parameter: value, gradient and two moments, in float32
 STATE_BYTES = 12  # what a late joiner downloads per parameter: value and two moments, in float32
@@ -81,12 +80,9 @@ def predict(
 
     A lone peer averages nothing; its step takes the micro-batches that fill B.
 
-    Args:
-        subject: the model, with its measured speed.
-        target_batch_size, vector_bytes: see `Prediction`.
-        others: speeds of the other trainers.
-        uplink: of this peer; the others are assumed to be no slower.
-        reduces: whether this peer takes a share of the averaging, for which others must reach it.
+    ``others`` are the speeds of the other trainers, whose uplinks are assumed to be no slower.
+    ``reduces`` tells whether this peer takes a share of the averaging, for which others must reach
+    it.
     """
     peers, total, micro_batch = 1 + len(others), subject.samples_per_s + sum(others), subject.micro_batch
     moved_bytes = averaging_s = state_s = 0.0
@@ -127,14 +123,11 @@ def numbers(version: str) -> list[int]:
 
 
 class Light(enum.Enum):
-    """A result: symbol, word and hue."""
+    """A result: hue, symbol and word."""
 
-    GREEN = ("✔", "good", "green")
-    YELLOW = ("▲", "warning", "amber")
-    RED = ("✖", "problem", "red")
-
-    def __init__(self, symbol: str, word: str, hue: str) -> None:
-        self.symbol, self.word, self.hue = symbol, word, hue
+    GREEN = ("green", "✔", "good")
+    YELLOW = ("amber", "▲", "warning")
+    RED = ("red", "✖", "problem")
 
 
 GREEN, YELLOW, RED = Light.GREEN, Light.YELLOW, Light.RED
@@ -161,20 +154,19 @@ def summary(checks: Sequence[Check]) -> str:
     verdict = "ready to train" + (", with warnings" if number[YELLOW] else "")
     if number[RED]:
         verdict = "fix the problems before you train"
-    lights = ", ".join(f"{many} {light.symbol} {light.word}" for light, many in number.items() if many)
+    lights = ", ".join(f"{many} {light.value[1]} {light.value[2]}" for light, many in number.items() if many)
     return f"{verdict}: {lights}"
 
 
-def draw(checks: Sequence[Check]) -> Document:
+def draw(checks: Sequence[Check]) -> theme.Document:
     """Return a table of the checks; in the text each is a line or more, with its fix below."""
-    shown = Document("doctor", summary(checks), label="report of the doctor", line=summary(checks))
+    shown = theme.Document("doctor", summary(checks), label="report of the doctor", line=summary(checks))
     rows, lines = [], []
     for check in checks:
         fix = f"<br>→ <b>{text(check.fix, MAX_CHARS)}</b>" if check.fix else ""
         name = f'<b style="white-space:nowrap">{text(check.name)}</b>'
-        mark = theme.mark(check.light.hue, check.light.symbol, check.light.word)
-        rows.append((name, mark, text(check.text, MAX_CHARS) + fix))
-        first = f" {check.light.symbol} {plain(check.name):<15}{plain(check.text, MAX_CHARS)}"
+        rows.append((name, theme.mark(*check.light.value), text(check.text, MAX_CHARS) + fix))
+        first = f" {check.light.value[1]} {plain(check.name):<15}{plain(check.text, MAX_CHARS)}"
         lines += textwrap.wrap(first, WIDTH, subsequent_indent=INDENT)
         if check.fix:
             arrow = f"{INDENT}→ {plain(check.fix, MAX_CHARS)}"

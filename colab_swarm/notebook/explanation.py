@@ -1,7 +1,8 @@
 """`cs.explain`: the likely cause of an error, and its fix.
 
-Errors of this package document cause and fix in their docstrings (`colab_swarm.errors`). A table covers errors of
-Python and torch that are common in training. For all others the explanation names the place that raised them.
+Errors of this package document cause and fix in their docstrings (`colab_swarm.errors`). A table
+covers errors of Python and torch that are common in training. For all others the explanation names
+the place that raised them.
 """
 
 from __future__ import annotations
@@ -68,19 +69,11 @@ class Explanation:
 
 
 def explain(error: BaseException | type[BaseException] | None = None) -> Explanation:
-    """Return the cause and the fix of an error.
-
-    Args:
-        error: the error or its class; None for the last error of a cell.
-
-    Raises:
-        TypeError: it is not an error.
-    """
+    """Return the cause and the fix of an error or its class; None for the last error of a cell."""
     error = error or getattr(sys, "last_value", None)
     if error is None:
-        return Explanation(
-            "no error", "no cell of this notebook has failed", "pass an error: cs.explain(error)"
-        )
+        fix = "pass an error: cs.explain(error)"
+        return Explanation("no error", "no cell of this notebook has failed", fix)
     kind = error if isinstance(error, type) else type(error)
     if not issubclass(kind, BaseException):
         raise TypeError(f"cs.explain({error!r:.50}): pass an error, its class, or nothing for the last one")
@@ -89,15 +82,10 @@ def explain(error: BaseException | type[BaseException] | None = None) -> Explana
         with suppress(Exception):  # an error class whose __str__ fails
             said = plain(str(error), MAX_CHARS)
     title = f"{kind.__name__}: {said}" if said else kind.__name__
-    return Explanation(title, *(_documented(kind) or _known(kind, error, said) or _unknown(error)))
-
-
-def _documented(kind: type[BaseException]) -> Advice | None:
     for base in kind.__mro__ if issubclass(kind, SwarmError) else ():  # a subclass may inherit its advice
         if found := DOCUMENTED.search(inspect.cleandoc(base.__doc__ or "")):
-            cause, fix = (" ".join(part.split()).removesuffix(".") for part in found.groups())
-            return cause, fix
-    return None
+            return Explanation(title, *(" ".join(part.split()).removesuffix(".") for part in found.groups()))
+    return Explanation(title, *(_known(kind, error, said) or _unknown(error)))
 
 
 def _known(kind: type[BaseException], error: object, said: str) -> Advice | None:

@@ -81,12 +81,11 @@ class Invitation(str):
         return f'<div role="img" aria-label="QR code of the invitation">{drawn}</div>'
 
     def _drawn(self) -> Document:
-        colab, kaggle = NOTEBOOKS[self.purpose]
         badges = "".join(
-            f'<a href="{url}" target="_blank" rel="noopener" style="{BADGE}">Open in {name} ↗</a>'
-            for name, url in (
-                ("Colab", COLAB_URL.replace("NAME", colab)),
-                ("Kaggle", KAGGLE_URL.replace("NAME", kaggle)),
+            f'<a href="{url.replace("NAME", notebook)}" target="_blank" rel="noopener" style="{BADGE}">'
+            f"Open in {name} ↗</a>"
+            for name, url, notebook in zip(
+                ("Colab", "Kaggle"), (COLAB_URL, KAGGLE_URL), NOTEBOOKS[self.purpose], strict=True
             )
         )
         shown = Document(self.described(), label="invitation")
@@ -107,16 +106,14 @@ class LanSwarms(tuple[LanSwarm, ...]):
     """The swarms found in the local network; join an open one with ``cs.join(found[0])``."""
 
     def _drawn(self) -> Document:
-        shown = Document("", label="swarms in this network")
-        ask = "by invitation: ask its peers for one"
-        rows = [
-            (
-                f"[{i}] {one.run}",
-                ", ".join(one.names),
-                f"open: cs.join(found[{i}])" if one.access == "open" else ask,
+        shown, rows = Document("", label="swarms in this network"), []
+        for i, one in enumerate(self):
+            how = (
+                f"open: cs.join(found[{i}])"
+                if one.access == "open"
+                else "by invitation: ask its peers for one"
             )
-            for i, one in enumerate(self)
-        ]
+            rows.append((f"[{i}] {one.run}", ", ".join(one.names), how))
         shown.table(("swarm", "peers", "how to join"), rows, list, what="swarms in this network")
         if not self:
             shown.draw(f"<p>{html.escape(NONE)}</p>", NONE)

@@ -12,7 +12,6 @@ from colab_swarm.events import BatchDropped, Event, Fault, RoundFinished, StateR
 from colab_swarm.markup import count, plain, size, text
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.panel import WRAPPING, Views, make_button, update_button
-from colab_swarm.notebook.theme import Cell, Document
 from colab_swarm.snapshot import PeerRow
 
 MAX_LINES = 12
@@ -34,11 +33,8 @@ SYMBOLS = {
     "left": ("soft", "○"),
 }
 
-FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0, 16.0)
 SPEEDS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)  # slider values of slower connections and of the playback
 NAMED = {"description_width": "initial"}
-SLIDER = {"style": NAMED, "layout": {"width": "310px"}, "continuous_update": False}
-DROPDOWN = {"style": NAMED, "layout": {"width": "300px", "margin": "2px 12px 2px 2px"}}  # as wide as a slider
 
 Verb: TypeAlias = Literal["join", "crash", "speed", "slow", "latency", "bandwidth", "lose"]
 
@@ -94,10 +90,10 @@ def summary(snapshot: SimulationSnapshot) -> str:
     return f"{snapshot.state} at {snapshot.at:.1f} s: {_peers(snapshot)}"
 
 
-def draw(snapshot: SimulationSnapshot) -> Document:
+def draw(snapshot: SimulationSnapshot) -> theme.Document:
     """Return the swarm: its time, the peers, what happened and what is to come."""
     state = f"after {snapshot.at:.1f} s on {snapshot.network}"
-    shown = Document(_peers(snapshot), state, label="simulated swarm", line=summary(snapshot))
+    shown = theme.Document(_peers(snapshot), state, label="simulated swarm", line=summary(snapshot))
     run = f"{snapshot.speed:g} s a second" if snapshot.state == "playing" else snapshot.state
     shown.figures({"virtual time": f"{snapshot.at:,.0f} s", "run": run})
     shown.warn(f"A peer's code raised {snapshot.error}" if snapshot.error else "")
@@ -107,7 +103,7 @@ def draw(snapshot: SimulationSnapshot) -> Document:
     return shown
 
 
-def _cells(peer: PeerRow) -> tuple[Cell, ...]:
+def _cells(peer: PeerRow) -> tuple[theme.Cell, ...]:
     loss = "" if peer.loss is None or not math.isfinite(peer.loss) else f"{peer.loss:.3f}"
     state, (hue, symbol) = plain(peer.role, 40), SYMBOLS.get(peer.role, ("soft", "•"))
     mark = theme.mark(hue, symbol, text(state))
@@ -135,11 +131,8 @@ LESSON: Views[SimulationSnapshot] = Views(
 class LessonControls:
     """Sliders and buttons of a run, in ``rows``; `update` offers the present peers.
 
-    Args:
-        snapshot: the run at its start.
-        inject: takes a verb and its arguments.
-        step: advances a paused run.
-        choose_speed: takes virtual seconds per second.
+    ``inject`` takes a verb and its arguments, ``choose_speed`` virtual seconds per second; ``step``
+    advances a paused run.
     """
 
     def __init__(
@@ -151,30 +144,31 @@ class LessonControls:
     ) -> None:
         import ipywidgets
 
-        self._inject, self._new_slider, self._alive = inject, ipywidgets.SelectionSlider, set[str]()
-        self._who = ipywidgets.Dropdown(description="this peer:", **DROPDOWN)
+        self._new_slider, self._alive = ipywidgets.SelectionSlider, set[str]()
+        width = {"width": "300px", "margin": "2px 12px 2px 2px"}  # as wide as a slider
+        self._who = ipywidgets.Dropdown(description="this peer:", style=NAMED, layout=width)
         self._who.observe(lambda change: self._enable_buttons(), names="value")
-        of_peer = partial(partial, self._inject_peer)
+
+        def of_peer(verb: Verb) -> Callable[..., None]:
+            return lambda *arguments: inject(verb, self._who.value, *arguments)
+
         kill = "Kill this peer: end its process without a farewell"
         back = "Bring it back: start a new process of the same name"
         self._kill = make_button("Kill this peer", "bolt", kill, of_peer("crash"))
         self._back = make_button("Bring it back", "undo", back, of_peer("join"))
         next_s = "Step: while paused, advance one second of virtual time"
+        new = "Add a peer: start one with a new name"
         own_speed = snapshot.peers[0].samples_per_s
-        speeds = [round(own_speed * factor, 3) for factor in FACTORS]
-        one = [
-            self._who,
-            self._slider("samples/s", speeds, own_speed, "{:g}", of_peer("speed")),
-            self._slider("slower connection", SPEEDS, 1.0, "× {:g}", of_peer("slow")),
-            self._kill,
-            self._back,
+        speeds = [
+            round(own_speed * factor, 3) for factor in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0, 16.0)
         ]
+        speed = self._slider("samples/s", speeds, own_speed, "{:g}", of_peer("speed"))
+        slow = self._slider("slower connection", SPEEDS, 1.0, "× {:g}", of_peer("slow"))
+        one = [self._who, speed, slow, self._kill, self._back]
         playback = [
             self._slider("playback", SPEEDS, snapshot.speed, "× {:g}", choose_speed),
             make_button("Step 1 s", "step-forward", next_s, step),
-            make_button(
-                "Add a peer", "plus", "Add a peer: start one with a new name", partial(inject, "join")
-            ),
+            make_button("Add a peer", "plus", new, partial(inject, "join")),
         ]
         self.rows = [ipywidgets.HBox(row, layout=WRAPPING) for row in (one, playback)]
         self.update(snapshot)
@@ -198,13 +192,17 @@ class LessonControls:
         update_button(self._kill, disabled=not alive)
         update_button(self._back, disabled=alive)
 
-    def _inject_peer(self, verb: Verb, *arguments: float) -> None:
-        self._inject(verb, self._who.value, *arguments)
-
     def _slider(
         self, name: str, values: Sequence[float], value: float, shown: str, act: Callable[[float], None]
     ) -> Any:
         options = [(shown.format(one), one) for one in sorted({*values, value})]
-        slider = self._new_slider(options=options, value=value, description=name, **SLIDER)
+        slider = self._new_slider(
+            options=options,
+            value=value,
+            description=name,
+            style=NAMED,
+            layout={"width": "310px"},
+            continuous_update=False,
+        )
         slider.observe(lambda change: act(change["new"]), names="value")
         return slider

@@ -1,7 +1,8 @@
 """The status page of a backbone or a coordinator: a view for browsers, the same figures for programs. Read-only.
 
-A snapshot is taken once a second at most, so visitors cost nothing. `VisitLimit` counts the visits of each source. A
-page refreshes the answer of ``/live`` every three seconds; the browser may do nothing else.
+A snapshot is taken once a second at most, so visitors cost nothing. `VisitLimit` counts the visits
+of each source. A page refreshes the answer of ``/live`` every three seconds; the browser may do
+nothing else.
 """
 
 from __future__ import annotations
@@ -53,17 +54,10 @@ HEADERS = {
 
 
 class StatusPage(Generic[S]):
-    """Answers requests for `PATHS` with what ``look()`` returns.
+    """Answers requests for `PATHS` with what ``look()`` returns, at ``url`` if it listens itself.
 
-    Args:
-        look: takes a snapshot.
-        title: names it.
-        draw: returns its views, one below the other.
-        metrics: returns its figures for Prometheus.
-        host: what answers, such as ``backbone``.
-
-    Attributes:
-        url: of the page, once it listens by itself.
+    ``title`` names a snapshot, ``draw`` returns its views, ``metrics`` its figures for Prometheus;
+    ``host`` is what answers, such as ``backbone``.
     """
 
     def __init__(
@@ -83,11 +77,7 @@ class StatusPage(Generic[S]):
         self.url = ""
 
     async def start(self, host: str, port: int) -> None:
-        """Listen without any other routes; port 0 chooses a free one.
-
-        Raises:
-            OSError: the port is taken.
-        """
+        """Listen without any other routes; port 0 chooses a free one."""
         app = web.Application(client_max_size=1024)
         app.add_routes(self.routes)
         self._runner, self.url = await listen(app, host, port, keepalive_timeout=IDLE_S)
@@ -122,11 +112,7 @@ class StatusPage(Generic[S]):
 
 
 async def listen(app: web.Application, host: str, port: int, **options: Any) -> tuple[web.AppRunner, str]:
-    """Serve an application until its runner is cleaned up; return the runner and the address for browsers.
-
-    Raises:
-        OSError: the port is taken.
-    """
+    """Serve an application until its runner is cleaned up; return it and the address."""
     runner = web.AppRunner(app, access_log=None, **options)
     await runner.setup()
     try:
@@ -151,8 +137,9 @@ def _template() -> Template:
 def exposition(samples: Iterable[Sample]) -> str:
     """Return metrics in the text format of Prometheus; of equal names and labels the last value counts."""
     lines: dict[str, dict[str, float]] = {}
+    escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
     for name, labels, value in samples:
-        shown = ",".join(f'{label}="{_escaped(words)}"' for label, words in labels.items())
+        shown = ",".join(f'{label}="{words.translate(escapes)}"' for label, words in labels.items())
         lines.setdefault(name, {})[shown] = value
     text = ""
     for name, values in lines.items():
@@ -161,7 +148,3 @@ def exposition(samples: Iterable[Sample]) -> str:
             f"colab_swarm_{name}{{{shown}}} {float(value)!r}\n" for shown, value in values.items()
         )
     return text
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

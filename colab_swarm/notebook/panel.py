@@ -1,9 +1,7 @@
 """A live view of a swarm, or of anything that provides snapshots: widgets with a front-end, text without.
 
 Only the user's thread touches a widget: Colab does not repaint what other threads change. A
-button's callback holds up the kernel, so it hands its work to a thread. A panel stays live in three
-ways: `Panel.watch` keeps the cell busy, `Panel.tick` runs in a training loop, and ▶ makes the
-browser request a refresh each second while no cell runs.
+button's callback holds up the kernel, so it hands its work to a thread.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from colab_swarm.notebook import rounds, views
+from colab_swarm.notebook import views
 from colab_swarm.notebook.platforms import has_frontend
 from colab_swarm.notebook.theme import Document
 from colab_swarm.snapshot import SwarmSnapshot
@@ -69,7 +67,7 @@ SWARM: Views[SwarmSnapshot] = Views(
     lambda snapshot: snapshot.state == "left",
     first="swarm",
     pages={
-        "rounds": Page(rounds.draw, slider=("rounds back", rounds.RECENT - 1)),
+        "rounds": Page(views.draw_rounds, slider=("rounds back", views.RECENT - 1)),
         "map": Page(views.draw_map),
     },
     paused=lambda snapshot: snapshot.paused,
@@ -115,11 +113,11 @@ class Panel(Generic[S]):
         self._view = ipywidgets.HTML()
         self._slider = ipywidgets.IntSlider(layout={"display": "none"})
         self._slider.style.description_width = "initial"
-        self._slider.observe(self._on_slider, names="value")
         tooltips = [f"show the page: {name}" for name in self._pages]
         self._chooser = ipywidgets.ToggleButtons(options=list(self._pages), tooltips=tooltips)
         self._chooser.style.button_width = "auto"
-        self._chooser.observe(self._on_page, names="value")
+        for control in (self._chooser, self._slider):
+            control.observe(self._on_choice, names="value")
         name, who = self._views.leave[0], self._views.who
         tip = f"{name}: end this {who}'s part for good, after a second click"
         self._leave_button = make_button(name, "sign-out", tip, self._on_leave)
@@ -129,26 +127,28 @@ class Panel(Generic[S]):
         )
         self._pause_button = make_button(f"Pause {who}", "pause", tip, self._on_pause)
         tip = "Stop: interrupt the cell that trains; if nothing happens, press ■ in the toolbar"
-        row = list(play_button(self.tick))  # requests made while a cell ran may arrive all at once
+        play = ipywidgets.Play(interval=1000, max=1_000_000, show_repeat=False)
+        play.tooltip = (
+            "auto-refresh: keep this view up to date while no cell runs"  # no trait in ipywidgets 7
+        )
+        play.add_class("cs-live")
+        play.observe(lambda change: self.tick(), names="value")  # many may come at once
+        row = [play, ipywidgets.HTML(PLAY_STYLE)]
         row += [self._pause_button] if self._pause else []
         row += [make_button("Stop cell", "stop", tip, interrupt_cell)] if self._views.stops else []
         bottom = ipywidgets.HBox([*row, self._leave_button], layout=WRAPPING)
         pages = [self._chooser] if len(self._pages) > 1 else []
         self._box = ipywidgets.VBox([*pages, self._slider, self._view, *controls, bottom])
         self.refresh()
-        for control in (self._chooser, self._slider):
+        for control in (play, self._chooser, self._slider):
             keep_listening(control)
 
-    def _on_page(self, change: Any) -> None:
-        self._page = change["new"]
+    def _on_choice(self, change: Any) -> None:
+        self._page, self._chosen = self._chooser.value, self._slider.value
         if slider := self._pages[self._page].slider:
             self._slider.description, self._slider.max = slider
         self._slider.layout.display = "" if slider else "none"
         keep_listening(self._slider)
-        self.refresh()
-
-    def _on_slider(self, change: Any) -> None:
-        self._chosen = change["new"]
         self.refresh()
 
     def _on_leave(self) -> None:
@@ -194,8 +194,8 @@ class Panel(Generic[S]):
     def tick(self) -> None:
         """Stay live from a training loop: call it after each batch. It draws four times a second at most.
 
-        Without a front-end it prints a line every `TEXT_EVERY_S`. A view that cannot be drawn does not end the
-        training: the reason is logged.
+        Without a front-end it prints a line every `TEXT_EVERY_S`. A view that cannot be drawn is
+        logged.
         """
         now = time.monotonic()
         if now - self._shown_at < SHOW_EVERY_S:
@@ -209,8 +209,7 @@ class Panel(Generic[S]):
     def watch(self, seconds: float | None = None, every_s: float = 0.5) -> None:
         """Keep the view live for ``seconds``, or until the swarm is left or you interrupt the cell.
 
-        An interrupt stops the watching, not the peer. Without a front-end, a line is printed every
-        `TEXT_EVERY_S` and all pages at the end.
+        Without a front-end, a line is printed every `TEXT_EVERY_S` and all pages at the end.
         """
         if self._box is not None:
             from IPython.display import display
@@ -264,35 +263,20 @@ def keep_listening(control: Any) -> None:
     """Keep a control responsive while a cell runs, on kernels that can.
 
     ipykernel 7.4 handles clicks beside the busy cell only for widgets that no cell has updated
-    since. This makes it forget the update.
+    since: forget the update.
     """
     if control.comm is not None:
         vars(control.comm).pop("_reply_subshell_id", None)
 
 
 def interrupt_cell() -> None:
-    """Interrupt the running cell, like the notebook's own ■; do nothing where none runs.
-
-    A callback on the main thread means that the cell has ended: the kernel handled the click only then.
-    """
+    """Interrupt the running cell, as ■ does; on the main thread it has ended already."""
     if threading.current_thread() is threading.main_thread():
         return
     if hasattr(signal, "pthread_kill"):  # wakes the cell from a wait too
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
     else:
         _thread.interrupt_main()
-
-
-def play_button(refresh: Callable[[], object]) -> tuple[Any, Any]:
-    """Return the button that makes the browser request a refresh each second, and the style that names it."""
-    import ipywidgets
-
-    clock = ipywidgets.Play(interval=1000, max=1_000_000, show_repeat=False)
-    clock.tooltip = "auto-refresh: keep this view up to date while no cell runs"  # no trait in ipywidgets 7
-    clock.add_class("cs-live")
-    clock.observe(lambda change: refresh(), names="value")
-    keep_listening(clock)
-    return clock, ipywidgets.HTML(PLAY_STYLE)
 
 
 def _print(text: str) -> None:

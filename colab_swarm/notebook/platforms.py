@@ -1,7 +1,8 @@
 """The platform of this process (Colab, Kaggle, Binder, …): its terms, its front-end, and the end of its session.
 
-Platforms end a session without notice. A peer that leaves some minutes earlier hands over its accumulated gradients,
-saves its experts and gives back its work units, so the others need no timeouts.
+Platforms end a session without notice. A peer that leaves some minutes earlier hands over its
+accumulated gradients, saves its experts and gives back its work units, so the others need no
+timeouts.
 """
 
 from __future__ import annotations
@@ -68,8 +69,7 @@ PLAIN = Platform("a Python process")
 def in_notebook() -> bool:
     """Return True in a Jupyter kernel of any front-end, False in a terminal or a script."""
     ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return hasattr(shell, "kernel")
+    return hasattr(ipython.get_ipython() if ipython is not None else None, "kernel")
 
 
 def in_colab() -> bool:
@@ -83,10 +83,7 @@ def in_kaggle() -> bool:
 
 
 def has_frontend() -> bool:
-    """Return True if widgets are visible: not for ``jupyter execute`` or Kaggle's "Save & Run All".
-
-    A kernel without a page forbids input in each cell.
-    """
+    """Return True if widgets are visible; a kernel without a page forbids input."""
     if not in_notebook() or find_spec("ipywidgets") is None:
         return False
     batch = os.environ.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch"
@@ -106,11 +103,7 @@ def platform() -> Platform:
 
 
 def require_terms(agreed: bool) -> None:
-    """Require ``accept_terms=True`` of the user before training where the platform's terms may forbid it.
-
-    Raises:
-        TermsError: the user has not agreed.
-    """
+    """Raise `TermsError` unless the user agreed where terms may forbid training."""
     here = platform()
     if here.must_agree and not agreed:
         raise TermsError(
@@ -132,16 +125,10 @@ class SessionClock:
     def of(
         cls, here: Platform, session_hours: float | None, *, age_s: float, now: float
     ) -> SessionClock | None:
-        """Return the clock of a session on ``here``, or None if its end is unknown.
+        """Return the clock of a session of this age on ``here``, or None if its end is unknown.
 
-        Args:
-            here: the platform.
-            session_hours: from now, as the user says; None for the platform's limit.
-            age_s: age of the session.
-            now: loop time.
-
-        Raises:
-            ValueError: ``session_hours`` is not positive.
+        ``session_hours`` count from ``now`` (loop time), as the user says; None: the platform's
+        limit.
         """
         if session_hours is not None:
             if not 0 < session_hours < 1e6:
@@ -169,18 +156,17 @@ class SessionClock:
 
 async def wait_for_end(clock: SessionClock, events: EventLog) -> None:
     """Wait until it is time to leave; emit `SessionEnding` some minutes before, and then."""
-    loop_time = asyncio.get_running_loop().time
+    loop = asyncio.get_running_loop()
     for warn_at in (clock.leaves_at - WARN_BEFORE_S, clock.leaves_at):
-        await asyncio.sleep(warn_at - loop_time())
-        now = loop_time()
-        left_s = max(0.0, clock.began_at + clock.limit_s - now)
-        events.emit(SessionEnding(now, left_s, clock.reason))
+        await asyncio.sleep(warn_at - loop.time())
+        left_s = max(0.0, clock.began_at + clock.limit_s - loop.time())
+        events.emit(SessionEnding(loop.time(), left_s, clock.reason))
 
 
 def session_age_s(proc: Path = Path("/proc")) -> float:
     """Return the age of this machine's first process: the notebook's container on Colab, Kaggle and Binder.
 
-    Return that of this process where the first one is hidden, and 0 without ``/proc``.
+    That of this process where the first one is hidden, and 0 without ``/proc``.
     """
     for process in ("1", "self"):
         with contextlib.suppress(OSError, ValueError, IndexError):

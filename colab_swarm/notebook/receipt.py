@@ -1,8 +1,9 @@
 """A signed record of a peer's contribution, credited by the other peers' tallies and verified offline.
 
-The vouchers are the other peers' own signed tallies, so the sums can be proven without the run. The peer signs the
-whole, so nobody can change or claim it. It cannot prove honesty: two members that credit each other look like two that
-worked, and in an open run members cost nothing. Name and time are the peer's own statement.
+The vouchers are the other peers' own signed tallies, so the sums can be proven without the run. The
+peer signs the whole, so nobody can change or claim it. It cannot prove honesty: two members that
+credit each other look like two that worked, and in an open run members cost nothing. Name and time
+are the peer's own statement.
 """
 
 from __future__ import annotations
@@ -70,16 +71,22 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("it was changed after it was signed, or the signature is not the peer's")
         if authority is not None and authority != self.authority:
             raise ValueError("it belongs to a run of another authority")
-        records = [_record(voucher) for voucher in self.vouchers]
+        try:
+            records = [msgspec.msgpack.decode(voucher, type=Record) for voucher in self.vouchers]
+            for record in records:
+                msgspec.convert(record.expires_at, Moment)
+        except UNDECODABLE as error:
+            raise ValueError(f"a voucher is not a record: {error}") from error
         writers = {record.owner for record in records}
         if len(writers) < len(records):
             raise ValueError("a peer vouches twice")
         if self.key in writers:
             raise ValueError("the peer vouches for itself")
         proven = total(self.run_id, id_of(self.key), self.authority, records)
-        said, found = _in_words(self.given), _in_words(proven)
         if proven != self.given:
-            raise ValueError(f"it says {said}, but the vouching peers say {found}")
+            raise ValueError(
+                f"it says {_in_words(self.given)}, but the vouching peers say {_in_words(proven)}"
+            )
         return proven
 
     def json(self) -> str:
@@ -138,10 +145,12 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _in_words(given: Credit) -> str:
-    lines = []
-    for kind, words in zip(KINDS, WORDS, strict=True):
-        if amount := given.get(kind):
-            lines.append(f"{size(amount) if kind.endswith('bytes') else format(amount, ',.0f')} {words}")
+    amounts = ((words, kind, given.get(kind)) for kind, words in zip(KINDS, WORDS, strict=True))
+    lines = (
+        f"{size(amount) if kind.endswith('bytes') else format(amount, ',.0f')} {words}"
+        for words, kind, amount in amounts
+        if amount
+    )
     return ", ".join(lines) or "no contribution that others saw"
 
 
@@ -150,15 +159,6 @@ def total(run_id: str, peer: PeerId, authority: bytes, records: Iterable[Record]
     amounts = [(0.0,) * len(KINDS), *(_credited(run_id, peer, authority, record) for record in records)]
     columns = zip(KINDS, zip(*amounts, strict=True), strict=True)
     return {kind: min(math.fsum(column), MAX_AMOUNT) for kind, column in columns}
-
-
-def _record(voucher: bytes) -> Record:
-    try:
-        record = msgspec.msgpack.decode(voucher, type=Record)
-        msgspec.convert(record.expires_at, Moment)
-    except UNDECODABLE as error:
-        raise ValueError(f"a voucher is not a record: {error}") from error
-    return record
 
 
 def _credited(run_id: str, peer: PeerId, authority: bytes, record: Record) -> tuple[float, ...]:

@@ -1,8 +1,8 @@
 """The flight recorder: a peer's events as lines of JSON in one file; `replay` reads and draws it.
 
-A line is ``{"kind": …, "data": {…}}``: a `Header` starts each session, `Names` are those of the peers, all other kinds
-are the classes of `colab_swarm.events`. A thread of its own writes, so nothing waits for a disk. A killed process
-leaves at most one torn line; the next session starts a new one.
+A line is ``{"kind": …, "data": {…}}``: a `Header` starts each session, `Names` are those of the
+peers, all other kinds are the classes of `colab_swarm.events`. A thread writes, so nothing waits
+for a disk. A killed process leaves at most one torn line.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from colab_swarm.markup import count, plain, size
 from colab_swarm.net.peers import UNDECODABLE
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.platforms import has_frontend
-from colab_swarm.notebook.rounds import draw_waterfall
-from colab_swarm.notebook.theme import Document
+from colab_swarm.notebook.views import draw_waterfall
 
 logger = logging.getLogger(__name__)
 
@@ -80,15 +79,8 @@ def _decoded(line: bytes) -> Item:
 class Recorder:
     """Writes a peer's events to a file until it is closed or the file is full. Never raises once it runs.
 
-    Args:
-        events: what to record.
-        path: the file; an older recording is continued.
-        header: starts this session.
-        names: returns the peers' names by the first 8 hex digits of their ids.
-
-    Raises:
-        ValueError: the file exists and is not a recording.
-        OSError: the file cannot be written.
+    ``header`` starts this session; an older recording is continued. ``names`` returns the peers'
+    names by the first 8 hex digits of their ids. Raises ValueError if the file is no recording.
     """
 
     def __init__(
@@ -162,7 +154,7 @@ class Replay:
             for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), 1):
                 try:
                     if not line.isspace():
-                        self._add(line)
+                        self._add(_decoded(line))
                 except ValueError as error:
                     if not self.headers:
                         raise ValueError(f"{path} is not a recording: line {number}: {error}") from error
@@ -175,8 +167,7 @@ class Replay:
         steps = [event for event in self.events if isinstance(event, StepFinished)]
         self.losses = sorted({one.step: one.loss for one in steps if one.loss is not None}.items())
 
-    def _add(self, line: bytes) -> None:
-        item = _decoded(line)
+    def _add(self, item: Item) -> None:
         if isinstance(item, Header):
             self.headers.append(item)
         elif not self.headers:
@@ -186,9 +177,9 @@ class Replay:
         else:
             self.events.append(item)
 
-    def draw(self, chosen: int = -1) -> Document:
+    def draw(self, chosen: int = -1) -> theme.Document:
         """Return the run, with the round at index ``chosen`` in full."""
-        shown = Document("recorded", self._summary(), label="a recorded run", line=self._summary())
+        shown = theme.Document("recorded", self._summary(), label="a recorded run", line=self._summary())
         shown.warn(self.note)
         shown.draw(theme.curve(self.losses))
         back = 0 if chosen < 0 else max(len(self.rounds) - 1 - chosen, 0)
@@ -201,13 +192,9 @@ class Replay:
 
     def _summary(self) -> str:
         header, losses = self.headers[-1], self.losses
-        facts = [
-            f"{plain(header.run, 40)}, recorded by {plain(header.name, 40)}",
-            count(len(self.rounds), "round"),
-            count(len(self.headers), "session"),
-            f"loss {losses[0][1]:.3f} to {losses[-1][1]:.3f}" if losses else "no loss",
-        ]
-        return ", ".join(facts)
+        figures = f"{count(len(self.rounds), 'round')}, {count(len(self.headers), 'session')}"
+        loss = f"loss {losses[0][1]:.3f} to {losses[-1][1]:.3f}" if losses else "no loss"
+        return f"{plain(header.run, 40)}, recorded by {plain(header.name, 40)}, {figures}, {loss}"
 
     def __repr__(self) -> str:
         return f"Replay({self._summary()})"
@@ -222,25 +209,18 @@ class Replay:
     def _widget(self) -> Any:
         import ipywidgets
 
-        last = len(self.rounds) - 1
-        self._view = ipywidgets.HTML(self.html())
+        last, view = len(self.rounds) - 1, ipywidgets.HTML(self.html())
         slider = ipywidgets.IntSlider(last, 0, last, description="round", continuous_update=False)
-        slider.observe(self._on_slider, names="value")
-        return ipywidgets.VBox([slider, self._view])
-
-    def _on_slider(self, change: Any) -> None:
-        self._view.value = self.html(change["new"])
+        slider.observe(lambda change: setattr(view, "value", self.html(change["new"])), names="value")
+        return ipywidgets.VBox([slider, view])
 
 
 def replay(path: str | Path, *, live: bool | None = None) -> Replay:
     """Read a run that ``swarm.record(path)`` recorded; needs no swarm.
 
     Its ``events``, ``rounds`` and ``losses``, as (step, loss), are lists. Lines that cannot be
-    read, such as the torn ones of killed processes, are left out; its ``note`` says so.
-
-    Args:
-        path: the file.
-        live: whether to use widgets; None to detect a front-end.
+    read, such as the torn ones of killed processes, are left out; its ``note`` says so. ``live`` is
+    whether to use widgets; None to detect a front-end.
 
     Raises:
         ValueError: the file is not a recording.

@@ -2,11 +2,9 @@
 
 A view has its own paper and ink, so it is readable on any page. Colours are those of Okabe and Ito,
 distinct for colour-blind people, with a contrast of 4.5 to 1 for text. No view uses colour alone.
-Classes: ``blue green amber red purple soft`` colour text and shapes in ``currentColor``, ``row``
-puts boxes side by side, ``warn`` marks a warning.
 
-A `Document` collects what a view shows, escapes it, and returns it as HTML and as text. The functions are pieces of
-HTML: texts of other peers go through `markup.text` first. `curve` draws a history over the steps.
+A `Document` collects what a view shows, escapes it, and returns it as HTML and as text. The
+functions are pieces of HTML: texts of other peers go through `markup.text` first.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from colab_swarm import markup
@@ -28,7 +25,6 @@ MAX_POINTS = 400  # of a curve
 MAX_VALUE = 1e6  # larger values, and NaN, are not drawn
 LEFT, BOTTOM, TOP, RIGHT = 44, 22, 10, 12
 LINE = "var(--blue,#2a78d6)"  # the theme's blue; on a page without the theme, a blue for light and dark paper
-VIEW_TYPE = "application/vnd.jupyter.widget-view+json"
 HUES = ("blue", "green", "amber", "red", "purple", "soft")
 LIGHT = (
     "--paper:#fff;--card:#f3f5f7;--ink:#1b1f24;--soft:#57606a;--line:#d0d7de;"
@@ -71,11 +67,6 @@ STYLE = (
 )
 
 
-def wrap(inside: str, label: str) -> str:
-    """Return a view: one ``div`` with the style sheet and the HTML ``inside``; ``label`` is for screen readers."""
-    return f'<div class="cs-view" role="group" aria-label="{html.escape(label)}"><style>{STYLE}</style>{inside}</div>'
-
-
 def heading(title: str, state: str = "") -> str:
     """Return a view's first line: its title and its state in a few words."""
     return f'<p><b>{title}</b> <span class="soft">{state}</span></p>'
@@ -91,12 +82,8 @@ def table(
 ) -> str:
     """Return a table; the first cell of a row is its header.
 
-    Args:
-        columns: empty for a table without a head.
-        rows: cells.
-        numbers: indices of right-aligned columns.
-        widths: of the columns, in CSS; automatic if empty.
-        label: for screen readers.
+    ``numbers`` are the indices of right-aligned columns, ``widths`` those of the columns in CSS;
+    ``label`` is for screen readers.
     """
     right = dict.fromkeys(numbers, ' class="n"')
     wide = "".join(f'<col style="width:{width}"/>' for width in widths)
@@ -129,10 +116,8 @@ def mark(hue: str, symbol: str, word: str) -> str:
 class Document:
     """What a view shows, as HTML and as lines of text with the same content; all texts are escaped and bounded.
 
-    Args:
-        title, state: the first line.
-        label: names the view for screen readers.
-        line: the first line of the text, if it differs.
+    ``title`` and ``state`` are the first line, and ``line`` that of the text, if it differs.
+    ``label`` is for screen readers.
     """
 
     def __init__(self, title: str, state: str = "", *, label: str, line: str = "") -> None:
@@ -141,9 +126,9 @@ class Document:
         first = line or f"{title}: {state}" if title else ""
         self._lines = [markup.plain(first, MAX_CHARS)] if first else []
 
-    def draw(self, html: str, *lines: str) -> None:
+    def draw(self, shown: str, *lines: str) -> None:
         """Add HTML and the lines that say the same."""
-        self._html.append(html)
+        self._html.append(shown)
         self._lines += lines
 
     def warn(self, words: str, symbol: str = "⚠") -> None:
@@ -190,25 +175,25 @@ class Document:
     ) -> None:
         """Add a table of the first `MAX_ROWS` items, and how many more there are; nothing without items.
 
-        Args:
-            columns: names.
-            items: a row each.
-            cells: returns the cells of an item.
-            what: the items, in words.
-            numbers: indices of right-aligned columns.
-            title: of the table.
+        ``cells`` returns the cells of an item, ``what`` names the items; see `table`.
         """
-        rows = [_both(cells(item)) for item in items[:MAX_ROWS]]
-        if rows:
-            drawn = table(columns, [shown for _, shown in rows], numbers=numbers, label=what)
+        words, drawn = list[list[str]](), list[list[str]]()
+        for item in items[:MAX_ROWS]:
+            pairs = [(cell, markup.text(cell)) if isinstance(cell, str) else cell for cell in cells(item)]
+            words.append([markup.plain(plain) for plain, _ in pairs])
+            drawn.append([shown for _, shown in pairs])
+        if words:
             head, lines = (f"<h4>{title}</h4>", [f"{title}:"]) if title else ("", [])
-            self.draw(head + drawn, *lines, *markup.aligned([columns, *(words for words, _ in rows)]))
+            shown = head + table(columns, drawn, numbers=numbers, label=what)
+            self.draw(shown, *lines, *markup.aligned([columns, *words]))
         if len(items) > MAX_ROWS:
             self.note(f"… and {len(items) - MAX_ROWS:,} more {what}")
 
     def html(self) -> str:
         """Return the view as one ``div`` with its style sheet."""
-        return wrap("".join(self._html), self._label)
+        label = html.escape(self._label)
+        inside = f"<style>{STYLE}</style>{''.join(self._html)}"
+        return f'<div class="cs-view" role="group" aria-label="{label}">{inside}</div>'
 
     def text(self) -> str:
         """Return the view as lines."""
@@ -218,13 +203,12 @@ class Document:
         """Return what a cell shows: files show the HTML, front-ends prefer the widget. For ipywidgets 7 and 8."""
         bundle: dict[str, Any] = {"text/plain": self.text(), "text/html": self.html()}
         if widget is not None:
-            bundle[VIEW_TYPE] = {"model_id": widget.model_id, "version_major": 2, "version_minor": 0}
+            bundle["application/vnd.jupyter.widget-view+json"] = {
+                "model_id": widget.model_id,
+                "version_major": 2,
+                "version_minor": 0,
+            }
         return bundle
-
-
-def _both(cells: Sequence[Cell]) -> tuple[list[str], list[str]]:
-    pairs = [(cell, markup.text(cell)) if isinstance(cell, str) else cell for cell in cells]
-    return [markup.plain(words) for words, _ in pairs], [shown for _, shown in pairs]
 
 
 # --- curves -----------------------------------------------------------------------------------------------------------
@@ -255,60 +239,40 @@ def curve(
         return ""
     shade = [one for one in thinned(spread) if max(map(abs, one[1:])) < MAX_VALUE]
     values = [value for _, value in (*points, *above)] + [0.0] * from_zero
-    first, low = points[0][0], min(values)
+    first, last, low = points[0][0], max(points[-1][0], points[0][0] + 1), min(values)
     high = max(*values, low + 1e-3 * (1 + abs(low)))
-    plot = _Plot(first, max(points[-1][0], first + 1), low, high, width, height)
-    edge = [(step, top) for step, _, top in shade] + [(step, bottom) for step, bottom, _ in reversed(shade)]
-    area = f'<polygon points="{plot.places(edge)}" style="fill:{LINE};fill-opacity:.2"/>' if edge else ""
-    dashed = (
-        f'<polyline points="{plot.places(above)}" fill="none" stroke="currentColor" stroke-dasharray="5 4"/>'
-        if above
-        else ""
+
+    def x(step: float) -> float:
+        return LEFT + (width - LEFT - RIGHT) * (step - first) / (last - first)
+
+    def y(value: float) -> float:
+        return TOP + (height - TOP - BOTTOM) * (high - min(max(value, low), high)) / (high - low)
+
+    def line(points: History) -> str:
+        left, across = x(0), x(1) - x(0)
+        return " ".join([f"{left + across * step:.1f},{y(value):.1f}" for step, value in points])
+
+    axes = "".join(
+        f'<path d="M{LEFT} {y(value):.1f}H{width - RIGHT}" stroke="currentColor" stroke-opacity=".15"/>'
+        f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:g}</text>'
+        for value in ticks(low, high, 5)
     )
+    axes += "".join(
+        f'<text x="{x(step):.1f}" y="{height - 6}" text-anchor="middle">{step:,.0f}</text>'
+        for step in ticks(first, last, 5)
+        if step == int(step)
+    )
+    edge = [(step, top) for step, _, top in shade] + [(step, bottom) for step, bottom, _ in reversed(shade)]
+    area = f'<polygon points="{line(edge)}" style="fill:{LINE};fill-opacity:.2"/>' if edge else ""
+    dashed = 'fill="none" stroke="currentColor" stroke-dasharray="5 4"/>'
+    bound = f'<polyline points="{line(above)}" {dashed}' if above else ""
     return (
         f'<svg viewBox="0 0 {width} {height}" style="max-width:{width}px;width:100%" role="img" '
         f'aria-label="{label} over steps" fill="currentColor" font-size="11" font-family="sans-serif">'
-        f'{plot.axes()}{area}{dashed}<polyline points="{plot.places(points)}" fill="none" style="stroke:{LINE}" '
+        f'{axes}{area}{bound}<polyline points="{line(points)}" fill="none" style="stroke:{LINE}" '
         f'stroke-width="2" stroke-linejoin="round"><title>{label} {points[-1][1]:.4g} at step '
         f"{points[-1][0]:,.0f}</title></polyline></svg>"
     )
-
-
-@dataclass(frozen=True)
-class _Plot:
-    """Where steps and values lie in a picture."""
-
-    first: float
-    last: float
-    low: float
-    high: float
-    width: int
-    height: int
-
-    def x(self, step: float) -> float:
-        return LEFT + (self.width - LEFT - RIGHT) * (step - self.first) / (self.last - self.first)
-
-    def y(self, value: float) -> float:
-        inside = min(max(value, self.low), self.high)
-        return TOP + (self.height - TOP - BOTTOM) * (self.high - inside) / (self.high - self.low)
-
-    def places(self, points: History) -> str:
-        left, y = self.x(0), self.y
-        across = self.x(1) - left
-        return " ".join([f"{left + across * step:.1f},{y(value):.1f}" for step, value in points])
-
-    def axes(self) -> str:
-        grid = (
-            f'<path d="M{LEFT} {self.y(value):.1f}H{self.width - RIGHT}" stroke="currentColor" stroke-opacity=".15"/>'
-            f'<text x="{LEFT - 6}" y="{self.y(value) + 4:.1f}" text-anchor="end">{value:g}</text>'
-            for value in ticks(self.low, self.high, 5)
-        )
-        steps = (
-            f'<text x="{self.x(step):.1f}" y="{self.height - 6}" text-anchor="middle">{step:,.0f}</text>'
-            for step in ticks(self.first, self.last, 5)
-            if step == int(step)
-        )
-        return "".join([*grid, *steps])
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 200_000_000
 MAX_REPLIES = 20
-BUSY = "A cell is running and uses the model: try again when it has ended."
 
 
 class ModelProbe:
@@ -45,11 +44,7 @@ class ModelProbe:
         self._copied[name] = list(zip(trained, copies, strict=True)) if fits else []
 
     def try_model(self, question: str | None, model: nn.Module | None, texts: MaskedText | None) -> TryModel:
-        """Return the answers to one question; without a question those to the examples, and a form.
-
-        Raises:
-            ValueError: the model is unknown, or the question has no gap.
-        """
+        """Return the answers to one question, or to the examples, with a form."""
         if model is None or texts is None:
             if self._known is None or (model is not None and model is not self._known[0]):
                 raise ValueError(
@@ -67,12 +62,10 @@ class ModelProbe:
 
 
 class TryModel:
-    """A model to try: by `ask`, or by the form under the cell; ``replies`` are its last answers.
+    """A model to try by `ask`, or by a form if ``live``; ``replies`` are its last answers.
 
-    Args:
-        ask: answers a question; raises ValueError for a text without a gap.
-        questions: the first ones.
-        live: whether to offer a form.
+    The first answers are those to ``questions``; ``ask`` raises ValueError for a text without a
+    gap.
     """
 
     def __init__(self, ask: Callable[[str], list[Reply]], questions: Sequence[str], *, live: bool) -> None:
@@ -81,11 +74,7 @@ class TryModel:
         self._box = self._form(questions[0]) if live else None
 
     def ask(self, question: str) -> list[Reply]:
-        """Return the answers to one question; call it between two steps of training.
-
-        Raises:
-            ValueError: the text has no gap, or the model has diverged.
-        """
+        """Return the answers to one question; a ValueError without a gap, or if the model diverged."""
         self.replies = self._ask(question)
         if self._box is not None:
             self._view.value = self._drawn().html()
@@ -115,7 +104,8 @@ class TryModel:
         return ipywidgets.VBox([ipywidgets.HBox([self._text, button]), self._error, self._view])
 
     def _click(self) -> None:
-        self._error.value = BUSY if cell_runs() else ""
+        busy = "A cell is running and uses the model: try again when it has ended."
+        self._error.value = busy if cell_runs() else ""
         if not self._error.value:
             try:
                 self.ask(self._text.value)

@@ -1,6 +1,11 @@
-"""A `SwarmSnapshot` as text and as HTML: the first page of a swarm's panel, and the map. Pure functions.
+"""The pages of a swarm's panel, as text and HTML: overview, rounds and map. Pure functions.
 
-Everything from peers is escaped and bounded. A peer knows only its own links, so the map shows only these.
+Everything from peers is escaped and bounded. A peer knows only its own links, so the map shows only
+these.
+
+A round is a waterfall with a lane for each member. A lane has three tracks, because transfers
+overlap: above what this peer sent, in the middle the member's contribution to this peer's span,
+below the average that the member returned. Time runs from forming the group to the result.
 """
 
 from __future__ import annotations
@@ -8,31 +13,33 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from dataclasses import replace
+from typing import NamedTuple, TypeAlias
 
+from colab_swarm.events import MemberTrace, RoundFinished
 from colab_swarm.markup import aligned, bandwidth, count, duration, milliseconds, plain, size, text
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.page import Sample
-from colab_swarm.notebook.theme import MAX_CHARS, Document
-from colab_swarm.snapshot import ContributionRow, KeptModel, PeerRow, SessionTime, SwarmSnapshot
+from colab_swarm.snapshot import ContributionRow, PeerRow, SwarmSnapshot
 
 Mark: TypeAlias = tuple[str, str, str]  # hue, symbol and word
 Place: TypeAlias = tuple[float, float]
-MAX_CONTRIBUTIONS = 8
 ROLES = ("trainer", "catching up", "paused", "idle", "assistant")
 MAX_ON_MAP = 32  # peers; the first page counts all
 MAP_WIDTH, MAP_ROW, MAP_RADIUS = 600, 30, 90
-MAP_KEY = '<p class="soft">line: a link, wider if faster; dashed: through a relay; no line: no link</p>'
 RELAYED = "relayed by "
 ID_CHARS = 8
-WAY_CHARS = 17  # length of ``via peer-01234567``
 MAX_NAME_CHARS = 40
-LOSS_WIDTH = 420
 COLUMNS = ("peer", "id", "role", "step", "samples/s", "RTT", "link", "reachable")
-CREDITS = ("peer", "samples", "averaged for others")
 SOON_S = 1800.0  # the view warns this long before a session's end
-PAUSED = "Paused: your work has stopped and the others continue. Press Resume, or call swarm.unpause()."
-CONTRIBUTIONS = "contributions, as seen by the other peers"
+RECENT = 20  # rounds to choose from, and in the list of times
+MAX_LANES = 40
+MIN_S, MAX_S = 1e-6, 1e6
+LANE_WIDTH, LANE_HEIGHT, SLOTS = 400, 20, 40
+NONE_YET = (
+    "No averaging round has ended yet: peers average as soon as they have the samples of a step together."
+)
+GROUP = "forming the group"
 
 
 def summary(snapshot: SwarmSnapshot) -> str:
@@ -45,16 +52,12 @@ def summary(snapshot: SwarmSnapshot) -> str:
     return ", ".join(parts)
 
 
-def draw(snapshot: SwarmSnapshot) -> Document:
+def draw(snapshot: SwarmSnapshot) -> theme.Document:
     """Return the page: figures, progress to the next step, loss, contributions, peers and log."""
     me = f"{_name(snapshot.me)}: {plain(snapshot.reached, 100)}, connected for {_clock(snapshot.uptime_s)}"
-    shown = Document(_state(snapshot), me, label=f"swarm {plain(snapshot.run)}", line=me)
-    shown.draw("", plain(summary(snapshot), MAX_CHARS))
-    shown.warn(PAUSED if snapshot.paused else "", "‖")
-    if snapshot.kept is not None:
-        _draw_kept(shown, snapshot.kept)
-    if snapshot.session:
-        _draw_session(shown, snapshot.session)
+    shown = theme.Document(_state(snapshot), me, label=f"swarm {plain(snapshot.run)}", line=me)
+    shown.draw("", plain(summary(snapshot), theme.MAX_CHARS))
+    _draw_notices(shown, snapshot)
     shown.figures(_figures(snapshot))
     if snapshot.target_batch_size > 0:
         when = "no peer is training"
@@ -64,8 +67,8 @@ def draw(snapshot: SwarmSnapshot) -> Document:
         part = snapshot.accumulated / snapshot.target_batch_size
         shown.bar(part, f"{_collected(snapshot)} samples; {when}", title="next step")
     _draw_loss(shown, snapshot)
-    best = snapshot.leaderboard[:MAX_CONTRIBUTIONS]
-    shown.table(CREDITS, best, _credit, numbers=(1, 2), what="contributors", title=CONTRIBUTIONS)
+    columns, title = ("peer", "samples", "averaged for others"), "contributions, as seen by the other peers"
+    shown.table(columns, snapshot.leaderboard[:8], _credit, numbers=(1, 2), what="contributors", title=title)
     shown.table(COLUMNS, snapshot.peers, _cells, numbers=(3, 4, 5), what="peers", title="peers")
     shown.note(*snapshot.log, title="log")
     return shown
@@ -107,19 +110,12 @@ def _figures(snapshot: SwarmSnapshot) -> dict[str, str]:
     return figures
 
 
-def _draw_loss(shown: Document, snapshot: SwarmSnapshot) -> None:
+def _draw_loss(shown: theme.Document, snapshot: SwarmSnapshot) -> None:
     whose = f"{snapshot.model}, median over the trainers" if snapshot.model else "my batches"
-    if drawn := theme.curve(snapshot.loss_history, width=LOSS_WIDTH):
+    if drawn := theme.curve(snapshot.loss_history, width=420):
         shown.draw(f"<h4>loss of {text(whose)}: {_loss(snapshot)}</h4>{drawn}")
     elif snapshot.model:
         shown.note("Fewer than two losses reported yet.")
-
-
-def _draw_kept(shown: Document, kept: KeptModel) -> None:
-    if kept.standing_in is not None:
-        where = f"New trainers continue from the checkpoint of step {kept.standing_in:,}."
-        shown.warn(f"There are no trainers now. {where}")
-    shown.note(*filter(None, [kept.hub]))
 
 
 def metrics(snapshot: SwarmSnapshot) -> list[Sample]:
@@ -153,7 +149,15 @@ def _clock(seconds: float) -> str:
     return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
 
 
-def _draw_session(shown: Document, session: SessionTime) -> None:
+def _draw_notices(shown: theme.Document, snapshot: SwarmSnapshot) -> None:
+    paused = "Paused: your work has stopped and the others continue. Press Resume, or call swarm.unpause()."
+    shown.warn(paused if snapshot.paused else "", "‖")
+    if (kept := snapshot.kept) is not None:
+        where = f"New trainers continue from the checkpoint of step {kept.standing_in or 0:,}."
+        shown.warn("" if kept.standing_in is None else f"There are no trainers now. {where}")
+        shown.note(*filter(None, [kept.hub]))
+    if (session := snapshot.session) is None:
+        return
     ends_s = session.limit_s if session.leaves_s is None else session.leaves_s
     leaves = "" if session.leaves_s is None else f"; leaves at {_clock(ends_s)}"
     words = f"{plain(session.platform)}, {_clock(session.elapsed_s)} of {_clock(session.limit_s)}{leaves}"
@@ -192,7 +196,7 @@ def _credit(row: ContributionRow) -> tuple[str, ...]:
 # --- the map ----------------------------------------------------------------------------------------------------------
 
 
-def draw_map(snapshot: SwarmSnapshot) -> Document:
+def draw_map(snapshot: SwarmSnapshot) -> theme.Document:
     """Return this peer in the middle and a line for each link, wider for faster links; the text lists the links."""
     others = sorted((peer for peer in snapshot.peers if not peer.me), key=lambda peer: not peer.connected)
     shown = others[:MAX_ON_MAP]
@@ -211,25 +215,22 @@ def draw_map(snapshot: SwarmSnapshot) -> Document:
     key = "".join(
         f"{theme.mark(h, symbol, text(word))} &#160; " for h, symbol, word in sorted({own, *states})
     )
-    run, linked = plain(snapshot.run, 40), _linked(others)
-    page = Document(run, linked, label="map of the swarm", line=f"links of {run}: {linked}")
+    relayed = sum(peer.connected.startswith(RELAYED) for peer in others)
+    linked = count(sum(bool(peer.connected) for peer in others), "link")
+    linked += f", {relayed} of them relayed" if relayed else ""
+    run = plain(snapshot.run, 40)
+    page = theme.Document(run, linked, label="map of the swarm", line=f"links of {run}: {linked}")
     page.draw(
         f'<svg viewBox="0 0 {MAP_WIDTH} {height}" width="100%" style="max-width:720px" role="img" '
         f'aria-label="map of {count(len(shown) + 1, "peer")}">{lines}{nodes}{_dot(middle, own, 15)}'
         f'<text x="{middle[0]}" y="{middle[1] + 29}" text-anchor="middle" style="fill:var(--ink);'
         f'stroke:var(--paper);stroke-width:4px;paint-order:stroke">{text(snapshot.me, 24)} (me)</text></svg>'
-        f"<p>{key}</p>{MAP_KEY}",
+        f'<p>{key}</p><p class="soft">line: a link, wider if faster; dashed: through a relay; no line: no link</p>',
         *aligned(rows),
     )
     if len(others) > MAX_ON_MAP:
         page.note(f"… and {len(others) - MAX_ON_MAP} more peers")
     return page
-
-
-def _linked(others: Sequence[PeerRow]) -> str:
-    relayed = sum(peer.connected.startswith(RELAYED) for peer in others)
-    linked = count(sum(bool(peer.connected) for peer in others), "link")
-    return linked + (f", {relayed} of them relayed" if relayed else "")
 
 
 def _mark_of(peer: PeerRow) -> Mark:
@@ -253,7 +254,7 @@ def _link_words(peer: PeerRow, names: Mapping[str, str]) -> tuple[str, str, str]
     relay = peer.connected.removeprefix(RELAYED)[:ID_CHARS]
     way = f"via {names.get(relay, relay)}" if peer.connected.startswith(RELAYED) else peer.connected
     bps = _bandwidth_bps(peer)
-    return milliseconds(peer.rtt_s), plain(way, WAY_CHARS) or "no link", bandwidth(bps) if bps else ""
+    return milliseconds(peer.rtt_s), plain(way, 17) or "no link", bandwidth(bps) if bps else ""
 
 
 def _bandwidth_bps(peer: PeerRow) -> float:
@@ -303,4 +304,169 @@ def _node(placed: tuple[PeerRow, Place], state: Mark, link: Sequence[str]) -> st
         f'<text x="{at:.1f}" y="{y - 2:.1f}" text-anchor="{anchor}" style="fill:var(--ink)">'
         f'{text(peer.name, 24)}</text><text x="{at:.1f}" y="{y + 11:.1f}" text-anchor="{anchor}">{text(short)}'
         f"<title>{text(full)}</title></text>"
+    )
+
+
+# --- rounds -----------------------------------------------------------------------------------------------------------
+
+
+class _Track(NamedTuple):
+    field: str  # of `MemberTrace`; empty for the time before the averaging
+    meaning: str
+    hue: str
+    dashes: str
+    height: float
+    character: str
+
+
+TRACKS = (
+    _Track("", GROUP, "soft", "1 4", 10, "·"),
+    _Track("sent", "sent to it", "blue", "", 4, "░"),
+    _Track("received", "received from it", "amber", "4 2", 10, "▒"),
+    _Track("means", "average received", "green", "1.5 1.5", 16, "▓"),
+)
+
+
+def draw_rounds(snapshot: SwarmSnapshot, back: int = 0) -> theme.Document:
+    """Return the round ``back`` rounds before the last one, and the times of the last rounds."""
+    shown = theme.Document("", label="averaging rounds")
+    here = {peer.id[:ID_CHARS]: peer.name + " (me)" * peer.me for peer in snapshot.peers}
+    draw_waterfall(shown, snapshot.rounds, back, {**snapshot.names, **here})
+    return shown
+
+
+def draw_waterfall(
+    shown: theme.Document, rounds: Sequence[RoundFinished], back: int, names: Mapping[str, str]
+) -> None:
+    """Draw the round ``back`` rounds before the last one in full, and the times of the last ones.
+
+    ``rounds`` are oldest first; ``names`` are those of peers, by the first `ID_CHARS` of their ids.
+    """
+    if not rounds:
+        shown.draw(f'<p class="soft">{NONE_YET}</p>', NONE_YET)
+        return
+    one, recent = _drawable(rounds[max(len(rounds) - 1 - back, 0)]), rounds[-RECENT:]
+    facts = _facts(one)
+    shown.draw(theme.heading(f"round {one.step}", text(facts, 400)), f"round {one.step}: {plain(facts, 400)}")
+    times = ", ".join(
+        _seconds(each.seconds) + "✖" * (each.spans_lost > 0 or each.kept_local > 0)
+        for each in map(_drawable, recent)
+    )
+    words = f"last {count(len(recent), 'round')}: {times}"
+    shown.draw(f'<p class="soft">{words}</p>', f"  {words}")
+    shown.note(*([f"shares: {one.explanation}"] if one.explanation else []))
+    if not one.members:
+        shown.note("This round left no trace of its members.")
+        return
+    # failed ones are not hidden by a crowd
+    members = sorted(one.members, key=lambda member: not member.dropped)[:MAX_LANES]
+    shorts = [member.peer[:ID_CHARS] for member in members]
+    named = list(zip(members, (plain(names.get(short, short), 24) for short in shorts), strict=True))
+    lanes = [(name, _slots(member, one), f"{_share(member)} {_outcome(member)[1]}") for member, name in named]
+    key = "".join(f"  {track.character} {track.meaning}" for track in TRACKS)
+    shown.draw(_lanes(one, named), *aligned(lanes), key)
+    if len(one.members) > MAX_LANES:
+        shown.note(f"… and {len(one.members) - MAX_LANES} more members")
+
+
+def _drawable(finished: RoundFinished) -> RoundFinished:
+    """Return the round with finite, positive times: a recording may hold anything."""
+    seconds = finished.seconds if 0 < finished.seconds < MAX_S else MIN_S
+    averaging_s = finished.averaging_s if 0 <= finished.averaging_s < seconds else seconds
+    return replace(finished, seconds=seconds, averaging_s=averaging_s)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def _facts(finished: RoundFinished) -> str:
+    waited_s = finished.seconds - finished.averaging_s
+    facts = [
+        f"values of {len(finished.contributors)} of {count(finished.group_size, 'peer')}",
+        f"{finished.samples:,.0f} samples",
+        f"{_seconds(finished.seconds)}, of which {_seconds(waited_s)} for {GROUP}",
+        f"{size(finished.sent_bytes)} sent, {size(finished.received_bytes)} received",
+    ]
+    if finished.predicted_s is not None:
+        facts.append(
+            f"averaging took {_seconds(finished.averaging_s)}, {_seconds(finished.predicted_s)} expected"
+        )
+    if finished.spans_lost:
+        facts.append(f"{count(finished.spans_lost, 'reducer')} lost")
+    if finished.kept_local:
+        facts.append(f"{finished.kept_local:,} values not averaged")
+    return ", ".join(facts)
+
+
+def _share(member: MemberTrace) -> str:
+    return f"{member.share:4.0%}" if math.isfinite(member.share) else "   ?"
+
+
+def _outcome(member: MemberTrace) -> tuple[str, str]:
+    if member.dropped:
+        return "red", f"✖ {plain(member.dropped, 80)}"
+    if not any((member.sent, member.received, member.means)):
+        return "soft", "– nothing to exchange"  # this peer itself
+    return "green", "✔ complete"
+
+
+def _spans(member: MemberTrace, finished: RoundFinished) -> list[tuple[_Track, float, float]]:
+    waited = finished.seconds - finished.averaging_s
+    spans = []
+    for track in TRACKS:
+        times = getattr(member, track.field) if track.field else (-waited, 0.0)
+        if times is not None and all(map(math.isfinite, times)):
+            begin, end = (min(max((waited + second) / finished.seconds, 0.0), 1.0) for second in times)
+            spans.append((track, begin, max(begin, end)))
+    return spans
+
+
+def _slots(member: MemberTrace, finished: RoundFinished) -> str:
+    slots = [" "] * SLOTS
+    for track, begin, end in _spans(member, finished):
+        first = min(int(begin * SLOTS), SLOTS - 1)
+        for slot in range(first, max(first + 1, math.ceil(end * SLOTS))):
+            slots[slot] = track.character
+    return "".join(slots)
+
+
+def _lanes(finished: RoundFinished, named: Sequence[tuple[MemberTrace, str]]) -> str:
+    rows = []
+    for member, name in named:
+        hue, outcome = _outcome(member)
+        words = f'<span class="{hue}">{text(outcome, 90)}</span>'
+        rows.append((text(name), _lane(member, finished), f"{member.weight:,.0f}", _share(member), words))
+    axis = (
+        '<span style="display:flex;justify-content:space-between"><span>0 s</span>'
+        f"<span>{_seconds(finished.seconds)}</span></span>"
+    )
+    columns, widths = ("member", axis, "samples", "reduces", "result"), ("18%", "40%", "9%", "9%", "24%")
+    table = theme.table(columns, rows, numbers=(2, 3), widths=widths, label="members of the round")
+    key = "".join(
+        f'<span><svg width="28" height="8" style="display:inline-block" aria-hidden="true">'
+        f"{_line(track, 0, 28, 4, track.meaning)}</svg> {track.meaning}</span>"
+        for track in TRACKS
+    )
+    return f'{table}<p class="key soft">{key}</p>'
+
+
+def _line(track: _Track, begin: float, end: float, y: float, title: str) -> str:
+    dashed = f' stroke-dasharray="{track.dashes}"' if track.dashes else ""
+    return (
+        f'<path class="{track.hue}" d="M{begin:.1f} {y:g}H{end:.1f}" stroke="currentColor" stroke-width="4"'
+        f'{dashed} vector-effect="non-scaling-stroke"><title>{title}</title></path>'
+    )
+
+
+def _lane(member: MemberTrace, finished: RoundFinished) -> str:
+    drawn, labels = "", []
+    for track, begin, end in _spans(member, finished):
+        left, right = LANE_WIDTH * begin, max(LANE_WIDTH * end, LANE_WIDTH * begin + 2)
+        times = " to ".join(_seconds(part * finished.seconds) for part in (begin, end))
+        labels.append(f"{track.meaning}: {times}")
+        drawn += _line(track, left, right, track.height, labels[-1])
+    return (
+        f'<svg viewBox="0 0 {LANE_WIDTH} {LANE_HEIGHT}" width="100%" height="{LANE_HEIGHT}" role="img" '
+        f'preserveAspectRatio="none" aria-label="{"; ".join(labels)}">{drawn}</svg>'
     )

@@ -3,8 +3,7 @@
 | what | module |
 |---|---|
 | `Swarm`, one peer's membership in a run | `colab_swarm.swarm.swarm` |
-| its training, pausing, and the end of a platform's session | `colab_swarm.swarm.session` |
-| its part in the real network | `colab_swarm.swarm.network` |
+| its part in the real network, and the end of a platform's session | `colab_swarm.swarm.network` |
 | `create`, `join`, `resume`, and the folder that saves a peer | `colab_swarm.swarm.joining`, `saved` |
 | what panels show of it | `colab_swarm.swarm.overview` |
 | `simulate`, and simulated runs with controls | `colab_swarm.swarm.simulation` |

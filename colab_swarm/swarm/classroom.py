@@ -1,8 +1,9 @@
 """A class trains together in one room, without the internet: the teacher's board and how pupils join.
 
-The teacher's notebook opens a `Board` at an address short enough to write on a real board, such as
-``192.168.1.10:8421``. `join` calls that address and gets the run's invitation and an animal as the pupil's name, so
-that no pupil gives a real name. The board is plain HTTP: it is for an open run in a room where all may take part.
+The teacher's notebook opens a `Board` at an address short enough for a real board, such as
+``192.168.1.10:8421``. `join` calls it and gets the run's invitation and an animal as the pupil's
+name, so that no pupil gives a real name. The board is plain HTTP: it is for an open run in a room
+where all may take part.
 """
 
 from __future__ import annotations
@@ -33,22 +34,18 @@ MAX_PUPILS = 200
 MAX_BYTES = 16_384
 TIMEOUT_S = 5.0
 _ANIMALS = (
-    "otter fox owl lynx heron badger dolphin hedgehog falcon panda turtle zebra koala raven tiger beaver penguin "
-    "gecko moose robin seal camel toad eagle rabbit whale lemur crane donkey bat puffin ferret bison newt swan"
+    "otter fox owl lynx heron badger dolphin hedgehog falcon panda turtle zebra koala raven tiger beaver penguin gecko "
+    "moose robin seal camel toad eagle rabbit whale lemur crane donkey bat puffin ferret bison newt swan"
 )
 ANIMALS = _ANIMALS.split()
 _boards: dict[str, Board] = {}  # the last one of each run
 
 
 class Board:
-    """Gives the run's invitation and animal names to pupils in the local network, until `close`.
+    """Gives the invitation of an open run and animal names to pupils in the room, until `close`.
 
-    Args:
-        swarm: of the teacher; its run must be open, because the board invites everyone in the room.
-        port: to listen on; a free one if another program uses it.
-
-    Raises:
-        PermissionError: the run is not open.
+    Listens on ``port``, or on a free one if another program uses it. Raises PermissionError if the
+    run is not open.
     """
 
     def __init__(self, swarm: Swarm, *, port: int = PORT) -> None:
@@ -96,9 +93,7 @@ class Board:
 
     def panel(self) -> Panel[Board]:
         """Return a live view of the board."""
-        leave = ("Close the board", "Closed")
-        views: Views[Board] = Views(draw, str, lambda board: board.closed, who="board", leave=leave)
-        return Panel(lambda: self, self.close, views=views)
+        return Panel(lambda: self, self.close, views=VIEWS)
 
     def close(self) -> None:
         """Stop inviting; pupils who joined stay. Idempotent."""
@@ -127,12 +122,8 @@ def open_board(swarm: Swarm, *, port: int = PORT) -> Board:
 def join(address: str = "") -> Swarm:
     """Join the teacher's run under the animal that the board gives. Joining again returns the same swarm.
 
-    Args:
-        address: written on the board; empty: look for a board in the local network.
-
-    Raises:
-        ValueError: the address is mistyped.
-        JoinError: no board answers there.
+    ``address`` is written on the board; empty: look for a board in the local network. Raises
+    ValueError if it is mistyped, JoinError if no board answers there.
     """
     invitation, name = call_board(address) if address else _find()
     return joining.join(invitation, peer_name=name)
@@ -171,3 +162,8 @@ def draw(board: Board) -> theme.Document:
 def _cells(pupil: tuple[str, PeerRow | None]) -> tuple[str, str]:
     name, row = pupil
     return name, "not here" if row is None else f"step {row.step}, {row.samples_per_s:.1f} samples/s"
+
+
+VIEWS: Views[Board] = Views(
+    draw, str, lambda board: board.closed, who="board", leave=("Close the board", "Closed")
+)

@@ -50,15 +50,10 @@ MIN_PASSES = 3
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What the doctor found: a table of traffic lights in a notebook, text when printed.
+    """What the doctor found: a table of traffic lights in a notebook, text when printed."""
 
-    Attributes:
-        checks: one light each, in the order in which to fix them; every light but green has a fix.
-        prediction: of the training; None without a swarm, a model with batches, and a target batch size.
-    """
-
-    checks: tuple[Check, ...]
-    prediction: Prediction | None = None
+    checks: tuple[Check, ...]  # in the order in which to fix them; every light but green has a fix
+    prediction: Prediction | None = None  # needs a model with batches, and a target batch size
 
     @property
     def ready(self) -> bool:
@@ -85,16 +80,15 @@ def doctor(
 ) -> Diagnosis:
     """Examine this machine, its connection to the swarm and the model; report with traffic lights what to fix.
 
-    Takes about a second, some seconds more with a swarm for speed tests, and two more with a model for calibration.
-    Run it while the others train: the prediction then accounts for a shared machine or uplink.
+    Takes about a second, some seconds more with a swarm or a model. Run it while the others train:
+    the prediction then accounts for a shared machine or uplink.
 
     Args:
-        swarm: a swarm, or an invitation, which is joined for the examination and left (that counts
-            as a use of it); None examines the machine only.
+        swarm: a swarm, or an invitation, which is joined for the examination and left.
         model: what you train, or a size of `albert`: tiny, base, large, xlarge. It is not changed.
         batches: of the model; some are used up. Not needed with a size.
-        target_batch_size, compression: as for `Swarm.optimizer`; known already if the swarm trains
-            or the invitation carries them. Without a target batch size there is no prediction.
+        target_batch_size, compression: as for `Swarm.optimizer`; known already if the swarm trains or the invitation
+            carries them.
 
     Raises:
         ValueError: model, batches, target_batch_size or compression is not usable.
@@ -109,10 +103,8 @@ def doctor(
         visit = join(swarm, peer_name=VISITOR, options=NetworkOptions(lan=False))
     except SwarmError as error:
         found = _examine(None, model, batches, target_batch_size, compression)
-        refused = checks.judge(
-            "swarm", str(error), "fix that, join, and run cs.doctor(cs.join(…))", Light.RED
-        )
-        return Diagnosis((*found.checks, refused), found.prediction)
+        fix = "fix that, join, and run cs.doctor(cs.join(…))"
+        return replace(found, checks=(*found.checks, checks.judge("swarm", str(error), fix, Light.RED)))
     with visit:
         target, codec = read_settings(Invite.parse(swarm).settings)
         return _examine(visit, model, batches, target_batch_size or target, compression or codec)
@@ -150,7 +142,7 @@ def _examine(
         speeds, target, codec = trainers(swarm)
         target_batch_size, compression = target_batch_size or target, compression or codec
         peers = sorted(swarm.services.peers.linked(), key=lambda peer: -speeds.get(peer, 0.0))
-        uplink = swarm.runtime.call(_test_uplink(swarm.services.peers, peers[:TESTS]))
+        uplink = best(swarm.runtime.call(_test_uplink(swarm.services.peers, peers[:TESTS])))
         found += _check_swarm(swarm, len(peers), len(speeds), uplink)
     if subject is not None and subject.samples_per_s and target_batch_size:
         prediction = checks.predict(
@@ -198,12 +190,12 @@ def _subject(
     return replace(known, micro_batch=measured.micro_batch, samples_per_s=measured.samples_per_s)
 
 
-async def _test_uplink(peers: Peers, testers: Sequence[PeerId]) -> Speed | None:
+async def _test_uplink(peers: Peers, testers: Sequence[PeerId]) -> list[Speed]:
     found = []
     for peer in testers:  # one after the other: together they would share the uplink
         with contextlib.suppress(PeerError):  # gone, busy, or too old for it
             found.append(await measure(peers, peer, size_bytes=SIZE_BYTES, timeout_s=TEST_TIMEOUT_S))
-    return best(found)
+    return found
 
 
 def best(found: Sequence[Speed]) -> Speed | None:
@@ -217,18 +209,13 @@ def best(found: Sequence[Speed]) -> Speed | None:
 
 def trainers(swarm: Swarm) -> tuple[dict[PeerId, float], int | None, str | None]:
     """Return the speeds of the other trainers by their own records, and our target batch size and compression."""
-    optimizer, services, target, codec = swarm.training.latest, swarm.services, None, None
-    records: Mapping[PeerId, ProgressRecord] = {}
-    with contextlib.suppress(PeerError):  # then use what is known already
-        if optimizer is not None:
-            swarm.runtime.call(optimizer.collaboration.refresh())
-        else:
-            records, _ = swarm.runtime.call(read_participants(services.dht, f"{swarm.run_id}/{MODEL}"))
-    if optimizer is not None:
-        records = dict(optimizer.collaboration.progress.records)
-        target, codec = round(optimizer._settings.target_batch_size), optimizer._settings.compression
+    newest, records = next(reversed(swarm.optimizers.values()), None), dict[PeerId, ProgressRecord]()
+    own = None if newest is None else newest._settings
+    prefix = f"{swarm.run_id}/{MODEL}" if own is None else own.prefix
+    with contextlib.suppress(PeerError):  # then nobody is known to train
+        records, _ = swarm.runtime.call(read_participants(swarm.services.dht, prefix))
     speeds = {peer: r.samples_per_s for peer, r in records.items() if peer != swarm.id and r.samples_per_s}
-    return speeds, target, codec
+    return (speeds, None, None) if own is None else (speeds, round(own.target_batch_size), own.compression)
 
 
 # --- probes of this machine -------------------------------------------------------------------------------------------
@@ -250,14 +237,11 @@ def gpu() -> tuple[str, int, int] | None:
 
 def versions() -> dict[str, tuple[str | None, str]]:
     """Return the installed version, or None, beside the lowest one that works, by package."""
-    floors = wanted(requires("colab-swarm") or ())
-    found: dict[str, tuple[str | None, str]] = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name), floors.get(name, "0")
-        except PackageNotFoundError:
-            found[name] = None, floors.get(name, "0")
-    return found
+    floors, found = wanted(requires("colab-swarm") or ()), dict[str, str | None].fromkeys(PACKAGES)
+    for name in found:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return {name: (installed, floors.get(name, "0")) for name, installed in found.items()}
 
 
 def wanted(requirements: Iterable[str]) -> dict[str, str]:
@@ -290,10 +274,8 @@ def calibrate(
 ) -> Subject:
     """Run ``model(**batch).loss.backward()`` for about ``seconds`` after a short warm-up.
 
-    Afterwards parameters, gradients, buffers and torch's random state are as before; the used batches are gone.
-
-    Raises:
-        ValueError: there are not enough batches.
+    Afterwards the model and torch's random state are as before; the used batches are gone. Raises
+    ValueError if there are not enough.
     """
     import torch
 

@@ -16,7 +16,7 @@ from colab_swarm.events import EventLog
 from colab_swarm.invite import Access, Invite
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.lan import LanSwarm, find_swarms
-from colab_swarm.net.node import Node
+from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import PeerId, Role, short
 from colab_swarm.net.tunnels import settings_of
 from colab_swarm.notebook.invitation import LanSwarms
@@ -60,18 +60,17 @@ def create(
 ) -> Swarm:
     """Create a run, with this peer as its authority. `Swarm.invite` returns the line that lets others join.
 
-    With ``state_dir`` the run survives a restart of its authority: the same folder, the same run. Creating it again
-    while it is open returns the same swarm, so you can re-run cells.
+    Creating it again while it is open returns the same swarm, so you can re-run cells.
 
     Args:
         name: of the run, for people.
-        access: who may join: everyone who knows an address (``open``), everyone with an invitation
-            (``invite``), or those with an invitation whose account is on a list (``allowlist``).
+        access: who may join: everyone who knows an address (``open``), everyone with an invitation (``invite``), or
+            those with an invitation whose account is on a list (``allowlist``).
         allow: the list, for ``allowlist``.
         peer_name: what others see of this peer.
         options: how this peer takes part in the network.
-        state_dir: a folder that saves this peer, so that it can come back (see `resume`): its key, its invitation,
-            its checkpoints and the contributions it saw. All but the checkpoints is secret.
+        state_dir: a folder that saves this peer, so that it and its run can come back (see `resume`): its key, its
+            invitation, its checkpoints and the contributions it saw. All but the checkpoints is secret.
         accept_terms: confirm that the platform's terms allow this; required on Colab.
 
     Raises:
@@ -115,10 +114,9 @@ def join(
 ) -> Swarm | LanSwarms:
     """Join the run of an invitation. Joining again under the same name returns the same swarm, so you can re-run cells.
 
-    Without an invitation it lists the runs in the local network. Open ones can be joined: ``join(found[0])``.
-
-    With ``state_dir`` (a folder, see `create`) this peer is the same one each time and continues
-    where it was, also in a later session and after the invitation expired.
+    Without an invitation it lists the runs in the local network. Open ones can be joined:
+    ``join(found[0])``. With ``state_dir`` (see `create`) this peer is the same one each time, also
+    after the invitation expired.
 
     Raises:
         InviteError: the invitation is mistyped, expired or of another version.
@@ -138,15 +136,18 @@ def join(
             return swarm
         require_terms(accept_terms or invitation.role <= Role.VIEWER)
         options, identity = _with_key(options, store)
-        return _open(_access_by(invitation, identity, saved), identity, peer_name, options, store)
+        token = find_secret("HF_TOKEN") if invitation.access == "allowlist" else None
+        membership = b"" if saved is None else saved.membership
+        access = RunAccess.by(invitation, identity, token=str(token or ""), membership=membership)
+        return _open(access, identity, peer_name, options, store)
 
 
 def resume(folder: str | Path, *, accept_terms: bool = False) -> Swarm:
-    """Come back as the peer saved in a folder by ``create`` or ``join`` with ``state_dir=folder``.
+    """Come back as the peer saved in a folder by ``create`` or ``join``; you can re-run cells.
 
-    It has the same id, and so the same row in the leaderboard. Then make the model and call `Swarm.optimizer` as
-    before: training continues from the saved checkpoint, or from the swarm's newer state. While the peer is still
-    open, this returns the same swarm, so you can re-run cells.
+    It has the same id, and so the same row in the leaderboard. Then make the model and call
+    `Swarm.optimizer` as before: training continues from the saved checkpoint, or from the swarm's
+    newer state.
 
     Raises:
         StateError: the folder saves no peer, is in use by another process, or damaged.
@@ -182,7 +183,10 @@ def _open_in(folder: str | Path | None) -> Swarm | None:
     """Return the swarm of this process that the folder saves; wait for one that is just leaving."""
     if folder is None:
         return None
-    for swarm in [one for one in _open_swarms if one.session.folder == folder_of(folder)]:
+    for swarm in list(_open_swarms):
+        store = None if swarm.network is None else swarm.network.store
+        if store is None or store.folder != folder_of(folder):
+            continue
         if not swarm.left:
             return swarm
         swarm.leave()  # returns when the thread that leaves has done so
@@ -220,12 +224,6 @@ def _saves_another(folder: object, saved: SavedPeer) -> ValueError:
     )
 
 
-def _access_by(invitation: Invite, identity: Identity, saved: SavedPeer | None) -> RunAccess:
-    token = find_secret("HF_TOKEN") if invitation.access == "allowlist" else None
-    membership = b"" if saved is None else saved.membership
-    return RunAccess.by(invitation, identity, token=str(token or ""), membership=membership)
-
-
 def _with_key(options: NetworkOptions, store: PeerStore | None) -> tuple[NetworkOptions, Identity]:
     if store is not None and options.identity is not None:
         raise ValueError("a folder given as state_dir= has its own key: leave identity= out of the options")
@@ -250,7 +248,8 @@ def _open(
     services, network = runtime.call(_start(access, identity, name, options, store))
     _open_swarms.difference_update({swarm for swarm in _open_swarms if swarm.left})
     swarm = Swarm(runtime, services, access.run_id, name, network)
-    swarm.session.begin(clock)
+    if clock is not None:
+        runtime.call(network.leave_in_time(clock, swarm.optimizers, swarm.leave))
     _open_swarms.add(swarm)
     return swarm
 
@@ -271,13 +270,17 @@ def _save(
 async def _start(
     access: RunAccess, identity: Identity, name: str, options: NetworkOptions, store: PeerStore | None = None
 ) -> tuple[PeerServices, NetworkSession]:
-    events, settings = EventLog(), options.node_settings(access.run_id)
-    if store is not None and store.saved is not None and options.listen and not options.port:
-        settings = replace(settings, port=store.saved.port)
+    events, port = EventLog(), options.port
+    if store is not None and store.saved is not None and options.listen:
+        port = port or store.saved.port
+    bounds = (options.upload_mbit_s, options.download_mbit_s)
+    upload_bps, download_bps = (None if bound is None else bound * 1e6 for bound in bounds)
+    announce = tuple(options.announce) or None
+    settings = NodeSettings(access.run_id, "", port, options.listen, announce, upload_bps, download_bps)
     try:
         node = await Node.start(identity, settings, events, admission=access.admission)
     except OSError:
-        if settings.port == options.port:
+        if port == options.port:
             raise
         # another program uses the port now; old invitations stop working
         settings = replace(settings, port=options.port)
@@ -290,7 +293,7 @@ async def _start(
         await node.close()
         raise
     if not (in_colab() or in_kaggle()):  # no other machine is in their networks
-        network.announce_in_lan(name)
+        node.linker.spawn(network.announce_in_lan(name))
     return services, network
 
 

@@ -6,10 +6,13 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Callable, Sequence
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.averaging.round import Averager, RoundResult
@@ -21,22 +24,28 @@ from colab_swarm.markup import settings
 from colab_swarm.net.addresses import only_local
 from colab_swarm.net.lan import LanAnnouncer
 from colab_swarm.net.metering import SpeedTests
-from colab_swarm.net.node import Node, NodeSettings
+from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Contact, PeerId, Peers
 from colab_swarm.net.reachability import ReachabilityWatch
 from colab_swarm.net.relay import Relay, RelayQuota
 from colab_swarm.net.tunnels import TunnelSettings
+from colab_swarm.notebook.platforms import SessionClock, wait_for_end
 from colab_swarm.swarm.saved import PeerStore
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.trust.access import RunAccess, Trust
 from colab_swarm.trust.contributions import merged
 from colab_swarm.trust.member import ClockWatch
 
+if TYPE_CHECKING:
+    from colab_swarm.training.optimizer import SwarmOptimizer
+
 logger = logging.getLogger(__name__)
 ENTER_TIMEOUT_S = 15.0
 PUBLISH_EVERY_S = 60.0
 SAVE_EVERY_S, LOOK_S = 60.0, 2.0
 ANNOUNCED_S = 180.0
+PATIENCE_S = 120.0  # for the trainer's next step when the session ends
+HAND_OVER_S = 60.0  # for a last round then
 MAX_RELAYS = 64
 
 
@@ -75,17 +84,6 @@ class NetworkOptions:
     def __repr__(self) -> str:
         return settings(self)
 
-    def node_settings(self, run_id: str) -> NodeSettings:
-        """Return the settings of the links."""
-        return NodeSettings(
-            run_id=run_id,
-            listen=self.listen,
-            port=self.port,
-            announce=tuple(self.announce) or None,
-            upload_bps=None if self.upload_mbit_s is None else self.upload_mbit_s * 1e6,
-            download_bps=None if self.download_mbit_s is None else self.download_mbit_s * 1e6,
-        )
-
     def to_saved(self) -> dict[str, Any]:
         """Return what a folder saves: no key file, because the folder has its own, and no tunnel token."""
         tunnel = self.tunnel.kind if isinstance(self.tunnel, TunnelSettings) else self.tunnel
@@ -108,9 +106,10 @@ class NetworkSession:
     Attributes:
         node, access: the peer itself, and how it joined the run.
         trust: its membership, revocations and the contribution ledger.
-        reachability: how others reach it.
-        relay: its relay; None if it does not relay.
+        reachability, relay: how others reach it, and its relay or None.
         store: the folder that saves it; None without one.
+        clock: when its platform's session ends; None if that is unknown.
+        stops: called before leaving at the session's end: they give work back.
     """
 
     def __init__(
@@ -121,6 +120,8 @@ class NetworkSession:
         self.trust = Trust(node, dht, events, rng, access)
         self.trust.contributions.saved = access.tally
         self.store: PeerStore | None = None
+        self.clock: SessionClock | None = None
+        self.stops: list[Callable[[], None]] = []
         self._saved: set[PeerId] = set()  # linked when the folder was written
         services.averager.on_round = self._on_round
         self.reachability = ReachabilityWatch(
@@ -138,11 +139,7 @@ class NetworkSession:
         self._announcer: LanAnnouncer | None = None
 
     async def open(self, store: PeerStore | None) -> None:
-        """Join the run through any of its entries, detect how others reach this peer, and save it in a folder.
-
-        Raises:
-            StateError, JoinError, TunnelError: see `colab_swarm.swarm.joining.create` and ``join``.
-        """
+        """Join the run by any of its entries, detect how others reach this peer, and save it."""
         try:
             await self._enter()
             if store is not None:
@@ -185,16 +182,15 @@ class NetworkSession:
 
     async def _keep_saving(self, store: PeerStore) -> None:
         """Save each minute, and soon after a new peer is linked: a killed peer finds back through these peers."""
-        time = asyncio.get_running_loop().time
         while True:
-            end = time() + SAVE_EVERY_S
-            while time() < end and self._dialable() <= self._saved:
+            end = time.monotonic() + SAVE_EVERY_S
+            while time.monotonic() < end and self._dialable() <= self._saved:
                 await asyncio.sleep(LOOK_S)
             try:
                 await self._save(store)
             except StateError as error:
                 logger.warning("this peer could not be saved: %s", error)
-                self._services.events.emit(Fault(time(), "saving this peer", str(error)))
+                self._services.events.emit(Fault(time.monotonic(), "saving this peer", str(error)))
 
     def _dialable(self) -> set[PeerId]:
         return {peer for peer in self.node.linked() if self.node.contact_of(peer).addresses}
@@ -225,9 +221,47 @@ class NetworkSession:
                 with contextlib.suppress(StateError):
                     await self._save(self.store)
 
+    async def leave_in_time(
+        self, clock: SessionClock, optimizers: Mapping[str, SwarmOptimizer], leave: Callable[[], None]
+    ) -> None:
+        """Hand over, give work back and ``leave`` before the platform ends this session."""
+
+        async def wait() -> None:
+            await wait_for_end(clock, self._services.events)
+            # leaving blocks, and ends the task that this is
+            end = partial(self.end_session, clock, optimizers, leave)
+            threading.Thread(target=end, name="colab-swarm-leave", daemon=True).start()
+
+        self.clock = clock
+        self.node.linker.spawn(wait())  # until the node is closed
+
+    def end_session(
+        self, clock: SessionClock, optimizers: Mapping[str, SwarmOptimizer], leave: Callable[[], None]
+    ) -> None:
+        """Hand over, give work back, leave; a failure skips none of these."""
+        ends: list[Callable[[], None]] = [partial(self._hand_over, clock, optimizers), *self.stops, leave]
+        for end in ends:
+            try:
+                end()
+            except Exception as error:
+                logger.exception("leaving at the session's end failed")
+                self._services.events.emit(Fault.of(time.monotonic(), "leaving at the session's end", error))
+
+    def _hand_over(self, clock: SessionClock, optimizers: Mapping[str, SwarmOptimizer]) -> None:
+        again = "join again in a new one"
+        if self.store is not None:
+            again = f"continue in a new one with cs.resume({str(self.store.folder)!r})"
+        why = f"this peer has handed over and left before its session ends ({clock.reason}): {again}"
+        most_s, trained = clock.leave_before_s / 4, list(optimizers.values())
+        deadline = time.monotonic() + min(PATIENCE_S, most_s)
+        for optimizer in trained:
+            optimizer.end(why, hand_over_s=min(HAND_OVER_S, most_s))
+        for optimizer in trained:  # `leave` closes those that the user no longer steps
+            optimizer.closed.wait(max(0.0, deadline - time.monotonic()))
+
     def _on_round(self, result: RoundResult) -> None:
-        samples = "/average/" not in result.group.terms.prefix  # weights of arrays are no samples
-        contributors = result.contributors if samples else ()
+        arrays = "/average/" in result.group.terms.prefix  # their weights are no samples
+        contributors = () if arrays else result.contributors
         self.trust.contributions.ledger.on_round(result.group, contributors, result.spans_lost)
 
     async def invite(self, role: str | None, hours: float | None, uses: int | None) -> Invite:
@@ -236,12 +270,10 @@ class NetworkSession:
     async def remove_peer(self, peer: PeerId) -> None:
         self.trust.revoke(peer)
 
-    def announce_in_lan(self, name: str) -> None:
-        """Let `colab_swarm.net.lan.find_swarms` find this peer, under ``name``; in the background."""
-        if self._options.lan and self.node.port is not None:
-            self.node.linker.spawn(self._announce(name))
-
-    async def _announce(self, name: str) -> None:
+    async def announce_in_lan(self, name: str) -> None:
+        """Let `colab_swarm.net.lan.find_swarms` find this peer, under ``name``, until it leaves."""
+        if not self._options.lan or self.node.port is None:
+            return
         contact = Contact(self.node.id)
         try:
             self._announcer = LanAnnouncer(self.access.run_id, self.access.access, name)

@@ -10,19 +10,22 @@ import logging
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 from colab_swarm.events import Event, PeerLeft, RoundFinished, StepFinished
 from colab_swarm.markup import plain
 from colab_swarm.net.peers import PeerId, Peers, short
+from colab_swarm.runtime import Runner
 from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime, SwarmSnapshot, describe
 from colab_swarm.training.progress import AssistantRecord, ProgressRecord, read_participants
-from colab_swarm.trust.contributions import Contribution
+from colab_swarm.training.settings import PeerServices
+from colab_swarm.trust.contributions import Contribution, Contributions
 
 if TYPE_CHECKING:
-    from colab_swarm.swarm.session import PeerContext, SwarmTraining
+    from colab_swarm.training.collaboration import Collaboration
+    from colab_swarm.training.optimizer import SwarmOptimizer
 
 logger = logging.getLogger(__name__)
 MAX_LOSSES = 1000
@@ -32,9 +35,7 @@ LOG_LINES = 8
 ROUTINE_LINES = 4  # at most, for steps and rounds without a fault: they would push rare events out
 MAX_NAMES, MAX_NAME_CHARS = 1000, 40
 SAME_LOSS_S = 1.0  # reports of a lost peer by several services within this time are one event
-LEADERBOARD_S = 30.0
 MODEL = "model"  # the default name in `Swarm.optimizer`
-TRAINERS_S = 3.0  # how often a peer that does not train reads which peers do
 RATE_S = 5.0
 _SHORT_ID = re.compile(r"\b[0-9a-f]{8}\b")
 
@@ -67,54 +68,47 @@ class Background(Generic[T]):
             self._reading.release()
 
 
-class TrafficRates:
-    """Bits per second, up and down, over the last seconds. Free of I/O."""
-
-    def __init__(self) -> None:
-        self._readings: deque[tuple[float, int, int]] = deque()
-
-    def on_totals(self, sent_bytes: int, received_bytes: int, now: float) -> tuple[float, float]:
-        """Note the totals; return the rates since a reading `RATE_S` ago, or since the last one before that."""
-        readings = self._readings
-        while len(readings) > 1 and now - readings[1][0] >= RATE_S:
-            readings.popleft()
-        if not readings or now - readings[-1][0] >= RATE_S / 20:
-            readings.append((now, sent_bytes, received_bytes))
-        at, sent, received = readings[0]
-        if now <= at:
-            return 0.0, 0.0
-        return 8 * (sent_bytes - sent) / (now - at), 8 * (received_bytes - received) / (now - at)
-
-
 class Overview:
     """Makes snapshots of a peer. A peer that trains nothing, such as an organizer, shows the trainers of `MODEL`.
 
     A simulated peer has no leaderboard.
     """
 
-    def __init__(self, context: PeerContext, training: SwarmTraining) -> None:
-        self._context, self._training = context, training
-        self._services, runtime = context.services, context.runtime
+    def __init__(
+        self,
+        runtime: Runner,
+        services: PeerServices,
+        name: str,
+        optimizers: dict[str, SwarmOptimizer],
+        contributions: Contributions | None,
+    ) -> None:
+        self._runtime, self._services, self._name, self._optimizers = runtime, services, name, optimizers
         self._losses: tuple[tuple[int, float], ...] = ()
         self._rounds: tuple[RoundFinished, ...] = ()
         self._rare: tuple[Event, ...] = ()
         self._routine: tuple[Event, ...] = ()
         self._names: dict[str, str] = {}  # by short id
-        self._rates, self._rates_lock = TrafficRates(), threading.Lock()
+        self._traffic: deque[tuple[float, int, int]] = deque()  # at, sent and received
+        self._traffic_lock = threading.Lock()
         self._leaderboard: Background[tuple[Contribution, ...]] | None = None
         self._trainers: Background[Records] | None = None
         self._joined_at = runtime.time()
-        if context.network is not None:
-            prefix, contributions = f"{context.run_id}/{MODEL}", context.network.trust.contributions
+        if contributions is not None:
+            read, prefix = contributions.read, f"{services.run_id}/{MODEL}"
+            self._leaderboard = Background(lambda: runtime.call(read()), every_s=30.0)
             self._trainers = Background(
-                lambda: runtime.call(read_participants(context.services.dht, prefix)), every_s=TRAINERS_S
+                lambda: runtime.call(read_participants(services.dht, prefix)), every_s=3.0
             )
-            self._leaderboard = Background(lambda: runtime.call(contributions.read()), every_s=LEADERBOARD_S)
-        self._services.events.listen(self._on_event)
-        for event in self._services.events.recent():
+        services.events.listen(self._on_event)
+        for event in services.events.recent():
             self._on_event(event)
 
     def _on_event(self, event: Event) -> None:
+        if isinstance(event, PeerLeft) and any(
+            isinstance(one, PeerLeft) and one.peer == event.peer and event.at - one.at < SAME_LOSS_S
+            for one in self._rare
+        ):
+            return
         routine = isinstance(event, StepFinished)
         if isinstance(event, RoundFinished):
             dropped = any(member.dropped for member in event.members)
@@ -131,16 +125,15 @@ class Overview:
 
     def snapshot(self, *, reached: str, left: bool, session: SessionTime | None = None) -> SwarmSnapshot:
         """Return one frozen record. Thread-safe; waits for nothing."""
-        now, total = self._context.runtime.time(), self._services.peers.statistics()
-        with self._rates_lock:
-            sent_bps, received_bps = self._rates.on_totals(total.sent_bytes, total.received_bytes, now)
+        now, total = self._runtime.time(), self._services.peers.statistics()
+        sent_bps, received_bps = self._rates(total.sent_bytes, total.received_bytes, now)
         seen_at = float("-inf") if left else now
         shown = SwarmSnapshot(
-            run=self._context.run_id.rpartition("-")[0],
-            me=self._context.name,
+            run=self._services.run_id.rpartition("-")[0],
+            me=self._name,
             reached=reached,
             state="left" if left else "joined",
-            peers=peer_rows(self._services.peers, self._context.name, *self._records(seen_at)),
+            peers=peer_rows(self._services.peers, self._name, *self._records(seen_at)),
             step=0,
             samples_per_s=0.0,
             target_batch_size=0.0,
@@ -151,7 +144,7 @@ class Overview:
             uptime_s=now - self._joined_at,
             names=self.names(),
             log=tuple(self._log()),
-            last_share=self._last_share(),
+            last_share=_last_share(self._rounds, self._services.peers.id.hex()),
             rounds=self._rounds,
             leaderboard=self._contributions(seen_at),
             sent_bps=sent_bps,
@@ -159,9 +152,9 @@ class Overview:
             session=session,
             paused=self._services.gate.closed,
         )
-        if self._training.latest is None:
+        if (trained := self._trained()) is None:
             return shown
-        progress = self._training.latest.collaboration.progress
+        progress = trained.progress
         eta_s = progress.seconds_to_batch(now)
         return replace(
             shown,
@@ -174,6 +167,23 @@ class Overview:
             eta_s=None if eta_s == float("inf") else eta_s,
         )
 
+    def _trained(self) -> Collaboration | None:
+        newest = next(reversed(self._optimizers.values()), None)
+        return None if newest is None else newest.collaboration
+
+    def _rates(self, sent_bytes: int, received_bytes: int, now: float) -> tuple[float, float]:
+        """Return bits per second since the last reading `RATE_S` ago or earlier."""
+        readings = self._traffic
+        with self._traffic_lock:
+            while len(readings) > 1 and now - readings[1][0] >= RATE_S:
+                readings.popleft()
+            if not readings or now - readings[-1][0] >= RATE_S / 20:
+                readings.append((now, sent_bytes, received_bytes))
+            at, sent, received = readings[0]
+        if now <= at:
+            return 0.0, 0.0
+        return 8 * (sent_bytes - sent) / (now - at), 8 * (received_bytes - received) / (now - at)
+
     def names(self) -> Mapping[str, str]:
         """Return the names that peers chose, by short id, also of peers that left."""
         names = {
@@ -185,22 +195,14 @@ class Overview:
         return self._names
 
     def _records(self, now: float) -> Records:
-        if self._training.latest is not None:
-            collaboration = self._training.latest.collaboration
-            return dict(collaboration.progress.records), dict(collaboration.progress.assistants)
+        if (trained := self._trained()) is not None:
+            return dict(trained.progress.records), dict(trained.progress.assistants)
         seen = None if self._trainers is None else self._trainers.look(now)
         return seen or ({}, {})
 
-    def _last_share(self) -> float | None:
-        if not self._rounds:
-            return None
-        last, me = self._rounds[-1], self._services.peers.id.hex()
-        own = sum(member.weight for member in last.members if member.peer == me and me in last.contributors)
-        return own / last.samples if last.samples else 0.0
-
     def _contributions(self, now: float) -> tuple[ContributionRow, ...]:
         found = None if self._leaderboard is None else self._leaderboard.look(now)
-        names, rows = {**self._names, short(self._services.peers.id): self._context.name}, []
+        names, rows = {**self._names, short(self._services.peers.id): self._name}, []
         for one in (found or ())[:MAX_CONTRIBUTORS]:
             id, me = short(one.peer), one.peer == self._services.peers.id
             name = names.get(id, f"peer-{id}")
@@ -208,10 +210,18 @@ class Overview:
         return tuple(rows)
 
     def _log(self) -> Iterable[str]:
-        events = sorted([*without_repeats(self._rare), *self._routine], key=lambda event: event.at)
+        events = sorted([*self._rare, *self._routine], key=lambda event: event.at)
         for event in events[-LOG_LINES:]:
             # in one pass: peers choose their names, and one may choose another's id
             yield _SHORT_ID.sub(lambda id: self._names.get(id[0], id[0]), describe(event))
+
+
+def _last_share(rounds: Sequence[RoundFinished], me: str) -> float | None:
+    if not rounds:
+        return None
+    last = rounds[-1]
+    own = sum(member.weight for member in last.members if member.peer == me and me in last.contributors)
+    return own / last.samples if last.samples else 0.0
 
 
 def peer_rows(
@@ -257,15 +267,3 @@ def _row(
         upload_bps=record.upload_bps,
         download_bps=record.download_bps,
     )
-
-
-def without_repeats(events: Iterable[Event]) -> list[Event]:
-    """Return the events without further reports of the same lost peer."""
-    kept, gone = list[Event](), dict[str, float]()
-    for event in events:
-        if isinstance(event, PeerLeft):
-            if event.at - gone.get(event.peer, float("-inf")) < SAME_LOSS_S:
-                continue
-            gone[event.peer] = event.at
-        kept.append(event)
-    return kept

@@ -6,13 +6,11 @@
     checkpoints/NAME/        what each optimizer has trained
     in-use.json              which process uses the folder now
 
-All of it except the checkpoints is secret: only the owner can read it, and no repr shows it. Every file is written
-aside and then renamed, so a process may be killed at any moment.
-
-Two processes with one key would push each other out of the swarm, so one process at a time uses the
-folder. File locks mean nothing to other machines on a network drive. `in-use.json` names the
-process and its last heartbeat instead. A killed process leaves that file behind: its own machine
-notices at once, others once the heartbeats stop.
+All but the checkpoints is secret. Every file is written aside and then renamed, so a process may be
+killed at any moment. Two processes with one key would push each other out of the swarm, so one at a
+time uses the folder. File locks mean nothing to other machines on a network drive: `in-use.json`
+names the process and its last heartbeat instead. After a kill its own machine notices at once,
+others once the heartbeats stop.
 """
 
 from __future__ import annotations
@@ -105,11 +103,7 @@ class SavedPeer(msgspec.Struct, frozen=True):
 
 
 def read_saved(folder: Path) -> SavedPeer | None:
-    """Read the peer that a folder saves; None if there is none.
-
-    Raises:
-        StateError: it cannot be read, is damaged, or was written by a newer version.
-    """
+    """Read the peer that a folder saves, or None; a StateError if it is damaged or newer."""
     path = folder / "peer.json"
     try:
         data = path.read_bytes()
@@ -161,14 +155,11 @@ def loss_warning(folder: Path, here: Platform) -> str:
 
 
 class PeerStore:
-    """A peer's folder, reserved for this process until `close`.
+    """A peer's folder, reserved for this process until `close`; else a StateError.
 
     Attributes:
         folder, key_file: the folder, and the peer's key in it.
         saved: the peer that an earlier session saved; None if the folder is new.
-
-    Raises:
-        StateError: another process uses the folder, or it cannot be used.
     """
 
     _here: ClassVar[set[Path]] = set()  # folders of this process
@@ -231,8 +222,8 @@ class PeerStore:
     ) -> None:
         """Save the peer's current state and write a heartbeat; earlier contacts are saved after the linked ones.
 
-        Raises:
-            StateError: it cannot be written, or another process took the folder, because heartbeats were missing.
+        A StateError if that fails, or another process took the folder because heartbeats were
+        missing.
         """
         with self._writing:
             if self._closed or self.peer is None:

@@ -1,8 +1,8 @@
 """`simulate`: a swarm of many peers in this process, on virtual time, with a network of your choice.
 
-The peers are ordinary `Swarm` objects and run the same code as on the internet. Only the links, the clock and the
-compute time are simulated. Use it to learn, to try what a slow peer or a crash does, and to plan a run:
-`Simulation.run` works through it at once, `Simulation.play` shows it live and lets you interfere:
+The peers are ordinary `Swarm` objects and run the same code as on the internet. Only the links, the
+clock and the compute time are simulated. `Simulation.run` works through a run at once,
+`Simulation.play` shows it live:
 
     lesson = cs.simulate(4).play(train)              # shown under the cell, with sliders and a kill button
     lesson.inject("crash", "bob")                    # the same from code
@@ -31,7 +31,6 @@ from colab_swarm.notebook.lessons import SimulationSnapshot
 from colab_swarm.notebook.panel import Panel
 from colab_swarm.notebook.platforms import has_frontend
 from colab_swarm.runtime import POLL_S
-from colab_swarm.sim.faults import ScriptedFault
 from colab_swarm.sim.network import SimNetwork
 from colab_swarm.sim.profiles import PROFILES, ChurnProfile, NetworkProfile
 from colab_swarm.sim.runtime import SimRuntime
@@ -66,13 +65,13 @@ class Simulation(AbstractContextManager["Simulation"]):
         self._told_step = -1  # last step in the story
         self._lesson: InteractiveRun | None = None
         self.results: dict[str, object] = {}
-        self.network = self._runtime.call(self._make_network(profile))
         self.swarms: dict[str, Swarm] = {}
 
-    async def _make_network(self, profile: NetworkProfile) -> SimNetwork:
-        network = SimNetwork(profile, seed=self._seed)
-        network.on_fault = lambda fault: self.tell(lessons.describe_fault(fault.name, fault.arguments))
-        return network
+        async def make_network() -> SimNetwork:
+            return SimNetwork(profile, seed=seed)
+
+        self.network = self._runtime.call(make_network())
+        self.network.on_fault = lambda fault: self.tell(lessons.describe_fault(fault.name, fault.arguments))
 
     @property
     def time(self) -> float:
@@ -89,9 +88,6 @@ class Simulation(AbstractContextManager["Simulation"]):
             at: virtual seconds since the simulation began.
             samples_per_s: its training speed; as fast as the others if None.
             listen: False for a peer that cannot be dialled.
-
-        Raises:
-            ValueError: a peer of this name is online.
         """
         if at <= self.time and (name in self.swarms or name in self._arriving):
             raise ValueError(f"{name} is already online: use another name, or crash it first")
@@ -111,7 +107,6 @@ class Simulation(AbstractContextManager["Simulation"]):
             await self._join(name, listen)
         finally:
             self._arriving.discard(name)
-        self._start(name)
 
     async def _join(self, name: str, listen: bool) -> None:
         peers = self.network.peer(name, listen=listen)
@@ -134,6 +129,7 @@ class Simulation(AbstractContextManager["Simulation"]):
         self.swarms[name].events.listen(partial(self._on_event, name))
         if self._train is not None:
             self.tell(f"{name} has joined")
+            self._start(name)
 
     def _on_crash(self, name: str) -> None:
         if name in self._tasks:
@@ -147,18 +143,13 @@ class Simulation(AbstractContextManager["Simulation"]):
         return self._speeds.get(name, self._samples_per_s)
 
     def change_speed(self, name: str, samples_per_s: float) -> None:
-        """Set the peer's training speed from its next batch on.
-
-        Raises:
-            ValueError: no peer of this name ever joined.
-        """
+        """Set the peer's training speed; a ValueError if no such peer ever joined."""
         if name not in self._names:
             raise ValueError(f"{name} never joined")
         self._speeds[name] = samples_per_s
         self.tell(f"{name} now trains {samples_per_s:g} samples/s")
 
     def tell(self, words: str) -> None:
-        """Add a line with the present time to the story."""
         self._story.append(f"{self.time:6.1f} s  {words}")
         if self._aloud:
             print(self._story[-1], flush=True)
@@ -174,15 +165,12 @@ class Simulation(AbstractContextManager["Simulation"]):
     def run(
         self, train: Callable[[Swarm], T], *, seconds: float | None = None, churn: ChurnProfile | None = None
     ) -> dict[str, T]:
-        """Run ``train(swarm)`` for every peer at once, each in its own thread, one at a time, on virtual time.
+        """Run ``train(swarm)`` for every peer on virtual time; return the values by peer's name.
 
         Args:
             train: ordinary blocking code, as in a notebook cell.
             seconds: stop after this virtual time; None: when all peers have finished.
             churn: peers crash and join again at random times; needs ``seconds``.
-
-        Returns:
-            The return values of ``train`` by name of peer, for those that finished.
         """
         if churn is not None and seconds is None:
             raise ValueError("churn has no end: pass seconds= as well")
@@ -209,20 +197,15 @@ class Simulation(AbstractContextManager["Simulation"]):
         Without a front-end it runs to its end at once and prints what happens.
 
         Args:
-            train: as for `run`.
-            seconds: stop after so much virtual time; None: when everyone has finished.
+            train, seconds: as for `run`.
             speed: virtual seconds per second.
             live: whether to use widgets and to keep to ``speed``; None to find out.
-
-        Raises:
-            ValueError: ``speed`` or ``seconds`` is not above 0.
         """
         if not speed > 0 or not (seconds is None or seconds > 0):
             raise ValueError(f"speed={speed}, seconds={seconds}: both must be above 0")
         if InteractiveRun.running is not None:
             InteractiveRun.running.stop()
-        until = math.inf if seconds is None else self.time + seconds
-        lesson = InteractiveRun(self, until, speed)
+        lesson = InteractiveRun(self, math.inf if seconds is None else self.time + seconds, speed)
         if has_frontend() if live is None else live:
             self.begin(train)
             lesson.start()
@@ -248,11 +231,7 @@ class Simulation(AbstractContextManager["Simulation"]):
             self._start(name)
 
     def advance(self, seconds: float | None = None) -> bool:
-        """Let this much virtual time pass, or less if all peers finish before; return True if all have finished.
-
-        Raises:
-            Exception: raised by a peer's ``train``.
-        """
+        """Let so much virtual time pass, less if all peers finish: True. Raises what one raised."""
         return self._runtime.call(self._advance(seconds))
 
     async def _advance(self, seconds: float | None) -> bool:
@@ -272,10 +251,11 @@ class Simulation(AbstractContextManager["Simulation"]):
 
     def fire(self, name: str, *arguments: object) -> None:
         """Let a fault happen now, as ``network.now()`` does; call it only while no time passes."""
-        self._runtime.call(self._fire(name, *arguments))
 
-    async def _fire(self, name: str, *arguments: object) -> None:
-        self.network.fire(name, *arguments)
+        async def fire() -> None:
+            self.network.fire(name, *arguments)
+
+        self._runtime.call(fire())
 
     def end(self) -> None:
         """Stop ``train`` at every peer that still runs it."""
@@ -288,7 +268,6 @@ class Simulation(AbstractContextManager["Simulation"]):
             await asyncio.sleep(begin + event.at - self.time)
             if event.online:
                 await self._join(event.peer, True)
-                self._start(event.peer)
             else:
                 self.network.now().crash(event.peer)
 
@@ -322,13 +301,10 @@ class Simulation(AbstractContextManager["Simulation"]):
     def snapshot(self) -> SimulationSnapshot:
         """Return what panels show. Call it only while no time passes; otherwise use `InteractiveRun.snapshot`."""
         swarms = {name: swarm.snapshot() for name, swarm in self.swarms.items()}
-        return SimulationSnapshot(
-            at=self.time,
-            network=str(self.network),
-            peers=tuple(self._peer(name, swarms.get(name)) for name in self._names),
-            story=tuple(self._story),
-            coming=tuple(map(_describe, sorted(self.network.coming, key=lambda fault: fault.at))),
-        )
+        peers = tuple(self._peer(name, swarms.get(name)) for name in self._names)
+        faults = sorted(self.network.coming, key=lambda fault: fault.at)
+        coming = (f"{one.at:.0f} s: {lessons.describe_fault(one.name, one.arguments)}" for one in faults)
+        return SimulationSnapshot(self.time, str(self.network), peers, tuple(self._story), tuple(coming))
 
     def _peer(self, name: str, seen: SwarmSnapshot | None) -> PeerRow:
         speed = self.speed_of(name)
@@ -349,18 +325,12 @@ class Simulation(AbstractContextManager["Simulation"]):
         return lessons.draw(self.snapshot() if self._lesson is None else self._lesson.snapshot()).html()
 
 
-def _describe(fault: ScriptedFault) -> str:
-    return f"{fault.at:.0f} s: {lessons.describe_fault(fault.name, fault.arguments)}"
-
-
 class InteractiveRun:
     """A running simulation, made by `Simulation.play`. One runs at a time: a new one stops the former.
 
     Time passes in slices of `SLICE_S` virtual seconds, on the run's own thread; what the user
-    injects takes effect between two slices.
-
-    Attributes:
-        speed: virtual seconds per second, above 0; change it at any time.
+    injects takes effect between two slices. ``speed`` is in virtual seconds per second; change it
+    at any time.
     """
 
     running: ClassVar[InteractiveRun | None] = None
@@ -400,11 +370,9 @@ class InteractiveRun:
     def inject(self, verb: lessons.Verb, *arguments: str | float) -> None:
         """Change the simulation, such as ``inject("crash", "bob")``. Thread-safe.
 
-        Args:
-            verb: ``join`` (a peer; without a name, a new one), ``crash`` (a peer), ``speed`` (a
-                peer, samples per second), ``slow`` (a peer, how many times slower its connection),
-                ``latency``, ``bandwidth`` (factor), ``lose`` (share of messages).
-            arguments: of the verb.
+        Verbs: ``join`` (a peer; without a name, a new one), ``crash`` (a peer), ``speed`` (a peer,
+        samples per second), ``slow`` (a peer, how many times slower its connection), ``latency``,
+        ``bandwidth`` (factor), ``lose`` (share of messages).
         """
         self._injected.append((verb, arguments))
         self._wake.set()
@@ -427,13 +395,9 @@ class InteractiveRun:
             pass
 
     def wait(self) -> dict[str, object]:
-        """Wait for the end and keep the view live; an interrupt ends only the waiting.
+        """Keep the view live until the end; return or raise what ``train`` did, by name of peer.
 
-        Returns:
-            The return value of ``train`` by name of peer, for those that finished.
-
-        Raises:
-            Exception: raised by a peer's ``train``.
+        An interrupt ends only the waiting.
         """
         self.pause(False)
         over = False
@@ -542,13 +506,10 @@ def simulate(
     """Start a simulated run of ``peers`` peers, called alice, bob, carol, ….
 
     Args:
-        peers: number of peers at the start.
+        peers: number at the start.
         network: lan, home, dedloc16, paper_cloud, or your own profile.
         seed: of all random numbers: same seed, same run.
         samples_per_s: training speed of each peer, in virtual time.
-
-    Raises:
-        ValueError: the network is unknown, or ``peers`` is below 1.
     """
     if peers < 1:
         raise ValueError(f"peers={peers}: a swarm needs at least one")

@@ -6,9 +6,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -16,8 +16,8 @@ from colab_swarm.elastic.steps import ElasticSettings, ElasticSnapshot
 from colab_swarm.invite import Invite, Setting
 from colab_swarm.net.peers import Contact, PeerId, Role, short
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
-from colab_swarm.notebook.consistency import consistency_panel
 from colab_swarm.notebook.invitation import Invitation
+from colab_swarm.notebook.meters import consistency_panel, show_experts
 from colab_swarm.notebook.panel import Panel
 from colab_swarm.notebook.platforms import has_frontend, in_notebook
 from colab_swarm.notebook.receipt import Receipt, issue
@@ -26,7 +26,8 @@ from colab_swarm.notebook.views import draw
 from colab_swarm.runtime import Runner
 from colab_swarm.swarm.network import NetworkSession, close
 from colab_swarm.swarm.overview import Overview
-from colab_swarm.swarm.session import PeerContext, SwarmSession, SwarmTraining
+from colab_swarm.training.arrays import ArrayAverages
+from colab_swarm.training.assistant import Assistant
 from colab_swarm.training.settings import PeerServices, TrainingSettings
 from colab_swarm.trust.contributions import Contribution, Leaderboard
 
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from colab_swarm.moe.trainer import AsyncTrainer
     from colab_swarm.notebook.try_model import ModelProbe, TryModel
     from colab_swarm.snapshot import SwarmSnapshot
-    from colab_swarm.training.assistant import Assistant
     from colab_swarm.training.optimizer import SwarmOptimizer
     from colab_swarm.training.settings import TrafficBudget
     from colab_swarm.workunits.coordinator import Coordinator, CoordinatorOptions
@@ -60,14 +60,14 @@ class Swarm(AbstractContextManager["Swarm"]):
     reducer; those for invitations, contributions and work units, in a simulation.
 
     Attributes:
-        id: this peer's id, 32 bytes: the hash of its public key.
-        name: this peer's name for people.
+        id, name: this peer's id (the hash of its public key, 32 bytes) and its name for people.
         run, run_id: the run's name for people, and its unique id.
         is_owner: True if this peer created the run.
         settings: training settings that the invitation carries, such as ``{"target_batch_size": 4096}``.
         events: everything that happens to this peer, as typed events.
-        training: what this peer trains, and its help to others.
-        session: when its platform's session ends, and the folder that saves the peer.
+        optimizers, elastic: what this peer trains, by the model's name; the newest is the last.
+        averages: its averages of arrays.
+        assistant: its help to others as a reducer; None without.
         network: its session on the real network; None in a simulation.
         left: whether it has left.
     """
@@ -82,10 +82,12 @@ class Swarm(AbstractContextManager["Swarm"]):
         self.is_owner = network is not None and invitation is None
         self.settings: Mapping[str, Setting] = {} if invitation is None else dict(invitation.settings)
         self._role = Role.WORKER if invitation is None else invitation.role
-        self._context = context = PeerContext(runtime, services, network, run_id, name)
-        self.training = SwarmTraining(context)
-        self.session = SwarmSession(context, self.training, self.leave)
-        self._overview = Overview(context, self.training)
+        self.optimizers: dict[str, SwarmOptimizer] = {}
+        self.elastic: dict[str, ElasticOptimizer] = {}
+        self.averages = ArrayAverages(services, run_id)
+        self.assistant: Assistant | None = None
+        contributions = None if network is None else network.trust.contributions
+        self._overview = Overview(runtime, services, name, self.optimizers, contributions)
         self._experts: SwarmExperts | None = None
         self._panel: Panel[SwarmSnapshot] | None = None
         self._recorder: Recorder | None = None
@@ -115,8 +117,8 @@ class Swarm(AbstractContextManager["Swarm"]):
     ) -> Invitation:
         """Return an invitation: one line that lets others join. A notebook shows it with a QR code and badges.
 
-        The authority, the peer that created the run, makes new invitations. Other peers pass on the
-        one they joined with, with fresh addresses. In an open run any peer can make one.
+        The peer that created the run makes new ones, others pass on theirs. In an open run any peer
+        can make one.
 
         Args:
             role: of those who join: ``worker`` (the default), ``reducer`` or ``viewer``.
@@ -147,20 +149,19 @@ class Swarm(AbstractContextManager["Swarm"]):
         """Remove a peer from the run for good. All other peers close their links to it within a minute.
 
         Args:
-            peer: its id, or the first hex digits of it as panels show them. The text of an
-                invitation removes every peer that joined with it.
+            peer: its id, its first hex digits, or the text of an invitation: all that joined with it.
 
         Raises:
             PermissionError: this peer did not create the run, or the run is open to everybody.
             ValueError: the digits match no known peer, or several.
         """
-        network, training = self._require_network(), self.training.latest
+        network = self._require_network()
         if isinstance(peer, str) and "#" in peer:
             peer = Invite.parse(peer, now=0.0).key.id
         elif isinstance(peer, str):
             known = set(self.services.peers.linked())
-            if training is not None:
-                known |= training.collaboration.progress.records.keys()
+            for optimizer in self.optimizers.values():
+                known |= optimizer.collaboration.progress.records.keys()
             matches = [one for one in known if one.hex().startswith(peer.lower())]
             if len(matches) != 1:
                 raise ValueError(f"{peer!r} matches {len(matches)} peer ids, expected exactly one")
@@ -175,10 +176,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         return Leaderboard(rows, {**self._overview.names(), short(self.id): self.name}, self.id)
 
     def receipt(self) -> Receipt:
-        """Return this peer's contribution, signed by the peers that saw it. The receipt can be verified offline.
-
-        Peers publish what they saw every 30 s.
-        """
+        """Return this peer's contribution, signed by the peers that saw it, every 30 s."""
         network = self._require_network()
         vouchers = self.runtime.call(network.trust.contributions.vouchers())
         admission = network.access.admission
@@ -211,13 +209,20 @@ class Swarm(AbstractContextManager["Swarm"]):
             ValueError, TypeError: a setting is not usable.
             StateError: a swarm trains this model already, but no peer could send its state.
         """
+        from colab_swarm.training.optimizer import SwarmOptimizer
         from colab_swarm.training.replica import UpdateRule
+        from colab_swarm.training.state import CheckpointFolder
 
         self._check(worker=True)
         settings = TrainingSettings(f"{self.run_id}/{name}", float(target_batch_size), budget, **options)
         local = settings.local_steps != 1
         rule = UpdateRule(optimizer, scheduler, max_grad_norm, settings.overlap, local)
-        trained = self.training.optimizer(name, settings, rule)
+        if name in self.optimizers:
+            self.optimizers.pop(name).close()
+        store = None if self.network is None else self.network.store
+        folder = None if store is None else CheckpointFolder(store.checkpoints(name), keep=2)
+        trained = SwarmOptimizer(self.runtime, self.services, settings, rule, self.name, folder)
+        self.optimizers[name] = trained
         self.probe.on_optimizer(name, trained)
         return trained
 
@@ -229,18 +234,26 @@ class Swarm(AbstractContextManager["Swarm"]):
         Waits until the group is complete. All members start from the first member's parameters.
 
         Args:
-            optimizer: a torch optimizer over the model's parameters; all members use the same kind and settings.
+            optimizer, name: as for `optimizer`.
             peers: members of the group, this one included, 2 to 16.
-            name: of the group; distinguishes several models of one run.
             **options: see `ElasticSettings`. All members use the same.
 
         Raises:
             ValueError: a setting is not usable, or differs from the other members'.
             StateError: the group did not form.
         """
+        from colab_swarm.elastic.group import enter_group
+        from colab_swarm.elastic.optimizer import ElasticOptimizer
+
         self._check(worker=True)
         settings = ElasticSettings(f"{self.run_id}/elastic/{name}", peers, **options)
-        return self.training.elastic_optimizer(name, settings, optimizer)
+        if name in self.elastic:
+            self.elastic.pop(name).close()
+        enter = partial(enter_group, self.services)
+        self.elastic[name] = ElasticOptimizer(
+            self.runtime, optimizer, settings, enter, self.events, self.services.pace
+        )
+        return self.elastic[name]
 
     def average(
         self,
@@ -259,12 +272,9 @@ class Swarm(AbstractContextManager["Swarm"]):
             group_size: of the groups that average in turn; None: chosen from failures and times.
             name: distinguishes several averages.
             compression: on the wire, one per name; onebit and topk lose most of the values.
-
-        Raises:
-            ValueError: values, weight, group_size or compression are not usable.
         """
         self._check(worker=True)
-        average = self.training.averages.average(
+        average = self.averages.average(
             values, weight=weight, group_size=group_size, name=name, compression=compression
         )
         try:
@@ -276,23 +286,20 @@ class Swarm(AbstractContextManager["Swarm"]):
     def serve_as_reducer(self, name: str | None = None) -> Assistant:
         """Help others train: organize their rounds, reduce, send the state to late joiners. Needs no torch.
 
-        Peers that only dial out can train together through this peer.
-
         Args:
             name: the only model to help with, as given to `optimizer`; None: every model of the run.
         """
         self._check()
-        return self.training.serve_as_reducer(name)
+        if self.assistant is not None:
+            self.assistant.stop()
+        assistant = Assistant(self.runtime, self.services, self.run_id, name=self.name, collaboration=name)
+        self.runtime.call(assistant.start())
+        self.assistant = assistant
+        return assistant
 
     def consistency_meter(self, name: str = "model") -> Panel[ElasticSnapshot]:
-        """Return a live view of this elastic member's inconsistency, beside the theoretical bound.
-
-        Call its ``tick()`` after each training step. It warns when the bound is exceeded.
-
-        Raises:
-            KeyError: there is no elastic optimizer of this name.
-        """
-        return consistency_panel(self.training.elastic[name])
+        """Return a live view of this elastic member's inconsistency beside its bound."""
+        return consistency_panel(self.elastic[name])
 
     def host_experts(
         self,
@@ -353,11 +360,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         return self._use_experts().remote(uid, grid, compression=compression, timeout_s=timeout_s)
 
     def experts_panel(self, prefix: str, *, grid: Sequence[int]) -> Panel[ExpertsSnapshot]:
-        """Return a live table of the swarm's experts: who hosts them, how much each is used, and this peer's own.
-
-        Args:
-            prefix, grid: as given to `host_experts`.
-        """
+        """Return a live table of the swarm's experts, their hosts and their use."""
         panel: Panel[ExpertsSnapshot] = self._use_experts().panel(prefix, grid, self.leave)
         return panel
 
@@ -387,7 +390,6 @@ class Swarm(AbstractContextManager["Swarm"]):
 
     def _use_experts(self) -> SwarmExperts:
         from colab_swarm.moe.host import SwarmExperts
-        from colab_swarm.notebook.experts import show_experts
 
         self._check()
         if self._experts is None:
@@ -408,8 +410,9 @@ class Swarm(AbstractContextManager["Swarm"]):
         from colab_swarm.swarm import work
 
         self._check(worker=True)
-        coordinator = work.coordinate(self._context, self._require_network(), job, options)
-        self.session.stops.append(coordinator.stop)
+        network = self._require_network()
+        coordinator = work.coordinate(self.runtime, network, job, options)
+        network.stops.append(coordinator.stop)
         return coordinator
 
     def volunteer(
@@ -430,19 +433,25 @@ class Swarm(AbstractContextManager["Swarm"]):
         from colab_swarm.swarm import work
 
         self._check(worker=True)
+        network = self._require_network()
         options = {"job": job, "trust_code": trust_code, "units": units, "folder": folder, "device": device}
-        volunteer = work.volunteer(self._context, self._require_network(), **options)
-        self.session.stops.append(volunteer.stop)
+        volunteer = work.volunteer(self.runtime, network, name=self.name, gate=self.services.gate, **options)
+        network.stops.append(volunteer.stop)
         return volunteer
 
     def panel(self) -> Panel[SwarmSnapshot]:
-        """Return the live view of the swarm: widgets in a notebook, text elsewhere. It is always the same object.
+        """Return the live view of the swarm: widgets in a notebook, text elsewhere; always the same object.
 
-        While a cell waits for other peers, as in ``optimizer.step()``, widgets refresh by themselves.
+        While a cell waits for other peers, widgets refresh by themselves.
         """
         live = has_frontend()
         if self._panel is None:
-            self._panel = Panel(self.snapshot, self.leave, pause=self.session.pause, live=live)
+            self._panel = Panel(
+                self.snapshot,
+                self.leave,
+                pause=lambda wanted: self.pause() if wanted else self.unpause(),
+                live=live,
+            )
         if live:
             self.runtime.while_waiting(self._panel.tick)
         return self._panel
@@ -452,9 +461,9 @@ class Swarm(AbstractContextManager["Swarm"]):
         self.panel().watch(seconds)
 
     def record(self, path: str | Path) -> Recorder:
-        """Record events from now on into a file, one line of JSON per event. `colab_swarm.replay` draws it offline.
+        """Record events from now on as lines of JSON, which `colab_swarm.replay` draws offline.
 
-        ``close()`` of the returned recorder ends it, as do a second call and leaving.
+        ``close()`` of the recorder ends it, as do a second call and leaving.
 
         Args:
             path: the file; an earlier recording there is continued.
@@ -472,14 +481,11 @@ class Swarm(AbstractContextManager["Swarm"]):
     def try_model(
         self, question: str | None = None, *, model: nn.Module | None = None, tokenizer: Any = None
     ) -> TryModel:
-        """Fill the masks of a text with the model as it is now and as this peer received it.
-
-        Call it between two steps.
+        """Fill the masks of a text with the model as it is, and as this peer received it.
 
         Args:
             question: a text with [MASK]; None for some examples and a form.
-            model: a masked language model; None for the one of ``cs.recipes.albert(…, swarm=swarm)``.
-            tokenizer: of the model.
+            model, tokenizer: None for those of ``cs.recipes.albert(…, swarm=swarm)``.
 
         Raises:
             ValueError: the model is unknown, or the text has no gap.
@@ -498,8 +504,9 @@ class Swarm(AbstractContextManager["Swarm"]):
 
     def snapshot(self) -> SwarmSnapshot:
         """Return what a panel shows, as one frozen record. Thread-safe."""
-        reached = str(self.reachability)
-        return self._overview.snapshot(reached=reached, left=self.left, session=self.session.time())
+        clock = None if self.network is None else self.network.clock
+        session = None if clock is None else clock.read(self.runtime.time())
+        return self._overview.snapshot(reached=str(self.reachability), left=self.left, session=session)
 
     def __repr__(self) -> str:
         linked = len(self.services.peers.linked())
@@ -509,21 +516,33 @@ class Swarm(AbstractContextManager["Swarm"]):
     def _repr_html_(self) -> str:
         return draw(self.snapshot()).html()
 
-    def paused(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
         """``with swarm.paused():`` stops this peer's background work while you need the machine.
 
         Hosted experts and work units wait, no round waits for this peer, and afterwards it catches
-        up. Links stay open. Blocks may be nested; do not train inside.
+        up. Blocks may be nested; do not train inside.
         """
-        return self.session.paused()
+        try:
+            with self.services.gate.block():
+                self._on_gate()
+                yield
+        finally:
+            self._on_gate()
 
     def pause(self) -> None:
         """Stop background work until `unpause`; training cells wait. Idempotent."""
-        self.session.pause(True)
+        self.services.gate.hold()
+        self._on_gate()
 
     def unpause(self) -> None:
         """Continue after `pause`; a ``with swarm.paused():`` that is active lasts to its end. Idempotent."""
-        self.session.pause(False)
+        self.services.gate.release()
+        self._on_gate()
+
+    def _on_gate(self) -> None:
+        for optimizer in list(self.optimizers.values()):  # buttons call this on other threads
+            self.runtime.call(optimizer.collaboration.on_gate())
 
     def leave(self, *, hand_over_s: float = 0.0) -> None:
         """Leave the run and close all links. Idempotent. A part that fails to close is raised after all others closed.
@@ -538,20 +557,26 @@ class Swarm(AbstractContextManager["Swarm"]):
                 if self._recorder is not None:
                     parts.callback(self._recorder.close)
                 parts.callback(lambda: self.runtime.call(close(self.services, self.network)))
-                parts.callback(lambda: self.runtime.call(self.training.averages.close()))
+                parts.callback(lambda: self.runtime.call(self.averages.close()))
                 parts.callback(self.services.gate.release)  # a paused trainer would wait forever
                 parts.callback(setattr, self, "left", True)
                 if self._experts is not None:
                     parts.callback(self._experts.close)
-                for end in reversed(self.training.closings(hand_over_s)):
-                    parts.callback(end)
+                if self.assistant is not None:
+                    parts.callback(self.assistant.stop)
+                for elastic in self.elastic.values():
+                    parts.callback(elastic.close)
+                for optimizer in reversed(self.optimizers.values()):
+                    parts.callback(optimizer.close, hand_over_s=hand_over_s)
 
     def kill(self) -> None:
         """End like a killed process. For simulated crashes, on the runtime's loop."""
         self.left = True
-        self.training.kill()
-        if self._experts is not None:
-            self._experts.kill()
+        for optimizer in self.optimizers.values():
+            optimizer.collaboration.kill()
+        for part in (*self.elastic.values(), self.assistant, self._experts):
+            if part is not None:
+                part.kill()
         self.services.dht.kill()
 
     def _check(self, *, worker: bool = False) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from colab_swarm.errors import JoinError
+from colab_swarm.runtime import Runner
 from colab_swarm.swarm.network import NetworkSession
-from colab_swarm.swarm.session import PeerContext
 from colab_swarm.workunits.client import CoordinatorClient
 from colab_swarm.workunits.coordinator import Coordinator, CoordinatorOptions, open_coordinator
 from colab_swarm.workunits.job import Job
@@ -16,20 +16,18 @@ from colab_swarm.workunits.volunteering import Volunteer, open_volunteer
 
 
 def coordinate(
-    context: PeerContext, network: NetworkSession, job: Job | str | Path, options: CoordinatorOptions
+    runtime: Runner, network: NetworkSession, job: Job | str | Path, options: CoordinatorOptions
 ) -> Coordinator:
     """Coordinate ``job`` as this peer and announce it in the DHT; see `Swarm.coordinate`."""
     job = job if isinstance(job, Job) else Job.load(job)
     coordinator = open_coordinator(job, network.access, _token(network), options)
-    context.runtime.call(
-        network.announce("coordinators", lambda: None if coordinator.stopped else coordinator.url)
-    )
+    runtime.call(network.announce("coordinators", lambda: None if coordinator.stopped else coordinator.url))
     return coordinator
 
 
-def volunteer(context: PeerContext, network: NetworkSession, **options: Any) -> Volunteer:
+def volunteer(runtime: Runner, network: NetworkSession, **options: Any) -> Volunteer:
     """Work for the swarm's coordinator, the one announced last; ``options`` are those of `open_volunteer`."""
-    found = context.runtime.call(network.announced("coordinators"))
+    found = runtime.call(network.announced("coordinators"))
     newest = sorted(found.values(), key=lambda record: -record.expires_at)
     urls = [
         record.value
@@ -45,9 +43,9 @@ def volunteer(context: PeerContext, network: NetworkSession, **options: Any) -> 
     authority = None if admission is None else admission.authority
 
     def client(_: Path) -> CoordinatorClient:
-        return CoordinatorClient(urls[0], _token(network), run_id=context.run_id, authority=authority)
+        return CoordinatorClient(urls[0], _token(network), run_id=network.access.run_id, authority=authority)
 
-    return open_volunteer(client, name=context.name, gate=context.services.gate, **options)
+    return open_volunteer(client, **options)
 
 
 def _token(network: NetworkSession) -> Token:

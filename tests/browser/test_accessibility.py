@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from colab_swarm.notebook import checks, consistency, experts, lessons, rounds, units_view, views
+from colab_swarm.notebook import checks, lessons, meters, units_view, views
 from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime
 from tests.browser import looks
 from tests.browser.chromium import Window, needs
 from tests.browser.lab import KNOWN_COMPLAINTS, Lab
-from tests.notebook import test_checks, test_consistency, test_experts, test_lesson, test_rounds
+from tests.notebook import test_checks, test_lesson, test_meters, test_rounds
 from tests.notebook.test_units_view import MARKS
 from tests.notebook.test_units_view import SNAPSHOT as VOLUNTEER
 from tests.workunits.statuses import status
@@ -57,15 +57,15 @@ SWARM = dataclasses.replace(
 )
 VIEWS = {
     "swarm": views.draw(SWARM).html(),
-    "rounds": rounds.draw(SWARM).html(),
+    "rounds": views.draw_rounds(SWARM).html(),
     "map": views.draw_map(SWARM).html(),
-    "experts": experts.draw(test_experts.SNAPSHOT).html(),
-    "experts-full": experts.draw(
-        dataclasses.replace(test_experts.SNAPSHOT, listing=test_experts.full(16, 16, share=0.004))
+    "experts": meters.draw_experts(test_meters.SNAPSHOT).html(),
+    "experts-full": meters.draw_experts(
+        dataclasses.replace(test_meters.SNAPSHOT, listing=test_meters.full(16, 16, share=0.004))
     ).html(),
     "job": units_view.draw_job(status(marks=MARKS)).html(),
     "volunteer": units_view.draw_volunteer(VOLUNTEER).html(),
-    "consistency": consistency.draw(test_consistency.snapshot(0.2, 0.4, 1.3)).html(),
+    "consistency": meters.draw_elastic(test_meters.elastic(0.2, 0.4, 1.3)).html(),
     "doctor": checks.draw([test_checks.GOOD, test_checks.LOOK, test_checks.STOP]).html(),
     "lesson": lessons.draw(test_lesson.LESSON_NOW).html(),
 }

@@ -1,19 +1,60 @@
-"""The first tutorial as its reader sees it, in JupyterLab."""
+"""The first tutorial in JupyterLab; and a lesson whose swarm lives while no cell runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from colab_swarm.bench.join import code_cells
 from tests.browser.chromium import Window, needs
-from tests.browser.lab import KNOWN_COMPLAINTS, Lab
-from tests.browser.lesson import read, table
+from tests.browser.lab import CELL, KNOWN_COMPLAINTS, Lab
 from tests.notebooks.regenerate import TUTORIALS
 
 pytestmark = needs("jupyterlab", "ipywidgets")
 
 
 def test_the_first_tutorial_runs_from_top_to_bottom(lab: Lab, window: Window, artifacts: Path) -> None:
-    runs = read(lab, window, TUTORIALS[0], artifacts)
-    (artifacts / "silence.txt").write_text(table(runs))  # no test: it is the machine's business, too
-    assert "Swarm(first-swarm, alice, left)" in "\n".join(run.output for run in runs)
+    lesson = lab.open_ours(window, TUTORIALS[0])
+    outputs = []
+    for number in range(len(code_cells(TUTORIALS[0]))):
+        outputs.append(lesson.run(number))
+        lesson.page.locator(f"{CELL} >> nth={number}").screenshot(path=artifacts / f"{number + 1:02}.png")
+    assert "Swarm(first-swarm, alice, left)" in "\n".join(outputs)
+    assert window.complaints_but(*KNOWN_COMPLAINTS) == []
+
+
+PLAY = [
+    """
+import torch
+import colab_swarm as cs
+
+def train(swarm):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = swarm.optimizer(sgd, target_batch_size=64)
+    while True:
+        loss = model(torch.rand(8, 8, 8)).square().mean()
+        loss.backward()
+        optimizer.step(samples=8, loss=loss.item())
+""",
+    "simulation = cs.simulate(4, samples_per_s=8)\nlesson = simulation.play(train, speed=5)\nlesson",
+    "lesson.stop()\nprint([fault.name for fault in simulation.network.fired], lesson)",
+]
+
+
+def test_a_peer_is_killed_and_brought_back_between_two_cells(
+    lab: Lab, window: Window, artifacts: Path
+) -> None:
+    page = lab.open(window, "play", PLAY)
+    page.run(0)
+    page.run(1)
+    page.page.click(".widget-play button")  # from now on the browser asks for news
+    page.wait_output("step 1: ")
+    page.page.select_option(".widget-dropdown select", label="bob")
+    page.click("Kill this peer")
+    page.wait_output("bob crashes")
+    page.page.screenshot(path=artifacts / "killed.png")
+    page.click("Bring it back")
+    page.wait_output("bob has joined")
+    assert "['crash'] Lesson(stopped at" in page.run(2)
     assert window.complaints_but(*KNOWN_COMPLAINTS) == []

@@ -1,51 +1,78 @@
-"""The coordinator's page in Chromium: it draws, keeps itself up to date, and runs nobody else's script."""
+"""The pages of a backbone and of a coordinator in Chromium: they draw, update and run nobody else's script."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from colab_swarm.notebook.page import StatusPage
-from colab_swarm.notebook.units_view import status_page
-from colab_swarm.workunits.state import JobStatus
+from colab_swarm.backbone import backbone
+from colab_swarm.notebook import units_view
+from tests.backbone import views
 from tests.browser.chromium import Window, needs
-from tests.browser.site import Site
-from tests.workunits.statuses import EVIL, status
+from tests.workunits import statuses
 
 pytestmark = needs()
+FIRST = {"sahajbert": views.view(), "digits-resnet": statuses.status()}
+LATER = {
+    "sahajbert": views.view(steps=5000, run="later"),
+    "digits-resnet": statuses.status(epochs=7, name="later"),
+}
+EVIL = {"sahajbert": views.EVIL, "digits-resnet": statuses.EVIL}
+DRAWN = {"sahajbert": "svg polyline", "digits-resnet": "svg polygon"}
 
 
-async def serve(look: Callable[[], JobStatus]) -> StatusPage[JobStatus]:
-    page = status_page(look)
-    await page.start("127.0.0.1", 0)
-    return page
+class Site:
+    """Serves ``shown``, which a test may change, on a thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.shown = name, FIRST[name]
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        look: Callable[[], Any] = lambda: self.shown  # noqa: E731
+        pages: dict[str, Any] = {"sahajbert": backbone.status_page, "digits-resnet": units_view.status_page}
+        self.page = pages[name](look)
+        self._call(self.page.start("127.0.0.1", 0))
+
+    def _call(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        self._call(self.page.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
 
 
-@pytest.fixture
-def site() -> Iterator[Site[JobStatus]]:
-    site = Site(status(), serve)
+@pytest.fixture(params=FIRST)
+def site(request: pytest.FixtureRequest) -> Iterator[Site]:
+    site = Site(request.param)
     yield site
     site.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.ordeal)])
-def test_the_page_draws_updates_itself_and_runs_no_script_of_a_volunteer(
-    site: Site[JobStatus], browser: Any, artifacts: Path, scheme: str
+def test_the_page_draws_updates_itself_and_runs_no_script_of_others(
+    site: Site, browser: Any, artifacts: Path, scheme: str
 ) -> None:
     window = Window(browser, artifacts, color_scheme=scheme)
     page = window.new_page(width=800, height=1000)
-    page.goto(site.server.url)
-    page.screenshot(path=artifacts / "status.png", full_page=True)
-    assert page.title() == "digits-resnet" and EVIL[:20] in page.inner_text("#live")
-    assert page.locator("svg polygon").count() == 1
+    page.goto(site.page.url)
+    page.screenshot(path=artifacts / "page.png", full_page=True)
+    assert page.title() == site.name and EVIL[site.name][:20] in page.inner_text("#live")
+    assert page.locator(DRAWN[site.name]).count() == 1
     assert page.evaluate("document.documentElement.scrollWidth") <= 800
 
-    site.shown = status(epochs=7, name="later")
+    site.shown = LATER[site.name]
     page.locator("h1", has_text="later").wait_for(timeout=15_000)
-    assert page.title() == "digits-resnet" and page.locator("img").count() == 0
+    assert page.title() == site.name and page.locator("img").count() == 0
     assert window.complaints_but("favicon") == []
 
     site.close()

@@ -97,7 +97,9 @@ def test_each_problem_is_found_and_has_its_fix(found: Check, light: Light, fix: 
     assert found.light is light and fix in found.fix
 
 
-def test_the_micro_batch_comes_with_its_arithmetic() -> None:
+def test_the_micro_batch_comes_with_its_arithmetic_and_versions_are_compared_by_their_numbers() -> None:
+    assert numbers("2.9.0+cu126") == [2, 9, 0] and numbers("3.13.0rc1") == [3, 13, 0] and numbers("") == []
+    assert numbers("2.9.0+cu126") > numbers("2.9") > numbers("2.8.1")
     text = check_compute(8, 9 * GB, T4, LARGE).text
     assert "(0.8 × 14.5 GB free − 18.1 M parameters × 16 B) / 1,605.9 MB a sample: micro-batch 4" in text
 
@@ -117,15 +119,7 @@ def test_the_prediction_is_shown_in_words() -> None:
         "first sample in 12 s; 10 samples/s here, 25% of a step; a step of 4,096 samples every 2 min, "
         "of which 15 s averaging; 2.2 GB per hour"
     )
-
-
-def test_infinite_bandwidth_is_shown_in_words() -> None:
     assert "too fast to measure up" in check_bandwidth(Speed(math.inf, 1e9, 0.0)).text
-
-
-def test_versions_are_compared_by_their_numbers() -> None:
-    assert numbers("2.9.0+cu126") == [2, 9, 0] and numbers("3.13.0rc1") == [3, 13, 0] and numbers("") == []
-    assert numbers("2.9.0+cu126") > numbers("2.9") > numbers("2.8.1")
 
 
 GOOD = Check("disk", Light.GREEN, "50.0 GB free here")
@@ -164,12 +158,9 @@ def test_the_html_has_symbols_and_words_and_loads_nothing() -> None:
     )
     marks = [span for span in parsed(page).iter("span") if span.text and span.text[0] in "✔▲✖"]
     assert [mark.text for mark in marks] == ["✔ good", "▲ warning", "✖ problem"]
-    assert not re.search(r"<script|https?:|src=|url\(| on\w+=", page)
-
-
-def test_the_name_of_a_check_stays_on_its_line() -> None:
-    names = [name.attrib["style"] for name in parsed(draw([GOOD]).html()).iter("b") if name.text == "disk"]
+    names = [name.attrib["style"] for name in parsed(page).iter("b") if name.text == "disk"]
     assert names == ["white-space:nowrap"]
+    assert not re.search(r"<script|https?:|src=|url\(| on\w+=", page)
 
 
 def test_a_long_text_is_wrapped_under_its_beginning() -> None:
@@ -204,10 +195,7 @@ def test_two_equal_peers_take_half_of_a_step_each() -> None:
     )  # 2 (n-1)/n of 2 MB, at the slower way
     assert found.step_s == pytest.approx((256 + 2 * 8) / 20 + found.averaging_s)
     assert found.gb_per_hour == pytest.approx(2 * 2e6 * 3600 / found.step_s / 1e9)
-
-
-def test_a_late_joiner_first_downloads_the_state() -> None:
-    found = predicted((10.0,))
+    # a late joiner first downloads the state
     assert found.first_sample_s == pytest.approx(0.1 + 12e6 * 8 / 100e6 + 8 / 10)
 
 

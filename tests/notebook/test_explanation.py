@@ -32,10 +32,6 @@ def test_each_of_our_errors_has_its_own_cause_and_fix(kind: type[SwarmError]) ->
         assert found.cause != explain(SwarmError).cause
 
 
-def test_an_explanation_begins_with_the_text_of_the_error() -> None:
-    assert str(explain(JoinError("nobody is there"))).startswith("JoinError: nobody is there\n  cause: ")
-
-
 class _OutOfMemoryError(RuntimeError):
     """Like torch's, without a GPU."""
 
@@ -76,17 +72,14 @@ def test_a_bug_of_ours_asks_for_a_report() -> None:
     with pytest.raises(TypeError) as raised:
         explain(42)  # type: ignore[arg-type]
     assert "nothing has changed" in explain(raised.value).cause  # our own check
-    trapped = _raised_under_ours()
-    assert "bug of colab_swarm" in explain(trapped).cause and "report it" in explain(trapped).fix
 
-
-def _raised_under_ours() -> BaseException:
     async def fails() -> None:
         json.loads("{")
 
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError) as trapped:
         Runtime.shared().call(fails())
-    return raised.value
+    bug = explain(trapped.value)
+    assert "bug of colab_swarm" in bug.cause and "report it" in bug.fix
 
 
 def test_without_an_argument_the_last_error_of_the_notebook_is_explained(
@@ -96,6 +89,7 @@ def test_without_an_argument_the_last_error_of_the_notebook_is_explained(
     assert explain().title == "no error"
     monkeypatch.setattr(sys, "last_value", JoinError("nobody is there"))
     assert explain() == explain(JoinError("nobody is there"))
+    assert str(explain()).startswith("JoinError: nobody is there\n  cause: ")
 
 
 def test_the_html_has_the_same_content_and_escapes_it() -> None:
@@ -119,12 +113,8 @@ def test_errors_whose_str_fails_are_explained_too(error: Any) -> None:
 
 
 def test_extra_of_finds_the_extra_of_a_module() -> None:
-    assert [extra_of(name) for name in ("segno", "sqlalchemy", "sklearn", "nosuch")] == [
-        "notebook",
-        "workunits",
-        "train",
-        None,
-    ]
+    found = [extra_of(name) for name in ("segno", "sqlalchemy", "sklearn", "nosuch")]
+    assert found == ["notebook", "workunits", "train", None]
 
 
 NEXT = re.compile(

@@ -18,19 +18,14 @@ def invitation(line: str = LINE, run: str = "my-run", uses: int | None = 3) -> I
     return Invitation(line, run=run, role="worker", expires_at=1_800_000_000.0, uses=uses)
 
 
-def test_an_invitation_is_its_text() -> None:
-    assert invitation() == LINE
-    assert f"{invitation()}" == LINE
-    assert invitation()._repr_mimebundle_()["text/plain"] == LINE
-
-
 @pytest.mark.parametrize(("uses", "words"), [(None, "any number of times"), (1, "once"), (3, "3 times")])
 def test_role_expiry_and_uses_are_shown(uses: int | None, words: str) -> None:
     shown = invitation(uses=uses).described()
     assert shown == f"join my-run as worker, {words}, until 2027-01-15 08:00 UTC"
 
 
-def test_an_invitation_can_be_pickled() -> None:
+def test_an_invitation_is_its_text_and_can_be_pickled() -> None:
+    assert invitation() == f"{invitation()}" == invitation()._repr_mimebundle_()["text/plain"] == LINE
     travelled = pickle.loads(pickle.dumps(invitation(uses=3)))
     assert travelled == invitation() and travelled.uses == 3 and travelled.role == "worker"
 

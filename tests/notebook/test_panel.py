@@ -13,10 +13,9 @@ import ipywidgets
 import pytest
 
 from colab_swarm.notebook import panel as panels
-from colab_swarm.notebook import rounds
 from colab_swarm.notebook.panel import SWARM, Page, Panel, update_button
 from colab_swarm.notebook.theme import Document
-from colab_swarm.notebook.views import draw, draw_map, summary
+from colab_swarm.notebook.views import draw, draw_map, draw_rounds, summary
 from colab_swarm.snapshot import SwarmSnapshot
 from tests.notebook.test_views import SNAPSHOT
 
@@ -35,13 +34,16 @@ def nothing() -> None:
 
 
 def everything(snapshot: SwarmSnapshot) -> str:
-    pages = (draw(snapshot).text(), rounds.draw(snapshot).text(), draw_map(snapshot).text())
-    return "\n\n".join(pages)
+    return "\n\n".join(page(snapshot).text() for page in (draw, draw_rounds, draw_map))
 
 
 def test_without_a_front_end_a_panel_is_text_and_static_html() -> None:
-    bundle = Panel(lambda: SNAPSHOT, nothing)._repr_mimebundle_()
-    assert bundle == {"text/plain": draw(SNAPSHOT).text(), "text/html": draw(SNAPSHOT).html()}
+    panel = Panel(lambda: SNAPSHOT, nothing)
+    assert repr(panel) == f"Panel({summary(SNAPSHOT)})"
+    assert panel._repr_mimebundle_() == {
+        "text/plain": draw(SNAPSHOT).text(),
+        "text/html": draw(SNAPSHOT).html(),
+    }
 
 
 @pytest.mark.slow
@@ -109,11 +111,6 @@ def test_the_leave_button_resets_without_a_second_click(monkeypatch: pytest.Monk
     assert button.description == "Leave swarm? Click again"
 
 
-def test_buttons_are_disabled_after_leaving() -> None:
-    panel = Panel(lambda: LEFT, nothing, pause=lambda wanted: None, live=True)
-    assert control(panel, "Button", "Left").disabled and control(panel, "Button", "Pause").disabled
-
-
 def test_the_pause_button_toggles() -> None:
     asked: queue.Queue[bool] = queue.Queue()
     paused = False
@@ -143,8 +140,11 @@ def test_every_button_has_a_tooltip_and_a_panel_that_cannot_pause_no_such_button
     panel = Panel(lambda: SNAPSHOT, nothing, pause=lambda wanted: None, live=True)
     assert all(control(panel, "Button", name).tooltip for name in ("Pause", "Stop", "Leave"))
     assert len(control(panel, "ToggleButtons").tooltips) == 3
-    bare = Panel(lambda: SNAPSHOT, nothing, live=True)
+    bare = Panel(lambda: SNAPSHOT, nothing, controls=lambda: [ipywidgets.Text("more")], live=True)
+    assert bare._box.children[-2].value == "more"  # further controls, under the view
     assert {one.description for one in bare._box.children[-1].children[2:]} == {"Stop cell", "Leave swarm"}
+    left = Panel(lambda: LEFT, nothing, pause=lambda wanted: None, live=True)
+    assert control(left, "Button", "Left").disabled and control(left, "Button", "Pause").disabled
 
 
 def test_only_the_visible_page_is_drawn() -> None:
@@ -169,11 +169,6 @@ def test_only_the_visible_page_is_drawn() -> None:
     assert panel._repr_mimebundle_()["text/plain"] == "second 12: (2,)"
     control(panel, "ToggleButtons").value = "swarm"
     assert slider.layout.display == "none" and "swarm 12" in panel._view.value
-
-
-def test_further_controls_appear_under_the_view() -> None:
-    panel = Panel(lambda: SNAPSHOT, nothing, controls=lambda: [ipywidgets.Text("more")], live=True)
-    assert panel._box.children[-2].value == "more"
 
 
 def test_two_panels_of_a_swarm_work_independently() -> None:
@@ -204,14 +199,13 @@ def test_an_ascii_terminal_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "zo?" in shown and "~ and 40 more peers" in shown and "\x1b" not in shown
 
 
-def test_watching_ends_when_the_swarm_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+def test_watching_ends_after_its_seconds_or_when_the_swarm_is_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     Panel(steps(), nothing, live=False).watch(every_s=0)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == summary(dataclasses.replace(SNAPSHOT, step=1))
     assert "\n".join(lines[1:]) == everything(LEFT)
-
-
-def test_watching_ends_after_its_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     Panel(lambda: SNAPSHOT, nothing, live=False).watch(seconds=0)
     assert capsys.readouterr().out == everything(SNAPSHOT) + "\n"
 
@@ -233,10 +227,6 @@ def test_watching_with_widgets_repaints_the_view() -> None:
     panel = Panel(steps(count=4), nothing, live=True)
     panel.watch(every_s=0)
     assert panel._view.value == draw(LEFT).html()
-
-
-def test_repr_is_one_line() -> None:
-    assert repr(Panel(lambda: SNAPSHOT, nothing)) == f"Panel({summary(SNAPSHOT)})"
 
 
 def test_tick_in_a_training_loop_reads_few_snapshots(capsys: pytest.CaptureFixture[str]) -> None:

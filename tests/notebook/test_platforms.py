@@ -33,9 +33,10 @@ from colab_swarm.sim import virtual_time
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Let IPython say that it runs in a kernel."""
+    """Let IPython say that it runs in a kernel that allows input."""
     ipython = ModuleType("IPython")
-    ipython.get_ipython = lambda: SimpleNamespace(kernel=object())  # type: ignore[attr-defined]
+    kernel = SimpleNamespace(_allow_stdin=True)
+    ipython.get_ipython = lambda: SimpleNamespace(kernel=kernel)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "IPython", ipython)
     return monkeypatch
 
@@ -48,21 +49,18 @@ def test_a_plain_process_is_no_notebook_and_has_no_terms() -> None:
 
 def test_a_kaggle_batch_run_has_no_front_end(kernel: pytest.MonkeyPatch) -> None:
     kernel.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
-    assert in_kaggle()
-    assert has_frontend()
+    assert in_kaggle() and has_frontend()
+    assert "switch Internet on" in platform().internet_help
+    require_terms(False)
     kernel.setenv("KAGGLE_KERNEL_RUN_TYPE", "Batch")
-    assert in_notebook()
-    assert not has_frontend()
+    assert in_notebook() and not has_frontend()
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_a_kernel_that_allows_input_has_a_page(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
-    ipython = ModuleType("IPython")
-    kernel = SimpleNamespace(_allow_stdin=asked)
-    ipython.get_ipython = lambda: SimpleNamespace(kernel=kernel)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "IPython", ipython)
+def test_a_kernel_that_allows_input_has_a_page(kernel: pytest.MonkeyPatch, asked: bool) -> None:
+    sys.modules["IPython"].get_ipython().kernel._allow_stdin = asked
     assert has_frontend() is asked
-    monkeypatch.setenv("COLAB_RELEASE_TAG", "release-colab")  # always has a page
+    kernel.setenv("COLAB_RELEASE_TAG", "release-colab")  # always has a page
     assert has_frontend()
 
 
@@ -91,12 +89,6 @@ def test_colab_requires_the_terms_and_says_how_to_agree(monkeypatch: pytest.Monk
     require_terms(True)
 
 
-def test_kaggle_says_how_to_switch_the_internet_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
-    assert "switch Internet on" in platform().internet_help
-    require_terms(False)
-
-
 H = 3600.0
 
 
@@ -112,20 +104,14 @@ def test_platforms_end_sessions_when_they_say(here: Platform, limit_h: float | N
     assert (None if clock is None else clock.limit_s / H) == limit_h
 
 
-def test_a_peer_leaves_ten_minutes_before_the_end() -> None:
+def test_a_peer_leaves_ten_minutes_before_the_end_or_after_half_of_the_rest() -> None:
     clock = clock_on(COLAB, age_s=3 * H)
     assert clock is not None and clock.leaves_at == 1000.0 + 9 * H - LEAVE_BEFORE_S
     time = clock.read(now=1000.0 + 60.0)
     assert (time.elapsed_s, time.limit_s, time.leaves_s) == (3 * H + 60.0, 12 * H, 12 * H - 600.0)
-
-
-def test_a_peer_that_joins_shortly_before_the_end_stays_for_half_of_the_rest() -> None:
     clock = clock_on(COLAB, age_s=12 * H - 240.0)
     assert clock is not None and clock.leaves_at == 1000.0 + 120.0
-
-
-def test_a_session_older_than_the_limit_has_no_known_end() -> None:
-    assert clock_on(COLAB, age_s=13 * H) is None
+    assert clock_on(COLAB, age_s=13 * H) is None  # older than the limit: its end is not known
 
 
 def test_the_users_hours_count_from_now_and_go_first() -> None:

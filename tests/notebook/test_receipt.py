@@ -131,12 +131,9 @@ def test_the_card_escapes_names_and_states_its_caveat(tmp_path: Path) -> None:
     assert "<friends>" not in GOOD._repr_html_()
 
 
-def test_sums_at_the_largest_amount_can_be_verified() -> None:
+def test_the_largest_sum_and_none_can_be_verified() -> None:
     found = receipt(tally(BOB, MAX_AMOUNT), tally(CAROL, MAX_AMOUNT))
     assert Receipt.parse(found.json()).verify()["samples"] == MAX_AMOUNT
-
-
-def test_a_new_peer_has_no_vouchers() -> None:
     fresh = receipt()
     assert not any(fresh.verify().values())
     assert "no contribution" in repr(fresh) and "vouchers: 0 other peers" in fresh.svg()

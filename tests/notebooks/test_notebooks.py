@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import colab_swarm as cs
 from tests.notebooks.kernel import NOTEBOOKS, CellFailed, Kernel, opened
 
 ALL = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
@@ -110,3 +111,84 @@ def test_an_open_run_is_begun_by_the_same_cells(tmp_path: Path) -> None:
     with opened("organizer", tmp_path) as organizer:
         created(organizer, ACCESS="open")
         organizer.run_all(ACCESS="open")
+
+
+# --- experts and work units ------------------------------------------------------------------------------------------
+
+WANTED = {"prefix": "ffn", "dim": 16, "grid": "4x4"}
+TRAIN_LAYER = """
+import torch
+layer = swarm.mixture_of_experts("ffn", 16, grid=(4, 4), k=2)
+for _ in range(5):
+    layer(torch.randn(8, 16)).square().mean().backward()
+print(sorted(layer.utilisation))
+"""
+
+
+def host(kernel: Kernel, invitation: str) -> None:
+    """Run the volunteer's notebook until it hosts."""
+    kernel.execute(COLAB)
+    form = {"INVITATION": invitation, "MY_NAME": "carol", "COUNT": 3}
+    kernel.run()
+    with pytest.raises(CellFailed, match="accept_terms=True"):
+        kernel.run(**form)
+    assert "Swarm(class-of-26, carol, 1 peer linked)" in kernel.run(I_HAVE_READ_THE_TERMS=True, **form)
+    kernel.run()  # the doctor
+    kernel.run(**form)
+
+
+@pytest.mark.slow
+def test_who_hosts_from_colab_serves_the_organizers_layer_and_leaves_saves_behind(tmp_path: Path) -> None:
+    homes = [tmp_path / name for name in ("organizer", "carol")]
+    for home in homes:
+        home.mkdir()
+    with opened("organizer", homes[0]) as organizer, opened("host_experts", homes[1]) as carol:
+        for form in ({}, {"RUN": "class-of-26"}, {}):
+            organizer.run(**form)
+        invitation = organizer.execute(f"print(swarm.invite(settings={WANTED!r}))").strip()
+        host(carol, invitation)
+        assert "3 of 3 experts" in carol.execute("print(host)")
+        assert organizer.execute(TRAIN_LAYER).count("ffn.") >= 2
+        shown = carol.run_all(MINUTES=0.01)
+        assert "my expert" in shown[0] and "done: torch.Size" in shown[1]
+    kept = homes[1] / "host"
+    assert (kept / "peer.json").exists() and any(path.is_file() for path in (kept / "experts").rglob("*"))
+
+
+JOB = """
+import numpy as np
+from torch import nn
+
+import colab_swarm as cs
+
+inputs = np.random.default_rng(0).normal(size=(400, 8)).astype(np.float32)
+labels = (inputs[:, 0] > 0).astype(np.int64)
+job = cs.workunits.Job(
+    "signs",
+    lambda: nn.Linear(8, 2),
+    data=(inputs, labels),
+    validation=(inputs, labels),
+    plan=cs.workunits.WorkPlan(subsets=2, max_epochs=2, local_epochs=5),
+)
+"""
+
+
+@pytest.mark.slow
+def test_a_volunteer_reads_the_code_trusts_it_and_trains_the_job_to_its_end(tmp_path: Path) -> None:
+    job, folder = tmp_path / "job.py", tmp_path / "coordinator"
+    job.write_text(JOB)
+    with (
+        cs.workunits.coordinate(job, folder=folder, host="127.0.0.1", servers=1) as coordinator,
+        opened("volunteer", tmp_path) as notebook,
+    ):
+        link = str(coordinator.link)
+        notebook.run()
+        shown = notebook.run(LINK=link)
+        assert "trust_code=True" in shown and 'cs.workunits.Job(\n    "signs"' in shown
+        with pytest.raises(CellFailed, match="trust_code=True"):
+            notebook.run(MY_NAME="alice")
+        notebook.run(MY_NAME="alice", I_TRUST_THE_JOB=True)
+        assert "the job is finished" in notebook.run(MINUTES=60)
+        assert "4 units accepted" in "".join(notebook.run_all())
+        assert coordinator.wait(10)
+    assert link.partition("#")[2] not in shown

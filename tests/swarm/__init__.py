@@ -5,6 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from colab_swarm.notebook.platforms import SessionClock
+from colab_swarm.swarm.network import NetworkSession
+from colab_swarm.swarm.swarm import Swarm
+
 
 def wait(condition: Callable[[], object], *, timeout_s: float = 20.0) -> None:
     """Wait until ``condition()`` holds."""
@@ -12,3 +16,14 @@ def wait(condition: Callable[[], object], *, timeout_s: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < until, "not in time"
         time.sleep(0.01)
+
+
+def network_of(swarm: Swarm) -> NetworkSession:
+    assert swarm.network is not None
+    return swarm.network
+
+
+def leave_in(swarm: Swarm, limit_s: float) -> None:
+    """Let the swarm's session end in ``limit_s``; it leaves after 0.1 s."""
+    clock = SessionClock("Binder", swarm.runtime.time(), limit_s, leave_before_s=limit_s - 0.1)
+    swarm.runtime.call(network_of(swarm).leave_in_time(clock, swarm.optimizers, swarm.leave))

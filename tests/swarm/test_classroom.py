@@ -57,12 +57,6 @@ def test_a_mistyped_address_is_refused(address: str) -> None:
         classroom.call_board(address)
 
 
-def test_an_address_without_a_board_is_an_error_that_says_what_to_check(board: classroom.Board) -> None:
-    board.close()
-    with pytest.raises(JoinError, match="same Wi-Fi"):
-        classroom.call_board(board.address)
-
-
 def test_a_run_with_invitations_has_no_board() -> None:
     with (
         cs.create("class", peer_name="teacher", options=ALONE) as swarm,
@@ -82,9 +76,11 @@ def test_the_roster_shows_which_pupils_train(board: classroom.Board, monkeypatch
     assert all(word in html for word in (board.address, "otter", "step 7, 12.3 samples/s", "not here"))
 
 
-def test_a_board_shows_itself(board: classroom.Board) -> None:
+def test_a_closed_board_shows_itself_and_says_who_calls_what_to_check(board: classroom.Board) -> None:
     board.welcome("one")
     assert repr(board) == f"Board(join at {board.address}; 0 of 1 animal training)"
     assert repr(board.panel()).startswith("Panel(join at")
     board.close()
     assert "closed" in repr(board)
+    with pytest.raises(JoinError, match="same Wi-Fi"):
+        classroom.call_board(board.address)

@@ -25,6 +25,7 @@ from colab_swarm.swarm.doctor import (
     HOSTS,
     Diagnosis,
     best,
+    calibrate,
     cores,
     doctor,
     gpu,
@@ -67,10 +68,6 @@ def test_without_a_swarm_the_machine_is_examined() -> None:
     assert set(texts(found)) >= {"platform", "internet", "versions", "compute", "memory", "disk"}
     assert "swarm" not in texts(found)
     assert found.prediction is None
-
-
-def test_a_diagnosis_is_text_html_and_one_line() -> None:
-    found = doctor()
     bundle = found._repr_mimebundle_()
     assert bundle["text/plain"] == str(found)
     assert bundle["text/html"].startswith("<div")
@@ -164,9 +161,12 @@ def test_this_machine_has_cores_and_the_needed_versions() -> None:
     found = versions()
     assert found["colab-swarm"][0] and found["cryptography"][1]
     assert all(numbers(installed) >= numbers(lowest) for installed, lowest in found.values() if installed)
+    lines = ["aiohttp>=3.13", 'torch<3,>=2.9; extra == "train"', "colab-swarm[train]; extra == 'all'"]
+    assert wanted(lines) == {"aiohttp": "3.13", "torch": "2.9"}
 
 
 def test_free_memory_is_limited_by_the_container(tmp_path: Path) -> None:
+    assert free_ram_bytes(tmp_path / "nothing", tmp_path) is None
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 9000 kB\nMemAvailable:    5000 kB\n")
     assert free_ram_bytes(meminfo, tmp_path) == 5000 * 1024
@@ -175,15 +175,6 @@ def test_free_memory_is_limited_by_the_container(tmp_path: Path) -> None:
     assert free_ram_bytes(meminfo, tmp_path) == 5000 * 1024
     (tmp_path / "memory.max").write_text("2048000\n")
     assert free_ram_bytes(meminfo, tmp_path) == 1024000
-
-
-def test_unreported_memory_is_none(tmp_path: Path) -> None:
-    assert free_ram_bytes(tmp_path / "nothing", tmp_path) is None
-
-
-def test_the_lowest_versions_come_from_the_requirements() -> None:
-    lines = ["aiohttp>=3.13", 'torch<3,>=2.9; extra == "train"', "colab-swarm[train]; extra == 'all'"]
-    assert wanted(lines) == {"aiohttp": "3.13", "torch": "2.9"}
 
 
 @pytest.mark.parametrize("up", [0, 1, None])
@@ -200,3 +191,62 @@ def test_one_answering_host_means_internet(up: int | None, monkeypatch: pytest.M
 def test_the_probes_work_without_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; from colab_swarm.swarm import doctor; doctor.gpu()"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- calibration ---------------------------------------------------------------------------------------------
+
+
+class Noisy(torch.nn.Module):
+    """Has buffers that change while it trains, and chance in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(8, 32)
+        self.norm = torch.nn.BatchNorm1d(32)
+        self.dropout = torch.nn.Dropout(0.5)
+        self.last = torch.nn.Linear(32, 1)
+
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=self.last(self.dropout(self.norm(self.first(x)).relu())).square().mean())
+
+
+def batches_of(count: int | None = None) -> Iterator[dict[str, Tensor]]:
+    return itertools.islice(itertools.repeat({"x": torch.ones(4, 8)}), count)
+
+
+def test_a_calibrated_model_is_unchanged() -> None:
+    net = Noisy().eval()
+    net.first.weight.grad = torch.full_like(net.first.weight, 7.0)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    chance = torch.get_rng_state()
+
+    found = calibrate(net, batches_of(), seconds=0.01)
+
+    assert found.samples_per_s > 0
+    assert found.micro_batch == 4
+    assert found.parameters == sum(parameter.numel() for parameter in net.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert torch.equal(net.first.weight.grad, torch.full_like(net.first.weight, 7.0))
+    assert net.last.weight.grad is None
+    assert not net.training
+    assert torch.equal(torch.get_rng_state(), chance)
+
+
+def test_saved_bytes_do_not_include_the_parameters() -> None:
+    class Square(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(1000))
+
+        def forward(self, x: Tensor) -> SimpleNamespace:
+            return SimpleNamespace(loss=(x * self.scale).square().sum())
+
+    found = calibrate(Square(), itertools.repeat({"x": torch.ones(3, 1000)}), seconds=0.01)
+    assert (
+        found.sample_bytes == 2 * 4 * 1000
+    )  # x for the gradient of the scale, the product for that of its square
+
+
+def test_too_few_batches_raise() -> None:
+    with pytest.raises(ValueError, match="ran out"):
+        calibrate(Noisy(), batches_of(2), seconds=0.01)

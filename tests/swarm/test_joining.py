@@ -118,7 +118,8 @@ def test_a_peer_that_is_open_but_not_saved_is_not_returned_for_its_folder(
                 come(state_dir=tmp_path)
             assert not (tmp_path / "in-use.json").exists()
         with come(state_dir=tmp_path) as kept:
-            assert kept.id == unkept.id and kept.session.folder == tmp_path
+            assert kept.id == unkept.id and kept.network is not None and kept.network.store is not None
+            assert kept.network.store.folder == tmp_path
 
 
 def test_a_peer_that_relays_is_found_by_the_others() -> None:

@@ -18,6 +18,7 @@ from colab_swarm.swarm.saved import PeerStore
 from colab_swarm.training import optimizer as optimizer_module
 from colab_swarm.trust.authority import IssuedMembership, ShareRevoked
 from colab_swarm.trust.contributions import Contributions
+from tests.swarm import leave_in, network_of
 from tests.swarm.test_swarm import interrupt_after
 from tests.training.toy import join_training, loss_of, model
 
@@ -70,7 +71,7 @@ def test_a_cell_that_waits_for_the_others_ends_with_the_session(monkeypatch: pyt
     monkeypatch.setattr(optimizer_module, "LOOK_S", 0.1)
     with cs.create("test-run") as alice:
         optimizer = join_training(alice, model())
-        alice.session.begin(SessionClock("Binder", alice.runtime.time(), 2.0, leave_before_s=1.9))
+        leave_in(alice, 2.0)
         with pytest.raises(RuntimeError, match="before its session ends"):
             optimizer.wait_step(timeout_s=20.0)
 
@@ -81,9 +82,9 @@ def fail() -> None:
 
 def test_a_stop_that_fails_at_the_sessions_end_skips_neither_the_others_nor_leaving() -> None:
     alice, stopped = cs.create("test-run"), threading.Event()
-    alice.session.stops.append(fail)
-    alice.session.stops.append(stopped.set)
-    alice.session._end(SessionClock("Binder", alice.runtime.time(), 2.0, leave_before_s=1.9))
+    network = network_of(alice)
+    network.stops += [fail, stopped.set]
+    network.end_session(SessionClock("Binder", alice.runtime.time(), 2.0, 1.9), {}, alice.leave)
     assert stopped.is_set() and alice.left
     faults = [(fault.where, fault.text) for fault in alice.events.recent(Fault) if isinstance(fault, Fault)]
     assert faults == [("leaving at the session's end", "ZeroDivisionError: a bug")]

@@ -97,14 +97,6 @@ def test_every_kind_of_action_happens(simulation: Simulation) -> None:
     wait(lambda: any("dave has joined" in line for line in lesson.snapshot().story))
 
 
-def test_an_error_of_a_peers_code_is_raised_without_a_front_end(simulation: Simulation) -> None:
-    def broken(swarm: Swarm) -> None:
-        raise ZeroDivisionError("mine")
-
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        simulation.play(broken, live=False)
-
-
 @pytest.mark.slow
 def test_a_crashed_peer_is_shown_at_its_last_step(simulation: Simulation) -> None:
     simulation.network.at(8.0).crash("bob")
@@ -145,10 +137,12 @@ def test_a_new_run_stops_the_former_one_and_so_does_closing(simulation: Simulati
     assert second.snapshot().state == "stopped"
 
 
-def test_an_error_in_the_background_is_shown_and_raised_by_wait(simulation: Simulation) -> None:
+def test_an_error_of_a_peers_code_is_shown_and_raised(simulation: Simulation) -> None:
     def broken(swarm: Swarm) -> None:
         raise ZeroDivisionError("<mine>")
 
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        simulation.play(broken, live=False)
     lesson = played(simulation, broken)
     with pytest.raises(ZeroDivisionError, match="mine"):
         lesson.wait()
@@ -156,13 +150,21 @@ def test_an_error_in_the_background_is_shown_and_raised_by_wait(simulation: Simu
     assert "ZeroDivisionError: &lt;mine&gt;" in lesson._repr_mimebundle_()["text/html"]
 
 
-def test_step_advances_time_while_paused(simulation: Simulation) -> None:
+def test_time_stands_still_while_paused_and_step_advances_it_by_a_second(simulation: Simulation) -> None:
     lesson = played(simulation)
     lesson.pause()
-    wait(lambda: lesson.snapshot().state == "paused")
-    at = lesson.snapshot().at
+
+    def time_after(number: int) -> float:
+        """The time once so many faults were injected, one more than before."""
+        lesson.inject("lose", 0.0)
+        wait(lambda: len(simulation.network.fired) == number)
+        return simulation.time
+
+    at = time_after(1)
+    assert at == time_after(2) == time_after(3)
     lesson.step()
-    wait(lambda: lesson.snapshot().at > at)
+    wait(lambda: lesson.snapshot().at == pytest.approx(at + 1.0))
+    assert time_after(4) == pytest.approx(at + 1.0) and lesson.snapshot().state == "paused"
     lesson.stop()
 
 

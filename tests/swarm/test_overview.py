@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 
@@ -12,9 +9,9 @@ import msgspec
 import pytest
 
 import colab_swarm as cs
-from colab_swarm.events import BatchDropped, Event, PeerLeft, PeerSilent, StepFinished
+from colab_swarm.events import BatchDropped, PeerLeft, PeerSilent, StepFinished
 from colab_swarm.snapshot import SwarmSnapshot
-from colab_swarm.swarm.overview import Background, TrafficRates, without_repeats
+from colab_swarm.swarm.overview import Background
 from colab_swarm.swarm.swarm import Swarm
 from tests.training.toy import join_training, loss_of, model
 
@@ -84,19 +81,6 @@ def test_a_missing_peer_is_named_in_the_log_within_five_seconds(fault: str, told
         assert 4.0 <= min(news) < 4.0 + 5.0
 
 
-TRAINER = """
-    import sys
-    import colab_swarm as cs
-    from colab_swarm.swarm.network import NetworkOptions
-    from tests.training.toy import join_training, loss_of, model
-    swarm, net = cs.join(sys.argv[1], peer_name="bob", options=NetworkOptions(lan=False)), model()
-    optimizer = join_training(swarm, net, target_batch_size=4)
-    while True:
-        loss_of(net, optimizer.global_step).backward()
-        optimizer.step(samples=1)
-"""
-
-
 @pytest.mark.slow
 def test_a_reducer_sees_the_trainers() -> None:
     with cs.create("test-run", peer_name="alice") as alice:
@@ -112,31 +96,6 @@ def test_a_reducer_sees_the_trainers() -> None:
                 optimizer.step(samples=1)
                 rows = {row.name: (row.role, row.step) for row in alice.snapshot().peers}
         assert rows["bob"][0] == "trainer" and rows["alice"][0] == "assistant"
-
-
-@pytest.mark.slow
-@pytest.mark.ordeal
-def test_a_killed_process_shows_within_five_seconds_why_it_is_gone() -> None:
-    with cs.create("test-run", peer_name="alice") as alice:
-        command = [sys.executable, "-c", textwrap.dedent(TRAINER), alice.invite()]
-        with subprocess.Popen(list(map(str, command))) as bob:
-            try:
-                net = model()
-                optimizer = join_training(alice, net, target_batch_size=4)
-                killed_at, line = 0.0, ""
-                while not line:
-                    loss_of(net, optimizer.global_step).backward()
-                    optimizer.step(samples=1)
-                    shown = alice.snapshot()
-                    if not killed_at and any(one.group_size == 2 for one in shown.rounds):
-                        bob.kill()
-                        killed_at = time.monotonic()
-                    line = next((one for one in shown.log if "bob is gone" in one), "")
-                assert killed_at and time.monotonic() - killed_at < 5.0
-                assert "without a farewell" in line or "reset" in line.lower()
-                assert shown.uptime_s > 0
-            finally:
-                bob.kill()
 
 
 @pytest.mark.slow
@@ -162,12 +121,13 @@ def _seconds(work: object) -> float:
 
 
 def test_rates_are_those_of_the_last_seconds() -> None:
-    rates = TrafficRates()
-    assert rates.on_totals(1000, 0, 10.0) == (0.0, 0.0)
-    assert rates.on_totals(2000, 500, 12.0) == (4000.0, 2000.0)
-    for second in range(13, 31):
-        idle = rates.on_totals(2000, 500, float(second))
-    assert idle == (0.0, 0.0)
+    with cs.simulate(peers=1) as simulation:
+        rates = simulation.swarms["alice"]._overview._rates
+        assert rates(1000, 0, 10.0) == (0.0, 0.0)
+        assert rates(2000, 500, 12.0) == (4000.0, 2000.0)
+        for second in range(13, 31):
+            idle = rates(2000, 500, float(second))
+        assert idle == (0.0, 0.0)
 
 
 def test_slow_readings_run_in_the_background_and_a_failure_keeps_the_last() -> None:
@@ -202,8 +162,11 @@ def test_slow_readings_run_in_the_background_and_a_failure_keeps_the_last() -> N
 def test_a_lost_peer_that_two_services_report_is_one_line() -> None:
     first, again = PeerLeft(5.0, BOB, "it left"), PeerLeft(5.1, BOB, "its link broke")
     other, later = BatchDropped(5.0, "nan"), PeerLeft(60.0, BOB, "it left")
-    events: list[Event] = [first, again, other, later]
-    assert without_repeats(events) == [first, other, later]
+    with cs.simulate(peers=1) as simulation:
+        alice = simulation.swarms["alice"]
+        for event in (first, again, other, later):
+            alice.events.emit(event)
+        assert [one for one in alice._overview._rare if one.at >= 5.0] == [first, other, later]
 
 
 def test_steps_do_not_push_a_loss_out_of_the_log() -> None:

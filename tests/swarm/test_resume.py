@@ -21,12 +21,11 @@ from colab_swarm.errors import JoinError, StateError
 from colab_swarm.events import SessionEnding
 from colab_swarm.invite import Invite
 from colab_swarm.net.membership import SLACK_S
-from colab_swarm.notebook.platforms import SessionClock
 from colab_swarm.swarm import network
 from colab_swarm.swarm.joining import resume
 from colab_swarm.swarm.saved import read_saved
 from colab_swarm.swarm.swarm import Swarm
-from tests.swarm import wait
+from tests.swarm import leave_in, network_of, wait
 from tests.training.toy import BATCH, join_training, loss_of, model, parameters_of
 
 
@@ -77,21 +76,15 @@ def test_a_membership_outlives_the_invitation(
 
 def test_the_owner_comes_back_as_the_authority_and_finds_the_others(tmp_path: Path) -> None:
     began = cs.create("test-run", peer_name="alice", state_dir=tmp_path / "alice")
-    with cs.join(began.invite(), peer_name="bob") as bob:
+    old = began.invite()
+    with cs.join(old, peer_name="bob") as bob:
         began.leave()
         with resume(tmp_path / "alice") as alice:
             assert (alice.id, alice.run_id, alice.name) == (began.id, began.run_id, "alice")
             assert bob.id in alice.services.peers.linked()
-            with cs.join(alice.invite(), peer_name="carol") as carol:
-                assert carol.run_id == began.run_id
-
-
-def test_old_invitations_work_when_the_owner_is_back(tmp_path: Path) -> None:
-    began = cs.create("test-run", state_dir=tmp_path / "alice")
-    invitation = began.invite()
-    began.leave()
-    with resume(tmp_path / "alice") as alice, cs.join(invitation, peer_name="bob") as bob:
-        assert alice.id in bob.services.peers.linked()
+            for name, invitation in (("carol", alice.invite()), ("dave", old)):
+                with cs.join(invitation, peer_name=name) as other:
+                    assert other.run_id == began.run_id and alice.id in other.services.peers.linked()
 
 
 def test_a_port_that_another_program_uses_now_does_not_keep_a_peer_away(tmp_path: Path) -> None:
@@ -140,9 +133,6 @@ def test_a_folder_of_another_run_is_refused(alice: Swarm, tmp_path: Path) -> Non
         cs.join(other.invite(), state_dir=tmp_path / "bob")
     with pytest.raises(ValueError, match="has its own key"):
         cs.create("new-run", state_dir=tmp_path / "new", options=cs.NetworkOptions(identity=tmp_path / "key"))
-
-
-def test_a_folder_without_a_peer_says_how_to_start(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"cs\.join\(invitation, state_dir="):
         resume(tmp_path)
 
@@ -261,8 +251,8 @@ def test_a_training_loop_ends_with_one_clear_error_before_the_session_does(
 ) -> None:
     optimizer = join_training(alice, net := model())
     stopped: list[str] = []
-    alice.session.stops.append(lambda: stopped.append("units are given back"))
-    alice.session.begin(SessionClock("Binder", alice.runtime.time(), 2.0, leave_before_s=1.9))
+    network_of(alice).stops.append(lambda: stopped.append("units are given back"))
+    leave_in(alice, 2.0)
     batch = 0
     with pytest.raises(RuntimeError, match=r"before its session ends \(.*Binder.*cs\.resume\('.*alice'\)"):
         while True:
@@ -281,7 +271,7 @@ def test_resuming_waits_for_a_peer_that_still_leaves(
     alice: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached, go_on = threading.Event(), threading.Event()
-    leave, close = alice.leave, alice.training.averages.close
+    leave, close = alice.leave, alice.averages.close
 
     async def close_late() -> None:
         reached.set()
@@ -292,7 +282,7 @@ def test_resuming_waits_for_a_peer_that_still_leaves(
         go_on.set()
         leave()
 
-    monkeypatch.setattr(alice.training.averages, "close", close_late)
+    monkeypatch.setattr(alice.averages, "close", close_late)
     monkeypatch.setattr(alice, "leave", leave_too)
     leaving = threading.Thread(target=leave)
     leaving.start()
@@ -307,5 +297,5 @@ def test_resuming_waits_for_a_peer_that_still_leaves(
 
 def test_an_idle_kernel_leaves_too(alice: Swarm) -> None:
     join_training(alice, model())
-    alice.session.begin(SessionClock("Binder", alice.runtime.time(), 0.3, leave_before_s=0.2))
+    leave_in(alice, 0.3)
     wait(lambda: alice.left)

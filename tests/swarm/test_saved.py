@@ -52,6 +52,8 @@ def stored_in(folder: Path, options: NetworkOptions = OPTIONS) -> PeerStore:
 
 
 def test_what_is_written_is_read_by_the_next_session(tmp_path: Path) -> None:
+    (tmp_path / "holiday.jpg").write_bytes(b"x")
+    assert read_saved(tmp_path) is None and read_saved(tmp_path / "absent") is None
     stored_in(tmp_path).close()
     saved = read_saved(tmp_path)
     assert saved is not None and saved.membership == b"membership"
@@ -59,8 +61,10 @@ def test_what_is_written_is_read_by_the_next_session(tmp_path: Path) -> None:
     assert saved.contacts == (contact(1),)
 
 
-def test_only_the_owner_can_read_it(tmp_path: Path) -> None:
-    stored_in(tmp_path)
+def test_only_the_owner_can_read_it_and_no_repr_shows_it(tmp_path: Path) -> None:
+    store = stored_in(tmp_path)
+    assert repr(read_saved(tmp_path)) == "SavedPeer(alice of my-run)"
+    assert repr(store).startswith("PeerStore('/")
     files = [path for path in tmp_path.iterdir() if path.is_file()]
     assert len(files) == 3 and not any(path.stat().st_mode & 0o077 for path in files)
 
@@ -96,11 +100,6 @@ def test_nothing_is_written_once_the_folder_is_left(tmp_path: Path) -> None:
     assert not (tmp_path / "in-use.json").exists()
 
 
-def test_a_folder_without_a_peer_saves_none(tmp_path: Path) -> None:
-    (tmp_path / "holiday.jpg").write_bytes(b"x")
-    assert read_saved(tmp_path) is None and read_saved(tmp_path / "absent") is None
-
-
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(where=st.integers(0, 10_000), byte=st.integers(0, 255))
 def test_a_damaged_file_is_refused_or_harmless(tmp_path: Path, where: int, byte: int) -> None:
@@ -118,12 +117,14 @@ def test_a_damaged_file_is_refused_or_harmless(tmp_path: Path, where: int, byte:
         (tmp_path / "peer.json").write_bytes(data)
 
 
-def test_a_folder_that_lost_its_key_says_so(tmp_path: Path) -> None:
+def test_a_folder_that_lost_its_key_and_a_file_in_its_place_say_so(tmp_path: Path) -> None:
     stored_in(tmp_path).close()
     (tmp_path / "identity.key").unlink()
     with pytest.raises(StateError, match=r"lost its identity\.key"):
         PeerStore(tmp_path)
     assert not (tmp_path / "in-use.json").exists()
+    with pytest.raises(StateError, match="take another folder"):
+        PeerStore(tmp_path / "peer.json")
 
 
 def test_a_newer_versions_folder_says_what_to_do(tmp_path: Path) -> None:
@@ -133,18 +134,6 @@ def test_a_newer_versions_folder_says_what_to_do(tmp_path: Path) -> None:
     path.write_bytes(msgspec.json.encode({**msgspec.json.decode(path.read_bytes()), **newer}))
     with pytest.raises(StateError, match="pip install -U"):
         read_saved(tmp_path)
-
-
-def test_a_file_in_the_folders_place_says_so(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(StateError, match="take another folder"):
-        PeerStore(tmp_path / "file")
-
-
-def test_no_secret_is_in_a_repr(tmp_path: Path) -> None:
-    store = stored_in(tmp_path)
-    assert repr(read_saved(tmp_path)) == "SavedPeer(alice of my-run)"
-    assert repr(store).startswith("PeerStore('/")
 
 
 @pytest.mark.parametrize("name", ["model", "../../etc", ".", "a/b", "ü"])
@@ -201,11 +190,6 @@ def test_of_two_processes_that_find_an_abandoned_folder_the_last_one_gets_it(
     assert msgspec.json.decode(path.read_bytes(), type=Occupant) == rival
 
 
-def test_a_later_process_of_the_same_number_is_not_the_one_that_has_it(tmp_path: Path) -> None:
-    occupy(tmp_path, Occupant(socket.gethostname(), os.getpid(), "12", time.time()))
-    PeerStore(tmp_path)
-
-
 def test_another_machine_has_the_folder_until_its_heartbeats_stop(tmp_path: Path) -> None:
     occupy(tmp_path, Occupant("elsewhere", 1, "12", time.time() - STALE_S / 2))
     with pytest.raises(StateError, match=r"on elsewhere.*try again in 3 minutes"):
@@ -223,8 +207,13 @@ def test_a_process_without_heartbeats_notices_that_another_took_the_folder(tmp_p
     assert (tmp_path / "in-use.json").exists()  # the other's
 
 
-def test_a_garbled_lock_is_one_of_a_process_killed_while_it_wrote(tmp_path: Path) -> None:
-    (tmp_path / "in-use.json").write_bytes(b"{")
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_later_process_of_the_same_number_and_a_garbled_lock_have_no_folder(
+    tmp_path: Path, ours: bool
+) -> None:
+    occupy(tmp_path, Occupant(socket.gethostname(), os.getpid(), "12", time.time()))
+    if not ours:  # its process was killed while it wrote
+        (tmp_path / "in-use.json").write_bytes(b"{")
     PeerStore(tmp_path)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import colab_swarm as cs
-from colab_swarm.events import RoundFinished, TunnelChanged
+from colab_swarm.events import Event, RoundFinished, TunnelChanged
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node
 from colab_swarm.net.reachability import ReachabilityLevel
@@ -32,19 +32,8 @@ def _is_loss(event: object) -> bool:
     return isinstance(event, TunnelChanged) and event.address is None
 
 
-class RoundsOfTwo:
-    """Counts the rounds that a peer had with another."""
-
-    def __init__(self, swarm: Swarm) -> None:
-        self.count = 0
-        swarm.events.listen(self._note)
-
-    def _note(self, event: object) -> None:
-        self.count += isinstance(event, RoundFinished) and event.group_size == 2
-
-    def wait_more(self, count: int) -> None:
-        goal = self.count + count
-        wait(lambda: self.count >= goal, timeout_s=60)
+def _is_round(event: object) -> bool:
+    return isinstance(event, RoundFinished) and event.group_size == 2
 
 
 @pytest.mark.slow
@@ -78,12 +67,17 @@ def test_training_continues_when_the_tunnels_agent_is_killed_three_times(
                 alice.reachability.level is ReachabilityLevel.TUNNEL
                 and bob.reachability.level is ReachabilityLevel.OUTGOING
             )
-            rounds, lost = RoundsOfTwo(bob), list[TunnelChanged]()
+            rounds, lost = list[Event](), list[Event]()
+            bob.events.listen(lambda event: rounds.append(event) if _is_round(event) else None)
             alice.events.listen(lambda event: lost.append(event) if _is_loss(event) else None)
+
+            def three_more(goal: int) -> None:
+                wait(lambda: len(rounds) >= goal, timeout_s=60)
+
             trainers = [pool.submit(train, swarm) for swarm in (alice, bob)]
             try:
                 for kill in range(KILLS):
-                    rounds.wait_more(3)
+                    three_more(len(rounds) + 3)
                     address = alice.contact.addresses
                     os.kill(agent_of(folder), signal.SIGKILL)
                     wait(lambda: alice.id not in bob.services.peers.linked(), timeout_s=10)
@@ -92,7 +86,7 @@ def test_training_continues_when_the_tunnels_agent_is_killed_three_times(
                         alice.contact.addresses != address
                         and alice.reachability.level is ReachabilityLevel.TUNNEL
                     ), kill
-                rounds.wait_more(3)
+                three_more(len(rounds) + 3)
             finally:
                 stop.set()
             for trainer in trainers:

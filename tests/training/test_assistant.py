@@ -72,7 +72,7 @@ def test_two_peers_that_only_dial_out_equal_one_process_through_an_assistant() -
     with simulation("bob", "carol") as sim:
         results = sim.run(lambda swarm: train_halves(swarm, 10))
         rounds = sim.swarms["bob"].events.recent(RoundFinished)
-        assistance = sim.swarms["alice"].training.assistance
+        assistance = sim.swarms["alice"].assistant
         helped = sim.swarms["alice"].events.recent(RoundFinished)
     assert len(lineages(results)) == 1
     for name in HALVES:
@@ -88,7 +88,7 @@ def test_a_late_joiner_gets_the_state_of_unreachable_peers_through_the_assistant
         sim.join("dave", at=6.0, listen=False)
         results = sim.run(lambda swarm: train_or_assist(swarm, 20))
         received = sim.swarms["dave"].events.recent(StateReceived)
-        assert sim.swarms["alice"].training.assistance.snapshot().mirrored_bytes > 0
+        assert sim.swarms["alice"].assistant.snapshot().mirrored_bytes > 0
         assert received and received[0].donors == (sim.swarms["alice"].id.hex(),)
     assert results["dave"] and len(lineages(results)) == 1
 
@@ -103,7 +103,7 @@ def test_training_continues_when_the_assistant_crashes_in_a_round_and_returns(ph
         results = sim.run(lambda swarm: train_or_assist(swarm, 90))
         assert [fault.name for fault in sim.network.fired] == ["crash"]
         rounds = sim.swarms["bob"].events.recent(RoundFinished)
-        assert sim.swarms["alice"].training.assistance.snapshot().rounds > 20
+        assert sim.swarms["alice"].assistant.snapshot().rounds > 20
     assert {e.group_size for e in rounds} == {1, 3}  # alone while it was away
     assert results["bob"] and results["carol"] and len(lineages(results)) == 1
 
@@ -113,7 +113,7 @@ def test_with_trainers_that_can_be_dialled_the_assistant_is_one_more_reducer() -
         sim.join("dave")
         results = sim.run(lambda swarm: train_or_assist(swarm, 12))
         rounds = sim.swarms["bob"].events.recent(RoundFinished)
-        assert sim.swarms["alice"].training.assistance.snapshot().rounds >= 8
+        assert sim.swarms["alice"].assistant.snapshot().rounds >= 8
     assert len(lineages(results)) == 1 and max(e.group_size for e in rounds) == 4
     assert max(len(e.contributors) for e in rounds) == 3 and not any(e.kept_local for e in rounds)
 
@@ -165,7 +165,7 @@ def test_an_assistant_helps_two_models_of_one_peer_or_only_the_named_one() -> No
     for only, helped in ((None, {"one", "two"}), ("two", {"two"})):
         with simulation("bob", "carol") as sim:
             sim.run(lambda swarm, only=only: train(swarm, only))
-            prefixes = sim.swarms["alice"].training.assistance.snapshot().collaborations
+            prefixes = sim.swarms["alice"].assistant.snapshot().collaborations
         assert {prefix.partition("/")[2] for prefix in prefixes} == helped
 
 
@@ -190,7 +190,7 @@ def test_an_assistant_may_begin_to_train() -> None:
     def train(swarm: Swarm) -> Result:
         if swarm.name == "alice":
             swarm.serve_as_reducer()
-            while not swarm.training.assistance.snapshot().collaborations:
+            while not swarm.assistant.snapshot().collaborations:
                 swarm.runtime.call(asyncio.sleep(1))
         return train_freely(swarm, 12)
 

@@ -1,24 +1,29 @@
-"""The experts panel: an `ExpertsSnapshot` as text and as static HTML. Pure functions."""
+"""Panels of the experts of a grid, and of an elastic member's inconsistency. Pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from colab_swarm.markup import count
-from colab_swarm.moe.host import ExpertsSnapshot, HostOfExperts, LiveExpert
-from colab_swarm.moe.server import ExpertStatistics
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.panel import Panel, Views
-from colab_swarm.notebook.theme import Cell, Document
+
+if TYPE_CHECKING:
+    from colab_swarm.elastic.optimizer import ElasticOptimizer
+    from colab_swarm.elastic.steps import ElasticSnapshot
+    from colab_swarm.moe.host import ExpertsSnapshot, HostOfExperts, LiveExpert
+    from colab_swarm.moe.server import ExpertStatistics
 
 MAX_NAMED = 5
 EXPERTS = ("expert", "state", "host", "step", "of the updates")
 HOSTS = ("host", "experts", "of the updates", "round trip")
 SERVED = ("my expert", "step", "waiting", "batch", "calls/s", "samples/s", "latency, p50 / p99")
+RECENT = 20  # steps in the means of waiting and missing
 
 
-def summary(snapshot: ExpertsSnapshot) -> str:
+def summarize_experts(snapshot: ExpertsSnapshot) -> str:
     """Return the state of the grid in one line."""
     listing, grid = snapshot, snapshot.grid
     if snapshot.listed_s is None:
@@ -33,10 +38,10 @@ def summary(snapshot: ExpertsSnapshot) -> str:
     return f"{grid}: {', '.join(parts)}" + ("; left" if snapshot.over else "")
 
 
-def draw(snapshot: ExpertsSnapshot) -> Document:
+def draw_experts(snapshot: ExpertsSnapshot) -> theme.Document:
     """Return the grid with a bar for each use, its hosts, and this peer's experts."""
     listing = snapshot
-    shown = Document(*summary(snapshot).split(": ", 1), label=f"experts of {listing.grid}")
+    shown = theme.Document(*summarize_experts(snapshot).split(": ", 1), label=f"experts of {listing.grid}")
     shown.warn(f"the last lookup failed and is retried: {snapshot.fault}" if snapshot.fault else "")
     if snapshot.listed_s is not None and not listing.live and not snapshot.over:
         shown.warn(
@@ -56,7 +61,7 @@ def draw(snapshot: ExpertsSnapshot) -> Document:
     return shown
 
 
-def _expert(one: LiveExpert | tuple[str, str]) -> tuple[Cell, ...]:
+def _expert(one: LiveExpert | tuple[str, str]) -> tuple[theme.Cell, ...]:
     if isinstance(one, tuple):  # without a host
         return (*one, "", "", "")
     share = _percent(one.share)
@@ -84,12 +89,62 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:,.0f} ms" if seconds >= 0.01 else f"{1000 * seconds:.1f} ms"
 
 
-VIEWS: Views[ExpertsSnapshot] = Views(draw, summary, lambda snapshot: snapshot.over)
-HOST_VIEWS = replace(VIEWS, who="host", leave=("Stop hosting", "Stopped"))
+EXPERTS_VIEWS: Views[ExpertsSnapshot] = Views(draw_experts, summarize_experts, lambda snapshot: snapshot.over)
 
 
 def show_experts(
     read: Callable[[], ExpertsSnapshot], stop: Callable[[], None], hosting: bool
 ) -> Panel[ExpertsSnapshot]:
     """Return a panel of experts; its button calls ``stop``: stop hosting, or leave the swarm."""
-    return Panel(read, stop, views=HOST_VIEWS if hosting else VIEWS)
+    host_views = replace(EXPERTS_VIEWS, who="host", leave=("Stop hosting", "Stopped"))
+    return Panel(read, stop, views=host_views if hosting else EXPERTS_VIEWS)
+
+
+# --- elastic members --------------------------------------------------------------------------------------------------
+
+
+def summarize_elastic(snapshot: ElasticSnapshot) -> str:
+    """Return the meter in one line."""
+    if not snapshot.steps:
+        return f"{snapshot.scheduler}: no step yet, {snapshot.members} members"
+    last = snapshot.steps[-1]
+    lost = f", {len(last.lost)} lost" if last.lost else ""
+    values = ", ".join(f"{value} {words}" for words, value in _figures(snapshot).items())
+    left = "; left" if snapshot.left else ""
+    return f"{snapshot.scheduler}: step {last.step:,}, {snapshot.members} members{lost}; inconsistency {values}{left}"
+
+
+def _figures(snapshot: ElasticSnapshot) -> dict[str, str]:
+    last, recent = snapshot.steps[-1], snapshot.steps[-RECENT:]
+    waited_ms = 1000 * sum(step.waited_s for step in recent) / len(recent)
+    missing = sum(step.missing for step in recent) / len(recent)
+    return {
+        "measured": f"{last.inconsistency:.3g}",
+        "allowed": "unknown" if last.bound is None else f"{last.bound:.3g}",
+        "waited": f"{waited_ms:.0f} ms",
+        "missing by then": f"{missing:.0%}",
+    }
+
+
+def draw_elastic(snapshot: ElasticSnapshot) -> theme.Document:
+    """Return the meter: figures, the measured inconsistency under its bound, a warning."""
+    shown = theme.Document(*summarize_elastic(snapshot).split(": ", 1), label="inconsistency of this member")
+    shown.figures(_figures(snapshot) if snapshot.steps else {})
+    measured = [(step.step, step.inconsistency) for step in snapshot.steps]
+    bounds = [(step.step, step.bound) for step in snapshot.steps if step.bound is not None]
+    if chart := theme.curve(measured, limit=bounds, label="inconsistency", from_zero=True, width=760):
+        shown.draw(chart)
+        bound = "dashed: bound in theory" if bounds else "no bound is known for this codec"
+        shown.note(f"solid: measured, ||x - v|| / learning rate; {bound}")
+    if snapshot.passed:
+        far = "The peers are further apart than the bound of this scheduler allows"
+        shown.warn(f"{far}: increase beta, or use a shorter timeout or less compression.")
+    return shown
+
+
+def consistency_panel(elastic: ElasticOptimizer) -> Panel[ElasticSnapshot]:
+    """Return a live view of an elastic optimizer's inconsistency and its bound."""
+    views: Views[ElasticSnapshot] = Views(
+        draw_elastic, summarize_elastic, lambda snapshot: snapshot.left, stops=True
+    )
+    return Panel(elastic.snapshot, elastic.close, views=views)

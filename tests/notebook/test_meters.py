@@ -1,14 +1,15 @@
-"""The experts panel."""
+"""The panels of experts and of elastic members."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from xml.etree import ElementTree
 
+from colab_swarm.elastic.steps import ElasticSnapshot, ElasticStep
 from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.host import ExpertsSnapshot, HostOfExperts, LiveExpert
 from colab_swarm.moe.server import ExpertStatistics
-from colab_swarm.notebook.experts import draw, summary
+from colab_swarm.notebook.meters import draw_elastic, draw_experts, summarize_elastic, summarize_experts
 from colab_swarm.notebook.theme import MAX_ROWS
 
 GRID = Grid("ffn", (2, 4))
@@ -37,15 +38,15 @@ def full(*sides: int, share: float = 0.0) -> ExpertsSnapshot:
 
 
 def test_the_summary_counts_live_experts_and_this_peers_work() -> None:
-    assert summary(SNAPSHOT) == (
+    assert summarize_experts(SNAPSHOT) == (
         "ffn[2 x 4]: 3 of 8 places live on 2 hosts, 1 left out, 1 dead, 1 here, 80 samples/s"
     )
-    assert summary(ExpertsSnapshot(GRID)) == "ffn[2 x 4]: looking up the experts"
-    assert summary(replace(SNAPSHOT, over=True)).endswith("; left")
+    assert summarize_experts(ExpertsSnapshot(GRID)) == "ffn[2 x 4]: looking up the experts"
+    assert summarize_experts(replace(SNAPSHOT, over=True)).endswith("; left")
 
 
 def test_the_text_has_the_grid_the_hosts_and_this_peers_experts() -> None:
-    assert draw(SNAPSHOT).text().splitlines()[1:] == [
+    assert draw_experts(SNAPSHOT).text().splitlines()[1:] == [
         "  ⚠ not called for a while because they failed this peer: ffn.1.1",
         "  expert   state       host           step  of the updates",
         "  ffn.1.1  ! left out",
@@ -62,7 +63,7 @@ def test_the_text_has_the_grid_the_hosts_and_this_peers_experts() -> None:
 
 
 def test_the_html_is_valid_and_has_the_same_content() -> None:
-    tree = ElementTree.fromstring(draw(SNAPSHOT).html())
+    tree = ElementTree.fromstring(draw_experts(SNAPSHOT).html())
     bars = [element.get("aria-label") for element in tree.iter() if element.get("role") == "img"]
     assert bars == ["90% of the updates", "10% of the updates", "0% of the updates"]
     shown = " ".join(tree.itertext())
@@ -71,13 +72,47 @@ def test_the_html_is_valid_and_has_the_same_content() -> None:
 
 
 def test_a_large_grid_is_cut_and_counted_and_failed_experts_stay() -> None:
-    drawn = draw(replace(full(64, 64, share=1 / 4096), dead=("ffn.9.9",)))
+    drawn = draw_experts(replace(full(64, 64, share=1 / 4096), dead=("ffn.9.9",)))
     for shown in (drawn.text(), drawn.html()):
         assert f"and {4097 - MAX_ROWS:,} more experts" in shown and "x dead" in shown
         assert len(shown) < 20_000
 
 
 def test_warnings_are_shown_and_escaped() -> None:
-    faulty = ExpertsSnapshot(GRID, listed_s=1.0, fault="<script>\x1b[2J")
-    assert "swarm.host_experts" in draw(faulty).text() and "swarm.host_experts" in draw(faulty).html()
-    assert "<script" not in draw(faulty).html() and "\x1b" not in draw(faulty).html() + draw(faulty).text()
+    drawn = draw_experts(ExpertsSnapshot(GRID, listed_s=1.0, fault="<script>\x1b[2J"))
+    assert "swarm.host_experts" in drawn.text() and "swarm.host_experts" in drawn.html()
+    assert "<script" not in drawn.html() and "\x1b" not in drawn.html() + drawn.text()
+
+
+# --- elastic members ---------------------------------------------------------------------------------------------
+
+
+def elastic(*inconsistencies: float, bound: float | None = 1.0) -> ElasticSnapshot:
+    steps = tuple(
+        ElasticStep(number, 0.01, 0.25, inconsistency, bound, ())
+        for number, inconsistency in enumerate(inconsistencies)
+    )
+    return ElasticSnapshot("NormBounded(beta=0.5, measure='l2')", 0, 2, steps, False)
+
+
+def test_the_summary_has_the_inconsistency_and_its_cost() -> None:
+    assert summarize_elastic(elastic()) == "NormBounded(beta=0.5, measure='l2'): no step yet, 2 members"
+    assert summarize_elastic(elastic(0.2, 0.4)).endswith(
+        "step 1, 2 members; inconsistency 0.4 measured, 1 allowed, 10 ms waited, 25% missing by then"
+    )
+    assert "unknown allowed" in summarize_elastic(elastic(0.2, bound=None))
+
+
+def test_it_warns_above_the_bound() -> None:
+    assert "!" not in draw_elastic(elastic(0.2, 0.9)).text()
+    assert "further apart" in draw_elastic(elastic(0.2, 1.2)).text()
+    assert "⚠" in draw_elastic(elastic(0.2, 1.2)).html()
+
+
+def test_the_chart_shows_measured_and_bound() -> None:
+    tree = ElementTree.fromstring(draw_elastic(elastic(0.2, 0.4, 0.3)).html())
+    lines = [one for one in tree.iter("polyline")]
+    assert "bound in theory" in " ".join(tree.itertext())
+    assert "no bound is known" in draw_elastic(elastic(0.2, 0.4, bound=None)).html()
+    assert [("stroke-dasharray" in line.attrib) for line in lines] == [True, False]
+    assert all(len(line.attrib["points"].split()) >= 3 for line in lines)
