@@ -11,6 +11,7 @@ from colab_swarm.averaging.group import (
     CHUNK_BYTES,
     MAX_NUMEL,
     MAX_STEP,
+    MAX_TEXT,
     Group,
     GroupFormation,
     GroupFormationSettings,
@@ -136,13 +137,13 @@ def test_the_rank_is_the_same_for_everyone_and_changes_with_the_step() -> None:
         {"members": (GroupMember(ALICE, (), 1, 1), GroupMember(ALICE, (), 1, 1))},
         {"members": (GroupMember(ALICE, (), -1, 1),)},
         {"members": (GroupMember(ALICE, (), 1, -1),)},
-        {"explanation": "x" * 1000},
+        {"explanation": "x" * (MAX_TEXT + 1)},
         {"explanation": "\x1b[2J"},
     ],
 )
 def test_a_group_that_no_honest_organizer_forms_is_refused(change: dict[str, object]) -> None:
     group = Group(bytes(16), TERMS, (GroupMember(ALICE, (), 1, 1), GroupMember(BOB, (), 1, 1)))
-    group.check()
+    msgspec.structs.replace(group, explanation="x" * MAX_TEXT).check()
     with pytest.raises(ValueError):
         msgspec.structs.replace(group, **change).check()
 

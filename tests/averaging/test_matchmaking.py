@@ -98,6 +98,9 @@ async def test_all_who_join_get_the_same_group_with_weights_and_addresses() -> N
     groups = await asyncio.gather(*(trainer.join() for trainer in town.trainers))
     assert len(set(groups)) == 1 and len(groups[0].members) == 4
     assert all(m.weight == 10.0 and m.share == 1.0 and m.addresses for m in groups[0].members)
+    organizer, *others = town.trainers
+    assert organizer.matchmaker.likely(8, b"") == {other.peers.id for other in others}
+    assert organizer.matchmaker.likely(9, b"") == set()
     assert asyncio.get_running_loop().time() < 0.1
 
 

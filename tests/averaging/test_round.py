@@ -337,13 +337,14 @@ def test_the_span_of_an_assistant_that_dies_is_recovered(nth: int, clients: Sequ
     assert not any(outcome.results[name].kept_local for name in ("alice", "bob"))
 
 
-async def test_a_recall_of_a_span_that_does_not_exist_is_refused() -> None:
+@pytest.mark.parametrize(("reducer", "wanted"), [(2, ()), (-1, ()), (0, (1,)), (0, (-1,))])
+async def test_a_recall_of_a_span_that_does_not_exist_is_refused(reducer: int, wanted: tuple[int]) -> None:
     alice, bob = pair()
     averager = Averager(alice, AveragingSettings(round_timeout_s=1))
     Averager(bob, SETTINGS)
     group = make_group([alice, bob], [1, 1], 10)
     averaging = asyncio.create_task(averager.average(group, vector(0, 10)))
-    stream = await bob.stream(alice.id, RecallSpan(group.round_id, 99, (), False), timeout_s=5)
+    stream = await bob.stream(alice.id, RecallSpan(group.round_id, reducer, wanted, False), timeout_s=5)
     with pytest.raises(PeerLost, match="ValueError"):
         await stream.receive(Chunk)
     await averaging
