@@ -250,7 +250,7 @@ def albert(
     if fit.checkpointing:
         checkpoint_layers(model)
     if (probe := getattr(swarm, "probe", None)) is not None:
-        probe.set_model(model, MaskedText(words, _examples(text, language)))
+        probe.known = model, MaskedText(words, _examples(text, language))
     return model, batches
 
 
