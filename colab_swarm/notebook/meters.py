@@ -11,7 +11,6 @@ from colab_swarm.notebook import theme
 from colab_swarm.notebook.panel import Panel, Views
 
 if TYPE_CHECKING:
-    from colab_swarm.elastic.optimizer import ElasticOptimizer
     from colab_swarm.elastic.steps import ElasticSnapshot
     from colab_swarm.moe.host import ExpertsSnapshot, HostOfExperts, LiveExpert
     from colab_swarm.moe.server import ExpertStatistics
@@ -142,9 +141,6 @@ def draw_elastic(snapshot: ElasticSnapshot) -> theme.Document:
     return shown
 
 
-def consistency_panel(elastic: ElasticOptimizer) -> Panel[ElasticSnapshot]:
-    """Return a live view of an elastic optimizer's inconsistency and its bound."""
-    views: Views[ElasticSnapshot] = Views(
-        draw_elastic, summarize_elastic, lambda snapshot: snapshot.left, stops=True
-    )
-    return Panel(elastic.snapshot, elastic.close, views=views)
+ELASTIC_VIEWS: Views[ElasticSnapshot] = Views(
+    draw_elastic, summarize_elastic, lambda snapshot: snapshot.left, stops=True
+)

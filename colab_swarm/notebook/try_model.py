@@ -25,15 +25,11 @@ MAX_REPLIES = 20
 
 
 class ModelProbe:
-    """The models that `Swarm.try_model` can use, and their weights before training."""
+    """The models that `Swarm.try_model` can use: ``known`` unless another is given, and their first weights."""
 
     def __init__(self) -> None:
-        self._known: tuple[nn.Module, MaskedText] | None = None
+        self.known: tuple[nn.Module, MaskedText] | None = None
         self._copied: dict[str, list[tuple[Tensor, Tensor]]] = {}  # by optimizer: parameters and copies
-
-    def set_model(self, model: nn.Module, texts: MaskedText) -> None:
-        """Make this the model to try unless another one is given."""
-        self._known = model, texts
 
     def on_optimizer(self, name: str, optimizer: SwarmOptimizer) -> None:
         """Copy the parameters of ``optimizer``, which has caught up with the swarm, in half precision."""
@@ -46,11 +42,11 @@ class ModelProbe:
     def try_model(self, question: str | None, model: nn.Module | None, texts: MaskedText | None) -> TryModel:
         """Return the answers to one question, or to the examples, with a form."""
         if model is None or texts is None:
-            if self._known is None or (model is not None and model is not self._known[0]):
+            if self.known is None or (model is not None and model is not self.known[0]):
                 raise ValueError(
                     "which model? Pass model= and tokenizer=, or build it with cs.recipes.albert(…, swarm=swarm)"
                 )
-            model, texts = self._known[0], texts or self._known[1]
+            model, texts = self.known[0], texts or self.known[1]
         questions = texts.examples if question is None else [question]
         return TryModel(partial(self._ask, model, texts), questions, live=question is None and has_frontend())
 

@@ -251,7 +251,7 @@ def albert(
         checkpoint_layers(model)
     if (probe := getattr(swarm, "probe", None)) is not None:
         examples = EXAMPLES.get(language) or EXAMPLES.get(text if isinstance(text, str) else "") or ENGLISH
-        probe.set_model(model, MaskedText(words, examples))
+        probe.known = model, MaskedText(words, examples)
     return model, batches
 
 

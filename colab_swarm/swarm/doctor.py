@@ -143,7 +143,14 @@ def _examine(
         target_batch_size, compression = target_batch_size or target, compression or codec
         peers = sorted(swarm.services.peers.linked(), key=lambda peer: -speeds.get(peer, 0.0))
         uplink = best(swarm.runtime.call(_test_uplink(swarm.services.peers, peers[:TESTS])))
-        found += _check_swarm(swarm, len(peers), len(speeds), uplink)
+        found += [
+            checks.check_swarm(swarm.run, len(peers), len(speeds)),
+            checks.check_reachability(swarm.reachability),
+        ]
+        if peers:
+            # a simulated peer has no network, and its wall clock is simulated too
+            behind_s = 0.0 if swarm.network is None else swarm.network.node.linker.clock.behind_s
+            found += [checks.check_clock(-behind_s), checks.check_bandwidth(uplink)]
     if subject is not None and subject.samples_per_s and target_batch_size:
         prediction = checks.predict(
             subject,
@@ -155,15 +162,6 @@ def _examine(
         )
         found.append(checks.check_prediction(prediction))
     return Diagnosis(tuple(found), prediction)
-
-
-def _check_swarm(swarm: Swarm, linked: int, training: int, uplink: Speed | None) -> Iterator[Check]:
-    yield checks.check_swarm(swarm.run, linked, training)
-    yield checks.check_reachability(swarm.reachability)
-    if linked:
-        # a simulated peer has no network, and its wall clock is simulated too
-        yield checks.check_clock(0.0 if swarm.network is None else -swarm.network.node.linker.clock.behind_s)
-        yield checks.check_bandwidth(uplink)
 
 
 def _subject(

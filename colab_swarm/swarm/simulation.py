@@ -34,7 +34,7 @@ from colab_swarm.runtime import POLL_S
 from colab_swarm.sim.network import SimNetwork
 from colab_swarm.sim.profiles import PROFILES, ChurnProfile, NetworkProfile
 from colab_swarm.sim.runtime import SimRuntime
-from colab_swarm.snapshot import PeerRow, SwarmSnapshot
+from colab_swarm.snapshot import PeerRow
 from colab_swarm.swarm.network import assemble, find_others
 from colab_swarm.swarm.swarm import Swarm
 
@@ -93,22 +93,23 @@ class Simulation(AbstractContextManager["Simulation"]):
             raise ValueError(f"{name} is already online: use another name, or crash it first")
         if samples_per_s is not None:
             self._speeds[name] = samples_per_s
+        if at <= self.time:
+            self._arriving.add(name)
         if self._train is None and at <= self.time:
             self._runtime.call(self._join(name, listen))
         else:
-            if at <= self.time:
-                self._arriving.add(name)
-            self._later.add(self._runtime.loop.create_task(self._join_later(at, name, listen)))
+            self._later.add(self._runtime.loop.create_task(self._join(name, listen, at=at)))
 
-    async def _join_later(self, at: float, name: str, listen: bool) -> None:
-        await asyncio.sleep(at - self.time)
+    async def _join(self, name: str, listen: bool = True, *, at: float = 0.0) -> None:
+        if at > self.time:
+            await asyncio.sleep(at - self.time)
         self._arriving.add(name)
         try:
-            await self._join(name, listen)
+            await self._enter(name, listen)
         finally:
             self._arriving.discard(name)
 
-    async def _join(self, name: str, listen: bool) -> None:
+    async def _enter(self, name: str, listen: bool) -> None:
         peers = self.network.peer(name, listen=listen)
         self.results.pop(name, None)
         self._crashed.pop(name, None)
@@ -134,9 +135,8 @@ class Simulation(AbstractContextManager["Simulation"]):
     def _on_crash(self, name: str) -> None:
         if name in self._tasks:
             self._tasks.pop(name).cancel()
-        swarm = self.swarms.pop(name)
-        self._crashed[name] = replace(self._peer(name, swarm.snapshot()), role="crashed", samples=0.0)
-        swarm.kill()
+        self._crashed[name] = replace(self._peer(name), role="crashed", samples=0.0)
+        self.swarms.pop(name).kill()
 
     def speed_of(self, name: str) -> float:
         """Return the peer's training speed, samples per virtual second."""
@@ -267,7 +267,7 @@ class Simulation(AbstractContextManager["Simulation"]):
         for event in churn.events(list(self.swarms), until_s=seconds, rng=rng):
             await asyncio.sleep(begin + event.at - self.time)
             if event.online:
-                await self._join(event.peer, True)
+                await self._join(event.peer)
             else:
                 self.network.now().crash(event.peer)
 
@@ -300,17 +300,17 @@ class Simulation(AbstractContextManager["Simulation"]):
 
     def snapshot(self) -> SimulationSnapshot:
         """Return what panels show. Call it only while no time passes; otherwise use `InteractiveRun.snapshot`."""
-        swarms = {name: swarm.snapshot() for name, swarm in self.swarms.items()}
-        peers = tuple(self._peer(name, swarms.get(name)) for name in self._names)
+        peers = tuple(map(self._peer, self._names))
         faults = sorted(self.network.coming, key=lambda fault: fault.at)
         coming = (f"{one.at:.0f} s: {lessons.describe_fault(one.name, one.arguments)}" for one in faults)
         return SimulationSnapshot(self.time, str(self.network), peers, tuple(self._story), tuple(coming))
 
-    def _peer(self, name: str, seen: SwarmSnapshot | None) -> PeerRow:
+    def _peer(self, name: str) -> PeerRow:
         speed = self.speed_of(name)
-        if seen is None:
+        if name not in self.swarms:
             state = "joining" if self.network.is_up(name) else "crashed"
             return self._crashed.get(name, PeerRow(name, "", state, 0, speed, 0.0, None, me=False))
+        seen = self.swarms[name].snapshot()
         row = next(peer for peer in seen.peers if peer.me)
         loss = seen.loss_history[-1][1] if seen.loss_history else None
         state = row.role if row.role == "catching up" else seen.state

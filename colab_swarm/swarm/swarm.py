@@ -17,7 +17,7 @@ from colab_swarm.invite import Invite, Setting
 from colab_swarm.net.peers import Contact, PeerId, Role, short
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
 from colab_swarm.notebook.invitation import Invitation
-from colab_swarm.notebook.meters import consistency_panel, show_experts
+from colab_swarm.notebook.meters import ELASTIC_VIEWS, show_experts
 from colab_swarm.notebook.panel import Panel
 from colab_swarm.notebook.platforms import has_frontend, in_notebook
 from colab_swarm.notebook.receipt import Receipt, issue
@@ -299,7 +299,8 @@ class Swarm(AbstractContextManager["Swarm"]):
 
     def consistency_meter(self, name: str = "model") -> Panel[ElasticSnapshot]:
         """Return a live view of this elastic member's inconsistency beside its bound."""
-        return consistency_panel(self.elastic[name])
+        elastic = self.elastic[name]
+        return Panel(elastic.snapshot, elastic.close, views=ELASTIC_VIEWS)
 
     def host_experts(
         self,

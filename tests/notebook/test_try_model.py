@@ -106,7 +106,7 @@ def test_a_model_is_needed_and_a_recipe_can_set_it(net: Guesser, texts: MaskedTe
     probe = ModelProbe()
     with pytest.raises(ValueError, match="Pass model= and tokenizer="):
         probe.try_model(None, None, None)
-    probe.set_model(net, texts)
+    probe.known = net, texts
     assert "TryModel(2 questions: " in repr(probe.try_model(None, None, None))
 
 
