@@ -223,13 +223,9 @@ async def test_no_expert_loses_more_than_its_last_steps_while_hosts_are_killed(r
 # -- what a user says and sees
 
 
-def test_the_host_shows_what_it_hosts_and_stops(tmp_path: Path) -> None:
+def test_the_host_shows_what_it_hosts_and_stops(run: Run) -> None:
     runtime = SimRuntime()
-
-    async def open_run() -> Member:
-        return await Run(tmp_path).join("alice")
-
-    member = runtime.call(open_run())
+    member = runtime.call(run.join("alice"))
     plan = plan_host(GRID, make, count=2)
     host = ExpertHost(runtime, member.resources, plan, repr)
     runtime.call(host.start())
