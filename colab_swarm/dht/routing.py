@@ -254,12 +254,12 @@ class Lookup:
         return window
 
 
+@dataclass
 class Patience:
     """Estimates how long an answer may take before its query is slow: mean plus four deviations (RFC 6298)."""
 
-    def __init__(self) -> None:
-        self._mean_s: float | None = None
-        self._deviation_s = 0.0
+    _mean_s: float | None = None
+    _deviation_s: float = 0.0
 
     def learn(self, rtt_s: float) -> None:
         if self._mean_s is None:

@@ -372,8 +372,7 @@ class DHT:
         self._replicas[key] = lookup.nearest(width)
         if len(self._replicas) > REMEMBERED:
             del self._replicas[next(iter(self._replicas))]
-        refused = {text for refusals in taken for text in refusals if text}
-        if refused:
+        if refused := {text for refusals in taken for text in refusals if text}:
             logger.info("records were refused: %s", "; ".join(sorted(refused)))
         return sum(not any(refusals) for refusals in taken)
 
@@ -397,9 +396,8 @@ class DHT:
         return tuple(refusals)
 
     async def _on_find(self, caller: PeerId, message: FindNear) -> FoundNear:
-        contacts = self._nearest_for(caller, message.key, message.asker)
         records = self._storage.get(message.key, now=self._now()) if message.records else ()
-        return FoundNear(contacts, records)
+        return FoundNear(self._nearest_for(caller, message.key, message.asker), records)
 
     async def _on_fetch(self, caller: PeerId, message: Fetch) -> Fetched:
         if len(message.key) != ID_BYTES:

@@ -28,11 +28,11 @@ from colab_swarm.moe.grid import (
     ExpertInfo,
     ExpertPlace,
     Grid,
+    GridPage,
     GridRecord,
     Index,
     Listing,
     Mask,
-    Page,
     announced,
     beam_search,
     short_addresses,
@@ -135,9 +135,9 @@ class Directory:
         self._rng, self._run_id = services.rng, services.run_id
         self._now = asyncio.get_running_loop().time
         self._bans = Bans(FIRST_BAN_S, LONGEST_BAN_S)
-        self._cache: Cache[Page, Listing] = Cache(self._read)
+        self._cache: Cache[GridPage, Listing] = Cache(self._read)
         self._mine: dict[Grid, dict[Index, ExpertPlace]] = {}
-        self._published: set[Page] = set()  # with a record of ours
+        self._published: set[GridPage] = set()  # with a record of ours
 
     async def close(self) -> None:
         """Cancel all running look-ups."""
@@ -187,11 +187,11 @@ class Directory:
         """
         mine = self._mine.get(grid, {})
         checked = {index: uid for uid in uids if (index := grid.index(uid)) in mine}
-        pages = dict.fromkeys(Page.of(grid, index) for index in checked)
+        pages = dict.fromkeys(GridPage.of(grid, index) for index in checked)
         listings = await self._cache.get(pages, fresh=True)
         lost = []
         for index, uid in checked.items():
-            place, listing = mine[index], listings[Page.of(grid, index)]
+            place, listing = mine[index], listings[GridPage.of(grid, index)]
             others = (one for one in listing.live(place.index, self._now()) if one.host.id != self._peers.id)
             if any(one.claim < (place.claimed_ms, self._peers.id) for one in others):
                 lost.append(uid)
@@ -209,7 +209,9 @@ class Directory:
         numbers = self._rng.sample(numbers, min(len(numbers), MAX_PAGES))
         chosen: list[Index] = []
         for begin in range(0, len(numbers), PAGES_AT_ONCE):
-            pages = [Page(grid, len(grid.sides), number) for number in numbers[begin : begin + PAGES_AT_ONCE]]
+            pages = [
+                GridPage(grid, len(grid.sides), number) for number in numbers[begin : begin + PAGES_AT_ONCE]
+            ]
             for page, listing in (await self._cache.get(pages, fresh=True)).items():
                 for position in self._rng.sample(range(PAGE), PAGE):
                     index = page.index_at(position)
@@ -224,13 +226,13 @@ class Directory:
 
     async def _publish(self, grid: Grid, places: Iterable[Index]) -> None:
         lengths = range(1, len(grid.sides) + 1)
-        pages = {Page.of(grid, place[:length]) for place in places for length in lengths}
+        pages = {GridPage.of(grid, place[:length]) for place in places for length in lengths}
         await asyncio.gather(*map(self._publish_page, sorted(pages, key=lambda page: page[1:])))
 
-    async def _publish_page(self, page: Page) -> None:
+    async def _publish_page(self, page: GridPage) -> None:
         """Store this peer's record of a page; an empty one if the page has become empty."""
         mine = self._mine[page.grid].items()
-        here = {i: place for i, place in mine if Page.of(page.grid, i[: page.depth]) == page}
+        here = {i: place for i, place in mine if GridPage.of(page.grid, i[: page.depth]) == page}
         if page.depth == len(page.grid.sides):
             addresses = short_addresses(self._peers.contact)
             places = sorted(here.values(), key=lambda place: place.index)
@@ -246,7 +248,7 @@ class Directory:
             logger.info("no peer stored the record of %s; the next announcement retries", page)
         self._cache.forget(page)
 
-    async def _unwitnessed(self, page: Page, positions: set[int]) -> list[int]:
+    async def _unwitnessed(self, page: GridPage, positions: set[int]) -> list[int]:
         """Return those that fewer than `WITNESSES` hosts with smaller ids announce: this peer must."""
         if not positions:
             return []
@@ -263,7 +265,7 @@ class Directory:
         """Return the expert's host, shape and step; None if it is dead or banned."""
         index = grid.index(uid)
         for fresh in (False, True):  # the first, quick read may have missed it
-            listings = await self._cache.get([Page.of(grid, index)], fresh=fresh)
+            listings = await self._cache.get([GridPage.of(grid, index)], fresh=fresh)
             if infos := self._infos(grid, [index], listings):
                 return infos[index]
         return None
@@ -271,9 +273,9 @@ class Directory:
     async def live(self, grid: Grid, *, fresh: bool = False) -> list[ExpertInfo]:
         """Return all experts that can be called, in grid order; ``fresh``: without the cache."""
         indices: list[Index] = [()]
-        listings: dict[Page, Listing] = {}
+        listings: dict[GridPage, Listing] = {}
         for _ in grid.sides:
-            pages = dict.fromkeys(page for prefix in indices for page in Page.below(grid, prefix))
+            pages = dict.fromkeys(page for prefix in indices for page in GridPage.below(grid, prefix))
             listings = await self._cache.get(pages, fresh=fresh)
             masks = {prefix: self._mask(grid, prefix, listings) for prefix in indices}
             indices = [(*prefix, int(j)) for prefix in indices for j in np.flatnonzero(masks[prefix])]
@@ -306,12 +308,12 @@ class Directory:
 
     async def _search(
         self, grid: Grid, scores: Sequence[Floats], k: int
-    ) -> tuple[list[list[Index]], dict[Page, Listing]]:
-        known: dict[Page, Listing] = {}
+    ) -> tuple[list[list[Index]], dict[GridPage, Listing]]:
+        known: dict[GridPage, Listing] = {}
         patient = True
 
         def children(prefix: Index) -> Mask | None:
-            for page in Page.below(grid, prefix):
+            for page in GridPage.below(grid, prefix):
                 listing = known.get(page) or self._cache.peek(page)
                 if listing is None:
                     return None if patient else np.zeros(grid.sides[len(prefix)], np.bool_)
@@ -322,7 +324,7 @@ class Directory:
             found, unknown = beam_search(scores, k, children)
             if not unknown:
                 return found, known
-            below = dict.fromkeys(page for prefix in unknown for page in Page.below(grid, prefix))
+            below = dict.fromkeys(page for prefix in unknown for page in GridPage.below(grid, prefix))
             pages = [page for page in below if page not in known]
             if len(pages) > MAX_GUESSES:
                 depth = min(
@@ -333,24 +335,24 @@ class Directory:
         patient = False
         return beam_search(scores, k, children)[0], known
 
-    def _mask(self, grid: Grid, prefix: Index, listings: Mapping[Page, Listing]) -> Mask:
+    def _mask(self, grid: Grid, prefix: Index, listings: Mapping[GridPage, Listing]) -> Mask:
         side, now = grid.sides[len(prefix)], self._now()
-        masks = [listings[page].mask(now, self._bans) for page in Page.below(grid, prefix)]
+        masks = [listings[page].mask(now, self._bans) for page in GridPage.below(grid, prefix)]
         begin = grid.number(prefix) * side % PAGE
         return np.concatenate(masks)[begin : begin + side]
 
     def _infos(
-        self, grid: Grid, indices: Iterable[Index], listings: Mapping[Page, Listing]
+        self, grid: Grid, indices: Iterable[Index], listings: Mapping[GridPage, Listing]
     ) -> dict[Index, ExpertInfo]:
         infos: dict[Index, ExpertInfo] = {}
         for index in indices:
-            listing, position = listings[Page.of(grid, index)], grid.number(index) % PAGE
+            listing, position = listings[GridPage.of(grid, index)], grid.number(index) % PAGE
             if (info := listing.usable(position, self._now(), self._bans)) is not None:
                 infos[index] = info
                 self._peers.learn(info.host)
         return infos
 
-    async def _read(self, page: Page, old: Listing | None, fresh: bool) -> tuple[Listing, float]:
+    async def _read(self, page: GridPage, old: Listing | None, fresh: bool) -> tuple[Listing, float]:
         """Read a page, quickly the first time; hosts of the old listing stay until their records expire."""
         read = self._dht.read if old or fresh else self._dht.fetch
         found, now = (await read(page.key(self._run_id))).found.items(), self._now()

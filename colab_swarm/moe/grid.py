@@ -120,7 +120,7 @@ class Grid:
         return f"{self.prefix}[{' x '.join(map(str, self.sides))}]"
 
 
-class Page(NamedTuple):
+class GridPage(NamedTuple):
     """`PAGE` neighbouring experts, or prefixes of one length, whose records share a key in the DHT."""
 
     grid: Grid
@@ -128,12 +128,12 @@ class Page(NamedTuple):
     number: int
 
     @classmethod
-    def of(cls, grid: Grid, index: Index) -> Page:
+    def of(cls, grid: Grid, index: Index) -> GridPage:
         """Return the page of an expert or prefix."""
         return cls(grid, len(index), grid.number(index) // PAGE)
 
     @classmethod
-    def below(cls, grid: Grid, prefix: Index) -> list[Page]:
+    def below(cls, grid: Grid, prefix: Index) -> list[GridPage]:
         """Return the pages with the children of a prefix."""
         side = grid.sides[len(prefix)]
         first = grid.number(prefix) * side
@@ -198,7 +198,7 @@ Announced: TypeAlias = dict[PeerId, dict[int, ExpertInfo]]
 
 
 def announced(
-    page: Page, found: Iterable[tuple[bytes, Found]], *, now: float, swarm_time: float
+    page: GridPage, found: Iterable[tuple[bytes, Found]], *, now: float, swarm_time: float
 ) -> Announced:
     """Decode the records of a page; invalid records of strangers are dropped.
 

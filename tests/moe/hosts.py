@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,10 +52,13 @@ class Member:
 class Run:
     """Peers that join through alice, each with a folder of its own."""
 
-    def __init__(self, folder: Path, *, seed: int = 0) -> None:
-        self.network = SimNetwork(LAN, seed=seed)
+    def __init__(self, folder: Path) -> None:
         self._folder, self.directory_settings = folder, DirectorySettings()
         self._entry: SimPeers | None = None
+
+    @cached_property
+    def network(self) -> SimNetwork:
+        return SimNetwork(LAN, seed=0)
 
     async def join(self, name: str, *, folder: Path | None = None) -> Member:
         peers = self.network.peer(name)

@@ -18,10 +18,10 @@ from colab_swarm.moe.grid import (
     PAGE,
     ExpertPlace,
     Grid,
+    GridPage,
     GridRecord,
     Index,
     Mask,
-    Page,
     announced,
     beam_search,
     short_addresses,
@@ -69,10 +69,10 @@ def received(record: Any, owner: PeerId | None = ALICE) -> Found:
     return Found(msgspec.msgpack.decode(msgspec.msgpack.encode(record)), 1060.0, owner)
 
 
-PREFIXES, PLACES = Page(GRID, 1, 0), Page(GRID, 2, 3)
+PREFIXES, PLACES = GridPage(GRID, 1, 0), GridPage(GRID, 2, 3)
 
 
-def read(page: Page, found: dict[bytes, Found]) -> dict[PeerId, list[int]]:
+def read(page: GridPage, found: dict[bytes, Found]) -> dict[PeerId, list[int]]:
     decoded = announced(page, found.items(), now=5.0, swarm_time=1000.0)
     assert all(one.until == 65.0 for held in decoded.values() for one in held.values())
     return {host: [*held] for host, held in decoded.items()}
@@ -132,17 +132,17 @@ VALUES = st.recursive(
 
 @settings(max_examples=50)
 @given(VALUES, st.sampled_from([PREFIXES, PLACES]), st.binary(max_size=40))
-def test_no_strangers_record_does_harm(value: Any, page: Page, subkey: bytes) -> None:
+def test_no_strangers_record_does_harm(value: Any, page: GridPage, subkey: bytes) -> None:
     found = {subkey: Found(value, 1060.0, PeerId(subkey)), ALICE: Found(value, 1060.0, ALICE)}
     announced(page, found.items(), now=5.0, swarm_time=1000.0)
 
 
 def test_a_wide_row_has_several_keys_and_small_rows_share_one() -> None:
-    keys = [page.key("run") for page in Page.below(GRID, (3,))]
+    keys = [page.key("run") for page in GridPage.below(GRID, (3,))]
     assert keys == ["run/experts/ffn/4x300/2/3", "run/experts/ffn/4x300/2/4"]
     small = Grid("ffn", (5, 64))
-    assert [[page.number for page in Page.below(small, (i,))] for i in range(5)] == [[0]] * 4 + [[1]]
-    assert [Page(small, 2, 1).index_at(position) for position in (63, 64)] == [(4, 63), None]
+    assert [[page.number for page in GridPage.below(small, (i,))] for i in range(5)] == [[0]] * 4 + [[1]]
+    assert [GridPage(small, 2, 1).index_at(position) for position in (63, 64)] == [(4, 63), None]
 
 
 ANY_SIDES = st.lists(st.integers(1, 40), min_size=1, max_size=3) | st.tuples(
@@ -158,8 +158,8 @@ def test_every_place_has_one_position_in_one_page_below_its_prefix(
     grid = Grid("ffn", tuple(sides))
     place = tuple(data.draw(st.integers(0, side - 1)) for side in sides)
     for length in range(1, len(sides) + 1):
-        page, position = Page.of(grid, place[:length]), grid.number(place[:length]) % PAGE
-        assert page in Page.below(grid, place[: length - 1]) and page.index_at(position) == place[:length]
+        page, position = GridPage.of(grid, place[:length]), grid.number(place[:length]) % PAGE
+        assert page in GridPage.below(grid, place[: length - 1]) and page.index_at(position) == place[:length]
     row = GridRecord((), (ExpertPlace(position, 1, 2, ()),))
     decoded = announced(page, [(ALICE, received(row))], now=5.0, swarm_time=1000.0)[ALICE]
     assert [one.uid for one in decoded.values()] == [grid.uid(place)]

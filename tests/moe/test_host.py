@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def played(story: Callable[[Run], Awaitable[None]]) -> Callable[..., None]:
-    """Make a story of a simulated run a test."""
-
-    async def wrapped(tmp_path: Path) -> None:
-        await story(Run(tmp_path))
-
-    return wrapped
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
 
 
 def hosted(member: Member) -> list[tuple[str, int, bool]]:
@@ -55,7 +51,6 @@ async def saved_by(hosting: ExpertHost, steps: int) -> None:
     await hosting.save_changed()
 
 
-@played
 async def test_hosts_share_the_grid_and_all_peers_find_their_experts(run: Run) -> None:
     _, alice = await run.host("alice", 4)
     _, bob = await run.host("bob", 2)
@@ -67,7 +62,6 @@ async def test_hosts_share_the_grid_and_all_peers_find_their_experts(run: Run) -
     assert answer.shape == (2, 4)
 
 
-@played
 async def test_a_dead_hosts_expert_continues_elsewhere_from_its_last_save(run: Run) -> None:
     await run.host("alice", 1)
     _, bob = await run.host("bob", 1)
@@ -97,7 +91,6 @@ async def saved_by_bob(run: Run) -> str:
     return uid
 
 
-@played
 async def test_a_host_that_returns_continues_from_its_own_disk(run: Run) -> None:
     _, hosting = await run.host("alice", 2)
     await saved_by(hosting, 4)
@@ -109,7 +102,6 @@ async def test_a_host_that_returns_continues_from_its_own_disk(run: Run) -> None
     assert [fault.name for fault in run.network.fired] == ["crash"]
 
 
-@played
 async def test_a_host_that_stops_loses_nothing_and_is_not_called_any_more(run: Run) -> None:
     await run.host("alice", 1)
     bob, hosting = await run.host("bob", 1)
@@ -123,7 +115,6 @@ async def test_a_host_that_stops_loses_nothing_and_is_not_called_any_more(run: R
     await hosting.close()
 
 
-@played
 async def test_a_false_claim_is_skipped_in_favour_of_a_real_save(run: Run) -> None:
     uid = await saved_by_bob(run)
     mallory = await run.join("mallory")
@@ -139,7 +130,6 @@ async def test_a_false_claim_is_skipped_in_favour_of_a_real_save(run: Run) -> No
     assert [place.step for _, place in await hosting._saves.claims(uid)] == [10**9, 3]
 
 
-@played
 async def test_a_name_that_two_sides_of_a_partition_took_is_given_up_by_one(run: Run) -> None:
     alice, hers = await run.host("alice", uids=("ffn.0.1",))
     await saved_by(hers, 2)
@@ -158,8 +148,7 @@ async def test_a_name_that_two_sides_of_a_partition_took_is_given_up_by_one(run:
     assert [event.reason for event in lost] == ["another peer claimed it earlier"]  # type: ignore[attr-defined]
 
 
-async def test_a_full_disk_is_reported_once_and_the_host_continues(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+async def test_a_full_disk_is_reported_once_and_the_host_continues(run: Run, tmp_path: Path) -> None:
     await run.host("alice", 1)
     (tmp_path / "bob").write_text("a file where the folder should be: nothing can be written")
     bob, hosting = await run.host("bob", 1)
@@ -170,7 +159,6 @@ async def test_a_full_disk_is_reported_once_and_the_host_continues(tmp_path: Pat
     assert {kept.step for kept in hosting._saves.results.values()} == {3}  # alice has it
 
 
-@played
 async def test_experts_are_saved_in_the_background(run: Run) -> None:
     await run.host("alice", 1)
     _, bob = await run.host("bob", 2)
@@ -179,7 +167,6 @@ async def test_experts_are_saved_in_the_background(run: Run) -> None:
     assert {(kept.step, len(kept.holders)) for kept in bob._saves.results.values()} == {(2, 1)}
 
 
-@played
 async def test_a_maker_that_fails_is_the_callers_error_and_claims_nothing(run: Run) -> None:
     alice = await run.join("alice")
 
@@ -195,7 +182,6 @@ async def test_a_maker_that_fails_is_the_callers_error_and_claims_nothing(run: R
 
 @pytest.mark.slow
 @pytest.mark.ordeal
-@played
 async def test_no_expert_loses_more_than_its_last_steps_while_hosts_are_killed(run: Run) -> None:
     """Every 10 s for two minutes a random host dies and another joins; experts are taken over in between."""
 
@@ -237,13 +223,9 @@ async def test_no_expert_loses_more_than_its_last_steps_while_hosts_are_killed(r
 # -- what a user says and sees
 
 
-def test_the_host_shows_what_it_hosts_and_stops(tmp_path: Path) -> None:
+def test_the_host_shows_what_it_hosts_and_stops(run: Run) -> None:
     runtime = SimRuntime()
-
-    async def open_run() -> Member:
-        return await Run(tmp_path).join("alice")
-
-    member = runtime.call(open_run())
+    member = runtime.call(run.join("alice"))
     plan = plan_host(GRID, make, count=2)
     host = ExpertHost(runtime, member.resources, plan, repr)
     runtime.call(host.start())

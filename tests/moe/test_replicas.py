@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +68,9 @@ class Scene:
         self.run.network.now().crash(name)
 
 
-def played(story: Callable[[Scene], Awaitable[None]]) -> Callable[..., None]:
-    """Make a story of a simulated run a test."""
-
-    async def wrapped(tmp_path: Path) -> None:
-        await story(Scene(tmp_path))
-
-    return wrapped
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    return Scene(tmp_path)
 
 
 async def fetched(saves: ExpertSaves, uid: str = "ffn.0.0") -> Snapshot:
@@ -83,7 +78,6 @@ async def fetched(saves: ExpertSaves, uid: str = "ffn.0.0") -> Snapshot:
     return await saves.fetch(uid, place, limit_bytes=LIMIT_BYTES)
 
 
-@played
 async def test_a_save_comes_back_from_holders_when_its_host_is_dead(scene: Scene) -> None:
     await scene.open("alice", "bob", "carol", "dave")
     kept = await scene.save(saved(step=7))
@@ -94,7 +88,6 @@ async def test_a_save_comes_back_from_holders_when_its_host_is_dead(scene: Scene
     assert [fault.name for fault in scene.run.network.fired] == ["crash"]
 
 
-@played
 async def test_only_changed_chunks_are_sent_and_an_equal_save_is_renewed(scene: Scene) -> None:
     await scene.open("alice", "bob")
     store, sizes = shelf_of(scene.members["bob"]), list[int]()
@@ -116,7 +109,6 @@ async def test_only_changed_chunks_are_sent_and_an_equal_save_is_renewed(scene: 
     assert len(sizes) == 1 and store.saves()[0].at > second.at
 
 
-@played
 async def test_a_save_that_a_holder_lost_does_not_drop_the_one_before(scene: Scene) -> None:
     await scene.open("alice", "bob", "carol")
     await scene.save(saved(step=1))
@@ -132,7 +124,6 @@ async def test_a_save_that_a_holder_lost_does_not_drop_the_one_before(scene: Sce
     assert scene.holders(1) == {"carol"}  # who is away
 
 
-@played
 async def test_a_save_that_no_holder_accepts_does_not_hide_the_previous_one(scene: Scene) -> None:
     await scene.open("alice", "bob", "carol", "dave")
     first = await scene.save(saved(step=1))
@@ -150,7 +141,6 @@ async def test_a_save_that_no_holder_accepts_does_not_hide_the_previous_one(scen
     assert np.array_equal(again.blob, saved(step=1).blob)
 
 
-@played
 async def test_an_unreachable_holder_is_called_once_and_not_for_each_expert(scene: Scene) -> None:
     await scene.open("alice", "bob")
     alice_saves = scene.saves("alice")
@@ -173,7 +163,6 @@ async def test_an_unreachable_holder_is_called_once_and_not_for_each_expert(scen
     assert tries == ["bob", "bob"]
 
 
-@played
 async def test_a_lost_holder_is_replaced(scene: Scene) -> None:
     await scene.open("alice", "bob", "carol")
     lost = scene.name(*(await scene.save(saved(step=1), copies=1)).holders)
@@ -186,7 +175,6 @@ async def test_a_lost_holder_is_replaced(scene: Scene) -> None:
     assert scene.run.network.fired
 
 
-@played
 async def test_a_holder_without_space_refuses_and_another_is_used(scene: Scene) -> None:
     await scene.open("alice", "bob", "carol")
     full = scene.saves("bob")
@@ -197,7 +185,6 @@ async def test_a_holder_without_space_refuses_and_another_is_used(scene: Scene) 
     assert [scene.name(peer) for peer in kept.holders] == ["carol"] and full.store.kept_bytes == 0
 
 
-@played
 async def test_a_holder_that_sends_wrong_chunks_is_replaced(scene: Scene) -> None:
     await scene.open("alice", "bob", "carol", "dave")
     kept = await scene.save(saved(step=7))
@@ -217,8 +204,7 @@ async def test_a_holder_that_sends_wrong_chunks_is_replaced(scene: Scene) -> Non
     assert len(save.digests) == 11
 
 
-async def test_a_damaged_chunk_on_our_disk_is_fetched_from_a_holder(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
+async def test_a_damaged_chunk_on_our_disk_is_fetched_from_a_holder(scene: Scene, tmp_path: Path) -> None:
     await scene.open("alice", "bob")
     await scene.save(saved(step=7))
     garbled = [path for path in (tmp_path / "alice" / "chunks").rglob("*") if path.is_file()]
@@ -227,7 +213,6 @@ async def test_a_damaged_chunk_on_our_disk_is_fetched_from_a_holder(tmp_path: Pa
     assert np.array_equal((await fetched(scene.saves("alice"))).blob, saved(step=7).blob) and garbled
 
 
-@played
 async def test_a_silent_holder_delays_a_fetch_for_seconds_only(scene: Scene) -> None:
     await scene.open("alice", "bob", "carol", "dave")
     scene.members["erin"] = await scene.run.join("erin")
@@ -242,7 +227,6 @@ async def test_a_silent_holder_delays_a_fetch_for_seconds_only(scene: Scene) -> 
     assert [fault.name for fault in scene.run.network.fired] == ["partition", "crash"]
 
 
-@played
 async def test_a_false_claim_of_a_real_save_does_not_hide_the_owners(scene: Scene) -> None:
     await scene.open("alice", "bob", "mallory", "zoe")
     await scene.save(saved(step=7))
@@ -254,7 +238,6 @@ async def test_a_false_claim_of_a_real_save_does_not_hide_the_owners(scene: Scen
     assert (owner, claim) in await scene.saves("bob").claims("ffn.0.0")
 
 
-@played
 async def test_a_save_that_is_not_what_was_claimed_or_too_large_is_refused(scene: Scene) -> None:
     await scene.open("alice", "bob")
     await scene.save(saved(step=7))
@@ -268,7 +251,6 @@ async def test_a_save_that_is_not_what_was_claimed_or_too_large_is_refused(scene
             await scene.saves("bob").fetch(uid, wrong, limit_bytes=limit_bytes)
 
 
-@played
 async def test_a_manifest_that_is_wrong_about_the_length_of_a_chunk_is_refused(scene: Scene) -> None:
     await scene.open("alice", "bob")
     whole = saved()
@@ -284,8 +266,7 @@ async def test_a_manifest_that_is_wrong_about_the_length_of_a_chunk_is_refused(s
 
 
 @pytest.mark.parametrize("fault", ["hash", "length"])
-async def test_a_save_whose_chunks_do_not_match_is_not_kept(tmp_path: Path, fault: str) -> None:
-    scene = Scene(tmp_path)
+async def test_a_save_whose_chunks_do_not_match_is_not_kept(scene: Scene, tmp_path: Path, fault: str) -> None:
     await scene.open("alice", "bob")
     alice, bob, manifest = scene.members["alice"].peers, scene.members["bob"].peers.id, saved().manifest
     if fault == "length":
@@ -303,7 +284,6 @@ async def test_a_save_whose_chunks_do_not_match_is_not_kept(tmp_path: Path, faul
     assert not [path for path in (tmp_path / "bob" / "chunks").rglob("*") if path.is_file()]
 
 
-@played
 async def test_invalid_records_of_saves_are_ignored(scene: Scene) -> None:
     await scene.open("alice", "bob")
     services, alice = scene.members["bob"].services, scene.saves("alice")

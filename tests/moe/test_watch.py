@@ -15,6 +15,11 @@ from colab_swarm.runtime import Runtime
 from tests.moe.hosts import GRID, Member, Run
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
 def watch_of(member: Member) -> tuple[ExpertsWatch, Directory]:
     resources = member.resources
     served, runtime = resources.server.statistics, Runtime.__new__(Runtime)  # these tests look on the loop
@@ -29,8 +34,7 @@ async def look(watch: ExpertsWatch, after_s: float = 0.0) -> ExpertsSnapshot:
     return await watch._look()
 
 
-async def test_the_first_snapshot_is_immediate_and_later_ones_list_hosts_and_experts(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+async def test_the_first_snapshot_is_immediate_and_later_ones_list_hosts_and_experts(run: Run) -> None:
     alice, _ = await run.host("alice", 2)
     bob, _ = await run.host("bob", 1)
     watch, _ = watch_of(bob)
@@ -45,8 +49,7 @@ async def test_the_first_snapshot_is_immediate_and_later_ones_list_hosts_and_exp
     assert seen.listed_s is not None and seen.listed_s < 2.5 and not seen.fault
 
 
-async def test_shares_follow_the_steps_of_the_last_minute(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+async def test_shares_follow_the_steps_of_the_last_minute(run: Run) -> None:
     _, hosting = await run.host("alice", 2)
     watch, _ = watch_of(await run.join("bob"))
     assert {one.share for one in (await look(watch, 2.0)).live} == {None}, "no expert has learned"
@@ -58,8 +61,7 @@ async def test_shares_follow_the_steps_of_the_last_minute(tmp_path: Path) -> Non
     assert seen.hosts[0].share == 1.0
 
 
-async def test_a_failed_expert_is_left_out_and_one_of_a_dead_host_is_dead(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+async def test_a_failed_expert_is_left_out_and_one_of_a_dead_host_is_dead(run: Run) -> None:
     alice, _ = await run.host("alice", 2)
     watch, directory = watch_of(await run.join("bob"))
     seen = await look(watch, 2.0)
@@ -75,14 +77,14 @@ async def test_a_failed_expert_is_left_out_and_one_of_a_dead_host_is_dead(tmp_pa
     assert seen.live == () and seen.dead == (first, second)
 
 
-async def test_a_closed_watch_says_so_and_reads_nothing(tmp_path: Path) -> None:
-    watch, _ = watch_of(await Run(tmp_path).join("alice"))
+async def test_a_closed_watch_says_so_and_reads_nothing(run: Run) -> None:
+    watch, _ = watch_of(await run.join("alice"))
     watch.close()
     assert watch.snapshot().over
 
 
-async def test_a_failed_listing_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watch, directory = watch_of(await Run(tmp_path).join("alice"))
+async def test_a_failed_listing_is_reported(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, directory = watch_of(await run.join("alice"))
 
     async def fails(grid: object, fresh: bool) -> None:
         raise ConnectionError("no way")
