@@ -1,7 +1,7 @@
 """Tokens and passwords: never read from a notebook's text, never shown.
 
-Places, in this order: the environment, Colab's secrets, Kaggle's secrets, and typing where possible.
-Call it from the user's thread: Colab answers through the calling cell.
+Places, in this order: the environment, Colab's secrets, Kaggle's secrets, and typing where
+possible. Call it from the user's thread: Colab answers through the calling cell.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Secret(str):
 
 
 def find_secret(name: str) -> Secret | None:
-    """Return the secret, or None; never asks to type it. ``name`` is that of the environment variable, too."""
+    """Return the secret, or None; never asks to type it. ``name`` is an environment variable, too."""
     return _search(name)[0]
 
 

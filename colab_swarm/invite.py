@@ -2,10 +2,11 @@
 
     https://OWNER.github.io/colab_swarm/join#NAME.PAYLOAD
 
-The part after ``#`` never reaches a web server. NAME is for people; PAYLOAD is base64url of a version byte, msgpack
-and a checksum. Unless the run is open, an invitation has its own key pair. The authority signs its public key and what
-it allows (`Grant`). The secret key is in the invitation and signs the rest, so that an invited peer can pass the
-invitation on with other entries, but not with more rights.
+The part after ``#`` never reaches a web server. NAME is for people; PAYLOAD is base64url of a
+version byte, msgpack and a checksum. Unless the run is open, an invitation has its own key pair.
+The authority signs its public key and what it allows (`Grant`). The secret key is in the invitation
+and signs the rest, so that an invited peer can pass the invitation on with other entries, but not
+with more rights.
 """
 
 from __future__ import annotations
@@ -51,17 +52,17 @@ class Invite(Signed, frozen=True):
     """The contents of an invitation. Its text holds a secret; its repr does not."""
 
     run_id: RunId  # the run's unique name; the part before the last ``-`` is its name for people
-    entries: Annotated[tuple[Contact, ...], msgspec.Meta(max_length=MAX_ENTRIES)]  # to dial; any one suffices
+    entries: Annotated[tuple[Contact, ...], msgspec.Meta(max_length=MAX_ENTRIES)]  # to dial
     expires_at: Moment  # when joining ends, seconds since the epoch
-    access: Access = "open"  # who may join: all, those with an invitation, or those on the authority's list
+    access: Access = "open"  # who may join
     # in an open run, only the settings follow
     authority: Annotated[bytes, msgspec.Meta(max_length=32)] = b""  # its public key
     secret: Annotated[bytes, msgspec.Meta(max_length=32)] = b""  # of this invitation's own key
     role: Role = Role.WORKER  # of those who join
     member_until: Moment = 0.0  # when their memberships end, unless the authority renews them
-    uses: Annotated[int, msgspec.Meta(ge=0, le=MAX_USES)] = 0  # peers that can join with it; 0: any number
+    uses: Annotated[int, msgspec.Meta(ge=0, le=MAX_USES)] = 0  # peers; 0: any number
     grant_signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""  # by the authority
-    settings: Settings = msgspec.field(default_factory=dict)  # for training, such as ``target_batch_size``
+    settings: Settings = msgspec.field(default_factory=dict)  # for training
 
     @classmethod
     def issue(

@@ -1,4 +1,4 @@
-"""Addresses that others can dial, that this peer may dial for others, and that its visitors come from."""
+"""Addresses to dial, to dial for others, and of visitors."""
 
 from __future__ import annotations
 
@@ -75,8 +75,9 @@ def is_loopback(host: str) -> bool:
 def may_dial_back(address: str, seen: str) -> bool:
     """Return True if a peer may have us dial ``address``: only at the IP address ``seen`` at which we see it ourselves.
 
-    Otherwise it could have us connect to other people's machines, or to those of our own network (SSRF). So names are
-    not dialled, and nothing where we do not see the peer (``seen`` is ""). Addresses of this machine are one host.
+    Otherwise it could have us connect to other people's machines, or to those of our own network
+    (SSRF). So names are not dialled, and nothing where we do not see the peer (``seen`` is "").
+    Addresses of this machine are one host.
     """
     one, two = ip_of(host_of(address)), ip_of(seen)
     if not is_address(address) or relay_of(address) is not None or one is None or two is None:
@@ -119,7 +120,7 @@ class AddressBook:
     """
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[PeerId, tuple[Contact, int]] = OrderedDict()  # with the number announced
+        self._entries: OrderedDict[PeerId, tuple[Contact, int]] = OrderedDict()  # how many it announced
 
     def learn(self, contact: Contact) -> None:
         """Add addresses that another peer reported; invalid ones are left out."""
@@ -147,7 +148,7 @@ class AddressBook:
 
 
 class VisitLimit:
-    """Limits each source, a peer or a `source_of`, to ``most`` requests in ``window_s`` seconds. Free of I/O."""
+    """Limits each source, a peer or a `source_of`, to ``most`` requests in ``window_s``. No I/O."""
 
     def __init__(self, most: int, window_s: float = 1.0) -> None:
         self._most, self._window_s = most, window_s
@@ -171,8 +172,9 @@ class VisitLimit:
 def source_of(request: web.BaseRequest) -> str:
     """Return the visitor's network: its IPv4 address, or the /64 of its IPv6 address.
 
-    A tunnel's agent or a proxy on this machine appends the visitor's address to ``X-Forwarded-For``. Visitors can write
-    into that header too, so only the last entry counts, and only if the request comes from loopback.
+    A tunnel's agent or a proxy on this machine appends the visitor's address to
+    ``X-Forwarded-For``. Visitors can write into that header too, so only the last entry counts, and
+    only if the request comes from loopback.
     """
     host, prefix = request.remote or "", ""
     if is_loopback(host) and "X-Forwarded-For" in request.headers:

@@ -1,8 +1,9 @@
 """Swarms on the same local network announce themselves by multicast DNS and are found without an invitation.
 
-The announcement is public on that network: the run's id, the announcing peer, its addresses, and whether an invitation
-is needed. Trust none of it before the handshake. Each announcing peer is one service; peers of one run are merged. On
-platforms without multicast (Colab, Kaggle) nothing is found and nothing fails.
+The announcement is public on that network: the run's id, the announcing peer, its addresses, and
+whether an invitation is needed. Trust none of it before the handshake. Each announcing peer is one
+service; peers of one run are merged. On platforms without multicast (Colab, Kaggle) nothing is
+found and nothing fails.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class _Record(msgspec.Struct):
 def read_announcement(
     properties: Mapping[bytes, bytes | None], ips: Iterable[str], port: int | None
 ) -> LanSwarm | None:
-    """Decode a service's records, of one peer; None if they are of another version, garbled or without address."""
+    """Decode a service's records; None if of another version, garbled or without address."""
     try:
         text = {key.decode(): (value or b"").decode() for key, value in properties.items()}
         record = msgspec.convert(text, _Record)
@@ -78,7 +79,7 @@ def read_announcement(
 
 
 def merge(announced: Iterable[LanSwarm]) -> list[LanSwarm]:
-    """Return the runs that peers announced, by name; their access is the one that most of their peers announce."""
+    """Return the runs that peers announced, by name, with the access that most announce."""
     runs: dict[str, dict[PeerId, tuple[Access, Contact, str]]] = {}
     for one in announced:
         peers, (contact,), (name,) = runs.setdefault(one.run_id, {}), one.contacts, one.names
@@ -123,7 +124,7 @@ class LanAnnouncer:
         self._info: AsyncServiceInfo | None = None
 
     async def update(self, contact: Contact) -> None:
-        """Announce the peer's addresses, nothing while it has none; takes a second at first. Raises `OSError`."""
+        """Announce the peer's addresses, if any; takes a second at first. Raises `OSError`."""
         ips, port = announced(contact)
         before, self._info = self._info, None
         if ips:
@@ -151,7 +152,7 @@ class LanAnnouncer:
 
 
 async def find_swarms(*, seconds: float = 1.5, interfaces: Sequence[str] | None = None) -> list[LanSwarm]:
-    """Listen, and return the runs announced on the local network, by name; none where multicast does not work."""
+    """Listen; return the runs announced in the local network, none without multicast."""
     with suppress(OSError):
         async with _open(interfaces) as zeroconf:
             return merge(await _listen(zeroconf.zeroconf, seconds))

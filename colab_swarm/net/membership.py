@@ -3,10 +3,11 @@
     authority's key ── signs ──> Membership of a peer's key
     authority's key ── signs ──> Grant of an invitation's key ── signs ──> Membership of a peer's key
 
-The second chain admits late joiners while the authority is offline: the invitation holds the secret of its own key,
-so the joining peer signs its membership itself. A grant that is not ``offline`` only allows to request a membership
-from the authority. The holder of an offline invitation can come back under a new key until ``member_until``, revoked or
-not, unless the invitation's own key is revoked too. Times are swarm time, with a tolerance of `SLACK_S`.
+The second chain admits late joiners while the authority is offline: the invitation holds the secret
+of its own key, so the joining peer signs its membership itself. A grant that is not ``offline``
+only allows to request a membership from the authority. The holder of an offline invitation can come
+back under a new key until ``member_until``, revoked or not, unless the invitation's own key is
+revoked too. Times are swarm time, with a tolerance of `SLACK_S`.
 """
 
 from __future__ import annotations
@@ -75,12 +76,12 @@ class Grant(Signed, frozen=True):
     key: Key  # the invitation's own public key
     join_until: Moment  # memberships under it start before this time
     member_until: Moment  # memberships under it end before this time
-    uses: Annotated[int, msgspec.Meta(ge=0, le=MAX_USES)] = 0  # peers that may join by it, 0 for any number
+    uses: Annotated[int, msgspec.Meta(ge=0, le=MAX_USES)] = 0  # peers; 0: any number
     offline: bool = True  # whether the invitation's key may sign memberships; only with unlimited uses
 
 
 class Membership(Signed, frozen=True):
-    """A peer's role in a run, shown in its handshakes; ``name`` is the one that the authority verified, if any."""
+    """A peer's role in a run, shown in its handshakes; ``name`` if the authority verified one."""
 
     run_id: RunId
     role: Role
@@ -88,7 +89,7 @@ class Membership(Signed, frozen=True):
     name: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
     issued_at: Moment
     expires_at: Moment
-    grant: Grant | None = None  # under which the invitation's key signed it; None if the authority did
+    grant: Grant | None = None  # under which an invitation signed it; None: the authority did
 
     @classmethod
     def decode(cls, data: bytes) -> Membership:
@@ -229,7 +230,7 @@ class MembershipAdmission:
         return True
 
     def _welcome(self, public_key: bytes, now: float) -> Role:
-        """Admit a guest for a minute; as it is called every few seconds, twice as long ago was another visit."""
+        """Admit a guest for a minute, by calls every few seconds; a visit long ago is forgotten."""
         if abs(now - self._guests.get(public_key, now)) > 2 * GUEST_S:
             del self._guests[public_key]
         if abs(now - self._guests.setdefault(public_key, now)) > GUEST_S:
@@ -261,7 +262,7 @@ class OpenAdmission:
 
 
 Admission: TypeAlias = OpenAdmission | MembershipAdmission
-"""This peer's ``membership`` and its rule, which each handshake and, every few seconds, each link must pass."""
+"""This peer's ``membership``, and its rule at handshakes and, every few seconds, for links."""
 
 
 class Account(msgspec.Struct, frozen=True):
@@ -275,7 +276,8 @@ class Account(msgspec.Struct, frozen=True):
 async def whoami(token: str) -> Account | None:
     """Return the user of a token, by the Hub's ``whoami-v2``; None if the Hub does not know the token of a person.
 
-    The environment's ``HF_ENDPOINT`` replaces huggingface.co. A token that may only read is enough; it is not logged.
+    The environment's ``HF_ENDPOINT`` replaces huggingface.co. A token that may only read is enough;
+    it is not logged.
 
     Raises:
         PeerUnreachable: the Hub did not answer in 10 s, or its answer cannot be decoded.

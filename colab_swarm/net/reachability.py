@@ -1,10 +1,11 @@
 """Find out how others reach this peer, check it again when the network changes, and report the addresses.
 
-`ReachabilityPolicy` is free of I/O: it holds the evidence, and its `decide` returns this peer's level, why no better
-level works, and which addresses to tell others. An address is reported once another peer has dialled it, or before any
-peer could try. A peer that sees this one through a relay or a tunnel cannot try, because it dials back only where it
-sees the caller. A private address that a neighbour reaches is of no use to peers outside: once one of them has failed
-to dial, this peer counts as behind a NAT.
+`ReachabilityPolicy` is free of I/O: it holds the evidence, and its `decide` returns this peer's
+level, why no better level works, and which addresses to tell others. An address is reported once
+another peer has dialled it, or before any peer could try. A peer that sees this one through a relay
+or a tunnel cannot try, because it dials back only where it sees the caller. A private address that
+a neighbour reaches is of no use to peers outside: once one of them has failed to dial, this peer
+counts as behind a NAT.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Reachability:
     level: ReachabilityLevel
     via: str = ""
     addresses: tuple[str, ...] = ()  # what to tell others, the best first
-    reasons: tuple[tuple[ReachabilityLevel, str], ...] = ()  # for each better level why it does not work
+    reasons: tuple[tuple[ReachabilityLevel, str], ...] = ()  # why no better level works
 
     def __str__(self) -> str:
         if self.level is ReachabilityLevel.TUNNEL:
@@ -103,7 +104,7 @@ class ReachabilityPolicy:
     def __init__(self, listening: tuple[str, ...], *, trusted: bool = False) -> None:
         self.listening, self._trusted = listening, trusted
         self.reports: dict[PeerId, DialledBack] = {}  # of dial-backs, by peer
-        self.places: Mapping[PeerId, tuple[str, ...]] = {}  # relays, each with circuit addresses of this peer
+        self.places: Mapping[PeerId, tuple[str, ...]] = {}  # circuit addresses, by relay
         self.tunnel: str | None = None
         self._punched: set[PeerId] = set()
         self.why = {

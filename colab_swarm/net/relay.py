@@ -7,8 +7,8 @@
 3. Both ends connect to the relay's ordinary port and show their ticket as the first message. When both are connected
    the relay sends `GO` to the caller, and from then on copies messages unread.
 
-The two ends shake hands and encrypt through the circuit as over any connection. So the relay sees sizes, times and the
-two peers, but no key and no content, and spends no time on cryptography.
+The two ends shake hands and encrypt through the circuit as over any connection. So the relay sees
+sizes, times and the two peers, but no key and no content, and spends no time on cryptography.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Reserve(Message, frozen=True):
 
 
 class Reserved(Message, frozen=True):
-    """The place lasts ``seconds``, while the link is open; the relay sees the peer at host and port ``seen``."""
+    """The place lasts ``seconds``, while the link is open; the relay sees the peer at ``seen``."""
 
     seconds: float
     seen: Seen
@@ -268,14 +268,14 @@ class Relay:
             near.socket.send_bytes(GO)
 
     def add(self, data: memoryview) -> None:
-        """Add a message to those of this read; unmasked, it takes no more room than it took when it was received."""
+        """Add a message to those of this read; unmasked, it takes no more room than before."""
         self._batched_bytes += write_message(data, self._batch[self._batched_bytes :])
 
     def flush(self, socket: WebSocket) -> None:
-        """Send the messages of a read by one write: fewer system calls, and fewer wake-ups of the far end."""
+        """Send the messages of a read by one write: fewer calls, and fewer wake-ups of the far end."""
         size, self._batched_bytes = self._batched_bytes, 0
         if size and not socket.send_framed(self._batch[:size]):
-            self._batch = memoryview(bytearray(BATCH_BYTES))  # the transport may still refer to the old
+            self._batch = memoryview(bytearray(BATCH_BYTES))  # the old may still be in use
 
     def end(self, circuit: Circuit, reason: str) -> None:
         """Close the circuit, if it is still open."""
@@ -292,7 +292,7 @@ class Relay:
 
 
 class _Pump:
-    """Receives at one end of a circuit and sends to the other; pauses while that is full, or a quota used up."""
+    """Receives at one end of a circuit and sends to the other, as far as it and quotas have room."""
 
     def __init__(self, relay: Relay, circuit: Circuit, socket: WebSocket) -> None:
         self._relay, self._circuit, self.socket = relay, circuit, socket
@@ -364,10 +364,10 @@ class Circuits:
         self._loop = asyncio.get_running_loop()
         self._look, self._looked = asyncio.Event(), asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
-        self.seen_at: dict[PeerId, HostPort] = {}  # where each relay sees this peer's connection to it
+        self.seen_at: dict[PeerId, HostPort] = {}  # where each relay sees this peer
         self._accepting: list[PeerId] = []
         self._until: dict[PeerId, float] = {}
-        self.places: dict[PeerId, tuple[str, ...]] = {}  # relays, each with circuit addresses of this peer
+        self.places: dict[PeerId, tuple[str, ...]] = {}  # circuit addresses, by relay
         node.linker.open_circuit = self._open
         node.serve(CircuitOffer, self._on_offer, role=Role.REDUCER)
         node.on_lost(self._on_lost)

@@ -1,11 +1,13 @@
 """A tunnel gives a peer behind a NAT a public address: an agent process here holds a link to a provider's edge.
 
-`Tunnel` watches the agent: its process and, now and then, the public address. It starts a new agent when one is lost;
-the address may change then. A guardian process starts each agent and kills it when this process dies, because a killed
-kernel runs no exit hooks. It has its own session, so it survives signals to the notebook's process group.
+`Tunnel` watches the agent: its process and, now and then, the public address. It starts a new agent
+when one is lost; the address may change then. A guardian process starts each agent and kills it
+when this process dies, because a killed kernel runs no exit hooks. It has its own session, so it
+survives signals to the notebook's process group.
 
-pyngrok only downloads the ngrok agent. The agent's configuration lies in a temporary directory: it holds the token,
-which any user of the machine could read on a command line. The directory is deleted once the agent runs.
+pyngrok only downloads the ngrok agent. The agent's configuration lies in a temporary directory: it
+holds the token, which any user of the machine could read on a command line. The directory is
+deleted once the agent runs.
 """
 
 from __future__ import annotations
@@ -104,14 +106,14 @@ os._exit(0)  # not sys.exit: the thread holds stdin
 
 @dataclass(frozen=True)
 class TunnelSettings:
-    """Which tunnel to open, and how to watch it; ngrok needs an account, cloudflared the program."""
+    """Which tunnel to open, and how to watch it: ngrok needs a token, cloudflared the program."""
 
     kind: Literal["ngrok", "cloudflared"]
     auth_token: str | None = field(default=None, repr=False)  # of ngrok
-    agent: str | None = None  # path of the program; None uses pyngrok's own, or the cloudflared on the PATH
+    agent: str | None = None  # path of the program; None: pyngrok's own, or on the PATH
     quota_bytes: float | None = 1e9  # monthly data volume of the ngrok plan; None for no limit
     check_s: float = 1.0  # seconds between checks of the agent
-    probe_s: float = 180.0  # between requests to the public address; ngrok's free plan has 20,000 a month
+    probe_s: float = 180.0  # between requests to the public address, 20,000 a month are free
 
     def __post_init__(self) -> None:
         if self.kind not in ("ngrok", "cloudflared"):
@@ -166,7 +168,7 @@ async def probe(address: str) -> str | None:
 
 
 class AgentLog:
-    """What an agent has logged: its ``address`` once it is connected, and a ``fault`` that it named."""
+    """What an agent has logged: its ``address`` once it is connected, and a ``fault``."""
 
     def __init__(self) -> None:
         self.address = self.fault = self._url = ""
@@ -266,10 +268,10 @@ class Tunnel:
         await self._stop()
         self.address = None
 
-    # --- the agent ------------------------------------------------------------------------------------------
+    # --- the agent --------------------------------------------------------------------------------
 
     async def _connect(self) -> str:
-        """Start an agent and return the public address; raise `TunnelError` with no process left."""
+        """Start an agent and return the public address, or raise `TunnelError` with none left."""
         settings, url = self._settings, f"http://127.0.0.1:{self._port}"
         try:
             if settings.kind == "cloudflared":
@@ -306,7 +308,7 @@ class Tunnel:
         return address
 
     async def _run(self, *command: str) -> tuple[str, str]:
-        """Start a program; return its public address, or "" and why it has none after it was stopped."""
+        """Start a program; return its public address, or "" and why it was stopped."""
         start = asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", "-c", _GUARDIAN, *command),
             stdin=subprocess.PIPE,
@@ -326,7 +328,7 @@ class Tunnel:
         except TimeoutError:
             ended = f"no tunnel after {OPEN_TIMEOUT_S:.0f} s"
         finally:
-            # if its start itself were cancelled, that would kill the guardian and leave the program running
+            # cancelling its start would kill the guardian and leave the program running
             self._guardian = await starting
             if log.address:
                 self._draining = asyncio.create_task(self._drain())
@@ -350,7 +352,7 @@ class Tunnel:
             self._guardian.stdin.close()  # the guardian kills the program, and ends
             await self._guardian.communicate()
 
-    # --- watching -------------------------------------------------------------------------------------------
+    # --- watching ---------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
         try:

@@ -8,11 +8,12 @@
     Ready: half a round trip from now    ->
     punches                                  punches
 
-Endpoints are those of each end's own connection to the relay: as the relay sees it from outside, and as it is in the
-peer's own network, for two peers behind one NAT. The asking end sends the first handshake message on every connection
-that opens. An end that punches with another peer answers that it is busy, and is tried again later. The link table
-prefers the new link, and both ends leave the relayed one when its streams are over. As in every dial-back, only the
-host at which the relay sees the asking end is dialled (`colab_swarm.net.addresses.may_dial_back`).
+Endpoints are those of each end's own connection to the relay: as the relay sees it from outside,
+and as it is in the peer's own network, for two peers behind one NAT. The asking end sends the first
+handshake message on every connection that opens. An end that punches with another peer answers that
+it is busy, and is tried again later. The link table prefers the new link, and both ends leave the
+relayed one when its streams are over. As in every dial-back, only the host at which the relay sees
+the asking end is dialled (`colab_swarm.net.addresses.may_dial_back`).
 
 **TCP hole punching.** A NAT lets in answers to what went out. So both ends send a SYN from the local port of their
 connection to the relay, to the address at which the relay saw the other end:
@@ -25,8 +26,9 @@ connection to the relay, to the address at which the relay saw the other end:
   beat, known to half a round trip, again and again.
 - A full cone NAT lets every SYN in: a listener on the port accepts it.
 
-Nothing helps if a NAT takes a new port for every connection, unless the other is a full cone. On macOS all sockets of
-a port need SO_REUSEPORT, which `bound_socket` sets everywhere; Windows has none, so nothing is punched there.
+Nothing helps if a NAT takes a new port for every connection, unless the other is a full cone. On
+macOS all sockets of a port need SO_REUSEPORT, which `bound_socket` sets everywhere; Windows has
+none, so nothing is punched there.
 """
 
 from __future__ import annotations
@@ -93,8 +95,9 @@ def plan_tries(
 ) -> tuple[float, ...]:
     """Return when to connect, in loop time: beats that both ends share, further apart than a SYN and its refusal take.
 
-    The asking end starts half a round trip after its signal, when the other end receives it. The two directions may
-    differ in latency, so the asking end moves every other beat at random, by about half a round trip at most.
+    The asking end starts half a round trip after its signal, when the other end receives it. The
+    two directions may differ in latency, so the asking end moves every other beat at random, by
+    about half a round trip at most.
 
     Args:
         now, until: when the signal was sent, or received by the ``answering`` end; when to end.
@@ -111,8 +114,8 @@ def plan_tries(
 async def punch(port: int, targets: Sequence[Endpoint], tries: Sequence[float], take: Take) -> None:
     """Give ``take`` every connection that opens from or to local ``port``, until this is cancelled.
 
-    The two ends need not see the same one first, and a stranger may connect: shake hands on all, use the first that
-    becomes a link. ``take`` owns the sockets.
+    The two ends need not see the same one first, and a stranger may connect: shake hands on all,
+    use the first that becomes a link. ``take`` owns the sockets.
 
     Args:
         port: local port of a connection made with `bound_socket` to the relay.
@@ -290,7 +293,8 @@ class Upgrades:
     def _seen(self, path: Path) -> str:
         """Return the host at which the relay sees the other end, "" if it does not say.
 
-        A relay may say anything. Its claim of a private address counts only if we see the relay at one ourselves.
+        A relay may say anything. Its claim of a private address counts only if we see the relay at
+        one ourselves.
         """
         to_relay = None if path.relay is None else self._node.path_to(path.relay)
         relay_host, host = "" if to_relay is None else to_relay.seen_host, path.caller_host

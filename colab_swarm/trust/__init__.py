@@ -2,22 +2,25 @@
 
 ## The problem
 
-A run is open to people who never met, and no server checks passwords. Peers must decide *offline* whom to admit,
-remove a peer within a minute, and thank those who helped, without any peer crediting itself.
+A run is open to people who never met, and no server checks passwords. Peers must decide *offline*
+whom to admit, remove a peer within a minute, and thank those who helped, without any peer crediting
+itself.
 
 ## The idea
 
     authority's key --signs--> membership of a peer's key                      (counted invitations, names)
     authority's key --signs--> grant of an invitation's key --signs--> membership of a peer's key
 
-The peer that creates a run is its **authority**. An invitation has its own key pair: the authority signs what it
-allows (the *grant*), and its secret is inside the invitation. So a new peer signs its own membership, within the
-grant's limits, while the authority is offline. Every peer shows its membership in the handshake
-(`colab_swarm.net`), and every other peer checks the chain without any call, in up to 0.34 ms, once per peer.
+The peer that creates a run is its **authority**. An invitation has its own key pair: the authority
+signs what it allows (the *grant*), and its secret is inside the invitation. So a new peer signs its
+own membership, within the grant's limits, while the authority is offline. Every peer shows its
+membership in the handshake (`colab_swarm.net`), and every other peer checks the chain without any
+call, in up to 0.34 ms, once per peer.
 
-An invitation is one line, `https://…/join#NAME.PAYLOAD` (`colab_swarm.invite.Invite`). The part after ``#`` never
-reaches a web server. It holds the run's id, three peers to dial, an end, the access rule, the authority's public key,
-the invitation's secret, role, number of uses, and settings for training. Its text holds a secret, its ``repr`` not.
+An invitation is one line, `https://…/join#NAME.PAYLOAD` (`colab_swarm.invite.Invite`). The part
+after ``#`` never reaches a web server. It holds the run's id, three peers to dial, an end, the
+access rule, the authority's public key, the invitation's secret, role, number of uses, and settings
+for training. Its text holds a secret, its ``repr`` not.
 
 | `cs.create(…, access=…)` | who may join |
 |---|---|
@@ -46,20 +49,22 @@ the invitation's secret, role, number of uses, and settings for training. Its te
 
 ## Revocation
 
-`swarm.remove_peer("3fa9")` signs a new list, which reaches all peers within a minute (`colab_swarm.trust.access`).
-Links to removed peers close.
+`swarm.remove_peer("3fa9")` signs a new list, which reaches all peers within a minute
+(`colab_swarm.trust.access`). Links to removed peers close.
 
 ## The contribution ledger
 
-Each peer counts the contributions that it *saw*, and publishes this tally signed, with its membership. The
-leaderboard, `swarm.contributions()`, is the sum over all tallies, without what each says of its own writer
-(`colab_swarm.trust.contributions`). A tally stays for a day after its writer has left.
+Each peer counts the contributions that it *saw*, and publishes this tally signed, with its
+membership. The leaderboard, `swarm.contributions()`, is the sum over all tallies, without what each
+says of its own writer (`colab_swarm.trust.contributions`). A tally stays for a day after its writer
+has left.
 
 ## Failures
 
-While the authority is away, members continue, and invitations of unlimited use admit new peers. Only counted
-invitations and allowlists need it. Its memory (uses of invitations, revocations) is saved beside its key file:
-start it with the same `NetworkOptions(identity=…)` and it is the same run.
+While the authority is away, members continue, and invitations of unlimited use admit new peers.
+Only counted invitations and allowlists need it. Its memory (uses of invitations, revocations) is
+saved beside its key file: start it with the same `NetworkOptions(identity=…)` and it is the same
+run.
 
 - A removed peer can come back under a new key with an invitation of unlimited use, until the invitation ends. Use
   counted ones (`uses=1`) or an allowlist, or revoke the invitation itself: pass its text to `swarm.remove_peer`.

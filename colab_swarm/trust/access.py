@@ -1,8 +1,9 @@
 """How a peer gets into a run and invites others, its trust services, and how a revocation reaches every peer.
 
-The authority stores its signed list in the DHT under its own subkey, which no other peer can write. Every peer reads
-it each 20 s and asks one linked peer for the newest list; a peer that learns of a newer list sends it to all its links.
-So the list spreads even where the DHT fails: a malicious member can stuff its key, and its records end after a day.
+The authority stores its signed list in the DHT under its own subkey, which no other peer can write.
+Every peer reads it each 20 s and asks one linked peer for the newest list; a peer that learns of a
+newer list sends it to all its links. So the list spreads even where the DHT fails: a malicious
+member can stuff its key, and its records end after a day.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class RevocationWatch:
 
 
 async def repeat(work: Callable[[], Awaitable[None]], period_s: float, events: EventLog, where: str) -> None:
-    """Do ``work`` every ``period_s``. Its faults become events and log entries, and it is done again."""
+    """Do ``work`` every ``period_s``; its faults become events and log entries."""
     while True:
         try:
             await work()
@@ -136,7 +137,7 @@ async def repeat(work: Callable[[], Awaitable[None]], period_s: float, events: E
 
 
 class Trust:
-    """A peer's membership, revocations and contributions, and its ``authority``; in an open run only contributions."""
+    """A peer's contributions and, in a closed run, its membership, revocations, ``authority``."""
 
     def __init__(self, node: Node, dht: DHT, events: EventLog, rng: random.Random, access: RunAccess) -> None:
         self._node, self._events, linker = node, events, node.linker
@@ -181,7 +182,8 @@ class Trust:
     def revoke(self, subject: PeerId) -> None:
         """Remove a peer from the run, or an invitation (the id of its key).
 
-        Raises `PermissionError` if this peer is not the authority, `ValueError` if it would remove itself.
+        Raises `PermissionError` if this peer is not the authority, `ValueError` if it would remove
+        itself.
         """
         if self.authority is None or self._watch is None:
             raise PermissionError("only the peer that created the run, if it is not open, can remove others")
@@ -226,7 +228,8 @@ class RunAccess:
     ) -> RunAccess:
         """Create a run, with this peer as its authority; with the key file of an earlier run, continue that run.
 
-        Raises `ValueError` if the name or the list is not usable, or the key file is of another run.
+        Raises `ValueError` if the name or the list is not usable, or the key file is of another
+        run.
         """
         if not NAME.fullmatch(name):
             raise ValueError(

@@ -1,8 +1,8 @@
 """The authority of a run: signs invitations and memberships, and revokes them.
 
-The authority is an ordinary peer whose key the invitations name. The swarm continues while it is away: its signatures
-prove memberships, and invitations of unlimited use admit peers without it. It must be online only for counted
-invitations, and for runs with an `Allowlist`.
+The authority is an ordinary peer whose key the invitations name. The swarm continues while it is
+away: its signatures prove memberships, and invitations of unlimited use admit peers without it. It
+must be online only for counted invitations, and for runs with an `Allowlist`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ Shown = Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)]
 class RequestMembership(Message, frozen=True):
     """To the authority: request a membership, or a renewed one.
 
-    ``proof`` is a membership of the sender, by an invitation or an earlier one; ``token`` is of Hugging Face.
+    ``proof`` is a membership of the sender, by an invitation or an earlier one; ``token`` is of
+    Hugging Face.
     """
 
     proof: Shown
@@ -55,7 +56,7 @@ class RequestMembership(Message, frozen=True):
 
 
 class IssuedMembership(Message, frozen=True):
-    """The authority's answer, which its owner passes to linked peers when it was renewed; they answer `Ack`."""
+    """The authority's answer. Its owner shows a renewed one to linked peers, who answer `Ack`."""
 
     membership: Shown
 
@@ -88,7 +89,7 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 class AuthorityBook:
-    """The authority's memory, in a file beside the key file, if any; `ValueError` if that cannot be read."""
+    """The authority's memory, in a file beside the key file, if any; ValueError if damaged."""
 
     def __init__(self, run_id: str, key_file: str | Path | None = None) -> None:
         self._path = None if key_file is None else Path(f"{key_file}.authority")
@@ -149,7 +150,7 @@ def make_grant(
 
 
 def member_s(allow: Allowlist | None) -> float:
-    """Return the life of a membership, short with an allowlist: an account that leaves the list is soon out."""
+    """Return the life of a membership, short with an allowlist: who leaves it is soon out."""
     return MEMBER_S if allow is None else LISTED_MEMBER_S
 
 
@@ -190,7 +191,7 @@ class Authority:
         return make_grant(run_id, role, self._peers.sign, join_until=until, allow=self._allow, uses=uses)
 
     def revoke(self, subject: PeerId) -> None:
-        """Revoke a peer, or an invitation's key with all that only it admits; ValueError for the authority itself."""
+        """Revoke a peer, or an invitation's key with all that only it admits; never itself."""
         if subject == self._peers.id:
             raise ValueError("this is the authority itself; to end the run, leave it")
         revocations = self._admission.revoked.adding(subject, now=self._peers.time(), sign=self._peers.sign)

@@ -1,7 +1,8 @@
 """The contribution ledger: what each peer contributed, as other peers saw it. No peer can credit itself.
 
-Each peer keeps a tally of what it saw others contribute, and publishes it signed, with its membership as proof. The
-leaderboard is the sum over all tallies, without what a tally says of its own writer.
+Each peer keeps a tally of what it saw others contribute, and publishes it signed, with its
+membership as proof. The leaderboard is the sum over all tallies, without what a tally says of its
+own writer.
 
 - *Samples.* A contributor is credited once in total with the weight (number of samples) of its gradient in a round. The
   other reducers divide this by their shares of the averaged vector: j credits p with ``weight_p * share_j / (1 -
@@ -87,7 +88,7 @@ class ContributionLedger:
         self._amounts: dict[PeerId, list[float]] = {}
 
     def credit(self, peer: PeerId, kind: Kind, amount: float) -> None:
-        """Count a contribution, but none of this peer itself; `ValueError` if it is negative or not finite."""
+        """Count a contribution, none of this peer itself; ValueError unless finite and >= 0."""
         if not 0 <= amount < math.inf:
             raise ValueError(f"{amount} {kind} cannot be credited")
         if peer == self._own or not amount:
@@ -190,13 +191,13 @@ class Contributions:
         self._key = tally_key(run_id, peers.id)
 
     async def tick(self) -> None:
-        """Resume the tally, then publish its changes; call it every `PUBLISH_S`, and `stop` in the end."""
+        """Resume the tally, then publish its changes; call it every `PUBLISH_S`."""
         if self._resumed:
             await self.publish()
             return
         try:
             await self.resume()
-        except PeerError as error:  # until the DHT can be read, a new tally would replace the last one
+        except PeerError as error:  # a new tally would replace the last one
             logger.info("this peer's last tally cannot be read now: %s", error)
 
     async def stop(self) -> None:
@@ -230,7 +231,7 @@ class Contributions:
         return [record for record, tally in await self._others() if any(row.peer == me for row in tally.rows)]
 
     async def _others(self) -> list[tuple[Record, ContributionTally]]:
-        """Return the other peers' tallies under the DHT keys of their writers, each as a record and decoded."""
+        """Return the other peers' tallies under their writers' keys, as records and decoded."""
         keys = [f"{self._run_id}/credits/{shard}" for shard in range(SHARDS)]
         found = await asyncio.gather(*map(self._dht.records, keys))
         return [
@@ -266,7 +267,7 @@ def tally_key(run_id: str, writer: PeerId) -> str:
 
 
 def tally_of(record: Record) -> ContributionTally | None:
-    """Return the tally in a record whose signature was checked; None if it is not a tally by its owner."""
+    """Return the tally in a record of checked signature; None if it is none by its owner."""
     try:
         tally = msgspec.msgpack.decode(record.value, type=ContributionTally)
     except UNDECODABLE:

@@ -1,8 +1,9 @@
 """A peer's own membership: issued when it joins, renewed long before it ends, shown to its linked peers.
 
-An invitation that admits offline lets a peer sign its own membership at once. The authority replaces it as soon as
-the peer reaches it, so that the invitation can be revoked without removing the peers that used it. A membership issued
-by the authority is renewed from half of its life on, so that the authority may be away for the other half.
+An invitation that admits offline lets a peer sign its own membership at once. The authority
+replaces it as soon as the peer reaches it, so that the invitation can be revoked without removing
+the peers that used it. A membership issued by the authority is renewed from half of its life on, so
+that the authority may be away for the other half.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ class ClockWatch:
 
 @dataclass(frozen=True)
 class Credentials:
-    """What admits a peer: an invitation's grant and key, a Hugging Face token where the run requires one."""
+    """What admits a peer: an invitation's grant and key, and a Hugging Face token if required."""
 
     grant: Grant
     invitation: Identity
     token: str = field(default="", repr=False)
-    membership: bytes = field(default=b"", repr=False)  # of an earlier session; it may outlive the invitation
+    membership: bytes = field(default=b"", repr=False)  # of an earlier session
 
 
 class RunMember:
