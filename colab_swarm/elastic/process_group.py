@@ -158,13 +158,9 @@ class ProcessGroupExchange(PieceExchange):
                     self._loop.call_soon_threadsafe(self.lose, rank, "it left")
                     return
                 payload = frame.numpy().data[HEADER.size : HEADER.size + size_bytes]
-                self._loop.call_soon_threadsafe(self._on_piece, rank, piece, payload)
+                self._loop.call_soon_threadsafe(self.steps.on_piece, rank, piece, payload)
         except RuntimeError as error:
             self._report_lost(rank, error)
-
-    def _on_piece(self, rank: int, piece: Piece, payload: memoryview) -> None:
-        if rank not in self.lost:
-            self.steps.on_piece(rank, piece, payload)
 
     def _report_lost(self, rank: int, error: RuntimeError) -> None:
         self._loop.call_soon_threadsafe(self.lose, rank, str(error).partition("\n")[0])

@@ -27,21 +27,14 @@ class _Layerwise(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = [
-            (weight, group)
-            for group in self.param_groups
-            if group["lr"] or not self._frozen_at_lr_0
-            for weight in group["params"]
-            if weight.grad is not None
-        ]
+        groups = self.param_groups
+        work = [(w, group) for group in groups for w in group["params"] if w.grad is not None]
         if any(weight.grad.is_sparse for weight, _ in work):
             name = type(self).__name__
             raise RuntimeError(f"{name} does not support sparse gradients: use sparse=False in the embedding")
         for weight, group in work:
             self._step_tensor(weight, weight.grad, group)
         return loss
-
-    _frozen_at_lr_0 = False
 
     def _step_tensor(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         raise NotImplementedError
@@ -136,8 +129,6 @@ class Lars(_Layerwise):
         ValueError: an argument is out of its range.
     """
 
-    _frozen_at_lr_0 = True
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -157,6 +148,8 @@ class Lars(_Layerwise):
 
     def _step_tensor(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         lr, decay = group["lr"], group["weight_decay"]
+        if not lr:
+            return
         weight_norm, gradient_norm = _norm(weight), _norm(gradient)
         # Computed on the device: reading the norms here would make the host wait at every tensor.
         adapts = (weight_norm > 0) & (gradient_norm > 0)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.optim.lr_scheduler import StepLR
 
 from colab_swarm.errors import StateError
 from colab_swarm.training.layerwise import Lamb
@@ -67,12 +68,15 @@ def test_a_sound_state_of_any_usual_kind_is_taken() -> None:
 
 
 def test_the_state_of_another_kind_of_optimizer_is_refused_and_changes_nothing() -> None:
-    kept = Replica(UpdateRule(Lamb((net := model()).parameters(), lr=0.01)))
-    mine = Replica(UpdateRule(torch.optim.SGD((other := model(seed=1)).parameters(), lr=0.5)))
+    lamb = Lamb((net := model()).parameters(), lr=0.01)
+    sgd = torch.optim.SGD((other := model(seed=1)).parameters(), lr=0.5)
+    kept, mine = (Replica(UpdateRule(one, StepLR(one, step_size=2))) for one in (lamb, sgd))
+    kept.rule.scheduler.last_epoch = 7
     before = parameters_of(other).clone()
     with pytest.raises(StateError, match=r"another optimizer: it has no .*momentum"):
         mine.load(kept.state())
-    assert mine.rule.optimizer.param_groups[0]["lr"] == 0.5 and torch.equal(parameters_of(other), before)
+    assert sgd.param_groups[0]["lr"] == 0.5 and torch.equal(parameters_of(other), before)
+    assert mine.rule.scheduler.last_epoch == 0
     loss_of(net, 0).backward()
     mine.rule.optimizer.step()
 
