@@ -209,11 +209,9 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
 
     async def ask(self, request: AskForUnits | GiveBack) -> GivenUnits:
         """Request units, or return some untrained."""
-        path, body = (
-            "units" if isinstance(request, AskForUnits) else "return",
-            msgspec.msgpack.encode(request),
-        )
-        return await self._call("POST", f"/api/{path}", partial(_decoded, kind=GivenUnits), body)
+        path = "/api/units" if isinstance(request, AskForUnits) else "/api/return"
+        body = msgspec.msgpack.encode(request)
+        return await self._call("POST", path, partial(_decoded, kind=GivenUnits), body)
 
     async def data(self, subset: Subset) -> bytes:
         """Fetch a subset of the data, for `Rows.decode`."""
@@ -234,10 +232,8 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
 
         async def attempt() -> Floats:
             target, etag, values = self._newest or ("", "", None)
-            if (
-                not await self._fetch(download, etag if target == download.target else "")
-                and values is not None
-            ):
+            known = etag if target == download.target else ""
+            if not await self._fetch(download, known) and values is not None:
                 return values
             try:
                 values = schema.decode(memoryview(download.data))
