@@ -34,9 +34,10 @@ from torch import nn
 
 from colab_swarm.errors import StoreError
 from colab_swarm.events import EventLog
-from colab_swarm.invite import Access
+from colab_swarm.invite import Access, Invite
 from colab_swarm.net.addresses import host_of, is_local, reachable_addresses
 from colab_swarm.net.identity import Identity
+from colab_swarm.net.peers import Peers, Role
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings, settings_of
 from colab_swarm.notebook.invitation import Invitation
 from colab_swarm.notebook.panel import Panel, Views
@@ -44,6 +45,7 @@ from colab_swarm.notebook.platforms import require_terms
 from colab_swarm.notebook.units_view import draw_job, job_line
 from colab_swarm.runtime import Runtime
 from colab_swarm.trust.access import RunAccess
+from colab_swarm.trust.authority import make_grant
 from colab_swarm.workunits.dispatcher import Dispatcher, JobLog
 from colab_swarm.workunits.job import Evaluator, Job, lay_out
 from colab_swarm.workunits.messages import Backoff, JobCard, RequestGate, Token, WorkLink
@@ -165,7 +167,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         """
         if self._access.invitation is not None:
             return shown(WorkLink(self.url, self._access.invitation))
-        return shown(WorkLink.issue(self.url, self._access, self._token.identity, hours=hours))
+        return shown(issue(self.url, self._access, self._token.identity, hours=hours))
 
     def snapshot(self) -> JobStatus:
         """Return the job's progress."""
@@ -327,6 +329,17 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
             units_per_s=units_per_s,
             samples_per_s=units_per_s * plan.local_epochs * sum(rows) / len(rows),
         )
+
+
+def issue(url: str, access: RunAccess, identity: Identity | Peers, *, hours: float) -> WorkLink:
+    """Issue a link as the run's authority, valid for ``hours``. With an allowlist it admits nobody by itself."""
+    until = time.time() + 3600 * hours
+    if access.admission is None:
+        return WorkLink(url, Invite(access.run_id, (), until))
+    grant, secret = make_grant(
+        access.run_id, Role.WORKER, identity.sign, join_until=until, allow=access.allow
+    )
+    return WorkLink(url, Invite.issue(grant, secret, (), access=access.access, authority=identity.public_key))
 
 
 def shown(link: WorkLink) -> Invitation:

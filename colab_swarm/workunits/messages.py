@@ -38,8 +38,6 @@ from colab_swarm.net.membership import (
     Signed,
 )
 from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Peers, Role
-from colab_swarm.trust.access import RunAccess
-from colab_swarm.trust.authority import make_grant
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 MAX_CODE_CHARACTERS = 1 << 20
@@ -285,17 +283,6 @@ class WorkLink:
         if not url.startswith(("http://", "https://")) or "#" not in text:
             raise InviteError("this is no link to a coordinator: it looks like https://HOST/#NAME.PAYLOAD")
         return cls(url, Invite.parse(text))
-
-    @classmethod
-    def issue(cls, url: str, access: RunAccess, identity: Identity | Peers, *, hours: float) -> WorkLink:
-        """Issue a link as the run's authority, valid for ``hours``. With an allowlist it admits nobody by itself."""
-        until = time.time() + 3600 * hours
-        if access.admission is None:
-            return cls(url, Invite(access.run_id, (), until))
-        grant, secret = make_grant(
-            access.run_id, Role.WORKER, identity.sign, join_until=until, allow=access.allow
-        )
-        return cls(url, Invite.issue(grant, secret, (), access=access.access, authority=identity.public_key))
 
     @property
     def authority(self) -> bytes | None:

@@ -60,9 +60,7 @@ VIEWS = {
     "rounds": views.draw_rounds(SWARM).html(),
     "map": views.draw_map(SWARM).html(),
     "experts": meters.draw_experts(test_meters.SNAPSHOT).html(),
-    "experts-full": meters.draw_experts(
-        dataclasses.replace(test_meters.SNAPSHOT, listing=test_meters.full(16, 16, share=0.004))
-    ).html(),
+    "experts-full": meters.draw_experts(test_meters.full(16, 16, share=0.004)).html(),
     "job": units_view.draw_job(status(marks=MARKS)).html(),
     "volunteer": units_view.draw_volunteer(VOLUNTEER).html(),
     "consistency": meters.draw_elastic(test_meters.elastic(0.2, 0.4, 1.3)).html(),

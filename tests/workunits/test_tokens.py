@@ -19,7 +19,7 @@ from colab_swarm.net.membership import Grant, Membership, MembershipAdmission
 from colab_swarm.net.peers import Role
 from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.authority import Allowlist
-from colab_swarm.workunits.coordinator import shown
+from colab_swarm.workunits.coordinator import issue, shown
 from colab_swarm.workunits.messages import RequestGate, Token, WorkLink
 
 NOW = 1_700_000_000.0
@@ -105,7 +105,7 @@ URL = "http://192.0.2.7:8000/"
 
 def issued(access: Access = "invite", hours: float = 1.0) -> tuple[str, RunAccess]:
     entrance = RunAccess.found("digits", organizer, access=access, allow=None, key_file=None)
-    return str(WorkLink.issue(URL, entrance, organizer, hours=hours)), entrance
+    return str(issue(URL, entrance, organizer, hours=hours)), entrance
 
 
 @pytest.mark.parametrize("access", ["invite", "open"])
@@ -144,7 +144,7 @@ def test_text_that_is_no_link_is_refused_with_a_reason(text: str, message: str) 
 def test_a_link_to_a_run_with_an_allowlist_admits_nobody_by_itself() -> None:
     allow = Allowlist(("alice",))
     entrance = RunAccess.found("digits", organizer, access="allowlist", allow=allow, key_file=None)
-    link = WorkLink.parse(str(WorkLink.issue(URL, entrance, organizer, hours=1.0)))
+    link = WorkLink.parse(str(issue(URL, entrance, organizer, hours=1.0)))
     with pytest.raises(InviteError, match="admit each peer"):
         link.token(alice)
     grant, now = link.invite.grant, time.time()
@@ -191,5 +191,5 @@ def test_the_run_of_a_folder_stays_the_same(tmp_path: Path) -> None:
 )
 def test_a_link_to_a_private_address_says_who_can_use_it(url: str, local: bool) -> None:
     entrance = RunAccess.found("digits", organizer, access="open", allow=None, key_file=None)
-    warning = shown(WorkLink.issue(url, entrance, organizer, hours=1.0)).warning
+    warning = shown(issue(url, entrance, organizer, hours=1.0)).warning
     assert ("same local network" in warning and "tunnel=" in warning) is local
