@@ -252,14 +252,12 @@ class WorkPlan:
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Return the mean cross-entropy of ``model(inputs)`` with the labels, for batches of (inputs, labels)."""
-    inputs, labels = batch
-    return F.cross_entropy(model(inputs), labels)
+    return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def share_correct(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
     """Return the share of samples whose highest output is their label's, for batches of (inputs, labels)."""
-    inputs, labels = batch
-    return float((model(inputs).argmax(-1) == labels).float().mean())
+    return float((model(batch[0]).argmax(-1) == batch[1]).float().mean())
 
 
 def adam(parameters: Iterable[nn.Parameter]) -> Optimizer:

@@ -303,8 +303,7 @@ class SqliteStore(TableStore):
     def __init__(self, path: str | Path, job: str) -> None:
         self.shared = path != MEMORY
         super().__init__(str(Path(path).absolute()) if self.shared else MEMORY, job)
-        self._connection: sqlite3.Connection | None = None
-        self._in_use = threading.Lock()  # threads take turns
+        self._connections: dict[int, tuple[sqlite3.Connection, threading.Lock]] = {}  # by thread
         self._make_tables()
 
     def _run(self, connection: sqlite3.Connection, statement: str, **values: Any) -> sqlite3.Cursor:
@@ -335,27 +334,28 @@ class SqliteStore(TableStore):
             vector.write(as_bytes(new))
 
     def close(self) -> None:
-        with self._in_use:  # closing it meanwhile would kill the process
-            if self._connection is not None:
-                self._connection.close()
+        for connection, in_use in list(self._connections.values()):
+            with in_use:  # by its thread: closing it meanwhile would kill the process
+                connection.close()
 
     @contextmanager
     def _transaction(self, *, reads: bool = False) -> Iterator[sqlite3.Connection]:
         try:
-            with self._in_use:
-                if self._connection is None:
-                    self._connection = sqlite3.connect(
-                        self.url, timeout=BUSY_S, isolation_level=None, check_same_thread=False
-                    )
-                    for setting in ("page_size = 65536", "journal_mode = WAL", "synchronous = NORMAL"):
-                        self._connection.execute(f"PRAGMA {setting}")
-                self._connection.execute("BEGIN DEFERRED" if reads else "BEGIN IMMEDIATE")
+            thread = threading.get_ident() if self.shared else 0  # a store in memory has one connection
+            if thread not in self._connections:
+                new = sqlite3.connect(self.url, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+                for setting in ("page_size = 65536", "journal_mode = WAL", "synchronous = NORMAL"):
+                    new.execute(f"PRAGMA {setting}")
+                self._connections[thread] = new, threading.Lock()
+            connection, in_use = self._connections[thread]
+            with in_use:
+                connection.execute("BEGIN DEFERRED" if reads else "BEGIN IMMEDIATE")
                 try:
-                    yield self._connection
-                    self._connection.execute("COMMIT")
+                    yield connection
+                    connection.execute("COMMIT")
                 except BaseException:
-                    if self._connection.in_transaction:  # SQLite itself ends some that fail
-                        self._connection.execute("ROLLBACK")
+                    if connection.in_transaction:  # SQLite itself ends some that fail
+                        connection.execute("ROLLBACK")
                     raise
         except sqlite3.Error as error:
             raise StoreError(

@@ -24,10 +24,7 @@ from colab_swarm.net import upgrade
 from colab_swarm.net.carrier import LinkType, Path
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import UNDECODABLE, Contact, PeerId, Stream
-from colab_swarm.net.relay import (
-    Circuits,
-    Relay,
-)
+from colab_swarm.net.relay import Circuits, Relay
 from colab_swarm.net.upgrade import Endpoint, Upgrade, UpgradeReady, Upgrades, family_of, plan_tries, punch
 from colab_swarm.net.websocket import CAN_PUNCH, bound_socket
 from tests.net.swarm import Echo, Piece, Talk, candidates, peers, until
@@ -251,8 +248,7 @@ async def test_two_ends_that_punch_each_other_talk(host: str) -> None:
     except OSError:
         pytest.skip(f"this machine has no {host}")
     names = await asyncio.gather(
-        first_name(b"alice", alice, [("192.0.2.1", 9), (host, bob)]),
-        first_name(b"bob", bob, [(host, alice)]),
+        first_name(b"alice", alice, [("192.0.2.1", 9), (host, bob)]), first_name(b"bob", bob, [(host, alice)])
     )
     assert [*names] == [b"bob", b"alice"]
 

@@ -187,7 +187,7 @@ def test_a_volunteer_reads_the_code_trusts_it_and_trains_the_job_to_its_end(tmp_
         assert "trust_code=True" in shown and 'cs.workunits.Job(\n    "signs"' in shown
         with pytest.raises(CellFailed, match="trust_code=True"):
             notebook.run(MY_NAME="alice")
-        notebook.run(MY_NAME="alice", I_TRUST_THE_JOB=True)
+        notebook.run(MY_NAME="alice", I_TRUST_THE_CODE=True)
         assert "the job is finished" in notebook.run(MINUTES=60)
         assert "4 units accepted" in "".join(notebook.run_all())
         assert coordinator.wait(10)
