@@ -30,8 +30,8 @@ DECAY = 0.99  # of an expert's share, per batch without it
 FORGOTTEN = 1e-4  # an expert with less was not used for about a thousand batches: it is dropped
 
 
-class CallExpert(Message, frozen=True):
-    """Calls an expert with tensors of shape (samples, *shape), encoded by ``codec``."""
+class ForwardExpert(Message, frozen=True):
+    """Requests outputs; a tensor of shape (samples, *shape) follows, encoded by ``codec``."""
 
     uid: str
     samples: int
@@ -39,11 +39,7 @@ class CallExpert(Message, frozen=True):
     codec: str
 
 
-class ForwardExpert(CallExpert, frozen=True):
-    """Requests outputs; one tensor follows."""
-
-
-class BackwardExpert(CallExpert, frozen=True):
+class BackwardExpert(ForwardExpert, frozen=True):
     """Requests gradients w.r.t. the inputs and lets the expert learn; two tensors follow: inputs, gradients."""
 
 
@@ -166,7 +162,7 @@ class ExpertCalls:
         """
         return await self._call(BackwardExpert, info, [inputs, grads])
 
-    async def _call(self, kind: type[CallExpert], info: ExpertInfo, tensors: Sequence[Floats]) -> Floats:
+    async def _call(self, kind: type[ForwardExpert], info: ExpertInfo, tensors: Sequence[Floats]) -> Floats:
         try:
             async with asyncio.timeout(self.timeout_s):
                 while True:
@@ -184,7 +180,7 @@ class ExpertCalls:
         self.directory.on_success(info)
         return values
 
-    async def attempt(self, kind: type[CallExpert], info: ExpertInfo, tensors: Sequence[Floats]) -> Floats:
+    async def attempt(self, kind: type[ForwardExpert], info: ExpertInfo, tensors: Sequence[Floats]) -> Floats:
         """Call an expert once, without a timeout for the answer and without a report to the directory.
 
         Raises ExpertError: as `forward`; with ``retry_s`` if the expert or the link is busy.

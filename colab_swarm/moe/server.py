@@ -34,7 +34,7 @@ from torch import Tensor
 
 from colab_swarm.errors import PeerLost
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.moe.calls import BackwardExpert, CallExpert, ForwardExpert, Part, encoded, spans
+from colab_swarm.moe.calls import BackwardExpert, ForwardExpert, Part, encoded, spans
 from colab_swarm.moe.expert import ANY_LENGTH, BatchLimits, Expert
 from colab_swarm.net.peers import Peers, Refusal, Role, Stream, StreamEnded, short
 from colab_swarm.runtime import PauseGate
@@ -327,7 +327,7 @@ class ExpertServer:
 
     # -- one call, on the loop
 
-    async def _serve(self, opening: CallExpert, stream: Stream) -> None:
+    async def _serve(self, opening: ForwardExpert, stream: Stream) -> None:
         call = self._accepted(opening, stream)
         try:
             with self._lock:
@@ -347,7 +347,7 @@ class ExpertServer:
             with self._lock:
                 self._batching.leave(call)
 
-    def _accepted(self, opening: CallExpert, stream: Stream) -> Call:
+    def _accepted(self, opening: ForwardExpert, stream: Stream) -> Call:
         uid, shape = opening.uid, opening.shape
         if uid not in self._served:
             raise Refusal(f"{uid[:SHOWN_CHARS]} is not hosted here: look it up again")

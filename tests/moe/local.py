@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from colab_swarm.errors import ExpertError, NoExpertsError
-from colab_swarm.moe.calls import BackwardExpert, CallExpert, ExpertCalls
+from colab_swarm.moe.calls import BackwardExpert, ExpertCalls, ForwardExpert
 from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.grid import ExpertInfo, Grid, Index
 from colab_swarm.net.peers import Contact, Peers
@@ -73,7 +73,7 @@ class LocalExperts:
     def on_success(self, info: ExpertInfo) -> None:
         pass
 
-    async def attempt(self, kind: type[CallExpert], info: ExpertInfo, tensors: Sequence[Floats]) -> Floats:
+    async def attempt(self, kind: type[ForwardExpert], info: ExpertInfo, tensors: Sequence[Floats]) -> Floats:
         return await (self.backward if kind is BackwardExpert else self.forward)(info, *tensors)
 
     async def forward(self, info: ExpertInfo, inputs: Floats) -> Floats:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from colab_swarm.errors import CallRefused, ExpertError
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.moe.calls import BackwardExpert, CallExpert, ForwardExpert, Part
+from colab_swarm.moe.calls import BackwardExpert, ForwardExpert, Part
 from colab_swarm.moe.expert import BatchLimits, Expert, ExpertRule, FeedForward, TransformerBlock
 from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.moe.server import LAST, PAUSED_RETRY_S, Answer, Call, ExpertServer, Key, _Served, compute
@@ -204,7 +204,7 @@ async def test_an_error_in_the_experts_code_is_an_event_an_error_at_the_caller_a
         assert np.array_equal(await calls.forward(info(bob), samples(2)), samples(2))
 
 
-REFUSED: dict[str, tuple[CallExpert, str]] = {
+REFUSED: dict[str, tuple[ForwardExpert, str]] = {
     "not hosted": (ForwardExpert("ffn.1", 1, (DIM,), "float32"), "ffn.1 is not hosted here"),
     "10 GB": (ForwardExpert("ffn.0", 312_500_000, (DIM,), "float32"), "split it"),
     "10 GB a sample": (ForwardExpert("text.0", 1, (1 << 30, DIM), "float32"), "split it"),
