@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.errors import StateError
-from colab_swarm.markup import settings
+from colab_swarm.markup import settings, size
 from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.saves import MAX_HOLDERS
 from colab_swarm.runtime import free_ram_bytes
@@ -259,8 +259,8 @@ class ExpertModel:
         once = self.gradients + each + max_batch_size * self.sample
         fit = min(MOST, max(0, int((USABLE * free_bytes - once) // max(1, each))))
         return fit, (
-            f"{USABLE:.0%} of {_mb(free_bytes)} free, less {_mb(once)} to compute a batch of {max_batch_size:,}, "
-            f"divided by {_mb(each)} an expert (weights {_mb(self.module)}, optimizer {_mb(self.optimizer)})"
+            f"{USABLE:.0%} of {size(free_bytes)} free, less {size(once)} to compute a batch of {max_batch_size:,}, "
+            f"divided by {size(each)} an expert (weights {size(self.module)}, optimizer {size(self.optimizer)})"
         )
 
 
@@ -305,10 +305,6 @@ def free_bytes() -> int:
         return int(torch.cuda.mem_get_info()[0])
     ram_bytes = free_ram_bytes()
     return UNKNOWN_FREE_BYTES if ram_bytes is None else ram_bytes
-
-
-def _mb(size_bytes: int) -> str:
-    return f"{size_bytes / 1e6:,.1f} MB" if size_bytes < 1e9 else f"{size_bytes / 1e9:,.1f} GB"
 
 
 @dataclass(frozen=True)

@@ -180,8 +180,8 @@ def test_memory_of_one_batch_is_subtracted_and_the_rest_divided(
 
 def test_the_arithmetic_is_one_sentence() -> None:
     assert MODEL.experts_that_fit(2_000_000_000, max_batch_size=1000)[1] == (
-        "80% of 2.0 GB free, less 50.0 MB to compute a batch of 1,000, divided by 30.0 MB an expert "
-        "(weights 10.0 MB, optimizer 20.0 MB)"
+        "80% of 2 GB free, less 50 MB to compute a batch of 1,000, divided by 30 MB an expert "
+        "(weights 10 MB, optimizer 20 MB)"
     )
 
 
