@@ -1,8 +1,9 @@
 """What a volunteer talks and keeps: requests to the coordinator over outgoing HTTP(S), data and units in hand on disk.
 
-A call retries until it succeeds, and `CoordinatorClient.trouble` says why it takes so long. Bytes transferred before a
-connection broke are not transferred again. Only a refusal of the coordinator itself, a `Problem`, ends a call: with
-`CallRefused`, whose code is the problem's. A proxy's error page is retried like any network error.
+A call retries until it succeeds, and `CoordinatorClient.trouble` says why it takes so long. Bytes
+transferred before a connection broke are not transferred again. Only a refusal of the coordinator
+itself, a `Problem`, ends a call: with `CallRefused`, whose code is the problem's. A proxy's error
+page is retried like any network error.
 
 Each unit in hand has a file, written when the unit arrives and at intervals while it is trained,
 from which a killed volunteer resumes. Never pickle.
@@ -147,7 +148,8 @@ CONFLICT = 409
 class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
     """Connection to one coordinator. Use it in one event loop, and `close` it.
 
-    Every method raises `CallRefused` if the coordinator refuses the request, and retries other errors.
+    Every method raises `CallRefused` if the coordinator refuses the request, and retries other
+    errors.
 
     Attributes:
         trouble: the error that the current call retries after, for people; empty while all is well.
@@ -432,8 +434,8 @@ def _seconds(text: str) -> float:
 class UnitProgress:
     """One slot of a volunteer: its unit's name (empty: none), batches trained and in all, and last loss.
 
-    ``phase`` is ``waiting`` for a unit, ``downloading``, ``training`` or ``uploading``; ``seconds`` count from the
-    unit's arrival.
+    ``phase`` is ``waiting`` for a unit, ``downloading``, ``training`` or ``uploading``; ``seconds``
+    count from the unit's arrival.
     """
 
     unit: str = ""

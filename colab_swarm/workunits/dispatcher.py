@@ -9,9 +9,9 @@ store's log. So decisions read `JobState` and change nothing. The rules:
 - Replicas of a unit go to different volunteers. It is accepted once a majority of ``plan.replication`` agrees; until
   then one more replica is assigned.
 
-Decisions are made one at a time, in three steps: read the new entries of the log, decide, append the decision. What is
-not in the log has not happened, so a coordinator may be killed between any two steps. When the store fails, the step is
-not done and the volunteer retries.
+Decisions are made one at a time, in three steps: read the new entries of the log, decide, append
+the decision. What is not in the log has not happened, so a coordinator may be killed between any
+two steps. When the store fails, the step is not done and the volunteer retries.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ SHORTEST_WAIT_S, FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 1.0, 30.0
 class Dispatcher:
     """Decide for one job. Free of I/O; ``now`` is seconds since the epoch.
 
-    ``subsets`` are the SHA-256 of the data; ``rng`` draws assignments' names, which must not be guessed.
+    ``subsets`` are the SHA-256 of the data; ``rng`` draws assignments' names, which must not be
+    guessed.
     """
 
     def __init__(self, plan: WorkPlan, subsets: Sequence[str], rng: random.Random) -> None:
@@ -231,8 +232,9 @@ class Dispatcher:
     ) -> list[AnyEntry]:
         """Decide on a valid result that is wanted: see `refusal`.
 
-        ``change`` is the L2 norm of its change of the parameters, ``distance`` of the results of two assignments a
-        share of it. There was no majority before, so a majority of replicas now includes this result.
+        ``change`` is the L2 norm of its change of the parameters, ``distance`` of the results of
+        two assignments a share of it. There was no majority before, so a majority of replicas now
+        includes this result.
         """
         given, quorum = self.state.replicas[assignment].given, self._plan.replication // 2 + 1
         accepted = Accepted(
@@ -306,7 +308,8 @@ class JobLog:
     async def deciding(self) -> AsyncIterator[float]:
         """Hold the log for one decision, which `write` takes, and give the time in seconds since the epoch.
 
-        All entries are read, and those that were due are written: passed deadlines, the end of an epoch.
+        All entries are read, and those that were due are written: passed deadlines, the end of an
+        epoch.
         """
         async with self._lock:
             await self._read()

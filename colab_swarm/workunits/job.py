@@ -1,7 +1,8 @@
 """A training job: the pieces that a user writes, the plan that cuts it into work units, and the training of one unit.
 
-A volunteer needs the model, the loss and the optimizer. Data and validation stay with the coordinator, which hands out
-the data in subsets. A job in a file of its own (`Job.load`) can be sent to remote volunteers, who read it first.
+A volunteer needs the model, the loss and the optimizer. Data and validation stay with the
+coordinator, which hands out the data in subsets. A job in a file of its own (`Job.load`) can be
+sent to remote volunteers, who read it first.
 """
 
 from __future__ import annotations
@@ -309,7 +310,8 @@ class Job:
     def load(cls, path: str | Path) -> Job:
         """Return the ``job = cs.workunits.Job(…)`` that a Python file defines; see `from_code`.
 
-        In a notebook, ``%%writefile job.py`` makes the file. Raises FileNotFoundError if there is none.
+        In a notebook, ``%%writefile job.py`` makes the file. Raises FileNotFoundError if there is
+        none.
         """
         return cls.from_code(Path(path).read_text(encoding="utf-8"), str(path))
 
@@ -388,8 +390,9 @@ class UnitTraining:
 
     It can be saved between any two batches and resumed elsewhere.
 
-    ``rows`` are the subset, ``local_epochs`` the passes over it, and ``batch_size`` the samples of a step. The ``seed``
-    orders the samples and draws the model's random numbers, so replicas agree. The model is trained in place.
+    ``rows`` are the subset, ``local_epochs`` the passes over it, and ``batch_size`` the samples of
+    a step. The ``seed`` orders the samples and draws the model's random numbers, so replicas agree.
+    The model is trained in place.
 
     Attributes:
         done, batches: batches trained so far, and of the whole unit.

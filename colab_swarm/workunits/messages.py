@@ -6,8 +6,9 @@ Each request carries ``Authorization: Swarm BASE64URL`` of a `SignedRequest`: th
 and its signature over the method, the path, the digest of the body, a nonce and the time. The
 coordinator refuses a request that is over a minute old, or was seen before.
 
-A link is the coordinator's address, and after ``#`` the content of an invitation: ``https://example.org/#NAME.PAYLOAD``.
-In a browser it opens the status page; the part after ``#`` never reaches the server.
+A link is the coordinator's address, and after ``#`` the content of an invitation:
+``https://example.org/#NAME.PAYLOAD``. In a browser it opens the status page; the part after ``#``
+never reaches the server.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ class JobCard(Signed, frozen=True):
 class AskForUnits(Message, frozen=True):
     """A request for up to ``count`` units, preferably of data in the volunteer's cache (``held``: SHA-256 of subsets).
 
-    ``in_hand``: assignments the volunteer works on. The coordinator resends others: the reply with them was lost.
+    ``in_hand``: assignments the volunteer works on. The coordinator resends others: the reply with
+    them was lost.
     """
 
     count: Annotated[int, msgspec.Meta(ge=1, le=MAX_UNITS)]
@@ -178,7 +180,8 @@ MAX_NONCES = 200_000
 class SignedRequest(Signed, frozen=True):
     """Content of the header: the peer's key and membership (none in an open run), and what it signed.
 
-    ``target`` is the path with its query, ``digest`` the SHA-256 of the body, ``at`` seconds since the epoch.
+    ``target`` is the path with its query, ``digest`` the SHA-256 of the body, ``at`` seconds since
+    the epoch.
     """
 
     key: Key
@@ -193,7 +196,8 @@ class SignedRequest(Signed, frozen=True):
 class Token:
     """Sign the requests of a peer with its key. The repr holds no secret.
 
-    ``membership`` is the encoded membership of the run, empty in an open run, or a function that returns the newest.
+    ``membership`` is the encoded membership of the run, empty in an open run, or a function that
+    returns the newest.
     """
 
     def __init__(self, identity: Identity | Peers, membership: bytes | Callable[[], bytes] = b"") -> None:
@@ -273,7 +277,8 @@ class WorkLink:
     def parse(cls, text: str) -> WorkLink:
         """Read a link.
 
-        Raises InviteError: it is no link to a coordinator, or is mistyped, tampered with or expired.
+        Raises InviteError: it is no link to a coordinator, or is mistyped, tampered with or
+        expired.
         """
         url = text.strip().strip("'\"").partition("#")[0]
         if url.startswith(PROJECT_URL):

@@ -1,7 +1,8 @@
 r"""The log of a job: its entries, and the state of units, volunteers and epochs that they add up to.
 
-The log is the job's only state. A coordinator that was killed reads it from the start and knows what it knew. The
-coordinator writes all entries but `Assimilated` and `Measured`, which the parameter servers write.
+The log is the job's only state. A coordinator that was killed reads it from the start and knows
+what it knew. The coordinator writes all entries but `Assimilated` and `Measured`, which the
+parameter servers write.
 
     Met -> Assigned -> Accepted -> Assimilated -> Measured        then EpochEnded, and at last Finished
               |  \-> Returned -> Accepted | Rejected             with replicas, until enough of them are back
@@ -11,9 +12,9 @@ coordinator writes all entries but `Assimilated` and `Measured`, which the param
 
 Times are seconds since the epoch, so they stay comparable after a restart.
 
-Each volunteer has an error rate, as in BOINC (its validator's ``update_error_rate``): an exponential average that
-starts at 0.1 and forgets within some ten units. A volunteer that is often preempted is unreliable and gets few units.
-Only bad results lead to a ban.
+Each volunteer has an error rate, as in BOINC (its validator's ``update_error_rate``): an
+exponential average that starts at 0.1 and forgets within some ten units. A volunteer that is often
+preempted is unreliable and gets few units. Only bad results lead to a ban.
 """
 
 from __future__ import annotations
@@ -220,8 +221,9 @@ Fate: TypeAlias = Literal["out", "returned", "accepted", "rejected", "expired", 
 class UnitReplica:
     """A unit ``given`` to a volunteer.
 
-    It is ``out`` at a volunteer, then ``returned`` until a majority agrees, and ends as ``accepted`` (also if it agreed
-    with the accepted one), ``rejected``, ``expired``, ``given back`` or ``superseded`` (accepted without it).
+    It is ``out`` at a volunteer, then ``returned`` until a majority agrees, and ends as
+    ``accepted`` (also if it agreed with the accepted one), ``rejected``, ``expired``, ``given
+    back`` or ``superseded`` (accepted without it).
     """
 
     given: Assigned
@@ -232,8 +234,8 @@ class UnitReplica:
 class UnitState:
     """One unit of an epoch, ``accepted`` once one of its results is.
 
-    ``staleness`` counts the results assimilated between its initial parameters and its own assimilation; None before.
-    ``failed_by``: volunteers that failed it, and when they last did.
+    ``staleness`` counts the results assimilated between its initial parameters and its own
+    assimilation; None before. ``failed_by``: volunteers that failed it, and when they last did.
     """
 
     replicas: list[UnitReplica] = field(default_factory=list)
@@ -272,8 +274,8 @@ latest: Callable[[], deque[float]] = partial(deque, maxlen=LATEST)
 class JobState:
     """The state that a log adds up to. ``subsets``: units of an epoch; the other attributes follow the entries.
 
-    ``units`` has those of this epoch and all before; ``open`` those without an accepted result; ``out`` the replicas
-    that are at volunteers, by assignment.
+    ``units`` has those of this epoch and all before; ``open`` those without an accepted result;
+    ``out`` the replicas that are at volunteers, by assignment.
     """
 
     subsets: int

@@ -1,12 +1,14 @@
 """The state of a job: its log, its parameters, and the results that wait. It outlives the coordinator.
 
-Every method is atomic and durable where the store is. A process killed at any moment leaves all of a call or nothing.
-The coordinator and the parameter servers use a store at once, from several threads and processes. A call that raises
-`StoreError` because the connection broke may have taken effect or not: read the log again.
+Every method is atomic and durable where the store is. A process killed at any moment leaves all of
+a call or nothing. The coordinator and the parameter servers use a store at once, from several
+threads and processes. A call that raises `StoreError` because the connection broke may have taken
+effect or not: read the log again.
 
-`SqliteStore` is the default: one durable file for several processes on one machine. Its log is written ahead (WAL), so
-committed entries survive the death of any process; a power failure may lose the last seconds. Pages are 64 KiB, the
-most that SQLite allows: vectors of megabytes are read and written four times as fast as with the usual 4 KiB.
+`SqliteStore` is the default: one durable file for several processes on one machine. Its log is
+written ahead (WAL), so committed entries survive the death of any process; a power failure may lose
+the last seconds. Pages are 64 KiB, the most that SQLite allows: vectors of megabytes are read and
+written four times as fast as with the usual 4 KiB.
 """
 
 from __future__ import annotations

@@ -389,8 +389,9 @@ def volunteer(
 ) -> Volunteer:
     """Train units of a job on this machine, by outgoing HTTP(S) requests only.
 
-    Units in hand when the kernel died are resumed if you call this with the same ``name`` and ``folder`` before their
-    deadline. Calling it again while it works returns the same volunteer, so you can re-run cells freely.
+    Units in hand when the kernel died are resumed if you call this with the same ``name`` and
+    ``folder`` before their deadline. Calling it again while it works returns the same volunteer, so
+    you can re-run cells freely.
 
     Args:
         link: shown by the coordinator.

@@ -106,7 +106,8 @@ def piece_of(header: str) -> tuple[int, int, int]:
 class UploadBuffer:
     """One file per upload in ``folder``; a complete one has ``size_bytes``, and exists only while it is checked.
 
-    One found at the start was cut short by the death of the process and is deleted: the volunteer sends it again.
+    One found at the start was cut short by the death of the process and is deleted: the volunteer
+    sends it again.
     """
 
     def __init__(self, folder: Path, *, size_bytes: int) -> None:
@@ -125,7 +126,8 @@ class UploadBuffer:
     def add(self, assignment: str, start: int, piece: bytes) -> int:
         """Append a piece that starts at ``start`` and return the bytes so far.
 
-        Raises Refused or ValueError, with nothing changed, if it does not continue the upload or exceeds its end.
+        Raises Refused or ValueError, with nothing changed, if it does not continue the upload or
+        exceeds its end.
         """
         received, end = self.received(assignment), start + len(piece)
         if start != received:
@@ -164,7 +166,8 @@ class UploadBuffer:
 class CoordinatorServer:
     """Serve the volunteers of a job, by what its ``log`` says, and pages of its ``status``.
 
-    Files lie in ``folder``, data of volunteers and unfinished uploads. ``running`` counts transfers under way, by kind.
+    Files lie in ``folder``, data of volunteers and unfinished uploads. ``running`` counts transfers
+    under way, by kind.
     """
 
     def __init__(

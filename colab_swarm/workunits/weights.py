@@ -155,8 +155,9 @@ PIECE = 1 << 16
 def assimilate(server: Floats, result: Floats, alpha: float) -> Floats:
     """Return the server's parameters after a result: ``W_s <- alpha W_s + (1 - alpha) W_c``, in float32.
 
-    "Distributed Deep Learning Using Volunteer Computing-Like Paradigm", equation 1. In any order, n results leave
-    ``alpha^n`` of the parameters before them. With alpha 0 only the last result counts.
+    "Distributed Deep Learning Using Volunteer Computing-Like Paradigm", equation 1. In any order, n
+    results leave ``alpha^n`` of the parameters before them. With alpha 0 only the last result
+    counts.
 
     Args:
         server: parameters W_s (numel,); not changed.
