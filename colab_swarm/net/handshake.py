@@ -26,7 +26,7 @@ from aiohttp import ClientError, web
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from colab_swarm.errors import NotAdmitted, PeerError, PeerLost, PeerUnreachable, ProtocolError, WrongPeer
-from colab_swarm.net.carrier import NodeSettings, Remote
+from colab_swarm.net.carrier import NoCipher, NodeSettings, Remote
 from colab_swarm.net.identity import Identity, id_of, verify
 from colab_swarm.net.link import Link
 from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES
@@ -72,7 +72,7 @@ class Introduced:
 
     remote: Remote
     time: float
-    keys: Keys
+    keys: Keys | NoCipher
 
 
 class Introduction:
@@ -260,12 +260,12 @@ async def dial_any(
         PeerError: no address answered; the text has each one's failure. `WrongPeer` if another peer answered.
     """
     waiting, detoured = list(addresses), False
-    running: set[asyncio.Future[T]] = set()
+    running: dict[asyncio.Future[T], None] = {}  # in the order of their start, unlike a set
     failures: list[PeerError] = []
     try:
         while waiting or running:
             if waiting:
-                running.add(asyncio.ensure_future(dial(waiting.pop(0))))
+                running[asyncio.ensure_future(dial(waiting.pop(0)))] = None
             count = len(running)
             success = await _first_success(running, failures, last=not waiting)
             if success is not None:
@@ -282,14 +282,14 @@ async def dial_any(
 
 
 async def _first_success(
-    running: set[asyncio.Future[T]], failures: list[PeerError], *, last: bool
+    running: dict[asyncio.Future[T], None], failures: list[PeerError], *, last: bool
 ) -> asyncio.Future[T] | None:
     """Wait until attempts end, remove them from ``running``, return one that succeeded, append the ``failures``."""
     timeout_s = DETOUR_AFTER_S if last else STAGGER_S
     done, _ = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    running -= done
     success = None
-    for attempt in done:
+    for attempt in [attempt for attempt in running if attempt in done]:
+        del running[attempt]
         error = attempt.exception()
         if error is None:
             success = attempt

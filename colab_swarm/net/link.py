@@ -110,11 +110,10 @@ class LinkStream:
         message, payload = self._inbox.popleft()
         self._link.consumed(self.id, item_cost(message, payload))
         try:
-            return decoder_of(kind).decode(message), payload
-        except UNDECODABLE as error:
+            return self._link.decode(kind, message), payload
+        except ProtocolError:
             self.reset("undecodable item")
-            text = f"an item from {short(self.peer)} is not a valid {kind.__name__}: {error}"
-            raise ProtocolError(text) from error
+            raise
 
     async def end(self) -> None:
         self._sent_end = True
@@ -204,7 +203,7 @@ class Link:
         self._max_calls = settings.max_calls_per_link
         max_streams = settings.max_streams_per_link
         self.mux = Mux(initiator=dialled, max_streams=max_streams, max_calls=self._max_calls)
-        self._carrier, self._cipher, self._traffic, self._events = carrier, cipher, traffic, events
+        self.carrier, self._cipher, self._traffic, self._events = carrier, cipher, traffic, events
         self._call_services, self._stream_services = services
         self._loop = asyncio.get_running_loop()
         self.opened_at = self.heard_at = self.used_at = self._loop.time()
@@ -212,7 +211,7 @@ class Link:
         self._calls: dict[int, asyncio.Future[memoryview]] = {}
         self._streams: dict[int, LinkStream] = {}
         self._answering: dict[int, asyncio.Task[None]] = {}
-        self.tasks: set[asyncio.Task[None]] = set()
+        self.tasks: dict[asyncio.Task[None], None] = {}  # a set would be cancelled in any order
         self._flush_scheduled = False
         self._resume: asyncio.TimerHandle | None = None
         self._turn, self._writable = asyncio.Lock(), asyncio.Event()
@@ -250,13 +249,10 @@ class Link:
             timeout_s, _expire, answer
         )  # a call takes 5 us less than by asyncio.timeout
         try:
-            return decoder_of(reply).decode(await answer)  # type: ignore[no-any-return]
+            return self.decode(reply, await answer)
         except TimeoutError:
             text = f"{short(self.peer)} did not answer {type(message).__name__} in {timeout_s:.3g} s"
             raise PeerTimeout(text) from None
-        except UNDECODABLE as error:
-            text = f"the answer of {short(self.peer)} is not a valid {reply.__name__}: {error}"
-            raise ProtocolError(text) from error
         finally:
             timer.cancel()
             if self._calls.pop(id, None) is not None:
@@ -314,6 +310,15 @@ class Link:
         if not self.mux.knows_stream(id):
             self._streams.pop(id, None)
 
+    def decode(self, kind: type[M], data: memoryview) -> M:
+        """Decode a reply or an item of the peer; raises `ProtocolError`."""
+        try:
+            message: M = decoder_of(kind).decode(data)
+            return message
+        except UNDECODABLE as error:
+            text = f"what {short(self.peer)} sent is not a valid {kind.__name__}: {error}"
+            raise ProtocolError(text) from error
+
     # --- handlers for the peer ------------------------------------------------------------------------------
 
     def _on_opening(self, frame: Frame) -> None:
@@ -322,7 +327,7 @@ class Link:
         try:
             if len(self.tasks) >= MAX_TASKS:
                 raise Unserved("busy", f"{len(self.tasks)} handlers still run for this link")
-            handler, message = services.find(frame.message, self.remote.role)
+            handler, message = self.find_handler(services, frame.message)
         except Unserved as error:
             (self.mux.fail if is_call else self.mux.reset)(id, error.code, str(error))
             return
@@ -332,16 +337,19 @@ class Link:
             stream = self._streams[id] = LinkStream(self, id)
             self._start(self._converse(stream, handler, message))
 
+    def find_handler(self, services: ServiceTable, opening: memoryview) -> tuple[Handler, Any]:
+        """Do as `ServiceTable.find`, for the role of this peer."""
+        return services.find(opening, self.remote.role)
+
     def _start(self, handling: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         self.used_at = self._loop.time()
         task = self._loop.create_task(handling)
-        self.tasks.add(task)
+        self.tasks[task] = None
         task.add_done_callback(self._on_done)
         return task
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
-        self.tasks.discard(task)
-        self.flush_soon()
+        del self.tasks[task]
         self._close_if_done()
 
     async def _answer(self, id: int, handler: Handler, message: Any) -> None:
@@ -359,6 +367,7 @@ class Link:
             self.mux.fail(id, "failed", self._report("call handler", error))
         finally:
             self._answering.pop(id, None)
+            self.flush_soon()  # not when the task is done: what else this turn sets off would go out first
 
     async def _converse(self, stream: LinkStream, handler: Handler, message: Any) -> None:
         try:
@@ -402,21 +411,21 @@ class Link:
         """Send what is queued, then close; calls and streams fail with `PeerLost`."""
         if self.lost is None:
             self._flush()
-            self._carrier.close(reason)
+            self.carrier.close(reason)
             self.on_lost(reason)
 
     def abort(self, reason: str) -> None:
-        self._carrier.abort(reason)
+        self.carrier.abort(reason)
         self.on_lost(reason)
 
     async def wait_closed(self, *, timeout_s: float) -> None:
         """Return when the carrier is closed and no handler runs; the carrier is aborted at the deadline."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._carrier.wait_closed()
+                await self.carrier.wait_closed()
         except TimeoutError:
-            self._carrier.abort("the peer does not close")
-            await self._carrier.wait_closed()
+            self.carrier.abort("the peer does not close")
+            await self.carrier.wait_closed()
 
     def _require_open(self) -> None:
         if self.leaving:
@@ -446,10 +455,10 @@ class Link:
             return
         self.flush_soon()
         if pause_s > 0:
-            self._carrier.pause_reading()
+            self.carrier.pause_reading()
             if self._resume is not None:  # an earlier message of the same read set a shorter pause
                 self._resume.cancel()
-            self._resume = self._loop.call_later(pause_s, self._carrier.resume_reading)
+            self._resume = self._loop.call_later(pause_s, self.carrier.resume_reading)
 
     def on_writable(self, writable: bool) -> None:
         if writable:
@@ -532,7 +541,7 @@ class Link:
             return
         for packet in self.mux.take():
             seal = partial(self._cipher.seal_into, packet)
-            size = self._carrier.send(len(packet) + self._cipher.overhead_bytes, seal)
+            size = self.carrier.send(len(packet) + self._cipher.overhead_bytes, seal)
             self._traffic.count_sent(size, self._loop.time())
-        if self._carrier.backlog_bytes > MAX_BACKLOG_BYTES:
+        if self.carrier.backlog_bytes > MAX_BACKLOG_BYTES:
             self.abort(f"{MAX_BACKLOG_BYTES} bytes are waiting and the peer does not read")

@@ -1,7 +1,7 @@
 """The network as a service sees it: messages, calls and streams to peers, named by their id.
 
-Real links (`colab_swarm.net.node`) and the simulator (`colab_swarm.sim`) both implement `Peers`, so
-everything above runs unchanged on either. Rules that hold for both:
+`colab_swarm.net.node` implements `Peers` over WebSockets, and over the carriers of the simulator
+(`colab_swarm.sim`), so everything above runs unchanged on either. Rules that hold for both:
 
 - A *call* is one message and its reply. A *stream* carries any number of items both ways. An item is a small message
   with an optional raw payload. Items arrive whole and in order, or the stream fails with `PeerLost`.

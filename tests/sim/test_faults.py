@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from colab_swarm.errors import PeerLost, PeerTimeout, PeerUnreachable
+from colab_swarm.errors import CallRefused, PeerLost, PeerTimeout, PeerUnreachable
 from colab_swarm.net.peers import PeerId
 from colab_swarm.sim import HostProfile, NetworkProfile, ScriptedFault, virtual_time
 from tests.sim.talk import Ask, Tell, double, forever, pair
@@ -24,6 +24,31 @@ async def test_a_crash_breaks_calls_in_flight_and_calls_the_listeners() -> None:
     with pytest.raises(PeerUnreachable):
         await alice.call(bob.id, Ask(1), Tell, timeout_s=60)
     assert lost == [bob.id] and network.fired == [ScriptedFault(3.0, "crash", ("bob",))]
+
+
+async def test_a_crash_during_the_handshake_fails_the_dial() -> None:
+    network, alice, bob = pair()
+    network.at(0.45).crash("bob")  # TCP and the WebSocket upgrade took 0.4 s
+    with pytest.raises(PeerUnreachable, match="nobody answers"):
+        await alice.call(bob.id, Ask(1), Tell, timeout_s=60)
+    assert virtual_time() == pytest.approx(0.6) and not alice.linked()
+
+
+async def test_a_crash_cancels_handlers_in_the_order_of_their_start() -> None:
+    network, alice, bob = pair()
+    ended: list[int] = []
+
+    async def wait(caller: PeerId, message: Ask) -> Tell:
+        try:
+            return await forever(caller, message)
+        finally:
+            ended.append(message.number)
+
+    bob.serve(Ask, wait)
+    calls = [alice.call(bob.id, Ask(number), Tell, timeout_s=60) for number in range(50)]
+    network.at(3.0).crash("bob")
+    failures = await asyncio.gather(*calls, return_exceptions=True)
+    assert ended == list(range(50)) and {type(failure) for failure in failures} == {PeerLost}
 
 
 async def test_a_restarted_peer_answers_again() -> None:
@@ -130,8 +155,9 @@ async def test_a_peer_that_leaves_cancels_its_handlers_and_breaks_its_links() ->
     call = asyncio.create_task(alice.call(bob.id, Ask(1), Tell, timeout_s=60))
     await asyncio.sleep(2)
     await bob.close()
-    with pytest.raises(PeerLost, match="bob left"):
+    with pytest.raises(CallRefused, match="cancelled"):
         await call
+    await asyncio.sleep(1)
     assert (len(alice.linked()), len(asyncio.all_tasks())) == (0, 1)
 
 
