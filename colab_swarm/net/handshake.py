@@ -110,8 +110,7 @@ class Introduction:
     def on_message(self, message: bytes, *, wall_time: float) -> bytes | None:
         """Take the other end's next message; return the answer to send, or None.
 
-        Raises:
-            ProtocolError, WrongPeer, NotAdmitted: another run or version, garbled; not the expected peer; no right.
+        Raises `ProtocolError` (another run or version, garbled), `WrongPeer` or `NotAdmitted`.
         """
         before = self._noise.hash
         payload = self._noise.read(message)
@@ -229,8 +228,7 @@ async def introduce(
 ) -> Link:
     """Connect and shake hands; ``name`` stands for the way in error texts.
 
-    Raises:
-        PeerError: `PeerUnreachable` if no peer answers in time, `PeerLost` if it refuses, or another of `Introduction`.
+    Raises `PeerUnreachable` if no peer answers in time, `PeerLost` if it refuses, or as `Introduction` does.
     """
     websocket: WebSocket | None = None
     try:
@@ -256,8 +254,7 @@ async def dial_any(
 ) -> T:
     """Return what ``dial`` returns for the first address that answers; ``detours()`` are tried where these fail.
 
-    Raises:
-        PeerError: no address answered; the text has each one's failure. `WrongPeer` if another peer answered.
+    Raises `PeerUnreachable` with each address's failure, or `WrongPeer` if another peer answered.
     """
     waiting, detoured = list(addresses), False
     running: dict[asyncio.Future[T], None] = {}  # in the order of their start, unlike a set

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import msgspec
 
@@ -43,9 +43,7 @@ from colab_swarm.net.peers import (
     StreamEnded,
     short,
 )
-
-if TYPE_CHECKING:
-    from colab_swarm.net.websocket import WebSocket
+from colab_swarm.net.websocket import WebSocket
 
 logger = logging.getLogger(__name__)
 MAX_TASKS = 2048
@@ -68,10 +66,6 @@ class LinkStream:
         self._got_end = self._sent_end = self._discarding = False
         self._receiving: asyncio.Future[None] | None = None
         self.credit = asyncio.Event()
-
-    def __repr__(self) -> str:
-        state = "failed" if self._fault else f"inbox={len(self._inbox)}"
-        return f"LinkStream({short(self.peer)}, {self.id}, {state})"
 
     async def send(self, message: Message, payload: Buffer = b"") -> None:
         body = _encoder.encode(message)
@@ -234,8 +228,6 @@ class Link:
         """Median of the last round-trip times, seconds."""
         return statistics.median(self.rtts_s) if self.rtts_s else None
 
-    # --- calls and streams of this end ----------------------------------------------------------------------
-
     async def call(self, message: Message, reply: type[R], *, timeout_s: float) -> R:
         """Call the peer, as `Peers.call` does."""
         opening = encode_opening(message)
@@ -245,9 +237,7 @@ class Link:
         id = self.mux.call(opening)
         self.flush_soon()
         answer = self._calls[id] = self._loop.create_future()
-        timer = self._loop.call_later(
-            timeout_s, _expire, answer
-        )  # a call takes 5 us less than by asyncio.timeout
+        timer = self._loop.call_later(timeout_s, _expire, answer)  # 5 us less than asyncio.timeout
         try:
             return self.decode(reply, await answer)
         except TimeoutError:
@@ -260,11 +250,7 @@ class Link:
                 self.flush_soon()
 
     def open_stream(self, opening: Message) -> LinkStream:
-        """Open a stream at once.
-
-        Raises:
-            PeerLost: the link is closed or closing.
-        """
+        """Open a stream at once; raises `PeerLost` if the link is closed or closing."""
         self._require_open()
         stream = LinkStream(self, self.mux.open(encode_opening(opening)))
         self._streams[stream.id] = stream
@@ -277,7 +263,7 @@ class Link:
         return self._writable.is_set() and self._traffic.upload_delay(self._loop.time()) <= 0
 
     async def wait_ready(self) -> None:
-        """Return when `ready`; tasks wait in the order of their calls."""
+        """Return when `ready`, in the order of the calls."""
         async with self._turn:
             while not self.ready:
                 if not self._writable.is_set():

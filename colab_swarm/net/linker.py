@@ -202,14 +202,13 @@ class Linker:
 
     async def link_to(self, peer: PeerId, timeout_s: float) -> Link:
         """Return a link to the peer: in memory to ourselves, else the first that opens, from either end."""
-        self._require_open()
         if peer == self._identity.id:
+            self._require_open()
             return self._own_link()
         try:
             async with asyncio.timeout(timeout_s):
                 for _ in range(DIALS):
-                    if self.closed:
-                        break
+                    self._require_open()
                     if peer not in self._awaited:
                         awaited = self._awaited[peer] = self._loop.create_future()
                         self.spawn(self._dial(peer, awaited))
@@ -261,11 +260,7 @@ class Linker:
         return link
 
     async def dial_direct(self, peer: PeerId, address: str) -> Link:
-        """Dial one direct address.
-
-        Raises:
-            PeerError: `PeerUnreachable` if no peer answers there or it refuses the link, or another of `Introduction`.
-        """
+        """Dial one direct address; raise `PeerUnreachable` if no peer answers or it refuses, or as `Introduction`."""
         path = Path(LinkType.TUNNEL if address.startswith("wss") else LinkType.DIRECT, address=address)
         return await self._introduce(address, self._receiver(peer, path))
 

@@ -500,11 +500,7 @@ class Mux:
 
 
 def encode_opening(message: Message) -> bytes:
-    """Return an encoded `Opening` with this message.
-
-    Raises:
-        ValueError: it is too big.
-    """
+    """Return an encoded `Opening` with this message; raises `ValueError` if it is too big."""
     opening = _encoder.encode((type(message).__name__, message))
     if len(opening) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a {type(message).__name__} of {len(opening)} bytes is over {MAX_MESSAGE_BYTES}")
