@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
 from colab_swarm.net.peers import Message, PeerId, Role, Stream, StreamEnded
-from colab_swarm.sim import LAN, HostProfile, NetworkProfile, SimNetwork, SimPeers
+from colab_swarm.sim import HostProfile, NetworkProfile, SimNetwork, SimPeers
 from tests.net.swarm import introduce
 
 FAR = NetworkProfile("far", latency_s=0.1)
@@ -67,6 +67,3 @@ async def simulated(
 async def forever(caller: PeerId, message: Ask) -> Tell:
     await asyncio.get_running_loop().create_future()
     return Tell(0)
-
-
-__all__ = ["FAR", "LAN", "Ask", "Tell", "count_bytes", "double", "forever", "pair"]
