@@ -191,22 +191,10 @@ class Receiver(Protocol):
         """Note that the connection is gone; called once, last."""
 
 
-class NoCipher:
-    """Replaces `colab_swarm.net.noise.Keys` over a `Loopback`, whose messages keep their own memory: seals nothing."""
-
-    overhead_bytes = 0
-
-    def seal_into(self, plaintext: bytes, out: memoryview) -> None:
-        out[:] = plaintext
-
-    def open(self, ciphertext: memoryview) -> memoryview:
-        return ciphertext.toreadonly()
-
-
 class Loopback:
     """A carrier in memory, in place of a `colab_swarm.net.websocket.WebSocket`: one end, whose other one is ``other``.
 
-    The link of a peer to itself has one; the simulator adds time to it.
+    The link of a peer to itself has one; the simulator adds time to it. Its links seal nothing.
     """
 
     ends: tuple[HostPort | None, HostPort | None] = (None, None)
@@ -222,12 +210,10 @@ class Loopback:
         """Bytes that have not left yet."""
         return 0
 
-    def send(self, size: int, fill: Callable[[memoryview], None]) -> int:
-        message = memoryview(bytearray(size))
-        fill(message)
+    def send_bytes(self, data: bytes) -> int:
         if self.open:
-            self.carry(size, partial(self.other._deliver, message))
-        return size
+            self.carry(len(data), partial(self.other._deliver, memoryview(data)))
+        return len(data)
 
     def carry(self, size_bytes: int, arrive: Callable[[], None]) -> None:
         """Call ``arrive()`` at the other end, after everything that was sent before."""

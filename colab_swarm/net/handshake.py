@@ -26,7 +26,7 @@ from aiohttp import ClientError, web
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from colab_swarm.errors import NotAdmitted, PeerError, PeerLost, PeerUnreachable, ProtocolError, WrongPeer
-from colab_swarm.net.carrier import NoCipher, NodeSettings, Remote
+from colab_swarm.net.carrier import NodeSettings, Remote
 from colab_swarm.net.identity import Identity, id_of, verify
 from colab_swarm.net.link import Link
 from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES
@@ -68,11 +68,11 @@ def describe_run(run_id: str) -> str:
 
 @dataclass(frozen=True)
 class Introduced:
-    """Result of a handshake: the peer, its clock (``time``) when it sent its Hello, and the link's keys."""
+    """Result of a handshake: the peer, its clock (``time``) when it sent its Hello, and the link's keys, if any."""
 
     remote: Remote
     time: float
-    keys: Keys | NoCipher
+    keys: Keys | None
 
 
 class Introduction:

@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import msgspec
 
 from colab_swarm.errors import CallRefused, PeerError, PeerLost, PeerTimeout, ProtocolError
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.net.carrier import Loopback, NoCipher, NodeSettings, Remote, Traffic
+from colab_swarm.net.carrier import Loopback, NodeSettings, Remote, Traffic
 from colab_swarm.net.mux import (
     Failure,
     Frame,
@@ -29,7 +29,7 @@ from colab_swarm.net.mux import (
     encode_opening,
     item_cost,
 )
-from colab_swarm.net.noise import Keys
+from colab_swarm.net.noise import TAG_BYTES, Keys
 from colab_swarm.net.peers import (
     MAX_MESSAGE_BYTES,
     MAX_PAYLOAD_BYTES,
@@ -172,7 +172,7 @@ class Link:
     A lost link cancels the handlers of the peer's calls; handlers of its streams get `PeerLost` instead.
 
     Args:
-        carrier, cipher: how bytes travel and are sealed.
+        carrier, keys: how bytes travel and are sealed; without keys they are not.
         dialled: whether this end opened the link.
         services: handlers of calls, and of streams.
         traffic: meters and budgets.
@@ -185,7 +185,7 @@ class Link:
         remote: Remote,
         *,
         carrier: WebSocket | Loopback,
-        cipher: Keys | NoCipher,
+        keys: Keys | None,
         dialled: bool,
         services: tuple[ServiceTable, ServiceTable],
         traffic: Traffic,
@@ -197,7 +197,7 @@ class Link:
         self._max_calls = settings.max_calls_per_link
         max_streams = settings.max_streams_per_link
         self.mux = Mux(initiator=dialled, max_streams=max_streams, max_calls=self._max_calls)
-        self.carrier, self._cipher, self._traffic, self._events = carrier, cipher, traffic, events
+        self.carrier, self._keys, self._traffic, self._events = carrier, keys, traffic, events
         self._call_services, self._stream_services = services
         self._loop = asyncio.get_running_loop()
         self.opened_at = self.heard_at = self.used_at = self._loop.time()
@@ -431,7 +431,7 @@ class Link:
         now = self.heard_at = self._loop.time()
         pause_s = self._traffic.count_received(len(data), now)
         try:
-            for frame in self.mux.on_packet(self._cipher.open(data)):
+            for frame in self.mux.on_packet(data if self._keys is None else self._keys.open(data)):
                 self._on_frame(frame)
                 if self.lost is not None:
                     return
@@ -526,8 +526,11 @@ class Link:
         if self.lost is not None:
             return
         for packet in self.mux.take():
-            seal = partial(self._cipher.seal_into, packet)
-            size = self.carrier.send(len(packet) + self._cipher.overhead_bytes, seal)
+            if self._keys is None:
+                size = self.carrier.send_bytes(packet)
+            else:
+                seal = partial(self._keys.seal_into, packet)
+                size = cast(WebSocket, self.carrier).send(len(packet) + TAG_BYTES, seal)
             self._traffic.count_sent(size, self._loop.time())
         if self.carrier.backlog_bytes > MAX_BACKLOG_BYTES:
             self.abort(f"{MAX_BACKLOG_BYTES} bytes are waiting and the peer does not read")

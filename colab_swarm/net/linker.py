@@ -25,7 +25,6 @@ from colab_swarm.net.addresses import AddressBook, is_loopback, relay_of
 from colab_swarm.net.carrier import (
     LinkType,
     Loopback,
-    NoCipher,
     NodeSettings,
     Path,
     Receiver,
@@ -343,7 +342,7 @@ class Linker:
         path = replace(path, local=local, remote=remote)
         end = replace(introduced.remote, path=path)
         traffic = self.metering.traffic(contact.id, path, dialled=dialled)
-        link = self._make_link(end, carrier=carrier, cipher=introduced.keys, traffic=traffic, dialled=dialled)
+        link = self._make_link(end, carrier=carrier, keys=introduced.keys, traffic=traffic, dialled=dialled)
         link.rtts_s.append(rtt_s)
         self._add_link(link)
         return link
@@ -378,7 +377,7 @@ class Linker:
             own = Remote(Contact(self._identity.id, self.addresses), role=Role.AUTHORITY)
             near, far = Loopback(), Loopback()
             near.other, far.other = far, near
-            make_link = partial(self._make_link, own, cipher=NoCipher(), traffic=Traffic())
+            make_link = partial(self._make_link, own, keys=None, traffic=Traffic())
             self._own_ends = make_link(carrier=near, dialled=True), make_link(carrier=far, dialled=False)
             near.receiver, far.receiver = self._own_ends
         return self._own_ends[0]

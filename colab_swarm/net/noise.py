@@ -61,8 +61,6 @@ class Keys:
     sending: CipherState
     receiving: CipherState
 
-    overhead_bytes = TAG_BYTES
-
     def seal_into(self, plaintext: bytes, out: memoryview) -> None:
         self.sending.encrypt_into(plaintext, out)
 

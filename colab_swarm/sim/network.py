@@ -22,7 +22,7 @@ from typing import Any
 
 from colab_swarm.errors import PeerLost, PeerUnreachable, WrongPeer
 from colab_swarm.events import EventLog
-from colab_swarm.net.carrier import Loopback, NoCipher, NodeSettings, Path, Remote
+from colab_swarm.net.carrier import Loopback, NodeSettings, Path, Remote
 from colab_swarm.net.handshake import Introduced
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.link import Link
@@ -236,7 +236,7 @@ class SimLinker(Linker):
     def accept(self, other: SimPeers, carrier: SimCarrier, *, dialled: bool) -> Link:
         """Return the link over this end of a new connection, as after a handshake."""
         remote = Remote(other.contact, other.public_key, role=other.role)
-        introduced = Introduced(remote, self._network.wall_clock(other.name), NoCipher())
+        introduced = Introduced(remote, self._network.wall_clock(other.name), None)
         return self.on_introduced(Path(), dialled, carrier, introduced, 0.0)
 
 
