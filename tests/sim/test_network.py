@@ -9,7 +9,7 @@ import pytest
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import Stream, StreamEnded
 from colab_swarm.net.websocket import HIGH_WATER_BYTES
-from colab_swarm.sim import HOME, HostProfile, SimNetwork, run_virtual, virtual_time
+from colab_swarm.sim import DEDLOC16, HOME, HostProfile, SimNetwork, run_virtual, virtual_time
 from tests.sim.talk import FAR, Ask, Tell, count_bytes, pair
 
 
@@ -58,6 +58,15 @@ async def test_statistics_count_bytes_and_round_trips() -> None:
     assert alice.statistics(bob.id).sent_bytes == bob.statistics(alice.id).received_bytes > 0
     total = alice.statistics()
     assert total.rtt_s == pytest.approx(0.2) and total.links == 1 and total.received_bytes > 0
+
+
+async def test_a_network_describes_its_connections_and_the_faults_in_force() -> None:
+    network = SimNetwork(HOME)
+    assert str(network) == "home: 20 Mbit/s up, 100 Mbit/s down, 30 ms, 0.5% of messages repeated"
+    network.now().latency(3)
+    network.now().bandwidth(0.5)
+    assert str(network) == "home: 10 Mbit/s up, 50 Mbit/s down, 90 ms, 0.5% of messages repeated"
+    assert "16 kinds of lines, the first 200 Mbit/s up" in str(SimNetwork(DEDLOC16))
 
 
 def test_same_seed_same_trace() -> None:
