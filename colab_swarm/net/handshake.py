@@ -220,11 +220,7 @@ class HandshakeReceiver:
 
 
 async def introduce(
-    connect: Callable[[], Awaitable[WebSocket]],
-    receiver: HandshakeReceiver,
-    *,
-    timeout_s: float,
-    name: str,
+    connect: Callable[[], Awaitable[WebSocket]], receiver: HandshakeReceiver, *, timeout_s: float, name: str
 ) -> Link:
     """Connect and shake hands; ``name`` stands for the way in error texts.
 

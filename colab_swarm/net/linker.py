@@ -22,15 +22,7 @@ from aiohttp import web
 from colab_swarm.errors import NotAdmitted, PeerError, PeerLost, PeerTimeout, PeerUnreachable
 from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
 from colab_swarm.net.addresses import AddressBook, is_loopback, relay_of
-from colab_swarm.net.carrier import (
-    LinkType,
-    Loopback,
-    NodeSettings,
-    Path,
-    Receiver,
-    Remote,
-    Traffic,
-)
+from colab_swarm.net.carrier import LinkType, Loopback, NodeSettings, Path, Receiver, Remote, Traffic
 from colab_swarm.net.handshake import (
     HandshakeReceiver,
     Introduced,

@@ -300,8 +300,6 @@ class Mux:
 
     def take(self) -> list[bytes]:
         """Return the queued frames as packets to seal and send, in order."""
-        if not self._queue:
-            return []
         frames, self._queue = self._queue, []
         return to_packets(frames)
 
