@@ -450,12 +450,13 @@ class Linker:
             await self._session.close()
 
     def kill(self, reason: str) -> None:
-        """Cancel every task and break every link at once, as a crash would."""
+        """Cancel every task and break every link at once, as a crash would; their loss is noted in the next turn."""
         links = [*self.table, *(self._own_ends or ())]
         self._cancel(links, None, reason)
         self._own_ends = None
         for link in links:
-            link.abort(reason)
+            link.carrier.abort(reason)
+            self._loop.call_soon(link.on_lost, reason)
 
     def _cancel(
         self, links: list[Link], caller: asyncio.Task[object] | None, reason: str

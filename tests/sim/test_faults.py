@@ -8,7 +8,8 @@ import pytest
 
 from colab_swarm.errors import CallRefused, PeerLost, PeerTimeout, PeerUnreachable
 from colab_swarm.net.peers import PeerId
-from colab_swarm.sim import HostProfile, NetworkProfile, ScriptedFault, virtual_time
+from colab_swarm.sim import HostProfile, NetworkProfile, ScriptedFault, SimNetwork, SimPeers, virtual_time
+from colab_swarm.sim.runtime import SimRuntime
 from tests.sim.talk import Ask, Tell, double, forever, pair
 
 
@@ -186,3 +187,21 @@ async def test_a_scheduled_fault_is_listed_before_it_happens() -> None:
     await asyncio.sleep(4)
     assert not network.coming
     assert network.fired == [ScriptedFault(3.0, "crash", ("bob",))]
+
+
+def test_a_crash_between_two_runs_of_the_loop_is_noted_in_the_next_one() -> None:
+    runtime, lost = SimRuntime(), list[PeerId]()
+
+    async def link() -> tuple[SimNetwork, SimPeers, SimPeers]:
+        network, alice, bob = pair()
+        await alice.call(bob.id, Ask(1), Tell, timeout_s=5)
+        for peer in (alice, bob):
+            peer.on_lost(lambda other: lost.append(other) if virtual_time() else None)
+        return network, alice, bob
+
+    network, alice, bob = runtime.call(link())
+    network.now().crash("bob")
+    assert not lost
+    runtime.call(asyncio.sleep(1))
+    assert sorted(lost) == sorted([alice.id, bob.id])
+    runtime.close()
