@@ -34,8 +34,7 @@ from colab_swarm.averaging.group import (
 )
 from colab_swarm.averaging.strategy import adaptive_shares
 from colab_swarm.errors import PeerError
-from colab_swarm.net.left_out import LeftOut
-from colab_swarm.net.peers import Contact, Message, PeerId, Peers, Refusal, Role, Stream, short
+from colab_swarm.net.peers import Contact, LeftOut, Message, PeerId, Peers, Refusal, Role, Stream, short
 
 logger = logging.getLogger(__name__)
 

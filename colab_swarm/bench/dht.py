@@ -15,19 +15,19 @@ import random
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark, call_all, receive_all
 from colab_swarm.bench.link import contact, start_node, where
-from colab_swarm.dht.records import Fetch, FindNear
-from colab_swarm.dht.service import DHT, DHTSettings, Reading, RunServices
+from colab_swarm.dht.service import DHT, DHTSettings, Fetch, FindNear, Reading, RunServices
 from colab_swarm.events import EventLog
 from colab_swarm.moe.directory import Directory, DirectorySettings
 from colab_swarm.moe.grid import Grid
-from colab_swarm.net.peers import Contact, Message
-from colab_swarm.sim import PAPER_CLOUD, NetworkProfile, SimNetwork, SimPeers, run_virtual, virtual_time
+from colab_swarm.net.peers import Contact, Peers
+from colab_swarm.sim import PAPER_CLOUD, NetworkProfile, run_virtual, virtual_time
+from colab_swarm.sim.calls import CallNetwork, CallPeer
 
 DEAD_SHARE, PROCESSES, IN_FLIGHT = 0.2, 8, 8
 SIZES = {100: "100", 1000: "1k", 10_000: "10k"}
@@ -52,14 +52,14 @@ def fill_tables(dhts: Sequence[DHT], contacts: list[Contact], rng: random.Random
 
 async def read_records(peers: int, records: int, seed: int = 0) -> dict[str, tuple[float, ...]]:
     """Store records, silence a fifth of all peers, then read each elsewhere; per figure a value a read."""
-    network, rng = SimNetwork(PAPER_CLOUD, seed=seed), random.Random(seed)
+    network, rng = CallNetwork(PAPER_CLOUD, seed=seed), random.Random(seed)
     nodes = [network.peer(str(i)) for i in range(peers)]
-    dhts = [DHT(node, DHTSettings(), random.Random(i)) for i, node in enumerate(nodes)]
+    dhts = [DHT(cast(Peers, node), DHTSettings(), random.Random(i)) for i, node in enumerate(nodes)]
     fill_tables(dhts, [node.contact for node in nodes], rng)
     for i in range(records):
         await rng.choice(dhts).store(f"record {i}", i, ttl_s=86_400)
     dead = set(rng.sample(range(peers), int(peers * DEAD_SHARE)))
-    network.now().partition(set(map(str, dead)), {str(i) for i in range(peers) if i not in dead})
+    network.silent = set(map(str, dead))
     await asyncio.sleep(60)
     alive = [dht for i, dht in enumerate(dhts) if i not in dead]
     lookups = []
@@ -162,14 +162,6 @@ PUBLISHED_MS = {100: 317, 1000: 528, 10_000: 764}
 EXPONENTIAL = NetworkProfile("exponential", 0.0925, jitter_s=0.0924, hosts=PAPER_CLOUD.hosts)
 
 
-class CountingNetwork(SimNetwork):
-    queries = 0
-
-    def on_message(self, message: Message, sender: str, receiver: str) -> None:
-        self.queries += isinstance(message, Fetch) or (isinstance(message, FindNear) and message.records)
-        super().on_message(message, sender, receiver)
-
-
 class WatchedDHT(DHT):
     readings: list[Reading]
 
@@ -178,16 +170,22 @@ class WatchedDHT(DHT):
         return self.readings[-1]
 
 
-def _directory(peer: SimPeers, dht: DHT) -> Directory:
-    services = RunServices(peer, dht, EventLog(), random.Random(peer.name), "bench")
+def _directory(peer: CallPeer, dht: DHT) -> Directory:
+    services = RunServices(cast(Peers, peer), dht, EventLog(), random.Random(peer.name), "bench")
     return Directory(services, DirectorySettings(ttl_s=3600.0))
 
 
-async def _search(network: CountingNetwork, peer: SimPeers, dht: WatchedDHT, seed: int) -> dict[str, float]:
+def is_query(message: Message) -> bool:
+    return isinstance(message, Fetch) or (isinstance(message, FindNear) and message.records)
+
+
+async def _search(network: CallNetwork, peer: CallPeer, dht: WatchedDHT, seed: int) -> dict[str, float]:
     rng = np.random.default_rng(seed)
     scores = [rng.standard_normal((BATCH, side), dtype=np.float32) for side in GRID.sides]
     directory, dht.readings = _directory(peer, dht), []
-    queries, received = network.queries, peer.statistics().received_bytes
+    queries: list[bool] = []
+    network.on_message = lambda message: queries.append(is_query(message))
+    received = peer.received_bytes
     began, cpu_began = virtual_time(), time.process_time()
     cold = await directory.best(GRID, scores, BEST)
     cold_ms, found_at = (virtual_time() - began) * 1e3, time.process_time()
@@ -201,8 +199,8 @@ async def _search(network: CountingNetwork, peer: SimPeers, dht: WatchedDHT, see
         "warm_ms": warm_s * 1e3,
         "look_ups": len(dht.readings),
         "hops": statistics.mean(reading.hops or 0 for reading in dht.readings),
-        "queries": network.queries - queries,
-        "received_kb": (peer.statistics().received_bytes - received) / 1e3,
+        "queries": sum(queries),
+        "received_kb": (peer.received_bytes - received) / 1e3,
     }
 
 
@@ -213,9 +211,9 @@ async def find_experts(
 
     Cold times are virtual milliseconds, warm ones those of the processor.
     """
-    network, rng = CountingNetwork(profile), random.Random(0)
+    network, rng = CallNetwork(profile), random.Random(0)
     peers = [network.peer(str(i)) for i in range(size)]
-    dhts = [WatchedDHT(peer, DHTSettings(), random.Random(i)) for i, peer in enumerate(peers)]
+    dhts = [WatchedDHT(cast(Peers, peer), DHTSettings(), random.Random(i)) for i, peer in enumerate(peers)]
     for dht in dhts:
         dht.readings = []
     fill_tables(dhts, [peer.contact for peer in peers], rng)
@@ -223,7 +221,7 @@ async def find_experts(
         known = {
             peer.name: {contact.id for contact in dht.table} for peer, dht in zip(peers, dhts, strict=True)
         }
-        network.standing = lambda one, other: other.id in known[one.name] or one.id in known[other.name]
+        network.linked = lambda one, other: other.id in known[one.name] or one.id in known[other.name]
     uids, hosts = [GRID.uid(index) for index in GRID], min(HOSTS, size // 2)
     share = -(-len(uids) // hosts)
     for_host = [dict.fromkeys(uids[i * share : (i + 1) * share], ((1024,), 0)) for i in range(hosts)]

@@ -32,8 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from colab_swarm.dht.service import Found, is_sound
-from colab_swarm.net.left_out import LeftOut
-from colab_swarm.net.peers import Contact, Message, PeerId
+from colab_swarm.net.peers import Contact, LeftOut, Message, PeerId
 from colab_swarm.tensors.codecs import Floats
 
 Index: TypeAlias = tuple[int, ...]  # A point of the grid, or its first coordinates

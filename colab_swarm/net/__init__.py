@@ -11,8 +11,8 @@ encrypted from end to end, passes wherever a WebSocket passes, and carries many 
 ## Links
 
     message, payload                                                       handler
-      | link.py, mux.py: calls and streams, each with a number               ^
-      v frames.py: packets of 124 KiB at most                                |
+      | link.py, mux.py: calls and streams, each with a number,              ^
+      v in packets of 124 KiB at most                                        |
       v noise.py: sealed by AES-GCM, with a counter                          |
       v websocket.py: WebSocket messages                                     |
       '------------- direct, punched, relayed or through a tunnel -----------'

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol, TypeAlias
+from functools import partial
+from typing import Protocol, Self, TypeAlias
 
 from colab_swarm.net.addresses import is_address
 from colab_swarm.net.peers import MAX_ADDRESSES, Contact, PeerId, Role, short
@@ -190,41 +191,41 @@ class Receiver(Protocol):
         """Note that the connection is gone; called once, last."""
 
 
-class NoCipher:
-    """Replaces `colab_swarm.net.noise.Keys` on the link of a peer to itself: copies without sealing."""
-
-    overhead_bytes = 0
-
-    def seal_into(self, plaintext: bytes, out: memoryview) -> None:
-        out[:] = plaintext
-
-    def open(self, ciphertext: memoryview) -> bytes:
-        return bytes(ciphertext)
-
-
 class Loopback:
-    """Replaces a `colab_swarm.net.websocket.WebSocket` on the link of a peer to itself: one end, in memory."""
+    """A carrier in memory, in place of a `colab_swarm.net.websocket.WebSocket`: one end, whose other one is ``other``.
 
-    backlog_bytes = 0
+    The link of a peer to itself has one; the simulator adds time to it. Its links seal nothing.
+    """
+
+    ends: tuple[HostPort | None, HostPort | None] = (None, None)
+    other: Self
 
     def __init__(self) -> None:
         self.receiver: Receiver
-        self.other: Loopback
+        self.open = True
         self._loop = asyncio.get_running_loop()
-        self._open = True
 
-    def send(self, size: int, fill: Callable[[memoryview], None]) -> int:
-        message = memoryview(bytearray(size))
-        fill(message)
-        self._loop.call_soon(self.other._deliver, message)
-        return size
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes that have not left yet."""
+        return 0
+
+    def send_bytes(self, data: bytes) -> int:
+        if self.open:
+            self.carry(len(data), partial(self.other._deliver, memoryview(data)))
+        return len(data)
+
+    def carry(self, size_bytes: int, arrive: Callable[[], None]) -> None:
+        """Call ``arrive()`` at the other end, after everything that was sent before."""
+        self._loop.call_soon(arrive)
 
     def close(self, reason: str = "") -> None:
-        if self._open:
-            self._open = False
-            self._loop.call_soon(self.other._lose, reason)
+        if self.open:
+            self.open = False
+            self.carry(0, partial(self.other._lose, reason))
 
-    abort = close
+    def abort(self, reason: str = "") -> None:
+        self.close(reason)
 
     def pause_reading(self) -> None:
         """Do nothing: no budget applies."""
@@ -235,10 +236,10 @@ class Loopback:
         """Return at once."""
 
     def _deliver(self, message: memoryview) -> None:
-        if self._open:
+        if self.open:
             self.receiver.on_message(message)
 
     def _lose(self, reason: str) -> None:
-        if self._open:
-            self._open = False
+        if self.open:
+            self.open = False
             self.receiver.on_lost(reason)

@@ -68,11 +68,11 @@ def describe_run(run_id: str) -> str:
 
 @dataclass(frozen=True)
 class Introduced:
-    """Result of a handshake: the peer, its clock (``time``) when it sent its Hello, and the link's keys."""
+    """Result of a handshake: the peer, its clock (``time``) when it sent its Hello, and the link's keys, if any."""
 
     remote: Remote
     time: float
-    keys: Keys
+    keys: Keys | None
 
 
 class Introduction:
@@ -110,8 +110,7 @@ class Introduction:
     def on_message(self, message: bytes, *, wall_time: float) -> bytes | None:
         """Take the other end's next message; return the answer to send, or None.
 
-        Raises:
-            ProtocolError, WrongPeer, NotAdmitted: another run or version, garbled; not the expected peer; no right.
+        Raises `ProtocolError` (another run or version, garbled), `WrongPeer` or `NotAdmitted`.
         """
         before = self._noise.hash
         payload = self._noise.read(message)
@@ -221,16 +220,11 @@ class HandshakeReceiver:
 
 
 async def introduce(
-    connect: Callable[[], Awaitable[WebSocket]],
-    receiver: HandshakeReceiver,
-    *,
-    timeout_s: float,
-    name: str,
+    connect: Callable[[], Awaitable[WebSocket]], receiver: HandshakeReceiver, *, timeout_s: float, name: str
 ) -> Link:
     """Connect and shake hands; ``name`` stands for the way in error texts.
 
-    Raises:
-        PeerError: `PeerUnreachable` if no peer answers in time, `PeerLost` if it refuses, or another of `Introduction`.
+    Raises `PeerUnreachable` if no peer answers in time, `PeerLost` if it refuses, or as `Introduction` does.
     """
     websocket: WebSocket | None = None
     try:
@@ -256,16 +250,15 @@ async def dial_any(
 ) -> T:
     """Return what ``dial`` returns for the first address that answers; ``detours()`` are tried where these fail.
 
-    Raises:
-        PeerError: no address answered; the text has each one's failure. `WrongPeer` if another peer answered.
+    Raises `PeerUnreachable` with each address's failure, or `WrongPeer` if another peer answered.
     """
     waiting, detoured = list(addresses), False
-    running: set[asyncio.Future[T]] = set()
+    running: dict[asyncio.Future[T], None] = {}  # in the order of their start, unlike a set
     failures: list[PeerError] = []
     try:
         while waiting or running:
             if waiting:
-                running.add(asyncio.ensure_future(dial(waiting.pop(0))))
+                running[asyncio.ensure_future(dial(waiting.pop(0)))] = None
             count = len(running)
             success = await _first_success(running, failures, last=not waiting)
             if success is not None:
@@ -282,14 +275,14 @@ async def dial_any(
 
 
 async def _first_success(
-    running: set[asyncio.Future[T]], failures: list[PeerError], *, last: bool
+    running: dict[asyncio.Future[T], None], failures: list[PeerError], *, last: bool
 ) -> asyncio.Future[T] | None:
     """Wait until attempts end, remove them from ``running``, return one that succeeded, append the ``failures``."""
     timeout_s = DETOUR_AFTER_S if last else STAGGER_S
     done, _ = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    running -= done
     success = None
-    for attempt in done:
+    for attempt in [attempt for attempt in running if attempt in done]:
+        del running[attempt]
         error = attempt.exception()
         if error is None:
             success = attempt

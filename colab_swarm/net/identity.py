@@ -42,8 +42,7 @@ class Identity:
     def load_or_create(cls, path: str | Path) -> Identity:
         """Read the key saved at ``path``, or make one and save it there, readable by its owner only.
 
-        Raises:
-            ValueError: the file exists but is not a saved identity.
+        Raises `ValueError` if the file exists but is not a saved identity.
         """
         path = Path(path)
         try:
@@ -61,6 +60,3 @@ class Identity:
             found = f"32 bytes expected, {len(seed)} found"
             raise ValueError(f"{path} is not a saved identity ({found}); delete it to make a new one")
         return cls(seed)
-
-    def __repr__(self) -> str:
-        return f"Identity({self.id.hex()[:8]})"

@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self, cast
 
 import msgspec
 
 from colab_swarm.errors import CallRefused, PeerError, PeerLost, PeerTimeout, ProtocolError
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.net.carrier import Loopback, NoCipher, NodeSettings, Remote, Traffic
+from colab_swarm.net.carrier import Loopback, NodeSettings, Remote, Traffic
 from colab_swarm.net.mux import (
     Failure,
     Frame,
@@ -29,7 +29,7 @@ from colab_swarm.net.mux import (
     encode_opening,
     item_cost,
 )
-from colab_swarm.net.noise import Keys
+from colab_swarm.net.noise import TAG_BYTES, Keys
 from colab_swarm.net.peers import (
     MAX_MESSAGE_BYTES,
     MAX_PAYLOAD_BYTES,
@@ -43,9 +43,7 @@ from colab_swarm.net.peers import (
     StreamEnded,
     short,
 )
-
-if TYPE_CHECKING:
-    from colab_swarm.net.websocket import WebSocket
+from colab_swarm.net.websocket import WebSocket
 
 logger = logging.getLogger(__name__)
 MAX_TASKS = 2048
@@ -68,10 +66,6 @@ class LinkStream:
         self._got_end = self._sent_end = self._discarding = False
         self._receiving: asyncio.Future[None] | None = None
         self.credit = asyncio.Event()
-
-    def __repr__(self) -> str:
-        state = "failed" if self._fault else f"inbox={len(self._inbox)}"
-        return f"LinkStream({short(self.peer)}, {self.id}, {state})"
 
     async def send(self, message: Message, payload: Buffer = b"") -> None:
         body = _encoder.encode(message)
@@ -110,11 +104,10 @@ class LinkStream:
         message, payload = self._inbox.popleft()
         self._link.consumed(self.id, item_cost(message, payload))
         try:
-            return decoder_of(kind).decode(message), payload
-        except UNDECODABLE as error:
+            return self._link.decode(kind, message), payload
+        except ProtocolError:
             self.reset("undecodable item")
-            text = f"an item from {short(self.peer)} is not a valid {kind.__name__}: {error}"
-            raise ProtocolError(text) from error
+            raise
 
     async def end(self) -> None:
         self._sent_end = True
@@ -179,7 +172,7 @@ class Link:
     A lost link cancels the handlers of the peer's calls; handlers of its streams get `PeerLost` instead.
 
     Args:
-        carrier, cipher: how bytes travel and are sealed.
+        carrier, keys: how bytes travel and are sealed; without keys they are not.
         dialled: whether this end opened the link.
         services: handlers of calls, and of streams.
         traffic: meters and budgets.
@@ -192,7 +185,7 @@ class Link:
         remote: Remote,
         *,
         carrier: WebSocket | Loopback,
-        cipher: Keys | NoCipher,
+        keys: Keys | None,
         dialled: bool,
         services: tuple[ServiceTable, ServiceTable],
         traffic: Traffic,
@@ -204,7 +197,7 @@ class Link:
         self._max_calls = settings.max_calls_per_link
         max_streams = settings.max_streams_per_link
         self.mux = Mux(initiator=dialled, max_streams=max_streams, max_calls=self._max_calls)
-        self._carrier, self._cipher, self._traffic, self._events = carrier, cipher, traffic, events
+        self.carrier, self._keys, self._traffic, self._events = carrier, keys, traffic, events
         self._call_services, self._stream_services = services
         self._loop = asyncio.get_running_loop()
         self.opened_at = self.heard_at = self.used_at = self._loop.time()
@@ -212,7 +205,7 @@ class Link:
         self._calls: dict[int, asyncio.Future[memoryview]] = {}
         self._streams: dict[int, LinkStream] = {}
         self._answering: dict[int, asyncio.Task[None]] = {}
-        self.tasks: set[asyncio.Task[None]] = set()
+        self.tasks: dict[asyncio.Task[None], None] = {}  # a set would be cancelled in any order
         self._flush_scheduled = False
         self._resume: asyncio.TimerHandle | None = None
         self._turn, self._writable = asyncio.Lock(), asyncio.Event()
@@ -235,8 +228,6 @@ class Link:
         """Median of the last round-trip times, seconds."""
         return statistics.median(self.rtts_s) if self.rtts_s else None
 
-    # --- calls and streams of this end ----------------------------------------------------------------------
-
     async def call(self, message: Message, reply: type[R], *, timeout_s: float) -> R:
         """Call the peer, as `Peers.call` does."""
         opening = encode_opening(message)
@@ -246,17 +237,12 @@ class Link:
         id = self.mux.call(opening)
         self.flush_soon()
         answer = self._calls[id] = self._loop.create_future()
-        timer = self._loop.call_later(
-            timeout_s, _expire, answer
-        )  # a call takes 5 us less than by asyncio.timeout
+        timer = self._loop.call_later(timeout_s, _expire, answer)  # 5 us less than asyncio.timeout
         try:
-            return decoder_of(reply).decode(await answer)  # type: ignore[no-any-return]
+            return self.decode(reply, await answer)
         except TimeoutError:
             text = f"{short(self.peer)} did not answer {type(message).__name__} in {timeout_s:.3g} s"
             raise PeerTimeout(text) from None
-        except UNDECODABLE as error:
-            text = f"the answer of {short(self.peer)} is not a valid {reply.__name__}: {error}"
-            raise ProtocolError(text) from error
         finally:
             timer.cancel()
             if self._calls.pop(id, None) is not None:
@@ -264,11 +250,7 @@ class Link:
                 self.flush_soon()
 
     def open_stream(self, opening: Message) -> LinkStream:
-        """Open a stream at once.
-
-        Raises:
-            PeerLost: the link is closed or closing.
-        """
+        """Open a stream at once; raises `PeerLost` if the link is closed or closing."""
         self._require_open()
         stream = LinkStream(self, self.mux.open(encode_opening(opening)))
         self._streams[stream.id] = stream
@@ -281,7 +263,7 @@ class Link:
         return self._writable.is_set() and self._traffic.upload_delay(self._loop.time()) <= 0
 
     async def wait_ready(self) -> None:
-        """Return when `ready`; tasks wait in the order of their calls."""
+        """Return when `ready`, in the order of the calls."""
         async with self._turn:
             while not self.ready:
                 if not self._writable.is_set():
@@ -314,6 +296,15 @@ class Link:
         if not self.mux.knows_stream(id):
             self._streams.pop(id, None)
 
+    def decode(self, kind: type[M], data: memoryview) -> M:
+        """Decode a reply or an item of the peer; raises `ProtocolError`."""
+        try:
+            message: M = decoder_of(kind).decode(data)
+            return message
+        except UNDECODABLE as error:
+            text = f"what {short(self.peer)} sent is not a valid {kind.__name__}: {error}"
+            raise ProtocolError(text) from error
+
     # --- handlers for the peer ------------------------------------------------------------------------------
 
     def _on_opening(self, frame: Frame) -> None:
@@ -322,7 +313,7 @@ class Link:
         try:
             if len(self.tasks) >= MAX_TASKS:
                 raise Unserved("busy", f"{len(self.tasks)} handlers still run for this link")
-            handler, message = services.find(frame.message, self.remote.role)
+            handler, message = self.find_handler(services, frame.message)
         except Unserved as error:
             (self.mux.fail if is_call else self.mux.reset)(id, error.code, str(error))
             return
@@ -332,16 +323,19 @@ class Link:
             stream = self._streams[id] = LinkStream(self, id)
             self._start(self._converse(stream, handler, message))
 
+    def find_handler(self, services: ServiceTable, opening: memoryview) -> tuple[Handler, Any]:
+        """Do as `ServiceTable.find`, for the role of this peer."""
+        return services.find(opening, self.remote.role)
+
     def _start(self, handling: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         self.used_at = self._loop.time()
         task = self._loop.create_task(handling)
-        self.tasks.add(task)
+        self.tasks[task] = None
         task.add_done_callback(self._on_done)
         return task
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
-        self.tasks.discard(task)
-        self.flush_soon()
+        del self.tasks[task]
         self._close_if_done()
 
     async def _answer(self, id: int, handler: Handler, message: Any) -> None:
@@ -359,6 +353,7 @@ class Link:
             self.mux.fail(id, "failed", self._report("call handler", error))
         finally:
             self._answering.pop(id, None)
+            self.flush_soon()  # not when the task is done: what else this turn sets off would go out first
 
     async def _converse(self, stream: LinkStream, handler: Handler, message: Any) -> None:
         try:
@@ -402,21 +397,21 @@ class Link:
         """Send what is queued, then close; calls and streams fail with `PeerLost`."""
         if self.lost is None:
             self._flush()
-            self._carrier.close(reason)
+            self.carrier.close(reason)
             self.on_lost(reason)
 
     def abort(self, reason: str) -> None:
-        self._carrier.abort(reason)
+        self.carrier.abort(reason)
         self.on_lost(reason)
 
     async def wait_closed(self, *, timeout_s: float) -> None:
         """Return when the carrier is closed and no handler runs; the carrier is aborted at the deadline."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._carrier.wait_closed()
+                await self.carrier.wait_closed()
         except TimeoutError:
-            self._carrier.abort("the peer does not close")
-            await self._carrier.wait_closed()
+            self.carrier.abort("the peer does not close")
+            await self.carrier.wait_closed()
 
     def _require_open(self) -> None:
         if self.leaving:
@@ -436,7 +431,7 @@ class Link:
         now = self.heard_at = self._loop.time()
         pause_s = self._traffic.count_received(len(data), now)
         try:
-            for frame in self.mux.on_packet(self._cipher.open(data)):
+            for frame in self.mux.on_packet(data if self._keys is None else self._keys.open(data)):
                 self._on_frame(frame)
                 if self.lost is not None:
                     return
@@ -446,10 +441,10 @@ class Link:
             return
         self.flush_soon()
         if pause_s > 0:
-            self._carrier.pause_reading()
+            self.carrier.pause_reading()
             if self._resume is not None:  # an earlier message of the same read set a shorter pause
                 self._resume.cancel()
-            self._resume = self._loop.call_later(pause_s, self._carrier.resume_reading)
+            self._resume = self._loop.call_later(pause_s, self.carrier.resume_reading)
 
     def on_writable(self, writable: bool) -> None:
         if writable:
@@ -531,8 +526,11 @@ class Link:
         if self.lost is not None:
             return
         for packet in self.mux.take():
-            seal = partial(self._cipher.seal_into, packet)
-            size = self._carrier.send(len(packet) + self._cipher.overhead_bytes, seal)
+            if self._keys is None:
+                size = self.carrier.send_bytes(packet)
+            else:
+                seal = partial(self._keys.seal_into, packet)
+                size = cast(WebSocket, self.carrier).send(len(packet) + TAG_BYTES, seal)
             self._traffic.count_sent(size, self._loop.time())
-        if self._carrier.backlog_bytes > MAX_BACKLOG_BYTES:
+        if self.carrier.backlog_bytes > MAX_BACKLOG_BYTES:
             self.abort(f"{MAX_BACKLOG_BYTES} bytes are waiting and the peer does not read")

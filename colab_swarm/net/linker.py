@@ -22,16 +22,7 @@ from aiohttp import web
 from colab_swarm.errors import NotAdmitted, PeerError, PeerLost, PeerTimeout, PeerUnreachable
 from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
 from colab_swarm.net.addresses import AddressBook, is_loopback, relay_of
-from colab_swarm.net.carrier import (
-    LinkType,
-    Loopback,
-    NoCipher,
-    NodeSettings,
-    Path,
-    Receiver,
-    Remote,
-    Traffic,
-)
+from colab_swarm.net.carrier import LinkType, Loopback, NodeSettings, Path, Receiver, Remote, Traffic
 from colab_swarm.net.handshake import (
     HandshakeReceiver,
     Introduced,
@@ -121,31 +112,37 @@ class LinkTable:
 
 
 class SwarmClock:
-    """Collects clock offsets, one per peer. Free of I/O."""
+    """Collects clock offsets, one per peer. Free of I/O.
+
+    Attributes:
+        offset_s: seconds to add to the own clock, 10 minutes at most.
+        behind_s: by how much the own clock is behind the linked peers' median; negative if it is ahead.
+    """
 
     def __init__(self) -> None:
         self._offsets_s: dict[Hashable, float] = {}
+        self.offset_s = self.behind_s = 0.0
 
     def observe(self, peer: Hashable, *, theirs: float, ours: float, rtt_s: float) -> None:
         """Note that a peer's clock showed ``theirs`` half a round trip before our clock showed ``ours`` (seconds)."""
         self._offsets_s[peer] = theirs + rtt_s / 2 - ours
+        self._compare()
 
     def forget(self, peer: Hashable) -> None:
         self._offsets_s.pop(peer, None)
+        self._compare()
 
-    @property
-    def offset_s(self) -> float:
-        """Seconds to add to the own clock, 10 minutes at most."""
-        return max(-MAX_OFFSET_S, min(MAX_OFFSET_S, median([0.0, *self._offsets_s.values()])))
-
-    @property
-    def behind_s(self) -> float:
-        """Seconds by which the own clock is behind the linked peers' median; negative if it is ahead."""
-        return median(self._offsets_s.values() or [0.0])
+    def _compare(self) -> None:
+        offsets_s = self._offsets_s.values()
+        self.offset_s = max(-MAX_OFFSET_S, min(MAX_OFFSET_S, median([0.0, *offsets_s])))
+        self.behind_s = median(offsets_s or [0.0])
 
 
 class Linker:
     """A node's links: dials, accepts and closes them.
+
+    Args:
+        make_link: makes a `Link`, with its arguments.
 
     Attributes:
         services: handlers of calls, and of streams.
@@ -162,25 +159,18 @@ class Linker:
         admission: Admission,
         events: EventLog,
         wall_clock: Callable[[], float],
+        make_link: Callable[..., Link] = Link,
     ) -> None:
         self._identity, self._settings, self._admission = identity, settings, admission
         self._events, self._wall_clock, self._loop = events, wall_clock, asyncio.get_running_loop()
         self._awaited: dict[PeerId, asyncio.Future[None]] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: dict[asyncio.Task[Any], None] = {}  # a set would be cancelled in any order
         self._own_ends: tuple[Link, Link] | None = None
         self._closing: asyncio.Task[None] | None = None
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=0,
-                force_close=True,
-                socket_factory=lambda info: bound_socket(info[0]),  # so that its port can be punched from
-            ),
-            timeout=aiohttp.ClientTimeout(total=None),
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
+        self._session: aiohttp.ClientSession | None = None
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self.services = (ServiceTable(), ServiceTable())
-        self._make_link = partial(Link, services=self.services, settings=settings, events=events)
+        self._make_link = partial(make_link, services=self.services, settings=settings, events=events)
         self.table, self.book, self.clock = LinkTable(identity.id), AddressBook(), SwarmClock()
         self.metering = Metering(settings, self._loop.time)
         self.addresses: tuple[str, ...] = ()
@@ -203,14 +193,13 @@ class Linker:
 
     async def link_to(self, peer: PeerId, timeout_s: float) -> Link:
         """Return a link to the peer: in memory to ourselves, else the first that opens, from either end."""
-        self._require_open()
         if peer == self._identity.id:
+            self._require_open()
             return self._own_link()
         try:
             async with asyncio.timeout(timeout_s):
                 for _ in range(DIALS):
-                    if self.closed:
-                        break
+                    self._require_open()
                     if peer not in self._awaited:
                         awaited = self._awaited[peer] = self._loop.create_future()
                         self.spawn(self._dial(peer, awaited))
@@ -262,11 +251,7 @@ class Linker:
         return link
 
     async def dial_direct(self, peer: PeerId, address: str) -> Link:
-        """Dial one direct address.
-
-        Raises:
-            PeerError: `PeerUnreachable` if no peer answers there or it refuses the link, or another of `Introduction`.
-        """
+        """Dial one direct address; raise `PeerUnreachable` if no peer answers or it refuses, or as `Introduction`."""
         path = Path(LinkType.TUNNEL if address.startswith("wss") else LinkType.DIRECT, address=address)
         return await self._introduce(address, self._receiver(peer, path))
 
@@ -297,6 +282,9 @@ class Linker:
 
     async def connect(self, address: str, receiver: Receiver) -> WebSocket:
         """Open a WebSocket to a direct address; raises as `dial` does."""
+        self._require_open()
+        if self._session is None:
+            self._session = _make_session()
         return await dial(self._session, address, scratch=self.scratch, receiver=receiver)
 
     # --- handshakes -----------------------------------------------------------------------------------------
@@ -326,7 +314,7 @@ class Linker:
             membership=self._admission.membership,
             admit=lambda key, membership: self._admission.admit(key, membership, now=self.time()),
         )
-        make_link = make_link or partial(self._on_introduced, path, expected is not None)
+        make_link = make_link or partial(self.on_introduced, path, expected is not None)
         return HandshakeReceiver(introduction, wall_clock=self._wall_clock, make_link=make_link)
 
     def _receive_caller(self, request: web.BaseRequest) -> HandshakeReceiver:
@@ -335,9 +323,10 @@ class Linker:
         tunnelled = is_loopback(request.remote or "") and "X-Forwarded-For" in request.headers
         return self._receiver(None, Path(LinkType.TUNNEL if tunnelled else LinkType.DIRECT))
 
-    def _on_introduced(
-        self, path: Path, dialled: bool, carrier: WebSocket, introduced: Introduced, rtt_s: float
+    def on_introduced(
+        self, path: Path, dialled: bool, carrier: WebSocket | Loopback, introduced: Introduced, rtt_s: float
     ) -> Link:
+        """Return the link over a connection whose handshake is complete."""
         self._require_open()
         contact, (local, remote) = introduced.remote.contact, carrier.ends
         self.book.replace(contact)
@@ -345,7 +334,7 @@ class Linker:
         path = replace(path, local=local, remote=remote)
         end = replace(introduced.remote, path=path)
         traffic = self.metering.traffic(contact.id, path, dialled=dialled)
-        link = self._make_link(end, carrier=carrier, cipher=introduced.keys, traffic=traffic, dialled=dialled)
+        link = self._make_link(end, carrier=carrier, keys=introduced.keys, traffic=traffic, dialled=dialled)
         link.rtts_s.append(rtt_s)
         self._add_link(link)
         return link
@@ -380,7 +369,7 @@ class Linker:
             own = Remote(Contact(self._identity.id, self.addresses), role=Role.AUTHORITY)
             near, far = Loopback(), Loopback()
             near.other, far.other = far, near
-            make_link = partial(self._make_link, own, cipher=NoCipher(), traffic=Traffic())
+            make_link = partial(self._make_link, own, keys=None, traffic=Traffic())
             self._own_ends = make_link(carrier=near, dialled=True), make_link(carrier=far, dialled=False)
             near.receiver, far.receiver = self._own_ends
         return self._own_ends[0]
@@ -430,8 +419,8 @@ class Linker:
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run ``work`` until it ends or the node is closed."""
         task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
         return task
 
     def _require_open(self) -> None:
@@ -452,16 +441,44 @@ class Linker:
 
     async def _close(self, caller: asyncio.Task[object] | None) -> None:
         links = [*self.table, *(self._own_ends or ())]
-        tasks = {*self._tasks, *(task for link in links for task in link.tasks)} - {caller}
-        for task in tasks:
-            task.cancel()
-        for awaited in self._awaited.values():
-            if not awaited.done():
-                awaited.set_exception(PeerLost("this peer is closed"))
-                awaited.exception()  # there may be no waiter
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._cancel(links, caller, "this peer is closed"), return_exceptions=True)
         for link in links:
             link.close("the peer left")
         await asyncio.gather(*(link.wait_closed(timeout_s=CLOSE_TIMEOUT_S) for link in links))
         await self.listener.close()
-        await self._session.close()
+        if self._session is not None:
+            await self._session.close()
+
+    def kill(self, reason: str) -> None:
+        """Cancel every task and break every link at once, as a crash would; their loss is noted in the next turn."""
+        links = [*self.table, *(self._own_ends or ())]
+        self._cancel(links, None, reason)
+        self._own_ends = None
+        for link in links:
+            link.carrier.abort(reason)
+            self._loop.call_soon(link.on_lost, reason)
+
+    def _cancel(
+        self, links: list[Link], caller: asyncio.Task[object] | None, reason: str
+    ) -> list[asyncio.Task[Any]]:
+        """Cancel all tasks, dials and handlers but ``caller``, in the order of their start; return the tasks."""
+        tasks = [*self._tasks, *(task for link in links for task in link.tasks)]
+        tasks = [task for task in tasks if task is not caller]
+        for task in tasks:
+            task.cancel()
+        for awaited in self._awaited.values():
+            if not awaited.done():
+                awaited.set_exception(PeerLost(reason))
+                awaited.exception()  # there may be no waiter
+        self._awaited.clear()
+        return tasks
+
+
+def _make_session() -> aiohttp.ClientSession:
+    connector = aiohttp.TCPConnector(
+        limit=0,
+        force_close=True,
+        socket_factory=lambda info: bound_socket(info[0]),  # so that its port can be punched from
+    )
+    timeout = aiohttp.ClientTimeout(total=None)
+    return aiohttp.ClientSession(connector=connector, timeout=timeout, cookie_jar=aiohttp.DummyCookieJar())

@@ -202,14 +202,15 @@ class ServiceTable:
         self._by_name: dict[str, tuple[msgspec.msgpack.Decoder[Any], Handler, Role]] = {}
 
     def add(self, kind: type[Message], handler: Handler, role: Role) -> None:
-        """Answer messages of ``kind`` from peers of ``role`` or above.
+        """Answer messages of ``kind`` from peers of ``role`` or above, by this handler only.
 
         Raises:
-            ValueError: ``kind`` is served already.
+            ValueError: another class of that name is served.
         """
-        if kind.__name__ in self._by_name:
-            raise ValueError(f"{kind.__name__} is served already; unserve it first")
-        self._by_name[kind.__name__] = (decoder_of(kind), handler, role)
+        decoder = decoder_of(kind)
+        if self._by_name.get(kind.__name__, (decoder,))[0] is not decoder:
+            raise ValueError(f"another {kind.__name__} is served already; unserve it first")
+        self._by_name[kind.__name__] = (decoder, handler, role)
 
     def remove(self, kind: type[Message]) -> None:
         self._by_name.pop(kind.__name__, None)
@@ -224,10 +225,7 @@ class ServiceTable:
             opening: Opening = decoder_of(Opening).decode(encoded)
         except UNDECODABLE as error:
             raise Unserved("invalid", f"undecodable message: {error}") from error
-        return self.find_named(opening.name, opening.body, role)
-
-    def find_named(self, name: str, body: Buffer, role: Role) -> tuple[Handler, Any]:
-        """Do as `find`, with the two parts of an opening."""
+        name = opening.name
         if name not in self._by_name:
             raise Unserved("unknown", f"{name[:100]} is not served here")
         decoder, handler, least = self._by_name[name]
@@ -235,7 +233,7 @@ class ServiceTable:
             needed = f"{name} needs the role {least.name.lower()}"
             raise Unserved("refused", f"{needed}; yours is {role.name.lower()}: ask for another invitation")
         try:
-            return handler, decoder.decode(body)
+            return handler, decoder.decode(opening.body)
         except UNDECODABLE as error:
             raise Unserved("invalid", f"undecodable message: {error}") from error
 
@@ -302,8 +300,6 @@ class Mux:
 
     def take(self) -> list[bytes]:
         """Return the queued frames as packets to seal and send, in order."""
-        if not self._queue:
-            return []
         frames, self._queue = self._queue, []
         return to_packets(frames)
 
@@ -502,11 +498,7 @@ class Mux:
 
 
 def encode_opening(message: Message) -> bytes:
-    """Return an encoded `Opening` with this message.
-
-    Raises:
-        ValueError: it is too big.
-    """
+    """Return an encoded `Opening` with this message; raises `ValueError` if it is too big."""
     opening = _encoder.encode((type(message).__name__, message))
     if len(opening) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a {type(message).__name__} of {len(opening)} bytes is over {MAX_MESSAGE_BYTES}")

@@ -1,4 +1,4 @@
-"""The Noise XX handshake (revision 34 of the Noise specification), free of I/O.
+"""The handshake Noise_XX_25519_AESGCM_SHA256 (revision 34 of the Noise specification), free of I/O.
 
     -> e                  e, s send a public key;
     <- e, ee, s, es       ee, es, se mix a Diffie-Hellman result into the keys.
@@ -13,34 +13,30 @@ from __future__ import annotations
 import hmac
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Literal, TypeAlias
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from colab_swarm.errors import ProtocolError
 from colab_swarm.net.peers import Buffer
 
-Suite: TypeAlias = Literal["AESGCM", "ChaChaPoly"]
 KEY_BYTES = 32
 TAG_BYTES = 16
 MAX_HANDSHAKE_BYTES = 8192
+NAME = b"Noise_XX_25519_AESGCM_SHA256"
 PATTERN = (("e",), ("e", "ee", "s", "es"), ("s", "se"))
 
 
 class CipherState:
     """One direction's key and counter; each message takes the next nonce: none can be repeated or lost."""
 
-    def __init__(self, suite: Suite, key: bytes) -> None:
-        self._aead = AESGCM(key) if suite == "AESGCM" else ChaCha20Poly1305(key)
-        self._order: Literal["big", "little"] = "big" if suite == "AESGCM" else "little"
-        self._n = 0
+    def __init__(self, key: bytes) -> None:
+        self._aead, self._n = AESGCM(key), 0
 
     def _nonce(self) -> bytes:
-        nonce = bytes(4) + self._n.to_bytes(8, self._order)
         self._n += 1
-        return nonce
+        return (self._n - 1).to_bytes(12, "big")
 
     def encrypt(self, plaintext: Buffer, associated: bytes | None = None) -> bytes:
         """Return ciphertext and tag (16 bytes longer than ``plaintext``)."""
@@ -51,11 +47,7 @@ class CipherState:
         self._aead.encrypt_into(self._nonce(), plaintext, None, out)
 
     def decrypt(self, ciphertext: Buffer, associated: bytes | None = None) -> bytes:
-        """Return the plaintext, in its own memory.
-
-        Raises:
-            ProtocolError: garbled, replayed, out of order, or sealed with another key.
-        """
+        """Return the plaintext, in its own memory; raise `ProtocolError` if it was sealed otherwise."""
         try:
             return self._aead.decrypt(self._nonce(), ciphertext, associated)
         except InvalidTag:
@@ -64,19 +56,15 @@ class CipherState:
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys of a finished handshake: a cipher for each direction."""
+    """Keys of a finished handshake: a cipher for each direction, sealed packets are `TAG_BYTES` longer."""
 
     sending: CipherState
     receiving: CipherState
 
-    overhead_bytes = TAG_BYTES
-
     def seal_into(self, plaintext: bytes, out: memoryview) -> None:
-        """Encrypt the next packet to the other end into ``out``, `TAG_BYTES` longer."""
         self.sending.encrypt_into(plaintext, out)
 
     def open(self, ciphertext: Buffer) -> bytes:
-        """Decrypt the next packet from the other end; raises `ProtocolError`."""
         return self.receiving.decrypt(ciphertext)
 
 
@@ -87,7 +75,6 @@ class Handshake:
         initiator: whether this end dialled.
         static: this end's long-lived X25519 key.
         prologue: data that both ends must share; another prologue fails at the second message.
-        suite: the AEAD.
         ephemeral: fixed ephemeral key, for test vectors only.
     """
 
@@ -97,16 +84,13 @@ class Handshake:
         initiator: bool,
         static: X25519PrivateKey,
         prologue: bytes,
-        suite: Suite = "AESGCM",
         ephemeral: X25519PrivateKey | None = None,
     ) -> None:
-        self._initiator, self._suite = initiator, suite
+        self._initiator = initiator
         self._keys = {"s": static, "e": ephemeral or X25519PrivateKey.generate()}
         self._remote: dict[str, X25519PublicKey] = {}
         self._turn = 0
-        name = f"Noise_XX_25519_{suite}_SHA256".encode()
-        self.hash = name.ljust(KEY_BYTES, b"\0") if len(name) <= KEY_BYTES else sha256(name).digest()
-        self._ck = self.hash
+        self._ck = self.hash = NAME.ljust(KEY_BYTES, b"\0")
         self._cipher: CipherState | None = None
         self._mix_hash(prologue)
 
@@ -135,11 +119,7 @@ class Handshake:
         return message + self._encrypt_and_hash(payload)
 
     def read(self, message: bytes) -> bytes:
-        """Return the payload of the other end's next message.
-
-        Raises:
-            ProtocolError: the message is truncated, oversized, garbled or made with another prologue.
-        """
+        """Return the payload of the other end's next message; raise `ProtocolError` if it is not valid."""
         if len(message) > MAX_HANDSHAKE_BYTES:
             raise ProtocolError(f"a handshake message of {len(message)} bytes is over {MAX_HANDSHAKE_BYTES}")
         for token in self._next_tokens(writing=False):
@@ -156,7 +136,7 @@ class Handshake:
     def split(self) -> Keys:
         """Return the keys of the finished handshake."""
         assert self.finished
-        to_responder, to_initiator = (CipherState(self._suite, key) for key in _hkdf(self._ck, b""))
+        to_responder, to_initiator = (CipherState(key) for key in _hkdf(self._ck, b""))
         return Keys(to_responder, to_initiator) if self._initiator else Keys(to_initiator, to_responder)
 
     def _next_tokens(self, *, writing: bool) -> tuple[str, ...]:
@@ -180,7 +160,7 @@ class Handshake:
         except ValueError:  # a public key of small order
             raise ProtocolError("the handshake carries an unusable public key") from None
         self._ck, key = _hkdf(self._ck, shared)
-        self._cipher = CipherState(self._suite, key)
+        self._cipher = CipherState(key)
 
     def _mix_hash(self, data: bytes) -> None:
         self.hash = sha256(self.hash + data).digest()

@@ -267,9 +267,6 @@ def bound_socket(family: int = socket.AF_INET, port: int = 0) -> socket.socket:
     """Return a TCP socket on a local port that further sockets made here may share; port 0 takes a free one.
 
     Every connection whose port is to be punched from later must be dialled from such a socket.
-
-    Raises:
-        OSError: the port is taken, or the machine does not have the family.
     """
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -291,8 +288,7 @@ async def dial(
 ) -> WebSocket:
     """Open a WebSocket to ``ws://host:port``. Send one message, then wait for the answer before the next.
 
-    Raises:
-        PeerLost, aiohttp.ClientError, OSError: no WebSocket server answered; nothing answered.
+    Raises `PeerLost` if no WebSocket server answered, else `aiohttp.ClientError` or `OSError`.
     """
     key = base64.b64encode(os.urandom(16)).decode()
     headers = {
@@ -321,8 +317,7 @@ async def accept(
 ) -> tuple[WebSocket, bytes, web.WebSocketResponse]:
     """Upgrade an HTTP request; return the WebSocket, the client's first message, and the handler's response.
 
-    Raises:
-        PeerLost: the client left, or its first message is not binary.
+    Raises `PeerLost` if the client left or its first message is not binary.
     """
     response = web.WebSocketResponse(compress=False, autoping=False, max_msg_size=MAX_MESSAGE_BYTES)
     await response.prepare(request)

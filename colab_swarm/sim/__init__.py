@@ -8,8 +8,8 @@ no connection, so you can also use it on platforms whose terms forbid distribute
 
 ## The idea
 
-Everything above `colab_swarm.net` sees the network through the interface
-`colab_swarm.net.peers.Peers`, and time through its event loop. Both have a second implementation:
+A simulated peer is a real `Node` with real links: the same calls, streams, credit and roles. Only the connections below
+them, and the clock of the event loop, have a second implementation:
 
     your training function, one thread for each peer, strictly in turns
               |
@@ -26,7 +26,7 @@ Exactly one thread runs at any moment: the loop's, or one peer's. So a run depen
 
 | simulated | not |
 |---|---|
-| each peer's upload and download, first in, first out | the bytes of frames, handshakes, encryption |
+| each peer's upload and download, first in, first out | the handshake's messages, encryption, keep-alive |
 | latency of each pair, jitter, loss as retransmission | routers, relays, tunnels (`tests/netlab` runs real ones) |
 | wall clocks that are off | other processes on the machine |
 | roles: calls above a peer's ``role=`` are refused | admission: every peer is admitted |
@@ -73,7 +73,8 @@ mean_absence_s)` they come and go. Tests use `SimNetwork` and `run_virtual` dire
 | what | module |
 |---|---|
 | virtual time, threads that take turns | `colab_swarm.sim.runtime` |
-| the network and its peers; links and streams | `colab_swarm.sim.network`, `link` |
+| the network, its peers and their connections | `colab_swarm.sim.network` |
+| calls without links, for ten thousand peers | `colab_swarm.sim.calls` |
 | scripted faults | `colab_swarm.sim.faults` |
 | profiles of networks and of churn | `colab_swarm.sim.profiles` |
 | preemptible machines, their time and price (VC-ASGD, section IV) | `colab_swarm.workunits.preemption` |

@@ -1,60 +1,319 @@
-"""A network in memory, on virtual time: the same seed gives the same trace."""
+"""A network in memory, on virtual time: the same seed gives the same trace.
+
+Its peers are real `Node` objects: calls, streams, credit and roles are those of `colab_swarm.net`. Only their
+connections are simulated, without a handshake and encryption. A packet leaves through the sender's upload pipe, first
+in, first out. It travels for the pair's latency and enters through the receiver's download pipe; its first bit may
+enter before its last one leaves. A lost packet costs a retransmission. During a partition, packets wait at the far end:
+TCP delivers them once the partition heals.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
+import math
 import random
-import statistics
-from collections.abc import Awaitable, Callable, Coroutine
+import re
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from colab_swarm.errors import (
-    CallRefused,
-    PeerError,
-    PeerLost,
-    PeerTimeout,
-    PeerUnreachable,
-    WrongPeer,
-)
+from colab_swarm.errors import PeerLost, PeerUnreachable, WrongPeer
+from colab_swarm.events import EventLog
+from colab_swarm.net.carrier import Loopback, NodeSettings, Path, Remote
+from colab_swarm.net.handshake import Introduced
 from colab_swarm.net.identity import Identity
-from colab_swarm.net.mux import ServiceTable, Unserved
-from colab_swarm.net.peers import Contact, LinkStatistics, M, Message, PeerId, R, Refusal, Role, Stream, short
+from colab_swarm.net.link import Link
+from colab_swarm.net.linker import Linker
+from colab_swarm.net.membership import OpenAdmission
+from colab_swarm.net.mux import Handler, ServiceTable, Unserved
+from colab_swarm.net.node import Node
+from colab_swarm.net.peers import LinkStatistics, M, Message, PeerId, Role, short
+from colab_swarm.net.websocket import HIGH_WATER_BYTES
 from colab_swarm.sim.faults import Script, ScriptedFault, Trap
-from colab_swarm.sim.link import Conditions, Connection, SimLink, SimStream, UnansweredCall, decode, encode
 from colab_swarm.sim.profiles import LAN, HostProfile, NetworkProfile
 
-logger = logging.getLogger(__name__)
 EPOCH = 1_750_000_000.0  # wall-clock time at virtual second 0
-SILENCE_S = 30.0  # links that a partition silences for this long break, as keep-alive would find
-DIAL_ROUND_TRIPS = 3  # TCP, the WebSocket upgrade and the first two messages of Noise XX
-MAX_ADDRESSES = 8
+SETTINGS = NodeSettings()
+SILENCE_S = 3 * SETTINGS.keep_alive_s
+"""Connections that a partition silences for this long break, as keep-alive would find. Nobody pings in a simulation."""
+DIAL_ROUND_TRIPS = 3  # TCP, the WebSocket upgrade, the handshake
 REDIAL_S = 1.0  # between two tries of a dial that gets no answer
 DOWN_S = 0.01  # a crashed peer's own calls fail after this time: at 0, a loop of retries would stop the clock
+OVERHEAD_BYTES = 84  # headers of TCP/IP and WebSocket, and the seal
+RETRANSMISSION_S = 0.2
+BUSY_BYTES = 1 << 16  # a second with less traffic says nothing about a connection's rate
 
 
-class SimNetwork(Conditions):
-    """Peers, the links between them and scripted faults. Make it inside `run_virtual`.
+class Pipe:
+    """One direction of a peer's connection: transfers follow each other."""
+
+    def __init__(self, rate_bps: float) -> None:
+        self.most_bps = self.rate_bps = rate_bps
+        self.free_at = 0.0
+        self.peak_bps: float | None = None
+        self._second, self._second_bytes = -1, 0
+
+    def transfer(self, size_bytes: int, now: float, *, slowness: float) -> tuple[float, float]:
+        """Queue ``size_bytes``; return when the first and the last bit pass."""
+        begin = max(now, self.free_at)
+        self.free_at = begin + size_bytes * 8 * slowness / self.rate_bps
+        if int(self.free_at) != self._second:
+            self._second, self._second_bytes = int(self.free_at), 0
+        self._second_bytes += size_bytes
+        if self._second_bytes >= BUSY_BYTES:
+            self.peak_bps = max(self.peak_bps or 0.0, self._second_bytes * 8.0)
+        return begin, self.free_at
+
+
+class SimCarrier(Loopback):
+    """One end of a connection between two peers, and the packets in flight from it.
+
+    Timers say when a packet passes, the queues say which one: the event loop may swap timers of one time.
+    """
+
+    def __init__(self, network: SimNetwork, near: SimPeers, far: SimPeers, latency_s: float) -> None:
+        super().__init__()
+        self.near, self.far, self.latency_s, self._network = near, far, latency_s, network
+        self._travelling: deque[tuple[int, float]] = deque()  # size_bytes, when its last bit arrives
+        self._in_flight: deque[Callable[[], None]] = deque()
+        self._arrival_at, self._held_up = 0.0, 0
+        self._leaving: deque[tuple[float, int]] = deque()  # when its last bit leaves, size_bytes
+        self._leaving_bytes, self._writable = 0, True
+
+    @property
+    def rtt_s(self) -> float:
+        """Round-trip time without jitter."""
+        return 2 * self.latency_s * max(self.near.slowness, self.far.slowness) * self._network.latency_factor
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes that have not left yet."""
+        now = self._loop.time()
+        while self._leaving and self._leaving[0][0] <= now:
+            self._leaving_bytes -= self._leaving.popleft()[1]
+        return self._leaving_bytes
+
+    def carry(self, size_bytes: int, arrive: Callable[[], None]) -> None:
+        size_bytes += OVERHEAD_BYTES
+        self._in_flight.append(arrive)
+        slowness, now = self.near.slowness / self._network.width, self._loop.time()
+        first_bit_at, last_bit_at = self.near.upload.transfer(size_bytes, now, slowness=slowness)
+        delay_s = self._delay_s()
+        self._arrival_at = max(self._arrival_at, first_bit_at + delay_s)
+        self._travelling.append((size_bytes, last_bit_at + delay_s))
+        self._loop.call_at(self._arrival_at, self._arrive)
+        self._leaving.append((last_bit_at, size_bytes))
+        self._leaving_bytes += size_bytes
+        if self._leaving_bytes > HIGH_WATER_BYTES and self._writable:
+            self._watch_backlog()
+
+    def _watch_backlog(self) -> None:
+        writable = self.backlog_bytes <= HIGH_WATER_BYTES
+        if writable is not self._writable:
+            self._writable = writable
+            self.receiver.on_writable(writable)
+        if not writable:
+            self._loop.call_at(self._leaving[0][0], self._watch_backlog)
+
+    def _delay_s(self) -> float:
+        network, delay_s = self._network, self.rtt_s / 2
+        if network.profile.jitter_s:
+            delay_s += network.rng.expovariate(1 / network.profile.jitter_s) * network.latency_factor
+        while network.loss and network.rng.random() < network.loss:
+            delay_s += max(RETRANSMISSION_S, self.rtt_s)
+        return delay_s
+
+    def _arrive(self) -> None:
+        if self._travelling:  # else the connection was cut
+            size_bytes, last_bit_at = self._travelling.popleft()
+            slowness = self.far.slowness / self._network.width
+            _, passed_at = self.far.download.transfer(size_bytes, self._loop.time(), slowness=slowness)
+            self._loop.call_at(max(passed_at, last_bit_at), self._pass)
+
+    def _pass(self) -> None:
+        if self._network.separated(self.near.name, self.far.name):
+            self._held_up += 1
+        elif self._in_flight:
+            self._in_flight.popleft()()
+
+    def resume(self) -> None:
+        """Deliver what a healed partition had held up."""
+        held_up, self._held_up = self._held_up, 0
+        for _ in range(held_up):
+            self._pass()
+
+    def abort(self, reason: str = "") -> None:
+        """Cut the connection: what is in flight is lost, and the other end notices after the latency."""
+        if self.open:
+            self.open = self.other.open = False
+            for end in (self, self.other):
+                end._in_flight.clear()
+                end._travelling.clear()
+            self._loop.call_later(self.latency_s, self.other.receiver.on_lost, reason)
+
+
+class SimLink(Link):
+    """A real link that shows each message to the network as soon as it is decoded; a fault there may break the link."""
+
+    def __init__(
+        self, network: SimNetwork, own: SimPeers, remote: Remote, *, carrier: Loopback, **parts: Any
+    ) -> None:
+        super().__init__(remote, carrier=carrier, **parts)
+        self._network, self._own, self._wire = network, own, carrier
+
+    @property
+    def rtt_s(self) -> float | None:
+        return self._wire.rtt_s if isinstance(self._wire, SimCarrier) else None
+
+    def decode(self, kind: type[M], data: memoryview) -> M:
+        message = super().decode(kind, data)
+        if self._network.traps and self._breaks_at(message):
+            raise PeerLost(f"the link to {short(self.peer)} broke just before a {kind.__name__}")
+        return message
+
+    def find_handler(self, services: ServiceTable, opening: memoryview) -> tuple[Handler, Any]:
+        handler, message = super().find_handler(services, opening)
+        if self._network.traps and self._breaks_at(message):
+            raise Unserved("failed", "the link broke")
+        return handler, message
+
+    def _breaks_at(self, message: Message) -> bool:
+        """Fire the faults that wait for this message; return True if one has broken the link."""
+        was_open, network = self._wire.open, self._network
+        sender = network.by_id[self.peer].name
+        for trap in [trap for trap in network.traps if trap.matches(message, sender, self._own.name)]:
+            network.traps.remove(trap)
+            trap.fire()
+        return was_open and not self._wire.open
+
+
+class SimLinker(Linker):
+    """Opens links over `SimCarrier`."""
+
+    def __init__(self, network: SimNetwork, own: SimPeers, identity: Identity) -> None:
+        self._network, self._own = network, own
+        clock, make_link = partial(network.wall_clock, own.name), partial(SimLink, network, own)
+        super().__init__(identity, SETTINGS, OpenAdmission(), EventLog(), clock, make_link)
+
+    async def link_to(self, peer: PeerId, timeout_s: float) -> Link:
+        if not self._own.up:
+            await asyncio.sleep(DOWN_S)
+            raise PeerLost(f"{self._own.name} is down")
+        return await super().link_to(peer, timeout_s)
+
+    async def dial_direct(self, peer: PeerId, address: str) -> Link:
+        network, other = self._network, self._network.by_address.get(address)
+        unanswered = PeerUnreachable(f"nobody answers at {address}")
+        if other is None:
+            raise unanswered
+        latency_s = network.profile.pair_latency_s(self._own.name, other.name, seed=network.seed)
+        try:
+            async with asyncio.timeout(SETTINGS.dial_timeout_s):
+                for _ in range(DIAL_ROUND_TRIPS):
+                    await asyncio.sleep(2 * latency_s * network.latency_factor)
+                    while network.separated(self._own.name, other.name):
+                        await asyncio.sleep(REDIAL_S)
+                    if not (other.up and other.linker.addresses):
+                        raise unanswered
+        except TimeoutError:
+            raise unanswered from None
+        if other.id != peer:
+            raise WrongPeer(f"peer {short(other.id)} answered, {short(peer)} was expected")
+        return self.table.best(peer) or self._connect(other, latency_s)  # it may have dialled us meanwhile
+
+    def _connect(self, other: SimPeers, latency_s: float) -> Link:
+        other.linker.require_room()
+        ends = (self._own, other), (other, self._own)
+        near, far = (SimCarrier(self._network, one, two, latency_s) for one, two in ends)
+        near.other, far.other = far, near
+        far.receiver = other.linker.accept(self._own, far, dialled=False)
+        near.receiver = link = self.accept(other, near, dialled=True)
+        return link
+
+    def accept(self, other: SimPeers, carrier: SimCarrier, *, dialled: bool) -> Link:
+        """Return the link over this end of a new connection, as after a handshake."""
+        remote = Remote(other.contact, other.public_key, role=other.role)
+        introduced = Introduced(remote, self._network.wall_clock(other.name), None)
+        return self.on_introduced(Path(), dialled, carrier, introduced, 0.0)
+
+
+class SimPeers(Node):
+    """A `Node` on the simulated network: its links run over `SimCarrier`. Made by `SimNetwork.peer`.
 
     Attributes:
+        role: its role at the other peers.
+        up: False once it crashed or left.
+        slowness: multiplies its transfer times and latency.
+    """
+
+    linker: SimLinker
+
+    def __init__(self, network: SimNetwork, name: str, *, host: HostProfile, role: Role) -> None:
+        self.name, self.role, self.up, self.slowness = name, role, True, 1.0
+        self.upload, self.download = Pipe(host.upload_bps), Pipe(host.download_bps)
+        self._down_callbacks: list[Callable[[], object]] = []
+        identity = Identity(hashlib.sha256(f"{network.seed} {name}".encode()).digest())
+        super().__init__(identity, SETTINGS, SimLinker(network, self, identity))
+
+    def __repr__(self) -> str:
+        return f"SimPeers({self.name}, {'up' if self.up else 'down'}, {len(self.linked())} links)"
+
+    def limit(self, rate_bps: float | None) -> None:
+        for pipe in (self.upload, self.download):
+            pipe.rate_bps = min(pipe.most_bps, math.inf if rate_bps is None else rate_bps)
+
+    def statistics(self, peer: PeerId | None = None) -> LinkStatistics:
+        up, down = self.upload.peak_bps, self.download.peak_bps
+        return replace(super().statistics(peer), upload_bps=up, download_bps=down)
+
+    async def close(self) -> None:
+        self.up = False
+        await super().close()
+
+    def when_down(self, callback: Callable[[], object]) -> None:
+        """Call ``callback()`` when this peer crashes, so that its other tasks can end too."""
+        self._down_callbacks.append(callback)
+
+    def crash(self) -> None:
+        """Kill the process, if it is up."""
+        if self.up:
+            self.kill(f"{self.name} crashed")
+            for callback in self._down_callbacks:
+                callback()
+
+    def kill(self, reason: str) -> None:
+        """Stop at once and break every connection."""
+        self.up = False
+        self.linker.kill(reason)
+
+
+class SimNetwork:
+    """Peers, the connections between them and scripted faults. Make it inside `run_virtual`.
+
+    Attributes:
+        loss: share of packets that need a retransmission.
+        latency_factor, width: multiply the profile's latency and bandwidths.
         fired, coming: scripted faults that happened, and those scheduled by `at`.
-        by_name, by_id: the peers, up or not.
-        standing: whether two peers have a link already when the simulation begins. It is made when it is first used,
-            without the time that dialling takes: ten thousand peers have a million links.
+        traps: faults that wait for a message.
+        by_name, by_id, by_address: the peers, up or not.
         on_fault: called when a fault happens.
     """
 
     def __init__(self, profile: NetworkProfile = LAN, *, seed: int = 0) -> None:
-        super().__init__(profile, seed)
+        self.profile, self.seed, self.rng = profile, seed, random.Random(seed)
+        self.loop = asyncio.get_running_loop()
+        self.loss, self.latency_factor, self.width = profile.loss, 1.0, 1.0
         self.fired: list[ScriptedFault] = []
         self.coming: list[ScriptedFault] = []
-        self.standing: Callable[[SimPeers, SimPeers], bool] = lambda one, other: False
+        self.traps: list[Trap] = []
         self.on_fault: Callable[[ScriptedFault], object] = lambda fault: None
-        self._seed, self.loop = seed, asyncio.get_running_loop()
         self.by_name: dict[str, SimPeers] = {}
         self.by_id: dict[PeerId, SimPeers] = {}
+        self.by_address: dict[str, SimPeers] = {}
+        self._groups: tuple[frozenset[str], ...] = ()
         self._skews: dict[str, float] = {}
 
     def peer(
@@ -78,9 +337,11 @@ class SimNetwork(Conditions):
         if self.is_up(name):
             raise ValueError(f"{name} is already up")
         host = host_profile or self.profile.hosts[len(self.by_name) % len(self.profile.hosts)]
-        identity = Identity(hashlib.sha256(f"{self._seed} {name}".encode()).digest())
-        peer = SimPeers(self, name, identity=identity, listen=listen, host=host, role=role)
+        peer = SimPeers(self, name, host=host, role=role)
         self.by_name[name] = self.by_id[peer.id] = peer
+        address = f"ws://{re.sub('[^A-Za-z0-9._-]', '-', name)}:{1 + list(self.by_name).index(name)}"
+        self.by_address[address] = peer
+        peer.announce((address,) if listen else ())
         return peer
 
     def is_up(self, name: str) -> bool:
@@ -134,7 +395,7 @@ class SimNetwork(Conditions):
         """
 
         def set_trap(name: str, *arguments: Any) -> None:
-            self._traps.append(Trap(predicate, sender, receiver, nth, partial(self.fire, name, *arguments)))
+            self.traps.append(Trap(predicate, sender, receiver, nth, partial(self.fire, name, *arguments)))
 
         return Script(set_trap)
 
@@ -153,13 +414,13 @@ class SimNetwork(Conditions):
                 self.by_name[peer].up = True
             case "partition", *groups:
                 self._groups = tuple(map(frozenset, groups))
-                self.loop.call_later(SILENCE_S, self._break_silent_links, self._groups)
+                self.loop.call_later(SILENCE_S, self._break_silent, self._groups)
             case ("heal",):
                 self._heal()
             case "slow", peer, factor:
-                self.by_name[peer].connection.slowness = factor
+                self.by_name[peer].slowness = factor
             case "skew", peer, seconds:
-                self._skews[peer] = seconds
+                self._set_clock(peer, seconds)
             case "lose", rate:
                 self.loss = rate
             case "latency", factor:
@@ -169,332 +430,39 @@ class SimNetwork(Conditions):
 
     def _heal(self) -> None:
         self._groups = ()
-        for _, _, link in self._all_links():
-            link.resume()
+        for carrier in self._carriers():
+            carrier.resume()
 
-    def _break_silent_links(self, groups: tuple[frozenset[str], ...]) -> None:
+    def _break_silent(self, groups: tuple[frozenset[str], ...]) -> None:
         if self._groups is groups:
-            for one, other, link in self._all_links():
-                if self.separated(one.name, other.name):
-                    reason = f"{one.name} and {other.name} hear nothing of each other"
-                    self.break_link(one, other, link, reason)
+            for carrier in self._carriers():
+                near, far = carrier.near.name, carrier.far.name
+                if carrier.open and self.separated(near, far):
+                    reason = f"{near} and {far} hear nothing of each other"
+                    carrier.abort(reason)
+                    carrier.receiver.on_lost(reason)
 
-    def _all_links(self) -> list[tuple[SimPeers, SimPeers, SimLink]]:
-        found: dict[SimLink, tuple[SimPeers, SimPeers]] = {}
-        for peer in self.by_name.values():
-            for other, link in peer._links.items():
-                found.setdefault(link, (peer, self.by_id[other]))
-        return [(one, other, link) for link, (one, other) in found.items()]
+    def _carriers(self) -> list[SimCarrier]:
+        """Return both ends of every connection that one of them still uses."""
+        ends = [link.carrier for peer in self.by_name.values() for link in peer.linker.table]
+        ways = [end for end in ends if isinstance(end, SimCarrier)]
+        return list(dict.fromkeys(end for way in ways for end in (way, way.other)))
 
-    # --- called by links and peers --------------------------------------------------------------------------------
+    def _set_clock(self, peer: str, seconds: float) -> None:
+        """Move a clock; its links compare clocks again, which otherwise only a handshake does."""
+        self._skews[peer] = seconds
+        for one in self.by_name.values():
+            for other in one.linked():
+                theirs, ours = self.wall_clock(self.by_id[other].name), self.wall_clock(one.name)
+                one.linker.clock.observe(other, theirs=theirs, ours=ours, rtt_s=0.0)
 
-    def latency_s(self, one: SimPeers, other: SimPeers) -> float:
-        """Return the pair's own one-way delay; it does not depend on other peers."""
-        first, second = sorted((one.name, other.name))
-        spread, mean_s = self.profile.spread, self.profile.latency_s - self.profile.jitter_s
-        if not spread:
-            return mean_s
-        rng = random.Random(f"{self._seed} {first} {second}")
-        return mean_s * rng.lognormvariate(-(spread**2) / 2, spread)
+    def separated(self, one: str, other: str) -> bool:
+        """Return True if a partition lies between two peers."""
+        if not self._groups:
+            return False
+        sides = [next((group for group in self._groups if name in group), None) for name in (one, other)]
+        return None not in sides and sides[0] is not sides[1]
 
-    def link(self, one: SimPeers, other: SimPeers) -> SimLink:
-        """Make a link between two peers, or of one with itself."""
-        if one is other:
-            ends = Connection(one.name, HostProfile()), Connection(one.name, HostProfile())
-            return SimLink(self, ends, latency_s=0.0)
-        return SimLink(self, (one.connection, other.connection), latency_s=self.latency_s(one, other))
-
-    def break_link(self, one: SimPeers, other: SimPeers, link: SimLink, reason: str) -> None:
-        """Cut a link now; both ends notice after its latency."""
-        link.cut()
-        for peer, far in ((one, other), (other, one)):
-            if peer._links.get(far.id) is link:
-                del peer._links[far.id]
-        self.loop.call_later(link.latency_s, self._report_lost, one, other, link, reason)
-
-    def _report_lost(self, one: SimPeers, other: SimPeers, link: SimLink, reason: str) -> None:
-        link.fail_waiting(reason)
-        one.on_link_lost(other.id)
-        if other is not one:
-            other.on_link_lost(one.id)
-
-    def skew_of(self, peer: PeerId) -> float:
-        """Return how far the peer's wall clock is ahead, seconds."""
-        return self._skews.get(self.by_id[peer].name, 0.0) if self._skews else 0.0
-
-
-class SimPeers:
-    """One peer's view of the simulated network: the `Peers` interface without a socket. Made by `SimNetwork.peer`.
-
-    Unlike at a `Node`, a second handler of a message replaces the first.
-
-    Attributes:
-        role: its role at the other peers.
-    """
-
-    def __init__(
-        self,
-        network: SimNetwork,
-        name: str,
-        *,
-        identity: Identity,
-        listen: bool,
-        host: HostProfile,
-        role: Role = Role.WORKER,
-    ) -> None:
-        self.name, self.listen, self.role, self.up = name, listen, role, True
-        self.connection = Connection(name, host)
-        self._network, self._identity = network, identity
-        self.id, self.public_key = identity.id, identity.public_key
-        self._links: dict[PeerId, SimLink] = {}
-        self._contacts: dict[PeerId, Contact] = {}
-        self._calls, self._streams = ServiceTable(), ServiceTable()
-        self._listeners: list[Callable[[PeerId], None]] = []
-        self._down_callbacks: list[Callable[[], object]] = []
-        self._tasks: dict[asyncio.Task[None], None] = {}  # a set would cancel them in any order
-
-    def __repr__(self) -> str:
-        return f"SimPeers({self.name}, {'up' if self.up else 'down'}, {len(self.linked())} links)"
-
-    @property
-    def contact(self) -> Contact:
-        return Contact(self.id, (f"sim://{self.name}",) if self.listen else ())
-
-    def sign(self, data: bytes) -> bytes:
-        return self._identity.sign(data)
-
-    def time(self) -> float:
-        own = self._network.skew_of(self.id)
-        others = [self._network.skew_of(peer) for peer in self.linked()]
-        correction = statistics.median([0.0, *(skew - own for skew in others)])
-        return EPOCH + self._network.loop.time() + own + correction
-
-    def learn(self, contact: Contact) -> None:
-        if contact.addresses:
-            known = self.contact_of(contact.id).addresses
-            addresses = tuple(dict.fromkeys(contact.addresses + known))[:MAX_ADDRESSES]
-            self._contacts[contact.id] = Contact(contact.id, addresses)
-
-    def contact_of(self, peer: PeerId) -> Contact:
-        return self._contacts.get(peer, Contact(peer))
-
-    def linked(self) -> frozenset[PeerId]:
-        return frozenset(self._links) - {self.id}
-
-    def way_to(self, peer: PeerId) -> str:
-        return "direct" if peer in self.linked() else ""  # simulated links need no relays
-
-    def limit(self, rate_bps: float | None) -> None:
-        self.connection.limit(rate_bps)
-
-    def statistics(self, peer: PeerId | None = None) -> LinkStatistics:
-        if peer is not None:
-            link = self._links.get(peer)
-            return link.statistics(self._end_of(link)) if link else LinkStatistics()
-        up, down = self.connection.upload, self.connection.download
-        rtts = [self._links[peer].rtt_s for peer in self.linked()]
-        rtt_s = statistics.median(rtts) if rtts else None
-        return LinkStatistics(up.total_bytes, down.total_bytes, rtt_s, up.peak_bps, down.peak_bps, len(rtts))
-
-    def serve(
-        self,
-        kind: type[M],
-        handler: Callable[[PeerId, M], Awaitable[Message]],
-        *,
-        role: Role = Role.VIEWER,
-    ) -> None:
-        self._calls.remove(kind)
-        self._calls.add(kind, handler, role)
-
-    def serve_stream(
-        self, kind: type[M], handler: Callable[[M, Stream], Awaitable[None]], *, role: Role = Role.VIEWER
-    ) -> None:
-        self._streams.remove(kind)
-        self._streams.add(kind, handler, role)
-
-    def role_of(self, peer: PeerId) -> Role:
-        if peer == self.id:
-            return Role.AUTHORITY
-        return self._network.by_id[peer].role if peer in self._links else Role.GUEST
-
-    def unserve(self, kind: type[Message]) -> None:
-        self._calls.remove(kind)
-        self._streams.remove(kind)
-
-    def on_lost(self, listener: Callable[[PeerId], None]) -> Callable[[], None]:
-        self._listeners.append(listener)
-
-        def stop() -> None:
-            if listener in self._listeners:
-                self._listeners.remove(listener)
-
-        return stop
-
-    async def close(self) -> None:
-        await asyncio.gather(*self.go_down(f"{self.name} left"), return_exceptions=True)
-
-    # --- calls ----------------------------------------------------------------------------------------------------
-
-    async def call(self, peer: PeerId, message: Message, reply: type[R], *, timeout_s: float) -> R:
-        try:
-            async with asyncio.timeout(timeout_s):
-                link = await self._dial(peer)
-                return decode(await self._call(link, peer, message), reply)
-        except TimeoutError as error:
-            text = f"{short(peer)} did not answer {type(message).__name__} within {timeout_s} s"
-            raise PeerTimeout(text) from error
-
-    async def _call(self, link: SimLink, peer: PeerId, message: Message) -> bytes:
-        body, call, end = encode(message), UnansweredCall(), self._end_of(link)
-        other = self._network.by_id[peer]
-        deliver = partial(other._on_call, self.id, link, call, type(message).__name__, body)
-        link.waiting[call] = None
-        try:
-            link.carry(end, len(body), deliver, message=message)
-            return await call.reply
-        except asyncio.CancelledError:
-            if link.alive:
-                link.carry(end, 0, call.cancel)
-            raise
-        finally:
-            link.waiting.pop(call, None)
-
-    def _on_call(self, caller: PeerId, link: SimLink, call: UnansweredCall, name: str, body: bytes) -> None:
-        call.handler = self._spawn(self._answer(caller, link, call, name, body))
-
-    async def _answer(
-        self, caller: PeerId, link: SimLink, call: UnansweredCall, name: str, body: bytes
-    ) -> None:
-        end = link.other(self._network.by_id[caller]._end_of(link))
-        try:
-            handler, message = self._calls.find_named(name, body, self.role_of(caller))
-            reply = await handler(caller, message)
-            encoded = encode(reply)
-        except Exception as error:
-            refusal = self._refusal(name, error)
-            if link.alive:
-                link.carry(end, len(str(refusal)), partial(call.fail, refusal))
-        else:
-            if link.alive:
-                link.carry(end, len(encoded), partial(call.answer, encoded), message=reply)
-
-    def _refusal(self, name: str, error: Exception) -> CallRefused:
-        """The door at which a handler's fault stops."""
-        if isinstance(error, Unserved):
-            return CallRefused(error.code, str(error))
-        if isinstance(error, Refusal):
-            return CallRefused("refused", str(error))
-        logger.exception("%s: the handler of %s failed", self.name, name)
-        return CallRefused("failed", f"{name} failed at {self.name}: {error!r}")
-
-    # --- streams --------------------------------------------------------------------------------------------------
-
-    async def stream(self, peer: PeerId, opening: Message, *, timeout_s: float) -> Stream:
-        try:
-            async with asyncio.timeout(timeout_s):
-                link = await self._dial(peer)
-        except TimeoutError as error:
-            raise PeerTimeout(f"{short(peer)} could not be dialled within {timeout_s} s") from error
-        body, end, other = encode(opening), self._end_of(link), self._network.by_id[peer]
-        near, far = SimStream(link, end, peer), SimStream(link, link.other(end), self.id)
-        near.twin, far.twin = far, near
-        deliver = partial(other._on_stream, far, type(opening).__name__, body)
-        link.carry(end, len(body), deliver, message=opening)
-        return near
-
-    def _on_stream(self, stream: SimStream, name: str, body: bytes) -> None:
-        self._spawn(self._run_stream(stream, name, body))
-
-    async def _run_stream(self, stream: SimStream, name: str, body: bytes) -> None:
-        try:
-            handler, opening = self._streams.find_named(name, body, self.role_of(stream.peer))
-            await handler(opening, stream)
-            await stream.leave()
-        except asyncio.CancelledError:
-            stream.reset("its handler was cancelled")
-            raise
-        except PeerError as error:
-            stream.reset(str(error))  # the peer's own fault, or the network's: nothing to report
-        except Exception as error:
-            stream.refuse(self._refusal(name, error))
-
-    # --- links ----------------------------------------------------------------------------------------------------
-
-    async def _dial(self, peer: PeerId) -> SimLink:
-        """Return the link to ``peer``; open it if there is none."""
-        if not self.up:
-            await asyncio.sleep(DOWN_S)
-            raise PeerLost(f"{self.name} is down")
-        if peer == self.id and peer not in self._links:
-            self._links[peer] = self._network.link(self, self)
-        failure: PeerError = PeerUnreachable(f"no address of {short(peer)} is known")
-        for address in () if peer in self._links else self.contact_of(peer).addresses:
-            try:
-                await self._open_at(peer, address)
-                break
-            except PeerError as error:
-                failure = error
-        if peer not in self._links:
-            raise failure
-        return self._links[peer]
-
-    async def _open_at(self, peer: PeerId, address: str) -> None:
-        other = self._network.by_name.get(address.removeprefix("sim://"))
-        if other is None:
-            raise PeerUnreachable(f"nobody answers at {address}")
-        if self._network.standing(self, other) and other.up and other.id == peer:
-            return self._connect(other)
-        rtt_s = 2 * self._network.latency_s(self, other) * self._network.latency_factor
-        await asyncio.sleep(rtt_s)
-        while self._network.separated(self.name, other.name):
-            await asyncio.sleep(REDIAL_S)
-        if not (other.up and other.listen):
-            raise PeerUnreachable(f"nobody answers at {address}")
-        await asyncio.sleep(rtt_s * (DIAL_ROUND_TRIPS - 1))
-        if other.id != peer:
-            raise WrongPeer(f"{short(other.id)} answers at {address}, not {short(peer)}")
-        self._connect(other)
-
-    def _connect(self, other: SimPeers) -> None:
-        if not (self.up and other.up):
-            raise PeerUnreachable(f"{other.name} vanished while being dialled")
-        if other.id not in self._links:  # it may have dialled us meanwhile
-            self._links[other.id] = other._links[self.id] = self._network.link(self, other)
-            self.learn(other.contact)
-            other.learn(self.contact)
-
-    def _end_of(self, link: SimLink) -> Connection:
-        """Our end; a link to ourselves has two of its own, so that it takes no bandwidth."""
-        return self.connection if self.connection in link.ends else link.ends[0]
-
-    def on_link_lost(self, peer: PeerId) -> None:
-        if peer not in self._links:
-            for listener in tuple(self._listeners):
-                listener(peer)
-
-    def go_down(self, reason: str) -> list[asyncio.Task[None]]:
-        """Stop at once and break every link; return the cancelled handlers, except the one that called this."""
-        self.up = False
-        tasks = [task for task in self._tasks if task is not asyncio.current_task(self._network.loop)]
-        for task in tasks:
-            task.cancel()
-        for peer, link in list(self._links.items()):
-            self._network.break_link(self, self._network.by_id[peer], link, reason)
-        return tasks
-
-    def when_down(self, callback: Callable[[], object]) -> None:
-        """Call ``callback()`` when this peer crashes, so that its other tasks can end too."""
-        self._down_callbacks.append(callback)
-
-    def crash(self) -> None:
-        """Kill the process, if it is up."""
-        if self.up:
-            self.go_down(f"{self.name} crashed")
-            for callback in self._down_callbacks:
-                callback()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._network.loop.create_task(work)
-        self._tasks[task] = None
-        task.add_done_callback(self._tasks.pop)
-        return task
+    def wall_clock(self, name: str) -> float:
+        """Return what the peer's own clock shows, seconds since the epoch."""
+        return EPOCH + self.loop.time() + self._skews.get(name, 0.0)

@@ -39,6 +39,15 @@ class NetworkProfile:
     loss: float = 0.0
     hosts: tuple[HostProfile, ...] = (HostProfile(),)
 
+    def pair_latency_s(self, one: str, other: str, *, seed: int) -> float:
+        """Return the one-way delay of a pair of peers without jitter; it does not depend on other peers."""
+        mean_s = self.latency_s - self.jitter_s
+        if not self.spread:
+            return mean_s
+        first, second = sorted((one, other))
+        rng = random.Random(f"{seed} {first} {second}")
+        return mean_s * rng.lognormvariate(-(self.spread**2) / 2, self.spread)
+
 
 def _symmetric(megabits: float) -> HostProfile:
     return HostProfile(megabits * MEGABIT, megabits * MEGABIT)

@@ -123,7 +123,7 @@ class Simulation(AbstractContextManager["Simulation"]):
             await find_others(services, entries)
         except BaseException:  # a cancelled task included: the name must be free for the next try
             services.dht.kill()
-            peers.go_down(f"{name} could not join")
+            peers.kill(f"{name} could not join")
             raise
         self.swarms[name] = Swarm(self._runtime, services, RUN_ID, name, None)
         peers.when_down(lambda: self._on_crash(name))

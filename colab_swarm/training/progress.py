@@ -28,8 +28,7 @@ from blake3 import blake3
 
 from colab_swarm.averaging.group import MAX_STEP
 from colab_swarm.dht.service import DHT
-from colab_swarm.net.left_out import LeftOut
-from colab_swarm.net.peers import Message, PeerId, Peers
+from colab_swarm.net.peers import LeftOut, Message, PeerId, Peers
 from colab_swarm.tensors.codecs import Floats
 
 LINEAGE_BYTES = 16

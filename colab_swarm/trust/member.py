@@ -18,9 +18,8 @@ from colab_swarm.dht.service import DHT
 from colab_swarm.errors import CallRefused, JoinError, NotAdmitted, PeerError
 from colab_swarm.events import ClockSkewed, EventLog, MembershipEnding, MembershipRenewed
 from colab_swarm.net.identity import Identity, id_of
-from colab_swarm.net.left_out import LeftOut
 from colab_swarm.net.membership import SLACK_S, Grant, Membership, MembershipAdmission, in_words
-from colab_swarm.net.peers import Ack, PeerId, Peers, Refusal, Role, short
+from colab_swarm.net.peers import Ack, LeftOut, PeerId, Peers, Refusal, Role, short
 from colab_swarm.trust.authority import IssuedMembership, RequestMembership
 
 logger = logging.getLogger(__name__)

@@ -56,7 +56,7 @@ def test_a_crashed_peer_shows_why_it_is_missing() -> None:
     assert [fault.name for fault in outcome.fired] == ["crash"]
     for name in ("alice", "carol", "dave"):
         traces = seen_by(outcome, name)
-        assert traces["bob"].dropped == "bob crashed"
+        assert traces["bob"].dropped == f"the link to {traces['bob'].peer[:8]} is lost: bob crashed"
         assert [other for other in traces if traces[other].dropped] == ["bob"]
 
 
@@ -76,7 +76,7 @@ async def test_a_member_that_never_joins_is_reported_as_silent_first_and_as_too_
 def test_a_reducer_that_refuses_shows_as_that() -> None:
     outcome = run_round(2, delays={"bob": 55.0})
     (bob,) = (trace for name, trace in seen_by(outcome, "alice").items() if name == "bob")
-    assert bob.dropped == "refused: no such round here" and bob.means is None
+    assert bob.dropped == f"refused: {bob.peer[:8]}: no such round here" and bob.means is None
 
 
 def test_members_missing_elsewhere_are_reported_unless_the_reason_is_known_here() -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
 from colab_swarm.events import EventLog
 from colab_swarm.net.identity import Identity
+from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.node import Node, NodeSettings
-from colab_swarm.net.peers import Contact, Message, PeerId, Stream, StreamEnded
+from colab_swarm.net.peers import Contact, Message, PeerId, Peers, Role, Stream, StreamEnded
 
 DEADLINE_S = 120.0  # only a hang reaches it; no test measures speed by it
 LOOPBACK = NodeSettings(host="127.0.0.1")
@@ -54,10 +55,7 @@ async def start(name: str, settings: NodeSettings = LOOPBACK, **more: Any) -> No
 async def peers(*names: str, settings: NodeSettings = LOOPBACK, **changes: Any) -> AsyncIterator[list[Node]]:
     """Peers that know each other and answer `Echo`."""
     nodes = [await start(name, replace(settings, **changes)) for name in names]
-    for node in nodes:
-        node.serve(Echo, echo)
-        for other in nodes:
-            node.learn(other.contact)
+    introduce(nodes)
     try:
         yield nodes
     finally:
@@ -72,6 +70,38 @@ def candidates(*relays: Node) -> Callable[[], Coroutine[Any, Any, list[Contact]]
         return [relay.contact for relay in relays]
 
     return known
+
+
+class Viewers(OpenAdmission):
+    """Admits all peers as workers, but some as viewers."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._keys = {identity(name).public_key for name in names}
+
+    def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
+        return Role.VIEWER if public_key in self._keys else Role.WORKER
+
+
+@asynccontextmanager
+async def meet(
+    *names: str, clients: Iterable[str] = (), viewers: Iterable[str] = ()
+) -> AsyncIterator[list[Node]]:
+    """Peers that know each other and answer `Echo`; the ``clients`` cannot be dialled."""
+    async with AsyncExitStack() as stack:
+        nodes = []
+        for name in names:
+            settings = replace(LOOPBACK, listen=name not in clients)
+            nodes.append(await start(name, settings, admission=Viewers(viewers)))
+            stack.push_async_callback(nodes[-1].close)
+        introduce(nodes)
+        yield nodes
+
+
+def introduce(everyone: Sequence[Peers]) -> None:
+    for each in everyone:
+        each.serve(Echo, echo)
+        for other in everyone:
+            each.learn(other.contact)
 
 
 async def echo(peer: PeerId, message: Echo) -> Echo:

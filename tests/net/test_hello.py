@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from colab_swarm.errors import ProtocolError, WrongPeer
 from colab_swarm.net.handshake import Hello, Introduction
-from colab_swarm.net.noise import Keys
+from colab_swarm.net.noise import TAG_BYTES, Keys
 from colab_swarm.net.peers import Contact
 from tests.net.swarm import identity
 
@@ -27,8 +27,9 @@ def reply(end: Introduction, message: bytes | None) -> bytes | None:
     return end.on_message(message, wall_time=NOW)
 
 
-def sealed(keys: Keys, plaintext: bytes) -> memoryview:
-    packet = memoryview(bytearray(len(plaintext) + keys.overhead_bytes))
+def sealed(keys: Keys | None, plaintext: bytes) -> memoryview:
+    assert keys is not None
+    packet = memoryview(bytearray(len(plaintext) + TAG_BYTES))
     keys.seal_into(plaintext, packet)
     return packet
 
@@ -39,6 +40,7 @@ def test_both_ends_know_each_other_and_share_keys_after_three_messages() -> None
     assert alice.result is not None and bob.result is not None
     assert alice.result.remote.contact == Contact(identity("bob").id, ("ws://b:1",))
     assert bob.result.remote.contact.id == identity("alice").id and bob.result.time == NOW
+    assert bob.result.keys is not None and alice.result.keys is not None
     assert bob.result.keys.open(sealed(alice.result.keys, b"there")) == b"there"
     assert alice.result.keys.open(sealed(bob.result.keys, b"back")) == b"back"
 

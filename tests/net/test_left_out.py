@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from colab_swarm.net.left_out import MAX_LEFT_OUT, LeftOut
+from colab_swarm.net.peers import MAX_LEFT_OUT, LeftOut
 
 
 @pytest.mark.parametrize(

@@ -7,18 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from colab_swarm.errors import (
-    CallRefused,
-    NotAdmitted,
-    PeerLost,
-    PeerTimeout,
-    PeerUnreachable,
-    ProtocolError,
-    WrongPeer,
-)
+from colab_swarm.errors import CallRefused, NotAdmitted, PeerLost, PeerUnreachable, WrongPeer
 from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
 from colab_swarm.net.membership import OpenAdmission
-from colab_swarm.net.peers import CIRCUIT, Contact, Message, PeerId, Refusal, Role
+from colab_swarm.net.peers import CIRCUIT, Contact, Message, PeerId, Role, Stream
 from colab_swarm.net.websocket import WebSocket
 from tests.net.swarm import LOOPBACK, Echo, Piece, Talk, echo, identity, peers, silence, start, until
 
@@ -33,107 +25,6 @@ class Without(OpenAdmission):
         if public_key in self.barred:
             raise NotAdmitted("you are on the list")
         return super().admit(public_key, membership, now=now)
-
-
-async def test_a_call_is_answered() -> None:
-    async with peers("alice", "bob") as (alice, bob):
-        assert await alice.call(bob.id, Echo(b"hello"), Echo, timeout_s=5) == Echo(b"hello")
-        big = Echo(bytes(200_000))
-        assert await alice.call(bob.id, big, Echo, timeout_s=5) == big
-        assert alice.linked() == {bob.id} and bob.linked() == {alice.id}
-
-
-async def test_a_peer_can_call_itself() -> None:
-    async with peers("alice") as (alice,):
-        assert await alice.call(alice.id, Echo(b"me"), Echo, timeout_s=5) == Echo(b"me")
-        assert alice.linked() == frozenset()
-        with pytest.raises(CallRefused, match="Talk is not served"):
-            await alice.call(alice.id, Talk(), Echo, timeout_s=5)
-
-
-async def test_every_way_a_handler_can_fail_reaches_the_caller_as_a_code() -> None:
-    class Ask(Message, frozen=True):
-        kind: str
-
-    async def answer(peer: PeerId, message: Ask) -> Message:
-        if message.kind == "refused":
-            raise Refusal("not today")
-        raise RuntimeError("a bug")
-
-    class Other(Message, frozen=True):
-        number: int
-
-    Other.__name__ = "Ask"  # same name, other fields
-    events = EventLog()
-    bob = await start("bob", events=events)
-    bob.serve(Ask, answer)
-    async with peers("alice") as (alice,):
-        alice.learn(bob.contact)
-        for message, code, text in (
-            (Ask("refused"), "refused", "not today"),
-            (Ask("bug"), "failed", "a bug"),
-            (Other(5), "invalid", "undecodable"),
-            (Talk(), "unknown", "Talk"),
-        ):
-            with pytest.raises(CallRefused, match=text) as caught:
-                await alice.call(bob.id, message, Ask, timeout_s=5)
-            assert caught.value.code == code
-    assert [fault.text for fault in events.recent(Fault)] == ["RuntimeError: a bug"]
-    await bob.close()
-
-
-async def test_a_reply_of_another_shape_is_a_protocol_error() -> None:
-    async with peers("alice", "bob") as (alice, bob):
-        with pytest.raises(ProtocolError, match="is not a valid Piece"):
-            await alice.call(bob.id, Echo(b"text"), Piece, timeout_s=5)
-
-
-@pytest.mark.parametrize("how", ["timeout", "cancel", "link lost"])
-async def test_a_caller_that_gives_up_cancels_the_handler(how: str) -> None:
-    started, cancelled = asyncio.Event(), asyncio.Event()
-
-    async def wait_for_ever(peer: PeerId, message: Talk) -> Message:
-        started.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cancelled.set()
-        return message
-
-    async with peers("alice", "bob") as (alice, bob):
-        bob.serve(Talk, wait_for_ever)
-        await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-        call = asyncio.create_task(
-            alice.call(bob.id, Talk(), Talk, timeout_s=0.02 if how == "timeout" else 5)
-        )
-        await started.wait()
-        if how == "cancel":
-            call.cancel()
-        if how == "link lost":
-            await alice.close()
-        expected = {"timeout": PeerTimeout, "cancel": asyncio.CancelledError, "link lost": PeerLost}[how]
-        with pytest.raises(expected):
-            await call
-        await cancelled.wait()
-
-
-async def test_a_peer_in_client_mode_is_called_back_over_its_own_link() -> None:
-    async with peers("bob") as (bob,), peers("alice", listen=False) as (alice,):
-        alice.learn(bob.contact)
-        assert alice.contact.addresses == ()
-        with pytest.raises(PeerUnreachable, match="no address"):
-            await bob.call(alice.id, Echo(), Echo, timeout_s=5)
-        await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-        assert await bob.call(alice.id, Echo(b"back"), Echo, timeout_s=5) == Echo(b"back")
-
-
-async def test_another_peer_at_the_address_is_a_wrong_peer() -> None:
-    async with peers("alice", "bob") as (alice, bob):
-        carol = identity("carol").id
-        alice.learn(Contact(carol, bob.contact.addresses))
-        with pytest.raises(WrongPeer, match=f"{bob.id.hex()[:8]} answered, {carol.hex()[:8]} was expected"):
-            await alice.call(carol, Echo(), Echo, timeout_s=5)
-        await until(lambda: not bob.linked())
 
 
 async def test_peers_of_another_run_are_refused_and_both_runs_are_named() -> None:
@@ -201,24 +92,26 @@ async def test_an_address_without_a_peer_is_unreachable() -> None:
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
 
 
-async def test_a_peer_is_found_at_its_second_address() -> None:
-    async with peers("alice", "bob", "carol") as (alice, bob, carol):
-        others = Contact(bob.id, (*carol.contact.addresses, *bob.contact.addresses))
-        alice.learn(others)
-        assert await alice.call(bob.id, Echo(), Echo, timeout_s=5) == Echo()
+async def test_the_fault_of_a_handler_is_an_event() -> None:
+    async def answer(peer: PeerId, message: Echo) -> Message:
+        raise RuntimeError("a bug")
 
+    async def converse(opening: Talk, stream: Stream) -> None:
+        raise RuntimeError("another")
 
-async def test_both_dialling_at_once_loses_nothing_and_leaves_one_link() -> None:
-    async with peers("alice", "bob") as (alice, bob):
-        calls = [
-            one.call(other.id, Echo(bytes([number])), Echo, timeout_s=5)
-            for number in range(5)
-            for one, other in ((alice, bob), (bob, alice))
-        ]
-        assert len(await asyncio.gather(*calls)) == 10
-        assert await alice.call(bob.id, Echo(), Echo, timeout_s=5) == Echo()
-        await until(lambda: alice.statistics().links == bob.statistics().links == 1)
-        assert await bob.call(alice.id, Echo(), Echo, timeout_s=5) == Echo()
+    events = EventLog()
+    bob = await start("bob", events=events)
+    bob.serve(Echo, answer)
+    bob.serve_stream(Talk, converse)
+    async with peers("alice") as (alice,):
+        alice.learn(bob.contact)
+        with pytest.raises(CallRefused, match="a bug"):
+            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+        with pytest.raises(CallRefused, match="another"):
+            await (await alice.stream(bob.id, Talk(), timeout_s=5)).receive(Piece)
+    faults = [(fault.where, fault.text) for fault in events.recent(Fault)]
+    assert faults == [("call handler", "RuntimeError: a bug"), ("stream handler", "RuntimeError: another")]
+    await bob.close()
 
 
 async def test_events_and_listeners_report_joining_and_leaving_peers() -> None:

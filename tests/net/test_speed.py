@@ -23,7 +23,7 @@ from colab_swarm.net.metering import (
     measure,
 )
 from colab_swarm.net.peers import UNDECODABLE, Stream
-from colab_swarm.sim import HostProfile, NetworkProfile, SimNetwork, SimPeers, run_virtual, virtual_time
+from colab_swarm.sim import HostProfile, NetworkProfile, SimNetwork, SimPeers, virtual_time
 from tests.net import swarm as real
 
 SLOW_UP = NetworkProfile("slow up", latency_s=0.05, hosts=(HostProfile(8e6, 80e6),))
@@ -38,24 +38,20 @@ def pair(profile: NetworkProfile = SLOW_UP) -> tuple[SimNetwork, SimPeers, SimPe
     return network, alice, bob
 
 
-def test_the_speeds_of_a_known_link_are_measured() -> None:
-    async def main() -> Speed:
-        _, alice, bob = pair()
-        return await measure(alice, bob.id, size_bytes=2 << 20)
-
-    speed = run_virtual(main())
+@pytest.mark.virtual_time
+async def test_the_speeds_of_a_known_link_are_measured() -> None:
+    _, alice, bob = pair()
+    speed = await measure(alice, bob.id, size_bytes=2 << 20)
     assert speed.upload_bps == pytest.approx(8e6, rel=0.1)
     assert speed.download_bps == pytest.approx(80e6, rel=0.1)
     assert speed.rtt_s == pytest.approx(0.1, rel=0.1)
 
 
-def test_a_slow_link_ends_the_test_by_time_and_not_by_size() -> None:
-    async def main() -> float:
-        _, alice, bob = pair(NetworkProfile("slower", latency_s=0.05, hosts=(HostProfile(1e6, 1e6),)))
-        await measure(alice, bob.id, size_bytes=MAX_SIZE_BYTES, timeout_s=30)
-        return virtual_time()
-
-    assert run_virtual(main()) < 5
+@pytest.mark.virtual_time
+async def test_a_slow_link_ends_the_test_by_time_and_not_by_size() -> None:
+    _, alice, bob = pair(NetworkProfile("slower", latency_s=0.05, hosts=(HostProfile(1e6, 1e6),)))
+    await measure(alice, bob.id, size_bytes=MAX_SIZE_BYTES, timeout_s=30)
+    assert virtual_time() < 5
 
 
 @pytest.mark.virtual_time
@@ -68,17 +64,14 @@ async def test_a_peer_gets_one_test_at_a_time_and_then_a_pause() -> None:
     await measure(alice, bob.id, size_bytes=1000)
 
 
-def test_two_peers_are_not_tested_at_once() -> None:
-    async def main() -> list[Speed | BaseException]:
-        network, alice, bob = pair()
-        carol = network.peer("carol")
-        network.introduce()
-        both = (measure(each, bob.id) for each in (alice, carol))
-        return await asyncio.gather(*both, return_exceptions=True)
-
-    first, second = run_virtual(main())
-    assert isinstance(first, Speed)
-    assert isinstance(second, CallRefused)
+@pytest.mark.virtual_time
+async def test_two_peers_are_not_tested_at_once() -> None:
+    network, alice, bob = pair()
+    carol = network.peer("carol")
+    network.introduce()
+    both = (measure(each, bob.id) for each in (alice, carol))
+    first, second = await asyncio.gather(*both, return_exceptions=True)
+    assert isinstance(first, Speed) and isinstance(second, CallRefused)
 
 
 @pytest.mark.virtual_time
@@ -143,12 +136,8 @@ def test_strange_bytes_are_no_test_and_no_result(body: bytes) -> None:
             assert 0 < made.size_bytes <= MAX_SIZE_BYTES
 
 
-def test_real_peers_on_loopback_measure_each_other() -> None:
-    async def main() -> None:
-        async with real.peers("alice", "bob") as (alice, bob):
-            SpeedTests(bob)
-            speed = await measure(alice, bob.id, size_bytes=1 << 20)
-            assert min(speed.upload_bps, speed.download_bps) > 1e6
-            assert 0 < speed.rtt_s < 5
-
-    real.run(main())
+async def test_real_peers_on_loopback_measure_each_other() -> None:
+    async with real.peers("alice", "bob") as (alice, bob):
+        SpeedTests(bob)
+        speed = await measure(alice, bob.id, size_bytes=1 << 20)
+        assert min(speed.upload_bps, speed.download_bps) > 1e6 and 0 < speed.rtt_s < 5

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
@@ -41,6 +43,18 @@ class Collector:
 
     def on_lost(self, reason: str) -> None:
         self.lost = reason
+
+
+@asynccontextmanager
+async def served(handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
+    """The host and port of an aiohttp server."""
+    server = web.Server(handler, access_log=None)
+    listening = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
+    try:
+        yield f"127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    finally:
+        listening.close()
+        await server.shutdown()
 
 
 def scratch() -> memoryview:
@@ -83,20 +97,15 @@ async def test_our_client_talks_to_aiohttps_server() -> None:
             await response.send_bytes(message.data)
         return response
 
-    server = web.Server(mirror, access_log=None)
-    listening = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
-    address = f"ws://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
     got = Collector()
-    async with aiohttp.ClientSession() as session:
-        websocket = await dial(session, address, scratch=scratch(), receiver=got)
+    async with served(mirror) as at, aiohttp.ClientSession() as session:
+        websocket = await dial(session, f"ws://{at}", scratch=scratch(), receiver=got)
         for size in SIZES:
             websocket.send_bytes(bytes([size % 251]) * size)
         await until(lambda: len(got.messages) == len(SIZES))
         websocket.close("done")
         await websocket.wait_closed()
     assert got.messages == [bytes([size % 251]) * size for size in SIZES]
-    listening.close()
-    await server.shutdown()
 
 
 async def test_our_server_talks_to_aiohttps_client_which_masks() -> None:
@@ -110,10 +119,11 @@ async def test_our_server_talks_to_aiohttps_client_which_masks() -> None:
         await websocket.wait_closed()
         return response
 
-    server = web.Server(serve, access_log=None)
-    listening = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
-    address = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-    async with aiohttp.ClientSession() as session, session.ws_connect(address) as client:
+    async with (
+        served(serve) as at,
+        aiohttp.ClientSession() as session,
+        session.ws_connect(f"http://{at}") as client,
+    ):
         await client.send_bytes(b"first")
         assert await client.receive_bytes() == b"taken over"
         await client.ping(b"are you there")
@@ -124,8 +134,6 @@ async def test_our_server_talks_to_aiohttps_client_which_masks() -> None:
         assert (await client.receive()).extra == "enough"
     assert got.messages == [b"first"] + [bytes([size % 251]) * size for size in SIZES]
     await until(lambda: bool(got.lost))
-    listening.close()
-    await server.shutdown()
 
 
 class FakeTransport(asyncio.Transport):
@@ -234,11 +242,10 @@ async def test_a_client_that_sends_text_first_is_refused() -> None:
             refused.append(error)
         return web.Response()
 
-    server = web.Server(serve, access_log=None)
-    listening = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
-    address = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-    async with aiohttp.ClientSession() as session, session.ws_connect(address) as client:
+    async with (
+        served(serve) as at,
+        aiohttp.ClientSession() as session,
+        session.ws_connect(f"http://{at}") as client,
+    ):
         await client.send_str("hello")
         await until(lambda: bool(refused))
-    listening.close()
-    await server.shutdown()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 
-from colab_swarm.net.peers import Message, PeerId, Refusal, Stream, StreamEnded
-from colab_swarm.sim import LAN, HostProfile, NetworkProfile, SimNetwork, SimPeers
+from colab_swarm.net.peers import Message, PeerId, Role, Stream, StreamEnded
+from colab_swarm.sim import HostProfile, NetworkProfile, SimNetwork, SimPeers
+from tests.net.swarm import introduce
 
 FAR = NetworkProfile("far", latency_s=0.1)
 
@@ -18,15 +21,7 @@ class Tell(Message, frozen=True):
     number: int
 
 
-class Unserved(Message, frozen=True):
-    pass
-
-
 async def double(caller: PeerId, message: Ask) -> Tell:
-    if message.number < 0:
-        raise Refusal("negative")
-    if message.number == 0:
-        raise ZeroDivisionError("zero")
     return Tell(2 * message.number)
 
 
@@ -53,9 +48,22 @@ def pair(
     return network, alice, served
 
 
+@asynccontextmanager
+async def simulated(
+    *names: str, clients: Iterable[str] = (), viewers: Iterable[str] = ()
+) -> AsyncIterator[list[SimPeers]]:
+    """Do as `tests.net.swarm.meet`, in the simulator."""
+    network = SimNetwork(FAR, seed=1)
+    everyone = []
+    for name in names:
+        role = Role.VIEWER if name in viewers else Role.WORKER
+        everyone.append(network.peer(name, listen=name not in clients, role=role))
+    introduce(everyone)
+    yield everyone
+    for each in everyone:
+        await each.close()
+
+
 async def forever(caller: PeerId, message: Ask) -> Tell:
     await asyncio.get_running_loop().create_future()
     return Tell(0)
-
-
-__all__ = ["FAR", "LAN", "Ask", "Tell", "Unserved", "count_bytes", "double", "forever", "pair"]

@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 
-from colab_swarm.errors import PeerLost, PeerTimeout, PeerUnreachable
+from colab_swarm.errors import CallRefused, PeerLost, PeerTimeout, PeerUnreachable
 from colab_swarm.net.peers import PeerId
-from colab_swarm.sim import HostProfile, NetworkProfile, ScriptedFault, virtual_time
+from colab_swarm.sim import HostProfile, NetworkProfile, ScriptedFault, SimNetwork, SimPeers, virtual_time
+from colab_swarm.sim.runtime import SimRuntime
 from tests.sim.talk import Ask, Tell, double, forever, pair
 
 
@@ -24,6 +25,31 @@ async def test_a_crash_breaks_calls_in_flight_and_calls_the_listeners() -> None:
     with pytest.raises(PeerUnreachable):
         await alice.call(bob.id, Ask(1), Tell, timeout_s=60)
     assert lost == [bob.id] and network.fired == [ScriptedFault(3.0, "crash", ("bob",))]
+
+
+async def test_a_crash_during_the_handshake_fails_the_dial() -> None:
+    network, alice, bob = pair()
+    network.at(0.45).crash("bob")  # TCP and the WebSocket upgrade took 0.4 s
+    with pytest.raises(PeerUnreachable, match="nobody answers"):
+        await alice.call(bob.id, Ask(1), Tell, timeout_s=60)
+    assert virtual_time() == pytest.approx(0.6) and not alice.linked()
+
+
+async def test_a_crash_cancels_handlers_in_the_order_of_their_start() -> None:
+    network, alice, bob = pair()
+    ended: list[int] = []
+
+    async def wait(caller: PeerId, message: Ask) -> Tell:
+        try:
+            return await forever(caller, message)
+        finally:
+            ended.append(message.number)
+
+    bob.serve(Ask, wait)
+    calls = [alice.call(bob.id, Ask(number), Tell, timeout_s=60) for number in range(50)]
+    network.at(3.0).crash("bob")
+    failures = await asyncio.gather(*calls, return_exceptions=True)
+    assert ended == list(range(50)) and {type(failure) for failure in failures} == {PeerLost}
 
 
 async def test_a_restarted_peer_answers_again() -> None:
@@ -62,14 +88,14 @@ async def test_a_partition_is_silence_and_its_messages_arrive_when_it_heals() ->
 
 async def test_a_long_partition_breaks_the_links_across_it_only() -> None:
     network, alice, bob = pair()
-    carol = network.peer("carol")
+    carol, dave = network.peer("carol"), network.peer("dave")
     carol.serve(Ask, double)
     network.introduce()
-    for other in (bob, carol):
-        await alice.call(other.id, Ask(1), Tell, timeout_s=5)
-    network.now().partition({"alice", "carol"}, {"bob"})
+    for caller, other in ((alice, bob), (alice, carol), (dave, bob)):
+        await caller.call(other.id, Ask(1), Tell, timeout_s=5)
+    network.now().partition({"alice", "carol"}, {"bob"})  # dave reaches both sides
     await asyncio.sleep(60)
-    assert (len(alice.linked()), len(bob.linked())) == (1, 0)
+    assert (alice.linked(), bob.linked()) == ({carol.id}, {dave.id})
 
 
 async def test_a_dial_into_a_partition_times_out_and_succeeds_after_it() -> None:
@@ -130,8 +156,9 @@ async def test_a_peer_that_leaves_cancels_its_handlers_and_breaks_its_links() ->
     call = asyncio.create_task(alice.call(bob.id, Ask(1), Tell, timeout_s=60))
     await asyncio.sleep(2)
     await bob.close()
-    with pytest.raises(PeerLost, match="bob left"):
+    with pytest.raises(CallRefused, match="cancelled"):
         await call
+    await asyncio.sleep(1)
     assert (len(alice.linked()), len(asyncio.all_tasks())) == (0, 1)
 
 
@@ -144,12 +171,12 @@ async def test_latency_and_bandwidth_of_all_change_by_a_factor() -> None:
         await alice.call(bob.id, Ask(1), Tell, timeout_s=60)
         return virtual_time() - began
 
-    await seconds()
     network.now().latency(3)
+    dial_s = await seconds()
     latency_s = await seconds()
     network.now().bandwidth(1 / 10_000)
     all_s = await seconds()
-    assert latency_s == pytest.approx(0.6, abs=0.01)
+    assert (dial_s, latency_s) == pytest.approx((2.4, 0.6), abs=0.01)
     assert all_s - latency_s == pytest.approx(2 * 100 * 8 / 800, rel=0.1)  # about 100 bytes, there and back
 
 
@@ -160,3 +187,21 @@ async def test_a_scheduled_fault_is_listed_before_it_happens() -> None:
     await asyncio.sleep(4)
     assert not network.coming
     assert network.fired == [ScriptedFault(3.0, "crash", ("bob",))]
+
+
+def test_a_crash_between_two_runs_of_the_loop_is_noted_in_the_next_one() -> None:
+    runtime, lost = SimRuntime(), list[PeerId]()
+
+    async def link() -> tuple[SimNetwork, SimPeers, SimPeers]:
+        network, alice, bob = pair()
+        await alice.call(bob.id, Ask(1), Tell, timeout_s=5)
+        for peer in (alice, bob):
+            peer.on_lost(lambda other: lost.append(other) if virtual_time() else None)
+        return network, alice, bob
+
+    network, alice, bob = runtime.call(link())
+    network.now().crash("bob")
+    assert not lost
+    runtime.call(asyncio.sleep(1))
+    assert sorted(lost) == sorted([alice.id, bob.id])
+    runtime.close()

@@ -342,7 +342,7 @@ def test_a_record_has_the_peers_present_addresses() -> None:
     def train(swarm: Swarm) -> list[tuple[bool, tuple[str, ...]]]:
         optimizer, published = join_training(swarm, net := model()), []
         for listen in (True, False, True):
-            sim.network.by_name[swarm.name].listen = listen
+            sim.network.by_name[swarm.name].announce(("ws://alice:1",) if listen else ())
             take(optimizer, net, optimizer.global_step)
             swarm.runtime.call(optimizer.collaboration._exchange())
             own = optimizer.collaboration.progress.own
@@ -350,7 +350,7 @@ def test_a_record_has_the_peers_present_addresses() -> None:
         return published
 
     with simulation(1) as sim:
-        there = (True, ("sim://alice",))
+        there = (True, ("ws://alice:1",))
         assert sim.run(train)["alice"] == [there, (False, ()), there]
 
 

@@ -1,0 +1,385 @@
+"""What `colab_swarm.net.peers` promises, on loopback and in the simulator."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import pytest
+
+from colab_swarm.errors import (
+    CallRefused,
+    PeerError,
+    PeerLost,
+    PeerTimeout,
+    PeerUnreachable,
+    ProtocolError,
+    WrongPeer,
+)
+from colab_swarm.net.identity import id_of, verify
+from colab_swarm.net.peers import (
+    MAX_MESSAGE_BYTES,
+    MAX_PAYLOAD_BYTES,
+    Contact,
+    Message,
+    PeerId,
+    Peers,
+    Refusal,
+    Role,
+    Stream,
+    StreamEnded,
+)
+from tests.net.swarm import Echo, Piece, Talk, items, meet, sink, until
+from tests.sim.talk import simulated
+
+Meet = Callable[..., AbstractAsyncContextManager[list[Any]]]
+pytestmark = pytest.mark.parametrize(
+    "meet",
+    [
+        pytest.param(meet, id="internet"),
+        pytest.param(simulated, id="simulation", marks=pytest.mark.virtual_time),
+    ],
+)
+
+
+class Ask(Message, frozen=True):
+    kind: str
+
+
+class Long(Message, frozen=True):
+    body: bytes
+
+
+async def answer(peer: PeerId, message: Ask) -> Message:
+    if message.kind == "long":
+        return Long(bytes(MAX_MESSAGE_BYTES))
+    raise Refusal("not today") if message.kind == "refused" else RuntimeError("a bug")
+
+
+async def ask(alice: Peers, bob: Peers, message: Message = Echo()) -> Message:  # noqa: B008
+    return await alice.call(bob.id, message, Echo, timeout_s=5)
+
+
+async def test_a_call_is_answered_both_ways_and_by_oneself(meet: Meet) -> None:
+    async with meet("alice", "bob") as (alice, bob):
+        for message in (Echo(b"hello"), Echo(bytes(200_000))):
+            assert await ask(alice, bob, message) == message
+        assert await ask(bob, alice, Echo(b"back")) == Echo(b"back")
+        assert alice.linked() == {bob.id} and bob.linked() == {alice.id}
+        assert alice.way_to(bob.id) and await ask(alice, alice, Echo(b"me")) == Echo(b"me")
+        assert alice.linked() == {bob.id} and alice.way_to(alice.id) == ""
+
+
+async def test_a_peer_has_an_identity(meet: Meet) -> None:
+    async with meet("alice") as (alice,):
+        assert id_of(alice.public_key) == alice.id == alice.contact.id
+        assert verify(alice.public_key, alice.sign(b"hello"), b"hello")
+
+
+async def test_every_way_a_handler_can_fail_reaches_the_caller_as_a_code(meet: Meet) -> None:
+    impostor = type("Ask", (Message,), {"__annotations__": {"kind": int}}, frozen=True)
+    async with meet("alice", "bob") as (alice, bob):
+        bob.serve(Ask, answer)
+        for message, code, text in (
+            (Ask("refused"), "refused", "not today"),
+            (Ask("bug"), "failed", "a bug"),
+            (Ask("long"), "failed", str(MAX_MESSAGE_BYTES)),
+            (impostor(5), "invalid", "undecodable"),
+            (Talk(), "unknown", "Talk"),
+        ):
+            with pytest.raises(CallRefused, match=text) as caught:
+                await ask(alice, bob, message)
+            assert caught.value.code == code
+
+
+async def test_a_reply_of_another_shape_is_a_protocol_error(meet: Meet) -> None:
+    async with meet("alice", "bob") as (alice, bob):
+        with pytest.raises(ProtocolError, match="not a valid Piece"):
+            await alice.call(bob.id, Echo(b"text"), Piece, timeout_s=5)
+
+
+async def test_a_message_over_the_limit_is_the_callers_mistake(meet: Meet) -> None:
+    async with meet("alice", "bob") as (alice, bob):
+        with pytest.raises(ValueError, match=str(MAX_MESSAGE_BYTES)):
+            await ask(alice, bob, Long(bytes(MAX_MESSAGE_BYTES)))
+
+
+@pytest.mark.parametrize("how", ["timeout", "cancel", "link lost"])
+async def test_a_caller_that_gives_up_cancels_the_handler(meet: Meet, how: str) -> None:
+    started, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def wait_for_ever(peer: PeerId, message: Talk) -> Message:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+        return message
+
+    async with meet("alice", "bob") as (alice, bob):
+        bob.serve(Talk, wait_for_ever)
+        await ask(alice, bob)
+        call = asyncio.create_task(
+            alice.call(bob.id, Talk(), Talk, timeout_s=0.02 if how == "timeout" else 5)
+        )
+        await started.wait()
+        if how == "cancel":
+            call.cancel()
+        if how == "link lost":
+            await alice.close()
+        expected = {"timeout": PeerTimeout, "cancel": asyncio.CancelledError, "link lost": PeerLost}[how]
+        with pytest.raises(expected):
+            await call
+        await cancelled.wait()
+
+
+async def test_a_peer_in_client_mode_is_called_back_over_its_own_link(meet: Meet) -> None:
+    async with meet("alice", "bob", clients=["alice"]) as (alice, bob):
+        assert alice.contact.addresses == ()
+        with pytest.raises(PeerUnreachable, match="no address"):
+            await ask(bob, alice)
+        await ask(alice, bob)
+        assert await ask(bob, alice, Echo(b"back")) == Echo(b"back")
+
+
+async def test_another_peer_at_the_address_is_a_wrong_peer(meet: Meet) -> None:
+    async with meet("alice", "bob") as (alice, bob):
+        nobody = PeerId(bytes(32))
+        alice.learn(Contact(nobody, bob.contact.addresses))
+        with pytest.raises(WrongPeer, match=f"{bob.id.hex()[:8]} answered, 00000000 was expected"):
+            await alice.call(nobody, Echo(), Echo, timeout_s=5)
+        await until(lambda: not bob.linked())
+
+
+async def test_a_peer_is_found_at_its_second_address(meet: Meet) -> None:
+    async with meet("alice", "bob", "carol") as (alice, bob, carol):
+        alice.learn(Contact(bob.id, (*carol.contact.addresses, *bob.contact.addresses)))
+        assert await ask(alice, bob) == Echo()
+
+
+async def test_both_dialling_at_once_loses_nothing_and_leaves_one_link(meet: Meet) -> None:
+    async with meet("alice", "bob") as (alice, bob):
+        calls = [
+            ask(one, other, Echo(bytes([number])))
+            for number in range(5)
+            for one, other in ((alice, bob), (bob, alice))
+        ]
+        assert len(await asyncio.gather(*calls)) == 10
+        assert await ask(alice, bob) == Echo()
+        await until(lambda: alice.statistics().links == bob.statistics().links == 1)
+        assert await ask(bob, alice) == Echo()
+
+
+async def test_a_role_is_refused_what_it_may_not(meet: Meet) -> None:
+    async with meet("alice", "bob", viewers=["alice"]) as (alice, bob):
+        bob.serve(Ask, answer, role=Role.WORKER)
+        bob.serve_stream(Talk, sink, role=Role.REDUCER)
+        assert bob.role_of(alice.id) is Role.GUEST, "they have no link yet"
+        with pytest.raises(CallRefused, match="needs the role worker; yours is viewer") as refused:
+            await ask(alice, bob, Ask("refused"))
+        assert refused.value.code == "refused" and bob.role_of(alice.id) is Role.VIEWER
+        stream = await alice.stream(bob.id, Talk(), timeout_s=5)
+        with pytest.raises(CallRefused, match="needs the role reducer; yours is viewer"):
+            await stream.receive(Piece)
+        assert alice.role_of(bob.id) is Role.WORKER and bob.role_of(bob.id) is Role.AUTHORITY
+
+
+async def test_a_peer_that_leaves_is_reported_and_its_calls_fail(meet: Meet) -> None:
+    lost: list[PeerId] = []
+    async with meet("alice", "bob") as (alice, bob):
+        stop = alice.on_lost(lost.append)
+        await ask(alice, bob)
+        await bob.close()
+        await until(lambda: bool(lost))
+        stop()
+        assert lost == [bob.id] and not alice.linked()
+        with pytest.raises(PeerUnreachable):
+            await ask(alice, bob)
+        with pytest.raises(PeerError):
+            await ask(bob, alice)
+
+
+async def test_bytes_are_counted_at_both_ends(meet: Meet) -> None:
+    async with meet("alice", "bob") as (alice, bob):
+        await ask(alice, bob, Echo(bytes(1000)))
+        sent, received = alice.statistics(bob.id), bob.statistics(alice.id)
+        assert sent.links == 1 and (sent.rtt_s or 0) > 0
+        assert 1000 < received.received_bytes <= sent.sent_bytes < 1300 and sent.received_bytes > 1000
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+async def test_items_arrive_whole_and_in_order_and_the_buffer_may_be_reused(meet: Meet) -> None:
+    got: list[tuple[int, bytes]] = []
+
+    async def collect(opening: Talk, stream: Stream) -> None:
+        async for piece, payload in items(stream):
+            got.append((piece.index, bytes(payload)))
+        await stream.send(Piece(len(got)))
+
+    async with meet("alice", "bob") as (alice, bob):
+        bob.serve_stream(Talk, collect)
+        sizes = [0, 1, 65536, 70000, MAX_PAYLOAD_BYTES]
+        async with await alice.stream(bob.id, Talk(), timeout_s=5) as stream:
+            for index, size in enumerate(sizes):
+                buffer = bytearray([index]) * size
+                await stream.send(Piece(index), buffer)
+                buffer[:] = bytes(size)
+            await stream.end()
+            assert (await stream.receive(Piece))[0].index == len(sizes)
+        assert got == [(index, bytes([index]) * size) for index, size in enumerate(sizes)]
+
+
+async def test_a_float_payload_arrives_aligned_and_stays_valid(meet: Meet) -> None:
+    held: list[memoryview] = []
+
+    async def keep(opening: Talk, stream: Stream) -> None:
+        async for _, payload in items(stream):
+            held.append(payload.cast("f"))
+
+    async with meet("alice", "bob") as (alice, bob):
+        bob.serve_stream(Talk, keep)
+        async with await alice.stream(bob.id, Talk(), timeout_s=5) as stream:
+            for index in range(20):
+                await stream.send(Piece(index), memoryview(array.array("f", [index] * 1000)))
+        await until(lambda: len(held) == 20)
+        assert [view[0] for view in held] == list(range(20)) and all(view.readonly for view in held)
+
+
+async def test_a_mistake_of_the_sender_leaves_the_stream_usable(meet: Meet) -> None:
+    async with meet("alice", "bob") as (alice, bob):
+        bob.serve_stream(Talk, sink)
+        async with await alice.stream(bob.id, Talk(), timeout_s=5) as stream:
+            with pytest.raises(ValueError, match=str(MAX_PAYLOAD_BYTES)):
+                await stream.send(Piece(0), bytes(MAX_PAYLOAD_BYTES + 1))
+            await stream.end()
+            with pytest.raises(ValueError, match="after end"):
+                await stream.send(Piece(0))
+            assert (await stream.receive(Piece))[0].index == 0
+            with pytest.raises(StreamEnded):
+                await stream.receive(Piece)
+
+
+async def test_a_slow_reader_blocks_its_own_stream_only(meet: Meet) -> None:
+    release = asyncio.Event()
+
+    async def read_late(opening: Echo, stream: Stream) -> None:
+        await release.wait()
+        await sink(Talk(), stream)
+
+    async def push(stream: Stream) -> int:
+        for index in range(60):
+            await stream.send(Piece(index), bytes(1 << 16))
+        await stream.end()
+        return (await stream.receive(Piece))[0].index
+
+    async with meet("alice", "bob") as (alice, bob):
+        bob.serve_stream(Echo, read_late)
+        bob.serve_stream(Talk, sink)
+        slow = asyncio.create_task(push(await alice.stream(bob.id, Echo(), timeout_s=5)))
+        streams = [await alice.stream(bob.id, Talk(), timeout_s=5) for _ in range(31)]
+        assert await asyncio.gather(*map(push, streams)) == [60] * 31
+        assert not slow.done()  # 60 items of 64 KiB are over its window
+        release.set()
+        assert await slow == 60
+
+
+async def test_a_sender_that_waits_while_its_stream_is_ended_fails_as_well(meet: Meet) -> None:
+    release = asyncio.Event()
+
+    async def unread(opening: Talk, stream: Stream) -> None:
+        await release.wait()
+        await sink(Talk(), stream)
+
+    async with meet("alice", "bob") as (alice, bob):
+        bob.serve_stream(Talk, unread)
+        stream = await alice.stream(bob.id, Talk(), timeout_s=5)
+        sent: list[int] = []
+
+        async def push() -> None:
+            while True:
+                await stream.send(Piece(0), bytes(1 << 16))
+                sent.append(1)
+
+        late = asyncio.create_task(push())
+        await until(lambda: len(sent) == 32)  # the window is full
+        await stream.end()
+        release.set()
+        with pytest.raises(ValueError, match="send after end"):
+            await late
+
+
+async def test_a_stream_to_oneself_works(meet: Meet) -> None:
+    async with meet("alice") as (alice,):
+        alice.serve_stream(Talk, sink)
+        async with await alice.stream(alice.id, Talk(), timeout_s=5) as stream:
+            for index in range(100):
+                await stream.send(Piece(index), bytes(1 << 16))
+            await stream.end()
+            assert (await stream.receive(Piece))[0].index == 100
+
+
+async def test_a_reset_reaches_the_peer(meet: Meet) -> None:
+    seen: list[Exception] = []
+
+    async def collect(opening: Talk, stream: Stream) -> None:
+        try:
+            await stream.receive(Piece)
+        except PeerLost as error:
+            seen.append(error)
+
+    async with meet("alice", "bob") as (alice, bob):
+        bob.serve_stream(Talk, collect)
+        with pytest.raises(RuntimeError):
+            async with await alice.stream(bob.id, Talk(), timeout_s=5) as stream:
+                raise RuntimeError
+        await until(lambda: bool(seen))
+        assert "RuntimeError" in str(seen[0])
+        with pytest.raises(PeerLost):
+            await stream.receive(Piece)
+
+
+async def test_a_refused_opening_shows_on_the_first_receive(meet: Meet) -> None:
+    async def refuse(opening: Ask, stream: Stream) -> None:
+        await answer(stream.peer, opening)
+
+    async with meet("alice", "bob") as (alice, bob):
+        bob.serve_stream(Ask, refuse)
+        for opening, code in ((Ask("refused"), "refused"), (Echo(), "unknown"), (Ask("bug"), "failed")):
+            stream = await alice.stream(bob.id, opening, timeout_s=5)
+            with pytest.raises(CallRefused) as caught:
+                await stream.receive(Piece)
+            assert caught.value.code == code
+
+
+async def test_an_undecodable_item_resets_the_stream(meet: Meet) -> None:
+    async with meet("alice", "bob") as (alice, bob):
+
+        async def send_text(opening: Talk, stream: Stream) -> None:
+            await stream.send(Echo(b"no piece"))
+            await stream.receive(Piece)
+
+        bob.serve_stream(Talk, send_text)
+        stream = await alice.stream(bob.id, Talk(), timeout_s=5)
+        with pytest.raises(ProtocolError, match="not a valid Piece"):
+            await stream.receive(Piece)
+        with pytest.raises(PeerLost):
+            await stream.send(Piece(0))
+        await until(lambda: "streams=0" in repr(bob.linker.table.of(alice.id)))
+
+
+async def test_what_a_finished_handler_did_not_read_does_not_block_the_sender(meet: Meet) -> None:
+    async def answer_at_once(opening: Talk, stream: Stream) -> None:
+        await stream.send(Piece(7))
+
+    async with meet("alice", "bob") as (alice, bob):
+        bob.serve_stream(Talk, answer_at_once)
+        async with await alice.stream(bob.id, Talk(), timeout_s=5) as stream:
+            for index in range(100):
+                await stream.send(Piece(index), bytes(1 << 16))
+            assert (await stream.receive(Piece))[0].index == 7
+        await until(lambda: "streams=0" in repr(alice.linker.table.of(bob.id)))
