@@ -21,11 +21,12 @@ import numpy as np
 
 from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark, call_all, receive_all
 from colab_swarm.bench.link import contact, start_node, where
-from colab_swarm.dht.service import DHT, DHTSettings, Fetch, FindNear, Reading, RunServices
+from colab_swarm.dht.records import Fetch, FindNear
+from colab_swarm.dht.service import DHT, DHTSettings, Reading, RunServices
 from colab_swarm.events import EventLog
 from colab_swarm.moe.directory import Directory, DirectorySettings
 from colab_swarm.moe.grid import Grid
-from colab_swarm.net.peers import Contact, Peers
+from colab_swarm.net.peers import Contact, Message, Peers
 from colab_swarm.sim import PAPER_CLOUD, NetworkProfile, run_virtual, virtual_time
 from colab_swarm.sim.calls import CallNetwork, CallPeer
 

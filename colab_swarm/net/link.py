@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import msgspec
 
@@ -43,7 +43,9 @@ from colab_swarm.net.peers import (
     StreamEnded,
     short,
 )
-from colab_swarm.net.websocket import WebSocket
+
+if TYPE_CHECKING:
+    from colab_swarm.net.websocket import WebSocket
 
 logger = logging.getLogger(__name__)
 MAX_TASKS = 2048
@@ -530,7 +532,7 @@ class Link:
                 size = self.carrier.send_bytes(packet)
             else:
                 seal = partial(self._keys.seal_into, packet)
-                size = cast(WebSocket, self.carrier).send(len(packet) + TAG_BYTES, seal)
+                size = cast("WebSocket", self.carrier).send(len(packet) + TAG_BYTES, seal)
             self._traffic.count_sent(size, self._loop.time())
         if self.carrier.backlog_bytes > MAX_BACKLOG_BYTES:
             self.abort(f"{MAX_BACKLOG_BYTES} bytes are waiting and the peer does not read")
