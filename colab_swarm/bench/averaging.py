@@ -46,9 +46,6 @@ def run(report: BenchReport, python: str | None = None) -> None:
     _measure_steps(report, python)
 
 
-# --- one round ------------------------------------------------------------------------------------------------------
-
-
 def _start_peers(crew: Crew, seeds: Sequence[int], numel: int) -> dict[Worker, GroupMember]:
     workers = [crew.start(average_as_peer, seed, numel) for seed in seeds]
     found = map(contact, receive_all(workers))
@@ -181,9 +178,6 @@ def average_with_gloo(parent: Channel, rank: int, numel: int, world: int, meetin
         found = {"seconds": time.perf_counter() - began}
         values /= world
         parent.call()
-
-
-# --- full steps: find the group, average, advance --------------------------------------------------------------------
 
 
 def _measure_steps(report: BenchReport, python: str | None) -> None:

@@ -71,9 +71,6 @@ LATENCY_S = 0.0003
 PATIENT = AveragingSettings(round_timeout_s=600.0, patience_s=60.0)
 
 
-# --- one simulated round ---------------------------------------------------------------------------------------------
-
-
 def host(bps: float, *, trains: bool = True) -> Capacity:
     """Return a peer with a symmetric connection; one that does not train assists."""
     return Capacity(float(trains), bps, bps, receives=trains)
@@ -126,8 +123,6 @@ def one_server(tickets: Sequence[Ticket]) -> SharePlan:
     server = rates.index(max(rates))
     return SharePlan(tuple(float(index == server) for index in range(len(tickets))))
 
-
-# --- the table -------------------------------------------------------------------------------------------------------
 
 RESNET50, SCALE = RoundTerms("bench", 0, b"lineage", 25_600_000, b"schema"), 2
 A, B = (host(GIGABIT),) * 8, (host(0.2 * GIGABIT),) * 16
@@ -202,8 +197,6 @@ def plot_strategy(report: BenchReport, path: str) -> None:
             axes.set_xticks(range(len(STRATEGIES)), ["AR", "PS", "ours"])
         panels[0].set_ylabel("seconds per round (— simulated)")
 
-
-# --- ALBERT-large -----------------------------------------------------------------------------------------------------
 
 ALBERT_LARGE = RoundTerms("bench", 0, b"lineage", 18_105_474, b"schema", "float16", "float16")
 SLOWDOWN = 2.5
@@ -290,8 +283,6 @@ def plot_albert(report: BenchReport, path: str) -> None:
         scaling.set(xscale="log", yscale="log", xlabel="peers", ylabel="seconds per step")
         scaling.set_xticks(counts, labels=map(str, counts))
 
-
-# --- alternating groups ----------------------------------------------------------------------------------------------
 
 NUMEL = 500
 

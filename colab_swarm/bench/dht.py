@@ -153,8 +153,6 @@ def run(report: BenchReport) -> None:
     asyncio.run(_loopback(report, 32, 50 if report.quick else 200))
 
 
-# --- beam search ------------------------------------------------------------------------------------------------------
-
 GRID = Grid("ffn", (32, 32))
 HOSTS = 256
 BATCH, BEST = 64, 4

@@ -239,8 +239,6 @@ class Emulation:
         self._at(self._now, self._begin, peer)
 
 
-# --- the experiments --------------------------------------------------------------------------------------------------
-
 Part = tuple[torch.Tensor, torch.Tensor]
 Model = Literal["mlp", "resnet"]
 BETAS = (0.0, 0.1, 0.3, 0.5, 0.8, 1.0)
@@ -388,8 +386,6 @@ def plot(report: BenchReport, path: str) -> None:
                     axes.axhline(variance, linestyle="--", label=f"{model}, variance-bounded")
 
 
-# --- speed over a slow link -------------------------------------------------------------------------------------------
-
 DELAY_S, JITTER_S = 0.005, 0.0002
 WAYS: dict[str, Callable[[], schedulers.Scheduler]] = {
     "synchronous": schedulers.Synchronous,
@@ -447,9 +443,6 @@ def add_speed(report: BenchReport, seeds: int, steps: int) -> None:
         ("speed_accuracy_drop", lost, "points", f"of it, mean of {seeds} seeds; <= 1 wanted"),
         ("synchronous_vs_ddp", synchronous_s / step_s["ddp"], "", "over gloo, not encrypted; <= 1.15 wanted"),
     )
-
-
-# --- one of the two peers ---------------------------------------------------------------------------------------------
 
 
 class Layer(nn.Linear):

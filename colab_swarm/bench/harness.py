@@ -30,8 +30,6 @@ from typing import IO, Any, NamedTuple, Self, TypeVar
 
 T = TypeVar("T")
 
-# --- figures ---------------------------------------------------------------------------------------------------------
-
 
 class Figure(NamedTuple):
     """One figure. ``key`` is stable, because other programs read it from the JSON."""
@@ -144,9 +142,6 @@ def run_aside(main: Coroutine[Any, Any, T], run: Callable[[Coroutine[Any, Any, T
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(run, main).result()
-
-
-# --- processes -------------------------------------------------------------------------------------------------------
 
 
 def python_command(function: Callable[..., object], *arguments: object) -> list[str]:

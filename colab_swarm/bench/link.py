@@ -185,9 +185,6 @@ async def _round_trips(node: Node, peer: PeerId, *, count: int, in_flight: int) 
     return sorted(took_ms), len(took_ms) / (time.perf_counter() - began_at)
 
 
-# --- the child --------------------------------------------------------------------------------------------------------
-
-
 class _Counter:
     """Counts ``total`` bytes, given in the first 8, then answers with the CPU time; repeatedly."""
 
@@ -271,9 +268,6 @@ async def take_pieces(opening: Sink, stream: Stream) -> None:
     for _ in range(opening.pieces):
         await stream.receive(Sink)
     await stream.send(ResourceUse(time.process_time()))
-
-
-# --- a relay in between --------------------------------------------------------------------------------------------
 
 
 async def _on_usage_query(peer: PeerId, message: ResourceUse) -> ResourceUse:

@@ -203,8 +203,6 @@ def _exponential(mean_s: float, rng: random.Random) -> float:
     return rng.expovariate(1 / mean_s) if mean_s else 0.0
 
 
-# --- experts under load -----------------------------------------------------------------------------------------------
-
 HIVEMIND_SAMPLES_PER_S = 2692.0  # version 1.1.12 on two cores, in the same setting
 NOP_BATCH, NOP_DIM = 32, 1024  # 128 KiB
 
@@ -352,8 +350,6 @@ def _samples_per_s_alone(experts: list[Expert], batch: int, rounds: int, backwar
         rates.append(batch * len(experts) / (time.perf_counter() - began))
     return max(rates[1:])  # the first warms up
 
-
-# --- convergence ------------------------------------------------------------------------------------------------------
 
 DIM, LAYERS, K, CLASSES = 64, 4, 4, 10
 BATCH, LR = 4, 1e-3

@@ -32,9 +32,6 @@ def run(report: BenchReport) -> None:
             measure(report, crew, backbone)
 
 
-# --- training speed -------------------------------------------------------------------------------------------------
-
-
 class TrainingLoop:
     """A loop that trains an ALBERT, as a peer of a swarm or bare."""
 
@@ -97,9 +94,6 @@ def _throughput(report: BenchReport, crew: Crew, backbone: cs.Swarm) -> None:
     report.add("throughput_ratio", statistics.median(ratios[1:]), "", f"ALBERT-{size}, 2 peers, 2 bare loops")
 
 
-# --- an idle peer ---------------------------------------------------------------------------------------------------
-
-
 def memory_mib(listing: str = "smaps_rollup", field: str = "Pss:") -> float:
     """Return this process's memory, by default proportional; NaN where the system does not count it."""
     path = Path("/proc/self") / listing
@@ -129,9 +123,6 @@ def _idle_peer(report: BenchReport, crew: Crew, backbone: cs.Swarm) -> None:
         ("processes", found["children"], "", "child processes of an idle peer"),
         ("join_s", found["took_s"], "s", "import colab_swarm and join"),
     )
-
-
-# --- joining late ---------------------------------------------------------------------------------------------------
 
 
 def join_late(parent: Channel, numel: int, invite: str) -> None:
@@ -173,8 +164,6 @@ def _late_joiner(report: BenchReport, crew: Crew, backbone: cs.Swarm) -> None:
     joined.add("first_sample_s", found["seconds"], "s", f"{numel / 1e6:g} M parameters and Adam")
     joined.add("others_step_rate", rates[1] / rates[0], "", "of the others meanwhile, against before")
 
-
-# --- soak -----------------------------------------------------------------------------------------------------------
 
 SAMPLES_PER_S, MICRO_BATCH, SEED = 1.0, 20, 1
 SESSION_S, ABSENCE_S = 4 * 3600.0, 1800.0

@@ -135,9 +135,6 @@ def _running(
             server.wait()
 
 
-# --- the figures ---------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def _sqlite() -> Iterator[str]:
     with _folder() as (folder, _):

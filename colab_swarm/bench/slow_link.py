@@ -72,9 +72,6 @@ def _ip(line: str) -> None:
     subprocess.run(["ip", *line.split()], capture_output=True, check=True)
 
 
-# --- the program ------------------------------------------------------------------------------------------------------
-
-
 def open_device(name: str, address: str) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     here, there = os.open("/proc/self/ns/net", os.O_RDONLY), os.open(f"/run/netns/{name}", os.O_RDONLY)

@@ -121,8 +121,6 @@ def _volunteer(link: str, folder: Path, name: str, units: int) -> None:
     os._exit(0)
 
 
-# --- the ordeal ----------------------------------------------------------------------------------------------------
-
 NAMES = ("alice", "bob", "carol")
 ORDEAL_SUBSETS = 12
 KILL_PROBABILITY = 0.2  # per unit of a volunteer
@@ -204,8 +202,6 @@ def _die_in_units(job: Job, folder: Path, name: str, link: str) -> None:
             threading.Timer(rng.uniform(0.0, 0.3), os.kill, (os.getpid(), signal.SIGKILL)).start()
         last = unit or last
 
-
-# --- alpha -----------------------------------------------------------------------------------------------------------
 
 ALPHAS: dict[str, Alpha] = {"0.7": 0.7, "0.95": 0.95, "0.999": 0.999, "e/(e+1)": "e/(e+1)"}
 SPEEDS = (1.0, 1.5, 2.0)

@@ -5,9 +5,9 @@
 
 The second chain admits late joiners while the authority is offline: the invitation holds the secret
 of its own key, so the joining peer signs its membership itself. A grant that is not ``offline``
-only allows to request a membership from the authority. The holder of an offline invitation can come
-back under a new key until ``member_until``, revoked or not, unless the invitation's own key is
-revoked too. Times are swarm time, with a tolerance of `SLACK_S`.
+only allows to request one from the authority. The holder of an offline invitation can come back
+under a new key until ``member_until``, unless the invitation's own key is revoked too. Times are
+swarm time, with a tolerance of `SLACK_S`.
 """
 
 from __future__ import annotations
@@ -57,11 +57,9 @@ class Signed(Message, frozen=True, kw_only=True):
         return msgspec.msgpack.encode((f"colab_swarm {type(self).__name__}", unsigned))
 
     def signed(self, sign: Sign) -> Self:
-        """Return a copy with the signature that ``sign(data)`` makes."""
         return msgspec.structs.replace(self, signature=sign(self.signed_bytes()))
 
     def is_signed_by(self, public_key: bytes) -> bool:
-        """Return True if this key made the signature."""
         return verify(public_key, self.signature, self.signed_bytes())
 
     def encode(self) -> bytes:
@@ -105,11 +103,11 @@ class Membership(Signed, frozen=True):
 
     @classmethod
     def by_invitation(cls, grant: Grant, invitation: Identity, *, key: bytes, now: float) -> Membership:
-        """Return the longest membership that ``grant`` allows for ``key``, signed by the invitation's key."""
+        """Return the longest membership that ``grant`` allows, signed by the invitation's key."""
         return cls(grant.run_id, grant.role, key, "", now, grant.member_until, grant).signed(invitation.sign)
 
     def require_sound(self, run_id: str, *, authority: bytes, key: bytes) -> None:
-        """Raise `NotAdmitted` unless run, owner, signatures and the grant's limits are right; the time may be over."""
+        """Raise `NotAdmitted` unless run, owner, signatures and limits are right; it may have ended."""
         grant = self.grant
         if self.key != key:
             raise NotAdmitted("the membership is another peer's: join again with an invitation")
@@ -145,7 +143,7 @@ _revocations_decoder = msgspec.msgpack.Decoder(Revocations)
 
 
 class MembershipAdmission:
-    """Admits peers with a membership; the authority needs only its key. ``own`` is this peer's Ed25519 public key.
+    """Admits peers with a membership; the authority needs only its key. ``own`` is this peer's.
 
     At the authority, and only there, a peer without a valid membership is a guest, for a minute.
     """
@@ -274,13 +272,10 @@ class Account(msgspec.Struct, frozen=True):
 
 
 async def whoami(token: str) -> Account | None:
-    """Return the user of a token, by the Hub's ``whoami-v2``; None if the Hub does not know the token of a person.
+    """Return the user of a token, by the Hub's ``whoami-v2``; None if it is not known as a person's.
 
-    The environment's ``HF_ENDPOINT`` replaces huggingface.co. A token that may only read is enough;
-    it is not logged.
-
-    Raises:
-        PeerUnreachable: the Hub did not answer in 10 s, or its answer cannot be decoded.
+    The environment's ``HF_ENDPOINT`` replaces huggingface.co. A token that may only read is enough; it
+    is not logged. Raises `PeerUnreachable` if no answer that can be decoded comes in 10 s.
     """
     if not _TOKEN.fullmatch(token):
         return None

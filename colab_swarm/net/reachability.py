@@ -1,11 +1,9 @@
 """Find out how others reach this peer, check it again when the network changes, and report the addresses.
 
-`ReachabilityPolicy` is free of I/O: it holds the evidence, and its `decide` returns this peer's
-level, why no better level works, and which addresses to tell others. An address is reported once
-another peer has dialled it, or before any peer could try. A peer that sees this one through a relay
-or a tunnel cannot try, because it dials back only where it sees the caller. A private address that
-a neighbour reaches is of no use to peers outside: once one of them has failed to dial, this peer
-counts as behind a NAT.
+An address is reported once another peer has dialled it, or before any peer could try. A peer that
+sees this one through a relay or a tunnel cannot try, because it dials back only where it sees the
+caller. A private address that a neighbour reaches is of no use to peers outside: once one of them
+has failed to dial, this peer counts as behind a NAT.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ class DialBack(Message, frozen=True):
 
 
 class DialledBack(Message, frozen=True):
-    """Where the caller is seen, and for each address that was tried why it failed, empty if it worked."""
+    """Where the caller is seen; why dialling each address failed, empty if it worked."""
 
     seen_host: str
     outcomes: Annotated[tuple[tuple[Address, str], ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
@@ -91,12 +89,12 @@ class Reachability:
         return f"{self.level.value} by {self.via}" if self.via else self.level.value
 
     def explain(self) -> str:
-        """Return the level, and one line for each better level with the reason why it does not work."""
+        """Return the level, and a line for each better level with the reason why it does not work."""
         return "\n".join((str(self), *(f"  not {level.value}: {why}" for level, why in self.reasons)))
 
 
 class ReachabilityPolicy:
-    """Evidence of how this peer can be reached at ``listening``, and what follows from it.
+    """Evidence of how this peer can be reached, and what follows from it. Free of I/O.
 
     ``trusted`` addresses are those that the user gave: they are reported without a check.
     """
@@ -114,7 +112,6 @@ class ReachabilityPolicy:
         }
 
     def on_punched(self, peer: PeerId, fault: str | None) -> None:
-        """Note that a relayed link to the peer was upgraded, or why not."""
         if fault is None:
             self._punched.add(peer)
         else:
@@ -187,10 +184,7 @@ def _is_local(address: str) -> bool:
 class ReachabilityWatch:
     """Keeps one peer reachable, from `start` until its node closes; `close` it before.
 
-    Args:
-        relays: returns the relays of the run that this peer knows.
-        trusted: the addresses to tell others, if the user gave them.
-        use_relays, punch: whether to use these levels.
+    ``relays`` returns those that this peer knows; ``trusted`` addresses are told to others as they are.
     """
 
     def __init__(
@@ -253,8 +247,6 @@ class ReachabilityWatch:
         if self._tunnel is not None:
             await self._tunnel.close()
 
-    # --- dial-backs -----------------------------------------------------------------------------------------
-
     async def verify(self) -> None:
         """Have linked peers dial back, and decide again."""
         self._verified_at = self._loop.time()
@@ -294,8 +286,6 @@ class ReachabilityWatch:
             return str(error).removeprefix(f"{address}: ").removeprefix(f"{address} ")[:200]
         return ""
 
-    # --- changes --------------------------------------------------------------------------------------------
-
     def _on_upgrade(self, peer: PeerId, fault: str | None) -> None:
         self._policy.on_punched(peer, fault)
         self._update()
@@ -327,7 +317,6 @@ class ReachabilityWatch:
         return Ack()
 
     async def _keep(self) -> None:
-        """Verify again when the network changes, when new verifiers are linked, and from time to time."""
         while True:
             await asyncio.sleep(CHECK_EVERY_S * self._rng.uniform(0.8, 1.2))
             listening = self._trusted or self._node.listening()

@@ -45,9 +45,7 @@ CALL_TIMEOUT_S = 10.0
 class RevocationWatch:
     """Keeps a peer's `MembershipAdmission` up to date with the authority's list in the DHT.
 
-    Args:
-        recheck: closes the links of revoked peers, see `Linker.recheck`.
-        spawn: runs work in the background, see `Linker.spawn`.
+    ``recheck`` closes the links of revoked peers, ``spawn`` runs work in the background (`Linker`).
     """
 
     def __init__(
@@ -68,7 +66,7 @@ class RevocationWatch:
         peers.serve(ShareRevoked, self._on_share)
 
     def spread(self) -> None:
-        """Close the links of revoked peers and send the list to all others; call it after `Authority.revoke`."""
+        """Close the links of revoked peers, send the list to all others; call it after `Authority.revoke`."""
         self._stored_at = float("-inf")
         self._spawn(self._store())
         self._pass_on(but=None)
@@ -111,7 +109,6 @@ class RevocationWatch:
             self._spawn(self._share(peer, encoded))
 
     async def _share(self, peer: PeerId, encoded: bytes) -> None:
-        """Send our version and list; learn the peer's list if it is newer."""
         message = ShareRevoked(self._admission.revoked.version, encoded)
         try:
             answer = await self._peers.call(peer, message, ShareRevoked, timeout_s=CALL_TIMEOUT_S)
@@ -166,7 +163,6 @@ class Trust:
             await self._member.join()
 
     def start(self) -> None:
-        """Run all of it until `stop`."""
         for work, period_s, where in self._work:
             self._tasks.append(self._node.linker.spawn(repeat(work, period_s, self._events, where)))
 
@@ -182,8 +178,7 @@ class Trust:
     def revoke(self, subject: PeerId) -> None:
         """Remove a peer from the run, or an invitation (the id of its key).
 
-        Raises `PermissionError` if this peer is not the authority, `ValueError` if it would remove
-        itself.
+        Raises `PermissionError` if this peer is not the authority, `ValueError` if it is the peer itself.
         """
         if self.authority is None or self._watch is None:
             raise PermissionError("only the peer that created the run, if it is not open, can remove others")
@@ -199,11 +194,10 @@ ENTRIES, ADDRESSES = 3, 4
 class RunAccess:
     """A peer's way into a run, and its rights there.
 
-    Attributes:
-        admission: decides which peers may link; None in an open run, where all may.
-        credentials: what admits it to a closed run; the authority has a ``book`` instead, and an ``allow`` list.
-        invitation: the one it joined with; None if it created the run.
-        known, tally: of an earlier session: peers, and the contributions this peer saw.
+    ``admission`` decides which peers may link; it is None in an open run, where all may.
+    ``credentials`` admit it to a closed run; the authority has a ``book`` instead, perhaps an ``allow``
+    list. It joined by ``invitation``, None if it created the run. ``known`` peers and the ``tally`` of
+    contributions it saw are of an earlier session.
     """
 
     run_id: str
@@ -226,10 +220,9 @@ class RunAccess:
         allow: Allowlist | None,
         key_file: str | Path | None,
     ) -> RunAccess:
-        """Create a run, with this peer as its authority; with the key file of an earlier run, continue that run.
+        """Create a run, with this peer as its authority, or continue the one of the key file.
 
-        Raises `ValueError` if the name or the list is not usable, or the key file is of another
-        run.
+        Raises `ValueError` if the name or the list is not usable, or the key file is of another run.
         """
         if not NAME.fullmatch(name):
             raise ValueError(
@@ -254,7 +247,7 @@ class RunAccess:
     def by(
         cls, invitation: Invite, identity: Identity, *, token: str = "", membership: bytes = b""
     ) -> RunAccess:
-        """Join a run; ``token`` is of Hugging Face, ``membership`` of an earlier session, if there are any."""
+        """Join a run; ``token`` is of Hugging Face, ``membership`` of an earlier session, if any."""
         run_id, grant = invitation.run_id, invitation.grant
         if grant is None:
             return cls(run_id, invitation.access, invitation=invitation)
@@ -280,16 +273,11 @@ class RunAccess:
         hours: float | None = None,
         uses: int | None = None,
     ) -> Invite:
-        """Make an invitation. A peer that is not the authority passes its own on, with itself as one more entry.
+        """Make an invitation; a peer that is not the authority passes its own on, with itself as an entry.
 
-        Args:
-            role: worker, reducer or viewer; worker by default.
-            hours, uses: how long it can be used, 24 by default; by how many peers, by default any number.
-
-        Raises:
-            JoinError: nobody could use it.
-            PermissionError: only the authority can make such an invitation.
-            ValueError: the role is unknown, or hours or uses are out of range.
+        The ``role`` is worker (default), reducer or viewer. It can be used for ``hours``, 24 by default,
+        by ``uses`` peers, by default any number. Raises `JoinError` if nobody could use it,
+        `PermissionError` if only the authority can make it, `ValueError` if an argument is out of range.
         """
         limited, closed = role is not None or uses is not None, self.admission is not None
         if limited and not closed:

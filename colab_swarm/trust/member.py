@@ -1,9 +1,8 @@
 """A peer's own membership: issued when it joins, renewed long before it ends, shown to its linked peers.
 
 An invitation that admits offline lets a peer sign its own membership at once. The authority
-replaces it as soon as the peer reaches it, so that the invitation can be revoked without removing
-the peers that used it. A membership issued by the authority is renewed from half of its life on, so
-that the authority may be away for the other half.
+replaces it as soon as it is reached, so that the invitation can be revoked without removing the
+peers that used it. It renews its own from half of their life on: it may be away for the other half.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ FIX = (
 
 
 class ClockWatch:
-    """Reports once that the clock is off, that this has become much worse or better, and that it is over."""
+    """Reports once that the clock is off, that this has much changed, and that it is over."""
 
     def __init__(self) -> None:
         self._reported_s = 0.0
 
     def on_skew(self, behind_s: float) -> str | None:
-        """Return what to report if the clock is ``behind_s`` behind the other peers' (negative: ahead), or None."""
+        """Return what to report if the clock is ``behind_s`` behind others' (negative: ahead), or None."""
         off_s, reported_s = abs(behind_s), abs(self._reported_s)
         if reported_s and off_s <= REPORT_S / 2:
             self._reported_s = 0.0
@@ -71,10 +70,8 @@ class Credentials:
 class RunMember:
     """Gets and renews this peer's membership, and accepts the renewed ones of other peers.
 
-    Args:
-        credentials: what admits this peer; None for the authority.
-        readmit: gives a linked peer the role of a membership, see `Linker.readmit`.
-        behind_s: how far this machine's clock is behind the other peers', see `SwarmClock.behind_s`.
+    ``credentials`` admit this peer, None for the authority. ``readmit`` is `Linker.readmit`,
+    ``behind_s`` is `SwarmClock.behind_s`.
     """
 
     def __init__(
@@ -122,7 +119,7 @@ class RunMember:
             ) from error
 
     async def tick(self) -> None:
-        """Renew the membership if it is time, show it to linked peers that have not seen it, check the clock."""
+        """Renew the membership if due, show it to linked peers that have not seen it, check the clock."""
         text = self._clock.on_skew(self._behind_s())
         if text is not None:
             self._events.emit(ClockSkewed(self._loop.time(), self._behind_s(), text))
@@ -152,7 +149,6 @@ class RunMember:
         self._events.emit(MembershipRenewed(self._loop.time(), renewed.expires_at - self._peers.time()))
 
     async def _request(self, proof: bytes, token: str) -> Membership:
-        """Request a membership from the authority and use it; raise `PeerError` if it issues none."""
         authority = id_of(self._admission.authority)
         if authority not in self._peers.linked():
             contact = await self._dht.find_peer(authority)
