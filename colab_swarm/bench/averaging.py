@@ -39,7 +39,7 @@ Found = list[dict[str, Any]]
 
 @benchmark("averaging")
 def run(report: BenchReport, python: str | None = None) -> None:
-    """Measure rounds and full steps; with a ``python`` that has hivemind, also the steps of hivemind."""
+    """With a ``python`` that has hivemind, also measure the steps of hivemind."""
     numel = 2_000_000 if report.quick else 18_000_000
     _compare_with_gloo(report, numel, rounds=6 if report.quick else 50)
     _kill_members(report, numel, crowd=4 if report.quick else 8, kills=2 if report.quick else 10)
@@ -137,7 +137,7 @@ def pattern(numel: int) -> Floats:
 
 
 def _is_mean(values: Floats, group: Group, dead: float) -> bool:
-    """Tell whether the values are the mean of all members, or that without the dead one of this weight."""
+    """Tell whether the values are the mean of all members, or of all but the dead one of this weight."""
     weights = np.array([member.weight for member in group.members])
     means = [(some**2).sum() / some.sum() for some in (weights, weights[weights != dead])]
     near = [np.isclose(values, np.float32(mean) * pattern(len(values)), rtol=1e-5) for mean in means]

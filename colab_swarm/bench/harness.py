@@ -74,7 +74,6 @@ class BenchReport:
         return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:
-        """Write ``{"metrics": {key: number}, "environment": {...}}``."""
         found = {"metrics": {row.key: row.value for row in self.rows}, "environment": environment()}
         Path(path).write_text(json.dumps(found, indent=1))
 
@@ -95,7 +94,6 @@ def benchmark(name: str, prefix: str = "") -> Callable[[Callable[..., None]], Ca
 
 
 def environment() -> dict[str, str | int | float | None]:
-    """Describe the machine and the installed versions."""
     packages = ("colab-swarm", "torch", "aiohttp", "cryptography", "numpy")
     found = {name: version(name) if find_spec(name.replace("-", "_")) else "absent" for name in packages}
     return {
@@ -145,15 +143,13 @@ def run_aside(main: Coroutine[Any, Any, T], run: Callable[[Coroutine[Any, Any, T
 
 
 def python_command(function: Callable[..., object], *arguments: object) -> list[str]:
-    """Return the command that runs ``function(parent, *arguments)``; arguments must be JSON values."""
+    """Return the command that runs ``function(parent, *arguments)``; arguments are JSON values."""
     module = sys.modules[function.__module__].__spec__  # its own name, even if it is __main__ here
     assert module is not None
     return [sys.executable, "-m", __name__, f"{module.name}:{function.__name__}", json.dumps(arguments)]
 
 
 class Channel:
-    """One end of an exchange of JSON objects, one per line."""
-
     def __init__(self, source: IO[str], target: IO[str]) -> None:
         self._source, self._target = source, target
 
@@ -161,10 +157,7 @@ class Channel:
         print(json.dumps(message), file=self._target, flush=True)
 
     def receive(self) -> dict[str, Any]:
-        """Return the next message, or raise `EOFError` if the other process ended.
-
-        Other lines, printed by libraries, are skipped.
-        """
+        """Return the next message, or raise `EOFError`; lines printed by libraries are skipped."""
         for line in self._source:
             if line.startswith("{"):
                 return dict(json.loads(line))
@@ -179,9 +172,9 @@ class Channel:
 
 
 class Worker(Channel):
-    """A child process that runs a function of a module, or a command of words; both get more ``arguments``.
+    """A child process that runs a function of a module, or a command; both get more ``arguments``.
 
-    It gets ``grace_s`` to end by itself when its input ends, and these variables of the ``environment``.
+    It gets ``grace_s`` to end by itself when its input ends.
     """
 
     def __init__(
@@ -204,7 +197,6 @@ class Worker(Channel):
         super().__init__(self.process.stdout, self.process.stdin)
 
     def close(self) -> None:
-        """Kill it, after its grace."""
         try:
             self._target.close()
             self.process.wait(self._grace_s)

@@ -1,7 +1,7 @@
 """One hivemind peer of ``bench averaging --vs hivemind``. A Python with hivemind runs it, without this package.
 
-``python hivemind_worker.py NUMEL PEERS [INITIAL_PEER]``: reads JSON lines and answers with JSON lines. It is configured
-for speed: one group of all, matchmaking as short as its request timeout allows.
+``python hivemind_worker.py NUMEL PEERS [INITIAL_PEER]`` answers JSON lines by JSON lines. It is
+configured for speed: one group of all, matchmaking as short as its request timeout allows.
 """
 
 # mypy: ignore-errors

@@ -1,7 +1,8 @@
 """What it costs to be a peer: training speed, memory and time to join, against the same loop without a swarm.
 
-*soak*: twenty virtual hours of a simulated run whose volunteers come and go. Do all peers keep training? The ideal is
-what the online peers could do without ever waiting: their samples, divided by the target batch size.
+*soak*: twenty virtual hours of a simulated run whose volunteers come and go. Do all peers keep
+training? The ideal is what the online peers could do without ever waiting: their samples, divided
+by the target batch size.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ SAMPLES, AVERAGE_EVERY = 2, 4
 
 @benchmark("overhead")
 def run(report: BenchReport) -> None:
-    """Measure speed and joining with one backbone, an idle peer with another."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for measure in (_throughput, _late_joiner, _idle_peer):
         with cs.create("overhead", peer_name="backbone") as backbone, Crew() as crew:
@@ -95,7 +95,7 @@ def _throughput(report: BenchReport, crew: Crew, backbone: cs.Swarm) -> None:
 
 
 def memory_mib(listing: str = "smaps_rollup", field: str = "Pss:") -> float:
-    """Return this process's memory, by default proportional; NaN where the system does not count it."""
+    """Return this process's memory, by default proportional; NaN where it is not counted."""
     path = Path("/proc/self") / listing
     lines = path.read_text().splitlines() if path.exists() else []
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(field)), math.nan)
@@ -185,9 +185,8 @@ def run_soak(report: BenchReport) -> None:
     from colab_swarm.sim.profiles import ChurnProfile
     from colab_swarm.swarm.simulation import simulate
 
-    peers, hours, step_s = (
-        (8, 2.0, 300.0) if report.quick else (16, 20.0, 600.0)
-    )  # a step with all peers online
+    # step_s: with all peers online
+    peers, hours, step_s = (8, 2.0, 300.0) if report.quick else (16, 20.0, 600.0)
     began, batch = time.perf_counter(), int(peers * step_s * SAMPLES_PER_S)
     churn, end_s = ChurnProfile(mean_session_s=SESSION_S, mean_absence_s=ABSENCE_S), hours * 3600
     with simulate(peers, network="home", seed=SEED, samples_per_s=SAMPLES_PER_S) as simulation:

@@ -1,9 +1,8 @@
 """How long one update of 5 M parameters takes in each store (VC-ASGD, section IV-D: Redis 0.87 s, MySQL 1.29 s).
 
-An update is all work of a parameter server except measuring accuracy: it claims a result, reads it, reads the
-parameters, computes ``W_s <- alpha W_s + (1 - alpha) W_c`` and writes the new ones. A process like
-that of a coordinator makes the updates. The servers of stores are temporary ones from installed
-programs, with default settings, on Unix sockets in a new folder.
+An update is all work of a parameter server except measuring accuracy: it claims a result, reads it
+and the parameters, computes ``W_s <- alpha W_s + (1 - alpha) W_c`` and writes the new ones. The
+servers of stores are temporary ones from installed programs, with default settings, on Unix sockets.
 """
 
 from __future__ import annotations
@@ -154,7 +153,6 @@ SQL = ("mariadb", "postgresql")
 
 @benchmark("parameter-store", "store")
 def run(report: BenchReport) -> None:
-    """Time updates in every store whose program is installed."""
     updates = 5 if report.quick else 20
     for name, (opened, note) in STORES.items():
         try:
@@ -173,7 +171,6 @@ def run(report: BenchReport) -> None:
 
 
 def time_updates(parent: Channel, url: str, numel: int, updates: int) -> None:
-    """Worker: report the median milliseconds of an update of ``numel`` parameters in a store."""
     store, rng = open_store(url, "bench"), np.random.default_rng(0)
     store.begin(rng.random(numel, np.float32))
     result, took_s = rng.random(numel, np.float32).tobytes(), []

@@ -1,7 +1,7 @@
 """Endless batches for masked language modelling with sentence-order prediction (ALBERT, Lan et al. 2020).
 
-Axes: B samples of a batch, L positions of a sample. A sample is ``[CLS] first [SEP] second [SEP]``: two
-consecutive pieces of text, swapped with probability one half.
+Axes: B samples of a batch, L positions of a sample. A sample is ``[CLS] first [SEP] second [SEP]``:
+two consecutive pieces of text, swapped with probability one half.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ def peer_seed(seed: int, peer: bytes) -> int:
 
 
 def check_sizes(batch_size: int, sequence_length: int) -> None:
-    """Raise `ValueError` if batches would have no sample, or samples no room for text."""
     if batch_size < 1 or sequence_length < MIN_WINDOW + 3:
         least = f"at least 1 and {MIN_WINDOW + 3} are needed"
         raise ValueError(f"batch_size={batch_size}, sequence_length={sequence_length}: {least}")
@@ -51,7 +50,6 @@ class Collator:
         self._specials = torch.tensor(tokenizer.all_special_ids)
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
-        """Return a batch like those of `PretrainingBatches`."""
         cls, sep = self._tokenizer.cls_token_id, self._tokenizer.sep_token_id
         input_ids = torch.full((len(samples), self._length), self._tokenizer.pad_token_id)
         attention_mask, token_type_ids = torch.zeros_like(input_ids), torch.zeros_like(input_ids)
@@ -72,7 +70,7 @@ class Collator:
     def mask(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Hide 15 % of each sample's tokens, at least one: 80 % masked, 10 % replaced, 10 % unchanged.
 
-        Return the model's input and the labels, both (B, L); labels are `IGNORED` where nothing is predicted.
+        Return input and labels, both (B, L); labels are `IGNORED` where nothing is predicted.
         """
         chance = torch.rand(input_ids.shape, generator=self.generator)
         chance[torch.isin(input_ids, self._specials)] = 2.0
@@ -94,8 +92,6 @@ def windows(text: str, tokenizer: PreTrainedTokenizerFast, sequence_length: int)
 
 
 class SampledBatches(Iterator[dict[str, Tensor]]):
-    """What iterators of batches share: their sizes, their randomness and how samples become a batch."""
-
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, *, batch_size: int, sequence_length: int, seed: int
     ) -> None:
@@ -111,18 +107,10 @@ class SampledBatches(Iterator[dict[str, Tensor]]):
 class PretrainingBatches(SampledBatches):
     """An endless iterator of batches, ready for ``model(**batch)``.
 
-    A batch holds int64 CPU tensors: ``input_ids``, ``attention_mask``, ``token_type_ids`` and ``labels`` of
-    shape (B, L), and ``sentence_order_label`` (B,), 1 where the pieces were swapped.
-
-    Args:
-        blocks: source of the text.
-        tokenizer: with pad, cls, sep and mask tokens.
-        batch_size: B.
-        sequence_length: L.
-        seed: for the order of the text, the swaps and the masks; see `peer_seed`.
-
-    Raises:
-        ValueError: a size is too small.
+    A batch holds int64 CPU tensors: ``input_ids``, ``attention_mask``, ``token_type_ids`` and ``labels``
+    of shape (B, L), and ``sentence_order_label`` (B,), 1 where the pieces were swapped. The tokenizer
+    has pad, cls, sep and mask tokens. The seed (`peer_seed`) is for the order of the text, the swaps and
+    the masks. Raises `ValueError` if a size is too small.
     """
 
     def __init__(self, blocks: BlockSource, tokenizer: PreTrainedTokenizerFast, **sizes: int) -> None:
@@ -139,7 +127,6 @@ class PretrainingBatches(SampledBatches):
         return self._collate(samples)
 
     def _shuffled_windows(self) -> Iterator[list[int]]:
-        """Yield windows in random order: blocks come shuffled, and so are the windows of many blocks."""
         held: list[list[int]] = []
         while True:
             found = False

@@ -1,10 +1,11 @@
 """Endless batches from a mix of sources, streamed shard by shard as in sahajBERT's run (DeDLOC, section 3.3).
 
-Each document comes from one source, drawn by probability. It is cut into passages of whole sentences, and samples are
-drawn from a buffer of passages at random. A thread prepares batches ahead, and their state can be saved.
+Each document comes from one source, drawn by probability. It is cut into passages of whole
+sentences, and samples are drawn from a buffer of passages at random. A thread prepares batches
+ahead, and their state can be saved.
 
-A shard is a part of a source that is read by itself: a call starts one pass over its documents. It is called again
-after a lost connection, on the next pass, or to resume in another process. No shard is held in memory.
+A shard is a part of a source that is read by itself: a call starts one pass over its documents,
+again after a lost connection, on the next pass, or in another process. None is held in memory.
 """
 
 from __future__ import annotations
@@ -56,13 +57,10 @@ class Stopped(Exception):
 def open_shards(source: str) -> list[Shard]:
     """Return the shards of a source of text.
 
-    Args:
-        source: a local file or glob pattern (plain text, ``.jsonl`` or ``.parquet``); a folder or a hub name for
-            `datasets` (``name:configuration`` to choose one of several), of which the ``train`` split is streamed;
-            or ``"python-docs"``. Rows give their ``text``, or the first column of strings.
-
-    Raises:
-        ValueError: the source does not exist or holds no text.
+    ``source`` is a local file or glob pattern (plain text, ``.jsonl`` or ``.parquet``); a folder or a hub
+    name for `datasets` (``name:configuration``), of which the ``train`` split is streamed; or
+    ``"python-docs"``. Rows give their ``text``, or the first column of strings. Raises `ValueError` if
+    the source does not exist or holds no text.
     """
     if source == "python-docs":
         return [functools.partial(iter, [block]) for block in open_text(source)(random.Random(0))]
@@ -134,12 +132,9 @@ class StreamPosition:
 class ShardReader(Iterator[str]):
     """An endless iterator over the documents of one source; each pass shuffles its shards again.
 
-    A shard that breaks is read again from where it broke, after `RETRY_AFTER_S`; then the rest of it is skipped
-    with a warning. ``wait`` waits so many seconds before a retry, or returns True to stop.
-
-    Raises:
-        ValueError: the first pass gave no document.
-        Stopped: ``wait`` returned True.
+    A shard that breaks is read again from where it broke, after `RETRY_AFTER_S`; then the rest of it is
+    skipped with a warning. ``wait`` waits so many seconds before a retry, or returns True to stop by
+    `Stopped`. Raises `ValueError` if the first pass gave no document.
     """
 
     def __init__(
@@ -171,7 +166,6 @@ class ShardReader(Iterator[str]):
             self.position = StreamPosition(number + 1)
 
     def _read(self, shard: Shard) -> Iterator[str]:
-        """Yield the rest of a shard, up to where it is given up."""
         delays = iter(RETRY_AFTER_S)
         while True:
             begun = self.position.documents
@@ -197,9 +191,9 @@ class ShardReader(Iterator[str]):
 class Prefetched(Iterator[T]):
     """An iterator that prepares up to ``depth`` items of ``source`` ahead, in a thread.
 
-    An error of the source is raised after the items made before it. The thread starts with the first item and ends
-    with ``close()``, or when this object is collected: that sets ``stop``, so that a waiting source can stop, and
-    waits up to `CLOSE_S` for the thread; iteration ends with the items made so far.
+    An error of the source is raised after the items made before it. The thread starts with the first
+    item and ends with ``close()``, or when this object is collected: that sets ``stop``, so that a
+    waiting source can stop, and waits up to `CLOSE_S`; iteration ends with the items made so far.
     """
 
     def __init__(self, source: Any, *, depth: int, stop: threading.Event) -> None:
@@ -249,7 +243,6 @@ class Prefetched(Iterator[T]):
             return {"source": self._source.state_dict(), "ahead": list(self._ahead)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state with the item that was next there."""
         with self._making, self._changed:
             self._source.load_state_dict(state["source"])
             self._ahead = deque(state["ahead"])
@@ -268,10 +261,9 @@ def _close(stop: threading.Event, thread: threading.Thread) -> None:
 
 
 class TextMix:
-    """Documents from several sources by name and weight, such as ``{"wiki": 0.23, "oscar": 0.77}``; see `open_shards`.
+    """Documents from several sources by name and weight, such as ``{"wiki": 0.23, "oscar": 0.77}``.
 
-    Raises:
-        ValueError: a weight is not positive, or a source cannot be opened.
+    Raises `ValueError` if a weight is not positive, or a source cannot be opened (`open_shards`).
     """
 
     def __init__(
@@ -283,7 +275,6 @@ class TextMix:
         self._readers = [ShardReader(name, open_shards(name), seed=seed, wait=wait) for name in sources]
 
     def draw(self, rng: random.Random) -> str:
-        """Return the next document."""
         (reader,) = rng.choices(self._readers, weights=list(self.sources.values()))
         return next(reader)
 
@@ -309,11 +300,8 @@ class TextMix:
 class MixedBatches(SampledBatches):
     """Batches like those of `PretrainingBatches`, from whole sentences of a mix; can be resumed exactly.
 
-    Samples are drawn at random among ``buffer`` passages (DeDLOC, section 3.3). Other arguments: see
-    `PretrainingBatches`; the seed is also that of the choice of sources and of the buffer.
-
-    Raises:
-        ValueError: a size is too small.
+    Samples are drawn at random among ``buffer`` passages (DeDLOC, section 3.3). The seed is also that
+    of the choice of sources and of the buffer. Raises `ValueError` if a size is too small.
     """
 
     def __init__(
@@ -336,7 +324,6 @@ class MixedBatches(SampledBatches):
         return self._collate(samples)
 
     def _draw(self) -> Passage:
-        """Draw a passage, and fill the buffer before if it still grows."""
         fruitless = 0
         while len(self._held) < min(self._buffer, FIRST_PASSAGES + self._drawn):
             held = len(self._held)
@@ -353,7 +340,7 @@ class MixedBatches(SampledBatches):
         return self._held.pop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with all passages in four tensors: one tensor for each would be slow to save."""
+        """Return the state with all passages in four tensors: a tensor for each would be slow to save."""
         state = {
             "sequence_length": self.sequence_length,
             "vocabulary": len(self.tokenizer),
@@ -369,7 +356,7 @@ class MixedBatches(SampledBatches):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state; ValueError if it is of other sources, another tokenizer or another length."""
+        """Continue from a state; ValueError if its sources, tokenizer or length are others."""
         for name, mine in (("sequence_length", self.sequence_length), ("vocabulary", len(self.tokenizer))):
             if state[name] != mine:
                 raise ValueError(f"a state with {name}={state[name]} does not fit {name}={mine}")
@@ -387,11 +374,8 @@ class MixedBatches(SampledBatches):
 class StreamedBatches(Prefetched[dict[str, Tensor]]):
     """`MixedBatches` prepared ahead in a thread; `albert` returns them for a mix of sources.
 
-    Save ``state_dict()`` in this peer's checkpoint. A peer with the same sources, tokenizer and
-    seed resumes with exactly the next batch. Arguments: see `TextMix` and `MixedBatches`.
-
-    Raises:
-        ValueError: an argument is out of range or a source cannot be opened.
+    Save ``state_dict()`` in this peer's checkpoint. A peer with the same sources, tokenizer and seed
+    resumes with exactly the next batch. Arguments and errors: see `TextMix` and `MixedBatches`.
     """
 
     def __init__(

@@ -246,10 +246,8 @@ def by_member(tally: ContributionTally, record: Record, admission: MembershipAdm
     if admission is None:
         return True
     with suppress(NotAdmitted):
-        role = admission.verify(
-            tally.key, tally.membership, now=record.expires_at - RECORD_S
-        )  # as it was written
-        return role >= Role.REDUCER
+        written_at = record.expires_at - RECORD_S
+        return admission.verify(tally.key, tally.membership, now=written_at) >= Role.REDUCER
     return False
 
 
