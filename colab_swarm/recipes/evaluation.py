@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from colab_swarm.recipes.pretraining import IGNORED, MIN_WINDOW, Collator, check_sizes, windows
+from colab_swarm.recipes.batches import IGNORED, MIN_WINDOW, Collator, check_sizes, windows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

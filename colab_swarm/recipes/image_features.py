@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import update_bn
 
-from colab_swarm.recipes.pretraining import peer_seed
+from colab_swarm.recipes.batches import peer_seed
 from colab_swarm.training.layerwise import Lars
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}

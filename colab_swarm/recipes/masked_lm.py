@@ -23,9 +23,8 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
+from colab_swarm.recipes.batches import PretrainingBatches, StreamedBatches, TextMix, peer_seed
 from colab_swarm.recipes.evaluation import ENGLISH, EXAMPLES, MaskedText, call
-from colab_swarm.recipes.pretraining import PretrainingBatches, peer_seed
-from colab_swarm.recipes.streaming import StreamedBatches, TextMix
 from colab_swarm.recipes.text import (
     TextSource,
     TokenizerSource,

@@ -10,6 +10,7 @@ import torch
 from transformers import AlbertConfig, AlbertForPreTraining
 from transformers import PreTrainedTokenizerFast as Words
 
+from colab_swarm.recipes.batches import StreamedBatches
 from colab_swarm.recipes.masked_lm import (
     ENOUGH,
     LAYER_VALUES,
@@ -28,7 +29,6 @@ from colab_swarm.recipes.masked_lm import (
     parameter_groups,
     sample_bytes,
 )
-from colab_swarm.recipes.streaming import StreamedBatches
 from colab_swarm.training.layerwise import Lamb
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast as Words
 
-from colab_swarm.recipes import streaming
-from colab_swarm.recipes.streaming import (
+from colab_swarm.recipes import batches
+from colab_swarm.recipes.batches import (
     FIRST_PASSAGES,
     MixedBatches,
     Prefetched,
@@ -105,7 +105,7 @@ def test_a_restarted_peer_resumes_with_exactly_the_next_batch(tokenizer: Words, 
 def test_text_without_a_second_sentence_is_reported(
     tokenizer: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streaming, "PATIENCE_DOCUMENTS", 20)
+    monkeypatch.setattr(batches, "PATIENCE_DOCUMENTS", 20)
     (tmp_path / "lone.jsonl").write_text('{"text": "one sentence"}\n' * 3)
     with pytest.raises(ValueError, match=r"join the rows of .*lone"):
         next(mixed(tokenizer, {str(tmp_path / "lone.jsonl"): 1.0}))

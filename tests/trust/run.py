@@ -16,9 +16,8 @@ from colab_swarm.invite import Access, Invite
 from colab_swarm.net.membership import Membership, MembershipAdmission
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Role
-from colab_swarm.trust.access import RunAccess, Trust
+from colab_swarm.trust.access import RunAccess, RunMember, Trust
 from colab_swarm.trust.authority import Allowlist
-from colab_swarm.trust.member import RunMember
 from tests.net.swarm import LOOPBACK, echo, identity
 from tests.net.swarm import Echo as Echo
 
