@@ -71,9 +71,8 @@ def test_a_reader_resumes_from_any_position(taken: int) -> None:
 
 def test_a_lost_connection_loses_no_document() -> None:
     waits, shard = Waits(), Breaking(times=2)
-    assert list(islice(ShardReader("web", [shard], seed=0, wait=waits), 10)) == [
-        f"broken {n}" for n in range(10)
-    ]
+    found = list(islice(ShardReader("web", [shard], seed=0, wait=waits), 10))
+    assert found == [f"broken {n}" for n in range(10)]
     assert waits == list(RETRY_AFTER_S[:2])
     assert shard.left == 0
 

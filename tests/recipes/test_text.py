@@ -9,16 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast as Words
 
-from colab_swarm.recipes.text import (
-    BLOCK_CHARS,
-    Passage,
-    TextSource,
-    open_text,
-    order_sample,
-    pack,
-    passages,
-    split_sentences,
-)
+from colab_swarm.recipes import text as recipe_text
+from colab_swarm.recipes.text import Passage, TextSource, open_text, order_sample, pack, passages
 
 
 def read(text: TextSource, seed: int = 0) -> list[str]:
@@ -60,10 +52,10 @@ def test_files_are_found_by_path_by_pattern_and_by_list(tmp_path: Path) -> None:
 def test_a_letter_cut_by_a_block_border_is_left_out_and_nothing_else(tmp_path: Path) -> None:
     file = tmp_path / "bengali.txt"
     # three bytes each: every border but one cuts a letter
-    file.write_text("ক" * BLOCK_CHARS, encoding="utf-8")
+    file.write_text("ক" * recipe_text.BLOCK_CHARS, encoding="utf-8")
     letters = "".join(read(file))
     assert set(letters) == {"ক"}
-    assert BLOCK_CHARS - 2 <= len(letters) < BLOCK_CHARS
+    assert recipe_text.BLOCK_CHARS - 2 <= len(letters) < recipe_text.BLOCK_CHARS
 
 
 def test_strings_and_generators_of_strings_are_text() -> None:
@@ -104,13 +96,13 @@ def test_a_source_without_text_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_sentences_end_at_punctuation_and_line_breaks(text: str, sentences: list[str]) -> None:
-    assert split_sentences(text) == sentences
+    assert recipe_text.split_sentences(text) == sentences
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(alphabet="ab .!?।|\n", max_size=80))
 def test_splitting_loses_nothing_but_space(text: str) -> None:
-    assert "".join("".join(split_sentences(text)).split()) == "".join(text.split())
+    assert "".join("".join(recipe_text.split_sentences(text)).split()) == "".join(text.split())
 
 
 def test_passages_hold_the_document_in_order(tokenizer: Words) -> None:

@@ -165,8 +165,6 @@ async def test_a_proof_of_another_peer_is_refused() -> None:
                 )
 
 
-# --- by name ------------------------------------------------------------------------------------------------------
-
 ACCOUNTS = {
     "hf_alice": Account("Alice"),
     "hf_bob": Account("bob", orgs=(Account("cats"), Account("NeuroPark"))),
@@ -248,9 +246,8 @@ async def test_a_membership_that_ended_while_the_authority_was_away_is_renewed_w
         for hours in (2.5, 5.0):
             alice.clock.ahead_s = hours * HOUR
             await alice.member.tick()
-        reasons = [event.reason for event in alice.events.recent(MembershipEnding)]
-        (reason,) = reasons  # silent while there is time
-        assert reason.startswith("the organizer's peer cannot be reached for a new one: ")
+        (ending,) = alice.events.recent(MembershipEnding)  # silent while there is time
+        assert ending.reason.startswith("the organizer's peer cannot be reached for a new one: ")
         again = await here.start("authority", clock=alice.clock)
         alice.node.learn(again.node.contact)
         alice.clock.ahead_s += 700.0
@@ -282,8 +279,7 @@ async def test_an_account_that_leaves_the_list_is_warned_and_out_when_its_member
 
 async def test_a_clock_two_hours_off_is_reported_with_the_fix() -> None:
     async with run_with("alice", "bob") as (here, _):
-        clock = Clock()
-        clock.ahead_s = -540.0
+        clock = Clock(-540.0)
         carol = await here.start("carol", here.invite(), clock=clock)
         await carol.member.tick()
         (skewed,) = carol.events.recent(ClockSkewed)
