@@ -132,7 +132,6 @@ def _median_s(rounds: Sequence[Found]) -> float:
 
 
 def pattern(numel: int) -> Floats:
-    """Return the vector of which every member contributes a multiple, its weight."""
     return np.resize(np.random.default_rng(0).standard_normal(1 << 16, dtype=np.float32), numel)
 
 
@@ -242,8 +241,6 @@ def _add_steps(
 
 
 def make_full_steps(parent: Channel, mode: str, numel: int, peers: int, *invites: str) -> None:
-    """Worker: a full ``step`` of all, or ``groups`` by `Swarm.average`; as ``hivemind_worker.py``."""
-
     def no_state() -> Snapshot:
         raise AssertionError("no peer falls behind in this benchmark")
 

@@ -248,7 +248,6 @@ def _computing_s(hosts: Sequence[Capacity], batch_s: float) -> float:
 
 
 def _whole_peers_s(batch_s: float, scale: int, *, delayed: bool) -> float:
-    """Return a peer's median seconds of a step, in the second half, among 16 whole optimizers."""
     hosts = tuple(HostProfile(one.upload_bps / scale, one.download_bps / scale) for one in DEDLOC16.hosts)
     profile: NetworkProfile = replace(DEDLOC16, name="scaled", hosts=hosts)
 
@@ -336,7 +335,6 @@ class GroupRun:
         return self.history[-1]
 
     def spread(self) -> list[float]:
-        """Return the peers' variance around their common mean, before the first and after each round."""
         held = [np.stack(list(vectors.values())).astype(np.float64) for vectors in self.history]
         return [float(((vectors - vectors.mean(0)) ** 2).mean()) for vectors in held]
 
@@ -375,7 +373,6 @@ class _Player(Averager):
             weight = 1.0
 
     def held_after(self, rounds: int) -> Floats:
-        """Return the vector after so many rounds, an older one if the peer missed the last of them."""
         return self.held[max(done for done in self.held if done <= rounds)]
 
 

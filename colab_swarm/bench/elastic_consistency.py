@@ -1,8 +1,7 @@
 """What inconsistency costs: accuracy against beta, measured distances against Table 1, and error feedback.
 
-Groups are emulated on virtual time, with the product's ledgers, schedulers, meters and codecs and
-with real gradients. A backward pass takes a second (+-0.2); a gradient as long to travel, and
-single buckets longer.
+Groups are emulated on virtual time, with the product's ledgers, schedulers, meters and codecs and with real
+gradients. A backward pass takes a second (+-0.2); a gradient as long to travel, and single buckets longer.
 
 Accuracy depends on beta only where training is on the edge: an MLP of 4 peers at a high rate loses
 1.7 points at beta 0. The bounds for delays and crashes are 1.4 to 4.2 times the measured distance,
@@ -68,12 +67,10 @@ class Crash:
 
 @dataclass(frozen=True)
 class Scene:
-    """A run to emulate.
+    """A run to emulate: ``sizes`` are values per bucket; a gradient is all buckets in turn.
 
-    ``sizes`` are values per bucket; a gradient is all buckets, one after the other. ``alpha``,
-    ``momentum`` and ``decay`` are of SGD: whether alpha falls linearly to 0. ``delay`` is that of a
-    bucket on its way; no bucket overtakes another. ``backward_s`` are the seconds of a (peer, step);
-    ``feedback`` tells whether the residual of a compressed gradient is sent later.
+    ``decay`` lets alpha fall linearly to 0. ``delay`` is that of a bucket on its way; no bucket
+    overtakes another. ``feedback``: the residual of a compressed gradient is sent later.
     """
 
     sizes: tuple[int, ...]
@@ -91,11 +88,7 @@ class Scene:
 
 
 class Member:
-    """One peer of an emulation.
-
-    ``history`` is its view at the start of each step, and after the last; ``found`` are the distances
-    of its views, as its `Meter` found them, ``betas`` those of each step, if they change.
-    """
+    """One peer: ``history`` is its view at each step, ``found`` their distances by its `Meter`."""
 
     def __init__(self, scene: Scene, index: int, start: Floats) -> None:
         self.scheduler = scene.scheduler()
@@ -112,9 +105,8 @@ class Member:
 class Emulation:
     """Runs a scene as a queue of events; the same scene and gradients give the same result.
 
-    ``exact`` are the distances of all members, ``ratios`` measured over bound, after each step, with the
-    codec's stated gamma, ``tight_ratios`` with the largest gamma found, ``||Q(w) - w||^2 / ||w||^2``.
-    ``fired`` are the crashes that happened.
+    ``exact`` are the distances of all members, ``ratios`` measured over bound after each step with the
+    codec's stated gamma, ``tight_ratios`` with the largest found, ``||Q(w) - w||^2 / ||w||^2``.
     """
 
     def __init__(self, scene: Scene, start: Floats, gradient: Gradient) -> None:
@@ -323,7 +315,6 @@ def accuracies(report: BenchReport, model: Model, data: str, seeds: int) -> floa
 
 
 def ratios(report: BenchReport, steps: int, peers: int = 4) -> None:
-    """Report the largest measured distance over its bound; the note has how loose the bound is."""
     task, worst, tightest = ConsistencyTask(0), 0.0, 0.0
     for name, scheduler in SCHEDULERS.items():
         crashes = {peers - 1: Crash(steps // 2, frozenset({0}))} if name == "crash_1" else {}

@@ -17,8 +17,6 @@ from hivemind.compression import Float16Compression
 
 
 class TimedAverager(DecentralizedAverager):
-    """Measures the all-reduce itself, which runs in another process."""
-
     def __init__(self, *args, **settings):
         self.reduced_s = mp.Value("d", 0.0)
         super().__init__(*args, **settings)

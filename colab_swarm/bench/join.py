@@ -50,7 +50,6 @@ def filled_in(cell: str, **form: object) -> str:
 
 
 def stand_in_for_colab(**secrets: str) -> None:
-    """Make this process look like Colab with these user secrets."""
     # with specs, because transformers looks for modules by them
     colab = module_from_spec(ModuleSpec("google.colab", None, is_package=True))
     userdata = module_from_spec(ModuleSpec("google.colab.userdata", None))
@@ -60,7 +59,6 @@ def stand_in_for_colab(**secrets: str) -> None:
 
 
 def run_notebook(parent: Channel, invite: str, folder: str) -> None:
-    """Worker: run the notebook with its state in ``folder``; report seconds of imports and each cell."""
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config
 

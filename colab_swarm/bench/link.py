@@ -66,7 +66,6 @@ async def start_node(**settings: Any) -> Node:
 
 
 def where(node: Node) -> dict[str, Any]:
-    """Return how to reach a node, as JSON; see `contact`."""
     return {"id": node.id.hex(), "addresses": node.contact.addresses}
 
 
@@ -213,8 +212,6 @@ class RawSink(asyncio.BufferedProtocol):
 
 
 class CarrierEnd:
-    """An end of the bare WebSocket: counts, or collects the answer."""
-
     def __init__(self) -> None:
         self.on_data: Callable[[memoryview], object] = lambda data: None
         self.writable = asyncio.Event()
@@ -283,7 +280,6 @@ def _circuits(node: Node, relay: Contact) -> Circuits:
 
 
 async def serve_relay(parent: Channel, relay: dict[str, Any] | None) -> None:
-    """Worker: the relay, or the process that receives through ``relay``."""
     node = await start_node(max_links=4 * IDLE_CIRCUITS, max_handshakes=4 * IDLE_CIRCUITS)
     node.serve(ResourceUse, _on_usage_query)
     found = where(node)

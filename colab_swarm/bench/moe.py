@@ -1,11 +1,10 @@
 """Figure 4 of Learning@home: throughput under delays, the cost of stale updates and failures; and experts under load.
 
-*moe-throughput* (top): the throughput that remains when every block's answer is delayed. A model is
-a chain of blocks, each an expert behind an encrypted link on loopback. After each block its answer
-waits for an exponentially distributed time, in real time. *Ours* has many batches in flight.
-*Model-parallel* is one batch that goes from block to block with the same delays and no network. The
-*bound* is the same computations with neither. Forward only, as published; blocks are small without
-a GPU.
+*moe-throughput* (top): the throughput that remains when every block's answer is delayed. A model is a chain
+of blocks, each an expert behind an encrypted link on loopback. After each block its answer waits for an
+exponentially distributed time, in real time. *Ours* has many batches in flight. *Model-parallel* is one
+batch that goes from block to block with the same delays and no network. The *bound* is the same
+computations with neither. Forward only, as published; blocks are small without a GPU.
 
 *moe-convergence* (bottom): digits (8 x 8 pixels, scaled to [0, 1]) instead of MNIST, so everything
 is smaller: Linear 64 -> 64, four layers of 64, LayerNorm, Linear 64 -> 10. A layer is a mixture, top
@@ -143,8 +142,6 @@ async def _measure_chain(report: BenchReport, plan: ThroughputPlan, kind: BlockK
 
 
 class _Chain:
-    """The blocks of one model behind a link, and ways to send batches through."""
-
     def __init__(self, plan: ThroughputPlan, kind: BlockKind, host: Node, guest: Node) -> None:
         self._plan, self._kind = plan, kind
         rule = ExpertRule(partial(torch.optim.SGD, lr=0.0))  # forward only: it never steps
@@ -269,7 +266,6 @@ def _calls_per_s(
 
 
 def _calls_of(node: Node, *, timeout_s: float) -> ExpertCalls:
-    """Return calls of experts whose hosts are known: the directory is never used."""
     dht, rng = DHT(node, DHTSettings(), random.Random(0)), random.Random(0)
     directory = Directory(RunServices(node, dht, EventLog(), rng, ""))
     return ExpertCalls(node, directory, Runtime(), timeout_s=timeout_s)
@@ -425,8 +421,6 @@ class Trunk(nn.Module):
 
 
 class Mixing:
-    """One layer's forward and backward pass for one batch."""
-
     def __init__(self, gate: nn.Module, experts: Experts, sides: tuple[int, ...], x_BD: Tensor) -> None:
         self._experts = experts
         self._x_BD = x_BD.detach().requires_grad_()
@@ -448,7 +442,6 @@ class Mixing:
         return self.mixed_BD.detach().requires_grad_()
 
     def experts_backward(self, failed: Tensor) -> Tensor:
-        """Go back through the experts, which learn; return the inputs' whole gradient."""
         grads_BKD, x_grads_BD = self._outputs_BKD.grad, self._x_BD.grad
         assert grads_BKD is not None and x_grads_BD is not None
         used_BK = self._answered_BK & ~failed[self._chosen_BK]

@@ -94,7 +94,6 @@ def host_experts(parent: Channel, invite: str, folder: str) -> None:
 
 
 def run_experts(*, minutes: float, kill_every_s: float) -> BenchReport:
-    """Train through experts while their hosts are killed; an error of the training is raised here."""
     over, messages = threading.Event(), list[dict[str, Any]]()
     with (
         tempfile.TemporaryDirectory() as folder,

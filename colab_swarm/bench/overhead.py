@@ -33,8 +33,6 @@ def run(report: BenchReport) -> None:
 
 
 class TrainingLoop:
-    """A loop that trains an ALBERT, as a peer of a swarm or bare."""
-
     def __init__(
         self, swarm: cs.Swarm | None, size: str = "tiny", average_every: int = AVERAGE_EVERY
     ) -> None:
@@ -126,7 +124,6 @@ def _idle_peer(report: BenchReport, crew: Crew, backbone: cs.Swarm) -> None:
 
 
 def join_late(parent: Channel, numel: int, invite: str) -> None:
-    """Worker: at a message, join and train ``numel`` parameters; report first sample and steps."""
     import torch
 
     from colab_swarm.swarm.joining import join

@@ -102,8 +102,6 @@ def train_beside(parent: Channel, invite: str) -> None:
 
 
 class Watched:
-    """The peer alice and her panel; lives in the kernel."""
-
     def __init__(self, invite: str) -> None:
         self._swarm = join(invite, peer_name="alice")
         self._loop = TrainingLoop(self._swarm, average_every=AVERAGE_EVERY)

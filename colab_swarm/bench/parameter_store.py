@@ -51,7 +51,6 @@ def redis_server(*, durable: bool = False) -> Iterator[str]:
 
 @contextmanager
 def postgresql_server() -> Iterator[str]:
-    """Run a PostgreSQL server with default settings, if it is installed; give the URL of a database."""
     found = map(str, sorted(DEBIAN_POSTGRESQL.glob("*/bin"), reverse=True))
     folders = os.pathsep.join([*found, os.environ.get("PATH", "")])
     initdb, postgres = (_program(name, folders) for name in ("initdb", "postgres"))
@@ -71,7 +70,6 @@ def postgresql_server() -> Iterator[str]:
 
 @contextmanager
 def mariadb_server() -> Iterator[str]:
-    """Run a MariaDB server with default settings, if it is installed; give the URL of a database."""
     program = _program("mariadb-install-db")
     mariadbd = _program("mariadbd", os.environ.get("PATH", "") + ":/usr/sbin")
     with _folder("mysql") as (folder, user):

@@ -135,7 +135,6 @@ def run_ordeal(report: BenchReport) -> None:
 
 
 def ordeal(report: BenchReport, folder: Path, *, kills: int, epochs: int) -> None:
-    """Run a job to its end while the coordinator is killed, and report what its log says."""
     plan = WorkPlan(
         subsets=ORDEAL_SUBSETS, max_epochs=epochs, **SMALL_UNITS, alpha=0.7, deadline_s=4.0, in_flight=2
     )

@@ -140,7 +140,6 @@ class AddressBook:
             self._entries[contact.id] = known, len(known.addresses)
 
     def find(self, peer: PeerId) -> Contact:
-        """Return the peer's contact, without addresses if none is known."""
         return self._entries[peer][0] if peer in self._entries else Contact(peer)
 
 

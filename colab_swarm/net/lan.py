@@ -146,7 +146,6 @@ class LanAnnouncer:
             raise OSError(f"multicast DNS failed: {error!r}") from error
 
     async def close(self) -> None:
-        """Withdraw the announcement. Idempotent."""
         await self._zeroconf.async_close()
 
 

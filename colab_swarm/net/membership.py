@@ -52,7 +52,6 @@ class Signed(Message, frozen=True, kw_only=True):
     signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
     def signed_bytes(self) -> bytes:
-        """Return the bytes that the signature covers."""
         unsigned = msgspec.structs.replace(self, signature=b"")
         return msgspec.msgpack.encode((f"colab_swarm {type(self).__name__}", unsigned))
 
@@ -243,7 +242,6 @@ class MembershipAdmission:
 
 
 def in_words(seconds: float) -> str:
-    """Return a length of time in its largest unit: ``3 hours``."""
     for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -251,8 +249,6 @@ def in_words(seconds: float) -> str:
 
 
 class OpenAdmission:
-    """Admits every peer that knows the run, as a worker."""
-
     membership = b""
 
     def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:

@@ -195,7 +195,7 @@ def _find_cloudflared(settings: TunnelSettings) -> str:
 
 
 async def _install_ngrok(settings: TunnelSettings) -> tuple[str, str]:
-    """Return the path of the ngrok agent, downloaded if there is none, and the version of its configuration."""
+    """Return the ngrok agent, downloaded if there is none, and its configuration's version."""
     _require_pyngrok()
     from pyngrok import conf, installer
     from pyngrok.exception import PyngrokError
@@ -378,7 +378,6 @@ class Tunnel:
                 self._events.emit(QuotaWarning(self._loop.time(), used_bytes, quota_bytes))
 
     async def _reconnect(self) -> str:
-        """Start new agents at growing intervals until one works; return its address."""
         back_off_s = BACK_OFF_S
         while True:
             try:

@@ -3,12 +3,11 @@
 Axes: B samples of a batch, L positions of a sample. A sample is ``[CLS] first [SEP] second [SEP]``:
 two consecutive pieces of text, swapped with probability one half.
 
-A mix of sources is streamed shard by shard as in sahajBERT's run (DeDLOC, section 3.3). Each
-document comes from one source, drawn by probability. It is cut into passages of whole sentences, and
-samples are drawn from a buffer of passages at random. A thread prepares batches ahead, and their
-state can be saved. A shard is a part of a source that is read by itself: a call starts one pass over
-its documents, again after a lost connection, on the next pass, or in another process. None is held
-in memory.
+A mix of sources is streamed shard by shard as in sahajBERT's run (DeDLOC, section 3.3). Each document comes
+from one source, drawn by probability. It is cut into passages of whole sentences, and samples are drawn
+from a buffer of passages at random. A thread prepares batches ahead, and their state can be saved. A shard
+is a part of a source that is read by itself: a call starts one pass over its documents, again after a lost
+connection, on the next pass, or in another process. None is held in memory.
 """
 
 from __future__ import annotations

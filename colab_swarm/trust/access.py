@@ -1,9 +1,8 @@
 """How a peer gets into a run and invites others: its membership, and how a revocation reaches every peer.
 
-An invitation that admits offline lets a peer sign its own membership at once. The authority
-replaces it as soon as it is reached, so that the invitation can be revoked without removing the
-peers that used it. A membership is renewed from half of its life on, so that the authority may be
-away for the other half.
+An invitation that admits offline lets a peer sign its own membership at once. The authority replaces it as
+soon as it is reached, so that the invitation can be revoked without removing the peers that used it. A
+membership is renewed from half of its life on, so that the authority may be away for the other half.
 
 The authority stores its signed list of revocations in the DHT under its own subkey, which no other
 peer can write. Every peer reads it each 20 s and asks one linked peer for the newest list; a peer
@@ -322,7 +321,6 @@ class Trust:
                 self.authority = Authority(node, admission, access.book, access.allow, linker.readmit)
 
     async def join(self) -> None:
-        """Get a membership, before the DHT is used; raise `JoinError` if this peer is not admitted."""
         if self._member is not None:
             await self._member.join()
 
@@ -467,7 +465,6 @@ class RunAccess:
         return Invite.issue(grant, secret, entries, access=self.access, authority=peers.public_key)
 
     def _ways_in(self, peers: Peers) -> tuple[Contact, ...]:
-        """Return a few dialable peers, direct ones before relayed ones, the authority and this peer first."""
         found = [peers.contact, *(self.invitation.entries if self.invitation else ())]
         found += map(peers.contact_of, sorted(peers.linked()))
         if self.admission is not None:

@@ -139,7 +139,6 @@ class ContributionLedger:
 
 
 def leaderboard(tallies: Iterable[ContributionTally]) -> tuple[Contribution, ...]:
-    """Sum up the tallies; most samples first."""
     sums: dict[PeerId, list[float]] = {}
     for tally in tallies:
         writer = id_of(tally.key)
@@ -276,7 +275,6 @@ class Leaderboard(tuple[Contribution, ...]):
         return board
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return the rows of a table with `COLUMNS`."""
         return [
             (
                 f"{place}.",
