@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from torch import distributed
 
 import colab_swarm as cs
 from colab_swarm.averaging.exchange import UploadEncoding
@@ -166,7 +165,7 @@ async def average_as_peer(parent: Channel, seed: int, numel: int) -> None:
 
 def average_with_gloo(parent: Channel, rank: int, numel: int, world: int, meeting: str) -> None:
     torch.set_num_threads(1)
-    collectives: Any = distributed
+    collectives: Any = torch.distributed
     collectives.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     values, found = torch.from_numpy(pattern(numel)), dict[str, float]()
     while True:

@@ -205,10 +205,7 @@ async def _search(network: CountingNetwork, peer: SimPeers, dht: WatchedDHT, see
 async def find_experts(
     size: int, searches: int, profile: NetworkProfile, *, standing: bool
 ) -> dict[str, list[float]]:
-    """Let peers without experts search in turn, for the first time; per figure return one value a search.
-
-    Cold times are virtual milliseconds, warm ones those of the processor.
-    """
+    """Let peers search in turn, for the first time; cold ms are virtual, warm ones the processor's."""
     network, rng = CountingNetwork(profile), random.Random(0)
     peers = [network.peer(str(i)) for i in range(size)]
     dhts = [WatchedDHT(peer, DHTSettings(), random.Random(i)) for i, peer in enumerate(peers)]

@@ -51,10 +51,8 @@ from colab_swarm.tensors.codecs import ErrorFeedback, Floats, codec_of
 from colab_swarm.workunits.job import Array, Job
 
 NOTICED_S = 0.5
-Gradient = Callable[[int, int, Floats], Floats]
-"""(peer, step, parameters) -> gradient."""
-Delay = Callable[[int, int, int, int], float]
-"""(sender, receiver, step, bucket) -> seconds."""
+Gradient = Callable[[int, int, Floats], Floats]  # (peer, step, parameters) -> gradient
+Delay = Callable[[int, int, int, int], float]  # (sender, receiver, step, bucket) -> seconds
 
 
 @dataclass(frozen=True)
@@ -246,10 +244,7 @@ STRESS: dict[Model, Scene] = {"mlp": _MLP, "resnet": replace(_MLP, peers=2, step
 
 
 class ConsistencyTask:
-    """Images to classify, ``digits`` or an ``.npz`` of 32 x 32, as gradients over one flat vector.
-
-    ``start`` is its first value, with the last layer at its begin.
-    """
+    """Digits, or an ``.npz`` of 32 x 32, as gradients over one flat vector, the last layer first."""
 
     def __init__(self, seed: int, model: Model = "mlp", data: str = "digits") -> None:
         job, self._train, self._test = _load(model, data)
@@ -432,10 +427,7 @@ class Layer(nn.Linear):
 
 
 def train(parent: Channel, rank: int, invite: str) -> None:
-    """Worker: learn digits step by step, for each message ``{"way": …, "seed": …, "steps": …}``.
-
-    A way is a name of `WAYS`, ``alone`` (no other peer), or ``ddp``.
-    """
+    """Worker: learn digits for each ``{"way": …}``: a name of `WAYS`, ``alone`` or ``ddp``."""
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
     options = cs.NetworkOptions(lan=False, use_relays=False)
     swarm = cs.join(invite, options=options) if invite else cs.create("bench", options=options)

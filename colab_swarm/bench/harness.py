@@ -172,10 +172,7 @@ class Channel:
 
 
 class Worker(Channel):
-    """A child process that runs a function of a module, or a command; both get more ``arguments``.
-
-    It gets ``grace_s`` to end by itself when its input ends.
-    """
+    """A child process that runs a function or a command; it has ``grace_s`` to end by itself."""
 
     def __init__(
         self,

@@ -220,11 +220,8 @@ def run_experts(report: BenchReport) -> None:
         host.call(serve={"uids": ["ffn.0"], "dim": dim})
         alone = host.call(alone={"batch": batch, "rounds": rounds})["samples_per_s"]
         rate = batch * load("forward", uids=["ffn.0"], batch=batch, dim=dim)
-        rates, note = (
-            {"forward_samples_per_s": rate, "local_samples_per_s": alone},
-            f"{callers} callers, batch {batch}",
-        )
-        report.add_all(rates, "samples/s", note)
+        rates = {"forward_samples_per_s": rate, "local_samples_per_s": alone}
+        report.add_all(rates, "samples/s", f"{callers} callers, batch {batch}")
         report.add("vs_local", rate / alone, "", "of the same expert without callers; >= 0.6 wanted")
 
         host.call(serve={"uids": ["nop.0"], "dim": NOP_DIM, "nop": True})

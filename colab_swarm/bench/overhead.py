@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import colab_swarm as cs
@@ -71,9 +70,7 @@ class TrainingLoop:
 
 
 def train(parent: Channel, size: str, batches: int, invite: str) -> None:
-    from colab_swarm.swarm.joining import join
-
-    loop, found = TrainingLoop(join(invite) if invite else None, size), dict[str, float]()
+    loop, found = TrainingLoop(cs.join(invite) if invite else None, size), dict[str, float]()
     while True:
         parent.call(**found)
         found = {"samples_per_s": loop.samples_per_s(batches=batches)}
@@ -156,7 +153,9 @@ def _late_joiner(report: BenchReport, crew: Crew, backbone: cs.Swarm) -> None:
     moments.append(time.time())
     while steps[-1] < moments[-1]:
         steps.append(others[0].receive()["at"])
-    rates = [sum(begin <= at < end for at in steps) / (end - begin) for begin, end in pairwise(moments)]
+    rates = [
+        sum(begin <= at < end for at in steps) / (end - begin) for begin, end in itertools.pairwise(moments)
+    ]
     joined = BenchReport("join", report.quick, rows=report.rows)
     joined.add("first_sample_s", found["seconds"], "s", f"{numel / 1e6:g} M parameters and Adam")
     joined.add("others_step_rate", rates[1] / rates[0], "", "of the others meanwhile, against before")

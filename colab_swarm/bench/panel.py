@@ -35,8 +35,7 @@ watched.panel
 """
 AVERAGE_EVERY = 8
 MEMBERS = 8
-OWN_MEMORY = "status", "RssAnon:"
-"""Without libraries, whose share depends on what else runs."""
+OWN_MEMORY = "status", "RssAnon:"  # without libraries, whose share depends on what else runs
 
 
 @benchmark("panel")

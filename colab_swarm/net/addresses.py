@@ -111,10 +111,7 @@ def own_ips() -> set[IP]:
 
 
 class AddressBook:
-    """Contacts by peer, 20,000 at most: the one unused for longest is dropped.
-
-    Addresses that a peer announced itself come before those that others reported.
-    """
+    """Contacts by peer, the 20,000 used last; addresses that a peer announced itself come first."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[PeerId, tuple[Contact, int]] = OrderedDict()  # how many it announced

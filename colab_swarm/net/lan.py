@@ -108,10 +108,7 @@ def announced(contact: Contact) -> tuple[list[str], int]:
 
 
 class LanAnnouncer:
-    """Announces one peer, by its display ``name``, from its first `update` until `close`.
-
-    ``interfaces`` are IP addresses of those to use, None all; `OSError` if none supports multicast.
-    """
+    """Announces one peer from its first `update` until `close`; `OSError` without multicast."""
 
     def __init__(
         self, run_id: str, access: Access, name: str, *, interfaces: Sequence[str] | None = None

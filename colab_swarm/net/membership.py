@@ -39,7 +39,6 @@ GUEST_S = 60.0
 HUB_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 1 << 20
 _TOKEN = re.compile(r"[!-~]{1,512}")
-
 Key: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Moment: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e11)]
 RunId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_RUN_ID_BYTES)]
@@ -142,10 +141,7 @@ _revocations_decoder = msgspec.msgpack.Decoder(Revocations)
 
 
 class MembershipAdmission:
-    """Admits peers with a membership; the authority needs only its key. ``own`` is this peer's.
-
-    At the authority, and only there, a peer without a valid membership is a guest, for a minute.
-    """
+    """Admits members; at the authority, and only there, all others are guests, for a minute."""
 
     def __init__(self, run_id: str, *, authority: bytes, own: bytes) -> None:
         self.run_id, self.authority, self.own = run_id, authority, own
@@ -156,10 +152,7 @@ class MembershipAdmission:
         self._guests: dict[bytes, float] = {}  # when each was admitted, by public key
 
     def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
-        """Return the role of a peer with this Ed25519 key that shows ``membership``; ``now`` is swarm time.
-
-        Raises `NotAdmitted` if it may not link, or no longer.
-        """
+        """Return the role of a peer that shows ``membership`` at swarm time ``now``; `NotAdmitted`."""
         try:
             role = self.verify(public_key, membership, now=now)
         except NotAdmitted as error:
@@ -211,10 +204,7 @@ class MembershipAdmission:
             )
 
     def learn(self, revocations: bytes) -> bool:
-        """Take an encoded list of revocations; return whether it is newer than the known one.
-
-        Raises `ProtocolError` if it cannot be decoded, or is not by the authority of this run.
-        """
+        """Take an encoded list; return whether it is newer. `ProtocolError` if it is not the authority's."""
         try:
             found = _revocations_decoder.decode(revocations)
         except UNDECODABLE as error:

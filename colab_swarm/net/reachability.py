@@ -94,10 +94,7 @@ class Reachability:
 
 
 class ReachabilityPolicy:
-    """Evidence of how this peer can be reached, and what follows from it. Free of I/O.
-
-    ``trusted`` addresses are those that the user gave: they are reported without a check.
-    """
+    """Evidence of how a peer can be reached, and what follows; ``trusted`` addresses need no check."""
 
     def __init__(self, listening: tuple[str, ...], *, trusted: bool = False) -> None:
         self.listening, self._trusted = listening, trusted
@@ -182,10 +179,7 @@ def _is_local(address: str) -> bool:
 
 
 class ReachabilityWatch:
-    """Keeps one peer reachable, from `start` until its node closes; `close` it before.
-
-    ``relays`` returns those that this peer knows; ``trusted`` addresses are told to others as they are.
-    """
+    """Keeps one peer reachable, from `start` until its node closes; `close` it before."""
 
     def __init__(
         self,
@@ -221,10 +215,7 @@ class ReachabilityWatch:
         node.serve(Moved, self._on_moved)
 
     async def start(self) -> None:
-        """Determine the level; return when it is known or after some seconds.
-
-        Raises `TunnelError` if the requested tunnel cannot be opened.
-        """
+        """Determine the level, in some seconds at most; `TunnelError` if a requested tunnel does not open."""
         if self._tunnel_settings is not None:
             if self._node.port is None:
                 raise TunnelError("a tunnel leads to a port, and this peer has none: remove listen=False")

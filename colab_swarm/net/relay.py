@@ -341,10 +341,7 @@ def choose(rtts_s: dict[PeerId, float], held: Iterable[PeerId], places: int = PL
 
 
 class Circuits:
-    """Lets a node dial through relays and, after `start`, be dialled through them, until it closes.
-
-    ``candidates`` returns the relays that this peer knows; ``on_change`` is called when places change.
-    """
+    """Lets a node dial through relays and, after `start`, be dialled through them, until it closes."""
 
     def __init__(
         self,

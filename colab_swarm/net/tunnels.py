@@ -119,10 +119,7 @@ class TunnelSettings:
 
 
 def settings_of(kind: Literal["ngrok", "cloudflared"]) -> TunnelSettings:
-    """Return the settings of a tunnel given by name; call it on the user's thread, which may ask for a token.
-
-    Raises `TunnelError` if a library is missing, `SecretError` if the token was not found.
-    """
+    """Return a tunnel's settings; it may ask the user for a token. `TunnelError`, `SecretError`."""
     if kind != "ngrok":
         return TunnelSettings(kind)
     _require_pyngrok()

@@ -66,8 +66,6 @@ FORGIVEN_S = 60.0  # a peer whose attempts fail is answered `TRIES` times in thi
 _MIN_BEAT_S = 0.15
 _LATE_S = 0.002  # delay of an event loop's timers
 _BACKLOG = 8
-
-
 Endpoint: TypeAlias = tuple[
     Annotated[str, msgspec.Meta(max_length=45)], Annotated[int, msgspec.Meta(ge=1, le=65535)]
 ]
@@ -172,11 +170,7 @@ class _Silent(asyncio.Protocol):
 
 
 class Upgrades:
-    """Upgrades the relayed links of a node until it closes.
-
-    ``seen_at`` returns where a relay sees this peer, None if unknown. ``on_end`` is called with each
-    peer and why the attempt failed, or None if it succeeded.
-    """
+    """Upgrades a node's relayed links; ``on_end`` gets each peer and why it failed, or None."""
 
     def __init__(
         self,

@@ -3,11 +3,10 @@
 Axes: B samples of a batch, L positions of a sample. A sample is ``[CLS] first [SEP] second [SEP]``:
 two consecutive pieces of text, swapped with probability one half.
 
-A mix of sources is streamed shard by shard as in sahajBERT's run (DeDLOC, section 3.3). Each document comes
-from one source, drawn by probability. It is cut into passages of whole sentences, and samples are drawn
-from a buffer of passages at random. A thread prepares batches ahead, and their state can be saved. A shard
-is a part of a source that is read by itself: a call starts one pass over its documents, again after a lost
-connection, on the next pass, or in another process. None is held in memory.
+A mix of sources is streamed by shards, as in sahajBERT's run (DeDLOC, section 3.3): each document
+comes from one source, drawn by probability, and samples are drawn from a buffer of its passages. A
+shard is read by itself: a call starts one pass over its documents, also after a lost connection or
+in another process. None is held in memory.
 """
 
 from __future__ import annotations
@@ -49,9 +48,7 @@ logger = logging.getLogger(__name__)
 MASKED = 0.15
 SHUFFLE_WINDOWS = 1024
 MIN_WINDOW = 8
-IGNORED = -100
-"""A label that the loss of `transformers` ignores."""
-
+IGNORED = -100  # a label that the loss of `transformers` ignores
 Sample: TypeAlias = "tuple[Sequence[int], Sequence[int], bool]"
 """The tokens of two pieces, without special tokens, and whether they are swapped."""
 
@@ -397,10 +394,7 @@ def _close(stop: threading.Event, thread: threading.Thread) -> None:
 
 
 class TextMix:
-    """Documents from several sources by name and weight, such as ``{"wiki": 0.23, "oscar": 0.77}``.
-
-    Raises `ValueError` if a weight is not positive, or a source cannot be opened (`open_shards`).
-    """
+    """Documents of sources by weight, as ``{"wiki": 0.23}``; ValueError if one is not usable."""
 
     def __init__(
         self, sources: Mapping[str, float], *, seed: int, wait: Callable[[float], object] = time.sleep
@@ -434,11 +428,7 @@ class TextMix:
 
 
 class MixedBatches(SampledBatches):
-    """Batches like those of `PretrainingBatches`, from whole sentences of a mix; can be resumed exactly.
-
-    Samples are drawn at random among ``buffer`` passages (DeDLOC, section 3.3). The seed is also that
-    of the choice of sources and of the buffer. Raises `ValueError` if a size is too small.
-    """
+    """Batches as of `PretrainingBatches`, from whole sentences of a mix; can be resumed exactly."""
 
     def __init__(
         self,
@@ -498,10 +488,8 @@ class MixedBatches(SampledBatches):
                 raise ValueError(f"a state with {name}={state[name]} does not fit {name}={mine}")
         self._mix.load_state_dict(state["mix"])
         self._drawn = state["drawn"]
-        tokens, borders = (
-            state[name].split(state[f"{name[:-1]}_counts"].tolist()) for name in ("tokens", "borders")
-        )
-        pairs = zip(tokens, borders, strict=True)
+        tokens = state["tokens"].split(state["token_counts"].tolist())
+        pairs = zip(tokens, state["borders"].split(state["border_counts"].tolist()), strict=True)
         self._held = [Passage(found.numpy().copy(), tuple(starts.tolist())) for found, starts in pairs]
         self._rng.setstate(state["rng"])
         self._collate.generator.set_state(state["masks"])
@@ -519,11 +507,8 @@ class StreamedBatches(Prefetched[dict[str, Tensor]]):
     ) -> None:
         stop = threading.Event()
         made = MixedBatches(TextMix(sources, seed=seed, wait=stop.wait), tokenizer, seed=seed, **sizes)
-        self.tokenizer, self.batch_size, self.sequence_length = (
-            tokenizer,
-            made.batch_size,
-            made.sequence_length,
-        )
+        self.tokenizer, self.batch_size = tokenizer, made.batch_size
+        self.sequence_length = made.sequence_length
         super().__init__(made, depth=BATCHES_AHEAD, stop=stop)
 
     def __repr__(self) -> str:

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 from colab_swarm.workunits.job import Array, Job, WorkPlan
 
-TEST_SHARE = 0.2
-"""Held-out share of the digits, always the same ones."""
+TEST_SHARE = 0.2  # held-out share of the digits, always the same ones
 HIDDEN = 128
 WIDTH = 16
 _PLAN = WorkPlan()

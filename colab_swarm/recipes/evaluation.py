@@ -82,11 +82,7 @@ def fill_mask(
     top: int = 5,
     weights: Weights | None = None,
 ) -> list[list[Guess]]:
-    """Return the ``top`` likeliest tokens for each ``[MASK]`` of a text, the likeliest first.
-
-    ``weights`` are to use for this call instead of the model's own, by name. Raises `ValueError` if
-    there is no mask in the text, or the scores are no numbers.
-    """
+    """Return the ``top`` likeliest tokens per ``[MASK]``; ValueError without one, or if scores are NaN."""
     length = getattr(getattr(model, "config", None), "max_position_embeddings", 512)
     text = text.replace(MASK, str(tokenizer.mask_token))
     batch = tokenizer(text, return_tensors="pt", truncation=True, max_length=length)

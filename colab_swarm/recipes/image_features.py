@@ -295,10 +295,7 @@ def balance(scores: Tensor, *, epsilon: float, iterations: int) -> Tensor:
 
 @dataclass(frozen=True)
 class SwavSettings:
-    """SwAV's settings for ImageNet (Caron et al. 2020, appendix A): 10 epochs of warm-up, 800 in all.
-
-    After the warm-up, the rate decays to ``final_lr`` along a cosine; prototypes are fixed at first.
-    """
+    """SwAV's settings for ImageNet (appendix A): 10 epochs of warm-up, then a cosine, 800 in all."""
 
     lr: float = 4.8
     trust: float = 1e-3

@@ -39,20 +39,15 @@ if TYPE_CHECKING:
     from transformers import AlbertConfig, AlbertForPreTraining, PreTrainedTokenizerFast
 
 Batches: TypeAlias = PretrainingBatches | StreamedBatches
-
 MAX_POSITIONS = 512
 VALUE_BYTES = 4
 STATE_COPIES = 6
 LAYER_VALUES = 28
 VOCABULARY_VALUES = 3
-RESERVED_BYTES = 1 << 30
-"""CUDA's context, kernels and work space."""
-USABLE = 0.85
-"""Share of the memory left by fragmentation."""
-WITHOUT_GPU_BYTES = 8 << 30
-"""Without a GPU, the micro-batch is chosen for this much memory."""
-ENOUGH = 4
-"""A micro-batch that keeps a GPU busy; with it, recomputing layers would only cost time."""
+RESERVED_BYTES = 1 << 30  # CUDA's context, kernels and work space
+USABLE = 0.85  # share of the memory left by fragmentation
+WITHOUT_GPU_BYTES = 8 << 30  # without a GPU, the micro-batch is chosen for this much memory
+ENOUGH = 4  # a micro-batch that keeps a GPU busy; with it, recomputing layers would only cost time
 MOST = 64
 
 
@@ -85,10 +80,7 @@ class MicroBatch:
 
 
 def fit_memory(size: AlbertSize, memory_bytes: int, *, sequence_length: int | None = None) -> MicroBatch:
-    """Return the micro-batch for a GPU of ``memory_bytes``, a power of two.
-
-    It is checkpointed if fewer than `ENOUGH` samples fit; `ValueError` if not even one does.
-    """
+    """Return the most that a GPU holds, checkpointed if fewer than `ENOUGH` samples fit, or ValueError."""
     length = sequence_length or size.sequence_length
     room = USABLE * memory_bytes - RESERVED_BYTES - STATE_COPIES * VALUE_BYTES * parameter_count(size)
     plain, saving = (int(room // sample_bytes(size, length, checkpointing=twice)) for twice in (False, True))
@@ -123,13 +115,11 @@ def checkpoint_layers(model: Any) -> None:
 
 @dataclass(frozen=True)
 class AlbertSettings:
-    """sahajBERT's training settings (DeDLOC, section 4.3).
+    """sahajBERT's training settings (DeDLOC, section 4.3); ``lr`` to ``clamp`` are of `Lamb`.
 
     Its public run had a schedule of 1,000,000 steps and ended after 19,519, so its learning rate hardly
-    fell. ``lr`` to ``clamp`` are of `Lamb`. Over ``warmup_steps`` and ``total_steps``, both global, the
-    learning rate rises, then falls to 0, linearly. ``target_batch_size`` samples of the whole swarm make
-    a global step. A round waits ``matchmaking_timeout_s`` for peers: notebooks need longer than a data
-    centre.
+    fell. ``target_batch_size`` samples of the whole swarm make a global step. A round waits
+    ``matchmaking_timeout_s`` for peers: notebooks need longer than a data centre.
     """
 
     lr: float = 1.76e-3
@@ -157,10 +147,7 @@ SETTINGS = {
 def albert_optimizer(
     model: torch.nn.Module, settings: AlbertSettings | str = "tiny"
 ) -> tuple[Lamb, LambdaLR]:
-    """Return LAMB and its schedule, for ``swarm.optimizer(optimizer, scheduler=scheduler, …)``.
-
-    ``settings`` are your own, or those of the named size.
-    """
+    """Return LAMB and its schedule, for ``swarm.optimizer(optimizer, scheduler=scheduler, …)``."""
     chosen = SETTINGS[settings] if isinstance(settings, str) else settings
     groups = parameter_groups(model, chosen.weight_decay)
     optimizer = Lamb(groups, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, clamp=chosen.clamp)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 BLOCK_CHARS = 1 << 14
 HUB_SHUFFLE_ROWS = 10_000
-
 TextSource: TypeAlias = str | Path | Iterable[str | Path]
 BlockSource: TypeAlias = Callable[[random.Random], Iterator[str]]
 
@@ -127,8 +126,7 @@ SPECIALS = {
     "sep_token": "[SEP]",
     "mask_token": "[MASK]",
 }
-TRAINING_BLOCKS = 2_000
-"""Text blocks a tokenizer is trained on: about 32 million characters."""
+TRAINING_BLOCKS = 2_000  # text blocks a tokenizer is trained on: about 32 million characters
 REPLACEMENTS = {
     "bn": {
         "\u09e4": "\u0964",
@@ -140,7 +138,6 @@ REPLACEMENTS = {
 }
 """Patterns to normalize, by language. Bengali text writes its full stop (danda, U+0964; doubled, U+0965) as reserved
 code points, bars or currency signs, and visarga (U+0983) as a colon after a letter."""
-
 TokenizerSource: TypeAlias = "str | Path | PreTrainedTokenizerFast"
 
 
@@ -174,10 +171,7 @@ def train_tokenizer(blocks: Iterable[str], *, vocabulary: int, language: str = "
 
 
 def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerFast:
-    """Load a tokenizer from a ``tokenizer.json`` file, a folder or a hub name; a tokenizer is only checked.
-
-    Raises `ValueError` if it cannot be loaded, or lacks a special token that the recipe needs.
-    """
+    """Load a file, a folder or a hub name, or check a tokenizer; ValueError if it is not usable."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tokenizer = _load(source) if isinstance(source, str | Path) else source
     needed = ("pad_token", "cls_token", "sep_token", "mask_token")
@@ -247,7 +241,6 @@ def _wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 ENDS = re.compile(r"(?<=[।॥。！？])\s*|(?<=[.!?|৷])\s+|\s*\n\s*")
 """Sentence borders. A danda needs no space after it; Bengali text often has a bar instead."""
-
 Tokens: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int32]]"
 
 
@@ -282,10 +275,7 @@ def passages(text: str, tokenizer: PreTrainedTokenizerFast, length: int) -> Iter
 
 
 def order_sample(passage: Passage, length: int, rng: random.Random) -> tuple[Tokens, Tokens, bool]:
-    """Cut a passage between two sentences, swap the halves by a coin, and tell whether they are.
-
-    Together they have at most ``length`` tokens: the longer one is cut first.
-    """
+    """Return a passage's two parts, cut to ``length`` tokens together, and whether a coin swapped them."""
     border = rng.choice(passage.borders)
     first, second = passage.tokens[:border], passage.tokens[border:]
     swapped = rng.random() < 0.5

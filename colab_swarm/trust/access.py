@@ -87,11 +87,7 @@ class Credentials:
 
 
 class RunMember:
-    """Gets and renews this peer's membership, and accepts the renewed ones of other peers.
-
-    ``credentials`` admit this peer, None for the authority. ``readmit`` is `Linker.readmit`,
-    ``behind_s`` is `SwarmClock.behind_s`.
-    """
+    """Gets and renews this peer's membership, and accepts the renewed ones of other peers."""
 
     def __init__(
         self,
@@ -206,10 +202,7 @@ RECORD_S = 24 * 3600.0
 
 
 class RevocationWatch:
-    """Keeps a peer's `MembershipAdmission` up to date with the authority's list in the DHT.
-
-    ``recheck`` closes the links of revoked peers, ``spawn`` runs work in the background (`Linker`).
-    """
+    """Keeps a peer's `MembershipAdmission` up to date with the authority's list in the DHT."""
 
     def __init__(
         self,
@@ -338,10 +331,7 @@ class Trust:
         await self.contributions.stop()
 
     def revoke(self, subject: PeerId) -> None:
-        """Remove a peer from the run, or an invitation (the id of its key).
-
-        Raises `PermissionError` if this peer is not the authority, `ValueError` if it is the peer itself.
-        """
+        """Remove a peer, or an invitation by its key's id; `PermissionError` if not the authority."""
         if self.authority is None or self._watch is None:
             raise PermissionError("only the peer that created the run, if it is not open, can remove others")
         self.authority.revoke(subject)
@@ -356,10 +346,8 @@ ENTRIES, ADDRESSES = 3, 4
 class RunAccess:
     """A peer's way into a run, and its rights there.
 
-    ``admission`` decides which peers may link; it is None in an open run, where all may.
-    ``credentials`` admit it to a closed run; the authority has a ``book`` instead, perhaps an ``allow``
-    list. It joined by ``invitation``, None if it created the run. ``known`` peers and the ``tally`` of
-    contributions it saw are of an earlier session.
+    ``admission`` is None in an open run. ``credentials`` admit it to a closed one; the authority has a
+    ``book`` instead. ``known`` peers and the ``tally`` are of an earlier session.
     """
 
     run_id: str
@@ -382,10 +370,7 @@ class RunAccess:
         allow: Allowlist | None,
         key_file: str | Path | None,
     ) -> RunAccess:
-        """Create a run, with this peer as its authority, or continue the one of the key file.
-
-        Raises `ValueError` if the name or the list is not usable, or the key file is of another run.
-        """
+        """Create a run with this peer as authority, or continue the key file's; ValueError if unusable."""
         if not NAME.fullmatch(name):
             raise ValueError(
                 f"{name!r} is no run name: use up to 63 of a-z, 0-9, '.', '_', '-', such as 'my-first-swarm'"

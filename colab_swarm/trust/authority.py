@@ -41,10 +41,7 @@ Shown = Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)]
 
 
 class RequestMembership(Message, frozen=True):
-    """To the authority: request a membership, or a renewed one.
-
-    ``proof`` is a membership by an invitation or an earlier one; ``token`` is of Hugging Face.
-    """
+    """To the authority; ``proof`` is an invitation's or an earlier membership, ``token`` of Hugging Face."""
 
     proof: Shown
     token: Annotated[str, msgspec.Meta(max_length=512)] = ""
@@ -148,10 +145,7 @@ def member_s(allow: Allowlist | None) -> float:
 
 
 class Authority:
-    """Issues memberships, as the peer whose key is the run's authority key.
-
-    It admits accounts on ``allow``; None if an invitation suffices. ``readmit`` is `Linker.readmit`.
-    """
+    """Issues memberships, to accounts on ``allow`` if it is given; ``readmit`` is `Linker.readmit`."""
 
     def __init__(
         self,
@@ -170,10 +164,7 @@ class Authority:
         peers.serve(RequestMembership, self._on_request, role=Role.GUEST)
 
     def grant(self, role: Role, *, hours: float, uses: int = 0) -> tuple[Grant, bytes]:
-        """Return a new invitation's grant, for so many ``uses`` (0: any), and its key's secret seed.
-
-        Raises `ValueError` if hours or uses are out of range.
-        """
+        """Return a new invitation's grant, its key's seed; 0 ``uses`` are any number. `ValueError`."""
         if not (0 < hours < 1e6 and 0 <= uses <= MAX_USES):
             raise ValueError(
                 f"hours={hours}, uses={uses}: hours must be above 0, uses 1 to {MAX_USES:,} or 0 for any number"

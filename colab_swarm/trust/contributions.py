@@ -160,11 +160,7 @@ def merged(*tallies: Iterable[TallyRow]) -> tuple[TallyRow, ...]:
 
 
 class Contributions:
-    """Publishes this peer's ledger in the DHT and reads those of all peers.
-
-    Only tallies of reducers and above count by ``admission``; None in an open run, where all count.
-    ``relayed_bytes`` is `Metering.relayed_bytes`. ``saved`` is the tally of an earlier session.
-    """
+    """Publishes this peer's ledger in the DHT and reads all others'; in a closed run, of members only."""
 
     def __init__(
         self,

@@ -348,10 +348,7 @@ def is_red(image: torch.Tensor) -> bool:
 def test_arrays_of_every_layout_give_the_same_images(images: Any) -> None:
     opened = open_images(images)
     assert len(opened) == 1 and is_red(as_image(opened[0]))
-
-
-def test_grey_images_get_three_equal_channels() -> None:
-    assert as_image(np.array([[0.0, 0.5, 1.0]])).tolist() == [[[0, 128, 255]]] * 3
+    assert as_image(np.array([[0.0, 0.5, 1.0]])).tolist() == [[[0, 128, 255]]] * 3  # grey
 
 
 def test_a_folder_is_searched_at_all_depths_and_other_files_are_ignored(tmp_path: Path) -> None:

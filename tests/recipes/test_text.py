@@ -28,15 +28,9 @@ def test_packing_keeps_all_text_in_order_in_blocks_of_one_size(texts: list[str],
 
 
 def test_the_python_documentation_is_there_without_a_download() -> None:
-    blocks = read("python-docs")
-    assert sum(map(len, blocks)) > 300_000
-    assert any("compound statement" in block for block in blocks)
-
-
-def test_peers_read_the_same_blocks_in_different_orders() -> None:
     alice, bob = read("python-docs", 1), read("python-docs", 2)
-    assert alice != bob
-    assert sorted(alice) == sorted(bob)
+    assert sum(map(len, alice)) > 300_000 and any("compound statement" in block for block in alice)
+    assert alice != bob and sorted(alice) == sorted(bob)  # the same blocks in different orders
     assert alice == read("python-docs", 1)
 
 
@@ -112,8 +106,7 @@ def test_passages_hold_the_document_in_order(tokenizer: Words) -> None:
     assert tokenizer.decode(together).startswith(text[:3000])
     assert all(61 <= len(passage.tokens) <= 61 + 30 for passage in found[:-1])
     for passage in found:
-        second = tokenizer.decode(passage.tokens[passage.borders[0] :])
-        assert second.startswith("number")
+        assert tokenizer.decode(passage.tokens[passage.borders[0] :]).startswith("number")
 
 
 def test_a_very_long_sentence_is_cut_and_a_lone_one_is_dropped(tokenizer: Words) -> None:
@@ -130,10 +123,8 @@ def test_a_sample_is_two_neighbouring_pieces_that_fit(lengths: list[int], room: 
     borders = tuple(np.cumsum(lengths)[:-1].tolist())
     first, second, swapped = order_sample(Passage(tokens, borders), room, random.Random(seed))
     before, after = (second, first) if swapped else (first, second)
-    assert before[0] == 0
-    assert after[0] in borders
-    assert len(first) >= 1 and len(second) >= 1
-    assert len(first) + len(second) == min(room, len(tokens))
+    assert before[0] == 0 and after[0] in borders
+    assert min(len(first), len(second)) >= 1 and len(first) + len(second) == min(room, len(tokens))
     border, left = int(after[0]), len(tokens) - int(after[0])
     shorter_is_whole = len(before) == border <= len(after) or len(after) == left <= len(before)
     assert shorter_is_whole or abs(len(before) - len(after)) <= 1
