@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from torch import distributed
 
 import colab_swarm as cs
 from colab_swarm.averaging.exchange import UploadEncoding
@@ -39,14 +38,11 @@ Found = list[dict[str, Any]]
 
 @benchmark("averaging")
 def run(report: BenchReport, python: str | None = None) -> None:
-    """Measure rounds and full steps; with a ``python`` that has hivemind, also the steps of hivemind."""
+    """With a ``python`` that has hivemind, also measure the steps of hivemind."""
     numel = 2_000_000 if report.quick else 18_000_000
     _compare_with_gloo(report, numel, rounds=6 if report.quick else 50)
     _kill_members(report, numel, crowd=4 if report.quick else 8, kills=2 if report.quick else 10)
     _measure_steps(report, python)
-
-
-# --- one round ------------------------------------------------------------------------------------------------------
 
 
 def _start_peers(crew: Crew, seeds: Sequence[int], numel: int) -> dict[Worker, GroupMember]:
@@ -135,12 +131,11 @@ def _median_s(rounds: Sequence[Found]) -> float:
 
 
 def pattern(numel: int) -> Floats:
-    """Return the vector of which every member contributes a multiple, its weight."""
     return np.resize(np.random.default_rng(0).standard_normal(1 << 16, dtype=np.float32), numel)
 
 
 def _is_mean(values: Floats, group: Group, dead: float) -> bool:
-    """Tell whether the values are the mean of all members, or that without the dead one of this weight."""
+    """Tell whether the values are the mean of all members, or of all but the dead one of this weight."""
     weights = np.array([member.weight for member in group.members])
     means = [(some**2).sum() / some.sum() for some in (weights, weights[weights != dead])]
     near = [np.isclose(values, np.float32(mean) * pattern(len(values)), rtol=1e-5) for mean in means]
@@ -170,7 +165,7 @@ async def average_as_peer(parent: Channel, seed: int, numel: int) -> None:
 
 def average_with_gloo(parent: Channel, rank: int, numel: int, world: int, meeting: str) -> None:
     torch.set_num_threads(1)
-    collectives: Any = distributed
+    collectives: Any = torch.distributed
     collectives.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     values, found = torch.from_numpy(pattern(numel)), dict[str, float]()
     while True:
@@ -181,9 +176,6 @@ def average_with_gloo(parent: Channel, rank: int, numel: int, world: int, meetin
         found = {"seconds": time.perf_counter() - began}
         values /= world
         parent.call()
-
-
-# --- full steps: find the group, average, advance --------------------------------------------------------------------
 
 
 def _measure_steps(report: BenchReport, python: str | None) -> None:
@@ -248,8 +240,6 @@ def _add_steps(
 
 
 def make_full_steps(parent: Channel, mode: str, numel: int, peers: int, *invites: str) -> None:
-    """Worker: a full ``step`` of all, or ``groups`` by `Swarm.average`; as ``hivemind_worker.py``."""
-
     def no_state() -> Snapshot:
         raise AssertionError("no peer falls behind in this benchmark")
 

@@ -1,16 +1,16 @@
 """DeDLOC: the adaptive strategy (Table 1), ALBERT-large (section 4.2, Figure 5), alternating groups (Appendix C).
 
-*strategy*: averaging ResNet-50's gradients by all-reduce, a parameter server and the adaptive strategy. Predicted by
-the strategy's arithmetic, and simulated: groups form and bytes move as in a live round. The notes have the paper's own
-seconds. Its bytes per value and its share of protocol are not known, so ratios compare better.
+*strategy*: averaging ResNet-50's gradients by all-reduce, a parameter server and the adaptive
+strategy. Predicted by the strategy's arithmetic, and simulated: groups form and bytes move as in a
+live round. The paper's bytes per value and its share of protocol are not known: compare ratios.
 
-*albert*: ALBERT-large in five set-ups, time per step and share of the high-bandwidth speed. Rounds are simulated
-(`simulate_round`), 18 M values as float16. With delayed updates, as in the paper, a step takes as long as the slower of
-computing and averaging; without, as long as both together. The paper does not state a compute speed, only that training
-with equal shares is about 2.5 times slower than with high bandwidth; `SLOWDOWN` derives it from that. The last rows are
-no model: whole peers on the simulated network that measure their bandwidths.
+*albert*: ALBERT-large in five set-ups, time per step and share of the high-bandwidth speed. Rounds
+are simulated (`simulate_round`), 18 M values as float16. With delayed updates, as in the paper, a
+step takes as long as the slower of computing and averaging; without, as both together. The paper
+states no compute speed, only that training with equal shares is about 2.5 times slower than with
+high bandwidth (`SLOWDOWN`). The last rows are whole peers that measure their bandwidths.
 
-*groups*: how exact averages of alternating groups are, what crashes cost, and which group size is chosen.
+*groups*: how exact averages of alternating groups are, what crashes cost, and the chosen group size.
 """
 
 from __future__ import annotations
@@ -71,11 +71,7 @@ LATENCY_S = 0.0003
 PATIENT = AveragingSettings(round_timeout_s=600.0, patience_s=60.0)
 
 
-# --- one simulated round ---------------------------------------------------------------------------------------------
-
-
 def host(bps: float, *, trains: bool = True) -> Capacity:
-    """Return a peer with a symmetric connection; one that does not train assists."""
     return Capacity(float(trains), bps, bps, receives=trains)
 
 
@@ -127,8 +123,6 @@ def one_server(tickets: Sequence[Ticket]) -> SharePlan:
     return SharePlan(tuple(float(index == server) for index in range(len(tickets))))
 
 
-# --- the table -------------------------------------------------------------------------------------------------------
-
 RESNET50, SCALE = RoundTerms("bench", 0, b"lineage", 25_600_000, b"schema"), 2
 A, B = (host(GIGABIT),) * 8, (host(0.2 * GIGABIT),) * 16
 TABLE = {
@@ -146,7 +140,6 @@ STRATEGIES: dict[str, Strategy] = {
 
 @benchmark("strategy")
 def run_strategy(report: BenchReport) -> None:
-    """Predict and simulate the table; time the planning."""
     errors = dict.fromkeys(STRATEGIES, 0.0)
     for name, (hosts, published) in TABLE.items():
         setup = AveragingSetup(hosts, 4 * RESNET50.numel, 4 * RESNET50.numel)
@@ -203,8 +196,6 @@ def plot_strategy(report: BenchReport, path: str) -> None:
         panels[0].set_ylabel("seconds per round (— simulated)")
 
 
-# --- ALBERT-large -----------------------------------------------------------------------------------------------------
-
 ALBERT_LARGE = RoundTerms("bench", 0, b"lineage", 18_105_474, b"schema", "float16", "float16")
 SLOWDOWN = 2.5
 BATCH, TRAINERS, WHOLE_STEPS = 4096, 16, 6
@@ -257,7 +248,6 @@ def _computing_s(hosts: Sequence[Capacity], batch_s: float) -> float:
 
 
 def _whole_peers_s(batch_s: float, scale: int, *, delayed: bool) -> float:
-    """Return a peer's median seconds of a step, in the second half, among 16 whole optimizers."""
     hosts = tuple(HostProfile(one.upload_bps / scale, one.download_bps / scale) for one in DEDLOC16.hosts)
     profile: NetworkProfile = replace(DEDLOC16, name="scaled", hosts=hosts)
 
@@ -291,8 +281,6 @@ def plot_albert(report: BenchReport, path: str) -> None:
         scaling.set_xticks(counts, labels=map(str, counts))
 
 
-# --- alternating groups ----------------------------------------------------------------------------------------------
-
 NUMEL = 500
 
 
@@ -300,12 +288,9 @@ NUMEL = 500
 class Town:
     """Peers ``p0``, ``p1``, … that average a vector of `NUMEL` values each, on the simulated network.
 
-    Attributes:
-        clients: how many of them, the last ones, cannot be dialled.
-        weights: one per peer; 1 by default.
-        doomed: ``doomed(name, round)``: whether the peer crashes while it sends in that round, counted from 0.
-        liars: peers that vote for groups of a million and send NaN.
-        group_size: vote of all; None for the size that their measurements suggest.
+    The last ``clients`` cannot be dialled. ``doomed(name, round)`` tells whether a peer crashes while it
+    sends in that round, counted from 0. ``liars`` vote for groups of a million and send NaN.
+    ``group_size`` is the vote of all; None for the size that their measurements suggest.
     """
 
     count: int
@@ -326,7 +311,6 @@ class Town:
         return np.random.default_rng([self.seed, int(name[1:])]).standard_normal(NUMEL, dtype=np.float32)
 
     def mean(self, names: Sequence[str] = ()) -> Floats:
-        """Return the weighted mean of the vectors of these peers (all by default), in float64."""
         chosen = list(names) or self.names()
         vectors = [self.vector(name).astype(np.float64) for name in chosen]
         return np.average(vectors, axis=0, weights=[self.weight(name) for name in chosen])
@@ -336,8 +320,8 @@ class Town:
 class GroupRun:
     """The results of a `Town`, without the peers that crashed.
 
-    ``history`` has the vector of every peer before the first and after each round, ``results`` those of the last pass,
-    ``votes`` the group size that each would choose next; ``seconds`` are virtual, for all passes.
+    ``history`` has the vector of every peer before the first and after each round, ``results`` those of
+    the last pass, ``votes`` the group size that each would choose next; ``seconds`` are virtual.
     """
 
     history: list[dict[str, Floats]]
@@ -351,14 +335,11 @@ class GroupRun:
         return self.history[-1]
 
     def spread(self) -> list[float]:
-        """Return the peers' variance around their common mean, before the first and after each round."""
         held = [np.stack(list(vectors.values())).astype(np.float64) for vectors in self.history]
         return [float(((vectors - vectors.mean(0)) ** 2).mean()) for vectors in held]
 
 
 class _Player(Averager):
-    """One peer of the town: it records its vector after each round and crashes on request."""
-
     def __init__(self, town: Town, network: SimNetwork, name: str, *, listen: bool) -> None:
         self.peers = network.peer(name, listen=listen)
         super().__init__(self.peers)
@@ -392,12 +373,10 @@ class _Player(Averager):
             weight = 1.0
 
     def held_after(self, rounds: int) -> Floats:
-        """Return the vector after so many rounds, an older one if the peer missed the last of them."""
         return self.held[max(done for done in self.held if done <= rounds)]
 
 
 def play(town: Town, *, passes: int = 1, script: Callable[[SimNetwork], None] = lambda _: None) -> GroupRun:
-    """Let the town average, so many passes each."""
     return run_aside(_play(town, passes, script), run_virtual)
 
 
@@ -440,13 +419,11 @@ def chosen_size(peers: int, failing: float) -> int:
 
 
 def failing_at_random(share: float, seed: int) -> Callable[[str, int], bool]:
-    """Return a `Town.doomed` that draws this share of the peers in every round."""
     return lambda name, round_: random.Random(f"{seed} {name} {round_}").random() < share
 
 
 @benchmark("groups")
 def run_groups(report: BenchReport) -> None:
-    """Measure exactness and failures, and report the choice of the group size."""
     for count in (16, 13):
         town = Town(count, group_size=4)
         story = play(town)

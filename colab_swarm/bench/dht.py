@@ -1,10 +1,9 @@
 """How reliably and fast the DHT finds records: 10,000 peers on virtual time, real peers on loopback.
 
-*beam-search*: how fast a trainer finds the top 4 of 1,024 experts for a batch of 64, among up to 10,000 peers on
-virtual time. Learning@home (section 4.1) took 317, 528 and 764 ms among 100, 1,000 and 10,000
-peers, in three cloud regions that were 92.5 ms apart. Here that is the mean delay of each message,
-not of a round trip. As in a swarm that has run for a while, peers that are in each other's routing
-tables are already linked; other links must be dialled.
+*beam-search*: how fast a trainer finds the top 4 of 1,024 experts for a batch of 64. Learning@home
+(section 4.1) took 317, 528 and 764 ms among 100, 1,000 and 10,000 peers, in three cloud regions that
+were 92.5 ms apart; here that is the mean delay of each message. As in a swarm that has run for a
+while, peers in each other's routing tables are already linked; other links must be dialled.
 """
 
 from __future__ import annotations
@@ -141,7 +140,6 @@ async def _loopback(report: BenchReport, peers: int, operations: int) -> None:
 
 @benchmark("dht")
 def run(report: BenchReport) -> None:
-    """Measure reads and stores of records; ``quick`` takes fewer operations."""
     for peers, name in SIZES.items():
         lookups = run_virtual(read_records(peers, 50 if report.quick else 400))
         report.add_rows(
@@ -153,8 +151,6 @@ def run(report: BenchReport) -> None:
     _processes(report, 160 if report.quick else 800)
     asyncio.run(_loopback(report, 32, 50 if report.quick else 200))
 
-
-# --- beam search ------------------------------------------------------------------------------------------------------
 
 GRID = Grid("ffn", (32, 32))
 HOSTS = 256
@@ -208,10 +204,7 @@ async def _search(network: CallNetwork, peer: CallPeer, dht: WatchedDHT, seed: i
 async def find_experts(
     size: int, searches: int, profile: NetworkProfile, *, standing: bool
 ) -> dict[str, list[float]]:
-    """Let peers without experts search in turn, for the first time; per figure return one value a search.
-
-    Cold times are virtual milliseconds, warm ones those of the processor.
-    """
+    """Let peers search in turn, for the first time; cold ms are virtual, warm ones the processor's."""
     network, rng = CallNetwork(profile), random.Random(0)
     peers = [network.peer(str(i)) for i in range(size)]
     dhts = [WatchedDHT(cast(Peers, peer), DHTSettings(), random.Random(i)) for i, peer in enumerate(peers)]

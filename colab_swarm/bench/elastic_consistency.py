@@ -1,15 +1,15 @@
 """What inconsistency costs: accuracy against beta, measured distances against Table 1, and error feedback.
 
-Groups are emulated on virtual time, with the product's ledgers, schedulers, meters and codecs and with real gradients.
-A backward pass takes a second (+-0.2); a gradient as long to travel, and single buckets longer.
+Groups are emulated on virtual time, with the product's ledgers, schedulers, meters and codecs and with real
+gradients. A backward pass takes a second (+-0.2); a gradient as long to travel, and single buckets longer.
 
-Accuracy depends on beta only where training is on the edge: an MLP of 4 peers at a high rate loses 1.7 points at beta
-0. The bounds for delays and crashes are 1.4 to 4.2 times the measured distance, those for compression 24 (int8) to
-10,000 times (onebit), or 3 to 14 times with the largest gamma of the run itself.
+Accuracy depends on beta only where training is on the edge: an MLP of 4 peers at a high rate loses
+1.7 points at beta 0. The bounds for delays and crashes are 1.4 to 4.2 times the measured distance,
+those for compression 24 (int8) to 10,000 times (onebit), or 3 to 14 times with the run's own gamma.
 
-Speed is measured with two processes that learn digits, in network namespaces with 5 ms (+-0.2 ms) of latency: by every
-scheduler, by torch's `DistributedDataParallel` over gloo, and alone, in turn and with several seeds. A beta above 0
-gains less than 0: the first bucket of the same step, which is sent early, still takes its 5 ms.
+Speed is measured with two processes that learn digits, in network namespaces with 5 ms (+-0.2 ms)
+of latency: by every scheduler, by torch's `DistributedDataParallel` over gloo, and alone, in turn.
+A beta above 0 gains less than 0: the step's own first bucket, sent early, still takes its 5 ms.
 """
 
 from __future__ import annotations
@@ -51,15 +51,13 @@ from colab_swarm.tensors.codecs import ErrorFeedback, Floats, codec_of
 from colab_swarm.workunits.job import Array, Job
 
 NOTICED_S = 0.5
-Gradient = Callable[[int, int, Floats], Floats]
-"""(peer, step, parameters) -> gradient."""
-Delay = Callable[[int, int, int, int], float]
-"""(sender, receiver, step, bucket) -> seconds."""
+Gradient = Callable[[int, int, Floats], Floats]  # (peer, step, parameters) -> gradient
+Delay = Callable[[int, int, int, int], float]  # (sender, receiver, step, bucket) -> seconds
 
 
 @dataclass(frozen=True)
 class Crash:
-    """A peer computes its gradient of ``step``, sends it only to the peers in ``reached``, and crashes."""
+    """A peer sends its gradient of ``step`` only to the peers in ``reached``, and crashes."""
 
     step: int
     reached: frozenset[int]
@@ -67,14 +65,10 @@ class Crash:
 
 @dataclass(frozen=True)
 class Scene:
-    """A run to emulate.
+    """A run to emulate: ``sizes`` are values per bucket; a gradient is all buckets in turn.
 
-    Attributes:
-        sizes: values per bucket; a gradient is all buckets, one after the other.
-        alpha, momentum, decay: of SGD, and whether alpha falls linearly to 0.
-        delay: of a bucket on its way; no bucket overtakes another.
-        backward_s: seconds of a (peer, step); buckets become ready evenly.
-        feedback: whether the residual of a compressed gradient is sent later.
+    ``decay`` lets alpha fall linearly to 0. ``delay`` is that of a bucket on its way; no bucket
+    overtakes another. ``feedback``: the residual of a compressed gradient is sent later.
     """
 
     sizes: tuple[int, ...]
@@ -92,13 +86,7 @@ class Scene:
 
 
 class Member:
-    """One peer of an emulation.
-
-    Attributes:
-        history: its view at the start of each step, and after the last.
-        found: distances of its views, as its `Meter` found them.
-        betas: of each step, if they change.
-    """
+    """One peer: ``history`` is its view at each step, ``found`` their distances by its `Meter`."""
 
     def __init__(self, scene: Scene, index: int, start: Floats) -> None:
         self.scheduler = scene.scheduler()
@@ -115,12 +103,8 @@ class Member:
 class Emulation:
     """Runs a scene as a queue of events; the same scene and gradients give the same result.
 
-    Attributes:
-        members: by number.
-        exact: the distances of all.
-        ratios: measured over bound, after each step, with the codec's stated gamma.
-        tight_ratios: the same with the largest gamma found, ``||Q(w) - w||^2 / ||w||^2``.
-        fired: crashes that happened.
+    ``exact`` are the distances of all members, ``ratios`` measured over bound after each step with the
+    codec's stated gamma, ``tight_ratios`` with the largest found, ``||Q(w) - w||^2 / ||w||^2``.
     """
 
     def __init__(self, scene: Scene, start: Floats, gradient: Gradient) -> None:
@@ -239,8 +223,6 @@ class Emulation:
         self._at(self._now, self._begin, peer)
 
 
-# --- the experiments --------------------------------------------------------------------------------------------------
-
 Part = tuple[torch.Tensor, torch.Tensor]
 Model = Literal["mlp", "resnet"]
 BETAS = (0.0, 0.1, 0.3, 0.5, 0.8, 1.0)
@@ -262,11 +244,7 @@ STRESS: dict[Model, Scene] = {"mlp": _MLP, "resnet": replace(_MLP, peers=2, step
 
 
 class ConsistencyTask:
-    """Images to classify, as gradients over one flat vector: ``start`` at first, the last layer at its begin.
-
-    Args:
-        data: ``digits``, or an ``.npz`` of images of 32 x 32.
-    """
+    """Digits, or an ``.npz`` of 32 x 32, as gradients over one flat vector, the last layer first."""
 
     def __init__(self, seed: int, model: Model = "mlp", data: str = "digits") -> None:
         job, self._train, self._test = _load(model, data)
@@ -276,7 +254,6 @@ class ConsistencyTask:
         self.sizes = tuple(map(len, np.array_split(self.start, BUCKETS)))
 
     def gradient(self, peer: int, step: int, parameters: Floats) -> Floats:
-        """Return the gradient of the mean loss of one batch, drawn by seed, peer and step."""
         inputs, labels = self._train
         rng = torch.Generator().manual_seed((self._seed * 1000 + peer) * 100_000 + step)
         chosen = torch.randint(len(labels), (BATCH,), generator=rng)
@@ -333,7 +310,6 @@ def accuracies(report: BenchReport, model: Model, data: str, seeds: int) -> floa
 
 
 def ratios(report: BenchReport, steps: int, peers: int = 4) -> None:
-    """Report the largest measured distance over its bound; the note has how loose the bound is."""
     task, worst, tightest = ConsistencyTask(0), 0.0, 0.0
     for name, scheduler in SCHEDULERS.items():
         crashes = {peers - 1: Crash(steps // 2, frozenset({0}))} if name == "crash_1" else {}
@@ -350,7 +326,6 @@ def ratios(report: BenchReport, steps: int, peers: int = 4) -> None:
 
 
 def compressions(report: BenchReport, seeds: int) -> None:
-    """Report what sending one value of a hundred costs, with and without error feedback."""
     topk, found = replace(COMPRESSED, codec="topk:0.01"), []
     for seed in range(seeds):
         task = ConsistencyTask(seed)
@@ -365,7 +340,7 @@ def compressions(report: BenchReport, seeds: int) -> None:
 
 @benchmark("elastic")
 def run_emulated(report: BenchReport, data: str = "digits") -> None:
-    """Run the three experiments on virtual time; ``data`` are images for a residual network in the first."""
+    """Run the experiments on virtual time; ``data`` are images for a residual network in the first."""
     seeds = 1 if report.quick else 3
     models: list[Model] = ["resnet"] if data != "digits" else ["mlp"] if report.quick else ["mlp", "resnet"]
     with torch_threads(1):  # tensors are tiny
@@ -388,8 +363,6 @@ def plot(report: BenchReport, path: str) -> None:
                     axes.axhline(variance, linestyle="--", label=f"{model}, variance-bounded")
 
 
-# --- speed over a slow link -------------------------------------------------------------------------------------------
-
 DELAY_S, JITTER_S = 0.005, 0.0002
 WAYS: dict[str, Callable[[], schedulers.Scheduler]] = {
     "synchronous": schedulers.Synchronous,
@@ -407,13 +380,12 @@ WARM_UP, WINDOW = 20, 10
 
 @benchmark("elastic")
 def run(report: BenchReport, data: str = "digits") -> None:
-    """Run the experiments above, see `run_emulated`, and `add_speed`."""
     report.rows += run_emulated(report.quick, data=data).rows
     add_speed(report, *((1, 100) if report.quick else (3, 300)))
 
 
 def add_speed(report: BenchReport, seeds: int, steps: int) -> None:
-    """Measure step times over ``seeds`` runs of ``steps`` steps, or add a row with the reason why not."""
+    """Measure step times over ``seeds`` runs, or add a row with the reason why not."""
     if reason := missing():
         report.add("speed_measured", 0, "", f"step times need two network namespaces: {reason}")
         return
@@ -449,19 +421,13 @@ def add_speed(report: BenchReport, seeds: int, steps: int) -> None:
     )
 
 
-# --- one of the two peers ---------------------------------------------------------------------------------------------
-
-
 class Layer(nn.Linear):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden + torch.relu(super().forward(hidden))
 
 
 def train(parent: Channel, rank: int, invite: str) -> None:
-    """Worker: learn digits step by step, for each message ``{"way": …, "seed": …, "steps": …}``.
-
-    A way is a name of `WAYS`, ``alone`` (no other peer), or ``ddp``: torch's `DistributedDataParallel` over gloo.
-    """
+    """Worker: learn digits for each ``{"way": …}``: a name of `WAYS`, ``alone`` or ``ddp``."""
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
     options = cs.NetworkOptions(lan=False, use_relays=False)
     swarm = cs.join(invite, options=options) if invite else cs.create("bench", options=options)
@@ -502,6 +468,6 @@ def _train_one(
 
 
 def typical(ends: list[float]) -> float:
-    """Return the lower quartile of a step's time, over windows of steps; other programs only add to it."""
+    """Return the lower quartile of a step's time, over windows; other programs only add to it."""
     windows = zip(ends[WARM_UP:], ends[WARM_UP + WINDOW :], strict=False)
     return statistics.quantiles(((end - begin) / WINDOW for begin, end in windows), n=4)[0]

@@ -30,8 +30,6 @@ from typing import IO, Any, NamedTuple, Self, TypeVar
 
 T = TypeVar("T")
 
-# --- figures ---------------------------------------------------------------------------------------------------------
-
 
 class Figure(NamedTuple):
     """One figure. ``key`` is stable, because other programs read it from the JSON."""
@@ -76,7 +74,6 @@ class BenchReport:
         return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:
-        """Write ``{"metrics": {key: number}, "environment": {...}}``."""
         found = {"metrics": {row.key: row.value for row in self.rows}, "environment": environment()}
         Path(path).write_text(json.dumps(found, indent=1))
 
@@ -97,7 +94,6 @@ def benchmark(name: str, prefix: str = "") -> Callable[[Callable[..., None]], Ca
 
 
 def environment() -> dict[str, str | int | float | None]:
-    """Describe the machine and the installed versions."""
     packages = ("colab-swarm", "torch", "aiohttp", "cryptography", "numpy")
     found = {name: version(name) if find_spec(name.replace("-", "_")) else "absent" for name in packages}
     return {
@@ -146,19 +142,14 @@ def run_aside(main: Coroutine[Any, Any, T], run: Callable[[Coroutine[Any, Any, T
         return pool.submit(run, main).result()
 
 
-# --- processes -------------------------------------------------------------------------------------------------------
-
-
 def python_command(function: Callable[..., object], *arguments: object) -> list[str]:
-    """Return the command that runs ``function(parent, *arguments)``; arguments must be JSON values."""
+    """Return the command that runs ``function(parent, *arguments)``; arguments are JSON values."""
     module = sys.modules[function.__module__].__spec__  # its own name, even if it is __main__ here
     assert module is not None
     return [sys.executable, "-m", __name__, f"{module.name}:{function.__name__}", json.dumps(arguments)]
 
 
 class Channel:
-    """One end of an exchange of JSON objects, one per line."""
-
     def __init__(self, source: IO[str], target: IO[str]) -> None:
         self._source, self._target = source, target
 
@@ -166,10 +157,7 @@ class Channel:
         print(json.dumps(message), file=self._target, flush=True)
 
     def receive(self) -> dict[str, Any]:
-        """Return the next message, or raise `EOFError` if the other process ended.
-
-        Other lines, printed by libraries, are skipped.
-        """
+        """Return the next message, or raise `EOFError`; lines printed by libraries are skipped."""
         for line in self._source:
             if line.startswith("{"):
                 return dict(json.loads(line))
@@ -184,10 +172,7 @@ class Channel:
 
 
 class Worker(Channel):
-    """A child process that runs a function of a module, or a command of words; both get more ``arguments``.
-
-    It gets ``grace_s`` to end by itself when its input ends, and these variables of the ``environment``.
-    """
+    """A child process that runs a function or a command; it has ``grace_s`` to end by itself."""
 
     def __init__(
         self,
@@ -209,7 +194,6 @@ class Worker(Channel):
         super().__init__(self.process.stdout, self.process.stdin)
 
     def close(self) -> None:
-        """Kill it, after its grace."""
         try:
             self._target.close()
             self.process.wait(self._grace_s)

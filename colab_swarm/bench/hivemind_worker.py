@@ -1,7 +1,7 @@
 """One hivemind peer of ``bench averaging --vs hivemind``. A Python with hivemind runs it, without this package.
 
-``python hivemind_worker.py NUMEL PEERS [INITIAL_PEER]``: reads JSON lines and answers with JSON lines. It is configured
-for speed: one group of all, matchmaking as short as its request timeout allows.
+``python hivemind_worker.py NUMEL PEERS [INITIAL_PEER]`` answers JSON lines by JSON lines. It is
+configured for speed: one group of all, matchmaking as short as its request timeout allows.
 """
 
 # mypy: ignore-errors
@@ -17,8 +17,6 @@ from hivemind.compression import Float16Compression
 
 
 class TimedAverager(DecentralizedAverager):
-    """Measures the all-reduce itself, which runs in another process."""
-
     def __init__(self, *args, **settings):
         self.reduced_s = mp.Value("d", 0.0)
         super().__init__(*args, **settings)

@@ -1,6 +1,6 @@
 """How long a late joiner waits, from pasting the invitation into ``notebooks/join_colab.ipynb`` to a counted sample.
 
-The late joiner is a fresh process. It runs the notebook's cells from the top, in IPython, with a
+The late joiner is a fresh process that runs the notebook's cells from the top, in IPython, with a
 stand-in for ``google.colab``. The creator is another process and has trained before. ALBERT-tiny
 learns from text that Python brings, so nothing is downloaded.
 """
@@ -34,7 +34,7 @@ TIME_LIMIT_S = 120.0
 
 
 def code_cells(notebook: Path) -> list[str]:
-    """Return the code of a notebook, cell by cell; notebooks are not part of the installed package."""
+    """Return the code of a notebook, by cell; notebooks are not part of the installed package."""
     if not notebook.exists():
         raise FileNotFoundError(
             f"there is no {notebook}: run this in a copy of the repository, installed by `pip install -e .`"
@@ -50,7 +50,6 @@ def filled_in(cell: str, **form: object) -> str:
 
 
 def stand_in_for_colab(**secrets: str) -> None:
-    """Make this process look like Colab with these user secrets."""
     # with specs, because transformers looks for modules by them
     colab = module_from_spec(ModuleSpec("google.colab", None, is_package=True))
     userdata = module_from_spec(ModuleSpec("google.colab.userdata", None))
@@ -60,7 +59,6 @@ def stand_in_for_colab(**secrets: str) -> None:
 
 
 def run_notebook(parent: Channel, invite: str, folder: str) -> None:
-    """Worker: run the notebook with its state in ``folder``; report seconds of imports and each cell."""
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config
 
@@ -113,7 +111,6 @@ def _measure() -> list[float]:
 
 @benchmark("join")
 def run(report: BenchReport) -> None:
-    """Measure once if quick, else report the median of three runs."""
     code_cells(NOTEBOOK)  # better to fail before there is a run
     runs = sorted(_measure() for _ in range(1 if report.quick else 3))
     counted_s, imports_s, *parts = runs[len(runs) // 2]

@@ -1,11 +1,12 @@
 """What a link costs, and what a relay in between adds, among processes.
 
-*link*: bulk data and calls, compared with a plain asyncio socket. Three ways lead to the same child process. Each gets
-64 KiB pieces in turn, round by round, so that other load on the machine hits all three. *raw* is an asyncio socket
-read by a `BufferedProtocol`, *ws* the WebSocket carrier without encryption, *link* a stream between two nodes.
+*link*: bulk data and calls, compared with a plain asyncio socket. Three ways lead to the same child
+process. Each gets 64 KiB pieces in turn, round by round, so that other load on the machine hits all
+three. *raw* is an asyncio socket read by a `BufferedProtocol`, *ws* the WebSocket carrier without
+encryption, *link* a stream between two nodes.
 
-*relay*: this process sends, one child receives, another one is the relay between them. Transfers through it and over
-the direct link alternate. Then circuits stay idle.
+*relay*: this process sends, one child receives, another one is the relay between them. Transfers
+through it and over the direct link alternate. Then circuits stay idle.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Sink(Message, frozen=True):
 
 
 class ResourceUse(Message, frozen=True):
-    """CPU seconds of a process so far, and its resident memory where it is asked for; a query is empty."""
+    """CPU seconds of a process so far, and its resident memory where asked for; a query is empty."""
 
     cpu_s: float = 0.0
     memory_bytes: int = 0
@@ -61,23 +62,19 @@ class Ping(Message, frozen=True):
 
 
 async def start_node(**settings: Any) -> Node:
-    """Start a real peer on loopback."""
     return await Node.start(Identity(), NodeSettings(host="127.0.0.1", **settings))
 
 
 def where(node: Node) -> dict[str, Any]:
-    """Return how to reach a node, as JSON; see `contact`."""
     return {"id": node.id.hex(), "addresses": node.contact.addresses}
 
 
 def contact(found: dict[str, Any]) -> Contact:
-    """Return the contact of a worker's node from its message; see `where`."""
     return Contact(PeerId(bytes.fromhex(found["id"])), tuple(found["addresses"]))
 
 
 @benchmark("link")
 def run(report: BenchReport) -> None:
-    """Measure a link to a child process."""
     with Crew() as crew:
         asyncio.run(_measure(crew.start(serve).receive(), report))
 
@@ -114,7 +111,6 @@ async def _measure(child: dict[str, Any], report: BenchReport) -> None:
 async def _bulk(
     node: Node, peer: PeerId, child: dict[str, Any], *, rounds: int, pieces: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Return the transfers of each way, one of each per round; see `time_transfer`."""
     end, scratch = CarrierEnd(), memoryview(bytearray(SCRATCH_BYTES))
     async with aiohttp.ClientSession() as session:
         websocket = await dial(session, f"ws://127.0.0.1:{child['ws']}", scratch=scratch, receiver=end)
@@ -185,9 +181,6 @@ async def _round_trips(node: Node, peer: PeerId, *, count: int, in_flight: int) 
     return sorted(took_ms), len(took_ms) / (time.perf_counter() - began_at)
 
 
-# --- the child --------------------------------------------------------------------------------------------------------
-
-
 class _Counter:
     """Counts ``total`` bytes, given in the first 8, then answers with the CPU time; repeatedly."""
 
@@ -206,8 +199,6 @@ class _Counter:
 
 
 class RawSink(asyncio.BufferedProtocol):
-    """The child's end of the plain socket."""
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._buffer = memoryview(bytearray(SCRATCH_BYTES))
@@ -221,8 +212,6 @@ class RawSink(asyncio.BufferedProtocol):
 
 
 class CarrierEnd:
-    """An end of the bare WebSocket: counts, or collects the answer."""
-
     def __init__(self) -> None:
         self.on_data: Callable[[memoryview], object] = lambda data: None
         self.writable = asyncio.Event()
@@ -242,7 +231,6 @@ class CarrierEnd:
 
 
 async def serve(parent: Channel) -> None:
-    """Worker: serve all three ways."""
     loop = asyncio.get_running_loop()
     raw = await loop.create_server(RawSink, "127.0.0.1", 0)
     ws = await loop.create_server(web.Server(_serve_websocket, access_log=None), "127.0.0.1", 0)
@@ -267,13 +255,9 @@ async def _echo(peer: PeerId, message: Ping) -> Ping:
 
 
 async def take_pieces(opening: Sink, stream: Stream) -> None:
-    """Receive all pieces of a stream, then answer with the CPU time."""
     for _ in range(opening.pieces):
         await stream.receive(Sink)
     await stream.send(ResourceUse(time.process_time()))
-
-
-# --- a relay in between --------------------------------------------------------------------------------------------
 
 
 async def _on_usage_query(peer: PeerId, message: ResourceUse) -> ResourceUse:
@@ -283,7 +267,6 @@ async def _on_usage_query(peer: PeerId, message: ResourceUse) -> ResourceUse:
 
 @benchmark("relay")
 def run_relay(report: BenchReport) -> None:
-    """Measure a relay with two child processes."""
     with Crew() as crew:
         relay = crew.start(serve_relay, None).receive()
         asyncio.run(_measure_relay(contact(relay), contact(crew.start(serve_relay, relay).receive()), report))
@@ -297,7 +280,6 @@ def _circuits(node: Node, relay: Contact) -> Circuits:
 
 
 async def serve_relay(parent: Channel, relay: dict[str, Any] | None) -> None:
-    """Worker: the relay, or the process that receives through ``relay``."""
     node = await start_node(max_links=4 * IDLE_CIRCUITS, max_handshakes=4 * IDLE_CIRCUITS)
     node.serve(ResourceUse, _on_usage_query)
     found = where(node)
@@ -351,7 +333,6 @@ async def _relayed_bulk(direct: Node, relayed: Node, far: PeerId, usage: Usage, 
 
 
 async def _idle(relay: Contact, circuit: Contact, usage: Usage, report: BenchReport) -> None:
-    """Measure circuits that carry only keep-alives."""
     before, seconds = await usage(), 5.0 if report.quick else 30.0
     callers = [await start_node(listen=False) for _ in range(IDLE_CIRCUITS)]
     try:

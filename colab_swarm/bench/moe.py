@@ -1,23 +1,24 @@
 """Figure 4 of Learning@home: throughput under delays, the cost of stale updates and failures; and experts under load.
 
-*moe-throughput* (top): the throughput that remains when every block's answer is delayed. A model is a chain of blocks,
-each an expert behind an encrypted link on loopback. After each block its answer waits for an exponentially distributed
-time, in real time. *Ours* has many batches in flight. *Model-parallel* is one batch that goes from block to block with
-the same delays and no network. The *bound* is the same computations with neither. Forward only, as published. Without a
-GPU blocks are small; with one they are the published ones.
+*moe-throughput* (top): the throughput that remains when every block's answer is delayed. A model is a chain
+of blocks, each an expert behind an encrypted link on loopback. After each block its answer waits for an
+exponentially distributed time, in real time. *Ours* has many batches in flight. *Model-parallel* is one
+batch that goes from block to block with the same delays and no network. The *bound* is the same
+computations with neither. Forward only, as published; blocks are small without a GPU.
 
-*moe-convergence* (bottom): digits (scikit-learn's, 8 x 8 pixels, scaled to [0, 1]) instead of MNIST, so everything is
-smaller: Linear 64 -> 64, four layers of 64, LayerNorm, Linear 64 -> 10. A layer is a mixture, top 4 of E feed-forward
-experts of width 64, or for the baseline one such block of width 128, which computes about as much. Low delay: 16
-trainers whose batch takes 0.1 s on average; high: 64 and 1 s. Computing takes no virtual time, so the number of
-trainers alone determines the staleness. Experts are the product's feed-forward block, computed many at a time. The
-baseline's gradients are all taken from one copy and applied when the batch ends. With experts, each layer's forward and
-backward takes an eighth of the delay, an expert computes with its weights at that moment and steps at once; stem,
-gating and head are updated at the end. ``--faithful`` follows the published emulator: the gating is never trained,
-experts' updates are never delayed, and the learning rate is constant instead of falling to 0.
+*moe-convergence* (bottom): digits (8 x 8 pixels, scaled to [0, 1]) instead of MNIST, so everything
+is smaller: Linear 64 -> 64, four layers of 64, LayerNorm, Linear 64 -> 10. A layer is a mixture, top
+4 of E feed-forward experts of width 64, or for the baseline one such block of width 128, which
+computes about as much. Low delay: 16 trainers whose batch takes 0.1 s on average; high: 64 and 1 s.
+Computing takes no virtual time, so the number of trainers alone determines the staleness. Experts
+are the product's feed-forward block, many computed at a time. The baseline's gradients are all taken
+from one copy and applied when the batch ends. With experts, each layer's forward and backward takes
+an eighth of the delay, an expert computes with its weights at that moment and steps at once; stem,
+gating and head are updated at the end. ``--faithful`` follows the published emulator: the gating is
+never trained, experts' updates are never delayed, and the learning rate is constant.
 
-*experts*: one host and many callers, each a process, over encrypted links on loopback. The limit is what the same
-expert computes on the same thread of the same process without callers.
+*experts*: one host and many callers, each a process, over encrypted links on loopback. The limit is
+what the same expert computes on the same thread of the same process without callers.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ BASELINE_S = 4.0
 
 @dataclass(frozen=True)
 class BlockKind:
-    """Blocks of one kind: how to make one, shape of a sample, samples in a batch and merged at most."""
+    """How to make a block, shape of a sample, samples in a batch and merged at most."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -82,7 +83,7 @@ class BlockKind:
 
 @dataclass(frozen=True)
 class ThroughputPlan:
-    """The sizes: blocks in the chain, batches in flight, mean delays, seconds of each measurement."""
+    """Blocks in the chain, batches in flight, mean delays, seconds of each measurement."""
 
     kinds: tuple[BlockKind, ...]
     blocks: int
@@ -141,8 +142,6 @@ async def _measure_chain(report: BenchReport, plan: ThroughputPlan, kind: BlockK
 
 
 class _Chain:
-    """The blocks of one model behind a link, and ways to send batches through."""
-
     def __init__(self, plan: ThroughputPlan, kind: BlockKind, host: Node, guest: Node) -> None:
         self._plan, self._kind = plan, kind
         rule = ExpertRule(partial(torch.optim.SGD, lr=0.0))  # forward only: it never steps
@@ -203,15 +202,12 @@ def _exponential(mean_s: float, rng: random.Random) -> float:
     return rng.expovariate(1 / mean_s) if mean_s else 0.0
 
 
-# --- experts under load -----------------------------------------------------------------------------------------------
-
 HIVEMIND_SAMPLES_PER_S = 2692.0  # version 1.1.12 on two cores, in the same setting
 NOP_BATCH, NOP_DIM = 32, 1024  # 128 KiB
 
 
 @benchmark("experts")
 def run_experts(report: BenchReport) -> None:
-    """Measure large calls, calls without computation, small ones merged or not, and hivemind's setting."""
     dim, batch, callers, seconds, rounds = (256, 256, 4, 1.0, 2) if report.quick else (1024, 2048, 8, 15.0, 3)
     with Crew() as crew:
         host = crew.start(serve_experts)
@@ -224,11 +220,8 @@ def run_experts(report: BenchReport) -> None:
         host.call(serve={"uids": ["ffn.0"], "dim": dim})
         alone = host.call(alone={"batch": batch, "rounds": rounds})["samples_per_s"]
         rate = batch * load("forward", uids=["ffn.0"], batch=batch, dim=dim)
-        rates, note = (
-            {"forward_samples_per_s": rate, "local_samples_per_s": alone},
-            f"{callers} callers, batch {batch}",
-        )
-        report.add_all(rates, "samples/s", note)
+        rates = {"forward_samples_per_s": rate, "local_samples_per_s": alone}
+        report.add_all(rates, "samples/s", f"{callers} callers, batch {batch}")
         report.add("vs_local", rate / alone, "", "of the same expert without callers; >= 0.6 wanted")
 
         host.call(serve={"uids": ["nop.0"], "dim": NOP_DIM, "nop": True})
@@ -270,14 +263,12 @@ def _calls_per_s(
 
 
 def _calls_of(node: Node, *, timeout_s: float) -> ExpertCalls:
-    """Return calls of experts whose hosts are known: the directory is never used."""
     dht, rng = DHT(node, DHTSettings(), random.Random(0)), random.Random(0)
     directory = Directory(RunServices(node, dht, EventLog(), rng, ""))
     return ExpertCalls(node, directory, Runtime(), timeout_s=timeout_s)
 
 
 async def call_experts(parent: Channel, host: dict[str, Any]) -> None:
-    """Worker: for each message, `_load` the experts of ``host``."""
     calls = _calls_of(await start_node(listen=False), timeout_s=120.0)
     found: dict[str, Any] = {}
     while True:
@@ -294,7 +285,7 @@ async def _load(
     in_flight: int = 1,
     backward: bool = False,
 ) -> dict[str, Any]:
-    """Call experts without a pause, forward or both ways; return the seconds of each call, and of all."""
+    """Call experts without a pause; return the seconds of each call, and of all."""
     inputs, took_s = np.random.default_rng(0).standard_normal((batch, dim), np.float32), list[float]()
     infos = [ExpertInfo(uid, host, (dim,), 0, 0.0) for uid in uids]
     load_began = time.perf_counter()
@@ -353,8 +344,6 @@ def _samples_per_s_alone(experts: list[Expert], batch: int, rounds: int, backwar
     return max(rates[1:])  # the first warms up
 
 
-# --- convergence ------------------------------------------------------------------------------------------------------
-
 DIM, LAYERS, K, CLASSES = 64, 4, 4, 10
 BATCH, LR = 4, 1e-3
 TEST_SAMPLES = 360
@@ -409,7 +398,7 @@ class Experts:
         return vmap(self._compute)(torch.stack([self.rows[expert] for expert in experts_N.tolist()]), x_ND)
 
     def backward(self, x_BD: Tensor, experts_BK: Tensor, grads_BKD: Tensor, used_BK: Tensor) -> Tensor:
-        """Return the inputs' gradient; only the experts in ``used_BK`` learn, the others count as zero."""
+        """Return the inputs' gradient; only the experts in ``used_BK`` learn, others count as zero."""
         sample, slot = used_BK.nonzero(as_tuple=True)
         x_BD = x_BD.clone().requires_grad_()
         if len(sample):
@@ -429,8 +418,6 @@ class Trunk(nn.Module):
 
 
 class Mixing:
-    """One layer's forward and backward pass for one batch."""
-
     def __init__(self, gate: nn.Module, experts: Experts, sides: tuple[int, ...], x_BD: Tensor) -> None:
         self._experts = experts
         self._x_BD = x_BD.detach().requires_grad_()
@@ -452,7 +439,6 @@ class Mixing:
         return self.mixed_BD.detach().requires_grad_()
 
     def experts_backward(self, failed: Tensor) -> Tensor:
-        """Go back through the experts, which learn; return the inputs' whole gradient."""
         grads_BKD, x_grads_BD = self._outputs_BKD.grad, self._x_BD.grad
         assert grads_BKD is not None and x_grads_BD is not None
         used_BK = self._answered_BK & ~failed[self._chosen_BK]
@@ -460,8 +446,6 @@ class Mixing:
 
 
 class ConvergenceEmulation:
-    """Trainers of one model on the virtual clock."""
-
     def __init__(self, scene: ConvergenceScene, seed: int) -> None:
         torch.manual_seed(seed)
         self._scene, self._rng = scene, random.Random(seed)

@@ -2,8 +2,8 @@
 
     python -m colab_swarm.bench.ordeal [MINUTES KILL_EVERY_S]
 
-Four hosts serve a grid of experts to a trainer that learns digits. At intervals a random host is killed. In turn, it
-comes back two seconds later with its disk and identity, or a new host without either replaces it.
+Four hosts serve a grid of experts to a trainer that learns digits. At intervals a random one is
+killed. In turn, it comes back two seconds later with its disk and identity, or a new host without.
 """
 
 from __future__ import annotations
@@ -54,11 +54,7 @@ class Victims(Crew):
         threading.Thread(target=read, daemon=True).start()
 
     def kill_until(self, over: threading.Event, every_s: float) -> None:
-        """Kill a random host now and then; in turn, it or a new one comes back.
-
-        Raises:
-            RuntimeError: a process ended by itself.
-        """
+        """Kill a random host now and then; RuntimeError if a process ended by itself."""
         rng, number = random.Random(0), HOSTS
         while not over.wait(every_s - AWAY_S):
             victim = rng.choice(list(self.alive))
@@ -98,7 +94,6 @@ def host_experts(parent: Channel, invite: str, folder: str) -> None:
 
 
 def run_experts(*, minutes: float, kill_every_s: float) -> BenchReport:
-    """Train through experts while their hosts are killed; an error of the training is raised here."""
     over, messages = threading.Event(), list[dict[str, Any]]()
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -1,7 +1,8 @@
 """What it costs to be a peer: training speed, memory and time to join, against the same loop without a swarm.
 
-*soak*: twenty virtual hours of a simulated run whose volunteers come and go. Do all peers keep training? The ideal is
-what the online peers could do without ever waiting: their samples, divided by the target batch size.
+*soak*: twenty virtual hours of a simulated run whose volunteers come and go. Do all peers keep
+training? The ideal is what the online peers could do without ever waiting: their samples, divided
+by the target batch size.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import colab_swarm as cs
@@ -25,19 +25,13 @@ SAMPLES, AVERAGE_EVERY = 2, 4
 
 @benchmark("overhead")
 def run(report: BenchReport) -> None:
-    """Measure speed and joining with one backbone, an idle peer with another."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for measure in (_throughput, _late_joiner, _idle_peer):
         with cs.create("overhead", peer_name="backbone") as backbone, Crew() as crew:
             measure(report, crew, backbone)
 
 
-# --- training speed -------------------------------------------------------------------------------------------------
-
-
 class TrainingLoop:
-    """A loop that trains an ALBERT, as a peer of a swarm or bare."""
-
     def __init__(
         self, swarm: cs.Swarm | None, size: str = "tiny", average_every: int = AVERAGE_EVERY
     ) -> None:
@@ -76,9 +70,7 @@ class TrainingLoop:
 
 
 def train(parent: Channel, size: str, batches: int, invite: str) -> None:
-    from colab_swarm.swarm.joining import join
-
-    loop, found = TrainingLoop(join(invite) if invite else None, size), dict[str, float]()
+    loop, found = TrainingLoop(cs.join(invite) if invite else None, size), dict[str, float]()
     while True:
         parent.call(**found)
         found = {"samples_per_s": loop.samples_per_s(batches=batches)}
@@ -97,11 +89,8 @@ def _throughput(report: BenchReport, crew: Crew, backbone: cs.Swarm) -> None:
     report.add("throughput_ratio", statistics.median(ratios[1:]), "", f"ALBERT-{size}, 2 peers, 2 bare loops")
 
 
-# --- an idle peer ---------------------------------------------------------------------------------------------------
-
-
 def memory_mib(listing: str = "smaps_rollup", field: str = "Pss:") -> float:
-    """Return this process's memory, by default proportional; NaN where the system does not count it."""
+    """Return this process's memory, by default proportional; NaN where it is not counted."""
     path = Path("/proc/self") / listing
     lines = path.read_text().splitlines() if path.exists() else []
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(field)), math.nan)
@@ -131,11 +120,7 @@ def _idle_peer(report: BenchReport, crew: Crew, backbone: cs.Swarm) -> None:
     )
 
 
-# --- joining late ---------------------------------------------------------------------------------------------------
-
-
 def join_late(parent: Channel, numel: int, invite: str) -> None:
-    """Worker: at a message, join and train ``numel`` parameters; report first sample and steps."""
     import torch
 
     from colab_swarm.swarm.joining import join
@@ -168,13 +153,13 @@ def _late_joiner(report: BenchReport, crew: Crew, backbone: cs.Swarm) -> None:
     moments.append(time.time())
     while steps[-1] < moments[-1]:
         steps.append(others[0].receive()["at"])
-    rates = [sum(begin <= at < end for at in steps) / (end - begin) for begin, end in pairwise(moments)]
+    rates = [
+        sum(begin <= at < end for at in steps) / (end - begin) for begin, end in itertools.pairwise(moments)
+    ]
     joined = BenchReport("join", report.quick, rows=report.rows)
     joined.add("first_sample_s", found["seconds"], "s", f"{numel / 1e6:g} M parameters and Adam")
     joined.add("others_step_rate", rates[1] / rates[0], "", "of the others meanwhile, against before")
 
-
-# --- soak -----------------------------------------------------------------------------------------------------------
 
 SAMPLES_PER_S, MICRO_BATCH, SEED = 1.0, 20, 1
 SESSION_S, ABSENCE_S = 4 * 3600.0, 1800.0
@@ -196,9 +181,8 @@ def run_soak(report: BenchReport) -> None:
     from colab_swarm.sim.profiles import ChurnProfile
     from colab_swarm.swarm.simulation import simulate
 
-    peers, hours, step_s = (
-        (8, 2.0, 300.0) if report.quick else (16, 20.0, 600.0)
-    )  # a step with all peers online
+    # step_s: with all peers online
+    peers, hours, step_s = (8, 2.0, 300.0) if report.quick else (16, 20.0, 600.0)
     began, batch = time.perf_counter(), int(peers * step_s * SAMPLES_PER_S)
     churn, end_s = ChurnProfile(mean_session_s=SESSION_S, mean_absence_s=ABSENCE_S), hours * 3600
     with simulate(peers, network="home", seed=SEED, samples_per_s=SAMPLES_PER_S) as simulation:

@@ -1,8 +1,8 @@
 """What it costs to watch: training with the panel open and the recorder on, compared with the same loop without.
 
-A real kernel runs a notebook. It is driven by nbclient, which keeps the widgets' state as a browser
-does. In it a peer trains with another one, in turns with panel and recorder and without. Then its
-panel is refreshed as often as in half an hour, and the notebook is saved.
+A real kernel runs a notebook, driven by nbclient, which keeps the widgets' state as a browser does.
+In it a peer trains with another one, in turns with panel and recorder and without. Then its panel is
+refreshed as often as in half an hour, and the notebook is saved. It needs nbclient and ipykernel.
 """
 
 from __future__ import annotations
@@ -35,17 +35,14 @@ watched.panel
 """
 AVERAGE_EVERY = 8
 MEMBERS = 8
-OWN_MEMORY = "status", "RssAnon:"
-"""Without libraries, whose share depends on what else runs."""
+OWN_MEMORY = "status", "RssAnon:"  # without libraries, whose share depends on what else runs
 
 
 @benchmark("panel")
 def run(report: BenchReport) -> None:
-    """Measure; needs nbclient and ipykernel."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    pairs, phase_s, refreshes = (
-        (3, 1.0, 400) if report.quick else (40, 2.5, 7200)
-    )  # half an hour at four a second
+    # the refreshes of half an hour at four a second
+    pairs, phase_s, refreshes = (3, 1.0, 400) if report.quick else (40, 2.5, 7200)
     notebook = Notebook()
     with create("panel", peer_name="backbone") as backbone, notebook.client.setup_kernel(), Crew() as crew:
         invite = str(backbone.invite())
@@ -74,7 +71,6 @@ class Notebook:
         self.client: Any = NotebookClient(empty, timeout=1200, kernel_name="python3")
 
     def run(self, code: str) -> Any:
-        """Run a new cell, whose outputs stay in the notebook; return it."""
         cells = self.client.nb.cells
         cells.append(nbformat.v4.new_code_cell(code))  # type: ignore[no-untyped-call]
         return self.client.execute_cell(cells[-1], len(cells) - 1)
@@ -105,8 +101,6 @@ def train_beside(parent: Channel, invite: str) -> None:
 
 
 class Watched:
-    """The peer alice and her panel; lives in the kernel."""
-
     def __init__(self, invite: str) -> None:
         self._swarm = join(invite, peer_name="alice")
         self._loop = TrainingLoop(self._swarm, average_every=AVERAGE_EVERY)
@@ -116,7 +110,7 @@ class Watched:
         self.panel = Panel(self._swarm.snapshot, self._swarm.leave, pause=lambda on: None, live=True)
 
     def ratio(self, seconds: float, *, first: int) -> float:
-        """Return the speed while watched over the speed while not; vary which comes ``first`` (1: watched)."""
+        """Return the speed while watched over that while not; vary which is ``first`` (1: watched)."""
         speeds = {watched: self._speed(seconds, watched) for watched in (first, 1 - first)}
         return speeds[1] / speeds[0]
 
@@ -127,7 +121,7 @@ class Watched:
             return self._loop.samples_per_s(seconds=seconds, after_each=self.panel.tick if watched else int)
 
     def refresh(self, times: int) -> tuple[float, float]:
-        """Show so many different views; return the kernel's growth in MB and a view's processor seconds."""
+        """Show so many views; return the kernel's growth in MB and a view's processor seconds."""
         gc.collect()
         before, began, pretending_s = memory_mib(*OWN_MEMORY), time.process_time(), 0.0
         for _ in range(times):

@@ -1,9 +1,8 @@
 """How long one update of 5 M parameters takes in each store (VC-ASGD, section IV-D: Redis 0.87 s, MySQL 1.29 s).
 
-An update is all work of a parameter server except measuring accuracy: it claims a result, reads it, reads the
-parameters, computes ``W_s <- alpha W_s + (1 - alpha) W_c`` and writes the new ones. A process like
-that of a coordinator makes the updates. The servers of stores are temporary ones from installed
-programs, with default settings, on Unix sockets in a new folder.
+An update is all work of a parameter server except measuring accuracy: it claims a result, reads it
+and the parameters, computes ``W_s <- alpha W_s + (1 - alpha) W_c`` and writes the new ones. The
+servers of stores are temporary ones from installed programs, with default settings, on Unix sockets.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ def redis_server(*, durable: bool = False) -> Iterator[str]:
 
 @contextmanager
 def postgresql_server() -> Iterator[str]:
-    """Run a PostgreSQL server with default settings, if it is installed; give the URL of a database."""
     found = map(str, sorted(DEBIAN_POSTGRESQL.glob("*/bin"), reverse=True))
     folders = os.pathsep.join([*found, os.environ.get("PATH", "")])
     initdb, postgres = (_program(name, folders) for name in ("initdb", "postgres"))
@@ -72,7 +70,6 @@ def postgresql_server() -> Iterator[str]:
 
 @contextmanager
 def mariadb_server() -> Iterator[str]:
-    """Run a MariaDB server with default settings, if it is installed; give the URL of a database."""
     program = _program("mariadb-install-db")
     mariadbd = _program("mariadbd", os.environ.get("PATH", "") + ":/usr/sbin")
     with _folder("mysql") as (folder, user):
@@ -135,9 +132,6 @@ def _running(
             server.wait()
 
 
-# --- the figures ---------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def _sqlite() -> Iterator[str]:
     with _folder() as (folder, _):
@@ -157,7 +151,6 @@ SQL = ("mariadb", "postgresql")
 
 @benchmark("parameter-store", "store")
 def run(report: BenchReport) -> None:
-    """Time updates in every store whose program is installed."""
     updates = 5 if report.quick else 20
     for name, (opened, note) in STORES.items():
         try:
@@ -176,7 +169,6 @@ def run(report: BenchReport) -> None:
 
 
 def time_updates(parent: Channel, url: str, numel: int, updates: int) -> None:
-    """Worker: report the median milliseconds of an update of ``numel`` parameters in a store."""
     store, rng = open_store(url, "bench"), np.random.default_rng(0)
     store.begin(rng.random(numel, np.float32))
     result, took_s = rng.random(numel, np.float32).tobytes(), []

@@ -2,8 +2,8 @@
 
     python -m colab_swarm.bench.slow_link NAMESPACE NAMESPACE DELAY_S JITTER_S
 
-gives each namespace a TUN device and passes packets between the two in order, after ``DELAY_S`` +- ``JITTER_S``.
-Packets are large, so that the program forwards about 1 GB/s. It needs root, iproute2 and setpriv.
+gives each namespace a TUN device and passes packets between the two in order. Packets are large, so
+that the program forwards about 1 GB/s. It needs root, iproute2 and setpriv.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ def missing() -> str | None:
 def slow_link(*, delay_s: float, jitter_s: float) -> Iterator[Callable[..., list[object]]]:
     """Make two namespaces, 0 and 1; the delay is that of a packet, one way.
 
-    Yields:
-        ``command(side, *words)``: the command that runs ``words`` in a namespace; it ends with this thread.
+    ``command(side, *words)`` is the command to run ``words`` in a namespace; it ends with this thread.
     """
     names, program = [f"{PREFIX}-{os.getpid()}-{side}" for side in range(2)], None
 
@@ -70,9 +69,6 @@ def slow_link(*, delay_s: float, jitter_s: float) -> Iterator[Callable[..., list
 
 def _ip(line: str) -> None:
     subprocess.run(["ip", *line.split()], capture_output=True, check=True)
-
-
-# --- the program ------------------------------------------------------------------------------------------------------
 
 
 def open_device(name: str, address: str) -> int:

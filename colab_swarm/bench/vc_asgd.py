@@ -1,19 +1,21 @@
 """Figures 3 and 4 of the VC-ASGD paper: time per epoch by arrangement, and the effect of alpha on speed and spread.
 
-*workunits*: time per epoch by parameter servers, volunteers and units at a time (PnCnTn). Real processes on this
-machine: a coordinator, its parameter servers, the volunteers. As in the paper, the volunteers limit an epoch at first,
-and with more of their units at a time the parameter servers do. Each of these measures the accuracy after every result,
-here of a small ResNetV2 on 11,504 images. That takes far longer than to train a unit of 30 images, so one server is too
-slow. ``--data`` takes an ``.npz`` of 32 x 32 colour images instead.
+*workunits*: time per epoch by parameter servers, volunteers and units at a time (PnCnTn), all real
+processes. As in the paper, the volunteers limit an epoch at first, and with more of their units at
+a time the parameter servers do: each measures the accuracy after every result, here of a small
+ResNetV2 on 11,504 images, which takes far longer than to train a unit of 30 images.
+``--data`` takes an ``.npz`` of 32 x 32 colour images instead.
 
-*work-ordeal*: the coordinator is killed (SIGKILL) at random moments together with its parameter servers, and restarted
-in the same folder. Volunteers are killed in the middle of a unit with probability 0.2 and come back under their names.
-At the end the store's log must contain every unit of every epoch as assimilated exactly once.
+*work-ordeal*: the coordinator is killed (SIGKILL) at random moments together with its parameter
+servers, and restarted in the same folder. Volunteers are killed in the middle of a unit with
+probability 0.2 and come back under their names. At the end the store's log must contain every unit
+of every epoch as assimilated exactly once.
 
-*vc-asgd*: the effect of alpha, compared with serial training. Digits by an MLP instead of CIFAR-10 by a ResNet of 552
-layers, or the images of ``--data``. The product's own code trains and assimilates units. Finishing times are random: 3
-volunteers, the slowest of which takes twice as long as the fastest, with 4 units at a time each (P3C3T4). A unit starts
-from the parameters at its assignment, so up to 11 others are assimilated before it: that is its staleness.
+*vc-asgd*: the effect of alpha, compared with serial training. Digits by an MLP instead of CIFAR-10 by
+a ResNet of 552 layers, or the images of ``--data``. The product's own code trains and assimilates
+units. Finishing times are random: 3 volunteers, the slowest of which takes twice as long as the
+fastest, with 4 units at a time each (P3C3T4). A unit starts from the parameters at its assignment,
+so up to 11 others are assimilated before it: that is its staleness.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ TIME_LIMIT_S = 300.0
 
 
 def _started(work: Callable[..., None], *arguments: object) -> BaseProcess:
-    """Start a process that is forked from one with torch and this module, so that it begins at once."""
+    """Start a process that is forked from one with torch and this module: it begins at once."""
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload([__name__])
     process = processes.Process(target=work, args=arguments, daemon=True)
@@ -78,7 +80,6 @@ def _started(work: Callable[..., None], *arguments: object) -> BaseProcess:
 
 @benchmark("workunits")
 def run_workunits(report: BenchReport, data: str = "digits") -> None:
-    """Measure seconds per epoch of each arrangement, and one against three parameter servers."""
     for servers, volunteers, units in QUICK if report.quick else GRID:
         with tempfile.TemporaryDirectory() as folder:
             seconds = epoch_seconds(Path(folder), servers, volunteers, units, data=data, quick=report.quick)
@@ -121,8 +122,6 @@ def _volunteer(link: str, folder: Path, name: str, units: int) -> None:
     os._exit(0)
 
 
-# --- the ordeal ----------------------------------------------------------------------------------------------------
-
 NAMES = ("alice", "bob", "carol")
 ORDEAL_SUBSETS = 12
 KILL_PROBABILITY = 0.2  # per unit of a volunteer
@@ -136,7 +135,6 @@ def run_ordeal(report: BenchReport) -> None:
 
 
 def ordeal(report: BenchReport, folder: Path, *, kills: int, epochs: int) -> None:
-    """Run a job to its end while the coordinator is killed, and report what its log says."""
     plan = WorkPlan(
         subsets=ORDEAL_SUBSETS, max_epochs=epochs, **SMALL_UNITS, alpha=0.7, deadline_s=4.0, in_flight=2
     )
@@ -205,8 +203,6 @@ def _die_in_units(job: Job, folder: Path, name: str, link: str) -> None:
         last = unit or last
 
 
-# --- alpha -----------------------------------------------------------------------------------------------------------
-
 ALPHAS: dict[str, Alpha] = {"0.7": 0.7, "0.95": 0.95, "0.999": 0.999, "e/(e+1)": "e/(e+1)"}
 SPEEDS = (1.0, 1.5, 2.0)
 AT_ONCE = 4
@@ -225,7 +221,6 @@ class Epoch:
 
 
 def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
-    """Return each epoch of a run with these volunteers."""
     plan, rng = job.plan, random.Random(seed)
     evaluator, rows = Evaluator(job), job.rows()
     parts = rows.cut(plan.subsets_of(len(rows), rows.size_bytes), seed=plan.seed)

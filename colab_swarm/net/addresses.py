@@ -26,7 +26,7 @@ _LOCAL = [ipaddress.ip_network(one) for one in f"{_LOCAL_4} fc00::/7 fe80::/10 :
 
 
 def relay_of(address: str) -> Contact | None:
-    """Return the relay of a circuit's address, with the one address to dial it at; None for other addresses."""
+    """Return the relay of a circuit's address, with the address to dial it at; None for other addresses."""
     entry, found, relay = address.partition(CIRCUIT)
     if not (found and _ADDRESS.fullmatch(entry) and host_of(entry) and _ID.fullmatch(relay)):
         return None
@@ -67,17 +67,15 @@ def is_local(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True for a loopback address."""
     ip = ip_of(host)
     return ip is not None and ip.is_loopback
 
 
 def may_dial_back(address: str, seen: str) -> bool:
-    """Return True if a peer may have us dial ``address``: only at the IP address ``seen`` at which we see it ourselves.
+    """Return True if a peer may have us dial ``address``: only at the IP address ``seen`` where we see it.
 
     Otherwise it could have us connect to other people's machines, or to those of our own network
-    (SSRF). So names are not dialled, and nothing where we do not see the peer (``seen`` is "").
-    Addresses of this machine are one host.
+    (SSRF). So names are not dialled, and nothing if ``seen`` is "". This machine's addresses are one.
     """
     one, two = ip_of(host_of(address)), ip_of(seen)
     if not is_address(address) or relay_of(address) is not None or one is None or two is None:
@@ -108,16 +106,12 @@ def reachable_addresses(host: str, port: int) -> tuple[str, ...]:
 
 
 def own_ips() -> set[IP]:
-    """Return the IP addresses of this machine."""
     ips = [ip.ip for adapter in ifaddr.get_adapters() for ip in adapter.ips]
     return {ipaddress.ip_address(ip if isinstance(ip, str) else ip[0]) for ip in ips}
 
 
 class AddressBook:
-    """Contacts by peer, 20,000 at most; beyond that the one unused for longest is dropped.
-
-    Addresses that a peer announced itself come before those that others reported.
-    """
+    """Contacts by peer, the 20,000 used last; addresses that a peer announced itself come first."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[PeerId, tuple[Contact, int]] = OrderedDict()  # how many it announced
@@ -143,7 +137,6 @@ class AddressBook:
             self._entries[contact.id] = known, len(known.addresses)
 
     def find(self, peer: PeerId) -> Contact:
-        """Return the peer's contact, without addresses if none is known."""
         return self._entries[peer][0] if peer in self._entries else Contact(peer)
 
 
@@ -165,16 +158,14 @@ class VisitLimit:
         return count < self._most
 
     def forgive(self, source: Hashable) -> None:
-        """Forget the requests of a source."""
         self._visits.pop(source, None)
 
 
 def source_of(request: web.BaseRequest) -> str:
     """Return the visitor's network: its IPv4 address, or the /64 of its IPv6 address.
 
-    A tunnel's agent or a proxy on this machine appends the visitor's address to
-    ``X-Forwarded-For``. Visitors can write into that header too, so only the last entry counts, and
-    only if the request comes from loopback.
+    An agent or proxy on this machine appends the visitor's address to ``X-Forwarded-For``, into which
+    visitors can write too: only the last entry counts, and only if the request comes from loopback.
     """
     host, prefix = request.remote or "", ""
     if is_loopback(host) and "X-Forwarded-For" in request.headers:

@@ -1,9 +1,8 @@
 """Swarms on the same local network announce themselves by multicast DNS and are found without an invitation.
 
-The announcement is public on that network: the run's id, the announcing peer, its addresses, and
-whether an invitation is needed. Trust none of it before the handshake. Each announcing peer is one
-service; peers of one run are merged. On platforms without multicast (Colab, Kaggle) nothing is
-found and nothing fails.
+The announcement is public there: run id, peer, addresses, whether an invitation is needed. Trust
+none of it before the handshake. Each peer is one service; peers of one run are merged. Platforms
+without multicast (Colab, Kaggle) find nothing, and nothing fails.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ def merge(announced: Iterable[LanSwarm]) -> list[LanSwarm]:
 
 
 def announced(contact: Contact) -> tuple[list[str], int]:
-    """Return the IP addresses and the port to announce (a service has one port); none and 0 without dial address.
+    """Return the IP addresses and the port to announce (a service has one port); none and 0 without.
 
     Loopback is announced only if there is no other address: it leads every other machine to itself.
     """
@@ -109,10 +108,7 @@ def announced(contact: Contact) -> tuple[list[str], int]:
 
 
 class LanAnnouncer:
-    """Announces one peer, by its display ``name``, from its first `update` until `close`.
-
-    ``interfaces`` are IP addresses of those to use, None all; `OSError` if none supports multicast.
-    """
+    """Announces one peer from its first `update` until `close`; `OSError` without multicast."""
 
     def __init__(
         self, run_id: str, access: Access, name: str, *, interfaces: Sequence[str] | None = None
@@ -147,7 +143,6 @@ class LanAnnouncer:
             raise OSError(f"multicast DNS failed: {error!r}") from error
 
     async def close(self) -> None:
-        """Withdraw the announcement. Idempotent."""
         await self._zeroconf.async_close()
 
 
@@ -180,7 +175,6 @@ async def _listen(zeroconf: Zeroconf, seconds: float) -> list[LanSwarm]:
 
 
 def _open(interfaces: Sequence[str] | None) -> AsyncZeroconf:
-    """Open multicast sockets on the interfaces, IPv4 and IPv6 as far as the machine has them."""
     if interfaces is not None:
         return AsyncZeroconf(interfaces=list(interfaces))
     old = [str(ip) for ip in own_ips() if ip.version == 4]

@@ -5,9 +5,9 @@
 
 The second chain admits late joiners while the authority is offline: the invitation holds the secret
 of its own key, so the joining peer signs its membership itself. A grant that is not ``offline``
-only allows to request a membership from the authority. The holder of an offline invitation can come
-back under a new key until ``member_until``, revoked or not, unless the invitation's own key is
-revoked too. Times are swarm time, with a tolerance of `SLACK_S`.
+only allows to request one from the authority. The holder of an offline invitation can come back
+under a new key until ``member_until``, unless the invitation's own key is revoked too. Times are
+swarm time, with a tolerance of `SLACK_S`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ GUEST_S = 60.0
 HUB_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 1 << 20
 _TOKEN = re.compile(r"[!-~]{1,512}")
-
 Key: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Moment: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e11)]
 RunId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_RUN_ID_BYTES)]
@@ -52,16 +51,13 @@ class Signed(Message, frozen=True, kw_only=True):
     signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
     def signed_bytes(self) -> bytes:
-        """Return the bytes that the signature covers."""
         unsigned = msgspec.structs.replace(self, signature=b"")
         return msgspec.msgpack.encode((f"colab_swarm {type(self).__name__}", unsigned))
 
     def signed(self, sign: Sign) -> Self:
-        """Return a copy with the signature that ``sign(data)`` makes."""
         return msgspec.structs.replace(self, signature=sign(self.signed_bytes()))
 
     def is_signed_by(self, public_key: bytes) -> bool:
-        """Return True if this key made the signature."""
         return verify(public_key, self.signature, self.signed_bytes())
 
     def encode(self) -> bytes:
@@ -105,11 +101,11 @@ class Membership(Signed, frozen=True):
 
     @classmethod
     def by_invitation(cls, grant: Grant, invitation: Identity, *, key: bytes, now: float) -> Membership:
-        """Return the longest membership that ``grant`` allows for ``key``, signed by the invitation's key."""
+        """Return the longest membership that ``grant`` allows, signed by the invitation's key."""
         return cls(grant.run_id, grant.role, key, "", now, grant.member_until, grant).signed(invitation.sign)
 
     def require_sound(self, run_id: str, *, authority: bytes, key: bytes) -> None:
-        """Raise `NotAdmitted` unless run, owner, signatures and the grant's limits are right; the time may be over."""
+        """Raise `NotAdmitted` unless run, owner, signatures and limits are right; it may have ended."""
         grant = self.grant
         if self.key != key:
             raise NotAdmitted("the membership is another peer's: join again with an invitation")
@@ -145,10 +141,7 @@ _revocations_decoder = msgspec.msgpack.Decoder(Revocations)
 
 
 class MembershipAdmission:
-    """Admits peers with a membership; the authority needs only its key. ``own`` is this peer's Ed25519 public key.
-
-    At the authority, and only there, a peer without a valid membership is a guest, for a minute.
-    """
+    """Admits members; at the authority, and only there, all others are guests, for a minute."""
 
     def __init__(self, run_id: str, *, authority: bytes, own: bytes) -> None:
         self.run_id, self.authority, self.own = run_id, authority, own
@@ -159,10 +152,7 @@ class MembershipAdmission:
         self._guests: dict[bytes, float] = {}  # when each was admitted, by public key
 
     def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
-        """Return the role of a peer with this Ed25519 key that shows ``membership``; ``now`` is swarm time.
-
-        Raises `NotAdmitted` if it may not link, or no longer.
-        """
+        """Return the role of a peer that shows ``membership`` at swarm time ``now``; `NotAdmitted`."""
         try:
             role = self.verify(public_key, membership, now=now)
         except NotAdmitted as error:
@@ -214,10 +204,7 @@ class MembershipAdmission:
             )
 
     def learn(self, revocations: bytes) -> bool:
-        """Take an encoded list of revocations; return whether it is newer than the known one.
-
-        Raises `ProtocolError` if it cannot be decoded, or is not by the authority of this run.
-        """
+        """Take an encoded list; return whether it is newer. `ProtocolError` if it is not the authority's."""
         try:
             found = _revocations_decoder.decode(revocations)
         except UNDECODABLE as error:
@@ -245,7 +232,6 @@ class MembershipAdmission:
 
 
 def in_words(seconds: float) -> str:
-    """Return a length of time in its largest unit: ``3 hours``."""
     for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -253,8 +239,6 @@ def in_words(seconds: float) -> str:
 
 
 class OpenAdmission:
-    """Admits every peer that knows the run, as a worker."""
-
     membership = b""
 
     def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
@@ -274,13 +258,10 @@ class Account(msgspec.Struct, frozen=True):
 
 
 async def whoami(token: str) -> Account | None:
-    """Return the user of a token, by the Hub's ``whoami-v2``; None if the Hub does not know the token of a person.
+    """Return the user of a token, by the Hub's ``whoami-v2``; None if it is not known as a person's.
 
-    The environment's ``HF_ENDPOINT`` replaces huggingface.co. A token that may only read is enough;
-    it is not logged.
-
-    Raises:
-        PeerUnreachable: the Hub did not answer in 10 s, or its answer cannot be decoded.
+    The environment's ``HF_ENDPOINT`` replaces huggingface.co. A token that may only read is enough; it
+    is not logged. Raises `PeerUnreachable` if no answer that can be decoded comes in 10 s.
     """
     if not _TOKEN.fullmatch(token):
         return None

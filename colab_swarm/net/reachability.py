@@ -1,11 +1,9 @@
 """Find out how others reach this peer, check it again when the network changes, and report the addresses.
 
-`ReachabilityPolicy` is free of I/O: it holds the evidence, and its `decide` returns this peer's
-level, why no better level works, and which addresses to tell others. An address is reported once
-another peer has dialled it, or before any peer could try. A peer that sees this one through a relay
-or a tunnel cannot try, because it dials back only where it sees the caller. A private address that
-a neighbour reaches is of no use to peers outside: once one of them has failed to dial, this peer
-counts as behind a NAT.
+An address is reported once another peer has dialled it, or before any peer could try. A peer that
+sees this one through a relay or a tunnel cannot try, because it dials back only where it sees the
+caller. A private address that a neighbour reaches is of no use to peers outside: once one of them
+has failed to dial, this peer counts as behind a NAT.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ class DialBack(Message, frozen=True):
 
 
 class DialledBack(Message, frozen=True):
-    """Where the caller is seen, and for each address that was tried why it failed, empty if it worked."""
+    """Where the caller is seen; why dialling each address failed, empty if it worked."""
 
     seen_host: str
     outcomes: Annotated[tuple[tuple[Address, str], ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
@@ -91,15 +89,12 @@ class Reachability:
         return f"{self.level.value} by {self.via}" if self.via else self.level.value
 
     def explain(self) -> str:
-        """Return the level, and one line for each better level with the reason why it does not work."""
+        """Return the level, and a line for each better level with the reason why it does not work."""
         return "\n".join((str(self), *(f"  not {level.value}: {why}" for level, why in self.reasons)))
 
 
 class ReachabilityPolicy:
-    """Evidence of how this peer can be reached at ``listening``, and what follows from it.
-
-    ``trusted`` addresses are those that the user gave: they are reported without a check.
-    """
+    """Evidence of how a peer can be reached, and what follows; ``trusted`` addresses need no check."""
 
     def __init__(self, listening: tuple[str, ...], *, trusted: bool = False) -> None:
         self.listening, self._trusted = listening, trusted
@@ -114,7 +109,6 @@ class ReachabilityPolicy:
         }
 
     def on_punched(self, peer: PeerId, fault: str | None) -> None:
-        """Note that a relayed link to the peer was upgraded, or why not."""
         if fault is None:
             self._punched.add(peer)
         else:
@@ -185,13 +179,7 @@ def _is_local(address: str) -> bool:
 
 
 class ReachabilityWatch:
-    """Keeps one peer reachable, from `start` until its node closes; `close` it before.
-
-    Args:
-        relays: returns the relays of the run that this peer knows.
-        trusted: the addresses to tell others, if the user gave them.
-        use_relays, punch: whether to use these levels.
-    """
+    """Keeps one peer reachable, from `start` until its node closes; `close` it before."""
 
     def __init__(
         self,
@@ -227,10 +215,7 @@ class ReachabilityWatch:
         node.serve(Moved, self._on_moved)
 
     async def start(self) -> None:
-        """Determine the level; return when it is known or after some seconds.
-
-        Raises `TunnelError` if the requested tunnel cannot be opened.
-        """
+        """Determine the level, in some seconds at most; `TunnelError` if a requested tunnel does not open."""
         if self._tunnel_settings is not None:
             if self._node.port is None:
                 raise TunnelError("a tunnel leads to a port, and this peer has none: remove listen=False")
@@ -252,8 +237,6 @@ class ReachabilityWatch:
         """Close the tunnel; the rest ends with the node."""
         if self._tunnel is not None:
             await self._tunnel.close()
-
-    # --- dial-backs -----------------------------------------------------------------------------------------
 
     async def verify(self) -> None:
         """Have linked peers dial back, and decide again."""
@@ -294,8 +277,6 @@ class ReachabilityWatch:
             return str(error).removeprefix(f"{address}: ").removeprefix(f"{address} ")[:200]
         return ""
 
-    # --- changes --------------------------------------------------------------------------------------------
-
     def _on_upgrade(self, peer: PeerId, fault: str | None) -> None:
         self._policy.on_punched(peer, fault)
         self._update()
@@ -327,7 +308,6 @@ class ReachabilityWatch:
         return Ack()
 
     async def _keep(self) -> None:
-        """Verify again when the network changes, when new verifiers are linked, and from time to time."""
         while True:
             await asyncio.sleep(CHECK_EVERY_S * self._rng.uniform(0.8, 1.2))
             listening = self._trusted or self._node.listening()

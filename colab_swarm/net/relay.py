@@ -1,14 +1,14 @@
 """A relay joins two connections into a circuit and copies bytes between them, within quotas; `Circuits` uses relays.
 
 1. A peer that cannot be dialled keeps a link to the relay and reserves a place: `Reserve`.
-2. A caller sends `OpenCircuit` to the relay, which sends a ticket to each end: `CircuitTicket` to the caller,
-   `CircuitOffer` to the called peer. A peer that can be dialled needs no place: the relay links to it for callers
-   that cannot, such as those whose firewall only allows the port of https.
-3. Both ends connect to the relay's ordinary port and show their ticket as the first message. When both are connected
-   the relay sends `GO` to the caller, and from then on copies messages unread.
+2. A caller sends `OpenCircuit` to the relay, which sends a ticket to each end: `CircuitTicket` to
+   the caller, `CircuitOffer` to the called peer. A peer that can be dialled needs no place: the
+   relay links to it for callers that cannot, such as those whose firewall only allows https's port.
+3. Both ends connect to the relay's ordinary port and show their ticket as the first message. The
+   relay then sends `GO` to the caller, and from then on copies messages unread.
 
-The two ends shake hands and encrypt through the circuit as over any connection. So the relay sees
-sizes, times and the two peers, but no key and no content, and spends no time on cryptography.
+The ends shake hands and encrypt through the circuit as over any connection: the relay sees sizes,
+times and the two peers, but no key and no content, and spends no time on cryptography.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class CircuitTicket(Message, frozen=True):
 
 
 class CircuitOffer(Message, frozen=True):
-    """``peer``, which the relay sees at ``seen_host``, calls: show ``token`` at the relay's port. Answered by `Ack`."""
+    """``peer``, which the relay sees at ``seen_host``, calls: show ``token`` at the relay's port."""
 
     peer: Id
     token: Token
@@ -135,7 +135,6 @@ class RelayState:
         self._total = () if quota.total_bps is None else (TokenBucket(quota.total_bps, now),)
 
     def reserve(self, peer: PeerId, now: float) -> None:
-        """Give the peer a place, or extend it."""
         self.places = {one: until for one, until in self.places.items() if until > now}
         if peer not in self.places and len(self.places) >= self.quota.places:
             raise Refusal(f"all {self.quota.places} places are taken")
@@ -148,7 +147,6 @@ class RelayState:
         return self.places.get(peer, 0.0) > now
 
     def open(self, caller: PeerId, called: PeerId, now: float, random: Callable[[int], bytes]) -> Circuit:
-        """Open a circuit between two peers, with a ticket for each end."""
         quota = self.quota
         if len(self.circuits) >= quota.circuits:
             raise Refusal(f"{quota.circuits} circuits are open here")
@@ -187,7 +185,6 @@ class RelayState:
         return max((bucket.delay(now) for bucket in circuit.buckets), default=0.0), None
 
     def overdue(self, now: float) -> dict[Circuit, str]:
-        """Return the circuits to end, each with the reason."""
         limit_s = self.quota.circuit_s
         late: dict[Circuit, str] = {}
         for circuit in self.circuits:
@@ -278,7 +275,6 @@ class Relay:
             self._batch = memoryview(bytearray(BATCH_BYTES))  # the old may still be in use
 
     def end(self, circuit: Circuit, reason: str) -> None:
-        """Close the circuit, if it is still open."""
         if circuit in self.state.circuits:
             self.state.circuits.remove(circuit)
             for pump in circuit.pumps.values():
@@ -322,7 +318,6 @@ class _Pump:
             self._relay.flush(self.other.socket)
 
     def on_writable(self, writable: bool) -> None:
-        """Pause reading at the other end while this end's buffer is full."""
         if self.other is not None:
             (self.other._resume if writable else self.other._wait)("buffer")
 
@@ -340,18 +335,13 @@ class _Pump:
 
 
 def choose(rtts_s: dict[PeerId, float], held: Iterable[PeerId], places: int = PLACES) -> list[PeerId]:
-    """Return the nearest relays by round trip, in seconds; those held get a bonus, to avoid needless changes."""
+    """Return the nearest relays; those held get a bonus, to avoid needless changes."""
     held = set(held)
     return sorted(rtts_s, key=lambda id: (rtts_s[id] * (NEARER if id in held else 1.0), id))[:places]
 
 
 class Circuits:
-    """Lets a node dial through relays at once and, after `start`, be dialled through them, until the node closes.
-
-    Args:
-        candidates: returns the relays of the run that this peer knows, in any order.
-        on_change: called when the places have changed.
-    """
+    """Lets a node dial through relays and, after `start`, be dialled through them, until it closes."""
 
     def __init__(
         self,
@@ -384,7 +374,6 @@ class Circuits:
                 await self._looked.wait()
 
     def stop(self) -> None:
-        """Give up all places."""
         if self._keeping is not None:
             self._keeping.cancel()
             self._keeping = None
@@ -392,13 +381,9 @@ class Circuits:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Circuit addresses of this peer."""
         return tuple(address for addresses in self.places.values() for address in addresses)
 
-    # --- dialling others ------------------------------------------------------------------------------------
-
     async def _open(self, relay: Contact, peer: PeerId, receiver: HandshakeReceiver) -> WebSocket:
-        """Open a connection to ``peer`` through the relay."""
         self._node.learn(relay)
         ticket = await self._node.call(relay.id, OpenCircuit(peer), CircuitTicket, timeout_s=CALL_TIMEOUT_S)
         self.seen_at[relay.id] = ticket.seen
@@ -416,15 +401,12 @@ class Circuits:
         return websocket
 
     def _entries(self, relay: PeerId) -> list[str]:
-        """Return the direct addresses of the relay, that of the link to it first."""
         path = self._node.path_to(relay)
         known = ((path.address if path else ""), *self._node.contact_of(relay).addresses)
         direct = [address for address in dict.fromkeys(known) if address and relay_of(address) is None]
         if not direct:
             raise PeerUnreachable(f"no address of relay {short(relay)} is known")
         return direct
-
-    # --- being dialled --------------------------------------------------------------------------------------
 
     async def _on_offer(self, relay: PeerId, offer: CircuitOffer) -> Ack:
         try:
@@ -467,7 +449,6 @@ class Circuits:
             await asyncio.sleep(began + RETRY_S * self._rng.uniform(0.8, 1.0) - self._loop.time())
 
     async def _survey(self) -> dict[PeerId, float]:
-        """Return the round trips to relays: those with a place and a few more."""
         known = {contact.id: contact for contact in await self._candidates()}
         for contact in known.values():
             self._node.learn(contact)

@@ -1,13 +1,11 @@
 """A tunnel gives a peer behind a NAT a public address: an agent process here holds a link to a provider's edge.
 
-`Tunnel` watches the agent: its process and, now and then, the public address. It starts a new agent
-when one is lost; the address may change then. A guardian process starts each agent and kills it
-when this process dies, because a killed kernel runs no exit hooks. It has its own session, so it
-survives signals to the notebook's process group.
+`Tunnel` watches the agent and starts a new one when it is lost; the address may change then. A
+guardian process starts each agent and kills it when this process dies, because a killed kernel runs
+no exit hooks. Its own session lets it survive signals to the notebook's process group.
 
-pyngrok only downloads the ngrok agent. The agent's configuration lies in a temporary directory: it
-holds the token, which any user of the machine could read on a command line. The directory is
-deleted once the agent runs.
+pyngrok only downloads the ngrok agent. The configuration lies in a temporary directory, until the
+agent runs: it holds the token, which any user of the machine could read on a command line.
 """
 
 from __future__ import annotations
@@ -121,12 +119,7 @@ class TunnelSettings:
 
 
 def settings_of(kind: Literal["ngrok", "cloudflared"]) -> TunnelSettings:
-    """Return the settings of a tunnel given by name; call it on the user's thread, which may ask for a token.
-
-    Raises:
-        TunnelError: the library that the tunnel needs is not installed.
-        SecretError: the token was not found.
-    """
+    """Return a tunnel's settings; it may ask the user for a token. `TunnelError`, `SecretError`."""
     if kind != "ngrok":
         return TunnelSettings(kind)
     _require_pyngrok()
@@ -175,7 +168,6 @@ class AgentLog:
         self.last_lines: deque[str] = deque(maxlen=LOG_LINES)
 
     def read(self, line: str) -> None:
-        """Take a line, of JSON if it is ngrok's."""
         self.last_lines.append(line.strip()[:200])
         if not line.startswith("{"):
             found = _CLOUDFLARED_URL.search(line)
@@ -200,7 +192,7 @@ def _find_cloudflared(settings: TunnelSettings) -> str:
 
 
 async def _install_ngrok(settings: TunnelSettings) -> tuple[str, str]:
-    """Return the path of the ngrok agent, downloaded if there is none, and the version of its configuration."""
+    """Return the ngrok agent, downloaded if there is none, and its configuration's version."""
     _require_pyngrok()
     from pyngrok import conf, installer
     from pyngrok.exception import PyngrokError
@@ -223,15 +215,11 @@ async def _install_ngrok(settings: TunnelSettings) -> tuple[str, str]:
 
 
 class Tunnel:
-    """One tunnel to a ``port`` on 127.0.0.1; opened by `open`, then reopened whenever it is lost, until `close`.
+    """One tunnel to a ``port`` on 127.0.0.1, reopened whenever it is lost, from `open` until `close`.
 
-    Args:
-        on_change: called on the loop with each later address, and with None when the tunnel is lost.
-        events: gets `TunnelChanged` and `QuotaWarning`.
-        sent_bytes: returns the bytes sent through tunnels so far; the quota counts from the opening.
-
-    Attributes:
-        address: ``wss://HOST``, or None while the tunnel is lost.
+    ``on_change`` is called on the loop with each later address, None when the tunnel is lost;
+    ``events`` get `TunnelChanged` and `QuotaWarning`. ``sent_bytes`` returns the bytes sent through
+    tunnels so far: the quota counts from the opening. ``address`` is ``wss://HOST``, None while lost.
     """
 
     def __init__(
@@ -268,10 +256,7 @@ class Tunnel:
         await self._stop()
         self.address = None
 
-    # --- the agent --------------------------------------------------------------------------------
-
     async def _connect(self) -> str:
-        """Start an agent and return the public address, or raise `TunnelError` with none left."""
         settings, url = self._settings, f"http://127.0.0.1:{self._port}"
         try:
             if settings.kind == "cloudflared":
@@ -343,7 +328,6 @@ class Tunnel:
             pass
 
     async def _stop(self) -> None:
-        """Stop the program; return when its process has ended. Idempotent."""
         if self._draining is not None:
             self._draining.cancel()
             await asyncio.wait([self._draining])
@@ -351,8 +335,6 @@ class Tunnel:
             assert self._guardian.stdin is not None
             self._guardian.stdin.close()  # the guardian kills the program, and ends
             await self._guardian.communicate()
-
-    # --- watching ---------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
         try:
@@ -393,7 +375,6 @@ class Tunnel:
                 self._events.emit(QuotaWarning(self._loop.time(), used_bytes, quota_bytes))
 
     async def _reconnect(self) -> str:
-        """Start new agents at growing intervals until one works; return its address."""
         back_off_s = BACK_OFF_S
         while True:
             try:

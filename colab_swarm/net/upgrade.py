@@ -8,27 +8,25 @@
     Ready: half a round trip from now    ->
     punches                                  punches
 
-Endpoints are those of each end's own connection to the relay: as the relay sees it from outside,
-and as it is in the peer's own network, for two peers behind one NAT. The asking end sends the first
-handshake message on every connection that opens. An end that punches with another peer answers that
-it is busy, and is tried again later. The link table prefers the new link, and both ends leave the
-relayed one when its streams are over. As in every dial-back, only the host at which the relay sees
-the asking end is dialled (`colab_swarm.net.addresses.may_dial_back`).
+Endpoints are those of each end's own connection to the relay: as the relay sees it, and as it is in
+the peer's own network, for two peers behind one NAT. The asking end sends the first handshake
+message on every connection that opens. An end that punches with another peer answers that it is
+busy. The link table prefers the new link, and both ends leave the relayed one when its streams are
+over. Only the host at which the relay sees the asking end is dialled (`addresses.may_dial_back`).
 
-**TCP hole punching.** A NAT lets in answers to what went out. So both ends send a SYN from the local port of their
-connection to the relay, to the address at which the relay saw the other end:
+**TCP hole punching.** A NAT lets in answers to what went out. So both ends send a SYN from the local
+port of their connection to the relay, to the address at which the relay saw the other end:
 
-- Where an unsolicited SYN is dropped, the later SYN finds the hole open and meets a socket that waits for it
-  (simultaneous open, RFC 9293 section 3.5). So a connect that is not refused is left alone: another socket would start
-  at another sequence number, which Linux's NAT rejects. For the same reason a SYN with a small TTL is of no use: the
-  ICMP error ends its socket.
-- Where it is answered by RST, which closes the hole, the SYNs must cross in flight: both ends connect on a common
-  beat, known to half a round trip, again and again.
+- Where an unsolicited SYN is dropped, the later SYN finds the hole open and meets a socket that
+  waits for it (simultaneous open, RFC 9293 section 3.5). So a connect that is not refused is left
+  alone: another socket would start at another sequence number, which Linux's NAT rejects. A SYN
+  with a small TTL is of no use: the ICMP error ends its socket.
+- Where it is answered by RST, which closes the hole, the SYNs must cross in flight: both ends
+  connect on a common beat, known to half a round trip, again and again.
 - A full cone NAT lets every SYN in: a listener on the port accepts it.
 
 Nothing helps if a NAT takes a new port for every connection, unless the other is a full cone. On
-macOS all sockets of a port need SO_REUSEPORT, which `bound_socket` sets everywhere; Windows has
-none, so nothing is punched there.
+macOS all sockets of a port need SO_REUSEPORT (`bound_socket`); Windows has none: nothing is punched.
 """
 
 from __future__ import annotations
@@ -68,8 +66,6 @@ FORGIVEN_S = 60.0  # a peer whose attempts fail is answered `TRIES` times in thi
 _MIN_BEAT_S = 0.15
 _LATE_S = 0.002  # delay of an event loop's timers
 _BACKLOG = 8
-
-
 Endpoint: TypeAlias = tuple[
     Annotated[str, msgspec.Meta(max_length=45)], Annotated[int, msgspec.Meta(ge=1, le=65535)]
 ]
@@ -93,15 +89,11 @@ def family_of(endpoint: Endpoint) -> socket.AddressFamily | None:
 def plan_tries(
     now: float, until: float, *, rtt_s: float, answering: bool, rng: random.Random
 ) -> tuple[float, ...]:
-    """Return when to connect, in loop time: beats that both ends share, further apart than a SYN and its refusal take.
+    """Return when to connect, in loop time: beats that both ends share.
 
-    The asking end starts half a round trip after its signal, when the other end receives it. The
-    two directions may differ in latency, so the asking end moves every other beat at random, by
-    about half a round trip at most.
-
-    Args:
-        now, until: when the signal was sent, or received by the ``answering`` end; when to end.
-        rtt_s: of the signal's path.
+    They are further apart than a SYN and its refusal take. The asking end starts half a round trip
+    after its signal at ``now``, when the other end receives it. The two directions may differ in
+    latency, so it moves every other beat at random, by about half a round trip at most.
     """
     beat_s = max(_MIN_BEAT_S, 2 * rtt_s)
     begin_at = now if answering else now + rtt_s / 2
@@ -114,13 +106,9 @@ def plan_tries(
 async def punch(port: int, targets: Sequence[Endpoint], tries: Sequence[float], take: Take) -> None:
     """Give ``take`` every connection that opens from or to local ``port``, until this is cancelled.
 
-    The two ends need not see the same one first, and a stranger may connect: shake hands on all,
-    use the first that becomes a link. ``take`` owns the sockets.
-
-    Args:
-        port: local port of a connection made with `bound_socket` to the relay.
-        targets: endpoints of the other end, 8 at most are tried.
-        tries: when to connect, from `plan_tries`.
+    The two ends need not see the same one first, and a stranger may connect: shake hands on all, use
+    the first that becomes a link. ``take`` owns the sockets. The ``port`` is that of a connection made
+    with `bound_socket` to the relay; of the other end's ``targets`` 8 at most are tried, at ``tries``.
     """
     families = {
         target: family for target in targets[:MAX_TARGETS] if (family := family_of(target)) is not None
@@ -182,12 +170,7 @@ class _Silent(asyncio.Protocol):
 
 
 class Upgrades:
-    """Upgrades the relayed links of a node until it closes.
-
-    Args:
-        seen_at: returns where a relay sees this peer from outside; None if unknown.
-        on_end: called with each peer and why the attempt failed, or None if it succeeded.
-    """
+    """Upgrades a node's relayed links; ``on_end`` gets each peer and why it failed, or None."""
 
     def __init__(
         self,
@@ -222,7 +205,7 @@ class Upgrades:
             self._busy.discard(peer)
 
     async def _try_often(self, peer: PeerId) -> str | None:
-        """Return why it failed, or None. One try at a time: two would accept each other's connections."""
+        """One try at a time: two would accept each other's connections. Returns why it failed, or None."""
         fault, tries = "the link was lost", 0
         for _ in range(ASKS):
             async with self._punching:
@@ -245,7 +228,6 @@ class Upgrades:
         return f"{short(peer)} upgraded other links for too long"
 
     async def _ask(self, link: Link) -> bool:
-        """Try once; return True if the other end is busy."""
         port, endpoints = self._endpoints(link)
         async with link.open_stream(Upgrade(endpoints)) as stream:
             answer, _ = await stream.receive(UpgradeReady)
@@ -291,11 +273,7 @@ class Upgrades:
         await self._punch(stream.peer, port, opening.endpoints, rtt_s, answering=True)
 
     def _seen(self, path: Path) -> str:
-        """Return the host at which the relay sees the other end, "" if it does not say.
-
-        A relay may say anything. Its claim of a private address counts only if we see the relay at
-        one ourselves.
-        """
+        # a relay may say anything: a private address counts only if we see the relay at one ourselves
         to_relay = None if path.relay is None else self._node.path_to(path.relay)
         relay_host, host = "" if to_relay is None else to_relay.seen_host, path.caller_host
         outside = is_local(host) and not is_local(relay_host)

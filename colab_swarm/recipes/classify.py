@@ -13,16 +13,13 @@ from torch.nn import functional as F
 
 from colab_swarm.workunits.job import Array, Job, WorkPlan
 
-TEST_SHARE = 0.2
-"""Held-out share of the digits, always the same ones."""
+TEST_SHARE = 0.2  # held-out share of the digits, always the same ones
 HIDDEN = 128
 WIDTH = 16
 _PLAN = WorkPlan()
 
 
 class Pixels(nn.Module):
-    """Scales uint8 pixels to floats in [0, 1]."""
-
     def forward(self, images: Tensor) -> Tensor:
         return images.float() / 255
 
@@ -55,7 +52,6 @@ def resnet(shape: tuple[int, int, int], classes: int) -> nn.Module:
 
 
 def perceptron(shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """Return an MLP of two linear layers."""
     inner = nn.Linear(int(np.prod(shape)), HIDDEN)
     return nn.Sequential(Pixels(), nn.Flatten(), inner, nn.ReLU(), nn.Linear(HIDDEN, classes))
 
@@ -71,10 +67,9 @@ def classification_job(
     """Return a job that trains an image classifier. Volunteers need no data file.
 
     Args:
-        data: ``digits`` (1,797 images from scikit-learn), or an ``.npz`` file with ``x_train``, ``y_train``,
-            ``x_test`` and ``y_test``: pixels (n, h, w) or (n, h, w, channels), 0 to 255, and labels.
+        data: ``digits`` (1,797 images from scikit-learn), or an ``.npz`` file with ``x_train``,
+            ``y_train``, ``x_test`` and ``y_test``: pixels (n, h, w) or (n, h, w, channels), 0 to 255.
         shape: channels, height and width of an image.
-        classes: number of labels.
         model: an MLP or a small ResNetV2.
         plan: how the job is cut into units.
     """

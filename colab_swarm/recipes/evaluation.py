@@ -1,8 +1,7 @@
 """Evaluate a masked language model: its guesses for masked words, and its loss on held-out text.
 
-Evaluation does not disturb training: the model runs in evaluation mode and without gradients, then each module gets
-its mode back. A call may also use other weights than the model's own. Evaluate between two steps,
-on the thread that trains.
+The model runs in evaluation mode and without gradients, then each module gets its mode back.
+Evaluate between two steps, on the thread that trains.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from colab_swarm.recipes.pretraining import IGNORED, MIN_WINDOW, Collator, check_sizes, windows
+from colab_swarm.recipes.batches import IGNORED, MIN_WINDOW, Collator, check_sizes, windows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -66,7 +65,7 @@ class MaskedText:
     examples: Sequence[str] = ENGLISH
 
     def replies(self, model: nn.Module, question: str, before: Weights | None) -> list[Reply]:
-        """Return one reply for each gap; ``before`` are the weights that the model had at first."""
+        """Return a reply for each gap; ``before`` are the weights that the model had at first."""
         if MASK not in question:
             raise ValueError(f"{question!r} has no gap: write {MASK} where the model is to fill in a word")
         now = fill_mask(model, self.tokenizer, question)
@@ -83,15 +82,7 @@ def fill_mask(
     top: int = 5,
     weights: Weights | None = None,
 ) -> list[list[Guess]]:
-    """Return the ``top`` likeliest tokens for each ``[MASK]`` of a text, the likeliest first.
-
-    Args:
-        model: of `transformers`, for pretraining or masked language modelling.
-        weights: to use for this call instead of the model's own, by name.
-
-    Raises:
-        ValueError: there is no mask in the text, or the scores are no numbers.
-    """
+    """Return the ``top`` likeliest tokens per ``[MASK]``; ValueError without one, or if scores are NaN."""
     length = getattr(getattr(model, "config", None), "max_position_embeddings", 512)
     text = text.replace(MASK, str(tokenizer.mask_token))
     batch = tokenizer(text, return_tensors="pt", truncation=True, max_length=length)
@@ -121,15 +112,9 @@ def masked_loss(
 ) -> float:
     """Return the mean loss per hidden token of held-out text, in nats; its exponential is the perplexity.
 
-    The same text, length and seed hide the same tokens every time, whatever the batch size, so that
-    steps of a run and runs can be compared.
-
-    Args:
-        texts: read once; each is cut into samples by itself.
-        sequence_length: L, tokens of a sample.
-
-    Raises:
-        ValueError: there is not enough text for one sample, or a size is too small.
+    Each text is cut into samples of ``sequence_length`` tokens by itself. The same text, length and seed
+    hide the same tokens whatever the batch size, so that steps and runs can be compared. Raises
+    `ValueError` if there is not enough text for one sample, or a size is too small.
     """
     check_sizes(batch_size, sequence_length)
     collate = Collator(tokenizer, sequence_length, seed)
@@ -150,7 +135,6 @@ def masked_loss(
 
 
 def token_logits(output: Any) -> Tensor:
-    """Return the scores (B, L, V) of a model for pretraining or for masked language modelling."""
     scores: Tensor = output.prediction_logits if "prediction_logits" in output else output.logits
     return scores
 

@@ -3,8 +3,8 @@
 Views of one image predict each other's cluster. Shapes: N images, B samples, V views, C = 3
 channels, H x W pixels, D features, K prototypes.
 
-A swarm agrees on the parameters only. So prototypes are normalized where they are used, batches are normalized by their
-own statistics, as in data parallelism, and the queue of earlier features is local (DeDLOC, section 4.1: "for each
+A swarm agrees on the parameters only. So prototypes are normalized where they are used, batches by
+their own statistics, as in data parallelism, and the queue of earlier features is local ("for each
 worker"); it counts from a fixed global step on, so all peers start using it together.
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import update_bn
 
-from colab_swarm.recipes.pretraining import peer_seed
+from colab_swarm.recipes.batches import peer_seed
 from colab_swarm.training.layerwise import Lars
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
@@ -37,12 +37,10 @@ def open_images(images: ImageSource) -> Sequence[Any]:
     """Return a source of images as a sequence for `as_image`, which loads each when it is needed.
 
     Args:
-        images: ``"digits"`` (scikit-learn's 1,797 handwritten digits); a folder, searched for image files at all
-            depths; a folder or hub name for `datasets.load_dataset` (``train`` split); a data set of `datasets` that
-            is not streamed; an array (N, H, W), (N, H, W, C) or (N, C, H, W); a sequence of images.
-
-    Raises:
-        ValueError: there is no image, or the data set cannot be loaded.
+        images: ``"digits"`` (scikit-learn's 1,797 handwritten digits); a folder, searched for image
+            files at all depths; a folder or hub name for `datasets.load_dataset` (``train`` split); a
+            data set that is not streamed; an array (N, H, W), (N, H, W, C) or (N, C, H, W); a
+            sequence. `ValueError` if there is no image, or the data set cannot be loaded.
     """
     rows: Any = _named(images) if isinstance(images, str | Path) else images
     if not len(rows):
@@ -133,7 +131,6 @@ def random_view(image_CHW: Tensor, crops: Crops, flip: float, rng: torch.Generat
 
 
 def resized(image_CHW: Tensor, size_px: int) -> Tensor:
-    """Return the whole image as a square, float32 in [0, 1]."""
     square = F.interpolate(image_CHW[None] / 255, (size_px, size_px), mode="bilinear", antialias=True)
     return square[0].clamp(0, 1)
 
@@ -175,7 +172,6 @@ def _jitter(views: Tensor, strength: float, rng: torch.Generator) -> Tensor:
 
 
 def _blur(views: Tensor, sigma_N111: Tensor, largest: float) -> Tensor:
-    """Gaussian blur with one width per view; 0 leaves a view unchanged."""
     n, c, height, width = views.shape
     radius = min(math.ceil(3 * largest), (min(height, width) - 1) // 2)
     offsets = torch.arange(-radius, radius + 1)
@@ -188,8 +184,6 @@ def _blur(views: Tensor, sigma_N111: Tensor, largest: float) -> Tensor:
 
 @dataclass(frozen=True)
 class SwavSize:
-    """What differs between the sizes."""
-
     resnet: dict[str, Any]  # arguments of `transformers.ResNetConfig`
     large: Crops  # the views of an image: "2 + 6 random crops"
     small: Crops
@@ -253,10 +247,9 @@ class Swav(nn.Module):
     ) -> SwavOutput:
         """Compute the loss of a batch.
 
-        Args:
-            large_crops: (B, V, C, H, W); each is predicted from all other views.
-            small_crops: (B, V, C, h, w); these only predict.
-            step: ``optimizer.global_step``, which decides when the queue counts; None: no queue.
+        ``large_crops`` (B, V, C, H, W) are each predicted from all other views, ``small_crops``
+        (B, V, C, h, w) only predict. ``step``, the ``optimizer.global_step``, decides when the queue
+        counts; None: no queue.
         """
         large_VBD = self._project(large_crops)
         views_VBD = large_VBD if small_crops is None else torch.cat([large_VBD, self._project(small_crops)])
@@ -288,10 +281,10 @@ class Swav(nn.Module):
 
 
 def balance(scores: Tensor, *, epsilon: float, iterations: int) -> Tensor:
-    """Assign samples to prototypes so that all prototypes are used equally (Sinkhorn-Knopp; SwAV, equation 3).
+    """Assign samples to prototypes so that all are used equally (Sinkhorn-Knopp; SwAV, equation 3).
 
-    It works on float32 logarithms: a small epsilon or half precision neither overflows nor divides by zero. In the
-    result (…, B, K), rows sum to 1, columns to about B / K. With epsilon towards 0 each sample gets one prototype.
+    Float32 logarithms neither overflow nor divide by zero with a small epsilon or half precision. In the
+    result (…, B, K), rows sum to 1, columns to about B / K; at epsilon 0 a sample gets one prototype.
     """
     logs = scores.float() / epsilon
     for _ in range(iterations):
@@ -302,10 +295,7 @@ def balance(scores: Tensor, *, epsilon: float, iterations: int) -> Tensor:
 
 @dataclass(frozen=True)
 class SwavSettings:
-    """SwAV's settings for ImageNet (Caron et al. 2020, appendix A): 10 epochs of warm-up, 800 in all.
-
-    After the warm-up, the rate decays to ``final_lr`` along a cosine. Prototypes are fixed for ``frozen_steps``.
-    """
+    """SwAV's settings for ImageNet (appendix A): 10 epochs of warm-up, then a cosine, 800 in all."""
 
     lr: float = 4.8
     trust: float = 1e-3
@@ -333,7 +323,6 @@ def _batches(images: Sequence[Any], size: SwavSize, batch_size: int, rng: torch.
 
 
 def endless_order(count: int, rng: torch.Generator) -> Iterator[int]:
-    """Yield the numbers below ``count`` in a random order, then in another one, and so on."""
     while True:
         yield from torch.randperm(count, generator=rng).tolist()
 
@@ -349,17 +338,15 @@ def swav(
     """Return an untrained SwAV and endless batches: ``large_crops`` and ``small_crops``, each float32 (B, V, C, H, W).
 
     Minimize ``model(**batch, step=optimizer.global_step).loss`` with `swav_optimizer`. Peers with
-    the same ``size`` and ``seed`` get equal parameters. Each peer may use its own images.
+    the same ``size`` and ``seed`` get equal parameters. Each peer may use its own images. Raises
+    `ValueError` if an argument is out of range, or there are no images.
 
     Args:
         size: ``"tiny"`` or ``"resnet50"``.
         images: see `open_images`.
         swarm: its ``id`` seeds this peer's order.
-        batch_size: samples of one micro-batch, over which batches are normalized and assignments balanced.
+        batch_size: samples of one micro-batch, in which batches are normalized, assignments balanced.
         seed: of the initial parameters and, with the peer's id, of the batches.
-
-    Raises:
-        ValueError: an argument is out of range, or there are no images.
     """
     if size not in SIZES:
         raise ValueError(f"size={size!r} is none of {', '.join(SIZES)}")
@@ -375,8 +362,8 @@ def swav(
 def swav_optimizer(model: Swav, settings: SwavSettings | str = "tiny") -> tuple[Lars, LambdaLR]:
     """Return LARS and its schedule, for ``swarm.optimizer(optimizer, scheduler=scheduler, …)``.
 
-    A learning rate of 0 freezes the prototypes for the first global steps, at all peers alike.
-    ``settings`` are your own, or those of the named size.
+    ``settings`` are your own, or those of the named size. A learning rate of 0 freezes the prototypes
+    for the first global steps, at all peers alike.
     """
     chosen = SETTINGS[settings] if isinstance(settings, str) else settings
     body = [parameter for name, parameter in model.named_parameters() if name != "prototypes"]
@@ -396,9 +383,9 @@ def swav_optimizer(model: Swav, settings: SwavSettings | str = "tiny") -> tuple[
 
 @torch.no_grad()
 def embed(model: Swav, images: ImageSource, *, size_px: int, batch_size: int = 256) -> Tensor:
-    """Return the features of images, resized to squares of ``size_px``: (N, width of the ResNet's last stage), on CPU.
+    """Return the features of images, resized to ``size_px``: (N, width of the ResNet's last stage), on CPU.
 
-    Batch normalization's statistics are first measured on these images. So all peers of one step get equal features.
+    Batch normalization's statistics are first measured on these images: equal features at all peers.
     """
     backbone, source = copy.deepcopy(model.backbone), (open_images(images), size_px, batch_size)
     device = model.prototypes.device

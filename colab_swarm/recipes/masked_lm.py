@@ -3,12 +3,12 @@
 Memory of training ALBERT, in float32 values (H hidden size, N layers, V vocabulary, P parameters):
 
 - 6 P: parameters, gradient, LAMB's two moments, the accumulated gradient and its copy in a round;
-- per token and layer 28 H for the backward pass: 8 H for the layer's input, queries, keys, values, attention and layer
-  norms, and 20 H for the feed-forward part, 4 H wide, of which ``gelu_new`` keeps five stages;
+- per token and layer 28 H for the backward pass: 8 H for the layer's input, queries, keys, values,
+  attention and layer norms, and 20 H for the feed-forward part, 4 H wide, of which ``gelu_new``
+  keeps five stages;
 - per token 3 V: logits, their softmax, and its gradient.
 
 With checkpointing a layer keeps only its input, H per token, and one layer at a time is recomputed.
-A test measures the 28 H that autograd keeps. Autocast to half precision needs less.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
+from colab_swarm.recipes.batches import PretrainingBatches, StreamedBatches, TextMix, peer_seed
 from colab_swarm.recipes.evaluation import ENGLISH, EXAMPLES, MaskedText, call
-from colab_swarm.recipes.pretraining import PretrainingBatches, peer_seed
-from colab_swarm.recipes.streaming import StreamedBatches, TextMix
 from colab_swarm.recipes.text import (
     TextSource,
     TokenizerSource,
@@ -40,20 +39,15 @@ if TYPE_CHECKING:
     from transformers import AlbertConfig, AlbertForPreTraining, PreTrainedTokenizerFast
 
 Batches: TypeAlias = PretrainingBatches | StreamedBatches
-
 MAX_POSITIONS = 512
 VALUE_BYTES = 4
 STATE_COPIES = 6
 LAYER_VALUES = 28
 VOCABULARY_VALUES = 3
-RESERVED_BYTES = 1 << 30
-"""CUDA's context, kernels and work space."""
-USABLE = 0.85
-"""Share of the memory left by fragmentation."""
-WITHOUT_GPU_BYTES = 8 << 30
-"""Without a GPU, the micro-batch is chosen for this much memory."""
-ENOUGH = 4
-"""A micro-batch that keeps a GPU busy; with it, recomputing layers would only cost time."""
+RESERVED_BYTES = 1 << 30  # CUDA's context, kernels and work space
+USABLE = 0.85  # share of the memory left by fragmentation
+WITHOUT_GPU_BYTES = 8 << 30  # without a GPU, the micro-batch is chosen for this much memory
+ENOUGH = 4  # a micro-batch that keeps a GPU busy; with it, recomputing layers would only cost time
 MOST = 64
 
 
@@ -79,22 +73,14 @@ SIZES = {
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """How to train on one GPU: samples per micro-batch, and whether to recompute layers to save memory."""
+    """Samples per micro-batch, and whether to recompute layers to save memory."""
 
     batch_size: int
     checkpointing: bool
 
 
 def fit_memory(size: AlbertSize, memory_bytes: int, *, sequence_length: int | None = None) -> MicroBatch:
-    """Return the micro-batch for a GPU, a power of two; it is checkpointed if fewer than `ENOUGH` samples fit.
-
-    Args:
-        memory_bytes: of the whole GPU.
-        sequence_length: tokens of a sample; None for the size's own.
-
-    Raises:
-        ValueError: not even one sample fits.
-    """
+    """Return the most that a GPU holds, checkpointed if fewer than `ENOUGH` samples fit, or ValueError."""
     length = sequence_length or size.sequence_length
     room = USABLE * memory_bytes - RESERVED_BYTES - STATE_COPIES * VALUE_BYTES * parameter_count(size)
     plain, saving = (int(room // sample_bytes(size, length, checkpointing=twice)) for twice in (False, True))
@@ -108,7 +94,6 @@ def fit_memory(size: AlbertSize, memory_bytes: int, *, sequence_length: int | No
 
 
 def sample_bytes(size: AlbertSize, sequence_length: int, *, checkpointing: bool) -> int:
-    """Return the memory that one more sample in a micro-batch takes."""
     layers = LAYER_VALUES + size.layers if checkpointing else LAYER_VALUES * size.layers
     return sequence_length * VALUE_BYTES * (layers * size.hidden + VOCABULARY_VALUES * size.vocabulary)
 
@@ -130,17 +115,11 @@ def checkpoint_layers(model: Any) -> None:
 
 @dataclass(frozen=True)
 class AlbertSettings:
-    """sahajBERT's training settings (DeDLOC, section 4.3).
+    """sahajBERT's training settings (DeDLOC, section 4.3); ``lr`` to ``clamp`` are of `Lamb`.
 
-    Its public run had a schedule of 1,000,000 steps and ended after 19,519, so its learning rate hardly fell.
-
-    Attributes:
-        lr, betas, eps, weight_decay, clamp: of `Lamb`; no decay for biases and layer norms.
-        max_grad_norm: limit of the averaged gradient's norm.
-        warmup_steps, total_steps: global steps over which the learning rate rises, then falls to 0, linearly.
-        target_batch_size: samples per global step of the whole swarm.
-        compression: of gradients on the wire.
-        matchmaking_timeout_s: how long a round waits for peers; notebooks need longer than a data centre.
+    Its public run had a schedule of 1,000,000 steps and ended after 19,519, so its learning rate hardly
+    fell. ``target_batch_size`` samples of the whole swarm make a global step. A round waits
+    ``matchmaking_timeout_s`` for peers: notebooks need longer than a data centre.
     """
 
     lr: float = 1.76e-3
@@ -168,11 +147,7 @@ SETTINGS = {
 def albert_optimizer(
     model: torch.nn.Module, settings: AlbertSettings | str = "tiny"
 ) -> tuple[Lamb, LambdaLR]:
-    """Return LAMB and its schedule, for ``swarm.optimizer(optimizer, scheduler=scheduler, …)``.
-
-    Args:
-        settings: a size's name, or your own settings.
-    """
+    """Return LAMB and its schedule, for ``swarm.optimizer(optimizer, scheduler=scheduler, …)``."""
     chosen = SETTINGS[settings] if isinstance(settings, str) else settings
     groups = parameter_groups(model, chosen.weight_decay)
     optimizer = Lamb(groups, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, clamp=chosen.clamp)
@@ -207,23 +182,20 @@ def albert(
 ) -> tuple[AlbertForPreTraining, Batches]:
     """Return an untrained ALBERT and endless batches for it. Minimize ``model(**batch).loss``.
 
-    Peers with the same ``size``, ``text``, ``tokenizer`` and ``seed`` get equal parameters and tokenizers, and read the
-    text in different orders. If their texts differ, give all peers one tokenizer.
+    Peers with the same ``size``, ``text``, ``tokenizer`` and ``seed`` get equal parameters and
+    tokenizers, and read the text in different orders. If their texts differ, give all one tokenizer.
+    Raises `ValueError` if an argument is out of range, or text or tokenizer cannot be found.
 
     Args:
         size: ``"tiny"``, ``"base"``, ``"large"`` or ``"xlarge"``.
-        text: see `open_text`; or several sources with weights, such as ``{"wiki/*.jsonl": 0.23, "oscar": 0.77}``,
-            which are streamed shard by shard (see `TextMix` and `StreamedBatches`).
+        text: see `open_text`; or several sources with weights, such as ``{"wiki/*.jsonl": 0.23,
+            "oscar": 0.77}``, which are streamed shard by shard (see `TextMix` and `StreamedBatches`).
         tokenizer: a ``tokenizer.json``, a folder, a hub name or a fast tokenizer; None trains one.
         language: of a tokenizer trained here, see `train_tokenizer`.
         swarm: its ``id`` seeds this peer's order, and its ``try_model`` queries this model.
-        batch_size: samples of one batch; None: what fits this machine's GPU, with gradient
-            checkpointing if needed (see `fit_memory`).
+        batch_size: samples of one batch; None: what fits this machine's GPU (see `fit_memory`).
         sequence_length: tokens of one sample; None for 64 (tiny) or 512.
         seed: of the initial parameters and, with the peer's id, of the batches.
-
-    Raises:
-        ValueError: an argument is out of range, or text or tokenizer cannot be found.
     """
     if size not in SIZES:
         raise ValueError(f"size={size!r} is none of {', '.join(SIZES)}")
@@ -270,7 +242,7 @@ def _fit_this_machine(shape: AlbertSize, length: int) -> MicroBatch:
 
 
 def albert_config(shape: AlbertSize, tokenizer: PreTrainedTokenizerFast) -> AlbertConfig:
-    """Return the `transformers` configuration for a size and a tokenizer; no dropout, as in ALBERT v2."""
+    """Return the `transformers` configuration for a size and a tokenizer; no dropout (ALBERT v2)."""
     from transformers import AlbertConfig
 
     return AlbertConfig(

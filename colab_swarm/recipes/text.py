@@ -1,7 +1,7 @@
 """Text for masked language models: blocks of a source, a tokenizer, passages of whole sentences.
 
-A `BlockSource` gives one pass over a text, in blocks of a few pages, shuffled by the given random generator. Peers with
-different generators read different text from the start, however large the source. Files are never loaded whole.
+A `BlockSource` gives one pass over a text, in blocks of a few pages, shuffled by the given random
+generator. Peers with different ones read different text from the start. Files are never loaded whole.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 BLOCK_CHARS = 1 << 14
 HUB_SHUFFLE_ROWS = 10_000
-
 TextSource: TypeAlias = str | Path | Iterable[str | Path]
 BlockSource: TypeAlias = Callable[[random.Random], Iterator[str]]
 
@@ -33,14 +32,10 @@ BlockSource: TypeAlias = Callable[[random.Random], Iterator[str]]
 def open_text(text: TextSource) -> BlockSource:
     """Open a source of text blocks.
 
-    Args:
-        text: ``"python-docs"`` (CPython's language reference); a file or a glob pattern; a list of
-            `Path`; an iterable of strings, read again for each pass; or a folder or hub name for
-            `datasets.load_dataset` (``name:configuration`` to choose one of several), of which the
-            ``train`` split is streamed.
-
-    Raises:
-        ValueError: the source holds no file or no text.
+    It is ``"python-docs"`` (CPython's language reference); a file or a glob pattern; a list of `Path`; an
+    iterable of strings, read again for each pass; or a folder or hub name for `datasets.load_dataset`
+    (``name:configuration``), of which the ``train`` split is streamed. Raises `ValueError` if it holds
+    no file or no text.
     """
     if text == "python-docs":
         from pydoc_data.topics import topics
@@ -98,15 +93,13 @@ def _open_files(files: list[Path]) -> BlockSource:
         for file, start in rng.sample(places, len(places)):
             with file.open("rb") as opened:
                 opened.seek(start)
-                yield opened.read(BLOCK_CHARS).decode(
-                    errors="ignore"
-                )  # a character cut at either end is dropped
+                # a character cut at either end is dropped
+                yield opened.read(BLOCK_CHARS).decode(errors="ignore")
 
     return blocks
 
 
 def open_hub(name: str) -> Any:
-    """Stream the ``train`` split of a folder or hub name (``name:configuration``), else ValueError."""
     from datasets import load_dataset
 
     path, _, configuration = name.partition(":")
@@ -133,8 +126,7 @@ SPECIALS = {
     "sep_token": "[SEP]",
     "mask_token": "[MASK]",
 }
-TRAINING_BLOCKS = 2_000
-"""Text blocks a tokenizer is trained on: about 32 million characters."""
+TRAINING_BLOCKS = 2_000  # text blocks a tokenizer is trained on: about 32 million characters
 REPLACEMENTS = {
     "bn": {
         "\u09e4": "\u0964",
@@ -146,28 +138,21 @@ REPLACEMENTS = {
 }
 """Patterns to normalize, by language. Bengali text writes its full stop (danda, U+0964; doubled, U+0965) as reserved
 code points, bars or currency signs, and visarga (U+0983) as a colon after a letter."""
-
 TokenizerSource: TypeAlias = "str | Path | PreTrainedTokenizerFast"
 
 
 def train_tokenizer(blocks: Iterable[str], *, vocabulary: int, language: str = "") -> PreTrainedTokenizerFast:
     """Train a Unigram tokenizer; the same text gives the same tokenizer in every process.
 
-    ``[MASK]`` takes the space before it, unknown letters become ``<unk>``, and text gets its ``[CLS]`` and ``[SEP]``.
-
-    Args:
-        blocks: the text; the first `TRAINING_BLOCKS` are used.
-        vocabulary: number of tokens, including the five specials, which come first; fewer if the text has no more.
-        language: ``"bn"`` adds Bengali normalization.
-
-    Raises:
-        ValueError: there is no text.
+    ``[MASK]`` takes the space before it, unknown letters become ``<unk>``, and text gets its ``[CLS]``
+    and ``[SEP]``. The first `TRAINING_BLOCKS` are used. The ``vocabulary`` includes the five specials,
+    which come first; it is less if the text has no more. Language ``"bn"`` adds Bengali normalization.
+    Raises `ValueError` if there is no text.
     """
     from tokenizers import Tokenizer, models, trainers
 
-    os.environ.setdefault(
-        "TOKENIZERS_PARALLELISM", "false"
-    )  # else it warns at every fork after a parallel run
+    # else it warns at every fork after a parallel run
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     pieces = list(itertools.islice(blocks, TRAINING_BLOCKS))
     if not any(piece.strip() for piece in pieces):
         raise ValueError("there is no text to train a tokenizer on")
@@ -186,11 +171,7 @@ def train_tokenizer(blocks: Iterable[str], *, vocabulary: int, language: str = "
 
 
 def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerFast:
-    """Load a tokenizer from a ``tokenizer.json`` file, a folder or a hub name; a tokenizer is only checked.
-
-    Raises:
-        ValueError: it cannot be loaded, or lacks a special token that the recipe needs.
-    """
+    """Load a file, a folder or a hub name, or check a tokenizer; ValueError if it is not usable."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tokenizer = _load(source) if isinstance(source, str | Path) else source
     needed = ("pad_token", "cls_token", "sep_token", "mask_token")
@@ -260,7 +241,6 @@ def _wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 ENDS = re.compile(r"(?<=[।॥。！？])\s*|(?<=[.!?|৷])\s+|\s*\n\s*")
 """Sentence borders. A danda needs no space after it; Bengali text often has a bar instead."""
-
 Tokens: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int32]]"
 
 
@@ -295,10 +275,7 @@ def passages(text: str, tokenizer: PreTrainedTokenizerFast, length: int) -> Iter
 
 
 def order_sample(passage: Passage, length: int, rng: random.Random) -> tuple[Tokens, Tokens, bool]:
-    """Cut a passage between two sentences, swap the halves with probability one half, and tell whether they are.
-
-    Together they have at most ``length`` tokens: the longer one is cut first.
-    """
+    """Return a passage's two parts, cut to ``length`` tokens together, and whether a coin swapped them."""
     border = rng.choice(passage.borders)
     first, second = passage.tokens[:border], passage.tokens[border:]
     swapped = rng.random() < 0.5

@@ -32,9 +32,8 @@ from colab_swarm.net.tunnels import TunnelSettings
 from colab_swarm.notebook.platforms import SessionClock, wait_for_end
 from colab_swarm.swarm.saved import PeerStore
 from colab_swarm.training.settings import PeerServices
-from colab_swarm.trust.access import RunAccess, Trust
+from colab_swarm.trust.access import ClockWatch, RunAccess, Trust
 from colab_swarm.trust.contributions import merged
-from colab_swarm.trust.member import ClockWatch
 
 if TYPE_CHECKING:
     from colab_swarm.training.optimizer import SwarmOptimizer

@@ -1,30 +1,35 @@
-"""How a peer gets into a run and invites others, its trust services, and how a revocation reaches every peer.
+"""How a peer gets into a run and invites others: its membership, and how a revocation reaches every peer.
 
-The authority stores its signed list in the DHT under its own subkey, which no other peer can write.
-Every peer reads it each 20 s and asks one linked peer for the newest list; a peer that learns of a
-newer list sends it to all its links. So the list spreads even where the DHT fails: a malicious
-member can stuff its key, and its records end after a day.
+An invitation that admits offline lets a peer sign its own membership at once. The authority replaces it as
+soon as it is reached, so that the invitation can be revoked without removing the peers that used it. A
+membership is renewed from half of its life on, so that the authority may be away for the other half.
+
+The authority stores its signed list of revocations in the DHT under its own subkey, which no other
+peer can write. Every peer reads it each 20 s and asks one linked peer for the newest list; a peer
+that learns of a newer list sends it to all its links. So the list spreads even where the DHT fails:
+a malicious member can stuff its key, and its records end after a day.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from colab_swarm.dht.service import DHT
-from colab_swarm.errors import JoinError, PeerError, ProtocolError
-from colab_swarm.events import EventLog, Fault, PeersRevoked
+from colab_swarm.errors import CallRefused, JoinError, NotAdmitted, PeerError, ProtocolError
+from colab_swarm.events import ClockSkewed, EventLog, Fault, MembershipEnding, MembershipRenewed, PeersRevoked
 from colab_swarm.invite import NAME, Access, Invite, role_named
 from colab_swarm.net.identity import Identity, id_of
-from colab_swarm.net.membership import MembershipAdmission
+from colab_swarm.net.membership import SLACK_S, Grant, Membership, MembershipAdmission, in_words
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import Contact, PeerId, Peers, short
+from colab_swarm.net.peers import Ack, Contact, LeftOut, PeerId, Peers, Refusal, Role, short
 from colab_swarm.trust.authority import (
     Allowlist,
     Authority,
@@ -34,21 +39,169 @@ from colab_swarm.trust.authority import (
     ShareRevoked,
 )
 from colab_swarm.trust.contributions import PUBLISH_S, Contributions, TallyRow
-from colab_swarm.trust.member import TICK_S, Credentials, RunMember
 
 logger = logging.getLogger(__name__)
+REPORT_S = 30.0  # smaller clock differences are not reported
+TICK_S = 10.0
+ASK_TIMEOUT_S = 20.0
+CALL_TIMEOUT_S = 10.0
+RETRY_S, MAX_RETRY_S = 30.0, 600.0
+FIX = (
+    "set it (Linux: `sudo timedatectl set-ntp true`; Windows, macOS: switch on automatic time in the settings; "
+    "Colab, Kaggle: restart the runtime)"
+)
+
+
+class ClockWatch:
+    """Reports once that the clock is off, that this has much changed, and that it is over."""
+
+    def __init__(self) -> None:
+        self._reported_s = 0.0
+
+    def on_skew(self, behind_s: float) -> str | None:
+        """Return what to report if the clock is ``behind_s`` behind others' (negative: ahead), or None."""
+        off_s, reported_s = abs(behind_s), abs(self._reported_s)
+        if reported_s and off_s <= REPORT_S / 2:
+            self._reported_s = 0.0
+            return "this machine's clock is right again"
+        same = reported_s > 0 and abs(behind_s - self._reported_s) <= max(REPORT_S, reported_s / 2)
+        if off_s <= REPORT_S or (same and (off_s > SLACK_S) == (reported_s > SLACK_S)):
+            return None
+        self._reported_s = behind_s
+        way = "behind" if behind_s > 0 else "ahead of"
+        text = f"this machine's clock is {in_words(off_s)} {way} the other peers'"
+        if off_s <= SLACK_S:
+            return f"{text}: compensated, you need to do nothing"
+        return f"{text}: beyond 10 minutes they refuse what it signs; {FIX}"
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What admits a peer: an invitation's grant and key, and a Hugging Face token if required."""
+
+    grant: Grant
+    invitation: Identity
+    token: str = field(default="", repr=False)
+    membership: bytes = field(default=b"", repr=False)  # of an earlier session
+
+
+class RunMember:
+    """Gets and renews this peer's membership, and accepts the renewed ones of other peers."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        dht: DHT,
+        admission: MembershipAdmission,
+        events: EventLog,
+        credentials: Credentials | None,
+        readmit: Callable[[PeerId, bytes], Role],
+        behind_s: Callable[[], float],
+    ) -> None:
+        self._peers, self._dht, self._admission, self._events = peers, dht, admission, events
+        self._credentials, self._readmit, self._behind_s = credentials, readmit, behind_s
+        self._loop = asyncio.get_running_loop()
+        self._clock, self._absent = ClockWatch(), LeftOut[str](RETRY_S, MAX_RETRY_S)
+        self._unaware: set[PeerId] = set()  # linked peers that have not seen the renewed membership
+        peers.serve(IssuedMembership, self._on_renewed, role=Role.GUEST)
+
+    async def join(self) -> None:
+        """Get the first membership; raise `JoinError` if the authority refuses or does not answer."""
+        if self._credentials is None:
+            return
+        grant, key, now = self._credentials.grant, self._peers.public_key, self._peers.time()
+        saved = self._credentials.membership
+        if saved:
+            with contextlib.suppress(NotAdmitted):
+                self._admission.check(key, saved, now=now)
+                self._admission.membership = saved
+                return
+        own = Membership.by_invitation(grant, self._credentials.invitation, key=key, now=now).encode()
+        over = now > grant.join_until
+        if grant.offline and not (saved and over):
+            self._admission.membership = own
+            return
+        # the authority renews an ended membership for a while
+        try:
+            await self._request(saved if saved and over else own, self._credentials.token)
+        except CallRefused as error:
+            raise JoinError(self._words_of(error)) from error
+        except PeerError as error:
+            raise JoinError(
+                "only the organizer's peer can admit you by this invitation, and it cannot be reached: "
+                f"{error}. Is it running? Try again later, or ask for an invitation of unlimited use"
+            ) from error
+
+    async def tick(self) -> None:
+        """Renew the membership if due, show it to linked peers that have not seen it, check the clock."""
+        text = self._clock.on_skew(self._behind_s())
+        if text is not None:
+            self._events.emit(ClockSkewed(self._loop.time(), self._behind_s(), text))
+        if self._credentials is not None:
+            held, now = Membership.decode(self._admission.membership), self._peers.time()
+            due_at = held.issued_at if held.grant else (held.issued_at + held.expires_at) / 2
+            if now >= due_at and not self._absent.holds("authority", now):
+                await self._renew(held, self._credentials.token)
+        self._unaware &= self._peers.linked()
+        await asyncio.gather(*(self._present(peer) for peer in self._unaware))
+
+    async def _renew(self, held: Membership, token: str) -> None:
+        try:
+            renewed = await self._request(self._admission.membership, token)
+        except PeerError as error:
+            now = self._peers.time()
+            self._absent.fail("authority", now)
+            left_s = held.expires_at - now
+            refused = isinstance(error, CallRefused) and error.code == "refused"
+            if refused or left_s < (held.expires_at - held.issued_at) / 4:
+                why = self._words_of(error)
+                reason = why if refused else f"the organizer's peer cannot be reached for a new one: {why}"
+                self._events.emit(MembershipEnding(self._loop.time(), max(0.0, left_s), reason))
+            return
+        self._absent.forgive("authority")
+        self._unaware = set(self._peers.linked())
+        self._events.emit(MembershipRenewed(self._loop.time(), renewed.expires_at - self._peers.time()))
+
+    async def _request(self, proof: bytes, token: str) -> Membership:
+        authority = id_of(self._admission.authority)
+        if authority not in self._peers.linked():
+            contact = await self._dht.find_peer(authority)
+            if contact is not None:
+                self._peers.learn(contact)
+        answer = await self._peers.call(
+            authority, RequestMembership(proof, token), IssuedMembership, timeout_s=ASK_TIMEOUT_S
+        )
+        issued = self._admission.check(self._peers.public_key, answer.membership, now=self._peers.time())
+        self._admission.membership = answer.membership
+        return issued
+
+    def _words_of(self, error: PeerError) -> str:
+        # the authority's refusal without its id in front
+        return str(error).removeprefix(f"{short(id_of(self._admission.authority))}: ")
+
+    async def _present(self, peer: PeerId) -> None:
+        try:
+            await self._peers.call(
+                peer, IssuedMembership(self._admission.membership), Ack, timeout_s=CALL_TIMEOUT_S
+            )
+            self._unaware.discard(peer)
+        except PeerError as error:
+            logger.debug("%s does not take the renewed membership: %s", short(peer), error)
+
+    async def _on_renewed(self, peer: PeerId, message: IssuedMembership) -> Ack:
+        try:
+            self._readmit(peer, message.membership)
+        except NotAdmitted as error:
+            raise Refusal(str(error)) from error
+        return Ack()
+
+
 PERIOD_S = 20.0
 RECORD_S = 24 * 3600.0
-CALL_TIMEOUT_S = 10.0
 
 
 class RevocationWatch:
-    """Keeps a peer's `MembershipAdmission` up to date with the authority's list in the DHT.
-
-    Args:
-        recheck: closes the links of revoked peers, see `Linker.recheck`.
-        spawn: runs work in the background, see `Linker.spawn`.
-    """
+    """Keeps a peer's `MembershipAdmission` up to date with the authority's list in the DHT."""
 
     def __init__(
         self,
@@ -68,7 +221,7 @@ class RevocationWatch:
         peers.serve(ShareRevoked, self._on_share)
 
     def spread(self) -> None:
-        """Close the links of revoked peers and send the list to all others; call it after `Authority.revoke`."""
+        """Close the links of revoked peers, send the list to all others; call it after `Authority.revoke`."""
         self._stored_at = float("-inf")
         self._spawn(self._store())
         self._pass_on(but=None)
@@ -111,7 +264,6 @@ class RevocationWatch:
             self._spawn(self._share(peer, encoded))
 
     async def _share(self, peer: PeerId, encoded: bytes) -> None:
-        """Send our version and list; learn the peer's list if it is newer."""
         message = ShareRevoked(self._admission.revoked.version, encoded)
         try:
             answer = await self._peers.call(peer, message, ShareRevoked, timeout_s=CALL_TIMEOUT_S)
@@ -161,12 +313,10 @@ class Trust:
                 self.authority = Authority(node, admission, access.book, access.allow, linker.readmit)
 
     async def join(self) -> None:
-        """Get a membership, before the DHT is used; raise `JoinError` if this peer is not admitted."""
         if self._member is not None:
             await self._member.join()
 
     def start(self) -> None:
-        """Run all of it until `stop`."""
         for work, period_s, where in self._work:
             self._tasks.append(self._node.linker.spawn(repeat(work, period_s, self._events, where)))
 
@@ -180,11 +330,7 @@ class Trust:
         await self.contributions.stop()
 
     def revoke(self, subject: PeerId) -> None:
-        """Remove a peer from the run, or an invitation (the id of its key).
-
-        Raises `PermissionError` if this peer is not the authority, `ValueError` if it would remove
-        itself.
-        """
+        """Remove a peer, or an invitation by its key's id; `PermissionError` if not the authority."""
         if self.authority is None or self._watch is None:
             raise PermissionError("only the peer that created the run, if it is not open, can remove others")
         self.authority.revoke(subject)
@@ -199,11 +345,8 @@ ENTRIES, ADDRESSES = 3, 4
 class RunAccess:
     """A peer's way into a run, and its rights there.
 
-    Attributes:
-        admission: decides which peers may link; None in an open run, where all may.
-        credentials: what admits it to a closed run; the authority has a ``book`` instead, and an ``allow`` list.
-        invitation: the one it joined with; None if it created the run.
-        known, tally: of an earlier session: peers, and the contributions this peer saw.
+    ``admission`` is None in an open run. ``credentials`` admit it to a closed one; the authority has a
+    ``book`` instead. ``known`` peers and the ``tally`` are of an earlier session.
     """
 
     run_id: str
@@ -226,11 +369,7 @@ class RunAccess:
         allow: Allowlist | None,
         key_file: str | Path | None,
     ) -> RunAccess:
-        """Create a run, with this peer as its authority; with the key file of an earlier run, continue that run.
-
-        Raises `ValueError` if the name or the list is not usable, or the key file is of another
-        run.
-        """
+        """Create a run with this peer as authority, or continue the key file's; ValueError if unusable."""
         if not NAME.fullmatch(name):
             raise ValueError(
                 f"{name!r} is no run name: use up to 63 of a-z, 0-9, '.', '_', '-', such as 'my-first-swarm'"
@@ -254,7 +393,7 @@ class RunAccess:
     def by(
         cls, invitation: Invite, identity: Identity, *, token: str = "", membership: bytes = b""
     ) -> RunAccess:
-        """Join a run; ``token`` is of Hugging Face, ``membership`` of an earlier session, if there are any."""
+        """Join a run; ``token`` is of Hugging Face, ``membership`` of an earlier session, if any."""
         run_id, grant = invitation.run_id, invitation.grant
         if grant is None:
             return cls(run_id, invitation.access, invitation=invitation)
@@ -280,16 +419,11 @@ class RunAccess:
         hours: float | None = None,
         uses: int | None = None,
     ) -> Invite:
-        """Make an invitation. A peer that is not the authority passes its own on, with itself as one more entry.
+        """Make an invitation; a peer that is not the authority passes its own on, with itself as an entry.
 
-        Args:
-            role: worker, reducer or viewer; worker by default.
-            hours, uses: how long it can be used, 24 by default; by how many peers, by default any number.
-
-        Raises:
-            JoinError: nobody could use it.
-            PermissionError: only the authority can make such an invitation.
-            ValueError: the role is unknown, or hours or uses are out of range.
+        The ``role`` is worker (default), reducer or viewer. It can be used for ``hours``, 24 by default,
+        by ``uses`` peers, by default any number. Raises `JoinError` if nobody could use it,
+        `PermissionError` if only the authority can make it, `ValueError` if an argument is out of range.
         """
         limited, closed = role is not None or uses is not None, self.admission is not None
         if limited and not closed:
@@ -315,7 +449,6 @@ class RunAccess:
         return Invite.issue(grant, secret, entries, access=self.access, authority=peers.public_key)
 
     def _ways_in(self, peers: Peers) -> tuple[Contact, ...]:
-        """Return a few dialable peers, direct ones before relayed ones, the authority and this peer first."""
         found = [peers.contact, *(self.invitation.entries if self.invitation else ())]
         found += map(peers.contact_of, sorted(peers.linked()))
         if self.admission is not None:

@@ -1,8 +1,7 @@
 """The authority of a run: signs invitations and memberships, and revokes them.
 
-The authority is an ordinary peer whose key the invitations name. The swarm continues while it is
-away: its signatures prove memberships, and invitations of unlimited use admit peers without it. It
-must be online only for counted invitations, and for runs with an `Allowlist`.
+It is an ordinary peer whose key the invitations name. It must be online only for counted
+invitations, and for runs with an `Allowlist`.
 """
 
 from __future__ import annotations
@@ -42,11 +41,7 @@ Shown = Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)]
 
 
 class RequestMembership(Message, frozen=True):
-    """To the authority: request a membership, or a renewed one.
-
-    ``proof`` is a membership of the sender, by an invitation or an earlier one; ``token`` is of
-    Hugging Face.
-    """
+    """To the authority; ``proof`` is an invitation's or an earlier membership, ``token`` of Hugging Face."""
 
     proof: Shown
     token: Annotated[str, msgspec.Meta(max_length=512)] = ""
@@ -62,7 +57,7 @@ class IssuedMembership(Message, frozen=True):
 
 
 class ShareRevoked(Message, frozen=True):
-    """Both ways: the version of the authority's list that the sender has, and the list if the receiver may lack it."""
+    """Both ways: the sender's version of the authority's list; the list if the receiver may lack it."""
 
     version: int
     revocations: Annotated[bytes, msgspec.Meta(max_length=1 << 16)] = b""
@@ -72,9 +67,7 @@ class Saved(msgspec.Struct):
     """The authority's memory: uses of invitations, and the newest encoded list of revocations."""
 
     run_id: str
-    used: dict[str, tuple[float, list[str]]] = msgspec.field(
-        default_factory=dict
-    )  # an invitation's end and peers
+    used: dict[str, tuple[float, list[str]]] = {}  # an invitation's end and peers, by key
     revocations: bytes = b""
 
 
@@ -105,7 +98,6 @@ class AuthorityBook:
                 ) from error
 
     def save(self) -> None:
-        """Write what has changed."""
         if self._path is not None:
             write_private(self._path, msgspec.json.encode(self.saved))
 
@@ -132,7 +124,6 @@ class Allowlist:
     organisations: tuple[str, ...] = ()
 
     def admits(self, account: Account) -> bool:
-        """Return True if the account is on the list; case does not matter."""
         organisations = {name.lower() for name in self.organisations}
         return account.name.lower() in {name.lower() for name in self.users} or any(
             one.name.lower() in organisations for one in account.orgs
@@ -142,7 +133,6 @@ class Allowlist:
 def make_grant(
     run_id: str, role: Role, sign: Sign, *, join_until: float, allow: Allowlist | None, uses: int = 0
 ) -> tuple[Grant, bytes]:
-    """Return the signed grant of a new invitation, and its key's secret seed."""
     secret, offline = os.urandom(32), allow is None and not uses
     member_until = join_until + member_s(allow)
     key = Identity(secret).public_key
@@ -155,12 +145,7 @@ def member_s(allow: Allowlist | None) -> float:
 
 
 class Authority:
-    """Issues memberships, as the peer whose key is the run's authority key.
-
-    Args:
-        allow: accounts that it admits; None if an invitation suffices.
-        readmit: gives a linked peer the role of a membership, see `Linker.readmit`.
-    """
+    """Issues memberships, to accounts on ``allow`` if it is given; ``readmit`` is `Linker.readmit`."""
 
     def __init__(
         self,
@@ -179,10 +164,7 @@ class Authority:
         peers.serve(RequestMembership, self._on_request, role=Role.GUEST)
 
     def grant(self, role: Role, *, hours: float, uses: int = 0) -> tuple[Grant, bytes]:
-        """Return the grant of a new invitation, for ``hours`` and so many ``uses`` (0: any), and its key's secret seed.
-
-        Raises `ValueError` if hours or uses are out of range.
-        """
+        """Return a new invitation's grant, its key's seed; 0 ``uses`` are any number. `ValueError`."""
         if not (0 < hours < 1e6 and 0 <= uses <= MAX_USES):
             raise ValueError(
                 f"hours={hours}, uses={uses}: hours must be above 0, uses 1 to {MAX_USES:,} or 0 for any number"
@@ -221,7 +203,6 @@ class Authority:
         return IssuedMembership(membership)
 
     def _proof_of(self, peer: PeerId, shown: bytes) -> Membership:
-        """Return what entitles the peer to a membership: one under an invitation's grant, or an earlier one."""
         try:
             proof = Membership.decode(shown)
             if id_of(proof.key) != peer:
@@ -242,7 +223,6 @@ class Authority:
         return proof
 
     async def _name_of(self, token: str, allowlist: Allowlist) -> str:
-        """Return the token's user, if the list admits it; raise `Refusal` otherwise."""
         tokens = "https://huggingface.co/settings/tokens"
         if not token:
             why, do = "it requires a Hugging Face account, and you gave no token", f"make one at {tokens}"
@@ -263,7 +243,6 @@ class Authority:
         return account.name
 
     def _refusal(self, who: str, why: str, do: str) -> Refusal:
-        """Four lines for the person who wants to join."""
         run, me = self._admission.run_id.rpartition("-")[0], short(self._peers.id)
         return Refusal(
             f"{run} does not admit {who}\nwhy: {why}\nwhat to do: {do}\nwhom to ask: the organizer (peer {me})"

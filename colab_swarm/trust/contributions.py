@@ -1,13 +1,13 @@
 """The contribution ledger: what each peer contributed, as other peers saw it. No peer can credit itself.
 
-Each peer keeps a tally of what it saw others contribute, and publishes it signed, with its
-membership as proof. The leaderboard is the sum over all tallies, without what a tally says of its
-own writer.
+Each peer publishes a signed tally of what it saw, with its membership as proof. The leaderboard is
+the sum over all tallies, without what a tally says of its own writer.
 
-- *Samples.* A contributor is credited once in total with the weight (number of samples) of its gradient in a round. The
-  other reducers divide this by their shares of the averaged vector: j credits p with ``weight_p * share_j / (1 -
-  share_p)``. If p is the only reducer, the other members divide the credit evenly. A round of one is not counted.
-- *Bytes reduced.* Every other member credits a reducer with the bytes (float32) of the part that it averaged for it.
+- *Samples.* A contributor is credited once in total with the weight (number of samples) of its
+  gradient in a round. The other reducers divide this by their shares of the averaged vector: j
+  credits p with ``weight_p * share_j / (1 - share_p)``. If p is the only reducer, the other members
+  divide the credit evenly. A round of one is not counted.
+- *Bytes reduced.* Every other member credits a reducer with the float32 bytes that it averaged for it.
 - *Bytes relayed.* Each end of a circuit credits the relay with half of what the circuit carried.
 - *Work units, expert calls.* The served peer credits the serving one.
 
@@ -122,11 +122,9 @@ class ContributionLedger:
                 self.credit(member.id, "reduced_bytes", float(span.numel * VALUE_BYTES))
 
     def rows(self) -> tuple[TallyRow, ...]:
-        """Return the tally, the largest contributors first."""
         return tuple(TallyRow(peer, tuple(amounts)) for peer, amounts in self._largest())
 
     def resume(self, rows: Iterable[TallyRow]) -> None:
-        """Continue from the tally that this peer published before it was restarted."""
         for row in rows:
             for kind, amount in zip(KINDS, row.amounts, strict=True):
                 self.credit(PeerId(row.peer), kind, amount)
@@ -141,7 +139,6 @@ class ContributionLedger:
 
 
 def leaderboard(tallies: Iterable[ContributionTally]) -> tuple[Contribution, ...]:
-    """Sum up the tallies; most samples first."""
     sums: dict[PeerId, list[float]] = {}
     for tally in tallies:
         writer = id_of(tally.key)
@@ -163,15 +160,7 @@ def merged(*tallies: Iterable[TallyRow]) -> tuple[TallyRow, ...]:
 
 
 class Contributions:
-    """Publishes this peer's ledger in the DHT and reads those of all peers.
-
-    Args:
-        admission: only tallies of reducers and above count; None in an open run, where all count.
-        relayed_bytes: what each relay has carried for this peer, see `Metering.relayed_bytes`.
-
-    Attributes:
-        ledger, saved: this peer's tally, and that of an earlier session, from its folder.
-    """
+    """Publishes this peer's ledger in the DHT and reads all others'; in a closed run, of members only."""
 
     def __init__(
         self,
@@ -201,12 +190,11 @@ class Contributions:
             logger.info("this peer's last tally cannot be read now: %s", error)
 
     async def stop(self) -> None:
-        """Publish the last changes."""
         if self._resumed:
             await self.publish()
 
     async def resume(self) -> None:
-        """Continue from the tally that this peer published, or saved in its folder, before it was restarted."""
+        """Continue from the tally that this peer published, or saved, before it was restarted."""
         records = await self._dht.records(self._key)
         found = [tally for one in records if one.subkey == self._peers.id and (tally := tally_of(one))]
         self._resumed = True
@@ -231,7 +219,6 @@ class Contributions:
         return [record for record, tally in await self._others() if any(row.peer == me for row in tally.rows)]
 
     async def _others(self) -> list[tuple[Record, ContributionTally]]:
-        """Return the other peers' tallies under their writers' keys, as records and decoded."""
         keys = [f"{self._run_id}/credits/{shard}" for shard in range(SHARDS)]
         found = await asyncio.gather(*map(self._dht.records, keys))
         return [
@@ -254,15 +241,12 @@ def by_member(tally: ContributionTally, record: Record, admission: MembershipAdm
     if admission is None:
         return True
     with suppress(NotAdmitted):
-        role = admission.verify(
-            tally.key, tally.membership, now=record.expires_at - RECORD_S
-        )  # as it was written
-        return role >= Role.REDUCER
+        written_at = record.expires_at - RECORD_S
+        return admission.verify(tally.key, tally.membership, now=written_at) >= Role.REDUCER
     return False
 
 
 def tally_key(run_id: str, writer: PeerId) -> str:
-    """Return the DHT key of a peer's tally."""
     return f"{run_id}/credits/{writer[0] % SHARDS}"
 
 
@@ -287,7 +271,6 @@ class Leaderboard(tuple[Contribution, ...]):
         return board
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return the rows of a table with `COLUMNS`."""
         return [
             (
                 f"{place}.",

@@ -10,19 +10,7 @@ import pytest
 
 from colab_swarm.bench import elastic_consistency as elastic
 from colab_swarm.bench import slow_link
-from colab_swarm.bench.elastic_consistency import (
-    BETAS,
-    CODECS,
-    OTHERS,
-    WAYS,
-    ConsistencyTask,
-    Scene,
-    add_speed,
-    compressions,
-    emulate,
-    plot,
-    ratios,
-)
+from colab_swarm.bench.elastic_consistency import ConsistencyTask, Scene, add_speed, emulate
 from colab_swarm.bench.harness import BenchReport
 from colab_swarm.bench.slow_link import ADDRESSES
 from colab_swarm.elastic.schedulers import BoundedStaleness
@@ -45,9 +33,9 @@ def test_the_model_can_be_a_residual_network() -> None:
 @pytest.mark.ordeal
 def test_every_measured_distance_is_within_its_bound() -> None:
     report = BenchReport("elastic", True)
-    ratios(report, steps=10, peers=3)
+    elastic.ratios(report, steps=10, peers=3)
     found = report.figures
-    assert len([key for key in found if key.startswith("bound_ratio_")]) == 6 * len(CODECS) - 1
+    assert len([key for key in found if key.startswith("bound_ratio_")]) == 6 * len(elastic.CODECS) - 1
     assert 0.2 < found["max_bound_ratio"] <= 1
     assert found["max_bound_ratio_found_gamma"] <= 1
 
@@ -56,7 +44,7 @@ def test_every_measured_distance_is_within_its_bound() -> None:
 @pytest.mark.ordeal
 def test_topk_loses_accuracy_without_error_feedback() -> None:
     report = BenchReport("elastic", True)
-    compressions(report, seeds=1)
+    elastic.compressions(report, seeds=1)
     found = report.figures
     assert found["topk_feedback_drop"] < 1 < found["topk_alone_drop"]
 
@@ -64,10 +52,10 @@ def test_topk_loses_accuracy_without_error_feedback() -> None:
 def test_accuracy_is_drawn_over_beta(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report = BenchReport("elastic", True)
-    for name in [*(f"beta_{beta:g}" for beta in BETAS), "variance"]:
+    for name in [*(f"beta_{beta:g}" for beta in elastic.BETAS), "variance"]:
         report.add(f"accuracy_mlp_{name}", 90.0)
         report.add(f"distance_mlp_{name}", 0.1)
-    plot(report, str(tmp_path / "beta.png"))
+    elastic.plot(report, str(tmp_path / "beta.png"))
     assert (tmp_path / "beta.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -102,7 +90,7 @@ def test_steps_of_every_scheduler_and_of_ddp_are_timed() -> None:
     report = BenchReport("elastic", True)
     add_speed(report, seeds=1, steps=35)
     found = report.figures
-    assert all(found[f"step_ms_{way}"] > 0 for way in (*OTHERS, *WAYS))
+    assert all(found[f"step_ms_{way}"] > 0 for way in (*elastic.OTHERS, *elastic.WAYS))
     assert found["step_ms_synchronous"] > 1e3 * elastic.DELAY_S
     keys = ("step_time_vs_synchronous", "synchronous_vs_ddp", "speed_accuracy_drop", "communication_share")
     assert all(key in found for key in keys)

@@ -20,7 +20,7 @@ import colab_swarm as cs
 from colab_swarm.events import StepFinished
 from colab_swarm.net.metering import Speed
 from colab_swarm.notebook.checks import UNKNOWN, Prediction, Subject, predict
-from colab_swarm.recipes.pretraining import PretrainingBatches
+from colab_swarm.recipes.batches import PretrainingBatches
 from colab_swarm.sim import HostProfile, NetworkProfile
 from colab_swarm.swarm.doctor import doctor
 

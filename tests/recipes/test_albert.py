@@ -2,55 +2,44 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AlbertConfig, AlbertForPreTraining
 from transformers import PreTrainedTokenizerFast as Words
 
+from colab_swarm.recipes import masked_lm
+from colab_swarm.recipes.batches import StreamedBatches
 from colab_swarm.recipes.masked_lm import (
-    ENOUGH,
-    LAYER_VALUES,
-    SETTINGS,
     SIZES,
-    AlbertSettings,
     AlbertSize,
     MicroBatch,
     albert,
-    albert_config,
-    albert_optimizer,
-    checkpoint_layers,
     fit_memory,
     mean_loss,
     parameter_count,
-    parameter_groups,
-    sample_bytes,
 )
-from colab_swarm.recipes.streaming import StreamedBatches
 from colab_swarm.training.layerwise import Lamb
-
-
-@dataclass(frozen=True)
-class Peer:
-    id: bytes
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes_have_their_published_number_of_parameters(tokenizer: Words, size: str) -> None:
-    config = albert_config(SIZES[size], tokenizer)
+    config = masked_lm.albert_config(SIZES[size], tokenizer)
     config.vocab_size = SIZES[size].vocabulary
     with torch.device("meta"):
         counted = sum(parameter.numel() for parameter in AlbertForPreTraining(config).parameters())
-    assert (
-        parameter_count(SIZES[size]) == counted == {"large": 18_105_474, "tiny": 572_370}.get(size, counted)
-    )
+    published = {"large": 18_105_474, "tiny": 572_370}.get(size, counted)
+    assert parameter_count(SIZES[size]) == counted == published
 
 
 @pytest.mark.slow
 def test_peers_start_equal_and_read_differently() -> None:
-    (alice, hers), (bob, his) = albert(swarm=Peer(b"alice")), albert(swarm=Peer(b"bob"))
+    (alice, hers), (bob, his) = (
+        albert(swarm=SimpleNamespace(id=b"alice")),
+        albert(swarm=SimpleNamespace(id=b"bob")),
+    )
     state = bob.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in alice.state_dict().items())
     assert hers.tokenizer.get_vocab() == his.tokenizer.get_vocab()
@@ -71,7 +60,7 @@ def test_another_seed_gives_another_model_and_other_randomness_is_untouched(toke
 @pytest.mark.ordeal
 def test_tiny_albert_learns_the_python_documentation(tokenizer: Words) -> None:
     model, batches = albert("tiny", tokenizer=tokenizer, batch_size=32)
-    optimizer = Lamb(parameter_groups(model), lr=1e-2)
+    optimizer = Lamb(masked_lm.parameter_groups(model), lr=1e-2)
     before = mean_loss(model, batches, count=2)
     for _ in range(40):
         model(**next(batches)).loss.backward()
@@ -92,7 +81,7 @@ def test_mean_loss_changes_neither_the_model_nor_its_mode(tokenizer: Words) -> N
 @pytest.mark.slow
 def test_only_matrices_decay(tokenizer: Words) -> None:
     model, _ = albert(tokenizer=tokenizer)
-    decaying, plain = parameter_groups(model, weight_decay=0.5)
+    decaying, plain = masked_lm.parameter_groups(model, weight_decay=0.5)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert (decaying["weight_decay"], plain["weight_decay"]) == (0.5, 0.0)
     for group, wanted in ((plain, True), (decaying, False)):
@@ -102,15 +91,15 @@ def test_only_matrices_decay(tokenizer: Words) -> None:
 
 
 def test_settings_are_the_published_ones() -> None:
-    settings = AlbertSettings()
+    settings = masked_lm.AlbertSettings()
     assert (settings.lr, settings.weight_decay, settings.clamp) == (1.76e-3, 0.01, 1e4)
     assert (settings.warmup_steps, settings.total_steps, settings.target_batch_size) == (5_000, 125_000, 4096)
-    assert settings == SETTINGS["large"]
-    assert SETTINGS.keys() == SIZES.keys()
+    assert settings == masked_lm.SETTINGS["large"]
+    assert masked_lm.SETTINGS.keys() == SIZES.keys()
 
 
 def test_the_learning_rate_rises_for_5000_steps_and_falls_to_zero_at_125000() -> None:
-    optimizer, scheduler = albert_optimizer(torch.nn.Linear(2, 2), "large")
+    optimizer, scheduler = masked_lm.albert_optimizer(torch.nn.Linear(2, 2), "large")
     rate = scheduler.lr_lambdas[0]
     assert rate(0) == pytest.approx(1 / 5000)
     assert rate(4_999) == rate(5_000) == 1
@@ -139,12 +128,13 @@ def test_a_mix_of_sources_is_trained_on_with_a_batch_that_fits_the_machine(
 
 @pytest.mark.slow
 def test_a_tokenizer_trained_on_a_mix_is_the_same_for_all_peers(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(
-        "\n".join(f"{n} apples and pears fell. {n + 1} did not." for n in range(500))
+    one, other = tmp_path / "a.txt", tmp_path / "b.txt"
+    one.write_text("\n".join(f"{n} apples and pears fell. {n + 1} did not." for n in range(500)))
+    other.write_text("\n".join(f"{n} bears slept: they did." for n in range(500)))
+    mix = {str(one): 1.0, str(other): 3.0}
+    (_, hers), (_, his) = (
+        albert(text=mix, language="bn", swarm=SimpleNamespace(id=name)) for name in (b"alice", b"bob")
     )
-    (tmp_path / "b.txt").write_text("\n".join(f"{n} bears slept: they did." for n in range(500)))
-    mix = {str(tmp_path / "a.txt"): 1.0, str(tmp_path / "b.txt"): 3.0}
-    (_, hers), (_, his) = (albert(text=mix, language="bn", swarm=Peer(name)) for name in (b"alice", b"bob"))
     assert hers.tokenizer.get_vocab() == his.tokenizer.get_vocab()
     assert hers.tokenizer.unk_token_id not in hers.tokenizer("apples and bears")["input_ids"]
     assert not torch.equal(next(hers)["input_ids"], next(his)["input_ids"])
@@ -219,14 +209,17 @@ def kept_values_per_token(trained: AlbertForPreTraining) -> float:
 @pytest.mark.slow
 def test_a_layer_keeps_as_many_values_as_the_arithmetic_says() -> None:
     more, fewer = (kept_values_per_token(model(SMALL, layers)) for layers in (5, 3))
-    assert (more - fewer) / 2 / SMALL.hidden == pytest.approx(LAYER_VALUES, abs=0.5)
+    assert (more - fewer) / 2 / SMALL.hidden == pytest.approx(masked_lm.LAYER_VALUES, abs=0.5)
 
 
 @pytest.mark.slow
 def test_checkpointing_gives_the_same_gradients_from_less_memory() -> None:
     plain, saving = model(SMALL), model(SMALL)
-    checkpoint_layers(saving)
-    assert kept_values_per_token(saving) < kept_values_per_token(plain) - 2 * LAYER_VALUES * SMALL.hidden
+    masked_lm.checkpoint_layers(saving)
+    assert (
+        kept_values_per_token(saving)
+        < kept_values_per_token(plain) - 2 * masked_lm.LAYER_VALUES * SMALL.hidden
+    )
     for each in (plain, saving):
         each(**batch()).loss.backward()
     gradients = dict(saving.named_parameters())
@@ -255,10 +248,12 @@ def test_what_is_chosen_fits_and_more_memory_never_gives_less_speed(size: str) -
     shape, chosen = SIZES[size], []
     for gib in range(6, 200, 2):
         fit = fit_memory(shape, gib * GIB)
-        needed = fit.batch_size * sample_bytes(shape, shape.sequence_length, checkpointing=fit.checkpointing)
+        needed = fit.batch_size * masked_lm.sample_bytes(
+            shape, shape.sequence_length, checkpointing=fit.checkpointing
+        )
         assert needed + 24 * parameter_count(shape) < gib * GIB
         chosen.append((not fit.checkpointing, fit.batch_size))
-        assert fit.checkpointing or fit.batch_size >= ENOUGH
+        assert fit.checkpointing or fit.batch_size >= masked_lm.ENOUGH
     assert chosen == sorted(chosen)
 
 

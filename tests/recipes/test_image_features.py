@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,35 +15,22 @@ from numpy.typing import NDArray
 from PIL import Image
 
 import colab_swarm as cs
+from colab_swarm.recipes import image_features
 from colab_swarm.recipes.image_features import (
-    GREY,
-    SETTINGS,
-    SIZES,
     Crops,
     Distortions,
     Swav,
-    SwavSettings,
     as_image,
     balance,
     distort,
     embed,
-    endless_order,
-    normalized,
     open_images,
-    random_view,
-    resized,
     swav,
-    swav_optimizer,
 )
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.replica import Replica, UpdateRule
 
 PICTURES = np.random.default_rng(0).integers(0, 256, size=(20, 10, 12, 3), dtype=np.uint8)
-
-
-@dataclass(frozen=True)
-class Peer:
-    id: bytes
 
 
 def parameters_of(model: Swav) -> torch.Tensor:
@@ -62,9 +50,9 @@ def test_tiny_swav_learns_to_tell_digits_apart_without_labels() -> None:
         return float(learned.score(features[900:], labels[900:]))
 
     model, batches = swav("tiny", images="digits")
-    optimizer, scheduler = swav_optimizer(model)
+    optimizer, scheduler = image_features.swav_optimizer(model)
     untrained, losses = accuracy(model), []
-    for step in range(SETTINGS["tiny"].total_steps):
+    for step in range(image_features.SETTINGS["tiny"].total_steps):
         output = model(**next(batches), step=step)
         output.loss.backward()
         optimizer.step()
@@ -84,7 +72,7 @@ def test_peers_stay_equal_although_images_and_statistics_differ() -> None:
     def train(swarm: Swarm) -> bytes:
         model = models[swarm.name]
         _, batches = swav(images=PICTURES, swarm=swarm, batch_size=8)
-        inner, scheduler = swav_optimizer(model)
+        inner, scheduler = image_features.swav_optimizer(model)
         optimizer = swarm.optimizer(
             inner, scheduler=scheduler, target_batch_size=16, matchmaking_timeout_s=20.0
         )
@@ -105,7 +93,7 @@ def test_peers_stay_equal_although_images_and_statistics_differ() -> None:
 
 def test_a_late_joiner_gets_momentum_and_schedule_with_the_state() -> None:
     def replica() -> Replica:
-        optimizer, scheduler = swav_optimizer(swav(images=PICTURES)[0])
+        optimizer, scheduler = image_features.swav_optimizer(swav(images=PICTURES)[0])
         return Replica(UpdateRule(optimizer, scheduler))
 
     alice, bob = replica(), replica()
@@ -121,7 +109,9 @@ def test_a_late_joiner_gets_momentum_and_schedule_with_the_state() -> None:
 
 @pytest.mark.slow
 def test_peers_start_equal_and_see_different_views() -> None:
-    (alice, hers), (bob, his) = (swav(images=PICTURES, swarm=Peer(name)) for name in (b"alice", b"bob"))
+    (alice, hers), (bob, his) = (
+        swav(images=PICTURES, swarm=SimpleNamespace(id=name)) for name in (b"alice", b"bob")
+    )
     assert torch.equal(parameters_of(alice), parameters_of(bob))
     assert not torch.equal(next(hers)["large_crops"], next(his)["large_crops"])
 
@@ -130,7 +120,7 @@ def test_a_batch_has_the_views_of_its_size_and_a_pass_every_image_once() -> None
     _, batches = swav(images=PICTURES, batch_size=7)
     shapes = {name: tuple(crops.shape) for name, crops in next(batches).items()}
     assert shapes == {"large_crops": (7, 2, 3, 32, 32), "small_crops": (7, 2, 3, 24, 24)}
-    order = endless_order(20, rng())
+    order = image_features.endless_order(20, rng())
     passes = [[next(order) for _ in range(20)] for _ in range(2)]
     assert sorted(passes[0]) == sorted(passes[1]) == list(range(20))
     assert passes[0] != passes[1]
@@ -138,8 +128,10 @@ def test_a_batch_has_the_views_of_its_size_and_a_pass_every_image_once() -> None
 
 def test_prototypes_are_frozen_for_the_first_steps_and_the_rate_warms_up_and_falls() -> None:
     model, _ = swav(images=PICTURES)
-    settings = SwavSettings(lr=1.0, final_lr=0.1, warmup_steps=4, total_steps=12, frozen_steps=2)
-    optimizer, scheduler = swav_optimizer(model, settings)
+    settings = image_features.SwavSettings(
+        lr=1.0, final_lr=0.1, warmup_steps=4, total_steps=12, frozen_steps=2
+    )
+    optimizer, scheduler = image_features.swav_optimizer(model, settings)
     before, moved, rates = model.prototypes.detach().clone(), [], []
     for _ in range(14):
         for parameter in model.parameters():
@@ -168,7 +160,7 @@ def test_features_ignore_earlier_statistics_and_leave_the_model_unchanged() -> N
 
 def test_resnet50_has_its_published_number_of_parameters() -> None:
     with torch.device("meta"):
-        model = Swav(SIZES["resnet50"])
+        model = Swav(image_features.SIZES["resnet50"])
     assert sum(p.numel() for p in model.backbone.parameters()) == 23_508_032
     assert sum(p.numel() for p in model.projection.parameters()) == 2048 * 2048 + 3 * 2048 + 2048 * 128 + 128
     assert model.prototypes.shape == (3000, 128)
@@ -195,7 +187,14 @@ def reference(scores_BK: NDArray[Any], epsilon: float, iterations: int) -> NDArr
 def small(**head: Any) -> Swav:
     torch.manual_seed(0)
     return Swav(
-        replace(SIZES["tiny"], hidden=16, features=8, prototypes=4, epsilon=0.05, **{"queue": 0, **head})
+        replace(
+            image_features.SIZES["tiny"],
+            hidden=16,
+            features=8,
+            prototypes=4,
+            epsilon=0.05,
+            **{"queue": 0, **head},
+        )
     )
 
 
@@ -278,7 +277,7 @@ def picture(height: int = 12, width: int = 16) -> torch.Tensor:
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 99))
 def test_a_view_has_its_size_and_range_for_every_image(height: int, width: int, seed: int) -> None:
-    view = random_view(picture(height, width), Crops(1, 9, (0.05, 1.0)), 0.5, rng(seed))
+    view = image_features.random_view(picture(height, width), Crops(1, 9, (0.05, 1.0)), 0.5, rng(seed))
     assert view.shape == (3, 9, 9) and view.dtype == torch.float32
     assert view.min() >= 0 and view.max() <= 1
 
@@ -287,7 +286,9 @@ def test_views_show_the_requested_share_of_the_image() -> None:
     x = torch.linspace(0, 255, 64).round().to(torch.uint8).expand(3, 64, 64)  # brightness encodes the column
     widths = [
         float(view[0, 0].max() - view[0, 0].min())
-        for view in (random_view(x, Crops(1, 32, (0.25, 0.25)), 0.0, rng(seed)) for seed in range(50))
+        for view in (
+            image_features.random_view(x, Crops(1, 32, (0.25, 0.25)), 0.0, rng(seed)) for seed in range(50)
+        )
     ]
     assert all(0.4 < width < 0.6 for width in widths)  # half a side, by an aspect of 3/4 to 4/3
 
@@ -295,7 +296,7 @@ def test_views_show_the_requested_share_of_the_image() -> None:
 @pytest.mark.slow
 def test_a_chance_of_one_always_flips() -> None:
     x, crops = picture(), Crops(1, 8, (0.3, 0.9))
-    plain, flipped = (random_view(x, crops, flip, rng()) for flip in (0.0, 1.0))
+    plain, flipped = (image_features.random_view(x, crops, flip, rng()) for flip in (0.0, 1.0))
     torch.testing.assert_close(plain.flip(2), flipped)
 
 
@@ -315,7 +316,7 @@ def test_distorted_views_differ_from_each_other_and_stay_in_range() -> None:
 def test_grey_views_keep_their_brightness() -> None:
     views = torch.rand(4, 3, 8, 8, generator=rng())
     greys = distort(views, Distortions(0.0, 0.0, 1.0, 0.0), rng())
-    brightness = (views * torch.tensor(GREY).view(3, 1, 1)).sum(dim=1)
+    brightness = (views * torch.tensor(image_features.GREY).view(3, 1, 1)).sum(dim=1)
     torch.testing.assert_close(greys, brightness[:, None].expand_as(greys))
 
 
@@ -329,8 +330,8 @@ def test_a_blurred_dot_is_a_gaussian_of_the_requested_width() -> None:
 
 
 def test_the_whole_image_is_resized_to_a_square_and_imagenets_mean_is_zero() -> None:
-    assert resized(torch.full((3, 5, 9), 51, dtype=torch.uint8), 4).allclose(torch.tensor(0.2))
-    assert normalized(torch.tensor([0.485, 0.456, 0.406]).view(1, 3, 1, 1)).abs().max() == 0
+    assert image_features.resized(torch.full((3, 5, 9), 51, dtype=torch.uint8), 4).allclose(torch.tensor(0.2))
+    assert image_features.normalized(torch.tensor([0.485, 0.456, 0.406]).view(1, 3, 1, 1)).abs().max() == 0
 
 
 RED = np.zeros((4, 6, 3), np.uint8)
@@ -347,11 +348,7 @@ def is_red(image: torch.Tensor) -> bool:
 def test_arrays_of_every_layout_give_the_same_images(images: Any) -> None:
     opened = open_images(images)
     assert len(opened) == 1 and is_red(as_image(opened[0]))
-
-
-def test_grey_images_get_three_equal_channels() -> None:
-    image = as_image(np.array([[0.0, 0.5, 1.0]]))
-    assert image.tolist() == [[[0, 128, 255]]] * 3
+    assert as_image(np.array([[0.0, 0.5, 1.0]])).tolist() == [[[0, 128, 255]]] * 3  # grey
 
 
 def test_a_folder_is_searched_at_all_depths_and_other_files_are_ignored(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast as Words
 
-from colab_swarm.recipes.pretraining import IGNORED, PretrainingBatches, peer_seed
+from colab_swarm.recipes.batches import IGNORED, PretrainingBatches, peer_seed
 from colab_swarm.recipes.text import TextSource, open_text
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.recipes import streaming
-from colab_swarm.recipes.streaming import DOCUMENT_CHARS, RETRY_AFTER_S, ShardReader, Stopped, open_shards
+from colab_swarm.recipes import batches
+from colab_swarm.recipes.batches import DOCUMENT_CHARS, RETRY_AFTER_S, ShardReader, Stopped, open_shards
 
 
 def read(source: str | Path) -> list[str]:
@@ -71,9 +71,8 @@ def test_a_reader_resumes_from_any_position(taken: int) -> None:
 
 def test_a_lost_connection_loses_no_document() -> None:
     waits, shard = Waits(), Breaking(times=2)
-    assert list(islice(ShardReader("web", [shard], seed=0, wait=waits), 10)) == [
-        f"broken {n}" for n in range(10)
-    ]
+    found = list(islice(ShardReader("web", [shard], seed=0, wait=waits), 10))
+    assert found == [f"broken {n}" for n in range(10)]
     assert waits == list(RETRY_AFTER_S[:2])
     assert shard.left == 0
 
@@ -130,7 +129,7 @@ def test_lines_are_read_once_and_whole_for_every_shard_size(
     file = tmp_path_factory.mktemp("cut") / "text.txt"
     file.write_bytes("\n".join(lines).encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streaming, "SHARD_BYTES", shard_bytes)
+        patch.setattr(batches, "SHARD_BYTES", shard_bytes)
         found = "".join(read(file)) if file.stat().st_size else ""
     assert found == "\n".join(lines)
 

@@ -14,15 +14,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast as Words
 
-from colab_swarm.recipes import streaming
-from colab_swarm.recipes.streaming import (
-    FIRST_PASSAGES,
-    MixedBatches,
-    Prefetched,
-    Stopped,
-    StreamedBatches,
-    TextMix,
-)
+from colab_swarm.recipes import batches
+from colab_swarm.recipes.batches import MixedBatches, Prefetched, Stopped, StreamedBatches, TextMix
 from colab_swarm.training.state import load_checkpoint, save_checkpoint
 from tests.recipes.test_pretraining import original
 
@@ -59,14 +52,12 @@ def test_sources_are_drawn_by_their_probability(two_sources: dict[str, float]) -
 
 
 def test_a_tokenizer_sees_all_of_every_source(two_sources: dict[str, float]) -> None:
-    seen = set(TextMix(two_sources, seed=0).until_read(random.Random(0)))
-    assert len(seen) == 400
+    assert len({*TextMix(two_sources, seed=0).until_read(random.Random(0))}) == 400
 
 
 def test_a_batch_is_made_of_neighbouring_sentences(tokenizer: Words, two_sources: dict[str, float]) -> None:
-    batches = mixed(tokenizer, two_sources)
-    for _ in range(5):
-        batch = next(batches)
+    made = mixed(tokenizer, two_sources)
+    for batch in islice(made, 5):
         for row, types, swapped in zip(
             original(batch), batch["token_type_ids"], batch["sentence_order_label"], strict=True
         ):
@@ -79,12 +70,13 @@ def test_a_batch_is_made_of_neighbouring_sentences(tokenizer: Words, two_sources
 
 
 def test_drawing_starts_while_the_buffer_still_grows(tokenizer: Words, two_sources: dict[str, float]) -> None:
-    batches = mixed(tokenizer, two_sources, batch_size=1, buffer=FIRST_PASSAGES + 20)
+    most = batches.FIRST_PASSAGES
+    made = mixed(tokenizer, two_sources, batch_size=1, buffer=most + 20)
     held = []
     for _ in range(40):
-        next(batches)
-        held.append(len(batches.state_dict()["token_counts"]))
-    assert held == [FIRST_PASSAGES - 1 + min(drawn, 20) for drawn in range(40)]
+        next(made)
+        held.append(len(made.state_dict()["token_counts"]))
+    assert held == [most - 1 + min(drawn, 20) for drawn in range(40)]
 
 
 @pytest.mark.slow
@@ -99,13 +91,13 @@ def test_a_restarted_peer_resumes_with_exactly_the_next_batch(tokenizer: Words, 
     again.load_state_dict(load_checkpoint(tmp_path / "state"))
     assert all(map(equal, islice(again, 20), expected))
     again.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+    assert not threads()
 
 
 def test_text_without_a_second_sentence_is_reported(
     tokenizer: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streaming, "PATIENCE_DOCUMENTS", 20)
+    monkeypatch.setattr(batches, "PATIENCE_DOCUMENTS", 20)
     (tmp_path / "lone.jsonl").write_text('{"text": "one sentence"}\n' * 3)
     with pytest.raises(ValueError, match=r"join the rows of .*lone"):
         next(mixed(tokenizer, {str(tmp_path / "lone.jsonl"): 1.0}))
@@ -178,12 +170,10 @@ def test_items_come_in_order_and_at_most_depth_are_made_ahead() -> None:
 
 def test_a_state_is_that_of_the_consumer_not_of_the_thread() -> None:
     source = Numbers()
-    items = ahead(source)
+    items, again = ahead(source), ahead(Numbers())
     assert list(islice(items, 10)) == list(range(10))
     assert source.wait_made(13)
-    state = items.state_dict()
-    again = ahead(Numbers())
-    again.load_state_dict(state)
+    again.load_state_dict(items.state_dict())
     assert list(islice(again, 20)) == list(islice(items, 20)) == list(range(10, 30))
     for each in (items, again):
         each.close()
@@ -198,8 +188,7 @@ def test_an_error_comes_after_the_items_made_before_it() -> None:
 
 
 def test_closing_ends_the_thread_even_while_the_source_waits() -> None:
-    source = Numbers(hold_at=2, stop=threading.Event())
-    items = ahead(source)
+    items = ahead(Numbers(hold_at=2, stop=threading.Event()))
     assert list(islice(items, 2)) == [0, 1]
     items.close()
     assert list(items) == []

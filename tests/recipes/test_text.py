@@ -9,16 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast as Words
 
-from colab_swarm.recipes.text import (
-    BLOCK_CHARS,
-    Passage,
-    TextSource,
-    open_text,
-    order_sample,
-    pack,
-    passages,
-    split_sentences,
-)
+from colab_swarm.recipes import text as recipe_text
+from colab_swarm.recipes.text import Passage, TextSource, open_text, order_sample, pack, passages
 
 
 def read(text: TextSource, seed: int = 0) -> list[str]:
@@ -36,15 +28,9 @@ def test_packing_keeps_all_text_in_order_in_blocks_of_one_size(texts: list[str],
 
 
 def test_the_python_documentation_is_there_without_a_download() -> None:
-    blocks = read("python-docs")
-    assert sum(map(len, blocks)) > 300_000
-    assert any("compound statement" in block for block in blocks)
-
-
-def test_peers_read_the_same_blocks_in_different_orders() -> None:
     alice, bob = read("python-docs", 1), read("python-docs", 2)
-    assert alice != bob
-    assert sorted(alice) == sorted(bob)
+    assert sum(map(len, alice)) > 300_000 and any("compound statement" in block for block in alice)
+    assert alice != bob and sorted(alice) == sorted(bob)  # the same blocks in different orders
     assert alice == read("python-docs", 1)
 
 
@@ -60,10 +46,10 @@ def test_files_are_found_by_path_by_pattern_and_by_list(tmp_path: Path) -> None:
 def test_a_letter_cut_by_a_block_border_is_left_out_and_nothing_else(tmp_path: Path) -> None:
     file = tmp_path / "bengali.txt"
     # three bytes each: every border but one cuts a letter
-    file.write_text("ক" * BLOCK_CHARS, encoding="utf-8")
+    file.write_text("ক" * recipe_text.BLOCK_CHARS, encoding="utf-8")
     letters = "".join(read(file))
     assert set(letters) == {"ক"}
-    assert BLOCK_CHARS - 2 <= len(letters) < BLOCK_CHARS
+    assert recipe_text.BLOCK_CHARS - 2 <= len(letters) < recipe_text.BLOCK_CHARS
 
 
 def test_strings_and_generators_of_strings_are_text() -> None:
@@ -104,13 +90,13 @@ def test_a_source_without_text_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_sentences_end_at_punctuation_and_line_breaks(text: str, sentences: list[str]) -> None:
-    assert split_sentences(text) == sentences
+    assert recipe_text.split_sentences(text) == sentences
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(alphabet="ab .!?।|\n", max_size=80))
 def test_splitting_loses_nothing_but_space(text: str) -> None:
-    assert "".join("".join(split_sentences(text)).split()) == "".join(text.split())
+    assert "".join("".join(recipe_text.split_sentences(text)).split()) == "".join(text.split())
 
 
 def test_passages_hold_the_document_in_order(tokenizer: Words) -> None:
@@ -120,8 +106,7 @@ def test_passages_hold_the_document_in_order(tokenizer: Words) -> None:
     assert tokenizer.decode(together).startswith(text[:3000])
     assert all(61 <= len(passage.tokens) <= 61 + 30 for passage in found[:-1])
     for passage in found:
-        second = tokenizer.decode(passage.tokens[passage.borders[0] :])
-        assert second.startswith("number")
+        assert tokenizer.decode(passage.tokens[passage.borders[0] :]).startswith("number")
 
 
 def test_a_very_long_sentence_is_cut_and_a_lone_one_is_dropped(tokenizer: Words) -> None:
@@ -138,10 +123,8 @@ def test_a_sample_is_two_neighbouring_pieces_that_fit(lengths: list[int], room: 
     borders = tuple(np.cumsum(lengths)[:-1].tolist())
     first, second, swapped = order_sample(Passage(tokens, borders), room, random.Random(seed))
     before, after = (second, first) if swapped else (first, second)
-    assert before[0] == 0
-    assert after[0] in borders
-    assert len(first) >= 1 and len(second) >= 1
-    assert len(first) + len(second) == min(room, len(tokens))
+    assert before[0] == 0 and after[0] in borders
+    assert min(len(first), len(second)) >= 1 and len(first) + len(second) == min(room, len(tokens))
     border, left = int(after[0]), len(tokens) - int(after[0])
     shorter_is_whole = len(before) == border <= len(after) or len(after) == left <= len(before)
     assert shorter_is_whole or abs(len(before) - len(after)) <= 1

@@ -83,16 +83,12 @@ def normalised(tokenizer: Words, text: str) -> str:
     return str(tokenizer.backend_tokenizer.normalizer.normalize_str(text))
 
 
-@pytest.mark.parametrize("typed", ["\u0964", "\u09e4", "|", "\u09f7"])
-def test_what_is_typed_for_a_bengali_full_stop_becomes_one(bengali: Words, typed: str) -> None:
-    assert normalised(bengali, f"আমি  যাই {typed}") == "আমি যাই \u0964"
-
-
-def test_a_colon_is_a_visarga_after_a_bengali_letter_only(bengali: Words) -> None:
+def test_bengali_full_stops_and_visargas_are_normalised_and_other_languages_are_not(
+    bengali: Words, tokenizer: Words
+) -> None:
+    stops = {normalised(bengali, f"আমি  যাই {typed}") for typed in ("\u0964", "\u09e4", "|", "\u09f7")}
+    assert stops == {"আমি যাই \u0964"}
     assert normalised(bengali, "দু:খ অত: ৫:৩০ BBC: \u09e5") == "দুঃখ অতঃ ৫:৩০ bbc: \u0965"
-
-
-def test_other_languages_keep_their_bars_and_colons(tokenizer: Words) -> None:
     assert normalised(tokenizer, "A | b: দু:খ") == "a | b: দু:খ"
 
 

@@ -16,9 +16,8 @@ from colab_swarm.invite import Access, Invite
 from colab_swarm.net.membership import Membership, MembershipAdmission
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Role
-from colab_swarm.trust.access import RunAccess, Trust
+from colab_swarm.trust.access import RunAccess, RunMember, Trust
 from colab_swarm.trust.authority import Allowlist
-from colab_swarm.trust.member import RunMember
 from tests.net.swarm import LOOPBACK, echo, identity
 from tests.net.swarm import Echo as Echo
 
@@ -26,11 +25,11 @@ RUN = "my-run-0badcafe"
 ALLOW = Allowlist(("alice",), ("neuropark",))
 
 
+@dataclass
 class Clock:
     """A wall clock that tests can move; every peer has its own."""
 
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
+    ahead_s: float = 0.0
 
     def __call__(self) -> float:
         return time.time() + self.ahead_s
@@ -38,8 +37,6 @@ class Clock:
 
 @dataclass
 class Peer:
-    """One peer of the run."""
-
     access: RunAccess
     node: Node
     dht: DHT
@@ -67,8 +64,6 @@ def found(name: str = "my-run", *, access: Access = "invite", key_file: Path | N
 
 
 class Run:
-    """A run, and who is in it."""
-
     def __init__(self, access: Access, *, listen: bool) -> None:
         self.access, self._settings = found(access=access), replace(LOOPBACK, listen=listen)
         self.peers: list[Peer] = []

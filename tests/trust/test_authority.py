@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ from colab_swarm.net.peers import PeerId, Role
 from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.authority import AuthorityBook, RequestMembership
 from tests.net.swarm import identity, until
-from tests.trust.run import ALLOW, RUN, Clock, Echo, call, found, run_with
+from tests.trust.run import ALLOW, RUN, Clock, Echo, Peer, Run, call, found, run_with
 
 HOUR = 3600.0
 
@@ -158,14 +159,10 @@ async def test_a_proof_of_another_peer_is_refused() -> None:
         with suppress(JoinError):
             await here.start("mallory", forged(here.invite(uses=1)))
         mallory = here.peers[-1]
-        for stolen in (proof, b"", b"garbage"):
+        for ask in map(RequestMembership, (proof, b"", b"garbage")):
             with pytest.raises(CallRefused, match="does not admit peer"):
-                await mallory.node.call(
-                    authority.node.id, RequestMembership(stolen), RequestMembership, timeout_s=5
-                )
+                await mallory.node.call(authority.node.id, ask, RequestMembership, timeout_s=5)
 
-
-# --- by name ------------------------------------------------------------------------------------------------------
 
 ACCOUNTS = {
     "hf_alice": Account("Alice"),
@@ -184,11 +181,15 @@ def stand_in_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("colab_swarm.trust.authority.whoami", whoami)
 
 
-async def test_users_and_members_of_organisations_on_the_list_are_admitted_for_four_hours() -> None:
+@asynccontextmanager
+async def run_listed(hours: float = 24.0) -> AsyncIterator[tuple[Run, Peer, Peer]]:
     async with run_with(access="allowlist") as (here, _):
-        invitation = here.invite()
-        alice = await here.start("alice", invitation, "hf_alice")
-        bob = await here.start("bob", invitation, "hf_bob")
+        invitation = here.invite(hours=hours)
+        yield here, *[await here.start(name, invitation, f"hf_{name}") for name in ("alice", "bob")]
+
+
+async def test_users_and_members_of_organisations_on_the_list_are_admitted_for_four_hours() -> None:
+    async with run_listed() as (_, alice, bob):
         assert await call(alice, bob) == Echo(b"in")
         assert [alice.shown.name, bob.shown.name] == ["Alice", "bob"]
         assert bob.shown.expires_at - bob.shown.issued_at == 4 * HOUR
@@ -222,10 +223,7 @@ async def test_a_name_without_an_invitation_is_not_enough() -> None:
 
 
 async def test_a_membership_is_renewed_at_half_of_its_life_and_nothing_is_interrupted() -> None:
-    async with run_with(access="allowlist") as (here, _):
-        invitation = here.invite(hours=1)
-        alice = await here.start("alice", invitation, "hf_alice")
-        bob = await here.start("bob", invitation, "hf_bob")
+    async with run_listed(hours=1) as (here, alice, bob):
         await call(alice, bob)
         link, first = bob.node.linker.table.of(alice.node.id)[0], alice.shown
         for hour in (1.5, 2.5, 4.0, 6.5):
@@ -248,9 +246,8 @@ async def test_a_membership_that_ended_while_the_authority_was_away_is_renewed_w
         for hours in (2.5, 5.0):
             alice.clock.ahead_s = hours * HOUR
             await alice.member.tick()
-        reasons = [event.reason for event in alice.events.recent(MembershipEnding)]
-        (reason,) = reasons  # silent while there is time
-        assert reason.startswith("the organizer's peer cannot be reached for a new one: ")
+        (ending,) = alice.events.recent(MembershipEnding)  # silent while there is time
+        assert ending.reason.startswith("the organizer's peer cannot be reached for a new one: ")
         again = await here.start("authority", clock=alice.clock)
         alice.node.learn(again.node.contact)
         alice.clock.ahead_s += 700.0
@@ -262,9 +259,7 @@ async def test_a_membership_that_ended_while_the_authority_was_away_is_renewed_w
 async def test_an_account_that_leaves_the_list_is_warned_and_out_when_its_membership_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with run_with(access="allowlist") as (here, _):
-        alice = await here.start("alice", here.invite(), "hf_alice")
-        bob = await here.start("bob", here.invite(), "hf_bob")
+    async with run_listed() as (here, alice, bob):
         await call(alice, bob)
         for peer in here.peers:
             peer.clock.ahead_s = 3 * HOUR
@@ -282,8 +277,7 @@ async def test_an_account_that_leaves_the_list_is_warned_and_out_when_its_member
 
 async def test_a_clock_two_hours_off_is_reported_with_the_fix() -> None:
     async with run_with("alice", "bob") as (here, _):
-        clock = Clock()
-        clock.ahead_s = -540.0
+        clock = Clock(-540.0)
         carol = await here.start("carol", here.invite(), clock=clock)
         await carol.member.tick()
         (skewed,) = carol.events.recent(ClockSkewed)
@@ -305,9 +299,8 @@ def grant(uses: int, key: bytes = b"k", until: float = NOW + 60) -> Grant:
 
 def test_uses_are_counted_by_peer_and_coming_again_is_free() -> None:
     book = AuthorityBook(RUN)
-    assert [book.use(grant(2), peer, now=NOW) for peer in (ALICE, BOB, ALICE, CAROL, BOB)] == [
-        *(True, True, True, False, True)
-    ]
+    used = [book.use(grant(2), peer, now=NOW) for peer in (ALICE, BOB, ALICE, CAROL, BOB)]
+    assert used == [True, True, True, False, True]
     assert book.use(grant(1, key=b"l"), CAROL, now=NOW)
     assert all(book.use(grant(0), peer, now=NOW) for peer in (ALICE, BOB, CAROL))
 

@@ -32,6 +32,7 @@ from colab_swarm.trust.contributions import (
 )
 from tests.dht.swarm import Member, swarm
 
+pytestmark = pytest.mark.virtual_time
 RUN = "my-run-0badcafe"
 KEYS = [sha256(bytes([i])).digest() for i in range(5)]
 
@@ -41,13 +42,8 @@ def peer(index: int) -> PeerId:
 
 
 def group(weights: Sequence[float], shares: Sequence[float], numel: int = 100) -> Group:
-    members = sorted(
-        (
-            GroupMember(peer(i), (), weight, share)
-            for i, (weight, share) in enumerate(zip(weights, shares, strict=True))
-        ),
-        key=lambda member: member.id,
-    )
+    members = [GroupMember(peer(i), (), *part) for i, part in enumerate(zip(weights, shares, strict=True))]
+    members.sort(key=lambda member: member.id)
     return Group(bytes(16), RoundTerms("", 1, b"", numel), tuple(members))
 
 
@@ -161,17 +157,11 @@ def test_any_value_is_a_tally_or_ignored(value: bytes) -> None:
     assert tally is None or tally.key == KEYS[0]
 
 
-# --- published -------------------------------------------------------------------------------------------------
-
-
 def ledgers(members: list[Member], admissions: list[MembershipAdmission | None]) -> list[Contributions]:
-    return [
-        Contributions(member.peers, member.dht, RUN, admission)
-        for member, admission in zip(members, admissions, strict=True)
-    ]
+    pairs = zip(members, admissions, strict=True)
+    return [Contributions(member.peers, member.dht, RUN, admission) for member, admission in pairs]
 
 
-@pytest.mark.virtual_time
 async def test_all_peers_read_the_same_leaderboard_which_outlives_a_restart() -> None:
     _, members = await swarm(4)
     services = ledgers(members, [None] * 4)
@@ -201,7 +191,6 @@ async def test_all_peers_read_the_same_leaderboard_which_outlives_a_restart() ->
         assert (again._published_at > published_at) is renewed
 
 
-@pytest.mark.virtual_time
 async def test_a_saved_tally_that_makes_no_sense_is_dropped() -> None:
     _, members = await swarm(1)
     service = Contributions(members[0].peers, members[0].dht, RUN)
@@ -213,7 +202,6 @@ async def test_a_saved_tally_that_makes_no_sense_is_dropped() -> None:
     assert await service.read() == (Contribution(peer(1), samples=3.0),)
 
 
-@pytest.mark.virtual_time
 async def test_no_tally_is_published_before_the_last_one_could_be_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -242,7 +230,6 @@ async def test_no_tally_is_published_before_the_last_one_could_be_read(
     assert len(failures) == 2
 
 
-@pytest.mark.virtual_time
 async def test_only_what_members_wrote_counts() -> None:
     _, members = await swarm(4)
     authority, now = Identity(b"a" * 32), members[0].peers.time()
@@ -251,8 +238,8 @@ async def test_only_what_members_wrote_counts() -> None:
         key = member.peers.public_key
         admission = MembershipAdmission(RUN, authority=authority.public_key, own=key)
         if role is not None:
-            shown = Membership(RUN, role, key, "", now, now + 3600.0).signed(authority.sign)
-            admission.membership = shown.encode()
+            membership = Membership(RUN, role, key, "", now, now + 3600.0)
+            admission.membership = membership.signed(authority.sign).encode()
         admissions.append(admission)
     services = ledgers(members, admissions)
     target = PeerId(b"t" * 32)
@@ -262,31 +249,26 @@ async def test_only_what_members_wrote_counts() -> None:
     assert await services[0].read() == (Contribution(target, units=3.0),)
 
 
-@pytest.mark.virtual_time
 async def test_a_tally_published_under_many_keys_is_counted_once() -> None:
     _, members = await swarm(3)
     alice, bob, _ = services = ledgers(members, [None] * 3)
     bob.ledger.credit(members[0].peers.id, "samples", 5.0)
     await bob.publish()
+    dht, own = members[1].dht, members[1].peers.id
     for shard in range(8):
-        places = [b"again"] if shard == members[1].peers.id[0] % 8 else [b"again", members[1].peers.id]
-        for subkey in places:
-            await members[1].dht.store(
-                f"{RUN}/credits/{shard}", bob._own_tally(), subkey=subkey, ttl_s=60, signed=True
-            )
-    assert [record.subkey for record in await alice.vouchers()] == [members[1].peers.id]
+        key = f"{RUN}/credits/{shard}"
+        for subkey in [b"again"] if shard == own[0] % 8 else [b"again", own]:
+            await dht.store(key, bob._own_tally(), subkey=subkey, ttl_s=60, signed=True)
+    assert [record.subkey for record in await alice.vouchers()] == [own]
     for service in services:
         assert await service.read() == (Contribution(members[0].peers.id, samples=5.0),)
 
 
-@pytest.mark.virtual_time
 async def test_a_stranger_s_record_is_passed_over() -> None:
     _, members = await swarm(3)
     service = Contributions(members[0].peers, members[0].dht, RUN, None)
     for shard in range(8):
         for value in ({"a": 1}, [b"k" * 32, b"", []], [members[1].peers.public_key, b"", [[b"x", [1]]]]):
-            subkey, signed = random.Random(shard).randbytes(5), bool(shard % 2)
-            await members[1].dht.store(
-                f"{RUN}/credits/{shard}", value, subkey=subkey, ttl_s=60, signed=signed
-            )
+            key, subkey = f"{RUN}/credits/{shard}", random.Random(shard).randbytes(5)
+            await members[1].dht.store(key, value, subkey=subkey, ttl_s=60, signed=bool(shard % 2))
     assert await service.read() == ()

@@ -16,7 +16,7 @@ from colab_swarm.events import EventLog
 from colab_swarm.net.membership import Grant, Membership, MembershipAdmission
 from colab_swarm.net.peers import Role
 from colab_swarm.sim import SimNetwork
-from colab_swarm.trust.member import MAX_RETRY_S, RETRY_S, TICK_S, ClockWatch, Credentials, RunMember
+from colab_swarm.trust.access import MAX_RETRY_S, RETRY_S, TICK_S, ClockWatch, Credentials, RunMember
 from tests.net.swarm import identity
 
 RUN, NOW, LIFE = "my-run-0badcafe", 1_750_000_000.0, 14_400.0

@@ -25,8 +25,6 @@ MALLORY = PeerId(b"m" * 32)
 
 @dataclass
 class Watcher:
-    """A simulated peer that notes when it puts the revoked out."""
-
     admission: MembershipAdmission
     watch: RevocationWatch
     events: EventLog
@@ -38,9 +36,8 @@ async def watchers(count: int, *, start: bool = True) -> tuple[SimNetwork, list[
     network, members = await swarm(count, profile=HOME)
     found = []
     for index, member in enumerate(members):
-        admission = MembershipAdmission(
-            RUN, authority=members[0].peers.public_key, own=member.peers.public_key
-        )
+        own = member.peers.public_key
+        admission = MembershipAdmission(RUN, authority=members[0].peers.public_key, own=own)
         rechecked: list[float] = []
 
         def note(times: list[float] = rechecked) -> None:
@@ -126,14 +123,9 @@ async def test_a_list_that_is_not_the_authority_s_changes_nothing() -> None:
     sign = bob.watch._peers.sign
     forged = bob.admission.revoked.adding(MALLORY, now=9e9, sign=sign).encode()
     for rubbish in (forged, b"rubbish"):
-        answer = await bob.watch._peers.call(
-            carol.watch._peers.id, ShareRevoked(5, rubbish), ShareRevoked, timeout_s=5
-        )
-        assert answer.version == 0
+        ask, peer = ShareRevoked(5, rubbish), carol.watch._peers.id
+        assert (await bob.watch._peers.call(peer, ask, ShareRevoked, timeout_s=5)).version == 0
     assert not carol.rechecked and not alice.rechecked
-
-
-# --- with real links ----------------------------------------------------------------------------------------------
 
 
 async def test_a_revoked_peer_loses_its_links_everywhere_and_gets_none_again() -> None:

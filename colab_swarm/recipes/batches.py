@@ -1,15 +1,18 @@
-"""Endless batches from a mix of sources, streamed shard by shard as in sahajBERT's run (DeDLOC, section 3.3).
+"""Endless batches for masked language modelling with sentence-order prediction (ALBERT, Lan et al. 2020).
 
-Each document comes from one source, drawn by probability. It is cut into passages of whole sentences, and samples are
-drawn from a buffer of passages at random. A thread prepares batches ahead, and their state can be saved.
+Axes: B samples of a batch, L positions of a sample. A sample is ``[CLS] first [SEP] second [SEP]``:
+two consecutive pieces of text, swapped with probability one half.
 
-A shard is a part of a source that is read by itself: a call starts one pass over its documents. It is called again
-after a lost connection, on the next pass, or to resume in another process. No shard is held in memory.
+A mix of sources is streamed by shards, as in sahajBERT's run (DeDLOC, section 3.3): each document
+comes from one source, drawn by probability, and samples are drawn from a buffer of its passages. A
+shard is read by itself: a call starts one pass over its documents, also after a lost connection or
+in another process. None is held in memory.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import logging
 import random
@@ -27,13 +30,144 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from colab_swarm.recipes.pretraining import Sample, SampledBatches
-from colab_swarm.recipes.text import Passage, find_files, open_hub, open_text, order_sample, passages, text_of
+from colab_swarm.recipes.text import (
+    BlockSource,
+    Passage,
+    find_files,
+    open_hub,
+    open_text,
+    order_sample,
+    passages,
+    text_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
+MASKED = 0.15
+SHUFFLE_WINDOWS = 1024
+MIN_WINDOW = 8
+IGNORED = -100  # a label that the loss of `transformers` ignores
+Sample: TypeAlias = "tuple[Sequence[int], Sequence[int], bool]"
+"""The tokens of two pieces, without special tokens, and whether they are swapped."""
+
+
+def peer_seed(seed: int, peer: bytes) -> int:
+    """Return a seed for one peer that is the same in every process, unlike ``hash()``."""
+    salt = seed.to_bytes(16, "big", signed=True)
+    return int.from_bytes(hashlib.blake2b(peer, digest_size=7, salt=salt).digest())
+
+
+def check_sizes(batch_size: int, sequence_length: int) -> None:
+    if batch_size < 1 or sequence_length < MIN_WINDOW + 3:
+        least = f"at least 1 and {MIN_WINDOW + 3} are needed"
+        raise ValueError(f"batch_size={batch_size}, sequence_length={sequence_length}: {least}")
+
+
+class Collator:
+    """Turns samples of at most L - 3 tokens into batches: special tokens, padding, masks by ``seed``."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, sequence_length: int, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self._tokenizer, self._length = tokenizer, sequence_length
+        self._specials = torch.tensor(tokenizer.all_special_ids)
+
+    def __call__(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
+        cls, sep = self._tokenizer.cls_token_id, self._tokenizer.sep_token_id
+        input_ids = torch.full((len(samples), self._length), self._tokenizer.pad_token_id)
+        attention_mask, token_type_ids = torch.zeros_like(input_ids), torch.zeros_like(input_ids)
+        for row, (first, second, _) in enumerate(samples):
+            tokens = [cls, *first, sep, *second, sep]
+            input_ids[row, : len(tokens)] = torch.tensor(tokens)
+            attention_mask[row, : len(tokens)] = 1
+            token_type_ids[row, len(first) + 2 : len(tokens)] = 1
+        masked, labels = self.mask(input_ids)
+        return {
+            "input_ids": masked,
+            "attention_mask": attention_mask,
+            "token_type_ids": token_type_ids,
+            "labels": labels,
+            "sentence_order_label": torch.tensor([swapped for *_, swapped in samples], dtype=torch.int64),
+        }
+
+    def mask(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Hide 15 % of each sample's tokens, at least one: 80 % masked, 10 % replaced, 10 % unchanged.
+
+        Return input and labels, both (B, L); labels are `IGNORED` where nothing is predicted.
+        """
+        chance = torch.rand(input_ids.shape, generator=self.generator)
+        chance[torch.isin(input_ids, self._specials)] = 2.0
+        count = (MASKED * (chance < 2).sum(dim=1)).round().clamp(min=1)
+        hidden = chance.argsort(dim=1).argsort(dim=1) < count[:, None]
+        labels = input_ids.where(hidden, IGNORED)
+        fate = torch.rand(input_ids.shape, generator=self.generator)
+        noise = torch.randint(len(self._tokenizer), input_ids.shape, generator=self.generator)
+        masked = input_ids.where(~(hidden & (fate < 0.8)), self._tokenizer.mask_token_id)
+        return masked.where(~(hidden & (fate >= 0.9)), noise), labels
+
+
+def windows(text: str, tokenizer: PreTrainedTokenizerFast, sequence_length: int) -> Iterator[list[int]]:
+    """Yield a text's tokens in consecutive pieces that fill a sample; a rest of a few is dropped."""
+    tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    size = sequence_length - 3
+    for start in range(0, len(tokens) - MIN_WINDOW + 1, size):
+        yield tokens[start : start + size]
+
+
+class SampledBatches(Iterator[dict[str, Tensor]]):
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, *, batch_size: int, sequence_length: int, seed: int
+    ) -> None:
+        check_sizes(batch_size, sequence_length)
+        self.tokenizer, self.batch_size, self.sequence_length = tokenizer, batch_size, sequence_length
+        self._rng, self._collate = random.Random(seed), Collator(tokenizer, sequence_length, seed)
+
+    def __repr__(self) -> str:
+        size = f"{self.batch_size} x {self.sequence_length} of {len(self.tokenizer)} tokens"
+        return f"{type(self).__name__}({size})"
+
+
+class PretrainingBatches(SampledBatches):
+    """An endless iterator of batches, ready for ``model(**batch)``.
+
+    A batch holds int64 CPU tensors: ``input_ids``, ``attention_mask``, ``token_type_ids`` and ``labels``
+    of shape (B, L), and ``sentence_order_label`` (B,), 1 where the pieces were swapped. The tokenizer
+    has pad, cls, sep and mask tokens. The seed (`peer_seed`) is for the order of the text, the swaps and
+    the masks. Raises `ValueError` if a size is too small.
+    """
+
+    def __init__(self, blocks: BlockSource, tokenizer: PreTrainedTokenizerFast, **sizes: int) -> None:
+        super().__init__(tokenizer, **sizes)
+        self._blocks, self._windows = blocks, self._shuffled_windows()
+
+    def __next__(self) -> dict[str, Tensor]:
+        samples: list[Sample] = []
+        for swap in [self._rng.random() < 0.5 for _ in range(self.batch_size)]:
+            window = next(self._windows)
+            cut = self._rng.randint(len(window) // 4, len(window) - len(window) // 4)
+            first, second = window[:cut], window[cut:]
+            samples.append((second, first, True) if swap else (first, second, False))
+        return self._collate(samples)
+
+    def _shuffled_windows(self) -> Iterator[list[int]]:
+        held: list[list[int]] = []
+        while True:
+            found = False
+            for window in (
+                one
+                for text in self._blocks(self._rng)
+                for one in windows(text, self.tokenizer, self.sequence_length)
+            ):
+                found = True
+                held.append(window)
+                if len(held) >= SHUFFLE_WINDOWS:
+                    place = self._rng.randrange(len(held))
+                    held[place], held[-1] = held[-1], held[place]
+                    yield held.pop()
+            if not found:
+                raise ValueError("the text is too short or an exhausted iterator: give a longer list")
+
 
 SHARD_BYTES = 1 << 22  # of a local file; lines stay whole
 MANY_SHARDS = 64
@@ -56,13 +190,10 @@ class Stopped(Exception):
 def open_shards(source: str) -> list[Shard]:
     """Return the shards of a source of text.
 
-    Args:
-        source: a local file or glob pattern (plain text, ``.jsonl`` or ``.parquet``); a folder or a hub name for
-            `datasets` (``name:configuration`` to choose one of several), of which the ``train`` split is streamed;
-            or ``"python-docs"``. Rows give their ``text``, or the first column of strings.
-
-    Raises:
-        ValueError: the source does not exist or holds no text.
+    ``source`` is a local file or glob pattern (plain text, ``.jsonl`` or ``.parquet``); a folder or a hub
+    name for `datasets` (``name:configuration``), of which the ``train`` split is streamed; or
+    ``"python-docs"``. Rows give their ``text``, or the first column of strings. Raises `ValueError` if
+    the source does not exist or holds no text.
     """
     if source == "python-docs":
         return [functools.partial(iter, [block]) for block in open_text(source)(random.Random(0))]
@@ -134,12 +265,9 @@ class StreamPosition:
 class ShardReader(Iterator[str]):
     """An endless iterator over the documents of one source; each pass shuffles its shards again.
 
-    A shard that breaks is read again from where it broke, after `RETRY_AFTER_S`; then the rest of it is skipped
-    with a warning. ``wait`` waits so many seconds before a retry, or returns True to stop.
-
-    Raises:
-        ValueError: the first pass gave no document.
-        Stopped: ``wait`` returned True.
+    A shard that breaks is read again from where it broke, after `RETRY_AFTER_S`; then the rest of it is
+    skipped with a warning. ``wait`` waits so many seconds before a retry, or returns True to stop by
+    `Stopped`. Raises `ValueError` if the first pass gave no document.
     """
 
     def __init__(
@@ -171,7 +299,6 @@ class ShardReader(Iterator[str]):
             self.position = StreamPosition(number + 1)
 
     def _read(self, shard: Shard) -> Iterator[str]:
-        """Yield the rest of a shard, up to where it is given up."""
         delays = iter(RETRY_AFTER_S)
         while True:
             begun = self.position.documents
@@ -197,9 +324,9 @@ class ShardReader(Iterator[str]):
 class Prefetched(Iterator[T]):
     """An iterator that prepares up to ``depth`` items of ``source`` ahead, in a thread.
 
-    An error of the source is raised after the items made before it. The thread starts with the first item and ends
-    with ``close()``, or when this object is collected: that sets ``stop``, so that a waiting source can stop, and
-    waits up to `CLOSE_S` for the thread; iteration ends with the items made so far.
+    An error of the source is raised after the items made before it. The thread starts with the first
+    item and ends with ``close()``, or when this object is collected: that sets ``stop``, so that a
+    waiting source can stop, and waits up to `CLOSE_S`; iteration ends with the items made so far.
     """
 
     def __init__(self, source: Any, *, depth: int, stop: threading.Event) -> None:
@@ -249,7 +376,6 @@ class Prefetched(Iterator[T]):
             return {"source": self._source.state_dict(), "ahead": list(self._ahead)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state with the item that was next there."""
         with self._making, self._changed:
             self._source.load_state_dict(state["source"])
             self._ahead = deque(state["ahead"])
@@ -268,11 +394,7 @@ def _close(stop: threading.Event, thread: threading.Thread) -> None:
 
 
 class TextMix:
-    """Documents from several sources by name and weight, such as ``{"wiki": 0.23, "oscar": 0.77}``; see `open_shards`.
-
-    Raises:
-        ValueError: a weight is not positive, or a source cannot be opened.
-    """
+    """Documents of sources by weight, as ``{"wiki": 0.23}``; ValueError if one is not usable."""
 
     def __init__(
         self, sources: Mapping[str, float], *, seed: int, wait: Callable[[float], object] = time.sleep
@@ -283,7 +405,6 @@ class TextMix:
         self._readers = [ShardReader(name, open_shards(name), seed=seed, wait=wait) for name in sources]
 
     def draw(self, rng: random.Random) -> str:
-        """Return the next document."""
         (reader,) = rng.choices(self._readers, weights=list(self.sources.values()))
         return next(reader)
 
@@ -307,14 +428,7 @@ class TextMix:
 
 
 class MixedBatches(SampledBatches):
-    """Batches like those of `PretrainingBatches`, from whole sentences of a mix; can be resumed exactly.
-
-    Samples are drawn at random among ``buffer`` passages (DeDLOC, section 3.3). Other arguments: see
-    `PretrainingBatches`; the seed is also that of the choice of sources and of the buffer.
-
-    Raises:
-        ValueError: a size is too small.
-    """
+    """Batches as of `PretrainingBatches`, from whole sentences of a mix; can be resumed exactly."""
 
     def __init__(
         self,
@@ -336,7 +450,6 @@ class MixedBatches(SampledBatches):
         return self._collate(samples)
 
     def _draw(self) -> Passage:
-        """Draw a passage, and fill the buffer before if it still grows."""
         fruitless = 0
         while len(self._held) < min(self._buffer, FIRST_PASSAGES + self._drawn):
             held = len(self._held)
@@ -353,7 +466,7 @@ class MixedBatches(SampledBatches):
         return self._held.pop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with all passages in four tensors: one tensor for each would be slow to save."""
+        """Return the state with all passages in four tensors: a tensor for each would be slow to save."""
         state = {
             "sequence_length": self.sequence_length,
             "vocabulary": len(self.tokenizer),
@@ -369,16 +482,14 @@ class MixedBatches(SampledBatches):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state; ValueError if it is of other sources, another tokenizer or another length."""
+        """Continue from a state; ValueError if its sources, tokenizer or length are others."""
         for name, mine in (("sequence_length", self.sequence_length), ("vocabulary", len(self.tokenizer))):
             if state[name] != mine:
                 raise ValueError(f"a state with {name}={state[name]} does not fit {name}={mine}")
         self._mix.load_state_dict(state["mix"])
         self._drawn = state["drawn"]
-        tokens, borders = (
-            state[name].split(state[f"{name[:-1]}_counts"].tolist()) for name in ("tokens", "borders")
-        )
-        pairs = zip(tokens, borders, strict=True)
+        tokens = state["tokens"].split(state["token_counts"].tolist())
+        pairs = zip(tokens, state["borders"].split(state["border_counts"].tolist()), strict=True)
         self._held = [Passage(found.numpy().copy(), tuple(starts.tolist())) for found, starts in pairs]
         self._rng.setstate(state["rng"])
         self._collate.generator.set_state(state["masks"])
@@ -387,11 +498,8 @@ class MixedBatches(SampledBatches):
 class StreamedBatches(Prefetched[dict[str, Tensor]]):
     """`MixedBatches` prepared ahead in a thread; `albert` returns them for a mix of sources.
 
-    Save ``state_dict()`` in this peer's checkpoint. A peer with the same sources, tokenizer and
-    seed resumes with exactly the next batch. Arguments: see `TextMix` and `MixedBatches`.
-
-    Raises:
-        ValueError: an argument is out of range or a source cannot be opened.
+    Save ``state_dict()`` in this peer's checkpoint. A peer with the same sources, tokenizer and seed
+    resumes with exactly the next batch. Arguments and errors: see `TextMix` and `MixedBatches`.
     """
 
     def __init__(
@@ -399,11 +507,8 @@ class StreamedBatches(Prefetched[dict[str, Tensor]]):
     ) -> None:
         stop = threading.Event()
         made = MixedBatches(TextMix(sources, seed=seed, wait=stop.wait), tokenizer, seed=seed, **sizes)
-        self.tokenizer, self.batch_size, self.sequence_length = (
-            tokenizer,
-            made.batch_size,
-            made.sequence_length,
-        )
+        self.tokenizer, self.batch_size = tokenizer, made.batch_size
+        self.sequence_length = made.sequence_length
         super().__init__(made, depth=BATCHES_AHEAD, stop=stop)
 
     def __repr__(self) -> str:
