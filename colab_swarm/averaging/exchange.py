@@ -1,10 +1,8 @@
-"""One round at one member: it contributes to every reducer, collects their means, and reduces its own span.
+"""One round at one member: it sends its contributions, collects the means, and reduces its own
+span.
 
-- Each member opens one stream to each reducer, so outgoing connections are enough. Contributions go
-  up, and means come back as soon as they are ready. No task, timer or copy is made per chunk.
-- `Pace` advances the contributions to all reducers evenly, so that means flow back while
-  contributions still flow out. Otherwise a small span would finish long before a large one, whose
-  reducer would idle first and answer last.
+Each member opens one stream to each reducer, so outgoing connections are enough. Contributions go
+up, and means come back as soon as they are ready. No task, timer or copy is made per chunk.
 """
 
 from __future__ import annotations
@@ -37,14 +35,16 @@ class AveragingSettings:
     dial_timeout_s: float = 3.0  # for reaching a member
 
 
-LEAD = 0.01
-"""How far a stream may be ahead of the slowest one, as a share of its span."""
-STALL_S = 2.0
-"""The other streams stop waiting for one that sent nothing for this time."""
+LEAD = 0.01  # how far a stream may be ahead of the slowest one, as a share of its span
+STALL_S = 2.0  # the other streams stop waiting for one that sent nothing for this time
 
 
 class Pace:
-    """Progress of the contributions to each reducer, of so many ``chunks``. Pure."""
+    """Advances the contributions, of so many ``chunks`` to each reducer, evenly. Pure.
+
+    Otherwise a small span would end long before a large one, whose reducer would start and end
+    last.
+    """
 
     def __init__(self, chunks: Mapping[int, int], *, now: float) -> None:
         self._chunks = {reducer: count for reducer, count in chunks.items() if count}
@@ -52,18 +52,16 @@ class Pace:
         self._sent_at = dict.fromkeys(self._chunks, now)
 
     def may_send(self, reducer: int, *, now: float) -> bool:
-        """Return True if this reducer's next chunk may go out."""
         return self._sent[reducer] <= self._last(now) + LEAD
 
     def on_chunk(self, reducer: int, index: int, *, now: float) -> bool:
-        """Count chunk ``index`` as sent or skipped; returns True if that may let other streams send."""
+        """Count a chunk as sent or skipped; returns True if that may let other streams send."""
         before = self._sent[reducer]
         self._sent[reducer] = (index + 1) / self._chunks[reducer]
         self._sent_at[reducer] = now
         return before < self._last(now)
 
     def on_over(self, reducer: int) -> None:
-        """Count this reducer's stream as finished."""
         self._sent[reducer] = 1.0
 
     def _last(self, now: float) -> float:
@@ -79,10 +77,7 @@ _hex = lru_cache(1000)(bytes.hex)  # logs hold many rounds of the same peers: on
 
 
 class Trace:
-    """Begin and end of the traffic with each member of a round; kinds are ``sent``, ``received`` and ``means``.
-
-    See `MemberTrace`; this peer's own ``means`` are when these were finished.
-    """
+    """Begin and end of the ``sent``, ``received`` and ``means`` of each member; see `MemberTrace`."""
 
     def __init__(self, group: Group, *, now: float) -> None:
         self._group, self._began_at = group, now
@@ -91,23 +86,20 @@ class Trace:
         self._left_out: dict[int, str] = {}
 
     def on_traffic(self, kind: str, member: int, now: float) -> None:
-        """Record traffic with the member."""
         since = now - self._began_at
         self._times[kind, member] = self._times.get((kind, member), (since, since))[0], since
 
     def on_dropped(self, member: int, reason: str) -> None:
-        """Record why data of the member are missing; the first reason counts."""
         self._dropped.setdefault(member, reason[:MAX_REASON_CHARS])
 
     def on_missing(self, members: Iterable[int], where: int) -> None:
-        """Record that the means of the reducer at ``where`` lack these members; only that reducer knows why."""
+        """Record that the means of the reducer at ``where`` lack these members; only it knows why."""
         reducer = short(self._group.members[where].id)
         for member in members:
             text = f"left out by {reducer}, which did not receive its whole contribution"
             self._left_out.setdefault(member, text)
 
     def members(self) -> tuple[MemberTrace, ...]:
-        """Return the record, in member order."""
         total = sum(member.share for member in self._group.members) or 1.0
         return tuple(
             MemberTrace(
@@ -141,11 +133,10 @@ class ReduceSpan(Message, frozen=True):
 
 
 class Chunk(Message, frozen=True):
-    """Chunk ``index`` of a span.
+    """Chunk ``index`` of a span: a contribution or, if ``averaged``, a mean.
 
-    The payload is a contribution or, if ``averaged``, a mean; an empty payload means that there is
-    no mean. ``missing`` lists members of positive weight that are not in the mean. An empty
-    ``codec`` is the group's.
+    An empty payload means that there is no mean. ``missing`` lists members of positive weight that
+    are not in the mean. An empty ``codec`` is the group's.
     """
 
     index: int
@@ -172,13 +163,9 @@ class RoundPing(Message, frozen=True):
 class AllReduce:
     """The state of one round at one member, and its streams to the other members.
 
-    Args:
-        values: this member's contribution; means replace it.
-        spare: float32 memory to use for the own span, if it fits.
-        collects: whether this member contributes and needs the others' means; an assistant does not.
-
-    Raises:
-        ValueError: this peer is no member.
+    Means replace ``values``, this member's contribution. ``spare`` is float32 memory for the own
+    span, if it fits. An assistant does not collect: it contributes nothing and needs no means.
+    Raises ValueError if this peer is no member.
 
     Attributes:
         settled: per reducer, set once all means that it could give have arrived.
@@ -239,7 +226,6 @@ class AllReduce:
             self.drop(me, "it assists")
 
     def member(self, index: int) -> GroupMember:
-        """The member at ``index``."""
         return self.group.members[index]
 
     @property
@@ -247,17 +233,14 @@ class AllReduce:
         """``||Q(v) - v|| / ||v||`` of the own contribution, over the measured chunks."""
         return (self._error / self._norm) ** 0.5 if self._norm else 0.0
 
-    # --- as a member ----------------------------------------------------------------------------------------
-
     async def contribute_own(self) -> None:
-        """Add the own contribution to the own reducer, and yield to the event loop in between."""
+        """Add the own contribution to the own reducer, yielding to the event loop in between."""
         for index, chunk in enumerate(self.ledger.chunks[self.me]):
             self._take(self.me, index, self.ledger.values[chunk.start : chunk.stop])
             if index % OWN_CHUNKS_AT_ONCE == 0:
                 await asyncio.sleep(0)
 
     async def talk_to(self, reducer: int) -> None:
-        """Contribute to one reducer and place its means, until it is done or lost."""
         peer = self.member(reducer).id
         try:
             async with asyncio.timeout(None) as self._limits[reducer]:
@@ -349,10 +332,7 @@ class AllReduce:
             self.ledger.place(reducer, message.index, mean, message.missing)
             self.trace.on_missing(message.missing, reducer)
 
-    # --- as a reducer ---------------------------------------------------------------------------------------
-
     async def serve(self, stream: Stream, member: int) -> None:
-        """Receive a member's contributions and return the means to it."""
         self._streaming.add(member)
         returning = asyncio.create_task(self._return_means(stream))
         try:
@@ -412,7 +392,6 @@ class AllReduce:
             self._publish(self.reducer.drop(member))
 
     def _publish(self, finished: list[int]) -> None:
-        """Encode finished means for the members, and place their decoded values in the own vector."""
         if finished:
             self.trace.on_traffic("means", self.me, asyncio.get_running_loop().time())
         for index in finished:
@@ -431,13 +410,8 @@ class AllReduce:
             self.settled[self.me].set()
             self.final[self.me].set()
 
-    # --- silent and absent members --------------------------------------------------------------------------
-
     async def watch(self, events: EventLog) -> None:
-        """Drop members and reducers that make no progress, and ping members that never opened a stream.
-
-        Emits `PeerSilent` once per member that the round waits for.
-        """
+        """Drop and ping members that make no progress; emit `PeerSilent` once for each."""
         while True:
             await asyncio.sleep(self.settings.probe_s)
             self._wake_paced()  # a stream may have stalled
@@ -462,7 +436,6 @@ class AllReduce:
         return [member for member in self.reducer.awaited() if member != self.me]
 
     def on_timeout(self) -> None:
-        """Record which members were not done when the round timed out."""
         reason = f"too slow: the round ended after {self.settings.round_timeout_s:g} s"
         for member in {*self.reducer.awaited(), *self.lost} - {self.me}:
             self.trace.on_dropped(member, reason)
