@@ -93,7 +93,9 @@ def test_invalid_weights_are_refused(g: GroupFormation, weight: float) -> None:
         ({"codec": "int8"}, "invalid"),
     ],
 )
-def test_a_ticket_of_another_run_is_refused(g: GroupFormation, change: dict[str, object], reason: str) -> None:
+def test_a_ticket_of_another_run_is_refused(
+    g: GroupFormation, change: dict[str, object], reason: str
+) -> None:
     refusal = g.on_join(Ticket(msgspec.structs.replace(TERMS, **change), 10.0), contact(ALICE))
     assert refusal is not None and refusal.reason == reason
 

@@ -56,20 +56,13 @@ def test_chunks_without_contributions_have_no_mean(weights: tuple[float, float])
 
 
 @pytest.mark.parametrize(
-    ("chunk", "values"),
-    [
-        (0, full(0, np.nan)),
-        (0, full(0, np.inf)),
-        (2, full(0, 1)),
-        (3, full(0, 1)),
-        (-1, full(2, 1)),
-        (0, full(2, 1)),
-    ],
+    ("chunk", "length", "value"),
+    [(0, 4, np.nan), (0, 4, np.inf), (2, 4, 1.0), (3, 4, 1.0), (-1, 2, 1.0), (0, 2, 1.0)],
 )
-def test_invalid_chunks_are_refused_and_change_nothing(chunk: int, values: Floats) -> None:
+def test_invalid_chunks_are_refused_and_change_nothing(chunk: int, length: int, value: float) -> None:
     r = reducer(1, 1)
     with pytest.raises(ValueError, match="chunk"):
-        r.on_chunk(0, chunk, values)
+        r.on_chunk(0, chunk, np.full(length, value, np.float32))
     r.on_chunk(1, 0, full(0, 2.0))
     assert r.drop(0) == [0]
     np.testing.assert_array_equal(r.mean(0), full(0, 2.0))

@@ -170,7 +170,9 @@ def test_casts_without_torch_agree_with_those_through_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     values = np.random.default_rng(3).standard_normal(3000, dtype=np.float32) * np.float32(1e5)
-    assert done.stdout.split() == [bytes(CODECS[name].encode(values)).hex() for name in ("float16", "bfloat16")]
+    assert done.stdout.split() == [
+        bytes(CODECS[name].encode(values)).hex() for name in ("float16", "bfloat16")
+    ]
 
 
 shares = st.sampled_from([0.0001, 0.001, 0.01, 0.07, 0.25, 0.5])
