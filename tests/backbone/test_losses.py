@@ -97,9 +97,6 @@ def test_a_curve_with_a_record_that_was_cut_off_is_continued(tmp_path: Path) -> 
     assert [one.step for one in read_losses(file)] == [3, 5]
 
 
-# --- the curve in a tracker: a stand-in module that records its calls ---
-
-
 TRACKER = """
 import json
 FILE = {file!r}
@@ -124,13 +121,18 @@ def finish():
 """
 
 
-def make_tracker(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, failures: int = 0) -> Path:
-    """Make a module of this name importable; return the file of its calls."""
+def forwarded(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, name: Any, *, failures: int = 0
+) -> list[list[Any]]:
+    """Forward two points to a module of this name; return the calls that it records."""
     (folder / f"{name}.py").write_text(TRACKER.format(file=str(folder / "calls"), failures=failures))
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setitem(sys.modules, name, None)  # so that it is removed afterwards
     del sys.modules[name]
-    return folder / "calls"
+    forwarder = Forwarder(Forward(to=name, project="bengali"), "r-1/model")
+    forwarder.forward([point(1), point(2)])
+    forwarder.close()
+    return [json.loads(line) for line in (folder / "calls").read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -139,21 +141,14 @@ def make_tracker(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, failu
 def test_points_are_logged_and_the_run_is_resumed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: Any, run: dict[str, str]
 ) -> None:
-    file = make_tracker(monkeypatch, tmp_path, name)
-    forwarder = Forwarder(Forward(to=name, project="bengali"), "r-1/model")
-    forwarder.forward([point(1), point(2)])
-    forwarder.close()
-    begin, first, second, end = map(json.loads, file.read_text().splitlines())
+    begin, first, second, end = forwarded(monkeypatch, tmp_path, name)
     assert begin == ["init", {"project": "bengali", "resume": "allow", **run}] and end == ["finish"]
     assert first == ["log", {"loss": 1.0, "trainers": 2.0}, 1] and second[2] == 2
 
 
 def test_a_tracker_that_fails_costs_points_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = make_tracker(monkeypatch, tmp_path, "wandb", failures=1)
-    forwarder = Forwarder(Forward(to="wandb", project="bengali"), "r-1/model")
-    forwarder.forward([point(1), point(2)])
-    forwarder.close()
-    assert [call[0] for call in map(json.loads, file.read_text().splitlines())] == ["init", "log", "finish"]
+    calls = forwarded(monkeypatch, tmp_path, "wandb", failures=1)
+    assert [call[0] for call in calls] == ["init", "log", "finish"]
 
 
 def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
