@@ -173,9 +173,7 @@ def wait_interruptibly(
                 work()
 
 
-def free_ram_bytes(
-    meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
-) -> int | None:
+def free_ram_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int | None:
     """Return the available main memory within a container's limit; None if it is not reported."""
     try:
         available = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())

@@ -28,9 +28,7 @@ class AveragingSettings:
     """Timeouts of a round."""
 
     round_timeout_s: float = 120.0  # bound on the whole round, recovery included
-    patience_s: float = (
-        10.0  # silence of a contributor that is dropped; a busy notebook stalls its peer for long
-    )
+    patience_s: float = 10.0  # silence of a contributor that is dropped; a busy notebook stalls its peer
     probe_s: float = 0.5  # how often to look for silent and absent members
     dial_timeout_s: float = 3.0  # for reaching a member
 
@@ -65,10 +63,8 @@ class Pace:
         self._sent[reducer] = 1.0
 
     def _last(self, now: float) -> float:
-        sent_at = self._sent_at
-        return min(
-            (sent for other, sent in self._sent.items() if now < sent_at[other] + STALL_S), default=1.0
-        )
+        moving = (sent for other, sent in self._sent.items() if now < self._sent_at[other] + STALL_S)
+        return min(moving, default=1.0)
 
 
 MAX_REASON_CHARS = 200

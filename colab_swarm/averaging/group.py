@@ -114,9 +114,7 @@ class Ticket(Message, frozen=True):
     terms: RoundTerms
     weight: float  # usually samples; a peer with weight 0 only receives
     reduces: bool = True  # the peer accepts connections
-    upload_bps: float | None = (
-        None  # measured bandwidth of its links, bits per second; None: not measured yet
-    )
+    upload_bps: float | None = None  # measured bandwidth of its links, bits per second; None: unknown
     download_bps: float | None = None
     assists: bool = False  # the peer trains nothing and needs no means; it only reduces
     samples_per_s: float = 0.0

@@ -178,8 +178,7 @@ class Matchmaker:
         try:
             async with asyncio.timeout_at(deadline):
                 while True:
-                    silent_s = loop_now() - max(began, self._answered_at)
-                    alone = silent_s > self._settings.window_s
+                    alone = loop_now() - max(began, self._answered_at) > self._settings.window_s
                     for organizer in self._rank(step, candidates, alone=alone):
                         if group := await self._ask(organizer, ticket, hops=len(candidates)):
                             self._remember(group)
@@ -249,8 +248,7 @@ class Matchmaker:
         return await self._peers.call(organizer, message, Joined, timeout_s=patience_s)
 
     async def _call(self, peer: PeerId, terms: RoundTerms) -> JoinEta:
-        timeout_s = self._settings.call_timeout_s
-        return await self._peers.call(peer, terms, JoinEta, timeout_s=timeout_s)
+        return await self._peers.call(peer, terms, JoinEta, timeout_s=self._settings.call_timeout_s)
 
     def _refusal(self, joined: Joined, ticket: Ticket) -> RoundRefused | None:
         """Return why the answer refuses this peer; None if another organizer should be tried."""
@@ -271,7 +269,7 @@ class Matchmaker:
         now = loop_now()
         if self._refused.get(organizer, (None, now))[0] != step:
             self._refused[organizer] = step, now
-            while len(self._refused) > MAX_REFUSALS:
+            if len(self._refused) > MAX_REFUSALS:
                 del self._refused[next(iter(self._refused))]
         if now - self._refused[organizer][1] < REFUSALS_S:
             return False
@@ -281,14 +279,13 @@ class Matchmaker:
         return True
 
     def _remember(self, group: Group) -> None:
-        if group.index_of(self._peers.id) is None:  # only its members know whether it still stands
-            return
-        for member in group.members:
-            if member.addresses and member.id != self._peers.id:
-                self._peers.learn(Contact(member.id, member.addresses))
-        self._groups[group.terms.key] = group, loop_now()
-        while len(self._groups) > REMEMBERED_GROUPS:
-            del self._groups[next(iter(self._groups))]
+        if group.index_of(self._peers.id) is not None:  # only its members know whether it still stands
+            for member in group.members:
+                if member.addresses and member.id != self._peers.id:
+                    self._peers.learn(Contact(member.id, member.addresses))
+            self._groups[group.terms.key] = group, loop_now()
+            if len(self._groups) > REMEMBERED_GROUPS:
+                del self._groups[next(iter(self._groups))]
 
     def _remembered(self, terms: RoundTerms) -> Group | None:
         """Return the group of this step, if it stands and is not long over (a run may return)."""
@@ -307,9 +304,8 @@ class Matchmaker:
         self._wake()
 
     async def _serve_call(self, peer: PeerId, terms: RoundTerms) -> JoinEta:
-        if group := self._remembered(terms):
-            return JoinEta(None, group)
-        return JoinEta(self._ready_in_s(terms, peer))
+        group = self._remembered(terms)
+        return JoinEta(None, group) if group else JoinEta(self._ready_in_s(terms, peer))
 
     def _ready_in_s(self, terms: RoundTerms, caller: PeerId) -> float | None:
         ready_in_s = self._on_called(terms, caller)
@@ -347,11 +343,11 @@ class Matchmaker:
         self, terms: RoundTerms, peer: PeerId
     ) -> tuple[GroupFormation, asyncio.Task[Organized]] | Joined:
         ready_in_s = self._ready_in_s(terms, peer)
-        if ready_in_s is None and any(step == terms.step for step, _ in self._forming):
+        if ready_in_s is None:
+            if all(step != terms.step for step, _ in self._forming):
+                return Joined(reason="unreachable", text="not at this step")
             text = f"step {terms.step} here is of another lineage: load the state from a peer"
             return Joined(reason="resync", text=text)
-        if ready_in_s is None:
-            return Joined(reason="unreachable", text="not at this step")
         formation = GroupFormation(terms, now=loop_now(), settings=self._settings)
         formation.on_coming(self._peers.id, ready_in_s, now=loop_now())
         task = asyncio.create_task(self._form(formation), name=f"organize step {terms.step}")
@@ -389,15 +385,12 @@ class Matchmaker:
         terms = formation.terms
         try:
             answer = await self._call(peer, terms)
-            if (
-                answer.group is not None
-            ):  # an invalid one is not passed on: peers would leave this organizer out
-                answer.group.check()
+            if answer.group is not None:
+                answer.group.check()  # it would be passed on, and peers would leave this organizer out
         except (PeerError, ValueError) as error:
             formation.on_declined(peer)
-            if (
-                isinstance(error, PeerError) and not self._peers.contact_of(peer).addresses
-            ):  # it may join by itself
+            if isinstance(error, PeerError) and not self._peers.contact_of(peer).addresses:
+                # it may join by itself
                 formation.expect(peer, formation.opened_at + self._settings.window_s)
         else:
             contact = self._peers.contact_of(peer)

@@ -376,9 +376,7 @@ class MoshpitResult:
 
     peers: tuple[PeerId, ...]  # all that took part, this peer included
     sides: tuple[int, ...]  # of the grid
-    rounds: tuple[
-        RoundResult | None, ...
-    ]  # of this peer's groups, in order; None where it could not take part
+    rounds: tuple[RoundResult | None, ...]  # of its groups, in order; None where it could not take part
     failed: int  # members of this peer's groups that did not join or were lost
     seconds: float  # from the call to the mean
     note: str = ""  # what went wrong, in words; empty if nothing

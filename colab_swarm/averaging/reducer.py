@@ -33,9 +33,8 @@ class SpanLedger:
         self.values = values
         size = chunk_values(group.terms.codec, group.terms.mean_codec)
         self.chunks = [cut_chunks(span, size) for span in group.spans()]
-        self._placed: dict[
-            tuple[int, int], tuple[bool, tuple[int, ...]]
-        ] = {}  # has a mean; members missing in it
+        # (reducer, chunk) -> whether there is a mean, and the members that are missing in it
+        self._placed: dict[tuple[int, int], tuple[bool, tuple[int, ...]]] = {}
 
     def chunk(self, reducer: int, index: int) -> Span:
         """Return the place of chunk ``index`` of a reducer's span; raises ValueError if there is none."""
@@ -46,11 +45,10 @@ class SpanLedger:
     def place(self, reducer: int, index: int, mean: Floats | None, missing: tuple[int, ...]) -> None:
         """Replace the own values by the mean, unless the chunk is settled; None: there is no mean."""
         chunk = self.chunk(reducer, index)
-        if self.settled(reducer, index):
-            return
-        if mean is not None:
-            self.values[chunk.start : chunk.stop] = mean
-        self._placed[reducer, index] = mean is not None, missing
+        if not self.settled(reducer, index):
+            if mean is not None:
+                self.values[chunk.start : chunk.stop] = mean
+            self._placed[reducer, index] = mean is not None, missing
 
     def settled(self, reducer: int, index: int) -> bool:
         """Return True if the chunk's mean has arrived, or is known not to exist."""
@@ -68,10 +66,9 @@ class SpanLedger:
         kept: list[Span] = []
         for reducer, chunks in enumerate(self.chunks):
             for index, chunk in enumerate(chunks):
-                if self.result(reducer, index)[0]:
-                    continue
-                start = kept.pop().start if kept and kept[-1].stop == chunk.start else chunk.start
-                kept.append(Span(start, chunk.stop))
+                if not self.result(reducer, index)[0]:
+                    start = kept.pop().start if kept and kept[-1].stop == chunk.start else chunk.start
+                    kept.append(Span(start, chunk.stop))
         return tuple(kept)
 
     def incomplete(self) -> Collection[int]:

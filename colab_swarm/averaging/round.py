@@ -39,8 +39,6 @@ from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
 
 logger = logging.getLogger(__name__)
 
-_float32 = codec_of("float32")
-
 
 class RecallSpan(Message, frozen=True):
     """Opens a stream that returns the ``wanted`` chunks of a lost reducer's span, in this order.
@@ -168,7 +166,7 @@ async def _receive(
         raise ValueError(f"received chunk {message.index}, expected {index}")
     if not len(payload):
         return message, None
-    values = _float32.decode(payload, round_.ledger.chunk(reducer, index).numel)
+    values = codec_of("float32").decode(payload, round_.ledger.chunk(reducer, index).numel)
     if not all_finite(values):
         raise ValueError(f"chunk {index} has values that are not finite")
     return message, values
@@ -279,14 +277,13 @@ class Averager:
 
     async def drain(self, prefix: str) -> None:
         """Wait until no member of the last round needs this peer, for `DRAIN_S` at most."""
-        if (exchange := self._finished.get(prefix)) is None:
-            return
-        try:
-            async with asyncio.timeout(DRAIN_S):
-                while exchange.serving:
-                    await exchange.served.wait()
-        except TimeoutError:
-            logger.info("%d members still need this peer for the last round", exchange.serving)
+        if exchange := self._finished.get(prefix):
+            try:
+                async with asyncio.timeout(DRAIN_S):
+                    while exchange.serving:
+                        await exchange.served.wait()
+            except TimeoutError:
+                logger.info("%d members still need this peer for the last round", exchange.serving)
 
     def forget(self, prefix: str) -> None:
         if exchange := self._finished.pop(prefix, None):

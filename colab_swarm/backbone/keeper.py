@@ -203,8 +203,8 @@ def read_losses(path: Path) -> Iterator[LossPoint]:
         for line in file:
             try:
                 yield msgspec.json.decode(line, type=LossPoint)
-            except (msgspec.MsgspecError, UnicodeDecodeError):  # empty, or cut off
-                continue
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                continue  # empty, or cut off
 
 
 class Vault(StepFiles):
@@ -462,11 +462,8 @@ class Keeper:
             return await download_state(peers, self._prefix, assistants)
 
     async def _stand_in(self, branch: Branch | None) -> None:
-        newest = self._saved_step
-        gone = (
-            branch is None or branch.step < newest or _now() - self._heard_at >= SILENCE_S
-        )  # records outlive peers
-        if newest and gone:
+        newest, silent = self._saved_step, _now() - self._heard_at >= SILENCE_S  # records outlive peers
+        if newest and (silent or branch is None or branch.step < newest):
             if self.stored is None:
                 self._on_standing_in(self._prefix)
                 found = self.stored = await asyncio.to_thread(self.vault.latest)

@@ -37,14 +37,7 @@ from colab_swarm.net.peers import (
     Stream,
     short,
 )
-from colab_swarm.tensors.statedict import (
-    KINDS,
-    TensorBytes,
-    as_bytes,
-    as_tensors,
-    flatten,
-    unflatten,
-)
+from colab_swarm.tensors.statedict import KINDS, TensorBytes, as_bytes, as_tensors, flatten, unflatten
 
 logger = logging.getLogger(__name__)
 
@@ -149,9 +142,8 @@ def _finite(tensor: TensorBytes) -> bool:
     if tensor.kind == "bfloat16":
         bits = np.frombuffer(tensor.data, np.uint16)
         return not bool(((bits & _BFLOAT16_EXPONENT) == _BFLOAT16_EXPONENT).any())
-    if tensor.kind in _NUMPY_KINDS:
-        return bool(np.isfinite(np.frombuffer(tensor.data, _NUMPY_KINDS[tensor.kind])).all())
-    return True
+    kind = _NUMPY_KINDS.get(tensor.kind)
+    return kind is None or bool(np.isfinite(np.frombuffer(tensor.data, kind)).all())
 
 
 def digest_of(data: Buffer) -> bytes:

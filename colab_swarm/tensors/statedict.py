@@ -294,9 +294,8 @@ def write_tensors(path: Path, tensors: Mapping[str, TensorBytes], skeleton: byte
         needed = len(head) + sum(tensor.data.nbytes for tensor in tensors.values())
         free = "its folder cannot be reached"
         with contextlib.suppress(OSError):
-            free = (
-                f"{shutil.disk_usage(path.parent).free:,} bytes are free; the previous checkpoint is intact"
-            )
+            free_bytes = shutil.disk_usage(path.parent).free
+            free = f"{free_bytes:,} bytes are free; the previous checkpoint is intact"
         raise StateError(f"cannot save {path} ({needed:,} bytes): {error.strerror}; {free}") from error
     finally:
         partial.unlink(missing_ok=True)
