@@ -129,16 +129,12 @@ class ReduceSpan(Message, frozen=True):
 
 
 class Chunk(Message, frozen=True):
-    """Chunk ``index`` of a span: a contribution or, if ``averaged``, a mean.
-
-    An empty payload means that there is no mean. ``missing`` lists members of positive weight that
-    are not in the mean. An empty ``codec`` is the group's.
-    """
+    """Chunk ``index`` of a span: a contribution or, if ``averaged``, a mean; empty if there is none."""
 
     index: int
     averaged: bool = False
-    missing: tuple[int, ...] = ()
-    codec: str = ""
+    missing: tuple[int, ...] = ()  # members of positive weight that are not in the mean
+    codec: str = ""  # empty: the group's
 
 
 @dataclass(frozen=True)

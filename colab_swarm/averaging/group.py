@@ -226,14 +226,11 @@ def valid_weight(weight: float) -> bool:
 
 
 class GroupFormation:
-    """Collects the members of one round, whose tickets must agree with ``terms``. Pure.
-
-    ``elsewhere`` is the group that others formed, or a better organizer.
-    """
+    """Collects the members of one round, whose tickets must agree with ``terms``. Pure."""
 
     def __init__(self, terms: RoundTerms, *, now: float, settings: GroupFormationSettings) -> None:
         self.terms, self.settings, self.opened_at = terms, settings, now
-        self.elsewhere: Group | Contact | None = None
+        self.elsewhere: Group | Contact | None = None  # formed by others, or a better organizer
         self._awaited: dict[PeerId, float] = {}  # until when
         self._joined: dict[PeerId, tuple[Ticket, Contact]] = {}
 

@@ -64,11 +64,7 @@ class PrefixRouter:
         handler: Callable[[PeerId, Any], Awaitable[Message]],
         role: Role,
     ) -> None:
-        """Answer calls of ``kind`` to the collaboration ``prefix``; the first one's ``role`` counts
-        for all.
-
-        Raises ValueError if this peer serves a collaboration of this name already.
-        """
+        """Answer calls to ``prefix``, if not served yet; the first one's ``role`` counts for all."""
 
         async def answer(peer: PeerId, message: Any) -> Message:
             reply: Message = await self._find(kind, message.prefix)(peer, message)
@@ -251,7 +247,6 @@ class Matchmaker:
         return await self._peers.call(peer, terms, JoinEta, timeout_s=self._settings.call_timeout_s)
 
     def _refusal(self, joined: Joined, ticket: Ticket) -> RoundRefused | None:
-        """Return why the answer refuses this peer; None if another organizer should be tried."""
         group, step = joined.group, ticket.terms.step
         if group is None:
             reason = joined.reason

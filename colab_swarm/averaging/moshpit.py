@@ -85,9 +85,7 @@ class Assembly:
     """One peer's part in the meetings of a name; with a ``size`` they have exactly so many members.
 
     All members of a fixed size must agree on ``terms``, readable text. ``timeout_s`` bounds finding
-    the group, beyond the window. ``number`` is the meeting that this peer waits for, or took part
-    in last; ``waiting`` are the other waiting peers as last read, and the meeting that each waits
-    for.
+    the group, beyond the window.
     """
 
     def __init__(
@@ -112,8 +110,8 @@ class Assembly:
             strategy=equal_shares,  # a meeting averages nothing
             settings=settings,
         )
-        self.number = self._last = 0
-        self.waiting: dict[PeerId, int] = {}
+        self.number = self._last = 0  # the meeting that this peer waits for, or took part in last
+        self.waiting: dict[PeerId, int] = {}  # other peers as last read, and the meetings they wait for
         self._others: dict[PeerId, float] = {}  # peers with other terms: when they wrote first
         self._waits_for: RoundTerms | None = None  # while this peer waits
         self._called = asyncio.Event()
@@ -341,13 +339,10 @@ def choose_group_size(peers: int, *, failures_per_s: float, time: RoundTime) -> 
 
 
 class RoundMeter:
-    """The duration of rounds and the failures per second of one peer, as measured. Pure.
-
-    ``time`` is of rounds without failures; others show timeouts, not the network.
-    """
+    """The duration of rounds, and the failures per second of one peer, as measured. Pure."""
 
     def __init__(self) -> None:
-        self.time = RoundTime(overhead_s=0.2, transfer_s=0.8)
+        self.time = RoundTime(overhead_s=0.2, transfer_s=0.8)  # without failures: no timeouts
         self.failures_per_s = 0.005
         self._timed = 0
 

@@ -24,10 +24,7 @@ from colab_swarm.tensors.codecs import Floats, all_finite
 
 
 class SpanLedger:
-    """The vector of one member, and the state of each chunk of each reducer's span.
-
-    Means replace ``values`` (float32, flat), this member's contribution, chunk by chunk.
-    """
+    """The vector of one member, and the state of each chunk of each reducer's span."""
 
     def __init__(self, group: Group, values: Floats) -> None:
         self.values = values

@@ -222,7 +222,7 @@ class Averager:
 
     The other members may still recover chunks from the last finished round of each collaboration.
     Its vector is not copied, as a copy costs as much as summing: do not change it until the next
-    round has ended. ``on_round`` is called with each result.
+    round has ended.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class Averager:
         self._finished: dict[str, AllReduce] = {}  # by prefix
         self._begun = asyncio.Event()
         self._spare: dict[str, Floats] = {}
-        self.on_round: Callable[[RoundResult], None] = lambda result: None
+        self.on_round: Callable[[RoundResult], None] = lambda result: None  # called with each result
         peers.serve_stream(ReduceSpan, self._serve_reduce, role=Role.REDUCER)
         peers.serve_stream(RecallSpan, self._serve_recall, role=Role.REDUCER)
         peers.serve(RoundPing, self._serve_ping)

@@ -101,11 +101,7 @@ def _computing_is_slower(found: SharePlan) -> bool:
 def plan_round(
     setup: AveragingSetup, computing: Sequence[int], shares: Sequence[float] | None = None
 ) -> SharePlan:
-    """Return the fastest round in which ``computing`` peers contribute, or that of given
-    ``shares``.
-
-    Raises ValueError if no peer reduces, or no bandwidth is known.
-    """
+    """Return the fastest round of these contributors, or that of given ``shares``; raises as `plan`."""
     contributes = np.isin(np.arange(len(setup.peers)), computing)
     loads = _Loads(setup, contributes)
     given = np.array(loads.best() if shares is None else shares, np.float64)

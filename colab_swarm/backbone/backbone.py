@@ -29,10 +29,9 @@ MAX_PEERS = 256  # in a snapshot
 
 
 class Backbone:
-    """Stays with a run from `start` to `stop`.
+    """Stays with a run from `start` to `stop`; raises ValueError without a package that it needs.
 
-    ``hub_token`` is of Hugging Face; None for the login of this machine. Raises ValueError if a
-    package that the file needs is not installed.
+    ``hub_token`` is of Hugging Face; None for the login of this machine.
     """
 
     def __init__(self, swarm: Swarm, file: RunFile, *, hub_token: str | None = None) -> None:

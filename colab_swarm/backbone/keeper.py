@@ -149,10 +149,7 @@ def weighted_median(weighted: Sequence[tuple[float, float]]) -> float:
 
 
 class Forwarder:
-    """Logs points to a tracker from a thread of its own, and loses them if it cannot be reached.
-
-    Raises ValueError if the tracker's package is not installed.
-    """
+    """Logs points to a tracker, whose package must be installed; loses those that it cannot reach."""
 
     def __init__(self, settings: Forward, prefix: str) -> None:
         if importlib.util.find_spec(settings.to) is None:
@@ -223,10 +220,7 @@ class Vault(StepFiles):
         return tuple(sorted(found, key=lambda one: (one.at, one.step)))
 
     def save(self, snapshot: Snapshot) -> Path:
-        """Write a snapshot, whole or not at all, and delete the files beyond ``keep``.
-
-        Raises StateError if it is not sound, or the disk is full; older checkpoints are untouched.
-        """
+        """Write a snapshot, or nothing; raises StateError if it is unsound, or the disk is full."""
         path = self.file_of(snapshot.manifest.step)
         write_tensors(path, *tensors_of(snapshot))
         self.prune(path)
@@ -314,10 +308,6 @@ class Keeper:
     """Keeps the checkpoints of one collaboration until it is stopped, and all files in ``folder``.
 
     ``on_standing_in`` is called before peers get a checkpoint: the steps after it will be repeated.
-
-    Attributes:
-        stored: the checkpoint for late joiners; None while there are trainers.
-        curve: the losses; it continues after a restart, from ``losses.jsonl`` in the folder.
     """
 
     def __init__(
@@ -336,14 +326,14 @@ class Keeper:
         self.settings, self.hub, self._on_standing_in = settings, hub, on_standing_in
         self._forwarder = None if forward is None else Forwarder(forward, prefix)
         self._losses = folder / "losses.jsonl"
-        self.curve = LossCurve(read_losses(self._losses))
+        self.curve = LossCurve(read_losses(self._losses))  # continues after a restart
         self.progress = Progress.of_watcher(services.peers.id, prefix)
         self._last_branch: Branch | None = None
         self._heard_at = float("-inf")
         self._stop_listening = services.peers.on_lost(self._on_lost)
         self.vault = Vault(folder, keep=settings.keep)
         self._saved_step, self._saved_at = self.vault.newest_step, time.time()
-        self.stored: Snapshot | None = None
+        self.stored: Snapshot | None = None  # for late joiners, while there are no trainers
         self._published_at = self._failed_at = float("-inf")
         self._saving: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None

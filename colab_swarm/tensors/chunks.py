@@ -84,7 +84,7 @@ def blob_of(tensors: Mapping[str, TensorBytes], skeleton: bytes) -> tuple[bytes,
 
 
 def tensors_in(layout: bytes, blob: Blob) -> tuple[dict[str, TensorBytes], bytes]:
-    """Return the tensors of a stranger's state, as views of its blob, and its unchecked skeleton.
+    """Return a stranger's tensors, as views of the blob, and its unchecked skeleton.
 
     Raises StateError if the blob is not of this layout, or holds values that are not finite.
     """
@@ -103,11 +103,7 @@ def tensors_in(layout: bytes, blob: Blob) -> tuple[dict[str, TensorBytes], bytes
 
 
 def pack(state: Any) -> tuple[bytes, Blob]:
-    """Copy a state into one blob; return its encoded `Layout` and the blob.
-
-    Raises TypeError or ValueError if part of it cannot be saved without pickle or is nested too
-    deep.
-    """
+    """Copy a state into one blob; return its encoded `Layout` and it. Raises as `flatten` does."""
     tensors, skeleton = flatten(state)
     return blob_of(as_bytes(tensors), skeleton)
 
@@ -209,10 +205,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, subject: bytes, step: int, layout: bytes, blob: Blob) -> Snapshot:
-        """Hash the chunks of a packed state (some GB/s: call it off the event loop).
-
-        Raises StateError if the state is too large to be shared, or has too many parts.
-        """
+        """Hash a packed state (some GB/s: not on the event loop); raises StateError if it is too large."""
         if blob.nbytes > MAX_STATE_BYTES:
             raise StateError(
                 f"a state of {blob.nbytes:,} bytes is over the {MAX_STATE_BYTES:,} that peers share"
@@ -307,10 +300,7 @@ class ChunkDownload:
         self._queue = missing
 
     async def run(self, donors: Iterable[PeerId]) -> None:
-        """Fetch the chunks that are not here yet; after an error it can go on where it stopped.
-
-        Raises StateError if all donors were lost before the state was complete.
-        """
+        """Fetch the missing chunks; raises StateError, and may run again, if all donors are lost."""
         left = [*donors]
         while self._queue and left:  # the remaining donors send the chunks of a lost one
             kept = await asyncio.gather(*map(self._work, left))

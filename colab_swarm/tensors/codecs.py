@@ -71,8 +71,7 @@ class Codec(Protocol):
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
         """Decode ``numel`` values: a view of ``buffer`` (read-only) or ``scratch``, or a new array.
 
-        Raises ValueError if the buffer's length is not ``encoded_bytes(numel)`` or its content is
-        invalid.
+        Raises ValueError if the buffer has another length than `encoded_bytes`, or invalid content.
         """
 
 

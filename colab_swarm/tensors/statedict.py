@@ -80,7 +80,7 @@ def flatten(state: Any) -> tuple[dict[str, torch.Tensor], bytes]:
 
 
 def copied(state: Any) -> Any:
-    """Return a copy of the state, with its tensors on the CPU; raises the errors of `flatten`."""
+    """Return a copy of the state, with its tensors on the CPU; raises as `flatten` does."""
     tensors, skeleton = flatten(state)
     return unflatten({name: tensor.clone() for name, tensor in tensors.items()}, skeleton)
 
@@ -107,8 +107,6 @@ def unflatten(tensors: Mapping[str, torch.Tensor], skeleton: bytes) -> Any:
 
 
 class _Flattener:
-    """One pass of `flatten`; invariant: every tensor has one name, every memory one tensor."""
-
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._names: dict[Any, str] = {}

@@ -125,10 +125,7 @@ def test_an_unknown_precision_lists_those_there_are() -> None:
 
 @pytest.mark.parametrize("codec", ["int8", "onebit", "topk:0.1"])
 def test_a_contribution_that_the_codec_refuses_costs_its_sender_the_round_and_no_time(codec: str) -> None:
-    def spoil(contributions: dict[str, Floats]) -> None:
-        contributions["alice"].fill(np.inf)
-
-    outcome = run_round(numel=NUMEL, codec=codec, prepare=spoil)
+    outcome = run_round(numel=NUMEL, codec=codec, prepare=lambda given: given["alice"].fill(np.inf))
     assert all(len(result.contributors) == 3 for result in outcome.results.values())
     assert max(outcome.seconds.values()) < 5 and len(outcome.results) == 4
     outcome.assert_equal_vectors()

@@ -187,11 +187,6 @@ async def test_a_client_mode_peer_joins_and_reduces_nothing() -> None:
     assert sorted(member.share for member in group.members) == [0, 1, 1]
 
 
-@pytest.mark.parametrize("clients", [0, 1])
-async def test_alone_a_peer_is_its_own_group(clients: int) -> None:
-    assert len((await Town(1, clients=clients).trainers[0].join()).members) == 1
-
-
 async def test_an_organizer_that_sends_an_invalid_group_is_left_out_for_half_an_hour() -> None:
     town = Town(3)
     liar, *honest = town.trainers
@@ -261,10 +256,11 @@ async def test_a_retry_by_a_member_gets_the_same_group() -> None:
     assert await town.trainers[1].join(after_s=1) == group
 
 
-async def test_alone_asking_again_gives_another_round() -> None:
-    town = Town(1)
-    first, second = await town.trainers[0].join(), await town.trainers[0].join(after_s=1)
-    assert first.round_id != second.round_id and len(second.members) == 1
+@pytest.mark.parametrize("clients", [0, 1])
+async def test_alone_a_peer_is_its_own_group_and_asking_again_gives_another_round(clients: int) -> None:
+    (alone,) = Town(1, clients=clients).trainers
+    first, second = await alone.join(), await alone.join(after_s=1)
+    assert first.round_id != second.round_id and len(first.members) == len(second.members) == 1
 
 
 async def test_a_peer_that_gives_up_waiting_is_left_out() -> None:
@@ -370,7 +366,9 @@ def meet() -> tuple[PrefixRouter, Callable[[str], Awaitable[str]], SimPeers]:
     return PrefixRouter(alice), ask, bob
 
 
-async def test_a_call_reaches_the_collaboration_that_it_names() -> None:
+async def test_a_call_reaches_the_collaboration_that_it_names_and_the_last_to_close_ends_the_service() -> (
+    None
+):
     router, ask, _bob = meet()
     for name in ("one", "two"):
         router.serve(name, Ask, answering(name), Role.VIEWER)
@@ -379,6 +377,11 @@ async def test_a_call_reaches_the_collaboration_that_it_names() -> None:
         await ask("three")
     with pytest.raises(ValueError, match="'one' already"):
         router.serve("one", Ask, answering("again"), Role.VIEWER)
+    router.unserve("one", Ask)
+    assert await ask("two") == "two"
+    router.unserve("two", Ask)
+    with pytest.raises(CallRefused, match="not served here"):
+        await ask("two")
 
 
 async def test_a_stream_reaches_the_collaboration_that_it_names() -> None:
@@ -393,17 +396,6 @@ async def test_a_stream_reaches_the_collaboration_that_it_names() -> None:
     stray = await bob.stream(router.peers.id, Ask("two"), timeout_s=1)
     with pytest.raises(CallRefused, match="no part in 'two'"):
         await stray.receive(Answer)
-
-
-async def test_the_last_collaboration_to_close_ends_the_service() -> None:
-    router, ask, _bob = meet()
-    for name in ("one", "two"):
-        router.serve(name, Ask, answering(name), Role.VIEWER)
-    router.unserve("one", Ask)
-    assert await ask("two") == "two"
-    router.unserve("two", Ask)
-    with pytest.raises(CallRefused, match="not served here"):
-        await ask("two")
 
 
 async def test_an_assistant_serves_the_other_collaborations_until_the_peer_reserves_one() -> None:

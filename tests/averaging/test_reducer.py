@@ -68,17 +68,11 @@ def test_invalid_chunks_are_refused_and_change_nothing(chunk: int, length: int, 
     np.testing.assert_array_equal(r.mean(0), full(0, 2.0))
 
 
-def test_a_chunk_that_comes_twice_counts_once() -> None:
-    r = reducer(1, 1)
-    assert not r.on_chunk(0, 0, full(0, 1.0)) and not r.on_chunk(0, 0, full(0, 5.0))
-    assert r.on_chunk(1, 0, full(0, 3.0)) and r.mean(0)[0] == 2.0
-
-
-def test_huge_values_and_weights_do_not_overflow() -> None:
+def test_a_chunk_that_comes_twice_counts_once_and_huge_values_and_weights_do_not_overflow() -> None:
     r = reducer(9e8, 9e8)
-    r.on_chunk(0, 0, full(0, 3e38))
-    r.on_chunk(1, 0, full(0, 3e38))
-    np.testing.assert_allclose(r.mean(0), full(0, 3e38), rtol=1e-6)
+    assert not r.on_chunk(0, 0, full(0, 3e38)) and not r.on_chunk(0, 0, full(0, 1e38))
+    assert r.on_chunk(1, 0, full(0, 2e38))
+    np.testing.assert_allclose(r.mean(0), full(0, 2.5e38), rtol=1e-6)
 
 
 @given(st.integers(0, 10**6), st.lists(st.just(0.0) | st.floats(1e-9, 1e9), min_size=1, max_size=6))

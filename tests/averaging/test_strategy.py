@@ -54,38 +54,38 @@ def simple_plans(of: AveragingSetup) -> list[SharePlan]:
     return [plan_round(of, everyone(of), shares) for shares in (equal, *servers)]
 
 
-def test_a_homogeneous_collaboration_recovers_all_reduce() -> None:
-    found = plan(setup(*[peer(1)] * 4))
-    assert found.computes == (True,) * 4 and found.shares == pytest.approx([0.25] * 4)
-    assert found.averaging_s == pytest.approx(2 * 3 / 4)
-    assert found.explanation == "4 of 4 peers reduce equal shares because all finish together (8 Mbit/s)"
+@pytest.mark.parametrize(
+    ("peers", "shares", "averaging_s", "explanation"),
+    [
+        (
+            [peer(1)] * 4,
+            [0.25] * 4,
+            1.5,
+            "4 of 4 peers reduce equal shares because all finish together (8 Mbit/s)",
+        ),
+        ([*[peer(1)] * 4, assistant(100)], [0, 0, 0, 0, 1], 1.0, "1 of 5 peers reduces 100% because "),
+        ([peer(1)] * 2, [0.5] * 2, 1.0, "2 of 2 peers reduce equal shares"),
+    ],
+    ids=["all-reduce", "parameter server", "gossip"],
+)
+def test_the_special_cases_of_the_paper_are_recovered(
+    peers: list[Capacity], shares: list[float], averaging_s: float, explanation: str
+) -> None:
+    found = plan(setup(*peers))
+    assert found.shares == pytest.approx(shares) and found.averaging_s == pytest.approx(averaging_s)
+    assert found.computes == tuple(one.samples_per_s > 0 for one in peers)
+    assert found.explanation.startswith(explanation)
 
 
-def test_one_very_fast_peer_without_accelerator_recovers_the_parameter_server() -> None:
-    found = plan(setup(*[peer(1)] * 4, assistant(100)))
-    assert found.computes == (True,) * 4 + (False,)
-    assert found.shares == pytest.approx([0, 0, 0, 0, 1]) and found.averaging_s == pytest.approx(1)
-    assert found.explanation.startswith("1 of 5 peers reduces 100% because")
-
-
-def test_equal_peers_without_accelerators_recover_byteps() -> None:
+def test_equal_peers_without_accelerators_recover_byteps_and_too_few_of_them_share_with_the_trainers() -> (
+    None
+):
     found = plan(setup(*[peer(1)] * 4, *[assistant(1)] * 4))
-    trainers, assistants = found.shares[:4], found.shares[4:]
     # BytePS: with as many assistants as trainers a trainer only sends and receives the vector once.
-    assert assistants == pytest.approx([0.25] * 4, abs=1e-5) and max(trainers) < 1e-5
+    assert found.shares == pytest.approx([0.0] * 4 + [0.25] * 4, abs=1e-5)
     assert found.averaging_s == pytest.approx(1)
-
-
-def test_too_few_assistants_share_the_work_with_the_trainers() -> None:
-    found = plan(setup(*[peer(1)] * 4, *[assistant(1)] * 2))
-    trainers, assistants = found.shares[:4], found.shares[4:]
-    assert min(assistants) > max(trainers) > 0
-    assert 1 < found.averaging_s < 1.5
-
-
-def test_a_group_of_two_exchanges_halves_as_gossip_does() -> None:
-    found = plan(setup(peer(1), peer(1)))
-    assert found.shares == pytest.approx([0.5, 0.5]) and found.averaging_s == pytest.approx(1)
+    fewer = plan(setup(*[peer(1)] * 4, *[assistant(1)] * 2))
+    assert min(fewer.shares[4:]) > max(fewer.shares[:4]) > 0 and 1 < fewer.averaging_s < 1.5
 
 
 def test_fast_servers_among_slow_peers_reduce_everything() -> None:
@@ -269,6 +269,8 @@ def test_a_liar_slows_a_round_no_more_than_the_cap(claim: float) -> None:
     truth = setup(*[peer(1)] * 8)
     slowed = plan_round(truth, range(8), shares).averaging_s / plan_round(truth, range(8)).averaging_s
     assert slowed < CLAIM_CAP
+    assert believed([1e12, 8e6]) == [CLAIM_CAP * 8e6, 8e6]  # one of two does not make the median
+    assert believed([None, 0.0]) == [None, None]
 
 
 @given(st.lists(st.none() | st.floats(), min_size=1, max_size=8))
@@ -277,11 +279,6 @@ def test_any_claims_give_valid_shares(claims: list[float | None]) -> None:
     assert len(found.shares) == len(claims) and 0 < sum(found.shares) < math.inf
     assert all(share >= 0 for share in found.shares)
     assert found.explanation.isprintable()
-
-
-def test_one_liar_of_two_does_not_make_the_median() -> None:
-    assert believed([1e12, 8e6]) == [CLAIM_CAP * 8e6, 8e6]
-    assert believed([None, 0.0]) == [None, None]
 
 
 def loads(shares: Sequence[float]) -> list[float]:
