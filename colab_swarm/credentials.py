@@ -39,8 +39,7 @@ def find_secret(name: str) -> Secret | None:
 
 
 def require_secret(name: str, *, help: str) -> Secret:
-    """Return the secret; asks to type it where possible. ``help`` is a sentence on where to get
-    one.
+    """Return the secret; asks to type it where possible. ``help`` says where to get one.
 
     Raises SecretError if it is not found; the text says where it was looked for and how to set it.
     """

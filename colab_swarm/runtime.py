@@ -1,5 +1,4 @@
-"""The one background thread and its event loop, calls into it, the gate that pauses it, free
-memory.
+"""The one background thread and its event loop, the gate that pauses it, free memory.
 
 A task on Jupyter's own loop gets no time while a cell is busy, so all coroutines of the package run
 on a thread of their own. All threads are daemons, because a non-daemon thread makes a kernel

@@ -1,5 +1,4 @@
-"""One round at one member: it sends its contributions, collects the means, and reduces its own
-span.
+"""One round at one member: it contributes, collects the means, and reduces its own span.
 
 Each member opens one stream to each reducer, so outgoing connections are enough. Contributions go
 up, and means come back as soon as they are ready. No task, timer or copy is made per chunk.
@@ -38,11 +37,7 @@ STALL_S = 2.0  # the other streams stop waiting for one that sent nothing for th
 
 
 class Pace:
-    """Advances the contributions, of so many ``chunks`` to each reducer, evenly. Pure.
-
-    Otherwise a small span would end long before a large one, whose reducer would start and end
-    last.
-    """
+    """Keeps the contributions to all reducers even: else a large span would start and end last. Pure."""
 
     def __init__(self, chunks: Mapping[int, int], *, now: float) -> None:
         self._chunks = {reducer: count for reducer, count in chunks.items() if count}
@@ -158,12 +153,6 @@ class AllReduce:
     Means replace ``values``, this member's contribution. ``spare`` is float32 memory for the own
     span, if it fits. An assistant does not collect: it contributes nothing and needs no means.
     Raises ValueError if this peer is no member.
-
-    Attributes:
-        settled: per reducer, set once all means that it could give have arrived.
-        final: per reducer, set once all means of its span that any member could give have arrived.
-        lost: reducers that were lost before all of their means arrived.
-        exchanged_at: when the last of the other reducers was done or lost.
     """
 
     def __init__(
@@ -190,11 +179,12 @@ class AllReduce:
         self.sums, self.collects = spare, collects
         weights = [member.weight for member in group.members]
         self.reducer = SpanReducer(self.ledger.chunks[me], weights, spare)
+        # per reducer: all means that it, or that any member, could give have arrived
         self.settled = [asyncio.Event() for _ in group.members]
         self.final = [asyncio.Event() for _ in group.members]
         self.recovering = [asyncio.Lock() for _ in group.members]
-        self.lost: set[int] = set()
-        self.exchanged_at: float | None = None
+        self.lost: set[int] = set()  # reducers, before all of their means arrived
+        self.exchanged_at: float | None = None  # when the last of the other reducers was done or lost
         self.sent_bytes = self.received_bytes = self.serving = 0
         self.served = asyncio.Event()
         self._encoding = encoding = encoding or UploadEncoding()

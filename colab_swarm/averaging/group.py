@@ -1,5 +1,4 @@
-"""How peers form a group: the messages, the spans, and the pure core that knows when it is
-complete.
+"""How peers form a group: messages, spans, and the pure core that knows when it is complete.
 
 A *lineage* is a chain of digests: it starts from the first parameters and takes in every mean
 applied since. Equal lineages mean equal parameters. A group admits one step of one lineage.

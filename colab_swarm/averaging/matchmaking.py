@@ -162,8 +162,7 @@ class Matchmaker:
             task.cancel()
 
     async def join(self, ticket: Ticket, candidates: Sequence[PeerId], deadline: float) -> Group:
-        """Return the group of the ticket's step, the same at all members, by ``deadline`` (loop
-        time).
+        """Return the group of the ticket's step by ``deadline`` (loop time); all get the same.
 
         ``candidates`` are peers believed live at this step. Raises RoundRefused if this peer cannot
         join.

@@ -1,5 +1,4 @@
-"""Averaging any vector among all peers that call for it: a meeting, then groups on a grid (Moshpit
-averaging).
+"""Averaging any vector among all peers that call for it: a meeting, then groups on a grid.
 
 A meeting. A ready peer publishes the number of the meeting that it waits for (swarm time in
 milliseconds) in the DHT. All peers take the lowest number. The meeting starts when the first peer
@@ -271,8 +270,7 @@ class MoshpitGrid:
         return hashlib.sha256(self._seed + repr((axis, self._across(peer, axis))).encode()).digest()[:16]
 
     def carried(self, peer: PeerId, holders: Collection[PeerId], weight: float) -> float:
-        """Return the weight of ``peer`` after a round of contributions that weigh ``weight``
-        together.
+        """Return the weight of ``peer`` after a round whose contributions sum to ``weight``.
 
         ``holders`` are the peers that have the line's mean, ``peer`` included.
         """
@@ -293,10 +291,9 @@ def rounds_for(peers: int, group_size: int) -> int:
 
 
 def plan_sides(peers: int, rounds: int) -> tuple[int, ...]:
-    """Return at most ``rounds`` sides of a grid of at most ``peers`` cells, nearly equal,
-    ascending.
+    """Return at most ``rounds`` sides, nearly equal, of a grid of at most ``peers`` cells.
 
-    A side is 2 or more, so there may be fewer sides than ``rounds``.
+    A side is 2 or more, so there may be fewer sides than ``rounds``; the last one is the longest.
     """
     rounds = max(1, min(rounds, peers.bit_length() - 1))
     sides, left = [], peers

@@ -58,15 +58,14 @@ class Codec(Protocol):
         """Return the exact size of ``numel`` encoded values."""
 
     def gamma(self, numel: int) -> float:
-        """Return the least known gamma, 0 to 1: ``||Q(w) - w||^2 <= gamma ||w||^2`` for ``numel``
-        values.
+        """Return the least known gamma, 0 to 1: ``||Q(w) - w||^2 <= gamma ||w||^2``.
 
-        Q(w) is the decoded encoding of w. Values beyond the codec's range, or too small to differ
-        from 0, are excluded (Elastic Consistency, equation 25).
+        w has ``numel`` values, and Q(w) is the decoded encoding of w. Values beyond the codec's range,
+        or too small to differ from 0, are excluded (Elastic Consistency, equation 25).
         """
 
     def encode(self, values: Floats) -> Buffer:
-        """Encode a contiguous vector, maybe as a view; onebit and topk raise ValueError for NaN."""
+        """Encode a contiguous vector, maybe as a view; onebit and topk refuse what is not finite."""
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
         """Decode ``numel`` values: a view of ``buffer`` (read-only) or ``scratch``, or a new array.
@@ -205,8 +204,7 @@ _LARGEST_SCALE = np.nextafter(np.float32(np.finfo(np.float32).max / 127), np.flo
 
 
 def codec_of(name: str) -> Codec:
-    """Return the codec called float32, float16, bfloat16, int8, onebit, or topk with a share
-    (topk:0.01).
+    """Return the codec called float32, float16, bfloat16, int8, onebit, or topk:0.01 (any share).
 
     Raises ValueError if there is none, or the share is not written in its shortest form.
     """
@@ -375,10 +373,9 @@ class Int8:
 
 
 class OneBit:
-    """Positive values of a block of 4096 become their mean, the others theirs (Elastic Consistency,
-    5.2).
+    """Positive values of a block of 4096 become their mean, the others theirs.
 
-    Layout: two float32 means per block, then one bit per value.
+    Layout: two float32 means per block, then one bit per value (Elastic Consistency, section 5.2).
     """
 
     name = "onebit"
