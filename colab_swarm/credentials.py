@@ -39,10 +39,9 @@ def find_secret(name: str) -> Secret | None:
 
 
 def require_secret(name: str, *, help: str) -> Secret:
-    """Return the secret; asks to type it where that is possible. ``help`` says where to get one, in one sentence.
+    """Return the secret; asks to type it where possible. ``help`` says where to get one.
 
-    Raises:
-        SecretError: it is not found; the text says where it was looked for and how to set it.
+    Raises SecretError if it is not found; the text says where it was looked for and how to set it.
     """
     found, reasons = _search(name)
     found = found or _ask(f"{name} ({help}): ")
@@ -53,7 +52,6 @@ def require_secret(name: str, *, help: str) -> Secret:
 
 
 def _search(name: str) -> tuple[Secret | None, list[str]]:
-    """The secret, and why the platforms did not return it."""
     reasons: list[str] = []
     if value := os.environ.get(name):
         return Secret(value.strip()), reasons

@@ -204,7 +204,6 @@ class Fault(Event):
 
     @classmethod
     def of(cls, at: float, where: str, error: BaseException) -> Fault:
-        """Describe ``error`` as a fault."""
         return cls(at, where, f"{type(error).__name__}: {error}")
 
 
@@ -228,7 +227,7 @@ class EventLog:
                 logger.exception("event listener failed on %s", event)
 
     def listen(self, listener: Callable[[Event], None]) -> Callable[[], None]:
-        """Call ``listener(event)`` on every new event, on the emitting thread; return a function that ends it."""
+        """Call ``listener(event)`` on every new event, on its thread; return a function that ends it."""
         with self._lock:
             self._listeners.append(listener)
 
@@ -240,6 +239,5 @@ class EventLog:
         return stop
 
     def recent(self, kind: type[Event] = Event) -> list[Event]:
-        """Return the recorded events of ``kind``, oldest first."""
         with self._lock:
             return [event for event in self._events if isinstance(event, kind)]

@@ -75,7 +75,6 @@ class Invite(Signed, frozen=True):
 
     @property
     def name(self) -> str:
-        """The run's name for people."""
         return self.run_id.rpartition("-")[0]
 
     @property
@@ -102,11 +101,7 @@ class Invite(Signed, frozen=True):
         return self._replaced(entries=tuple(entries))
 
     def with_settings(self, settings: Mapping[str, Setting]) -> Invite:
-        """Return the same invitation with these settings for training.
-
-        Raises:
-            ValueError: too many settings, too long, or not numbers or texts.
-        """
+        """Return it with these settings for training; raises ValueError if they do not fit."""
         try:
             checked = msgspec.convert(dict(settings), Settings)
         except msgspec.ValidationError as error:
@@ -132,8 +127,7 @@ class Invite(Signed, frozen=True):
     def parse(cls, text: str, *, now: float | None = None) -> Invite:
         """Read an invitation. Quotes, spaces and line breaks from a chat program do not matter.
 
-        Raises:
-            InviteError: it is mistyped, tampered with, expired or of another version; the text says what to do.
+        Raises InviteError if it is mistyped, tampered with, expired or of another version.
         """
         body = _body_of(text)
         if body[0] != VERSION:
@@ -180,11 +174,6 @@ def _body_of(text: str) -> bytes:
 
 
 def role_named(name: str) -> Role:
-    """Return the role called ``worker``, ``reducer`` or ``viewer``.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
     if name not in ROLES:
         raise ValueError(f"role={name!r} is unknown: choose one of {', '.join(ROLES)}")
     return ROLES[name]

@@ -15,7 +15,6 @@ CELL = "text-align:left;padding:1px 14px 1px 0;font-weight:normal"
 
 
 def aligned(rows: Rows) -> list[str]:
-    """Return rows of plain cells as lines with aligned columns, indented by two."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -24,12 +23,9 @@ def aligned(rows: Rows) -> list[str]:
 
 
 def facts(title: str, figures: Mapping[str, object], columns: Sequence[str] = (), rows: Rows = ()) -> str:
-    """Return an object's facts as a small HTML table in the page's own colours; for ``_repr_html_``.
+    """Return an object's facts as a small HTML table; for ``_repr_html_``.
 
-    Args:
-        title: of the object.
-        figures: values by name.
-        columns, rows: of a table below; the first `MAX_FACT_ROWS` rows are shown.
+    ``figures`` are values by name, above a table of `MAX_FACT_ROWS` of the ``rows`` at most.
     """
     pairs = "".join(
         f'<tr><th scope="row" style="{CELL}">{text(name)}</th><td style="{CELL}">{text(str(value))}</td></tr>'
@@ -48,7 +44,7 @@ def facts(title: str, figures: Mapping[str, object], columns: Sequence[str] = ()
 
 
 def settings(of: Any) -> str:
-    """Return a settings dataclass in one line: the values that differ from the defaults; for ``repr``."""
+    """Return a settings dataclass in one line, without values that are defaults; for ``repr``."""
     given = [
         f"{field.name}={name_of(value) if callable(value) else repr(value)}"
         for field in fields(of)
@@ -84,7 +80,6 @@ def count(number: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in the unit that fits."""
     seconds = max(0.0, seconds)
     if seconds < 90:
         return f"{seconds:.0f} s"
@@ -101,7 +96,6 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def bandwidth(bps: float) -> str:
-    """Return bits per second in the unit that fits."""
     unit, factor = next(((u, f) for u, f in (("Gbit/s", 1e9), ("Mbit/s", 1e6)) if bps >= f), ("kbit/s", 1e3))
     return "too fast to measure" if math.isinf(bps) else f"{bps / factor:.3g} {unit}"
 

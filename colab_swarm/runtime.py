@@ -1,10 +1,8 @@
-"""The one background thread and its event loop, blocking calls into it, the gate that pauses background work, memory.
+"""The one background thread and its event loop, the gate that pauses it, free memory.
 
 A task on Jupyter's own loop gets no time while a cell is busy, so all coroutines of the package run
-on a thread of their own. Rules: all threads are daemons, because a non-daemon thread makes a kernel
-restart skip atexit. The host's signal handlers and its loop are never touched. Blocking calls wait
-in short steps, so that an interrupt is seen at once on every platform; an interrupt cancels the
-coroutine.
+on a thread of their own. All threads are daemons, because a non-daemon thread makes a kernel
+restart skip atexit. The host's signal handlers and its loop are never touched.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ POLL_S = 0.2
 class PauseGate:
     """Closed while background work pauses. Thread-safe.
 
-    It is closed inside blocks of code (``with swarm.paused():``), which nest, and from `hold` to
-    `release`, as by a panel's button.
+    It is closed in blocks (``with swarm.paused():``), which nest, and from `hold` to `release`.
     """
 
     def __init__(self) -> None:
@@ -42,25 +39,22 @@ class PauseGate:
 
     @property
     def closed(self) -> bool:
-        """Whether background work must pause."""
         return self._held or bool(self._blocks)
 
     @property
     def closed_by_this_thread(self) -> bool:
-        """Whether the calling thread is inside a block: it must not wait for the block's end."""
+        """Whether the calling thread is inside a block: it must not wait for its end."""
         return threading.get_ident() in self._blocks
 
     def hold(self) -> None:
-        """Close it until `release`. Idempotent."""
         self._held = True
 
     def release(self) -> None:
-        """End a `hold`; active blocks keep it closed. Idempotent."""
+        """End a `hold`; active blocks keep it closed."""
         self._held = False
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Close it inside the block; blocks may be nested."""
         thread = threading.get_ident()
         with self._lock:
             self._blocks[thread] += 1
@@ -72,7 +66,6 @@ class PauseGate:
                 self._blocks += Counter()  # drops zeros
 
     async def wait_open(self) -> None:
-        """Return as soon as it is open."""
         while self.closed:
             await asyncio.sleep(LOOK_S)
 
@@ -90,15 +83,11 @@ class Runner(Protocol):
         """Return the loop's clock, seconds. Thread-safe."""
 
     def while_waiting(self, work: Callable[[], None]) -> None:
-        """Call ``work`` now and then while the calling thread waits in `call`; it replaces the thread's former work.
-
-        Args:
-            work: a method, held weakly; quick, and raises nothing.
-        """
+        """Call the method ``work``, held weakly, now and then while this thread waits in `call`."""
 
 
 class Pool(ThreadPoolExecutor):
-    """Threads for blocking work. At the end of the process Python starts no more threads: then it works at once."""
+    """Threads for blocking work; when the process ends, and Python starts no more, it works at once."""
 
     def submit(self, work: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> Future[T]:
         try:
@@ -135,11 +124,9 @@ class Runtime:
             return cls._shared
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run ``coroutine`` on the runtime thread and wait for its result.
+        """Run ``coroutine`` on the runtime thread and wait for its result; an interrupt cancels it.
 
-        Raises:
-            RuntimeError: called from the runtime thread itself, where waiting would never end.
-            KeyboardInterrupt: the user interrupted; the coroutine is being cancelled.
+        Raises RuntimeError if called from the runtime thread itself, where waiting would never end.
         """
         problem = ""
         if threading.current_thread() is self._thread:
@@ -165,7 +152,6 @@ class Runtime:
         self._meanwhile.work = weakref.WeakMethod(work)
 
     def close(self) -> None:
-        """Stop the loop and join the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
@@ -175,11 +161,7 @@ class Runtime:
 def wait_interruptibly(
     future: Future[T], meanwhile: Callable[[], Callable[[], None] | None] | None = None
 ) -> T:
-    """Wait for the future's result in short steps: one long wait cannot be interrupted on Windows.
-
-    Args:
-        meanwhile: returns the work to do after each step, or None.
-    """
+    """Wait in short steps, as Windows needs; after each, do the work that ``meanwhile`` returns."""
     while True:
         try:
             return future.result(POLL_S)
@@ -190,10 +172,8 @@ def wait_interruptibly(
                 work()
 
 
-def free_ram_bytes(
-    meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
-) -> int | None:
-    """Return the available main memory within the limit of a container, or None if the system does not report it."""
+def free_ram_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int | None:
+    """Return the available main memory within a container's limit; None if it is not reported."""
     try:
         available = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
     except OSError:  # macOS and Windows

@@ -105,12 +105,10 @@ def _round(event: events.RoundFinished) -> str:
     text = f"round {event.step}: {count(event.group_size, 'peer')}, {event.seconds:.2f} s"
     if event.spans_lost:
         text += f", {count(event.spans_lost, 'span')} lost"
-    for member in event.members:
-        text += f"; {member.peer[:8]}: {member.dropped}" if member.dropped else ""
+    text += "".join(f"; {member.peer[:8]}: {member.dropped}" for member in event.members if member.dropped)
     if event.predicted_s is not None:
-        text += (
-            f"; averaging {event.averaging_s:.2f} s, {event.predicted_s:.2f} s expected: {event.explanation}"
-        )
+        text += f"; averaging {event.averaging_s:.2f} s, {event.predicted_s:.2f} s expected: "
+        text += event.explanation
     return text
 
 

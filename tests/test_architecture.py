@@ -105,18 +105,14 @@ def test_imports_point_down(path: Path) -> None:
         top, _, rest = name.partition(".")
         if top == "colab_swarm" and rest:
             there = module_of(rest)
-            assert rank_of(there) <= rank_of(here), (
-                f"{here} imports {name}: move the shared type down, or pass it in"
-            )
-            assert not there.startswith("sim.") or here in SIM_USERS or room in SIM_USERS, (
-                f"{here} imports {name}: only tests, simulate and bench may"
-            )
-        assert not (top == "torch" and room in NO_TORCH), (
-            f"{here} must not import torch: a relay starts without it"
-        )
-        assert top not in WIRE_LIBRARIES or room in {"net", "bench"} or here in PLAIN_HTTP, (
-            f"{here} imports {top}: net is its only home"
-        )
+            why = f"{here} imports {name}: move the shared type down, or pass it in"
+            assert rank_of(there) <= rank_of(here), why
+            why = f"{here} imports {name}: only tests, simulate and bench may"
+            assert not there.startswith("sim.") or here in SIM_USERS or room in SIM_USERS, why
+        why = f"{here} must not import torch: a relay starts without it"
+        assert not (top == "torch" and room in NO_TORCH), why
+        why = f"{here} imports {top}: net is its only home"
+        assert top not in WIRE_LIBRARIES or room in {"net", "bench"} or here in PLAIN_HTTP, why
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
@@ -139,11 +135,7 @@ def size_of(room: str) -> tuple[int, int, int]:
 def test_no_folder_grows() -> None:
     rooms = {"", *(path.parent.name for path in ROOT.glob("*/__init__.py"))}
     sizes = {room: size_of(room) for room in sorted(rooms)}
-    grown = {
-        room: size
-        for room, size in sizes.items()
-        if any(a > b for a, b in zip(size, MOST[room], strict=True))
-    }
+    grown = {r: size for r, size in sizes.items() if any(a > b for a, b in zip(size, MOST[r], strict=True))}
     assert not grown, f"of at most { {room: MOST[room] for room in grown} }"
 
 

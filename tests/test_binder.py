@@ -41,22 +41,13 @@ def test_binder_has_the_torch_that_is_known_to_be_good() -> None:
 def test_what_is_known_to_be_good_satisfies_binders_wishes() -> None:
     """Nothing but torch, which may be another build here, would be installed again."""
     wishes = ["-r", "binder/requirements.txt", "-c", "constraints.txt"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", *wishes],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", *wishes]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert not re.findall(r"Would install (?!torch-)", done.stdout), done.stdout
 
 
 def peak_bytes(command: list[str], **environment: str) -> float:
-    """Run a command to its success; the most memory that it and its children had at a time.
-
-    Raises:
-        AssertionError: it failed.
-    """
+    """Run a command to its success; the most memory that it and its children had at a time."""
     import psutil
 
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environment})
@@ -80,17 +71,14 @@ def peak_bytes(command: list[str], **environment: str) -> float:
 def test_the_first_lesson_runs_in_an_environment_made_as_binder_makes_it(tmp_path: Path) -> None:
     binaries = tmp_path / "binder" / "bin"
     path = f"{binaries}{os.pathsep}{os.environ['PATH']}"
-
     began = time.monotonic()
     subprocess.run([sys.executable, "-m", "venv", binaries.parent], check=True)
-    peak_bytes(
-        [str(binaries / "pip"), "install", "-q", "nbclient", "ipykernel", "-r", "binder/requirements.txt"]
-    )
+    wanted = ["nbclient", "ipykernel", "-r", "binder/requirements.txt"]
+    peak_bytes([str(binaries / "pip"), "install", "-q", *wanted])
     built_s = time.monotonic() - began
     prepared = peak_bytes(["bash", "binder/postBuild"], PATH=path)
-    read = peak_bytes(
-        [str(binaries / "jupyter"), "execute", f"--output={tmp_path / 'read.ipynb'}", LESSON], PATH=path
-    )
+    execute = [str(binaries / "jupyter"), "execute", f"--output={tmp_path / 'read.ipynb'}", LESSON]
+    read = peak_bytes(execute, PATH=path)
     size = sum(file.stat().st_size for file in binaries.parent.rglob("*") if file.is_file())
     print(
         f"built in {built_s:.0f} s, {size / 1e9:.1f} GB; postBuild took {prepared / 1e9:.2f} GB of memory, "

@@ -29,14 +29,12 @@ def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def colab(monkeypatch: pytest.MonkeyPatch, answer: str | Exception) -> None:
-    """As if on Colab."""
     module = module_from_spec(ModuleSpec("google.colab", None))
     monkeypatch.setattr(module, "userdata", store(answer), raising=False)
     monkeypatch.setitem(sys.modules, "google.colab", module)
 
 
 def kaggle(monkeypatch: pytest.MonkeyPatch, answer: str | Exception) -> None:
-    """As if on Kaggle."""
     module = ModuleType("kaggle_secrets")
     client = SimpleNamespace(get_secret=store(answer).get)
     monkeypatch.setattr(module, "UserSecretsClient", lambda: client, raising=False)
@@ -55,6 +53,8 @@ def store(answer: str | Exception) -> SimpleNamespace:
 
 def test_the_order_is_given_environment_colab_kaggle(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_secret(NAME) is None
+    with pytest.raises(SecretError, match=f"set the environment variable {NAME}. {HELP}"):
+        require_secret(NAME, help=HELP)
     kaggle(monkeypatch, "from Kaggle")
     assert find_secret(NAME) == "from Kaggle"
     colab(monkeypatch, error_of("SecretNotFoundError"))
@@ -86,11 +86,6 @@ def test_each_refusal_of_a_platform_comes_with_its_fix(
     with pytest.raises(SecretError, match=fix) as caught:
         require_secret(NAME, help=HELP)
     assert HELP in str(caught.value)
-
-
-def test_elsewhere_the_environment_variable_is_named() -> None:
-    with pytest.raises(SecretError, match=f"set the environment variable {NAME}. {HELP}"):
-        require_secret(NAME, help=HELP)
 
 
 def test_a_user_at_a_terminal_or_a_notebook_can_type_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:

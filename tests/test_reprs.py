@@ -25,11 +25,8 @@ from colab_swarm.trust.contributions import Contribution, Leaderboard
 
 CLASSES = [one for name in cs.__all__ if inspect.isclass(one := getattr(cs, name))]
 ALICE, BOB = PeerId(b"\xa1" * 32), PeerId(b"\xb2" * 32)
-GIVEN = Leaderboard(
-    (Contribution(ALICE, samples=1200.0), Contribution(BOB, reduced_bytes=2e6)),
-    {"a1a1a1a1": "<b>alice</b>"},
-    BOB,
-)
+ROWS = Contribution(ALICE, samples=1200.0), Contribution(BOB, reduced_bytes=2e6)
+GIVEN = Leaderboard(ROWS, {"a1a1a1a1": "<b>alice</b>"}, BOB)
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
@@ -46,21 +43,12 @@ def objects(tmp_path: Path) -> list[tuple[object, str]]:
     """One of each that can be made without a swarm, and how it shows itself."""
     adam = partial(torch.optim.Adam, lr=1e-3)
     model = torch.nn.Linear(2, 2)
-    digits = cs.workunits.Job(
-        "digits", lambda: model, data=(1, 2), validation=None, plan=cs.workunits.WorkPlan(max_epochs=3)
-    )
+    plan = cs.workunits.WorkPlan(max_epochs=3)
+    digits = cs.workunits.Job("digits", lambda: model, data=(1, 2), validation=None, plan=plan)
     trainer = AsyncTrainer(model, lambda model, batch: model(batch), adam(model.parameters()), concurrency=4)
-    round_ = RoundResult(
-        Group(bytes(16), RoundTerms("", 7, b"", 10), ()),
-        (ALICE,),
-        (),
-        (),
-        10,
-        20,
-        0.01,
-        {"exchange": 0.4, "total": 0.5},
-        (),
-    )
+    group, seconds = Group(bytes(16), RoundTerms("", 7, b"", 10), ()), {"exchange": 0.4, "total": 0.5}
+    round_ = RoundResult(group, (ALICE,), (), (), 10, 20, 0.01, seconds, ())
+    moshpit = MoshpitResult((ALICE, BOB), (2,), (round_, None), 1, 1.5, "bob left")
     tunnel = TunnelSettings("ngrok", auth_token="very-secret")
     return [
         (cs.NetworkOptions(), "NetworkOptions()"),
@@ -72,18 +60,12 @@ def objects(tmp_path: Path) -> list[tuple[object, str]]:
         (cs.RelayQuota(circuit_s=60.0), "RelayQuota(circuit_s=60.0)"),
         (cs.Allowlist(users=("alice",)), "Allowlist(users=('alice',), organisations=())"),
         (cs.TrafficBudget(gb_per_hour=1.0), "TrafficBudget(gb_per_hour=1.0, mbit_s=None)"),
-        (
-            cs.moe.ExpertRule(adam, max_grad_norm=1.0),
-            "ExpertRule(optimizer=Adam(lr=0.001), max_grad_norm=1.0)",
-        ),
+        (cs.moe.ExpertRule(adam, max_grad_norm=1), "ExpertRule(optimizer=Adam(lr=0.001), max_grad_norm=1)"),
         (cs.workunits.WorkPlan(alpha=half), "WorkPlan(alpha=half)"),
         (digits, "Job('digits', WorkPlan(max_epochs=3))"),
         (cs.CheckpointFolder(tmp_path), f"CheckpointFolder({str(tmp_path)!r}, 0 of 3 kept)"),
         (round_, "RoundResult(step 7, 1 of 0 peers, 0.50 s)"),
-        (
-            MoshpitResult((ALICE, BOB), (2,), (round_, None), 1, 1.5, "bob left"),
-            "MoshpitResult(2 peers on 2, 1 failures: bob left, 1.5 s)",
-        ),
+        (moshpit, "MoshpitResult(2 peers on 2, 1 failures: bob left, 1.5 s)"),
         (GIVEN, "Leaderboard(2 peers, 1,200 samples)"),
         (GIVEN[0], "Contribution(a1a1a1a1, samples=1,200)"),
         (trainer, "AsyncTrainer(4 batches in flight; 0 updates · loss nan · 0 samples/s · staleness 0.0)"),
@@ -107,12 +89,8 @@ def test_an_empty_leaderboard_says_so() -> None:
 def test_html_is_sound_and_says_more(tmp_path: Path) -> None:
     cs.CheckpointFolder(tmp_path).save(12, {"step": 12})
     shown = [one for one, _ in objects(tmp_path) if hasattr(one, "_repr_html_")]
-    assert {type(one).__name__ for one in shown} == {
-        "Job",
-        "CheckpointFolder",
-        "MoshpitResult",
-        "Leaderboard",
-    }
+    kinds = {type(one).__name__ for one in shown}
+    assert kinds == {"Job", "CheckpointFolder", "MoshpitResult", "Leaderboard"}
     for one in shown:
         ElementTree.fromstring(html_of(one))
     assert "step-000000000012.safetensors" in html_of(cs.CheckpointFolder(tmp_path))

@@ -22,27 +22,28 @@ def runtime() -> Iterator[Runtime]:
     made.close()
 
 
-def test_call_returns_the_result_and_raises_the_error(runtime: Runtime) -> None:
+def test_call_returns_the_result_raises_the_error_and_says_what_to_do_on_its_own_thread(
+    runtime: Runtime,
+) -> None:
     async def works() -> int:
         return 7
 
     async def fails() -> None:
         raise TimeoutError("its own")
 
-    assert runtime.call(works()) == 7
-    with pytest.raises(TimeoutError, match="its own"):
-        runtime.call(fails())
-
-
-def test_call_from_the_runtime_thread_says_what_to_do(runtime: Runtime) -> None:
     async def inner() -> None:
         runtime.call(asyncio.sleep(0))
 
     with pytest.raises(RuntimeError, match="`await` the coroutine"):
         runtime.call(inner())
+    assert runtime.call(works()) == 7
+    with pytest.raises(TimeoutError, match="its own"):
+        runtime.call(fails())
 
 
-def test_call_works_inside_a_running_loop_and_from_any_thread(runtime: Runtime) -> None:
+def test_call_works_inside_a_running_loop_and_from_any_thread_and_the_thread_is_a_shared_daemon(
+    runtime: Runtime,
+) -> None:
     async def nothing() -> str:
         return threading.current_thread().name
 
@@ -55,11 +56,10 @@ def test_call_works_inside_a_running_loop_and_from_any_thread(runtime: Runtime) 
     thread.start()
     thread.join()
     assert names == ["colab-swarm"]
+    assert Runtime.shared() is Runtime.shared() and Runtime.shared()._thread.daemon
 
 
 class Watcher:
-    """Notes the threads that it is called on."""
-
     def __init__(self) -> None:
         self.threads: list[str] = []
 
@@ -115,11 +115,6 @@ def test_ctrl_c_cancels_the_coroutine_and_is_raised(runtime: Runtime) -> None:
     with pytest.raises(KeyboardInterrupt):
         runtime.call(stuck())
     assert cancelled.wait(5)
-
-
-def test_the_thread_is_a_daemon_and_is_shared() -> None:
-    assert Runtime.shared() is Runtime.shared()
-    assert Runtime.shared()._thread.daemon
 
 
 @pytest.mark.slow

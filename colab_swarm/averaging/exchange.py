@@ -1,10 +1,7 @@
-"""One round at one member: it contributes to every reducer, collects their means, and reduces its own span.
+"""One round at one member: it contributes, collects the means, and reduces its own span.
 
-- Each member opens one stream to each reducer, so outgoing connections are enough. Contributions go
-  up, and means come back as soon as they are ready. No task, timer or copy is made per chunk.
-- `Pace` advances the contributions to all reducers evenly, so that means flow back while
-  contributions still flow out. Otherwise a small span would finish long before a large one, whose
-  reducer would idle first and answer last.
+Each member opens one stream to each reducer, so outgoing connections are enough. Contributions go
+up, and means come back as soon as they are ready. No task, timer or copy is made per chunk.
 """
 
 from __future__ import annotations
@@ -30,21 +27,17 @@ class AveragingSettings:
     """Timeouts of a round."""
 
     round_timeout_s: float = 120.0  # bound on the whole round, recovery included
-    patience_s: float = (
-        10.0  # silence of a contributor that is dropped; a busy notebook stalls its peer for long
-    )
+    patience_s: float = 10.0  # silence of a contributor that is dropped; a busy notebook stalls its peer
     probe_s: float = 0.5  # how often to look for silent and absent members
     dial_timeout_s: float = 3.0  # for reaching a member
 
 
-LEAD = 0.01
-"""How far a stream may be ahead of the slowest one, as a share of its span."""
-STALL_S = 2.0
-"""The other streams stop waiting for one that sent nothing for this time."""
+LEAD = 0.01  # how far a stream may be ahead of the slowest one, as a share of its span
+STALL_S = 2.0  # the other streams stop waiting for one that sent nothing for this time
 
 
 class Pace:
-    """Progress of the contributions to each reducer, of so many ``chunks``. Pure."""
+    """Keeps the contributions to all reducers even: else a large span would start and end last. Pure."""
 
     def __init__(self, chunks: Mapping[int, int], *, now: float) -> None:
         self._chunks = {reducer: count for reducer, count in chunks.items() if count}
@@ -52,25 +45,21 @@ class Pace:
         self._sent_at = dict.fromkeys(self._chunks, now)
 
     def may_send(self, reducer: int, *, now: float) -> bool:
-        """Return True if this reducer's next chunk may go out."""
         return self._sent[reducer] <= self._last(now) + LEAD
 
     def on_chunk(self, reducer: int, index: int, *, now: float) -> bool:
-        """Count chunk ``index`` as sent or skipped; returns True if that may let other streams send."""
+        """Count a chunk as sent or skipped; returns True if that may let other streams send."""
         before = self._sent[reducer]
         self._sent[reducer] = (index + 1) / self._chunks[reducer]
         self._sent_at[reducer] = now
         return before < self._last(now)
 
     def on_over(self, reducer: int) -> None:
-        """Count this reducer's stream as finished."""
         self._sent[reducer] = 1.0
 
     def _last(self, now: float) -> float:
-        sent_at = self._sent_at
-        return min(
-            (sent for other, sent in self._sent.items() if now < sent_at[other] + STALL_S), default=1.0
-        )
+        moving = (sent for other, sent in self._sent.items() if now < self._sent_at[other] + STALL_S)
+        return min(moving, default=1.0)
 
 
 MAX_REASON_CHARS = 200
@@ -79,10 +68,7 @@ _hex = lru_cache(1000)(bytes.hex)  # logs hold many rounds of the same peers: on
 
 
 class Trace:
-    """Begin and end of the traffic with each member of a round; kinds are ``sent``, ``received`` and ``means``.
-
-    See `MemberTrace`; this peer's own ``means`` are when these were finished.
-    """
+    """Begin and end of the ``sent``, ``received`` and ``means`` of each member; see `MemberTrace`."""
 
     def __init__(self, group: Group, *, now: float) -> None:
         self._group, self._began_at = group, now
@@ -91,23 +77,20 @@ class Trace:
         self._left_out: dict[int, str] = {}
 
     def on_traffic(self, kind: str, member: int, now: float) -> None:
-        """Record traffic with the member."""
         since = now - self._began_at
         self._times[kind, member] = self._times.get((kind, member), (since, since))[0], since
 
     def on_dropped(self, member: int, reason: str) -> None:
-        """Record why data of the member are missing; the first reason counts."""
         self._dropped.setdefault(member, reason[:MAX_REASON_CHARS])
 
     def on_missing(self, members: Iterable[int], where: int) -> None:
-        """Record that the means of the reducer at ``where`` lack these members; only that reducer knows why."""
+        """Record that the means of the reducer at ``where`` lack these members; only it knows why."""
         reducer = short(self._group.members[where].id)
         for member in members:
             text = f"left out by {reducer}, which did not receive its whole contribution"
             self._left_out.setdefault(member, text)
 
     def members(self) -> tuple[MemberTrace, ...]:
-        """Return the record, in member order."""
         total = sum(member.share for member in self._group.members) or 1.0
         return tuple(
             MemberTrace(
@@ -141,17 +124,12 @@ class ReduceSpan(Message, frozen=True):
 
 
 class Chunk(Message, frozen=True):
-    """Chunk ``index`` of a span.
-
-    The payload is a contribution or, if ``averaged``, a mean; an empty payload means that there is
-    no mean. ``missing`` lists members of positive weight that are not in the mean. An empty
-    ``codec`` is the group's.
-    """
+    """Chunk ``index`` of a span: a contribution or, if ``averaged``, a mean; empty if there is none."""
 
     index: int
     averaged: bool = False
-    missing: tuple[int, ...] = ()
-    codec: str = ""
+    missing: tuple[int, ...] = ()  # members of positive weight that are not in the mean
+    codec: str = ""  # empty: the group's
 
 
 @dataclass(frozen=True)
@@ -172,19 +150,9 @@ class RoundPing(Message, frozen=True):
 class AllReduce:
     """The state of one round at one member, and its streams to the other members.
 
-    Args:
-        values: this member's contribution; means replace it.
-        spare: float32 memory to use for the own span, if it fits.
-        collects: whether this member contributes and needs the others' means; an assistant does not.
-
-    Raises:
-        ValueError: this peer is no member.
-
-    Attributes:
-        settled: per reducer, set once all means that it could give have arrived.
-        final: per reducer, set once all means of its span that any member could give have arrived.
-        lost: reducers that were lost before all of their means arrived.
-        exchanged_at: when the last of the other reducers was done or lost.
+    Means replace ``values``, this member's contribution. ``spare`` is float32 memory for the own
+    span, if it fits. An assistant does not collect: it contributes nothing and needs no means.
+    Raises ValueError if this peer is no member.
     """
 
     def __init__(
@@ -211,11 +179,12 @@ class AllReduce:
         self.sums, self.collects = spare, collects
         weights = [member.weight for member in group.members]
         self.reducer = SpanReducer(self.ledger.chunks[me], weights, spare)
+        # per reducer: all means that it, or that any member, could give have arrived
         self.settled = [asyncio.Event() for _ in group.members]
         self.final = [asyncio.Event() for _ in group.members]
         self.recovering = [asyncio.Lock() for _ in group.members]
-        self.lost: set[int] = set()
-        self.exchanged_at: float | None = None
+        self.lost: set[int] = set()  # reducers, before all of their means arrived
+        self.exchanged_at: float | None = None  # when the last of the other reducers was done or lost
         self.sent_bytes = self.received_bytes = self.serving = 0
         self.served = asyncio.Event()
         self._encoding = encoding = encoding or UploadEncoding()
@@ -239,7 +208,6 @@ class AllReduce:
             self.drop(me, "it assists")
 
     def member(self, index: int) -> GroupMember:
-        """The member at ``index``."""
         return self.group.members[index]
 
     @property
@@ -247,17 +215,14 @@ class AllReduce:
         """``||Q(v) - v|| / ||v||`` of the own contribution, over the measured chunks."""
         return (self._error / self._norm) ** 0.5 if self._norm else 0.0
 
-    # --- as a member ----------------------------------------------------------------------------------------
-
     async def contribute_own(self) -> None:
-        """Add the own contribution to the own reducer, and yield to the event loop in between."""
+        """Add the own contribution to the own reducer, yielding to the event loop in between."""
         for index, chunk in enumerate(self.ledger.chunks[self.me]):
             self._take(self.me, index, self.ledger.values[chunk.start : chunk.stop])
             if index % OWN_CHUNKS_AT_ONCE == 0:
                 await asyncio.sleep(0)
 
     async def talk_to(self, reducer: int) -> None:
-        """Contribute to one reducer and place its means, until it is done or lost."""
         peer = self.member(reducer).id
         try:
             async with asyncio.timeout(None) as self._limits[reducer]:
@@ -349,10 +314,7 @@ class AllReduce:
             self.ledger.place(reducer, message.index, mean, message.missing)
             self.trace.on_missing(message.missing, reducer)
 
-    # --- as a reducer ---------------------------------------------------------------------------------------
-
     async def serve(self, stream: Stream, member: int) -> None:
-        """Receive a member's contributions and return the means to it."""
         self._streaming.add(member)
         returning = asyncio.create_task(self._return_means(stream))
         try:
@@ -412,7 +374,6 @@ class AllReduce:
             self._publish(self.reducer.drop(member))
 
     def _publish(self, finished: list[int]) -> None:
-        """Encode finished means for the members, and place their decoded values in the own vector."""
         if finished:
             self.trace.on_traffic("means", self.me, asyncio.get_running_loop().time())
         for index in finished:
@@ -431,13 +392,8 @@ class AllReduce:
             self.settled[self.me].set()
             self.final[self.me].set()
 
-    # --- silent and absent members --------------------------------------------------------------------------
-
     async def watch(self, events: EventLog) -> None:
-        """Drop members and reducers that make no progress, and ping members that never opened a stream.
-
-        Emits `PeerSilent` once per member that the round waits for.
-        """
+        """Drop and ping members that make no progress; emit `PeerSilent` once for each."""
         while True:
             await asyncio.sleep(self.settings.probe_s)
             self._wake_paced()  # a stream may have stalled
@@ -462,7 +418,6 @@ class AllReduce:
         return [member for member in self.reducer.awaited() if member != self.me]
 
     def on_timeout(self) -> None:
-        """Record which members were not done when the round timed out."""
         reason = f"too slow: the round ended after {self.settings.round_timeout_s:g} s"
         for member in {*self.reducer.awaited(), *self.lost} - {self.me}:
             self.trace.on_dropped(member, reason)

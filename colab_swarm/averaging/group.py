@@ -1,8 +1,7 @@
-"""How peers form a group: the messages, the spans, and the pure core that decides when a group is complete.
+"""How peers form a group: messages, spans, and the pure core that knows when it is complete.
 
 A *lineage* is a chain of digests: it starts from the first parameters and takes in every mean
-applied since. It names a branch of parameters, so equal lineages mean equal parameters. A group
-admits one step of one lineage.
+applied since. Equal lineages mean equal parameters. A group admits one step of one lineage.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ CHUNK_BYTES = 122_880
 """Most encoded bytes of a chunk: with headers one packet of a link, and below malloc's mmap threshold."""
 MAX_STEP = 1 << 48
 MAX_NUMEL = 1 << 40
-MAX_TEXT = 512
-"""Most characters of a prefix, and most bytes of a digest, in a message."""
+MAX_TEXT = 512  # most characters of a prefix, and most bytes of a digest, in a message
 MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e9
 """Outside of these the ratio of two weights would not fit a float32."""
 
@@ -37,12 +35,11 @@ class Span(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Values in the span."""
         return self.stop - self.start
 
 
 def plan_spans(numel: int, shares: Sequence[float]) -> list[Span]:
-    """Cut a flat vector of ``numel`` values into one consecutive span per member, which tile it without gaps.
+    """Cut a flat vector of ``numel`` values into one consecutive span per member, without gaps.
 
     Member i reduces span i for the whole group (butterfly all-reduce, DeDLOC section 3.2). A zero
     share gets an empty span; raises ValueError if a share is negative or all are zero.
@@ -72,16 +69,14 @@ def chunk_values(*precisions: str) -> int:
 
 
 def cut_chunks(span: Span, values: int) -> list[Span]:
-    """Cut a span into chunks of ``values`` values; the last may be shorter."""
     return [Span(start, min(start + values, span.stop)) for start in range(span.start, span.stop, values)]
 
 
 class RoundRefused(PeerError):
-    """This peer cannot take part in the round.
+    """This peer cannot take part in the round, for ``reason``.
 
-    Attributes:
-        reason: ``late`` (the group formed without this peer), ``resync`` (the group is at another step or lineage),
-            ``invalid`` (the ticket is not valid), ``unreachable`` (no organizer answered in time).
+    ``late``: the group formed without this peer; ``resync``: it is at another step or lineage;
+    ``invalid``: the ticket is not valid; ``unreachable``: no organizer answered in time.
     """
 
     def __init__(self, reason: RefusalReason, text: str) -> None:
@@ -118,9 +113,7 @@ class Ticket(Message, frozen=True):
     terms: RoundTerms
     weight: float  # usually samples; a peer with weight 0 only receives
     reduces: bool = True  # the peer accepts connections
-    upload_bps: float | None = (
-        None  # measured bandwidth of its links, bits per second; None: not measured yet
-    )
+    upload_bps: float | None = None  # measured bandwidth of its links, bits per second; None: unknown
     download_bps: float | None = None
     assists: bool = False  # the peer trains nothing and needs no means; it only reduces
     samples_per_s: float = 0.0
@@ -145,7 +138,6 @@ class Group(Message, frozen=True):
     explanation: str = ""  # one sentence on the choice of shares
 
     def index_of(self, peer: PeerId) -> int | None:
-        """Return the position of a peer among the members, or None."""
         return next((index for index, member in enumerate(self.members) if member.id == peer), None)
 
     def spans(self) -> list[Span]:
@@ -173,7 +165,6 @@ class JoinRound(Message, frozen=True):
 
     @property
     def prefix(self) -> str:
-        """The collaboration of the round."""
         return self.ticket.terms.prefix
 
 
@@ -209,12 +200,11 @@ Strategy: TypeAlias = Callable[[Sequence[Ticket]], SharePlan]
 
 
 def equal_shares(tickets: Sequence[Ticket]) -> SharePlan:
-    """Give the same share to every peer that accepts connections."""
     return SharePlan(tuple(float(ticket.reduces) for ticket in tickets))
 
 
 def rank(prefix: str, step: int, peers: Iterable[PeerId]) -> list[PeerId]:
-    """Return the order in which peers would organize the round of ``step``; all peers compute the same."""
+    """Return the order in which peers would organize the round; all peers compute the same."""
     seed = prefix.encode() + step.to_bytes(8, "big", signed=True)
     return sorted(set(peers), key=lambda peer: hashlib.sha256(seed + peer).digest())
 
@@ -231,31 +221,23 @@ class GroupFormationSettings:
 
 
 def valid_weight(weight: float) -> bool:
-    """Return True for a weight of 0, or from 10^-9 to 10^9."""
     return weight == 0 or MIN_WEIGHT <= weight < MAX_WEIGHT
 
 
 class GroupFormation:
-    """Collects the members of one round. Pure: time is an argument, and `closes_at` says when to look again.
-
-    Attributes:
-        terms: all tickets must agree with them.
-        elsewhere: the group that others formed, or a better organizer.
-    """
+    """Collects the members of one round, whose tickets must agree with ``terms``. Pure."""
 
     def __init__(self, terms: RoundTerms, *, now: float, settings: GroupFormationSettings) -> None:
         self.terms, self.settings, self.opened_at = terms, settings, now
-        self.elsewhere: Group | Contact | None = None
+        self.elsewhere: Group | Contact | None = None  # formed by others, or a better organizer
         self._awaited: dict[PeerId, float] = {}  # until when
         self._joined: dict[PeerId, tuple[Ticket, Contact]] = {}
 
     def expect(self, peer: PeerId, until: float) -> None:
-        """Wait for a candidate, unless it has joined."""
         if peer not in self._joined:
             self._awaited[peer] = until
 
     def on_coming(self, peer: PeerId, ready_in_s: float, *, now: float) -> None:
-        """Wait for a candidate that announced to join in ``ready_in_s``."""
         self.expect(peer, now + max(0.0, ready_in_s) + self.settings.slack_s)
 
     def on_declined(self, peer: PeerId) -> None:
@@ -263,7 +245,6 @@ class GroupFormation:
         self._awaited.pop(peer, None)
 
     def on_lost(self, peer: PeerId) -> None:
-        """Remove a peer that gave up."""
         self._awaited.pop(peer, None)
         self._joined.pop(peer, None)
 
@@ -290,8 +271,8 @@ class GroupFormation:
     def form(self, round_id: bytes, strategy: Strategy) -> Group:
         """Return the group of all joined peers; a trainer that is alone needs no assistant.
 
-        Raises:
-            ValueError: no trainer joined, fewer peers did than a fixed size, or none of several accepts connections.
+        Raises ValueError without a trainer, without a reducer, or with fewer peers than a fixed
+        size.
         """
         joined = sorted(self._joined.items())[: self.settings.size]
         if len(joined) < (self.settings.size or 0):

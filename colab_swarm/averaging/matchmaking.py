@@ -1,13 +1,10 @@
 """Finding the group of a round: ask the organizer, or be it.
 
-Every member passes the group on to its fellow members, and answers an organizer's call with it. So
-a group survives the loss of its organizer. Organizers with different views are sorted out by rank:
-a peer that knows a live candidate before itself redirects to it, so redirections only lead up the
-rank.
-
-A group becomes history when its round is over and the swarm did not follow it. Its members then no
-longer pass it on, so that the other peers can take the step together. Only members pass a group on,
-otherwise it would circulate forever.
+Organizers with different views are sorted out by rank: a peer that knows a live candidate before
+itself redirects to it, so redirections only lead up the rank. Every member answers an organizer's
+call with the group, so it survives its organizer. Only members pass a group on, otherwise it would
+circulate forever. When its round is over and the swarm did not follow it, they no longer do, so
+that the other peers can take the step together.
 """
 
 from __future__ import annotations
@@ -44,8 +41,7 @@ Organized: TypeAlias = Group | Contact | None
 
 REFUSALS_S = 60.0
 """An honest refusal ends with the round that runs without us; one step is not refused for longer."""
-SKIPPED_S = 1800.0
-"""How long an organizer is left out that sent an invalid group or kept refusing."""
+SKIPPED_S = 1800.0  # how long an organizer is left out that sent an invalid group or kept refusing
 MAX_REFUSALS = 256
 REMEMBERED_GROUPS = 4
 REMEMBERED_S = 180.0
@@ -53,13 +49,7 @@ RETRY_S = 0.25
 
 
 class PrefixRouter:
-    """Routes a peer's messages to its collaborations by the ``prefix`` field that each message has.
-
-    A kind of message is served while any collaboration serves it, for the role that the first one required.
-
-    Attributes:
-        assistant: see `assist`; None unregisters it.
-    """
+    """Routes a peer's messages to its collaborations by the ``prefix`` field that each message has."""
 
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
@@ -73,10 +63,7 @@ class PrefixRouter:
         handler: Callable[[PeerId, Any], Awaitable[Message]],
         role: Role,
     ) -> None:
-        """Answer calls of ``kind`` to the collaboration ``prefix`` by peers of ``role`` or above.
-
-        Raises ValueError if this peer serves a collaboration of this name already.
-        """
+        """Answer calls to ``prefix``, if not served yet; the first one's ``role`` counts for all."""
 
         async def answer(peer: PeerId, message: Any) -> Message:
             reply: Message = await self._find(kind, message.prefix)(peer, message)
@@ -88,7 +75,7 @@ class PrefixRouter:
     def serve_stream(
         self, prefix: str, kind: type[Message], handler: Callable[[Any, Stream], Awaitable[None]], role: Role
     ) -> None:
-        """Run ``handler`` for streams to the collaboration ``prefix`` that open with ``kind``; like `serve`."""
+        """Like `serve`, for streams that open with ``kind``."""
 
         async def converse(opening: Any, stream: Stream) -> None:
             await self._find(kind, opening.prefix)(opening, stream)
@@ -97,7 +84,6 @@ class PrefixRouter:
             self.peers.serve_stream(kind, converse, role=role)
 
     def unserve(self, prefix: str, *kinds: type[Message]) -> None:
-        """Stop answering these kinds of messages for ``prefix``."""
         for kind in kinds:
             handlers = self._handlers.get(kind, {})
             handlers.pop(prefix, None)
@@ -107,10 +93,8 @@ class PrefixRouter:
     def assist(self, enter: Callable[[str], None], leave: Callable[[str], None]) -> None:
         """Register an assistant for the collaborations that this peer does not serve itself.
 
-        Args:
-            enter: ``enter(prefix)``: a message for an unserved collaboration arrived; it may start to serve it.
-            leave: ``leave(prefix)``: stop serving it, because this peer is going to.
-
+        ``enter(prefix)``: a message for an unserved collaboration arrived, and the assistant may
+        start to serve it. ``leave(prefix)``: it must stop, because this peer is going to serve it.
         Raises ValueError if an assistant is registered already.
         """
         if self.assistant is not None:
@@ -118,7 +102,6 @@ class PrefixRouter:
         self.assistant = enter, leave
 
     def _register(self, prefix: str, kind: type[Message], handler: Handler) -> bool:
-        """Returns True if ``kind`` was not served before."""
         if self.assistant is not None and prefix in self._handlers.get(kind, {}):
             self.assistant[1](prefix)
         handlers = self._handlers.setdefault(kind, {})
@@ -137,15 +120,12 @@ class PrefixRouter:
 
 
 class Matchmaker:
-    """Forms groups among the peers of one collaboration.
+    """Forms groups among the peers of the collaboration ``prefix``.
 
     Args:
-        prefix: name of the collaboration.
         expected: ``expected(step, lineage)``: peers believed to take part, with or without this one.
-        on_called: ``on_called(terms, peer)``: in how many seconds this peer joins the caller, None
-            if it declines. Returns at once.
+        on_called: ``on_called(terms, peer)``: seconds until this peer joins the caller, or None. Returns at once.
         stands: ``stands(step, lineage)``: whether the swarm still follows the group that this peer had.
-        strategy: assigns the shares.
     """
 
     def __init__(
@@ -175,21 +155,16 @@ class Matchmaker:
         router.serve(prefix, RoundTerms, self._serve_call, Role.REDUCER)
 
     def close(self) -> None:
-        """Stop organizing and answering."""
         self._stop_listening()
         self._router.unserve(self._prefix, JoinRound, RoundTerms)
         for _, task in self._forming.values():
             task.cancel()
 
     async def join(self, ticket: Ticket, candidates: Sequence[PeerId], deadline: float) -> Group:
-        """Return the group of the ticket's step; it is the same at all members.
+        """Return the group of the ticket's step by ``deadline`` (loop time); all get the same.
 
-        Args:
-            candidates: peers believed live at this step, with or without this one.
-            deadline: loop time.
-
-        Raises:
-            RoundRefused: this peer cannot take part in the round; see its ``reason``.
+        ``candidates`` are peers believed live at this step. Raises RoundRefused if this peer cannot
+        join.
         """
         step = ticket.terms.step
         self.forget(*ticket.terms.key)  # a second call needs another group
@@ -197,8 +172,7 @@ class Matchmaker:
         try:
             async with asyncio.timeout_at(deadline):
                 while True:
-                    silent_s = loop_now() - max(began, self._answered_at)
-                    alone = silent_s > self._settings.window_s
+                    alone = loop_now() - max(began, self._answered_at) > self._settings.window_s
                     for organizer in self._rank(step, candidates, alone=alone):
                         if group := await self._ask(organizer, ticket, hops=len(candidates)):
                             self._remember(group)
@@ -212,19 +186,16 @@ class Matchmaker:
             raise RoundRefused("unreachable", text) from None
 
     def forget(self, step: int, lineage: bytes) -> None:
-        """Forget the group of a step: this peer returned to it without the round's mean, and needs another."""
+        """Forget the group of a step: this peer came back without the mean, and needs another."""
         self._groups.pop((step, lineage), None)
 
     def likely(self, step: int, lineage: bytes) -> set[PeerId]:
-        """Return linked peers whose records may be late: the callers of this round, and members of the one before."""
+        """Return linked callers of this round and members of the one before: records may be late."""
         before = (group for group, _ in self._groups.values() if group.terms.step == step - 1)
         members = {member.id for group in before for member in group.members}
         return (members | self._callers.get((step, lineage), set())) & self._peers.linked()
 
-    # --- joining --------------------------------------------------------------------------------------------
-
     def _rank(self, step: int, candidates: Sequence[PeerId], *, alone: bool) -> list[PeerId]:
-        """Return the organizers to try; this peer comes last, if ``alone``, where it cannot be dialled."""
         me = self._peers.contact
         others = [peer for peer in candidates if peer != me.id and not self._skipped(peer)]
         reachable = [peer for peer in others if self._peers.contact_of(peer).addresses]
@@ -233,7 +204,7 @@ class Matchmaker:
         return [*rank(self._prefix, step, reachable), *([me.id] if alone or not reachable else [])]
 
     async def _ask(self, organizer: PeerId, ticket: Ticket, *, hops: int) -> Group | None:
-        """Join at ``organizer``, or where it redirects to; returns None if it failed or has no group."""
+        """Join at ``organizer``, or where it redirects to; None if it failed or has no group."""
         try:
             joined = await self._join_at(organizer, ticket)
             if joined.group is not None:
@@ -271,11 +242,9 @@ class Matchmaker:
         return await self._peers.call(organizer, message, Joined, timeout_s=patience_s)
 
     async def _call(self, peer: PeerId, terms: RoundTerms) -> JoinEta:
-        timeout_s = self._settings.call_timeout_s
-        return await self._peers.call(peer, terms, JoinEta, timeout_s=timeout_s)
+        return await self._peers.call(peer, terms, JoinEta, timeout_s=self._settings.call_timeout_s)
 
     def _refusal(self, joined: Joined, ticket: Ticket) -> RoundRefused | None:
-        """Return why the answer refuses this peer; None if it does not, or if another organizer should be tried."""
         group, step = joined.group, ticket.terms.step
         if group is None:
             reason = joined.reason
@@ -290,11 +259,10 @@ class Matchmaker:
         return self._left_out.holds(peer, loop_now())
 
     def _keeps_refusing(self, organizer: PeerId, step: int) -> bool:
-        """Count a refusal of ``step``; returns True if the organizer refused it for too long and is now left out."""
         now = loop_now()
         if self._refused.get(organizer, (None, now))[0] != step:
             self._refused[organizer] = step, now
-            while len(self._refused) > MAX_REFUSALS:
+            if len(self._refused) > MAX_REFUSALS:
                 del self._refused[next(iter(self._refused))]
         if now - self._refused[organizer][1] < REFUSALS_S:
             return False
@@ -304,23 +272,20 @@ class Matchmaker:
         return True
 
     def _remember(self, group: Group) -> None:
-        if group.index_of(self._peers.id) is None:  # only its members know whether it still stands
-            return
-        for member in group.members:
-            if member.addresses and member.id != self._peers.id:
-                self._peers.learn(Contact(member.id, member.addresses))
-        self._groups[group.terms.key] = group, loop_now()
-        while len(self._groups) > REMEMBERED_GROUPS:
-            del self._groups[next(iter(self._groups))]
+        if group.index_of(self._peers.id) is not None:  # only its members know whether it still stands
+            for member in group.members:
+                if member.addresses and member.id != self._peers.id:
+                    self._peers.learn(Contact(member.id, member.addresses))
+            self._groups[group.terms.key] = group, loop_now()
+            if len(self._groups) > REMEMBERED_GROUPS:
+                del self._groups[next(iter(self._groups))]
 
     def _remembered(self, terms: RoundTerms) -> Group | None:
-        """Return the group of this step, unless the swarm did not follow it or it is long over (a run may return)."""
+        """Return the group of this step, if it stands and is not long over (a run may return)."""
         group, since = self._groups.get(terms.key, (None, 0.0))
         if group is None or loop_now() - since >= REMEMBERED_S:
             return None
         return group if self._stands(*terms.key) else None
-
-    # --- answering ------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
         self._changed.set()
@@ -332,12 +297,10 @@ class Matchmaker:
         self._wake()
 
     async def _serve_call(self, peer: PeerId, terms: RoundTerms) -> JoinEta:
-        if group := self._remembered(terms):
-            return JoinEta(None, group)
-        return JoinEta(self._ready_in_s(terms, peer))
+        group = self._remembered(terms)
+        return JoinEta(None, group) if group else JoinEta(self._ready_in_s(terms, peer))
 
     def _ready_in_s(self, terms: RoundTerms, caller: PeerId) -> float | None:
-        """Return when this peer joins the round; None if it does not."""
         ready_in_s = self._on_called(terms, caller)
         if ready_in_s is not None:
             self._callers.setdefault(terms.key, set()).add(caller)
@@ -369,18 +332,15 @@ class Matchmaker:
             raise
         return _hand_out(organized, peer)
 
-    # --- organizing -----------------------------------------------------------------------------------------
-
     def _organize(
         self, terms: RoundTerms, peer: PeerId
     ) -> tuple[GroupFormation, asyncio.Task[Organized]] | Joined:
-        """Begin to form the group of these terms, or return why this peer does not."""
         ready_in_s = self._ready_in_s(terms, peer)
-        if ready_in_s is None and any(step == terms.step for step, _ in self._forming):
+        if ready_in_s is None:
+            if all(step != terms.step for step, _ in self._forming):
+                return Joined(reason="unreachable", text="not at this step")
             text = f"step {terms.step} here is of another lineage: load the state from a peer"
             return Joined(reason="resync", text=text)
-        if ready_in_s is None:
-            return Joined(reason="unreachable", text="not at this step")
         formation = GroupFormation(terms, now=loop_now(), settings=self._settings)
         formation.on_coming(self._peers.id, ready_in_s, now=loop_now())
         task = asyncio.create_task(self._form(formation), name=f"organize step {terms.step}")
@@ -388,7 +348,7 @@ class Matchmaker:
         return formation, task
 
     async def _form(self, formation: GroupFormation) -> Organized:
-        """Form the group, or find it or its organizer elsewhere; returns None if no group is possible."""
+        """Form the group, or find it or its organizer elsewhere; None if no group is possible."""
         terms, me = formation.terms, self._peers.id
         calls: list[asyncio.Task[None]] = []
         try:
@@ -414,20 +374,16 @@ class Matchmaker:
         return organized
 
     async def _invite(self, formation: GroupFormation, peer: PeerId) -> None:
-        """Call one candidate and pass its answer to the formation."""
         formation.expect(peer, loop_now() + self._settings.call_timeout_s)
         terms = formation.terms
         try:
             answer = await self._call(peer, terms)
-            if (
-                answer.group is not None
-            ):  # an invalid one is not passed on: peers would leave this organizer out
-                answer.group.check()
+            if answer.group is not None:
+                answer.group.check()  # it would be passed on, and peers would leave this organizer out
         except (PeerError, ValueError) as error:
             formation.on_declined(peer)
-            if (
-                isinstance(error, PeerError) and not self._peers.contact_of(peer).addresses
-            ):  # it may join by itself
+            if isinstance(error, PeerError) and not self._peers.contact_of(peer).addresses:
+                # it may join by itself
                 formation.expect(peer, formation.opened_at + self._settings.window_s)
         else:
             contact = self._peers.contact_of(peer)
@@ -443,7 +399,6 @@ class Matchmaker:
 
 
 def loop_now() -> float:
-    """Return the time of the running loop, seconds."""
     return asyncio.get_running_loop().time()
 
 

@@ -1,4 +1,4 @@
-"""Averaging any vector among all peers that call for it: a meeting, then groups on a grid (Moshpit averaging).
+"""Averaging any vector among all peers that call for it: a meeting, then groups on a grid.
 
 A meeting. A ready peer publishes the number of the meeting that it waits for (swarm time in
 milliseconds) in the DHT. All peers take the lowest number. The meeting starts when the first peer
@@ -14,12 +14,11 @@ failed peer costs only its own line (DeDLOC section 3.2 and Appendix C). What ma
 - There is no empty cell. Where the number of peers is not a product of sides, some cells hold
   several peers: a line with a hole would miss the mean of another line.
 - Each peer carries a *weight* with its values. After a round, the weight of all contributors is
-  divided equally among the line's cells, and within a cell among its peers. So no weight is lost or
-  counted twice.
+  divided equally among the line's cells, and within a cell among its peers.
 - A peer that misses a round keeps its values and its weight; the next pass mixes them in.
 
-Every line gets a peer that can be dialled. In the meeting each member votes for a group size, from
-the failures and times that it measured. The median vote counts, so a few liars have no effect.
+In the meeting each member votes for a group size, from the failures and times that it measured. The
+median vote counts, so a few liars have no effect.
 """
 
 from __future__ import annotations
@@ -54,24 +53,19 @@ from colab_swarm.tensors.codecs import Floats, Precision, mean_codec_for
 
 logger = logging.getLogger(__name__)
 
-WINDOW_S = 5.0
-"""How long the first peer of a meeting waits for others."""
+WINDOW_S = 5.0  # how long the first peer of a meeting waits for others
 LOOK_S = 0.25
 TTL_S = 30.0
-SKEW_MS = 600_000
-"""Ignore a number that is further from this peer's own time."""
-MAX_TERMS = 512
-"""Most characters of another peer's terms in an error."""
+SKEW_MS = 600_000  # ignore a number that is further from this peer's own time
+MAX_TERMS = 512  # most characters of another peer's terms in an error
 QUICK = GroupFormationSettings(window_s=2.0, slack_s=1.0, call_timeout_s=5.0)
-MEMORY_ROUNDS = 20
-"""`RoundMeter` averages over about this many rounds."""
+MEMORY_ROUNDS = 20  # `RoundMeter` averages over about this many rounds
 MAX_ROUNDS = 64
 LAG_ROUNDS = 2.0
 """A peer that is still in the round before announces a delay of this many rounds; its line waits no longer."""
 MIN_WEIGHT, MAX_WEIGHT = 1e-4, 1e6
 """Shares of a weight must be valid weights too (`group.valid_weight`)."""
-ROUND_TIMEOUT_S = 120.0
-"""Bound on finding the group of one round."""
+ROUND_TIMEOUT_S = 120.0  # bound on finding the group of one round
 
 
 # --- meetings -------------------------------------------------------------------------------------
@@ -87,16 +81,10 @@ class WaitingPeer(Message, frozen=True):
 
 
 class Assembly:
-    """One peer's part in the meetings of a name.
+    """One peer's part in the meetings of a name; with a ``size`` they have exactly so many members.
 
-    Args:
-        settings: of the group's formation; with a ``size``, the group has exactly so many members.
-        timeout_s: bound on finding the group, beyond the window.
-        terms: readable text that all members of a fixed size must agree on.
-
-    Attributes:
-        number: the meeting that this peer waits for, or took part in last.
-        waiting: the other waiting peers as last read, and the meeting that each waits for.
+    All members of a fixed size must agree on ``terms``, readable text. ``timeout_s`` bounds finding
+    the group, beyond the window.
     """
 
     def __init__(
@@ -121,8 +109,8 @@ class Assembly:
             strategy=equal_shares,  # a meeting averages nothing
             settings=settings,
         )
-        self.number = self._last = 0
-        self.waiting: dict[PeerId, int] = {}
+        self.number = self._last = 0  # the meeting that this peer waits for, or took part in last
+        self.waiting: dict[PeerId, int] = {}  # other peers as last read, and the meetings they wait for
         self._others: dict[PeerId, float] = {}  # peers with other terms: when they wrote first
         self._waits_for: RoundTerms | None = None  # while this peer waits
         self._called = asyncio.Event()
@@ -131,7 +119,6 @@ class Assembly:
         self._withdrawing: asyncio.Task[None] | None = None
 
     def close(self) -> None:
-        """Take part in no more meetings."""
         self._matchmaker.close()
         if self._withdrawing is not None:
             self._withdrawing.cancel()
@@ -139,14 +126,10 @@ class Assembly:
     async def meet(self, numel: int, schema: bytes, vote: Callable[[int], int] = lambda peers: 1) -> Group:
         """Wait for other peers and return the group, which is the same at all its members.
 
-        Args:
-            numel, schema: description of the vector to average; it must be the same for all.
-            vote: ``vote(peers)`` returns a number for all members to see: this peer's weight in the group.
-
-        Raises:
-            RoundRefused: no peer to meet, or the others average another vector; with a fixed size only
-                ``late``, when the group was formed without this peer.
-            ValueError: with a fixed size, another waiting peer has other terms.
+        All must give the same ``numel`` and ``schema``. ``vote(peers)`` is this peer's weight in
+        the group, for all to see. Raises RoundRefused without a peer to meet, or if the others
+        average another vector; with a fixed size only as ``late``, and ValueError if a waiting peer
+        has other terms.
         """
         deadline = loop_now() + WINDOW_S + self._timeout_s
         try:
@@ -182,7 +165,6 @@ class Assembly:
             self._waits_for, self._joining = None, False
 
     async def _wait(self, own: int) -> set[PeerId]:
-        """Return the other waiting peers when the meeting starts."""
         begun, published = loop_now(), 0
         while True:
             if published != self.number:
@@ -216,7 +198,6 @@ class Assembly:
         return 0.0
 
     async def _expected(self, step: int, lineage: bytes) -> Sequence[PeerId]:
-        """Return the waiting peers, those that called, and those of the last meeting: a record may be late."""
         known = self._before & self._peers.linked() | self._matchmaker.likely(step, lineage)
         return sorted({*await self._read(), *known})
 
@@ -233,7 +214,6 @@ class Assembly:
             logger.info("could not publish that this peer waits: %s", error)
 
     async def _read(self) -> dict[PeerId, int]:
-        """Return the other peers that wait on the same terms, and the meeting that each waits for."""
         try:
             records = await self._dht.published(self._prefix, WaitingPeer)
         except PeerError as error:
@@ -248,7 +228,7 @@ class Assembly:
         return self.waiting
 
     def _agrees(self, peer: PeerId, record: WaitingPeer) -> bool:
-        """Return True for equal terms; raises ValueError for other ones that are no leftover."""
+        """Return True for equal terms; raises ValueError for others that are no leftover."""
         if self._size is None or record.terms == self._terms:
             return True
         if self._others.setdefault(peer, record.at) != record.at:
@@ -265,13 +245,8 @@ class Assembly:
 class MoshpitGrid:
     """The groups of each round; equal for all peers that know the same peers and seed.
 
-    Args:
-        seed: shuffles the peers, so that each pass has other groups.
-        reachable: for each peer, whether it accepts connections.
-        group_size: wanted members of a group; raised until every line has a peer that accepts connections.
-
-    Attributes:
-        sides: cells along each axis; one round each.
+    ``reachable`` says of each peer whether it accepts connections. ``group_size`` is raised until
+    every line has such a peer. ``sides`` are the cells along each axis; each axis takes one round.
     """
 
     def __init__(self, seed: bytes, reachable: Mapping[PeerId, bool], group_size: int) -> None:
@@ -292,11 +267,10 @@ class MoshpitGrid:
         return tuple(sorted(other for other in self.cells if self._across(other, axis) == mine))
 
     def line_id(self, peer: PeerId, axis: int) -> bytes:
-        """Return the id of the line of ``peer`` along ``axis``: 16 bytes."""
         return hashlib.sha256(self._seed + repr((axis, self._across(peer, axis))).encode()).digest()[:16]
 
     def carried(self, peer: PeerId, holders: Collection[PeerId], weight: float) -> float:
-        """Return the weight of ``peer`` after a round: its part of ``weight``, that of all contributions together.
+        """Return the weight of ``peer`` after a round whose contributions sum to ``weight``.
 
         ``holders`` are the peers that have the line's mean, ``peer`` included.
         """
@@ -309,7 +283,7 @@ class MoshpitGrid:
 
 
 def rounds_for(peers: int, group_size: int) -> int:
-    """Return ceil(log_m n): rounds in groups of ``group_size`` until the values of all ``peers`` have mixed."""
+    """Return ceil(log_m n): rounds in groups of ``group_size`` until all ``peers`` have mixed."""
     rounds, met = 1, group_size
     while met < peers:
         rounds, met = rounds + 1, met * group_size
@@ -317,9 +291,9 @@ def rounds_for(peers: int, group_size: int) -> int:
 
 
 def plan_sides(peers: int, rounds: int) -> tuple[int, ...]:
-    """Return the sides of a grid, as equal as possible, with at most as many cells as there are ``peers``.
+    """Return at most ``rounds`` sides, nearly equal, of a grid of at most ``peers`` cells.
 
-    A side is 2 or more, so there may be fewer sides than ``rounds``; the last side is the longest.
+    A side is 2 or more, so there may be fewer sides than ``rounds``; the last one is the longest.
     """
     rounds = max(1, min(rounds, peers.bit_length() - 1))
     sides, left = [], peers
@@ -341,42 +315,35 @@ class RoundTime:
     transfer_s: float  # in a large group
 
     def seconds(self, group_size: int) -> float:
-        """Return T(m), seconds."""
         return self.overhead_s + self.transfer_s * (group_size - 1) / group_size
 
 
 def success_rate(peers: int, group_size: int, *, failures_per_s: float, time: RoundTime) -> float:
     """Return the global averages per second without a failure (DeDLOC Appendix C).
 
-    r(m) = (1-q)^(m ceil(log_m n)) / (T(m) ceil(log_m n)). The chance q that a peer fails in a round
-    grows with its length: q = 1 - exp(-failures_per_s T(m)). With one q for all sizes, pairs would
-    never beat groups of four.
+    r(m) = (1-q)^(m ceil(log_m n)) / (T(m) ceil(log_m n)), with q = 1 - exp(-failures_per_s T(m)),
+    the chance that a peer fails in a round: with one q for all m, pairs would never beat groups of
+    four.
     """
     rounds, round_s = rounds_for(peers, group_size), time.seconds(group_size)
     return math.exp(-failures_per_s * round_s * group_size * rounds) / (round_s * rounds)
 
 
 def choose_group_size(peers: int, *, failures_per_s: float, time: RoundTime) -> int:
-    """Return the group size m, 2 or more, with the highest `success_rate`; the smallest of equals."""
+    """Return the group size m >= 2 with the highest `success_rate`; the smallest of equals."""
     sizes = range(2, max(3, peers + 1))
     return max(sizes, key=lambda m: success_rate(peers, m, failures_per_s=failures_per_s, time=time))
 
 
 class RoundMeter:
-    """The duration of rounds and the failures of peers, as one peer measures them. Pure.
-
-    Attributes:
-        time: of rounds without failures; others show timeouts, not the network.
-        failures_per_s: of one peer.
-    """
+    """The duration of rounds, and the failures per second of one peer, as measured. Pure."""
 
     def __init__(self) -> None:
-        self.time = RoundTime(overhead_s=0.2, transfer_s=0.8)
+        self.time = RoundTime(overhead_s=0.2, transfer_s=0.8)  # without failures: no timeouts
         self.failures_per_s = 0.005
         self._timed = 0
 
     def on_round(self, members: int, failed: int, *, overhead_s: float, averaging_s: float) -> None:
-        """Count a round of ``members``, of which ``failed`` did not join or were lost."""
         failures_per_s = failed / members / self.time.seconds(max(2, members))
         self.failures_per_s += (failures_per_s - self.failures_per_s) / MEMORY_ROUNDS
         if failed or members < 2:
@@ -389,7 +356,6 @@ class RoundMeter:
         )
 
     def choose_group_size(self, peers: int) -> int:
-        """Return the best group size for ``peers``, by this peer's measurements."""
         return choose_group_size(peers, failures_per_s=self.failures_per_s, time=self.time)
 
 
@@ -402,16 +368,13 @@ class MoshpitResult:
 
     peers: tuple[PeerId, ...]  # all that took part, this peer included
     sides: tuple[int, ...]  # of the grid
-    rounds: tuple[
-        RoundResult | None, ...
-    ]  # of this peer's groups, in order; None where it could not take part
+    rounds: tuple[RoundResult | None, ...]  # of its groups, in order; None where it could not take part
     failed: int  # members of this peer's groups that did not join or were lost
     seconds: float  # from the call to the mean
     note: str = ""  # what went wrong, in words; empty if nothing
 
     @property
     def complete(self) -> bool:
-        """True if nothing failed in this peer's own groups."""
         return not self.note and not self.failed
 
     def __repr__(self) -> str:
@@ -428,13 +391,8 @@ class MoshpitResult:
 class MoshpitAverager:
     """Averages one named vector repeatedly with the other peers that call for it.
 
-    Args:
-        codec: on the wire (see `colab_swarm.tensors.codecs`). Warning: onebit and topk drop most of
-            a vector, and there is no error feedback here; means travel as float16 then.
-
-    Attributes:
-        codec: as given.
-        meter: the measurements so far.
+    Warning: the codecs onebit and topk drop most of a vector, and there is no error feedback here;
+    means travel as float16 then.
     """
 
     def __init__(
@@ -453,7 +411,6 @@ class MoshpitAverager:
         self._begun = asyncio.Event()
 
     def close(self) -> None:
-        """Stop taking part."""
         self._matchmaker.close()
         self._assembly.close()
         self._averager.forget(self._prefix)
@@ -461,19 +418,17 @@ class MoshpitAverager:
     async def average(
         self, values: Floats, *, weight: float = 1.0, group_size: int | None = None
     ) -> tuple[Floats, MoshpitResult]:
-        """Return the weighted mean of all peers that call at about the same time, and the result of the pass.
+        """Return the weighted mean of all peers that call now, as far as it was reached.
+
+        The result shows the failures of peers, which are never raised.
 
         Args:
             values: float32, one-dimensional, of equal length for all; not changed.
             weight: 0 (only receive), or between 1e-4 and 1e6.
             group_size: vote for this size; None: for the size that the measurements suggest.
 
-        Returns:
-            The mean, as far as it was reached; the result shows the failures of peers, which are never raised.
-
-        Raises:
-            ValueError: the weight, group size or values are not usable.
-            RuntimeError: this peer is averaging already.
+        Raises ValueError if an argument is not usable, RuntimeError if this peer is averaging
+        already.
         """
         if values.ndim != 1 or values.dtype != np.float32 or not np.isfinite(values).all():
             raise ValueError("values must be a flat vector of finite float32 values")
@@ -502,7 +457,6 @@ class MoshpitAverager:
             self._begun.clear()
 
     async def _round(self, run: _Pass, axis: int) -> None:
-        """Average along one axis."""
         begun, me, run.axis = loop_now(), self._peers.id, axis
         line = run.grid.line(me, axis)
         if len(line) == 1:
@@ -526,7 +480,6 @@ class MoshpitAverager:
             self.meter.on_round(len(line), failed, overhead_s=overhead_s, averaging_s=averaging_s)
 
     def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
-        """Join a line's round; a peer that is still in the round before joins a little later."""
         number, axis = divmod(terms.step, MAX_ROUNDS)
         if not self._busy or number != self._assembly.number:
             return None

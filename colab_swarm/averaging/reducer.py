@@ -1,18 +1,16 @@
 """The pure core of a reducer: weighted means of one span, chunk by chunk, as contributions arrive.
 
-Rules:
-
 - A chunk is finished when every member that is still expected has delivered it. Its mean never
   changes afterwards.
-- A member that sends invalid data (NaN, wrong length, unknown chunk) is dropped. Its valid chunks
-  stay, nothing more is accepted, and its weight leaves the mean of every chunk that it did not
-  deliver. The same holds for a lost member.
+- A member that sends invalid data (NaN, wrong length, unknown chunk) or is lost is dropped. Its
+  valid chunks stay, nothing more is accepted, and its weight leaves the mean of all other chunks.
 - A chunk without contributions (all weights zero, or all members lost) has no mean: members keep
   their local values.
 - Sums are float32 in order of arrival, of values already scaled by weight / total weight, so they
   cannot overflow.
 
-State: a bit per member. ``_expected``: members that still owe chunks; ``_delivered[chunk]``: members in its sum.
+State: a bit per member. ``_expected``: members that still owe chunks; ``_delivered[chunk]``:
+members in its sum.
 """
 
 from __future__ import annotations
@@ -26,60 +24,48 @@ from colab_swarm.tensors.codecs import Floats, all_finite
 
 
 class SpanLedger:
-    """The vector of one member, and the state of each chunk of each reducer's span.
-
-    Args:
-        values: this member's contribution (float32, flat); means replace it chunk by chunk.
-    """
+    """The vector of one member, and the state of each chunk of each reducer's span."""
 
     def __init__(self, group: Group, values: Floats) -> None:
         self.values = values
         size = chunk_values(group.terms.codec, group.terms.mean_codec)
         self.chunks = [cut_chunks(span, size) for span in group.spans()]
-        self._placed: dict[
-            tuple[int, int], tuple[bool, tuple[int, ...]]
-        ] = {}  # has a mean; members missing in it
+        # (reducer, chunk) -> whether there is a mean, and the members that are missing in it
+        self._placed: dict[tuple[int, int], tuple[bool, tuple[int, ...]]] = {}
 
     def chunk(self, reducer: int, index: int) -> Span:
-        """Return the position of chunk ``index`` of a reducer's span; raises ValueError if it does not exist."""
+        """Return the place of chunk ``index`` of a reducer's span; raises ValueError if there is none."""
         if not 0 <= reducer < len(self.chunks) or not 0 <= index < len(self.chunks[reducer]):
             raise ValueError(f"there is no chunk {index} of span {reducer}")
         return self.chunks[reducer][index]
 
     def place(self, reducer: int, index: int, mean: Floats | None, missing: tuple[int, ...]) -> None:
-        """Replace the own values by the mean, unless the chunk is settled; None means that no member contributed.
-
-        Raises:
-            ValueError: there is no such chunk.
-        """
+        """Replace the own values by the mean, unless the chunk is settled; None: there is no mean."""
         chunk = self.chunk(reducer, index)
-        if self.settled(reducer, index):
-            return
-        if mean is not None:
-            self.values[chunk.start : chunk.stop] = mean
-        self._placed[reducer, index] = mean is not None, missing
+        if not self.settled(reducer, index):
+            if mean is not None:
+                self.values[chunk.start : chunk.stop] = mean
+            self._placed[reducer, index] = mean is not None, missing
 
     def settled(self, reducer: int, index: int) -> bool:
         """Return True if the chunk's mean has arrived, or is known not to exist."""
         return (reducer, index) in self._placed
 
     def result(self, reducer: int, index: int) -> tuple[bool, tuple[int, ...]]:
-        """Return whether the chunk's values are the mean, and the members that should be, but are not, in it."""
+        """Return whether the values are the mean, and the members that are missing in it."""
         return self._placed.get((reducer, index), (False, ()))
 
     def lacking(self, reducer: int) -> list[int]:
-        """Return the chunks of a span that are not settled."""
         return [index for index in range(len(self.chunks[reducer])) if not self.settled(reducer, index)]
 
     def kept_local(self) -> tuple[Span, ...]:
-        """Return the spans of values that are still this member's own, as few as possible, ascending."""
+        """Return the spans of values that are still this member's own, as few as possible."""
         kept: list[Span] = []
         for reducer, chunks in enumerate(self.chunks):
             for index, chunk in enumerate(chunks):
-                if self.result(reducer, index)[0]:
-                    continue
-                start = kept.pop().start if kept and kept[-1].stop == chunk.start else chunk.start
-                kept.append(Span(start, chunk.stop))
+                if not self.result(reducer, index)[0]:
+                    start = kept.pop().start if kept and kept[-1].stop == chunk.start else chunk.start
+                    kept.append(Span(start, chunk.stop))
         return tuple(kept)
 
     def incomplete(self) -> Collection[int]:
@@ -88,12 +74,9 @@ class SpanLedger:
 
 
 class SpanReducer:
-    """Averages one span for the whole group.
+    """Averages the span of these ``chunks`` for the whole group; members of weight 0 send nothing.
 
-    Args:
-        chunks: the span's chunks, in order.
-        weights: weight per member (`valid_weight`); a member of weight 0 is never expected to contribute.
-        sums: float32 memory for the whole span; it holds the means in the end.
+    ``sums`` is float32 memory for the span, and holds the means in the end.
     """
 
     def __init__(self, chunks: Sequence[Span], weights: Sequence[float], sums: Floats) -> None:
@@ -108,10 +91,9 @@ class SpanReducer:
         self.unfinished = set(range(len(chunks)))
 
     def on_chunk(self, member: int, chunk: int, values: Floats) -> bool:
-        """Add one contribution and return True if it finished the chunk; one that is not expected is ignored.
+        """Add one contribution, if it is expected; return True if it finished the chunk.
 
-        Raises:
-            ValueError: the contribution is invalid and nothing was changed; `drop` the member.
+        Raises ValueError, and changes nothing, if the contribution is invalid: `drop` the member.
         """
         bit = 1 << member
         if not self._expected & bit:
@@ -135,22 +117,20 @@ class SpanReducer:
         return self._finished(chunk)
 
     def drop(self, member: int) -> list[int]:
-        """Expect nothing more of a member that is lost, dropped or done; returns the chunks finished by that."""
+        """Expect nothing more of a member that is lost or done; returns the chunks finished by that."""
         self._expected &= ~(1 << member)
         return self.finished()
 
     def mean(self, chunk: int) -> Floats | None:
-        """Return the mean of a finished chunk (a view of ``sums``), or None without contributions or on overflow."""
+        """Return the mean of a finished chunk (a view of ``sums``); None if empty or overflown."""
         assert chunk not in self.unfinished
         return self._sums[chunk] if self._delivered[chunk] and all_finite(self._sums[chunk]) else None
 
     def missing(self, chunk: int) -> tuple[int, ...]:
-        """Return the members of positive weight that are not in the mean of ``chunk``."""
         absent = self._everyone & ~self._delivered[chunk]
         return tuple(_members(absent)) if absent else ()
 
     def awaited(self) -> list[int]:
-        """Return the members that still owe chunks."""
         owing = 0
         for chunk in self.unfinished:
             owing |= self._expected & ~self._delivered[chunk]
@@ -163,11 +143,10 @@ class SpanReducer:
             assert chunk not in self.unfinished or self._expected & ~delivered
 
     def finished(self) -> list[int]:
-        """Return the chunks that have just finished; before anything arrived all, if all weights are 0."""
+        """Return the chunks that have just finished; at first all, if all weights are 0."""
         return [chunk for chunk in sorted(self.unfinished) if self._finished(chunk)]
 
     def _finished(self, chunk: int) -> bool:
-        """Return True if ``chunk`` awaits no member, after turning its sum into the mean."""
         delivered = self._delivered[chunk]
         if self._expected & ~delivered:
             return False

@@ -3,12 +3,12 @@
 The survivors recover a lost reducer's span within the round (DeDLOC section 3.2). The *coordinator*
 of the span is the first live reducer after the lost one, in member order. For each chunk it takes
 the lost reducer's mean if any survivor has it. Otherwise it recomputes the mean from the survivors'
-contributions, in member order. The other members fetch the result from the coordinator, or from the
-next one if that is lost too.
+contributions, in member order, as float32, so that all members end with equal bits. They fetch the
+result from the coordinator, or from the next one if that is lost too.
 
-Why it does not deadlock: a coordinator's request waits until the answering member is done with the *lost reducer*. A
-fetch waits until the *coordinator* is done with its own recovery, which only fetches from coordinators before it. An
-assistant collects no means and recovers a span on request. Recovery uses float32, so all members end with equal bits.
+Why it does not deadlock: a coordinator's request waits until the answering member is done with the
+*lost reducer*. A fetch waits until the *coordinator* is done with its own recovery, which only
+fetches from coordinators before it. An assistant collects no means and recovers a span on request.
 """
 
 from __future__ import annotations
@@ -39,13 +39,11 @@ from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
 
 logger = logging.getLogger(__name__)
 
-_float32 = codec_of("float32")
-
 
 class RecallSpan(Message, frozen=True):
     """Opens a stream that returns the ``wanted`` chunks of a lost reducer's span, in this order.
 
-    Where the answering member has no mean, it sends its own values with ``contributions``, else an empty payload.
+    Without a mean the member sends its own values with ``contributions``, else an empty payload.
     """
 
     round_id: bytes
@@ -77,7 +75,7 @@ async def recover(round_: AllReduce, reducer: int) -> None:
 
 
 async def serve_recall(round_: AllReduce, opening: RecallSpan, stream: Stream) -> None:
-    """Answer another member's `RecallSpan`; raises ValueError if it names a span or chunks that do not exist."""
+    """Answer a `RecallSpan`; raises ValueError if it names a span or chunks that do not exist."""
     if not 0 <= opening.reducer < len(round_.group.members):
         raise ValueError(f"there is no span {opening.reducer}")
     for index in opening.wanted:
@@ -106,7 +104,7 @@ async def serve_recall(round_: AllReduce, opening: RecallSpan, stream: Stream) -
 
 
 async def _recompute(round_: AllReduce, reducer: int) -> None:
-    """As the coordinator: place the lost reducer's mean if a survivor has it, else the survivors' mean."""
+    """As the coordinator: place the lost reducer's mean if a survivor has it, else the survivors'."""
     wanted = round_.ledger.lacking(reducer)
     survivors = [m for m in range(len(round_.group.members)) if m not in (round_.me, reducer)]
     streams: dict[int, Stream] = {}
@@ -123,7 +121,6 @@ async def _recompute(round_: AllReduce, reducer: int) -> None:
 
 
 async def _recompute_chunk(round_: AllReduce, streams: dict[int, Stream], reducer: int, index: int) -> None:
-    """Place one chunk's mean; a survivor that fails is removed from ``streams``."""
     received: dict[int, tuple[Chunk, Floats | None]] = {}
     for member, stream in list(streams.items()):
         try:
@@ -162,7 +159,6 @@ async def _recall(
 async def _receive(
     round_: AllReduce, stream: Stream, reducer: int, index: int
 ) -> tuple[Chunk, Floats | None]:
-    """Return the next chunk of a recall; raises PeerError, TimeoutError or ValueError if it is not ``index``."""
     async with asyncio.timeout(REDUCER_PATIENCE * round_.settings.patience_s):
         message, payload = await stream.receive(Chunk)
     round_.received_bytes += len(payload)
@@ -170,7 +166,7 @@ async def _receive(
         raise ValueError(f"received chunk {message.index}, expected {index}")
     if not len(payload):
         return message, None
-    values = _float32.decode(payload, round_.ledger.chunk(reducer, index).numel)
+    values = codec_of("float32").decode(payload, round_.ledger.chunk(reducer, index).numel)
     if not all_finite(values):
         raise ValueError(f"chunk {index} has values that are not finite")
     return message, values
@@ -201,7 +197,6 @@ class RoundResult:
         return f"RoundResult(step {self.group.terms.step}, {peers}, {self.seconds['total']:.2f} s{lost})"
 
     def event(self, *, began_at: float, now: float) -> RoundFinished:
-        """Return the event for this round, which began with the search for its group."""
         weights = {member.id: member.weight for member in self.group.members}
         return RoundFinished(
             at=now,
@@ -226,11 +221,8 @@ class Averager:
     """Takes part in averaging rounds, as a member and as a reducer. Rounds may overlap.
 
     The other members may still recover chunks from the last finished round of each collaboration.
-    Its vector is not copied, because a copy costs as much as summing: the caller must not change it
-    until the next round has ended.
-
-    Attributes:
-        on_round: called with each result.
+    Its vector is not copied, as a copy costs as much as summing: do not change it until the next
+    round has ended.
     """
 
     def __init__(
@@ -243,13 +235,12 @@ class Averager:
         self._finished: dict[str, AllReduce] = {}  # by prefix
         self._begun = asyncio.Event()
         self._spare: dict[str, Floats] = {}
-        self.on_round: Callable[[RoundResult], None] = lambda result: None
+        self.on_round: Callable[[RoundResult], None] = lambda result: None  # called with each result
         peers.serve_stream(ReduceSpan, self._serve_reduce, role=Role.REDUCER)
         peers.serve_stream(RecallSpan, self._serve_recall, role=Role.REDUCER)
         peers.serve(RoundPing, self._serve_ping)
 
     async def close(self) -> None:
-        """Stop serving other peers."""
         for kind in (ReduceSpan, RecallSpan, RoundPing):
             self._peers.unserve(kind)
 
@@ -267,12 +258,9 @@ class Averager:
                 before the next round has ended: use two vectors in turn.
             encoding: of the contribution; None: the group's codec.
 
-        Returns:
-            The result at the deadline at the latest; it shows the failures of peers, which are never raised.
-
-        Raises:
-            ValueError: this peer is no member, or the vector does not fit.
-            RoundRefused: this round was averaged or given up here before.
+        The result shows the failures of peers, which are never raised. Raises ValueError if this
+        peer is no member or the vector does not fit, and RoundRefused if this round was averaged or
+        given up here before.
         """
         wanted = f"{group.terms.numel} float32 values are needed in one piece"
         if (*values.shape, values.dtype) != (group.terms.numel, np.float32) or not values.flags.c_contiguous:
@@ -282,24 +270,22 @@ class Averager:
         return await self._take_part(exchange)
 
     async def reduce(self, group: Group) -> RoundResult:
-        """Join a round as a reducer only: reduce our span and serve recovery requests; raises as `average` does."""
+        """Join a round as a reducer only: contribute no values. Raises as `average` does."""
         # the system allocates only what is written: the own span
         values = np.empty(group.terms.numel, np.float32)
         return await self._take_part(AllReduce(self._peers, group, values, self._settings, collects=False))
 
     async def drain(self, prefix: str) -> None:
         """Wait until no member of the last round needs this peer, for `DRAIN_S` at most."""
-        if (exchange := self._finished.get(prefix)) is None:
-            return
-        try:
-            async with asyncio.timeout(DRAIN_S):
-                while exchange.serving:
-                    await exchange.served.wait()
-        except TimeoutError:
-            logger.info("%d members still need this peer for the last round", exchange.serving)
+        if exchange := self._finished.get(prefix):
+            try:
+                async with asyncio.timeout(DRAIN_S):
+                    while exchange.serving:
+                        await exchange.served.wait()
+            except TimeoutError:
+                logger.info("%d members still need this peer for the last round", exchange.serving)
 
     def forget(self, prefix: str) -> None:
-        """Free the memory of a collaboration that has ended."""
         if exchange := self._finished.pop(prefix, None):
             self._forget(exchange)
         self._spare.pop(prefix, None)
@@ -322,7 +308,6 @@ class Averager:
         return result
 
     async def _run(self, exchange: AllReduce) -> dict[str, float]:
-        """Run a round to its end, or to its deadline; return the seconds of its phases."""
         clock = asyncio.get_running_loop().time
         begun, stop_listening = clock(), self._peers.on_lost(exchange.on_lost)
         step, limit_s = exchange.group.terms.step, self._settings.round_timeout_s
@@ -354,11 +339,9 @@ class Averager:
         if exchange.collects and not exchange.serving:  # page faults in fresh memory cost more than the sums
             self._spare[exchange.group.terms.prefix] = exchange.sums
 
-    # --- serving --------------------------------------------------------------------------------------------
-
     @asynccontextmanager
     async def _round_for(self, round_id: bytes, peer: PeerId) -> AsyncIterator[tuple[AllReduce, int]]:
-        """Enter the round as ``(round, place of the peer)``; waits a little, as others may get the group first."""
+        """Enter the round as ``(round, place of the peer)``; waits: others may get the group first."""
         try:
             async with asyncio.timeout(self._settings.patience_s):
                 while round_id not in self._rounds:
@@ -402,7 +385,6 @@ class Averager:
 
 
 async def _obtain(exchange: AllReduce, reducer: int) -> None:
-    """Get one reducer's means, from the reducer or by recovery."""
     if exchange.ledger.chunks[reducer]:
         await exchange.talk_to(reducer)
         exchange.exchanged_at = asyncio.get_running_loop().time()

@@ -1,17 +1,17 @@
-"""The adaptive strategy (DeDLOC, section 3.2): which peers compute, and how much each reduces, for the fastest steps.
+"""The adaptive strategy (DeDLOC, section 3.2): which peers compute, and how much each reduces.
 
-Equation 1 has two rates for every pair of peers. A round here sends member j its share ``r_j`` of every vector and
-returns it, so n shares determine all rates. With V bytes of a contribution, M of the means, k peers that contribute
-(``c_i = 1``) and m that need the means (``w_i = 1``), peer i moves in one round::
+Equation 1 has two rates for every pair of peers. A round here sends member j its share ``r_j`` of
+every vector and returns it, so n shares determine all rates. With V bytes of a contribution, M of
+the means, k peers that contribute (``c_i = 1``) and m that need the means (``w_i = 1``), peer i
+moves in one round::
 
     up    c_i V (1 - r_i)  +  r_i M (m - w_i)
     down  w_i M (1 - r_i)  +  r_i V (k - c_i)
 
-The round takes as long as the slowest of these 2n transfers: a linear program. Each row bounds one share alone, so a
-given time fixes all bounds, and bisection finds the least time in which shares can add up to 1. That is exact, takes
-about a millisecond and needs no solver. Limits of single pairs couple the shares; HiGHS (scipy) solves such a program.
-
-A peer's bandwidth is its own claim. `believed` bounds the effect of a false claim.
+The round takes as long as the slowest of these 2n transfers: a linear program. Each row bounds one
+share alone, so a given time fixes all bounds, and bisection finds the least time in which shares
+can add up to 1: exact, in about a millisecond. Limits of single pairs couple the shares; HiGHS
+(scipy) solves such a program.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ CLAIM_CAP = 16.0
 """A claim counts for at most this many times the median: a liar of median bandwidth slows a round by no more."""
 WORTH = 0.9
 """Shares become unequal if that saves a tenth: measured rates are noisy, and equal shares reveal more about them."""
-SMALL = 0.3
-"""Of an equal share; a smaller share is given only to save time."""
+SMALL = 0.3  # of an equal share; a smaller share is given only to save time
 LEARNT, FORGOTTEN, MOST_LATE = 0.3, 0.02, 10.0
 PRECISION = 1e-7
 
@@ -62,7 +61,7 @@ class AveragingSetup:
 
 
 def plan(setup: AveragingSetup) -> SharePlan:
-    """Return the plan with the highest rate of steps, ``min(samples per second / batch, rounds per second)``.
+    """Return the plan with the highest rate of steps, the lesser of batches and rounds per second.
 
     If gradients come faster than rounds can average them, some peers should not compute, which
     saves contributions. Finding the best subset is hard. Here peers leave in three orders, and
@@ -70,8 +69,7 @@ def plan(setup: AveragingSetup) -> SharePlan:
     download first (a reducer's own contribution saves a slow download). Of 200 small random setups
     96 % get the best subset, on average 99 % of its rate.
 
-    Raises:
-        ValueError: no peer computes, no peer reduces, or no bandwidth is known.
+    Raises ValueError if no peer computes, no peer reduces, or no bandwidth is known.
     """
     able = [index for index, peer in enumerate(setup.peers) if peer.samples_per_s > 0]
     if not able:
@@ -103,10 +101,7 @@ def _computing_is_slower(found: SharePlan) -> bool:
 def plan_round(
     setup: AveragingSetup, computing: Sequence[int], shares: Sequence[float] | None = None
 ) -> SharePlan:
-    """Return the fastest round in which the peers ``computing`` contribute, or the round with the given ``shares``.
-
-    Raises ValueError if no peer reduces, or no bandwidth is known.
-    """
+    """Return the fastest round of these contributors, or that of given ``shares``; raises as `plan`."""
     contributes = np.isin(np.arange(len(setup.peers)), computing)
     loads = _Loads(setup, contributes)
     given = np.array(loads.best() if shares is None else shares, np.float64)
@@ -137,7 +132,6 @@ class _Loads:
         ]
 
     def seconds(self, shares: Array) -> Array:
-        """Return the seconds of all uploads, all downloads and all limited pairs."""
         own = (self._fixed + self._slope * shares) / self._rates
         pairs = [(up * shares[j] + down * shares[i]) / rate for i, j, up, down, rate in self._pairs]
         return np.concatenate([own.ravel(), pairs])
@@ -150,7 +144,7 @@ class _Loads:
         return few if self.seconds(few).max() <= (1 + PRECISION) * self.seconds(shares).max() else shares
 
     def _fill(self) -> Array:
-        """Without pairs: find the least time, and then the least time for all peers that a fixed part does not bind."""
+        """Without pairs: the least time, then the least for all peers that no fixed part binds."""
         longest = float(self.seconds(self._reduces / self._reduces.sum()).max()) * (1 + PRECISION)
         least = _least(self._feasible, longest)
         low, high = self._bounds(least)
@@ -160,7 +154,7 @@ class _Loads:
         return low + (high - low) * ((1 - low.sum()) / spare) if spare else low
 
     def _bounds(self, seconds: float) -> tuple[Array, Array]:
-        """Return the least and greatest share of each peer for a round of ``seconds``; crossed where none fits."""
+        """Return the least and greatest shares for a round of ``seconds``; crossed where none fits."""
         room = seconds * self._rates - self._fixed
         with np.errstate(divide="ignore", invalid="ignore"):
             limit = room / self._slope
@@ -196,7 +190,6 @@ class _Loads:
         return np.maximum(np.asarray(found.x[:-1], np.float64), 0.0)
 
     def explain(self, shares: Array) -> str:
-        """Describe the shares and the bottleneck of the round."""
         peers, reducers = len(shares), int(self._reduces.sum())
         if peers == 1:
             return "a peer alone needs no averaging"
@@ -225,7 +218,7 @@ class _Loads:
 
 
 def _least(enough: Callable[[float], object], most: float, *, precision: float = PRECISION) -> float:
-    """Return the least time that is ``enough``, by bisection; ``most`` is, and so is any time over one that is."""
+    """Return the least time that is ``enough``, by bisection; any time over one that is, is too."""
     low, high = 0.0, most
     while high - low > precision * max(high, precision * most):
         middle = (low + high) / 2
@@ -234,7 +227,6 @@ def _least(enough: Callable[[float], object], most: float, *, precision: float =
 
 
 def _completed(rates_bps: Sequence[float | None]) -> list[float]:
-    """Replace unknown rates by the lower median."""
     known = [rate for rate in rates_bps if rate is not None]
     if not known or not all(0 < rate < math.inf for rate in known):
         raise ValueError(f"bandwidths must be positive and one at least known, got {list(rates_bps)}")
@@ -256,9 +248,8 @@ def believed(claims_bps: Sequence[float | None]) -> list[float | None]:
 def adaptive_shares(tickets: Sequence[Ticket], *, flattery: float = 1.0) -> SharePlan:
     """Plan the shares of a live round; its tickets determine which peers contribute.
 
-    Shares are equal if planned ones save less than a tenth of the time, or if no bandwidth is known.
-
-    ``flattery`` is how many times more optimistic forecasts were for planned shares than for equal ones.
+    They are equal if that costs under a tenth of the time, or without measurements. ``flattery`` is
+    how many times more optimistic forecasts were for planned shares than for equal ones.
     """
     equal, terms = equal_shares(tickets), tickets[0].terms
     uploads = _trusted(tickets, [ticket.upload_bps for ticket in tickets])
@@ -282,8 +273,8 @@ def adaptive_shares(tickets: Sequence[Ticket], *, flattery: float = 1.0) -> Shar
 class AdaptiveShares:
     """`adaptive_shares` that learns from the errors of its forecasts.
 
-    A link that is not full shows only the load that it had. So a peer that reduces more seems to
-    have more bandwidth, and without this correction unequal shares among equal peers would confirm
+    A link shows only the load that it had. So a peer that reduces more seems to have more
+    bandwidth, and without this correction unequal shares among equal peers would confirm
     themselves.
     """
 
@@ -294,7 +285,7 @@ class AdaptiveShares:
         return adaptive_shares(tickets, flattery=self._late[False] / self._late[True])
 
     def on_round(self, shares: Sequence[float], predicted_s: float | None, seconds: float) -> None:
-        """Learn from a round without failures that took ``seconds``; the other kind's figure decays slowly."""
+        """Learn from a round without failures; the other kind's figure decays slowly."""
         if predicted_s and seconds > 0:
             equal = len({share for share in shares if share}) == 1
             late = min(max(seconds / predicted_s, 1 / MOST_LATE), MOST_LATE)
@@ -303,11 +294,7 @@ class AdaptiveShares:
 
 
 def _trusted(tickets: Sequence[Ticket], claims_bps: Sequence[float | None]) -> list[float | None]:
-    """Return `believed` rates, an assistant's raised to the upper median of the trainers'.
-
-    Its measured bandwidth says little, because it only carries the load that it gets. An assistant
-    is well connected, otherwise it would be of no use.
-    """
+    """Raise `believed` rates of assistants, which carry little load, to the trainers' upper median."""
     rates = believed(claims_bps)
     trainers = [rate for ticket, rate in zip(tickets, rates, strict=True) if rate and not ticket.assists]
     least = statistics.median_high(trainers) if trainers else 0.0
@@ -318,5 +305,5 @@ def _trusted(tickets: Sequence[Ticket], claims_bps: Sequence[float | None]) -> l
 
 
 def encoded_bytes(precision: str, numel: int) -> int:
-    """Return the size of an encoded vector; small tensors, which may be encoded finer, are neglected."""
+    """Return the size of an encoded vector, neglecting small tensors, which may be encoded finer."""
     return Precision(precision, fine=0).at(0).encoded_bytes(numel)

@@ -29,10 +29,9 @@ MAX_PEERS = 256  # in a snapshot
 
 
 class Backbone:
-    """Stays with a run from `start` to `stop`.
+    """Stays with a run from `start` to `stop`; raises ValueError without a package that it needs.
 
-    ``hub_token`` is of Hugging Face; None for the login of this machine. Raises ValueError if a
-    package that the file needs is not installed.
+    ``hub_token`` is of Hugging Face; None for the login of this machine.
     """
 
     def __init__(self, swarm: Swarm, file: RunFile, *, hub_token: str | None = None) -> None:
@@ -98,7 +97,6 @@ class Backbone:
 
 
 def status_page(look: Callable[[], tuple[SwarmSnapshot, ...]]) -> StatusPage[tuple[SwarmSnapshot, ...]]:
-    """Return the page of a backbone whose models ``look`` returns, at least one."""
     return StatusPage(
         look,
         lambda models: models[0].run,
@@ -110,7 +108,7 @@ def status_page(look: Callable[[], tuple[SwarmSnapshot, ...]]) -> StatusPage[tup
 
 @dataclass(frozen=True)
 class Served:
-    """A running backbone: its swarm, an invitation to the run, and the address of its page (may be empty)."""
+    """A running backbone: its swarm, an invitation, and the address of its page (may be empty)."""
 
     swarm: Swarm
     invite: Invitation
@@ -123,15 +121,10 @@ def serve(
 ) -> Iterator[Served]:
     """Start or continue a run until the block ends.
 
-    Args:
-        file: the settings; without any model the peer only organizes, reduces and relays.
-        options: of the network; those of the file if None.
-        accept_terms: see `create`.
-
-    Raises:
-        ValueError: the folder belongs to another run, or a package that the file needs is not installed.
-        OSError: a port is taken.
-        SwarmError: the run cannot be started.
+    Without any model in the ``file`` the peer only organizes, reduces and relays. The network's
+    ``options`` are those of the file if None; `create` explains ``accept_terms``. Raises ValueError
+    if the folder belongs to another run or a needed package is not installed, OSError if a port is
+    taken, and SwarmError if the run cannot be started.
     """
     with create(
         file.name,

@@ -113,12 +113,10 @@ class RunFile(_Table, frozen=True):
 
     @property
     def allowlist(self) -> Allowlist | None:
-        """Return the list of those who may join, or None without ``access = "allowlist"``."""
         return Allowlist(self.allow_users, self.allow_organisations) if self.access == "allowlist" else None
 
     @property
     def options(self) -> NetworkOptions:
-        """Return the backbone's network options."""
         quota = RelayQuota(
             total_bytes=None if self.relay.gb is None else self.relay.gb * 1e9,
             total_bps=None if self.relay.mbit_s is None else self.relay.mbit_s * 1e6,
@@ -128,12 +126,7 @@ class RunFile(_Table, frozen=True):
 
 
 def read_run_file(path: str | Path) -> RunFile:
-    """Read and check a ``run.toml``.
-
-    Raises:
-        ValueError: it is not TOML, or a value is not valid; the message names the place.
-        OSError: it cannot be read.
-    """
+    """Read and check a ``run.toml``; raises OSError, or ValueError that names the wrong place."""
     path = Path(path)
     try:
         run = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), RunFile)

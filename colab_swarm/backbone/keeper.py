@@ -1,10 +1,9 @@
-"""What a backbone keeps of one collaboration: checkpoints, also for peers when nobody trains, and its losses.
+"""What a backbone keeps of one collaboration: its losses, and checkpoints, also when nobody trains.
 
 When no trainer is as far as the newest checkpoint, the backbone publishes a progress record of that
 step, as a peer that cannot reduce. Any trainer that is further outvotes it, and late joiners
 download the state from it. A checkpoint is made of a snapshot, without torch or a model. Its file
 equals that of `SwarmOptimizer.save`: a trainer loads it, or the folder, with ``optimizer.load``.
-The newest one can be pushed to the Hugging Face Hub.
 
 A trainer's record reports the mean loss of its samples since the last global step. Of each step the
 curve takes the median over the trainers, weighted by their speeds. No weight exceeds the median
@@ -74,9 +73,6 @@ optimizer.load(hf_hub_download("{repo}", "{file}"))
 """
 
 
-# --- losses ---------------------------------------------------------------------------------------
-
-
 class LossPoint(msgspec.Struct, frozen=True):
     """The loss at a global step."""
 
@@ -98,7 +94,7 @@ class LossCurve:
     def on_records(
         self, records: Mapping[PeerId, ProgressRecord], branch: Branch | None, *, at: float
     ) -> list[LossPoint]:
-        """Take the trainers' live records at ``at`` (epoch); return the points of the steps that have ended since.
+        """Take the trainers' records at ``at`` (epoch); return the points of the steps ended since.
 
         ``branch`` is where the swarm is; None while nobody trains.
         """
@@ -116,7 +112,7 @@ class LossCurve:
         return points
 
     def _report(self, peer: PeerId, record: ProgressRecord, now: int) -> None:
-        """Take the loss of one record, if it belongs to the swarm's step ``now`` or the one before."""
+        """Take the loss of a record of the swarm's step ``now`` or the one before."""
         step = record.step if record.samples else record.step - 1  # of the batch that has just ended
         first = max(self.points[-1].step + 1 if self.points else 0, now - 1)
         loss = math.nan if record.loss is None or record.syncing else record.loss
@@ -143,7 +139,7 @@ def _loss_point(step: int, at: float, reported: list[tuple[float, float]]) -> Lo
 
 
 def weighted_median(weighted: Sequence[tuple[float, float]]) -> float:
-    """Return the least value with at least half of the weight, > 0, at or below it; of two such values the mean."""
+    """Return the least value with at least half of the weight (> 0) up to it; of two the mean."""
     values = sorted(weighted)
     passed = list(accumulate(weight for _, weight in values))
     half = passed[-1] / 2
@@ -153,10 +149,7 @@ def weighted_median(weighted: Sequence[tuple[float, float]]) -> float:
 
 
 class Forwarder:
-    """Logs points to a tracker from a thread of its own. If the tracker cannot be reached, points are lost.
-
-    Raises ValueError if the tracker's package is not installed.
-    """
+    """Logs points to a tracker, whose package must be installed; loses those that it cannot reach."""
 
     def __init__(self, settings: Forward, prefix: str) -> None:
         if importlib.util.find_spec(settings.to) is None:
@@ -167,7 +160,6 @@ class Forwarder:
         self._thread.start()
 
     def forward(self, points: Sequence[LossPoint]) -> None:
-        """Log these points soon; returns at once."""
         for point in points:
             try:
                 self._waiting.put_nowait(point)
@@ -208,19 +200,12 @@ def read_losses(path: Path) -> Iterator[LossPoint]:
         for line in file:
             try:
                 yield msgspec.json.decode(line, type=LossPoint)
-            except (msgspec.MsgspecError, UnicodeDecodeError):  # empty, or cut off
-                continue
-
-
-# --- checkpoints ----------------------------------------------------------------------------------
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                continue  # empty, or cut off
 
 
 class Vault(StepFiles):
-    """The last ``keep`` checkpoints in a folder, which the first save makes.
-
-    Attributes:
-        checkpoints: on disk, the last saved one last.
-    """
+    """The last ``keep`` checkpoints in a folder, which the first save makes; the last saved one last."""
 
     def __init__(self, path: str | Path, *, keep: int = 3) -> None:
         super().__init__(path, keep=keep)
@@ -235,10 +220,7 @@ class Vault(StepFiles):
         return tuple(sorted(found, key=lambda one: (one.at, one.step)))
 
     def save(self, snapshot: Snapshot) -> Path:
-        """Write a snapshot, whole or not at all, and delete the files beyond ``keep``.
-
-        Raises StateError if it is not sound, or the disk is full; older checkpoints are untouched.
-        """
+        """Write a snapshot, or nothing; raises StateError if it is unsound, or the disk is full."""
         path = self.file_of(snapshot.manifest.step)
         write_tensors(path, *tensors_of(snapshot))
         self.prune(path)
@@ -246,21 +228,15 @@ class Vault(StepFiles):
         return path
 
     def latest(self) -> Snapshot | None:
-        """Return the newest readable checkpoint, or None; skips the others with a warning."""
+        """Return the newest readable checkpoint, or None; warns of the others."""
         return self.newest(lambda path: snapshot_of(*read_tensors(path)))
 
 
 class HubPush:
-    """Pushes the newest checkpoint of a collaboration, in a thread; whatever goes wrong there, the run continues.
+    """Pushes a collaboration's newest checkpoint, in a thread; the run survives all its errors.
 
-    Args:
-        token: one that may write; None for the login of this machine.
-        endpoint: the Hub; None for the usual one.
-        retry_s: seconds after the first failure; doubled with each.
-
-    Attributes:
-        state: the last push and its success, in words.
-
+    ``token`` may write; None for the login of this machine. ``endpoint`` None is the usual Hub. The
+    wait ``retry_s`` after a failure doubles with each. ``state`` tells the last push in words.
     Raises ValueError if huggingface_hub is not installed.
     """
 
@@ -329,17 +305,9 @@ class HubPush:
 
 
 class Keeper:
-    """Keeps the checkpoints of one collaboration until it is stopped.
+    """Keeps the checkpoints of one collaboration until it is stopped, and all files in ``folder``.
 
-    Args:
-        name: this peer's, for people.
-        settings: when to save.
-        folder: for all files.
-        on_standing_in: called before peers get a checkpoint: the steps after it will be repeated.
-
-    Attributes:
-        stored: the checkpoint for late joiners; None while there are trainers.
-        curve: the losses; it continues after a restart, from ``losses.jsonl`` in the folder.
+    ``on_standing_in`` is called before peers get a checkpoint: the steps after it will be repeated.
     """
 
     def __init__(
@@ -358,34 +326,31 @@ class Keeper:
         self.settings, self.hub, self._on_standing_in = settings, hub, on_standing_in
         self._forwarder = None if forward is None else Forwarder(forward, prefix)
         self._losses = folder / "losses.jsonl"
-        self.curve = LossCurve(read_losses(self._losses))
+        self.curve = LossCurve(read_losses(self._losses))  # continues after a restart
         self.progress = Progress.of_watcher(services.peers.id, prefix)
         self._last_branch: Branch | None = None
         self._heard_at = float("-inf")
         self._stop_listening = services.peers.on_lost(self._on_lost)
         self.vault = Vault(folder, keep=settings.keep)
         self._saved_step, self._saved_at = self.vault.newest_step, time.time()
-        self.stored: Snapshot | None = None
+        self.stored: Snapshot | None = None  # for late joiners, while there are no trainers
         self._published_at = self._failed_at = float("-inf")
         self._saving: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
     def standing_in(self) -> int | None:
-        """Return the step of the checkpoint for late joiners, or None while there are trainers."""
+        """The step of the checkpoint for late joiners, or None while there are trainers."""
         return None if self.stored is None else self.stored.manifest.step
 
     def kept(self) -> KeptModel:
-        """Return what a page shows of the checkpoints."""
         hub = () if self.hub is None else (self.hub.state, self.hub.failures)
         return KeptModel(self.vault.checkpoints, self.standing_in, *hub)
 
     def start(self) -> None:
-        """Start to watch and save."""
         self._task = asyncio.create_task(self._keep(), name=f"keep {self._prefix}")
 
     async def stop(self) -> None:
-        """Stop, and withdraw the progress record."""
         for task in (self._task, self._saving):
             if task is not None:
                 task.cancel()
@@ -440,7 +405,6 @@ class Keeper:
 
     @property
     def trainers(self) -> dict[PeerId, ProgressRecord]:
-        """The live records of all trainers, without this peer's own."""
         me = self._services.peers.id
         return {peer: record for peer, record in self.progress.records.items() if peer != me}
 
@@ -474,7 +438,7 @@ class Keeper:
                 self.hub.push(path, title)
 
     async def _download(self, branch: Branch) -> Snapshot:
-        """Download from a trainer, or from an assistant that may reach trainers which this peer cannot."""
+        """Download from a trainer, or from an assistant, which may reach more trainers."""
         peers, rng = self._services.peers, self._services.rng
         donors = sorted(branch.peers)
         rng.shuffle(donors)
@@ -488,11 +452,8 @@ class Keeper:
             return await download_state(peers, self._prefix, assistants)
 
     async def _stand_in(self, branch: Branch | None) -> None:
-        newest = self._saved_step
-        gone = (
-            branch is None or branch.step < newest or _now() - self._heard_at >= SILENCE_S
-        )  # records outlive peers
-        if newest and gone:
+        newest, silent = self._saved_step, _now() - self._heard_at >= SILENCE_S  # records outlive peers
+        if newest and (silent or branch is None or branch.step < newest):
             if self.stored is None:
                 self._on_standing_in(self._prefix)
                 found = self.stored = await asyncio.to_thread(self.vault.latest)
@@ -505,7 +466,6 @@ class Keeper:
             await self._publish(stored, GONE_S)
 
     async def _publish(self, snapshot: Snapshot, ttl_s: float) -> None:
-        """Publish a progress record of the snapshot's step."""
         peers = self._services.peers
         record = ProgressRecord(
             step=snapshot.manifest.step,

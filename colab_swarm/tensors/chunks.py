@@ -1,13 +1,13 @@
 """A state as hashed chunks, fetched from several donors at once. Does not import torch.
 
-Format. The tensors of a state lie in one blob, each at a multiple of 64 bytes. A `Layout` says what they are. The blob
-is cut into chunks, and a `Manifest` has the BLAKE3 hash of each. The manifest's own hash is the *root*, which names the
-whole state. All of it comes from strangers: sizes, hashes, kinds and shapes are checked, and nothing is pickled.
+Format. The tensors of a state lie in one blob, each at a multiple of 64 bytes. A `Layout` says what
+they are. The blob is cut into chunks, and a `Manifest` has the BLAKE3 hash of each. The manifest's
+own hash is the *root*, which names the whole state.
 
-Fetching. Donors of one root are interchangeable. One worker per donor takes chunks from a common queue, so a fast donor
-sends more. A request has one chunk at first, then twice as many after each quick answer: a slow donor is kept, and
-holds one chunk at a time. A chunk is accepted by its hash and length only: a donor that lies, stalls or vanishes costs
-the chunks in flight, which the others send again. `ChunkDownload` keeps what arrived before the last donor was lost.
+Fetching. One worker per donor takes chunks from a common queue, so a fast donor sends more. A
+request has one chunk at first, then twice as many after each quick answer. A chunk is accepted by
+its hash and length only: a donor that lies, stalls or vanishes costs the chunks in flight, which
+the others send again.
 """
 
 from __future__ import annotations
@@ -37,14 +37,7 @@ from colab_swarm.net.peers import (
     Stream,
     short,
 )
-from colab_swarm.tensors.statedict import (
-    KINDS,
-    TensorBytes,
-    as_bytes,
-    as_tensors,
-    flatten,
-    unflatten,
-)
+from colab_swarm.tensors.statedict import KINDS, TensorBytes, as_bytes, as_tensors, flatten, unflatten
 
 logger = logging.getLogger(__name__)
 
@@ -66,11 +59,8 @@ _NUMPY_KINDS = {"float16": np.float16, "float32": np.float32, "float64": np.floa
 _BFLOAT16_EXPONENT = 0x7F80
 
 
-# --- a state as one blob --------------------------------------------------------------------------------------------
-
-
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor's name, type as torch calls it, and shape; its offset follows from the tensors before it."""
+    """A tensor's name, type as torch calls it, and shape; the tensors before it give its offset."""
 
     name: str
     kind: str
@@ -94,10 +84,9 @@ def blob_of(tensors: Mapping[str, TensorBytes], skeleton: bytes) -> tuple[bytes,
 
 
 def tensors_in(layout: bytes, blob: Blob) -> tuple[dict[str, TensorBytes], bytes]:
-    """Return the tensors of a stranger's state, as views of its blob, and its skeleton, which was not checked.
+    """Return a stranger's tensors, as views of the blob, and its unchecked skeleton.
 
-    Raises:
-        StateError: the blob is not of this layout, or holds values that are not finite.
+    Raises StateError if the blob is not of this layout, or holds values that are not finite.
     """
     try:
         decoded = msgspec.msgpack.decode(layout, type=Layout)
@@ -114,21 +103,13 @@ def tensors_in(layout: bytes, blob: Blob) -> tuple[dict[str, TensorBytes], bytes
 
 
 def pack(state: Any) -> tuple[bytes, Blob]:
-    """Copy a state into one blob; return its encoded `Layout` and the blob.
-
-    Raises:
-        TypeError, ValueError: part of it cannot be saved without pickle, or it is nested too deep.
-    """
+    """Copy a state into one blob; return its encoded `Layout` and it. Raises as `flatten` does."""
     tensors, skeleton = flatten(state)
     return blob_of(as_bytes(tensors), skeleton)
 
 
 def unpack(layout: bytes, blob: Blob) -> Any:
-    """Return a stranger's state; its tensors share the blob's memory.
-
-    Raises:
-        StateError: the blob is not of this layout, or holds values that are not finite.
-    """
+    """Return a stranger's state, which shares the blob's memory; raises StateError like `tensors_in`."""
     tensors, skeleton = tensors_in(layout, blob)
     return unflatten(as_tensors(tensors), skeleton)
 
@@ -138,7 +119,6 @@ def _room(size_bytes: int) -> int:
 
 
 def _spans(entries: Sequence[TensorEntry], size_bytes: int) -> Iterator[slice]:
-    """Yield the bytes of each tensor in a blob of so many bytes."""
     at = 0
     for entry in entries:
         if entry.kind not in KINDS or any(side < 0 for side in entry.shape):
@@ -158,16 +138,11 @@ def _finite(tensor: TensorBytes) -> bool:
     if tensor.kind == "bfloat16":
         bits = np.frombuffer(tensor.data, np.uint16)
         return not bool(((bits & _BFLOAT16_EXPONENT) == _BFLOAT16_EXPONENT).any())
-    if tensor.kind in _NUMPY_KINDS:
-        return bool(np.isfinite(np.frombuffer(tensor.data, _NUMPY_KINDS[tensor.kind])).all())
-    return True
-
-
-# --- a blob as chunks -----------------------------------------------------------------------------------------------
+    kind = _NUMPY_KINDS.get(tensor.kind)
+    return kind is None or bool(np.isfinite(np.frombuffer(tensor.data, kind)).all())
 
 
 def digest_of(data: Buffer) -> bytes:
-    """Return the name of a chunk."""
     return blake3(data).digest()
 
 
@@ -186,7 +161,7 @@ class Manifest(Message, frozen=True):
 
     @classmethod
     def decode(cls, data: Buffer) -> Manifest:
-        """Decode a stranger's manifest. Raises StateError if it is not a valid one, in its one spelling."""
+        """Decode a stranger's manifest; raises StateError unless it is valid, in its one spelling."""
         try:
             manifest = msgspec.msgpack.decode(data, type=cls)
         except UNDECODABLE as error:
@@ -197,7 +172,6 @@ class Manifest(Message, frozen=True):
 
     @property
     def chunks(self) -> int:
-        """Number of chunks."""
         return -(-self.size_bytes // chunk_bytes(self.size_bytes))
 
     @property
@@ -206,32 +180,24 @@ class Manifest(Message, frozen=True):
         return digest_of(msgspec.msgpack.encode(self))
 
     def digest(self, chunk: int) -> bytes:
-        """Return the digest of a chunk."""
         return self.digests[DIGEST_BYTES * chunk : DIGEST_BYTES * (chunk + 1)]
 
     def span(self, chunk: int) -> slice:
-        """Return the bytes of the blob that a chunk contains."""
         step = chunk_bytes(self.size_bytes)
         return slice(chunk * step, min((chunk + 1) * step, self.size_bytes))
 
     def length(self, chunk: int) -> int:
-        """Return the bytes of a chunk."""
         step = chunk_bytes(self.size_bytes)
         return min(step, self.size_bytes - chunk * step)
 
 
 def chunk_bytes(size_bytes: int) -> int:
-    """Return the bytes of each chunk of a blob but the last."""
     return max(CHUNK_BYTES, -(-size_bytes // MAX_CHUNKS))
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of a state, and its manifest.
-
-    Attributes:
-        donors: peers that sent it.
-    """
+    """A copy of a state, its manifest, and the peers that sent it."""
 
     manifest: Manifest
     blob: Blob
@@ -239,11 +205,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, subject: bytes, step: int, layout: bytes, blob: Blob) -> Snapshot:
-        """Hash the chunks of a packed state (some GB/s: call it off the event loop).
-
-        Raises:
-            StateError: the state is too large to be shared, or has too many parts.
-        """
+        """Hash a packed state (some GB/s: not on the event loop); raises StateError if it is too large."""
         if blob.nbytes > MAX_STATE_BYTES:
             raise StateError(
                 f"a state of {blob.nbytes:,} bytes is over the {MAX_STATE_BYTES:,} that peers share"
@@ -259,12 +221,10 @@ class Snapshot:
 
     @cached_property
     def head(self) -> bytes:
-        """The encoded manifest."""
         return msgspec.msgpack.encode(self.manifest)
 
     @cached_property
     def root(self) -> bytes:
-        """Digest of the encoded manifest, which names the whole state."""
         return digest_of(self.head)
 
     @cached_property
@@ -274,11 +234,7 @@ class Snapshot:
         return {manifest.digest(chunk): view[manifest.span(chunk)] for chunk in range(manifest.chunks)}
 
     async def read(self, digest: bytes) -> memoryview | None:
-        """Return a chunk, or None, as `send_chunks` asks for it."""
         return self.chunks.get(digest)
-
-
-# --- chunks between peers -------------------------------------------------------------------------------------------
 
 
 class FetchChunks(Message, frozen=True):
@@ -308,9 +264,7 @@ async def receive_chunk(
 ) -> memoryview:
     """Return the next chunk of a stream; ``size_bytes`` is None if its length is not known.
 
-    Raises:
-        StateError: it has another hash or length.
-        TimeoutError, PeerError: it did not arrive.
+    Raises StateError for another hash or length, TimeoutError or PeerError if it did not arrive.
     """
     async with asyncio.timeout(timeout_s):
         _, payload = await stream.receive(StateChunk)
@@ -320,15 +274,10 @@ async def receive_chunk(
 
 
 class ChunkDownload:
-    """The chunks of one manifest, from any number of donors.
+    """The chunks of one manifest, from any number of donors; it survives the loss of all of them.
 
-    Args:
-        manifest: describes the state; the caller has checked that it wants this much of it.
-        request: makes the message that opens a stream of chunks at a donor, from their digests.
-
-    Attributes:
-        blob: filled by `run`.
-        used: donors that sent chunks.
+    ``request(digests)`` makes the message that opens a stream of chunks. `run` fills ``blob``;
+    ``used`` are the donors that sent chunks.
     """
 
     def __init__(
@@ -340,7 +289,7 @@ class ChunkDownload:
         self.used: set[PeerId] = set()
 
     def fill(self, read: Callable[[bytes], bytes | None]) -> None:
-        """Take the chunks that ``read(digest)`` returns, verified; it may block, so call this off the event loop."""
+        """Take the chunks that ``read(digest)`` returns; it may block: call this off the event loop."""
         missing: list[int] = []
         for chunk in self._queue:
             data = read(self._manifest.digest(chunk))
@@ -351,11 +300,7 @@ class ChunkDownload:
         self._queue = missing
 
     async def run(self, donors: Iterable[PeerId]) -> None:
-        """Fetch the chunks that are not here yet. After an error it can run again, and goes on where it stopped.
-
-        Raises:
-            StateError: all donors were lost before the state was complete.
-        """
+        """Fetch the missing chunks; raises StateError, and may run again, if all donors are lost."""
         left = [*donors]
         while self._queue and left:  # the remaining donors send the chunks of a lost one
             kept = await asyncio.gather(*map(self._work, left))
@@ -366,7 +311,6 @@ class ChunkDownload:
             )
 
     async def _work(self, donor: PeerId) -> bool:
-        """Fetch until the queue is empty; returns False if the donor failed."""
         count, now = 1, asyncio.get_running_loop().time
         while self._queue:
             pending = [self._queue.pop() for _ in range(min(count, len(self._queue)))]

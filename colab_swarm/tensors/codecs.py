@@ -1,17 +1,13 @@
 """Codecs for float32 vectors on the wire. They know the encoded size in advance and reject invalid input.
 
-    ==========  ===============  ==============================================
-    =============================== codec       bytes a value    error of one value x
-    NaN, and values too large ==========  ===============
-    ==============================================  =============================== float32     4
-    none                                            unchanged float16     2                <= 2^-11
-    |x|, at least 2^-25                    NaN stays; beyond 65504 clamps bfloat16    2
-    <= 2^-8 |x|                                     NaN stays; beyond 3.39e38 clamps int8        1 +
-    1/1024       <= max|block| / 250; blocks under 1e-35 are 0   the decoder refuses the block
-    onebit      1/8 + 1/512      up to max|block|                                the encoder refuses
-    the vector topk:0.01   0.051            |x| unless it is among the largest 1 %          the
-    encoder refuses the vector ==========  ===============
-    ==============================================  ===============================
+    codec       bytes a value    error of one value x                            NaN, and values too large
+    ==========  ===============  ==============================================  ===============================
+    float32     4                none                                            unchanged
+    float16     2                <= 2^-11 |x|, at least 2^-25                    NaN stays; beyond 65504 clamps
+    bfloat16    2                <= 2^-8 |x|                                     NaN stays; beyond 3.39e38 clamps
+    int8        1 + 1/1024       <= max|block| / 250; blocks under 1e-35 are 0   the decoder refuses the block
+    onebit      1/8 + 1/512      up to max|block|                                the encoder refuses the vector
+    topk:0.01   0.051            |x| unless it is among the largest 1 %          the encoder refuses the vector
 
 Use onebit and topk with error feedback (`ErrorFeedback`), which sends later what they cut off.
 
@@ -62,28 +58,23 @@ class Codec(Protocol):
         """Return the exact size of ``numel`` encoded values."""
 
     def gamma(self, numel: int) -> float:
-        """Return the least known gamma, 0 to 1, with ``||Q(w) - w||^2 <= gamma ||w||^2`` for w of ``numel`` values.
+        """Return the least known gamma, 0 to 1: ``||Q(w) - w||^2 <= gamma ||w||^2``.
 
-        Q(w) is the decoded encoding of w. Values beyond the codec's range, or too small to differ
-        from 0, are excluded (Elastic Consistency, equation 25).
+        w has ``numel`` values, and Q(w) is the decoded encoding of w. Values beyond the codec's range,
+        or too small to differ from 0, are excluded (Elastic Consistency, equation 25).
         """
 
     def encode(self, values: Floats) -> Buffer:
-        """Encode a contiguous vector; the result may be a view of ``values``.
-
-        Raises ValueError if ``values`` are not finite, which onebit and topk cannot represent.
-        """
+        """Encode a contiguous vector, maybe as a view; onebit and topk refuse what is not finite."""
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
-        """Decode exactly ``numel`` values: a view of ``buffer`` (read-only), of ``scratch``, or a new array.
+        """Decode ``numel`` values: a view of ``buffer`` (read-only) or ``scratch``, or a new array.
 
-        ``scratch`` is memory of at least ``numel`` values to decode into. Raises ValueError if the
-        buffer's length is not ``encoded_bytes(numel)``, or its content is not valid.
+        Raises ValueError if the buffer has another length than `encoded_bytes`, or invalid content.
         """
 
 
 def all_finite(values: Floats) -> bool:
-    """Return whether no value is NaN or infinite."""
     return bool(np.isfinite(values).all())
 
 
@@ -108,7 +99,7 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TopK:
-    """Sends the ``share`` of largest magnitude, exactly ``ceil(share * numel)`` values; all others decode as 0."""
+    """Sends the ``ceil(share * numel)`` values of largest magnitude, exactly; all others decode as 0."""
 
     share: float
 
@@ -124,7 +115,6 @@ class TopK:
         return f"topk:{self.share:g}"
 
     def kept(self, numel: int) -> int:
-        """Return how many of ``numel`` values are sent."""
         return math.ceil(self.share * numel)
 
     def encoded_bytes(self, numel: int) -> int:
@@ -156,7 +146,7 @@ class TopK:
         return out
 
     def _index_sizes(self, numel: int) -> tuple[int, int, int]:
-        """Return bits of an index written directly, bytes of all these, and the bits whose ones encode the rest."""
+        """Return bits of an index written directly, bytes of all these, and bits of the rest."""
         kept = self.kept(numel)
         low_bits = (numel // kept).bit_length() - 1 if kept else 0
         return low_bits, -(-kept * low_bits // 8), kept + (max(numel - 1, 0) >> low_bits)
@@ -214,7 +204,7 @@ _LARGEST_SCALE = np.nextafter(np.float32(np.finfo(np.float32).max / 127), np.flo
 
 
 def codec_of(name: str) -> Codec:
-    """Return the codec with this name: float32, float16, bfloat16, int8, onebit, or topk with a share (topk:0.01).
+    """Return the codec called float32, float16, bfloat16, int8, onebit, or topk:0.01 (any share).
 
     Raises ValueError if there is none, or the share is not written in its shortest form.
     """
@@ -230,16 +220,13 @@ def codec_of(name: str) -> Codec:
 
 
 def mean_codec_for(codec: str) -> str:
-    """Return the default codec of the mean for vectors sent as ``codec``.
-
-    It is the same codec, or float16 if that one needs error feedback: a reducer keeps no residual.
-    """
+    """Return the codec of the mean: a reducer keeps no residual, so it needs no error feedback."""
     return codec if Precision(codec).widest.gamma(BLOCK_VALUES) <= MAX_MEAN_GAMMA else "float16"
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Compression of a flat vector: one codec, or ``adaptive``: small tensors as float16, the others as int8.
+    """One codec, or ``adaptive``: small tensors as float16, the others as int8.
 
     Normalization layers and biases are few but sensitive values; large matrices tolerate 8 bits
     (hivemind's SizeAdaptiveCompression).
@@ -254,7 +241,6 @@ class Precision:
             codec_of(self.name)
 
     def at(self, start: int) -> Codec:
-        """Return the codec of the chunk at ``start``."""
         if self.name != ADAPTIVE:
             return codec_of(self.name)
         return CODECS["float16" if self.fine is None or start < self.fine else "int8"]
@@ -387,9 +373,9 @@ class Int8:
 
 
 class OneBit:
-    """Blocks of 4096 values: positive ones become their mean, the others theirs (Elastic Consistency, section 5.2).
+    """Positive values of a block of 4096 become their mean, the others theirs.
 
-    Layout: two float32 means per block, then one bit per value.
+    Layout: two float32 means per block, then one bit per value (Elastic Consistency, section 5.2).
     """
 
     name = "onebit"
@@ -471,14 +457,9 @@ class ErrorFeedback:
     elsewhere.
 
     A vector may be sent in pieces, and sending may fail. The residual changes only in `settle`, so
-    a checkpoint taken meanwhile, or a failed round, keeps the residual of the last vector that
-    arrived.
-
-    Args:
-        state: a `state_dict` to resume from; raises StateError if it does not hold ``numel`` finite values.
-
-    Attributes:
-        residual: added to the next vector.
+    a checkpoint taken meanwhile, or a failed round, keeps that of the last vector that arrived.
+    Raises StateError if ``state``, a `state_dict` to resume from, does not hold ``numel`` finite
+    values.
     """
 
     def __init__(self, numel: int, state: Mapping[str, Any] | None = None) -> None:
@@ -502,7 +483,7 @@ class ErrorFeedback:
         self._cut.fill(0.0)
 
     def cut_off(self, start: int, wanted: Floats, arrived: Floats) -> None:
-        """Record the loss of the piece at ``start``: ``wanted``, residual included, decodes as ``arrived``."""
+        """Record the loss of the piece at ``start``: ``wanted``, with residual, decodes as ``arrived``."""
         np.subtract(wanted, arrived, out=self._cut[start : start + len(wanted)])
 
     def encode(self, codec: Codec, start: int, values: Floats) -> tuple[Buffer, Floats]:
@@ -518,7 +499,6 @@ class ErrorFeedback:
         np.multiply(self._cut, np.float32(weight), out=self.residual)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the residual for a checkpoint, without a copy."""
         import torch  # here: a peer that only reduces runs without it
 
         return {"residual": torch.from_numpy(self.residual)}

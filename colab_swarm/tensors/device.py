@@ -16,15 +16,14 @@ T = TypeVar("T")
 
 
 def accelerator() -> torch.device:
-    """Return the first CUDA device if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class DeviceThread(Executor):
     """Runs submitted functions one after the other, in order; errors go to the caller's future.
 
-    The thread is a daemon, unlike the pool threads of `concurrent.futures`, which would keep a notebook's kernel alive.
-    It starts with the first function. In a simulation, the event loop of `colab_swarm.sim` runs the functions itself.
+    The daemon thread starts with the first function. In a simulation, the event loop of
+    `colab_swarm.sim` runs the functions itself.
     """
 
     def __init__(self) -> None:
@@ -46,11 +45,10 @@ class DeviceThread(Executor):
         return future
 
     def run(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Run ``function()`` on the thread; return a future of the running event loop."""
         return asyncio.get_running_loop().run_in_executor(self, function)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Accept no more functions; queued ones still run, whatever ``cancel_futures`` is. Idempotent."""
+        """Accept no more functions; queued ones still run in any case. Idempotent."""
         with self._lock:
             self._closed = True
             self._tasks.put(None)

@@ -1,17 +1,18 @@
 """Training state as named tensors with a plain skeleton, and files that hold both. Never pickle.
 
-`flatten` accepts any state of optimizers, schedulers or users: None, bool, int, float, str, bytes, tensors, and lists,
-tuples and dicts of these. Tensors go into a dictionary. The rest is the *skeleton*: None, bool, int, float, str, list,
-and dictionaries with exactly one entry, which stand for what JSON cannot express:
+`flatten` accepts any state of optimizers, schedulers or users: None, bool, int, float, str, bytes,
+tensors, and lists, tuples and dicts of these. Tensors go into a dictionary. The rest is the
+*skeleton*: None, bool, int, float, str, list, and dictionaries with exactly one entry, which stand
+for what JSON cannot express:
 
     {"tensor": name}   {"bytes": base64}   {"int": hex, beyond 64 bits}   {"float": "nan" | "inf" | "-inf"}
     {"tuple": [item, …]}   {"dict": [[key, value], …]}
 
-Skeleton and tensors may come from a stranger: `unflatten` checks all of it before use.
+Both may come from a stranger: `unflatten` checks all of it before use.
 
 A file is in the safetensors format. Its metadata hold the skeleton and a SHA-256 over tensors and
-skeleton, which detects damage. It is written under another name, synced and renamed, so it is
-complete or absent. This module does not import torch: a relay keeps checkpoints without it.
+skeleton. It is written under another name, synced and renamed, so it is complete or absent. This
+module does not import torch: a relay keeps checkpoints without it.
 """
 
 from __future__ import annotations
@@ -47,8 +48,7 @@ MAX_SKELETON_BYTES = 64 << 20
 MAX_INT_DIGITS = 1024
 MAX_HEAD_BYTES = 256 << 20
 VERSION = "1"
-PLAIN = str | int | float | bytes | None
-"""Types of the keys of a dictionary."""
+PLAIN = str | int | float | bytes | None  # types of the keys of a dictionary
 # allowed types of values, as torch names them: the name in a file, and the size in bytes
 KINDS = {
     "bool": ("BOOL", 1),
@@ -70,11 +70,9 @@ def flatten(state: Any) -> tuple[dict[str, torch.Tensor], bytes]:
 
     Tensors are detached, on the CPU and contiguous. Those that were already share the state's
     memory: clone them if they must not change. Tensors with the same memory (tied weights) get one
-    name. A name is the path to the tensor, such as ``optimizer/state/0/exp_avg``.
-
-    Raises:
-        TypeError: part of the state has an unsupported type; the text names its place.
-        ValueError: the state is nested deeper than `MAX_DEPTH` or has more than `MAX_NODES` parts.
+    name. A name is the path to the tensor, such as ``optimizer/state/0/exp_avg``. Raises TypeError
+    for an unsupported type, ValueError for over `MAX_DEPTH` levels or `MAX_NODES` parts; the text
+    names the place.
     """
     flattener = _Flattener()
     skeleton = flattener.split(state, "", 0)
@@ -82,7 +80,7 @@ def flatten(state: Any) -> tuple[dict[str, torch.Tensor], bytes]:
 
 
 def copied(state: Any) -> Any:
-    """Return a copy of the state, with its tensors on the CPU; raises the errors of `flatten`."""
+    """Return a copy of the state, with its tensors on the CPU; raises as `flatten` does."""
     tensors, skeleton = flatten(state)
     return unflatten({name: tensor.clone() for name, tensor in tensors.items()}, skeleton)
 
@@ -90,7 +88,8 @@ def copied(state: Any) -> Any:
 def unflatten(tensors: Mapping[str, torch.Tensor], skeleton: bytes) -> Any:
     """Return the state that `flatten` split; tensors are not copied.
 
-    Raises StateError if the skeleton is over `MAX_SKELETON_BYTES`, invalid, or does not name exactly these tensors.
+    Raises StateError if the skeleton is too large or invalid, or does not name exactly these
+    tensors.
     """
     if len(skeleton) > MAX_SKELETON_BYTES:
         raise StateError(f"state skeleton has {len(skeleton)} bytes; {MAX_SKELETON_BYTES} are allowed")
@@ -108,8 +107,6 @@ def unflatten(tensors: Mapping[str, torch.Tensor], skeleton: bytes) -> Any:
 
 
 class _Flattener:
-    """One pass of `flatten`; invariant: every tensor has one name, every memory one tensor."""
-
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._names: dict[Any, str] = {}
@@ -180,8 +177,6 @@ def _scalar(value: Any, path: str) -> Any:
 
 
 class _Joiner:
-    """One pass of `unflatten`."""
-
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.used: set[str] = set()
         self._tensors = tensors
@@ -240,7 +235,7 @@ def _unusual_scalar(skeleton: Any) -> Any:
 
 @dataclass(frozen=True)
 class TensorBytes:
-    """A tensor as bytes: the type of its values (one of `KINDS`), its shape, and its values row by row."""
+    """A tensor as bytes: one of `KINDS`, its shape, and its values row by row."""
 
     kind: str
     shape: tuple[int, ...]
@@ -262,7 +257,7 @@ def as_bytes(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorBytes]:
 
 
 def as_tensors(tensors: Mapping[str, TensorBytes]) -> dict[str, torch.Tensor]:
-    """Return tensors that share the memory of ``tensors``; raise `StateError` if a shape is impossible."""
+    """Return tensors that share this memory; raises `StateError` if a shape is impossible."""
     import torch
 
     found: dict[str, torch.Tensor] = {}
@@ -278,7 +273,8 @@ def as_tensors(tensors: Mapping[str, TensorBytes]) -> dict[str, torch.Tensor]:
 def write_tensors(path: Path, tensors: Mapping[str, TensorBytes], skeleton: bytes) -> None:
     """Write a file atomically, and its folder if needed.
 
-    Raises StateError if the disk is full or cannot be written: no partial file remains, and an old file is intact.
+    Raises StateError if the disk is full or cannot be written: an old file stays, and no partial
+    one.
     """
     head = _head(tensors, skeleton)
     partial = path.with_name(path.name + ".partial")
@@ -296,9 +292,8 @@ def write_tensors(path: Path, tensors: Mapping[str, TensorBytes], skeleton: byte
         needed = len(head) + sum(tensor.data.nbytes for tensor in tensors.values())
         free = "its folder cannot be reached"
         with contextlib.suppress(OSError):
-            free = (
-                f"{shutil.disk_usage(path.parent).free:,} bytes are free; the previous checkpoint is intact"
-            )
+            free_bytes = shutil.disk_usage(path.parent).free
+            free = f"{free_bytes:,} bytes are free; the previous checkpoint is intact"
         raise StateError(f"cannot save {path} ({needed:,} bytes): {error.strerror}; {free}") from error
     finally:
         partial.unlink(missing_ok=True)
@@ -307,9 +302,8 @@ def write_tensors(path: Path, tensors: Mapping[str, TensorBytes], skeleton: byte
 def read_tensors(path: Path) -> tuple[dict[str, TensorBytes], bytes]:
     """Return the tensors of a file, in its order and in new memory, and the skeleton.
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        StateError: it is truncated, damaged or not a checkpoint of this package.
+    Raises FileNotFoundError without a file, StateError if it is truncated, damaged or no
+    checkpoint.
     """
     if not path.exists():
         raise FileNotFoundError(f"no checkpoint at {path}")
@@ -385,7 +379,6 @@ class StepFiles:
         self.path, self.keep = Path(path), keep
 
     def file_of(self, step: int) -> Path:
-        """Return the path for the checkpoint of a step."""
         return self.path / f"step-{step:012}.safetensors"
 
     def paths(self) -> list[Path]:
@@ -393,7 +386,7 @@ class StepFiles:
         return sorted(self.path.glob(f"step-{'[0-9]' * 12}.safetensors"), reverse=True)
 
     def newest(self, read: Callable[[Path], T]) -> T | None:
-        """Return the newest file as ``read(path)`` reads it, or None; skips unreadable ones with a warning."""
+        """Return the newest file that ``read(path)`` can read, or None; warns of the others."""
         for path in self.paths():
             try:
                 return read(path)
@@ -407,7 +400,7 @@ class StepFiles:
         return max((int(path.stem.partition("-")[2]) for path in self.paths()), default=0)
 
     def prune(self, newest: Path) -> None:
-        """Delete the oldest files beyond `keep`, never ``newest``, and partial files of killed processes."""
+        """Delete the oldest files beyond `keep`, never ``newest``, and killed processes' partial files."""
         stale: Iterable[Path] = [other for other in self.paths() if other != newest][self.keep - 1 :]
         for file in [*stale, *self.path.glob("step-*.partial")]:
             file.unlink(missing_ok=True)

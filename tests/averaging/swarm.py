@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from colab_swarm.averaging.exchange import UploadEncoding
+from colab_swarm.averaging.exchange import Chunk, UploadEncoding
 from colab_swarm.averaging.group import Group, GroupMember, RoundTerms, Span
 from colab_swarm.averaging.round import Averager, AveragingSettings, RoundResult
+from colab_swarm.net.peers import Message
 from colab_swarm.sim import LAN, ScriptedFault, SimNetwork, run_virtual
 from colab_swarm.tensors.codecs import Floats, mean_codec_for
 
@@ -35,15 +36,21 @@ class Outcome:
         """The weighted mean of these peers' contributions (all, if none is named), in float64."""
         chosen = [n for n in self.names if not names or n in names]
         weights = [self.weights[self.names.index(n)] for n in chosen]
-        total = sum(
-            self.contributions[n].astype(np.float64) * w for n, w in zip(chosen, weights, strict=True)
-        )
-        return (total / sum(weights)).astype(np.float32)
+        vectors = np.array([self.contributions[n] for n in chosen], np.float64)
+        return np.average(vectors, axis=0, weights=weights).astype(np.float32)
+
+    def assert_mean(self, *names: str, atol: float = 1e-6) -> None:
+        """All vectors have the same bits: this mean."""
+        np.testing.assert_allclose(self.assert_equal_vectors(), self.mean(*names), rtol=1e-7, atol=atol)
 
     def assert_equal_vectors(self) -> Floats:
         first, *others = self.vectors.values()
         assert all(np.array_equal(first.view(np.uint32), other.view(np.uint32)) for other in others)
         return first
+
+
+def contribution(message: Message) -> bool:
+    return isinstance(message, Chunk) and not message.averaged
 
 
 def vector(seed: int, numel: int) -> Floats:
@@ -58,15 +65,13 @@ def make_group(
     codec: str = "float32",
     round_id: int = 1,
 ) -> Group:
-    members = sorted(
-        (
-            GroupMember(p.id, p.contact.addresses, w, float(bool(p.contact.addresses)))
-            for p, w in zip(peers, weights, strict=True)
-        ),
-        key=lambda member: member.id,
-    )
+    members = [
+        GroupMember(p.id, p.contact.addresses, w, float(bool(p.contact.addresses)))
+        for p, w in zip(peers, weights, strict=True)
+    ]
     terms = RoundTerms("", 7, b"lineage", numel, b"", codec, mean_codec_for(codec))
-    return Group(round_id.to_bytes(16, "big"), terms, tuple(members))
+    by_id = sorted(members, key=lambda member: member.id)
+    return Group(round_id.to_bytes(16, "big"), terms, tuple(by_id))
 
 
 def run_round(

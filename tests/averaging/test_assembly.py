@@ -14,7 +14,7 @@ from colab_swarm.averaging.group import Group, JoinEta, JoinRound, RoundRefused,
 from colab_swarm.averaging.matchmaking import PrefixRouter
 from colab_swarm.averaging.moshpit import QUICK, WINDOW_S, Assembly, WaitingPeer
 from colab_swarm.dht.service import DHT, DHTSettings, Found
-from colab_swarm.net.peers import Message, Peers
+from colab_swarm.net.peers import Peers
 from colab_swarm.sim import LAN, SimNetwork, run_virtual
 
 NAMES = ("alice", "bob", "carol", "dave")
@@ -39,9 +39,15 @@ class Place:
             await dht.bootstrap([self.peers[0].contact])
         return self
 
-    async def meet(self, index: int, *, after_s: float = 0.0, vote: int = 2, numel: int = 10) -> Group:
+    async def meet(self, index: int, *, after_s: float = 0.0) -> Group:
         await asyncio.sleep(after_s)
-        return await self.assemblies[index].meet(numel, SCHEMA, lambda peers: vote)
+        return await self.assemblies[index].meet(10, SCHEMA, lambda peers: 2 + index)
+
+    async def meet_all(self, count: int, *, apart_s: float = 0.0) -> Group:
+        """The one group of so many peers."""
+        groups = await asyncio.gather(*(self.meet(i, after_s=i * apart_s) for i in range(count)))
+        assert len(set(groups)) == 1 and len(groups[0].members) == count
+        return groups[0]
 
 
 def now() -> float:
@@ -50,28 +56,25 @@ def now() -> float:
 
 async def test_all_get_the_same_group_with_everyones_vote() -> None:
     place = await Place(4).open()
-    groups = await asyncio.gather(*(place.meet(i, after_s=i, vote=2 + i) for i in range(4)))
-    assert len(set(groups)) == 1
-    assert sorted(member.weight for member in groups[0].members) == [2, 3, 4, 5]
+    group = await place.meet_all(4, apart_s=1.0)
+    assert sorted(member.weight for member in group.members) == [2, 3, 4, 5]
     assert now() == pytest.approx(WINDOW_S, abs=0.5)
 
 
 async def test_those_of_the_last_meeting_begin_as_soon_as_all_are_back() -> None:
     place = await Place(3).open()
     for _ in range(5):
-        groups = await asyncio.gather(*(place.meet(i) for i in range(3)))
-        assert len(set(groups)) == 1 and len(groups[0].members) == 3
+        await place.meet_all(3)
     assert now() < WINDOW_S + 4 * 0.5
 
 
 async def test_a_peer_that_does_not_come_back_is_waited_for_once() -> None:
     place = await Place(3).open()
-    await asyncio.gather(*(place.meet(i) for i in range(3)))
+    await place.meet_all(3)
     place.network.now().crash("carol")
     began = now()
     for _ in range(3):
-        groups = await asyncio.gather(place.meet(0), place.meet(1))
-        assert {len(group.members) for group in groups} == {2}
+        await place.meet_all(2)
     assert now() - began < WINDOW_S + 3.0
     assert [fault.name for fault in place.network.fired] == ["crash"]
 
@@ -80,11 +83,8 @@ def test_the_organizer_may_die_when_the_others_come() -> None:
     async def main() -> None:
         place = await Place(4).open()
 
-        def joins(message: Message) -> bool:
-            return isinstance(message, JoinRound)
-
         for name in NAMES[1:3]:
-            place.network.when(joins, receiver=name).crash(name)
+            place.network.when(lambda m: isinstance(m, JoinRound), receiver=name).crash(name)
         meetings = [asyncio.create_task(place.meet(i)) for i in range(4)]
         await asyncio.wait(meetings, timeout=60)
         gone = {fault.arguments[0] for fault in place.network.fired}
@@ -101,11 +101,11 @@ def test_the_organizer_may_die_when_the_others_come() -> None:
 async def test_a_call_to_an_impossible_meeting_changes_nothing(step: int) -> None:
     place = await Place(3).open()
     terms = RoundTerms("run/meeting", step, LINEAGE, 10, SCHEMA)
-    meeting = asyncio.gather(place.meet(0), place.meet(1))
+    meeting = asyncio.create_task(place.meet_all(2))
     await asyncio.sleep(1)
     answer = await place.peers[2].call(place.peers[0].id, terms, JoinEta, timeout_s=5)
     assert answer == JoinEta(None)
-    assert {len(group.members) for group in await meeting} == {2}
+    await meeting
 
 
 class Garbage(DHT):
@@ -151,8 +151,7 @@ async def test_an_absurd_number_does_not_move_the_meeting() -> None:
     for number in (-1, 0, 1 << 60):
         record = WaitingPeer(number, mallory.contact.addresses)
         await place.dhts[2].store("run/meeting", record, subkey=mallory.id, ttl_s=60, signed=True)
-        groups = await asyncio.gather(place.meet(0), place.meet(1))
-        assert {len(group.members) for group in groups} == {2}
+        await place.meet_all(2)
 
 
 async def test_a_caller_is_expected_although_its_record_is_late() -> None:
@@ -168,8 +167,7 @@ async def test_a_caller_is_expected_although_its_record_is_late() -> None:
 
 async def test_a_group_of_a_fixed_size_is_formed_as_soon_as_all_wait_and_not_before() -> None:
     place = await Place(3, size=3).open()
-    groups = await asyncio.gather(*(place.meet(i, after_s=4.2 * WINDOW_S * i) for i in range(3)))
-    assert len(set(groups)) == 1 and len(groups[0].members) == 3
+    await place.meet_all(3, apart_s=4.2 * WINDOW_S)
     assert now() == pytest.approx(2 * 4.2 * WINDOW_S, abs=1.0)
 
 
@@ -186,10 +184,9 @@ async def test_the_record_of_a_dead_peer_does_not_stop_a_fixed_size() -> None:
     dead = asyncio.create_task(place.meet(2))
     await asyncio.sleep(1.0)
     place.network.now().crash("carol")
-    groups = await asyncio.gather(place.meet(0), place.meet(1))
+    await place.meet_all(2)
     dead.cancel()
     assert [fault.name for fault in place.network.fired] == ["crash"]
-    assert groups[0] == groups[1] and len(groups[0].members) == 2
     assert now() < 30.0
 
 

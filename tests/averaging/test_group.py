@@ -35,7 +35,8 @@ TICKET = Ticket(TERMS, 10.0)
 SETTINGS = GroupFormationSettings(window_s=2, slack_s=1, max_window_s=30, call_timeout_s=3)
 
 
-def gathering() -> GroupFormation:
+@pytest.fixture
+def g() -> GroupFormation:
     return GroupFormation(TERMS, now=100.0, settings=SETTINGS)
 
 
@@ -43,8 +44,7 @@ def contact(peer: PeerId) -> Contact:
     return Contact(peer, ("ws://somewhere",))
 
 
-def test_a_group_closes_when_all_accepted_peers_have_joined() -> None:
-    g = gathering()
+def test_a_group_closes_when_all_accepted_peers_have_joined(g: GroupFormation) -> None:
     g.expect(BOB, 103.0)
     assert g.closes_at() == 103.0
     g.on_coming(BOB, 5.0, now=101.0)
@@ -53,30 +53,24 @@ def test_a_group_closes_when_all_accepted_peers_have_joined() -> None:
     assert g.closes_at() == -math.inf
 
 
-def test_a_group_does_not_wait_for_declined_peers_and_gives_silent_ones_the_window() -> None:
-    g = gathering()
+def test_a_group_does_not_wait_for_declined_peers_and_gives_silent_ones_the_window(g: GroupFormation) -> None:
     g.expect(BOB, 103.0)
     g.on_declined(BOB)
     g.expect(CAROL, 102.0)
     assert g.closes_at() == 102.0
 
 
-@pytest.mark.parametrize("ready_in_s", [1e9, math.inf])
-def test_no_peer_is_waited_for_beyond_the_longest_window(ready_in_s: float) -> None:
-    g = gathering()
+@pytest.mark.parametrize(
+    ("ready_in_s", "closes_at"), [(1e9, 130.0), (math.inf, 130.0), (-5.0, 101.0), (math.nan, 101.0)]
+)
+def test_no_peer_is_waited_for_beyond_the_longest_window_and_an_invalid_time_counts_as_now(
+    g: GroupFormation, ready_in_s: float, closes_at: float
+) -> None:
     g.on_coming(BOB, ready_in_s, now=100.0)
-    assert g.closes_at() == 130.0
+    assert g.closes_at() == closes_at
 
 
-@pytest.mark.parametrize("ready_in_s", [-5.0, math.nan])
-def test_an_invalid_time_counts_as_now(ready_in_s: float) -> None:
-    g = gathering()
-    g.on_coming(BOB, ready_in_s, now=100.0)
-    assert g.closes_at() == 101.0
-
-
-def test_a_peer_that_joined_and_gave_up_is_no_member() -> None:
-    g = gathering()
+def test_a_peer_that_joined_and_gave_up_is_no_member(g: GroupFormation) -> None:
     for peer in (ALICE, BOB):
         g.on_join(TICKET, contact(peer))
     g.on_lost(BOB)
@@ -84,8 +78,8 @@ def test_a_peer_that_joined_and_gave_up_is_no_member() -> None:
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf, 1e9, 1e-300])
-def test_invalid_weights_are_refused(weight: float) -> None:
-    refusal = gathering().on_join(msgspec.structs.replace(TICKET, weight=weight), contact(ALICE))
+def test_invalid_weights_are_refused(g: GroupFormation, weight: float) -> None:
+    refusal = g.on_join(msgspec.structs.replace(TICKET, weight=weight), contact(ALICE))
     assert refusal is not None and refusal.reason == "invalid" and str(weight) in refusal.text
 
 
@@ -99,21 +93,22 @@ def test_invalid_weights_are_refused(weight: float) -> None:
         ({"codec": "int8"}, "invalid"),
     ],
 )
-def test_a_ticket_of_another_run_is_refused(change: dict[str, object], reason: str) -> None:
-    refusal = gathering().on_join(Ticket(msgspec.structs.replace(TERMS, **change), 10.0), contact(ALICE))
+def test_a_ticket_of_another_run_is_refused(
+    g: GroupFormation, change: dict[str, object], reason: str
+) -> None:
+    refusal = g.on_join(Ticket(msgspec.structs.replace(TERMS, **change), 10.0), contact(ALICE))
     assert refusal is not None and refusal.reason == reason
 
 
-def test_members_are_sorted_and_share_equally_unless_in_client_mode() -> None:
-    g = gathering()
+def test_members_are_sorted_and_share_equally_unless_in_client_mode(g: GroupFormation) -> None:
     for peer, reduces in ((CAROL, True), (ALICE, True), (BOB, False)):
         g.on_join(msgspec.structs.replace(TICKET, reduces=reduces), contact(peer))
     group = g.form(bytes(16), equal_shares)
     assert [(member.id, member.share) for member in group.members] == [(ALICE, 1), (BOB, 0), (CAROL, 1)]
 
 
-def test_a_client_alone_reduces_for_itself_but_two_clients_are_no_group() -> None:
-    g, ticket = gathering(), msgspec.structs.replace(TICKET, reduces=False)
+def test_a_client_alone_reduces_for_itself_but_two_clients_are_no_group(g: GroupFormation) -> None:
+    ticket = msgspec.structs.replace(TICKET, reduces=False)
     g.on_join(ticket, contact(ALICE))
     assert g.form(bytes(16), equal_shares).members[0].share == 1.0
     g.on_join(ticket, contact(BOB))
@@ -158,8 +153,7 @@ def test_terms_out_of_range_cannot_be_decoded(change: dict[str, object]) -> None
             msgspec.msgpack.decode(msgspec.msgpack.encode(wire), type=kind)
 
 
-def test_an_assistant_reduces_for_several_trainers_but_not_for_one() -> None:
-    g = gathering()
+def test_an_assistant_reduces_for_several_trainers_but_not_for_one(g: GroupFormation) -> None:
     g.on_join(msgspec.structs.replace(TICKET, weight=0.0, assists=True), contact(CAROL))
     with pytest.raises(ValueError, match="no trainer has joined"):
         g.form(bytes(16), equal_shares)
@@ -169,8 +163,7 @@ def test_an_assistant_reduces_for_several_trainers_but_not_for_one() -> None:
     assert [member.share for member in g.form(bytes(16), equal_shares).members] == [0, 0, 1]
 
 
-def test_a_group_has_the_forecast_and_explanation_of_its_strategy() -> None:
-    g = gathering()
+def test_a_group_has_the_forecast_and_explanation_of_its_strategy(g: GroupFormation) -> None:
     for peer, rate_bps in ((ALICE, 1e6), (BOB, 1e6), (CAROL, 1e7)):
         ticket = msgspec.structs.replace(TICKET, upload_bps=rate_bps, download_bps=rate_bps)
         g.on_join(ticket, contact(peer))
@@ -204,15 +197,12 @@ def test_spans_tile_the_vector_and_idle_members_get_none(numel: int, shares: lis
     assert all(span.numel >= 0 for span in spans)
 
 
-def test_equal_shares_give_equal_spans() -> None:
+def test_equal_shares_give_equal_spans_and_senseless_ones_are_named() -> None:
     assert plan_spans(10, [1, 1]) == [Span(0, 5), Span(5, 10)]
     assert plan_spans(9, [1, 0, 2]) == [Span(0, 3), Span(3, 3), Span(3, 9)]
-
-
-@pytest.mark.parametrize("shares", [[], [0, 0], [1, -1], [float("nan")], [float("inf")]])
-def test_senseless_shares_are_named(shares: list[float]) -> None:
-    with pytest.raises(ValueError, match="shares must be >= 0"):
-        plan_spans(10, shares)
+    for shares in ([], [0, 0], [1, -1], [math.nan], [math.inf]):
+        with pytest.raises(ValueError, match="shares must be >= 0"):
+            plan_spans(10, shares)
 
 
 @given(st.integers(0, 1000), st.integers(0, 200_000), names, names)

@@ -34,17 +34,12 @@ def ticket_of(**change: object) -> Ticket:
 
 
 class Trainer:
-    """A peer with a matchmaker.
-
-    Attributes:
-        ready_in_s: what it answers when called.
-        followed: whether the swarm follows the groups that it had.
-    """
+    """A peer with a matchmaker; ``followed``: whether the swarm follows the groups that it had."""
 
     def __init__(self, peers: SimPeers) -> None:
         self.peers = peers
         self.candidates: list[PeerId] = []
-        self.ready_in_s: float | None = 0.0
+        self.ready_in_s: float | None = 0.0  # what it answers when called
         self.ticket = TICKET
         self.followed = True
         self.matchmaker = Matchmaker(
@@ -88,16 +83,23 @@ def answered(message: Message) -> bool:
     return isinstance(message, Joined)
 
 
-def refused(outcome: object) -> str:
-    assert isinstance(outcome, RoundRefused), outcome
-    return outcome.reason
+async def refusal(joining: Awaitable[Group]) -> str:
+    with pytest.raises(RoundRefused) as caught:
+        await joining
+    return caught.value.reason
+
+
+async def one_group(*joining: Awaitable[Group], size: int) -> Group:
+    """The group of all these, which has so many members."""
+    groups = await asyncio.gather(*joining)
+    assert len(set(groups)) == 1 and len(groups[0].members) == size
+    return groups[0]
 
 
 async def test_all_who_join_get_the_same_group_with_weights_and_addresses() -> None:
     town = Town(4)
-    groups = await asyncio.gather(*(trainer.join() for trainer in town.trainers))
-    assert len(set(groups)) == 1 and len(groups[0].members) == 4
-    assert all(m.weight == 10.0 and m.share == 1.0 and m.addresses for m in groups[0].members)
+    group = await one_group(*(trainer.join() for trainer in town.trainers), size=4)
+    assert all(m.weight == 10.0 and m.share == 1.0 and m.addresses for m in group.members)
     organizer, *others = town.trainers
     assert organizer.matchmaker.likely(8, b"") == {other.peers.id for other in others}
     assert organizer.matchmaker.likely(9, b"") == set()
@@ -109,18 +111,16 @@ async def test_the_organizer_calls_the_others_and_waits_as_long_as_they_said() -
     late = town.trainers[2]
     late.ready_in_s = 8.0
     early = [trainer.join() for trainer in town.trainers if trainer is not late]
-    groups = await asyncio.gather(*early, late.join(after_s=7.9))
-    assert len(set(groups)) == 1 and len(groups[0].members) == 4
+    await one_group(*early, late.join(after_s=7.9), size=4)
 
 
 async def test_a_late_peer_learns_that_the_group_was_formed() -> None:
     town = Town(4)
     late = town.trainers[2]
     late.ready_in_s = None
-    *groups, outcome = await asyncio.gather(
-        *(t.join() for t in town.trainers if t is not late), late.join(after_s=5), return_exceptions=True
-    )
-    assert refused(outcome) == "late" and {len(group.members) for group in groups} == {3}
+    early = [trainer.join() for trainer in town.trainers if trainer is not late]
+    _, reason = await asyncio.gather(one_group(*early, size=3), refusal(late.join(after_s=5)))
+    assert reason == "late"
 
 
 async def test_a_run_that_returns_to_a_step_forgets_its_group_in_the_end() -> None:
@@ -130,8 +130,7 @@ async def test_a_run_that_returns_to_a_step_forgets_its_group_in_the_end() -> No
     keeper.ready_in_s = None  # it has a group in mind, but does not come again
     town.network.now().crash(asked.peers.name)
     joiner.candidates = [keeper.peers.id]
-    outcome = await asyncio.gather(joiner.join(), return_exceptions=True)
-    assert refused(outcome[0]) == "late"
+    assert await refusal(joiner.join()) == "late"
     group = await joiner.join(after_s=REMEMBERED_S)
     assert [member.id for member in group.members] == [joiner.peers.id]
 
@@ -151,15 +150,13 @@ async def test_a_group_that_the_swarm_did_not_follow_stops_no_peer_and_does_not_
     alone = town.trainers[first]
     others = [trainer for trainer in town.trainers if trainer is not alone]
     old = await go_on_alone(alone)
-    late = await asyncio.gather(*(other.join() for other in others), return_exceptions=True)
-    assert set(map(refused, late)) == {"late"}  # its round may continue
+    reasons = await asyncio.gather(*(refusal(other.join()) for other in others))
+    assert set(reasons) == {"late"}  # its round may continue
     alone.followed = False
-    groups = await asyncio.gather(*(other.join() for other in others))
-    assert len(set(groups)) == 1 and len(groups[0].members) == 2
+    await one_group(*(other.join() for other in others), size=2)
     alone.ticket = TICKET  # it has caught up, and takes the step once more
     alone.matchmaker.forget(*TERMS.key)
-    again = await asyncio.gather(*(t.join() for t in town.trainers))
-    assert len(set(again)) == 1 and len(again[0].members) == 3 and old not in again
+    assert await one_group(*(t.join() for t in town.trainers), size=3) != old
 
 
 async def test_no_peer_passes_on_a_group_of_others() -> None:
@@ -167,10 +164,9 @@ async def test_no_peer_passes_on_a_group_of_others() -> None:
     alone, *others = town.trainers
     await go_on_alone(alone)
     for other in others:  # each hears of the group
-        assert refused((await asyncio.gather(other.join(), return_exceptions=True))[0]) == "late"
+        assert await refusal(other.join()) == "late"
     town.network.now().crash(alone.peers.name)
-    groups = await asyncio.gather(*(other.join() for other in others))
-    assert len(set(groups)) == 1 and len(groups[0].members) == 2
+    await one_group(*(other.join() for other in others), size=2)
 
 
 async def test_an_accepted_peer_that_died_is_not_waited_for() -> None:
@@ -178,9 +174,8 @@ async def test_an_accepted_peer_that_died_is_not_waited_for() -> None:
     dying = town.trainers[2]
     dying.ready_in_s = 50.0
     town.network.at(1.0).crash(dying.peers.name)
-    groups = await asyncio.gather(*(t.join() for t in town.trainers if t is not dying))
+    await one_group(*(t.join() for t in town.trainers if t is not dying), size=3)
     assert [fault.name for fault in town.network.fired] == ["crash"]
-    assert len(set(groups)) == 1 and len(groups[0].members) == 3
     assert asyncio.get_running_loop().time() < 3.0
 
 
@@ -188,14 +183,8 @@ async def test_a_client_mode_peer_joins_and_reduces_nothing() -> None:
     town = Town(3, clients=1)
     for trainer in town.trainers:
         trainer.ticket = msgspec.structs.replace(TICKET, reduces=bool(trainer.peers.contact.addresses))
-    groups = await asyncio.gather(*(trainer.join() for trainer in town.trainers))
-    assert len(set(groups)) == 1
-    assert sorted(member.share for member in groups[0].members) == [0, 1, 1]
-
-
-@pytest.mark.parametrize("clients", [0, 1])
-async def test_alone_a_peer_is_its_own_group(clients: int) -> None:
-    assert len((await Town(1, clients=clients).trainers[0].join()).members) == 1
+    group = await one_group(*(trainer.join() for trainer in town.trainers), size=3)
+    assert sorted(member.share for member in group.members) == [0, 1, 1]
 
 
 async def test_an_organizer_that_sends_an_invalid_group_is_left_out_for_half_an_hour() -> None:
@@ -211,25 +200,18 @@ async def test_an_organizer_that_sends_an_invalid_group_is_left_out_for_half_an_
     liar.peers.serve(JoinRound, answer)
     for wait_s, asks in ((0.0, True), (0.9 * SKIPPED_S, False), (0.2 * SKIPPED_S, True)):
         asked.clear()
-        groups = await asyncio.gather(*(trainer.join(after_s=wait_s) for trainer in honest))
-        assert bool(asked) is asks and groups[0] == groups[1] and len(groups[0].members) == 2
+        await one_group(*(trainer.join(after_s=wait_s) for trainer in honest), size=2)
+        assert bool(asked) is asks
 
 
-async def test_a_dead_organizer_is_passed_over() -> None:
+@pytest.mark.parametrize("nth", [0, 1, 2, 3])
+async def test_an_organizer_may_vanish_before_or_while_peers_join(nth: int) -> None:
     town = Town(4)
     first, *others = town.trainers
-    town.network.now().crash(first.peers.name)
-    groups = await asyncio.gather(*(trainer.join() for trainer in others))
-    assert town.network.fired and len(set(groups)) == 1 and len(groups[0].members) == 3
-
-
-@pytest.mark.parametrize("nth", [1, 2, 3])
-async def test_an_organizer_may_vanish_while_peers_join(nth: int) -> None:
-    town = Town(4)
-    first, *others = town.trainers
-    town.network.when(joined, receiver=first.peers.name, nth=nth).crash(first.peers.name)
-    groups = await asyncio.gather(*(trainer.join() for trainer in others))
-    assert len(town.network.fired) == 1 and len(set(groups)) == 1 and len(groups[0].members) == 3
+    network, name = town.network, first.peers.name
+    (network.when(joined, receiver=name, nth=nth) if nth else network.now()).crash(name)
+    await one_group(*(trainer.join() for trainer in others), size=3)
+    assert len(town.network.fired) == 1
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
@@ -238,9 +220,8 @@ async def test_a_group_survives_the_organizer_that_vanishes_while_handing_it_out
     first, *_others = town.trainers
     town.network.when(answered, sender=first.peers.name, nth=nth).crash(first.peers.name)
     going = [asyncio.create_task(trainer.join()) for trainer in town.trainers]
-    groups = await asyncio.gather(*going[1:])
-    assert len(town.network.fired) == 1 and len(set(groups)) == 1
-    assert len(groups[0].members) == (3 if nth == 1 else 4)
+    await one_group(*going[1:], size=3 if nth == 1 else 4)
+    assert len(town.network.fired) == 1
     going[0].cancel()
 
 
@@ -249,16 +230,14 @@ async def test_peers_that_know_different_candidates_still_form_one_group() -> No
     _first, second, third, fourth = town.trainers
     fourth.candidates = [third.peers.id, fourth.peers.id]
     third.candidates = [second.peers.id, third.peers.id, fourth.peers.id]
-    groups = await asyncio.gather(*(trainer.join() for trainer in town.trainers))
-    assert len(set(groups)) == 1 and len(groups[0].members) == 4
+    await one_group(*(trainer.join() for trainer in town.trainers), size=4)
 
 
 async def test_an_organizer_that_will_not_come_leaves_the_round_to_the_next() -> None:
     town = Town(4)
     first, *others = town.trainers
     first.ready_in_s = None
-    groups = await asyncio.gather(*(trainer.join() for trainer in others))
-    assert len(set(groups)) == 1 and len(groups[0].members) == 3
+    await one_group(*(trainer.join() for trainer in others), size=3)
 
 
 async def test_a_ticket_of_another_lineage_is_sent_to_resync() -> None:
@@ -266,22 +245,22 @@ async def test_a_ticket_of_another_lineage_is_sent_to_resync() -> None:
     first, second, stray = town.trainers
     second.ready_in_s = 3.0
     stray.ticket = ticket_of(lineage=b"stray")
-    outcomes = await asyncio.gather(
-        first.join(), second.join(after_s=3), stray.join(after_s=1), return_exceptions=True
-    )
-    assert refused(outcomes[2]) == "resync" and outcomes[0] == outcomes[1]
+    joining = one_group(first.join(), second.join(after_s=3), size=2)
+    _, reason = await asyncio.gather(joining, refusal(stray.join(after_s=1)))
+    assert reason == "resync"
 
 
 async def test_a_retry_by_a_member_gets_the_same_group() -> None:
     town = Town(3)
-    groups = await asyncio.gather(*(trainer.join() for trainer in town.trainers))
-    assert await town.trainers[1].join(after_s=1) == groups[1]
+    group = await one_group(*(trainer.join() for trainer in town.trainers), size=3)
+    assert await town.trainers[1].join(after_s=1) == group
 
 
-async def test_alone_asking_again_gives_another_round() -> None:
-    town = Town(1)
-    first, second = await town.trainers[0].join(), await town.trainers[0].join(after_s=1)
-    assert first.round_id != second.round_id and len(second.members) == 1
+@pytest.mark.parametrize("clients", [0, 1])
+async def test_alone_a_peer_is_its_own_group_and_asking_again_gives_another_round(clients: int) -> None:
+    (alone,) = Town(1, clients=clients).trainers
+    first, second = await alone.join(), await alone.join(after_s=1)
+    assert first.round_id != second.round_id and len(first.members) == len(second.members) == 1
 
 
 async def test_a_peer_that_gives_up_waiting_is_left_out() -> None:
@@ -289,9 +268,8 @@ async def test_a_peer_that_gives_up_waiting_is_left_out() -> None:
     first, second, third = town.trainers
     third.ready_in_s = 6.0
     impatient = asyncio.create_task(second.join(timeout_s=2.0))
-    groups = await asyncio.gather(first.join(), third.join(after_s=5.9))
-    assert refused((await asyncio.gather(impatient, return_exceptions=True))[0]) == "unreachable"
-    assert [len(group.members) for group in groups] == [2, 2]
+    await one_group(first.join(), third.join(after_s=5.9), size=2)
+    assert await refusal(impatient) == "unreachable"
 
 
 async def test_a_call_for_another_lineage_or_step_is_declined_and_one_for_another_prefix_refused() -> None:
@@ -327,9 +305,8 @@ async def test_an_organizer_that_keeps_refusing_is_left_out(reason: RefusalReaso
         raise AssertionError("refused indefinitely")
 
     refusals: list[RoundRefused] = []
-    groups = await asyncio.gather(*map(insist, honest))
-    assert refusals and {len(group.members) for group in groups} == {2}
-    assert 60 <= asyncio.get_running_loop().time() < 70
+    await one_group(*map(insist, honest), size=2)
+    assert refusals and 60 <= asyncio.get_running_loop().time() < 70
 
 
 async def test_refusing_each_step_once_is_honest() -> None:
@@ -344,8 +321,9 @@ async def test_contributing_needs_the_role_of_a_worker() -> None:
     town = Town(2)
     first, second = town.trainers
     second.peers.role = Role.REDUCER
-    outcomes = await asyncio.gather(second.join(), return_exceptions=True)
-    assert refused(outcomes[0]) == "invalid" and "only a worker" in str(outcomes[0])
+    with pytest.raises(RoundRefused, match="only a worker") as caught:
+        await second.join()
+    assert caught.value.reason == "invalid"
     second.ticket = msgspec.structs.replace(TICKET, weight=0.0)
     joining = asyncio.create_task(second.join())
     await asyncio.sleep(0.01)
@@ -359,9 +337,6 @@ async def test_a_client_without_its_only_organizer_continues_alone_after_a_while
     group = await client.join()
     assert town.network.fired and len(group.members) == 1
     assert 2 < asyncio.get_running_loop().time() < 4  # the window is 2 s
-
-
-# --- one peer with several collaborations ---
 
 
 class Ask(Message, frozen=True):
@@ -391,7 +366,9 @@ def meet() -> tuple[PrefixRouter, Callable[[str], Awaitable[str]], SimPeers]:
     return PrefixRouter(alice), ask, bob
 
 
-async def test_a_call_reaches_the_collaboration_that_it_names() -> None:
+async def test_a_call_reaches_the_collaboration_that_it_names_and_the_last_to_close_ends_the_service() -> (
+    None
+):
     router, ask, _bob = meet()
     for name in ("one", "two"):
         router.serve(name, Ask, answering(name), Role.VIEWER)
@@ -400,6 +377,11 @@ async def test_a_call_reaches_the_collaboration_that_it_names() -> None:
         await ask("three")
     with pytest.raises(ValueError, match="'one' already"):
         router.serve("one", Ask, answering("again"), Role.VIEWER)
+    router.unserve("one", Ask)
+    assert await ask("two") == "two"
+    router.unserve("two", Ask)
+    with pytest.raises(CallRefused, match="not served here"):
+        await ask("two")
 
 
 async def test_a_stream_reaches_the_collaboration_that_it_names() -> None:
@@ -416,40 +398,19 @@ async def test_a_stream_reaches_the_collaboration_that_it_names() -> None:
         await stray.receive(Answer)
 
 
-async def test_the_last_collaboration_to_close_ends_the_service() -> None:
-    router, ask, _bob = meet()
-    for name in ("one", "two"):
-        router.serve(name, Ask, answering(name), Role.VIEWER)
-    router.unserve("one", Ask)
-    assert await ask("two") == "two"
-    router.unserve("two", Ask)
-    with pytest.raises(CallRefused, match="not served here"):
-        await ask("two")
-
-
-class Default:
-    """Serves the collaborations that the peer does not serve itself."""
-
-    def __init__(self, router: PrefixRouter) -> None:
-        self.router = router
-
-    def enter(self, prefix: str) -> None:
-        if prefix != "unwanted":
-            self.router.serve(prefix, Ask, answering("the assistant"), Role.VIEWER)
-
-    def leave(self, prefix: str) -> None:
-        self.router.unserve(prefix, Ask)
-
-
 async def test_an_assistant_serves_the_other_collaborations_until_the_peer_reserves_one() -> None:
     router, ask, _bob = meet()
     router.serve("own", Ask, answering("own"), Role.VIEWER)
-    default = Default(router)
-    router.assist(default.enter, default.leave)
+
+    def enter(prefix: str) -> None:
+        if prefix != "unwanted":
+            router.serve(prefix, Ask, answering("the assistant"), Role.VIEWER)
+
+    router.assist(enter, lambda prefix: router.unserve(prefix, Ask))
     assert [await ask("own"), await ask("other")] == ["own", "the assistant"]
     with pytest.raises(CallRefused, match="no part"):
         await ask("unwanted")
     with pytest.raises(ValueError, match="assists already"):
-        router.assist(default.enter, default.leave)
+        router.assist(enter, enter)
     router.serve("other", Ask, answering("the owner"), Role.VIEWER)
     assert await ask("other") == "the owner"

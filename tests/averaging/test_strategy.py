@@ -54,41 +54,38 @@ def simple_plans(of: AveragingSetup) -> list[SharePlan]:
     return [plan_round(of, everyone(of), shares) for shares in (equal, *servers)]
 
 
-# --- the cases that the paper lists ---------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("peers", "shares", "averaging_s", "explanation"),
+    [
+        (
+            [peer(1)] * 4,
+            [0.25] * 4,
+            1.5,
+            "4 of 4 peers reduce equal shares because all finish together (8 Mbit/s)",
+        ),
+        ([*[peer(1)] * 4, assistant(100)], [0, 0, 0, 0, 1], 1.0, "1 of 5 peers reduces 100% because "),
+        ([peer(1)] * 2, [0.5] * 2, 1.0, "2 of 2 peers reduce equal shares"),
+    ],
+    ids=["all-reduce", "parameter server", "gossip"],
+)
+def test_the_special_cases_of_the_paper_are_recovered(
+    peers: list[Capacity], shares: list[float], averaging_s: float, explanation: str
+) -> None:
+    found = plan(setup(*peers))
+    assert found.shares == pytest.approx(shares) and found.averaging_s == pytest.approx(averaging_s)
+    assert found.computes == tuple(one.samples_per_s > 0 for one in peers)
+    assert found.explanation.startswith(explanation)
 
 
-def test_a_homogeneous_collaboration_recovers_all_reduce() -> None:
-    found = plan(setup(*[peer(1)] * 4))
-    assert found.computes == (True,) * 4 and found.shares == pytest.approx([0.25] * 4)
-    assert found.averaging_s == pytest.approx(2 * 3 / 4)
-    assert found.explanation == "4 of 4 peers reduce equal shares because all finish together (8 Mbit/s)"
-
-
-def test_one_very_fast_peer_without_accelerator_recovers_the_parameter_server() -> None:
-    found = plan(setup(*[peer(1)] * 4, assistant(100)))
-    assert found.computes == (True,) * 4 + (False,)
-    assert found.shares == pytest.approx([0, 0, 0, 0, 1]) and found.averaging_s == pytest.approx(1)
-    assert found.explanation.startswith("1 of 5 peers reduces 100% because")
-
-
-def test_equal_peers_without_accelerators_recover_byteps() -> None:
+def test_equal_peers_without_accelerators_recover_byteps_and_too_few_of_them_share_with_the_trainers() -> (
+    None
+):
     found = plan(setup(*[peer(1)] * 4, *[assistant(1)] * 4))
-    trainers, assistants = found.shares[:4], found.shares[4:]
     # BytePS: with as many assistants as trainers a trainer only sends and receives the vector once.
-    assert assistants == pytest.approx([0.25] * 4, abs=1e-5) and max(trainers) < 1e-5
+    assert found.shares == pytest.approx([0.0] * 4 + [0.25] * 4, abs=1e-5)
     assert found.averaging_s == pytest.approx(1)
-
-
-def test_too_few_assistants_share_the_work_with_the_trainers() -> None:
-    found = plan(setup(*[peer(1)] * 4, *[assistant(1)] * 2))
-    trainers, assistants = found.shares[:4], found.shares[4:]
-    assert min(assistants) > max(trainers) > 0
-    assert 1 < found.averaging_s < 1.5
-
-
-def test_a_group_of_two_exchanges_halves_as_gossip_does() -> None:
-    found = plan(setup(peer(1), peer(1)))
-    assert found.shares == pytest.approx([0.5, 0.5]) and found.averaging_s == pytest.approx(1)
+    fewer = plan(setup(*[peer(1)] * 4, *[assistant(1)] * 2))
+    assert min(fewer.shares[4:]) > max(fewer.shares[:4]) > 0 and 1 < fewer.averaging_s < 1.5
 
 
 def test_fast_servers_among_slow_peers_reduce_everything() -> None:
@@ -99,21 +96,14 @@ def test_fast_servers_among_slow_peers_reduce_everything() -> None:
     )
 
 
-# --- who computes ---------------------------------------------------------------------------------------------------
-
-
-def test_all_compute_while_gradients_are_the_slower_part() -> None:
-    assert all(plan(setup(*[peer(1)] * 3, batch=1000)).computes)
-
-
 def test_a_peer_of_little_use_leaves_the_computing_to_others_where_averaging_is_the_slower_part() -> None:
+    assert all(plan(setup(*[peer(1)] * 3, batch=1000)).computes)  # gradients are
     slow = Capacity(0.1, upload_bps=0.8e6, download_bps=80e6)
     crowd = setup(*[peer(10, 100)] * 3, slow, batch=45)
     found = plan(crowd)
     assert found.computes == (True, True, True, False) and found.shares[3] < 0.01
-    assert (
-        found.steps_per_s > 3 * plan_round(setup(*[peer(10, 100)] * 3, slow, batch=1), range(4)).steps_per_s
-    )
+    with_all = plan_round(setup(*[peer(10, 100)] * 3, slow, batch=1), range(4))
+    assert found.steps_per_s > 3 * with_all.steps_per_s
 
 
 @pytest.mark.slow
@@ -127,9 +117,6 @@ def test_the_chosen_peers_are_nearly_as_good_as_the_best_of_all_subsets() -> Non
         best = max(plan_round(of, subset).steps_per_s for subset in subsets)
         reached.append(plan(of).steps_per_s / best)
     assert statistics.mean(reached) > 0.98 and sum(share > 0.999 for share in reached) > 0.94 * 200
-
-
-# --- optimality -----------------------------------------------------------------------------------------------------
 
 
 def random_setup(rng: random.Random, *, most: int = 24) -> AveragingSetup:
@@ -161,9 +148,8 @@ def test_no_plan_is_slower_than_equal_parts_or_any_parameter_server(plans: int) 
 def test_bisection_and_highs_find_the_same_time(seed: int) -> None:
     of = random_setup(random.Random(seed), most=10)
     unlimited = {(i, j): 1e15 for i in range(len(of.peers)) for j in range(len(of.peers))}
-    by_highs = plan_round(
-        AveragingSetup(of.peers, of.contribution_bytes, of.mean_bytes, 1, unlimited), everyone(of)
-    )
+    with_pairs = AveragingSetup(of.peers, of.contribution_bytes, of.mean_bytes, 1, unlimited)
+    by_highs = plan_round(with_pairs, everyone(of))
     ours = plan_round(of, everyone(of))
     assert ours.averaging_s == pytest.approx(by_highs.averaging_s, rel=1e-5)
     assert sum(ours.shares) == pytest.approx(1) and min(ours.shares) >= 0
@@ -225,9 +211,6 @@ def test_64_peers_are_planned_in_50_ms() -> None:
     assert statistics.median(took) < 0.05
 
 
-# --- what cannot be planned -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("peers", "words"),
     [
@@ -245,9 +228,6 @@ def test_an_impossible_setup_is_named(peers: tuple[Capacity, ...], words: str) -
 def test_a_peer_alone_averages_nothing() -> None:
     found = plan(setup(peer(1, 5.0), batch=10))
     assert found.averaging_s == 0 and found.steps_per_s == 0.5
-
-
-# --- live -----------------------------------------------------------------------------------------------------------
 
 
 def ticket(bps: float | None, *, weight: float = 10.0, reduces: bool = True, assists: bool = False) -> Ticket:
@@ -268,22 +248,16 @@ def test_measured_bandwidths_decide_the_shares_and_the_prediction() -> None:
     assert found.explanation.startswith("2 of 6 peers reduce")
 
 
-def test_shares_stay_equal_where_little_can_be_saved() -> None:
+def test_shares_stay_equal_where_little_can_be_saved_and_the_median_replaces_an_unknown_bandwidth() -> None:
     found = adaptive_shares([ticket(8e6), ticket(8.4e6), ticket(7.8e6)])
     assert found.shares == pytest.approx([1 / 3] * 3) and found.averaging_s > 0
-
-
-def test_an_unknown_bandwidth_counts_as_the_median_of_the_known() -> None:
     found = adaptive_shares([ticket(None), ticket(8e6), ticket(8e6), ticket(0.8e6)])
     assert found.shares[0] == found.shares[1] > found.shares[3]
 
 
-def test_an_assistant_sends_no_contribution_and_wants_no_mean() -> None:
+def test_an_assistant_has_no_contribution_wants_no_mean_and_gets_load_although_it_had_none() -> None:
     found = adaptive_shares([ticket(8e6, reduces=False)] * 3 + [ticket(80e6, weight=0, assists=True)])
     assert found.shares == (0, 0, 0, 1) and found.averaging_s == pytest.approx(1.0)
-
-
-def test_an_assistant_without_load_so_far_gets_load() -> None:
     found = adaptive_shares([ticket(8e6)] * 3 + [ticket(1e4, weight=0, assists=True)])
     assert found.shares[3] >= found.shares[0]
 
@@ -295,6 +269,8 @@ def test_a_liar_slows_a_round_no_more_than_the_cap(claim: float) -> None:
     truth = setup(*[peer(1)] * 8)
     slowed = plan_round(truth, range(8), shares).averaging_s / plan_round(truth, range(8)).averaging_s
     assert slowed < CLAIM_CAP
+    assert believed([1e12, 8e6]) == [CLAIM_CAP * 8e6, 8e6]  # one of two does not make the median
+    assert believed([None, 0.0]) == [None, None]
 
 
 @given(st.lists(st.none() | st.floats(), min_size=1, max_size=8))
@@ -303,11 +279,6 @@ def test_any_claims_give_valid_shares(claims: list[float | None]) -> None:
     assert len(found.shares) == len(claims) and 0 < sum(found.shares) < math.inf
     assert all(share >= 0 for share in found.shares)
     assert found.explanation.isprintable()
-
-
-def test_one_liar_of_two_does_not_make_the_median() -> None:
-    assert believed([1e12, 8e6]) == [CLAIM_CAP * 8e6, 8e6]
-    assert believed([None, 0.0]) == [None, None]
 
 
 def loads(shares: Sequence[float]) -> list[float]:
@@ -324,8 +295,7 @@ def test_equals_whose_lines_are_never_full_do_not_talk_themselves_into_unequal_s
         tickets = [ticket(rate) for rate in rates]
         decided = strategy(tickets) if learns else adaptive_shares(tickets)
         carried = loads(decided.shares)
-        seconds = max(carried)
-        taken.append(seconds)
+        taken.append(seconds := max(carried))
         rates = [max(0.98 * rate, 8e6 * load / seconds) for rate, load in zip(rates, carried, strict=True)]
         if learns:
             strategy.on_round(decided.shares, decided.averaging_s, seconds)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from colab_swarm.backbone.backbone import Backbone
 from colab_swarm.backbone.config import CollaborationFile, Dashboard, RunFile
+from colab_swarm.backbone.keeper import Keeper
+from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
 from tests.training.toy import join_training, loss_of, model
 
@@ -14,7 +16,6 @@ PREFIX = "simulation-0/model"
 
 
 def file(folder: Path, **settings: object) -> RunFile:
-    """The contents of a ``run.toml``."""
     kept = CollaborationFile(**{"every_steps": 5, **settings})  # type: ignore[arg-type]
     return RunFile(
         name="simulation", folder=str(folder), dashboard=Dashboard(enabled=False), collaborations=(kept,)
@@ -28,14 +29,24 @@ class Scene:
         self.file = file(folder, **settings)
         self.backbone: Backbone | None = None
 
-    def keep(self, swarm: Swarm, seconds: float) -> Backbone:
-        return swarm.runtime.call(self._keep(swarm, seconds))
+    @property
+    def keeper(self) -> Keeper:
+        assert self.backbone is not None
+        return self.backbone.keepers[PREFIX]
 
-    async def _keep(self, swarm: Swarm, seconds: float) -> Backbone:
-        self.backbone = Backbone(swarm, self.file)
-        await self.backbone.start()
-        await asyncio.sleep(seconds)
-        return self.backbone
+    def run(self, sim: Simulation, seconds: float, **steps: int) -> dict[str, tuple[int, int, bytes]]:
+        """Alice is the backbone for so many seconds; each other trains up to its global step."""
+
+        async def keep(swarm: Swarm) -> None:
+            self.backbone = Backbone(swarm, self.file)
+            await self.backbone.start()
+            await asyncio.sleep(seconds)
+
+        return sim.run(
+            lambda swarm: (
+                train(swarm, steps[swarm.name]) if swarm.name in steps else swarm.runtime.call(keep(swarm))
+            )
+        )
 
 
 def train(swarm: Swarm, steps: int) -> tuple[int, int, bytes]:

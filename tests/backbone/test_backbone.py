@@ -10,7 +10,7 @@ import colab_swarm as cs
 from colab_swarm.backbone.keeper import Vault, read_losses
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.state import CheckpointFolder
-from tests.backbone.run import PREFIX, Scene, train
+from tests.backbone.run import Scene
 from tests.training.toy import join_training, loss_of, model, parameters_of
 
 pytestmark = pytest.mark.slow
@@ -21,10 +21,8 @@ def test_checkpoints_are_saved_while_others_train_and_a_trainer_continues_from_t
     with cs.simulate(1, seed=1) as sim:
         sim.join("bob")
         sim.join("carol")
-        sim.run(lambda swarm: scene.keep(swarm, 60) and None if swarm.name == "alice" else train(swarm, 24))
-    assert scene.backbone is not None
-    keeper = scene.backbone.keepers[PREFIX]
-    steps = [kept.step for kept in keeper.vault.checkpoints]
+        scene.run(sim, 60, bob=24, carol=24)
+    steps = [kept.step for kept in scene.keeper.vault.checkpoints]
     assert len(steps) == 2 and steps[0] >= 10 and steps[1] - steps[0] >= 5
     with cs.simulate(1, seed=2) as sim:
         resumed = sim.run(lambda swarm: resume(swarm, tmp_path / "model"))
@@ -50,13 +48,7 @@ def test_a_run_outlives_all_its_trainers(tmp_path: Path, listen: bool) -> None:
         sim.network.at(40.0).crash("bob")
         sim.join("carol", at=60.0, listen=listen)
         sim.join("dave", at=61.0, listen=listen)
-        results = sim.run(
-            lambda swarm: (
-                scene.keep(swarm, 200) and None
-                if swarm.name == "alice"
-                else train(swarm, 10_000 if swarm.name == "bob" else 60)
-            )
-        )
+        results = scene.run(sim, 200, bob=10_000, carol=60, dave=60)
         assert [fault.name for fault in sim.network.fired] == ["crash"]
     assert results["carol"][0] >= 5  # from the backbone's checkpoint, not from step 0
     assert results["carol"][1:] == results["dave"][1:]
@@ -66,9 +58,9 @@ def test_the_backbone_stands_in_only_while_nobody_trains(tmp_path: Path) -> None
     scene = Scene(tmp_path)
     with cs.simulate(1, seed=4) as sim:
         sim.join("bob")
-        sim.run(lambda swarm: scene.keep(swarm, 30) and None if swarm.name == "alice" else train(swarm, 12))
-        keeper = scene.backbone and scene.backbone.keepers[PREFIX]
-        assert keeper and keeper.standing_in is None  # bob's optimizer is still there
+        scene.run(sim, 30, bob=12)
+        keeper = scene.keeper
+        assert keeper.standing_in is None  # bob's optimizer is still there
         sim.network.now().crash("bob")
         sim.run(lambda swarm: swarm.runtime.call(keeper.look()))
         assert keeper.trainers == {}
@@ -79,16 +71,14 @@ def test_the_previous_file_is_served_if_the_newest_is_damaged(tmp_path: Path) ->
     scene = Scene(tmp_path)
     with cs.simulate(1, seed=6) as sim:
         sim.join("bob")
-        sim.run(lambda swarm: scene.keep(swarm, 30) and None if swarm.name == "alice" else train(swarm, 12))
+        scene.run(sim, 30, bob=12)
     newest, before = Vault(tmp_path / "model").paths()[:2]
     newest.write_bytes(b"half")
     with cs.simulate(1, seed=7) as sim:
         sim.join("carol", at=20.0)
-        results = sim.run(
-            lambda swarm: scene.keep(swarm, 60) and None if swarm.name == "alice" else train(swarm, 16)
-        )
+        results = scene.run(sim, 60, carol=16)
     assert results["carol"][:2] == (int(before.stem.partition("-")[2]), 16)
-    assert scene.backbone is not None and scene.backbone.keepers[PREFIX].standing_in is None
+    assert scene.keeper.standing_in is None
 
 
 def test_losses_and_peers_are_collected_and_the_curve_outlives_a_restart(tmp_path: Path) -> None:
@@ -96,10 +86,9 @@ def test_losses_and_peers_are_collected_and_the_curve_outlives_a_restart(tmp_pat
     with cs.simulate(1, seed=5) as sim:
         sim.join("bob", listen=False)
         sim.join("carol", listen=False)
-        sim.run(lambda swarm: scene.keep(swarm, 60) and None if swarm.name == "alice" else train(swarm, 20))
-        assert scene.backbone is not None
-        (shown,) = scene.backbone.snapshots()
-    points = scene.backbone.keepers[PREFIX].curve.points
+        scene.run(sim, 60, bob=20, carol=20)
+        (shown,) = scene.backbone.snapshots()  # type: ignore[union-attr]
+    points = scene.keeper.curve.points
     assert len(points) >= 5 and {point.peers for point in points} == {2}
     assert shown.loss_history == tuple((point.step, point.loss) for point in points)
     assert {peer.name for peer in shown.peers} >= {"bob", "carol"} and shown.step == 20

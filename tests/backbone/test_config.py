@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
 from colab_swarm.backbone import config
-from colab_swarm.backbone.config import read_run_file
+from colab_swarm.backbone.config import RunFile, read_run_file
 
 
-def written(folder: Path, text: str) -> Path:
+def read(folder: Path, text: str) -> RunFile:
     path = folder / "run.toml"
     path.write_text(text, encoding="utf-8")
-    return path
+    return read_run_file(path)
 
 
 def test_the_example_in_the_documentation_is_read(tmp_path: Path) -> None:
     example = (config.__doc__ or "").partition("\n")[2]
-    run = read_run_file(written(tmp_path, example))
+    run = read(tmp_path, example)
     assert run.folder == str(tmp_path / "sahajbert") and run.allowlist is not None
     assert run.options.port == 4500 and run.options.announce == ("ws://203.0.113.7:4500",)
     assert run.options.relay.total_bps == 200e6  # type: ignore[union-attr]
@@ -29,7 +28,7 @@ def test_the_example_in_the_documentation_is_read(tmp_path: Path) -> None:
 
 
 def test_a_name_is_enough(tmp_path: Path) -> None:
-    run = read_run_file(written(tmp_path, 'name = "small"'))
+    run = read(tmp_path, 'name = "small"')
     assert run.collaborations[0].name == "model" and run.allowlist is None
     assert run.dashboard.host == "127.0.0.1"
 
@@ -48,6 +47,5 @@ def test_a_name_is_enough(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_is_named_with_its_place(tmp_path: Path, text: str, error: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        read_run_file(written(tmp_path, text))
-    assert re.search(error, str(caught.value)), str(caught.value)
+    with pytest.raises(ValueError, match=error):
+        read(tmp_path, text)

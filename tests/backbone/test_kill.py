@@ -10,8 +10,8 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -94,18 +94,18 @@ class Process:
 class Scene:
     """A run.toml and the processes of its run."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.stack = stack
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.file = folder / "run.toml"
         self.file.write_text(RUN.format(port=port))
         self.vault = folder / "killed" / "model"
-        self.processes: list[Process] = []
 
     def start(self, script: str, *arguments: str) -> Process:
         process = Process(script, *arguments)
-        self.processes.append(process)
+        self.stack.callback(process.kill)
         return process
 
     def backbone(self) -> tuple[Process, dict[str, Any]]:
@@ -120,19 +120,10 @@ class Scene:
         return newest
 
 
-@contextmanager
-def scene(folder: Path) -> Iterator[Scene]:
-    made = Scene(folder)
-    try:
-        yield made
-    finally:
-        for process in made.processes:
-            process.kill()
-
-
 @pytest.mark.ordeal
 def test_a_run_survives_its_backbone_and_then_all_its_trainers(tmp_path: Path) -> None:
-    with scene(tmp_path) as run:
+    with ExitStack() as stack:
+        run = Scene(tmp_path, stack)
         backbone, before = run.backbone()
         trainers = [run.start(TRAINER, before["invite"], name) for name in ("alice", "bob")]
         kept = run.wait_checkpoint(5)
@@ -140,10 +131,8 @@ def test_a_run_survives_its_backbone_and_then_all_its_trainers(tmp_path: Path) -
         backbone.kill()
         trainers[0].wait_message(lambda message: message.get("step", 0) > kept)  # they continue without it
         backbone, after = run.backbone()
-        assert (
-            after["id"] == before["id"]
-            and after["invite"].split("#")[1][:7] == before["invite"].split("#")[1][:7]
-        )
+        assert after["id"] == before["id"]
+        assert after["invite"].split("#")[1][:7] == before["invite"].split("#")[1][:7]
         kept = run.wait_checkpoint(kept + 10)  # the trainers found it again, by the address they knew
 
         for trainer in trainers:

@@ -27,13 +27,8 @@ from colab_swarm.tensors.chunks import (
 
 
 def test_every_type_of_tensor_is_aligned_and_comes_back() -> None:
-    state = {
-        "a": torch.tensor([True]),
-        "b": torch.rand(3).bfloat16(),
-        "c": torch.arange(3),
-        "d": torch.empty(0),
-        "e": torch.tensor(0.5),
-    }
+    some = torch.tensor([True]), torch.rand(3).bfloat16(), torch.arange(3), torch.empty(0), torch.tensor(0.5)
+    state = dict(zip("abcde", some, strict=True))
     layout, blob = pack(state)
     again = unpack(layout, blob)
     assert again.keys() == state.keys() and blob.nbytes == 4 * ALIGNMENT_BYTES
@@ -67,13 +62,10 @@ def test_a_layout_that_lies_about_its_tensors_is_refused(lie: dict[str, object])
         unpack(msgspec.msgpack.encode(Layout(whole.skeleton, (entry,))), blob)
 
 
-def test_an_empty_tensor_of_an_impossible_shape_is_refused() -> None:
-    layout = Layout(b'{"tensor":"w"}', (TensorEntry("w", "float32", (0, 2**64 - 1)),))
+def test_an_empty_tensor_of_an_impossible_shape_and_one_that_is_named_twice_are_refused() -> None:
+    empty = Layout(b'{"tensor":"w"}', (TensorEntry("w", "float32", (0, 2**64 - 1)),))
     with pytest.raises(StateError, match="invalid tensor 'w'"):
-        unpack(msgspec.msgpack.encode(layout), np.zeros(0, np.uint8))
-
-
-def test_a_tensor_that_is_named_twice_is_refused() -> None:
+        unpack(msgspec.msgpack.encode(empty), np.zeros(0, np.uint8))
     layout, blob = pack({"weight": torch.rand(16)})
     whole = msgspec.msgpack.decode(layout, type=Layout)
     twice = msgspec.msgpack.encode(Layout(whole.skeleton, whole.tensors * 2))
