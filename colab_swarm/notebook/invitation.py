@@ -1,4 +1,4 @@
-"""How an invitation is shown: the link to copy, a QR code, and badges that open the join notebook."""
+"""How an invitation is shown: the link to copy, a QR code, badges that open the join notebook."""
 
 from __future__ import annotations
 
@@ -27,10 +27,7 @@ NONE = (
 
 
 class Invitation(str):
-    """The text of an invitation; a notebook shows it with a QR code and badges.
-
-    It is the secret that lets others join: share it like a key.
-    """
+    """The secret that lets others join; a notebook shows it with a QR code and badges."""
 
     run: str  # its name
     role: str  # of those who join, such as ``worker``
@@ -56,7 +53,6 @@ class Invitation(str):
         return invitation
 
     def described(self) -> str:
-        """Return run, role, expiry and uses in one line."""
         until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.expires_at))
         uses = "any number of times" if self.uses is None else f"{self.uses} times"
         return f"join {self.run} as {self.role}, {'once' if self.uses == 1 else uses}, until {until}"

@@ -1,4 +1,4 @@
-"""A simulated swarm and its interactive run: frozen records, their views, and the controls under them."""
+"""A simulated swarm and its interactive run: frozen records, their views and controls."""
 
 from __future__ import annotations
 
@@ -41,8 +41,6 @@ Verb: TypeAlias = Literal["join", "crash", "speed", "slow", "latency", "bandwidt
 
 @dataclass(frozen=True)
 class SimulationSnapshot:
-    """A simulated swarm at one moment."""
-
     at: float  # virtual seconds since it started
     network: str  # name and description
     peers: tuple[PeerRow, ...]  # in the order in which they joined; a role is one of `SYMBOLS`
@@ -82,16 +80,11 @@ def describe_event(name: str, event: Event) -> str:
     return ""
 
 
-# --- drawing ----------------------------------------------------------------------------------------------------------
-
-
 def summary(snapshot: SimulationSnapshot) -> str:
-    """Return the swarm and the state of its run in one line."""
     return f"{snapshot.state} at {snapshot.at:.1f} s: {_peers(snapshot)}"
 
 
 def draw(snapshot: SimulationSnapshot) -> theme.Document:
-    """Return the swarm: its time, the peers, what happened and what is to come."""
     state = f"after {snapshot.at:.1f} s on {snapshot.network}"
     shown = theme.Document(_peers(snapshot), state, label="simulated swarm", line=summary(snapshot))
     run = f"{snapshot.speed:g} s a second" if snapshot.state == "playing" else snapshot.state
@@ -129,10 +122,9 @@ LESSON: Views[SimulationSnapshot] = Views(
 
 
 class LessonControls:
-    """Sliders and buttons of a run, in ``rows``; `update` offers the present peers.
+    """Sliders and buttons of a run, in ``rows``.
 
-    ``inject`` takes a verb and its arguments, ``choose_speed`` virtual seconds per second; ``step``
-    advances a paused run.
+    ``inject`` takes a verb and its arguments, ``choose_speed`` virtual seconds per second.
     """
 
     def __init__(

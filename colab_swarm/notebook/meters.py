@@ -23,7 +23,6 @@ RECENT = 20  # steps in the means of waiting and missing
 
 
 def summarize_experts(snapshot: ExpertsSnapshot) -> str:
-    """Return the state of the grid in one line."""
     listing, grid = snapshot, snapshot.grid
     if snapshot.listed_s is None:
         return f"{grid}: looking up the experts"
@@ -99,11 +98,7 @@ def show_experts(
     return Panel(read, stop, views=host_views if hosting else EXPERTS_VIEWS)
 
 
-# --- elastic members --------------------------------------------------------------------------------------------------
-
-
 def summarize_elastic(snapshot: ElasticSnapshot) -> str:
-    """Return the meter in one line."""
     if not snapshot.steps:
         return f"{snapshot.scheduler}: no step yet, {snapshot.members} members"
     last = snapshot.steps[-1]

@@ -58,27 +58,26 @@ def create(
     state_dir: str | Path | None = None,
     accept_terms: bool = False,
 ) -> Swarm:
-    """Create a run, with this peer as its authority. `Swarm.invite` returns the line that lets others join.
+    """Create a run, with this peer as its authority. `Swarm.invite` returns a line to join it by.
 
     Creating it again while it is open returns the same swarm, so you can re-run cells.
 
     Args:
         name: of the run, for people.
-        access: who may join: everyone who knows an address (``open``), everyone with an invitation (``invite``), or
-            those with an invitation whose account is on a list (``allowlist``).
+        access: who may join: everyone who knows an address (``open``), everyone with an invitation
+            (``invite``), or those of them whose account is on a list (``allowlist``).
         allow: the list, for ``allowlist``.
         peer_name: what others see of this peer.
         options: how this peer takes part in the network.
-        state_dir: a folder that saves this peer, so that it and its run can come back (see `resume`): its key, its
-            invitation, its checkpoints and the contributions it saw. All but the checkpoints is secret.
+        state_dir: a folder that saves this peer and its run, to come back by `resume`:
+            key, invitation, checkpoints, seen contributions. All but checkpoints is secret.
         accept_terms: confirm that the platform's terms allow this; required on Colab.
 
     Raises:
-        ValueError: the name is not usable, the list is missing, or the folder saves a peer of another run.
-        StateError: the folder is in use, damaged, or cannot be written, or its peer is open without being saved.
+        ValueError: the name or the list is not usable, or the folder saves a peer of another run.
+        StateError: the folder is in use, damaged or read-only, or its peer is open unsaved.
         TermsError: the platform's terms were not accepted.
-        TunnelError, SecretError: the tunnel cannot be opened.
-        OSError: the port cannot be listened on.
+        TunnelError, SecretError, OSError: the tunnel, its token, or the port cannot be used.
     """
     require_terms(accept_terms)
     if (swarm := _open_in(state_dir)) is not None and swarm.run == name and swarm.is_owner:
@@ -112,7 +111,7 @@ def join(
     state_dir: str | Path | None = None,
     accept_terms: bool = False,
 ) -> Swarm | LanSwarms:
-    """Join the run of an invitation. Joining again under the same name returns the same swarm, so you can re-run cells.
+    """Join the run of an invitation. A second call under the same name returns the same swarm.
 
     Without an invitation it lists the runs in the local network. Open ones can be joined:
     ``join(found[0])``. With ``state_dir`` (see `create`) this peer is the same one each time, also
@@ -121,7 +120,7 @@ def join(
     Raises:
         InviteError: the invitation is mistyped, expired or of another version.
         JoinError: none of the peers it names could be reached, or this peer is not admitted.
-        ValueError, StateError, TermsError, TunnelError, SecretError: see `create`; a token may be missing.
+        ValueError, StateError, TermsError, TunnelError, SecretError: see `create`.
     """
     if invite is None:
         return LanSwarms(Runtime.shared().call(find_swarms()))
@@ -151,9 +150,8 @@ def resume(folder: str | Path, *, accept_terms: bool = False) -> Swarm:
 
     Raises:
         StateError: the folder saves no peer, is in use by another process, or damaged.
-        JoinError: no saved peer of the run could be reached: ask for an invitation, then
-            ``cs.join(invitation, state_dir=folder)``.
-        TermsError, TunnelError, SecretError: see `join`.
+        JoinError: no saved peer of the run could be reached: join by a new invitation, with
+            ``state_dir=folder``.
     """
     if (swarm := _open_in(folder)) is not None:
         return swarm
@@ -194,7 +192,6 @@ def _open_in(folder: str | Path | None) -> Swarm | None:
 
 
 def _find_open(run_id: str, *, id: PeerId | None = None, name: str = "") -> Swarm | None:
-    """Return a swarm of this process in this run: the one with this key, or of this name."""
     for swarm in _open_swarms:
         same = id in (None, swarm.id) and name in ("", swarm.name)
         if same and swarm.run_id == run_id and not swarm.left:
@@ -204,7 +201,6 @@ def _find_open(run_id: str, *, id: PeerId | None = None, name: str = "") -> Swar
 
 @contextlib.contextmanager
 def _reserved(state_dir: str | Path | None) -> Iterator[tuple[PeerStore | None, SavedPeer | None]]:
-    """Reserve the folder; free it if the block fails."""
     if state_dir is None:
         yield None, None
         return

@@ -1,4 +1,4 @@
-"""A peer on the real network: joining a run, reachability, relaying, and its announcement in the local network."""
+"""A peer on the real network: joining a run, reachability, relaying, announcements."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ from colab_swarm.trust.member import ClockWatch
 
 if TYPE_CHECKING:
     from colab_swarm.training.optimizer import SwarmOptimizer
+    from colab_swarm.workunits.messages import Token
 
 logger = logging.getLogger(__name__)
 ENTER_TIMEOUT_S = 15.0
@@ -57,12 +58,12 @@ class NetworkOptions:
         listen: accept connections; without it this peer only dials out (client mode).
         port: TCP port to listen on; 0 takes a free one.
         announce: addresses to give to others, such as ``ws://203.0.113.7:4500``; detected if empty.
-        identity: file with this peer's key, so that it is the same peer after a restart; new key if None.
-        upload_mbit_s, download_mbit_s: bounds on what this peer uses; None for no bound.
+        identity: file with this peer's key, so that it is the same peer after a restart.
+        upload_mbit_s, download_mbit_s: bounds on what this peer uses.
         relay: relay for peers that cannot be dialled: True, or a quota.
         use_relays: let relays reach this peer where nothing better works.
         punch: try to turn relayed links into direct ones.
-        tunnel: ``ngrok`` or ``cloudflared``: open a tunnel whose public address leads to this peer.
+        tunnel: ``ngrok`` or ``cloudflared``: a tunnel whose public address leads to this peer.
         lan: let peers in the local network find this run.
         session_hours: how long this machine may be used from now on; this peer leaves a few minutes
             before. None: as long as the platform (Colab, Kaggle, Binder) lets a session live.
@@ -85,13 +86,12 @@ class NetworkOptions:
         return settings(self)
 
     def to_saved(self) -> dict[str, Any]:
-        """Return what a folder saves: no key file, because the folder has its own, and no tunnel token."""
+        """Return what a folder saves: no key file, as the folder has its own, and no tunnel token."""
         tunnel = self.tunnel.kind if isinstance(self.tunnel, TunnelSettings) else self.tunnel
         return asdict(replace(self, tunnel=tunnel, identity=None))
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any]) -> NetworkOptions:
-        """Read what `to_saved` returned; an unknown option is a TypeError."""
         relay = saved.get("relay")
         quota = {"relay": RelayQuota(**relay)} if isinstance(relay, dict) else {}
         return cls(**{**saved, **quota})
@@ -105,7 +105,6 @@ class NetworkSession:
 
     Attributes:
         node, access: the peer itself, and how it joined the run.
-        trust: its membership, revocations and the contribution ledger.
         reachability, relay: how others reach it, and its relay or None.
         store: the folder that saves it; None without one.
         clock: when its platform's session ends; None if that is unknown.
@@ -181,7 +180,7 @@ class NetworkSession:
         return entries
 
     async def _keep_saving(self, store: PeerStore) -> None:
-        """Save each minute, and soon after a new peer is linked: a killed peer finds back through these peers."""
+        """A killed peer finds back through the peers saved here, so a new link is saved soon."""
         while True:
             end = time.monotonic() + SAVE_EVERY_S
             while time.monotonic() < end and self._dialable() <= self._saved:
@@ -271,7 +270,6 @@ class NetworkSession:
         self.trust.revoke(peer)
 
     async def announce_in_lan(self, name: str) -> None:
-        """Let `colab_swarm.net.lan.find_swarms` find this peer, under ``name``, until it leaves."""
         if not self._options.lan or self.node.port is None:
             return
         contact = Contact(self.node.id)
@@ -286,7 +284,7 @@ class NetworkSession:
             logger.info("not announced in the LAN: %s", error)
 
     async def announce(self, what: str, value: Callable[[], Any]) -> None:
-        """Publish a value for the others of the run each minute, but not while it is empty; None ends it."""
+        """Publish a value for the run each minute, but not while it is empty; None ends it."""
         self.node.linker.spawn(self._publish(f"{self.access.run_id}/{what}", value))
 
     async def _publish(self, key: str, value: Callable[[], Any]) -> None:
@@ -302,13 +300,24 @@ class NetworkSession:
         return {PeerId(subkey): record for subkey, record in found.items() if record.owner == subkey}
 
     async def relays(self) -> list[Contact]:
-        """Return the run's relays, as they announce themselves in the DHT."""
         contacts = []
         for peer, record in list((await self.announced("relays")).items())[:MAX_RELAYS]:
             addresses = record.value if isinstance(record.value, list) else []
             if texts := tuple(address for address in addresses if isinstance(address, str)):
                 contacts.append(Contact(peer, texts))
         return contacts
+
+    async def coordinators(self) -> list[str]:
+        """Return the links of the run's coordinators of work units, the newest first."""
+        found = (await self.announced("coordinators")).values()
+        newest = [record.value for record in sorted(found, key=lambda record: -record.expires_at)]
+        return [url for url in newest if isinstance(url, str) and url.startswith(("http://", "https://"))]
+
+    def token(self) -> Token:
+        from colab_swarm.workunits.messages import Token
+
+        admission = self.access.admission
+        return Token(self.node, b"" if admission is None else lambda: admission.membership)
 
 
 async def _stop(stop: Callable[[], Awaitable[None]]) -> None:
@@ -345,7 +354,6 @@ def assemble(
     rng: random.Random,
     pace: Callable[[float], float] | None = None,
 ) -> PeerServices:
-    """Create a peer's services on a network, real or simulated."""
     SpeedTests(peers)
     dht = DHT(peers, DHTSettings(), rng, events)
     averager = Averager(peers, events=events)
@@ -366,7 +374,6 @@ async def find_others(services: PeerServices, entries: Sequence[Contact]) -> Non
 
 
 async def close(services: PeerServices, network: NetworkSession | None) -> None:
-    """Stop a peer's services and close its links."""
     try:
         if network is not None:
             await network.leave()

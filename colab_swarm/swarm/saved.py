@@ -1,8 +1,8 @@
-"""The folder that saves a peer, so that it comes back as the same peer in a later session or on another machine.
+"""The folder that saves a peer, to be the same peer in a later session or on another machine.
 
     identity.key             its key: a process that has the key is this peer
     identity.key.authority   only at the peer that created the run: whom it admitted and removed
-    peer.json                run, invitation, membership, options, and the contributions it saw; written each minute
+    peer.json                run, invitation, membership, options, contributions; written each minute
     checkpoints/NAME/        what each optimizer has trained
     in-use.json              which process uses the folder now
 
@@ -43,8 +43,6 @@ MAX_CONTACTS = 16
 
 
 class Occupant(msgspec.Struct, frozen=True):
-    """A process that uses the folder."""
-
     host: str
     pid: int
     began: str  # in the machine's own count; distinguishes it from a later process with the same id
@@ -64,7 +62,7 @@ class Occupant(msgspec.Struct, frozen=True):
 
 
 def _start_of(pid: int) -> str:
-    """When a process of this machine started, "lives" where that is unknown; empty if it is dead, or on Windows."""
+    """When a local process started, "lives" where that is unknown; empty if dead, or on Windows."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     if os.name != "posix" or Path("/proc/self/stat").exists():
@@ -95,7 +93,6 @@ class SavedPeer(msgspec.Struct, frozen=True):
 
     @property
     def run(self) -> str:
-        """The run's name for people."""
         return self.run_id.rpartition("-")[0]
 
     def __repr__(self) -> str:
@@ -126,7 +123,6 @@ def read_saved(folder: Path) -> SavedPeer | None:
 
 
 def damaged(folder: Path) -> StateError:
-    """Return the error for a ``peer.json`` that makes no sense."""
     return StateError(
         f"{folder / 'peer.json'} is damaged: move the folder away and join with an invitation; "
         f"{folder / 'identity.key'} still works as NetworkOptions(identity=…)"
@@ -140,12 +136,10 @@ def _unusable(folder: Path, error: OSError) -> StateError:
 
 
 def folder_of(path: str | Path) -> Path:
-    """Return the one absolute path of a folder."""
     return Path(path).expanduser().resolve()
 
 
 def loss_warning(folder: Path, here: Platform) -> str:
-    """Return a warning if the folder vanishes with the session, else an empty text."""
     if not here.lasting or folder.is_relative_to(here.lasting):
         return ""
     first = "To come back later,"
@@ -155,11 +149,9 @@ def loss_warning(folder: Path, here: Platform) -> str:
 
 
 class PeerStore:
-    """A peer's folder, reserved for this process until `close`; else a StateError.
+    """A peer's folder, reserved for this process until `close`; a StateError if it is in use.
 
-    Attributes:
-        folder, key_file: the folder, and the peer's key in it.
-        saved: the peer that an earlier session saved; None if the folder is new.
+    ``saved`` is the peer that an earlier session saved; None if the folder is new.
     """
 
     _here: ClassVar[set[Path]] = set()  # folders of this process
@@ -208,7 +200,6 @@ class PeerStore:
             )
 
     def checkpoints(self, name: str) -> Path:
-        """Return the folder for checkpoints of the optimizer called ``name``."""
         return self.folder / "checkpoints" / quote(name, safe="").replace(".", "%2E")
 
     def begin(self, peer: SavedPeer) -> None:
@@ -220,7 +211,7 @@ class PeerStore:
     def write(
         self, contacts: Sequence[Contact], membership: bytes, tally: tuple[TallyRow, ...], port: int = 0
     ) -> None:
-        """Save the peer's current state and write a heartbeat; earlier contacts are saved after the linked ones.
+        """Save the peer's state and write a heartbeat; earlier contacts come after the linked ones.
 
         A StateError if that fails, or another process took the folder because heartbeats were
         missing.

@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 
 from colab_swarm.backbone.backbone import status_page
+from colab_swarm.net.addresses import VisitLimit
 from colab_swarm.notebook.page import ANSWERS_PER_S, SCRIPT, StatusPage
 from colab_swarm.notebook.units_view import status_page as job_page
 from colab_swarm.snapshot import SwarmSnapshot
@@ -132,10 +133,9 @@ async def test_many_browsers_cost_one_look_a_second_and_too_many_get_429() -> No
 
 
 @pytest.mark.real_time
-async def test_a_visitor_with_too_many_requests_shuts_out_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("colab_swarm.net.addresses.VISIT_WINDOW_S", 600.0)  # all within one
-
+async def test_a_visitor_with_too_many_requests_shuts_out_no_other() -> None:
     async with served() as scene:
+        scene.page._visits = VisitLimit(ANSWERS_PER_S, window_s=600.0)  # all within one window
         for _ in range(ANSWERS_PER_S + 1):
             last = await scene.get("", headers={"X-Forwarded-For": "198.51.100.7"})
         assert last.status == 429
