@@ -187,9 +187,8 @@ class LessonControls:
     def _slider(
         self, name: str, values: Sequence[float], value: float, shown: str, act: Callable[[float], None]
     ) -> Any:
-        options = [(shown.format(one), one) for one in sorted({*values, value})]
         slider = self._new_slider(
-            options=options,
+            options=[(shown.format(one), one) for one in sorted({*values, value})],
             value=value,
             description=name,
             style=NAMED,

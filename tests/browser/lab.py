@@ -46,8 +46,6 @@ FINISHED = f"i => /^\\[\\d+\\]/.test(({PROMPT})(i))"
 
 
 class Server:
-    """A server of notebooks, a process of its own."""
-
     def __init__(self, folder: Path, command: list[Any], environment: dict[str, str], work: Path) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -64,7 +62,6 @@ class Server:
             )
 
     def wait_up(self, timeout_s: float = 60.0) -> None:
-        """Wait until the server answers."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -81,8 +78,6 @@ class Server:
 
 
 class Lab(Server):
-    """A JupyterLab server that knows nothing of the user's settings; notebooks go to ``folder/notebooks``."""
-
     def __init__(self, folder: Path) -> None:
         self.notebooks = folder / "notebooks"
         self.notebooks.mkdir()
@@ -95,7 +90,6 @@ class Lab(Server):
             self.ask(f"api/sessions/{session['id']}", "DELETE")
 
     def ask(self, path: str, method: str = "GET", body: object = None) -> bytes:
-        """The answer of the server's interface for programs."""
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/{path}",
             method=method,
@@ -105,11 +99,9 @@ class Lab(Server):
             return answer.read()
 
     def choose(self, settings: str, wanted: dict[str, str]) -> None:
-        """Settings of a part of JupyterLab, for pages that are opened from now on."""
         self.ask(f"lab/api/settings/@jupyterlab/{settings}", "PUT", {"raw": json.dumps(wanted)})
 
     def _wait_kernel(self, path: str, timeout_s: float = 60.0) -> None:
-        """Wait until a notebook's page is linked to its kernel: a cell that is run before asks for one."""
         deadline = time.monotonic() + timeout_s
         while not any(
             session["path"] == path and session["kernel"]["connections"] > 0
@@ -119,13 +111,11 @@ class Lab(Server):
             time.sleep(0.1)
 
     def open(self, window: Window, name: str, cells: list[str]) -> Notebook:
-        """Write a notebook of these cells and open it in a page of its own."""
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
         notebook.metadata["kernelspec"] = {"display_name": "Python 3", "name": "python3"}
         return self._show(window, name, notebook)
 
     def open_ours(self, window: Window, path: Path, **form: object) -> Notebook:
-        """Open a notebook of this repository without its outputs, and with these values in its forms."""
         notebook = nbformat.read(path, as_version=4)
         for cell in notebook.cells:
             cell.source = filled_in(cell.source, **form)
@@ -156,13 +146,10 @@ def _settings(folder: Path) -> dict[str, str]:
 
 
 class Notebook:
-    """A notebook that is open in a page of JupyterLab."""
-
     def __init__(self, page: Any) -> None:
         self.page = page
 
     def wait_idle(self) -> None:
-        """Wait until the notebook is there, the kernel is up, and no cell runs."""
         self.page.wait_for_selector(CELL)
         self.page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=60_000)
 
@@ -181,11 +168,6 @@ class Notebook:
         raise AssertionError(f"cell {cell} does not start")
 
     def run(self, cell: int, says: str = "") -> str:
-        """Run a cell to its end, wait until its output has what it is to say, and return all of that as text.
-
-        Raises:
-            AssertionError: the cell did; the text is its traceback.
-        """
         self.start(cell)
         output = self.finish(cell, says)
         assert "Traceback (most recent call last)" not in output, output

@@ -81,11 +81,9 @@ PANEL = ".jp-OutputArea-output .widget-vbox"
 
 
 def check_looks(page: Any, selector: str) -> None:
-    """Nothing pale, nothing that overlaps or sticks out."""
     found = looks.texts(page, selector)
     assert len(found) >= 5, "there is hardly anything to see"
-    assert looks.pale(found) == []
-    assert looks.overlapping(found) == []
+    assert looks.pale(found) == [] and looks.overlapping(found) == []
     assert looks.sticking_out(page, selector) == []
 
 

@@ -27,8 +27,6 @@ DRAWN = {"sahajbert": "svg polyline", "digits-resnet": "svg polygon"}
 
 
 class Site:
-    """Serves ``shown``, which a test may change, on a thread of its own."""
-
     def __init__(self, name: str) -> None:
         self.name, self.shown = name, FIRST[name]
         self._loop = asyncio.new_event_loop()

@@ -43,7 +43,6 @@ GO_ON = 'train(optimizer.global_step + 2)\nprint("two steps further")'
 
 @pytest.fixture
 def pair(lab: Lab, window: Window, tmp_path: Path) -> tuple[Notebook, Notebook]:
-    """Two notebooks, the second in the run of the first by the line that this one printed, ready to train."""
     alice = lab.open(window, "alice", [CREATE, PREPARE, DEFINE, TRAIN, GO_ON])
     invite = alice.run(0).strip()
     join, resume = (cell.format(invite=invite, folder=str(tmp_path / "bob")) for cell in (JOIN, RESUME))

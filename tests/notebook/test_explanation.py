@@ -125,7 +125,6 @@ FOR_USERS = {"InviteError", "JoinError", "TermsError", "SecretError", "TunnelErr
 
 
 def _raised_texts() -> list[tuple[str, str]]:
-    """Return the literal texts of errors for users, with their places."""
     found = []
     for path in sorted(ROOT.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -28,7 +28,6 @@ ALICE, BOB, CAROL, AUTHORITY = (Identity(bytes([n]) * 32) for n in (1, 2, 3, 4))
 
 
 def tally(writer: Identity, samples: float, *, run: str = RUN, role: Role = Role.WORKER) -> Record:
-    """The tally of ``writer``, which credits alice."""
     member = Membership(RUN, role, writer.public_key, "", NOW - 60, NOW + 60).signed(AUTHORITY.sign)
     rows = (TallyRow(ALICE.id, (samples, 1e6, 0.0, 2.0, 0.0)),)
     value = msgspec.msgpack.encode(ContributionTally(writer.public_key, member.encode(), rows))

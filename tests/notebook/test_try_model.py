@@ -25,8 +25,6 @@ QUESTION = "the [MASK] sat on the [MASK]"
 
 
 class Guesser(nn.Module):
-    """A masked language model without context."""
-
     def __init__(self, words: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)

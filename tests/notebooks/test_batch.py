@@ -31,7 +31,6 @@ FACTS = ("batch: training, step 3", "alice (me)", "is linked", "round 2:", "link
 
 
 def run(*command: str, folder: Path, **environment: str) -> str:
-    """What a program prints; its end is its success."""
     done = subprocess.run(
         command,
         cwd=folder,

@@ -53,7 +53,6 @@ def test_kaggle_is_told_to_switch_on_internet_and_gpu() -> None:
 
 
 def created(organizer: Kernel, **form: object) -> str:
-    """Run the notebook until there is a run; a line that invites to it."""
     organizer.run()
     organizer.run(RUN="class-of-26", **form)
     organizer.run()
@@ -113,8 +112,6 @@ def test_an_open_run_is_begun_by_the_same_cells(tmp_path: Path) -> None:
         organizer.run_all(ACCESS="open")
 
 
-# --- experts and work units ------------------------------------------------------------------------------------------
-
 WANTED = {"prefix": "ffn", "dim": 16, "grid": "4x4"}
 TRAIN_LAYER = """
 import torch
@@ -126,7 +123,6 @@ print(sorted(layer.utilisation))
 
 
 def host(kernel: Kernel, invitation: str) -> None:
-    """Run the volunteer's notebook until it hosts."""
     kernel.execute(COLAB)
     form = {"INVITATION": invitation, "MY_NAME": "carol", "COUNT": 3}
     kernel.run()
@@ -189,6 +185,5 @@ def test_a_volunteer_reads_the_code_trusts_it_and_trains_the_job_to_its_end(tmp_
             notebook.run(MY_NAME="alice")
         notebook.run(MY_NAME="alice", I_TRUST_THE_CODE=True)
         assert "the job is finished" in notebook.run(MINUTES=60)
-        assert "4 units accepted" in "".join(notebook.run_all())
-        assert coordinator.wait(10)
+        assert "4 units accepted" in "".join(notebook.run_all()) and coordinator.wait(10)
     assert link.partition("#")[2] not in shown

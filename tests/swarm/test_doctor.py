@@ -21,19 +21,7 @@ from colab_swarm.net.metering import Speed
 from colab_swarm.notebook.checks import Light, numbers
 from colab_swarm.runtime import free_ram_bytes
 from colab_swarm.swarm import doctor as module
-from colab_swarm.swarm.doctor import (
-    HOSTS,
-    Diagnosis,
-    best,
-    calibrate,
-    cores,
-    doctor,
-    gpu,
-    internet,
-    read_settings,
-    versions,
-    wanted,
-)
+from colab_swarm.swarm.doctor import Diagnosis, best, calibrate, doctor
 
 
 class Net(torch.nn.Module):
@@ -66,11 +54,9 @@ def texts(diagnosis: Diagnosis) -> dict[str, str]:
 def test_without_a_swarm_the_machine_is_examined() -> None:
     found = doctor()
     assert set(texts(found)) >= {"platform", "internet", "versions", "compute", "memory", "disk"}
-    assert "swarm" not in texts(found)
-    assert found.prediction is None
+    assert "swarm" not in texts(found) and found.prediction is None
     bundle = found._repr_mimebundle_()
-    assert bundle["text/plain"] == str(found)
-    assert bundle["text/html"].startswith("<div")
+    assert bundle["text/plain"] == str(found) and bundle["text/html"].startswith("<div")
     assert repr(found).startswith("Diagnosis(") and "\n" not in repr(found)
 
 
@@ -100,11 +86,9 @@ def test_with_a_model_the_training_is_predicted_from_the_swarms_own_settings(swa
     net = Net()
     swarm.optimizer(torch.optim.SGD(net.parameters(), lr=0.1), target_batch_size=4000, compression="float16")
     found = doctor(swarm, model=net, batches=BATCHES)
-    assert found.prediction is not None
-    assert found.prediction.target_batch_size == 4000
+    assert found.prediction is not None and found.prediction.target_batch_size == 4000
     assert found.prediction.vector_bytes == 2 * sum(value.numel() for value in net.parameters())
-    assert found.prediction.share == 1.0
-    assert "For Net" in texts(found)["compute"]
+    assert found.prediction.share == 1.0 and "For Net" in texts(found)["compute"]
 
 
 @pytest.mark.slow
@@ -147,22 +131,21 @@ def test_the_command_prints_the_diagnosis_and_returns_whether_all_is_ready(
 def test_usable_settings_of_the_invitation_are_read(
     suggested: dict[str, Any], usable: tuple[Any, Any]
 ) -> None:
-    assert read_settings(suggested) == usable
+    assert module.read_settings(suggested) == usable
 
 
 def test_the_own_uplink_is_the_fastest_of_the_tests() -> None:
     found = [Speed(1e6, 9e6, 0.3), Speed(5e6, 2e6, 0.1), Speed(4e6, 3e6, 0.2)]
-    assert best(found) == Speed(5e6, 9e6, 0.2)
-    assert best([]) is None
+    assert best(found) == Speed(5e6, 9e6, 0.2) and best([]) is None
 
 
 def test_this_machine_has_cores_and_the_needed_versions() -> None:
-    assert cores() > 0 and (gpu() is None or len(gpu() or ()) == 3)
-    found = versions()
+    assert module.cores() > 0 and (module.gpu() is None or len(module.gpu() or ()) == 3)
+    found = module.versions()
     assert found["colab-swarm"][0] and found["cryptography"][1]
     assert all(numbers(installed) >= numbers(lowest) for installed, lowest in found.values() if installed)
     lines = ["aiohttp>=3.13", 'torch<3,>=2.9; extra == "train"', "colab-swarm[train]; extra == 'all'"]
-    assert wanted(lines) == {"aiohttp": "3.13", "torch": "2.9"}
+    assert module.wanted(lines) == {"aiohttp": "3.13", "torch": "2.9"}
 
 
 def test_free_memory_is_limited_by_the_container(tmp_path: Path) -> None:
@@ -180,12 +163,12 @@ def test_free_memory_is_limited_by_the_container(tmp_path: Path) -> None:
 @pytest.mark.parametrize("up", [0, 1, None])
 def test_one_answering_host_means_internet(up: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     def connect(host: tuple[str, int], timeout_s: float) -> socket.socket:
-        if up is None or host != HOSTS[up]:
+        if up is None or host != module.HOSTS[up]:
             raise OSError("no route")
         return socket.socket()
 
     monkeypatch.setattr(socket, "create_connection", connect)
-    assert internet() is (up is not None)
+    assert module.internet() is (up is not None)
 
 
 def test_the_probes_work_without_torch() -> None:
@@ -193,12 +176,7 @@ def test_the_probes_work_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# --- calibration ---------------------------------------------------------------------------------------------
-
-
 class Noisy(torch.nn.Module):
-    """Has buffers that change while it trains, and chance in it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = torch.nn.Linear(8, 32)
@@ -222,13 +200,11 @@ def test_a_calibrated_model_is_unchanged() -> None:
 
     found = calibrate(net, batches_of(), seconds=0.01)
 
-    assert found.samples_per_s > 0
-    assert found.micro_batch == 4
+    assert found.samples_per_s > 0 and found.micro_batch == 4
     assert found.parameters == sum(parameter.numel() for parameter in net.parameters())
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert torch.equal(net.first.weight.grad, torch.full_like(net.first.weight, 7.0))
-    assert net.last.weight.grad is None
-    assert not net.training
+    assert net.last.weight.grad is None and not net.training
     assert torch.equal(torch.get_rng_state(), chance)
 
 

@@ -22,7 +22,6 @@ def simulation() -> Iterator[Simulation]:
 
 
 def train(swarm: Swarm, steps: int = 5) -> bytes:
-    """Two samples at a time, so that steps of 10 samples take a while."""
     net = model()
     optimizer = join_training(swarm, net)
     while optimizer.global_step < steps:

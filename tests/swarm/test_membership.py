@@ -20,8 +20,6 @@ ACCOUNTS = {"Bearer of-ada": "ada", "Bearer of-eve": "eve"}
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Stands in for the Hugging Face Hub's whoami."""
-
     def do_GET(self) -> None:
         name = ACCOUNTS.get(self.headers.get("Authorization", ""))
         body = json.dumps(

@@ -19,7 +19,6 @@ ALICE, BOB, EVE = "a11ce000" * 8, "b0b00000" * 8, "e5e00000" * 8
 
 
 def train(swarm: Swarm, steps: int = 3) -> SwarmSnapshot:
-    """Two samples each, on one's own batches; what is shown after that."""
     net = model()
     optimizer = join_training(swarm, net, target_batch_size=12)
     while optimizer.global_step < steps:
@@ -123,8 +122,7 @@ def _seconds(work: object) -> float:
 def test_rates_are_those_of_the_last_seconds() -> None:
     with cs.simulate(peers=1) as simulation:
         rates = simulation.swarms["alice"]._overview._rates
-        assert rates(1000, 0, 10.0) == (0.0, 0.0)
-        assert rates(2000, 500, 12.0) == (4000.0, 2000.0)
+        assert rates(1000, 0, 10.0) == (0.0, 0.0) and rates(2000, 500, 12.0) == (4000.0, 2000.0)
         for second in range(13, 31):
             idle = rates(2000, 500, float(second))
         assert idle == (0.0, 0.0)
@@ -143,8 +141,7 @@ def test_slow_readings_run_in_the_background_and_a_failure_keeps_the_last() -> N
 
     def finish() -> None:
         go_on.release()
-        assert done.acquire(timeout=10)
-        assert background._reading.acquire(timeout=10)
+        assert done.acquire(timeout=10) and background._reading.acquire(timeout=10)
         background._reading.release()
 
     background = Background(read, every_s=30.0)

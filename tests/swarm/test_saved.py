@@ -149,9 +149,6 @@ def test_a_folder_that_vanishes_with_the_session_is_warned_of() -> None:
         assert not loss_warning(Path(folder), platform)
 
 
-# --- one process at a time -----------------------------------------------------------------------------------------
-
-
 def occupy(folder: Path, occupant: Occupant) -> None:
     (folder / "in-use.json").write_bytes(msgspec.json.encode(occupant))
 
@@ -215,9 +212,6 @@ def test_a_later_process_of_the_same_number_and_a_garbled_lock_have_no_folder(
     if not ours:  # its process was killed while it wrote
         (tmp_path / "in-use.json").write_bytes(b"{")
     PeerStore(tmp_path)
-
-
-# --- the tally -------------------------------------------------------------------------------------------------------
 
 
 def test_of_two_tallies_the_larger_amounts_count_once() -> None:

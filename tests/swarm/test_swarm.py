@@ -37,7 +37,6 @@ def alice() -> Iterator[Swarm]:
 
 @contextmanager
 def interrupt_after(seconds: float) -> Iterator[None]:
-    """Press Ctrl-C so many seconds from now."""
     timer = threading.Timer(seconds, signal.raise_signal, [signal.SIGINT])
     timer.start()
     try:
@@ -125,8 +124,7 @@ def test_a_late_peer_gets_the_state_and_trains_on(alice: Swarm) -> None:
         alice.events.listen(lambda event: getattr(event, "step", 0) >= 3 and reached.set())
         assert reached.wait(30)
         second = pool.submit(train_freely, bob, 12)
-        assert first.result(60)[1] == second.result(60)[1]
-        assert bob.events.recent(StateReceived)
+        assert first.result(60)[1] == second.result(60)[1] and bob.events.recent(StateReceived)
 
 
 @pytest.mark.slow
