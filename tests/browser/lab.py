@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import nbformat
 
@@ -37,8 +37,6 @@ WANTED = {
 }
 """No pop-up asks for news; cells are in the page also while they are out of sight."""
 TALL = {"width": 1100, "height": 3200}
-KNOWN_COMPLAINTS = ()
-"""What JupyterLab complains of by itself."""
 CELL = ".jp-Notebook .jp-CodeCell"
 PROMPT = f"i => document.querySelectorAll('{CELL}')[i].querySelector('.jp-InputPrompt').innerText.trim()"
 STARTED = f"i => !/^\\[ ?\\]/.test(({PROMPT})(i))"
@@ -61,18 +59,19 @@ class Server:
                 start_new_session=True,
             )
 
-    def wait_up(self, timeout_s: float = 60.0) -> None:
-        deadline = time.monotonic() + timeout_s
+    def __enter__(self) -> Self:
+        deadline = time.monotonic() + 60.0
         while True:
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{self.port}/api", timeout=1).close()
-                return
+                return self
             except OSError:
                 if time.monotonic() > deadline or self.process.poll() is not None:
+                    self.__exit__()
                     raise RuntimeError(self.log.read_text()[-2000:]) from None
                 time.sleep(0.1)
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         os.killpg(self.process.pid, signal.SIGTERM)
         self.process.wait(20)
 
@@ -101,8 +100,8 @@ class Lab(Server):
     def choose(self, settings: str, wanted: dict[str, str]) -> None:
         self.ask(f"lab/api/settings/@jupyterlab/{settings}", "PUT", {"raw": json.dumps(wanted)})
 
-    def _wait_kernel(self, path: str, timeout_s: float = 60.0) -> None:
-        deadline = time.monotonic() + timeout_s
+    def _wait_kernel(self, path: str) -> None:
+        deadline = time.monotonic() + 60.0
         while not any(
             session["path"] == path and session["kernel"]["connections"] > 0
             for session in json.loads(self.ask("api/sessions"))
@@ -124,9 +123,8 @@ class Lab(Server):
         return self._show(window, path.stem, notebook)
 
     def _show(self, window: Window, name: str, notebook: Any) -> Notebook:
-        name = (
-            f"{name}-{next(self._numbers)}"  # JupyterLab remembers, and asks for the kernels of former tests
-        )
+        # JupyterLab remembers, and asks for the kernels of former tests
+        name = f"{name}-{next(self._numbers)}"
         nbformat.write(notebook, self.notebooks / f"{name}.ipynb")
         opened = Notebook(window.new_page(**TALL))
         opened.page.goto(f"http://127.0.0.1:{self.port}/lab/workspaces/{name}/tree/{name}.ipynb")
@@ -183,9 +181,8 @@ class Notebook:
         return self.output(cell)
 
     def output(self, cell: int) -> str:
-        return "\n".join(
-            self.page.locator(f"{CELL} >> nth={cell} >> .jp-OutputArea-output").all_inner_texts()
-        )
+        outputs = self.page.locator(f"{CELL} >> nth={cell} >> .jp-OutputArea-output")
+        return "\n".join(outputs.all_inner_texts())
 
     def wait_output(self, text: str | re.Pattern[str]) -> None:
         self.page.locator(".jp-OutputArea-output", has_text=text).first.wait_for(timeout=30_000)

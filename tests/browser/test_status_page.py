@@ -18,10 +18,8 @@ from tests.workunits import statuses
 
 pytestmark = needs()
 FIRST = {"sahajbert": views.view(), "digits-resnet": statuses.status()}
-LATER = {
-    "sahajbert": views.view(steps=5000, run="later"),
-    "digits-resnet": statuses.status(epochs=7, name="later"),
-}
+STATUS = statuses.status(epochs=7, name="later")
+LATER = {"sahajbert": views.view(steps=5000, run="later"), "digits-resnet": STATUS}
 EVIL = {"sahajbert": views.EVIL, "digits-resnet": statuses.EVIL}
 DRAWN = {"sahajbert": "svg polyline", "digits-resnet": "svg polygon"}
 

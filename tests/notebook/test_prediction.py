@@ -90,9 +90,8 @@ def trial() -> tuple[bool, bool]:
         model, batches = cs.recipes.albert("tiny", text="python-docs", swarm=swarm)
 
         def ask() -> Prediction:
-            found = doctor(
-                swarm, model=model, batches=batches, target_batch_size=TARGET, compression="float16"
-            )
+            settings = {"target_batch_size": TARGET, "compression": "float16"}
+            found = doctor(swarm, model=model, batches=batches, **settings)
             assert found.prediction is not None
             return found.prediction
 

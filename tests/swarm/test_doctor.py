@@ -21,7 +21,7 @@ from colab_swarm.net.metering import Speed
 from colab_swarm.notebook.checks import Light, numbers
 from colab_swarm.runtime import free_ram_bytes
 from colab_swarm.swarm import doctor as module
-from colab_swarm.swarm.doctor import Diagnosis, best, calibrate, doctor
+from colab_swarm.swarm.doctor import Diagnosis, best, calibrate, doctor, internet
 
 
 class Net(torch.nn.Module):
@@ -103,12 +103,10 @@ def test_a_swarm_that_compresses_much_is_predicted_too(
 
 
 def test_a_model_without_data_or_an_unknown_codec_or_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="batches"):
-        doctor(model=Net())
-    with pytest.raises(ValueError, match="float16"):
-        doctor(compression="mp3")
-    with pytest.raises(ValueError, match="tiny"):
-        doctor(model="huge")
+    wrong: dict[str, dict[str, Any]] = {"batches": {"model": Net()}, "tiny": {"model": "huge"}}
+    for said, options in (wrong | {"float16": {"compression": "mp3"}}).items():
+        with pytest.raises(ValueError, match=said):
+            doctor(**options)
 
 
 def test_the_command_prints_the_diagnosis_and_returns_whether_all_is_ready(
@@ -168,7 +166,7 @@ def test_one_answering_host_means_internet(up: int | None, monkeypatch: pytest.M
         return socket.socket()
 
     monkeypatch.setattr(socket, "create_connection", connect)
-    assert module.internet() is (up is not None)
+    assert internet() is (up is not None)
 
 
 def test_the_probes_work_without_torch() -> None:
@@ -176,20 +174,12 @@ def test_the_probes_work_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-class Noisy(torch.nn.Module):
+class Noisy(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.first = torch.nn.Linear(8, 32)
-        self.norm = torch.nn.BatchNorm1d(32)
-        self.dropout = torch.nn.Dropout(0.5)
-        self.last = torch.nn.Linear(32, 1)
-
-    def forward(self, x: Tensor) -> SimpleNamespace:
-        return SimpleNamespace(loss=self.last(self.dropout(self.norm(self.first(x)).relu())).square().mean())
-
-
-def batches_of(count: int | None = None) -> Iterator[dict[str, Tensor]]:
-    return itertools.islice(itertools.repeat({"x": torch.ones(4, 8)}), count)
+        self.first, self.last = torch.nn.Linear(8, 32), torch.nn.Linear(32, 1)
+        noise = torch.nn.BatchNorm1d(32), torch.nn.ReLU(), torch.nn.Dropout(0.5)
+        self.layer = torch.nn.Sequential(self.first, *noise, self.last)
 
 
 def test_a_calibrated_model_is_unchanged() -> None:
@@ -197,9 +187,7 @@ def test_a_calibrated_model_is_unchanged() -> None:
     net.first.weight.grad = torch.full_like(net.first.weight, 7.0)
     before = {name: value.clone() for name, value in net.state_dict().items()}
     chance = torch.get_rng_state()
-
-    found = calibrate(net, batches_of(), seconds=0.01)
-
+    found = calibrate(net, BATCHES, seconds=0.01)
     assert found.samples_per_s > 0 and found.micro_batch == 4
     assert found.parameters == sum(parameter.numel() for parameter in net.parameters())
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
@@ -209,7 +197,7 @@ def test_a_calibrated_model_is_unchanged() -> None:
 
 
 def test_saved_bytes_do_not_include_the_parameters() -> None:
-    class Square(torch.nn.Module):
+    class Scale(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.scale = torch.nn.Parameter(torch.ones(1000))
@@ -217,12 +205,11 @@ def test_saved_bytes_do_not_include_the_parameters() -> None:
         def forward(self, x: Tensor) -> SimpleNamespace:
             return SimpleNamespace(loss=(x * self.scale).square().sum())
 
-    found = calibrate(Square(), itertools.repeat({"x": torch.ones(3, 1000)}), seconds=0.01)
-    assert (
-        found.sample_bytes == 2 * 4 * 1000
-    )  # x for the gradient of the scale, the product for that of its square
+    found = calibrate(Scale(), itertools.repeat({"x": torch.ones(3, 1000)}), seconds=0.01)
+    # x for the gradient of the scale, the product for that of its square
+    assert found.sample_bytes == 2 * 4 * 1000
 
 
 def test_too_few_batches_raise() -> None:
     with pytest.raises(ValueError, match="ran out"):
-        calibrate(Noisy(), batches_of(2), seconds=0.01)
+        calibrate(Noisy(), itertools.islice(BATCHES, 2), seconds=0.01)

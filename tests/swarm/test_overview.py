@@ -13,18 +13,13 @@ from colab_swarm.events import BatchDropped, PeerLeft, PeerSilent, StepFinished
 from colab_swarm.snapshot import SwarmSnapshot
 from colab_swarm.swarm.overview import Background
 from colab_swarm.swarm.swarm import Swarm
-from tests.training.toy import join_training, loss_of, model
+from tests.training.toy import join_training, loss_of, model, train_freely
 
 ALICE, BOB, EVE = "a11ce000" * 8, "b0b00000" * 8, "e5e00000" * 8
 
 
-def train(swarm: Swarm, steps: int = 3) -> SwarmSnapshot:
-    net = model()
-    optimizer = join_training(swarm, net, target_batch_size=12)
-    while optimizer.global_step < steps:
-        loss = loss_of(net, optimizer.global_step)
-        loss.backward()
-        optimizer.step(samples=2, loss=loss.item())
+def train(swarm: Swarm) -> SwarmSnapshot:
+    train_freely(swarm, 3, target_batch_size=12)
     return swarm.snapshot()
 
 
@@ -32,9 +27,8 @@ def train(swarm: Swarm, steps: int = 3) -> SwarmSnapshot:
 def test_a_trainer_sees_links_speeds_its_share_and_the_last_rounds() -> None:
     with cs.simulate(peers=3, network="lan") as simulation:
         shown = simulation.run(train)["alice"]
-    others = [row for row in shown.peers if not row.me]
-    assert len(others) == 2
-    for row in others:
+    assert len(shown.peers) == 3
+    for row in (row for row in shown.peers if not row.me):
         assert row.rtt_s is not None and 0 < row.rtt_s < 0.1 and row.connected == "direct"
     assert 0 < shown.own_samples_per_s < shown.samples_per_s
     assert shown.eta_s is not None and 0 <= shown.eta_s < 5
@@ -129,8 +123,7 @@ def test_rates_are_those_of_the_last_seconds() -> None:
 
 
 def test_slow_readings_run_in_the_background_and_a_failure_keeps_the_last() -> None:
-    go_on, readings = threading.Semaphore(0), iter([1, 2])
-    done = threading.Semaphore(0)
+    go_on, done, readings = threading.Semaphore(0), threading.Semaphore(0), iter([1, 2])
 
     def read() -> int:
         go_on.acquire()
