@@ -187,10 +187,8 @@ def check_versions(versions: Mapping[str, tuple[str | None, str]]) -> Check:
     """Judge the installed version of each package, or None, beside the lowest one that works."""
     installed = {name: version for name, (version, _) in versions.items() if version}
     words = ", ".join(f"{name} {version}" for name, version in installed.items())
-    old = {
-        name: versions[name][1] for name in installed if numbers(installed[name]) < numbers(versions[name][1])
-    }
-    if old:
+    lowest = {name: versions[name][1] for name in installed}
+    if old := {name: low for name, low in lowest.items() if numbers(installed[name]) < numbers(low)}:
         wrong = ", ".join(f"{name} {installed[name]} is older than {wanted}" for name, wanted in old.items())
         packages = " ".join(f'"{name}>={wanted}"' for name, wanted in old.items())
         return judge("versions", wrong, f"pip install -U {packages}, then restart the kernel", RED)

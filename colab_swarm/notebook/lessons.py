@@ -151,9 +151,7 @@ class LessonControls:
         next_s = "Step: while paused, advance one second of virtual time"
         new = "Add a peer: start one with a new name"
         own_speed = snapshot.peers[0].samples_per_s
-        speeds = [
-            round(own_speed * factor, 3) for factor in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0, 16.0)
-        ]
+        speeds = [round(own_speed * 2**power, 3) for power in range(-4, 5)]
         speed = self._slider("samples/s", speeds, own_speed, "{:g}", of_peer("speed"))
         slow = self._slider("slower connection", SPEEDS, 1.0, "× {:g}", of_peer("slow"))
         one = [self._who, speed, slow, self._kill, self._back]

@@ -120,9 +120,8 @@ class Panel(Generic[S]):
         self._pause_button = make_button(f"Pause {who}", "pause", tip, self._on_pause)
         tip = "Stop: interrupt the cell that trains; if nothing happens, press ■ in the toolbar"
         play = ipywidgets.Play(interval=1000, max=1_000_000, show_repeat=False)
-        play.tooltip = (
-            "auto-refresh: keep this view up to date while no cell runs"  # no trait in ipywidgets 7
-        )
+        # no trait in ipywidgets 7
+        play.tooltip = "auto-refresh: keep this view up to date while no cell runs"
         play.add_class("cs-live")
         play.observe(lambda change: self.tick(), names="value")  # many may come at once
         row = [play, ipywidgets.HTML(PLAY_STYLE)]

@@ -33,8 +33,7 @@ class ModelProbe:
 
     def on_optimizer(self, name: str, optimizer: SwarmOptimizer) -> None:
         """Copy the parameters of ``optimizer``, which has caught up, in half precision."""
-        groups = optimizer.param_groups
-        trained = [one for group in groups for one in group["params"] if one.requires_grad]
+        trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
         fits = 2 * sum(one.numel() for one in trained) <= MAX_BYTES
         copies = (one.detach().to("cpu", torch.float16, copy=True) for one in trained)
         self._copied[name] = list(zip(trained, copies, strict=True)) if fits else []
@@ -79,10 +78,8 @@ class TryModel:
             answers = {when: list(map(_in_words, guesses)) for when, guesses in columns.items() if guesses}
             shown.table(list(answers), list(zip(*answers.values(), strict=True)), list, what="answers")
         if not all(reply.before for reply in self.replies):
-            limit = f"more than {size(MAX_BYTES)} of weights"
-            shown.note(
-                f"Answers from before are not known: no swarm.optimizer(…) trains this model, or it has {limit}."
-            )
+            why = f"no swarm.optimizer(…) trains this model, or it has more than {size(MAX_BYTES)} of weights"
+            shown.note(f"Answers from before are not known: {why}.")
         return shown
 
     def _form(self, question: str) -> Any:

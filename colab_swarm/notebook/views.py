@@ -204,9 +204,7 @@ def draw_map(snapshot: SwarmSnapshot) -> theme.Document:
     places = {peer.id[:ID_CHARS]: place for peer, place in placed}
     lines = "".join(_link_line(peer, place, middle, places) for peer, place in placed if peer.connected)
     nodes = "".join(map(_node, placed, states, links))
-    key = "".join(
-        f"{theme.mark(h, symbol, text(word))} &#160; " for h, symbol, word in sorted({own, *states})
-    )
+    key = "".join(f"{theme.mark(*one[:2], text(one[2]))} &#160; " for one in sorted({own, *states}))
     relayed = sum(peer.connected.startswith(RELAYED) for peer in others)
     linked = count(sum(bool(peer.connected) for peer in others), "link")
     linked += f", {relayed} of them relayed" if relayed else ""
@@ -335,11 +333,11 @@ def draw_waterfall(
     one, recent = _drawable(rounds[max(len(rounds) - 1 - back, 0)]), rounds[-RECENT:]
     facts = _facts(one)
     shown.draw(theme.heading(f"round {one.step}", text(facts, 400)), f"round {one.step}: {plain(facts, 400)}")
-    times = ", ".join(
+    times = [
         _seconds(each.seconds) + "✖" * (each.spans_lost > 0 or each.kept_local > 0)
         for each in map(_drawable, recent)
-    )
-    words = f"last {count(len(recent), 'round')}: {times}"
+    ]
+    words = f"last {count(len(recent), 'round')}: {', '.join(times)}"
     shown.draw(f'<p class="soft">{words}</p>', f"  {words}")
     shown.note(*([f"shares: {one.explanation}"] if one.explanation else []))
     if not one.members:

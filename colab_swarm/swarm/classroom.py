@@ -160,6 +160,5 @@ def _cells(pupil: tuple[str, PeerRow | None]) -> tuple[str, str]:
     return name, "not here" if row is None else f"step {row.step}, {row.samples_per_s:.1f} samples/s"
 
 
-VIEWS: Views[Board] = Views(
-    draw, str, lambda board: board.closed, who="board", leave=("Close the board", "Closed")
-)
+CLOSE = ("Close the board", "Closed")
+VIEWS: Views[Board] = Views(draw, str, lambda board: board.closed, who="board", leave=CLOSE)

@@ -175,8 +175,7 @@ def _subject(
     size = masked_lm.SIZES[model]
     length = size.sequence_length
     sample_bytes = masked_lm.sample_bytes(size, length, checkpointing=False)
-    name = f"ALBERT-{model} at {length} tokens"
-    known = Subject(name, masked_lm.parameter_count(size), sample_bytes)
+    known = Subject(f"ALBERT-{model} at {length} tokens", masked_lm.parameter_count(size), sample_bytes)
     if swarm is None:
         return known
     measured = calibrate(*masked_lm.albert(model, swarm=swarm))

@@ -19,26 +19,12 @@ from colab_swarm.net.lan import LanSwarm, find_swarms
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import PeerId, Role, short
 from colab_swarm.net.tunnels import settings_of
+from colab_swarm.notebook import platforms
 from colab_swarm.notebook.invitation import LanSwarms
-from colab_swarm.notebook.platforms import (
-    SessionClock,
-    in_colab,
-    in_kaggle,
-    platform,
-    require_terms,
-    session_age_s,
-)
 from colab_swarm.runtime import Runtime
+from colab_swarm.swarm import saved as saving
 from colab_swarm.swarm.network import DEFAULT_OPTIONS, NetworkOptions, NetworkSession, assemble
-from colab_swarm.swarm.saved import (
-    VERSION,
-    PeerStore,
-    SavedPeer,
-    damaged,
-    folder_of,
-    loss_warning,
-    read_saved,
-)
+from colab_swarm.swarm.saved import PeerStore, SavedPeer, folder_of
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.trust.access import RunAccess
@@ -79,7 +65,7 @@ def create(
         TermsError: the platform's terms were not accepted.
         TunnelError, SecretError, OSError: the tunnel, its token, or the port cannot be used.
     """
-    require_terms(accept_terms)
+    platforms.require_terms(accept_terms)
     if (swarm := _open_in(state_dir)) is not None and swarm.run == name and swarm.is_owner:
         return swarm
     with _reserved(state_dir) as (store, saved):
@@ -133,7 +119,7 @@ def join(
             raise _saves_another(state_dir, saved)
         if store is None and (swarm := _find_open(invitation.run_id, name=peer_name)) is not None:
             return swarm
-        require_terms(accept_terms or invitation.role <= Role.VIEWER)
+        platforms.require_terms(accept_terms or invitation.role <= Role.VIEWER)
         options, identity = _with_key(options, store)
         token = find_secret("HF_TOKEN") if invitation.access == "allowlist" else None
         membership = b"" if saved is None else saved.membership
@@ -155,12 +141,12 @@ def resume(folder: str | Path, *, accept_terms: bool = False) -> Swarm:
     """
     if (swarm := _open_in(folder)) is not None:
         return swarm
-    if (saved := read_saved(folder_of(folder))) is None:
+    if (saved := saving.read_saved(folder_of(folder))) is None:
         raise StateError(f"{folder} saves no peer: start with cs.join(invitation, state_dir={str(folder)!r})")
     try:
         options = NetworkOptions.from_saved(saved.options)
     except (TypeError, ValueError) as error:
-        raise damaged(folder_of(folder)) from error
+        raise saving.damaged(folder_of(folder)) from error
     how: Any = {"options": options, "state_dir": folder, "accept_terms": accept_terms}
     if saved.invitation:
         return join(saved.invitation, **how)
@@ -171,9 +157,8 @@ def _invitation(invite: str | LanSwarm, *, returning: bool) -> Invite:
     if isinstance(invite, str):  # a returning peer may use one that has expired
         return Invite.parse(invite, now=0.0 if returning else None)
     if invite.access != "open":
-        raise JoinError(
-            f"{invite.run} takes peers with an invitation only: ask {', '.join(invite.names)} for one"
-        )
+        names = ", ".join(invite.names)
+        raise JoinError(f"{invite.run} takes peers with an invitation only: ask {names} for one")
     return Invite(invite.run_id, invite.contacts, ENDLESS)
 
 
@@ -230,12 +215,14 @@ def _with_key(options: NetworkOptions, store: PeerStore | None) -> tuple[Network
 def _open(
     access: RunAccess, identity: Identity, peer_name: str, options: NetworkOptions, store: PeerStore | None
 ) -> Swarm:
-    runtime, here, saved = Runtime.shared(), platform(), None if store is None else store.saved
-    clock = SessionClock.of(here, options.session_hours, age_s=session_age_s(), now=runtime.time())
+    runtime, here, saved = Runtime.shared(), platforms.platform(), None if store is None else store.saved
+    clock = platforms.SessionClock.of(
+        here, options.session_hours, age_s=platforms.session_age_s(), now=runtime.time()
+    )
     name = peer_name or (saved.name if saved is not None else f"peer-{short(identity.id)}")
     if store is not None:
         _save(store, access, identity, name, options)
-        if warning := loss_warning(store.folder, here):
+        if warning := saving.loss_warning(store.folder, here):
             print(warning)
     if saved is not None:
         access = replace(access, known=saved.contacts, tally=saved.tally)
@@ -260,7 +247,9 @@ def _save(
         )
     invitation = "" if access.invitation is None else str(access.invitation)
     settings = options.to_saved()
-    store.begin(SavedPeer(VERSION, access.run_id, access.access, name, invitation, access.allow, settings))
+    store.begin(
+        SavedPeer(saving.VERSION, access.run_id, access.access, name, invitation, access.allow, settings)
+    )
 
 
 async def _start(
@@ -288,7 +277,7 @@ async def _start(
     except BaseException:  # an interrupt included: nothing may stay open
         await node.close()
         raise
-    if not (in_colab() or in_kaggle()):  # no other machine is in their networks
+    if not (platforms.in_colab() or platforms.in_kaggle()):  # no other machine is in their networks
         node.linker.spawn(network.announce_in_lan(name))
     return services, network
 

@@ -101,15 +101,7 @@ DEFAULT_OPTIONS = NetworkOptions()
 
 
 class NetworkSession:
-    """A peer's part in the real network, from `open` to `leave`.
-
-    Attributes:
-        node, access: the peer itself, and how it joined the run.
-        reachability, relay: how others reach it, and its relay or None.
-        store: the folder that saves it; None without one.
-        clock: when its platform's session ends; None if that is unknown.
-        stops: called before leaving at the session's end: they give work back.
-    """
+    """A peer's part in the real network, from `open` to `leave`."""
 
     def __init__(
         self, node: Node, access: RunAccess, options: NetworkOptions, services: PeerServices
@@ -118,9 +110,9 @@ class NetworkSession:
         dht, events, rng = services.dht, services.events, services.rng
         self.trust = Trust(node, dht, events, rng, access)
         self.trust.contributions.saved = access.tally
-        self.store: PeerStore | None = None
-        self.clock: SessionClock | None = None
-        self.stops: list[Callable[[], None]] = []
+        self.store: PeerStore | None = None  # the folder that saves this peer
+        self.clock: SessionClock | None = None  # None if the session's end is unknown
+        self.stops: list[Callable[[], None]] = []  # give work back at the session's end
         self._saved: set[PeerId] = set()  # linked when the folder was written
         services.averager.on_round = self._on_round
         self.reachability = ReachabilityWatch(
@@ -356,20 +348,16 @@ def assemble(
 ) -> PeerServices:
     SpeedTests(peers)
     dht = DHT(peers, DHTSettings(), rng, events)
-    averager = Averager(peers, events=events)
-    return PeerServices(
-        peers, dht, events, rng, run_id, router=PrefixRouter(peers), averager=averager, pace=pace
-    )
+    router, averager = PrefixRouter(peers), Averager(peers, events=events)
+    return PeerServices(peers, dht, events, rng, run_id, router=router, averager=averager, pace=pace)
 
 
 async def find_others(services: PeerServices, entries: Sequence[Contact]) -> None:
     """Join the DHT through the entries; raise `JoinError` if there are some and none answered."""
     if entries and await services.dht.bootstrap(entries) == 0:
         reasons = {one.reason for one in services.events.recent(PeerLeft) if isinstance(one, PeerLeft)}
-        why = "; ".join(sorted(reasons)) or "they do not answer"
-        raise JoinError(
-            f"the peers of this invitation do not admit this peer: {why}. Ask for a new invitation"
-        )
+        why = f"{'; '.join(sorted(reasons)) or 'they do not answer'}. Ask for a new invitation"
+        raise JoinError(f"the peers of this invitation do not admit this peer: {why}")
     services.dht.start()
 
 

@@ -35,9 +35,7 @@ from colab_swarm.trust.authority import Allowlist, write_private
 from colab_swarm.trust.contributions import TallyRow
 
 STALE_S = 180.0  # three missed heartbeats
-SETTLE_S = (
-    0.1  # processes that find an abandoned folder at the same moment settle within this time who gets it
-)
+SETTLE_S = 0.1  # within it, processes that find an abandoned folder at once settle who gets it
 VERSION = 1
 MAX_CONTACTS = 16
 
@@ -130,9 +128,8 @@ def damaged(folder: Path) -> StateError:
 
 
 def _unusable(folder: Path, error: OSError) -> StateError:
-    return StateError(
-        f"{folder} cannot be used to save a peer: {error.strerror or error}; take another folder"
-    )
+    reason = error.strerror or error
+    return StateError(f"{folder} cannot be used to save a peer: {reason}; take another folder")
 
 
 def folder_of(path: str | Path) -> Path:

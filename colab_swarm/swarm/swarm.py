@@ -213,8 +213,7 @@ class Swarm(AbstractContextManager["Swarm"]):
 
         self._check(worker=True)
         settings = TrainingSettings(f"{self.run_id}/{name}", float(target_batch_size), budget, **options)
-        local = settings.local_steps != 1
-        rule = UpdateRule(optimizer, scheduler, max_grad_norm, settings.overlap, local)
+        rule = UpdateRule(optimizer, scheduler, max_grad_norm, settings.overlap, settings.local_steps != 1)
         if name in self.optimizers:
             self.optimizers.pop(name).close()
         store = None if self.network is None else self.network.store
@@ -390,8 +389,9 @@ class Swarm(AbstractContextManager["Swarm"]):
         network = self._require_network()
         job = job if isinstance(job, Job) else Job.load(job)
         coordinator = open_coordinator(job, network.access, network.token(), options)
-        url = network.announce("coordinators", lambda: None if coordinator.stopped else coordinator.url)
-        self.runtime.call(url)
+
+        links = network.announce("coordinators", lambda: None if coordinator.stopped else coordinator.url)
+        self.runtime.call(links)
         network.stops.append(coordinator.stop)
         return coordinator
 
@@ -480,8 +480,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         """
         from colab_swarm.recipes.evaluation import MaskedText
 
-        texts = None if tokenizer is None else MaskedText(tokenizer)
-        return self.probe.try_model(question, model, texts)
+        return self.probe.try_model(question, model, None if tokenizer is None else MaskedText(tokenizer))
 
     @cached_property
     def probe(self) -> ModelProbe:
