@@ -109,7 +109,6 @@ def fitting_batch(free_bytes: float, subject: Subject) -> int:
 
 
 def numbers(version: str) -> list[int]:
-    """Return the first three numbers of a version: [2, 9, 0] for ``2.9.0+cu126``."""
     return [int(digits) for digits in re.findall(r"\d+", version)[:3]]
 
 
@@ -147,7 +146,6 @@ def summary(checks: Sequence[Check]) -> str:
 
 
 def draw(checks: Sequence[Check]) -> theme.Document:
-    """Return a table of the checks; in the text each is a line or more, with its fix below."""
     shown = theme.Document("doctor", summary(checks), label="report of the doctor", line=summary(checks))
     rows, lines = [], []
     for check in checks:

@@ -48,8 +48,6 @@ COMMON: dict[str | int | None, Advice] = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """An error's cause and fix; a cell and ``print`` show it."""
-
     title: str  # the error's class and text
     cause: str  # what most likely caused it
     fix: str  # what to do next

@@ -52,7 +52,6 @@ class SimulationSnapshot:
 
 
 def describe_fault(name: str, arguments: Sequence[object]) -> str:
-    """Return a fault in words, such as ``carol crashes``."""
     if name == "partition":
         parts = (", ".join(sorted(group)) for group in arguments if isinstance(group, set))
         return f"the network is partitioned: {' | '.join(parts)}"

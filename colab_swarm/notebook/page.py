@@ -132,7 +132,7 @@ def _template() -> Template:
 
 
 def exposition(samples: Iterable[Sample]) -> str:
-    """Return metrics in Prometheus's text format; of equal names and labels the last value counts."""
+    """Of equal names and labels the last value counts."""
     lines: dict[str, dict[str, float]] = {}
     escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
     for name, labels, value in samples:

@@ -171,7 +171,6 @@ class Panel(Generic[S]):
         return page.draw(snapshot, self._chosen) if page.slider else page.draw(snapshot)
 
     def refresh(self) -> S:
-        """Take a snapshot, show it in the widget if there is one, and return it."""
         with self._lock:
             self._shown_at = time.monotonic()
             snapshot = self._read()

@@ -97,7 +97,6 @@ def platform() -> Platform:
 
 
 def require_terms(agreed: bool) -> None:
-    """Raise `TermsError` unless the user agreed where terms may forbid training."""
     here = platform()
     if here.must_agree and not agreed:
         raise TermsError(

@@ -158,7 +158,6 @@ def _credited(run_id: str, peer: PeerId, authority: bytes, record: Record) -> tu
 
 
 def issue(peers: Peers, run_id: str, name: str, authority: bytes, records: Iterable[Record]) -> Receipt:
-    """Return the receipt of ``peers``' own peer, with the first `MAX_VOUCHERS` of ``records``."""
     used = sorted(records, key=lambda record: record.subkey)[:MAX_VOUCHERS]
     given, vouchers = total(run_id, peers.id, authority, used), tuple(map(msgspec.msgpack.encode, used))
     receipt = Receipt(run_id, plain(name, 64), peers.public_key, peers.time(), given, authority, vouchers)

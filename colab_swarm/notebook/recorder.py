@@ -128,7 +128,6 @@ class Recorder:
         self._file.write(line)
 
     def close(self) -> None:
-        """Write the remaining events and close the file. Idempotent."""
         self._stop_listening()
         self._queue.put(None)
         self._thread.join(CLOSE_S)
@@ -140,7 +139,7 @@ class Recorder:
 
 
 class Replay:
-    """A recording to look at: a cell draws it, ``print`` shows it as text. See `replay`."""
+    """A recording to look at; see `replay`."""
 
     def __init__(self, path: Path, live: bool) -> None:
         self.headers, self.names, self.events = list[Header](), dict[str, str](), list[Event]()

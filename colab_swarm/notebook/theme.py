@@ -97,7 +97,6 @@ def table(
 
 
 def bar(part: float, label: str, hue: str = "blue") -> str:
-    """Return a bar for ``part``, clipped to 0 to 1; NaN counts as 0. ``hue`` is one of `HUES`."""
     percent = 100 * min(part, 1.0) if part > 0 else 0.0
     return (
         f'<span class="bar {hue}" role="img" aria-label="{label}" title="{label}">'
@@ -127,13 +126,11 @@ class Document:
         self._lines += lines
 
     def warn(self, words: str, symbol: str = "⚠") -> None:
-        """Add a warning, unless it is empty."""
         if words:
             shown = f'<p class="warn">{symbol} {markup.text(words, MAX_CHARS)}</p>'
             self.draw(shown, f"  {symbol} {markup.plain(words, MAX_CHARS)}")
 
     def note(self, *lines: str, title: str = "") -> None:
-        """Add lines in a soft colour; nothing without lines."""
         if lines:
             shown = "<br>".join(map(markup.text, lines))
             head = f"<h4>{title}</h4>" if title else ""

@@ -1,9 +1,9 @@
 """A class trains together in one room, offline: the teacher's board and how pupils join.
 
-The teacher's notebook opens a `Board` at an address short enough for a real board, such as
-``192.168.1.10:8421``. `join` calls it and gets the run's invitation and an animal as the pupil's
-name, so that no pupil gives a real name. The board is plain HTTP: it is for an open run in a room
-where all may take part.
+The teacher opens a `Board` at an address short enough for a real board, such as
+``192.168.1.10:8421``. `join` gets the run's invitation from it, and an animal as the pupil's name,
+so that no pupil gives a real one. The board is plain HTTP: it is for an open run in a room where
+all may take part.
 """
 
 from __future__ import annotations
@@ -76,7 +76,6 @@ class Board:
         return web.Response(body=msgspec.json.encode(welcome))
 
     def welcome(self, who: str) -> tuple[str, str] | None:
-        """Return the invitation and a name, the same at each call of a process; None in a full room."""
         with self._lock:
             place = len(self._names)
             if who not in self._names and place < MAX_PUPILS:
@@ -93,7 +92,6 @@ class Board:
         return Panel(lambda: self, self.close, views=VIEWS)
 
     def close(self) -> None:
-        """Stop inviting; pupils who joined stay. Idempotent."""
         if not self.closed:
             self.closed = True
             self.swarm.runtime.call(self._runner.cleanup())

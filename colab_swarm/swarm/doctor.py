@@ -215,7 +215,6 @@ def cores() -> int:
 
 
 def gpu() -> tuple[str, int, int] | None:
-    """Return name, free and total bytes of the card that torch uses."""
     if find_spec("torch") is None:
         return None
     import torch
@@ -224,7 +223,6 @@ def gpu() -> tuple[str, int, int] | None:
 
 
 def versions() -> dict[str, tuple[str | None, str]]:
-    """Return the installed version, or None, beside the lowest one that works, by package."""
     floors, found = wanted(requires("colab-swarm") or ()), dict[str, str | None].fromkeys(PACKAGES)
     for name in found:
         with contextlib.suppress(PackageNotFoundError):

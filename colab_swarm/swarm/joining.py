@@ -132,12 +132,9 @@ def resume(folder: str | Path, *, accept_terms: bool = False) -> Swarm:
 
     It has the same id, and so the same row in the leaderboard. Then make the model and call
     `Swarm.optimizer` as before: training continues from the saved checkpoint, or from the swarm's
-    newer state.
-
-    Raises:
-        StateError: the folder saves no peer, is in use by another process, or damaged.
-        JoinError: no saved peer of the run could be reached: join by a new invitation, with
-            ``state_dir=folder``.
+    newer state. A StateError if the folder saves no peer, is damaged or in use by another process.
+    A JoinError if no saved peer could be reached: join by a new invitation, with
+    ``state_dir=folder``. Else see `join`.
     """
     if (swarm := _open_in(folder)) is not None:
         return swarm

@@ -130,7 +130,6 @@ class NetworkSession:
         self._announcer: LanAnnouncer | None = None
 
     async def open(self, store: PeerStore | None) -> None:
-        """Join the run by any of its entries, detect how others reach this peer, and save it."""
         try:
             await self._enter()
             if store is not None:
@@ -196,7 +195,6 @@ class NetworkSession:
         await asyncio.to_thread(store.write, contacts, membership, tally, self.node.port or 0)
 
     async def leave(self) -> None:
-        """Stop all services and announcements; the node's links stay open."""
         async with contextlib.AsyncExitStack() as ends:  # last first; no failure or interrupt skips another
             ends.push_async_callback(self.reachability.close)
             if self.relay is not None:
@@ -229,7 +227,6 @@ class NetworkSession:
     def end_session(
         self, clock: SessionClock, optimizers: Mapping[str, SwarmOptimizer], leave: Callable[[], None]
     ) -> None:
-        """Hand over, give work back, leave; a failure skips none of these."""
         ends: list[Callable[[], None]] = [partial(self._hand_over, clock, optimizers), *self.stops, leave]
         for end in ends:
             try:
@@ -318,7 +315,6 @@ async def _stop(stop: Callable[[], Awaitable[None]]) -> None:
 
 
 async def enter(node: Node, entries: Sequence[Contact]) -> None:
-    """Link to the first entry that answers; raise `JoinError` if none does."""
     tries = [asyncio.ensure_future(node.linker.link_to(one.id, ENTER_TIMEOUT_S)) for one in entries]
     reasons = []
     try:

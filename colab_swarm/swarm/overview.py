@@ -53,7 +53,6 @@ class Background(Generic[T]):
         self._reading = threading.Lock()
 
     def look(self, now: float) -> T | None:
-        """Return the last reading at once; None before the first."""
         if now - self._began_at >= self._every_s and self._reading.acquire(blocking=False):
             self._began_at = now
             threading.Thread(target=self._run, name="colab-swarm-reading", daemon=True).start()
@@ -181,7 +180,6 @@ class Overview:
         return 8 * (sent_bytes - sent) / (now - at), 8 * (received_bytes - received) / (now - at)
 
     def names(self) -> Mapping[str, str]:
-        """Return the names that peers chose, by short id, also of peers that left."""
         names = {
             short(peer): plain(record.name, MAX_NAME_CHARS)
             for records in reversed(self._records(float("-inf")))

@@ -75,8 +75,6 @@ def _start_of(pid: int) -> str:
 
 
 class SavedPeer(msgspec.Struct, frozen=True):
-    """The contents of ``peer.json``."""
-
     version: int
     run_id: str
     access: Access  # who may join the run
@@ -146,10 +144,7 @@ def loss_warning(folder: Path, here: Platform) -> str:
 
 
 class PeerStore:
-    """A peer's folder, reserved for this process until `close`; a StateError if it is in use.
-
-    ``saved`` is the peer that an earlier session saved; None if the folder is new.
-    """
+    """A peer's folder, reserved for this process until `close`; a StateError if it is in use."""
 
     _here: ClassVar[set[Path]] = set()  # folders of this process
 
@@ -163,7 +158,7 @@ class PeerStore:
             self._reserve()
         except OSError as error:
             raise _unusable(folder, error) from error
-        try:
+        try:  # what an earlier session saved; None if the folder is new
             self.saved = self.peer = read_saved(folder)
         except BaseException:
             self.close()
@@ -200,7 +195,6 @@ class PeerStore:
         return self.folder / "checkpoints" / quote(name, safe="").replace(".", "%2E")
 
     def begin(self, peer: SavedPeer) -> None:
-        """Save this peer from now on; `write` adds contacts, membership and tally."""
         if self.saved is not None:
             peer = msgspec.structs.replace(peer, contacts=self.saved.contacts, port=self.saved.port)
         self.peer = peer
@@ -236,7 +230,6 @@ class PeerStore:
                 raise _unusable(self.folder, error) from error
 
     def close(self) -> None:
-        """Free the folder. Idempotent."""
         with self._writing:
             if self._closed:
                 return

@@ -216,7 +216,6 @@ class Simulation(AbstractContextManager["Simulation"]):
             self._lesson = None
 
     def begin(self, train: Callable[[Swarm], object]) -> None:
-        """Start ``train`` at every peer; time passes in `advance` only."""
         self._train, self.results, self._told_step = train, {}, -1
         for name in self.swarms:
             self._start(name)
@@ -317,9 +316,8 @@ class Simulation(AbstractContextManager["Simulation"]):
 class InteractiveRun:
     """A running simulation, made by `Simulation.play`. A new one stops the former.
 
-    Time passes in slices of `SLICE_S` virtual seconds, on the run's own thread; what the user
-    injects takes effect between two slices. ``speed`` is in virtual seconds per second; change it
-    at any time.
+    Time passes in slices of `SLICE_S` virtual seconds, between which injected actions happen.
+    Change ``speed``, virtual seconds per second, at any time.
     """
 
     running: ClassVar[InteractiveRun | None] = None
@@ -365,7 +363,6 @@ class InteractiveRun:
         self._wake.set()
 
     def pause(self, paused: bool = True) -> None:
-        """Stop the virtual time, or with False, continue."""
         self._paused = paused
         self._wake.set()
 
@@ -375,17 +372,13 @@ class InteractiveRun:
         self._wake.set()
 
     def stop(self) -> None:
-        """End the run; the peers keep their state. Idempotent."""
         self._stopping = True
         self._wake.set()
         while not self._over.wait(POLL_S):
             pass
 
     def wait(self) -> dict[str, object]:
-        """Keep the view live until the end; return or raise what ``train`` did, by name of peer.
-
-        An interrupt ends only the waiting.
-        """
+        """Keep the view live until the end; return or raise what ``train`` did. An interrupt ends the waiting."""
         self.pause(False)
         over = False
         while not over:

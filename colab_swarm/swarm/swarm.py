@@ -147,11 +147,8 @@ class Swarm(AbstractContextManager["Swarm"]):
         """Remove a peer from the run for good. All others close their links to it in a minute.
 
         ``peer`` is its id, its first hex digits, or the text of an invitation: all that joined with
-        it.
-
-        Raises:
-            PermissionError: this peer did not create the run, or the run is open to everybody.
-            ValueError: the digits match no known peer, or several.
+        it. A PermissionError where this peer did not create the run or the run is open, a
+        ValueError unless the digits match one known peer.
         """
         network = self._require_network()
         if isinstance(peer, str) and "#" in peer:
@@ -257,12 +254,10 @@ class Swarm(AbstractContextManager["Swarm"]):
     ) -> tuple[Any, MoshpitResult]:
         """Return the mean of an array over all peers that call this now, and how the round went.
 
-        Args:
-            values: a NumPy array or torch tensor; the same length at every peer.
-            weight: of this peer's values; 0: only receive.
-            group_size: of the groups that average in turn; None: chosen from failures and times.
-            name: distinguishes several averages.
-            compression: on the wire, one per name; onebit and topk lose most of the values.
+        ``values`` is a NumPy array or torch tensor of the same length at every peer; ``weight`` is
+        theirs, 0 to only receive. ``name`` distinguishes several averages. Groups of ``group_size``
+        average in turn; None chooses it from failures and times. ``compression`` is one per name;
+        onebit and topk lose most of the values.
         """
         self._check(worker=True)
         average = self.averages.average(
@@ -406,9 +401,8 @@ class Swarm(AbstractContextManager["Swarm"]):
     ) -> Volunteer:
         """Train work units for the swarm's coordinator; see `colab_swarm.workunits.volunteer`.
 
-        Raises:
-            JoinError: no peer of this swarm coordinates, or it does not answer.
-            ValueError: the coordinator's code is not trusted yet, or ``job`` is another job.
+        A JoinError if no peer coordinates or it does not answer, a ValueError if its code is not
+        trusted yet.
         """
         from colab_swarm.workunits.client import CoordinatorClient
         from colab_swarm.workunits.volunteering import open_volunteer
