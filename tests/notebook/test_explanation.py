@@ -26,8 +26,7 @@ OURS = [kind for kind in vars(errors).values() if inspect.isclass(kind) and issu
 @pytest.mark.parametrize("kind", OURS, ids=lambda kind: kind.__name__)
 def test_each_of_our_errors_has_its_own_cause_and_fix(kind: type[SwarmError]) -> None:
     found = explain(kind)
-    assert found.title == kind.__name__
-    assert len(found.cause) > 20 and len(found.fix) > 20
+    assert found.title == kind.__name__ and len(found.cause) > 20 and len(found.fix) > 20
     if kind is not SwarmError:
         assert found.cause != explain(SwarmError).cause
 
@@ -137,6 +136,5 @@ def _raised_texts() -> list[tuple[str, str]]:
 
 
 def test_errors_for_users_name_a_next_step_where_they_are_raised() -> None:
-    texts = _raised_texts()
-    assert len(texts) > 20
+    assert len(texts := _raised_texts()) > 20
     assert not [(where, text) for where, text in texts if not NEXT.search(text)]

@@ -76,12 +76,9 @@ def test_the_figures_for_prometheus_are_well_formed(page: StatusPage[Any], shown
 
 
 class Scene:
-    """A page that is served and a browser; ``looks`` counts how often the run was looked at."""
-
     def __init__(self, browser: aiohttp.ClientSession) -> None:
-        self.looks = 0
+        self.looks, self.browser = 0, browser
         self.page = status_page(self.look)
-        self.browser = browser
 
     def look(self) -> tuple[SwarmSnapshot, ...]:
         self.looks += 1

@@ -11,6 +11,7 @@ import pytest
 
 import colab_swarm as cs
 from tests.notebooks.kernel import NOTEBOOKS, CellFailed, Kernel, opened
+from tests.notebooks.test_tutorials import code_of
 
 ALL = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 COLAB = "from colab_swarm.bench.join import stand_in_for_colab; stand_in_for_colab()"
@@ -28,12 +29,11 @@ def notebook(request: pytest.FixtureRequest) -> Any:
 
 
 def code(notebook: Any) -> list[str]:
-    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    return ["".join(cell["source"]) for cell in code_of(notebook)]
 
 
 def test_a_notebook_for_others_is_stored_without_outputs(notebook: Any) -> None:
-    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells)
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in code_of(notebook))
 
 
 def test_its_cells_stay_short(notebook: Any) -> None:
@@ -173,10 +173,8 @@ job = cs.workunits.Job(
 def test_a_volunteer_reads_the_code_trusts_it_and_trains_the_job_to_its_end(tmp_path: Path) -> None:
     job, folder = tmp_path / "job.py", tmp_path / "coordinator"
     job.write_text(JOB)
-    with (
-        cs.workunits.coordinate(job, folder=folder, host="127.0.0.1", servers=1) as coordinator,
-        opened("volunteer", tmp_path) as notebook,
-    ):
+    organizer = cs.workunits.coordinate(job, folder=folder, host="127.0.0.1", servers=1)
+    with organizer as coordinator, opened("volunteer", tmp_path) as notebook:
         link = str(coordinator.link)
         notebook.run()
         shown = notebook.run(LINK=link)

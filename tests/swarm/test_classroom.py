@@ -58,10 +58,8 @@ def test_a_mistyped_address_is_refused(address: str) -> None:
 
 
 def test_a_run_with_invitations_has_no_board() -> None:
-    with (
-        cs.create("class", peer_name="teacher", options=ALONE) as swarm,
-        pytest.raises(PermissionError, match="access='open'"),
-    ):
+    created = cs.create("class", peer_name="teacher", options=ALONE)
+    with created as swarm, pytest.raises(PermissionError, match="access='open'"):
         classroom.Board(swarm, port=0)
 
 

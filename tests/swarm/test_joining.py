@@ -17,12 +17,20 @@ from colab_swarm.net.node import Node
 from colab_swarm.net.reachability import ReachabilityWatch
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings
 from colab_swarm.swarm.joining import _start
-from colab_swarm.swarm.network import NetworkOptions, close
+from colab_swarm.swarm.network import NetworkOptions, NetworkSession, close
+from colab_swarm.training.settings import PeerServices
 from colab_swarm.trust.access import RunAccess
 from tests.net.swarm import identity, run
 from tests.swarm import wait
 
 ALONE = NetworkOptions(lan=False, use_relays=False)
+
+
+async def founded() -> tuple[PeerServices, NetworkSession, Invite]:
+    own = identity("authority")
+    found = RunAccess.found("my-run", own, access="invite", allow=None, key_file=None)
+    services, network = await _start(found, own, "authority", ALONE)
+    return services, network, found.invite(network.node, network.trust.authority)
 
 
 @pytest.mark.parametrize("interrupted", [True, False])
@@ -38,9 +46,7 @@ def test_a_peer_that_fails_after_opening_its_tunnel_leaves_nothing_open(
         stopped.set()
 
     async def main() -> None:
-        found = RunAccess.found("my-run", identity("authority"), access="invite", allow=None, key_file=None)
-        services, network = await _start(found, identity("authority"), "authority", ALONE)
-        invitation: Invite = found.invite(network.node, network.trust.authority)
+        services, network, invitation = await founded()
         verify = ReachabilityWatch.verify
 
         async def stuck(watch: ReachabilityWatch) -> object:
@@ -82,9 +88,7 @@ def test_creating_a_run_again_with_its_key_file_returns_the_same_swarm(tmp_path:
 async def test_a_clock_that_is_far_off_is_named_as_the_reason(
     ahead_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = RunAccess.found("my-run", identity("authority"), access="invite", allow=None, key_file=None)
-    services, network = await _start(found, identity("authority"), "authority", ALONE)
-    invitation: Invite = found.invite(network.node, network.trust.authority)
+    services, network, invitation = await founded()
     start = partial(Node.start, wall_clock=lambda: time.time() + ahead_s)
     monkeypatch.setattr(Node, "start", start)
     with pytest.raises(JoinError, match="clock"):
