@@ -42,9 +42,7 @@ def train(swarm):
 ]
 
 
-def test_a_peer_is_killed_and_brought_back_between_two_cells(
-    lab: Lab, window: Window, artifacts: Path
-) -> None:
+def test_a_peer_is_killed_and_brought_back(lab: Lab, window: Window, artifacts: Path) -> None:
     page = lab.open(window, "play", PLAY)
     page.run(0)
     page.run(1)

@@ -81,9 +81,7 @@ def test_a_bug_of_ours_asks_for_a_report() -> None:
     assert "bug of colab_swarm" in bug.cause and "report it" in bug.fix
 
 
-def test_without_an_argument_the_last_error_of_the_notebook_is_explained(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_an_argument_the_last_error_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "last_value", None, raising=False)
     assert explain().title == "no error"
     monkeypatch.setattr(sys, "last_value", JoinError("nobody is there"))

@@ -196,9 +196,7 @@ def test_an_ascii_terminal_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "zo?" in shown and "~ and 40 more peers" in shown and "\x1b" not in shown
 
 
-def test_watching_ends_after_its_seconds_or_when_the_swarm_is_left(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_watching_ends_in_time_or_when_its_peer_left(capsys: pytest.CaptureFixture[str]) -> None:
     Panel(steps(), nothing, live=False).watch(every_s=0)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == summary(dataclasses.replace(SNAPSHOT, step=1))

@@ -142,10 +142,7 @@ def test_a_file_of_another_kind_is_refused_with_its_line(path: Path, content: by
 NOT_READ = (b'{"kind":"PeerJoined","data":{"at":"x"}}', b'{"kind":"PeerMarried","data":{"at":1.0}}')
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [b"nonsense", b"{}", b"\xff", *NOT_READ],
-)
+@pytest.mark.parametrize("bad", [b"nonsense", b"{}", b"\xff", *NOT_READ])
 def test_a_line_that_cannot_be_read_costs_only_itself(path: Path, bad: bytes) -> None:
     record(path, *EVENTS)
     lines = path.read_bytes().split(b"\n")

@@ -85,9 +85,7 @@ def test_creating_a_run_again_with_its_key_file_returns_the_same_swarm(tmp_path:
 
 @pytest.mark.parametrize("ahead_s", [900.0, 7200.0])
 @pytest.mark.real_time
-async def test_a_clock_that_is_far_off_is_named_as_the_reason(
-    ahead_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_wrong_clock_is_named(ahead_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     services, network, invitation = await founded()
     start = partial(Node.start, wall_clock=lambda: time.time() + ahead_s)
     monkeypatch.setattr(Node, "start", start)
@@ -96,9 +94,7 @@ async def test_a_clock_that_is_far_off_is_named_as_the_reason(
     await close(services, network)
 
 
-def test_a_missing_tunnel_library_is_reported_before_its_token_is_requested(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_missing_tunnel_library_precedes_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("colab_swarm.net.tunnels.find_spec", lambda name: None)
     monkeypatch.delenv("NGROK_AUTHTOKEN", raising=False)
     monkeypatch.setattr(sys, "stdin", None)
@@ -107,9 +103,7 @@ def test_a_missing_tunnel_library_is_reported_before_its_token_is_requested(
 
 
 @pytest.mark.parametrize("began", [True, False])
-def test_a_peer_that_is_open_but_not_saved_is_not_returned_for_its_folder(
-    began: bool, tmp_path: Path
-) -> None:
+def test_an_open_peer_that_is_not_saved_is_not_returned(began: bool, tmp_path: Path) -> None:
     options = NetworkOptions(lan=False, use_relays=False, identity=tmp_path / "identity.key")
     with cs.create("test-run", options=options if began else ALONE) as alice:
         invitation = alice.invite()

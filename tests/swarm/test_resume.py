@@ -234,9 +234,7 @@ def test_a_kernel_killed_while_it_trains_comes_back_as_the_same_peer(alice: Swar
         trainer.join()
 
 
-def test_a_training_loop_ends_with_one_clear_error_before_the_session_does(
-    alice: Swarm, tmp_path: Path
-) -> None:
+def test_a_training_loop_ends_before_the_session_does(alice: Swarm, tmp_path: Path) -> None:
     optimizer = join_training(alice, net := model())
     stopped: list[str] = []
     network_of(alice).stops.append(lambda: stopped.append("units are given back"))

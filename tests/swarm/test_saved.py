@@ -205,9 +205,7 @@ def test_a_process_without_heartbeats_notices_that_another_took_the_folder(tmp_p
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_a_later_process_of_the_same_number_and_a_garbled_lock_have_no_folder(
-    tmp_path: Path, ours: bool
-) -> None:
+def test_a_reused_number_or_a_garbled_lock_holds_no_folder(tmp_path: Path, ours: bool) -> None:
     occupy(tmp_path, Occupant(socket.gethostname(), os.getpid(), "12", time.time()))
     if not ours:  # its process was killed while it wrote
         (tmp_path / "in-use.json").write_bytes(b"{")
