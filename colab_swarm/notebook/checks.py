@@ -1,4 +1,4 @@
-"""The doctor's checks: traffic lights with reasons and fixes, and the prediction of a training. Pure functions."""
+"""The doctor's checks: traffic lights with fixes, and the prediction of a training. Pure functions."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ INDENT = " " * 18
 MAX_CHARS = 10_000
 UNKNOWN = Speed(math.inf, math.inf, 0.0)  # of a connection that was not measured
 
-# --- arithmetic -------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Subject:
@@ -49,8 +47,6 @@ class Subject:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The expected training."""
-
     target_batch_size: int  # samples of all peers for one global step
     vector_bytes: float  # compressed size of the averaged gradients
     first_sample_s: float  # from now to this peer's first counted sample
@@ -72,17 +68,15 @@ def predict(
 ) -> Prediction:
     """Predict a training with equal averaging shares (DeDLOC, sections 3.1 and 3.2).
 
-    With n peers, S samples/s in all, a target batch of B samples and micro-batches of m::
+    n peers of S samples/s in all, a target batch of B samples, micro-batches of m::
 
         step      = (B + n m) / S + averaging              each peer finishes its current micro-batch
         averaging = 2 rtt + max(sent / upload, received / download)
         sent      = received = 2 (n - 1) / n * vector      reducers; others send and receive the vector once
 
-    A lone peer averages nothing; its step takes the micro-batches that fill B.
-
-    ``others`` are the speeds of the other trainers, whose uplinks are assumed to be no slower.
-    ``reduces`` tells whether this peer takes a share of the averaging, for which others must reach
-    it.
+    A lone peer averages nothing. ``others`` are the speeds of the other trainers, whose uplinks are
+    assumed to be no slower. ``reduces``: others can reach this peer, so it takes a share of the
+    averaging.
     """
     peers, total, micro_batch = 1 + len(others), subject.samples_per_s + sum(others), subject.micro_batch
     moved_bytes = averaging_s = state_s = 0.0
@@ -108,18 +102,14 @@ def predict(
 
 
 def fitting_batch(free_bytes: float, subject: Subject) -> int:
-    """Return the largest power of two, at most 512, whose training fits into ``free_bytes``; 0 if none does."""
+    """Return the largest power of two, at most 512, that fits into ``free_bytes``; 0 if none does."""
     room_bytes = USABLE * free_bytes - PARAMETER_BYTES * subject.parameters
     fitting = min(int(room_bytes / subject.sample_bytes), MAX_MICRO_BATCH)
     return 1 << (fitting.bit_length() - 1) if fitting > 0 else 0
 
 
 def numbers(version: str) -> list[int]:
-    """Return the first three numbers of a version: [2, 9, 0] for ``2.9.0+cu126``."""
     return [int(digits) for digits in re.findall(r"\d+", version)[:3]]
-
-
-# --- views ------------------------------------------------------------------------------------------------------------
 
 
 class Light(enum.Enum):
@@ -140,8 +130,6 @@ REACH_FIXES = {
 
 @dataclass(frozen=True)
 class Check:
-    """One result."""
-
     name: str  # what was checked
     light: Light  # the result
     text: str  # the facts
@@ -149,7 +137,6 @@ class Check:
 
 
 def summary(checks: Sequence[Check]) -> str:
-    """Return the verdict and the number of each light in one line."""
     number = {light: sum(check.light is light for check in checks) for light in Light}
     verdict = "ready to train" + (", with warnings" if number[YELLOW] else "")
     if number[RED]:
@@ -159,7 +146,6 @@ def summary(checks: Sequence[Check]) -> str:
 
 
 def draw(checks: Sequence[Check]) -> theme.Document:
-    """Return a table of the checks; in the text each is a line or more, with its fix below."""
     shown = theme.Document("doctor", summary(checks), label="report of the doctor", line=summary(checks))
     rows, lines = [], []
     for check in checks:
@@ -175,23 +161,18 @@ def draw(checks: Sequence[Check]) -> theme.Document:
     return shown
 
 
-# --- checks -----------------------------------------------------------------------------------------------------------
-
-
 def judge(name: str, words: str, fix: str = "", light: Light = YELLOW) -> Check:
     """Return a check: green without a fix, else ``light``."""
     return Check(name, light if fix else GREEN, words, fix)
 
 
 def check_platform(here: Platform) -> Check:
-    """Judge the platform's terms."""
     words = ". ".join(filter(None, (": ".join(filter(None, (here.name, here.limits))), here.terms)))
     fix = "read the terms; if they allow it: accept_terms=True. cs.simulate(…) needs no permission"
     return judge("platform", words, fix if here.must_agree else "")
 
 
 def check_internet(here: Platform, up: bool) -> Check:
-    """Judge whether well-known hosts answer."""
     if up:
         return judge("internet", "well-known hosts answer")
     if here.internet_help:
@@ -204,10 +185,8 @@ def check_versions(versions: Mapping[str, tuple[str | None, str]]) -> Check:
     """Judge the installed version of each package, or None, beside the lowest one that works."""
     installed = {name: version for name, (version, _) in versions.items() if version}
     words = ", ".join(f"{name} {version}" for name, version in installed.items())
-    old = {
-        name: versions[name][1] for name in installed if numbers(installed[name]) < numbers(versions[name][1])
-    }
-    if old:
+    lowest = {name: versions[name][1] for name in installed}
+    if old := {name: low for name, low in lowest.items() if numbers(installed[name]) < numbers(low)}:
         wrong = ", ".join(f"{name} {installed[name]} is older than {wanted}" for name, wanted in old.items())
         packages = " ".join(f'"{name}>={wanted}"' for name, wanted in old.items())
         return judge("versions", wrong, f"pip install -U {packages}, then restart the kernel", RED)
@@ -220,7 +199,7 @@ def check_versions(versions: Mapping[str, tuple[str | None, str]]) -> Check:
 def check_compute(
     cores: int, free_ram_bytes: int | None, gpu: tuple[str, int, int] | None, subject: Subject | None
 ) -> Check:
-    """Judge the CPU cores, or the GPU (its name, free and total bytes), and the memory for the model."""
+    """Judge the cores, or the GPU (name, free and total bytes), and the memory for the model."""
     free_bytes, words = free_ram_bytes, f"no GPU, {count(cores, 'core')}"
     fix = "training works, but slowly; Colab and Kaggle offer GPUs in their settings"
     if gpu is not None:
@@ -240,7 +219,6 @@ def check_compute(
 
 
 def check_memory(free_bytes: int | None) -> Check:
-    """Judge the free main memory; None if the system does not report it."""
     if free_bytes is None:
         return judge("memory", "this system does not report its free memory")
     fix = "restart the kernel, and close others" if free_bytes < MIN_FREE_RAM else ""
@@ -248,20 +226,17 @@ def check_memory(free_bytes: int | None) -> Check:
 
 
 def check_disk(free_bytes: int) -> Check:
-    """Judge the free space in the current folder."""
     fix = "checkpoints and data sets need space: delete old ones" if free_bytes < MIN_FREE_DISK else ""
     return judge("disk", f"{free_bytes / GB:.1f} GB free here", fix)
 
 
 def check_swarm(run: str, linked: int, training: int) -> Check:
-    """Judge the number of linked peers."""
     if linked:
         return judge("swarm", f"{run}: linked to {count(linked, 'peer')}, {training} of the run train")
     return judge("swarm", f"{run}: no linked peer", "invite others: print(swarm.invite())")
 
 
 def check_reachability(reached: Reachability) -> Check:
-    """Judge how others reach this peer, and say why not better."""
     words = "; ".join((str(reached), *(f"not {level.value}: {why}" for level, why in reached.reasons)))
     return judge("reachability", words, REACH_FIXES.get(reached.level, ""))
 
@@ -280,7 +255,6 @@ def check_clock(skew_s: float) -> Check:
 
 
 def check_bandwidth(uplink: Speed | None) -> Check:
-    """Judge the result of the speed tests; None if no peer took one."""
     if uplink is None:
         return judge("bandwidth", "no peer was free for a speed test", "run the doctor again in 10 s")
     up, down = bandwidth(uplink.upload_bps), bandwidth(uplink.download_bps)
@@ -291,7 +265,6 @@ def check_bandwidth(uplink: Speed | None) -> Check:
 
 
 def check_prediction(found: Prediction) -> Check:
-    """Judge the time of a step."""
     words = (
         f"first sample in {_time(found.first_sample_s)}; {found.samples_per_s:,.3g} samples/s here, "
         f"{found.share:.0%} of a step; a step of {found.target_batch_size:,} samples every {_time(found.step_s)}, "

@@ -1,8 +1,7 @@
 """`cs.explain`: the likely cause of an error, and its fix.
 
-Errors of this package document cause and fix in their docstrings (`colab_swarm.errors`). A table
-covers errors of Python and torch that are common in training. For all others the explanation names
-the place that raised them.
+Errors of this package document both in their docstrings (`colab_swarm.errors`); a table covers
+common ones of Python and torch. For all others the explanation names the place that raised them.
 """
 
 from __future__ import annotations
@@ -49,8 +48,6 @@ COMMON: dict[str | int | None, Advice] = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """An error's cause and fix; a cell and ``print`` show it."""
-
     title: str  # the error's class and text
     cause: str  # what most likely caused it
     fix: str  # what to do next
@@ -101,7 +98,6 @@ def _known(kind: type[BaseException], error: object, said: str) -> Advice | None
 
 
 def extra_of(module: str) -> str | None:
-    """Return the extra of this package that installs a module, or None."""
     package = re.escape(DISTRIBUTIONS.get(module, module)).replace("_", "[-_]")
     try:
         needed = "\n".join(requires("colab-swarm") or ())

@@ -1,4 +1,4 @@
-"""How an invitation is shown: the link to copy, a QR code, and badges that open the join notebook."""
+"""How an invitation is shown: the link to copy, a QR code, badges that open the join notebook."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from colab_swarm.net.lan import LanSwarm
 from colab_swarm.notebook.theme import Document
 
 PROJECT = "OWNER/colab_swarm"  # on GitHub; replace OWNER in your own copy
-COLAB_URL = f"https://colab.research.google.com/github/{PROJECT}/blob/main/notebooks/NAME.ipynb"
-KAGGLE_URL = (
-    f"https://kaggle.com/kernels/welcome?src=https://github.com/{PROJECT}/blob/main/notebooks/NAME.ipynb"
-)
+PAGE = f"github.com/{PROJECT}/blob/main/notebooks/NAME.ipynb"
+COLAB_URL = f"https://colab.research.google.com/{PAGE.replace('.com', '', 1)}"
+KAGGLE_URL = f"https://kaggle.com/kernels/welcome?src=https://{PAGE}"
+PLATFORMS = {"Colab": COLAB_URL, "Kaggle": KAGGLE_URL}
 NOTEBOOKS = {"join": ("join_colab", "join_kaggle"), "volunteer": ("volunteer", "volunteer")}
 """For Colab and for Kaggle, by the purpose of the invitation."""
 MAX_QR_CHARACTERS = 1500  # cameras cannot read the code of a longer text from a screen
@@ -27,10 +27,7 @@ NONE = (
 
 
 class Invitation(str):
-    """The text of an invitation; a notebook shows it with a QR code and badges.
-
-    It is the secret that lets others join: share it like a key.
-    """
+    """The secret that lets others join; a notebook shows it with a QR code and badges."""
 
     run: str  # its name
     role: str  # of those who join, such as ``worker``
@@ -56,7 +53,6 @@ class Invitation(str):
         return invitation
 
     def described(self) -> str:
-        """Return run, role, expiry and uses in one line."""
         until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.expires_at))
         uses = "any number of times" if self.uses is None else f"{self.uses} times"
         return f"join {self.run} as {self.role}, {'once' if self.uses == 1 else uses}, until {until}"
@@ -68,10 +64,10 @@ class Invitation(str):
 
     def _qr_html(self) -> str:
         if find_spec("segno") is None or len(self) > MAX_QR_CHARACTERS:
-            words = "A QR code needs pip install segno, and a text of at most"
-            return (
-                f'<p class="soft">{words} {MAX_QR_CHARACTERS:,} characters; this one has {len(self):,}.</p>'
+            words = (
+                f"A QR code needs pip install segno, and a text of at most {MAX_QR_CHARACTERS:,} characters"
             )
+            return f'<p class="soft">{words}; this one has {len(self):,}.</p>'
         import segno
 
         code = segno.make(str(self), error="l", micro=False, boost_error=False)
@@ -84,9 +80,7 @@ class Invitation(str):
         badges = "".join(
             f'<a href="{url.replace("NAME", notebook)}" target="_blank" rel="noopener" style="{BADGE}">'
             f"Open in {name} ↗</a>"
-            for name, url, notebook in zip(
-                ("Colab", "Kaggle"), (COLAB_URL, KAGGLE_URL), NOTEBOOKS[self.purpose], strict=True
-            )
+            for (name, url), notebook in zip(PLATFORMS.items(), NOTEBOOKS[self.purpose], strict=True)
         )
         shown = Document(self.described(), label="invitation")
         shown.warn(self.warning)
@@ -108,11 +102,8 @@ class LanSwarms(tuple[LanSwarm, ...]):
     def _drawn(self) -> Document:
         shown, rows = Document("", label="swarms in this network"), []
         for i, one in enumerate(self):
-            how = (
-                f"open: cs.join(found[{i}])"
-                if one.access == "open"
-                else "by invitation: ask its peers for one"
-            )
+            asked = "by invitation: ask its peers for one"
+            how = f"open: cs.join(found[{i}])" if one.access == "open" else asked
             rows.append((f"[{i}] {one.run}", ", ".join(one.names), how))
         shown.table(("swarm", "peers", "how to join"), rows, list, what="swarms in this network")
         if not self:

@@ -1,4 +1,4 @@
-"""A simulated swarm and its interactive run: frozen records, their views, and the controls under them."""
+"""A simulated swarm and its interactive run: frozen records, their views and controls."""
 
 from __future__ import annotations
 
@@ -41,8 +41,6 @@ Verb: TypeAlias = Literal["join", "crash", "speed", "slow", "latency", "bandwidt
 
 @dataclass(frozen=True)
 class SimulationSnapshot:
-    """A simulated swarm at one moment."""
-
     at: float  # virtual seconds since it started
     network: str  # name and description
     peers: tuple[PeerRow, ...]  # in the order in which they joined; a role is one of `SYMBOLS`
@@ -54,7 +52,6 @@ class SimulationSnapshot:
 
 
 def describe_fault(name: str, arguments: Sequence[object]) -> str:
-    """Return a fault in words, such as ``carol crashes``."""
     if name == "partition":
         parts = (", ".join(sorted(group)) for group in arguments if isinstance(group, set))
         return f"the network is partitioned: {' | '.join(parts)}"
@@ -82,16 +79,11 @@ def describe_event(name: str, event: Event) -> str:
     return ""
 
 
-# --- drawing ----------------------------------------------------------------------------------------------------------
-
-
 def summary(snapshot: SimulationSnapshot) -> str:
-    """Return the swarm and the state of its run in one line."""
     return f"{snapshot.state} at {snapshot.at:.1f} s: {_peers(snapshot)}"
 
 
 def draw(snapshot: SimulationSnapshot) -> theme.Document:
-    """Return the swarm: its time, the peers, what happened and what is to come."""
     state = f"after {snapshot.at:.1f} s on {snapshot.network}"
     shown = theme.Document(_peers(snapshot), state, label="simulated swarm", line=summary(snapshot))
     run = f"{snapshot.speed:g} s a second" if snapshot.state == "playing" else snapshot.state
@@ -129,10 +121,9 @@ LESSON: Views[SimulationSnapshot] = Views(
 
 
 class LessonControls:
-    """Sliders and buttons of a run, in ``rows``; `update` offers the present peers.
+    """Sliders and buttons of a run, in ``rows``.
 
-    ``inject`` takes a verb and its arguments, ``choose_speed`` virtual seconds per second; ``step``
-    advances a paused run.
+    ``inject`` takes a verb and its arguments, ``choose_speed`` virtual seconds per second.
     """
 
     def __init__(
@@ -159,9 +150,7 @@ class LessonControls:
         next_s = "Step: while paused, advance one second of virtual time"
         new = "Add a peer: start one with a new name"
         own_speed = snapshot.peers[0].samples_per_s
-        speeds = [
-            round(own_speed * factor, 3) for factor in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0, 16.0)
-        ]
+        speeds = [round(own_speed * 2**power, 3) for power in range(-4, 5)]
         speed = self._slider("samples/s", speeds, own_speed, "{:g}", of_peer("speed"))
         slow = self._slider("slower connection", SPEEDS, 1.0, "× {:g}", of_peer("slow"))
         one = [self._who, speed, slow, self._kill, self._back]
@@ -195,9 +184,8 @@ class LessonControls:
     def _slider(
         self, name: str, values: Sequence[float], value: float, shown: str, act: Callable[[float], None]
     ) -> Any:
-        options = [(shown.format(one), one) for one in sorted({*values, value})]
         slider = self._new_slider(
-            options=options,
+            options=[(shown.format(one), one) for one in sorted({*values, value})],
             value=value,
             description=name,
             style=NAMED,

@@ -23,13 +23,12 @@ RECENT = 20  # steps in the means of waiting and missing
 
 
 def summarize_experts(snapshot: ExpertsSnapshot) -> str:
-    """Return the state of the grid in one line."""
-    listing, grid = snapshot, snapshot.grid
+    grid = snapshot.grid
     if snapshot.listed_s is None:
         return f"{grid}: looking up the experts"
-    hosts = count(len(listing.hosts), "host")
-    parts = [f"{len(listing.live):,} of {count(grid.size, 'place')} live on {hosts}"]
-    others = {"left out": listing.left_out, "dead": listing.dead}
+    hosts = count(len(snapshot.hosts), "host")
+    parts = [f"{len(snapshot.live):,} of {count(grid.size, 'place')} live on {hosts}"]
+    others = {"left out": snapshot.left_out, "dead": snapshot.dead}
     parts += [f"{len(uids):,} {what}" for what, uids in others.items() if uids]
     if snapshot.served:
         samples = sum(expert.samples_per_s for expert in snapshot.served)
@@ -39,23 +38,22 @@ def summarize_experts(snapshot: ExpertsSnapshot) -> str:
 
 def draw_experts(snapshot: ExpertsSnapshot) -> theme.Document:
     """Return the grid with a bar for each use, its hosts, and this peer's experts."""
-    listing = snapshot
-    shown = theme.Document(*summarize_experts(snapshot).split(": ", 1), label=f"experts of {listing.grid}")
+    shown = theme.Document(*summarize_experts(snapshot).split(": ", 1), label=f"experts of {snapshot.grid}")
     shown.warn(f"the last lookup failed and is retried: {snapshot.fault}" if snapshot.fault else "")
-    if snapshot.listed_s is not None and not listing.live and not snapshot.over:
+    if snapshot.listed_s is not None and not snapshot.live and not snapshot.over:
         shown.warn(
             "no expert is alive: host some with swarm.host_experts(…), or compare prefix and grid with the hosts'"
         )
-    if listing.left_out:
-        names = ", ".join(listing.left_out[:MAX_NAMED]) + " …" * (len(listing.left_out) > MAX_NAMED)
+    if snapshot.left_out:
+        names = ", ".join(snapshot.left_out[:MAX_NAMED]) + " …" * (len(snapshot.left_out) > MAX_NAMED)
         shown.warn(f"not called for a while because they failed this peer: {names}")
-    failed = [(uid, "! left out") for uid in listing.left_out] + [(uid, "x dead") for uid in listing.dead]
+    failed = [(uid, "! left out") for uid in snapshot.left_out] + [(uid, "x dead") for uid in snapshot.dead]
     experts: list[LiveExpert | tuple[str, str]] = [
         *failed,
-        *sorted(listing.live, key=lambda one: one.share or 0.0, reverse=True),
+        *sorted(snapshot.live, key=lambda one: one.share or 0.0, reverse=True),
     ]
     shown.table(EXPERTS, experts, _expert, numbers=(3,), what="experts")
-    shown.table(HOSTS, listing.hosts, _host, numbers=(1, 2, 3), what="hosts")
+    shown.table(HOSTS, snapshot.hosts, _host, numbers=(1, 2, 3), what="hosts")
     shown.table(SERVED, snapshot.served, _served, numbers=range(1, 7), what="experts here")
     return shown
 
@@ -99,11 +97,7 @@ def show_experts(
     return Panel(read, stop, views=host_views if hosting else EXPERTS_VIEWS)
 
 
-# --- elastic members --------------------------------------------------------------------------------------------------
-
-
 def summarize_elastic(snapshot: ElasticSnapshot) -> str:
-    """Return the meter in one line."""
     if not snapshot.steps:
         return f"{snapshot.scheduler}: no step yet, {snapshot.members} members"
     last = snapshot.steps[-1]

@@ -1,8 +1,7 @@
-"""The status page of a backbone or a coordinator: a view for browsers, the same figures for programs. Read-only.
+"""The status page of a backbone or a coordinator, for browsers and for programs. Read-only.
 
-A snapshot is taken once a second at most, so visitors cost nothing. `VisitLimit` counts the visits
-of each source. A page refreshes the answer of ``/live`` every three seconds; the browser may do
-nothing else.
+A snapshot is taken once a second at most, so visitors cost nothing. A page refreshes the answer of
+``/live`` every three seconds; the browser may do nothing else.
 """
 
 from __future__ import annotations
@@ -83,7 +82,6 @@ class StatusPage(Generic[S]):
         self._runner, self.url = await listen(app, host, port, keepalive_timeout=IDLE_S)
 
     async def close(self) -> None:
-        """Stop listening. Idempotent."""
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -101,7 +99,6 @@ class StatusPage(Generic[S]):
         return web.Response(body=body, content_type=kind, charset="utf-8", headers=HEADERS)
 
     def render(self, snapshot: S, path: str = "/") -> tuple[str, str | bytes]:
-        """Return type and body of the answer for one of `PATHS`."""
         if path == "/status.json":
             return "application/json", msgspec.json.encode(snapshot)
         if path == "/metrics":
@@ -125,7 +122,7 @@ async def listen(app: web.Application, host: str, port: int, **options: Any) -> 
 
 
 def page(title: str, live: str, *, host: str) -> str:
-    """Return a whole page; ``title`` and ``live``, the part that changes, are HTML, ``host`` is what answers."""
+    """Return a whole page; ``title`` and ``live``, the part that changes, are HTML."""
     return _template().substitute(title=title, live=live, host=host, script=SCRIPT)
 
 
@@ -135,7 +132,7 @@ def _template() -> Template:
 
 
 def exposition(samples: Iterable[Sample]) -> str:
-    """Return metrics in the text format of Prometheus; of equal names and labels the last value counts."""
+    """Of equal names and labels the last value counts."""
     lines: dict[str, dict[str, float]] = {}
     escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
     for name, labels, value in samples:

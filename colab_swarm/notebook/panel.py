@@ -1,4 +1,4 @@
-"""A live view of a swarm, or of anything that provides snapshots: widgets with a front-end, text without.
+"""A live view of anything that provides snapshots: widgets with a front-end, text without.
 
 Only the user's thread touches a widget: Colab does not repaint what other threads change. A
 button's callback holds up the kernel, so it hands its work to a thread.
@@ -40,16 +40,12 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class Page(Generic[S]):
-    """A further page of a panel."""
-
     draw: Callable[..., Document]  # takes a snapshot, and the value of the slider if there is one
     slider: tuple[str, int] | None = None  # its name and its largest value; the smallest is 0
 
 
 @dataclass(frozen=True)
 class Views(Generic[S]):
-    """How to draw snapshots of one kind."""
-
     draw: Callable[[S], Document]  # returns the first page
     line: Callable[[S], str]  # sums it up in one line
     over: Callable[[S], bool]  # whether nothing will change any more
@@ -76,15 +72,11 @@ SWARM: Views[SwarmSnapshot] = Views(
 
 
 class Panel(Generic[S]):
-    """A live view under the cell whose last value it is.
+    """A live view under the cell whose last value it is; ``live=None`` detects a front-end.
 
-    Args:
-        read: takes a snapshot; called on the user's thread.
-        stop: ends what is shown; called on a thread of its own after two clicks on the leave button.
-        views: draw the snapshots.
-        pause: pauses (True) or resumes (False) the work, on a thread of its own; None: no such button.
-        controls: makes further widgets under the view; called only where there is a front-end.
-        live: whether to use widgets; None to detect it.
+    ``read`` takes a snapshot, on the user's thread. ``stop`` ends what is shown, after two clicks
+    on the leave button, and ``pause`` pauses (True) or resumes (False) it: each on a thread of its
+    own. ``controls`` makes further widgets.
     """
 
     def __init__(
@@ -128,9 +120,8 @@ class Panel(Generic[S]):
         self._pause_button = make_button(f"Pause {who}", "pause", tip, self._on_pause)
         tip = "Stop: interrupt the cell that trains; if nothing happens, press ■ in the toolbar"
         play = ipywidgets.Play(interval=1000, max=1_000_000, show_repeat=False)
-        play.tooltip = (
-            "auto-refresh: keep this view up to date while no cell runs"  # no trait in ipywidgets 7
-        )
+        # no trait in ipywidgets 7
+        play.tooltip = "auto-refresh: keep this view up to date while no cell runs"
         play.add_class("cs-live")
         play.observe(lambda change: self.tick(), names="value")  # many may come at once
         row = [play, ipywidgets.HTML(PLAY_STYLE)]
@@ -180,7 +171,6 @@ class Panel(Generic[S]):
         return page.draw(snapshot, self._chosen) if page.slider else page.draw(snapshot)
 
     def refresh(self) -> S:
-        """Take a snapshot, show it in the widget if there is one, and return it."""
         with self._lock:
             self._shown_at = time.monotonic()
             snapshot = self._read()
@@ -192,7 +182,7 @@ class Panel(Generic[S]):
         return snapshot
 
     def tick(self) -> None:
-        """Stay live from a training loop: call it after each batch. It draws four times a second at most.
+        """Stay live from a training loop: call it after each batch. Draws at most four times a second.
 
         Without a front-end it prints a line every `TEXT_EVERY_S`. A view that cannot be drawn is
         logged.
@@ -253,7 +243,6 @@ def make_button(description: str, icon: str, tooltip: str, clicked: Callable[[],
 
 
 def update_button(button: Any, **traits: object) -> None:
-    """Set traits of a button, and keep it listening."""
     for name, value in traits.items():
         setattr(button, name, value)  # sends nothing if it is the same
     keep_listening(button)

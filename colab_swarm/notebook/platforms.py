@@ -1,8 +1,7 @@
-"""The platform of this process (Colab, Kaggle, Binder, …): its terms, its front-end, and the end of its session.
+"""The platform of this process (Colab, Kaggle, …): its terms, front-end and end of session.
 
 Platforms end a session without notice. A peer that leaves some minutes earlier hands over its
-accumulated gradients, saves its experts and gives back its work units, so the others need no
-timeouts.
+gradients, saves its experts and gives back its work units, so the others need no timeouts.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ WARN_BEFORE_S = 600.0  # time between the warning and leaving
 
 @dataclass(frozen=True)
 class Platform:
-    """A platform and its rules for a swarm."""
-
     name: str  # for people
     terms: str = ""  # what its terms are reported to say about swarms; empty if unknown
     limits: str = ""  # duration and resources of a session; empty if unknown
@@ -73,12 +70,10 @@ def in_notebook() -> bool:
 
 
 def in_colab() -> bool:
-    """Return True on Google Colab."""
     return "google.colab" in sys.modules or "COLAB_RELEASE_TAG" in os.environ
 
 
 def in_kaggle() -> bool:
-    """Return True in a Kaggle notebook."""
     return "KAGGLE_KERNEL_RUN_TYPE" in os.environ
 
 
@@ -92,7 +87,6 @@ def has_frontend() -> bool:
 
 
 def platform() -> Platform:
-    """Return the platform of this process."""
     if in_kaggle():  # before Colab: Kaggle's image is based on Colab's
         return KAGGLE_TPU if any(name.startswith("TPU_") for name in os.environ) else KAGGLE
     if in_colab():
@@ -103,7 +97,6 @@ def platform() -> Platform:
 
 
 def require_terms(agreed: bool) -> None:
-    """Raise `TermsError` unless the user agreed where terms may forbid training."""
     here = platform()
     if here.must_agree and not agreed:
         raise TermsError(
@@ -114,7 +107,7 @@ def require_terms(agreed: bool) -> None:
 
 @dataclass(frozen=True)
 class SessionClock:
-    """The duration of one session. Times are those of the runtime's loop, seconds."""
+    """Times are those of the runtime's loop, seconds."""
 
     platform: str  # for people
     began_at: float  # start of the session
@@ -125,11 +118,7 @@ class SessionClock:
     def of(
         cls, here: Platform, session_hours: float | None, *, age_s: float, now: float
     ) -> SessionClock | None:
-        """Return the clock of a session of this age on ``here``, or None if its end is unknown.
-
-        ``session_hours`` count from ``now`` (loop time), as the user says; None: the platform's
-        limit.
-        """
+        """Return a session's clock; None if its end is unknown. ``session_hours`` count from ``now``."""
         if session_hours is not None:
             if not 0 < session_hours < 1e6:
                 raise ValueError(f"session_hours={session_hours}: pass the hours that this peer may run, > 0")
@@ -140,16 +129,13 @@ class SessionClock:
 
     @property
     def leaves_at(self) -> float:
-        """Loop time at which this peer leaves."""
         return self.began_at + self.limit_s - self.leave_before_s
 
     @property
     def reason(self) -> str:
-        """Why this peer leaves, in words."""
         return f"a session on {self.platform} ends after {self.limit_s / 3600:.4g} h"
 
     def read(self, now: float) -> SessionTime:
-        """Return the record for panels."""
         leaves_s = self.limit_s - self.leave_before_s
         return SessionTime(self.platform, now - self.began_at, self.limit_s, leaves_s)
 
@@ -164,10 +150,7 @@ async def wait_for_end(clock: SessionClock, events: EventLog) -> None:
 
 
 def session_age_s(proc: Path = Path("/proc")) -> float:
-    """Return the age of this machine's first process: the notebook's container on Colab, Kaggle and Binder.
-
-    That of this process where the first one is hidden, and 0 without ``/proc``.
-    """
+    """Return the age of the first process (the container's), or of this one where that is hidden."""
     for process in ("1", "self"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             uptime_s = float((proc / "uptime").read_text().split()[0])

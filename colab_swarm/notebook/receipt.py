@@ -1,9 +1,8 @@
-"""A signed record of a peer's contribution, credited by the other peers' tallies and verified offline.
+"""A signed record of a peer's contribution, credited by other peers' tallies, verified offline.
 
-The vouchers are the other peers' own signed tallies, so the sums can be proven without the run. The
-peer signs the whole, so nobody can change or claim it. It cannot prove honesty: two members that
-credit each other look like two that worked, and in an open run members cost nothing. Name and time
-are the peer's own statement.
+The vouchers are the other peers' own signed tallies. The peer signs the whole, so nobody can change
+or claim it. It cannot prove honesty: two members that credit each other look like two that worked,
+and in an open run members cost nothing. Name and time are the peer's own statement.
 """
 
 from __future__ import annotations
@@ -33,39 +32,25 @@ WORDS = ("samples", "averaged for others", "relayed", "work units", "expert call
 
 
 class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One peer's contribution to a run. Get it by ``swarm.receipt()`` or `Receipt.load`.
-
-    Attributes:
-        run_id, name, key: the run, the peer's name for people and its public key.
-        at: when it was made, seconds since 1970, by the peer's own clock.
-        given: what the other peers credit it with.
-        authority: public key that admitted the members; empty in an open run.
-        vouchers: the other peers' tallies, signed records of the DHT.
-        signature: the peer's, over all the rest.
-    """
+    """One peer's contribution to a run. Get it by ``swarm.receipt()`` or `Receipt.load`."""
 
     run_id: RunId
     name: Annotated[str, msgspec.Meta(max_length=200)]
     key: Key
-    at: Moment
-    given: Credit
-    authority: Annotated[bytes, msgspec.Meta(max_length=32)]
+    at: Moment  # by the peer's own clock
+    given: Credit  # by the other peers
+    authority: Annotated[bytes, msgspec.Meta(max_length=32)]  # its public key; empty in an open run
     vouchers: Annotated[tuple[Voucher, ...], msgspec.Meta(max_length=MAX_VOUCHERS)]
     signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
     def signed_bytes(self) -> bytes:
-        """Return the bytes that the peer signs."""
         return msgspec.msgpack.encode(("colab_swarm receipt", msgspec.structs.replace(self, signature=b"")))
 
     def verify(self, *, authority: bytes | None = None) -> Credit:
-        """Check every signature and every sum without a network, and return the proven sums.
+        """Check all signatures and sums without a network; return the sums or raise ValueError.
 
-        Args:
-            authority: public key of the run's authority, if you know it. Without it, a receipt of
-                an invented run passes too.
-
-        Raises:
-            ValueError: something is wrong; the text says what.
+        Pass the run's ``authority``, its public key, if you know it. Without it, a receipt of an
+        invented run passes too.
         """
         if not verify(self.key, self.signature, self.signed_bytes()):
             raise ValueError("it was changed after it was signed, or the signature is not the peer's")
@@ -90,11 +75,10 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return proven
 
     def json(self) -> str:
-        """Return the whole receipt with its proof; bytes are in base64."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
 
     def save(self, path: str | Path) -> None:
-        """Write the picture if the name ends in ``.svg``; else the JSON file, which can be verified."""
+        """Write the picture if the name ends in ``.svg``; else JSON, which can be verified."""
         path = Path(path)
         path.write_text(self.svg() if path.suffix.lower() == ".svg" else self.json(), encoding="utf-8")
 
@@ -128,7 +112,6 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"Receipt({'; '.join(self._lines()[:-1])})"
 
     def svg(self) -> str:
-        """Draw the card; the proof is only in the `json`."""
         drawn = "".join(
             f'<text x="24" y="{36 * row}" font-size="{28 if row == 1 else 14}">{text(line)}</text>'
             for row, line in enumerate(self._lines(), 1)
@@ -155,7 +138,7 @@ def _in_words(given: Credit) -> str:
 
 
 def total(run_id: str, peer: PeerId, authority: bytes, records: Iterable[Record]) -> Credit:
-    """Return the sum of what signed tallies credit a peer with; raise ValueError for a wrong one."""
+    """Return the sum of what tallies credit a peer with; raise ValueError for a wrong one."""
     amounts = [(0.0,) * len(KINDS), *(_credited(run_id, peer, authority, record) for record in records)]
     columns = zip(KINDS, zip(*amounts, strict=True), strict=True)
     return {kind: min(math.fsum(column), MAX_AMOUNT) for kind, column in columns}
@@ -175,7 +158,6 @@ def _credited(run_id: str, peer: PeerId, authority: bytes, record: Record) -> tu
 
 
 def issue(peers: Peers, run_id: str, name: str, authority: bytes, records: Iterable[Record]) -> Receipt:
-    """Return the receipt of ``peers``' own peer; of ``records``, the first `MAX_VOUCHERS` are used."""
     used = sorted(records, key=lambda record: record.subkey)[:MAX_VOUCHERS]
     given, vouchers = total(run_id, peers.id, authority, used), tuple(map(msgspec.msgpack.encode, used))
     receipt = Receipt(run_id, plain(name, 64), peers.public_key, peers.time(), given, authority, vouchers)

@@ -2,7 +2,7 @@
 
 A line is ``{"kind": …, "data": {…}}``: a `Header` starts each session, `Names` are those of the
 peers, all other kinds are the classes of `colab_swarm.events`. A thread writes, so nothing waits
-for a disk. A killed process leaves at most one torn line.
+for a disk. A kill tears at most one line.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ CLOSE_S = 10.0
 
 @dataclass(frozen=True)
 class Header:
-    """The start of a recording session."""
-
     run: str
     name: str  # of the recording peer
     peer: str  # its hex id
@@ -46,9 +44,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Names:
-    """The names of peers by the first 8 hex digits of their ids."""
-
-    names: dict[str, str]
+    names: dict[str, str]  # by the first 8 hex digits of the peers' ids
 
 
 Item: TypeAlias = Header | Names | Event
@@ -77,10 +73,10 @@ def _decoded(line: bytes) -> Item:
 
 
 class Recorder:
-    """Writes a peer's events to a file until it is closed or the file is full. Never raises once it runs.
+    """Writes a peer's events to a file until it is closed or full. Never raises once it runs.
 
-    ``header`` starts this session; an older recording is continued. ``names`` returns the peers'
-    names by the first 8 hex digits of their ids. Raises ValueError if the file is no recording.
+    An older recording is continued; a file that is none is a ValueError. ``names`` returns the
+    peers' names by short id.
     """
 
     def __init__(
@@ -100,9 +96,8 @@ class Recorder:
                     raise ValueError("it has no header")
             except ValueError as error:
                 self._file.close()
-                raise ValueError(
-                    f"{path} exists and is not a recording ({error}): choose another file"
-                ) from error
+                reason = f"{path} exists and is not a recording ({error})"
+                raise ValueError(f"{reason}: choose another file") from error
         self._file.write(b"\n" * continued + _encoded(header))  # the last line may be torn
         self._queue: SimpleQueue[Event | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="colab-swarm-recorder", daemon=True)
@@ -133,7 +128,6 @@ class Recorder:
         self._file.write(line)
 
     def close(self) -> None:
-        """Write the remaining events and close the file. Idempotent."""
         self._stop_listening()
         self._queue.put(None)
         self._thread.join(CLOSE_S)
@@ -145,7 +139,7 @@ class Recorder:
 
 
 class Replay:
-    """A recording to look at: a cell draws it, ``print`` shows it as text. See `replay`."""
+    """A recording to look at; see `replay`."""
 
     def __init__(self, path: Path, live: bool) -> None:
         self.headers, self.names, self.events = list[Header](), dict[str, str](), list[Event]()
@@ -187,7 +181,6 @@ class Replay:
         return shown
 
     def html(self, chosen: int = -1) -> str:
-        """Return the run as HTML, with the round at index ``chosen`` in full."""
         return self.draw(chosen).html()
 
     def _summary(self) -> str:
@@ -219,11 +212,7 @@ def replay(path: str | Path, *, live: bool | None = None) -> Replay:
     """Read a run that ``swarm.record(path)`` recorded; needs no swarm.
 
     Its ``events``, ``rounds`` and ``losses``, as (step, loss), are lists. Lines that cannot be
-    read, such as the torn ones of killed processes, are left out; its ``note`` says so. ``live`` is
-    whether to use widgets; None to detect a front-end.
-
-    Raises:
-        ValueError: the file is not a recording.
-        OSError: the file cannot be read.
+    read, such as those torn by a kill, are left out; its ``note`` says so. A file that is no
+    recording is a ValueError. ``live=None`` detects whether there are widgets.
     """
     return Replay(Path(path), has_frontend() if live is None else live)

@@ -1,10 +1,8 @@
-"""The style of all views: one small style sheet for light and dark pages, and the pieces that views share.
+"""The style of all views, for light and dark pages, and the pieces that views share.
 
 A view has its own paper and ink, so it is readable on any page. Colours are those of Okabe and Ito,
 distinct for colour-blind people, with a contrast of 4.5 to 1 for text. No view uses colour alone.
-
-A `Document` collects what a view shows, escapes it, and returns it as HTML and as text. The
-functions are pieces of HTML: texts of other peers go through `markup.text` first.
+The functions are pieces of HTML: texts of other peers go through `markup.text` first.
 """
 
 from __future__ import annotations
@@ -68,7 +66,6 @@ STYLE = (
 
 
 def heading(title: str, state: str = "") -> str:
-    """Return a view's first line: its title and its state in a few words."""
     return f'<p><b>{title}</b> <span class="soft">{state}</span></p>'
 
 
@@ -100,7 +97,6 @@ def table(
 
 
 def bar(part: float, label: str, hue: str = "blue") -> str:
-    """Return a bar for ``part`` of a whole, clipped to 0 to 1; NaN counts as 0. ``hue`` is one of `HUES`."""
     percent = 100 * min(part, 1.0) if part > 0 else 0.0
     return (
         f'<span class="bar {hue}" role="img" aria-label="{label}" title="{label}">'
@@ -109,15 +105,14 @@ def bar(part: float, label: str, hue: str = "blue") -> str:
 
 
 def mark(hue: str, symbol: str, word: str) -> str:
-    """Return a state as colour, symbol and word."""
     return f'<span class="{hue}" style="white-space:nowrap">{symbol} {word}</span>'
 
 
 class Document:
-    """What a view shows, as HTML and as lines of text with the same content; all texts are escaped and bounded.
+    """A view as HTML and as text with the same content; all texts are escaped and bounded.
 
-    ``title`` and ``state`` are the first line, and ``line`` that of the text, if it differs.
-    ``label`` is for screen readers.
+    ``title`` and ``state`` are the first line, ``line`` that of the text if it differs; ``label``
+    is for screen readers.
     """
 
     def __init__(self, title: str, state: str = "", *, label: str, line: str = "") -> None:
@@ -127,25 +122,21 @@ class Document:
         self._lines = [markup.plain(first, MAX_CHARS)] if first else []
 
     def draw(self, shown: str, *lines: str) -> None:
-        """Add HTML and the lines that say the same."""
         self._html.append(shown)
         self._lines += lines
 
     def warn(self, words: str, symbol: str = "⚠") -> None:
-        """Add a warning, unless it is empty."""
         if words:
             shown = f'<p class="warn">{symbol} {markup.text(words, MAX_CHARS)}</p>'
             self.draw(shown, f"  {symbol} {markup.plain(words, MAX_CHARS)}")
 
     def note(self, *lines: str, title: str = "") -> None:
-        """Add lines in a soft colour; nothing without lines."""
         if lines:
             shown = "<br>".join(map(markup.text, lines))
             head = f"<h4>{title}</h4>" if title else ""
             self.draw(f'{head}<p class="soft">{shown}</p>', *(f"  {markup.plain(line)}" for line in lines))
 
     def bar(self, part: float, words: str, *, title: str, hue: str = "blue") -> None:
-        """Add a bar with its meaning; see `bar`."""
         shown, full = markup.text(f"{title}: {words}"), int(20 * min(part, 1.0)) if part > 0 else 0
         line = f"  [{'#' * full}{'.' * (20 - full)}] {markup.plain(f'{title}: {words}')}"
         self.draw(f"<p>{shown}{bar(part, shown, hue)}</p>", line)
@@ -173,10 +164,7 @@ class Document:
         numbers: Sequence[int] = (),
         title: str = "",
     ) -> None:
-        """Add a table of the first `MAX_ROWS` items, and how many more there are; nothing without items.
-
-        ``cells`` returns the cells of an item, ``what`` names the items; see `table`.
-        """
+        """Add a table of the first `MAX_ROWS` items, if any, and how many more ``what`` there are."""
         words, drawn = list[list[str]](), list[list[str]]()
         for item in items[:MAX_ROWS]:
             pairs = [(cell, markup.text(cell)) if isinstance(cell, str) else cell for cell in cells(item)]
@@ -190,17 +178,15 @@ class Document:
             self.note(f"… and {len(items) - MAX_ROWS:,} more {what}")
 
     def html(self) -> str:
-        """Return the view as one ``div`` with its style sheet."""
         label = html.escape(self._label)
         inside = f"<style>{STYLE}</style>{''.join(self._html)}"
         return f'<div class="cs-view" role="group" aria-label="{label}">{inside}</div>'
 
     def text(self) -> str:
-        """Return the view as lines."""
         return "\n".join(self._lines)
 
     def bundle(self, widget: Any = None) -> dict[str, Any]:
-        """Return what a cell shows: files show the HTML, front-ends prefer the widget. For ipywidgets 7 and 8."""
+        """Return what a cell shows: files the HTML, front-ends the widget (of ipywidgets 7 or 8)."""
         bundle: dict[str, Any] = {"text/plain": self.text(), "text/html": self.html()}
         if widget is not None:
             bundle["application/vnd.jupyter.widget-view+json"] = {
@@ -209,9 +195,6 @@ class Document:
                 "version_minor": 0,
             }
         return bundle
-
-
-# --- curves -----------------------------------------------------------------------------------------------------------
 
 
 def curve(
@@ -226,13 +209,8 @@ def curve(
 ) -> str:
     """Draw a curve over the steps; empty for fewer than two points.
 
-    Args:
-        history: the curve.
-        spread: (step, low, high), drawn as a shade.
-        limit: a curve that this one should stay below, drawn dashed.
-        label: what the curve shows.
-        from_zero: start the axis at 0.
-        width, height: pixels.
+    ``spread`` is (step, low, high), drawn as a shade; ``limit``, drawn dashed, is a curve that this
+    one should stay below.
     """
     points, above = _drawable(history), _drawable(limit)
     if len(points) < 2:
@@ -276,7 +254,6 @@ def curve(
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
-    """Return about ``count`` round numbers between two values."""
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough)

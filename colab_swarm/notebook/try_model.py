@@ -1,4 +1,4 @@
-"""Try a masked language model between two steps: its answers now beside those before training, and a small form."""
+"""Try a masked language model between two steps: its answers now beside those at first, a form."""
 
 from __future__ import annotations
 
@@ -25,22 +25,20 @@ MAX_REPLIES = 20
 
 
 class ModelProbe:
-    """The models that `Swarm.try_model` can use: ``known`` unless another is given, and their first weights."""
+    """The models for `Swarm.try_model`: ``known`` unless one is given, and their first weights."""
 
     def __init__(self) -> None:
         self.known: tuple[nn.Module, MaskedText] | None = None
         self._copied: dict[str, list[tuple[Tensor, Tensor]]] = {}  # by optimizer: parameters and copies
 
     def on_optimizer(self, name: str, optimizer: SwarmOptimizer) -> None:
-        """Copy the parameters of ``optimizer``, which has caught up with the swarm, in half precision."""
-        groups = optimizer.param_groups
-        trained = [one for group in groups for one in group["params"] if one.requires_grad]
+        """Copy the parameters of ``optimizer``, which has caught up, in half precision."""
+        trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
         fits = 2 * sum(one.numel() for one in trained) <= MAX_BYTES
         copies = (one.detach().to("cpu", torch.float16, copy=True) for one in trained)
         self._copied[name] = list(zip(trained, copies, strict=True)) if fits else []
 
     def try_model(self, question: str | None, model: nn.Module | None, texts: MaskedText | None) -> TryModel:
-        """Return the answers to one question, or to the examples, with a form."""
         if model is None or texts is None:
             if self.known is None or (model is not None and model is not self.known[0]):
                 raise ValueError(
@@ -58,11 +56,7 @@ class ModelProbe:
 
 
 class TryModel:
-    """A model to try by `ask`, or by a form if ``live``; ``replies`` are its last answers.
-
-    The first answers are those to ``questions``; ``ask`` raises ValueError for a text without a
-    gap.
-    """
+    """A model to try by `ask`, or by a form if ``live``; ``replies`` are its last answers."""
 
     def __init__(self, ask: Callable[[str], list[Reply]], questions: Sequence[str], *, live: bool) -> None:
         self._ask = ask
@@ -70,7 +64,7 @@ class TryModel:
         self._box = self._form(questions[0]) if live else None
 
     def ask(self, question: str) -> list[Reply]:
-        """Return the answers to one question; a ValueError without a gap, or if the model diverged."""
+        """Return the answers; a ValueError without a gap, or if the model diverged."""
         self.replies = self._ask(question)
         if self._box is not None:
             self._view.value = self._drawn().html()
@@ -84,10 +78,8 @@ class TryModel:
             answers = {when: list(map(_in_words, guesses)) for when, guesses in columns.items() if guesses}
             shown.table(list(answers), list(zip(*answers.values(), strict=True)), list, what="answers")
         if not all(reply.before for reply in self.replies):
-            limit = f"more than {size(MAX_BYTES)} of weights"
-            shown.note(
-                f"Answers from before are not known: no swarm.optimizer(…) trains this model, or it has {limit}."
-            )
+            why = f"no swarm.optimizer(…) trains this model, or it has more than {size(MAX_BYTES)} of weights"
+            shown.note(f"Answers from before are not known: {why}.")
         return shown
 
     def _form(self, question: str) -> Any:
@@ -124,7 +116,7 @@ def _in_words(guess: Guess) -> str:
 
 
 def cell_runs() -> bool:
-    """Return True while the main thread runs a notebook's cell: some kernels take clicks on another thread."""
+    """Return True while a cell runs: some kernels take clicks on another thread meanwhile."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         if frame.f_code.co_name == "run_code" and frame.f_code.co_filename.endswith("interactiveshell.py"):

@@ -1,4 +1,4 @@
-"""The panels of work units, a coordinator's and a volunteer's, as text and as static HTML. Pure functions."""
+"""The panels of work units, a coordinator's and a volunteer's. Pure functions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ MAX_FAULT_CHARACTERS = 4000
 
 
 def job_line(status: JobStatus) -> str:
-    """Return the progress of the job in one line."""
     if status.finished is not None:
         where = f"finished: {status.finished}"
     else:
@@ -48,7 +47,7 @@ def job_line(status: JobStatus) -> str:
 
 
 def figures(status: JobStatus) -> dict[str, str]:
-    """Return the known figures by name. The ETA is that of the epoch's last unit at the recent rate."""
+    """Return the known figures. The ETA is that of the epoch's last unit at the recent rate."""
     left = len(status.rows) - status.units["assimilated"]
     target = "" if status.target_accuracy is None else f", target {status.target_accuracy:.1%}"
     known = {
@@ -62,7 +61,6 @@ def figures(status: JobStatus) -> dict[str, str]:
 
 
 def draw_job(status: JobStatus) -> Document:
-    """Return the job: figures, the units of the epoch, accuracy with the target, volunteers."""
     shown = Document(*job_line(status).split(": ", 1), label=f"work units of {plain(status.name)}")
     shown.warn(f"the store does not answer: {status.fault}" if status.fault else "")
     shown.warn(DYING if status.server_deaths and not status.servers and not status.finished else "")
@@ -107,7 +105,6 @@ def _reliability(one: VolunteerState, now: float) -> str:
 
 
 def _page(status: JobStatus) -> list[Document]:
-    """Return the public page: an introduction for visitors around the job."""
     about = Document("", label="about this job")
     about.draw(
         f"<p>Volunteers train a model of {status.numel:,} numbers on {sum(status.rows):,} samples. "
@@ -143,20 +140,14 @@ def _metrics(status: JobStatus) -> list[Sample]:
 
 
 def status_page(look: Callable[[], JobStatus]) -> StatusPage[JobStatus]:
-    """Return the page of a coordinator whose status ``look`` returns."""
     return StatusPage(look, lambda status: status.name, _page, _metrics, host="coordinator")
 
 
-# -- the volunteer
-
-
 def volunteer_line(snapshot: VolunteerSnapshot) -> str:
-    """Return the volunteer's state in one line."""
     return f"{plain(snapshot.job)}: {_state(snapshot)}"
 
 
 def draw_volunteer(snapshot: VolunteerSnapshot) -> Document:
-    """Return the volunteer: its state, a bar per unit, its contribution."""
     shown = Document(plain(snapshot.job), _state(snapshot), label=f"volunteer for {plain(snapshot.job)}")
     for unit in snapshot.units:
         if unit.unit:

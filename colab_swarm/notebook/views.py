@@ -1,11 +1,9 @@
 """The pages of a swarm's panel, as text and HTML: overview, rounds and map. Pure functions.
 
 Everything from peers is escaped and bounded. A peer knows only its own links, so the map shows only
-these.
-
-A round is a waterfall with a lane for each member. A lane has three tracks, because transfers
+these. A round is a waterfall with a lane for each member, of three tracks, because transfers
 overlap: above what this peer sent, in the middle the member's contribution to this peer's span,
-below the average that the member returned. Time runs from forming the group to the result.
+below the average that the member returned.
 """
 
 from __future__ import annotations
@@ -43,7 +41,6 @@ GROUP = "forming the group"
 
 
 def summary(snapshot: SwarmSnapshot) -> str:
-    """Return the state of the swarm in one line."""
     parts = [_state(snapshot)]
     if snapshot.target_batch_size > 0:
         parts += [_speed(snapshot), f"{_collected(snapshot)} samples for the next step"]
@@ -53,7 +50,6 @@ def summary(snapshot: SwarmSnapshot) -> str:
 
 
 def draw(snapshot: SwarmSnapshot) -> theme.Document:
-    """Return the page: figures, progress to the next step, loss, contributions, peers and log."""
     me = f"{_name(snapshot.me)}: {plain(snapshot.reached, 100)}, connected for {_clock(snapshot.uptime_s)}"
     shown = theme.Document(_state(snapshot), me, label=f"swarm {plain(snapshot.run)}", line=me)
     shown.draw("", plain(summary(snapshot), theme.MAX_CHARS))
@@ -168,7 +164,6 @@ def _draw_notices(shown: theme.Document, snapshot: SwarmSnapshot) -> None:
 
 
 def _loss(snapshot: SwarmSnapshot) -> str:
-    """Return the newest and the first loss that are numbers."""
     first, last = (
         next((loss for _, loss in history if math.isfinite(loss)), None)
         for history in (snapshot.loss_history, snapshot.loss_history[::-1])
@@ -193,11 +188,8 @@ def _credit(row: ContributionRow) -> tuple[str, ...]:
     return _name(row.name) + " (me)" * row.me, f"{row.samples:,.0f}", size(row.reduced_bytes)
 
 
-# --- the map ----------------------------------------------------------------------------------------------------------
-
-
 def draw_map(snapshot: SwarmSnapshot) -> theme.Document:
-    """Return this peer in the middle and a line for each link, wider for faster links; the text lists the links."""
+    """Draw this peer in the middle and a line for each link; the text lists the links."""
     others = sorted((peer for peer in snapshot.peers if not peer.me), key=lambda peer: not peer.connected)
     shown = others[:MAX_ON_MAP]
     names = {peer.id[:ID_CHARS]: peer.name for peer in shown}
@@ -212,9 +204,7 @@ def draw_map(snapshot: SwarmSnapshot) -> theme.Document:
     places = {peer.id[:ID_CHARS]: place for peer, place in placed}
     lines = "".join(_link_line(peer, place, middle, places) for peer, place in placed if peer.connected)
     nodes = "".join(map(_node, placed, states, links))
-    key = "".join(
-        f"{theme.mark(h, symbol, text(word))} &#160; " for h, symbol, word in sorted({own, *states})
-    )
+    key = "".join(f"{theme.mark(*one[:2], text(one[2]))} &#160; " for one in sorted({own, *states}))
     relayed = sum(peer.connected.startswith(RELAYED) for peer in others)
     linked = count(sum(bool(peer.connected) for peer in others), "link")
     linked += f", {relayed} of them relayed" if relayed else ""
@@ -250,7 +240,6 @@ def _own_mark(snapshot: SwarmSnapshot) -> Mark:
 
 
 def _link_words(peer: PeerRow, names: Mapping[str, str]) -> tuple[str, str, str]:
-    """Return round trip, way and speed."""
     relay = peer.connected.removeprefix(RELAYED)[:ID_CHARS]
     way = f"via {names.get(relay, relay)}" if peer.connected.startswith(RELAYED) else peer.connected
     bps = _bandwidth_bps(peer)
@@ -263,7 +252,7 @@ def _bandwidth_bps(peer: PeerRow) -> float:
 
 
 def _places(number: int, height: float) -> list[Place]:
-    """Return places on an ellipse, at even heights so that labels stay apart: right half first, then left."""
+    """Place on an ellipse at even heights, so that labels stay apart: right half first, then left."""
     right = math.ceil(number / 2)
     places = []
     for index in range(number):
@@ -307,9 +296,6 @@ def _node(placed: tuple[PeerRow, Place], state: Mark, link: Sequence[str]) -> st
     )
 
 
-# --- rounds -----------------------------------------------------------------------------------------------------------
-
-
 class _Track(NamedTuple):
     field: str  # of `MemberTrace`; empty for the time before the averaging
     meaning: str
@@ -328,7 +314,6 @@ TRACKS = (
 
 
 def draw_rounds(snapshot: SwarmSnapshot, back: int = 0) -> theme.Document:
-    """Return the round ``back`` rounds before the last one, and the times of the last rounds."""
     shown = theme.Document("", label="averaging rounds")
     here = {peer.id[:ID_CHARS]: peer.name + " (me)" * peer.me for peer in snapshot.peers}
     draw_waterfall(shown, snapshot.rounds, back, {**snapshot.names, **here})
@@ -348,11 +333,11 @@ def draw_waterfall(
     one, recent = _drawable(rounds[max(len(rounds) - 1 - back, 0)]), rounds[-RECENT:]
     facts = _facts(one)
     shown.draw(theme.heading(f"round {one.step}", text(facts, 400)), f"round {one.step}: {plain(facts, 400)}")
-    times = ", ".join(
+    times = [
         _seconds(each.seconds) + "✖" * (each.spans_lost > 0 or each.kept_local > 0)
         for each in map(_drawable, recent)
-    )
-    words = f"last {count(len(recent), 'round')}: {times}"
+    ]
+    words = f"last {count(len(recent), 'round')}: {', '.join(times)}"
     shown.draw(f'<p class="soft">{words}</p>', f"  {words}")
     shown.note(*([f"shares: {one.explanation}"] if one.explanation else []))
     if not one.members:

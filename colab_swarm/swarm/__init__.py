@@ -7,6 +7,5 @@
 | `create`, `join`, `resume`, and the folder that saves a peer | `colab_swarm.swarm.joining`, `saved` |
 | what panels show of it | `colab_swarm.swarm.overview` |
 | `simulate`, and simulated runs with controls | `colab_swarm.swarm.simulation` |
-| work units within a swarm | `colab_swarm.swarm.work` |
 | the doctor; a class in one room | `colab_swarm.swarm.doctor`, `classroom` |
 """

@@ -1,9 +1,9 @@
-"""A class trains together in one room, without the internet: the teacher's board and how pupils join.
+"""A class trains together in one room, offline: the teacher's board and how pupils join.
 
-The teacher's notebook opens a `Board` at an address short enough for a real board, such as
-``192.168.1.10:8421``. `join` calls it and gets the run's invitation and an animal as the pupil's
-name, so that no pupil gives a real name. The board is plain HTTP: it is for an open run in a room
-where all may take part.
+The teacher opens a `Board` at an address short enough for a real board, such as
+``192.168.1.10:8421``. `join` gets the run's invitation from it, and an animal as the pupil's name,
+so that no pupil gives a real one. The board is plain HTTP: it is for an open run in a room where
+all may take part.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _boards: dict[str, Board] = {}  # the last one of each run
 class Board:
     """Gives the invitation of an open run and animal names to pupils in the room, until `close`.
 
-    Listens on ``port``, or on a free one if another program uses it. Raises PermissionError if the
-    run is not open.
+    Listens on ``port``, or on a free one if it is in use. Raises PermissionError if the run is not
+    open.
     """
 
     def __init__(self, swarm: Swarm, *, port: int = PORT) -> None:
@@ -68,7 +68,6 @@ class Board:
             return await listen(app, "0.0.0.0", 0, keepalive_timeout=TIMEOUT_S)
 
     async def _answer(self, request: web.Request) -> web.Response:
-        """Answer ``/PROCESS`` with the invitation and a name, or with 503."""
         who = request.match_info["who"].strip("/")
         welcome = self.welcome(who) if 0 < len(who) <= 64 else None
         if welcome is None:
@@ -77,7 +76,6 @@ class Board:
         return web.Response(body=msgspec.json.encode(welcome))
 
     def welcome(self, who: str) -> tuple[str, str] | None:
-        """Return the invitation and a name, the same for each call of a process; None when the room is full."""
         with self._lock:
             place = len(self._names)
             if who not in self._names and place < MAX_PUPILS:
@@ -86,17 +84,14 @@ class Board:
             return (self._invitation, self._names[who]) if who in self._names else None
 
     def pupils(self) -> list[tuple[str, PeerRow | None]]:
-        """Return each pupil, in order of arrival, and its row in the swarm; None if it is not there."""
         rows = {row.name: row for row in self.swarm.snapshot().peers}
         with self._lock:
             return [(name, rows.get(name)) for name in self._names.values()]
 
     def panel(self) -> Panel[Board]:
-        """Return a live view of the board."""
         return Panel(lambda: self, self.close, views=VIEWS)
 
     def close(self) -> None:
-        """Stop inviting; pupils who joined stay. Idempotent."""
         if not self.closed:
             self.closed = True
             self.swarm.runtime.call(self._runner.cleanup())
@@ -112,7 +107,7 @@ class Board:
 
 
 def open_board(swarm: Swarm, *, port: int = PORT) -> Board:
-    """Return the open board of the teacher's run, or open a new one; you can re-run the cell. See `Board`."""
+    """Return the open `Board` of the teacher's run, or open a new one; you can re-run the cell."""
     board = _boards.get(swarm.run_id)
     if board is None or board.closed or board.swarm is not swarm:
         board = _boards[swarm.run_id] = Board(swarm, port=port)
@@ -120,7 +115,7 @@ def open_board(swarm: Swarm, *, port: int = PORT) -> Board:
 
 
 def join(address: str = "") -> Swarm:
-    """Join the teacher's run under the animal that the board gives. Joining again returns the same swarm.
+    """Join the teacher's run as the animal that the board gives. A second call returns that swarm.
 
     ``address`` is written on the board; empty: look for a board in the local network. Raises
     ValueError if it is mistyped, JoinError if no board answers there.
@@ -152,7 +147,6 @@ def _find() -> tuple[str, str]:
 
 
 def draw(board: Board) -> theme.Document:
-    """Return the board, large enough for the last row of the room."""
     shown = theme.Document("Board", str(board), label="classroom board", line=str(board))
     shown.draw(f'<p style="font:600 32px ui-monospace,monospace">{text(board.address)}</p>')
     shown.table(("animal", "does"), board.pupils(), _cells, what="animals")
@@ -164,6 +158,5 @@ def _cells(pupil: tuple[str, PeerRow | None]) -> tuple[str, str]:
     return name, "not here" if row is None else f"step {row.step}, {row.samples_per_s:.1f} samples/s"
 
 
-VIEWS: Views[Board] = Views(
-    draw, str, lambda board: board.closed, who="board", leave=("Close the board", "Closed")
-)
+CLOSE = ("Close the board", "Closed")
+VIEWS: Views[Board] = Views(draw, str, lambda board: board.closed, who="board", leave=CLOSE)

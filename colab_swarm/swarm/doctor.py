@@ -1,4 +1,4 @@
-"""`doctor`: examine this machine and the swarm, and predict the training. Only `calibrate` needs torch."""
+"""`doctor`: examine this machine and the swarm, and predict the training."""
 
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ class Diagnosis:
 
     @property
     def ready(self) -> bool:
-        """True if no light is red."""
         return all(check.light is not Light.RED for check in self.checks)
 
     def __str__(self) -> str:
@@ -78,20 +77,18 @@ def doctor(
     target_batch_size: int | None = None,
     compression: str | None = None,
 ) -> Diagnosis:
-    """Examine this machine, its connection to the swarm and the model; report with traffic lights what to fix.
+    """Examine this machine, its connection and the model; show with traffic lights what to fix.
 
     Takes about a second, some seconds more with a swarm or a model. Run it while the others train:
-    the prediction then accounts for a shared machine or uplink.
+    the prediction then accounts for a shared machine or uplink. Raises ValueError if an argument is
+    not usable.
 
     Args:
         swarm: a swarm, or an invitation, which is joined for the examination and left.
         model: what you train, or a size of `albert`: tiny, base, large, xlarge. It is not changed.
         batches: of the model; some are used up. Not needed with a size.
-        target_batch_size, compression: as for `Swarm.optimizer`; known already if the swarm trains or the invitation
-            carries them.
-
-    Raises:
-        ValueError: model, batches, target_batch_size or compression is not usable.
+        target_batch_size, compression: as for `Swarm.optimizer`; known if the swarm trains or the
+            invitation carries them.
     """
     if compression is not None:
         Precision(compression)
@@ -111,7 +108,6 @@ def doctor(
 
 
 def read_settings(suggested: Mapping[str, Setting]) -> tuple[int | None, str | None]:
-    """Return an invitation's target batch size and compression, if they are usable."""
     target, compression = suggested.get("target_batch_size"), suggested.get("compression")
     try:
         codec = Precision(compression).name if isinstance(compression, str) else None
@@ -167,7 +163,6 @@ def _examine(
 def _subject(
     swarm: Swarm | None, model: Module | str | None, batches: Iterable[Mapping[str, Tensor]] | None
 ) -> Subject | None:
-    """Measure the model; without a swarm, a size is only looked up."""
     if model is None or find_spec("torch") is None:
         return None
     from colab_swarm.recipes import masked_lm
@@ -180,8 +175,7 @@ def _subject(
     size = masked_lm.SIZES[model]
     length = size.sequence_length
     sample_bytes = masked_lm.sample_bytes(size, length, checkpointing=False)
-    name = f"ALBERT-{model} at {length} tokens"
-    known = Subject(name, masked_lm.parameter_count(size), sample_bytes)
+    known = Subject(f"ALBERT-{model} at {length} tokens", masked_lm.parameter_count(size), sample_bytes)
     if swarm is None:
         return known
     measured = calibrate(*masked_lm.albert(model, swarm=swarm))
@@ -197,7 +191,7 @@ async def _test_uplink(peers: Peers, testers: Sequence[PeerId]) -> list[Speed]:
 
 
 def best(found: Sequence[Speed]) -> Speed | None:
-    """Return this peer's own uplink: the fastest test each way (slower ones were slow at the other end), median rtt."""
+    """Return this peer's uplink: the fastest test each way (others were slow at the other end)."""
     if not found:
         return None
     upload_bps = max(speed.upload_bps for speed in found)
@@ -206,7 +200,7 @@ def best(found: Sequence[Speed]) -> Speed | None:
 
 
 def trainers(swarm: Swarm) -> tuple[dict[PeerId, float], int | None, str | None]:
-    """Return the speeds of the other trainers by their own records, and our target batch size and compression."""
+    """Return the other trainers' speeds, and our target batch size and compression."""
     newest, records = next(reversed(swarm.optimizers.values()), None), dict[PeerId, ProgressRecord]()
     own = None if newest is None else newest._settings
     prefix = f"{swarm.run_id}/{MODEL}" if own is None else own.prefix
@@ -216,16 +210,11 @@ def trainers(swarm: Swarm) -> tuple[dict[PeerId, float], int | None, str | None]
     return (speeds, None, None) if own is None else (speeds, round(own.target_batch_size), own.compression)
 
 
-# --- probes of this machine -------------------------------------------------------------------------------------------
-
-
 def cores() -> int:
-    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gpu() -> tuple[str, int, int] | None:
-    """Return name, free and total bytes of the card that torch uses."""
     if find_spec("torch") is None:
         return None
     import torch
@@ -234,7 +223,6 @@ def gpu() -> tuple[str, int, int] | None:
 
 
 def versions() -> dict[str, tuple[str | None, str]]:
-    """Return the installed version, or None, beside the lowest one that works, by package."""
     floors, found = wanted(requires("colab-swarm") or ()), dict[str, str | None].fromkeys(PACKAGES)
     for name in found:
         with contextlib.suppress(PackageNotFoundError):
@@ -243,12 +231,11 @@ def versions() -> dict[str, tuple[str | None, str]]:
 
 
 def wanted(requirements: Iterable[str]) -> dict[str, str]:
-    """Return the lowest versions in requirements such as ``torch>=2.9; extra == "train"``, by name."""
+    """Return the lowest versions in lines such as ``torch>=2.9; extra == "train"``, by name."""
     return {match[1]: match[2] for line in requirements if (match := FLOOR.match(line))}
 
 
 def internet() -> bool:
-    """Return True if any of `HOSTS` accepts a connection within 3 s."""
     answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def try_host(host: tuple[str, int]) -> None:
@@ -298,7 +285,6 @@ def calibrate(
 
 
 def _train(model: Module, batches: Iterable[Mapping[str, Tensor]]) -> Iterator[int]:
-    """Compute the gradients of each batch and forget them; yield its number of samples."""
     device = next(model.parameters()).device
     for batch in batches:
         model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss.backward()
@@ -308,7 +294,6 @@ def _train(model: Module, batches: Iterable[Mapping[str, Tensor]]) -> Iterator[i
 
 
 def _measure(passes: Iterator[int], seconds: float, least: int) -> float:
-    """Return the samples per second of as many passes as fit, at least ``least``."""
     import torch
 
     samples, began_at = 0, time.perf_counter()
@@ -321,7 +306,6 @@ def _measure(passes: Iterator[int], seconds: float, least: int) -> float:
 
 @contextlib.contextmanager
 def _restored(model: Module, trained: list[Parameter]) -> Iterator[None]:
-    """Restore gradients, buffers, mode and random state afterwards, also after an interrupt."""
     import torch
 
     gradients = [parameter.grad for parameter in trained]

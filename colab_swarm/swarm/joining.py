@@ -19,26 +19,12 @@ from colab_swarm.net.lan import LanSwarm, find_swarms
 from colab_swarm.net.node import Node, NodeSettings
 from colab_swarm.net.peers import PeerId, Role, short
 from colab_swarm.net.tunnels import settings_of
+from colab_swarm.notebook import platforms
 from colab_swarm.notebook.invitation import LanSwarms
-from colab_swarm.notebook.platforms import (
-    SessionClock,
-    in_colab,
-    in_kaggle,
-    platform,
-    require_terms,
-    session_age_s,
-)
 from colab_swarm.runtime import Runtime
+from colab_swarm.swarm import saved as saving
 from colab_swarm.swarm.network import DEFAULT_OPTIONS, NetworkOptions, NetworkSession, assemble
-from colab_swarm.swarm.saved import (
-    VERSION,
-    PeerStore,
-    SavedPeer,
-    damaged,
-    folder_of,
-    loss_warning,
-    read_saved,
-)
+from colab_swarm.swarm.saved import PeerStore, SavedPeer, folder_of
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.trust.access import RunAccess
@@ -58,29 +44,28 @@ def create(
     state_dir: str | Path | None = None,
     accept_terms: bool = False,
 ) -> Swarm:
-    """Create a run, with this peer as its authority. `Swarm.invite` returns the line that lets others join.
+    """Create a run, with this peer as its authority. `Swarm.invite` returns a line to join it by.
 
     Creating it again while it is open returns the same swarm, so you can re-run cells.
 
     Args:
         name: of the run, for people.
-        access: who may join: everyone who knows an address (``open``), everyone with an invitation (``invite``), or
-            those with an invitation whose account is on a list (``allowlist``).
+        access: who may join: everyone who knows an address (``open``), everyone with an invitation
+            (``invite``), or those of them whose account is on a list (``allowlist``).
         allow: the list, for ``allowlist``.
         peer_name: what others see of this peer.
         options: how this peer takes part in the network.
-        state_dir: a folder that saves this peer, so that it and its run can come back (see `resume`): its key, its
-            invitation, its checkpoints and the contributions it saw. All but the checkpoints is secret.
+        state_dir: a folder that saves this peer and its run, to come back by `resume`:
+            key, invitation, checkpoints, seen contributions. All but checkpoints is secret.
         accept_terms: confirm that the platform's terms allow this; required on Colab.
 
     Raises:
-        ValueError: the name is not usable, the list is missing, or the folder saves a peer of another run.
-        StateError: the folder is in use, damaged, or cannot be written, or its peer is open without being saved.
+        ValueError: the name or the list is not usable, or the folder saves a peer of another run.
+        StateError: the folder is in use, damaged or read-only, or its peer is open unsaved.
         TermsError: the platform's terms were not accepted.
-        TunnelError, SecretError: the tunnel cannot be opened.
-        OSError: the port cannot be listened on.
+        TunnelError, SecretError, OSError: the tunnel, its token, or the port cannot be used.
     """
-    require_terms(accept_terms)
+    platforms.require_terms(accept_terms)
     if (swarm := _open_in(state_dir)) is not None and swarm.run == name and swarm.is_owner:
         return swarm
     with _reserved(state_dir) as (store, saved):
@@ -112,7 +97,7 @@ def join(
     state_dir: str | Path | None = None,
     accept_terms: bool = False,
 ) -> Swarm | LanSwarms:
-    """Join the run of an invitation. Joining again under the same name returns the same swarm, so you can re-run cells.
+    """Join the run of an invitation. A second call under the same name returns the same swarm.
 
     Without an invitation it lists the runs in the local network. Open ones can be joined:
     ``join(found[0])``. With ``state_dir`` (see `create`) this peer is the same one each time, also
@@ -121,7 +106,7 @@ def join(
     Raises:
         InviteError: the invitation is mistyped, expired or of another version.
         JoinError: none of the peers it names could be reached, or this peer is not admitted.
-        ValueError, StateError, TermsError, TunnelError, SecretError: see `create`; a token may be missing.
+        ValueError, StateError, TermsError, TunnelError, SecretError: see `create`.
     """
     if invite is None:
         return LanSwarms(Runtime.shared().call(find_swarms()))
@@ -134,7 +119,7 @@ def join(
             raise _saves_another(state_dir, saved)
         if store is None and (swarm := _find_open(invitation.run_id, name=peer_name)) is not None:
             return swarm
-        require_terms(accept_terms or invitation.role <= Role.VIEWER)
+        platforms.require_terms(accept_terms or invitation.role <= Role.VIEWER)
         options, identity = _with_key(options, store)
         token = find_secret("HF_TOKEN") if invitation.access == "allowlist" else None
         membership = b"" if saved is None else saved.membership
@@ -147,22 +132,18 @@ def resume(folder: str | Path, *, accept_terms: bool = False) -> Swarm:
 
     It has the same id, and so the same row in the leaderboard. Then make the model and call
     `Swarm.optimizer` as before: training continues from the saved checkpoint, or from the swarm's
-    newer state.
-
-    Raises:
-        StateError: the folder saves no peer, is in use by another process, or damaged.
-        JoinError: no saved peer of the run could be reached: ask for an invitation, then
-            ``cs.join(invitation, state_dir=folder)``.
-        TermsError, TunnelError, SecretError: see `join`.
+    newer state. A StateError if the folder saves no peer, is damaged or in use by another process.
+    A JoinError if no saved peer could be reached: join by a new invitation, with
+    ``state_dir=folder``. Else see `join`.
     """
     if (swarm := _open_in(folder)) is not None:
         return swarm
-    if (saved := read_saved(folder_of(folder))) is None:
+    if (saved := saving.read_saved(folder_of(folder))) is None:
         raise StateError(f"{folder} saves no peer: start with cs.join(invitation, state_dir={str(folder)!r})")
     try:
         options = NetworkOptions.from_saved(saved.options)
     except (TypeError, ValueError) as error:
-        raise damaged(folder_of(folder)) from error
+        raise saving.damaged(folder_of(folder)) from error
     how: Any = {"options": options, "state_dir": folder, "accept_terms": accept_terms}
     if saved.invitation:
         return join(saved.invitation, **how)
@@ -173,9 +154,8 @@ def _invitation(invite: str | LanSwarm, *, returning: bool) -> Invite:
     if isinstance(invite, str):  # a returning peer may use one that has expired
         return Invite.parse(invite, now=0.0 if returning else None)
     if invite.access != "open":
-        raise JoinError(
-            f"{invite.run} takes peers with an invitation only: ask {', '.join(invite.names)} for one"
-        )
+        names = ", ".join(invite.names)
+        raise JoinError(f"{invite.run} takes peers with an invitation only: ask {names} for one")
     return Invite(invite.run_id, invite.contacts, ENDLESS)
 
 
@@ -194,7 +174,6 @@ def _open_in(folder: str | Path | None) -> Swarm | None:
 
 
 def _find_open(run_id: str, *, id: PeerId | None = None, name: str = "") -> Swarm | None:
-    """Return a swarm of this process in this run: the one with this key, or of this name."""
     for swarm in _open_swarms:
         same = id in (None, swarm.id) and name in ("", swarm.name)
         if same and swarm.run_id == run_id and not swarm.left:
@@ -204,7 +183,6 @@ def _find_open(run_id: str, *, id: PeerId | None = None, name: str = "") -> Swar
 
 @contextlib.contextmanager
 def _reserved(state_dir: str | Path | None) -> Iterator[tuple[PeerStore | None, SavedPeer | None]]:
-    """Reserve the folder; free it if the block fails."""
     if state_dir is None:
         yield None, None
         return
@@ -234,12 +212,14 @@ def _with_key(options: NetworkOptions, store: PeerStore | None) -> tuple[Network
 def _open(
     access: RunAccess, identity: Identity, peer_name: str, options: NetworkOptions, store: PeerStore | None
 ) -> Swarm:
-    runtime, here, saved = Runtime.shared(), platform(), None if store is None else store.saved
-    clock = SessionClock.of(here, options.session_hours, age_s=session_age_s(), now=runtime.time())
+    runtime, here, saved = Runtime.shared(), platforms.platform(), None if store is None else store.saved
+    clock = platforms.SessionClock.of(
+        here, options.session_hours, age_s=platforms.session_age_s(), now=runtime.time()
+    )
     name = peer_name or (saved.name if saved is not None else f"peer-{short(identity.id)}")
     if store is not None:
         _save(store, access, identity, name, options)
-        if warning := loss_warning(store.folder, here):
+        if warning := saving.loss_warning(store.folder, here):
             print(warning)
     if saved is not None:
         access = replace(access, known=saved.contacts, tally=saved.tally)
@@ -264,7 +244,9 @@ def _save(
         )
     invitation = "" if access.invitation is None else str(access.invitation)
     settings = options.to_saved()
-    store.begin(SavedPeer(VERSION, access.run_id, access.access, name, invitation, access.allow, settings))
+    store.begin(
+        SavedPeer(saving.VERSION, access.run_id, access.access, name, invitation, access.allow, settings)
+    )
 
 
 async def _start(
@@ -292,7 +274,7 @@ async def _start(
     except BaseException:  # an interrupt included: nothing may stay open
         await node.close()
         raise
-    if not (in_colab() or in_kaggle()):  # no other machine is in their networks
+    if not (platforms.in_colab() or platforms.in_kaggle()):  # no other machine is in their networks
         node.linker.spawn(network.announce_in_lan(name))
     return services, network
 

@@ -1,4 +1,4 @@
-"""A peer on the real network: joining a run, reachability, relaying, and its announcement in the local network."""
+"""A peer on the real network: joining a run, reachability, relaying, announcements."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ from colab_swarm.trust.contributions import merged
 
 if TYPE_CHECKING:
     from colab_swarm.training.optimizer import SwarmOptimizer
+    from colab_swarm.workunits.messages import Token
 
 logger = logging.getLogger(__name__)
 ENTER_TIMEOUT_S = 15.0
@@ -56,12 +57,12 @@ class NetworkOptions:
         listen: accept connections; without it this peer only dials out (client mode).
         port: TCP port to listen on; 0 takes a free one.
         announce: addresses to give to others, such as ``ws://203.0.113.7:4500``; detected if empty.
-        identity: file with this peer's key, so that it is the same peer after a restart; new key if None.
-        upload_mbit_s, download_mbit_s: bounds on what this peer uses; None for no bound.
+        identity: file with this peer's key, so that it is the same peer after a restart.
+        upload_mbit_s, download_mbit_s: bounds on what this peer uses.
         relay: relay for peers that cannot be dialled: True, or a quota.
         use_relays: let relays reach this peer where nothing better works.
         punch: try to turn relayed links into direct ones.
-        tunnel: ``ngrok`` or ``cloudflared``: open a tunnel whose public address leads to this peer.
+        tunnel: ``ngrok`` or ``cloudflared``: a tunnel whose public address leads to this peer.
         lan: let peers in the local network find this run.
         session_hours: how long this machine may be used from now on; this peer leaves a few minutes
             before. None: as long as the platform (Colab, Kaggle, Binder) lets a session live.
@@ -84,13 +85,12 @@ class NetworkOptions:
         return settings(self)
 
     def to_saved(self) -> dict[str, Any]:
-        """Return what a folder saves: no key file, because the folder has its own, and no tunnel token."""
+        """Return what a folder saves: no key file, as the folder has its own, and no tunnel token."""
         tunnel = self.tunnel.kind if isinstance(self.tunnel, TunnelSettings) else self.tunnel
         return asdict(replace(self, tunnel=tunnel, identity=None))
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any]) -> NetworkOptions:
-        """Read what `to_saved` returned; an unknown option is a TypeError."""
         relay = saved.get("relay")
         quota = {"relay": RelayQuota(**relay)} if isinstance(relay, dict) else {}
         return cls(**{**saved, **quota})
@@ -100,16 +100,7 @@ DEFAULT_OPTIONS = NetworkOptions()
 
 
 class NetworkSession:
-    """A peer's part in the real network, from `open` to `leave`.
-
-    Attributes:
-        node, access: the peer itself, and how it joined the run.
-        trust: its membership, revocations and the contribution ledger.
-        reachability, relay: how others reach it, and its relay or None.
-        store: the folder that saves it; None without one.
-        clock: when its platform's session ends; None if that is unknown.
-        stops: called before leaving at the session's end: they give work back.
-    """
+    """A peer's part in the real network, from `open` to `leave`."""
 
     def __init__(
         self, node: Node, access: RunAccess, options: NetworkOptions, services: PeerServices
@@ -118,9 +109,9 @@ class NetworkSession:
         dht, events, rng = services.dht, services.events, services.rng
         self.trust = Trust(node, dht, events, rng, access)
         self.trust.contributions.saved = access.tally
-        self.store: PeerStore | None = None
-        self.clock: SessionClock | None = None
-        self.stops: list[Callable[[], None]] = []
+        self.store: PeerStore | None = None  # the folder that saves this peer
+        self.clock: SessionClock | None = None  # None if the session's end is unknown
+        self.stops: list[Callable[[], None]] = []  # give work back at the session's end
         self._saved: set[PeerId] = set()  # linked when the folder was written
         services.averager.on_round = self._on_round
         self.reachability = ReachabilityWatch(
@@ -138,7 +129,6 @@ class NetworkSession:
         self._announcer: LanAnnouncer | None = None
 
     async def open(self, store: PeerStore | None) -> None:
-        """Join the run by any of its entries, detect how others reach this peer, and save it."""
         try:
             await self._enter()
             if store is not None:
@@ -180,7 +170,7 @@ class NetworkSession:
         return entries
 
     async def _keep_saving(self, store: PeerStore) -> None:
-        """Save each minute, and soon after a new peer is linked: a killed peer finds back through these peers."""
+        """A killed peer finds back through the peers saved here, so a new link is saved soon."""
         while True:
             end = time.monotonic() + SAVE_EVERY_S
             while time.monotonic() < end and self._dialable() <= self._saved:
@@ -204,7 +194,6 @@ class NetworkSession:
         await asyncio.to_thread(store.write, contacts, membership, tally, self.node.port or 0)
 
     async def leave(self) -> None:
-        """Stop all services and announcements; the node's links stay open."""
         async with contextlib.AsyncExitStack() as ends:  # last first; no failure or interrupt skips another
             ends.push_async_callback(self.reachability.close)
             if self.relay is not None:
@@ -237,7 +226,6 @@ class NetworkSession:
     def end_session(
         self, clock: SessionClock, optimizers: Mapping[str, SwarmOptimizer], leave: Callable[[], None]
     ) -> None:
-        """Hand over, give work back, leave; a failure skips none of these."""
         ends: list[Callable[[], None]] = [partial(self._hand_over, clock, optimizers), *self.stops, leave]
         for end in ends:
             try:
@@ -270,7 +258,6 @@ class NetworkSession:
         self.trust.revoke(peer)
 
     async def announce_in_lan(self, name: str) -> None:
-        """Let `colab_swarm.net.lan.find_swarms` find this peer, under ``name``, until it leaves."""
         if not self._options.lan or self.node.port is None:
             return
         contact = Contact(self.node.id)
@@ -285,7 +272,7 @@ class NetworkSession:
             logger.info("not announced in the LAN: %s", error)
 
     async def announce(self, what: str, value: Callable[[], Any]) -> None:
-        """Publish a value for the others of the run each minute, but not while it is empty; None ends it."""
+        """Publish a value for the run each minute, but not while it is empty; None ends it."""
         self.node.linker.spawn(self._publish(f"{self.access.run_id}/{what}", value))
 
     async def _publish(self, key: str, value: Callable[[], Any]) -> None:
@@ -301,13 +288,24 @@ class NetworkSession:
         return {PeerId(subkey): record for subkey, record in found.items() if record.owner == subkey}
 
     async def relays(self) -> list[Contact]:
-        """Return the run's relays, as they announce themselves in the DHT."""
         contacts = []
         for peer, record in list((await self.announced("relays")).items())[:MAX_RELAYS]:
             addresses = record.value if isinstance(record.value, list) else []
             if texts := tuple(address for address in addresses if isinstance(address, str)):
                 contacts.append(Contact(peer, texts))
         return contacts
+
+    async def coordinators(self) -> list[str]:
+        """Return the links of the run's coordinators of work units, the newest first."""
+        found = (await self.announced("coordinators")).values()
+        newest = [record.value for record in sorted(found, key=lambda record: -record.expires_at)]
+        return [url for url in newest if isinstance(url, str) and url.startswith(("http://", "https://"))]
+
+    def token(self) -> Token:
+        from colab_swarm.workunits.messages import Token
+
+        admission = self.access.admission
+        return Token(self.node, b"" if admission is None else lambda: admission.membership)
 
 
 async def _stop(stop: Callable[[], Awaitable[None]]) -> None:
@@ -316,7 +314,6 @@ async def _stop(stop: Callable[[], Awaitable[None]]) -> None:
 
 
 async def enter(node: Node, entries: Sequence[Contact]) -> None:
-    """Link to the first entry that answers; raise `JoinError` if none does."""
     tries = [asyncio.ensure_future(node.linker.link_to(one.id, ENTER_TIMEOUT_S)) for one in entries]
     reasons = []
     try:
@@ -344,28 +341,22 @@ def assemble(
     rng: random.Random,
     pace: Callable[[float], float] | None = None,
 ) -> PeerServices:
-    """Create a peer's services on a network, real or simulated."""
     SpeedTests(peers)
     dht = DHT(peers, DHTSettings(), rng, events)
-    averager = Averager(peers, events=events)
-    return PeerServices(
-        peers, dht, events, rng, run_id, router=PrefixRouter(peers), averager=averager, pace=pace
-    )
+    router, averager = PrefixRouter(peers), Averager(peers, events=events)
+    return PeerServices(peers, dht, events, rng, run_id, router=router, averager=averager, pace=pace)
 
 
 async def find_others(services: PeerServices, entries: Sequence[Contact]) -> None:
     """Join the DHT through the entries; raise `JoinError` if there are some and none answered."""
     if entries and await services.dht.bootstrap(entries) == 0:
         reasons = {one.reason for one in services.events.recent(PeerLeft) if isinstance(one, PeerLeft)}
-        why = "; ".join(sorted(reasons)) or "they do not answer"
-        raise JoinError(
-            f"the peers of this invitation do not admit this peer: {why}. Ask for a new invitation"
-        )
+        why = f"{'; '.join(sorted(reasons)) or 'they do not answer'}. Ask for a new invitation"
+        raise JoinError(f"the peers of this invitation do not admit this peer: {why}")
     services.dht.start()
 
 
 async def close(services: PeerServices, network: NetworkSession | None) -> None:
-    """Stop a peer's services and close its links."""
     try:
         if network is not None:
             await network.leave()

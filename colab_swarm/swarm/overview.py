@@ -44,7 +44,7 @@ Records: TypeAlias = tuple[Mapping[PeerId, ProgressRecord], Mapping[PeerId, Assi
 
 
 class Background(Generic[T]):
-    """A slow reading: made on a thread of its own, at most every ``every_s``, while its value is looked at."""
+    """A slow reading on a thread of its own, at most every ``every_s``, while it is looked at."""
 
     def __init__(self, read: Callable[[], T], *, every_s: float) -> None:
         self._read, self._every_s = read, every_s
@@ -53,7 +53,6 @@ class Background(Generic[T]):
         self._reading = threading.Lock()
 
     def look(self, now: float) -> T | None:
-        """Return the last reading at once; None before the first."""
         if now - self._began_at >= self._every_s and self._reading.acquire(blocking=False):
             self._began_at = now
             threading.Thread(target=self._run, name="colab-swarm-reading", daemon=True).start()
@@ -69,10 +68,7 @@ class Background(Generic[T]):
 
 
 class Overview:
-    """Makes snapshots of a peer. A peer that trains nothing, such as an organizer, shows the trainers of `MODEL`.
-
-    A simulated peer has no leaderboard.
-    """
+    """Makes snapshots of a peer; where it trains nothing, of the trainers of `MODEL`."""
 
     def __init__(
         self,
@@ -124,7 +120,6 @@ class Overview:
             self._losses = (*losses, (event.step, event.loss))
 
     def snapshot(self, *, reached: str, left: bool, session: SessionTime | None = None) -> SwarmSnapshot:
-        """Return one frozen record. Thread-safe; waits for nothing."""
         now, total = self._runtime.time(), self._services.peers.statistics()
         sent_bps, received_bps = self._rates(total.sent_bytes, total.received_bytes, now)
         seen_at = float("-inf") if left else now
@@ -185,7 +180,6 @@ class Overview:
         return 8 * (sent_bytes - sent) / (now - at), 8 * (received_bytes - received) / (now - at)
 
     def names(self) -> Mapping[str, str]:
-        """Return the names that peers chose, by short id, also of peers that left."""
         names = {
             short(peer): plain(record.name, MAX_NAME_CHARS)
             for records in reversed(self._records(float("-inf")))
@@ -230,7 +224,7 @@ def peer_rows(
     trainers: Mapping[PeerId, ProgressRecord],
     assistants: Mapping[PeerId, AssistantRecord],
 ) -> tuple[PeerRow, ...]:
-    """Return a row for each peer: those that train, those that assist, this peer, and others that are linked."""
+    """Return a row per peer: those that train, those that assist, this one, others linked."""
     rows, shown = [], trainers.keys() | assistants.keys()
     for peer, record in sorted(trainers.items()):
         role = "catching up" if record.syncing else "paused" if record.paused else "trainer"

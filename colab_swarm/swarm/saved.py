@@ -1,8 +1,8 @@
-"""The folder that saves a peer, so that it comes back as the same peer in a later session or on another machine.
+"""The folder that saves a peer, to be the same peer in a later session or on another machine.
 
     identity.key             its key: a process that has the key is this peer
     identity.key.authority   only at the peer that created the run: whom it admitted and removed
-    peer.json                run, invitation, membership, options, and the contributions it saw; written each minute
+    peer.json                run, invitation, membership, options, contributions; written each minute
     checkpoints/NAME/        what each optimizer has trained
     in-use.json              which process uses the folder now
 
@@ -35,16 +35,12 @@ from colab_swarm.trust.authority import Allowlist, write_private
 from colab_swarm.trust.contributions import TallyRow
 
 STALE_S = 180.0  # three missed heartbeats
-SETTLE_S = (
-    0.1  # processes that find an abandoned folder at the same moment settle within this time who gets it
-)
+SETTLE_S = 0.1  # within it, processes that find an abandoned folder at once settle who gets it
 VERSION = 1
 MAX_CONTACTS = 16
 
 
 class Occupant(msgspec.Struct, frozen=True):
-    """A process that uses the folder."""
-
     host: str
     pid: int
     began: str  # in the machine's own count; distinguishes it from a later process with the same id
@@ -64,7 +60,7 @@ class Occupant(msgspec.Struct, frozen=True):
 
 
 def _start_of(pid: int) -> str:
-    """When a process of this machine started, "lives" where that is unknown; empty if it is dead, or on Windows."""
+    """When a local process started, "lives" where that is unknown; empty if dead, or on Windows."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     if os.name != "posix" or Path("/proc/self/stat").exists():
@@ -79,8 +75,6 @@ def _start_of(pid: int) -> str:
 
 
 class SavedPeer(msgspec.Struct, frozen=True):
-    """The contents of ``peer.json``."""
-
     version: int
     run_id: str
     access: Access  # who may join the run
@@ -95,7 +89,6 @@ class SavedPeer(msgspec.Struct, frozen=True):
 
     @property
     def run(self) -> str:
-        """The run's name for people."""
         return self.run_id.rpartition("-")[0]
 
     def __repr__(self) -> str:
@@ -126,7 +119,6 @@ def read_saved(folder: Path) -> SavedPeer | None:
 
 
 def damaged(folder: Path) -> StateError:
-    """Return the error for a ``peer.json`` that makes no sense."""
     return StateError(
         f"{folder / 'peer.json'} is damaged: move the folder away and join with an invitation; "
         f"{folder / 'identity.key'} still works as NetworkOptions(identity=…)"
@@ -134,18 +126,15 @@ def damaged(folder: Path) -> StateError:
 
 
 def _unusable(folder: Path, error: OSError) -> StateError:
-    return StateError(
-        f"{folder} cannot be used to save a peer: {error.strerror or error}; take another folder"
-    )
+    reason = error.strerror or error
+    return StateError(f"{folder} cannot be used to save a peer: {reason}; take another folder")
 
 
 def folder_of(path: str | Path) -> Path:
-    """Return the one absolute path of a folder."""
     return Path(path).expanduser().resolve()
 
 
 def loss_warning(folder: Path, here: Platform) -> str:
-    """Return a warning if the folder vanishes with the session, else an empty text."""
     if not here.lasting or folder.is_relative_to(here.lasting):
         return ""
     first = "To come back later,"
@@ -155,12 +144,7 @@ def loss_warning(folder: Path, here: Platform) -> str:
 
 
 class PeerStore:
-    """A peer's folder, reserved for this process until `close`; else a StateError.
-
-    Attributes:
-        folder, key_file: the folder, and the peer's key in it.
-        saved: the peer that an earlier session saved; None if the folder is new.
-    """
+    """A peer's folder, reserved for this process until `close`; a StateError if it is in use."""
 
     _here: ClassVar[set[Path]] = set()  # folders of this process
 
@@ -174,7 +158,7 @@ class PeerStore:
             self._reserve()
         except OSError as error:
             raise _unusable(folder, error) from error
-        try:
+        try:  # what an earlier session saved; None if the folder is new
             self.saved = self.peer = read_saved(folder)
         except BaseException:
             self.close()
@@ -208,11 +192,9 @@ class PeerStore:
             )
 
     def checkpoints(self, name: str) -> Path:
-        """Return the folder for checkpoints of the optimizer called ``name``."""
         return self.folder / "checkpoints" / quote(name, safe="").replace(".", "%2E")
 
     def begin(self, peer: SavedPeer) -> None:
-        """Save this peer from now on; `write` adds contacts, membership and tally."""
         if self.saved is not None:
             peer = msgspec.structs.replace(peer, contacts=self.saved.contacts, port=self.saved.port)
         self.peer = peer
@@ -220,7 +202,7 @@ class PeerStore:
     def write(
         self, contacts: Sequence[Contact], membership: bytes, tally: tuple[TallyRow, ...], port: int = 0
     ) -> None:
-        """Save the peer's current state and write a heartbeat; earlier contacts are saved after the linked ones.
+        """Save the peer's state and write a heartbeat; earlier contacts come after the linked ones.
 
         A StateError if that fails, or another process took the folder because heartbeats were
         missing.
@@ -248,7 +230,6 @@ class PeerStore:
                 raise _unusable(self.folder, error) from error
 
     def close(self) -> None:
-        """Free the folder. Idempotent."""
         with self._writing:
             if self._closed:
                 return

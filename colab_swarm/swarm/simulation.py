@@ -1,10 +1,10 @@
-"""`simulate`: a swarm of many peers in this process, on virtual time, with a network of your choice.
+"""`simulate`: many peers in this process, on virtual time, with a network of your choice.
 
 The peers are ordinary `Swarm` objects and run the same code as on the internet. Only the links, the
 clock and the compute time are simulated. `Simulation.run` works through a run at once,
 `Simulation.play` shows it live:
 
-    lesson = cs.simulate(4).play(train)              # shown under the cell, with sliders and a kill button
+    lesson = cs.simulate(4).play(train)              # with sliders and a kill button
     lesson.inject("crash", "bob")                    # the same from code
     lesson.wait()
 """
@@ -49,7 +49,7 @@ MAX_STORY = 1000  # lines; the oldest are dropped
 
 
 class Simulation(AbstractContextManager["Simulation"]):
-    """A simulated run. ``network.at(12.0).crash("bob")`` scripts a fault; `run` and `play` let the peers work."""
+    """A simulated run. ``network.at(12.0).crash("bob")`` scripts a fault; `run` and `play` start it."""
 
     def __init__(self, profile: NetworkProfile, *, seed: int, samples_per_s: float) -> None:
         self._runtime, self._seed, self._samples_per_s = SimRuntime(), seed, samples_per_s
@@ -81,13 +81,10 @@ class Simulation(AbstractContextManager["Simulation"]):
     def join(
         self, name: str, *, at: float = 0.0, samples_per_s: float | None = None, listen: bool = True
     ) -> None:
-        """Add a peer, now or, once `run` or `play` is under way, at virtual time ``at``.
+        """Add a peer, now or, once `run` or `play` is under way, at virtual second ``at``.
 
-        Args:
-            name: its name in faults; the name of a crashed peer starts a new process of that peer.
-            at: virtual seconds since the simulation began.
-            samples_per_s: its training speed; as fast as the others if None.
-            listen: False for a peer that cannot be dialled.
+        The ``name`` of a crashed peer starts a new process of that peer. ``samples_per_s`` is its
+        training speed, that of the others if None. ``listen=False``: it cannot be dialled.
         """
         if at <= self.time and (name in self.swarms or name in self._arriving):
             raise ValueError(f"{name} is already online: use another name, or crash it first")
@@ -139,11 +136,9 @@ class Simulation(AbstractContextManager["Simulation"]):
         self.swarms.pop(name).kill()
 
     def speed_of(self, name: str) -> float:
-        """Return the peer's training speed, samples per virtual second."""
         return self._speeds.get(name, self._samples_per_s)
 
     def change_speed(self, name: str, samples_per_s: float) -> None:
-        """Set the peer's training speed; a ValueError if no such peer ever joined."""
         if name not in self._names:
             raise ValueError(f"{name} never joined")
         self._speeds[name] = samples_per_s
@@ -167,10 +162,9 @@ class Simulation(AbstractContextManager["Simulation"]):
     ) -> dict[str, T]:
         """Run ``train(swarm)`` for every peer on virtual time; return the values by peer's name.
 
-        Args:
-            train: ordinary blocking code, as in a notebook cell.
-            seconds: stop after this virtual time; None: when all peers have finished.
-            churn: peers crash and join again at random times; needs ``seconds``.
+        ``train`` is ordinary blocking code, as in a notebook cell. Stops after ``seconds`` of
+        virtual time, or when all peers have finished. With ``churn`` peers crash and join again at
+        random times; that needs ``seconds``.
         """
         if churn is not None and seconds is None:
             raise ValueError("churn has no end: pass seconds= as well")
@@ -192,14 +186,11 @@ class Simulation(AbstractContextManager["Simulation"]):
         speed: float = 10.0,
         live: bool | None = None,
     ) -> InteractiveRun:
-        """Run ``train(swarm)`` for every peer in the background and show it, with sliders and a kill button.
+        """Run ``train(swarm)`` for every peer in the background and show it, with controls.
 
-        Without a front-end it runs to its end at once and prints what happens.
-
-        Args:
-            train, seconds: as for `run`.
-            speed: virtual seconds per second.
-            live: whether to use widgets and to keep to ``speed``; None to find out.
+        ``speed`` is in virtual seconds per second; ``train`` and ``seconds`` are as for `run`.
+        Without a front-end (or with ``live=False``) it runs to its end at once and prints what
+        happens.
         """
         if not speed > 0 or not (seconds is None or seconds > 0):
             raise ValueError(f"speed={speed}, seconds={seconds}: both must be above 0")
@@ -225,7 +216,6 @@ class Simulation(AbstractContextManager["Simulation"]):
             self._lesson = None
 
     def begin(self, train: Callable[[Swarm], object]) -> None:
-        """Start ``train`` at every peer; time passes in `advance` only."""
         self._train, self.results, self._told_step = train, {}, -1
         for name in self.swarms:
             self._start(name)
@@ -258,7 +248,6 @@ class Simulation(AbstractContextManager["Simulation"]):
         self._runtime.call(fire())
 
     def end(self) -> None:
-        """Stop ``train`` at every peer that still runs it."""
         self._runtime.call(self._stop_all())
         self._train = None
 
@@ -291,7 +280,6 @@ class Simulation(AbstractContextManager["Simulation"]):
         self.tell(f"{name} has finished")
 
     def close(self) -> None:
-        """End the simulation."""
         self._stop_lesson()
         self._runtime.close()
 
@@ -299,7 +287,7 @@ class Simulation(AbstractContextManager["Simulation"]):
         self.close()
 
     def snapshot(self) -> SimulationSnapshot:
-        """Return what panels show. Call it only while no time passes; otherwise use `InteractiveRun.snapshot`."""
+        """Return what panels show; while time passes, use `InteractiveRun.snapshot` instead."""
         peers = tuple(map(self._peer, self._names))
         faults = sorted(self.network.coming, key=lambda fault: fault.at)
         coming = (f"{one.at:.0f} s: {lessons.describe_fault(one.name, one.arguments)}" for one in faults)
@@ -326,11 +314,10 @@ class Simulation(AbstractContextManager["Simulation"]):
 
 
 class InteractiveRun:
-    """A running simulation, made by `Simulation.play`. One runs at a time: a new one stops the former.
+    """A running simulation, made by `Simulation.play`. A new one stops the former.
 
-    Time passes in slices of `SLICE_S` virtual seconds, on the run's own thread; what the user
-    injects takes effect between two slices. ``speed`` is in virtual seconds per second; change it
-    at any time.
+    Time passes in slices of `SLICE_S` virtual seconds, between which injected actions happen.
+    Change ``speed``, virtual seconds per second, at any time.
     """
 
     running: ClassVar[InteractiveRun | None] = None
@@ -345,7 +332,6 @@ class InteractiveRun:
         self._look()
 
     def start(self) -> None:
-        """Let time pass in the background, and make the panel."""
         choose_speed = partial(setattr, self, "speed")
         controls = lessons.LessonControls(self.snapshot(), self.inject, self.step, choose_speed)
         self._panel = Panel(
@@ -360,7 +346,6 @@ class InteractiveRun:
         threading.Thread(target=self._run, name="colab-swarm-lesson", daemon=True).start()
 
     def end(self, state: str, error: Exception | None = None) -> None:
-        """Note the end of the run."""
         try:
             self._look()
         finally:
@@ -378,7 +363,6 @@ class InteractiveRun:
         self._wake.set()
 
     def pause(self, paused: bool = True) -> None:
-        """Stop the virtual time, or with False, continue."""
         self._paused = paused
         self._wake.set()
 
@@ -388,17 +372,13 @@ class InteractiveRun:
         self._wake.set()
 
     def stop(self) -> None:
-        """End the run; the peers keep their state. Idempotent."""
         self._stopping = True
         self._wake.set()
         while not self._over.wait(POLL_S):
             pass
 
     def wait(self) -> dict[str, object]:
-        """Keep the view live until the end; return or raise what ``train`` did, by name of peer.
-
-        An interrupt ends only the waiting.
-        """
+        """Keep the view live until the end; return or raise what ``train`` did. An interrupt ends the waiting."""
         self.pause(False)
         over = False
         while not over:
@@ -410,7 +390,6 @@ class InteractiveRun:
         return dict(self._simulation.results)
 
     def snapshot(self) -> SimulationSnapshot:
-        """Return what the panel shows. Thread-safe."""
         state = self._end or ("paused" if self._paused else "playing")
         error = "" if self._error is None else f"{type(self._error).__name__}: {self._error}"
         return replace(self._seen, state=state, speed=self.speed, error=error)
@@ -436,7 +415,6 @@ class InteractiveRun:
                 self.end(state, error)
 
     def _pass_time(self) -> str:
-        """Advance slice by slice, at the chosen speed; return the final state."""
         simulation, idle = self._simulation, False
         while not self._stopping:
             began = time.monotonic()
@@ -456,7 +434,6 @@ class InteractiveRun:
         return "stopped"
 
     def _pass_slice(self) -> bool:
-        """Advance one slice; return True if no peer works any more."""
         try:
             return self._simulation.advance(min(SLICE_S, self._until - self._simulation.time))
         except JoinError as error:
@@ -470,7 +447,6 @@ class InteractiveRun:
         self._wake.clear()
 
     def _look(self) -> None:
-        """Take a snapshot; only while no time passes."""
         self._looked_at, self._seen = time.monotonic(), self._simulation.snapshot()
 
     def _act(self, verb: lessons.Verb, arguments: tuple[Any, ...]) -> None:
@@ -503,13 +479,10 @@ class InteractiveRun:
 def simulate(
     peers: int = 4, *, network: str | NetworkProfile = "home", seed: int = 0, samples_per_s: float = 10.0
 ) -> Simulation:
-    """Start a simulated run of ``peers`` peers, called alice, bob, carol, ….
+    """Start a simulated run of peers called alice, bob, carol, …; same ``seed``, same run.
 
-    Args:
-        peers: number at the start.
-        network: lan, home, dedloc16, paper_cloud, or your own profile.
-        seed: of all random numbers: same seed, same run.
-        samples_per_s: training speed of each peer, in virtual time.
+    ``network`` is lan, home, dedloc16, paper_cloud, or your own profile; ``samples_per_s`` the
+    training speed of each peer, in virtual time.
     """
     if peers < 1:
         raise ValueError(f"peers={peers}: a swarm needs at least one")
@@ -523,5 +496,4 @@ def simulate(
 
 
 def nth_name(index: int) -> str:
-    """Return the name of the simulation's peer number ``index``."""
     return NAMES[index] if index < len(NAMES) else f"peer{index}"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from colab_swarm.elastic.steps import ElasticSettings, ElasticSnapshot
+from colab_swarm.errors import JoinError
 from colab_swarm.invite import Invite, Setting
 from colab_swarm.net.peers import Contact, PeerId, Role, short
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
@@ -63,13 +64,11 @@ class Swarm(AbstractContextManager["Swarm"]):
         id, name: this peer's id (the hash of its public key, 32 bytes) and its name for people.
         run, run_id: the run's name for people, and its unique id.
         is_owner: True if this peer created the run.
-        settings: training settings that the invitation carries, such as ``{"target_batch_size": 4096}``.
+        settings: training settings of the invitation, such as ``{"target_batch_size": 4096}``.
         events: everything that happens to this peer, as typed events.
         optimizers, elastic: what this peer trains, by the model's name; the newest is the last.
-        averages: its averages of arrays.
-        assistant: its help to others as a reducer; None without.
+        averages, assistant: its averages of arrays; its help to others as a reducer, or None.
         network: its session on the real network; None in a simulation.
-        left: whether it has left.
     """
 
     def __init__(
@@ -95,12 +94,11 @@ class Swarm(AbstractContextManager["Swarm"]):
 
     @property
     def contact(self) -> Contact:
-        """This peer's id and the addresses where others can dial it."""
         return self.services.peers.contact
 
     @property
     def reachability(self) -> Reachability:
-        """How others reach this peer, and why not better: ``print(swarm.reachability.explain())``."""
+        """How others reach this peer; ``print(swarm.reachability.explain())`` says why not better."""
         if self.network is not None:
             return self.network.reachability.current
         addresses = self.contact.addresses
@@ -115,7 +113,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         uses: int | None = None,
         settings: Mapping[str, Setting] | None = None,
     ) -> Invitation:
-        """Return an invitation: one line that lets others join. A notebook shows it with a QR code and badges.
+        """Return an invitation: one line that lets others join; notebooks add a QR code.
 
         The peer that created the run makes new ones, others pass on theirs. In an open run any peer
         can make one.
@@ -123,7 +121,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         Args:
             role: of those who join: ``worker`` (the default), ``reducer`` or ``viewer``.
             hours: how long the invitation can be used; 24 by default.
-            uses: how many peers can join; unlimited by default. The authority counts, so it must be online.
+            uses: how many peers can join, by default all; needs the authority online to count.
             settings: training settings for those who join, such as ``{"target_batch_size": 4096}``.
 
         Raises:
@@ -146,14 +144,11 @@ class Swarm(AbstractContextManager["Swarm"]):
         )
 
     def remove_peer(self, peer: PeerId | str) -> None:
-        """Remove a peer from the run for good. All other peers close their links to it within a minute.
+        """Remove a peer from the run for good. All others close their links to it in a minute.
 
-        Args:
-            peer: its id, its first hex digits, or the text of an invitation: all that joined with it.
-
-        Raises:
-            PermissionError: this peer did not create the run, or the run is open to everybody.
-            ValueError: the digits match no known peer, or several.
+        ``peer`` is its id, its first hex digits, or the text of an invitation: all that joined with
+        it. A PermissionError where this peer did not create the run or the run is open, a
+        ValueError unless the digits match one known peer.
         """
         network = self._require_network()
         if isinstance(peer, str) and "#" in peer:
@@ -169,7 +164,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         self.runtime.call(network.remove_peer(peer))
 
     def contributions(self) -> Leaderboard:
-        """Return the leaderboard: each peer's contribution as other peers confirmed it, most samples first."""
+        """Return each peer's contribution as other peers confirmed it, most samples first."""
         rows: tuple[Contribution, ...] = ()
         if self.network is not None:
             rows = self.runtime.call(self.network.trust.contributions.read())
@@ -194,10 +189,10 @@ class Swarm(AbstractContextManager["Swarm"]):
         budget: TrafficBudget | None = None,
         **options: Any,
     ) -> SwarmOptimizer:
-        """Let the swarm step ``optimizer``: see `SwarmOptimizer`. A second call with the same name replaces the first.
+        """Let the swarm step ``optimizer``: see `SwarmOptimizer`. The last call for a name counts.
 
         Args:
-            optimizer: a torch optimizer over the model's parameters; all peers use the same kind and settings.
+            optimizer: a torch optimizer over the model's parameters; of the same kind at all peers.
             target_batch_size: samples of all peers together for one global step.
             scheduler: stepped once per global step.
             max_grad_norm: clip the averaged gradient to this norm.
@@ -215,8 +210,7 @@ class Swarm(AbstractContextManager["Swarm"]):
 
         self._check(worker=True)
         settings = TrainingSettings(f"{self.run_id}/{name}", float(target_batch_size), budget, **options)
-        local = settings.local_steps != 1
-        rule = UpdateRule(optimizer, scheduler, max_grad_norm, settings.overlap, local)
+        rule = UpdateRule(optimizer, scheduler, max_grad_norm, settings.overlap, settings.local_steps != 1)
         if name in self.optimizers:
             self.optimizers.pop(name).close()
         store = None if self.network is None else self.network.store
@@ -229,18 +223,12 @@ class Swarm(AbstractContextManager["Swarm"]):
     def elastic_optimizer(
         self, optimizer: Optimizer, *, peers: int, name: str = "model", **options: Any
     ) -> ElasticOptimizer:
-        """Let a small group step ``optimizer`` without waiting for all gradients; see `ElasticOptimizer`.
+        """Let a small group step ``optimizer`` on partial gradients; see `ElasticOptimizer`.
 
-        Waits until the group is complete. All members start from the first member's parameters.
-
-        Args:
-            optimizer, name: as for `optimizer`.
-            peers: members of the group, this one included, 2 to 16.
-            **options: see `ElasticSettings`. All members use the same.
-
-        Raises:
-            ValueError: a setting is not usable, or differs from the other members'.
-            StateError: the group did not form.
+        Waits until the group of ``peers`` members, 2 to 16 with this one, is complete. All start
+        from the first member's parameters. ``options`` are those of `ElasticSettings`, the same at
+        all members. Raises ValueError if a setting is not usable or differs from the others',
+        StateError if the group did not form.
         """
         from colab_swarm.elastic.group import enter_group
         from colab_swarm.elastic.optimizer import ElasticOptimizer
@@ -264,14 +252,12 @@ class Swarm(AbstractContextManager["Swarm"]):
         name: str = "values",
         compression: str = "float32",
     ) -> tuple[Any, MoshpitResult]:
-        """Return the mean of an array over all peers that call this at about the same time, and how the round went.
+        """Return the mean of an array over all peers that call this now, and how the round went.
 
-        Args:
-            values: a NumPy array or torch tensor; the same length at every peer.
-            weight: of this peer's values; 0: only receive.
-            group_size: of the groups that average in turn; None: chosen from failures and times.
-            name: distinguishes several averages.
-            compression: on the wire, one per name; onebit and topk lose most of the values.
+        ``values`` is a NumPy array or torch tensor of the same length at every peer; ``weight`` is
+        theirs, 0 to only receive. ``name`` distinguishes several averages. Groups of ``group_size``
+        average in turn; None chooses it from failures and times. ``compression`` is one per name;
+        onebit and topk lose most of the values.
         """
         self._check(worker=True)
         average = self.averages.average(
@@ -284,10 +270,10 @@ class Swarm(AbstractContextManager["Swarm"]):
             raise
 
     def serve_as_reducer(self, name: str | None = None) -> Assistant:
-        """Help others train: organize their rounds, reduce, send the state to late joiners. Needs no torch.
+        """Help others train, without torch: organize rounds, reduce, send state to late joiners.
 
-        Args:
-            name: the only model to help with, as given to `optimizer`; None: every model of the run.
+        ``name`` is the only model to help with, as given to `optimizer`; None: every model of the
+        run.
         """
         self._check()
         if self.assistant is not None:
@@ -315,22 +301,20 @@ class Swarm(AbstractContextManager["Swarm"]):
     ) -> ExpertHost:
         """Host experts of a mixture on this machine's GPU or CPU; see `ExpertHost`.
 
-        Experts of dead hosts continue from their last save.
+        Experts of dead hosts continue from their last save. Raises ValueError if an argument is not
+        usable.
 
         Args:
             prefix: names the kind of experts.
             make_expert: returns one: ``lambda: cs.moe.FeedForward(512)``, or any module that keeps
                 the shape (n, *sample).
             grid: number of experts along each dimension of the grid; the same for all peers.
-            count: how many, or their names (``["ffn.0.3"]``); None: as many as fit, with the arithmetic printed.
+            count: how many, or their names (``["ffn.0.3"]``); None: as many as fit.
             sample: shape of one sample; -1: any length. The experts that ship know theirs.
             rule: how each expert learns; by default Adam with learning rate 1e-3.
-            **settings: ``folder``: stores saves; with the same one a later session continues from them. Without it,
-                only the copies at other peers survive this process.
+            **settings: ``folder`` stores saves, from which a later session continues; else only
+                the copies at other peers survive this process.
                 ``copies``, ``spare``, ``save_s``, ``takeover_s``: see `HostPlan`.
-
-        Raises:
-            ValueError: the module cannot be an expert, or an argument is not usable.
         """
         self._check(worker=True)
         return self._use_experts().host(
@@ -340,24 +324,19 @@ class Swarm(AbstractContextManager["Swarm"]):
     def mixture_of_experts(
         self, prefix: str, dim: int, *, grid: Sequence[int], k: int = 4, **settings: Any
     ) -> MixtureOfExperts:
-        """Return a layer (..., dim) -> (..., dim) whose experts the swarm hosts; see `MixtureOfExperts`.
+        """Return a layer (..., dim) -> (..., dim) of the swarm's experts; see `MixtureOfExperts`.
 
-        Args:
-            prefix, grid: as given to `host_experts`.
-            dim: of the inputs' last dimension.
-            k: experts called per sample.
-            **settings: ``k_min``, ``grace_s``, ``sequences``, ``reject_outliers``: see `MixtureOfExperts`;
-                ``compression``, ``timeout_s``: see `ExpertCalls`.
-
-        Raises:
-            ValueError: an argument is not usable.
+        ``prefix`` and ``grid`` are as given to `host_experts`; ``k`` experts are called per sample.
+        ``settings`` are ``k_min``, ``grace_s``, ``sequences``, ``reject_outliers`` of
+        `MixtureOfExperts`, and ``compression``, ``timeout_s`` of `ExpertCalls`. Raises ValueError
+        if one is not usable.
         """
         return self._use_experts().mixture(prefix, grid, dim, k=k, **settings)
 
     def expert(
         self, uid: str, *, grid: Sequence[int], compression: str = "float32", timeout_s: float = 30.0
     ) -> RemoteExpert:
-        """Return one expert, such as ``ffn.3.7``, as a module; it learns when you call ``backward()``."""
+        """Return one expert, such as ``ffn.3.7``, as a module; ``backward()`` lets it learn."""
         return self._use_experts().remote(uid, grid, compression=compression, timeout_s=timeout_s)
 
     def experts_panel(self, prefix: str, *, grid: Sequence[int]) -> Panel[ExpertsSnapshot]:
@@ -372,16 +351,11 @@ class Swarm(AbstractContextManager["Swarm"]):
         optimizer: Optimizer,
         **settings: Any,
     ) -> AsyncTrainer[Any]:
-        """Train with many batches in flight, so that slow experts delay nothing; see `AsyncTrainer`.
+        """Train with many batches in flight: slow experts delay nothing; see `AsyncTrainer`.
 
-        Args:
-            model: contains mixtures of experts.
-            loss: takes a copy of the model and a batch.
-            optimizer: of the model's own parameters; may come from `optimizer`.
-            **settings: see `AsyncTrainer`.
-
-        Raises:
-            RuntimeError: in a simulation, whose peers have one thread each.
+        ``model`` contains mixtures of experts; ``loss`` takes a copy of it and a batch;
+        ``optimizer`` is that of its own parameters, and may come from `optimizer`. A RuntimeError
+        in a simulation, whose peers have one thread each.
         """
         from colab_swarm.moe.trainer import AsyncTrainer
 
@@ -398,21 +372,21 @@ class Swarm(AbstractContextManager["Swarm"]):
         return self._experts
 
     def coordinate(self, job: Job | str | Path, **options: Unpack[CoordinatorOptions]) -> Coordinator:
-        """Hand out a job in work units (VC-ASGD) to peers of this swarm and to everyone with the coordinator's link.
+        """Hand out a job in work units (VC-ASGD) to peers here and to all who have the link.
 
-        Args:
-            job: a `Job`, or the file that defines one.
-            **options: ``folder``, ``store``, ``servers``, ``host``, ``port``, ``url``, ``tunnel``: see
-                `CoordinatorOptions`.
-
-        Raises:
-            FileNotFoundError, ValueError, TypeError, StoreError, OSError: see `colab_swarm.workunits.coordinate`.
+        ``job`` is a `Job`, or the file that defines one; ``options`` are those of
+        `CoordinatorOptions`. Errors are those of `colab_swarm.workunits.coordinate`.
         """
-        from colab_swarm.swarm import work
+        from colab_swarm.workunits.coordinator import open_coordinator
+        from colab_swarm.workunits.job import Job
 
         self._check(worker=True)
         network = self._require_network()
-        coordinator = work.coordinate(self.runtime, network, job, options)
+        job = job if isinstance(job, Job) else Job.load(job)
+        coordinator = open_coordinator(job, network.access, network.token(), options)
+
+        links = network.announce("coordinators", lambda: None if coordinator.stopped else coordinator.url)
+        self.runtime.call(links)
         network.stops.append(coordinator.stop)
         return coordinator
 
@@ -425,23 +399,39 @@ class Swarm(AbstractContextManager["Swarm"]):
         folder: str | Path | None = None,
         device: str | None = None,
     ) -> Volunteer:
-        """Train work units for the swarm's coordinator; see `colab_swarm.workunits.volunteer`, which needs a link.
+        """Train work units for the swarm's coordinator; see `colab_swarm.workunits.volunteer`.
 
-        Raises:
-            JoinError: no peer of this swarm coordinates, or it does not answer.
-            ValueError: the coordinator's code is not trusted yet, or ``job`` is another job.
+        A JoinError if no peer coordinates or it does not answer, a ValueError if its code is not
+        trusted yet.
         """
-        from colab_swarm.swarm import work
+        from colab_swarm.workunits.client import CoordinatorClient
+        from colab_swarm.workunits.volunteering import open_volunteer
 
         self._check(worker=True)
         network = self._require_network()
-        options = {"job": job, "trust_code": trust_code, "units": units, "folder": folder, "device": device}
-        volunteer = work.volunteer(self.runtime, network, name=self.name, gate=self.services.gate, **options)
+        if not (urls := self.runtime.call(network.coordinators())):
+            raise JoinError(
+                "nobody coordinates work units in this swarm: call swarm.coordinate(job) here or at another peer; "
+                "if a coordinator has just started, try again in a few seconds"
+            )
+        admission = network.access.admission
+        authority = None if admission is None else admission.authority
+        client = partial(CoordinatorClient, urls[0], network.token(), run_id=self.run_id, authority=authority)
+        volunteer = open_volunteer(
+            lambda _: client(),
+            name=self.name,
+            job=job,
+            trust_code=trust_code,
+            units=units,
+            folder=folder,
+            device=device,
+            gate=self.services.gate,
+        )
         network.stops.append(volunteer.stop)
         return volunteer
 
     def panel(self) -> Panel[SwarmSnapshot]:
-        """Return the live view of the swarm: widgets in a notebook, text elsewhere; always the same object.
+        """Return the live view: widgets in a notebook, text elsewhere; always the same object.
 
         While a cell waits for other peers, widgets refresh by themselves.
         """
@@ -458,20 +448,14 @@ class Swarm(AbstractContextManager["Swarm"]):
         return self._panel
 
     def watch(self, seconds: float | None = None) -> None:
-        """Show the swarm for ``seconds`` (until interrupted if None). The peer continues afterwards."""
+        """Show the swarm for ``seconds`` (None: until interrupted); the peer continues."""
         self.panel().watch(seconds)
 
     def record(self, path: str | Path) -> Recorder:
         """Record events from now on as lines of JSON, which `colab_swarm.replay` draws offline.
 
-        ``close()`` of the recorder ends it, as do a second call and leaving.
-
-        Args:
-            path: the file; an earlier recording there is continued.
-
-        Raises:
-            ValueError: the file is not a recording.
-            OSError: the file cannot be written.
+        ``close()`` of the recorder ends it, as do a second call and leaving. An earlier recording
+        in the file is continued; another file is a ValueError.
         """
         if self._recorder is not None:
             self._recorder.close()
@@ -484,27 +468,21 @@ class Swarm(AbstractContextManager["Swarm"]):
     ) -> TryModel:
         """Fill the masks of a text with the model as it is, and as this peer received it.
 
-        Args:
-            question: a text with [MASK]; None for some examples and a form.
-            model, tokenizer: None for those of ``cs.recipes.albert(…, swarm=swarm)``.
-
-        Raises:
-            ValueError: the model is unknown, or the text has no gap.
+        Without a ``question`` it shows some examples and a form; without ``model`` and
+        ``tokenizer`` it takes those of ``cs.recipes.albert(…, swarm=swarm)``. A ValueError if the
+        model is unknown, or the text has no gap.
         """
         from colab_swarm.recipes.evaluation import MaskedText
 
-        texts = None if tokenizer is None else MaskedText(tokenizer)
-        return self.probe.try_model(question, model, texts)
+        return self.probe.try_model(question, model, None if tokenizer is None else MaskedText(tokenizer))
 
     @cached_property
     def probe(self) -> ModelProbe:
-        """The models that `try_model` can use."""
         from colab_swarm.notebook.try_model import ModelProbe
 
         return ModelProbe()
 
     def snapshot(self) -> SwarmSnapshot:
-        """Return what a panel shows, as one frozen record. Thread-safe."""
         clock = None if self.network is None else self.network.clock
         session = None if clock is None else clock.read(self.runtime.time())
         return self._overview.snapshot(reached=str(self.reachability), left=self.left, session=session)
@@ -537,7 +515,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         self._on_gate()
 
     def unpause(self) -> None:
-        """Continue after `pause`; a ``with swarm.paused():`` that is active lasts to its end. Idempotent."""
+        """Continue after `pause`; an active ``with swarm.paused():`` lasts to its end. Idempotent."""
         self.services.gate.release()
         self._on_gate()
 
@@ -546,10 +524,10 @@ class Swarm(AbstractContextManager["Swarm"]):
             self.runtime.call(optimizer.collaboration.on_gate())
 
     def leave(self, *, hand_over_s: float = 0.0) -> None:
-        """Leave the run and close all links. Idempotent. A part that fails to close is raised after all others closed.
+        """Leave the run and close all links, raising at the end what failed to close. Idempotent.
 
-        Args:
-            hand_over_s: how long to wait for a last round, so that gradients accumulated here are not lost.
+        ``hand_over_s``: how long to wait for a last round, so that gradients accumulated here are
+        not lost.
         """
         with self._leaving:  # a button, the session's end and a cell may all leave at the same moment
             if self.left:

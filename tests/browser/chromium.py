@@ -16,7 +16,6 @@ ARTIFACTS = Path(__file__).parent / "artifacts"
 
 
 def needs(*packages: str) -> list[pytest.MarkDecorator]:
-    """Marks of a module whose tests want Chromium and these packages."""
     missing = [name for name in ("playwright", *packages) if find_spec(name) is None]
     missing += [] if CHROMIUM else ["chromium"]
     reason = f"not installed here: {', '.join(missing)}"
@@ -44,18 +43,15 @@ class Window:
             self.complaints.append(f"{said.text} ({said.location.get('url', '')})")
 
     def new_page(self, **size: int) -> Any:
-        """A page of its own; ``width`` and ``height`` in pixels."""
         page = self._context.new_page()
         if size:
             page.set_viewport_size(size)
         return page
 
     def complaints_but(self, *known: str) -> list[str]:
-        """What scripts complained of, without what contains a text that is ``known``."""
         return [one for one in self.complaints if not any(text in one for text in known)]
 
     def close(self) -> None:
-        """Leave a picture of each page, and the complaints."""
         for number, page in enumerate(self._context.pages):
             page.screenshot(path=self._artifacts / f"end-{number}.png", full_page=True)
         (self._artifacts / "console.log").write_text("\n".join(self.complaints))

@@ -19,8 +19,6 @@ FINISHED = "i => Jupyter.notebook.get_cell(i).input_prompt_number > 0 && !Jupyte
 
 
 class Classic(Server):
-    """A server of classic Notebook; its notebooks go to ``folder``."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         options = ("--no-browser", "--allow-root", "--NotebookApp.token=", "--ip=127.0.0.1")
@@ -28,7 +26,6 @@ class Classic(Server):
         super().__init__(folder, command, {name: str(folder / name.lower()) for name in FOLDERS}, folder)
 
     def open(self, window: Window, name: str, cells: list[str]) -> ClassicNotebook:
-        """Write a notebook of these cells and open it in a page of its own."""
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
         notebook.metadata["kernelspec"] = {"display_name": "Python 3", "name": "python3"}
         notebook.nbformat_minor = 4  # cells of this generation have no ids
@@ -42,17 +39,10 @@ class Classic(Server):
 
 
 class ClassicNotebook:
-    """A notebook that is open in a page of classic Notebook."""
-
     def __init__(self, page: Any) -> None:
         self.page = page
 
     def run(self, cell: int, says: str = "") -> str:
-        """Run a cell to its end, wait until its output has what it is to say, and return all of that as text.
-
-        Raises:
-            AssertionError: the cell did; the text is its traceback.
-        """
         self.page.evaluate("i => Jupyter.notebook.execute_cells([i])", cell)
         self.page.wait_for_function(FINISHED, arg=cell, timeout=120_000)
         if says:

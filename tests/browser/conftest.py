@@ -43,12 +43,8 @@ def window(browser: Any, artifacts: Path) -> Iterator[Window]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    lab = Lab(tmp_path_factory.mktemp("lab"))
-    try:
-        lab.wait_up()
+    with Lab(tmp_path_factory.mktemp("lab")) as lab:
         yield lab
-    finally:
-        lab.close()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import nbformat
 
@@ -37,8 +37,6 @@ WANTED = {
 }
 """No pop-up asks for news; cells are in the page also while they are out of sight."""
 TALL = {"width": 1100, "height": 3200}
-KNOWN_COMPLAINTS = ()
-"""What JupyterLab complains of by itself."""
 CELL = ".jp-Notebook .jp-CodeCell"
 PROMPT = f"i => document.querySelectorAll('{CELL}')[i].querySelector('.jp-InputPrompt').innerText.trim()"
 STARTED = f"i => !/^\\[ ?\\]/.test(({PROMPT})(i))"
@@ -46,8 +44,6 @@ FINISHED = f"i => /^\\[\\d+\\]/.test(({PROMPT})(i))"
 
 
 class Server:
-    """A server of notebooks, a process of its own."""
-
     def __init__(self, folder: Path, command: list[Any], environment: dict[str, str], work: Path) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -63,26 +59,24 @@ class Server:
                 start_new_session=True,
             )
 
-    def wait_up(self, timeout_s: float = 60.0) -> None:
-        """Wait until the server answers."""
-        deadline = time.monotonic() + timeout_s
+    def __enter__(self) -> Self:
+        deadline = time.monotonic() + 60.0
         while True:
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{self.port}/api", timeout=1).close()
-                return
+                return self
             except OSError:
                 if time.monotonic() > deadline or self.process.poll() is not None:
+                    self.__exit__()
                     raise RuntimeError(self.log.read_text()[-2000:]) from None
                 time.sleep(0.1)
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         os.killpg(self.process.pid, signal.SIGTERM)
         self.process.wait(20)
 
 
 class Lab(Server):
-    """A JupyterLab server that knows nothing of the user's settings; notebooks go to ``folder/notebooks``."""
-
     def __init__(self, folder: Path) -> None:
         self.notebooks = folder / "notebooks"
         self.notebooks.mkdir()
@@ -95,7 +89,6 @@ class Lab(Server):
             self.ask(f"api/sessions/{session['id']}", "DELETE")
 
     def ask(self, path: str, method: str = "GET", body: object = None) -> bytes:
-        """The answer of the server's interface for programs."""
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/{path}",
             method=method,
@@ -105,12 +98,10 @@ class Lab(Server):
             return answer.read()
 
     def choose(self, settings: str, wanted: dict[str, str]) -> None:
-        """Settings of a part of JupyterLab, for pages that are opened from now on."""
         self.ask(f"lab/api/settings/@jupyterlab/{settings}", "PUT", {"raw": json.dumps(wanted)})
 
-    def _wait_kernel(self, path: str, timeout_s: float = 60.0) -> None:
-        """Wait until a notebook's page is linked to its kernel: a cell that is run before asks for one."""
-        deadline = time.monotonic() + timeout_s
+    def _wait_kernel(self, path: str) -> None:
+        deadline = time.monotonic() + 60.0
         while not any(
             session["path"] == path and session["kernel"]["connections"] > 0
             for session in json.loads(self.ask("api/sessions"))
@@ -119,13 +110,11 @@ class Lab(Server):
             time.sleep(0.1)
 
     def open(self, window: Window, name: str, cells: list[str]) -> Notebook:
-        """Write a notebook of these cells and open it in a page of its own."""
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
         notebook.metadata["kernelspec"] = {"display_name": "Python 3", "name": "python3"}
         return self._show(window, name, notebook)
 
     def open_ours(self, window: Window, path: Path, **form: object) -> Notebook:
-        """Open a notebook of this repository without its outputs, and with these values in its forms."""
         notebook = nbformat.read(path, as_version=4)
         for cell in notebook.cells:
             cell.source = filled_in(cell.source, **form)
@@ -134,9 +123,8 @@ class Lab(Server):
         return self._show(window, path.stem, notebook)
 
     def _show(self, window: Window, name: str, notebook: Any) -> Notebook:
-        name = (
-            f"{name}-{next(self._numbers)}"  # JupyterLab remembers, and asks for the kernels of former tests
-        )
+        # JupyterLab remembers, and asks for the kernels of former tests
+        name = f"{name}-{next(self._numbers)}"
         nbformat.write(notebook, self.notebooks / f"{name}.ipynb")
         opened = Notebook(window.new_page(**TALL))
         opened.page.goto(f"http://127.0.0.1:{self.port}/lab/workspaces/{name}/tree/{name}.ipynb")
@@ -156,13 +144,10 @@ def _settings(folder: Path) -> dict[str, str]:
 
 
 class Notebook:
-    """A notebook that is open in a page of JupyterLab."""
-
     def __init__(self, page: Any) -> None:
         self.page = page
 
     def wait_idle(self) -> None:
-        """Wait until the notebook is there, the kernel is up, and no cell runs."""
         self.page.wait_for_selector(CELL)
         self.page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=60_000)
 
@@ -181,11 +166,6 @@ class Notebook:
         raise AssertionError(f"cell {cell} does not start")
 
     def run(self, cell: int, says: str = "") -> str:
-        """Run a cell to its end, wait until its output has what it is to say, and return all of that as text.
-
-        Raises:
-            AssertionError: the cell did; the text is its traceback.
-        """
         self.start(cell)
         output = self.finish(cell, says)
         assert "Traceback (most recent call last)" not in output, output
@@ -201,9 +181,8 @@ class Notebook:
         return self.output(cell)
 
     def output(self, cell: int) -> str:
-        return "\n".join(
-            self.page.locator(f"{CELL} >> nth={cell} >> .jp-OutputArea-output").all_inner_texts()
-        )
+        outputs = self.page.locator(f"{CELL} >> nth={cell} >> .jp-OutputArea-output")
+        return "\n".join(outputs.all_inner_texts())
 
     def wait_output(self, text: str | re.Pattern[str]) -> None:
         self.page.locator(".jp-OutputArea-output", has_text=text).first.wait_for(timeout=30_000)

@@ -94,7 +94,6 @@ class Text:
     drawing: int
 
     def overlaps(self, other: Text) -> bool:
-        """Whether it takes 2 pixels or more of the other in both directions."""
         return (
             min(self.right, other.right) - max(self.left, other.left) > 2
             and min(self.bottom, other.bottom) - max(self.top, other.top) > 2
@@ -102,7 +101,6 @@ class Text:
 
 
 def texts(page: Any, selector: str) -> list[Text]:
-    """All pieces of text in sight below the first element that fits."""
     found = page.locator(selector).first.evaluate(CONTRASTS)
     return [
         Text(
@@ -120,7 +118,6 @@ def pale(found: list[Text]) -> list[str]:
 
 
 def overlapping(found: list[Text]) -> list[str]:
-    """Pairs of texts of one drawing that lie on each other."""
     drawn = [one for one in found if one.drawing >= 0]
     return [
         f"{one.text} / {other.text}"
@@ -137,7 +134,6 @@ def sticking_out(page: Any, selector: str) -> list[str]:
 
 
 def controls(page: Any, selector: str) -> list[tuple[str, str]]:
-    """Role and name of each control below the first element that fits, as who cannot see it hears them."""
     session = page.context.new_cdp_session(page)
     document = session.send("DOM.getDocument")["root"]["nodeId"]
     node = session.send("DOM.querySelector", {"nodeId": document, "selector": selector})["nodeId"]

@@ -12,12 +12,8 @@ from tests.browser.chromium import Window, needs
 from tests.browser.classic import ENVIRONMENT, Classic
 from tests.notebooks.regenerate import TUTORIALS
 
-pytestmark = [
-    *needs(),
-    pytest.mark.skipif(
-        not (ENVIRONMENT / "installed").exists(), reason="make classic installs what is missing"
-    ),
-]
+absent = not (ENVIRONMENT / "installed").exists()
+pytestmark = [*needs(), pytest.mark.skipif(absent, reason="make classic installs what is missing")]
 CELLS = [
     'import colab_swarm as cs\nalice = cs.create("classic-run", peer_name="alice")',
     "alice.panel()",
@@ -30,12 +26,8 @@ KNOWN_COMPLAINTS = ("favicon",)
 
 @pytest.fixture(scope="module")
 def classic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Classic]:
-    server = Classic(tmp_path_factory.mktemp("classic"))
-    try:
-        server.wait_up()
+    with Classic(tmp_path_factory.mktemp("classic")) as server:
         yield server
-    finally:
-        server.close()
 
 
 def test_a_panel_repaints_turns_pages_and_leaves(classic: Classic, window: Window, artifacts: Path) -> None:

@@ -18,17 +18,13 @@ from tests.workunits import statuses
 
 pytestmark = needs()
 FIRST = {"sahajbert": views.view(), "digits-resnet": statuses.status()}
-LATER = {
-    "sahajbert": views.view(steps=5000, run="later"),
-    "digits-resnet": statuses.status(epochs=7, name="later"),
-}
+STATUS = statuses.status(epochs=7, name="later")
+LATER = {"sahajbert": views.view(steps=5000, run="later"), "digits-resnet": STATUS}
 EVIL = {"sahajbert": views.EVIL, "digits-resnet": statuses.EVIL}
 DRAWN = {"sahajbert": "svg polyline", "digits-resnet": "svg polygon"}
 
 
 class Site:
-    """Serves ``shown``, which a test may change, on a thread of its own."""
-
     def __init__(self, name: str) -> None:
         self.name, self.shown = name, FIRST[name]
         self._loop = asyncio.new_event_loop()

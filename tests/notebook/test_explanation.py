@@ -26,8 +26,7 @@ OURS = [kind for kind in vars(errors).values() if inspect.isclass(kind) and issu
 @pytest.mark.parametrize("kind", OURS, ids=lambda kind: kind.__name__)
 def test_each_of_our_errors_has_its_own_cause_and_fix(kind: type[SwarmError]) -> None:
     found = explain(kind)
-    assert found.title == kind.__name__
-    assert len(found.cause) > 20 and len(found.fix) > 20
+    assert found.title == kind.__name__ and len(found.cause) > 20 and len(found.fix) > 20
     if kind is not SwarmError:
         assert found.cause != explain(SwarmError).cause
 
@@ -82,9 +81,7 @@ def test_a_bug_of_ours_asks_for_a_report() -> None:
     assert "bug of colab_swarm" in bug.cause and "report it" in bug.fix
 
 
-def test_without_an_argument_the_last_error_of_the_notebook_is_explained(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_an_argument_the_last_error_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "last_value", None, raising=False)
     assert explain().title == "no error"
     monkeypatch.setattr(sys, "last_value", JoinError("nobody is there"))
@@ -125,7 +122,6 @@ FOR_USERS = {"InviteError", "JoinError", "TermsError", "SecretError", "TunnelErr
 
 
 def _raised_texts() -> list[tuple[str, str]]:
-    """Return the literal texts of errors for users, with their places."""
     found = []
     for path in sorted(ROOT.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -138,6 +134,5 @@ def _raised_texts() -> list[tuple[str, str]]:
 
 
 def test_errors_for_users_name_a_next_step_where_they_are_raised() -> None:
-    texts = _raised_texts()
-    assert len(texts) > 20
+    assert len(texts := _raised_texts()) > 20
     assert not [(where, text) for where, text in texts if not NEXT.search(text)]

@@ -9,14 +9,8 @@ from typing import Any
 import pytest
 
 from colab_swarm.events import BatchDropped, RoundFinished, StateReceived
-from colab_swarm.notebook.lessons import (
-    LessonControls,
-    SimulationSnapshot,
-    describe_event,
-    describe_fault,
-    draw,
-    summary,
-)
+from colab_swarm.notebook import lessons
+from colab_swarm.notebook.lessons import LessonControls, SimulationSnapshot
 from colab_swarm.snapshot import PeerRow
 from tests.notebook.test_views import parsed
 
@@ -31,10 +25,10 @@ LESSON_NOW = SimulationSnapshot(61.0, "home", PEERS, STORY, ("90 s: x",), "playi
 
 
 def test_a_run_shows_its_peers_in_html_and_in_text() -> None:
-    assert summary(LESSON_NOW) == "playing at 61.0 s: 1 peer at step 4"
-    words = " ".join(parsed(draw(LESSON_NOW).html()).itertext())
+    assert lessons.summary(LESSON_NOW) == "playing at 61.0 s: 1 peer at step 4"
+    words = " ".join(parsed(lessons.draw(LESSON_NOW).html()).itertext())
     assert "<b>bob" in words and "✗ crashed" in words and "to come: 90 s: x" in words and "nan" not in words
-    text = draw(LESSON_NOW).text()
+    text = lessons.draw(LESSON_NOW).text()
     assert "crashed" in text and "bob crashes" in text and "nan" not in text
 
 
@@ -49,21 +43,20 @@ def test_a_run_shows_its_peers_in_html_and_in_text() -> None:
     ],
 )
 def test_faults_are_described_in_words(fault: tuple[Any, ...], words: str) -> None:
-    assert describe_fault(fault[0], fault[1:]) == words
+    assert lessons.describe_fault(fault[0], fault[1:]) == words
 
 
 def test_events_are_described_in_words() -> None:
     finished = RoundFinished(1.0, 3, 4, ("a", "b", "c"), 256.0, 0, 0, 1, 1, 0.5)
-    words = "step 4: 256 samples of 4 peers, averaged in 0.5 s; 1 of them missing"
-    assert describe_event("bob", finished) == words
-    received = StateReceived(1.0, 3, ("a",), 2000, 0.5)
-    assert describe_event("bob", received) == "bob got the state of step 3, 2 kB from 1 peer"
-    assert describe_event("bob", BatchDropped(1.0, "NaN")) == "bob drops a batch: NaN"
+    events = (finished, StateReceived(1.0, 3, ("a",), 2000, 0.5), BatchDropped(1.0, "NaN"))
+    assert [lessons.describe_event("bob", event) for event in events] == [
+        "step 4: 256 samples of 4 peers, averaged in 0.5 s; 1 of them missing",
+        "bob got the state of step 3, 2 kB from 1 peer",
+        "bob drops a batch: NaN",
+    ]
 
 
 class Run(list[tuple[Any, ...]]):
-    """A run that only records the injected actions, its steps and its speed."""
-
     def inject(self, *action: Any) -> None:
         self.append(action)
 

@@ -84,14 +84,8 @@ def test_warnings_are_shown_and_escaped() -> None:
     assert "<script" not in drawn.html() and "\x1b" not in drawn.html() + drawn.text()
 
 
-# --- elastic members ---------------------------------------------------------------------------------------------
-
-
 def elastic(*inconsistencies: float, bound: float | None = 1.0) -> ElasticSnapshot:
-    steps = tuple(
-        ElasticStep(number, 0.01, 0.25, inconsistency, bound, ())
-        for number, inconsistency in enumerate(inconsistencies)
-    )
+    steps = tuple(ElasticStep(n, 0.01, 0.25, one, bound, ()) for n, one in enumerate(inconsistencies))
     return ElasticSnapshot("NormBounded(beta=0.5, measure='l2')", 0, 2, steps, False)
 
 
@@ -111,7 +105,7 @@ def test_it_warns_above_the_bound() -> None:
 
 def test_the_chart_shows_measured_and_bound() -> None:
     tree = ElementTree.fromstring(draw_elastic(elastic(0.2, 0.4, 0.3)).html())
-    lines = [one for one in tree.iter("polyline")]
+    lines = list(tree.iter("polyline"))
     assert "bound in theory" in " ".join(tree.itertext())
     assert "no bound is known" in draw_elastic(elastic(0.2, 0.4, bound=None)).html()
     assert [("stroke-dasharray" in line.attrib) for line in lines] == [True, False]

@@ -40,10 +40,8 @@ def everything(snapshot: SwarmSnapshot) -> str:
 def test_without_a_front_end_a_panel_is_text_and_static_html() -> None:
     panel = Panel(lambda: SNAPSHOT, nothing)
     assert repr(panel) == f"Panel({summary(SNAPSHOT)})"
-    assert panel._repr_mimebundle_() == {
-        "text/plain": draw(SNAPSHOT).text(),
-        "text/html": draw(SNAPSHOT).html(),
-    }
+    shown = draw(SNAPSHOT)
+    assert panel._repr_mimebundle_() == {"text/plain": shown.text(), "text/html": shown.html()}
 
 
 @pytest.mark.slow
@@ -56,7 +54,6 @@ def test_with_a_front_end_the_widget_comes_with_the_text_and_the_html() -> None:
 
 
 def control(panel: Panel[SwarmSnapshot], kind: str, description: str = "") -> Any:
-    """The first control of a panel of this kind whose description begins so."""
     row = [*panel._box.children, *panel._box.children[-1].children]
     found = (one for one in row if type(one).__name__ == kind)
     return next(one for one in found if not description or one.description.startswith(description))
@@ -173,7 +170,7 @@ def test_only_the_visible_page_is_drawn() -> None:
 
 def test_two_panels_of_a_swarm_work_independently() -> None:
     read = steps(count=4)
-    one, other = Panel(read, nothing, live=True), Panel(read, nothing, live=True)
+    one, other = (Panel(read, nothing, live=True) for _ in range(2))
     one.refresh()
     other.refresh()
     assert "training, step 3<" in one._view.value and "training, step 4<" in other._view.value
@@ -199,9 +196,7 @@ def test_an_ascii_terminal_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "zo?" in shown and "~ and 40 more peers" in shown and "\x1b" not in shown
 
 
-def test_watching_ends_after_its_seconds_or_when_the_swarm_is_left(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_watching_ends_in_time_or_when_its_peer_left(capsys: pytest.CaptureFixture[str]) -> None:
     Panel(steps(), nothing, live=False).watch(every_s=0)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == summary(dataclasses.replace(SNAPSHOT, step=1))

@@ -9,31 +9,13 @@ import pytest
 
 from colab_swarm.errors import TermsError
 from colab_swarm.events import EventLog, SessionEnding
-from colab_swarm.notebook.platforms import (
-    BINDER,
-    COLAB,
-    JUPYTER,
-    KAGGLE,
-    KAGGLE_TPU,
-    LEAVE_BEFORE_S,
-    PLAIN,
-    Platform,
-    SessionClock,
-    has_frontend,
-    in_colab,
-    in_kaggle,
-    in_notebook,
-    platform,
-    require_terms,
-    session_age_s,
-    wait_for_end,
-)
+from colab_swarm.notebook import platforms
+from colab_swarm.notebook.platforms import BINDER, COLAB, KAGGLE, KAGGLE_TPU, Platform, SessionClock
 from colab_swarm.sim import virtual_time
 
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Let IPython say that it runs in a kernel that allows input."""
     ipython = ModuleType("IPython")
     kernel = SimpleNamespace(_allow_stdin=True)
     ipython.get_ipython = lambda: SimpleNamespace(kernel=kernel)  # type: ignore[attr-defined]
@@ -42,32 +24,33 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_a_plain_process_is_no_notebook_and_has_no_terms() -> None:
-    assert not (in_notebook() or has_frontend() or in_colab() or in_kaggle())
-    assert platform() is PLAIN
-    require_terms(False)
+    assert not (platforms.in_notebook() or platforms.has_frontend())
+    assert not (platforms.in_colab() or platforms.in_kaggle())
+    assert platforms.platform() is platforms.PLAIN
+    platforms.require_terms(False)
 
 
 def test_a_kaggle_batch_run_has_no_front_end(kernel: pytest.MonkeyPatch) -> None:
     kernel.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
-    assert in_kaggle() and has_frontend()
-    assert "switch Internet on" in platform().internet_help
-    require_terms(False)
+    assert platforms.in_kaggle() and platforms.has_frontend()
+    assert "switch Internet on" in platforms.platform().internet_help
+    platforms.require_terms(False)
     kernel.setenv("KAGGLE_KERNEL_RUN_TYPE", "Batch")
-    assert in_notebook() and not has_frontend()
+    assert platforms.in_notebook() and not platforms.has_frontend()
 
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_kernel_that_allows_input_has_a_page(kernel: pytest.MonkeyPatch, asked: bool) -> None:
     sys.modules["IPython"].get_ipython().kernel._allow_stdin = asked
-    assert has_frontend() is asked
+    assert platforms.has_frontend() is asked
     kernel.setenv("COLAB_RELEASE_TAG", "release-colab")  # always has a page
-    assert has_frontend()
+    assert platforms.has_frontend()
 
 
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({}, JUPYTER),
+        ({}, platforms.JUPYTER),
         ({"BINDER_SERVICE_HOST": "10.0.0.1"}, BINDER),
         ({"COLAB_RELEASE_TAG": "release-colab"}, COLAB),
         ({"KAGGLE_KERNEL_RUN_TYPE": "Batch", "COLAB_RELEASE_TAG": "base image"}, KAGGLE),
@@ -79,14 +62,14 @@ def test_each_platform_is_known_by_its_environment(
 ) -> None:
     for name, value in variables.items():
         kernel.setenv(name, value)
-    assert platform() is expected
+    assert platforms.platform() is expected
 
 
 def test_colab_requires_the_terms_and_says_how_to_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLAB_RELEASE_TAG", "release-colab")
     with pytest.raises(TermsError, match=r"accept_terms=True"):
-        require_terms(False)
-    require_terms(True)
+        platforms.require_terms(False)
+    platforms.require_terms(True)
 
 
 H = 3600.0
@@ -97,7 +80,7 @@ def clock_on(here: Platform, hours: float | None = None, *, age_s: float = 0.0) 
 
 
 @pytest.mark.parametrize(
-    ("here", "limit_h"), [(COLAB, 12), (KAGGLE, 12), (KAGGLE_TPU, 9), (BINDER, 6), (PLAIN, None)]
+    ("here", "limit_h"), [(COLAB, 12), (KAGGLE, 12), (KAGGLE_TPU, 9), (BINDER, 6), (platforms.PLAIN, None)]
 )
 def test_platforms_end_sessions_when_they_say(here: Platform, limit_h: float | None) -> None:
     clock = clock_on(here)
@@ -106,7 +89,7 @@ def test_platforms_end_sessions_when_they_say(here: Platform, limit_h: float | N
 
 def test_a_peer_leaves_ten_minutes_before_the_end_or_after_half_of_the_rest() -> None:
     clock = clock_on(COLAB, age_s=3 * H)
-    assert clock is not None and clock.leaves_at == 1000.0 + 9 * H - LEAVE_BEFORE_S
+    assert clock is not None and clock.leaves_at == 1000.0 + 9 * H - platforms.LEAVE_BEFORE_S
     time = clock.read(now=1000.0 + 60.0)
     assert (time.elapsed_s, time.limit_s, time.leaves_s) == (3 * H + 60.0, 12 * H, 12 * H - 600.0)
     clock = clock_on(COLAB, age_s=12 * H - 240.0)
@@ -119,13 +102,13 @@ def test_the_users_hours_count_from_now_and_go_first() -> None:
     assert clock is not None and clock.leaves_at == 1000.0 + 2 * H - 600.0
     assert "this machine ends after 2 h" in clock.reason
     with pytest.raises(ValueError, match="session_hours=0"):
-        clock_on(PLAIN, 0.0)
+        clock_on(platforms.PLAIN, 0.0)
 
 
 async def test_two_warnings_precede_leaving() -> None:
     events = EventLog()
 
-    await wait_for_end(SessionClock("Binder", 0.0, 6 * H), events)
+    await platforms.wait_for_end(SessionClock("Binder", 0.0, 6 * H), events)
     assert virtual_time() == 6 * H - 600.0
     warnings = [
         (one.at, one.seconds) for one in events.recent(SessionEnding) if isinstance(one, SessionEnding)
@@ -140,7 +123,7 @@ def test_the_age_is_that_of_the_first_process_of_the_container(tmp_path: Path, p
     (tmp_path / process).mkdir()
     fields = ["S", *["0"] * 18, str(2000 * tick), "0"]
     (tmp_path / process / "stat").write_text(f"1 (odd ) name) {' '.join(fields)}\n")
-    assert session_age_s(tmp_path) == pytest.approx(3000.25)
+    assert platforms.session_age_s(tmp_path) == pytest.approx(3000.25)
 
 
 @pytest.mark.parametrize("stat", ["", "1 (tini) S 0 0", "1 (tini) S " + "x " * 30])
@@ -148,5 +131,4 @@ def test_without_that_it_is_0(tmp_path: Path, stat: str) -> None:
     (tmp_path / "uptime").write_text("5000.25 100.0\n")
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "stat").write_text(stat)
-    assert session_age_s(tmp_path) == 0.0
-    assert 0 <= session_age_s() < 1e9
+    assert platforms.session_age_s(tmp_path) == 0.0 and 0 <= platforms.session_age_s() < 1e9

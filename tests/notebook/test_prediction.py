@@ -69,7 +69,6 @@ def test_a_simulated_step_takes_as_long_as_predicted(peers: int, parameters: int
 
 @contextmanager
 def bob_trains(invite: str) -> Iterator[IO[str]]:
-    """A trainer in a process of its own, as in the demo; its output as JSON lines."""
     command = [sys.executable, "-m", "colab_swarm.cli", "peer", invite, "--json-lines", "--peer-name", "bob"]
     command += ["--target-batch-size", str(TARGET), "--compression", "float16"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -91,9 +90,8 @@ def trial() -> tuple[bool, bool]:
         model, batches = cs.recipes.albert("tiny", text="python-docs", swarm=swarm)
 
         def ask() -> Prediction:
-            found = doctor(
-                swarm, model=model, batches=batches, target_batch_size=TARGET, compression="float16"
-            )
+            settings = {"target_batch_size": TARGET, "compression": "float16"}
+            found = doctor(swarm, model=model, batches=batches, **settings)
             assert found.prediction is not None
             return found.prediction
 
@@ -104,7 +102,6 @@ def trial() -> tuple[bool, bool]:
 
 
 def train(swarm: cs.Swarm, model: torch.nn.Module, batches: PretrainingBatches) -> tuple[float, float]:
-    """Seconds per global step and own samples per second of computing, start-up left out."""
     lamb = cs.Lamb(cs.recipes.parameter_groups(model), lr=1e-2)
     optimizer = swarm.optimizer(lamb, target_batch_size=TARGET, compression="float16")
     ends: list[float] = []

@@ -28,7 +28,6 @@ ALICE, BOB, CAROL, AUTHORITY = (Identity(bytes([n]) * 32) for n in (1, 2, 3, 4))
 
 
 def tally(writer: Identity, samples: float, *, run: str = RUN, role: Role = Role.WORKER) -> Record:
-    """The tally of ``writer``, which credits alice."""
     member = Membership(RUN, role, writer.public_key, "", NOW - 60, NOW + 60).signed(AUTHORITY.sign)
     rows = (TallyRow(ALICE.id, (samples, 1e6, 0.0, 2.0, 0.0)),)
     value = msgspec.msgpack.encode(ContributionTally(writer.public_key, member.encode(), rows))
@@ -63,10 +62,7 @@ def test_a_receipt_proves_the_sum_of_the_signed_tallies(tmp_path: Path) -> None:
     [
         (msgspec.structs.replace(GOOD, at=NOW + 1), "changed after it was signed"),
         (msgspec.structs.replace(GOOD, key=BOB.public_key), "changed after it was signed"),
-        (
-            receipt(tally(BOB, 1.0), given={"samples": 1e9}),
-            "says 1,000,000,000 samples, but .* say 1 samples",
-        ),
+        (receipt(tally(BOB, 1.0), given={"samples": 1e9}), "says 1,000,000,000 samples, but .* 1 samples"),
         (_resigned(GOOD, vouchers=(b"nonsense",)), "not a record"),
         (receipt(msgspec.structs.replace(tally(BOB, 1.0), expires_at=math.inf), given={}), "not a record"),
         (receipt(tally(BOB, 1.0), tally(BOB, 2.0), given={}), "vouches twice"),
@@ -90,9 +86,8 @@ def test_a_voucher_with_another_amount_has_a_wrong_signature() -> None:
 def test_a_stranger_and_another_authority_are_refused() -> None:
     eve = Identity(bytes([9]) * 32)
     own = Membership(RUN, Role.WORKER, eve.public_key, "", NOW, NOW + 60).signed(eve.sign)
-    value = msgspec.msgpack.encode(
-        ContributionTally(eve.public_key, own.encode(), (TallyRow(ALICE.id, (9.0, 0, 0, 0, 0)),))
-    )
+    credit = TallyRow(ALICE.id, (9.0, 0, 0, 0, 0))
+    value = msgspec.msgpack.encode(ContributionTally(eve.public_key, own.encode(), (credit,)))
     record = Record(eve.id, value, NOW + RECORD_S, 1, 1.0, eve.public_key)
     signature = eve.sign(record.signed_bytes(key_id(tally_key(RUN, eve.id))))
     with pytest.raises(ValueError, match="was not a member of the run"):

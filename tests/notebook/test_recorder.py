@@ -10,16 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.events import (
-    BatchDropped,
-    EventLog,
-    Fault,
-    MemberTrace,
-    PeerJoined,
-    PeerLeft,
-    RoundFinished,
-    StepFinished,
-)
+from colab_swarm import events
+from colab_swarm.events import EventLog, Fault, MemberTrace, RoundFinished, StepFinished
 from colab_swarm.notebook import recorder
 from colab_swarm.notebook.recorder import MAX_LINE_BYTES, Header, Recorder, replay
 
@@ -39,14 +31,10 @@ def finished(step: int, *, dropped: str = "") -> RoundFinished:
 
 
 EVENTS = [
-    PeerJoined(1.0, BOB),
-    *(
-        event
-        for step in range(4)
-        for event in (finished(step), StepFinished(step, step + 1, 12.0, 2.0 - step / 4))
-    ),
+    events.PeerJoined(1.0, BOB),
+    *(one for n in range(4) for one in (finished(n), StepFinished(n, n + 1, 12.0, 2.0 - n / 4))),
     finished(4, dropped="the link to b0b00000 is lost"),
-    PeerLeft(9.0, BOB, "it was killed"),
+    events.PeerLeft(9.0, BOB, "it was killed"),
 ]
 
 
@@ -93,7 +81,7 @@ def test_a_full_file_ends_the_recording_with_a_fault(path: Path, monkeypatch: py
     log = EventLog()
     writer = Recorder(log, path, HEADER)
     for number in range(100):
-        log.emit(BatchDropped(float(number), "nan"))
+        log.emit(events.BatchDropped(float(number), "nan"))
     writer.close()
     assert path.stat().st_size <= 2000 and "limit of 2 kB" in repr(writer)
     (fault,) = log.recent(Fault)
@@ -142,10 +130,7 @@ GOOD = msgspec.json.encode({"kind": "Header", "data": HEADER}) + b"\n"
     [
         (b"", "is empty"),
         (b"Chapter 1\n", "line 1"),
-        (
-            b'{"kind":"PeerJoined","data":{"at":1.0,"peer":"b0b"}}\n',
-            "line 1: a recording starts with a header",
-        ),
+        (b'{"kind":"PeerJoined","data":{"at":1.0,"peer":"b0b"}}\n', "line 1: .* starts with a header"),
     ],
 )
 def test_a_file_of_another_kind_is_refused_with_its_line(path: Path, content: bytes, reason: str) -> None:
@@ -154,16 +139,10 @@ def test_a_file_of_another_kind_is_refused_with_its_line(path: Path, content: by
         replay(path)
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        b"nonsense",
-        b'{"kind":"PeerJoined","data":{"at":"x"}}',
-        b"{}",
-        b"\xff",
-        b'{"kind":"PeerMarried","data":{"at":1.0}}',
-    ],
-)
+NOT_READ = (b'{"kind":"PeerJoined","data":{"at":"x"}}', b'{"kind":"PeerMarried","data":{"at":1.0}}')
+
+
+@pytest.mark.parametrize("bad", [b"nonsense", b"{}", b"\xff", *NOT_READ])
 def test_a_line_that_cannot_be_read_costs_only_itself(path: Path, bad: bytes) -> None:
     record(path, *EVENTS)
     lines = path.read_bytes().split(b"\n")
@@ -173,21 +152,12 @@ def test_a_line_that_cannot_be_read_costs_only_itself(path: Path, bad: bytes) ->
 
 
 numbers = st.none() | st.integers() | st.floats() | st.just("1e999") | st.text(max_size=5)
-fields = st.dictionaries(
-    st.sampled_from(
-        ["at", "step", "seconds", "samples", "loss", "members", "peer", "group_size", "explanation"]
-    ),
-    numbers | st.lists(numbers, max_size=3),
-)
+names = ["at", "step", "seconds", "samples", "loss", "members", "peer", "group_size", "explanation"]
+fields = st.dictionaries(st.sampled_from(names), numbers | st.lists(numbers, max_size=3))
+kinds = st.sampled_from(["RoundFinished", "StepFinished", "Names", "Header"])
 
 
-@given(
-    st.lists(
-        st.binary(max_size=60)
-        | st.tuples(st.sampled_from(["RoundFinished", "StepFinished", "Names", "Header"]), fields),
-        max_size=4,
-    )
-)
+@given(st.lists(st.binary(max_size=60) | st.tuples(kinds, fields), max_size=4))
 @settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_an_arbitrary_file_is_drawn_or_refused(
     path: Path, lines: list[bytes | tuple[str, dict[str, object]]]
@@ -223,9 +193,6 @@ def test_names_of_peers_are_escaped(path: Path) -> None:
     with closing(Recorder(log, path, HEADER, lambda: {"b0b00000": "<script>alert(1)</script>"})):
         log.emit(finished(1))
     assert "<script" not in replay(path).html()
-
-
-# --- how it looks ---------------------------------------------------------------------------------------------------
 
 
 def test_a_replay_shows_the_run_in_one_line_and_in_full(path: Path) -> None:

@@ -19,10 +19,8 @@ PAPERS, INKS = ("--paper", "--card"), ("--ink", *(f"--{hue}" for hue in theme.HU
 
 
 def themes_in_use() -> list[dict[str, str]]:
-    """The colours of each rule of the style sheet that sets any, later ones over the first."""
-    found = [
-        dict(re.findall(r"(--\w+):(#[0-9a-f]{3,6})", rule)) for rule in re.findall(r"{([^{}]*)", theme.STYLE)
-    ]
+    rules = re.findall(r"{([^{}]*)", theme.STYLE)
+    found = [dict(re.findall(r"(--\w+):(#[0-9a-f]{3,6})", rule)) for rule in rules]
     base, *others = [colours for colours in found if colours]
     return [base, *({**base, **colours} for colours in others)]
 
@@ -50,8 +48,7 @@ def test_every_ink_can_be_read_on_every_paper_in_every_theme() -> None:
 
 
 def test_the_style_sheet_is_small_loads_nothing_and_no_rule_has_a_colour_of_its_own() -> None:
-    assert len(theme.STYLE) < 2800
-    assert not re.search(r"url\(|@import|<", theme.STYLE)
+    assert len(theme.STYLE) < 2800 and not re.search(r"url\(|@import|<", theme.STYLE)
     rules = theme.STYLE.replace(theme.LIGHT, "").replace(theme.DARK, "")
     assert not re.search(r"#[0-9a-f]{3}|rgb|opacity", rules)
 
@@ -106,9 +103,7 @@ numbers = st.floats(allow_nan=True, allow_infinity=True)
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**7), numbers), max_size=30), st.booleans())
-def test_any_history_gives_a_picture_that_can_be_parsed(
-    history: list[tuple[int, float]], from_zero: bool
-) -> None:
+def test_any_history_can_be_drawn(history: list[tuple[int, float]], from_zero: bool) -> None:
     svg = curve(sorted(history), limit=history[:5], from_zero=from_zero)
     if svg:
         ElementTree.fromstring(svg)

@@ -25,8 +25,6 @@ QUESTION = "the [MASK] sat on the [MASK]"
 
 
 class Guesser(nn.Module):
-    """A masked language model without context."""
-
     def __init__(self, words: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
@@ -60,8 +58,7 @@ def test_before_and_now_differ_after_a_step_and_the_model_is_left_as_it_was(
     alice: Swarm, net: Guesser, texts: MaskedText
 ) -> None:
     probe = ModelProbe()
-    optimizer = join_training(alice, net)
-    probe.on_optimizer("model", optimizer)
+    probe.on_optimizer("model", optimizer := join_training(alice, net))
     first = [answer.label for answer in texts.replies(net, texts.examples[0], None)[0].now]
     net(torch.arange(16)).logits.square().sum().backward()
     optimizer.step(samples=10)

@@ -23,18 +23,11 @@ class CellFailed(AssertionError):
 
 
 class Kernel:
-    """A kernel with a notebook in it."""
-
     def __init__(self, client: Any, cells: list[str]) -> None:
         self._client, self._cells = client, cells
         self.next = 0
 
     def execute(self, code: str) -> str:
-        """Run code; what it printed and showed, as text and HTML.
-
-        Raises:
-            CellFailed: it raised.
-        """
         shown: list[str] = []
 
         def on_output(message: Any) -> None:
@@ -48,7 +41,6 @@ class Kernel:
         return "".join(shown)
 
     def run(self, **form: object) -> str:
-        """Run the next cell with these values in its form."""
         cell = filled_in(self._cells[self.next], **form)
         output = self.execute(cell)
         self.next += 1
@@ -70,7 +62,6 @@ class Kernel:
 
 @contextmanager
 def opened(name: str, folder: Path, **environment: str) -> Iterator[Kernel]:
-    """``notebooks/NAME.ipynb`` in a fresh kernel that works in ``folder``."""
     manager, client = start_new_kernel(
         kernel_name="python3", cwd=str(folder), env={**os.environ, **QUIET, **environment}
     )

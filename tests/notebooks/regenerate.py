@@ -23,11 +23,6 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 def regenerate(path: Path) -> None:
-    """Execute one notebook in place; needs ``nbclient``, which comes with Jupyter.
-
-    Raises:
-        CellExecutionError: a cell failed; the file is untouched.
-    """
     from nbclient import NotebookClient
 
     notebook = nbformat.read(path, as_version=4)
@@ -36,7 +31,6 @@ def regenerate(path: Path) -> None:
 
 
 def clean(notebook: Any) -> Any:
-    """Without widgets, which no file can show, and without the versions of this machine."""
     notebook.metadata = nbformat.from_dict(METADATA)
     for cell in notebook.cells:
         for output in cell.get("outputs", []):

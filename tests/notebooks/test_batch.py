@@ -31,15 +31,8 @@ FACTS = ("batch: training, step 3", "alice (me)", "is linked", "round 2:", "link
 
 
 def run(*command: str, folder: Path, **environment: str) -> str:
-    """What a program prints; its end is its success."""
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        timeout=100,
-        check=False,
-    )
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr.decode()
     return done.stdout.decode()
 
@@ -56,12 +49,9 @@ def test_a_plain_terminal_gets_plain_lines(tmp_path: Path, encoding: str) -> Non
 @pytest.mark.slow
 def test_a_notebook_that_runs_as_a_batch_job_keeps_its_panels_as_text(tmp_path: Path) -> None:
     path = tmp_path / "batch.ipynb"
-    *cells, rest = (
-        SCRIPT.partition("swarm.watch")[0],
-        "panel",
-        "swarm.watch" + SCRIPT.partition("swarm.watch")[2],
-    )
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in (*cells, rest)])
+    first, name, rest = SCRIPT.partition("swarm.watch")
+    cells = map(nbformat.v4.new_code_cell, (first, "panel", name + rest))
+    notebook = nbformat.v4.new_notebook(cells=list(cells))
     nbformat.write(notebook, path)
     run(sys.executable, "-m", "jupyter", "execute", "--inplace", str(path), folder=tmp_path)
     _, panel, watch = nbformat.read(path, as_version=4).cells

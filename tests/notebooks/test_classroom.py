@@ -44,11 +44,8 @@ def train_until_it_reads(kernels: list[Kernel]) -> None:
 
 @pytest.mark.slow
 def test_pupils_with_three_digits_each_learn_all_ten_though_one_sends_nonsense(tmp_path: Path) -> None:
-    with (
-        opened("classroom", tmp_path) as teacher,
-        opened("classroom", tmp_path) as otter,
-        opened("classroom", tmp_path) as fox,
-    ):
+    first, second, third = (opened("classroom", tmp_path) for _ in range(3))
+    with first as teacher, second as otter, third as fox:
         come_in(teacher, I_AM_THE_TEACHER=True)
         line = teacher.execute("print(board.address)").strip()
         assert come_in(otter, BOARD=line) == "You are the otter"

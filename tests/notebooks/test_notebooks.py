@@ -11,6 +11,7 @@ import pytest
 
 import colab_swarm as cs
 from tests.notebooks.kernel import NOTEBOOKS, CellFailed, Kernel, opened
+from tests.notebooks.test_tutorials import code_of
 
 ALL = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 COLAB = "from colab_swarm.bench.join import stand_in_for_colab; stand_in_for_colab()"
@@ -28,12 +29,11 @@ def notebook(request: pytest.FixtureRequest) -> Any:
 
 
 def code(notebook: Any) -> list[str]:
-    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    return ["".join(cell["source"]) for cell in code_of(notebook)]
 
 
 def test_a_notebook_for_others_is_stored_without_outputs(notebook: Any) -> None:
-    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells)
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in code_of(notebook))
 
 
 def test_its_cells_stay_short(notebook: Any) -> None:
@@ -53,7 +53,6 @@ def test_kaggle_is_told_to_switch_on_internet_and_gpu() -> None:
 
 
 def created(organizer: Kernel, **form: object) -> str:
-    """Run the notebook until there is a run; a line that invites to it."""
     organizer.run()
     organizer.run(RUN="class-of-26", **form)
     organizer.run()
@@ -113,8 +112,6 @@ def test_an_open_run_is_begun_by_the_same_cells(tmp_path: Path) -> None:
         organizer.run_all(ACCESS="open")
 
 
-# --- experts and work units ------------------------------------------------------------------------------------------
-
 WANTED = {"prefix": "ffn", "dim": 16, "grid": "4x4"}
 TRAIN_LAYER = """
 import torch
@@ -126,7 +123,6 @@ print(sorted(layer.utilisation))
 
 
 def host(kernel: Kernel, invitation: str) -> None:
-    """Run the volunteer's notebook until it hosts."""
     kernel.execute(COLAB)
     form = {"INVITATION": invitation, "MY_NAME": "carol", "COUNT": 3}
     kernel.run()
@@ -177,10 +173,8 @@ job = cs.workunits.Job(
 def test_a_volunteer_reads_the_code_trusts_it_and_trains_the_job_to_its_end(tmp_path: Path) -> None:
     job, folder = tmp_path / "job.py", tmp_path / "coordinator"
     job.write_text(JOB)
-    with (
-        cs.workunits.coordinate(job, folder=folder, host="127.0.0.1", servers=1) as coordinator,
-        opened("volunteer", tmp_path) as notebook,
-    ):
+    organizer = cs.workunits.coordinate(job, folder=folder, host="127.0.0.1", servers=1)
+    with organizer as coordinator, opened("volunteer", tmp_path) as notebook:
         link = str(coordinator.link)
         notebook.run()
         shown = notebook.run(LINK=link)
@@ -189,6 +183,5 @@ def test_a_volunteer_reads_the_code_trusts_it_and_trains_the_job_to_its_end(tmp_
             notebook.run(MY_NAME="alice")
         notebook.run(MY_NAME="alice", I_TRUST_THE_CODE=True)
         assert "the job is finished" in notebook.run(MINUTES=60)
-        assert "4 units accepted" in "".join(notebook.run_all())
-        assert coordinator.wait(10)
+        assert "4 units accepted" in "".join(notebook.run_all()) and coordinator.wait(10)
     assert link.partition("#")[2] not in shown

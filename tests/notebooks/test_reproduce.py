@@ -26,10 +26,9 @@ HOLDS = {
     ],
 }
 """What the benchmark that a notebook shows has to give, as in DeDLOC's section 4.2 and Table 1."""
-EVERY_EXPERIMENT = pytest.mark.parametrize("path", REPRODUCED, ids=lambda path: path.stem)
 
 
-@EVERY_EXPERIMENT
+@pytest.mark.parametrize("path", REPRODUCED, ids=lambda path: path.stem)
 def test_it_is_stored_with_its_quick_preset(path: Path) -> None:
     assert "QUICK = True" in "\n".join(code_cells(path)).splitlines()
 

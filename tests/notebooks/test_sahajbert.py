@@ -10,10 +10,8 @@ import pytest
 from tests.notebooks.kernel import Kernel, opened
 from tests.recipes.test_tokenizer import BENGALI
 
-FEWER_SAMPLES = (
-    "import dataclasses; "
-    "settings = dataclasses.replace(settings, target_batch_size=8, matchmaking_timeout_s=1.0)"
-)
+FEWER_SAMPLES = """import dataclasses
+settings = dataclasses.replace(settings, target_batch_size=8, matchmaking_timeout_s=1.0)"""
 TAGGED = {"tokens": ["আমি", "ঢাকায়", "যাই"], "ner_tags": ["O", "B-LOC", "O"]}
 LABELLED = [{"text": text, "label": label} for text, label in (("ঢাকা জয়ী", "sport"), ("আমি যাই", "travel"))]
 
@@ -40,10 +38,8 @@ def test_an_organizer_and_a_volunteer_train_a_bengali_model_together(tmp_path: P
     for home in homes.values():
         home.mkdir()
     form = {"SIZE": "tiny", "MICRO_BATCH": 2, "MINUTES": 0.1}
-    with (
-        opened("sahajbert", homes["organizer"]) as organizer,
-        opened("sahajbert", homes["volunteer"]) as volunteer,
-    ):
+    first, second = (opened("sahajbert", home) for home in homes.values())
+    with first as organizer, second as volunteer:
         shown = until_trained(organizer, sources, MY_NAME="organizer", **form)
         assert "join sahajbert as worker" in shown[5]
         share = "print(swarm.invite(settings=wanted | {'tokenizer': '../organizer/tokenizer'}))"

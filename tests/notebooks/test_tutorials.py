@@ -38,13 +38,14 @@ NOT_COMPARED = {
 (``pytest --nbval``), to the letter; notebooks that are no tutorials are run and not compared."""
 
 
+def code_of(notebook: Any) -> list[Any]:
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
 def outputs(notebook: Any) -> str:
-    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    return "\n".join("".join(text) for cell in cells for output in cell["outputs"] for text in _texts(output))
-
-
-def _texts(output: Any) -> list[Any]:
-    return [output.get("text", ""), *output.get("data", {}).values()]
+    found = [output for cell in code_of(notebook) for output in cell["outputs"]]
+    texts = [text for one in found for text in (one.get("text", ""), *one.get("data", {}).values())]
+    return "\n".join(map("".join, texts))
 
 
 def read(path: Path) -> Any:
@@ -82,7 +83,7 @@ def test_what_is_volatile_is_recognised(name: str, text: str) -> None:
 
 
 def test_a_tutorial_calls_only_what_our_modules_have(tutorial: Any) -> None:
-    sources = ("".join(cell["source"]) for cell in tutorial["cells"] if cell["cell_type"] == "code")
+    sources = ("".join(cell["source"]) for cell in code_of(tutorial))
     nodes = list(ast.walk(ast.parse(re.sub(r"(?m)^[%!].*$", "", "\n".join(sources)))))
     ours: dict[str, Any] = {}
     for node in nodes:
@@ -93,21 +94,13 @@ def test_a_tutorial_calls_only_what_our_modules_have(tutorial: Any) -> None:
                     importlib.import_module(f"{node.module}.{name}")
                 ours[name] = getattr(module, name)
     modules = {name: found for name, found in ours.items() if inspect.ismodule(found)}
-    used = [
-        (one.value.id, one.attr)
-        for one in nodes
-        if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name)
-    ]
-    assert [
-        (name, attribute)
-        for name, attribute in used
-        if name in modules and not hasattr(modules[name], attribute)
-    ] == []
+    attributes = [one for one in nodes if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name)]
+    used = [(one.value.id, one.attr) for one in attributes if one.value.id in modules]
+    assert [(name, attribute) for name, attribute in used if not hasattr(modules[name], attribute)] == []
 
 
 def test_a_tutorial_has_no_trace_of_widgets_and_versions(tutorial: Any) -> None:
-    assert tutorial["metadata"] == METADATA
-    assert WIDGET not in json.dumps(tutorial)
+    assert tutorial["metadata"] == METADATA and WIDGET not in json.dumps(tutorial)
 
 
 def is_compared(cell: Any) -> bool:
@@ -117,15 +110,14 @@ def is_compared(cell: Any) -> bool:
 
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
 def test_what_nbval_compares_of_a_tutorial_is_as_stated(path: Path) -> None:
-    cells = [cell for cell in read(path)["cells"] if cell["cell_type"] == "code"]
-    assert sum(not is_compared(cell) for cell in cells) == NOT_COMPARED[path.stem]
+    assert sum(not is_compared(cell) for cell in code_of(read(path))) == NOT_COMPARED[path.stem]
 
 
 def test_every_code_cell_of_a_tutorial_was_run_in_order(tutorial: Any) -> None:
-    counts = [cell["execution_count"] for cell in tutorial["cells"] if cell["cell_type"] == "code"]
+    counts = [cell["execution_count"] for cell in code_of(tutorial)]
     assert counts == list(range(1, len(counts) + 1))
 
 
 def test_cells_stay_short(tutorial: Any) -> None:
-    sources = [cell["source"] for cell in tutorial["cells"] if cell["cell_type"] == "code"]
+    sources = [cell["source"] for cell in code_of(tutorial)]
     assert max(sum(bool(line.strip()) for line in source) for source in sources) <= 10

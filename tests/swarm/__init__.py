@@ -11,7 +11,6 @@ from colab_swarm.swarm.swarm import Swarm
 
 
 def wait(condition: Callable[[], object], *, timeout_s: float = 20.0) -> None:
-    """Wait until ``condition()`` holds."""
     until = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < until, "not in time"
@@ -24,6 +23,5 @@ def network_of(swarm: Swarm) -> NetworkSession:
 
 
 def leave_in(swarm: Swarm, limit_s: float) -> None:
-    """Let the swarm's session end in ``limit_s``; it leaves after 0.1 s."""
     clock = SessionClock("Binder", swarm.runtime.time(), limit_s, leave_before_s=limit_s - 0.1)
     swarm.runtime.call(network_of(swarm).leave_in_time(clock, swarm.optimizers, swarm.leave))

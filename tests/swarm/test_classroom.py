@@ -58,17 +58,13 @@ def test_a_mistyped_address_is_refused(address: str) -> None:
 
 
 def test_a_run_with_invitations_has_no_board() -> None:
-    with (
-        cs.create("class", peer_name="teacher", options=ALONE) as swarm,
-        pytest.raises(PermissionError, match="access='open'"),
-    ):
+    created = cs.create("class", peer_name="teacher", options=ALONE)
+    with created as swarm, pytest.raises(PermissionError, match="access='open'"):
         classroom.Board(swarm, port=0)
 
 
 def test_the_roster_shows_which_pupils_train(board: classroom.Board, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = PeerRow(
-        "otter", "a1a1a1a1", "trainer", step=7, samples_per_s=12.34, samples=0.0, reachable=True, me=False
-    )
+    row = PeerRow("otter", "a1a1a1a1", "trainer", 7, 12.34, 0.0, reachable=True, me=False)
     monkeypatch.setattr(board, "pupils", lambda: [("otter", row), ("fox", None)])
     assert str(board) == f"join at {board.address}; 1 of 2 animals training"
     text, html = classroom.draw(board).text(), classroom.draw(board).html()

@@ -21,19 +21,7 @@ from colab_swarm.net.metering import Speed
 from colab_swarm.notebook.checks import Light, numbers
 from colab_swarm.runtime import free_ram_bytes
 from colab_swarm.swarm import doctor as module
-from colab_swarm.swarm.doctor import (
-    HOSTS,
-    Diagnosis,
-    best,
-    calibrate,
-    cores,
-    doctor,
-    gpu,
-    internet,
-    read_settings,
-    versions,
-    wanted,
-)
+from colab_swarm.swarm.doctor import Diagnosis, best, calibrate, doctor, internet
 
 
 class Net(torch.nn.Module):
@@ -66,11 +54,9 @@ def texts(diagnosis: Diagnosis) -> dict[str, str]:
 def test_without_a_swarm_the_machine_is_examined() -> None:
     found = doctor()
     assert set(texts(found)) >= {"platform", "internet", "versions", "compute", "memory", "disk"}
-    assert "swarm" not in texts(found)
-    assert found.prediction is None
+    assert "swarm" not in texts(found) and found.prediction is None
     bundle = found._repr_mimebundle_()
-    assert bundle["text/plain"] == str(found)
-    assert bundle["text/html"].startswith("<div")
+    assert bundle["text/plain"] == str(found) and bundle["text/html"].startswith("<div")
     assert repr(found).startswith("Diagnosis(") and "\n" not in repr(found)
 
 
@@ -100,18 +86,14 @@ def test_with_a_model_the_training_is_predicted_from_the_swarms_own_settings(swa
     net = Net()
     swarm.optimizer(torch.optim.SGD(net.parameters(), lr=0.1), target_batch_size=4000, compression="float16")
     found = doctor(swarm, model=net, batches=BATCHES)
-    assert found.prediction is not None
-    assert found.prediction.target_batch_size == 4000
+    assert found.prediction is not None and found.prediction.target_batch_size == 4000
     assert found.prediction.vector_bytes == 2 * sum(value.numel() for value in net.parameters())
-    assert found.prediction.share == 1.0
-    assert "For Net" in texts(found)["compute"]
+    assert found.prediction.share == 1.0 and "For Net" in texts(found)["compute"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("codec", "value_bytes"), [("adaptive", 1.0), ("topk:0.01", 6 / 72)])
-def test_a_swarm_that_compresses_much_is_predicted_too(
-    swarm: cs.Swarm, codec: str, value_bytes: float
-) -> None:
+def test_much_compression_is_predicted_too(swarm: cs.Swarm, codec: str, value_bytes: float) -> None:
     net = Net()
     swarm.optimizer(torch.optim.SGD(net.parameters(), lr=0.1), target_batch_size=4000, compression=codec)
     prediction = doctor(swarm, model=net, batches=BATCHES).prediction
@@ -119,17 +101,13 @@ def test_a_swarm_that_compresses_much_is_predicted_too(
 
 
 def test_a_model_without_data_or_an_unknown_codec_or_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="batches"):
-        doctor(model=Net())
-    with pytest.raises(ValueError, match="float16"):
-        doctor(compression="mp3")
-    with pytest.raises(ValueError, match="tiny"):
-        doctor(model="huge")
+    wrong: dict[str, dict[str, Any]] = {"batches": {"model": Net()}, "tiny": {"model": "huge"}}
+    for said, options in (wrong | {"float16": {"compression": "mp3"}}).items():
+        with pytest.raises(ValueError, match=said):
+            doctor(**options)
 
 
-def test_the_command_prints_the_diagnosis_and_returns_whether_all_is_ready(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command_prints_the_diagnosis_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="1"):
         main(["doctor", "swarm://mistyped#AAAA"])
     assert "✖ swarm" in capsys.readouterr().out
@@ -144,25 +122,22 @@ def test_the_command_prints_the_diagnosis_and_returns_whether_all_is_ready(
         ({"target_batch_size": -1, "compression": 3}, (None, None)),
     ],
 )
-def test_usable_settings_of_the_invitation_are_read(
-    suggested: dict[str, Any], usable: tuple[Any, Any]
-) -> None:
-    assert read_settings(suggested) == usable
+def test_usable_settings_are_read(suggested: dict[str, Any], usable: tuple[Any, Any]) -> None:
+    assert module.read_settings(suggested) == usable
 
 
 def test_the_own_uplink_is_the_fastest_of_the_tests() -> None:
     found = [Speed(1e6, 9e6, 0.3), Speed(5e6, 2e6, 0.1), Speed(4e6, 3e6, 0.2)]
-    assert best(found) == Speed(5e6, 9e6, 0.2)
-    assert best([]) is None
+    assert best(found) == Speed(5e6, 9e6, 0.2) and best([]) is None
 
 
 def test_this_machine_has_cores_and_the_needed_versions() -> None:
-    assert cores() > 0 and (gpu() is None or len(gpu() or ()) == 3)
-    found = versions()
+    assert module.cores() > 0 and (module.gpu() is None or len(module.gpu() or ()) == 3)
+    found = module.versions()
     assert found["colab-swarm"][0] and found["cryptography"][1]
     assert all(numbers(installed) >= numbers(lowest) for installed, lowest in found.values() if installed)
     lines = ["aiohttp>=3.13", 'torch<3,>=2.9; extra == "train"', "colab-swarm[train]; extra == 'all'"]
-    assert wanted(lines) == {"aiohttp": "3.13", "torch": "2.9"}
+    assert module.wanted(lines) == {"aiohttp": "3.13", "torch": "2.9"}
 
 
 def test_free_memory_is_limited_by_the_container(tmp_path: Path) -> None:
@@ -180,7 +155,7 @@ def test_free_memory_is_limited_by_the_container(tmp_path: Path) -> None:
 @pytest.mark.parametrize("up", [0, 1, None])
 def test_one_answering_host_means_internet(up: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     def connect(host: tuple[str, int], timeout_s: float) -> socket.socket:
-        if up is None or host != HOSTS[up]:
+        if up is None or host != module.HOSTS[up]:
             raise OSError("no route")
         return socket.socket()
 
@@ -193,25 +168,12 @@ def test_the_probes_work_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# --- calibration ---------------------------------------------------------------------------------------------
-
-
-class Noisy(torch.nn.Module):
-    """Has buffers that change while it trains, and chance in it."""
-
+class Noisy(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.first = torch.nn.Linear(8, 32)
-        self.norm = torch.nn.BatchNorm1d(32)
-        self.dropout = torch.nn.Dropout(0.5)
-        self.last = torch.nn.Linear(32, 1)
-
-    def forward(self, x: Tensor) -> SimpleNamespace:
-        return SimpleNamespace(loss=self.last(self.dropout(self.norm(self.first(x)).relu())).square().mean())
-
-
-def batches_of(count: int | None = None) -> Iterator[dict[str, Tensor]]:
-    return itertools.islice(itertools.repeat({"x": torch.ones(4, 8)}), count)
+        self.first, self.last = torch.nn.Linear(8, 32), torch.nn.Linear(32, 1)
+        noise = torch.nn.BatchNorm1d(32), torch.nn.ReLU(), torch.nn.Dropout(0.5)
+        self.layer = torch.nn.Sequential(self.first, *noise, self.last)
 
 
 def test_a_calibrated_model_is_unchanged() -> None:
@@ -219,21 +181,17 @@ def test_a_calibrated_model_is_unchanged() -> None:
     net.first.weight.grad = torch.full_like(net.first.weight, 7.0)
     before = {name: value.clone() for name, value in net.state_dict().items()}
     chance = torch.get_rng_state()
-
-    found = calibrate(net, batches_of(), seconds=0.01)
-
-    assert found.samples_per_s > 0
-    assert found.micro_batch == 4
+    found = calibrate(net, BATCHES, seconds=0.01)
+    assert found.samples_per_s > 0 and found.micro_batch == 4
     assert found.parameters == sum(parameter.numel() for parameter in net.parameters())
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert torch.equal(net.first.weight.grad, torch.full_like(net.first.weight, 7.0))
-    assert net.last.weight.grad is None
-    assert not net.training
+    assert net.last.weight.grad is None and not net.training
     assert torch.equal(torch.get_rng_state(), chance)
 
 
 def test_saved_bytes_do_not_include_the_parameters() -> None:
-    class Square(torch.nn.Module):
+    class Scale(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.scale = torch.nn.Parameter(torch.ones(1000))
@@ -241,12 +199,11 @@ def test_saved_bytes_do_not_include_the_parameters() -> None:
         def forward(self, x: Tensor) -> SimpleNamespace:
             return SimpleNamespace(loss=(x * self.scale).square().sum())
 
-    found = calibrate(Square(), itertools.repeat({"x": torch.ones(3, 1000)}), seconds=0.01)
-    assert (
-        found.sample_bytes == 2 * 4 * 1000
-    )  # x for the gradient of the scale, the product for that of its square
+    found = calibrate(Scale(), itertools.repeat({"x": torch.ones(3, 1000)}), seconds=0.01)
+    # x for the gradient of the scale, the product for that of its square
+    assert found.sample_bytes == 2 * 4 * 1000
 
 
 def test_too_few_batches_raise() -> None:
     with pytest.raises(ValueError, match="ran out"):
-        calibrate(Noisy(), batches_of(2), seconds=0.01)
+        calibrate(Noisy(), itertools.islice(BATCHES, 2), seconds=0.01)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,16 +79,18 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor
 
 
 def test_a_users_own_mistakes_raise_at_once_and_say_how_to_fix_them(alice: Swarm, tmp_path: Path) -> None:
+    feed_forward, linear = partial(cs.moe.FeedForward, DIM), partial(nn.Linear, DIM)
+    hosting: dict[str, tuple[Any, dict[str, Any]]] = {
+        "1 to 4 dimensions": (feed_forward, {"grid": ()}),
+        "Say sample=": (partial(linear, DIM), {}),
+        "same shape": (partial(linear, 2), {"sample": (DIM,)}),
+        r"ffn\.9\.9": (feed_forward, {"count": ["ffn.9.9"]}),
+    }
+    for said, (make, options) in hosting.items():
+        with pytest.raises(ValueError, match=said):
+            alice.host_experts("ffn", make, **{"grid": GRID, **options})
     with pytest.raises(ValueError, match="letters, digits"):
         alice.mixture_of_experts("not a name", DIM, grid=GRID)
-    with pytest.raises(ValueError, match="1 to 4 dimensions"):
-        alice.host_experts("ffn", lambda: cs.moe.FeedForward(DIM), grid=())
-    with pytest.raises(ValueError, match="Say sample="):
-        alice.host_experts("ffn", lambda: nn.Linear(DIM, DIM), grid=GRID)
-    with pytest.raises(ValueError, match="same shape"):
-        alice.host_experts("ffn", lambda: nn.Linear(DIM, 2), grid=GRID, sample=(DIM,))
-    with pytest.raises(ValueError, match=r"ffn\.9\.9"):
-        alice.host_experts("ffn", lambda: cs.moe.FeedForward(DIM), grid=GRID, count=["ffn.9.9"])
     with pytest.raises(ValueError, match="unknown codec"):
         alice.mixture_of_experts("ffn", DIM, grid=GRID, compression="float8")
 

@@ -17,12 +17,20 @@ from colab_swarm.net.node import Node
 from colab_swarm.net.reachability import ReachabilityWatch
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings
 from colab_swarm.swarm.joining import _start
-from colab_swarm.swarm.network import NetworkOptions, close
+from colab_swarm.swarm.network import NetworkOptions, NetworkSession, close
+from colab_swarm.training.settings import PeerServices
 from colab_swarm.trust.access import RunAccess
 from tests.net.swarm import identity, run
 from tests.swarm import wait
 
 ALONE = NetworkOptions(lan=False, use_relays=False)
+
+
+async def founded() -> tuple[PeerServices, NetworkSession, Invite]:
+    own = identity("authority")
+    found = RunAccess.found("my-run", own, access="invite", allow=None, key_file=None)
+    services, network = await _start(found, own, "authority", ALONE)
+    return services, network, found.invite(network.node, network.trust.authority)
 
 
 @pytest.mark.parametrize("interrupted", [True, False])
@@ -38,9 +46,7 @@ def test_a_peer_that_fails_after_opening_its_tunnel_leaves_nothing_open(
         stopped.set()
 
     async def main() -> None:
-        found = RunAccess.found("my-run", identity("authority"), access="invite", allow=None, key_file=None)
-        services, network = await _start(found, identity("authority"), "authority", ALONE)
-        invitation: Invite = found.invite(network.node, network.trust.authority)
+        services, network, invitation = await founded()
         verify = ReachabilityWatch.verify
 
         async def stuck(watch: ReachabilityWatch) -> object:
@@ -79,12 +85,8 @@ def test_creating_a_run_again_with_its_key_file_returns_the_same_swarm(tmp_path:
 
 @pytest.mark.parametrize("ahead_s", [900.0, 7200.0])
 @pytest.mark.real_time
-async def test_a_clock_that_is_far_off_is_named_as_the_reason(
-    ahead_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = RunAccess.found("my-run", identity("authority"), access="invite", allow=None, key_file=None)
-    services, network = await _start(found, identity("authority"), "authority", ALONE)
-    invitation: Invite = found.invite(network.node, network.trust.authority)
+async def test_a_wrong_clock_is_named(ahead_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    services, network, invitation = await founded()
     start = partial(Node.start, wall_clock=lambda: time.time() + ahead_s)
     monkeypatch.setattr(Node, "start", start)
     with pytest.raises(JoinError, match="clock"):
@@ -92,9 +94,7 @@ async def test_a_clock_that_is_far_off_is_named_as_the_reason(
     await close(services, network)
 
 
-def test_a_missing_tunnel_library_is_reported_before_its_token_is_requested(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_missing_tunnel_library_precedes_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("colab_swarm.net.tunnels.find_spec", lambda name: None)
     monkeypatch.delenv("NGROK_AUTHTOKEN", raising=False)
     monkeypatch.setattr(sys, "stdin", None)
@@ -103,9 +103,7 @@ def test_a_missing_tunnel_library_is_reported_before_its_token_is_requested(
 
 
 @pytest.mark.parametrize("began", [True, False])
-def test_a_peer_that_is_open_but_not_saved_is_not_returned_for_its_folder(
-    began: bool, tmp_path: Path
-) -> None:
+def test_an_open_peer_that_is_not_saved_is_not_returned(began: bool, tmp_path: Path) -> None:
     options = NetworkOptions(lan=False, use_relays=False, identity=tmp_path / "identity.key")
     with cs.create("test-run", options=options if began else ALONE) as alice:
         invitation = alice.invite()

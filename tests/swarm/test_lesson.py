@@ -12,7 +12,7 @@ from colab_swarm.notebook.lessons import OVER
 from colab_swarm.swarm.simulation import InteractiveRun, Simulation
 from colab_swarm.swarm.swarm import Swarm
 from tests.swarm import wait
-from tests.training.toy import join_training, loss_of, model
+from tests.training.toy import train_freely
 
 
 @pytest.fixture
@@ -22,14 +22,7 @@ def simulation() -> Iterator[Simulation]:
 
 
 def train(swarm: Swarm, steps: int = 5) -> bytes:
-    """Two samples at a time, so that steps of 10 samples take a while."""
-    net = model()
-    optimizer = join_training(swarm, net)
-    while optimizer.global_step < steps:
-        loss = loss_of(net, optimizer.global_step)
-        loss.backward()
-        optimizer.step(samples=2, loss=loss.item())
-    return optimizer.lineage
+    return train_freely(swarm, steps)[1]  # two samples at a time, so that steps of 10 take a while
 
 
 def train_forever(swarm: Swarm) -> bytes:
@@ -64,18 +57,9 @@ def test_a_run_ends_after_its_seconds(simulation: Simulation) -> None:
 
 @pytest.mark.slow
 def test_an_impossible_action_is_reported_and_changes_nothing(simulation: Simulation) -> None:
-    actions: list[tuple[Any, ...]] = [
-        ("crash", "zoe"),
-        ("crash",),
-        ("speed", "bob", -1.0),
-        ("speed", "nobody", 1.0),
-        ("peers", 0),
-        ("lose", 2.0),
-        ("latency", 0.0),
-        ("latency", None),
-        ("slow", "bob", -1.0),
-        ("join", "bob"),
-    ]
+    actions: list[tuple[Any, ...]] = [("crash", "zoe"), ("crash",), ("join", "bob"), ("peers", 0)]
+    actions += [("speed", "bob", -1.0), ("speed", "nobody", 1.0), ("slow", "bob", -1.0)]
+    actions += [("lose", 2.0), ("latency", 0.0), ("latency", None)]
     lesson = played(simulation)
     for verb, *arguments in actions:
         lesson.inject(verb, *arguments)
@@ -87,11 +71,9 @@ def test_an_impossible_action_is_reported_and_changes_nothing(simulation: Simula
 def test_every_kind_of_action_happens(simulation: Simulation) -> None:
     lesson = played(simulation)
     lesson.pause()
-    lesson.inject("lose", 0.0)
-    lesson.inject("latency", 2.0)
-    lesson.inject("slow", "bob", 3.0)
-    lesson.inject("speed", "bob", 1)
-    lesson.inject("join")
+    actions = (("lose", 0.0), ("latency", 2.0), ("slow", "bob", 3.0), ("speed", "bob", 1), ("join",))
+    for verb, *arguments in actions:
+        lesson.inject(verb, *arguments)
     wait(lambda: len(simulation.network.fired) == 3 and simulation.speed_of("bob") == 1)
     lesson.pause(False)
     wait(lambda: any("dave has joined" in line for line in lesson.snapshot().story))
@@ -130,8 +112,7 @@ def test_a_run_in_the_background_applies_injected_actions(simulation: Simulation
 
 
 def test_a_new_run_stops_the_former_one_and_so_does_closing(simulation: Simulation) -> None:
-    first = played(simulation)
-    second = played(simulation)
+    first, second = played(simulation), played(simulation)
     assert first.snapshot().state in OVER and second.snapshot().state == "playing"
     simulation.close()
     assert second.snapshot().state == "stopped"

@@ -20,13 +20,10 @@ ACCOUNTS = {"Bearer of-ada": "ada", "Bearer of-eve": "eve"}
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Stands in for the Hugging Face Hub's whoami."""
-
     def do_GET(self) -> None:
         name = ACCOUNTS.get(self.headers.get("Authorization", ""))
-        body = json.dumps(
-            {"name": name, "type": "user", "orgs": [{"name": "bengali"}] if name == "ada" else []}
-        )
+        organisations = [{"name": "bengali"}] if name == "ada" else []
+        body = json.dumps({"name": name, "type": "user", "orgs": organisations})
         self.send_response(200 if name and self.path == "/api/whoami-v2" else 401)
         self.end_headers()
         self.wfile.write(body.encode())

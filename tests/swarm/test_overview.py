@@ -13,19 +13,13 @@ from colab_swarm.events import BatchDropped, PeerLeft, PeerSilent, StepFinished
 from colab_swarm.snapshot import SwarmSnapshot
 from colab_swarm.swarm.overview import Background
 from colab_swarm.swarm.swarm import Swarm
-from tests.training.toy import join_training, loss_of, model
+from tests.training.toy import join_training, loss_of, model, train_freely
 
 ALICE, BOB, EVE = "a11ce000" * 8, "b0b00000" * 8, "e5e00000" * 8
 
 
-def train(swarm: Swarm, steps: int = 3) -> SwarmSnapshot:
-    """Two samples each, on one's own batches; what is shown after that."""
-    net = model()
-    optimizer = join_training(swarm, net, target_batch_size=12)
-    while optimizer.global_step < steps:
-        loss = loss_of(net, optimizer.global_step)
-        loss.backward()
-        optimizer.step(samples=2, loss=loss.item())
+def train(swarm: Swarm) -> SwarmSnapshot:
+    train_freely(swarm, 3, target_batch_size=12)
     return swarm.snapshot()
 
 
@@ -33,9 +27,8 @@ def train(swarm: Swarm, steps: int = 3) -> SwarmSnapshot:
 def test_a_trainer_sees_links_speeds_its_share_and_the_last_rounds() -> None:
     with cs.simulate(peers=3, network="lan") as simulation:
         shown = simulation.run(train)["alice"]
-    others = [row for row in shown.peers if not row.me]
-    assert len(others) == 2
-    for row in others:
+    assert len(shown.peers) == 3
+    for row in (row for row in shown.peers if not row.me):
         assert row.rtt_s is not None and 0 < row.rtt_s < 0.1 and row.connected == "direct"
     assert 0 < shown.own_samples_per_s < shown.samples_per_s
     assert shown.eta_s is not None and 0 <= shown.eta_s < 5
@@ -123,16 +116,14 @@ def _seconds(work: object) -> float:
 def test_rates_are_those_of_the_last_seconds() -> None:
     with cs.simulate(peers=1) as simulation:
         rates = simulation.swarms["alice"]._overview._rates
-        assert rates(1000, 0, 10.0) == (0.0, 0.0)
-        assert rates(2000, 500, 12.0) == (4000.0, 2000.0)
+        assert rates(1000, 0, 10.0) == (0.0, 0.0) and rates(2000, 500, 12.0) == (4000.0, 2000.0)
         for second in range(13, 31):
             idle = rates(2000, 500, float(second))
         assert idle == (0.0, 0.0)
 
 
 def test_slow_readings_run_in_the_background_and_a_failure_keeps_the_last() -> None:
-    go_on, readings = threading.Semaphore(0), iter([1, 2])
-    done = threading.Semaphore(0)
+    go_on, done, readings = threading.Semaphore(0), threading.Semaphore(0), iter([1, 2])
 
     def read() -> int:
         go_on.acquire()
@@ -143,8 +134,7 @@ def test_slow_readings_run_in_the_background_and_a_failure_keeps_the_last() -> N
 
     def finish() -> None:
         go_on.release()
-        assert done.acquire(timeout=10)
-        assert background._reading.acquire(timeout=10)
+        assert done.acquire(timeout=10) and background._reading.acquire(timeout=10)
         background._reading.release()
 
     background = Background(read, every_s=30.0)

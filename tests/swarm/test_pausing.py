@@ -47,7 +47,6 @@ async def test_a_waiting_task_continues_soon_after_the_gate_opens() -> None:
 
 
 def pause_after_five_steps(swarm: Swarm, pause_s: float) -> tuple[int, int]:
-    """Steps of the swarm before and after a pause."""
     optimizer = join_training(swarm, net := model())
 
     def train_to(step: int) -> None:

@@ -148,13 +148,11 @@ def test_another_model_is_refused_with_the_path_of_the_saved_one(alice: Swarm, t
 
 @pytest.mark.slow
 def test_progress_saved_here_is_restored_in_a_swarm_that_lost_it(alice: Swarm, tmp_path: Path) -> None:
-    """All peers are gone; a late joiner starts again, and the peer that saved its progress restores it."""
     net = train_alone(alice, 6)
     alice.leave()
     with resume(tmp_path / "alice") as again, cs.join(again.invite(), peer_name="bob") as bob:
         fresh = join_training(bob, theirs := model(seed=3))
-        assert fresh.global_step == 0
-        assert join_training(again, model()).global_step == 6
+        assert fresh.global_step == 0 and join_training(again, model()).global_step == 6
         loss_of(theirs, 0, slice(0, 1)).backward()
         while fresh.global_step < 6:
             fresh.step(samples=0.1)
@@ -168,12 +166,7 @@ def test_a_new_peer_is_saved_at_once_as_a_way_back(tmp_path: Path, monkeypatch: 
         wait(lambda: (kept := read_saved(tmp_path)) and [one.id for one in kept.contacts] == [bob.id])
 
 
-# --- killed ----------------------------------------------------------------------------------------------------------
-
-
 class Kernel:
-    """A process of `tests.swarm.kept_process`."""
-
     def __init__(self, *arguments: str) -> None:
         command = [sys.executable, "-m", "tests.swarm.kept_process", *arguments]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -186,7 +179,6 @@ class Kernel:
         raise AssertionError(f"the kernel ended without telling its {what}")
 
     def steps(self, count: int) -> int:
-        """Wait for so many steps; returns where it is then."""
         step = last = int(self.told("step"))
         while step < last + count:
             step = int(self.told("step"))
@@ -233,8 +225,7 @@ def test_a_kernel_killed_while_it_trains_comes_back_as_the_same_peer(alice: Swar
         credited = next(one for one in alice.contributions() if one.peer.hex() == peer)
         assert credited.samples > 0
         with kernel(str(tmp_path / "bob")) as second:
-            assert second.told("id") == peer
-            assert int(second.told("step")) >= step
+            assert second.told("id") == peer and int(second.told("step")) >= step
             second.steps(10)
         rows = [one for one in alice.contributions() if one.peer != alice.id]
         assert [row.peer.hex() for row in rows] == [peer] and rows[0].samples > credited.samples
@@ -243,12 +234,7 @@ def test_a_kernel_killed_while_it_trains_comes_back_as_the_same_peer(alice: Swar
         trainer.join()
 
 
-# --- the session's end ------------------------------------------------------------------------------------------------
-
-
-def test_a_training_loop_ends_with_one_clear_error_before_the_session_does(
-    alice: Swarm, tmp_path: Path
-) -> None:
+def test_a_training_loop_ends_before_the_session_does(alice: Swarm, tmp_path: Path) -> None:
     optimizer = join_training(alice, net := model())
     stopped: list[str] = []
     network_of(alice).stops.append(lambda: stopped.append("units are given back"))

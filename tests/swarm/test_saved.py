@@ -149,9 +149,6 @@ def test_a_folder_that_vanishes_with_the_session_is_warned_of() -> None:
         assert not loss_warning(Path(folder), platform)
 
 
-# --- one process at a time -----------------------------------------------------------------------------------------
-
-
 def occupy(folder: Path, occupant: Occupant) -> None:
     (folder / "in-use.json").write_bytes(msgspec.json.encode(occupant))
 
@@ -208,16 +205,11 @@ def test_a_process_without_heartbeats_notices_that_another_took_the_folder(tmp_p
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_a_later_process_of_the_same_number_and_a_garbled_lock_have_no_folder(
-    tmp_path: Path, ours: bool
-) -> None:
+def test_a_reused_number_or_a_garbled_lock_holds_no_folder(tmp_path: Path, ours: bool) -> None:
     occupy(tmp_path, Occupant(socket.gethostname(), os.getpid(), "12", time.time()))
     if not ours:  # its process was killed while it wrote
         (tmp_path / "in-use.json").write_bytes(b"{")
     PeerStore(tmp_path)
-
-
-# --- the tally -------------------------------------------------------------------------------------------------------
 
 
 def test_of_two_tallies_the_larger_amounts_count_once() -> None:

@@ -63,10 +63,8 @@ def test_training_continues_when_the_tunnels_agent_is_killed_three_times(
             cs.join(invite, peer_name="bob", options=DIALS_OUT) as bob,
             ThreadPoolExecutor(2) as pool,
         ):
-            assert (
-                alice.reachability.level is ReachabilityLevel.TUNNEL
-                and bob.reachability.level is ReachabilityLevel.OUTGOING
-            )
+            levels = alice.reachability.level, bob.reachability.level
+            assert levels == (ReachabilityLevel.TUNNEL, ReachabilityLevel.OUTGOING)
             rounds, lost = list[Event](), list[Event]()
             bob.events.listen(lambda event: rounds.append(event) if _is_round(event) else None)
             alice.events.listen(lambda event: lost.append(event) if _is_loss(event) else None)
@@ -82,10 +80,8 @@ def test_training_continues_when_the_tunnels_agent_is_killed_three_times(
                     os.kill(agent_of(folder), signal.SIGKILL)
                     wait(lambda: alice.id not in bob.services.peers.linked(), timeout_s=10)
                     wait(lambda: alice.id in bob.services.peers.linked(), timeout_s=10)
-                    assert (
-                        alice.contact.addresses != address
-                        and alice.reachability.level is ReachabilityLevel.TUNNEL
-                    ), kill
+                    assert alice.contact.addresses != address, kill
+                    assert alice.reachability.level is ReachabilityLevel.TUNNEL, kill
                 three_more(len(rounds) + 3)
             finally:
                 stop.set()
