@@ -44,8 +44,6 @@ MATCHMAKING = GroupFormationSettings(window_s=5.0, slack_s=5.0)
 
 @dataclass
 class AssistantTally:
-    """The work of an assistant."""
-
     collaborations: tuple[str, ...] = ()  # prefixes of those it helps now
     rounds: int = 0  # rounds in which it reduced
     reduced_bytes: int = 0  # payload that it received and sent in them
@@ -57,12 +55,9 @@ async def _nothing_stored(_prefix: str) -> Snapshot | None:
 
 
 class Assistant:
-    """Helps the collaborations of a run, as their first messages arrive; `stop` ends it.
+    """Helps the collaborations of a run, or only the named one, as their first messages arrive.
 
-    Args:
-        name: this peer's, for people.
-        collaboration: the name of the only collaboration to help; None: all.
-        stored: ``await stored(prefix)``: a checkpoint of a backbone to give when no trainer is left.
+    ``await stored(prefix)`` is a checkpoint of a backbone to give when no trainer is left.
     """
 
     def __init__(
@@ -97,7 +92,6 @@ class Assistant:
         await self._publish(ttl_s=0.5)
 
     def stop(self) -> None:
-        """Stop assisting. Idempotent."""
         if not self._stopped:
             self._runtime.call(self.withdraw())
 
@@ -111,7 +105,6 @@ class Assistant:
             self.leave(prefix)
 
     def snapshot(self) -> AssistantTally:
-        """Return the work done so far. Thread-safe."""
         return replace(self._tally, collaborations=tuple(filter(None, list(self._parts))))
 
     def __repr__(self) -> str:
@@ -151,8 +144,6 @@ class Assistant:
 
 
 class _Part:
-    """An assistant's part in one collaboration."""
-
     def __init__(
         self,
         services: PeerServices,
@@ -182,7 +173,6 @@ class _Part:
         self._services.averager.forget(self._prefix)
 
     def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
-        """Join any round, as far as memory allows."""
         self.used_at = _now()
         if terms.key not in self._rounds:
             if len(self._rounds) >= MAX_ROUNDS or VECTORS_IN_MEMORY * 4 * terms.numel > _memory_bytes():
@@ -213,10 +203,9 @@ class _Part:
         return self._known(step, lineage)
 
     def _known(self, step: int, lineage: bytes) -> list[PeerId]:
-        """Return the peers expected by their records, a call or the last round: a record may be late."""
         assistants = self._progress.assistants.keys() & self._services.peers.linked()
-        known = self._progress.participants(step, lineage) | self._matchmaker.likely(step, lineage)
-        return sorted(known | assistants)
+        known = self._progress.participants(step, lineage)
+        return sorted(known | assistants | self._matchmaker.likely(step, lineage))  # a record may be late
 
     def _on_lost(self, peer: PeerId) -> None:
         self._progress.on_lost(peer, now=_now())
@@ -230,10 +219,9 @@ class _Part:
         self._tally.mirrored_bytes += size_bytes
 
     async def _read(self) -> None:
-        """Read the trainers' records if they are not fresh; after a timeout the old ones must do."""
         if _now() - self._read_at < FRESH_S:
             return
-        try:
+        try:  # after a timeout the old ones must do
             async with asyncio.timeout(READ_TIMEOUT_S):
                 await self._progress.refresh(self._services.dht, self._services.peers)
             self._read_at = _now()

@@ -1,9 +1,8 @@
 """One peer, several processes: the GPUs of one host train as one peer through `torch.distributed`.
 
 Only rank 0 talks to the swarm. At each step it sums the ranks' gradients and counts them as one
-micro-batch. When that changed its parameters, because the swarm stepped or this peer caught up, all
-ranks get them. The ranks stay in lockstep: each makes the same calls in the same order. Their other
-messages are small, use gloo, and stay on this host.
+micro-batch. If that changed its parameters, all ranks get them. Each rank makes the same calls in
+the same order. Their other messages are small, use gloo, and stay on this host.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ LEAD = 0
 
 @dataclass(frozen=True)
 class _Update:
-    """Message of rank 0 to the others after each call."""
+    """Rank 0 sends it after each call."""
 
     step: int = 0
     lineage: bytes = b""
@@ -42,10 +41,7 @@ class _Update:
 class HostOptimizer:
     """A rank's part in a peer of several processes: use it like a `SwarmOptimizer`, in the same way on all ranks.
 
-    Attributes:
-        lead: the peer's `SwarmOptimizer`, on rank 0; None on the others.
-        global_step: updates of the swarm that this rank's parameters have.
-        lineage: digest chain that names the branch of the parameters.
+    ``lead`` is the peer's `SwarmOptimizer` on rank 0, None on the others.
     """
 
     def __init__(
@@ -78,23 +74,15 @@ class HostOptimizer:
     def step(self, *, samples: float, loss: float | None = None) -> RoundResult | None:
         """Count the gradients of all ranks' last ``backward()`` and step with the swarm if its batch is full.
 
-        Args:
-            samples: number of samples whose mean loss was differentiated here; 0 if there is no batch for this rank.
-            loss: that mean loss, for the charts.
-
-        Returns:
-            The averaging round's result if the global step advanced, else None; at all ranks.
-
-        Raises:
-            HostError: another rank failed, or did not respond within ``timeout_s``.
-            ValueError: no rank has samples. StateError: this peer fell behind and no peer could
-                give it the state; both on rank 0.
+        ``samples`` is 0 if there is no batch for this rank; see `SwarmOptimizer.step`. All ranks get the
+        result. Raises `HostError` if another rank failed, or did not respond within ``timeout_s``; on
+        rank 0 also `ValueError` if no rank has samples, and `StateError` as `SwarmOptimizer.step` does.
         """
         self._gather(float(samples), loss)
         return self._follow_lead(self._step)
 
     def wait_step(self, timeout_s: float = 600.0) -> RoundResult | None:
-        """Wait until the swarm takes its next step: see `SwarmOptimizer.wait_step`."""
+        """See `SwarmOptimizer.wait_step`."""
         if timeout_s >= self._timeout.total_seconds():
             raise ValueError(
                 f"timeout_s={timeout_s:g}: the ranks wait {self._timeout} for each other; wait less"
@@ -102,28 +90,24 @@ class HostOptimizer:
         return self._follow_lead(lambda: self._leading().wait_step(timeout_s))
 
     def load(self, source: str | Path | CheckpointFolder) -> None:
-        """Continue from a checkpoint that rank 0 reads: see `SwarmOptimizer.load`. Every rank calls it."""
+        """Continue from a checkpoint that rank 0 reads; every rank calls it."""
         self._follow_lead(lambda: self._leading().load(source))
 
     def save(self, target: str | Path | CheckpointFolder) -> None:
-        """Write a checkpoint on rank 0: see `SwarmOptimizer.save`. Does nothing on the other ranks."""
+        """Write a checkpoint on rank 0."""
         if self.lead is not None:
             self.lead.save(target)
 
     def close(self) -> None:
-        """Leave the collaboration; the model keeps its parameters. Idempotent; no rank waits for another."""
+        """Leave the collaboration; the model keeps its parameters. No rank waits for another."""
         if self.lead is not None:
             self.lead.close()
 
     def zero_grad(self) -> None:
-        """Clear this rank's gradients of the last ``backward()``."""
         for parameter in self._parameters:
             parameter.grad = None
 
-    # --- between the ranks ----------------------------------------------------------------------
-
     def _gather(self, samples: float, loss: float | None) -> None:
-        """Sum gradients and samples of all ranks at rank 0."""
         total = self._sum.zero_()
         if samples:
             for parameter, part in self._parts:
@@ -140,7 +124,6 @@ class HostOptimizer:
             raise self._lost("the ranks' gradients were not summed", error) from error
 
     def _step(self) -> RoundResult | None:
-        """Rank 0 counts the sum as one micro-batch."""
         samples, losses, of_samples = self._sum[-3:].tolist()
         for parameter, part in self._parts:
             parameter.grad = part.div_(samples or 1.0).to(parameter.dtype)
@@ -151,7 +134,6 @@ class HostOptimizer:
         return self.lead
 
     def _follow_lead(self, act: Callable[[], RoundResult | None]) -> RoundResult | None:
-        """Let rank 0 act, and all ranks take its result, and its parameters if they changed."""
         update = self._lead(act) if dist.get_rank() == LEAD else self._exchange(None)
         if update.error:
             raise HostError(f"rank {LEAD}, which talks to the swarm, failed: {update.error}")
@@ -174,7 +156,6 @@ class HostOptimizer:
 
     @torch.no_grad()
     def _exchange(self, own: _Update | None) -> _Update:
-        """Broadcast rank 0's update, then its parameters if they changed."""
         box = [own]
         try:
             dist.broadcast_object_list(box, LEAD, group=self._messages)
@@ -217,15 +198,11 @@ def host_optimizer(
     Args:
         swarm: this peer's `Swarm` on rank 0, None on the others.
         optimizer: over equal parameters in the same order on all ranks; that of rank 0 steps.
-        target_batch_size: samples of all peers together for one global step.
         timeout_s: longest time that one rank waits for another, a long evaluation or catching up included.
-        settings: further options of `Swarm.optimizer`; only those of rank 0 count.
+        target_batch_size, settings: those of `Swarm.optimizer`; only rank 0's count.
 
-    Raises:
-        RuntimeError: there is no process group.
-        ValueError: rank 0 has no swarm, or another rank has one.
-        HostError: another rank failed.
-        StateError: on rank 0: a swarm trains this already, but no peer could give its state.
+    Raises `RuntimeError` if there is no process group, `ValueError` if rank 0 has no swarm or another rank
+    has one, `HostError` if another rank failed, and what `Swarm.optimizer` raises, on rank 0.
     """
     if not dist.is_initialized():
         raise RuntimeError("call torch.distributed.init_process_group(…) first; torchrun sets what it needs")
