@@ -1,9 +1,8 @@
 """An assistant (DeDLOC's auxiliary peer) trains nothing, and lets peers that only dial out train.
 
-Such trainers cannot reach each other, but all of them can reach the assistant. It organizes their
-rounds, reduces, and passes on the training state to late joiners. It needs no torch, no data and no
-model, because the calling trainer's ticket describes the round. Where trainers reduce themselves,
-it is one more reducer.
+It organizes their rounds, reduces, and passes on the training state to late joiners. It needs no
+torch, no data and no model, because the calling trainer's ticket describes the round. Where
+trainers reduce themselves, it is one more reducer.
 """
 
 from __future__ import annotations
@@ -29,13 +28,11 @@ logger = logging.getLogger(__name__)
 
 PUBLISH_S = 15.0
 TTL_S = 4 * PUBLISH_S
-FRESH_S = 1.0
-"""Older records are read again before peers are invited to a round."""
+FRESH_S = 1.0  # older records are read again before peers are invited to a round
 READ_TIMEOUT_S = 3.0
 IDLE_S = 900.0
 MAX_COLLABORATIONS = 16
-MAX_ROUNDS = 4
-"""Of one collaboration at once."""
+MAX_ROUNDS = 4  # of one collaboration at once
 UNKNOWN_MEMORY_BYTES = 8 << 30
 VECTORS_IN_MEMORY = 4
 """The vectors of this round and of the last, with a reserve; a model too large for that is refused."""
@@ -96,7 +93,7 @@ class Assistant:
             self._runtime.call(self.withdraw())
 
     def kill(self) -> None:
-        """Stop assisting without notice; call it on the runtime's event loop."""
+        """Stop without notice; on the runtime's event loop."""
         self._stopped = True
         if self._publishing is not None:
             self._publishing.cancel()
@@ -138,7 +135,6 @@ class Assistant:
             self._parts[prefix] = _Part(self._services, prefix, self._tally, self._stored)
 
     def leave(self, prefix: str) -> None:
-        """Stop helping this collaboration, for now."""
         if part := self._parts.pop(prefix, None):
             part.close()
 

@@ -68,8 +68,7 @@ ATTEMPTS, BRANCHES = 5, 4
 MAX_REPLAY_BYTES = 1 << 30
 """Memory for the means that a late joiner collects while it downloads the state."""
 PAUSE_S = 1.0
-PATIENCE_S = 30.0
-"""Donors may fail for this long, or `ATTEMPTS` times, before others are tried."""
+PATIENCE_S = 30.0  # donors may fail for this long, or `ATTEMPTS` times, before others are tried
 
 CaughtUp: TypeAlias = tuple[Snapshot, list[Floats]]
 """A state to load, and the means of the rounds since, in order."""
@@ -231,12 +230,10 @@ class Collaboration:
         return Due.NOTHING
 
     async def on_gate(self) -> None:
-        """Publish that this peer was paused or resumed, so that no round waits for it.
-
-        After a pause it is idle first (see `_end_idle`): two peers that resume together must not outvote a third.
-        """
+        """Publish that this peer was paused or resumed, so that no round waits for it."""
         paused = self.services.gate.closed
         if paused != self.progress.own.paused:
+            # Idle first (see `_end_idle`): two peers that resume together must not outvote a third.
             self._update(paused=paused, idle=not paused)
             self._throughput.wait() if paused else self._throughput.work(self._now())
             self._wake.set()
@@ -250,7 +247,6 @@ class Collaboration:
                 self._update(idle=False)
 
     async def wait_due(self, deadline: float) -> Due:
-        """Wait until an action is due, at most until ``deadline`` (loop time)."""
         await self.on_gate()
         self._throughput.wait()
         await self._end_idle()
@@ -396,9 +392,9 @@ class Collaboration:
             self._update(local_steps=self.plan.local_steps)
 
     async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
+        # By their records, the last round or a call: a record may be late.
         expected = self.progress.participants(step, lineage) | self.progress.assistants.keys()
-        likely = self._matchmaker.likely(step, lineage)  # a record may be late
-        return sorted((expected | likely) - self.progress.absent)
+        return sorted((expected | self._matchmaker.likely(step, lineage)) - self.progress.absent)
 
     def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
         own, step, lineage = self.progress.own, terms.step, terms.lineage

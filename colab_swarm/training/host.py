@@ -29,26 +29,21 @@ LEAD = 0
 
 @dataclass(frozen=True)
 class _Update:
-    """Rank 0 sends it after each call."""
-
     step: int = 0
     lineage: bytes = b""
     result: RoundResult | None = None
-    changed: bool = False  # its parameters
+    changed: bool = False  # the parameters of rank 0, which sends this after each call
     error: str = ""
 
 
 class HostOptimizer:
-    """A rank's part in a peer of several processes: use it like a `SwarmOptimizer`, in the same way on all ranks.
-
-    ``lead`` is the peer's `SwarmOptimizer` on rank 0, None on the others.
-    """
+    """A rank's part in a peer of several processes: use it like a `SwarmOptimizer`, in the same way on all ranks."""
 
     def __init__(
         self, optimizer: Optimizer, begin: Callable[[], SwarmOptimizer] | None, *, timeout_s: float
     ) -> None:
         """Use `host_optimizer`. ``begin`` joins the swarm, on rank 0."""
-        self.lead: SwarmOptimizer | None = None
+        self.lead: SwarmOptimizer | None = None  # on the other ranks
         self.global_step, self.lineage = 0, b""
         self._parameters: list[Tensor] = [
             p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
@@ -72,11 +67,10 @@ class HostOptimizer:
 
     @torch.no_grad()
     def step(self, *, samples: float, loss: float | None = None) -> RoundResult | None:
-        """Count the gradients of all ranks' last ``backward()`` and step with the swarm if its batch is full.
+        """See `SwarmOptimizer.step`; ``samples`` is 0 if there is no batch for this rank. All ranks get the result.
 
-        ``samples`` is 0 if there is no batch for this rank; see `SwarmOptimizer.step`. All ranks get the
-        result. Raises `HostError` if another rank failed, or did not respond within ``timeout_s``; on
-        rank 0 also `ValueError` if no rank has samples, and `StateError` as `SwarmOptimizer.step` does.
+        Raises `HostError` if another rank failed, or did not respond within ``timeout_s``, and `ValueError`, on
+        rank 0, if no rank has samples.
         """
         self._gather(float(samples), loss)
         return self._follow_lead(self._step)
@@ -171,11 +165,10 @@ class HostOptimizer:
         return update
 
     def _lost(self, what: str, error: RuntimeError) -> HostError:
-        where, longest = f"at rank {dist.get_rank()}", f"{self._timeout.total_seconds():g} s"
-        reason = str(error).partition("\n")[0]
+        rank, reason = dist.get_rank(), str(error).partition("\n")[0]
         return HostError(
-            f"{what}: {where} a rank is missing that has died, failed, or did not respond within {longest}; its own "
-            f"output shows why. Start all ranks again. ({reason})"
+            f"{what}: at rank {rank} a rank is missing that has died, failed, or did not respond within "
+            f"{self._timeout.total_seconds():g} s; its own output shows why. Start all ranks again. ({reason})"
         )
 
     def __repr__(self) -> str:
@@ -208,7 +201,6 @@ def host_optimizer(
         raise RuntimeError("call torch.distributed.init_process_group(…) first; torchrun sets what it needs")
     if (swarm is None) is (dist.get_rank() == LEAD):
         raise ValueError("only rank 0 talks to the swarm: give it the swarm, and None to all other ranks")
-    begin = None
-    if swarm is not None:
-        begin = partial(swarm.optimizer, optimizer, target_batch_size=target_batch_size, **settings)
+    chosen = {"target_batch_size": target_batch_size, **settings}
+    begin = None if swarm is None else partial(swarm.optimizer, optimizer, **chosen)
     return HostOptimizer(optimizer, begin, timeout_s=timeout_s)

@@ -28,8 +28,9 @@ class _Layerwise(torch.optim.Optimizer):
         groups = self.param_groups
         work = [(w, group) for group in groups for w in group["params"] if w.grad is not None]
         if any(weight.grad.is_sparse for weight, _ in work):
-            name = type(self).__name__
-            raise RuntimeError(f"{name} does not support sparse gradients: use sparse=False in the embedding")
+            raise RuntimeError(
+                f"{type(self).__name__} does not support sparse gradients: use sparse=False in the embedding"
+            )
         for weight, group in work:
             self._step_tensor(weight, weight.grad, group)
         return loss

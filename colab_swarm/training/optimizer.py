@@ -43,14 +43,11 @@ logger = logging.getLogger(__name__)
 LOOK_S = 10.0
 """How often a trainer that waits for the swarm's next step checks whether the session ends."""
 SAVE_S = 120.0
-MOST_OF_TIME = 0.05
-"""Largest part of the time that saving may take."""
+MOST_OF_TIME = 0.05  # largest part of the time that saving may take
 
 
 @dataclass(frozen=True)
 class OptimizerSnapshot:
-    """The swarm's progress, as one peer knows it."""
-
     optimizer: str  # type of the wrapped one
     step: int  # updates of the swarm that this peer's parameters have
     own_samples: float  # accumulated here for the next step
@@ -146,7 +143,6 @@ class SwarmOptimizer(WrappedOptimizer):
 
     @property
     def global_step(self) -> int:
-        """Updates of the swarm that the parameters have."""
         return self._replica.step
 
     @property
@@ -162,10 +158,8 @@ class SwarmOptimizer(WrappedOptimizer):
 
         Call it after each micro-batch; gradients are zeroed. Under AMP: ``scaler.step(optimizer, samples=n)``.
 
-        Args:
-            closure: not supported, must be None.
-            samples: number of samples whose mean loss was differentiated, > 0.
-            loss: that mean loss, for the charts.
+        ``samples`` > 0 is the number of samples whose mean ``loss``, for the charts, was differentiated.
+        No ``closure`` is supported.
 
         Returns the averaging round's result if the global step advanced, else None. Delayed updates: the
         first call after its end returns it; the model gets the parameters when the next begins.
@@ -310,7 +304,6 @@ class SwarmOptimizer(WrappedOptimizer):
         return self._replica.rule.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Not supported: one peer's optimizer state must not differ from the others'."""
         raise TypeError(
             "peers share one optimizer state: use optimizer.load(path) with a file written by save(path)"
         )

@@ -157,7 +157,6 @@ class Progress:
 
     @property
     def records(self) -> Mapping[PeerId, ProgressRecord]:
-        """All live records, the own included."""
         return {self.me: self.own, **self._others}
 
     async def refresh(self, dht: DHT, peers: Peers) -> None:
@@ -204,7 +203,7 @@ class Progress:
         self._others = fresh
 
     def on_round(self, members: Iterable[PeerId], step: int, lineage: bytes, *, now: float) -> None:
-        """Move ``members`` to ``step`` before their records say so."""
+        """Do not wait for the members' records."""
         for peer in members:
             known = self._others.get(peer)
             if known is not None and not known.syncing and known.step < step:
@@ -265,8 +264,7 @@ class Progress:
         branch = self.branch()
         if self.own.step == branch.step:
             return self.own.lineage != branch.lineage
-        ahead = self.own.step == branch.step + 1 and self._before in (branch.lineage, None)
-        return not ahead
+        return self.own.step != branch.step + 1 or self._before not in (branch.lineage, None)
 
     def stands(self, step: int, lineage: bytes) -> bool:
         """Return True if the swarm follows, or may still follow, the group that this peer had at a step.
@@ -299,10 +297,9 @@ class Progress:
         return sum(r.samples_per_s for r in self.records.values() if not (r.syncing or r.absent))
 
     def seconds_to_batch(self, now: float) -> float:
-        """Infinite while no speed is known."""
         missing = max(0.0, self.round_samples - self.samples(now))
         speed = self.samples_per_s()
-        return 0.0 if missing == 0 else missing / speed if speed > 0 else math.inf
+        return 0.0 if missing == 0 else missing / speed if speed > 0 else math.inf  # it is not known yet
 
     def batch_full(self, now: float) -> bool:
         return self.samples(now) >= self.round_samples

@@ -29,8 +29,7 @@ T = TypeVar("T")
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 """Of the swarm's steps if peers take local ones (DiLoCo, section 3)."""
-MAX_SETTING = 1e6
-"""Bound on a learning rate and the like in a state."""
+MAX_SETTING = 1e6  # bound on a learning rate and the like in a state
 SMALL_VALUES = 1 << 16
 """Tensors with fewer values are small, such as biases: they are at the front of a flat vector."""
 

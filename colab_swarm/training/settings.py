@@ -21,13 +21,11 @@ from colab_swarm.net.peers import PeerId, Peers
 from colab_swarm.tensors.codecs import Precision, mean_codec_for
 from colab_swarm.training.progress import MAX_LOCAL_STEPS
 
-ROUNDS_PART = 0.95
-"""Part of the budget for rounds; the rest is for all other traffic."""
+ROUNDS_PART = 0.95  # part of the budget for rounds; the rest is for all other traffic
 ROUND_PART = 0.5
 """Longest round at the budget's speed, as a part of the time in which the swarm computes: all peers wait for it."""
 SAVING = "int8"
-ROUND_TIMEOUT_S = 180.0
-"""Bound on matchmaking and averaging of one round together."""
+ROUND_TIMEOUT_S = 180.0  # bound on matchmaking and averaging of one round together
 
 
 @dataclass(frozen=True)
@@ -126,11 +124,9 @@ class TrafficBudgetPolicy:
         return (1 - share) * mine + share * others * mean, (1 - share) * mean + share * others * theirs
 
 
-MEASURABLE_BYTES = 1 << 18
-"""A round that moved less says nothing about bandwidth."""
+MEASURABLE_BYTES = 1 << 18  # a round that moved less says nothing about bandwidth
 KEPT_PER_ROUND = 0.98
-ROUNDS = 4
-"""Number of rounds before their best counts: a single round may have waited for anything."""
+ROUNDS = 4  # number of rounds before their best counts: a single round may have waited for anything
 
 
 class Rate:
@@ -150,8 +146,7 @@ class Rate:
             self._rounds += 1
 
     def known(self, measured_bps: float | None, most_bps: float | None = None) -> float | None:
-        seen_bps = self._best_bps if self._rounds >= ROUNDS else 0.0
-        best_bps = max(measured_bps or 0.0, seen_bps)
+        best_bps = max(measured_bps or 0.0, self._best_bps if self._rounds >= ROUNDS else 0.0)
         return min(best_bps, most_bps or best_bps) if best_bps else most_bps
 
 

@@ -78,7 +78,7 @@ class CheckpointFolder(StepFiles):
     """The last checkpoints of one run; older ones are deleted after a save."""
 
     def save(self, step: int, state: Any) -> Path:
-        """Write a checkpoint, delete those beyond ``keep``, and return the path."""
+        """Write a checkpoint and delete those beyond ``keep``."""
         path = self.file_of(step)
         save_checkpoint(path, state)
         self.prune(path)
