@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,8 @@ import torch
 import colab_swarm as cs
 from colab_swarm.averaging.group import JoinRound, RoundTerms
 from colab_swarm.averaging.round import Averager
+from colab_swarm.elastic.process_group import group_optimizer
+from colab_swarm.elastic.steps import ElasticSettings
 from colab_swarm.errors import StateError
 from colab_swarm.events import BatchDropped, RoundFinished, StateReceived
 from colab_swarm.sim import SimNetwork
@@ -22,7 +28,7 @@ from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.progress import ProgressRecord, progress_key
 from colab_swarm.training.replica import Replica
-from colab_swarm.training.settings import PeerServices
+from colab_swarm.training.settings import PeerServices, TrainingSettings
 from colab_swarm.training.state import load_checkpoint, save_checkpoint
 from tests.training.toy import (
     alone,
@@ -116,6 +122,35 @@ def test_a_senseless_number_of_samples_raises_at_once(samples: object) -> None:
 def test_senseless_settings_raise_at_once(settings: dict[str, object]) -> None:
     with simulation(1) as sim, pytest.raises(ValueError, match=str(next(iter(settings.values())))):
         sim.run(lambda swarm: join_training(swarm, model(), **settings))
+
+
+@pytest.mark.parametrize("option", ["compresion", "prefix"])
+@pytest.mark.parametrize(
+    "make", [partial(Swarm.optimizer, target_batch_size=10), partial(Swarm.elastic_optimizer, peers=2)]
+)
+def test_an_unknown_option_is_named(make: Callable[..., object], option: str) -> None:
+    with simulation(1) as sim, pytest.raises(TypeError, match=f"'{option}'"):
+        sim.run(lambda swarm: make(swarm, Lamb(model().parameters()), **{option: "int8"}))
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        (Swarm.optimizer, TrainingSettings),
+        (Swarm.elastic_optimizer, ElasticSettings),
+        (group_optimizer, ElasticSettings),
+    ],
+)
+def test_docstrings_list_the_options(method: Callable[..., object], settings: type) -> None:
+    """The method's own names the settings, and theirs every option."""
+    assert f"see `{settings.__name__}`" in method.__doc__
+    options = (
+        {one.name for one in fields(settings)}
+        - inspect.signature(method).parameters.keys()
+        - {"prefix", "peers"}
+    )
+    assert len(options) >= 4
+    assert not [name for name in options if f"\n        {name}: " not in settings.__doc__]
 
 
 def test_clipping_comes_after_averaging_and_the_scheduler_counts_global_steps() -> None:
