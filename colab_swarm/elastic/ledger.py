@@ -64,7 +64,7 @@ class Closed:
 
 
 class GradientLedger:
-    """One peer's account of its group's gradients. It keeps arrays without a copy: do not change them later.
+    """One peer's account of its group's gradients. It takes no copies: do not change arrays later.
 
     ``sizes`` are the values of each bucket, ``peers`` is p at the start, and ``me`` is 0 to p - 1.
     """
@@ -264,8 +264,8 @@ class _View:
 class Meter(Moments):
     """A peer's own distance: exact, but for residuals, once everything missing has arrived.
 
-    Only the norms of residuals are known; they count as if all had the same direction. Each piece that
-    a lost peer owes counts permanently, with the typical size of such a piece.
+    Only the norms of residuals are known; they count as if all had the same direction. A piece that a
+    lost peer owes counts permanently, with the typical size of such a piece.
     """
 
     def __init__(self, buckets: int, peers: int) -> None:
@@ -348,7 +348,7 @@ class Meter(Moments):
 
 
 class ExactMeter(Moments):
-    """Exact distances of a whole group in one process, with plain SGD at the rate ``alpha``; for experiments."""
+    """Exact distances of a group in one process, with plain SGD at the rate ``alpha``."""
 
     def __init__(self, start: Floats, alpha: float, peers: int) -> None:
         super().__init__(peers)

@@ -33,7 +33,7 @@ from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer, 
 HISTORY = 500
 
 EnterGroup: TypeAlias = Callable[[ElasticSettings, str, Replica], AbstractAsyncContextManager[PieceExchange]]
-"""Finds the other members, loads the first one's state into the replica, and gives an exchange to `begin` with.
+"""Finds the other members, loads the first one's state into the replica, and gives an exchange.
 
 Raises StateError if the group is not formed, ValueError if another peer has other terms (a text).
 """
@@ -41,12 +41,12 @@ FEWEST = 4  # fewest buckets of a model that is not tiny, so that most are sent 
 
 
 class Buckets:
-    """A model's gradients, as one flat vector, cut into buckets of equal size that fill up during backward.
+    """A model's gradients: one flat vector, cut into equal buckets that fill up during backward.
 
-    The vector starts with the last of the ``parameters``, whose gradients come first. A bucket has at
-    most ``most`` values, a multiple of `BLOCK_VALUES`. When all parameters that overlap it have their
-    gradients, ``on_full(bucket, values)`` is called on the thread that runs backward; the values are a
-    view of `vector` and do not change any more.
+    The vector starts with the last of the ``parameters``, whose gradients come first. A bucket has
+    ``most`` values, a multiple of `BLOCK_VALUES`, or fewer. When all parameters that overlap it have
+    their gradients, backward's thread calls ``on_full(bucket, values)``, with a view of `vector`
+    that changes no more.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Buckets:
             self._starts[parameter] = numel
             numel += parameter.numel()
         self._size = min(most, max(1, numel // (FEWEST * BLOCK_VALUES)) * BLOCK_VALUES)
-        self.sizes = [min(self._size, numel - at) for at in range(0, numel, self._size)]  # in values
+        self.sizes = [min(self._size, numel - at) for at in range(0, numel, self._size)]
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
             for parameter in parameters
@@ -68,7 +68,7 @@ class Buckets:
         self.begin()
 
     def begin(self) -> None:
-        self.vector: Floats = np.empty(sum(self.sizes), np.float32)  # the gradient, as far as it is complete
+        self.vector: Floats = np.empty(sum(self.sizes), np.float32)  # the gradient so far
         self._tensor = torch.from_numpy(self.vector)
         self._absent = dict.fromkeys(self._starts)  # in order
         self._open_parts = [0] * len(self.sizes)
@@ -144,7 +144,7 @@ class ElasticOptimizer(WrappedOptimizer):
         events: EventLog,
         pace: Callable[[float], float] | None = None,
     ) -> None:
-        """Use `Swarm.elastic_optimizer` or `group_optimizer`. Returns when the group is complete."""
+        """Use `Swarm.elastic_optimizer` or `group_optimizer`."""
         self._runtime, self._inner, self._settings, self._events = runtime, optimizer, settings, events
         self._pace, self._closed = pace, False
         self._replica = Replica(UpdateRule(optimizer))
@@ -194,7 +194,7 @@ class ElasticOptimizer(WrappedOptimizer):
         """Wait until the scheduler lets this member continue, apply what has arrived, and zero the gradients.
 
         An interrupt leaves the step open: call `step` again, without another ``backward()``. Only a
-        simulation uses ``samples``, for the duration of the next batch. No ``closure`` is supported.
+        simulation uses ``samples``, for the time of the next batch. No ``closure`` is supported.
         """
         self._refuse_closure(closure)
         if self._closed:
@@ -275,9 +275,9 @@ class ElasticOptimizer(WrappedOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the residuals and corrections of a state; call it before the first ``backward()``.
 
-        Load the wrapped optimizer's part and the parameters before the group is formed: all members copy the first
-        member's. So only the first member's corrections count; they are sent with its next gradient. Raises
-        `StateError` if the state belongs to another model.
+        Load the wrapped optimizer's part and the parameters before the group is formed: all copy
+        the first member's. Only its corrections count; they are sent with its next gradient.
+        Raises `StateError` if the state belongs to another model.
         """
         saved = torch.as_tensor(state_dict.get("corrections", ()), dtype=torch.float32)
         corrections: Floats = saved.cpu().numpy().copy()

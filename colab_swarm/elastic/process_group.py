@@ -47,8 +47,8 @@ def group_optimizer(optimizer: Optimizer, **options: Any) -> ElasticOptimizer:
         optimizer: over the same parameters in the same order on all ranks; all ranks copy rank 0's values and state.
         **options: ``scheduler``, ``compression``, ``error_feedback``, ``wait_s``: see `ElasticSettings`.
 
-    Raises `RuntimeError` if there is no process group, and `ValueError` if there are too few or too many
-    ranks, or they have different settings.
+    Raises `RuntimeError` if there is no process group, and `ValueError` if there are too few or too
+    many ranks, or they have different settings.
     """
     if not dist.is_initialized():
         raise RuntimeError(

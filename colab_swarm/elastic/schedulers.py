@@ -129,9 +129,9 @@ class Synchronous(Scheduler):
 class NormBounded(Scheduler):
     """Continues when the received norm of every other peer is at least ``beta`` times the own norm (section 5).
 
-    With ``beta=0`` it never waits for this step's gradients, with 1 for everything. The bound has one
-    step of delay for every beta below 1: a small part of a gradient may have a large norm. The measure
-    ``l0`` is the count of values, the paper's relaxed variant.
+    With ``beta=0`` it never waits for this step's gradients, with 1 for everything. The bound has
+    one step of delay for every beta below 1: a small part of a gradient may have a large norm. The
+    measure ``l0`` is the count of values, the paper's relaxed variant.
     """
 
     beta: float
@@ -240,10 +240,10 @@ MOST = 2.0
 class AdaptiveBeta(Scheduler):
     """`NormBounded`, with the smallest beta that keeps the measured distance under ``max_inconsistency``.
 
-    That is the target of the root mean square of ``||x_t - v_t^i|| / alpha``, in the unit of gradients
-    (`Meter.measured`). Bounds are on the mean square, and gradients arrive in few, large buckets. So
-    ``beta``, at first 1, integrates the deviation of the squared distance from its target: where no
-    constant beta fits, it oscillates and the mean fits. The bound has one step of delay.
+    That is the target of the root mean square of ``||x_t - v_t^i|| / alpha``, in the unit of
+    gradients (`Meter.measured`). Bounds are on the mean square, and gradients arrive in few, large
+    buckets. So ``beta``, at first 1, integrates the deviation of the squared distance from its target:
+    where no constant beta fits, it oscillates and the mean fits. The bound has one step of delay.
     """
 
     max_delay = 1

@@ -62,9 +62,9 @@ class ElasticSettings:
 class ElasticStep:
     """Result of one step at this peer.
 
-    ``inconsistency`` is the distance of this peer's parameters from the group's, divided by the learning
-    rate: the root mean square over recent steps whose gradients have all arrived. ``bound`` is the
-    theory's limit for it, with M and sigma as estimated so far; None: unknown for this codec.
+    ``inconsistency`` is the distance of this peer's parameters from the group's, divided by the
+    learning rate: the root mean square over recent steps whose gradients have all arrived. ``bound``
+    is the theory's limit, with M and sigma as estimated so far; None: unknown for this codec.
     """
 
     step: int  # from 0, since the group was formed

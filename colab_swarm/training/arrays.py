@@ -43,7 +43,7 @@ class ArrayAverages:
 
 
 def flatten(values: Any) -> tuple[Floats, Callable[[Floats], Any]]:
-    """Return the values as a flat float32 vector, and a function that restores their shape and kind."""
+    """Return the values as a flat float32 vector, and what restores their shape and kind."""
     torch = sys.modules.get("torch")  # imported already if there is a tensor
     if torch is not None and isinstance(values, torch.Tensor):
         flat = values.detach().to("cpu", torch.float32).flatten().numpy()

@@ -200,8 +200,8 @@ class _Part:
 
     def _known(self, step: int, lineage: bytes) -> list[PeerId]:
         assistants = self._progress.assistants.keys() & self._services.peers.linked()
-        known = self._progress.participants(step, lineage)
-        return sorted(known | assistants | self._matchmaker.likely(step, lineage))  # a record may be late
+        known = self._progress.participants(step, lineage)  # a record may be late
+        return sorted(known | assistants | self._matchmaker.likely(step, lineage))
 
     def _on_lost(self, peer: PeerId) -> None:
         self._progress.on_lost(peer, now=_now())

@@ -82,10 +82,10 @@ class Due(enum.Enum):
 
 
 class Collaboration:
-    """One trainer's part in the swarm; averages vectors of ``numel`` values, with the layout ``schema``.
+    """One trainer's part in the swarm; ``own`` is its first record.
 
-    ``own`` is its first record. ``snapshot()`` copies the current training state off the event loop; it may
-    raise `StateError`.
+    It averages vectors of ``numel`` values with the layout ``schema``. ``snapshot()`` copies the
+    current training state off the event loop; it may raise `StateError`.
     """
 
     def __init__(
@@ -269,10 +269,9 @@ class Collaboration:
     ) -> RoundResult | None:
         """Average ``values`` in the round of the own step, apply the mean and move to the next step.
 
-        ``values`` become the mean. ``apply`` takes the step with it, off the event loop, and returns the
-        new lineage. An interrupt does not stop that (see `settled`): parameters and record must agree.
-        With ``aside``, the trainer computes for the next step meanwhile. Returns None if there is no mean;
-        the samples then go into the next round.
+        ``values`` become the mean. ``apply`` takes the step with it, off the event loop, and
+        returns the new lineage. An interrupt does not stop that: parameters and record must agree.
+        ``aside``: the trainer computes on meanwhile. Returns None if there is no mean.
         """
         if aside:
             self._averaging_aside = True
@@ -439,7 +438,7 @@ class Collaboration:
             await self._wake.wait()
 
     async def follow_round(self) -> dict[tuple[int, bytes], Floats]:
-        """Follow the round that `wait_called` waited for; return its complete mean by step and lineage."""
+        """Follow the round of the call; return its complete mean by step and lineage."""
         assert self._called is not None
         (step, lineage), self._called = self._called, None
         values = np.zeros(self._numel, np.float32)

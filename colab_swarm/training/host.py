@@ -37,7 +37,7 @@ class _Update:
 
 
 class HostOptimizer:
-    """A rank's part in a peer of several processes: use it like a `SwarmOptimizer`, in the same way on all ranks."""
+    """A rank's part in a peer: use it like a `SwarmOptimizer`, in the same way on all ranks."""
 
     def __init__(
         self, optimizer: Optimizer, begin: Callable[[], SwarmOptimizer] | None, *, timeout_s: float
@@ -67,10 +67,10 @@ class HostOptimizer:
 
     @torch.no_grad()
     def step(self, *, samples: float, loss: float | None = None) -> RoundResult | None:
-        """See `SwarmOptimizer.step`; ``samples`` is 0 if there is no batch for this rank. All ranks get the result.
+        """See `SwarmOptimizer.step`. All ranks get the result.
 
-        Raises `HostError` if another rank failed, or did not respond within ``timeout_s``, and `ValueError`, on
-        rank 0, if no rank has samples.
+        ``samples`` is 0 if there is no batch for this rank. Raises `HostError` if another rank
+        failed, or did not respond in time, and `ValueError`, on rank 0, if no rank has samples.
         """
         self._gather(float(samples), loss)
         return self._follow_lead(self._step)
@@ -167,8 +167,9 @@ class HostOptimizer:
     def _lost(self, what: str, error: RuntimeError) -> HostError:
         rank, reason = dist.get_rank(), str(error).partition("\n")[0]
         return HostError(
-            f"{what}: at rank {rank} a rank is missing that has died, failed, or did not respond within "
-            f"{self._timeout.total_seconds():g} s; its own output shows why. Start all ranks again. ({reason})"
+            f"{what}: at rank {rank} a rank is missing that has died, failed, or did not respond "
+            f"within {self._timeout.total_seconds():g} s; its own output shows why. "
+            f"Start all ranks again. ({reason})"
         )
 
     def __repr__(self) -> str:
@@ -185,8 +186,8 @@ def host_optimizer(
 ) -> HostOptimizer:
     """Make one peer of all processes of a `torch.distributed` job; every rank calls it after ``init_process_group``.
 
-    Do not wrap the model in `DistributedDataParallel`: gradients are summed here. A `GradScaler` would skip steps on
-    one rank alone: use bfloat16.
+    Do not wrap the model in `DistributedDataParallel`: gradients are summed here. A `GradScaler`
+    would skip steps on one rank alone: use bfloat16.
 
     Args:
         swarm: this peer's `Swarm` on rank 0, None on the others.
@@ -194,8 +195,8 @@ def host_optimizer(
         timeout_s: longest time that one rank waits for another, a long evaluation or catching up included.
         target_batch_size, settings: those of `Swarm.optimizer`; only rank 0's count.
 
-    Raises `RuntimeError` if there is no process group, `ValueError` if rank 0 has no swarm or another rank
-    has one, `HostError` if another rank failed, and what `Swarm.optimizer` raises, on rank 0.
+    Raises `RuntimeError` if there is no process group, `ValueError` if rank 0 has no swarm or
+    another rank has one, `HostError` if another rank failed, and what `Swarm.optimizer` raises.
     """
     if not dist.is_initialized():
         raise RuntimeError("call torch.distributed.init_process_group(…) first; torchrun sets what it needs")

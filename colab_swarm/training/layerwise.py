@@ -48,8 +48,9 @@ class Lamb(_Layerwise):
         r  = m^ / (sqrt(v^) + eps) + weight_decay w        with m^ = m / (1 - b1^t), v^ = v / (1 - b2^t)
         w <- w - lr min(|w|, clamp) / |r| r                a ratio with a zero norm is taken as 1
 
-    Without ``bias_correction``, m^ = m and v^ = v. Usual are ``lr=1.76e-3`` at batch 4096 for ALBERT-large,
-    and no ``weight_decay`` for biases and layer norms. Raises `ValueError` if an argument is out of its range.
+    Without ``bias_correction``, m^ = m and v^ = v. Usual are ``lr=1.76e-3`` at batch 4096 for
+    ALBERT-large, and no ``weight_decay`` for biases and layer norms. Raises `ValueError` if an
+    argument is out of its range.
     """
 
     def __init__(
@@ -105,8 +106,8 @@ class Lars(_Layerwise):
         m <- momentum m + r (g + weight_decay w)             a zero norm: g itself, without decay
         w <- w - lr m
 
-    A group whose ``lr`` is 0 is frozen: its momentum does not grow until the scheduler raises ``lr``.
-    With ``clip`` the ratio only lowers the learning rate. Usual is ``lr=4.8`` at batch 4096 for SwAV.
+    A group whose ``lr`` is 0 is frozen: its momentum does not grow until the scheduler raises it.
+    With ``clip`` the ratio only lowers the learning rate. Usual is ``lr=4.8`` at batch 4096 (SwAV).
     Raises `ValueError` if an argument is out of its range.
     """
 

@@ -72,8 +72,8 @@ class OptimizerSnapshot:
 class SwarmOptimizer(WrappedOptimizer):
     """Accumulates gradients at this peer's own pace and steps once the swarm has its target batch.
 
-    The averaged gradient is ``sum_i n_i * grad_i / sum_i n_i`` over the peers (DeDLOC, section 3.1), where ``grad_i``
-    is the mean over ``n_i`` samples: n peers train as one process with the joined batch would.
+    The averaged gradient is ``sum_i n_i * grad_i / sum_i n_i`` over the peers (DeDLOC, section 3.1),
+    where ``grad_i`` is a mean over ``n_i`` samples: as one process with the joined batch would train.
 
     ``param_groups``, ``state``, ``defaults`` and ``state_dict()`` are those of the wrapped
     optimizer, to read. With delayed updates, a change of ``param_groups`` has no effect.
@@ -158,11 +158,10 @@ class SwarmOptimizer(WrappedOptimizer):
 
         Call it after each micro-batch; gradients are zeroed. Under AMP: ``scaler.step(optimizer, samples=n)``.
 
-        ``samples`` > 0 is the number of samples whose mean ``loss``, for the charts, was differentiated.
-        No ``closure`` is supported.
-
-        Returns the averaging round's result if the global step advanced, else None. Delayed updates: the
-        first call after its end returns it; the model gets the parameters when the next begins.
+        ``samples`` > 0 is the number whose mean ``loss``, for the charts, was differentiated. No
+        ``closure`` is supported. Returns the averaging round's result if the global step advanced,
+        else None. Delayed updates: the first call after its end returns it; the model gets the
+        parameters when the next begins.
 
         Raises `StateError` if this peer fell behind and no peer could give it the state, and
         `RuntimeError` if this peer has left, as you closed it or its session ends.
@@ -207,7 +206,7 @@ class SwarmOptimizer(WrappedOptimizer):
     def save(self, target: str | Path | CheckpointFolder) -> None:
         """Write a checkpoint to a file, or into a folder that holds the last few. Thread-safe.
 
-        Raises `StateError` if it could not be written (disk full?); an older file there is untouched.
+        Raises `StateError` if it could not be written; an older file there is untouched.
         """
         with self._replica.lock:
             state = copied({**self._replica.state(), **self._gathered.state()})
@@ -219,8 +218,8 @@ class SwarmOptimizer(WrappedOptimizer):
     def load(self, source: str | Path | CheckpointFolder) -> None:
         """Continue from a checkpoint, or from the latest readable one of a folder.
 
-        If the swarm is further, this peer fetches its state at the next step. Raises `StateError`, with
-        nothing changed, if there is none, it is damaged, or it belongs to another model.
+        If the swarm is further, this peer fetches its state at the next step. Raises `StateError`,
+        with nothing changed, if there is none, it is damaged, or it belongs to another model.
         """
         with self._trainer_call():
             self._land(wait=True)
@@ -242,7 +241,7 @@ class SwarmOptimizer(WrappedOptimizer):
     def close(self, *, hand_over_s: float = 0.0) -> None:
         """Leave the collaboration; the model keeps the newest parameters. Idempotent.
 
-        ``hand_over_s`` is how long to wait for a last round that takes the accumulated samples; with 0 they are lost.
+        Waits ``hand_over_s`` for a last round that takes the accumulated samples; else they are lost.
         """
         with self._lock:
             if self.closed.is_set():

@@ -2,17 +2,17 @@
 
 A pure core over the peers' progress records. The rules that keep a swarm together:
 
-- A *lineage* is a chain of digests over the first parameters and every mean applied since. It names a branch of
-  parameters: two peers hold equal parameters exactly when their lineages are equal.
-- The *branch* of the swarm is the highest step that at least half of the training peers have reached, and on that step
-  the lineage that most of them hold (ties: that of the smallest peer id). A peer that is not on the branch catches up.
-  So one liar, one clock or one lucky minority never moves the swarm.
-- Some peers have no vote. Peers that cannot be dialled have none while others can: among themselves they could neither
-  form a round nor give their state. Peers that could not give the state that they claim have none for `DISTRUST_S`.
-  Paused and idle peers stay where they are, which must not hold back the others.
-- The batch is full when the samples of the peers on the branch reach the target (DeDLOC, section 3.1). Records of
-  other peers are a moment old, so their counts are extrapolated at their speed, for `EXTRAPOLATE_S` at most: a peer
-  that is gone must not fill the batch.
+- A *lineage* is a chain of digests over the first parameters and every mean applied since. Two
+  peers hold equal parameters exactly when their lineages are equal.
+- The *branch* of the swarm is the highest step that at least half of the training peers have
+  reached, and on that step the lineage that most of them hold (ties: that of the smallest peer id).
+  The others catch up. So one liar, one clock or one lucky minority never moves the swarm.
+- Some peers have no vote. Peers that cannot be dialled have none while others can: among themselves
+  they could neither form a round nor give their state. Peers that could not give the state that
+  they claim have none for `DISTRUST_S`. Paused and idle peers must not hold back the others.
+- The batch is full when the samples of the peers on the branch reach the target (DeDLOC, section
+  3.1). Records are a moment old, so counts are extrapolated at the peers' speed, for
+  `EXTRAPOLATE_S` at most: a peer that is gone must not fill the batch.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ class Progress:
     ) -> None:
         """Take the live records just read.
 
-        The result of a round outlives a few reads of an older record. A lost peer counts again when it is ``linked``
-        or, after `LAST_RECORD_S`, publishes a new record: its last record may live for a minute.
+        The result of a round outlives a few reads of an older record. A lost peer counts again when
+        it is ``linked`` or, after `LAST_RECORD_S`, publishes a new record.
         """
         self._no_vote = self._distrusted.ends(now)
         self._lost = {
@@ -203,7 +203,6 @@ class Progress:
         self._others = fresh
 
     def on_round(self, members: Iterable[PeerId], step: int, lineage: bytes, *, now: float) -> None:
-        """Do not wait for the members' records."""
         for peer in members:
             known = self._others.get(peer)
             if known is not None and not known.syncing and known.step < step:
@@ -236,7 +235,6 @@ class Progress:
         self.own = msgspec.structs.replace(self.own, step=self.own.step + 1, lineage=lineage, samples=samples)
 
     def leap(self, step: int, lineage: bytes, *, syncing: bool) -> None:
-        """Move this peer to another peer's state, or to a saved one."""
         self._before = None
         self.own = msgspec.structs.replace(self.own, step=step, lineage=lineage, samples=0.0, syncing=syncing)
 
@@ -257,21 +255,17 @@ class Progress:
 
     @property
     def behind(self) -> bool:
-        """True if this peer is neither on the branch nor one step ahead because it ended a round first.
-
-        A peer that is further ahead took steps without the branch: no other peer would follow.
-        """
+        """True if this peer is neither on the branch nor one step ahead as it ended a round first."""
         branch = self.branch()
         if self.own.step == branch.step:
             return self.own.lineage != branch.lineage
+        # A peer that is further ahead took steps without the branch: no other peer would follow.
         return self.own.step != branch.step + 1 or self._before not in (branch.lineage, None)
 
     def stands(self, step: int, lineage: bytes) -> bool:
-        """Return True if the swarm follows, or may still follow, the group that this peer had at a step.
-
-        It does not if this peer took that step and the branch is still there: the group was this peer, or a few.
-        """
+        """Return True if the swarm follows, or may still follow, the group that this peer had at a step."""
         branch = self.branch()
+        # Not if this peer took that step and the branch is still there: they were a few.
         return self.own.step <= step or (branch.step, branch.lineage) != (step, lineage)
 
     def participants(self, step: int, lineage: bytes) -> set[PeerId]:
@@ -299,7 +293,7 @@ class Progress:
     def seconds_to_batch(self, now: float) -> float:
         missing = max(0.0, self.round_samples - self.samples(now))
         speed = self.samples_per_s()
-        return 0.0 if missing == 0 else missing / speed if speed > 0 else math.inf  # it is not known yet
+        return 0.0 if missing == 0 else missing / speed if speed > 0 else math.inf
 
     def batch_full(self, now: float) -> bool:
         return self.samples(now) >= self.round_samples

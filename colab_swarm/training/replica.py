@@ -36,26 +36,22 @@ SMALL_VALUES = 1 << 16
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How a mean gradient becomes an update: clipping comes after averaging, the scheduler counts global steps."""
+    """How a mean becomes an update: clipped after averaging; the scheduler counts global steps."""
 
     optimizer: Optimizer
     scheduler: LRScheduler | None = None
     max_grad_norm: float | None = None
-    delayed: bool = (
-        False  # the optimizer works on copies in main memory; `Replica.show` copies them to the model
-    )
-    local: bool = (
-        False  # the optimizer takes this peer's local steps, and Nesterov's SGD the swarm's (DiLoCo)
-    )
+    delayed: bool = False  # the optimizer works on copies in main memory, see `Replica.show`
+    local: bool = False  # it takes this peer's local steps, and Nesterov's SGD the swarm's (DiLoCo)
 
 
 class Replica:
     """One peer's copy of the model's training state.
 
     The trainer computes with ``model``, and the swarm's step updates ``parameters``: the same, or a
-    copy, which is ahead with delayed updates and behind with local steps. The flat vector of all has
-    ``numel`` values, ``fine`` of them of small tensors, at its front. ``schema`` is the digest of its
-    layout: peers with another model, or other local steps, do not mix.
+    copy, which is ahead with delayed updates and behind with local steps. The flat vector of all
+    has ``numel`` values, ``fine`` of them of small tensors, at its front. ``schema`` is the digest
+    of its layout: peers with another model, or other local steps, do not mix.
     """
 
     def __init__(self, rule: UpdateRule) -> None:
@@ -148,7 +144,7 @@ class Replica:
         }
 
     def load(self, state: Any) -> None:
-        """Raises `StateError`, with nothing changed, if the state does not fit the model or would ruin it."""
+        """Raises `StateError`, with nothing changed, if the state does not fit or would ruin the model."""
         parameters = _checked_parameters(state, self.parameters)
         if ("local" in state) != self.rule.local:
             raise StateError("in this swarm either all peers take local_steps, or none does")
@@ -285,8 +281,8 @@ class Gradients:
     """A sum of gradients, each times its samples.
 
     With local steps (DiLoCo, Douillard et al. 2023) the contribution is the *pseudo-gradient*: the
-    parameters of the last round minus the present ones. ``feedback`` is what compression cut off the
-    last contribution, times its samples.
+    parameters of the last round minus the present ones. ``feedback`` is what compression cut off
+    the last contribution, times its samples.
     """
 
     def __init__(self, replica: Replica, *, error_feedback: bool = False) -> None:
@@ -298,10 +294,7 @@ class Gradients:
         self._loss_sum = self._loss_samples = 0.0
 
     def add(self, samples: float, loss: float | None) -> str | None:
-        """Add the model's gradient, a mean over ``samples``; return the reason if it is dropped.
-
-        A parameter without a gradient counts as zero.
-        """
+        """Add the model's gradient, a mean over ``samples``; return the reason if it is dropped."""
         largest = [  # a NaN or an infinity shows in the largest magnitude
             torch.linalg.vector_norm(p.grad.detach(), float("inf")).float().cpu()
             for p in self._replica.model
@@ -366,7 +359,6 @@ class Gradients:
             self._replica.show()
 
     def on_delivered(self, weight: float) -> None:
-        """Add what compression cut off a contribution in the swarm's mean to the next one."""
         if self.feedback is not None and weight:
             self.feedback.settle(weight)
 
@@ -379,10 +371,7 @@ class Gradients:
 
 
 def parts(parameters: Iterable[torch.Tensor], values: Floats) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each parameter with its part of the flat vector, a view; small ones come first.
-
-    The parameters may have any device and floating dtype.
-    """
+    """Return each parameter with its part of the flat vector, a view; small ones come first."""
     ordered = sorted(parameters, key=lambda one: one.numel() >= SMALL_VALUES)
     sizes = [parameter.numel() for parameter in ordered]
     if values.shape != (sum(sizes),):

@@ -30,15 +30,10 @@ ROUND_TIMEOUT_S = 180.0  # bound on matchmaking and averaging of one round toget
 
 @dataclass(frozen=True)
 class TrafficBudget:
-    """A limit on a peer's traffic.
+    """A limit on a peer's traffic."""
 
-    Attributes:
-        gb_per_hour: 10^9 bytes an hour, both directions together.
-        mbit_s: 10^6 bits a second in each direction; links never go faster.
-    """
-
-    gb_per_hour: float | None = None
-    mbit_s: float | None = None
+    gb_per_hour: float | None = None  # 10^9 bytes an hour, both directions together
+    mbit_s: float | None = None  # 10^6 bits a second in each direction; links never go faster
 
     def __post_init__(self) -> None:
         given = [limit for limit in (self.gb_per_hour, self.mbit_s) if limit is not None]
@@ -81,10 +76,7 @@ class TrafficBudgetPolicy:
         self._ended_at = now
 
     def choose(self, group: Group, compute_s: float) -> CommunicationPlan | None:
-        """Return the plan after a round of ``group``; None while the time of a step is unknown.
-
-        The swarm computes a target batch in ``compute_s``.
-        """
+        """Return the plan after a round of ``group``; None while the time of a step is unknown."""
         if self._step_s is None:
             return None
         numel, precision, steps = group.terms.numel, self._settings.compression, 1
@@ -182,7 +174,7 @@ class PeerServices(RunServices):
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How a collaboration trains; the options of `Swarm.optimizer`. Raises `ValueError` if one is not usable.
+    """How a collaboration trains: the options of `Swarm.optimizer`.
 
     Attributes:
         prefix: names the collaboration within the run; peers of one prefix train one model.

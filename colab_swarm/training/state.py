@@ -58,7 +58,7 @@ REMEMBERED = 4
 def save_checkpoint(path: str | Path, state: Any) -> None:
     """Write a training state so that ``path`` holds either all of it or its old content.
 
-    The state is anything that `flatten` takes, such as a dictionary of the step and some ``state_dict()``.
+    The state is anything that `flatten` takes, such as a dictionary with some ``state_dict()``.
     Raises `StateError` if the disk is full, `TypeError` if a part cannot be saved without pickle.
     """
     tensors, skeleton = flatten(state)
@@ -127,7 +127,7 @@ class StateSharing:
         self._begun.clear()
 
     def outdate(self) -> None:
-        """The state changed: the next late joiner gets a new snapshot. Downloads in progress continue."""
+        """Give the next late joiner a new snapshot. Downloads in progress continue."""
         self._fresh = False
         self._begun.clear()
 
@@ -183,7 +183,7 @@ async def download_state(
 async def agree_on_state(
     peers: Peers, ask: DescribeState, donors: Sequence[PeerId], *, limit: int, timeout_s: float
 ) -> tuple[Manifest | None, list[PeerId], list[str]]:
-    """Return the first donor's manifest, at most ``limit`` donors that hold it, and all refusals."""
+    """Return the first donor's manifest, at most ``limit`` that hold it, and all refusals."""
     manifest: Manifest | None = None
     holders: list[PeerId] = []
     refusals: list[str] = []
@@ -231,8 +231,8 @@ def _step_and_lineage(tensors: Mapping[str, Any], skeleton: bytes) -> tuple[int,
 class Mirror(StateSharing):
     """Gives late joiners a state that this peer does not have itself.
 
-    ``await stored()`` is a checkpoint to give, None while there are trainers, and ``await donors()`` the
-    trainers on the branch. ``on_sent(size_bytes)`` is called after each chunk.
+    ``await stored()`` is a checkpoint to give, None while there are trainers, and ``await donors()``
+    the trainers on the branch. ``on_sent(size_bytes)`` is called after each chunk.
     """
 
     def __init__(
