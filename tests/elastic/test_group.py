@@ -45,8 +45,7 @@ def test_all_start_with_the_first_members_parameters_and_optimizer_state() -> No
 @pytest.mark.parametrize("quiet", ["alice", "bob"])
 def test_a_member_that_only_dials_out_takes_part(quiet: str) -> None:
     def begin(swarm: Swarm) -> torch.Tensor:
-        net = model(seed=len(swarm.name))
-        optimizer = join_group(swarm, net, 2)
+        optimizer = join_group(swarm, net := model(seed=len(swarm.name)), 2)
         step_and_close(optimizer, net)
         return parameters_of(net)
 
@@ -107,8 +106,7 @@ def test_a_surplus_peer_is_advised_to_choose_another_name() -> None:
 def test_a_group_may_be_formed_again_by_the_same_peers() -> None:
     def twice(swarm: Swarm) -> int:
         for _ in range(2):
-            net = model()
-            optimizer = join_group(swarm, net, 2)
+            optimizer = join_group(swarm, net := model(), 2)
             step_and_close(optimizer, net)
         return optimizer.member
 

@@ -34,6 +34,7 @@ from tests.training.toy import (
     alone,
     join_training,
     joint_reference,
+    lineages,
     loss_of,
     model,
     parameters_of,
@@ -47,10 +48,6 @@ from tests.training.toy import (
 
 def simulation(peers: int = 4, network: str = "lan") -> Simulation:
     return cs.simulate(peers, network=network, seed=1, samples_per_s=10.0)
-
-
-def lineages(results: dict[str, tuple[torch.Tensor, bytes]]) -> set[bytes]:
-    return {lineage for _, lineage in results.values()}
 
 
 @pytest.mark.slow
@@ -95,8 +92,7 @@ def test_organizers_that_vanish_do_not_stop_the_swarm(phase: type) -> None:
 
 def test_a_nan_gradient_is_dropped_and_reported() -> None:
     def train(swarm: Swarm) -> tuple[torch.Tensor, list[BatchDropped]]:
-        net = model()
-        optimizer = join_training(swarm, net)
+        optimizer = join_training(swarm, net := model())
         (net(torch.full((1, 8), float("nan")))).sum().backward()
         optimizer.step(samples=10)
         assert optimizer.global_step == 0
@@ -177,8 +173,7 @@ def test_clipping_comes_after_averaging_and_the_scheduler_counts_global_steps() 
 
 def test_a_grad_scaler_drives_the_optimizer_and_skips_overflow() -> None:
     def train(swarm: Swarm) -> torch.Tensor:
-        net = model()
-        optimizer = join_training(swarm, net)
+        optimizer = join_training(swarm, net := model())
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
         for step, factor in ((0, 1.0), (1, float("inf")), (1, 1.0)):
             optimizer.zero_grad()
@@ -188,8 +183,7 @@ def test_a_grad_scaler_drives_the_optimizer_and_skips_overflow() -> None:
         assert scaler.get_scale() < 2.0**8
         return parameters_of(net)
 
-    with simulation(1) as sim:
-        torch.testing.assert_close(sim.run(train)["alice"], joint_reference(2))
+    torch.testing.assert_close(alone(train), joint_reference(2))
 
 
 def test_peers_that_begin_with_different_parameters_agree_on_one() -> None:
@@ -275,13 +269,11 @@ def test_a_state_that_cannot_be_loaded_raises_and_the_peer_catches_up_later(
 
 def test_a_saved_run_continues_identically(tmp_path: Path) -> None:
     def train(swarm: Swarm) -> torch.Tensor:
-        net = model()
-        optimizer = join_training(swarm, net)
+        optimizer = join_training(swarm, net := model())
         for step in range(6):
             if step == 3 and swarm.name == "bob":
                 optimizer.save(tmp_path / "saved")
-                net = model(seed=9)
-                optimizer = join_training(swarm, net)
+                optimizer = join_training(swarm, net := model(seed=9))
                 optimizer.load(tmp_path / "saved")
                 assert optimizer.global_step == 3
             take(optimizer, net, step)
@@ -393,8 +385,7 @@ def test_a_record_has_the_peers_present_addresses() -> None:
 @pytest.mark.parametrize("delayed", [False, True])
 def test_a_leaving_trainer_hands_over_its_samples(delayed: bool) -> None:
     def train(swarm: Swarm) -> float:
-        net = model()
-        optimizer = join_training(swarm, net, target_batch_size=40, overlap=delayed)
+        optimizer = join_training(swarm, net := model(), target_batch_size=40, overlap=delayed)
         wait_for_peers(swarm, optimizer, 3)
         if swarm.name == "carol":
             for _ in range(3):
