@@ -126,9 +126,8 @@ class PeerExchange(PieceExchange):
             self.lose(index, str(error))
 
     async def _send(self, index: int, stream: Stream) -> None:
-        queue = self._queues[index]
         try:
-            while (item := await queue.get()) is not None:
+            while (item := await self._queues[index].get()) is not None:
                 await stream.send(*item)
         except PeerError as error:
             self.lose(index, str(error))
@@ -195,8 +194,7 @@ async def enter_group(
         exchange = PeerExchange(services.peers, services.events, prefix, members, timeout_s=wait_s)
         entered.set_result(exchange)
         if exchange.me:
-            snapshot = await states.download([members[0].id])
-            await asyncio.to_thread(replica.load_snapshot, snapshot)
+            await asyncio.to_thread(replica.load_snapshot, await states.download([members[0].id]))
         yield exchange
     finally:
         assembly.close()

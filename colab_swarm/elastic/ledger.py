@@ -1,12 +1,8 @@
 """One member's account of its group's gradients, and how far its parameters are off. Free of I/O.
 
-Step t applies, by equation 11 of "Elastic Consistency", divided by the number of peers p::
-
-    g_i^t  +  the others' g_j^t that arrived  +  stand-ins for the rest  +  corrections
-
-A stand-in is zero, or the peer's own values of the same bucket. A correction is the difference
-between a late bucket and its stand-in. So, whatever its delays, a peer ends with the parameters of
-synchronous training.
+A step applies equation 11 of "Elastic Consistency", as in `ElasticOptimizer`. A stand-in is zero, or
+the peer's own values of the same bucket. A correction is the difference between a late bucket and
+its stand-in. So, whatever its delays, a peer ends with the parameters of synchronous training.
 
 Invariants: a bucket is applied once. Nothing older than the scheduler's ``max_delay`` is missing
 from a peer that is not lost. Gradients are summed in peer order, so equal gradients give equal bits

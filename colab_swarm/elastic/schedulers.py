@@ -2,20 +2,9 @@
 
 At step t a peer has its own complete gradient, and the parts of the others' that have arrived. A
 scheduler decides whether that is enough. All of step t - ``max_delay`` must have arrived before
-step t ends. No scheduler waits for lost peers.
+step t ends. No scheduler waits for lost peers. `colab_swarm.elastic` has a table of all.
 
-    ==================  ==================================================  =========  =====================
-    scheduler           step t may end when                                 max_delay  B (Table 1)
-    ==================  ==================================================  =========  =====================
-    Synchronous         everything arrived                                  0          0
-    NormBounded         a beta-fraction of the own norm arrived             1          (p - 1) M / p
-    VarianceBounded     everything arrived, or timeout_s passed             1          3 sigma
-    BoundedStaleness    everything up to step t - tau arrived               tau        (p - 1) tau M / p
-    CrashTolerant       as Synchronous; after timeout_s f gradients may     f          f M / p
-                        be missing
-    ==================  ==================================================  =========  =====================
-
-B bounds the distance of a peer's view from the global parameter: ``E ||x_t - v_t^i||^2 <= alpha^2
+B (Table 1) bounds the distance of a peer's view from the global parameter: ``E ||x_t - v_t^i||^2 <= alpha^2
 B^2`` (Definition 1). x_t has every gradient generated before step t, v_t^i those that peer i has
 applied, and alpha is the learning rate. The constants of two relaxations add up.
 """

@@ -178,9 +178,8 @@ class _Part:
 
     async def _take_part(self, terms: RoundTerms) -> None:
         began_at = _now()
-        upload_bps, download_bps = self._bandwidth.known()
         reduces = bool(self._services.peers.contact.addresses)
-        ticket = Ticket(terms, 0.0, reduces, upload_bps, download_bps, assists=True)
+        ticket = Ticket(terms, 0.0, reduces, *self._bandwidth.known(), assists=True)
         try:
             group = await self._matchmaker.join(ticket, self._known(*terms.key), _now() + ROUND_TIMEOUT_S)
             result = await self._services.averager.reduce(group)

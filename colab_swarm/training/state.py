@@ -163,9 +163,8 @@ async def download_state(
     ``begun`` holds an incomplete download, by the state's root, from one call to the next. Raises
     `StateError` if no donor had a state, or all were lost before it was complete.
     """
-    ask = DescribeState(prefix)
     manifest, holders, refusals = await agree_on_state(
-        peers, ask, donors, limit=DONORS, timeout_s=CHUNK_TIMEOUT_S
+        peers, DescribeState(prefix), donors, limit=DONORS, timeout_s=CHUNK_TIMEOUT_S
     )
     if manifest is None:
         raise StateError(f"none of {len(donors)} donors gave its state: {'; '.join(refusals) or 'no donors'}")
