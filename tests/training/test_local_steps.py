@@ -101,8 +101,6 @@ def test_a_senseless_number_of_local_steps_raises_at_once(steps: object) -> None
     alone(train)
 
 
-# --- budgets --------------------------------------------------------------------------------------------------------
-
 ME, BOB, CAROL = (PeerId(bytes([n]) * 32) for n in range(3))
 NUMEL = 1_000_000
 
