@@ -1,12 +1,8 @@
 """Form an elastic group, and exchange buckets over peer links.
 
-Waiting peers meet (`colab_swarm.averaging.moshpit`). They start from equal parameters: the first
-member sends its parameters and optimizer state to all others. A group starts complete: a lost
-member cannot rejoin.
-
-Any two members share one stream, in both directions, as long as the group lives. So the round trip
-is paid once, and a bucket travels one way. If a stream breaks, each of the two members counts the
-other as lost and continues without it.
+Waiting peers meet (`colab_swarm.averaging.moshpit`). The first member sends its parameters and
+optimizer state to all others. Any two members share one stream as long as the group lives, so the
+round trip is paid once. If it breaks, each counts the other as lost and continues without it.
 """
 
 from __future__ import annotations
@@ -83,7 +79,7 @@ class PeerExchange(PieceExchange):
             raise StateError(f"a member was lost before the first step ({reasons}): restart all peers")
 
     def _opens(self, index: int) -> bool:
-        """Whether this peer dials: of two members the first does, unless only the first can be dialled."""
+        """Of two members the first dials, unless only the first can be dialled."""
         return (self.me < index) == self._dialled[max(index, self.me)]
 
     async def _dial(self, index: int) -> None:
@@ -96,7 +92,6 @@ class PeerExchange(PieceExchange):
             await self._converse(index, stream)
 
     async def serve(self, opening: ElasticLink, stream: Stream) -> None:
-        """Use the stream that a member opened; refuse other groups and a second stream."""
         if opening != self.opening or stream.peer not in opening.members:
             raise Refusal("this peer trains in another group: restart all peers")
         await self._begun.wait()
@@ -109,7 +104,6 @@ class PeerExchange(PieceExchange):
         await self._converse(index, stream)
 
     async def _converse(self, index: int, stream: Stream) -> None:
-        """Send and receive until one direction ends."""
         self._streams[index] = stream
         async with stream:
             tasks = [asyncio.create_task(job(index, stream)) for job in (self._receive, self._send)]
@@ -132,9 +126,8 @@ class PeerExchange(PieceExchange):
             self.lose(index, str(error))
 
     async def _send(self, index: int, stream: Stream) -> None:
-        queue = self._queues[index]
         try:
-            while (item := await queue.get()) is not None:
+            while (item := await self._queues[index].get()) is not None:
                 await stream.send(*item)
         except PeerError as error:
             self.lose(index, str(error))
@@ -201,8 +194,7 @@ async def enter_group(
         exchange = PeerExchange(services.peers, services.events, prefix, members, timeout_s=wait_s)
         entered.set_result(exchange)
         if exchange.me:
-            snapshot = await states.download([members[0].id])
-            await asyncio.to_thread(replica.load_snapshot, snapshot)
+            await asyncio.to_thread(replica.load_snapshot, await states.download([members[0].id]))
         yield exchange
     finally:
         assembly.close()

@@ -1,12 +1,8 @@
 """One member's account of its group's gradients, and how far its parameters are off. Free of I/O.
 
-Step t applies, by equation 11 of "Elastic Consistency", divided by the number of peers p::
-
-    g_i^t  +  the others' g_j^t that arrived  +  stand-ins for the rest  +  corrections
-
-A stand-in is zero, or the peer's own values of the same bucket. A correction is the difference
-between a late bucket and its stand-in. So everything that arrives is applied once. Whatever its
-delays, a peer ends with the parameters of synchronous training.
+A step applies equation 11 of "Elastic Consistency", as in `ElasticOptimizer`. A stand-in is zero, or
+the peer's own values of the same bucket. A correction is the difference between a late bucket and
+its stand-in. So, whatever its delays, a peer ends with the parameters of synchronous training.
 
 Invariants: a bucket is applied once. Nothing older than the scheduler's ``max_delay`` is missing
 from a peer that is not lost. Gradients are summed in peer order, so equal gradients give equal bits
@@ -18,9 +14,9 @@ a learning rate alpha::
 
     (x_t - v_t^i) / alpha  =  1/p  sum (missing values - their stand-ins)  +  1/p  sum_j eps_j
 
-All figures are in the unit of gradients. So alpha need not be known, and other optimizers get a
-figure too. Second moments, the variance and the squared distance are averages over recent steps
-with equal weights, so they can be compared. M is that of the peer with the largest second moment.
+All figures are in the unit of gradients, so alpha need not be known. Second moments, the variance
+and the squared distance are averages over recent steps with equal weights, so they can be compared.
+M is that of the peer with the largest second moment.
 """
 
 from __future__ import annotations
@@ -36,8 +32,7 @@ import numpy.typing as npt
 from colab_swarm.elastic.schedulers import Arrived, Scheduler, StepFacts, StepStatus
 from colab_swarm.tensors.codecs import Floats
 
-DECAY = 0.95
-"""Weight of the past in an average: about 20 steps count."""
+DECAY = 0.95  # weight of the past in an average: about 20 steps count
 
 Array = npt.NDArray[np.float64]
 Missing = tuple[int, int, int]
@@ -57,8 +52,6 @@ class Late:
 
 @dataclass(frozen=True)
 class Closed:
-    """A closed step."""
-
     step: int
     gradients: list[Floats]  # per bucket, what to apply: the mean over peers, with stand-ins and corrections
     arrived: dict[int, dict[int, Floats]]  # buckets of this step by peer, including the peer's own
@@ -67,11 +60,9 @@ class Closed:
 
 
 class GradientLedger:
-    """One peer's account of the gradients of its group. It keeps arrays without a copy: do not change them later.
+    """One peer's account of its group's gradients. It takes no copies: do not change arrays later.
 
-    Args:
-        sizes: values of each bucket.
-        peers, me: p, of the group at its start, and this peer's number, 0 to p - 1.
+    ``sizes`` are the values of each bucket, ``peers`` is p at the start, and ``me`` is 0 to p - 1.
     """
 
     def __init__(self, sizes: Sequence[int], peers: int, me: int, scheduler: Scheduler) -> None:
@@ -126,13 +117,11 @@ class GradientLedger:
         return True
 
     def on_lost(self, peer: int) -> None:
-        """Stop waiting for a lost peer; what it sent still counts."""
-        self.lost.add(peer)
+        self.lost.add(peer)  # what it sent still counts
         self._owed = {key: buckets for key, buckets in self._owed.items() if key[0] != peer}
         self._forget_settled()
 
     def standing(self, now: float) -> StepStatus:
-        """Return the status of the open step."""
         oldest, arrived, owed = self.step - self._scheduler.max_delay, [], set(self._owed)
         for key in ((peer, self.step) for peer in self._others()):
             received = sum(self._sizes[bucket] for bucket in self._gradients[key])
@@ -151,7 +140,6 @@ class GradientLedger:
         )
 
     def close_step(self) -> Closed:
-        """Close the open step and open the next; the own gradient must be complete."""
         if not self.ready:
             raise ValueError(f"step {self.step} cannot end: this peer's own gradient is not complete")
         buckets, arrived = range(len(self._sizes)), {}
@@ -184,7 +172,6 @@ class GradientLedger:
 
     @property
     def missing(self) -> frozenset[Missing]:
-        """Buckets owed from closed steps."""
         return frozenset((*key, bucket) for key, buckets in self._owed.items() for bucket in buckets)
 
     def _others(self) -> list[int]:
@@ -203,7 +190,6 @@ class GradientLedger:
         self._stood_in = {step: own for step, own in self._stood_in.items() if step in steps}
 
     def check_invariants(self) -> None:
-        """Assert what must hold between calls."""
         assert all(step >= self.step for _, step in self._gradients), "a closed step still holds gradients"
         assert all(buckets and step < self.step for (_, step), buckets in self._owed.items())
         assert not self.lost & {peer for peer, _ in self._owed}, "a lost peer owes something"
@@ -211,9 +197,6 @@ class GradientLedger:
         assert all(step > oldest for _, step in self._owed), (
             "a step ended although something too old was missing"
         )
-
-
-# --- the distance from the global parameter -----------------------------------------------------
 
 
 class Recent:
@@ -239,7 +222,6 @@ class Moments:
         self._norms = [Recent() for _ in range(peers)]
 
     def _on_norm(self, peer: int, squares: float) -> None:
-        """Add the squared norm of one gradient."""
         self._norms[peer].add(squares)
         self._largest = max(self._largest, squares)
 
@@ -249,15 +231,12 @@ class Moments:
             self._variance.add(max(0.0, squares - squared_sum / count) / (count - 1))
 
     def facts(self, *, gamma: float | None = 0.0, crashed: int = 0) -> StepFacts:
-        """Return the facts for a scheduler's `bound`."""
         m = math.sqrt(max(recent.value for recent in self._norms))
         sigma, largest = math.sqrt(self._variance.value), math.sqrt(self._largest)
         return StepFacts(self._peers, m, sigma, gamma, crashed, largest)
 
 
 class _Sum:
-    """Vectors summed bucket by bucket."""
-
     def __init__(self) -> None:
         self.buckets: dict[int, Floats] = {}
         self.squares, self.count = 0.0, 0
@@ -273,19 +252,16 @@ class _Sum:
 
 @dataclass
 class _View:
-    """What a view lacked: what is still missing, and the sum of what has arrived since."""
-
-    missing: set[Missing]
-    arrived: _Sum
+    missing: set[Missing]  # what the view lacks still
+    arrived: _Sum  # since
     residual: float
 
 
 class Meter(Moments):
     """A peer's own distance: exact, but for residuals, once everything missing has arrived.
 
-    Only the norms of residuals are known. They count as if all had the same direction, so they
-    never make the distance too small. Pieces of a lost peer never arrive; each counts permanently
-    with the typical size of such a piece.
+    Only the norms of residuals are known; they count as if all had the same direction. A piece that a
+    lost peer owes counts permanently, with the typical size of such a piece.
     """
 
     def __init__(self, buckets: int, peers: int) -> None:
@@ -346,7 +322,7 @@ class Meter(Moments):
             view.missing -= gone
 
     def _worth(self, pieces: Iterable[Missing], closed: Closed) -> float:
-        """Estimate the size of missing pieces, as if all had the same direction, from late or arrived ones."""
+        """Size of missing pieces, as if all had the same direction, by late or arrived ones."""
         squares: dict[int, float] = defaultdict(float)
         for peer, _, bucket in pieces:
             own = max(float(np.dot(of[bucket], of[bucket])) for of in closed.arrived.values() if bucket in of)
@@ -368,12 +344,7 @@ class Meter(Moments):
 
 
 class ExactMeter(Moments):
-    """Exact distances of a whole group in one process; for experiments.
-
-    Args:
-        start: the parameters at step 0, equal at all peers.
-        alpha: learning rate of plain SGD.
-    """
+    """Exact distances of a group in one process, with plain SGD at the rate ``alpha``."""
 
     def __init__(self, start: Floats, alpha: float, peers: int) -> None:
         super().__init__(peers)
@@ -391,18 +362,15 @@ class ExactMeter(Moments):
         self._compare()
 
     def on_gradient(self, peer: int, step: int, values: Floats) -> None:
-        """Add a gradient, before compression."""
-        self._gradients[step][peer] = values
+        self._gradients[step][peer] = values  # before compression
         self._on_norm(peer, float(np.dot(values, values)))
         self._advance()
 
     def on_lost(self, peer: int) -> None:
-        """Expect no more gradients of a lost peer."""
         self._lost.add(peer)
         self._advance()
 
     def _advance(self) -> None:
-        """Apply all steps whose gradients are complete."""
         everyone = set(range(self._peers))
         while self._gradients[self._step] and self._gradients[self._step].keys() | self._lost >= everyone:
             gradients = self._gradients.pop(self._step).values()

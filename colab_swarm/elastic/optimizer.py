@@ -31,29 +31,22 @@ from colab_swarm.tensors.codecs import BLOCK_VALUES, ErrorFeedback, Floats, code
 from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer, uninterrupted
 
 HISTORY = 500
-"""Steps in a snapshot."""
 
 EnterGroup: TypeAlias = Callable[[ElasticSettings, str, Replica], AbstractAsyncContextManager[PieceExchange]]
-"""Finds the other members, which must agree on the settings and on the terms (a text). Loads the first member's
-parameters and optimizer state into the replica, and gives an exchange to `begin` with.
+"""Finds the other members, loads the first one's state into the replica, and gives an exchange.
 
-It raises StateError if the group is not formed, ValueError if another peer has other terms.
+Raises StateError if the group is not formed, ValueError if another peer has other terms (a text).
 """
-FEWEST = 4
-"""Fewest buckets of a model that is not tiny, so that most are sent before backward ends."""
+FEWEST = 4  # fewest buckets of a model that is not tiny, so that most are sent before backward ends
 
 
 class Buckets:
-    """A model's gradients, as one flat vector, cut into buckets that fill up during backward.
+    """A model's gradients: one flat vector, cut into equal buckets that fill up during backward.
 
-    The vector starts with the last parameters, whose gradients come first. Buckets have equal size, whatever the sizes
-    of the layers. One is full when all parameters that overlap it have their gradients.
-
-    Args:
-        parameters: in the order of the model's layers.
-        most: values of a bucket, at most; a multiple of `BLOCK_VALUES`.
-        on_full: ``on_full(bucket, values)``, called on the thread that runs backward when a bucket
-            is full. The values are a view of `vector` and do not change any more.
+    The vector starts with the last of the ``parameters``, whose gradients come first. A bucket has
+    ``most`` values, a multiple of `BLOCK_VALUES`, or fewer. When all parameters that overlap it have
+    their gradients, backward's thread calls ``on_full(bucket, values)``, with a view of `vector`
+    that changes no more.
     """
 
     def __init__(
@@ -67,7 +60,6 @@ class Buckets:
             self._starts[parameter] = numel
             numel += parameter.numel()
         self._size = min(most, max(1, numel // (FEWEST * BLOCK_VALUES)) * BLOCK_VALUES)
-        # values of each bucket
         self.sizes = [min(self._size, numel - at) for at in range(0, numel, self._size)]
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
@@ -76,9 +68,7 @@ class Buckets:
         self.begin()
 
     def begin(self) -> None:
-        """Start a step without gradients."""
-        # the gradient of this step, as far as it is complete
-        self.vector: Floats = np.empty(sum(self.sizes), np.float32)
+        self.vector: Floats = np.empty(sum(self.sizes), np.float32)  # the gradient so far
         self._tensor = torch.from_numpy(self.vector)
         self._absent = dict.fromkeys(self._starts)  # in order
         self._open_parts = [0] * len(self.sizes)
@@ -92,18 +82,15 @@ class Buckets:
             self._take(parameter, None)
 
     def span(self, bucket: int) -> slice:
-        """Return the slice of a bucket in the vector."""
         return slice(bucket * self._size, bucket * self._size + self.sizes[bucket])
 
     @torch.no_grad()
     def to_gradients(self, gradients: Sequence[Floats]) -> None:
-        """Set the parameters' gradients from the values of all buckets."""
         flat = torch.from_numpy(gradients[0] if len(gradients) == 1 else np.concatenate(gradients))
         for parameter, start in self._starts.items():
             parameter.grad = flat[start : start + parameter.numel()].view(parameter.shape).to(parameter)
 
     def close(self) -> None:
-        """Stop collecting gradients."""
         for hook in self._hooks:
             hook.remove()
 
@@ -143,7 +130,7 @@ class ElasticOptimizer(WrappedOptimizer):
 
     So p members with batches of n train like one process with batches of p n, except for what is
     late. Call `step` once after each ``backward()``. The parameters must stay the same tensors.
-    Buffers, such as the statistics of batch normalization, are local to each member.
+    Buffers, such as the statistics of batch normalization, are local.
     """
 
     made_by = "swarm.elastic_optimizer(…)"
@@ -157,11 +144,7 @@ class ElasticOptimizer(WrappedOptimizer):
         events: EventLog,
         pace: Callable[[float], float] | None = None,
     ) -> None:
-        """Use `Swarm.elastic_optimizer` or `group_optimizer`. Returns when the group is complete.
-
-        Args:
-            pace: in a simulation, seconds of computation for so many samples.
-        """
+        """Use `Swarm.elastic_optimizer` or `group_optimizer`."""
         self._runtime, self._inner, self._settings, self._events = runtime, optimizer, settings, events
         self._pace, self._closed = pace, False
         self._replica = Replica(UpdateRule(optimizer))
@@ -194,16 +177,13 @@ class ElasticOptimizer(WrappedOptimizer):
 
     @property
     def member(self) -> int:
-        """This member's number in the group, from 0."""
         return self._exchange.me
 
     @property
     def meter(self) -> Meter:
-        """Estimate of this member's inconsistency."""
         return self._steps.meter
 
     def snapshot(self) -> ElasticSnapshot:
-        """Return this member's state, for charts."""
         scheduler, exchange = repr(self._settings.scheduler), self._exchange
         return ElasticSnapshot(scheduler, exchange.me, exchange.members, tuple(self._history), self._closed)
 
@@ -213,11 +193,8 @@ class ElasticOptimizer(WrappedOptimizer):
     ) -> ElasticStep:
         """Wait until the scheduler lets this member continue, apply what has arrived, and zero the gradients.
 
-        An interrupt leaves the step open: call `step` again, without another ``backward()``.
-
-        Args:
-            closure: not supported, must be None.
-            samples: of a batch; only a simulation uses it, for the duration of the next one.
+        An interrupt leaves the step open: call `step` again, without another ``backward()``. Only a
+        simulation uses ``samples``, for the time of the next batch. No ``closure`` is supported.
         """
         self._refuse_closure(closure)
         if self._closed:
@@ -245,8 +222,7 @@ class ElasticOptimizer(WrappedOptimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the model's gradients; those already sent still count."""
-        self._inner.zero_grad(set_to_none)
+        self._inner.zero_grad(set_to_none)  # what is already sent still counts
 
     def close(self) -> None:
         """Leave the group; the others continue. Idempotent."""
@@ -265,7 +241,7 @@ class ElasticOptimizer(WrappedOptimizer):
         self._exchange.kill()
 
     def _on_full(self, bucket: int, values: Floats) -> None:
-        """Encode a bucket and hand it to the loop. Runs on the thread of backward."""
+        """Runs on the thread of backward."""
         if self._carried is not None:
             values += self._carried[self._buckets.span(bucket)]
         squares = _squares(values)
@@ -290,7 +266,6 @@ class ElasticOptimizer(WrappedOptimizer):
         return {"optimizer": self._inner.state_dict(), "corrections": corrections, **residual}
 
     async def _corrections(self) -> Floats:
-        """Late gradients that are not applied yet."""
         carried = self._carried
         total = np.zeros(sum(self._buckets.sizes), np.float32) if carried is None else carried.copy()
         for late in self._steps.ledger.late:
@@ -300,11 +275,9 @@ class ElasticOptimizer(WrappedOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the residuals and corrections of a state; call it before the first ``backward()``.
 
-        Load the wrapped optimizer's part and the parameters before the group is formed: all members copy the first
-        member's. So only the first member's corrections count; they are sent with its next gradient.
-
-        Raises:
-            StateError: the state belongs to another model.
+        Load the wrapped optimizer's part and the parameters before the group is formed: all copy
+        the first member's. Only its corrections count; they are sent with its next gradient.
+        Raises `StateError` if the state belongs to another model.
         """
         saved = torch.as_tensor(state_dict.get("corrections", ()), dtype=torch.float32)
         corrections: Floats = saved.cpu().numpy().copy()

@@ -1,9 +1,8 @@
 """Elastic groups over `torch.distributed`, for a group in one data centre or on one host.
 
-Buckets travel from rank to rank through gloo. Each direction of each pair has its own thread,
-because gloo's calls block. All messages have the size of the largest bucket with its header, so a
-receiver knows the size in advance. Unlike peer links, nothing is encrypted, and ranks trust each
-other.
+Each direction of each pair of ranks has its own thread, because gloo's calls block. All messages
+have the size of the largest bucket with its header, so a receiver knows it in advance. Unlike peer
+links, nothing is encrypted, and ranks trust each other.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ from colab_swarm.tensors.chunks import Manifest, Snapshot
 from colab_swarm.tensors.codecs import codec_of
 from colab_swarm.training.replica import Replica
 
-HEADER = struct.Struct("<qqddq")
-"""Step, bucket, squares, residual squares, and bytes of payload."""
+HEADER = struct.Struct("<qqddq")  # step, bucket, squares, residual squares, and bytes of payload
 GOODBYE = Piece(-1, 0)
 GOODBYE_S = 5.0
 SILENCE = timedelta(days=1)
@@ -49,9 +47,8 @@ def group_optimizer(optimizer: Optimizer, **options: Any) -> ElasticOptimizer:
         optimizer: over the same parameters in the same order on all ranks; all ranks copy rank 0's values and state.
         **options: ``scheduler``, ``compression``, ``error_feedback``, ``wait_s``: see `ElasticSettings`.
 
-    Raises:
-        RuntimeError: there is no process group.
-        ValueError: there are too few or too many ranks, or they have different settings.
+    Raises `RuntimeError` if there is no process group, and `ValueError` if there are too few or too
+    many ranks, or they have different settings.
     """
     if not dist.is_initialized():
         raise RuntimeError(
@@ -65,7 +62,7 @@ def group_optimizer(optimizer: Optimizer, **options: Any) -> ElasticOptimizer:
 async def _enter_ranks(
     events: EventLog, settings: ElasticSettings, terms: str, replica: Replica
 ) -> AsyncIterator[ProcessGroupExchange]:
-    """Enter the group of all ranks; with ``events`` bound, an `EnterGroup`."""
+    """With ``events`` bound, an `EnterGroup`."""
     try:
         await asyncio.to_thread(_copy_first, terms, replica, timedelta(seconds=settings.wait_s))
     except RuntimeError as error:
@@ -76,7 +73,6 @@ async def _enter_ranks(
 
 
 def _copy_first(terms: str, replica: Replica, timeout: timedelta) -> None:
-    """Check that all ranks have the same terms, and load rank 0's parameters and optimizer state."""
     group = dist.new_group(backend="gloo", timeout=timeout)
     gathered: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(gathered, terms, group=group)

@@ -1,25 +1,12 @@
 """When a peer may start its next forward pass: schedulers of "Elastic Consistency", sections 4.1, 5.
 
 At step t a peer has its own complete gradient, and the parts of the others' that have arrived. A
-scheduler decides whether that is enough. No scheduler lets a peer run more than ``max_delay`` steps
-ahead: with one step, all of step t - 1 must have arrived before step t ends. No scheduler waits for
-lost peers.
+scheduler decides whether that is enough. All of step t - ``max_delay`` must have arrived before
+step t ends. No scheduler waits for lost peers. `colab_swarm.elastic` has a table of all.
 
-    ==================  ==================================================  =========  =====================
-    scheduler           step t may end when                                 max_delay  B (Table 1)
-    ==================  ==================================================  =========  =====================
-    Synchronous         everything arrived                                  0          0
-    NormBounded         a beta-fraction of the own norm arrived             1          (p - 1) M / p
-    VarianceBounded     everything arrived, or timeout_s passed             1          3 sigma
-    BoundedStaleness    everything up to step t - tau arrived               tau        (p - 1) tau M / p
-    CrashTolerant       as Synchronous; after timeout_s f gradients may     f          f M / p
-                        be missing
-    ==================  ==================================================  =========  =====================
-
-The constant B (Table 1) bounds the distance of a peer's view from the global parameter: ``E ||x_t -
-v_t^i||^2 <= alpha^2 B^2`` (Definition 1). x_t has every gradient generated before step t, v_t^i
-those that peer i has applied, and alpha is the learning rate. The constants of two relaxations add
-up (triangle inequality).
+B (Table 1) bounds the distance of a peer's view from the global parameter: ``E ||x_t - v_t^i||^2
+<= alpha^2 B^2`` (Definition 1). x_t has every gradient generated before step t, v_t^i those that
+peer i has applied, and alpha is the learning rate. The constants of two relaxations add up.
 """
 
 from __future__ import annotations
@@ -35,8 +22,6 @@ RESOLUTION_S = 1e-3
 
 @dataclass(frozen=True)
 class StepFacts:
-    """Measured facts of a run."""
-
     peers: int  # p, of the group at its start
     m: float  # M, the root of the gradients' second moment, ``E ||g||^2 <= M^2``
     sigma: float  # the root of their variance, ``E ||g - E g||^2 <= sigma^2``
@@ -57,7 +42,7 @@ def compression(gamma: float, m: float) -> float:
 
 @dataclass(frozen=True)
 class Arrived:
-    """The received part of another peer's gradient."""
+    """Part of another peer's gradient."""
 
     norm: float  # of all received buckets together
     numel: int  # values in them
@@ -66,7 +51,7 @@ class Arrived:
 
 @dataclass(frozen=True)
 class StepStatus:
-    """Status of the open step t at one peer."""
+    """The open step t at one peer."""
 
     own_norm: float  # of its own gradient
     own_numel: int
@@ -78,7 +63,7 @@ class StepStatus:
 
     @property
     def missing(self) -> float:
-        """The share of the others' values of step t that has not arrived."""
+        """Share of the others' values of step t that has not arrived."""
         expected = len(self.arrived) * self.own_numel
         return 1 - sum(one.numel for one in self.arrived) / expected if expected else 0.0
 
@@ -94,11 +79,10 @@ class Scheduler(ABC):
         """A step ends only after all gradients of this age, in steps, have arrived."""
 
     def may_go_on(self, status: StepStatus) -> bool:
-        """Return True if the step may end, and the next forward pass begin."""
+        """True if the next forward pass may begin."""
         return not status.overdue and self._enough(status)
 
     def _enough(self, status: StepStatus) -> bool:
-        """Whether enough of this step has arrived, or was waited for, if nothing is overdue."""
         return True
 
     def ask_again_s(self, status: StepStatus) -> float | None:
@@ -117,11 +101,9 @@ class Scheduler(ABC):
         return self._relaxed(facts) + faults + compression(facts.gamma, facts.m)
 
     def _faults(self, facts: StepFacts) -> int:
-        """Gradients that may be missing for good."""
         return facts.crashed
 
     def _relaxed(self, facts: StepFacts) -> float:
-        """B of this relaxation alone."""
         return 0.0
 
 
@@ -136,13 +118,9 @@ class Synchronous(Scheduler):
 class NormBounded(Scheduler):
     """Continues when the received norm of every other peer is at least ``beta`` times the own norm (section 5).
 
-    With ``beta=1`` it waits for everything, because another peer's norm may reach the own norm
-    before its gradient is complete. The bound has one step of delay for every beta below 1: a small
-    part of a gradient may have a large norm.
-
-    Attributes:
-        beta: 0 never waits for this step's gradients, 1 is perfectly consistent.
-        measure: ``l2``, the norm; ``l0``, the count of values, as the paper's relaxed variant.
+    With ``beta=0`` it never waits for this step's gradients, with 1 for everything. The bound has
+    one step of delay for every beta below 1: a small part of a gradient may have a large norm. The
+    measure ``l0`` is the count of values, the paper's relaxed variant.
     """
 
     beta: float
@@ -172,13 +150,9 @@ class NormBounded(Scheduler):
 
 @dataclass(frozen=True)
 class VarianceBounded(Scheduler):
-    """The own gradient replaces what is late, and is corrected in the next step (section 5).
+    """The own gradient replaces what is late, and is corrected in the next step (section 5)."""
 
-    Attributes:
-        timeout_s: how long to wait for missing gradients after the own backward pass.
-    """
-
-    timeout_s: float
+    timeout_s: float  # how long to wait for missing gradients after the own backward pass
 
     max_delay = 1
     stand_in = True
@@ -195,11 +169,7 @@ class VarianceBounded(Scheduler):
 
 @dataclass(frozen=True)
 class BoundedStaleness(Scheduler):
-    """Waits only for gradients that are ``tau`` steps old (section 4.1 c).
-
-    Attributes:
-        tau: steps by which a gradient may be late, at least 1.
-    """
+    """Waits only for gradients that are ``tau`` steps old, at least 1 (section 4.1 c)."""
 
     tau: int
 
@@ -221,14 +191,10 @@ class CrashTolerant(Scheduler):
 
     Late gradients are applied when they arrive: Lemma 14 bounds what is missing at any one time. Lost peers use up the
     allowance. If more than f are lost, the others continue with a larger bound, and wait for slow peers.
-
-    Attributes:
-        f: gradients that may be missing at any time, at least 1.
-        timeout_s: how long to wait for a peer that is not lost.
     """
 
-    f: int
-    timeout_s: float
+    f: int  # at least 1
+    timeout_s: float  # how long to wait for a peer that is not lost
 
     def __post_init__(self) -> None:
         if self.f < 1:
@@ -253,8 +219,7 @@ def _check_timeout(timeout_s: float) -> None:
         raise ValueError(f"timeout_s={timeout_s} is invalid: choose seconds, 0 or more")
 
 
-GAIN = 0.05
-"""Change of beta after a step whose squared distance is off by the square of the target."""
+GAIN = 0.05  # change of beta after a step whose squared distance is off by the square of the target
 MARGIN = 0.7
 """Mean squared distance to aim at, as a share of the target's square, so that averages of few steps stay below it."""
 MOST = 2.0
@@ -264,17 +229,10 @@ MOST = 2.0
 class AdaptiveBeta(Scheduler):
     """`NormBounded`, with the smallest beta that keeps the measured distance under ``max_inconsistency``.
 
-    Bounds are on the mean square, and gradients arrive in few, large buckets. So beta integrates the deviation of the
-    squared distance from its target. If no constant beta fits, beta oscillates and the mean fits.
-    The bound has one step of delay: beta is below 1, or was recently.
-
-    Args:
-        max_inconsistency: target of the root mean square of ``||x_t - v_t^i|| / alpha``, in the
-            unit of gradients; see `Meter.measured`.
-        measure: see `NormBounded`.
-
-    Attributes:
-        beta: current value; it starts at 1, perfectly consistent.
+    That is the target of the root mean square of ``||x_t - v_t^i|| / alpha``, in the unit of
+    gradients (`Meter.measured`). Bounds are on the mean square, and gradients arrive in few, large
+    buckets. So ``beta``, at first 1, integrates the deviation of the squared distance from its target:
+    where no constant beta fits, it oscillates and the mean fits. The bound has one step of delay.
     """
 
     max_delay = 1
@@ -293,7 +251,6 @@ class AdaptiveBeta(Scheduler):
         return min(1.0, self._level)
 
     def on_measured(self, distance: float) -> None:
-        """Add the distance of one view, from `Meter.on_closed`."""
         off = (distance / self.max_inconsistency) ** 2 - MARGIN
         self._level = min(max(self._level + GAIN * off, 0.0), MOST)
 

@@ -1,8 +1,7 @@
 """Steps of one group member: its settings, the wait for others' buckets, each step's result.
 
-`ElasticSteps` is driven from two sides. On the runtime's loop, the exchange reports received
-buckets and lost members. On the user's thread, the optimizer hands over its own buckets during
-backward and then waits with `finish`.
+On the runtime's loop, the exchange reports received buckets and lost members. On the user's thread,
+the optimizer hands over its own buckets during backward and then waits with `finish`.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from colab_swarm.net.peers import Buffer, Message
 from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Floats, all_finite, codec_of
 
 MAX_PEERS = 16
-BUCKET_BYTES = 120 << 10
-"""An encoded bucket is one packet on a peer link."""
+BUCKET_BYTES = 120 << 10  # an encoded bucket is one packet on a peer link
 EXCESS = 1.1
 
 
@@ -55,7 +53,6 @@ class ElasticSettings:
 
     @property
     def bucket_values(self) -> int:
-        """Most values of a bucket."""
         codec, sizes = codec_of(self.compression), range(MAX_BLOCKS, 0, -1)
         fitting = (n for n in sizes if codec.encoded_bytes(n * BLOCK_VALUES) <= BUCKET_BYTES)
         return next(fitting) * BLOCK_VALUES
@@ -65,22 +62,17 @@ class ElasticSettings:
 class ElasticStep:
     """Result of one step at this peer.
 
-    Attributes:
-        step: from 0, since the group was formed.
-        waited_s: from the end of its own backward pass until the scheduler let it continue.
-        missing: share of the others' values of this step that had not arrived.
-        inconsistency: distance of this peer's parameters from the group's, divided by the learning
-            rate: the root mean square over recent steps whose gradients have all arrived.
-        bound: the theory's limit for it, with M and sigma as estimated so far; None: unknown for this codec.
-        lost: numbers of the lost members.
+    ``inconsistency`` is the distance of this peer's parameters from the group's, divided by the
+    learning rate: the root mean square over recent steps whose gradients have all arrived. ``bound``
+    is the theory's limit, with M and sigma as estimated so far; None: unknown for this codec.
     """
 
-    step: int
-    waited_s: float
-    missing: float
+    step: int  # from 0, since the group was formed
+    waited_s: float  # from the end of its own backward pass until the scheduler let it continue
+    missing: float  # share of the others' values of this step that had not arrived
     inconsistency: float
     bound: float | None
-    lost: tuple[int, ...]
+    lost: tuple[int, ...]  # numbers of the lost members
 
     @property
     def passed(self) -> bool:
@@ -90,8 +82,6 @@ class ElasticStep:
 
 @dataclass(frozen=True)
 class ElasticSnapshot:
-    """State of one member of a group."""
-
     scheduler: str  # with its settings
     member: int  # its number
     members: int  # the group's size at its start
@@ -100,7 +90,6 @@ class ElasticSnapshot:
 
     @property
     def passed(self) -> bool:
-        """Whether the last measured inconsistency is above its bound."""
         return bool(self.steps) and self.steps[-1].passed
 
 
@@ -141,11 +130,9 @@ class PieceExchange(ABC):
         """Queue a bucket for all other members. The payload must not change any more."""
 
     def drop(self, peer: int, reason: str) -> None:
-        """Disconnect from a member; it is reported as lost."""
         self.lose(peer, reason)
 
     def lose(self, index: int, reason: str) -> None:
-        """Report a member as lost."""
         if index not in self.lost:
             self.lost[index] = reason
             now = asyncio.get_running_loop().time()
@@ -162,8 +149,6 @@ class PieceExchange(ABC):
 
 
 class ElasticSteps:
-    """The steps of one member of a group."""
-
     def __init__(self, exchange: PieceExchange, settings: ElasticSettings, sizes: list[int]) -> None:
         self.ledger = GradientLedger(sizes, exchange.members, exchange.me, settings.scheduler)
         self.meter = Meter(len(sizes), exchange.members)
@@ -212,7 +197,6 @@ class ElasticSteps:
         self._changed.set()
 
     def on_lost(self, peer: int, reason: str) -> None:
-        """Stop waiting for a lost member."""
         logger.info("member %d of the elastic group is lost: %s", peer, reason)
         self.ledger.on_lost(peer)
         self._changed.set()

@@ -14,8 +14,6 @@ from colab_swarm.training.settings import PeerServices
 
 
 class ArrayAverages:
-    """All arrays that a peer averages with others, by name."""
-
     def __init__(self, services: PeerServices, run_id: str) -> None:
         self._services, self._run_id = services, run_id
         self._averagers: dict[str, MoshpitAverager] = {}
@@ -39,17 +37,13 @@ class ArrayAverages:
         return restore(mean), result
 
     async def close(self) -> None:
-        """Stop averaging."""
         for averager in self._averagers.values():
             averager.close()
         self._averagers.clear()
 
 
 def flatten(values: Any) -> tuple[Floats, Callable[[Floats], Any]]:
-    """Return the values as a flat float32 vector, and a function that restores their shape and kind.
-
-    Raises `ValueError` if they are neither a torch tensor nor, by NumPy, an array of real numbers.
-    """
+    """Return the values as a flat float32 vector, and what restores their shape and kind."""
     torch = sys.modules.get("torch")  # imported already if there is a tensor
     if torch is not None and isinstance(values, torch.Tensor):
         flat = values.detach().to("cpu", torch.float32).flatten().numpy()

@@ -1,9 +1,8 @@
 """An assistant (DeDLOC's auxiliary peer) trains nothing, and lets peers that only dial out train.
 
-Such trainers cannot reach each other, but all of them can reach the assistant. It organizes their
-rounds, reduces, and passes on the training state to late joiners. It needs no torch, no data and no
-model, because the calling trainer's ticket describes the round. Where trainers reduce themselves,
-it is one more reducer.
+It organizes their rounds, reduces, and passes on the training state to late joiners. It needs no
+torch, no data and no model, because the calling trainer's ticket describes the round. Where
+trainers reduce themselves, it is one more reducer.
 """
 
 from __future__ import annotations
@@ -29,13 +28,11 @@ logger = logging.getLogger(__name__)
 
 PUBLISH_S = 15.0
 TTL_S = 4 * PUBLISH_S
-FRESH_S = 1.0
-"""Older records are read again before peers are invited to a round."""
+FRESH_S = 1.0  # older records are read again before peers are invited to a round
 READ_TIMEOUT_S = 3.0
 IDLE_S = 900.0
 MAX_COLLABORATIONS = 16
-MAX_ROUNDS = 4
-"""Of one collaboration at once."""
+MAX_ROUNDS = 4  # of one collaboration at once
 UNKNOWN_MEMORY_BYTES = 8 << 30
 VECTORS_IN_MEMORY = 4
 """The vectors of this round and of the last, with a reserve; a model too large for that is refused."""
@@ -44,8 +41,6 @@ MATCHMAKING = GroupFormationSettings(window_s=5.0, slack_s=5.0)
 
 @dataclass
 class AssistantTally:
-    """The work of an assistant."""
-
     collaborations: tuple[str, ...] = ()  # prefixes of those it helps now
     rounds: int = 0  # rounds in which it reduced
     reduced_bytes: int = 0  # payload that it received and sent in them
@@ -57,12 +52,9 @@ async def _nothing_stored(_prefix: str) -> Snapshot | None:
 
 
 class Assistant:
-    """Helps the collaborations of a run, as their first messages arrive; `stop` ends it.
+    """Helps the collaborations of a run, or only the named one, as their first messages arrive.
 
-    Args:
-        name: this peer's, for people.
-        collaboration: the name of the only collaboration to help; None: all.
-        stored: ``await stored(prefix)``: a checkpoint of a backbone to give when no trainer is left.
+    ``await stored(prefix)`` is a checkpoint of a backbone to give when no trainer is left.
     """
 
     def __init__(
@@ -97,12 +89,11 @@ class Assistant:
         await self._publish(ttl_s=0.5)
 
     def stop(self) -> None:
-        """Stop assisting. Idempotent."""
         if not self._stopped:
             self._runtime.call(self.withdraw())
 
     def kill(self) -> None:
-        """Stop assisting without notice; call it on the runtime's event loop."""
+        """Stop without notice; on the runtime's event loop."""
         self._stopped = True
         if self._publishing is not None:
             self._publishing.cancel()
@@ -111,7 +102,6 @@ class Assistant:
             self.leave(prefix)
 
     def snapshot(self) -> AssistantTally:
-        """Return the work done so far. Thread-safe."""
         return replace(self._tally, collaborations=tuple(filter(None, list(self._parts))))
 
     def __repr__(self) -> str:
@@ -145,14 +135,11 @@ class Assistant:
             self._parts[prefix] = _Part(self._services, prefix, self._tally, self._stored)
 
     def leave(self, prefix: str) -> None:
-        """Stop helping this collaboration, for now."""
         if part := self._parts.pop(prefix, None):
             part.close()
 
 
 class _Part:
-    """An assistant's part in one collaboration."""
-
     def __init__(
         self,
         services: PeerServices,
@@ -182,7 +169,6 @@ class _Part:
         self._services.averager.forget(self._prefix)
 
     def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
-        """Join any round, as far as memory allows."""
         self.used_at = _now()
         if terms.key not in self._rounds:
             if len(self._rounds) >= MAX_ROUNDS or VECTORS_IN_MEMORY * 4 * terms.numel > _memory_bytes():
@@ -192,9 +178,8 @@ class _Part:
 
     async def _take_part(self, terms: RoundTerms) -> None:
         began_at = _now()
-        upload_bps, download_bps = self._bandwidth.known()
         reduces = bool(self._services.peers.contact.addresses)
-        ticket = Ticket(terms, 0.0, reduces, upload_bps, download_bps, assists=True)
+        ticket = Ticket(terms, 0.0, reduces, *self._bandwidth.known(), assists=True)
         try:
             group = await self._matchmaker.join(ticket, self._known(*terms.key), _now() + ROUND_TIMEOUT_S)
             result = await self._services.averager.reduce(group)
@@ -213,10 +198,9 @@ class _Part:
         return self._known(step, lineage)
 
     def _known(self, step: int, lineage: bytes) -> list[PeerId]:
-        """Return the peers expected by their records, a call or the last round: a record may be late."""
         assistants = self._progress.assistants.keys() & self._services.peers.linked()
-        known = self._progress.participants(step, lineage) | self._matchmaker.likely(step, lineage)
-        return sorted(known | assistants)
+        known = self._progress.participants(step, lineage)  # a record may be late
+        return sorted(known | assistants | self._matchmaker.likely(step, lineage))
 
     def _on_lost(self, peer: PeerId) -> None:
         self._progress.on_lost(peer, now=_now())
@@ -230,10 +214,9 @@ class _Part:
         self._tally.mirrored_bytes += size_bytes
 
     async def _read(self) -> None:
-        """Read the trainers' records if they are not fresh; after a timeout the old ones must do."""
         if _now() - self._read_at < FRESH_S:
             return
-        try:
+        try:  # after a timeout the old ones must do
             async with asyncio.timeout(READ_TIMEOUT_S):
                 await self._progress.refresh(self._services.dht, self._services.peers)
             self._read_at = _now()

@@ -1,15 +1,11 @@
 """One trainer's part in the swarm: progress, averaging rounds, catching up. Does not import torch.
 
-It runs on the runtime's event loop. The optimizer drives it from the user's thread: `report` after
-each micro-batch says what is due, `average` takes part in the round and moves on to the next step,
-and `catch_up` gets the swarm's state when it moved on without this peer.
+It runs on the runtime's event loop; the optimizer drives it from the user's thread.
 
 The swarm does not wait for a peer that catches up. While the snapshot of step s downloads, the peer
-follows the rounds with weight 0 and collects their means. Then it applies the means of the rounds
-s, s+1, … in order and has the swarm's parameters, however long the download took. It sends nothing
-and reduces nothing meanwhile, so it cannot slow down a round. Donors that keep failing lose their
-vote, and the branch of the other peers is tried: a peer that claims an absurd step keeps no late
-joiner out.
+follows the rounds with weight 0 and collects their means, which it then applies in order: s, s+1, …
+Meanwhile it sends and reduces nothing, so it cannot slow down a round. Donors that keep failing
+lose their vote: a peer that claims an absurd step keeps no late joiner out.
 """
 
 from __future__ import annotations
@@ -72,16 +68,13 @@ ATTEMPTS, BRANCHES = 5, 4
 MAX_REPLAY_BYTES = 1 << 30
 """Memory for the means that a late joiner collects while it downloads the state."""
 PAUSE_S = 1.0
-PATIENCE_S = 30.0
-"""Donors may fail for this long, or `ATTEMPTS` times, before others are tried."""
+PATIENCE_S = 30.0  # donors may fail for this long, or `ATTEMPTS` times, before others are tried
 
 CaughtUp: TypeAlias = tuple[Snapshot, list[Floats]]
 """A state to load, and the means of the rounds since, in order."""
 
 
 class Due(enum.Enum):
-    """The trainer's next action."""
-
     NOTHING = "continue with the next batch"
     LOCAL_STEP = "take a local step"
     ROUND = "a round is due"
@@ -89,12 +82,10 @@ class Due(enum.Enum):
 
 
 class Collaboration:
-    """One trainer's part in the swarm.
+    """One trainer's part in the swarm; ``own`` is its first record.
 
-    Args:
-        own: this peer's first record.
-        numel, schema: length of the averaged vector, and the digest of its layout.
-        snapshot: copies the current training state; runs off the event loop and may raise `StateError`.
+    It averages vectors of ``numel`` values with the layout ``schema``. ``snapshot()`` copies the
+    current training state off the event loop; it may raise `StateError`.
     """
 
     def __init__(
@@ -133,10 +124,7 @@ class Collaboration:
         self._reported: set[str] = set()  # refusals
         self._stop_listening = peers.on_lost(self._on_lost)
 
-    # --- start and stop -------------------------------------------------------------------------
-
     async def start(self) -> None:
-        """Read the other peers' progress and publish this peer's."""
         await self.on_gate()
         await self._exchange()
         self._heartbeat = asyncio.create_task(self._keep_exchanging(), name="progress")
@@ -165,10 +153,7 @@ class Collaboration:
     def _now() -> float:
         return asyncio.get_running_loop().time()
 
-    # --- progress -------------------------------------------------------------------------------
-
     async def _keep_exchanging(self) -> None:
-        """Often when the batch is nearly full, rarely otherwise, at once after a step."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._period_s()):
@@ -215,8 +200,6 @@ class Collaboration:
         if changes.keys() & {"syncing", "paused", "idle"}:
             self._moved.set()
 
-    # --- called by the optimizer ----------------------------------------------------------------
-
     async def report(self, samples: float, loss: float | None, *, dropped: str | None = None) -> Due:
         """Count a micro-batch and return what to do next; ``dropped`` says why its gradient does not count."""
         if self.services.pace is not None:
@@ -247,12 +230,10 @@ class Collaboration:
         return Due.NOTHING
 
     async def on_gate(self) -> None:
-        """Publish that this peer was paused or resumed, so that no round waits for it.
-
-        After a pause it is idle first (see `_end_idle`): two peers that resume together must not outvote a third.
-        """
+        """Publish that this peer was paused or resumed, so that no round waits for it."""
         paused = self.services.gate.closed
         if paused != self.progress.own.paused:
+            # Idle first (see `_end_idle`): two peers that resume together must not outvote a third.
             self._update(paused=paused, idle=not paused)
             self._throughput.wait() if paused else self._throughput.work(self._now())
             self._wake.set()
@@ -266,7 +247,6 @@ class Collaboration:
                 self._update(idle=False)
 
     async def wait_due(self, deadline: float) -> Due:
-        """Wait until an action is due, at most until ``deadline`` (loop time)."""
         await self.on_gate()
         self._throughput.wait()
         await self._end_idle()
@@ -289,14 +269,9 @@ class Collaboration:
     ) -> RoundResult | None:
         """Average ``values`` in the round of the own step, apply the mean and move to the next step.
 
-        Args:
-            values: becomes the mean.
-            apply: takes the step with the mean, off the event loop, and returns the new lineage. Once it
-                began, an interrupt does not stop it: parameters and record must agree. See `settled`.
-            aside: the trainer computes for the next step meanwhile.
-
-        Returns:
-            The result; None if there is no mean, and the samples go into the next round.
+        ``values`` become the mean. ``apply`` takes the step with it, off the event loop, and
+        returns the new lineage. An interrupt does not stop that: parameters and record must agree.
+        ``aside``: the trainer computes on meanwhile. Returns None if there is no mean.
         """
         if aside:
             self._averaging_aside = True
@@ -356,7 +331,6 @@ class Collaboration:
     async def _round(
         self, own: ProgressRecord, values: Floats, weight: float, encoding: UploadEncoding | None = None
     ) -> RoundResult:
-        """Average ``values`` in the round of the step in ``own``; raises PeerError if there is none for this peer."""
         began_at = self._now()
         group = await self._find_group(own, weight)
         self._called = None
@@ -393,7 +367,6 @@ class Collaboration:
             watch.cancel()
 
     async def _watch(self, candidates: Sequence[PeerId]) -> None:
-        """If the group forms slowly, report the candidates that do not even answer."""
         await asyncio.sleep(LATE_S)
         peers, linked = self.services.peers, self.services.peers.linked()
         asked = [peer for peer in candidates if peer in linked]
@@ -418,12 +391,11 @@ class Collaboration:
             self._update(local_steps=self.plan.local_steps)
 
     async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
-        """Return the peers expected by their records, the last round or a call: a record may be late."""
+        # By their records, the last round or a call: a record may be late.
         expected = self.progress.participants(step, lineage) | self.progress.assistants.keys()
         return sorted((expected | self._matchmaker.likely(step, lineage)) - self.progress.absent)
 
     def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
-        """Return when this peer joins an organizer's round, or None if it does not."""
         own, step, lineage = self.progress.own, terms.step, terms.lineage
         if own.absent:
             return None
@@ -434,8 +406,6 @@ class Collaboration:
         self._wake.set()
         patience_s = self._settings.matchmaking_timeout_s
         return 0.0 if own.syncing else self._throughput.ready_in_s(self._now(), patience_s=patience_s)
-
-    # --- catching up ----------------------------------------------------------------------------
 
     async def catch_up(self) -> CaughtUp | None:
         """Return the state of the swarm's branch, or None if this peer's own state counts.
@@ -463,16 +433,12 @@ class Collaboration:
             self._throughput.active_at = self._now()
 
     async def wait_called(self) -> None:
-        """Wait for an organizer's call."""
         while self._called is None:
             self._wake.clear()
             await self._wake.wait()
 
     async def follow_round(self) -> dict[tuple[int, bytes], Floats]:
-        """Take part with weight 0 in the round that `wait_called` waited for.
-
-        Returns the mean by the step and lineage that it is applied to, if it is complete.
-        """
+        """Follow the round of the call; return its complete mean by step and lineage."""
         assert self._called is not None
         (step, lineage), self._called = self._called, None
         values = np.zeros(self._numel, np.float32)
@@ -509,11 +475,9 @@ class Collaboration:
 
 
 class CatchUp:
-    """One attempt to get the swarm's state.
+    """One attempt to get the swarm's state; ``capacity`` means fit in memory.
 
-    Args:
-        capacity: number of means that fit in memory.
-        has_state: this peer can continue with its own state if no other peer can give a better one.
+    A peer that ``has_state`` can continue with its own if no other peer can give a better one.
     """
 
     def __init__(self, collaboration: Collaboration, *, capacity: int, has_state: bool) -> None:
@@ -523,7 +487,6 @@ class CatchUp:
         self._between_rounds = asyncio.Lock()
 
     async def run(self) -> CaughtUp | None:
-        """Download the state and bring it up to date; see `Collaboration.catch_up`."""
         follower = asyncio.create_task(self._follow(), name="follow rounds")
         try:
             return await self._run()
@@ -534,11 +497,8 @@ class CatchUp:
     async def _run(self) -> CaughtUp | None:
         collaboration, clock = self._collaboration, asyncio.get_running_loop().time
         reasons: dict[str, None] = {}
-        outdated, failures, since = (
-            b"",
-            0,
-            math.inf,
-        )  # the last root, failures of one branch's donors, and when
+        outdated = b""  # the last root
+        failures, since = 0, math.inf  # of one branch's donors
         for attempt in range(BRANCHES * ATTEMPTS):
             branch, snapshot = await collaboration.refresh(), None
             donors = sorted(branch.peers - {collaboration.progress.me})

@@ -1,9 +1,8 @@
 """One peer, several processes: the GPUs of one host train as one peer through `torch.distributed`.
 
 Only rank 0 talks to the swarm. At each step it sums the ranks' gradients and counts them as one
-micro-batch. When that changed its parameters, because the swarm stepped or this peer caught up, all
-ranks get them. The ranks stay in lockstep: each makes the same calls in the same order. Their other
-messages are small, use gloo, and stay on this host.
+micro-batch. If that changed its parameters, all ranks get them. Each rank makes the same calls in
+the same order. Their other messages are small, use gloo, and stay on this host.
 """
 
 from __future__ import annotations
@@ -30,29 +29,21 @@ LEAD = 0
 
 @dataclass(frozen=True)
 class _Update:
-    """Message of rank 0 to the others after each call."""
-
     step: int = 0
     lineage: bytes = b""
     result: RoundResult | None = None
-    changed: bool = False  # its parameters
+    changed: bool = False  # the parameters of rank 0, which sends this after each call
     error: str = ""
 
 
 class HostOptimizer:
-    """A rank's part in a peer of several processes: use it like a `SwarmOptimizer`, in the same way on all ranks.
-
-    Attributes:
-        lead: the peer's `SwarmOptimizer`, on rank 0; None on the others.
-        global_step: updates of the swarm that this rank's parameters have.
-        lineage: digest chain that names the branch of the parameters.
-    """
+    """A rank's part in a peer: use it like a `SwarmOptimizer`, in the same way on all ranks."""
 
     def __init__(
         self, optimizer: Optimizer, begin: Callable[[], SwarmOptimizer] | None, *, timeout_s: float
     ) -> None:
         """Use `host_optimizer`. ``begin`` joins the swarm, on rank 0."""
-        self.lead: SwarmOptimizer | None = None
+        self.lead: SwarmOptimizer | None = None  # on the other ranks
         self.global_step, self.lineage = 0, b""
         self._parameters: list[Tensor] = [
             p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
@@ -76,25 +67,16 @@ class HostOptimizer:
 
     @torch.no_grad()
     def step(self, *, samples: float, loss: float | None = None) -> RoundResult | None:
-        """Count the gradients of all ranks' last ``backward()`` and step with the swarm if its batch is full.
+        """See `SwarmOptimizer.step`. All ranks get the result.
 
-        Args:
-            samples: number of samples whose mean loss was differentiated here; 0 if there is no batch for this rank.
-            loss: that mean loss, for the charts.
-
-        Returns:
-            The averaging round's result if the global step advanced, else None; at all ranks.
-
-        Raises:
-            HostError: another rank failed, or did not respond within ``timeout_s``.
-            ValueError: no rank has samples. StateError: this peer fell behind and no peer could
-                give it the state; both on rank 0.
+        ``samples`` is 0 if there is no batch for this rank. Raises `HostError` if another rank
+        failed, or did not respond in time, and `ValueError`, on rank 0, if no rank has samples.
         """
         self._gather(float(samples), loss)
         return self._follow_lead(self._step)
 
     def wait_step(self, timeout_s: float = 600.0) -> RoundResult | None:
-        """Wait until the swarm takes its next step: see `SwarmOptimizer.wait_step`."""
+        """See `SwarmOptimizer.wait_step`."""
         if timeout_s >= self._timeout.total_seconds():
             raise ValueError(
                 f"timeout_s={timeout_s:g}: the ranks wait {self._timeout} for each other; wait less"
@@ -102,28 +84,24 @@ class HostOptimizer:
         return self._follow_lead(lambda: self._leading().wait_step(timeout_s))
 
     def load(self, source: str | Path | CheckpointFolder) -> None:
-        """Continue from a checkpoint that rank 0 reads: see `SwarmOptimizer.load`. Every rank calls it."""
+        """Continue from a checkpoint that rank 0 reads; every rank calls it."""
         self._follow_lead(lambda: self._leading().load(source))
 
     def save(self, target: str | Path | CheckpointFolder) -> None:
-        """Write a checkpoint on rank 0: see `SwarmOptimizer.save`. Does nothing on the other ranks."""
+        """Write a checkpoint on rank 0."""
         if self.lead is not None:
             self.lead.save(target)
 
     def close(self) -> None:
-        """Leave the collaboration; the model keeps its parameters. Idempotent; no rank waits for another."""
+        """Leave the collaboration; the model keeps its parameters. No rank waits for another."""
         if self.lead is not None:
             self.lead.close()
 
     def zero_grad(self) -> None:
-        """Clear this rank's gradients of the last ``backward()``."""
         for parameter in self._parameters:
             parameter.grad = None
 
-    # --- between the ranks ----------------------------------------------------------------------
-
     def _gather(self, samples: float, loss: float | None) -> None:
-        """Sum gradients and samples of all ranks at rank 0."""
         total = self._sum.zero_()
         if samples:
             for parameter, part in self._parts:
@@ -140,7 +118,6 @@ class HostOptimizer:
             raise self._lost("the ranks' gradients were not summed", error) from error
 
     def _step(self) -> RoundResult | None:
-        """Rank 0 counts the sum as one micro-batch."""
         samples, losses, of_samples = self._sum[-3:].tolist()
         for parameter, part in self._parts:
             parameter.grad = part.div_(samples or 1.0).to(parameter.dtype)
@@ -151,7 +128,6 @@ class HostOptimizer:
         return self.lead
 
     def _follow_lead(self, act: Callable[[], RoundResult | None]) -> RoundResult | None:
-        """Let rank 0 act, and all ranks take its result, and its parameters if they changed."""
         update = self._lead(act) if dist.get_rank() == LEAD else self._exchange(None)
         if update.error:
             raise HostError(f"rank {LEAD}, which talks to the swarm, failed: {update.error}")
@@ -174,7 +150,6 @@ class HostOptimizer:
 
     @torch.no_grad()
     def _exchange(self, own: _Update | None) -> _Update:
-        """Broadcast rank 0's update, then its parameters if they changed."""
         box = [own]
         try:
             dist.broadcast_object_list(box, LEAD, group=self._messages)
@@ -190,11 +165,11 @@ class HostOptimizer:
         return update
 
     def _lost(self, what: str, error: RuntimeError) -> HostError:
-        where, longest = f"at rank {dist.get_rank()}", f"{self._timeout.total_seconds():g} s"
-        reason = str(error).partition("\n")[0]
+        rank, reason = dist.get_rank(), str(error).partition("\n")[0]
         return HostError(
-            f"{what}: {where} a rank is missing that has died, failed, or did not respond within {longest}; its own "
-            f"output shows why. Start all ranks again. ({reason})"
+            f"{what}: at rank {rank} a rank is missing that has died, failed, or did not respond "
+            f"within {self._timeout.total_seconds():g} s; its own output shows why. "
+            f"Start all ranks again. ({reason})"
         )
 
     def __repr__(self) -> str:
@@ -211,27 +186,22 @@ def host_optimizer(
 ) -> HostOptimizer:
     """Make one peer of all processes of a `torch.distributed` job; every rank calls it after ``init_process_group``.
 
-    Do not wrap the model in `DistributedDataParallel`: gradients are summed here. A `GradScaler` would skip steps on
-    one rank alone: use bfloat16.
+    Do not wrap the model in `DistributedDataParallel`: gradients are summed here. A `GradScaler`
+    would skip steps on one rank alone: use bfloat16.
 
     Args:
         swarm: this peer's `Swarm` on rank 0, None on the others.
         optimizer: over equal parameters in the same order on all ranks; that of rank 0 steps.
-        target_batch_size: samples of all peers together for one global step.
         timeout_s: longest time that one rank waits for another, a long evaluation or catching up included.
-        settings: further options of `Swarm.optimizer`; only those of rank 0 count.
+        target_batch_size, settings: those of `Swarm.optimizer`; only rank 0's count.
 
-    Raises:
-        RuntimeError: there is no process group.
-        ValueError: rank 0 has no swarm, or another rank has one.
-        HostError: another rank failed.
-        StateError: on rank 0: a swarm trains this already, but no peer could give its state.
+    Raises `RuntimeError` if there is no process group, `ValueError` if rank 0 has no swarm or
+    another rank has one, `HostError` if another rank failed, and what `Swarm.optimizer` raises.
     """
     if not dist.is_initialized():
         raise RuntimeError("call torch.distributed.init_process_group(…) first; torchrun sets what it needs")
     if (swarm is None) is (dist.get_rank() == LEAD):
         raise ValueError("only rank 0 talks to the swarm: give it the swarm, and None to all other ranks")
-    begin = None
-    if swarm is not None:
-        begin = partial(swarm.optimizer, optimizer, target_batch_size=target_batch_size, **settings)
+    chosen = {"target_batch_size": target_batch_size, **settings}
+    begin = None if swarm is None else partial(swarm.optimizer, optimizer, **chosen)
     return HostOptimizer(optimizer, begin, timeout_s=timeout_s)

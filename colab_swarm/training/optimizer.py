@@ -1,9 +1,8 @@
 """`SwarmOptimizer`: a torch optimizer whose step is the whole swarm's.
 
-One thread at a time uses an optimizer. Another thread may close it when the platform's session is
-about to end, but must not change the model while the trainer computes with it. So it requests the
-end (`SwarmOptimizer.end`); the trainer's next call then hands over its samples, closes, and raises
-the reason.
+One thread at a time uses an optimizer. Another thread that knows that the session is about to end
+must not change the model while the trainer computes with it. So it requests the end
+(`SwarmOptimizer.end`).
 
 With a state folder, checkpoints are saved there, from a copy and on a thread of its own: every two
 minutes, or less often where that takes long, and once more after an interrupt and at the end.
@@ -44,14 +43,11 @@ logger = logging.getLogger(__name__)
 LOOK_S = 10.0
 """How often a trainer that waits for the swarm's next step checks whether the session ends."""
 SAVE_S = 120.0
-MOST_OF_TIME = 0.05
-"""Largest part of the time that saving may take."""
+MOST_OF_TIME = 0.05  # largest part of the time that saving may take
 
 
 @dataclass(frozen=True)
 class OptimizerSnapshot:
-    """The progress of the swarm, as one peer's optimizer knows it."""
-
     optimizer: str  # type of the wrapped one
     step: int  # updates of the swarm that this peer's parameters have
     own_samples: float  # accumulated here for the next step
@@ -76,15 +72,11 @@ class OptimizerSnapshot:
 class SwarmOptimizer(WrappedOptimizer):
     """Accumulates gradients at this peer's own pace and steps once the swarm has its target batch.
 
-    The averaged gradient is ``sum_i n_i * grad_i / sum_i n_i`` over the peers (DeDLOC, section 3.1), where ``grad_i``
-    is the mean over ``n_i`` samples: n peers train as one process with the joined batch would.
+    The averaged gradient is ``sum_i n_i * grad_i / sum_i n_i`` over the peers (DeDLOC, section 3.1),
+    where ``grad_i`` is a mean over ``n_i`` samples: as one process with the joined batch would train.
 
     ``param_groups``, ``state``, ``defaults`` and ``state_dict()`` are those of the wrapped
     optimizer, to read. With delayed updates, a change of ``param_groups`` has no effect.
-
-    Attributes:
-        collaboration: this optimizer's part in the swarm.
-        closed: set when it has left.
     """
 
     made_by = "swarm.optimizer(…)"
@@ -98,7 +90,7 @@ class SwarmOptimizer(WrappedOptimizer):
         name: str,
         folder: CheckpointFolder | None = None,
     ) -> None:
-        """Use `Swarm.optimizer`. ``name`` is this peer's, for people; ``folder`` gets its progress."""
+        """Use `Swarm.optimizer`. ``folder`` gets this peer's progress."""
         self._runtime, self._services, self._settings, self._folder = runtime, services, settings, folder
         self._replica = Replica(rule)
         self._gathered = Gradients(self._replica, error_feedback=settings.error_feedback)
@@ -123,7 +115,6 @@ class SwarmOptimizer(WrappedOptimizer):
             raise
 
     def _resume(self, folder: CheckpointFolder) -> bool:
-        """Load the newest checkpoint; returns False if there is none yet."""
         if (state := folder.latest()) is None:
             return False
         try:
@@ -150,11 +141,8 @@ class SwarmOptimizer(WrappedOptimizer):
         self._keeper = asyncio.create_task(self._keep_saving())
         return collaboration
 
-    # --- for the trainer ------------------------------------------------------------------------
-
     @property
     def global_step(self) -> int:
-        """Updates of the swarm that this peer's parameters have."""
         return self._replica.step
 
     @property
@@ -170,19 +158,13 @@ class SwarmOptimizer(WrappedOptimizer):
 
         Call it after each micro-batch; gradients are zeroed. Under AMP: ``scaler.step(optimizer, samples=n)``.
 
-        Args:
-            closure: not supported, must be None.
-            samples: number of samples whose mean loss was differentiated, > 0.
-            loss: that mean loss, for the charts.
+        ``samples`` > 0 is the number whose mean ``loss``, for the charts, was differentiated. No
+        ``closure`` is supported. Returns the averaging round's result if the global step advanced,
+        else None. Delayed updates: the first call after its end returns it; the model gets the
+        parameters when the next begins.
 
-        Returns:
-            The averaging round's result if the global step advanced, else None. Delayed updates: the
-            first call after its end returns it; the model gets the parameters when the next begins.
-
-        Raises:
-            ValueError: ``samples`` is not a positive number.
-            StateError: this peer fell behind and no peer could give it the state.
-            RuntimeError: this peer has left, as you closed it or its session ends: see the text.
+        Raises `StateError` if this peer fell behind and no peer could give it the state, and
+        `RuntimeError` if this peer has left, as you closed it or its session ends.
         """
         self._refuse_closure(closure)
         if not (isinstance(samples, int | float) and math.isfinite(samples) and samples > 0):
@@ -224,10 +206,7 @@ class SwarmOptimizer(WrappedOptimizer):
     def save(self, target: str | Path | CheckpointFolder) -> None:
         """Write a checkpoint to a file, or into a folder that holds the last few. Thread-safe.
 
-        A step waits until the state is copied.
-
-        Raises:
-            StateError: it could not be written (disk full?); an older file there is untouched.
+        Raises `StateError` if it could not be written; an older file there is untouched.
         """
         with self._replica.lock:
             state = copied({**self._replica.state(), **self._gathered.state()})
@@ -239,10 +218,8 @@ class SwarmOptimizer(WrappedOptimizer):
     def load(self, source: str | Path | CheckpointFolder) -> None:
         """Continue from a checkpoint, or from the latest readable one of a folder.
 
-        If the swarm is further, this peer fetches its state at the next step.
-
-        Raises:
-            StateError: there is none, it is damaged, or it belongs to another model; nothing was changed.
+        If the swarm is further, this peer fetches its state at the next step. Raises `StateError`,
+        with nothing changed, if there is none, it is damaged, or it belongs to another model.
         """
         with self._trainer_call():
             self._land(wait=True)
@@ -264,8 +241,7 @@ class SwarmOptimizer(WrappedOptimizer):
     def close(self, *, hand_over_s: float = 0.0) -> None:
         """Leave the collaboration; the model keeps the newest parameters. Idempotent.
 
-        Args:
-            hand_over_s: how long to wait for a last round that takes the accumulated samples; with 0 they are lost.
+        Waits ``hand_over_s`` for a last round that takes the accumulated samples; else they are lost.
         """
         with self._lock:
             if self.closed.is_set():
@@ -292,7 +268,6 @@ class SwarmOptimizer(WrappedOptimizer):
         self._why, self._hand_over_s = why, hand_over_s
 
     def _save_progress(self) -> None:
-        """Save the state in this peer's folder if it is new; training survives a fault."""
         folder = self._folder
         if folder is None:
             return
@@ -319,8 +294,6 @@ class SwarmOptimizer(WrappedOptimizer):
             await asyncio.to_thread(self._save_progress)
             pause_s = max(SAVE_S, (time.monotonic() - began) / MOST_OF_TIME)
 
-    # --- as any torch optimizer -----------------------------------------------------------------
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the last ``backward()``; accumulated ones stay."""
         self._replica.zero_grad(set_to_none)
@@ -330,12 +303,9 @@ class SwarmOptimizer(WrappedOptimizer):
         return self._replica.rule.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Not supported: one peer's optimizer state must not differ from the others'."""
         raise TypeError(
             "peers share one optimizer state: use optimizer.load(path) with a file written by save(path)"
         )
-
-    # --- accumulate, average, apply -------------------------------------------------------------
 
     def _act(self, due: Due) -> RoundResult | None:
         if due is Due.CATCH_UP:
@@ -354,15 +324,12 @@ class SwarmOptimizer(WrappedOptimizer):
         return self._gathered.contribution(self._services.averager.holds)
 
     def _apply(self, weight: float, all_of_them: bool, mean: Floats) -> bytes:
-        """Take the step with a mean of a contribution, or of all accumulated samples."""
         with self._replica.lock:  # a checkpoint must have the step and its error feedback, or neither
             lineage = self._replica.apply(mean)
             self._gathered.on_delivered(weight)
         if all_of_them:
             self._gathered.forget()
         return lineage
-
-    # --- delayed updates ------------------------------------------------------------------------
 
     def _take_off(self) -> None:
         """Start a round with the accumulated gradients, and give the model the last round's update."""
@@ -413,10 +380,7 @@ class SwarmOptimizer(WrappedOptimizer):
 
     @contextmanager
     def _trainer_call(self) -> Iterator[None]:
-        """Hold the lock for a call of the trainer, and explain an interrupt.
-
-        Raises `RuntimeError` if the optimizer is closed, or the trainer itself has paused the peer.
-        """
+        """Hold the lock for a call of the trainer, and explain an interrupt."""
         gate = self._services.gate
         if gate.closed_by_this_thread:
             raise RuntimeError(
@@ -447,7 +411,6 @@ class SwarmOptimizer(WrappedOptimizer):
             raise
 
     def snapshot(self) -> OptimizerSnapshot:
-        """Return the progress of the swarm. Thread-safe."""
         progress, plan = self.collaboration.progress, self.collaboration.plan
         records = progress.records.values()
         return OptimizerSnapshot(

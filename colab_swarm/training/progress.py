@@ -2,17 +2,17 @@
 
 A pure core over the peers' progress records. The rules that keep a swarm together:
 
-- A *lineage* is a chain of digests over the first parameters and every mean applied since. It names a branch of
-  parameters: two peers hold equal parameters exactly when their lineages are equal.
-- The *branch* of the swarm is the highest step that at least half of the training peers have reached, and on that step
-  the lineage that most of them hold (ties: that of the smallest peer id). A peer that is not on the branch catches up
-  by downloading the state. So one liar, one clock or one lucky minority never moves the swarm.
-- Some peers have no vote. Peers that cannot be dialled have none while others can: among themselves they could neither
-  form a round nor give their state. Peers that could not give the state that they claim have none for `DISTRUST_S`.
-  Paused and idle peers stay where they are, which must not hold back the others.
-- The batch is full when the samples of the peers on the branch reach the target (DeDLOC, section 3.1: each peer
-  accumulates at its own pace, with one step per target batch). Records of other peers are a moment old, so their
-  counts are extrapolated at their speed, for `EXTRAPOLATE_S` at most: a peer that is gone must not fill the batch.
+- A *lineage* is a chain of digests over the first parameters and every mean applied since. Two
+  peers hold equal parameters exactly when their lineages are equal.
+- The *branch* of the swarm is the highest step that at least half of the training peers have
+  reached, and on that step the lineage that most of them hold (ties: that of the smallest peer id).
+  The others catch up. So one liar, one clock or one lucky minority never moves the swarm.
+- Some peers have no vote. Peers that cannot be dialled have none while others can: among themselves
+  they could neither form a round nor give their state. Peers that could not give the state that
+  they claim have none for `DISTRUST_S`. Paused and idle peers must not hold back the others.
+- The batch is full when the samples of the peers on the branch reach the target (DeDLOC, section
+  3.1). Records are a moment old, so counts are extrapolated at the peers' speed, for
+  `EXTRAPOLATE_S` at most: a peer that is gone must not fill the batch.
 """
 
 from __future__ import annotations
@@ -97,7 +97,6 @@ class AssistantRecord(Message, frozen=True):
 
 
 def progress_key(prefix: str) -> str:
-    """Return the DHT key of a collaboration's progress records."""
     return f"{prefix}/progress"
 
 
@@ -109,7 +108,6 @@ def assistants_key(prefix: str) -> str:
 async def read_participants(
     dht: DHT, prefix: str
 ) -> tuple[dict[PeerId, ProgressRecord], dict[PeerId, AssistantRecord]]:
-    """Return the live records of a collaboration's trainers and of its run's assistants."""
     return await asyncio.gather(
         dht.published(progress_key(prefix), ProgressRecord),
         dht.published(assistants_key(prefix), AssistantRecord),
@@ -152,15 +150,12 @@ class Progress:
 
     @classmethod
     def of_watcher(cls, me: PeerId, prefix: str) -> Progress:
-        """Return the progress of a collaboration in which this peer does not train."""
+        """Return the progress as seen by a peer that does not train."""
         own = ProgressRecord(0, b"", 0.0, 0.0, syncing=True, reduces=False, name="")
         return cls(me, own, prefix=prefix)
 
-    # --- what is known of the others ------------------------------------------------------------
-
     @property
     def records(self) -> Mapping[PeerId, ProgressRecord]:
-        """All live records, this peer's own included."""
         return {self.me: self.own, **self._others}
 
     async def refresh(self, dht: DHT, peers: Peers) -> None:
@@ -183,8 +178,8 @@ class Progress:
     ) -> None:
         """Take the live records just read.
 
-        The result of a round outlives a few reads of an older record. A lost peer counts again when it is ``linked``
-        or, after `LAST_RECORD_S`, publishes a new record: its last record may live for a minute.
+        The result of a round outlives a few reads of an older record. A lost peer counts again when
+        it is ``linked`` or, after `LAST_RECORD_S`, publishes a new record.
         """
         self._no_vote = self._distrusted.ends(now)
         self._lost = {
@@ -207,7 +202,6 @@ class Progress:
         self._others = fresh
 
     def on_round(self, members: Iterable[PeerId], step: int, lineage: bytes, *, now: float) -> None:
-        """Move ``members`` to ``step`` after a round, without waiting for their records."""
         for peer in members:
             known = self._others.get(peer)
             if known is not None and not known.syncing and known.step < step:
@@ -232,10 +226,7 @@ class Progress:
         self._no_vote = self._distrusted.ends(now)
 
     def trust_all(self) -> None:
-        """Give all peers their vote back."""
         self._distrusted, self._no_vote = LeftOut[PeerId](DISTRUST_S, DISTRUST_S), ()
-
-    # --- the branch -----------------------------------------------------------------------------
 
     def advance(self, lineage: bytes, *, samples: float = 0.0) -> None:
         """Move this peer one step further, after it applied a mean; ``samples`` count for the next step."""
@@ -243,7 +234,6 @@ class Progress:
         self.own = msgspec.structs.replace(self.own, step=self.own.step + 1, lineage=lineage, samples=samples)
 
     def leap(self, step: int, lineage: bytes, *, syncing: bool) -> None:
-        """Move this peer to another peer's state, or to a saved one."""
         self._before = None
         self.own = msgspec.structs.replace(self.own, step=step, lineage=lineage, samples=0.0, syncing=syncing)
 
@@ -264,22 +254,17 @@ class Progress:
 
     @property
     def behind(self) -> bool:
-        """True if this peer is neither on the branch nor one step ahead because it ended a round first.
-
-        A peer that is further ahead took steps without the branch: no other peer would follow.
-        """
+        """True if this peer is neither on the branch nor one step ahead as it ended a round first."""
         branch = self.branch()
         if self.own.step == branch.step:
             return self.own.lineage != branch.lineage
-        ahead = self.own.step == branch.step + 1 and self._before in (branch.lineage, None)
-        return not ahead
+        # A peer that is further ahead took steps without the branch: no other peer would follow.
+        return self.own.step != branch.step + 1 or self._before not in (branch.lineage, None)
 
     def stands(self, step: int, lineage: bytes) -> bool:
-        """Return True if the swarm follows, or may still follow, the group that this peer had at a step.
-
-        It does not if this peer took that step and the branch is still there: the group was this peer, or a few.
-        """
+        """Return True if the swarm follows, or may still follow, the group that this peer had at a step."""
         branch = self.branch()
+        # Not if this peer took that step and the branch is still there: they were a few.
         return self.own.step <= step or (branch.step, branch.lineage) != (step, lineage)
 
     def participants(self, step: int, lineage: bytes) -> set[PeerId]:
@@ -289,13 +274,10 @@ class Progress:
 
     @property
     def absent(self) -> frozenset[PeerId]:
-        """Peers that are paused or idle."""
         return frozenset(peer for peer, record in self.records.items() if record.absent)
 
-    # --- the batch ------------------------------------------------------------------------------
-
     def samples(self, now: float) -> float:
-        """Return the samples accumulated for the next step by all peers on the own branch."""
+        """Return the samples of all peers on the own branch for the next step."""
         total = self.own.samples if not self.own.syncing else 0.0
         here = (self.own.step, self.own.lineage)
         for peer, r in list(self._others.items()):  # a copy: panels call this from another thread
@@ -305,17 +287,14 @@ class Progress:
         return total
 
     def samples_per_s(self) -> float:
-        """Return the speed of all training peers together."""
         return sum(r.samples_per_s for r in self.records.values() if not (r.syncing or r.absent))
 
     def seconds_to_batch(self, now: float) -> float:
-        """Estimate when the batch is full; infinite while no speed is known."""
         missing = max(0.0, self.round_samples - self.samples(now))
         speed = self.samples_per_s()
         return 0.0 if missing == 0 else missing / speed if speed > 0 else math.inf
 
     def batch_full(self, now: float) -> bool:
-        """Return True if the samples suffice for a round."""
         return self.samples(now) >= self.round_samples
 
     @property
@@ -330,8 +309,6 @@ class Progress:
 
 
 class ThroughputEstimator:
-    """Measures the speed of one trainer from its micro-batches."""
-
     def __init__(self, now: float) -> None:
         self.samples_per_s = self._batch_s = 0.0  # moving averages; 0 until known
         self._computing_since: float | None = None
@@ -342,11 +319,9 @@ class ThroughputEstimator:
         self._computing_since, self.active_at = None, math.inf
 
     def work(self, now: float) -> None:
-        """The trainer starts computing."""
         self._computing_since = self.active_at = now
 
     def on_batch(self, samples: float, now: float) -> None:
-        """The trainer finished a micro-batch and starts the next."""
         if self._computing_since is not None:
             took_s = max(now - self._computing_since, 1e-6)
             speed = samples / took_s
@@ -363,6 +338,5 @@ class ThroughputEstimator:
         return None if late else max(0.0, ready_in_s)
 
     def idle(self, now: float) -> bool:
-        """Return True if it was silent for much longer than its own micro-batches take."""
         least_s = IDLE_S if self._batch_s else UNKNOWN_IDLE_S
         return now - self.active_at > max(IDLE_BATCHES * self._batch_s, least_s)

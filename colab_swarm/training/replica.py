@@ -29,40 +29,29 @@ T = TypeVar("T")
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 """Of the swarm's steps if peers take local ones (DiLoCo, section 3)."""
-MAX_SETTING = 1e6
-"""Bound on a learning rate and the like in a state."""
+MAX_SETTING = 1e6  # bound on a learning rate and the like in a state
 SMALL_VALUES = 1 << 16
 """Tensors with fewer values are small, such as biases: they are at the front of a flat vector."""
 
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How a mean gradient becomes an update: clipping comes after averaging, the scheduler counts global steps.
-
-    Attributes:
-        delayed: the optimizer works on copies of the parameters in main memory, off the trainer's
-            thread; `Replica.show` copies them to the model.
-        local: the optimizer takes this peer's local steps, and Nesterov's SGD the swarm's (DiLoCo).
-    """
+    """How a mean becomes an update: clipped after averaging; the scheduler counts global steps."""
 
     optimizer: Optimizer
     scheduler: LRScheduler | None = None
     max_grad_norm: float | None = None
-    delayed: bool = False
-    local: bool = False
+    delayed: bool = False  # the optimizer works on copies in main memory, see `Replica.show`
+    local: bool = False  # it takes this peer's local steps, and Nesterov's SGD the swarm's (DiLoCo)
 
 
 class Replica:
     """One peer's copy of the model's training state.
 
-    Attributes:
-        model: the parameters that the trainer computes with.
-        parameters: those that the swarm's step updates: the same, or a copy. With delayed updates
-            the copy is ahead, with local steps behind.
-        numel: values of the flat vector of all parameters.
-        fine: values of the small ones, at its front.
-        schema: digest of its layout: peers with another model, or other local steps, do not mix.
-        lock: held during updates and copies.
+    The trainer computes with ``model``, and the swarm's step updates ``parameters``: the same, or a
+    copy, which is ahead with delayed updates and behind with local steps. The flat vector of all
+    has ``numel`` values, ``fine`` of them of small tensors, at its front. ``schema`` is the digest
+    of its layout: peers with another model, or other local steps, do not mix.
     """
 
     def __init__(self, rule: UpdateRule) -> None:
@@ -85,7 +74,7 @@ class Replica:
         for parameter in self.model:
             digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         self.step, self.lineage = 0, digest.digest()[:LINEAGE_BYTES]
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # held during updates and copies
 
     def apply(self, mean: Floats) -> bytes:
         """Take one global step with the averaged gradient (flat, float32); returns the new lineage."""
@@ -105,14 +94,13 @@ class Replica:
         optimizer.zero_grad(set_to_none=True)
 
     def step_alone(self, gradient: Floats) -> None:
-        """Take a local step with this peer's mean gradient."""
         with self.lock:
             set_gradients(self.model, gradient)
             self._update(self.rule.optimizer, self.model, clip=True)
 
     @torch.no_grad()
     def pseudo_gradient(self, out: Floats) -> None:
-        """Write the swarm's parameters minus the model's to ``out``, for local steps."""
+        """Write the swarm's parameters minus the model's to ``out``."""
         with self.lock:
             for parameter, part in parts(self.parameters, out):
                 part.copy_(parameter)
@@ -128,7 +116,6 @@ class Replica:
                     mine.copy_(updated)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the model's gradients."""
         for parameter in self.model:
             if set_to_none:
                 parameter.grad = None
@@ -144,7 +131,7 @@ class Replica:
         return [{**group, "params": [shown.get(id(p), p) for p in group["params"]]} for group in groups]
 
     def state(self) -> dict[str, Any]:
-        """Return everything that is needed to continue training; tensors are shared with the live ones."""
+        """Return all that continues training; tensors are shared with the live ones."""
         scheduler = self.rule.scheduler
         own = {"local": self.rule.optimizer.state_dict()} if self.rule.local else {}
         return {
@@ -157,10 +144,7 @@ class Replica:
         }
 
     def load(self, state: Any) -> None:
-        """Continue from a state.
-
-        Raises `StateError`, with nothing changed, if it does not fit the model or would ruin it.
-        """
+        """Raises `StateError`, with nothing changed, if the state does not fit or would ruin the model."""
         parameters = _checked_parameters(state, self.parameters)
         if ("local" in state) != self.rule.local:
             raise StateError("in this swarm either all peers take local_steps, or none does")
@@ -192,7 +176,6 @@ class Replica:
         return Snapshot.of(lineage, step, layout, blob)
 
     def load_snapshot(self, snapshot: Snapshot) -> None:
-        """Continue from a donor's snapshot; see `load`."""
         self.load(unpack(snapshot.manifest.layout, snapshot.blob))
         self.step, self.lineage = snapshot.manifest.step, snapshot.manifest.subject
 
@@ -216,7 +199,6 @@ class WrappedOptimizer(Optimizer):
         return self._replica.rule.optimizer.defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not supported: the peers have agreed on the parameters."""
         raise TypeError(f"the peers have agreed on the parameters: add groups before {self.made_by}")
 
     @staticmethod
@@ -226,7 +208,6 @@ class WrappedOptimizer(Optimizer):
 
 
 def _move_to_copies(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Let the optimizer update copies in main memory from now on, and return them."""
     copies: list[torch.Tensor] = []
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):
@@ -300,11 +281,8 @@ class Gradients:
     """A sum of gradients, each times its samples.
 
     With local steps (DiLoCo, Douillard et al. 2023) the contribution is the *pseudo-gradient*: the
-    parameters of the last round minus the present ones.
-
-    Attributes:
-        samples: the weight of this peer's next contribution.
-        feedback: what compression cut off the last one, times its samples; None: no error feedback.
+    parameters of the last round minus the present ones. ``feedback`` is what compression cut off
+    the last contribution, times its samples.
     """
 
     def __init__(self, replica: Replica, *, error_feedback: bool = False) -> None:
@@ -316,10 +294,7 @@ class Gradients:
         self._loss_sum = self._loss_samples = 0.0
 
     def add(self, samples: float, loss: float | None) -> str | None:
-        """Add the model's gradient, a mean over ``samples``; return the reason if it is dropped.
-
-        A parameter without a gradient counts as zero.
-        """
+        """Add the model's gradient, a mean over ``samples``; return the reason if it is dropped."""
         largest = [  # a NaN or an infinity shows in the largest magnitude
             torch.linalg.vector_norm(p.grad.detach(), float("inf")).float().cpu()
             for p in self._replica.model
@@ -341,11 +316,9 @@ class Gradients:
 
     @property
     def mean_loss(self) -> float | None:
-        """Mean loss of the samples for which it was reported."""
         return self._loss_sum / self._loss_samples if self._loss_samples else None
 
     def step(self) -> None:
-        """Take a local step with the own gradients since the last one."""
         if self._since:
             self._sum *= np.float32(1 / self._since)
             self._replica.step_alone(self._sum)
@@ -372,7 +345,6 @@ class Gradients:
         return UploadEncoding(fine=self._replica.fine, feedback=self.feedback)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds besides the replica's state."""
         return {} if self.feedback is None else {"feedback": self.feedback.state_dict()}
 
     def feedback_of(self, state: Mapping[str, Any]) -> ErrorFeedback | None:
@@ -387,7 +359,6 @@ class Gradients:
             self._replica.show()
 
     def on_delivered(self, weight: float) -> None:
-        """Add what compression cut off a contribution in the swarm's mean to the next one."""
         if self.feedback is not None and weight:
             self.feedback.settle(weight)
 
@@ -400,10 +371,7 @@ class Gradients:
 
 
 def parts(parameters: Iterable[torch.Tensor], values: Floats) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each parameter with its part of the flat vector, a view; small ones come first.
-
-    The parameters may have any device and floating dtype.
-    """
+    """Return each parameter with its part of the flat vector, a view; small ones come first."""
     ordered = sorted(parameters, key=lambda one: one.numel() >= SMALL_VALUES)
     sizes = [parameter.numel() for parameter in ordered]
     if values.shape != (sum(sizes),):
@@ -413,7 +381,6 @@ def parts(parameters: Iterable[torch.Tensor], values: Floats) -> list[tuple[torc
 
 
 def set_gradients(parameters: Iterable[torch.Tensor], values: Floats) -> None:
-    """Set every parameter's gradient from the flat vector."""
     for parameter, part in parts(parameters, values):
         if parameter.grad is None:
             parameter.grad = torch.empty_like(parameter)

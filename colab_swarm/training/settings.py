@@ -1,9 +1,8 @@
 """Inputs of a collaboration: the peer's services, how to train, and the traffic budget.
 
-A peer decides after each round how to save traffic, in the order of the cost to the swarm. First it
-stops reducing for others, if another peer reduces and the volume is bounded (a bound on speed makes
-its share smaller, see `averaging.strategy`). Then it sends 8 bits a value. Then it requests more
-local steps between two rounds.
+A peer decides after each round how to save traffic, cheapest for the swarm first. It stops reducing
+for others, if another peer reduces and the volume is bounded (a bound on speed makes its share
+smaller). Then it sends 8 bits a value. Then it requests more local steps between two rounds.
 """
 
 from __future__ import annotations
@@ -22,26 +21,19 @@ from colab_swarm.net.peers import PeerId, Peers
 from colab_swarm.tensors.codecs import Precision, mean_codec_for
 from colab_swarm.training.progress import MAX_LOCAL_STEPS
 
-ROUNDS_PART = 0.95
-"""Part of the budget for rounds; the rest is for all other traffic."""
+ROUNDS_PART = 0.95  # part of the budget for rounds; the rest is for all other traffic
 ROUND_PART = 0.5
 """Longest round at the budget's speed, as a part of the time in which the swarm computes: all peers wait for it."""
 SAVING = "int8"
-ROUND_TIMEOUT_S = 180.0
-"""Bound on matchmaking and averaging of one round together."""
+ROUND_TIMEOUT_S = 180.0  # bound on matchmaking and averaging of one round together
 
 
 @dataclass(frozen=True)
 class TrafficBudget:
-    """A limit on a peer's traffic.
+    """A limit on a peer's traffic."""
 
-    Attributes:
-        gb_per_hour: 10^9 bytes an hour, both directions together.
-        mbit_s: 10^6 bits a second in each direction; links never go faster.
-    """
-
-    gb_per_hour: float | None = None
-    mbit_s: float | None = None
+    gb_per_hour: float | None = None  # 10^9 bytes an hour, both directions together
+    mbit_s: float | None = None  # 10^6 bits a second in each direction; links never go faster
 
     def __post_init__(self) -> None:
         given = [limit for limit in (self.gb_per_hour, self.mbit_s) if limit is not None]
@@ -51,8 +43,6 @@ class TrafficBudget:
 
 @dataclass(frozen=True)
 class CommunicationPlan:
-    """How a peer stays within its budget."""
-
     reduces: bool  # for other peers
     precision: str  # of its contributions
     local_steps: int  # that it requests between two rounds
@@ -77,7 +67,6 @@ class TrafficBudgetPolicy:
         self._step_s: float | None = None
 
     def on_round(self, sent_bytes: float, received_bytes: float, steps: int, *, now: float) -> None:
-        """Count a round that ended after ``steps`` steps of the swarm."""
         if self._began_at is None:
             self._began_at = self._ended_at = now
             return
@@ -87,10 +76,7 @@ class TrafficBudgetPolicy:
         self._ended_at = now
 
     def choose(self, group: Group, compute_s: float) -> CommunicationPlan | None:
-        """Return the plan after a round of ``group``; None while the time of a step is unknown.
-
-        The swarm computes a target batch in ``compute_s``.
-        """
+        """Return the plan after a round of ``group``; None while the time of a step is unknown."""
         if self._step_s is None:
             return None
         numel, precision, steps = group.terms.numel, self._settings.compression, 1
@@ -107,7 +93,7 @@ class TrafficBudgetPolicy:
         return CommunicationPlan(reduces, precision, steps, mbit_s, over <= steps)
 
     def _ratios(self, traffic: tuple[float, float], compute_s: float) -> tuple[float, float]:
-        """Return a round's volume (more if overdrawn) and time in relation to the budget."""
+        """Volume (more if overdrawn) and time of a round, as parts of the budget."""
         budget, volume, pace = self._settings.budget, 0.0, 0.0
         assert budget is not None and self._began_at is not None and self._step_s is not None
         if budget.gb_per_hour is not None:
@@ -120,7 +106,7 @@ class TrafficBudgetPolicy:
         return volume, pace
 
     def _traffic(self, group: Group, reduces: bool, precision: str) -> tuple[float, float]:
-        """Return the bytes that this peer sends and receives in a round."""
+        """Bytes that this peer sends and receives in a round."""
         terms, others = group.terms, len(group.members) - 1
         total = sum(member.share for member in group.members)
         planned = sum(member.share for member in group.members if member.id == self._me) / total
@@ -130,18 +116,15 @@ class TrafficBudgetPolicy:
         return (1 - share) * mine + share * others * mean, (1 - share) * mean + share * others * theirs
 
 
-MEASURABLE_BYTES = 1 << 18
-"""A round that moved less says nothing about bandwidth."""
+MEASURABLE_BYTES = 1 << 18  # a round that moved less says nothing about bandwidth
 KEPT_PER_ROUND = 0.98
-ROUNDS = 4
-"""Number of rounds before their best counts: a single round may have waited for anything."""
+ROUNDS = 4  # number of rounds before their best counts: a single round may have waited for anything
 
 
 class Rate:
     """Bandwidth of one direction, bits per second, from links and from rounds.
 
-    Rounds are often shorter than the second over which links measure. The best round counts for
-    long but decays, because bandwidth changes.
+    Rounds are often shorter than the second over which links measure. The best one counts for long.
     """
 
     def __init__(self) -> None:
@@ -149,16 +132,13 @@ class Rate:
         self._rounds = 0
 
     def on_round(self, size_bytes: int, seconds: float) -> None:
-        """Count the traffic of a round."""
-        self._best_bps *= KEPT_PER_ROUND
+        self._best_bps *= KEPT_PER_ROUND  # bandwidth changes
         if size_bytes >= MEASURABLE_BYTES and seconds > 0:
             self._best_bps = max(self._best_bps, 8 * size_bytes / seconds)
             self._rounds += 1
 
     def known(self, measured_bps: float | None, most_bps: float | None = None) -> float | None:
-        """Return the best rate of links and rounds, bounded by ``most_bps``; None if there is no measurement."""
-        seen_bps = self._best_bps if self._rounds >= ROUNDS else 0.0
-        best_bps = max(measured_bps or 0.0, seen_bps)
+        best_bps = max(measured_bps or 0.0, self._best_bps if self._rounds >= ROUNDS else 0.0)
         return min(best_bps, most_bps or best_bps) if best_bps else most_bps
 
 
@@ -172,7 +152,6 @@ class LinkBandwidth:
             peers.limit(self._most_bps)
 
     def on_round(self, result: RoundResult) -> None:
-        """Count the traffic of a round."""
         seconds = result.seconds["exchange"]
         self._upload.on_round(result.sent_bytes, seconds)
         self._download.on_round(result.received_bytes, seconds)
@@ -195,12 +174,10 @@ class PeerServices(RunServices):
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How a collaboration trains; the options of `Swarm.optimizer`.
+    """How a collaboration trains: the options of `Swarm.optimizer`.
 
     Attributes:
         prefix: names the collaboration within the run; peers of one prefix train one model.
-        target_batch_size: samples of all peers together for one global step.
-        budget: for this peer's traffic.
         compression: of gradients on the wire: float32, float16, bfloat16, int8, adaptive (int8;
             small tensors float16), onebit, or topk and a share, as in topk:0.01. Warning: onebit
             and topk are biased without ``error_feedback``, and train a worse model.
@@ -212,13 +189,10 @@ class TrainingSettings:
         local_steps: steps of ``target_batch_size`` samples that every peer takes alone before the swarm averages the
             resulting parameters (DiLoCo), for as many times less traffic; "auto": as many as the peers' budgets need.
         matchmaking_timeout_s: how long a round waits for slow peers.
-
-    Raises:
-        ValueError: an option is not usable.
     """
 
     prefix: str
-    target_batch_size: float
+    target_batch_size: float  # samples of all peers together for one global step
     budget: TrafficBudget | None = None
     compression: str = "float32"
     mean_compression: str = ""

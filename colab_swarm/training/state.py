@@ -1,16 +1,13 @@
 """The training state: in a file, and shared with late joiners in hashed chunks.
 
-A checkpoint is one safetensors file, written atomically. Its metadata hold the skeleton and a
-checksum (`colab_swarm.tensors.statedict`).
+A checkpoint is one safetensors file, written atomically (`colab_swarm.tensors.statedict`).
 
-A shared snapshot is a copy, so a donor trains on while it serves, and shares no lock with
-averaging. Donors on one branch hold equal states, so their chunks are interchangeable
-(`colab_swarm.tensors.chunks`).
+A shared snapshot is a copy, so a donor trains on while it serves. Donors on one branch hold equal
+states, so their chunks are interchangeable (`colab_swarm.tensors.chunks`).
 
 A `Mirror` passes on the state of trainers that a late joiner cannot reach, because both only dial
-out. Both are linked to an assistant, which forwards manifest and chunks over the trainer's own
-link. It stores none of them, and holds one chunk in memory at a time. A backbone's assistant gives
-a checkpoint of its own when no trainer is left.
+out. Both are linked to an assistant, which forwards manifest and chunks, one at a time in memory. A
+backbone's assistant gives a checkpoint of its own when no trainer is left.
 """
 
 from __future__ import annotations
@@ -61,13 +58,8 @@ REMEMBERED = 4
 def save_checkpoint(path: str | Path, state: Any) -> None:
     """Write a training state so that ``path`` holds either all of it or its old content.
 
-    Args:
-        state: anything that `flatten` takes, such as a dictionary of the step, the random state and
-            the ``state_dict()`` of model, optimizer and scheduler.
-
-    Raises:
-        StateError: the disk is full or cannot be written; no partial file remains.
-        TypeError: part of the state cannot be saved without pickle.
+    The state is anything that `flatten` takes, such as a dictionary with some ``state_dict()``.
+    Raises `StateError` if the disk is full, `TypeError` if a part cannot be saved without pickle.
     """
     tensors, skeleton = flatten(state)
     write_tensors(Path(path), as_bytes(tensors), skeleton)
@@ -76,9 +68,7 @@ def save_checkpoint(path: str | Path, state: Any) -> None:
 def load_checkpoint(path: str | Path) -> Any:
     """Read the state that `save_checkpoint` wrote, into new memory.
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        StateError: it is truncated, damaged or not a checkpoint of this package.
+    Raises `StateError` if it is truncated, damaged or not a checkpoint of this package.
     """
     tensors, skeleton = read_tensors(Path(path))
     return unflatten(as_tensors(tensors), skeleton)
@@ -88,7 +78,7 @@ class CheckpointFolder(StepFiles):
     """The last checkpoints of one run; older ones are deleted after a save."""
 
     def save(self, step: int, state: Any) -> Path:
-        """Write a checkpoint, delete those beyond ``keep``, and return the path."""
+        """Write a checkpoint and delete those beyond ``keep``."""
         path = self.file_of(step)
         save_checkpoint(path, state)
         self.prune(path)
@@ -132,13 +122,12 @@ class StateSharing:
         router.serve_stream(prefix, FetchState, self._send_chunks, Role.VIEWER)
 
     def close(self) -> None:
-        """Stop serving."""
         self._router.unserve(self._prefix, DescribeState, FetchState)
         self._snapshot = None
         self._begun.clear()
 
     def outdate(self) -> None:
-        """Take a new snapshot for the next late joiner, as the state changed. Downloads in progress continue."""
+        """Give the next late joiner a new snapshot. Downloads in progress continue."""
         self._fresh = False
         self._begun.clear()
 
@@ -174,9 +163,8 @@ async def download_state(
     ``begun`` holds an incomplete download, by the state's root, from one call to the next. Raises
     `StateError` if no donor had a state, or all were lost before it was complete.
     """
-    ask = DescribeState(prefix)
     manifest, holders, refusals = await agree_on_state(
-        peers, ask, donors, limit=DONORS, timeout_s=CHUNK_TIMEOUT_S
+        peers, DescribeState(prefix), donors, limit=DONORS, timeout_s=CHUNK_TIMEOUT_S
     )
     if manifest is None:
         raise StateError(f"none of {len(donors)} donors gave its state: {'; '.join(refusals) or 'no donors'}")
@@ -194,7 +182,7 @@ async def download_state(
 async def agree_on_state(
     peers: Peers, ask: DescribeState, donors: Sequence[PeerId], *, limit: int, timeout_s: float
 ) -> tuple[Manifest | None, list[PeerId], list[str]]:
-    """Return the first donor's manifest, up to ``limit`` donors that hold the same state, and all refusals."""
+    """Return the first donor's manifest, at most ``limit`` that hold it, and all refusals."""
     manifest: Manifest | None = None
     holders: list[PeerId] = []
     refusals: list[str] = []
@@ -233,7 +221,6 @@ def snapshot_of(tensors: Mapping[str, TensorBytes], skeleton: bytes) -> Snapshot
 
 
 def _step_and_lineage(tensors: Mapping[str, Any], skeleton: bytes) -> tuple[int, bytes]:
-    """The skeleton must be sound and name exactly these tensors."""
     match unflatten(tensors, skeleton):
         case {"step": int(step), "lineage": bytes(lineage)} if step >= 0 and not isinstance(step, bool):
             return step, lineage
@@ -243,10 +230,8 @@ def _step_and_lineage(tensors: Mapping[str, Any], skeleton: bytes) -> tuple[int,
 class Mirror(StateSharing):
     """Gives late joiners a state that this peer does not have itself.
 
-    Args:
-        stored: ``await stored()``: a checkpoint to give; None while there are trainers.
-        donors: ``await donors()``: trainers on the collaboration's branch.
-        on_sent: ``on_sent(size_bytes)``, after each chunk.
+    ``await stored()`` is a checkpoint to give, None while there are trainers, and ``await donors()``
+    the trainers on the branch. ``on_sent(size_bytes)`` is called after each chunk.
     """
 
     def __init__(

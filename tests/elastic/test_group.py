@@ -7,6 +7,7 @@ import torch
 
 import colab_swarm as cs
 from colab_swarm.elastic.optimizer import ElasticOptimizer
+from colab_swarm.elastic.process_group import group_optimizer
 from colab_swarm.elastic.schedulers import NormBounded, Synchronous
 from colab_swarm.elastic.steps import ElasticSettings
 from colab_swarm.errors import StateError
@@ -44,8 +45,7 @@ def test_all_start_with_the_first_members_parameters_and_optimizer_state() -> No
 @pytest.mark.parametrize("quiet", ["alice", "bob"])
 def test_a_member_that_only_dials_out_takes_part(quiet: str) -> None:
     def begin(swarm: Swarm) -> torch.Tensor:
-        net = model(seed=len(swarm.name))
-        optimizer = join_group(swarm, net, 2)
+        optimizer = join_group(swarm, net := model(seed=len(swarm.name)), 2)
         step_and_close(optimizer, net)
         return parameters_of(net)
 
@@ -106,8 +106,7 @@ def test_a_surplus_peer_is_advised_to_choose_another_name() -> None:
 def test_a_group_may_be_formed_again_by_the_same_peers() -> None:
     def twice(swarm: Swarm) -> int:
         for _ in range(2):
-            net = model()
-            optimizer = join_group(swarm, net, 2)
+            optimizer = join_group(swarm, net := model(), 2)
             step_and_close(optimizer, net)
         return optimizer.member
 
@@ -133,3 +132,10 @@ def test_a_crash_while_the_group_is_formed_is_reported() -> None:
 def test_a_group_has_two_to_sixteen_members(peers: int) -> None:
     with pytest.raises(ValueError, match="2 to 16"):
         ElasticSettings("run/elastic/model", peers)
+
+
+def test_an_unknown_option_of_a_group_of_ranks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(TypeError, match="'compresion'"):
+        group_optimizer(torch.optim.SGD(model().parameters()), compresion="int8")

@@ -157,7 +157,7 @@ def test_its_bound_allows_one_step_of_delay_even_while_it_waits() -> None:
     assert scheduler.bound(StepFacts(peers=2, m=3.0, sigma=1.0)) == 1.5
 
 
-def test_a_target_that_allows_nothing_is_refused() -> None:
-    for target in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match="Synchronous"):
-            AdaptiveBeta(target)
+@pytest.mark.parametrize("target", [0.0, -1.0, float("nan")])
+def test_a_target_that_allows_nothing_is_refused(target: float) -> None:
+    with pytest.raises(ValueError, match="Synchronous"):
+        AdaptiveBeta(target)

@@ -36,8 +36,7 @@ def train(
     swarm: Swarm, peers: int = 2, steps: int = STEPS, **options: Any
 ) -> tuple[torch.Tensor, list[ElasticStep]]:
     """Train on this member's rows of each batch."""
-    net = model()
-    optimizer = join_group(swarm, net, peers, **options)
+    optimizer = join_group(swarm, net := model(), peers, **options)
     steps_done = [take(optimizer, net, step, peers) for step in range(steps)]
     optimizer.close()
     return parameters_of(net), steps_done
@@ -103,8 +102,7 @@ def test_a_lossy_codec_without_error_feedback_has_no_bound() -> None:
 @pytest.mark.parametrize("factor", [float("nan"), 1e30], ids=["not a number", "squares overflow"])
 def test_a_gradient_that_is_not_finite_counts_as_zero_and_no_member_is_lost(factor: float) -> None:
     def train_with_nan(swarm: Swarm) -> tuple[torch.Tensor, list[BatchDropped], ElasticStep]:
-        net = model()
-        optimizer = join_group(swarm, net, 2)
+        optimizer = join_group(swarm, net := model(), 2)
         broken = factor if optimizer.member == 0 else 1.0
         (broken * loss_of(net, 0, rows_of(1, 2))).backward()
         step = optimizer.step()
@@ -120,8 +118,7 @@ def test_a_gradient_that_is_not_finite_counts_as_zero_and_no_member_is_lost(fact
 
 def test_the_others_continue_when_a_member_closes() -> None:
     def leave_early(swarm: Swarm) -> list[tuple[int, ...]]:
-        net = model()
-        optimizer = join_group(swarm, net, 3)
+        optimizer = join_group(swarm, net := model(), 3)
         steps_done = []
         for step in range(3 if optimizer.member == 2 else 8):
             steps_done.append(take(optimizer, net, step, 3).lost)
@@ -153,16 +150,14 @@ def test_a_member_that_crashes_does_not_delay_the_others(scheduler: Scheduler) -
 
 def test_residuals_and_corrections_are_saved_and_restored() -> None:
     def save(swarm: Swarm) -> tuple[int, dict[str, Any]]:
-        net = model()
-        optimizer = join_group(swarm, net, 2, compression="topk:0.1")
+        optimizer = join_group(swarm, net := model(), 2, compression="topk:0.1")
         take(optimizer, net, 0)
         state = optimizer.state_dict()
         optimizer.close()
         return optimizer.member, state
 
     def resume(swarm: Swarm) -> torch.Tensor:
-        net = model()
-        optimizer = join_group(swarm, net, 2, compression="topk:0.1")
+        optimizer = join_group(swarm, net := model(), 2, compression="topk:0.1")
         optimizer.load_state_dict({**states[optimizer.member], "corrections": torch.ones(178)})
         with pytest.raises(StateError, match="another model"):
             optimizer.load_state_dict({"corrections": torch.ones(3)})
@@ -182,8 +177,7 @@ def test_residuals_and_corrections_are_saved_and_restored() -> None:
 
 def test_unsupported_calls_name_the_alternative() -> None:
     def misuse(swarm: Swarm) -> str:
-        net = model()
-        optimizer = join_group(swarm, net, 2)
+        optimizer = join_group(swarm, model(), 2)
         with pytest.raises(ValueError, match="closure"):
             optimizer.step(lambda: 0.0)
         with pytest.raises(TypeError, match="add groups before"):
@@ -203,8 +197,7 @@ def test_unsupported_calls_name_the_alternative() -> None:
 
 def test_a_learning_rate_schedule_works_on_it_as_on_the_wrapped_one() -> None:
     def schedule(swarm: Swarm) -> list[float]:
-        net = model()
-        optimizer = join_group(swarm, net, 2)
+        optimizer = join_group(swarm, net := model(), 2)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         for step in range(2):
             loss_of(net, step).backward()

@@ -19,6 +19,7 @@ from colab_swarm.training.optimizer import SwarmOptimizer
 from tests.training.toy import (
     join_training,
     joint_reference,
+    lineages,
     loss_of,
     model,
     parameters_of,
@@ -61,10 +62,6 @@ def train_or_assist(swarm: Swarm, steps: int) -> Result:
         swarm.serve_as_reducer()
         return None
     return train_freely(swarm, steps)
-
-
-def lineages(results: dict[str, Result]) -> set[bytes]:
-    return {result[1] for result in results.values() if result is not None}
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from tests.training.toy import (
     alone,
     join_training,
     joint_reference,
+    lineages,
     loss_of,
     model,
     parameters_of,
@@ -45,8 +46,7 @@ def stale_reference(steps: int) -> torch.Tensor:
 
 def train_delayed(swarm: Swarm, steps: int) -> tuple[torch.Tensor, bytes]:
     """Each peer takes its own rows of each step's batch, once; the next batch is computed while a round runs."""
-    net = model()
-    optimizer = join_training(swarm, net, matchmaking_timeout_s=20.0, overlap=True)
+    optimizer = join_training(swarm, net := model(), matchmaking_timeout_s=20.0, overlap=True)
     wait_for_peers(swarm, optimizer, len(ROWS))
     rows = ROWS[swarm.name]
     for step in range(steps):
@@ -65,7 +65,7 @@ def test_four_peers_equal_a_one_step_stale_reference(network: str) -> None:
     with cs.simulate(4, network=network, seed=1) as sim:
         results = sim.run(lambda swarm: train_delayed(swarm, 20))
         assert len(sim.swarms["alice"].events.recent(RoundFinished)) == 20
-    assert len(results) == 4 and len({lineage for _, lineage in results.values()}) == 1
+    assert len(results) == 4 and len(lineages(results)) == 1
     for parameters, _ in results.values():
         torch.testing.assert_close(parameters, stale_reference(20), rtol=0, atol=1e-5)
 
@@ -91,7 +91,7 @@ def test_a_crash_costs_the_others_nothing_and_late_joiners_catch_up_delayed_or_n
         )
         assert [fault.name for fault in sim.network.fired] == ["crash"]
         assert results.keys() == {"alice", "bob", "dave", "erin", "frank"}
-        assert len({lineage for _, lineage in results.values()}) == 1
+        assert len(lineages(results)) == 1
         assert sim.swarms["erin"].events.recent(StateReceived)
 
 
@@ -104,8 +104,7 @@ def test_a_gradient_whose_round_was_refused_is_kept_for_the_next(monkeypatch: py
         return await join(matchmaker, *args)
 
     def train(swarm: Swarm) -> tuple[torch.Tensor, int]:
-        net = model()
-        optimizer = join_training(swarm, net, overlap=True)
+        optimizer = join_training(swarm, net := model(), overlap=True)
         assert take(optimizer, net, 0) is None  # the round began, and will be refused
         assert optimizer.wait_step() is not None
         return parameters_of(net), optimizer.global_step
@@ -119,8 +118,7 @@ def test_a_gradient_whose_round_was_refused_is_kept_for_the_next(monkeypatch: py
 
 def test_leaving_while_a_round_is_under_way_leaves_the_newest_parameters() -> None:
     def train(swarm: Swarm) -> tuple[torch.Tensor, torch.Tensor]:
-        net = model()
-        optimizer = join_training(swarm, net, overlap=True)
+        optimizer = join_training(swarm, net := model(), overlap=True)
         for step in range(3):
             take(optimizer, net, step)
         optimizer.close()
@@ -133,8 +131,7 @@ def test_leaving_while_a_round_is_under_way_leaves_the_newest_parameters() -> No
 
 def test_a_grad_scaler_sees_the_models_gradients() -> None:
     def train(swarm: Swarm) -> torch.Tensor:
-        net = model()
-        optimizer = join_training(swarm, net, overlap=True)
+        optimizer = join_training(swarm, net := model(), overlap=True)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
         for step in range(2):
             scaler.scale(loss_of(net, step)).backward()
@@ -143,8 +140,7 @@ def test_a_grad_scaler_sees_the_models_gradients() -> None:
             optimizer.wait_step()  # no overlap: nothing is stale
         return parameters_of(net)
 
-    parameters = alone(train)
-    torch.testing.assert_close(parameters, joint_reference(2))
+    torch.testing.assert_close(alone(train), joint_reference(2))
 
 
 def test_the_optimizers_state_moves_along_with_its_parameters() -> None:

@@ -50,9 +50,6 @@ def run(kind: type[torch.optim.Optimizer], weight: Any, gradients: list[Any], **
     return parameter.detach()
 
 
-# --- LAMB ---
-
-
 @pytest.mark.parametrize(
     ("kind", "gradient", "options", "moved"),
     [
@@ -97,9 +94,6 @@ def test_a_parameter_without_gradient_is_left_alone() -> None:
     assert unused.tolist() == [1.0, 1.0] != used.tolist()
 
 
-# --- LARS ---
-
-
 @pytest.mark.parametrize("decay", [0.0, 0.01])
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("lr", [4.8, 0.002, 0.0002])  # LARC clips never, at some steps, always
@@ -108,9 +102,6 @@ def test_many_steps_of_lars_equal_the_algorithm_of_the_paper(lr: float, clip: bo
     weight, gradients = rng.normal(size=(4, 3)), list(rng.normal(size=(20, 4, 3)))
     moved = run(Lars, weight, gradients, lr=lr, weight_decay=decay, clip=clip)
     np.testing.assert_allclose(moved.numpy(), lars_reference(weight, gradients, lr, decay, clip), rtol=1e-12)
-
-
-# --- both ---
 
 
 @pytest.mark.parametrize(("kind", "options", "moved"), [(Lamb, {}, 0.9), (Lars, {"trust": 0.1}, 0.99)])

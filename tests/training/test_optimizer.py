@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,8 @@ import torch
 import colab_swarm as cs
 from colab_swarm.averaging.group import JoinRound, RoundTerms
 from colab_swarm.averaging.round import Averager
+from colab_swarm.elastic.process_group import group_optimizer
+from colab_swarm.elastic.steps import ElasticSettings
 from colab_swarm.errors import StateError
 from colab_swarm.events import BatchDropped, RoundFinished, StateReceived
 from colab_swarm.sim import SimNetwork
@@ -22,12 +28,13 @@ from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.progress import ProgressRecord, progress_key
 from colab_swarm.training.replica import Replica
-from colab_swarm.training.settings import PeerServices
+from colab_swarm.training.settings import PeerServices, TrainingSettings
 from colab_swarm.training.state import load_checkpoint, save_checkpoint
 from tests.training.toy import (
     alone,
     join_training,
     joint_reference,
+    lineages,
     loss_of,
     model,
     parameters_of,
@@ -41,10 +48,6 @@ from tests.training.toy import (
 
 def simulation(peers: int = 4, network: str = "lan") -> Simulation:
     return cs.simulate(peers, network=network, seed=1, samples_per_s=10.0)
-
-
-def lineages(results: dict[str, tuple[torch.Tensor, bytes]]) -> set[bytes]:
-    return {lineage for _, lineage in results.values()}
 
 
 @pytest.mark.slow
@@ -89,8 +92,7 @@ def test_organizers_that_vanish_do_not_stop_the_swarm(phase: type) -> None:
 
 def test_a_nan_gradient_is_dropped_and_reported() -> None:
     def train(swarm: Swarm) -> tuple[torch.Tensor, list[BatchDropped]]:
-        net = model()
-        optimizer = join_training(swarm, net)
+        optimizer = join_training(swarm, net := model())
         (net(torch.full((1, 8), float("nan")))).sum().backward()
         optimizer.step(samples=10)
         assert optimizer.global_step == 0
@@ -118,6 +120,35 @@ def test_senseless_settings_raise_at_once(settings: dict[str, object]) -> None:
         sim.run(lambda swarm: join_training(swarm, model(), **settings))
 
 
+@pytest.mark.parametrize("option", ["compresion", "prefix"])
+@pytest.mark.parametrize(
+    "make", [partial(Swarm.optimizer, target_batch_size=10), partial(Swarm.elastic_optimizer, peers=2)]
+)
+def test_an_unknown_option_is_named(make: Callable[..., object], option: str) -> None:
+    with simulation(1) as sim, pytest.raises(TypeError, match=f"'{option}'"):
+        sim.run(lambda swarm: make(swarm, Lamb(model().parameters()), **{option: "int8"}))
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        (Swarm.optimizer, TrainingSettings),
+        (Swarm.elastic_optimizer, ElasticSettings),
+        (group_optimizer, ElasticSettings),
+    ],
+)
+def test_docstrings_list_the_options(method: Callable[..., object], settings: type) -> None:
+    """The method's own names the settings, and theirs every option."""
+    assert f"see `{settings.__name__}`" in method.__doc__
+    options = (
+        {one.name for one in fields(settings)}
+        - inspect.signature(method).parameters.keys()
+        - {"prefix", "peers"}
+    )
+    assert len(options) >= 4
+    assert not [name for name in options if f"\n        {name}: " not in settings.__doc__]
+
+
 def test_clipping_comes_after_averaging_and_the_scheduler_counts_global_steps() -> None:
     def train(swarm: Swarm) -> torch.Tensor:
         net = model()
@@ -142,8 +173,7 @@ def test_clipping_comes_after_averaging_and_the_scheduler_counts_global_steps() 
 
 def test_a_grad_scaler_drives_the_optimizer_and_skips_overflow() -> None:
     def train(swarm: Swarm) -> torch.Tensor:
-        net = model()
-        optimizer = join_training(swarm, net)
+        optimizer = join_training(swarm, net := model())
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
         for step, factor in ((0, 1.0), (1, float("inf")), (1, 1.0)):
             optimizer.zero_grad()
@@ -153,8 +183,7 @@ def test_a_grad_scaler_drives_the_optimizer_and_skips_overflow() -> None:
         assert scaler.get_scale() < 2.0**8
         return parameters_of(net)
 
-    with simulation(1) as sim:
-        torch.testing.assert_close(sim.run(train)["alice"], joint_reference(2))
+    torch.testing.assert_close(alone(train), joint_reference(2))
 
 
 def test_peers_that_begin_with_different_parameters_agree_on_one() -> None:
@@ -240,13 +269,11 @@ def test_a_state_that_cannot_be_loaded_raises_and_the_peer_catches_up_later(
 
 def test_a_saved_run_continues_identically(tmp_path: Path) -> None:
     def train(swarm: Swarm) -> torch.Tensor:
-        net = model()
-        optimizer = join_training(swarm, net)
+        optimizer = join_training(swarm, net := model())
         for step in range(6):
             if step == 3 and swarm.name == "bob":
                 optimizer.save(tmp_path / "saved")
-                net = model(seed=9)
-                optimizer = join_training(swarm, net)
+                optimizer = join_training(swarm, net := model(seed=9))
                 optimizer.load(tmp_path / "saved")
                 assert optimizer.global_step == 3
             take(optimizer, net, step)
@@ -358,8 +385,7 @@ def test_a_record_has_the_peers_present_addresses() -> None:
 @pytest.mark.parametrize("delayed", [False, True])
 def test_a_leaving_trainer_hands_over_its_samples(delayed: bool) -> None:
     def train(swarm: Swarm) -> float:
-        net = model()
-        optimizer = join_training(swarm, net, target_batch_size=40, overlap=delayed)
+        optimizer = join_training(swarm, net := model(), target_batch_size=40, overlap=delayed)
         wait_for_peers(swarm, optimizer, 3)
         if swarm.name == "carol":
             for _ in range(3):

@@ -108,8 +108,7 @@ def train_rounded(swarm: Swarm, rounding: float) -> bytes:
     if swarm.name == "alice":
         swarm.serve_as_reducer()
         return b""
-    net = model()
-    optimizer = join_training(swarm, net, target_batch_size=80)
+    optimizer = join_training(swarm, net := model(), target_batch_size=80)
     while optimizer.global_step < 6:
         loss = loss_of(net, optimizer.global_step, ROWS[swarm.name])
         (loss * (1 + rounding)).backward()

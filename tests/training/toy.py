@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -108,6 +108,11 @@ def train_freely(swarm: Swarm, steps: int, samples: int = 2, **settings: Any) ->
         loss.backward()
         optimizer.step(samples=samples, loss=loss.item())
     return parameters_of(net), optimizer.lineage
+
+
+def lineages(results: Mapping[str, tuple[torch.Tensor, bytes] | None]) -> set[bytes]:
+    """Of all peers that trained."""
+    return {result[1] for result in results.values() if result is not None}
 
 
 def run_ranks(
