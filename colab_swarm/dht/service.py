@@ -287,9 +287,8 @@ class DHT:
         try:
             answer = await self._peers.call(contact.id, message, reply, timeout_s=self.settings.timeout_s)
         except PeerError as error:
-            if not (
-                isinstance(error, CallRefused) and error.code == "refused"
-            ):  # refusing our role, it is alive
+            alive = isinstance(error, CallRefused) and error.code == "refused"  # it refuses our role
+            if not alive:
                 self.table.failed(contact.id)
             raise
         self._patience.learn(self._now() - asked_at)

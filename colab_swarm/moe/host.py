@@ -364,7 +364,7 @@ class ExpertsWatch:
         self._closed = True
 
     async def _look(self) -> ExpertsSnapshot:
-        now = asyncio.get_running_loop().time()
+        now = _now()
         if now - self._began_at >= LIST_EVERY_S and self._listing is None:
             self._began_at = now
             self._listing = asyncio.create_task(self._list(), name="list experts")
@@ -385,7 +385,7 @@ class ExpertsWatch:
                 found = await self._directory.live(self._grid, fresh=self._grid.size <= MOST_UNCACHED)
             self._listings.append(found)
             self._seen.update(info.uid for info in found)
-            self._listed_at = asyncio.get_running_loop().time()
+            self._listed_at = _now()
             self._update()
         except Exception as error:  # shown in the panel, and retried
             logger.info("the experts could not be listed", exc_info=True)

@@ -381,11 +381,7 @@ class ExpertSaves:
     async def _spread(
         self, saved: Snapshot, others: Mapping[PeerId, HolderRecord], copies: int
     ) -> list[PeerId]:
-        """Send a save to enough holders; return them.
-
-        Former holders come first, then the others in an order that depends on the expert: this
-        spreads the load.
-        """
+        """Send a save to former holders, then to others, in an order that depends on the expert."""
         subject, size_bytes = saved.manifest.subject, saved.manifest.size_bytes
         last = self.results.get(subject.decode())
         known = last.holders if last else frozenset()
@@ -436,10 +432,9 @@ class ExpertSaves:
         return sorted(claims.values(), key=lambda claim: claim[1].step, reverse=True)
 
     async def fetch(self, uid: str, place: SavePlace, *, limit_bytes: int) -> Snapshot:
-        """Return a save from this disk and its holders, several in parallel; every chunk matches its hash.
+        """Return a save from this disk and its holders, several in parallel.
 
-        Raises StateError: the save is not what was claimed, larger than ``limit_bytes``, or
-        incomplete.
+        Raises `StateError` if it is not what was claimed, larger than ``limit_bytes``, or incomplete.
         """
         head = await asyncio.to_thread(self.store.get, place.manifest)
         holders = [contact.id for contact in place.holders if contact.id != self._peers.id]

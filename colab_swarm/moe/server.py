@@ -182,10 +182,9 @@ def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Outcome]]
 
 
 def _outcomes(expert: Expert, calls: Sequence[Call], tensors: Sequence[Tensor]) -> list[Outcome]:
-    """Return answers in the order of the calls. A batch that fails is retried call by call: bad data fail one caller.
+    """Return answers in the order of the calls; bad data of one call fail only that call.
 
-    A backward that failed for another reason than its data may have taken its step: it is not
-    retried.
+    A backward that failed for another reason may have taken its step: it is not retried.
     """
     sizes = [call.samples for call in calls]
     try:

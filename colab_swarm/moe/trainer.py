@@ -136,13 +136,7 @@ class AsyncTrainer(Generic[Batch]):
     def fit(self, batches: Iterable[Batch]) -> TrainerResult:
         """Train on every batch once.
 
-        Ctrl-C drops the batches in flight and leaves the model after its last complete update; see
-        `result`.
-
-        Raises:
-            KeyboardInterrupt: the user interrupted.
-            SwarmError: no batch succeeded for ``patience_s``; the text says why.
-            Exception: raised by the loss, the batches, the optimizer or ``on_update``.
+        Ctrl-C drops the batches in flight and leaves the model after its last complete update.
         """
         run = _Run(iter(batches))
         replicas = [copy.deepcopy(self._model) for _ in range(self._concurrency)]
