@@ -85,8 +85,6 @@ class Fetched(Message, frozen=True):
 
 
 class StoreRecord(Message, frozen=True):
-    """Requests to hold these records."""
-
     key: bytes
     records: tuple[Record, ...]
     asker: Contact

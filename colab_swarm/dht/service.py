@@ -445,8 +445,6 @@ def key_id(key: str | bytes) -> bytes:
 
 @dataclass(frozen=True)
 class RunServices:
-    """What every service of a peer uses."""
-
     peers: Peers
     dht: DHT
     events: EventLog

@@ -289,8 +289,6 @@ class BatchLimits:
 
 @dataclass(frozen=True)
 class HostPlan:
-    """The experts to host, and how."""
-
     grid: Grid
     make: Callable[[], nn.Module]  # returns a new expert's module
     rule: ExpertRule

@@ -203,8 +203,6 @@ def announced(
 
 
 class Listing:
-    """The announcements read for one page."""
-
     def __init__(self, by_host: Announced) -> None:
         self.by_host = by_host
         self._by_position: dict[int, list[ExpertInfo]] = {}

@@ -72,8 +72,6 @@ class HostResources:
 
 @dataclass(frozen=True)
 class HostedExpert:
-    """One expert of this peer."""
-
     uid: str  # its name
     step: int  # optimizer steps in its weights
     saved_step: int | None  # steps in its last save; None: not saved yet
@@ -82,8 +80,6 @@ class HostedExpert:
 
 @dataclass(frozen=True)
 class HostSnapshot:
-    """State of a host."""
-
     grid: str  # of its experts
     experts: tuple[HostedExpert, ...]  # in the order of their names
     kept_bytes: int  # saves that this peer keeps for others
@@ -112,7 +108,6 @@ class ExpertHost:
         return sorted(self.experts)
 
     def statistics(self) -> dict[str, ExpertStatistics]:
-        """Return the statistics of each expert, by uid."""
         served = self._runtime.call(_on_loop(self._server.statistics))
         return {uid: served[uid] for uid in self.uids if uid in served}
 
@@ -313,8 +308,6 @@ class LiveExpert:
 
 @dataclass(frozen=True)
 class HostOfExperts:
-    """One peer that hosts experts."""
-
     host: str  # its short id
     mine: bool  # whether it is this peer
     experts: int  # number of its experts

@@ -70,8 +70,6 @@ SAVES_OF_ONE = 2  # per expert and owner: the new one may not be in the DHT yet
 
 
 class Save(msgspec.Struct, frozen=True):
-    """One saved state of one expert."""
-
     owner: bytes  # id of the peer that hosted and saved it
     uid: str  # of the expert
     step: int  # optimizer steps in its weights
@@ -237,8 +235,6 @@ class FetchSave(FetchChunks, frozen=True):
 
 
 class SavePlace(Message, frozen=True):
-    """A save and its holders."""
-
     step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]  # optimizer steps in its weights
     manifest: Digest  # digest of its first chunk
     holders: Annotated[tuple[Contact, ...], msgspec.Meta(max_length=MAX_HOLDERS + 1)]  # peers that have it
@@ -262,8 +258,6 @@ class SavedIndices(Message, frozen=True):
 
 @dataclass(frozen=True)
 class SaveResult:
-    """Result of a save."""
-
     step: int  # optimizer steps in its weights
     holders: frozenset[PeerId]  # other peers that have it
     at: float  # swarm time, seconds
@@ -308,7 +302,6 @@ class ExpertSaves:
             self._peers.unserve(kind)
 
     async def others(self) -> dict[PeerId, HolderRecord]:
-        """Return the other peers that keep saves now."""
         found = await self._dht.published(f"{self._run_id}/expert-holders", HolderRecord)
         found.pop(self._peers.id, None)
         return found
@@ -406,7 +399,6 @@ class ExpertSaves:
         return holders
 
     async def publish_saved(self, grid: Grid, uids: Iterable[str]) -> None:
-        """Publish which experts of a grid this peer has saved."""
         await self._publish(grid.prefix, "saves", SavedIndices(tuple(sorted(map(grid.index, uids)))))
 
     async def saved(self, grid: Grid) -> set[str]:

@@ -229,8 +229,6 @@ class ExpertStatistics:
 
 
 class _Served:
-    """An expert, and counters of what it answered."""
-
     def __init__(self, expert: Expert) -> None:
         self.expert = expert
         self._samples = {False: 0, True: 0}

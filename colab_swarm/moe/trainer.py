@@ -58,8 +58,6 @@ class TrainerResult:
 
 
 class _Run(Generic[Batch]):
-    """State of one `fit`."""
-
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches = batches
         self._taking = threading.Lock()  # an iterator serves one thread at a time
