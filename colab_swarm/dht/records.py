@@ -1,9 +1,8 @@
 """Records: values in the DHT under a key and a subkey, their owners, and their expiration.
 
-``expires_at`` and ``version`` are the writer's swarm time, and signed: a record cannot be replayed
-after its end. They are accepted with a tolerance of `CLOCK_SLACK_S`. ``ttl_s`` is the rest of the
-record's life as its sender sees it. A holder counts it down on its own clock, so clocks that are
-wrong do no harm.
+``expires_at`` and ``version`` are signed and accepted with a tolerance of `CLOCK_SLACK_S`: a record
+cannot be replayed after its end. A holder counts ``ttl_s`` down on its own clock, so clocks that
+are wrong do no harm.
 """
 
 from __future__ import annotations
@@ -25,29 +24,22 @@ VERIFIED_RECORDS = 20_000  # size of the cache: checking a signature takes 170 m
 
 
 class Record(Message, frozen=True):
-    """One value under a key and a subkey.
+    """One value under a key and a subkey; only its owner replaces an owned record."""
 
-    Attributes:
-        owner, signature: Ed25519 public key and signature, or empty; only its owner replaces an owned record.
-    """
-
-    subkey: bytes  # holds one record; a subkey of 32 bytes is a peer's id, and only that peer may write it
+    subkey: bytes  # holds one record; one of 32 bytes is a peer's id: only that peer may write it
     value: bytes  # msgpack
     expires_at: float  # end of its life, the writer's swarm time
     version: int  # the writer's swarm time when it wrote, microseconds; the highest wins
     ttl_s: float  # seconds left when this message was sent; not signed
-    owner: bytes = b""
+    owner: bytes = b""  # Ed25519 public key, or empty
     signature: bytes = b""
 
     def signed_bytes(self, key: bytes) -> bytes:
-        """Return the bytes that the owner signs."""
-        kind = b"colab_swarm record"
-        parts = (kind, key, self.subkey, self.value, self.expires_at, self.version, self.owner)
-        return msgspec.msgpack.encode(parts)
+        parts = key, self.subkey, self.value, self.expires_at, self.version, self.owner
+        return msgspec.msgpack.encode((b"colab_swarm record", *parts))
 
     @property
     def size_bytes(self) -> int:
-        """Approximate size in a store."""
         return len(self.subkey) + len(self.value) + 256
 
 
@@ -57,14 +49,14 @@ def owner_of(record: Record) -> PeerId | None:
 
 
 def supersedes(new: Record, old: Record) -> bool:
-    """Return True if ``new`` replaces ``old`` at every peer, in whatever order they are received."""
+    """Return True if ``new`` replaces ``old`` at every peer, in any order of arrival."""
     if bool(new.owner) != bool(old.owner):
         return bool(new.owner)
     return (new.version, new.value) > (old.version, old.value)
 
 
 class FindNear(Message, frozen=True):
-    """Requests the peers that the receiver knows near ``key`` and, with ``records``, the records under it."""
+    """Requests known peers near ``key`` and, with ``records``, the records under it."""
 
     key: bytes
     asker: Contact
@@ -79,22 +71,20 @@ class FoundNear(Message, frozen=True):
 
 
 class Fetch(Message, frozen=True):
-    """Requests the records under ``key``; a peer without any forwards the query, ``relays`` times in a row at most."""
+    """Requests the records under ``key``; forwarded by peers without any, ``relays`` times in a row."""
 
     key: bytes
     relays: int
 
 
 class Fetched(Message, frozen=True):
-    """All records of the first peer found to hold any, and the number of forwards after this query."""
+    """All records of the first peer that holds any, and the number of forwards after this query."""
 
     records: tuple[Record, ...]
     hops: int
 
 
 class StoreRecord(Message, frozen=True):
-    """Requests to hold these records."""
-
     key: bytes
     records: tuple[Record, ...]
     asker: Contact
@@ -109,40 +99,34 @@ class Stored(Message, frozen=True):
 
 @dataclass(frozen=True)
 class DHTSettings:
-    """Settings of the DHT.
-
-    Attributes:
-        republish_s: seconds after which held records are stored again at the peers that are nearest by then.
-        value_bytes, subkey_bytes: limits of one record.
-    """
+    """Settings of the DHT; lengths of time in seconds."""
 
     bucket_size: int = 20  # contacts per bucket and in a reply (Kademlia's k)
     replicas: int = 5  # peers that hold a record
     read_replicas: int = 3  # peers that a reader hears
     parallel: int = 3  # queries in flight during a lookup (Kademlia's alpha)
     timeout_s: float = 5.0  # of one query; a silent peer costs less, see `Lookup`
-    refresh_s: float = 120.0  # seconds between lookups of quiet buckets
-    retry_s: float = 30.0  # seconds between retries of one of the lost peers
-    republish_s: float = 600.0
-    value_bytes: int = 1 << 15
+    refresh_s: float = 120.0  # between lookups of quiet buckets
+    retry_s: float = 30.0  # between retries of one of the lost peers
+    republish_s: float = 600.0  # until records are stored again at the peers nearest by then
+    value_bytes: int = 1 << 15  # limits of one record
     subkey_bytes: int = 256
     key_bytes: int = 200_000  # limit of all records under one key; they must fit in one message
     total_bytes: int = 1 << 26  # limit of all records that this peer holds for others
-    max_ttl_s: float = 24 * 3600.0  # longest life of a record, seconds
+    max_ttl_s: float = 24 * 3600.0  # longest life of a record
 
 
 class Storage:
-    """Keys to subkeys to records. ``now`` is monotonic seconds, ``swarm_time`` that of `Peers.time`.
+    """Keys to subkeys to records; ``now`` is monotonic seconds, ``swarm_time`` that of `Peers.time`.
 
-    Attributes:
-        verified: digests of the signatures that were checked; storages of one peer share them.
-        total_bytes: size of all records held.
+    ``verified`` are the digests of the signatures that were checked; storages of one peer share
+    them.
     """
 
     def __init__(self, settings: DHTSettings, verified: OrderedDict[bytes, None] | None = None) -> None:
         self._settings = settings
         self.verified: OrderedDict[bytes, None] = OrderedDict() if verified is None else verified
-        self._keys: dict[bytes, dict[bytes, tuple[Record, float]]] = {}  # each record with its end, by `now`
+        self._keys: dict[bytes, dict[bytes, tuple[Record, float]]] = {}  # with the end, by `now`
         self._key_bytes: dict[bytes, int] = {}
         self.total_bytes = 0
         self._count = 0
@@ -154,13 +138,13 @@ class Storage:
     def put(self, key: bytes, record: Record, *, now: float, swarm_time: float) -> str | None:
         """Hold ``record`` until its end; return why it was refused, or None.
 
-        A record that is held already, or superseded by the one held, changes nothing, its life included.
+        A record that is held already, or superseded by the one held, changes nothing, its life
+        included.
         """
         self._expire(now)
         held, _ = self._keys.get(key, {}).get(record.subkey, (None, 0.0))
         if held is not None and not supersedes(record, held):
-            same = record.signed_bytes(key) == held.signed_bytes(key)
-            return None if same else "a newer record is held"
+            return None if record.signed_bytes(key) == held.signed_bytes(key) else "a newer record is held"
         if fault := self.fault_of(key, record, swarm_time=swarm_time):
             return fault
         if held is not None and held.owner not in (b"", record.owner):
@@ -186,7 +170,6 @@ class Storage:
             heapq.heapify(self._ends)
 
     def fault_of(self, key: bytes, record: Record, *, swarm_time: float) -> str | None:
-        """Return why the record must be refused, or None."""
         if len(record.value) > self._settings.value_bytes or len(record.subkey) > self._settings.subkey_bytes:
             return f"{len(record.value)} bytes under a subkey of {len(record.subkey)} are too many"
         if fault := self._age_fault(record, swarm_time):
@@ -224,7 +207,7 @@ class Storage:
         return True
 
     def get(self, key: bytes, *, now: float) -> tuple[Record, ...]:
-        """Return the live records under ``key``, each with the rest of its life."""
+        """Return the live records under ``key``, with the rest of their lives."""
         self._expire(now)
         held = self._keys.get(key, {}).values()
         return tuple(msgspec.structs.replace(record, ttl_s=end - now) for record, end in held)

@@ -2,19 +2,18 @@
 
 Bucket i holds peers whose id shares exactly i leading bits with ours, least recently seen first
 (section 2.2). A contact that still answers is never replaced: peers with a long uptime tend to
-stay. A new peer for a full bucket waits as a replacement.
+stay.
 
-A lookup (section 2.3) has no barrier between rounds: an answer starts the next query. A query older
-than ``patience_s`` is slow: until it is answered, it frees its place among the ``alpha``, and its
-peer does not count among the nearest. The lookup is done when the ``width`` nearest others have
-answered; if there are fewer, slow queries get `GRACE` times the patience.
+A lookup (section 2.3) has no barrier between rounds. A query older than ``patience_s`` is slow:
+until it is answered, it frees its place among the ``alpha``, and its peer does not count among the
+nearest. The lookup is done when the ``width`` nearest others have answered; if there are fewer,
+slow queries get `GRACE` times the patience.
 """
 
 from __future__ import annotations
 
 import bisect
 import heapq
-import itertools
 import math
 import random
 from collections.abc import Iterable, Iterator
@@ -25,7 +24,7 @@ from colab_swarm.net.peers import Contact, PeerId
 ID_BITS = 256
 MAX_LOST = 100
 MAX_RETRIES = 20  # failures of a lost peer after which it is dropped for good
-MAX_FAILURES = 2  # failures in a row after which a peer is dropped; one is enough if a replacement waits
+MAX_FAILURES = 2  # in a row, then a peer is dropped; one is enough if a replacement waits
 
 
 def distance(one: bytes, other: bytes) -> int:
@@ -46,17 +45,13 @@ class _Bucket:
 
 
 class RoutingTable:
-    """The contacts of the peer ``me``, at most ``bucket_size`` (the paper's k) per bucket.
-
-    Attributes:
-        lost: the peers dropped last; after a partition they lead back.
-    """
+    """The contacts of the peer ``me``, at most ``bucket_size`` (the paper's k) per bucket."""
 
     def __init__(self, me: PeerId, *, bucket_size: int = 20) -> None:
         self._me, self._bucket_size = me, bucket_size
         self._buckets: dict[int, _Bucket] = {}
         self._failures: dict[PeerId, int] = {}
-        self.lost: dict[PeerId, Contact] = {}
+        self.lost: dict[PeerId, Contact] = {}  # dropped last; after a partition they lead back
 
     def __len__(self) -> int:
         return sum(len(bucket.contacts) for bucket in self._buckets.values())
@@ -70,7 +65,7 @@ class RoutingTable:
             yield from bucket.contacts.values()
 
     def saw(self, contact: Contact, now: float) -> bool:
-        """Note that a peer was heard from; return whether it is new in the table. Only dialable peers enter it."""
+        """Note that a peer was heard from; return True if it is new. Only dialable peers enter."""
         if contact.id == self._me or not contact.direct:
             self._forget(contact.id)  # it could be dialled once
             return False
@@ -78,19 +73,18 @@ class RoutingTable:
         bucket.touched_at = now
         self._failures.pop(contact.id, None)
         self.lost.pop(contact.id, None)
+        bucket.replacements.pop(contact.id, None)
         known = bucket.contacts.pop(contact.id, None) is not None
         if known or len(bucket.contacts) < self._bucket_size:
             bucket.contacts[contact.id] = contact
-            bucket.replacements.pop(contact.id, None)
             return not known
-        bucket.replacements.pop(contact.id, None)
         bucket.replacements[contact.id] = contact
         if len(bucket.replacements) > self._bucket_size:
             del bucket.replacements[next(iter(bucket.replacements))]
         return False
 
     def failed(self, peer: PeerId) -> None:
-        """Note that a peer did not answer; after repeated failures a replacement takes its place."""
+        """Note that a peer did not answer; repeated failures replace it."""
         bucket = self._buckets.get(common_bits(self._me, peer))
         if bucket is None or not (peer in bucket.contacts or peer in self.lost):
             return
@@ -132,13 +126,9 @@ class RoutingTable:
         return heapq.nsmallest(count, found, key=lambda contact: int.from_bytes(contact.id, "big") ^ goal)
 
     def _groups_by_distance(self, target: bytes) -> Iterator[list[Contact]]:
-        """Yield contacts in groups; every member of a group is nearer to ``target`` than any of the next.
-
-        Let ``target`` share c bits with us. Then bucket c shares more than c bits with ``target``,
-        all later buckets share exactly c, and each earlier bucket i shares i.
-        """
-        shared = common_bits(self._me, target)
-        buckets = self._buckets
+        """Yield contacts in groups, each nearer to ``target`` than all of the next."""
+        # The target shares c bits with us. Bucket c shares more with it, later ones c, an earlier i.
+        shared, buckets = common_bits(self._me, target), self._buckets
         if shared in buckets:
             yield list(buckets[shared].contacts.values())
         yield [contact for i in buckets if i > shared for contact in buckets[i].contacts.values()]
@@ -174,16 +164,12 @@ class _Candidate:
 
 
 class Lookup:
-    """Search for the ``width`` peers nearest to ``target``, with ``alpha`` queries in flight.
-
-    Raise ``width`` to continue a search that is done.
-    """
+    """Search for the ``width`` peers nearest to ``target``; raise ``width`` to continue one that is done."""
 
     def __init__(
         self, target: bytes, seeds: Iterable[Contact], *, width: int, alpha: int, patience_s: float = 1.0
     ) -> None:
-        self.target = target
-        self.calls = 0
+        self.target, self.calls = target, 0
         self.width, self._alpha, self._patience_s = width, alpha, patience_s
         self._candidates: dict[PeerId, _Candidate] = {}
         self._by_distance: list[tuple[int, _Candidate]] = []
@@ -197,7 +183,7 @@ class Lookup:
                 bisect.insort(self._by_distance, entry, key=lambda entry: entry[0])
 
     def next_queries(self, now: float) -> list[Contact]:
-        """Return the peers to query now; each counts as in flight until `on_answer`."""
+        """Return the peers to query now; they count as in flight until `on_answer`."""
         window = self._window(now)
         places = self._alpha - sum(candidate.awaited for candidate in window)
         chosen = [candidate for candidate in window if candidate.asked_at == math.inf][: max(0, places)]
@@ -213,7 +199,6 @@ class Lookup:
         self._add(closer or (), hops=candidate.hops + 1)
 
     def done(self, now: float) -> bool:
-        """Return True if no query is left to send or to wait for."""
         window = self._window(now)
         if not all(candidate.answered for candidate in window):
             return False
@@ -223,7 +208,7 @@ class Lookup:
         return not any(not window or now < at + self._patience_s * GRACE for at in self._in_flight())
 
     def wake_at(self, now: float) -> float | None:
-        """Return when the next query gets slow or hopeless; None if only a reply changes anything."""
+        """Return when the next query gets slow or hopeless; None if only a reply helps."""
         limits = [at + self._patience_s * factor for at in self._in_flight() for factor in (1, GRACE)]
         return min((at for at in limits if at > now), default=None)
 
@@ -232,15 +217,13 @@ class Lookup:
 
     def nearest(self, count: int) -> list[Contact]:
         """Return the peers nearest to the target that answered, nearest first."""
-        answered = (c.contact for _, c in self._by_distance if c.answered)
-        return [*itertools.islice(answered, count)]
+        return [c.contact for _, c in self._by_distance if c.answered][:count]
 
     def hops(self, peer: PeerId) -> int:
         """Return how many queries in a row led to the answer of ``peer``; 1 for a seed."""
         return self._candidates[peer].hops
 
     def known(self, peer: PeerId) -> Contact | None:
-        """Return the contact of a peer that an answer named, or None."""
         return self._candidates[peer].contact if peer in self._candidates else None
 
     def _window(self, now: float) -> list[_Candidate]:
@@ -256,7 +239,7 @@ class Lookup:
 
 @dataclass
 class Patience:
-    """Estimates how long an answer may take before its query is slow: mean plus four deviations (RFC 6298)."""
+    """How long an answer may take before its query is slow: mean plus four deviations (RFC 6298)."""
 
     _mean_s: float | None = None
     _deviation_s: float = 0.0
@@ -270,5 +253,4 @@ class Patience:
 
     @property
     def seconds(self) -> float:
-        """The estimate; 1 s before the first answer."""
         return 1.0 if self._mean_s is None else max(MIN_PATIENCE_S, self._mean_s + 4 * self._deviation_s)

@@ -1,9 +1,8 @@
 """The DHT for its users: store and get values at the peers nearest to a key.
 
-Readers merge the answers of several replicas, subkey by subkey. A peer that knows the whole swarm,
-or stored under the key lately, stores without a lookup: the replies name peers that are nearer
-still. Each query carries its sender's contact. Only peers that sent us a query or an answer enter
-the routing table.
+A peer that knows the whole swarm, or stored under the key lately, stores without a lookup: the
+replies name peers that are nearer still. Each query carries its sender's contact. Only peers that
+sent us a query or an answer enter the routing table.
 """
 
 from __future__ import annotations
@@ -47,13 +46,12 @@ MAX_ADDRESS_CHARS = 800  # of all addresses in one contact: a reply carries 20 c
 REMEMBERED = 1000  # keys whose replicas are remembered
 RECORDS_AT_ONCE = 16
 CUT_OFF_RETRY_S = 2.0
-MAX_RELAYS = 4
-# A fetch is forwarded so often in a row, by each peer to so many: one silent peer delays nothing
-RELAY_WIDTH = 2
+MAX_RELAYS = 4  # in a row of a fetch
+RELAY_WIDTH = 2  # by each peer: one silent peer delays nothing
 
 
 def is_sound(contact: Contact) -> bool:
-    """Return True if a stranger's contact may be stored and passed on: an id, and not too many addresses."""
+    """Return True if a stranger's contact may be stored: an id, and not too many addresses."""
     few = len(contact.addresses) <= MAX_ADDRESSES and sum(map(len, contact.addresses)) <= MAX_ADDRESS_CHARS
     return len(contact.id) == ID_BYTES and few
 
@@ -73,10 +71,7 @@ class BackgroundTasks:
         return task
 
     def every(self, period_s: float, work: Callable[[], Awaitable[object]], *, rest: float = 0.0) -> None:
-        """Call ``work`` after each period until `cancel`; a call that failed is followed by the next.
-
-        The pause between two calls is at least ``rest`` times as long as the first took.
-        """
+        """Call ``work`` after each period until `cancel`, even if it failed; rest longer after slow work."""
         self.spawn(self._repeat(period_s, work, rest))
 
     async def _repeat(self, period_s: float, work: Callable[[], Awaitable[object]], rest: float) -> None:
@@ -103,7 +98,7 @@ class BackgroundTasks:
 
 @dataclass(frozen=True)
 class Found:
-    """A value read from the DHT; ``expires_at`` in this peer's swarm time, ``owner`` if it is signed."""
+    """A value from the DHT; ``expires_at`` in this peer's swarm time, ``owner`` if it is signed."""
 
     value: Any
     expires_at: float
@@ -112,7 +107,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Reading:
-    """Values found by a read, ``hops`` queries in a row until the first record, and ``calls`` in total."""
+    """Values found, ``hops`` queries in a row until the first record, and ``calls`` in total."""
 
     found: dict[bytes, Found]
     hops: int | None
@@ -120,11 +115,7 @@ class Reading:
 
 
 class DHT:
-    """One peer's part in the distributed hash table.
-
-    Attributes:
-        table: the peers that sent us a query or an answer.
-    """
+    """One peer's part in the distributed hash table."""
 
     def __init__(
         self, peers: Peers, settings: DHTSettings, rng: random.Random, events: EventLog | None = None
@@ -152,18 +143,11 @@ class DHT:
     async def store(
         self, key: str | bytes, value: Any, *, subkey: bytes | None = None, ttl_s: float, signed: bool = False
     ) -> int:
-        """Store ``value`` for ``ttl_s`` seconds; return how many peers hold it.
+        """Store ``value`` as msgpack for ``ttl_s`` seconds; return how many peers hold it.
 
-        Args:
-            key: any text or bytes.
-            value: any value that msgspec encodes to msgpack.
-            subkey: values under one key are stored side by side under their subkeys; a later value replaces one
-                under the same subkey. A peer's id (32 bytes) is that peer's own subkey and needs ``signed``.
-            ttl_s: life of the record, seconds.
-            signed: sign it, so that no other peer can replace it.
-
-        Raises:
-            ValueError: the value is too large, or the subkey belongs to another peer.
+        It replaces an earlier value under the same subkey. A peer's id (32 bytes) is that peer's
+        own subkey and needs ``signed``: no other peer can replace it. Raises `ValueError` if the
+        value is too large, or the subkey belongs to another peer.
         """
         peers, id, now = self._peers, key_id(key), self._peers.time()
         self._last_version = max(self._last_version + 1, int(now * 1e6))
@@ -176,15 +160,15 @@ class DHT:
         return await self._store(id, (record,))
 
     async def get(self, key: str | bytes) -> dict[bytes, Found]:
-        """Return all live values under ``key``, by subkey; empty if there are none."""
+        """Return all live values under ``key``, by subkey."""
         return (await self.read(key)).found
 
     async def publish(self, key: str, value: Any, *, ttl_s: float) -> int:
-        """Store a value under this peer's own subkey, signed; return how many peers hold it. See `store`."""
+        """Store a value under this peer's own subkey, signed; return how many peers hold it."""
         return await self.store(key, value, subkey=self._peers.id, ttl_s=ttl_s, signed=True)
 
     async def published(self, key: str, kind: type[M]) -> dict[PeerId, M]:
-        """Return the valid records that peers published themselves, and learn the ``addresses`` in them, if any."""
+        """Return the valid records that peers published, and learn the ``addresses`` in them."""
         records: dict[PeerId, M] = {}
         for subkey, found in (await self.get(key)).items():
             try:
@@ -220,8 +204,9 @@ class DHT:
     async def fetch(self, key: str | bytes) -> Reading:
         """Return the records of the first holder that answers: faster and less reliable than `read`.
 
-        Each peer forwards the query to nearer peers over open links, where `read` would dial each peer itself. A write
-        that missed this holder is missed, and a dishonest peer on the way can hide all records.
+        Each peer forwards the query to nearer peers over open links, where `read` would dial each
+        peer itself. A write that missed this holder is missed, and a dishonest peer on the way can
+        hide all records.
         """
         id, width = key_id(key), self.settings.parallel
         merged = Storage(self.settings, self._storage.verified)
@@ -237,7 +222,6 @@ class DHT:
         return (await self.find_near(peer, width=self.settings.parallel)).known(peer)
 
     def start(self) -> None:
-        """Refresh the routing table and republish held records, until `stop`."""
         self._hands_over = True
         self._tasks.every(self.settings.refresh_s, self._refresh)
         self._tasks.every(self.settings.retry_s, self._retry)
@@ -245,20 +229,17 @@ class DHT:
         self._tasks.every(self.settings.republish_s, self._republish)
 
     async def stop(self) -> None:
-        """End the background work and stop serving."""
         for kind in (FindNear, Fetch, StoreRecord):
             self._peers.unserve(kind)
         await asyncio.gather(*self.kill(), return_exceptions=True)
 
     def kill(self) -> list[asyncio.Task[Any]]:
-        """Cancel the background work and keep serving, as a crash would; return the cancelled tasks."""
+        """Cancel the background work, as a crash would, and keep serving; return the tasks."""
         self._hands_over = False
         return self._tasks.cancel()
 
-    # -- searching
-
     async def find_near(self, target: bytes, *, width: int, seeds: Iterable[Contact] | None = None) -> Lookup:
-        """Find the ``width`` peers nearest to ``target``, starting at ``seeds`` or at known peers."""
+        """Find the ``width`` peers nearest to ``target``, from ``seeds`` or known peers on."""
         lookup = self._lookup(target, width=width, seeds=seeds)
         await self._search(lookup, partial(self._ask, target, None, []))
         return lookup
@@ -272,10 +253,7 @@ class DHT:
         return Lookup(target, others, width=width, alpha=parallel, patience_s=self._patience.seconds)
 
     async def _search(self, lookup: Lookup, ask: Callable[[Contact], Awaitable[Iterable[Contact]]]) -> None:
-        """Carry out ``lookup``; ``ask`` queries a peer and returns the contacts that it named.
-
-        Slow queries continue in the background: their answer or timeout still updates the routing table.
-        """
+        """Carry out ``lookup``; slow queries continue in the background, for the routing table."""
         asked: dict[asyncio.Task[list[Contact] | None], PeerId] = {}
         now = self._now
         try:
@@ -304,14 +282,13 @@ class DHT:
             return None
 
     async def _call(self, contact: Contact, message: Message, reply: type[R]) -> R:
-        """Call a peer by its contact; the outcome updates the routing table and the patience."""
         self._peers.learn(contact)
         asked_at = self._now()
         try:
             answer = await self._peers.call(contact.id, message, reply, timeout_s=self.settings.timeout_s)
         except PeerError as error:
-            # a peer that refuses our role is alive
-            if not (isinstance(error, CallRefused) and error.code == "refused"):
+            alive = isinstance(error, CallRefused) and error.code == "refused"  # it refuses our role
+            if not alive:
                 self.table.failed(contact.id)
             raise
         self._patience.learn(self._now() - asked_at)
@@ -325,7 +302,7 @@ class DHT:
     async def _ask(
         self, target: bytes, merged: Storage | None, first: list[PeerId], contact: Contact
     ) -> Iterable[Contact]:
-        """Query a peer for contacts and, with ``merged``, for records, which are put there; ``first`` sent some."""
+        """Query a peer for contacts and, to put them into ``merged``, records; ``first`` sent some."""
         records, contacts = tuple[Record, ...](), tuple[Contact, ...]()
         if contact.id != self._peers.id:
             message = FindNear(target, self._peers.contact, merged is not None)
@@ -344,7 +321,7 @@ class DHT:
         return found
 
     async def _fetch(self, key: bytes, *, relays: int, width: int) -> AsyncIterator[Fetched]:
-        """Yield our records or, without any, the answers of the ``width`` nearest known peers as they arrive."""
+        """Yield our records or, without any, the answers of the ``width`` nearest peers."""
         if held := self._storage.get(key, now=self._now()):
             yield Fetched(held, 0)
         elif relays > 0:
@@ -389,8 +366,7 @@ class DHT:
     async def _put(self, storage: Storage, key: bytes, records: tuple[Record, ...]) -> tuple[str, ...]:
         refusals: list[str] = []
         for record in records:
-            refusal = storage.put(key, record, now=self._now(), swarm_time=self._peers.time())
-            refusals.append(refusal or "")
+            refusals.append(storage.put(key, record, now=self._now(), swarm_time=self._peers.time()) or "")
             if len(refusals) % RECORDS_AT_ONCE == 0:  # signatures take time: let other tasks run
                 await asyncio.sleep(0)
         return tuple(refusals)
@@ -424,7 +400,7 @@ class DHT:
         return tuple(contact for contact in nearest if contact.id != caller)
 
     async def _hand_over(self, new: Contact) -> None:
-        """Send a new peer the records that it should hold; only the nearest holder of each record does so."""
+        """Send a new peer the records to which we were the nearest, if it should hold them."""
         for key in list(self._storage):
             nearest = self.table.nearest(key, self.settings.replicas)
             if new in nearest and self._nearest_to(key, but=new):
@@ -439,7 +415,7 @@ class DHT:
         return all(mine < distance(contact.id, key) for contact in others)
 
     async def _refresh(self) -> None:
-        """Look up ourselves and an id in each quiet bucket; a peer without contacts starts at its entries."""
+        """Look up ourselves and an id in each quiet bucket, from contacts and entries on."""
         width, period_s = self.settings.bucket_size, self.settings.refresh_s
         stale = self.table.refresh_targets(self._now(), older_than_s=period_s, rng=self._rng)
         seeds = [*self.table.nearest(self._peers.id, width), *self._entries]
@@ -448,7 +424,7 @@ class DHT:
             await self.find_near(target, width=width)
 
     async def _retry(self, *, if_cut_off: bool = False) -> None:
-        """Query one of the lost peers again; if it is back, its contacts join two halves of a swarm."""
+        """Query a lost peer again; if it is back, its contacts join two halves of a swarm."""
         if if_cut_off and len(self.table):
             return
         if lost := [*self.table.lost.values()] or ([] if len(self.table) else self._entries):
@@ -469,16 +445,9 @@ def key_id(key: str | bytes) -> bytes:
 
 @dataclass(frozen=True)
 class RunServices:
-    """What every service of a peer uses.
-
-    Attributes:
-        run_id: begins the keys of a run's records in the DHT.
-        gate: closed while this peer is paused.
-    """
-
     peers: Peers
     dht: DHT
     events: EventLog
     rng: random.Random
-    run_id: str
-    gate: PauseGate = field(default_factory=PauseGate)
+    run_id: str  # begins the keys of a run's records in the DHT
+    gate: PauseGate = field(default_factory=PauseGate)  # closed while this peer is paused

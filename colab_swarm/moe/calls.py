@@ -1,9 +1,9 @@
 """Calls of experts on other peers. Every fault of a peer is an `ExpertError` that names the expert.
 
-A call is one stream. The caller opens it, sends its tensors in parts (backward: inputs, then
-gradients) and keeps its end open until the answer arrives: a stream that ends or breaks earlier
-cancels the call. The host answers with one tensor of the same shape, with one part that says it is
-busy, or with a refusal.
+A call is one stream. The caller sends its tensors in parts (backward: inputs, then gradients) and
+keeps its end open until the answer arrives: a stream that ends or breaks earlier cancels the call.
+The host answers with one tensor of the same shape, with one part that says it is busy, or with a
+refusal.
 """
 
 from __future__ import annotations
@@ -78,14 +78,11 @@ class MixtureStatistics:
 class ExpertCalls:
     """Calls experts on any peer; a layer and its deep copies share one, and with it their statistics.
 
-    A busy expert is called again after the delay that its host requests. Each outcome is reported to the directory.
-
-    Args:
-        runtime: runs coroutines for layers, which wait for the result.
-        codec: compression of activations and gradients, both ways; ValueError if there is none of this name.
-            Warning: onebit and topk have no error feedback here, so the lost values never arrive. Train with
-            them from the start, or use int8.
-        timeout_s: for finding experts, and again for calling one, dialling and retries included.
+    A busy expert is called again after the delay that its host requests. Each outcome is reported
+    to the directory. ``timeout_s`` is for finding experts, and again for calling one, dialling and
+    retries included. ``codec`` compresses activations and gradients, both ways. Warning: onebit and
+    topk have no error feedback here, so the lost values never arrive. Train with them from the
+    start, or use int8.
     """
 
     def __init__(
@@ -106,15 +103,12 @@ class ExpertCalls:
     def __deepcopy__(self, memo: object) -> ExpertCalls:
         return self
 
-    # -- statistics, thread-safe
-
     def count(self, **more: int) -> None:
-        """Add to the counters of `MixtureStatistics`."""
+        """Add to the counters of `MixtureStatistics`; this and the next three are thread-safe."""
         with self._lock:
             self._counts.update(more)
 
     def statistics(self) -> MixtureStatistics:
-        """Return the counters."""
         with self._lock:
             return MixtureStatistics(**self._counts)
 
@@ -135,10 +129,8 @@ class ExpertCalls:
             total = sum(self._shares.values())
             return {uid: share / total for uid, share in sorted(self._shares.items())}
 
-    # -- calls
-
     async def find(self, grid: Grid, uid: str) -> ExpertInfo:
-        """Return the expert's host, shape and step. Raises ExpertError: no host was found in time."""
+        """Return the expert's host, shape and step; raise `ExpertError` if no host was found in time."""
         try:
             async with asyncio.timeout(self.timeout_s):
                 info = await self.directory.find(grid, uid)
@@ -149,16 +141,13 @@ class ExpertCalls:
         return info
 
     async def forward(self, info: ExpertInfo, inputs: Floats) -> Floats:
-        """Return the expert's outputs for ``inputs`` (n, *shape).
-
-        Raises ExpertError: the expert did not answer in time, or not with finite values of this shape.
-        """
+        """Return outputs for ``inputs`` (n, *shape); raise `ExpertError` if late, not finite or of another shape."""
         return await self._call(ForwardExpert, info, [inputs])
 
     async def backward(self, info: ExpertInfo, inputs: Floats, grads: Floats) -> Floats:
         """Return the gradient w.r.t. ``inputs``, given that w.r.t. the outputs; the expert takes an optimizer step.
 
-        Raises ExpertError: as `forward`. It is then unknown whether the expert learned.
+        Raises `ExpertError` as `forward` does. It is then unknown whether the expert learned.
         """
         return await self._call(BackwardExpert, info, [inputs, grads])
 
@@ -181,9 +170,9 @@ class ExpertCalls:
         return values
 
     async def attempt(self, kind: type[ForwardExpert], info: ExpertInfo, tensors: Sequence[Floats]) -> Floats:
-        """Call an expert once, without a timeout for the answer and without a report to the directory.
+        """Call an expert once, without a timeout for the answer or a report to the directory.
 
-        Raises ExpertError: as `forward`; with ``retry_s`` if the expert or the link is busy.
+        Raises `ExpertError` as `forward` does, with ``retry_s`` if the expert or the link is busy.
         """
         inputs = tensors[0]
         opening = kind(info.uid, len(inputs), inputs.shape[1:], self._codec.name)

@@ -1,9 +1,8 @@
 """Directory of live experts: hosts announce theirs, trainers look them up.
 
-See `colab_swarm.moe.grid` for the records in the DHT and the beam search. Look-ups are cached for
-`DirectorySettings.cache_s`, never beyond the expiry of a record; an empty page is read again soon.
-Only the remaining life of a record counts, on this peer's monotonic clock; but the order of two
-claims follows their hosts' clocks.
+See `colab_swarm.moe.grid` for the records in the DHT and the beam search. Look-ups are cached,
+never beyond the expiry of a record. Only the remaining life of a record counts, on this peer's
+monotonic clock; but the order of two claims follows their hosts' clocks.
 """
 
 from __future__ import annotations
@@ -52,10 +51,9 @@ MAX_PAGES = 1024  # pages that a search for vacant places reads
 
 
 class Cache(Generic[K, V]):
-    """Values by key, each valid for a limited time.
+    """Values by key. ``await load(key, old, fresh)`` returns a value and for how many seconds it is valid.
 
-    ``await load(key, old, fresh)`` reads a key and returns its value and for how many seconds that
-    is valid. ``old`` is the cached value, or None; ``fresh`` is as in `get`.
+    ``old`` is the cached value, or None; ``fresh`` is as in `get`.
     """
 
     def __init__(self, load: Callable[[K, V | None, bool], Awaitable[tuple[V, float]]]) -> None:
@@ -85,11 +83,9 @@ class Cache(Generic[K, V]):
         return found | dict(zip(reads, read, strict=True))
 
     def forget(self, key: K) -> None:
-        """Drop the cached value of a key."""
         self._entries.pop(key, None)
 
     async def close(self) -> None:
-        """Cancel all running reads."""
         loads = [*self._loads.values()]
         for load in loads:
             load.cancel()
@@ -140,15 +136,12 @@ class Directory:
         self._published: set[GridPage] = set()  # with a record of ours
 
     async def close(self) -> None:
-        """Cancel all running look-ups."""
         await self._cache.close()
-
-    # -- hosts
 
     async def announce(self, grid: Grid, experts: Mapping[str, tuple[tuple[int, ...], int]]) -> None:
         """Announce that this peer serves ``experts``: by uid, their sample shape and step.
 
-        The announcement lives for ``ttl_s``. It renews all other announcements and claims of this peer in the grid.
+        It renews all other announcements and claims of this peer in the grid.
         """
         mine = self._mine.setdefault(grid, {})
         for uid, (shape, step) in experts.items():
@@ -156,7 +149,6 @@ class Directory:
         await self._publish(grid, mine)
 
     async def withdraw(self, grid: Grid, uids: Iterable[str]) -> None:
-        """Withdraw the announcements of experts at once."""
         mine, gone = self._mine.setdefault(grid, {}), {grid.index(uid) for uid in uids}
         for index in gone:
             mine.pop(index, None)
@@ -165,8 +157,8 @@ class Directory:
     async def claim(self, grid: Grid, count: int, *, wanted: Collection[str] | None = None) -> list[str]:
         """Claim ``count`` vacant places, among ``wanted`` or anywhere; fewer if there are no more.
 
-        A claim is published and then checked: of several peers that claim a place, one gets it. Announce the claimed
-        experts within ``ttl_s``.
+        Of several peers that claim a place, one gets it. Announce the claimed experts within
+        ``ttl_s``.
         """
         held: list[str] = []
         while count > len(held) and (chosen := await self._vacant(grid, count - len(held), wanted)):
@@ -181,10 +173,7 @@ class Directory:
         return held
 
     async def rivals(self, grid: Grid, uids: Iterable[str]) -> list[str]:
-        """Return this peer's places that belong to another peer: give them up. Call it regularly.
-
-        After a partition or a race two peers may hold one place. It belongs to the earlier claim.
-        """
+        """Return this peer's places that another claimed earlier, after a partition or a race: give them up."""
         mine = self._mine.get(grid, {})
         checked = {index: uid for uid in uids if (index := grid.index(uid)) in mine}
         pages = dict.fromkeys(GridPage.of(grid, index) for index in checked)
@@ -209,9 +198,8 @@ class Directory:
         numbers = self._rng.sample(numbers, min(len(numbers), MAX_PAGES))
         chosen: list[Index] = []
         for begin in range(0, len(numbers), PAGES_AT_ONCE):
-            pages = [
-                GridPage(grid, len(grid.sides), number) for number in numbers[begin : begin + PAGES_AT_ONCE]
-            ]
+            some = numbers[begin : begin + PAGES_AT_ONCE]
+            pages = [GridPage(grid, len(grid.sides), number) for number in some]
             for page, listing in (await self._cache.get(pages, fresh=True)).items():
                 for position in self._rng.sample(range(PAGE), PAGE):
                     index = page.index_at(position)
@@ -259,8 +247,6 @@ class Directory:
         witnesses = Counter(position for held in smaller for position, one in held if one.until > fresh_at)
         return sorted(position for position in positions if witnesses[position] < WITNESSES)
 
-    # -- finding
-
     async def find(self, grid: Grid, uid: str) -> ExpertInfo | None:
         """Return the expert's host, shape and step; None if it is dead or banned."""
         index = grid.index(uid)
@@ -284,12 +270,9 @@ class Directory:
     async def best(self, grid: Grid, scores: Sequence[Floats], k: int) -> list[list[ExpertInfo]]:
         """Return for each sample the ``k`` best experts that can be called, best first; fewer if fewer are live.
 
-        Args:
-            scores: for each dimension i an array (samples, sides[i]); an expert's score is the sum over its indices.
-
-        Raises:
-            NoExpertsError: no expert is live.
-            ValueError: the scores do not fit the grid.
+        ``scores`` are an array (samples, sides[i]) for each dimension i; an expert's score is the
+        sum over its indices. Raises `NoExpertsError` if no expert is live, `ValueError` if the
+        scores do not fit the grid.
         """
         shapes = [s.shape for s in scores]
         if not shapes or shapes != [(shapes[0][0], side) for side in grid.sides]:
@@ -301,9 +284,8 @@ class Directory:
         infos = self._infos(grid, set(itertools.chain(*found)), listings)
         chosen = [[infos[index] for index in sample if index in infos] for sample in found]
         if chosen and not any(chosen):
-            raise NoExpertsError(
-                f"no expert of {grid} can be called: host some, check the prefix, or wait for their hosts"
-            )
+            cure = "host some, check the prefix, or wait for their hosts"
+            raise NoExpertsError(f"no expert of {grid} can be called: {cure}")
         return chosen
 
     async def _search(
@@ -327,9 +309,7 @@ class Directory:
             below = dict.fromkeys(page for prefix in unknown for page in GridPage.below(grid, prefix))
             pages = [page for page in below if page not in known]
             if len(pages) > MAX_GUESSES:
-                depth = min(
-                    page.depth for page in pages
-                )  # these are known to be live, the others are guesses
+                depth = min(page.depth for page in pages)  # known to be live, the others are guesses
                 pages = [page for page in pages if page.depth == depth]
             known |= await self._cache.get(pages)
         patient = False
@@ -362,16 +342,12 @@ class Directory:
         served = any(one.step != CLAIMED for held in by_host.values() for one in held.values())
         return Listing(by_host), self.settings.cache_s if served else self.settings.absent_s
 
-    # -- failures
-
     def on_failure(self, info: ExpertInfo, reason: str) -> None:
         """Ban an expert that failed this peer, longer each time, unless another peer hosts it."""
-        seconds = self._bans.fail((info.uid, info.host.id), self._now())
-        if seconds is not None:
+        if (seconds := self._bans.fail((info.uid, info.host.id), self._now())) is not None:
             self._events.emit(ExpertBanned(self._now(), info.uid, reason, seconds))
 
     def on_success(self, info: ExpertInfo) -> None:
-        """Forget the failures of an expert that answered."""
         self._bans.forgive((info.uid, info.host.id))
 
     def banned(self) -> set[str]:

@@ -50,9 +50,7 @@ MOST = 256  # experts per host: with more, their calls would queue
 class FeedForward(nn.Module):
     """``x + W3 ReLU(LN(W2 ReLU(LN(W1 x))))``, dim -> hidden -> hidden -> dim (Learning@home, section 4.1).
 
-    Args:
-        dim: values of a sample.
-        hidden: width inside; None: 4 * ``dim``.
+    ``hidden`` None: 4 * ``dim``.
     """
 
     def __init__(self, dim: int, hidden: int | None = None) -> None:
@@ -60,41 +58,28 @@ class FeedForward(nn.Module):
         hidden = 4 * dim if hidden is None else hidden
         self.sample = (dim,)
         self.layers = nn.Sequential(
-            nn.Linear(dim, hidden),
-            nn.LayerNorm(hidden),
-            nn.ReLU(),
-            nn.Linear(hidden, hidden),
-            nn.LayerNorm(hidden),
-            nn.ReLU(),
+            *(nn.Linear(dim, hidden), nn.LayerNorm(hidden), nn.ReLU()),
+            *(nn.Linear(hidden, hidden), nn.LayerNorm(hidden), nn.ReLU()),
             nn.Linear(hidden, dim),
         )
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        """Return a tensor of the same shape."""
         change_BD: Tensor = self.layers(x_BD)
         return x_BD + change_BD
 
 
 class TransformerBlock(nn.Module):
-    """A pre-norm Transformer encoder block: self-attention and a feed-forward layer.
+    """A pre-norm Transformer encoder block: self-attention and a feed-forward layer of width ``hidden``.
 
-    Args:
-        dim: width of the embeddings.
-        heads: of the attention; must divide ``dim``.
-        hidden: width of the feed-forward layer; None: 4 * ``dim``.
+    ``heads`` must divide ``dim``, the width of the embeddings; ``hidden`` None: 4 * ``dim``.
     """
 
     def __init__(self, dim: int, heads: int, hidden: int | None = None) -> None:
         super().__init__()
         self.sample = (-1, dim)  # of any length
+        width = 4 * dim if hidden is None else hidden
         self.layer = nn.TransformerEncoderLayer(
-            dim,
-            heads,
-            4 * dim if hidden is None else hidden,
-            dropout=0.0,
-            activation="gelu",
-            batch_first=True,
-            norm_first=True,
+            dim, heads, width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
         )
 
     def forward(self, x_BLD: Tensor) -> Tensor:
@@ -105,17 +90,11 @@ class TransformerBlock(nn.Module):
 
 @dataclass(frozen=True)
 class ExpertRule:
-    """How an expert learns.
-
-    Attributes:
-        optimizer: makes the optimizer from the expert's parameters.
-        scheduler: makes its learning-rate schedule, which advances with each step; None: no schedule.
-        max_grad_norm: clip gradients of a batch to this 2-norm; None: no clipping.
-    """
+    """How an expert learns: what makes its optimizer and its learning-rate schedule, which advances with each step."""
 
     optimizer: Callable[[Iterable[Parameter]], Optimizer]
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
-    max_grad_norm: float | None = None
+    max_grad_norm: float | None = None  # clip gradients of a batch to this 2-norm
 
     def __repr__(self) -> str:
         return settings(self)
@@ -127,14 +106,9 @@ ADAM = ExpertRule(partial(torch.optim.Adam, lr=1e-3), max_grad_norm=1.0)  # how 
 class Expert:
     """A module that learns from its callers. After construction only the device thread may use it.
 
-    Args:
-        uid: its name in the grid.
-        module: maps (n, *sample) to the same shape, float32; it is moved to the accelerator, if there is one.
-        rule: how it learns.
-        sample: shape of one sample, without the batch; -1: any length.
-
-    Raises:
-        ValueError: a dry run showed that the module cannot be an expert of such samples.
+    ``module`` maps (n, *sample) to the same shape, float32; -1 in ``sample``: any length. It is
+    moved to the accelerator, if there is one. Raises `ValueError` if a dry run shows that it cannot
+    be an expert of such samples.
     """
 
     def __init__(self, uid: str, module: nn.Module, rule: ExpertRule, sample: tuple[int, ...]) -> None:
@@ -152,16 +126,13 @@ class Expert:
 
     @torch.no_grad()
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the outputs for ``inputs`` (n, *shape), on the CPU; nothing changes, not even buffers.
-
-        Raises ValueError: the outputs have another shape or type.
-        """
+        """Return the outputs for ``inputs`` (n, *shape), on the CPU; nothing changes, not even buffers."""
         return _to_cpu(self._call(inputs.to(self._device))[0])
 
     def backward(self, inputs: Tensor, grads: Tensor) -> Tensor:
         """Take one step, given the loss's gradient w.r.t. the outputs; return that w.r.t. ``inputs``, on the CPU.
 
-        Raises FloatingPointError: a gradient is not finite; nothing was changed.
+        Raises `FloatingPointError` if a gradient is not finite; nothing was changed.
         """
         inputs = inputs.detach().to(self._device).requires_grad_()
         try:
@@ -190,7 +161,7 @@ class Expert:
         return _to_cpu(inputs.grad)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for `load_state_dict`. Tensors are the expert's own, not copies."""
+        """Return the state; its tensors are the expert's own, not copies."""
         return {
             "module": self._module.state_dict(),
             "optimizer": self._optimizer.state_dict() if self._optimizer else None,
@@ -199,10 +170,7 @@ class Expert:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the `state_dict` of an expert of the same kind.
-
-        Raises StateError: it is of another kind; this expert may be half changed: do not use it.
-        """
+        """Continue from a `state_dict`; after `StateError`, of another kind, this expert may be half changed."""
         try:
             self._module.load_state_dict(state["module"])
             for part, key in ((self._optimizer, "optimizer"), (self._scheduler, "scheduler")):
@@ -267,9 +235,8 @@ class ExpertModel:
 def measure(make_expert: Callable[[], nn.Module], rule: ExpertRule, sample: Sequence[int]) -> ExpertModel:
     """Build one expert, let it take a step, and measure its memory.
 
-    Raises:
-        ValueError: the module cannot be an expert of such samples.
-        TypeError: its state cannot be saved.
+    Raises `ValueError` if it cannot be an expert of such samples, `TypeError` if its state cannot
+    be saved.
     """
     module = make_expert()
     expert = Expert("the expert", module, rule, tuple(sample))
@@ -322,36 +289,19 @@ class BatchLimits:
 
 @dataclass(frozen=True)
 class HostPlan:
-    """The experts to host, and how.
-
-    Attributes:
-        grid: contains their names.
-        make: returns a new expert's module.
-        rule: how they learn.
-        sample: shape of one sample.
-        model: memory and state of such an expert.
-        count, capacity: how many, and up to how many after other hosts died.
-        uids: host only these; None: any.
-        arithmetic: explains the count in a sentence.
-        copies: other peers that keep each expert's saves.
-        spare: experts of dead hosts to take over beyond ``count``, if memory allows.
-        save_s: between two saves.
-        takeover_s: between two checks for experts whose hosts died.
-    """
-
     grid: Grid
-    make: Callable[[], nn.Module]
+    make: Callable[[], nn.Module]  # returns a new expert's module
     rule: ExpertRule
-    sample: tuple[int, ...]
+    sample: tuple[int, ...]  # shape of one sample
     model: ExpertModel
-    count: int = 1
-    capacity: int = 1
-    uids: tuple[str, ...] | None = None
-    arithmetic: str = ""
-    copies: int = 2
-    spare: int = 4
-    save_s: float = 60.0
-    takeover_s: float = 20.0
+    count: int = 1  # how many
+    capacity: int = 1  # up to how many after other hosts died
+    uids: tuple[str, ...] | None = None  # host only these; None: any
+    arithmetic: str = ""  # explains the count in a sentence
+    copies: int = 2  # other peers that keep each expert's saves
+    spare: int = 4  # experts of dead hosts to take over beyond `count`, if memory allows
+    save_s: float = 60.0  # between two saves
+    takeover_s: float = 20.0  # between two checks for experts whose hosts died
 
     def __post_init__(self) -> None:
         if not 0 <= self.copies <= MAX_HOLDERS or self.spare < 0:
@@ -371,10 +321,10 @@ def plan_host(
 ) -> HostPlan:
     """Build one expert, let it take a step, and compute how many this device can host.
 
-    ``sample`` is the shape of one sample (-1: any length; None: the module's attribute ``sample``),
-    ``count`` how many, or the names of exactly these (None: three quarters of those that fit in the
-    free memory). Raises ValueError if the module cannot be an expert, none fits, or ``count`` is
-    not usable; TypeError if its state cannot be saved.
+    ``sample`` None: the module's attribute ``sample``. ``count`` may be the names of exactly these
+    experts; None: three quarters of those that fit in the free memory. Raises `ValueError` if the
+    module cannot be an expert, none fits, or ``count`` is not usable; `TypeError` if its state
+    cannot be saved.
     """
     uids, rule = _names(grid, count), rule or ADAM
     shape = _sample_of(make_expert) if sample is None else tuple(sample)
@@ -409,17 +359,13 @@ def _sample_of(make_expert: Callable[[], nn.Module]) -> tuple[int, ...]:
     module = make_expert()
     sample = getattr(module, "sample", None)
     if not isinstance(sample, tuple):
-        raise ValueError(
-            f"unknown samples of {type(module).__name__}. Say sample=(512,), or sample=(-1, 512) for any length"
-        )
+        name = type(module).__name__
+        raise ValueError(f"unknown samples of {name}. Say sample=(512,), or sample=(-1, 512) for any length")
     return sample
 
 
 def check_fit(found: Any, model: Any, path: str = "") -> None:
-    """Raise `StateError` unless ``found`` has the structure of ``model``: the same entries, or fewer, and shapes.
-
-    ``model`` is the state of an expert that took a step: one saved before its first step has fewer entries.
-    """
+    """Raise `StateError` unless ``found`` has the entries and shapes of ``model``, or fewer (before a first step)."""
     match found, model:
         case torch.Tensor(), torch.Tensor() if found.shape == model.shape and found.dtype == model.dtype:
             return

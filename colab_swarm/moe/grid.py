@@ -1,14 +1,11 @@
 """Names of experts on a grid ``prefix.u_0.….u_(d-1)``, their records in the DHT, and the beam search for the best.
 
 Records. The prefixes of one length, and the experts themselves, are counted row by row; `PAGE`
-neighbours share one key. Under it each host stores one signed record with its own id as the subkey.
-In a page of experts it names the host's addresses and all its experts there, so a peer that has
-read the page can call them. In a page of prefixes it names only those that lead to live experts,
-and two hosts per prefix are enough. So the size of a key is bounded, whatever the number of peers,
-and a search reads few keys.
-
-To claim a vacant place, a peer announces it with the step `CLAIMED`. If several hosts announce one
-place, it belongs to the first claim; see `ExpertInfo.claim`.
+neighbours share one key. Under it each host stores one signed record. In a page of experts it names
+the host's addresses and all its experts there. In a page of prefixes it names only those that lead
+to live experts, and two hosts per prefix are enough. So the size of a key is bounded, whatever the
+number of peers, and a search reads few keys. To claim a vacant place, a peer announces it with the
+step `CLAIMED`.
 
 Search. It is SelectExperts of Learning@home (section 3.1, Algorithm 1) for a whole batch. Below a
 prefix that has not been looked up, everything counts as live. The search returns the unknown
@@ -47,8 +44,7 @@ _NONE = -1  # stands for no prefix where a beam is not full
 _PREFIX = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z_-][A-Za-z0-9_-]*)*")
 PAGE = 256  # places, or prefixes, that share a key
 MAX_ADDRESS_CHARS = 256  # of all addresses in a record: 256 hosts must fit under one key
-Bans: TypeAlias = LeftOut[tuple[str, bytes]]
-"""Experts that failed this peer, each by name and host."""
+Bans: TypeAlias = LeftOut[tuple[str, bytes]]  # experts that failed this peer, by name and host
 CLAIMED = -1  # the step of a place that its host does not serve yet
 
 Position: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=PAGE)]
@@ -60,15 +56,10 @@ Shape: TypeAlias = Annotated[tuple[Length, ...], msgspec.Meta(max_length=8)]
 
 @dataclass(frozen=True)
 class Grid:
-    """All places for experts of one kind.
+    """All places for experts of one kind."""
 
-    Attributes:
-        prefix: names the kind within the run: letters, digits, ``_``, ``-``; no digit after a dot.
-        sides: number of indices along each dimension.
-    """
-
-    prefix: str
-    sides: tuple[int, ...]
+    prefix: str  # names the kind within the run: letters, digits, ``_``, ``-``; no digit after a dot
+    sides: tuple[int, ...]  # number of indices along each dimension
 
     def __post_init__(self) -> None:
         if len(self.prefix) > MAX_NAME_CHARS or not _PREFIX.fullmatch(self.prefix):
@@ -80,18 +71,17 @@ class Grid:
 
     @property
     def size(self) -> int:
-        """Number of places."""
         return math.prod(self.sides)
 
     def __iter__(self) -> Iterator[Index]:
         return itertools.product(*map(range, self.sides))
 
     def uid(self, index: Index) -> str:
-        """Return the name of an expert or, with fewer coordinates, the common prefix of the names below."""
+        """Return the name of an expert or, with fewer coordinates, the prefix of the names below."""
         return ".".join([self.prefix, *map(str, index)])
 
     def index(self, uid: str) -> Index:
-        """Return the place of an expert. Raises ValueError if the name is not in this grid."""
+        """Return the place of an expert; raise `ValueError` if the name is not in this grid."""
         head, *tail = uid.rsplit(".", len(self.sides))
         within = len(tail) == len(self.sides) and all(
             part.isascii() and part.isdigit() and str(int(part)) == part and int(part) < side
@@ -102,7 +92,6 @@ class Grid:
         return tuple(map(int, tail))
 
     def contains(self, uid: str) -> bool:
-        """Return True if `index` accepts this name."""
         try:
             return bool(self.index(uid))
         except ValueError:
@@ -128,7 +117,6 @@ class GridPage(NamedTuple):
 
     @classmethod
     def of(cls, grid: Grid, index: Index) -> GridPage:
-        """Return the page of an expert or prefix."""
         return cls(grid, len(index), grid.number(index) // PAGE)
 
     @classmethod
@@ -140,7 +128,6 @@ class GridPage(NamedTuple):
         return [cls(grid, len(prefix) + 1, number) for number in numbers]
 
     def key(self, run_id: str) -> str:
-        """Return its key in the DHT."""
         sides = "x".join(map(str, self.grid.sides))
         return f"{run_id}/experts/{self.grid.prefix}/{sides}/{self.depth}/{self.number}"
 
@@ -163,7 +150,7 @@ class ExpertInfo:
 
     @property
     def claim(self) -> tuple[int, PeerId]:
-        """Sort key of claims to one place. The smallest wins: the earliest and, at equal times, the smaller id's."""
+        """Sort key of claims to one place. The smallest wins: the earliest, then the smaller id's."""
         return self.claimed_ms, self.host.id
 
 
@@ -184,7 +171,6 @@ class GridRecord(Message, frozen=True):
 
 
 def short_addresses(contact: Contact) -> tuple[str, ...]:
-    """Return the best addresses that fit in a record."""
     chosen: list[str] = []
     for address in contact.addresses:
         if sum(map(len, chosen)) + len(address) <= MAX_ADDRESS_CHARS:
@@ -192,18 +178,13 @@ def short_addresses(contact: Contact) -> tuple[str, ...]:
     return tuple(chosen)
 
 
-Announced: TypeAlias = dict[PeerId, dict[int, ExpertInfo]]
-"""What hosts announce in a page, by position."""
+Announced: TypeAlias = dict[PeerId, dict[int, ExpertInfo]]  # what hosts announce in a page, by position
 
 
 def announced(
     page: GridPage, found: Iterable[tuple[bytes, Found]], *, now: float, swarm_time: float
 ) -> Announced:
-    """Decode the records of a page; invalid records of strangers are dropped.
-
-    A host that has withdrawn everything has no positions. ``now`` is the reader's monotonic clock at ``swarm_time``:
-    only the remaining life of a record counts, so clocks that are wrong do no harm.
-    """
+    """Decode the records of a page without those that are invalid; ``now`` is the monotonic clock at ``swarm_time``."""
     by_host: Announced = {}
     for subkey, record in found:
         try:
@@ -213,18 +194,14 @@ def announced(
         contact, until = Contact(PeerId(subkey), row.addresses), now + record.expires_at - swarm_time
         if record.owner == subkey and is_sound(contact):
             held = by_host.setdefault(contact.id, {})
-            for place in row.places:
-                if (index := page.index_at(place.index)) is not None:
+            for one in row.places:
+                if (index := page.index_at(one.index)) is not None:
                     uid = page.grid.uid(index)
-                    held[place.index] = ExpertInfo(
-                        uid, contact, place.shape, place.step, until, place.claimed_ms
-                    )
+                    held[one.index] = ExpertInfo(uid, contact, one.shape, one.step, until, one.claimed_ms)
     return by_host
 
 
 class Listing:
-    """The announcements read for one page."""
-
     def __init__(self, by_host: Announced) -> None:
         self.by_host = by_host
         self._by_position: dict[int, list[ExpertInfo]] = {}
@@ -247,9 +224,7 @@ class Listing:
         """Return which positions of the page are usable; computed again only after a change."""
         if self._mask is None or self._mask_version != bans.version or now >= self._mask_until:
             self._mask = np.zeros(PAGE, np.bool_)
-            self._mask[[position for position in self._by_position if self.usable(position, now, bans)]] = (
-                True
-            )
+            self._mask[[place for place in self._by_position if self.usable(place, now, bans)]] = True
             ends = (one.until for one in itertools.chain(*self._by_position.values()) if one.until > now)
             self._mask_version = bans.version
             self._mask_until = min([*bans.ends(now).values(), *ends], default=math.inf)
@@ -259,18 +234,13 @@ class Listing:
 def beam_search(
     scores: Sequence[Floats], k: int, children: Callable[[Index], Mask | None]
 ) -> tuple[list[list[Index]], list[Index]]:
-    """Find the ``k`` best live experts of each sample; an expert's score is the sum over its indices.
+    """Find the ``k`` best live experts of each sample, best first, and the prefixes to look up before this is valid.
 
-    After each dimension the search keeps the ``k`` best live prefixes. It skips a prefix that is announced as live but
-    has no live child, in favour of the next best. Ties go to the smaller index. NaN is the worst score.
-
-    Args:
-        scores: for each dimension i an array (N, sides[i]).
-        k: experts per sample.
-        children: returns the live next indices of a prefix as a mask (M,), read-only; None: not looked up yet.
-
-    Returns:
-        For each sample its experts, best first; and the prefixes to look up before this result is valid.
+    After each dimension the search keeps the ``k`` best live prefixes. It skips a prefix that is
+    announced as live but has no live child, in favour of the next best. Ties go to the smaller
+    index. NaN is the worst score. ``scores`` are an array (N, sides[i]) for each dimension i; an
+    expert's score is the sum over its indices. ``children`` returns the live next indices of a
+    prefix as a mask (M,), read-only; None: not looked up yet.
     """
     clean = [np.nan_to_num(s.astype(np.float64), nan=-_HUGE, posinf=_HUGE, neginf=-_HUGE) for s in scores]
     barren: set[Index] = set()
@@ -304,9 +274,7 @@ def _descend(
         sums_NBM = np.where(alive_UM[beam_NB], totals_NB[:, :, None] + scores_NM[:, None, :], -np.inf)
         flat = sums_NBM.reshape(samples, beam_NB.shape[1] * side)
         chosen = _best(flat, k)
-        if (
-            i < len(scores) - 1
-        ):  # ties go to the smaller index, so the next iteration needs its columns in order
+        if i < len(scores) - 1:  # ties go to the smaller index: the next iteration needs its columns in order
             chosen = np.sort(np.where(chosen == _NONE, flat.shape[1], chosen), axis=1)
             chosen[chosen == flat.shape[1]] = _NONE
         totals_NB = np.where(chosen == _NONE, -np.inf, np.take_along_axis(flat, chosen, axis=1))

@@ -2,12 +2,10 @@
 
 A host starts with the experts whose saves are on its disk, then those that other peers saved and no
 peer hosts, then vacant names. Later, if memory is left, it takes over experts whose hosts died,
-each from the newest save of any owner that is complete and fits. It gives up names that belong to
-an earlier claim. A host that stops withdraws its experts first, so that no peer calls them, and
-saves them a last time.
+each from the newest save of any owner that is complete and fits. A host that stops withdraws its
+experts first, so that no peer calls them.
 
-A panel's snapshot waits for no peer: the directory is read in the background. An expert's share of
-the work is the growth of its announced step over the last minute.
+An expert's share of the work is the growth of its announced step over the last minute.
 """
 
 from __future__ import annotations
@@ -51,10 +49,12 @@ REST = 3  # upkeep that took long pauses this many times as long, to leave a slo
 
 
 class HostResources:
-    """What all hosts of one peer share: the accelerator, and ``folder``, used by one process only."""
+    """What all hosts of one peer share: the accelerator, and ``folder``, used by one process only.
+
+    ``folder`` None: a temporary one, until `close`.
+    """
 
     def __init__(self, services: RunServices, directory: Directory, folder: Path | None) -> None:
-        """``folder`` None: a temporary one, until `close`."""
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         if folder is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="colab-swarm-", ignore_cleanup_errors=True)
@@ -64,7 +64,6 @@ class HostResources:
         self.saves = ExpertSaves(services, ReplicaStore(self.folder, me=services.peers.id))
 
     async def close(self) -> None:
-        """Stop serving experts and saves."""
         await self.server.close()
         await self.saves.stop()
         if self._temporary is not None:
@@ -73,8 +72,6 @@ class HostResources:
 
 @dataclass(frozen=True)
 class HostedExpert:
-    """One expert of this peer."""
-
     uid: str  # its name
     step: int  # optimizer steps in its weights
     saved_step: int | None  # steps in its last save; None: not saved yet
@@ -83,8 +80,6 @@ class HostedExpert:
 
 @dataclass(frozen=True)
 class HostSnapshot:
-    """State of a host."""
-
     grid: str  # of its experts
     experts: tuple[HostedExpert, ...]  # in the order of their names
     kept_bytes: int  # saves that this peer keeps for others
@@ -92,15 +87,11 @@ class HostSnapshot:
 
 
 class ExpertHost:
-    """Experts of one kind on this peer, served in the background until `stop`. Made by `Swarm.host_experts`.
-
-    Its coroutines run on the event loop.
-    """
+    """Experts of one kind on this peer, served in the background until `stop`. Made by `Swarm.host_experts`."""
 
     def __init__(
         self, runtime: Runner, resources: HostResources, plan: HostPlan, show: Callable[[ExpertHost], Any]
     ) -> None:
-        """``show`` makes the panel."""
         self.grid, self.arithmetic = plan.grid, plan.arithmetic
         self.stopped = False
         self.experts: dict[str, Expert] = {}
@@ -117,7 +108,6 @@ class ExpertHost:
         return sorted(self.experts)
 
     def statistics(self) -> dict[str, ExpertStatistics]:
-        """Return the statistics of each expert, by uid."""
         served = self._runtime.call(_on_loop(self._server.statistics))
         return {uid: served[uid] for uid in self.uids if uid in served}
 
@@ -168,10 +158,8 @@ class ExpertHost:
         steps = sum(expert.step for expert in [*self.experts.values()])
         return f"ExpertHost({self.grid}, {len(self.experts)} of {self.plan.count} experts, {steps:,} steps)"
 
-    # -- on the event loop
-
     async def start(self) -> None:
-        """Host the requested experts, as far as their names are vacant; raise errors of ``plan.make``."""
+        """Host the requested experts, as far as their names are vacant."""
         plan = self.plan
         await self._saves.start()
         # claims are announced, too
@@ -186,7 +174,6 @@ class ExpertHost:
         self._tasks.every(plan.takeover_s, lambda: self._fill(plan.capacity), rest=REST)
 
     async def close(self) -> None:
-        """Do as `stop`."""
         await asyncio.gather(*self._tasks.cancel(), return_exceptions=True)
         uids = [*self.experts]
         await self._directory.withdraw(self.grid, uids)
@@ -211,7 +198,7 @@ class ExpertHost:
             await self._take(self.plan.count, None)
 
     def _here(self) -> set[str]:
-        """Return the experts of this grid saved on this disk, by any owner: this peer may have had another id."""
+        # of any owner: this peer may have had another id
         return {save.uid for save in self._saves.store.saves() if self.grid.contains(save.uid)}
 
     async def _take(self, count: int, uids: Iterable[str] | None) -> None:
@@ -321,8 +308,6 @@ class LiveExpert:
 
 @dataclass(frozen=True)
 class HostOfExperts:
-    """One peer that hosts experts."""
-
     host: str  # its short id
     mine: bool  # whether it is this peer
     experts: int  # number of its experts
@@ -369,11 +354,10 @@ class ExpertsWatch:
         return replace(self._last, over=True) if self._closed else self._runtime.call(self._look())
 
     def close(self) -> None:
-        """Stop reading. Thread-safe."""
         self._closed = True
 
     async def _look(self) -> ExpertsSnapshot:
-        now = asyncio.get_running_loop().time()
+        now = _now()
         if now - self._began_at >= LIST_EVERY_S and self._listing is None:
             self._began_at = now
             self._listing = asyncio.create_task(self._list(), name="list experts")
@@ -394,7 +378,7 @@ class ExpertsWatch:
                 found = await self._directory.live(self._grid, fresh=self._grid.size <= MOST_UNCACHED)
             self._listings.append(found)
             self._seen.update(info.uid for info in found)
-            self._listed_at = asyncio.get_running_loop().time()
+            self._listed_at = _now()
             self._update()
         except Exception as error:  # shown in the panel, and retried
             logger.info("the experts could not be listed", exc_info=True)
@@ -429,7 +413,9 @@ async def _on_loop(make: Callable[[], T]) -> T:
 class SwarmExperts:
     """A swarm's experts: one directory, at most one host per prefix, and all layers and panels.
 
-    ``show`` makes a panel from a function that takes a snapshot, its button's action, and whether that stops a host.
+    ``show`` makes a panel from a function that takes a snapshot, its button's action, and whether
+    that stops a host. The methods `host`, `mixture`, `remote` and `panel` do as those of `Swarm`
+    for experts.
     """
 
     def __init__(
@@ -453,7 +439,7 @@ class SwarmExperts:
         folder: str | Path | None = None,
         **settings: Any,
     ) -> ExpertHost:
-        """Host experts as `Swarm.host_experts` does; an earlier host of the prefix is stopped."""
+        """Host experts; an earlier host of the prefix is stopped."""
         grid = Grid(prefix, tuple(shape))
         plan = plan_host(grid, make_expert, **settings)
         if grid.prefix in self._hosts:
@@ -476,17 +462,14 @@ class SwarmExperts:
         timeout_s: float = 30.0,
         **settings: Any,
     ) -> MixtureOfExperts:
-        """Return a layer as `Swarm.mixture_of_experts` does."""
         calls = self._calls(compression, timeout_s)
         return MixtureOfExperts(calls, Grid(prefix, tuple(shape)), dim, **settings)
 
     def remote(self, uid: str, shape: Sequence[int], *, compression: str, timeout_s: float) -> RemoteExpert:
-        """Return one expert as a module, as `Swarm.expert` does."""
         grid = Grid(uid.rsplit(".", len(shape))[0], tuple(shape))
         return RemoteExpert(self._calls(compression, timeout_s), grid, uid)
 
     def panel(self, prefix: str, shape: Sequence[int], leave: Callable[[], None]) -> Any:
-        """Return a live view of a grid's experts, as `Swarm.experts_panel` does."""
         return self._show(self.watch(Grid(prefix, tuple(shape))).snapshot, leave, False)
 
     def _panel(self, host: ExpertHost) -> Any:
@@ -497,7 +480,6 @@ class SwarmExperts:
         return self._show(read, host.stop, True)
 
     def watch(self, grid: Grid) -> ExpertsWatch:
-        """Return the source of a grid's snapshots."""
         if grid not in self._watches:
             mine = self._runtime, self._services.peers, self._directory
             self._watches[grid] = ExpertsWatch(*mine, grid, self._served)
@@ -507,7 +489,6 @@ class SwarmExperts:
         return {} if self._resources is None else self._resources.server.statistics()
 
     def close(self) -> None:
-        """Withdraw and save the hosted experts, then stop serving."""
         for watch in self._watches.values():
             watch.close()
         for host in self._hosts.values():
@@ -527,7 +508,6 @@ class SwarmExperts:
         return ExpertCalls(peers, self._directory, self._runtime, codec=compression, timeout_s=timeout_s)
 
     def _open(self, folder: str | Path | None) -> HostResources:
-        """Return the resources of all hosts here, in the folder of the first."""
         where = None if folder is None else Path(folder)
         if self._resources is None:
             make = partial(HostResources, self._services, self._directory, where)

@@ -1,13 +1,11 @@
 """A torch layer whose experts run on other peers (Learning@home, sections 3.1 and 3.2).
 
-Samples are grouped: one call per expert and direction, all in parallel. Once every sample has
-``k_min`` answers, the other calls have ``grace_s`` left; the weights are renormalised over the
-answers. A sample without an answer is tried once more with other experts, then passes unchanged:
-the experts that ship are residual. In backward a failed expert counts as zero gradient for its
-part, and the gating still gets its gradient.
+Samples are grouped: one call per expert and direction, all in parallel. The weights are
+renormalised over the answers. A sample without an answer is tried once more with other experts,
+then passes unchanged: the experts that ship are residual. In backward a failed expert counts as
+zero gradient for its part, and the gating still gets its gradient.
 
-Everything inside is float32. Do not scale the loss (`GradScaler`): experts step on the gradients
-they receive.
+Do not scale the loss (`GradScaler`): experts step on the gradients they receive.
 
 Shapes: B samples, K chosen experts, G dimensions of the grid, E experts that answered, M indices of
 a dimension, S the shape of a sample, D values of a sample.
@@ -40,10 +38,7 @@ Places: TypeAlias = npt.NDArray[np.intp]
 
 
 class Gating(nn.Module):
-    """``g(x, f) = sum_i g_i(x)[u_i]``, one linear map per dimension of the grid (Learning@home, section 3.2).
-
-    ``dim`` is the number of values of a sample, ``sides`` are the numbers of indices of the grid's dimensions.
-    """
+    """``g(x, f) = sum_i g_i(x)[u_i]``, one linear map per dimension (Learning@home, section 3.2)."""
 
     def __init__(self, dim: int, sides: Sequence[int]) -> None:
         super().__init__()
@@ -51,7 +46,7 @@ class Gating(nn.Module):
         self.maps = nn.Linear(dim, sum(sides))  # all g_i side by side
 
     def forward(self, x_BD: Tensor) -> tuple[Tensor, ...]:
-        """Return one tensor of scores (B, side) per dimension."""
+        """Return scores (B, side) for each dimension."""
         return self.maps(x_BD).split(self.sides, dim=1)  # type: ignore[no-any-return]
 
 
@@ -62,16 +57,16 @@ def priorities(scores: Sequence[Tensor], indices_BKG: Tensor) -> Tensor:
 
 
 def mixing_weights(priorities_BK: Tensor, answered_BK: Tensor) -> Tensor:
-    """Return the softmax over the experts that answered, 0 for the others; all 0 where none answered."""
+    """Return the softmax over the experts that answered, 0 for the others."""
     lowest = torch.finfo(priorities_BK.dtype).min
     weights_BK = priorities_BK.masked_fill(~answered_BK, lowest).softmax(1)
     return weights_BK.masked_fill(~answered_BK, 0.0)  # not -inf above: its gradient would be NaN
 
 
 def balance_loss(importance_E: Tensor, idle: int) -> Tensor:
-    """Return the squared coefficient of variation of the experts' importance (Shazeer et al. 2017, eq. 6-7), >= 0.
+    """Return the importances' squared coefficient of variation (Shazeer et al. 2017, eq. 6-7), >= 0.
 
-    ``importance_E`` are the sums of the weights over the batch; ``idle`` other known experts have none.
+    ``importance_E`` are sums of weights over the batch; ``idle`` other known experts have none.
     """
     if not len(importance_E):
         return importance_E.sum()
@@ -97,10 +92,10 @@ class _RemoteFunction(torch.autograd.Function):
 
 
 def attach_backward(inputs: Tensor, values: Floats, backward: Callable[[Floats], Floats]) -> Tensor:
-    """Return ``values`` as a function of ``inputs`` (on the CPU), whose gradient ``backward`` computes remotely.
+    """Return ``values`` as a function of ``inputs``, whose gradient ``backward`` computes remotely.
 
-    The call is made even if the inputs need no gradient: it is how experts learn. On the CPU because autograd then
-    runs on the caller's thread: all callers share one thread per GPU, and one that waits would stop the others.
+    The call is made even if the inputs need no gradient: it is how experts learn. On the CPU, as
+    all callers share autograd's one thread per GPU, and one that waits would stop the others.
     """
     if torch.is_grad_enabled() and not inputs.requires_grad:
         inputs = inputs.detach().requires_grad_()
@@ -109,15 +104,14 @@ def attach_backward(inputs: Tensor, values: Floats, backward: Callable[[Floats],
 
 
 def as_floats(tensor: Tensor) -> Floats:
-    """Return contiguous float32 values in host memory."""
     return np.ascontiguousarray(tensor.detach().to("cpu", torch.float32).numpy())
 
 
 class RemoteExpert(nn.Module):
     """One expert as a module: forward and backward run on its host, and it learns from each backward.
 
-    Maps a tensor (..., *sample shape) to one of the same shape and dtype; float32 inside. It has no
-    local parameters. Raises ValueError if ``uid`` is not in the grid.
+    Maps a tensor (..., *sample shape) to one of the same shape and dtype; float32 inside. Raises
+    `ValueError` if ``uid`` is not in the grid.
     """
 
     def __init__(self, calls: ExpertCalls, grid: Grid, uid: str) -> None:
@@ -127,20 +121,14 @@ class RemoteExpert(nn.Module):
         self._calls = calls
 
     def extra_repr(self) -> str:
-        """Return its name."""
         return self.uid
 
     def info(self) -> ExpertInfo:
-        """Return its current host, shape and step. Raises ExpertError: no peer hosts it."""
+        """Return its current host, shape and step; raise `ExpertError` if no peer hosts it."""
         return self._calls.runtime.call(self._calls.find(self.grid, self.uid))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return a tensor of the same shape and dtype.
-
-        Raises:
-            ExpertError: no peer hosts it, or it failed; in backward too.
-            ValueError: the inputs do not fit.
-        """
+        """Raise `ExpertError` if it failed, in backward too, `ValueError` if the inputs do not fit."""
         info, calls = self.info(), self._calls
         sample = inputs.shape[-len(info.shape) :]
         if inputs.ndim < len(info.shape) or any(
@@ -161,21 +149,19 @@ class RemoteExpert(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """``y = sum_f w_f f(x)`` over the k best live experts of a grid, ``w`` the softmax of their priorities (eq. 1).
+    """``y = sum_f w_f f(x)`` over the k best live experts, ``w`` the softmax of their priorities (eq. 1).
 
-    Maps a tensor (..., dim), or (..., length, dim) with ``sequences``, to one of the same shape and dtype. Its own
-    parameters are those of the gating; experts learn when ``backward()`` runs through it. Deep copies share the
-    connection to the experts and the statistics.
+    Maps a tensor (..., dim), or (..., length, dim) with ``sequences``, to one of the same shape and
+    dtype. Its own parameters are those of the gating; experts learn when ``backward()`` runs
+    through it. Deep copies share the connection to the experts and the statistics.
 
     Args:
-        dim: size of the inputs' last dimension.
         k: experts called per sample.
         k_min: answers per sample to wait for as long as they can arrive.
         grace_s: how long to wait for the other answers after that; later ones count as failed.
-        sequences: a sample is a sequence (length, dim), sent to experts as one and scored by its
-            mean; False: a sample is a single vector (dim).
-        reject_outliers: drop an answer for a sample if it lies more than this many times the median distance away
-            from the coordinate-wise median of all answers for the sample, given three or more; None: keep all.
+        sequences: a sample is a sequence, sent to experts as one and scored by its mean.
+        reject_outliers: drop an answer for a sample that is over this many times the median distance
+            away from the coordinate-wise median of all its answers, given three or more.
     """
 
     def __init__(
@@ -201,14 +187,13 @@ class MixtureOfExperts(nn.Module):
         self.grid, self.dim, self.k, self.k_min, self.grace_s = grid, dim, k, k_min, grace_s
         self.sequences, self.reject_outliers = sequences, reject_outliers
         self.balance_loss: Tensor = torch.zeros(())
-        """Of the last forward pass: add a small multiple of it to your loss to spread the work over the experts."""
+        """Of the last forward pass: add a small multiple to your loss to spread the work over the experts."""
         self._calls = calls
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "balance_loss": torch.zeros(())}  # part of a graph: cannot be copied
 
     def extra_repr(self) -> str:
-        """Return the grid and k."""
         return f"{self.grid}, k={self.k}"
 
     def _repr_html_(self) -> str:
@@ -221,16 +206,10 @@ class MixtureOfExperts(nn.Module):
         return self._calls.shares()
 
     def statistics(self) -> MixtureStatistics:
-        """Return the counters since the layer's creation."""
         return self._calls.statistics()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return a tensor of the same shape and dtype.
-
-        Raises:
-            NoExpertsError: no expert of the grid is live.
-            ValueError: the inputs do not fit or are not finite.
-        """
+        """Raise `NoExpertsError` if no expert is live, `ValueError` if inputs do not fit or are not finite."""
         sequences = self.sequences
         if inputs.ndim < (3 if sequences else 1) or inputs.shape[-1] != self.dim:
             wanted = f"(batch, length, {self.dim})" if sequences else f"(..., {self.dim})"
@@ -249,7 +228,6 @@ class MixtureOfExperts(nn.Module):
         batch = _Batch(self, self._calls, as_floats(inputs_BS))
         self._calls.runtime.call(batch.forward([as_floats(score_BM) for score_BM in scores]))
         self._calls.count(batches=1)
-
         device = samples_BS.device
         call = self._calls.runtime.call
         outputs_BKS = attach_backward(inputs_BS, batch.outputs_BKS, lambda grads: call(batch.backward(grads)))
@@ -272,13 +250,12 @@ class MixtureOfExperts(nn.Module):
 
 
 class _Batch:
-    """One batch through the experts and back. Sizes do not depend on the answers, as gradient checkpointing needs."""
+    """One batch there and back. Sizes do not depend on the answers, as gradient checkpointing needs."""
 
     def __init__(self, layer: MixtureOfExperts, calls: ExpertCalls, inputs_BS: Floats) -> None:
         if not all_finite(inputs_BS):
-            raise ValueError(
-                f"inputs of {layer.grid} are not finite: lower the learning rate or clip gradients; float16 overflows"
-            )
+            cure = "lower the learning rate or clip gradients; float16 overflows"
+            raise ValueError(f"inputs of {layer.grid} are not finite: {cure}")
         self._layer, self._grid, self._calls, self._inputs_BS = layer, layer.grid, calls, inputs_BS
         batch, k = len(inputs_BS), min(layer.k, layer.grid.size)
         self.outputs_BKS: Floats = np.zeros((batch, k, *inputs_BS.shape[1:]), np.float32)
@@ -321,7 +298,7 @@ class _Batch:
                     self.infos.append(info)
 
     def _groups(self, wanted_BK: Mask) -> list[tuple[ExpertInfo, Places, Places]]:
-        """Return for each expert its samples among the wanted ones: rows, and which choice of a row it is."""
+        """Return each expert's wanted samples: rows, and which choice of a row it is."""
         found = []
         for place, info in enumerate(self.infos):
             rows, slots = np.nonzero(wanted_BK & (self.experts_BK == place))
@@ -354,7 +331,7 @@ class _Batch:
             calls.count(answers=1)
 
     async def _wait(self, calls: Mapping[asyncio.Task[Floats], Places], rows: Places) -> None:
-        """Wait until each row has ``k_min`` answers or cannot get them, then ``grace_s`` for the other calls."""
+        """Wait until each row has ``k_min`` answers or cannot get them, then ``grace_s`` for the others."""
         open_calls_B = np.zeros(len(self._inputs_BS), np.intp)
         missing_B = np.zeros_like(open_calls_B)
         missing_B[rows] = self._layer.k_min
@@ -382,7 +359,6 @@ class _Batch:
         self._calls.count(outliers=int(outliers_BK.sum()))
 
     async def backward(self, grads_BKS: Floats) -> Floats:
-        """Return the inputs' gradient; experts that fail count as zero in it."""
         groups = self._groups(self.answered_BK)  # not rejected outliers
         if not all_finite(grads_BKS):  # the experts must not receive it, the caller's optimizer may
             self._calls.count(lost_gradients=len(groups))

@@ -1,19 +1,15 @@
 """Saves of experts: each is on its host's disk and at a few other peers, the *holders*.
 
 A save is a state in chunks (`colab_swarm.tensors.chunks`); its manifest is a chunk too, whose hash
-names the whole save. All come from strangers and are checked before use. Chunks are named by their
-hash, so saves share equal ones. Every read is checked, so writes are not synced: a chunk that a
-power cut damaged is dropped when it is read, and fetched from a holder.
+names the whole save. Chunks are named by their hash, so saves share equal ones. Every read is
+checked, so writes are not synced: a chunk that a power cut damaged is fetched from a holder.
 
-A holder announces itself in the DHT. It receives the manifest, answers with the chunks that it
-lacks, and gets those: a save with few changes costs little, and one that is there already is only
-renewed. It keeps the newest two saves per expert and owner, and drops what was not renewed for a
-day.
+A holder receives the manifest, answers with the chunks that it lacks, and gets those: a save with
+few changes costs little. It keeps the newest two saves per expert and owner, for a day.
 
 The owner's signed record names its newest save, and before it the last one that as many peers hold
 as should. So after the loss of the host and all holders but one, only the steps since the last save
-are lost. Any peer may claim a save of any step: claims are tried from the highest step down, and
-those that do not fit are skipped.
+are lost. Any peer may claim a save of any step: claims are tried from the highest step down.
 """
 
 from __future__ import annotations
@@ -74,8 +70,6 @@ SAVES_OF_ONE = 2  # per expert and owner: the new one may not be in the DHT yet
 
 
 class Save(msgspec.Struct, frozen=True):
-    """One saved state of one expert."""
-
     owner: bytes  # id of the peer that hosted and saved it
     uid: str  # of the expert
     step: int  # optimizer steps in its weights
@@ -85,12 +79,10 @@ class Save(msgspec.Struct, frozen=True):
 
     @property
     def manifest(self) -> bytes:
-        """Digest of the manifest's chunk."""
         return self.digests[0]
 
     @classmethod
     def of(cls, manifest: Manifest, owner: bytes, *, at: float) -> Save:
-        """Return the save with this manifest."""
         head = msgspec.msgpack.encode(manifest)
         digests = (digest_of(head), *map(manifest.digest, range(manifest.chunks)))
         uid = manifest.subject.decode(errors="replace")  # a garbled one is no expert's
@@ -98,13 +90,12 @@ class Save(msgspec.Struct, frozen=True):
 
 
 class ReplicaStore:
-    """The saves on this peer's disk: its own, and within a quota those of others.
+    """The saves on this peer's disk: those owned by ``me``, and within a quota those of others.
 
-    Used on one thread; `put` and `get` on any.
+    Used by one process and one thread; `put` and `get` on any thread.
     """
 
     def __init__(self, folder: Path, *, me: bytes, quota_bytes: int = 8 << 30) -> None:
-        """The quota does not apply to saves owned by ``me``. Only one process may use a folder at a time."""
         self._chunks, self._folder = folder / "chunks", folder / "saves"
         self._me, self._quota_bytes = me, quota_bytes
         self._saves: dict[Path, Save] = {}
@@ -124,7 +115,7 @@ class ReplicaStore:
         return self._chunk(digest).exists()
 
     def put(self, data: Buffer) -> bytes:
-        """Write a chunk atomically; return its digest. Raises StateError if the disk is full or cannot be written."""
+        """Write a chunk atomically; return its digest. Raises `StateError` if the disk refuses it."""
         digest = digest_of(data)
         if digest not in self:
             _write(self._chunk(digest), data)
@@ -155,15 +146,13 @@ class ReplicaStore:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes left for other peers' saves."""
         return max(0, self._quota_bytes - self.kept_bytes - sum(size_bytes for _, size_bytes in self._coming))
 
     @contextmanager
     def adding(self, save: Save) -> Iterator[None]:
-        """Reserve space for a save while its chunks are put; then add it, and drop its owner's oldest beyond two.
+        """Reserve space for a save while its chunks are put; then drop its owner's oldest beyond two.
 
-        Raises:
-            StateError: there is not enough space, or the disk cannot be written.
+        Raises `StateError` if there is not enough space, or the disk cannot be written.
         """
         path = self._folder / f"{save.manifest.hex()[:32]}-{save.owner.hex()[:16]}.save"
         size_bytes = 0 if save.owner == self._me or path in self._saves else save.size_bytes
@@ -182,7 +171,7 @@ class ReplicaStore:
             self._sweep(save.digests)
 
     def expire(self, before: float) -> None:
-        """Drop saves that were not renewed since ``before``, swarm time in seconds."""
+        """Drop saves that were not renewed since ``before``, swarm time."""
         self._drop([path for path, save in self._saves.items() if save.at < before])
 
     def _chunk(self, digest: bytes) -> Path:
@@ -205,10 +194,7 @@ class ReplicaStore:
 
 
 def _write(path: Path, data: Buffer) -> None:
-    """Write a file atomically; create its folder if needed.
-
-    Raises StateError: the disk is full or cannot be written; no partial file remains.
-    """
+    """Write a file atomically; after a `StateError` no partial file remains."""
     partial = path.with_name(f"{path.name}.{threading.get_ident()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -249,8 +235,6 @@ class FetchSave(FetchChunks, frozen=True):
 
 
 class SavePlace(Message, frozen=True):
-    """A save and its holders."""
-
     step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]  # optimizer steps in its weights
     manifest: Digest  # digest of its first chunk
     holders: Annotated[tuple[Contact, ...], msgspec.Meta(max_length=MAX_HOLDERS + 1)]  # peers that have it
@@ -274,8 +258,6 @@ class SavedIndices(Message, frozen=True):
 
 @dataclass(frozen=True)
 class SaveResult:
-    """Result of a save."""
-
     step: int  # optimizer steps in its weights
     holders: frozenset[PeerId]  # other peers that have it
     at: float  # swarm time, seconds
@@ -283,27 +265,21 @@ class SaveResult:
 
 
 class ExpertSaves:
-    """Saves this peer's experts, keeps saves for others, and finds those of any peer. One per peer, on the event loop.
+    """Saves this peer's experts, keeps saves for others, and finds those of any peer. One per peer.
 
     It serves calls at once; `start` announces it.
-
-    Attributes:
-        results: of the last save of each expert.
-        safe: the newest save of each that reached its full number of holders.
     """
 
     def __init__(self, services: RunServices, store: ReplicaStore) -> None:
         self.store = store
-        self.results: dict[str, SaveResult] = {}
-        self.safe: dict[str, SavePlace] = {}
+        self.results: dict[str, SaveResult] = {}  # of the last save of each expert
+        self.safe: dict[str, SavePlace] = {}  # the newest save of each that reached enough holders
         self._failed_at: dict[PeerId, float] = {}  # swarm time
         self._peers, self._dht, self._run_id = services.peers, services.dht, services.run_id
         self._tasks = BackgroundTasks("hold saved experts", services.events, services.rng)
         self._announced = False
         self._peers.serve_stream(KeepSave, self._receive_save, role=Role.WORKER)
         self._peers.serve_stream(FetchSave, self._send_chunks, role=Role.WORKER)
-
-    # -- keeping saves of others
 
     async def start(self) -> None:
         """Announce regularly, until `stop`, that this peer keeps saves. Idempotent."""
@@ -313,21 +289,19 @@ class ExpertSaves:
             self._tasks.every(ANNOUNCE_S, self._announce)
 
     async def stop(self) -> None:
-        """Stop serving, and withdraw the announcement."""
         announced = self._announced
         self.kill()
         if announced:
             await self._announce(0.5)
 
     def kill(self) -> None:
-        """Stop serving without withdrawing the announcement, as a crash would."""
+        """Stop serving and withdraw nothing, as a crash would."""
         self._tasks.cancel()
         self._announced = False
         for kind in (KeepSave, FetchSave):
             self._peers.unserve(kind)
 
     async def others(self) -> dict[PeerId, HolderRecord]:
-        """Return the other peers that keep saves now."""
         found = await self._dht.published(f"{self._run_id}/expert-holders", HolderRecord)
         found.pop(self._peers.id, None)
         return found
@@ -359,10 +333,8 @@ class ExpertSaves:
     async def _send_chunks(self, request: FetchSave, stream: Stream) -> None:
         await send_chunks(request, stream, lambda digest: asyncio.to_thread(self.store.get, digest))
 
-    # -- saving this peer's experts
-
     def due(self, uid: str, step: int, others: Mapping[PeerId, HolderRecord], copies: int) -> bool:
-        """Return True if a save would store newer steps, reach more holders, or renew an old record."""
+        """Return True if a save would store newer steps, reach more holders, or renew a record."""
         last = self.results.get(uid)
         if last is None or last.step != step or last.fault:
             return True
@@ -370,7 +342,7 @@ class ExpertSaves:
         return lacking or self._peers.time() - last.at > KEPT_S / RENEWALS
 
     async def save(self, saved: Snapshot, others: Mapping[PeerId, HolderRecord], copies: int) -> SaveResult:
-        """Save on this disk and at ``copies`` of the others, then publish it; a fault is part of the result."""
+        """Save on this disk and at ``copies`` of the others, then publish it."""
         uid, step = saved.manifest.subject.decode(), saved.manifest.step
         fault = await self.write(saved)
         holders = await self._spread(saved, others, copies)
@@ -402,10 +374,7 @@ class ExpertSaves:
     async def _spread(
         self, saved: Snapshot, others: Mapping[PeerId, HolderRecord], copies: int
     ) -> list[PeerId]:
-        """Send a save to enough holders; return them.
-
-        Former holders come first, then the others in an order that depends on the expert: this spreads the load.
-        """
+        """Send a save to former holders, then to others, in an order that depends on the expert."""
         subject, size_bytes = saved.manifest.subject, saved.manifest.size_bytes
         last = self.results.get(subject.decode())
         known = last.holders if last else frozenset()
@@ -429,10 +398,7 @@ class ExpertSaves:
                     self._failed_at[holder] = self._peers.time()
         return holders
 
-    # -- finding saves
-
     async def publish_saved(self, grid: Grid, uids: Iterable[str]) -> None:
-        """Publish which experts of a grid this peer has saved, so that others can take them over."""
         await self._publish(grid.prefix, "saves", SavedIndices(tuple(sorted(map(grid.index, uids)))))
 
     async def saved(self, grid: Grid) -> set[str]:
@@ -442,7 +408,7 @@ class ExpertSaves:
         return set[str]().union(*(uids for uids in named if all(map(grid.contains, uids))))
 
     async def claims(self, uid: str) -> list[tuple[PeerId, SavePlace]]:
-        """Return all saves of an expert on this disk or claimed in the DHT, with their owners; highest step first.
+        """Return the saves of an expert on this disk or claimed in the DHT, and owners; highest step first.
 
         Any peer may claim anything, so no claim replaces that of another owner.
         """
@@ -458,9 +424,9 @@ class ExpertSaves:
         return sorted(claims.values(), key=lambda claim: claim[1].step, reverse=True)
 
     async def fetch(self, uid: str, place: SavePlace, *, limit_bytes: int) -> Snapshot:
-        """Return a save from this disk and its holders, several in parallel; every chunk matches its hash.
+        """Return a save from this disk and its holders, several in parallel.
 
-        Raises StateError: the save is not what was claimed, larger than ``limit_bytes``, or incomplete.
+        Raises `StateError` if it is not what was claimed, larger than ``limit_bytes``, or incomplete.
         """
         head = await asyncio.to_thread(self.store.get, place.manifest)
         holders = [contact.id for contact in place.holders if contact.id != self._peers.id]
@@ -495,10 +461,7 @@ class ExpertSaves:
 
 
 async def send_save(peers: Peers, holder: PeerId, saved: Snapshot) -> None:
-    """Send a save to a holder, as far as chunks are not there.
-
-    Raises PeerError: the holder failed, refused, or took over `CHUNK_TIMEOUT_S` for a chunk.
-    """
+    """Send a holder the chunks that it lacks; raise `PeerError` if it fails, refuses or is slow."""
     now = asyncio.get_running_loop().time
     try:
         async with (

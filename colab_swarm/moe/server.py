@@ -4,15 +4,10 @@ The event loop receives and sends parts. The device thread decodes, checks, join
 and encodes. Between them are `Batching`, under a lock, and one short task for the thread per call:
 it computes the next batch, whichever call that contains, or finds that its own was merged already.
 
-`Batching` is pure. Per `Key` it has a queue of waiting calls, and it counts the memory of all
-calls.
-
-- Calls of one key may be merged; forward and backward, or samples of different shapes, never are.
-  The key whose oldest call has waited longest comes first. Merging is oldest first and skips no
-  call. A call with more samples than `max_batch_size` is computed alone; admission limits bytes,
-  not samples.
-- A caller that has calls here may hold at most as much as is still free (the dynamic threshold of
-  Choudhury and Hahne, 1998). One caller alone gets half of the memory, two get a third each.
+The key whose oldest call has waited longest comes first. Merging is oldest first and skips no call.
+A call with more samples than `max_batch_size` is computed alone. A caller that has calls here may
+hold at most as much as is still free (the dynamic threshold of Choudhury and Hahne, 1998): one
+caller alone gets half of the memory, two get a third each.
 """
 
 from __future__ import annotations
@@ -65,13 +60,12 @@ class Key(NamedTuple):
 
     @property
     def tensors(self) -> int:
-        """Number of tensors: inputs and, at backward, gradients."""
         return 1 + self.backward
 
 
 @dataclass(eq=False)
 class Call:
-    """A call: ``samples`` of ``key``, which take ``size_bytes``, and the future that its handler awaits."""
+    """A call of some samples, which take ``size_bytes``, and the future that its handler awaits."""
 
     key: Key
     caller: bytes
@@ -83,7 +77,7 @@ class Call:
     parts: list[memoryview] = field(default_factory=list)  # as received
 
     def decode_into(self, tensors: Sequence[Floats]) -> None:
-        """Decode the parts and free them. Raises ValueError: one cannot be decoded or is not finite."""
+        """Decode the parts and free them; raise `ValueError` for one that is no tensor or not finite."""
         parts = iter(self.parts)
         for tensor in tensors:
             flat = tensor.reshape(-1)
@@ -95,7 +89,7 @@ class Call:
 
 
 class Batching:
-    """The calls at one device."""
+    """The calls at one device: a queue of waiting ones per `Key`, and the memory of all."""
 
     def __init__(self, limits: BatchLimits) -> None:
         self.limits = limits
@@ -105,10 +99,7 @@ class Batching:
         self._sample_s: dict[tuple[str, bool], float] = {}  # by uid and direction
 
     def admit(self, call: Call) -> float | None:
-        """Reserve memory for a call; return None, or the seconds to wait before a retry.
-
-        Raises ValueError: the call is empty, or has more bytes than any batch.
-        """
+        """Reserve memory for a call; return None, or the seconds to wait before a retry."""
         limits, caller = self.limits, call.caller
         if call.samples < 1:
             raise ValueError(f"a call of {call.samples} samples: send at least one")
@@ -157,12 +148,10 @@ class Batching:
         return batch
 
     def measured(self, key: Key, samples: int, seconds: float) -> None:
-        """Record that a batch of ``samples`` took ``seconds``."""
         last = self._sample_s.get(key[:2], seconds / samples)
         self._sample_s[key[:2]] = last + NEWEST * (seconds / samples - last)
 
     def queued(self, uid: str) -> int:
-        """Return the number of samples that wait for an expert."""
         return sum(call.samples for key, queue in self._queues.items() if key.uid == uid for call in queue)
 
     def _retry_s(self) -> float:
@@ -193,9 +182,9 @@ def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Outcome]]
 
 
 def _outcomes(expert: Expert, calls: Sequence[Call], tensors: Sequence[Tensor]) -> list[Outcome]:
-    """Return answers in the order of the calls. A batch that fails is retried call by call: bad data fail one caller.
+    """Return answers in the order of the calls; bad data of one call fail only that call.
 
-    A backward that failed for another reason than its data may have taken its step: it is not retried.
+    A backward that failed for another reason may have taken its step: it is not retried.
     """
     sizes = [call.samples for call in calls]
     try:
@@ -206,9 +195,8 @@ def _outcomes(expert: Expert, calls: Sequence[Call], tensors: Sequence[Tensor]) 
             return [Refusal(str(error)) if bad_data else error] * len(calls)
         parts = zip(calls, *(torch.split(tensor, sizes) for tensor in tensors), strict=True)
         return [outcome for call, *own in parts for outcome in _outcomes(expert, [call], own)]
-    return [
-        _encoded(call, rows.numpy()) for call, rows in zip(calls, torch.split(outputs, sizes), strict=True)
-    ]
+    answers = zip(calls, torch.split(outputs, sizes), strict=True)
+    return [_encoded(call, rows.numpy()) for call, rows in answers]
 
 
 def _encoded(call: Call, outputs: Floats) -> Outcome:
@@ -241,15 +229,11 @@ class ExpertStatistics:
 
 
 class _Served:
-    """An expert, and counters of what it answered."""
-
     def __init__(self, expert: Expert) -> None:
         self.expert = expert
         self._samples = {False: 0, True: 0}
         self._calls = self._batches = 0
-        self._last: deque[tuple[float, float, int]] = deque(
-            maxlen=LAST
-        )  # answered at, after so long, samples
+        self._last = deque[tuple[float, float, int]](maxlen=LAST)  # answered at, after so long, samples
 
     def count(self, batch: Sequence[Call], now: float) -> None:
         self._batches += bool(batch)
@@ -283,8 +267,9 @@ class _Served:
 class ExpertServer:
     """Serves experts to the swarm. One per peer and accelerator; made and used on the event loop.
 
-    ``events`` gets a `Fault` when an expert's own code fails. While ``gate`` is closed new calls get a busy answer, and
-    admitted ones wait. What you run on ``device`` runs between two batches; after `close` it raises RuntimeError.
+    ``events`` gets a `Fault` when an expert's own code fails. While ``gate`` is closed new calls
+    get a busy answer, and admitted ones wait. What you run on ``device`` runs between two batches;
+    after `close` it raises RuntimeError.
     """
 
     def __init__(
@@ -299,17 +284,16 @@ class ExpertServer:
         peers.serve_stream(BackwardExpert, self._serve, role=Role.WORKER)
 
     def add(self, expert: Expert) -> None:
-        """Start to answer calls of this expert. Raises ValueError if one of its name is served already."""
+        """Start to answer calls of this expert; raise `ValueError` if its name is served already."""
         if expert.uid in self._served:
             raise ValueError(f"{expert.uid} is served already: remove it first")
         self._served[expert.uid] = _Served(expert)
 
     def remove(self, uid: str) -> Expert:
-        """Stop answering calls of this expert, refuse waiting ones; a batch may still run on `device`."""
+        """Refuse calls of this expert, waiting ones too; a batch may still run on `device`."""
         return self._served.pop(uid).expert
 
     def statistics(self) -> dict[str, ExpertStatistics]:
-        """Return the statistics of each expert, by uid."""
         with self._lock:
             queued = {uid: self._batching.queued(uid) for uid in self._served}
         now = asyncio.get_running_loop().time()
@@ -324,8 +308,6 @@ class ExpertServer:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self.device.run(lambda: None)
         self.device.shutdown(wait=False)
-
-    # -- one call, on the loop
 
     async def _serve(self, opening: ForwardExpert, stream: Stream) -> None:
         call = self._accepted(opening, stream)
@@ -398,8 +380,6 @@ class ExpertServer:
             leaving.cancel()
             await asyncio.gather(leaving, return_exceptions=True)
 
-    # -- one batch, on the device thread
-
     def _work(self) -> list[tuple[Call, Outcome]]:
         with self._lock:
             calls = self._batching.take()
@@ -414,15 +394,13 @@ class ExpertServer:
         except BaseException as error:  # SystemExit in a user's module; no memory for the batch
             return [(call, error) for call in calls]
         with self._lock:
-            samples = sum(call.samples for call in calls)
-            self._batching.measured(key, samples, time.perf_counter() - began)
+            self._batching.measured(key, sum(call.samples for call in calls), time.perf_counter() - began)
         return answers
 
     def _deliver(self, working: asyncio.Future[list[tuple[Call, Outcome]]]) -> None:
         if working.cancelled():
             return
-        now = asyncio.get_running_loop().time()
-        answers = working.result()
+        now, answers = asyncio.get_running_loop().time(), working.result()
         for call, answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, Refusal):
                 text = f"{type(answer).__name__}: {answer}"

@@ -1,9 +1,8 @@
 """Trains one model with many batches in flight, which hides the latency of experts and networks.
 
 Each thread takes a batch, copies the shared parameters, computes gradients with the copy and
-applies them to the shared parameters at once. Meanwhile other batches have updated these: the
-gradient is *stale* by the updates in between, about ``concurrency - 1`` (Learning@home, sections
-3.1 and 4.2). One lock guards copies and updates, so no thread reads half an update.
+applies them to the shared parameters at once. The gradient is *stale* by the updates in between,
+about ``concurrency - 1`` (Learning@home, sections 3.1 and 4.2). One lock guards copies and updates.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ class TrainerResult:
 
     @property
     def samples_per_s(self) -> float:
-        """Mean throughput since `fit` started."""
         return self.samples / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
@@ -60,8 +58,6 @@ class TrainerResult:
 
 
 class _Run(Generic[Batch]):
-    """State of one `fit`: batches, counters, the first error."""
-
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches = batches
         self._taking = threading.Lock()  # an iterator serves one thread at a time
@@ -73,7 +69,6 @@ class _Run(Generic[Batch]):
         self.began = self.last_success = time.monotonic()
 
     def take(self) -> Iterator[Batch]:
-        """Yield the next batches, shared with the other threads, until the end."""
         while not self.stopped.is_set():
             with self._taking:
                 try:
@@ -103,10 +98,9 @@ class AsyncTrainer(Generic[Batch]):
         loss: returns the mean loss of a copy of the model over a batch: ``lambda model, batch: …``.
             It runs on many threads and must be thread-safe.
         optimizer: of the model's own parameters; may be a `SwarmOptimizer`, which synchronizes several trainers.
-        concurrency: batches in flight. Each holds a copy of the model's own parameters and waits most of the time.
-            To hide latency: duration of a batch, waits included, divided by its computing time.
-        max_grad_norm: clip gradients of a batch to this 2-norm; None: no clipping.
-        patience_s: raise the error of failing peers if no batch succeeds for so long.
+        concurrency: batches in flight, each with a copy of the model's own parameters. To hide
+            latency: duration of a batch, waits included, divided by its computing time.
+        max_grad_norm: clip gradients of a batch to this 2-norm.
         progress: print progress every second.
         on_update: called after each update, while no other thread uses model and optimizer: call
             ``scheduler.step()`` or save here.
@@ -140,12 +134,7 @@ class AsyncTrainer(Generic[Batch]):
     def fit(self, batches: Iterable[Batch]) -> TrainerResult:
         """Train on every batch once.
 
-        Ctrl-C drops the batches in flight and leaves the model after its last complete update; see `result`.
-
-        Raises:
-            KeyboardInterrupt: the user interrupted.
-            SwarmError: no batch succeeded for ``patience_s``; the text says why.
-            Exception: raised by the loss, the batches, the optimizer or ``on_update``.
+        Ctrl-C drops the batches in flight and leaves the model after its last complete update.
         """
         run = _Run(iter(batches))
         replicas = [copy.deepcopy(self._model) for _ in range(self._concurrency)]
@@ -241,7 +230,7 @@ class AsyncTrainer(Generic[Batch]):
 
 
 def samples_in(batch: Any) -> int:
-    """Return the length of the first tensor found in a tensor, mapping or sequence; 1 if there is none."""
+    """Return the length of the first tensor in a tensor, mapping or sequence; 1 if there is none."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.ndim else 1
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()

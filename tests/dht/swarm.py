@@ -5,7 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from colab_swarm.dht.service import DHT, DHTSettings
+import msgspec
+
+from colab_swarm.dht.records import Record
+from colab_swarm.dht.service import DHT, DHTSettings, key_id
 from colab_swarm.sim import LAN, NetworkProfile, SimNetwork, SimPeers
 
 NAMES = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi")
@@ -31,7 +34,7 @@ async def join(
 
 
 async def swarm(
-    count: int = 8, *, profile: NetworkProfile = LAN, seed: int = 0
+    count: int = 8, *, profile: NetworkProfile = LAN, seed: int = 0, upkeep: bool = False
 ) -> tuple[SimNetwork, list[Member]]:
     """``count`` peers that all joined through alice."""
     network = SimNetwork(profile, seed=seed)
@@ -39,4 +42,16 @@ async def swarm(
     for i in range(1, count):
         name = NAMES[i] if i < len(NAMES) else f"peer {i}"
         members.append(await join(network, name, members[0].peers))
+    for member in members if upkeep else ():
+        member.dht.start()
     return network, members
+
+
+def holders(members: list[Member], key: str) -> list[Member]:
+    return [member for member in members if key_id(key) in member.dht._storage]
+
+
+def forged(owner: SimPeers) -> Record:
+    """A record of ``owner`` that it did not sign."""
+    at, value = owner.time() + 60, msgspec.msgpack.encode("false")
+    return Record(owner.id, value, at, int(at * 1e6), 60.0, owner.public_key, bytes(64))

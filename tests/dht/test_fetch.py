@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import asyncio
 
-import msgspec
 import pytest
 
-from colab_swarm.dht.records import Fetch, Fetched, Record
+from colab_swarm.dht.records import Fetch, Fetched
 from colab_swarm.dht.service import MAX_RELAYS, RELAY_WIDTH, key_id
 from colab_swarm.errors import CallRefused
 from colab_swarm.net.peers import PeerId
 from colab_swarm.sim import HOME, virtual_time
-from tests.dht.swarm import Member, swarm
-
-
-def holders(members: list[Member], key: str) -> list[Member]:
-    return [member for member in members if key_id(key) in member.dht._storage]
+from tests.dht.swarm import Member, forged, holders, swarm
 
 
 async def test_every_peer_fetches_a_stored_value() -> None:
     _, members = await swarm(40)
     await members[1].dht.store("key", 7, ttl_s=60)
     readings = [await member.dht.fetch("key") for member in members]
-    values = [reading.found[b""].value for reading in readings]
-    hops = {reading.hops for reading in readings}
-    assert values == [7] * 40 and {0, 1} <= hops
+    assert [reading.found[b""].value for reading in readings] == [7] * 40
+    assert {0, 1} <= {reading.hops for reading in readings}
 
 
 async def test_a_key_without_holders_is_not_found() -> None:
@@ -49,16 +43,14 @@ async def test_silent_peers_delay_nothing() -> None:
 
 async def test_a_forged_answer_is_skipped() -> None:
     _, members = await swarm(8)
-    alice, bob, *_ = members
+    alice = members[0]
     await alice.dht.store("key", "true", subkey=alice.peers.id, ttl_s=60, signed=True)
-    at, lies = bob.peers.time() + 60, []
-    value = msgspec.msgpack.encode("false")
-    forged = Record(alice.peers.id, value, at, int(at * 1e6), 60.0, alice.peers.public_key, bytes(64))
+    lies = []
     readers = [member for member in members if member not in holders(members, "key")]
 
     async def lie(caller: PeerId, message: Fetch) -> Fetched:
         lies.append(caller)
-        return Fetched((forged,), 0)
+        return Fetched((forged(alice.peers),), 0)
 
     nearest = min(members, key=lambda m: int.from_bytes(m.peers.id) ^ int.from_bytes(key_id("key")))
     nearest.peers.serve(Fetch, lie)

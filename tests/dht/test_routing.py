@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +21,13 @@ def contact(number: int) -> Contact:
 
 def far(number: int) -> Contact:
     return contact(0x8000 + number)
+
+
+@pytest.fixture
+def table() -> Iterator[RoutingTable]:
+    table = RoutingTable(ME)
+    yield table
+    check_table(table)
 
 
 def check_table(table: RoutingTable) -> None:
@@ -58,8 +67,7 @@ def test_the_latest_replacement_takes_the_place_of_a_failed_peer() -> None:
     check_table(table)
 
 
-def test_without_a_replacement_a_peer_may_fail_once() -> None:
-    table = RoutingTable(ME)
+def test_without_a_replacement_a_peer_may_fail_once(table: RoutingTable) -> None:
     table.saw(far(0), 0.0)
     table.failed(far(0).id)
     assert far(0).id in table
@@ -67,8 +75,7 @@ def test_without_a_replacement_a_peer_may_fail_once() -> None:
     assert far(0).id not in table and len(table) == 0
 
 
-def test_a_dropped_peer_is_remembered_until_it_is_back() -> None:
-    table = RoutingTable(ME)
+def test_a_dropped_peer_is_remembered_until_it_is_back(table: RoutingTable) -> None:
     table.saw(far(0), 0.0)
     for _ in range(2):
         table.failed(far(0).id)
@@ -90,29 +97,25 @@ def test_a_peer_that_stays_away_is_forgotten_and_the_lost_are_bounded() -> None:
     check_table(table)
 
 
-def test_an_answer_makes_up_for_earlier_failures() -> None:
-    table = RoutingTable(ME)
+def test_an_answer_makes_up_for_earlier_failures(table: RoutingTable) -> None:
     for _ in range(3):
         table.saw(far(0), 0.0)
         table.failed(far(0).id)
     assert far(0).id in table
 
 
-def test_peers_that_cannot_be_dialled_and_oneself_do_not_enter() -> None:
-    table = RoutingTable(ME)
+def test_peers_that_cannot_be_dialled_and_oneself_do_not_enter(table: RoutingTable) -> None:
     assert not table.saw(Contact(far(0).id), 0.0) and not table.saw(Contact(ME, ("sim://me",)), 0.0)
     assert len(table) == 0
 
 
-def test_a_known_peer_may_change_its_address() -> None:
-    table = RoutingTable(ME)
+def test_a_known_peer_may_change_its_address(table: RoutingTable) -> None:
     table.saw(far(0), 0.0)
     table.saw(Contact(far(0).id, ("sim://moved",)), 1.0)
     assert [c.addresses for c in table] == [("sim://moved",)]
 
 
-def test_only_quiet_buckets_are_refreshed_with_an_id_of_their_range() -> None:
-    table = RoutingTable(ME)
+def test_only_quiet_buckets_are_refreshed_with_an_id_of_their_range(table: RoutingTable) -> None:
     table.saw(contact(0x8000), 0.0)
     table.saw(contact(0x0001), 500.0)
     targets = table.refresh_targets(600.0, older_than_s=600.0, rng=random.Random(0))

@@ -6,20 +6,25 @@ import asyncio
 import random
 from typing import Any
 
-import msgspec
 import pytest
 
-from colab_swarm.dht.records import FindNear, FoundNear, Record
+from colab_swarm.dht.records import FindNear, FoundNear
 from colab_swarm.dht.service import DHT, DHTSettings, key_id
 from colab_swarm.errors import CallRefused
 from colab_swarm.events import EventLog, Fault
 from colab_swarm.net.peers import Contact, PeerId
 from colab_swarm.sim import HOME, virtual_time
-from tests.dht.swarm import Member, join, swarm
+from tests.dht.swarm import Member, forged, holders, join, swarm
 
 
 async def read(member: Member, key: str) -> dict[bytes, Any]:
     return {subkey: found.value for subkey, found in (await member.dht.get(key)).items()}
+
+
+async def refusal(asker: Member, asked: Member, message: FindNear) -> str:
+    with pytest.raises(CallRefused) as caught:
+        await asker.peers.call(asked.peers.id, message, FoundNear, timeout_s=5)
+    return caught.value.code
 
 
 async def test_every_peer_finds_a_stored_value() -> None:
@@ -73,13 +78,11 @@ async def test_writing_under_the_id_of_another_peer_is_a_mistake() -> None:
 async def test_a_lying_replica_cannot_forge_a_signed_value() -> None:
     _, (alice, bob, carol) = await swarm(3)
     await alice.dht.store("key", "true", subkey=alice.peers.id, ttl_s=60, signed=True)
-    at, lies = bob.peers.time() + 60, []
-    value = msgspec.msgpack.encode("false")
-    forged = Record(alice.peers.id, value, at, int(at * 1e6), 60.0, alice.peers.public_key, bytes(64))
+    lies = []
 
     async def lie(caller: PeerId, message: FindNear) -> FoundNear:
         lies.append(caller)
-        return FoundNear((), (forged,))
+        return FoundNear((), (forged(alice.peers),))
 
     bob.peers.serve(FindNear, lie)
     answers = [await read(alice, "key"), await read(carol, "key")]
@@ -89,12 +92,12 @@ async def test_a_lying_replica_cannot_forge_a_signed_value() -> None:
 async def test_values_survive_the_crash_of_all_but_one_replica() -> None:
     network, members = await swarm(40)
     await members[0].dht.store("key", 7, ttl_s=600)
-    holders = [member for member in members if key_id("key") in member.dht._storage]
-    assert len(holders) >= 5
-    for member in holders[1:]:
+    first, *others = holders(members, "key")
+    assert len(others) >= 4
+    for member in others:
         network.now().crash(member.peers.name)
-    reader = next(member for member in members if member.peers.up and member not in holders)
-    assert (await read(reader, "key"), len(network.fired) - len(holders)) == ({b"": 7}, -1)
+    reader = next(member for member in members if member.peers.up and member is not first)
+    assert (await read(reader, "key"), len(network.fired)) == ({b"": 7}, len(others))
 
 
 async def test_silent_peers_cost_less_than_their_timeout() -> None:
@@ -133,9 +136,7 @@ async def test_a_peer_is_found_by_its_id() -> None:
 async def test_no_peer_enters_a_table_under_another_id() -> None:
     _, (alice, bob, carol) = await swarm(3)
     lie = FindNear(key_id("key"), Contact(carol.peers.id, ("sim://bob",)))
-    with pytest.raises(CallRefused) as caught:
-        await bob.peers.call(alice.peers.id, lie, FoundNear, timeout_s=5)
-    assert caught.value.code == "refused"
+    assert await refusal(bob, alice, lie) == "refused"
 
 
 async def test_an_asker_with_endless_addresses_is_answered_but_not_passed_on() -> None:
@@ -164,17 +165,13 @@ async def test_a_liar_that_names_endless_peers_costs_a_few_calls() -> None:
 
 async def test_a_key_of_a_wrong_length_is_refused() -> None:
     _, (alice, bob) = await swarm(2)
-    with pytest.raises(CallRefused) as caught:
-        await bob.peers.call(alice.peers.id, FindNear(b"x", bob.peers.contact), FoundNear, timeout_s=5)
-    assert caught.value.code == "refused"
+    assert await refusal(bob, alice, FindNear(b"x", bob.peers.contact)) == "refused"
 
 
 @pytest.mark.slow
 @pytest.mark.ordeal
 async def test_records_follow_the_peers_that_come_and_go() -> None:
-    network, members = await swarm(6)
-    for member in members:
-        member.dht.start()
+    network, members = await swarm(6, upkeep=True)
     await members[0].dht.store("key", 7, ttl_s=50_000)
     for generation in range(4):
         joined = [await join(network, f"{generation} {i}", members[-1].peers) for i in range(6)]
@@ -191,24 +188,19 @@ async def test_records_follow_the_peers_that_come_and_go() -> None:
 
 @pytest.mark.parametrize("upkeep", [True, False])
 async def test_a_new_peer_gets_the_records_it_is_nearest_to_by_upkeep(upkeep: bool) -> None:
-    network, members = await swarm(3)
-    for member in members if upkeep else ():
-        member.dht.start()
+    network, members = await swarm(3, upkeep=upkeep)
     await members[0].dht.store("key", 7, ttl_s=600)
     dave = await join(network, "dave", members[0].peers)
     await asyncio.sleep(1)
-    assert (key_id("key") in dave.dht._storage) is upkeep
+    assert holders([dave], "key") == [dave] * upkeep
 
 
 async def test_stop_leaves_no_task_and_serves_no_more() -> None:
     _, (alice, bob) = await swarm(2)
     bob.dht.start()
     await bob.dht.stop()
-    with pytest.raises(CallRefused) as caught:
-        await alice.peers.call(
-            bob.peers.id, FindNear(key_id("key"), alice.peers.contact), FoundNear, timeout_s=5
-        )
-    assert (caught.value.code, len(asyncio.all_tasks())) == ("unknown", 1)
+    code = await refusal(alice, bob, FindNear(key_id("key"), alice.peers.contact))
+    assert (code, len(asyncio.all_tasks())) == ("unknown", 1)
 
 
 async def test_upkeep_that_fails_is_an_event_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,10 +220,8 @@ async def test_upkeep_that_fails_is_an_event_and_is_tried_again(monkeypatch: pyt
 
 
 async def test_a_peer_cut_off_for_long_finds_back_through_its_entries() -> None:
-    network, members = await swarm(4)
+    network, members = await swarm(4, upkeep=True)
     bob = members[1]
-    for member in members:
-        member.dht.start()
     network.now().partition({"bob"}, {member.peers.name for member in members} - {"bob"})
     for i in range(4):
         for member in members:
@@ -253,10 +243,8 @@ async def test_stop_ends_a_read_in_progress_in_good_order() -> None:
 
 
 async def test_two_halves_of_a_swarm_meet_again_within_a_minute() -> None:
-    network, members = await swarm(8)
+    network, members = await swarm(8, upkeep=True)
     halves = {"alice", "bob", "carol", "dave"}, {"erin", "frank", "grace", "heidi"}
-    for member in members:
-        member.dht.start()
     network.now().partition(*halves)
     for _ in range(10):
         for member in members:

@@ -10,12 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.dht.records import (
-    CLOCK_SLACK_S,
-    DHTSettings,
-    Record,
-    Storage,
-)
+from colab_swarm.dht.records import CLOCK_SLACK_S, DHTSettings, Record, Storage
 from colab_swarm.net.identity import Identity
 
 KEY = bytes(32)

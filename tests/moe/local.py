@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -37,12 +39,9 @@ class LocalExperts:
     ) -> None:
         self.grid, self._shape = grid, shape
         self.modules = {grid.uid(index): make() for index in living or grid}
-        self.dead: set[str] = set()
-        self.dead_backward: set[str] = set()
-        self.late: set[str] = set()
+        self.dead, self.dead_backward, self.late = set[str](), set[str](), set[str]()
         self.busy: dict[str, int] = {}
-        self.forwards: list[str] = []
-        self.backwards: list[str] = []
+        self.forwards, self.backwards = list[str](), list[str]()
         self.failures: list[tuple[str, str]] = []
         self._device = threading.Lock()  # callers may be on loops of their own
         self.gone: set[str] = set()  # not in the directory any more
@@ -55,13 +54,11 @@ class LocalExperts:
             raise NoExpertsError(f"no expert of {grid} is alive")
         living = {uid: grid.index(uid) for uid in self.modules if uid not in self.gone}
 
-        def order(row: int) -> list[str]:
-            return sorted(
-                living,
-                key=lambda uid: -sum(score[row, u] for score, u in zip(scores, living[uid], strict=True)),
-            )
+        def priority(row: int, uid: str) -> float:
+            return sum(float(score[row, u]) for score, u in zip(scores, living[uid], strict=True))
 
-        return [[self._info(uid) for uid in order(row)[:k]] for row in range(len(scores[0]))]
+        rows = (sorted(living, key=lambda uid: -priority(row, uid)) for row in range(len(scores[0])))
+        return [[self._info(uid) for uid in best[:k]] for best in rows]
 
     def _info(self, uid: str) -> ExpertInfo:
         return ExpertInfo(uid, HOST, self._shape, 0, 1e9)
@@ -107,21 +104,8 @@ class LocalExperts:
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on a loop of its own, from any thread, as the runtime does."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            results.append(asyncio.run(coroutine))
-        except BaseException as error:  # it is raised below
-            errors.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
 
 
 class LocalCalls(ExpertCalls):
@@ -138,19 +122,10 @@ class LocalRunner:
     call = staticmethod(run)
 
 
-class NoDirectory:
-    """Ignores reports."""
-
-    def on_failure(self, info: ExpertInfo, reason: str) -> None:
-        pass
-
-    def on_success(self, info: ExpertInfo) -> None:
-        pass
-
-
 def calls_of(peers: Peers, **options: Any) -> ExpertCalls:
     """Return calls of experts whose hosts the test knows, awaited on its own loop."""
-    return ExpertCalls(peers, cast(Directory, NoDirectory()), cast(Runner, None), **options)
+    ignores = SimpleNamespace(on_failure=lambda *_: None, on_success=lambda _: None)
+    return ExpertCalls(peers, cast(Directory, ignores), cast(Runner, None), **options)
 
 
 def tanh_expert(dim: int = 4) -> Callable[[], nn.Module]:

@@ -33,9 +33,8 @@ def check_batching(batching: Batching) -> None:
 def pending(
     caller: str = "alice", samples: int = 1, *, key: Key = FORWARD, size_bytes: int = 1, at: float = 0.0
 ) -> Call:
-    return Call(
-        key, caller.encode(), samples, size_bytes, at, CODECS["float32"], cast(asyncio.Future[Answer], None)
-    )
+    answer = cast(asyncio.Future[Answer], None)
+    return Call(key, caller.encode(), samples, size_bytes, at, CODECS["float32"], answer)
 
 
 @pytest.fixture
@@ -123,22 +122,18 @@ def test_a_busy_answer_says_how_long_the_admitted_calls_will_take(batching: Batc
     assert batching.admit(more) == UNKNOWN_RETRY_S
     batching.measured(FORWARD, 10, 1.0)
     assert batching.admit(more) == pytest.approx(1.5)
-    for _ in range(50):
-        batching.measured(FORWARD, 10, 1e6)
-    assert batching.admit(more) == MAX_RETRY_S
-    for _ in range(200):
-        batching.measured(FORWARD, 10, 1e-9)
-    assert batching.admit(more) == MIN_RETRY_S
+    for seconds, limit_s in ((1e6, MAX_RETRY_S), (1e-9, MIN_RETRY_S)):
+        for _ in range(200):
+            batching.measured(FORWARD, 10, seconds)
+        assert batching.admit(more) == limit_s
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.integers(0, 5), st.sampled_from("abc"), st.integers(1, 12), st.integers(1, 80), st.booleans()
-        ),
-        max_size=60,
-    )
+STEPS = st.tuples(
+    st.integers(0, 5), st.sampled_from("abc"), st.integers(1, 12), st.integers(1, 80), st.booleans()
 )
+
+
+@given(st.lists(STEPS, max_size=60))
 def test_in_any_sequence_the_sums_are_right_and_every_admitted_call_is_computed(
     steps: list[tuple[int, str, int, int, bool]],
 ) -> None:
@@ -146,9 +141,8 @@ def test_in_any_sequence_the_sums_are_right_and_every_admitted_call_is_computed(
     waiting: list[Call] = []
     for at, (verb, caller, samples, size_bytes, backward) in enumerate(steps):
         if verb < 4:
-            new = pending(
-                caller, samples, size_bytes=size_bytes, key=BACKWARD if backward else FORWARD, at=at
-            )
+            key = BACKWARD if backward else FORWARD
+            new = pending(caller, samples, size_bytes=size_bytes, key=key, at=at)
             if batching.admit(new) is None:
                 batching.enqueue(new)
                 waiting.append(new)

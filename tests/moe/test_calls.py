@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
 import numpy as np
@@ -19,7 +20,7 @@ from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward
 from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.moe.server import ExpertServer
 from colab_swarm.net.peers import Contact, Message, Stream
-from colab_swarm.sim import LAN, SimNetwork, SimPeers, run_virtual, virtual_time
+from colab_swarm.sim import LAN, SimNetwork, SimPeers, virtual_time
 from colab_swarm.tensors.codecs import CODECS, codec_of
 from tests.moe.local import calls_of
 from tests.net.swarm import peers
@@ -38,33 +39,35 @@ def pair() -> tuple[SimNetwork, SimPeers, SimPeers]:
     return network, network.peer("alice"), network.peer("bob")
 
 
-async def takes(stream: Stream) -> None:
-    await stream.receive(Part)
+@contextlib.asynccontextmanager
+async def hosted(bob: SimPeers) -> AsyncIterator[tuple[ExpertServer, Expert]]:
+    """An expert that bob hosts."""
+    server, expert = ExpertServer(bob, EventLog()), Expert("ffn.0", FeedForward(4), RULE, (4,))
+    server.add(expert)
+    yield server, expert
+    await server.close()
+
+
+class Other(Message, frozen=True):
+    text: str
 
 
 async def truncates(opening: ForwardExpert, stream: Stream) -> None:
-    await takes(stream)
+    await stream.receive(Part)
 
 
 async def breaks_off(opening: ForwardExpert, stream: Stream) -> None:
-    await takes(stream)
+    await stream.receive(Part)
     stream.reset("no more")
 
 
 async def gives(payload: bytes, opening: ForwardExpert, stream: Stream) -> None:
-    await takes(stream)
+    await stream.receive(Part)
     await stream.send(Part(), payload)
 
 
-async def is_busy(seconds: float, opening: ForwardExpert, stream: Stream) -> None:
-    await stream.send(Part(busy_s=seconds))
-
-
-async def garbles(opening: ForwardExpert, stream: Stream) -> None:
-    class Other(Message, frozen=True):
-        text: str
-
-    await stream.send(Other("not a part"), b"")
+async def says(message: Message, opening: ForwardExpert, stream: Stream) -> None:
+    await stream.send(message)
 
 
 async def crashes(opening: ForwardExpert, stream: Stream) -> None:
@@ -78,7 +81,7 @@ FAULTY: dict[str, tuple[Answering, str]] = {
     "long": (partial(gives, bytes(1 << 20)), "48 expected"),
     "not a number": (partial(gives, np.full(12, np.nan, np.float32).tobytes()), "not finite"),
     "infinite": (partial(gives, np.full(12, -np.inf, np.float32).tobytes()), "not finite"),
-    "garbled": (garbles, "not a valid Part"),
+    "garbled": (partial(says, Other("not a part")), "not a valid Part"),
     "crashed": (crashes, "ZeroDivisionError: a bug"),
 }
 
@@ -100,7 +103,7 @@ async def test_an_unusable_answer_is_an_error_that_names_the_expert(case: str) -
 @pytest.mark.real_time
 async def test_the_retry_hint_of_a_busy_host_is_bounded(said: float, heard: float) -> None:
     async with peers("alice", "bob") as (alice, bob):
-        bob.serve_stream(ForwardExpert, partial(is_busy, said))
+        bob.serve_stream(ForwardExpert, partial(says, Part(busy_s=said)))
         calls, large = calls_of(alice), np.zeros((1000, 10_000), np.float32)
         with pytest.raises(ExpertError, match="busy") as caught:
             await calls.attempt(ForwardExpert, info(bob.contact), [large])
@@ -110,11 +113,8 @@ async def test_the_retry_hint_of_a_busy_host_is_bounded(said: float, heard: floa
 
 @pytest.mark.real_time
 async def test_a_link_that_takes_no_more_streams_is_busy_too() -> None:
-    async def silent(opening: ForwardExpert, stream: Stream) -> None:
-        await stream.receive(Part)
-
     async with peers("alice", "bob", max_streams_per_link=1) as (alice, bob):
-        bob.serve_stream(ForwardExpert, silent)
+        bob.serve_stream(ForwardExpert, truncates)
         first = await alice.stream(bob.id, ForwardExpert("ffn.0", 1, (4,), "float32"), timeout_s=5)
         with pytest.raises(ExpertError, match="1 streams are open") as caught:
             await calls_of(alice).attempt(ForwardExpert, info(bob.contact), [INPUTS])
@@ -138,63 +138,52 @@ async def test_bytes_are_counted_as_they_go_over_the_wire() -> None:
 @pytest.mark.parametrize("codec", ["onebit", "topk:0.25"])
 async def test_an_expert_answers_and_learns_with_lossy_codecs(codec: str) -> None:
     _, alice, bob = pair()
-    server = ExpertServer(bob, EventLog())
-    expert = Expert("ffn.0", FeedForward(4), RULE, (4,))
-    server.add(expert)
     calls = calls_of(alice, codec=codec)
-    answer = await calls.forward(info(bob.contact), INPUTS)
-    assert answer.shape == INPUTS.shape and np.isfinite(answer).all() and answer.any()
-    assert np.isfinite(await calls.backward(info(bob.contact), INPUTS, INPUTS)).all()
-    assert expert.step == 1 and calls.statistics().sent_bytes < INPUTS.nbytes * 3 / 2
-    with pytest.raises(ExpertError, match=r"expert ffn\.0 .*not finite"):
-        await calls.forward(info(bob.contact), np.full_like(INPUTS, np.nan))
-    assert virtual_time() < 1  # no wait for values that could not be sent
-    await server.close()
+    async with hosted(bob) as (_, expert):
+        answer = await calls.forward(info(bob.contact), INPUTS)
+        assert answer.shape == INPUTS.shape and np.isfinite(answer).all() and answer.any()
+        assert np.isfinite(await calls.backward(info(bob.contact), INPUTS, INPUTS)).all()
+        assert expert.step == 1 and calls.statistics().sent_bytes < INPUTS.nbytes * 3 / 2
+        with pytest.raises(ExpertError, match=r"expert ffn\.0 .*not finite"):
+            await calls.forward(info(bob.contact), np.full_like(INPUTS, np.nan))
+        assert virtual_time() < 1  # no wait for values that could not be sent
 
 
-def test_a_host_that_never_answers_is_an_error_after_the_timeout() -> None:
+async def test_a_host_that_never_answers_is_an_error_after_the_timeout() -> None:
     async def silent(opening: ForwardExpert, stream: Stream) -> None:
         await asyncio.get_running_loop().create_future()
 
-    async def main() -> float:
-        _, alice, bob = pair()
-        bob.serve_stream(ForwardExpert, silent)
-        with pytest.raises(ExpertError, match=r"did not answer in 7 s"):
-            await calls_of(alice, timeout_s=7.0).forward(info(bob.contact), INPUTS)
-        return virtual_time()
-
-    assert run_virtual(main()) == pytest.approx(7.0)
+    _, alice, bob = pair()
+    bob.serve_stream(ForwardExpert, silent)
+    with pytest.raises(ExpertError, match=r"did not answer in 7 s"):
+        await calls_of(alice, timeout_s=7.0).forward(info(bob.contact), INPUTS)
+    assert virtual_time() == pytest.approx(7.0)
 
 
 async def test_a_host_killed_between_forward_and_backward_is_an_error_and_comes_back() -> None:
     network, alice, bob = pair()
-    server = ExpertServer(bob, EventLog())
-    expert = Expert("ffn.0", FeedForward(4), RULE, (4,))
-    server.add(expert)
     calls, there = calls_of(alice), info(bob.contact)
-    await calls.forward(there, INPUTS)
-    network.now().crash("bob")
-    with pytest.raises(ExpertError, match=r"expert ffn\.0 at"):
+    async with hosted(bob) as (_, expert):
+        await calls.forward(there, INPUTS)
+        network.now().crash("bob")
+        with pytest.raises(ExpertError, match=r"expert ffn\.0 at"):
+            await calls.backward(there, INPUTS, INPUTS)
+        assert [fault.name for fault in network.fired] == ["crash"] and expert.step == 0
+        network.now().restart("bob")
         await calls.backward(there, INPUTS, INPUTS)
-    assert [fault.name for fault in network.fired] == ["crash"] and expert.step == 0
-    network.now().restart("bob")
-    await calls.backward(there, INPUTS, INPUTS)
-    assert expert.step == 1
-    await server.close()
+        assert expert.step == 1
 
 
 async def test_a_caller_that_never_sends_its_tensors_times_out() -> None:
     network, alice, bob = pair()
     network.introduce()
-    server = ExpertServer(bob, EventLog())
-    server.add(Expert("ffn.0", FeedForward(4), RULE, (4,)))
-    stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 4096, (4,), "float32"), timeout_s=5)
-    await asyncio.sleep(59)
-    assert len(server._batching._inside) == 1
-    with pytest.raises(CallRefused, match="took over 60 s"):
-        await stream.receive(Part)
-    assert not server._batching._inside
-    await server.close()
+    async with hosted(bob) as (server, _):
+        stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 4096, (4,), "float32"), timeout_s=5)
+        await asyncio.sleep(59)
+        assert len(server._batching._inside) == 1
+        with pytest.raises(CallRefused, match="took over 60 s"):
+            await stream.receive(Part)
+        assert not server._batching._inside
     assert virtual_time() == pytest.approx(60, abs=0.1)
 
 

@@ -15,7 +15,7 @@ from colab_swarm.errors import NoExpertsError
 from colab_swarm.events import EventLog, ExpertBanned
 from colab_swarm.moe.directory import Cache, Directory, DirectorySettings
 from colab_swarm.moe.grid import ExpertInfo, Grid
-from colab_swarm.sim import HOME, LAN, PAPER_CLOUD, NetworkProfile, SimNetwork, run_virtual, virtual_time
+from colab_swarm.sim import HOME, LAN, PAPER_CLOUD, NetworkProfile, SimNetwork, virtual_time
 from colab_swarm.tensors.codecs import Floats
 from tests.dht.swarm import Member, swarm
 
@@ -39,11 +39,9 @@ async def scouts(
     network, members = await swarm(count, profile=profile, seed=seed)
     found = []
     for member in members:
-        events = EventLog()
-        services = RunServices(
-            member.peers, member.dht, events, random.Random(f"{seed} {member.peers.name}"), "run"
-        )
-        found.append(Scout(member.peers, member.dht, Directory(services, settings), events))
+        rng = random.Random(f"{seed} {member.peers.name}")
+        services = RunServices(member.peers, member.dht, EventLog(), rng, "run")
+        found.append(Scout(member.peers, member.dht, Directory(services, settings), services.events))
     return network, found
 
 
@@ -77,18 +75,14 @@ async def test_the_best_live_experts_come_first() -> None:
     _, (alice, bob, carol, *_) = await scouts(8)
     await announce(alice, "ffn.1.2", "ffn.1.3", "ffn.3.7")
     await announce(bob, "ffn.0.0", "ffn.1.4")
-    assert uids(await carol.directory.best(GRID, scores("ffn.1.2", "ffn.3.5", "ffn.1.4"), 2)) == [
-        ["ffn.1.2", "ffn.1.3"],
-        ["ffn.3.7", "ffn.1.4"],
-        ["ffn.1.4", "ffn.1.3"],
-    ]
+    best = uids(await carol.directory.best(GRID, scores("ffn.1.2", "ffn.3.5", "ffn.1.4"), 2))
+    assert best == [["ffn.1.2", "ffn.1.3"], ["ffn.3.7", "ffn.1.4"], ["ffn.1.4", "ffn.1.3"]]
 
 
 @pytest.mark.parametrize("sides", [(300,), (2, 300), (2, 3, 2), (2, 2, 2, 2)])
 async def test_grids_of_any_dimension_are_searched_and_listed(sides: tuple[int, ...]) -> None:
     grid = Grid("block", sides)
     everywhere = [grid.uid(index) for index in grid][:: max(1, grid.size // 8)]
-
     _, (alice, bob, carol) = await scouts(3)
     await announce(alice, *everywhere[::2], grid=grid)
     await announce(bob, *everywhere[1::2], grid=grid)
@@ -144,10 +138,8 @@ async def test_a_failed_expert_is_banned_until_the_ban_ends_or_it_answers() -> N
     seen.append(uids(await bob.directory.best(GRID, scores("ffn.1.2"), 1)))
     bans = [event for event in bob.events.recent() if isinstance(event, ExpertBanned)]
     assert seen == [[["ffn.1.2"]], [["ffn.1.3"]], [["ffn.1.2"]], [["ffn.1.2"]]]
-    assert [(ban.uid, ban.reason, ban.seconds) for ban in bans] == [
-        ("ffn.1.2", "not finite", 5.0),
-        ("ffn.1.2", "not finite", 10.0),
-    ]
+    assert {(ban.uid, ban.reason) for ban in bans} == {("ffn.1.2", "not finite")}
+    assert [ban.seconds for ban in bans] == [5.0, 10.0]
 
 
 async def test_a_banned_expert_is_used_again_as_soon_as_another_peer_hosts_it() -> None:
@@ -197,27 +189,20 @@ async def test_scores_that_do_not_fit_the_grid_are_a_mistake(shapes: list[tuple[
         await alice.directory.best(GRID, [np.zeros(shape, np.float32) for shape in shapes], 1)
 
 
-def test_two_hosts_announce_a_row_and_others_replace_them_before_their_records_expire() -> None:
-    async def announced_by(scout: Scout) -> int:
-        return len((await scout.dht.get("run/experts/ffn/4x8/1/0")).keys())
-
-    async def main() -> tuple[int, list[bool], list[str]]:
-        network, found = await scouts(8)
-        hosts = sorted(found[1:6], key=lambda scout: scout.peers.id)
-        for i, scout in enumerate(hosts):
-            await announce(scout, f"ffn.1.{i}")
-        first = await announced_by(found[0])
-        for scout in hosts[:2]:  # the two that announce
-            network.now().crash(scout.peers.name)
-        seen = []
-        for _ in range(8):
-            await asyncio.sleep(15)
-            for i, scout in enumerate(hosts[2:]):
-                await announce(scout, f"ffn.1.{i + 2}")
-            seen.append("ffn.1.4" in [info.uid for info in await found[0].directory.live(GRID)])
-        return first, seen, [fault.name for fault in network.fired]
-
-    assert run_virtual(main()) == (2, [True] * 8, ["crash", "crash"])
+async def test_two_hosts_announce_a_row_and_others_replace_them_before_their_records_expire() -> None:
+    network, (alice, *found) = await scouts(8)
+    hosts = sorted(found[:5], key=lambda scout: scout.peers.id)
+    for i, scout in enumerate(hosts):
+        await announce(scout, f"ffn.1.{i}")
+    assert len(await alice.dht.get("run/experts/ffn/4x8/1/0")) == 2
+    for scout in hosts[:2]:  # the two that announce
+        network.now().crash(scout.peers.name)
+    for _ in range(8):
+        await asyncio.sleep(15)
+        for i, scout in enumerate(hosts[2:]):
+            await announce(scout, f"ffn.1.{i + 2}")
+        assert "ffn.1.4" in [info.uid for info in await alice.directory.live(GRID)]
+    assert [fault.name for fault in network.fired] == ["crash", "crash"]
 
 
 async def test_invalid_records_do_no_harm() -> None:
@@ -232,7 +217,6 @@ async def test_invalid_records_do_no_harm() -> None:
 
 async def test_a_search_reads_few_keys_and_a_repeated_one_none() -> None:
     grid = Grid("ffn", (32, 32))
-
     _, (alice, bob) = await scouts(2)
     await announce(alice, *map(grid.uid, grid), grid=grid)
     batch = scores(*map(grid.uid, list(grid)[::16]), grid=grid)
@@ -245,7 +229,6 @@ async def test_a_search_reads_few_keys_and_a_repeated_one_none() -> None:
 
 async def test_a_wide_sparse_grid_is_searched_without_reading_what_is_empty() -> None:
     grid = Grid("ffn", (256, 256))
-
     _, (alice, bob) = await scouts(2)
     await announce(alice, "ffn.7.7", "ffn.150.3", grid=grid)
     rng = np.random.default_rng(0)
@@ -329,10 +312,8 @@ async def test_a_peer_claims_vacant_places_only() -> None:
 async def test_only_wanted_places_are_claimed() -> None:
     _, (alice, bob) = await scouts(2)
     await announce(alice, "ffn.1.2")
-    assert sorted(await bob.directory.claim(GRID, 3, wanted=["ffn.1.2", "ffn.3.7", "ffn.0.0"])) == [
-        "ffn.0.0",
-        "ffn.3.7",
-    ]
+    claimed = await bob.directory.claim(GRID, 3, wanted=["ffn.1.2", "ffn.3.7", "ffn.0.0"])
+    assert sorted(claimed) == ["ffn.0.0", "ffn.3.7"]
 
 
 async def test_a_claimed_expert_cannot_be_called_until_it_is_announced() -> None:
@@ -349,7 +330,6 @@ async def test_peers_that_claim_at_once_get_different_places(
     profile: NetworkProfile, sides: tuple[int, ...]
 ) -> None:
     grid = Grid("ffn", sides)
-
     _, found = await scouts(8, profile=profile)
     got = list(itertools.chain(*(await asyncio.gather(*(scout.directory.claim(grid, 1) for scout in found)))))
     assert len(got) == len(set(got)) == 8

@@ -82,15 +82,6 @@ async def test_a_dead_hosts_expert_continues_elsewhere_from_its_last_save(run: R
     assert other._saves.results[uid].step == 6  # and on from there
 
 
-async def saved_by_bob(run: Run) -> str:
-    """Let alice and bob host an expert each, and bob save his at step 3."""
-    await run.host("alice", 1)
-    _, bob = await run.host("bob", 1)
-    (uid,) = bob.experts
-    await saved_by(bob, 3)
-    return uid
-
-
 async def test_a_host_that_returns_continues_from_its_own_disk(run: Run) -> None:
     _, hosting = await run.host("alice", 2)
     await saved_by(hosting, 4)
@@ -116,7 +107,10 @@ async def test_a_host_that_stops_loses_nothing_and_is_not_called_any_more(run: R
 
 
 async def test_a_false_claim_is_skipped_in_favour_of_a_real_save(run: Run) -> None:
-    uid = await saved_by_bob(run)
+    await run.host("alice", 1)
+    _, bob = await run.host("bob", 1)
+    (uid,) = bob.experts
+    await saved_by(bob, 3)
     mallory = await run.join("mallory")
     lies = saved(uid, step=10**9, size=100)  # chunks that are there and match: only the state does not fit
     for piece in (lies.head, *lies.chunks.values()):
@@ -184,7 +178,6 @@ async def test_a_maker_that_fails_is_the_callers_error_and_claims_nothing(run: R
 @pytest.mark.ordeal
 async def test_no_expert_loses_more_than_its_last_steps_while_hosts_are_killed(run: Run) -> None:
     """Every 10 s for two minutes a random host dies and another joins; experts are taken over in between."""
-
     rng = random.Random(0)
     run.directory_settings = DirectorySettings(ttl_s=3.0, cache_s=1.0, absent_s=0.5, settle_s=0.5)
     settings = {"save_s": 1.5, "takeover_s": 1.0, "capacity": 4}
@@ -252,9 +245,8 @@ def test_experts_that_ship_know_their_samples_and_others_need_sample() -> None:
 def test_the_count_follows_from_memory_and_leaves_room_for_experts_of_dead_hosts() -> None:
     plan = plan_host(Grid("ffn", (4, 4)), make)
     assert (plan.count, plan.capacity) == (12, 16)
-    assert plan.arithmetic.startswith(
-        "hosting 12 experts, and up to 16 when other hosts die; 16 of ffn[4 x 4] fit"
-    )
+    why = "hosting 12 experts, and up to 16 when other hosts die; 16 of ffn[4 x 4] fit"
+    assert plan.arithmetic.startswith(why)
     plan = plan_host(Grid("ffn", (4, 4)), make, count=3)
     assert (plan.count, plan.capacity) == (3, 7)
     plan = plan_host(GRID, make, count=["ffn.0.1", "ffn.1.1"])

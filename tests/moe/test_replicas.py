@@ -57,9 +57,8 @@ class Scene:
 
     def reader(self, kept: SaveResult) -> ExpertSaves:
         """Return the saves of a peer that holds none of it."""
-        return next(
-            self.saves(n) for n, m in self.members.items() if n != "alice" and m.peers.id not in kept.holders
-        )
+        others = (name for name in self.members if name != "alice")
+        return next(self.saves(n) for n in others if self.members[n].peers.id not in kept.holders)
 
     def holders(self, step: int) -> set[str]:
         return {name for name, m in self.members.items() if any(s.step == step for s in shelf_of(m).saves())}
@@ -112,9 +111,10 @@ async def test_only_changed_chunks_are_sent_and_an_equal_save_is_renewed(scene: 
 async def test_a_save_that_a_holder_lost_does_not_drop_the_one_before(scene: Scene) -> None:
     await scene.open("alice", "bob", "carol")
     await scene.save(saved(step=1))
-    scene.run.network.when(
+    chunk = scene.run.network.when(
         lambda m: isinstance(m, StateChunk), sender="alice", receiver="carol", nth=2
-    ).crash("carol")
+    )
+    chunk.crash("carol")
     await scene.save(saved(step=2, value=1.0))
     assert [fault.name for fault in scene.run.network.fired] == ["crash"]
     assert scene.holders(1) == {"alice", "bob", "carol"} and scene.holders(2) == {"alice", "bob"}
@@ -143,12 +143,9 @@ async def test_a_save_that_no_holder_accepts_does_not_hide_the_previous_one(scen
 
 async def test_an_unreachable_holder_is_called_once_and_not_for_each_expert(scene: Scene) -> None:
     await scene.open("alice", "bob")
-    alice_saves = scene.saves("alice")
-    others = await alice_saves.others()
-    tries: list[str] = []
+    alice_saves, alice = scene.saves("alice"), scene.members["alice"].peers
+    others, tries, dial = await alice_saves.others(), list[str](), alice.stream
     scene.crash("bob")
-    alice = scene.members["alice"].peers
-    dial = alice.stream
 
     async def stream(*arguments: Any, **more: Any) -> Any:
         tries.append("bob")
@@ -253,16 +250,14 @@ async def test_a_save_that_is_not_what_was_claimed_or_too_large_is_refused(scene
 
 async def test_a_manifest_that_is_wrong_about_the_length_of_a_chunk_is_refused(scene: Scene) -> None:
     await scene.open("alice", "bob")
-    whole = saved()
-    chunks = shelf_of(scene.members["alice"])
+    whole, chunks = saved(), shelf_of(scene.members["alice"])
     short = chunks.put(b"short")
     lie = msgspec.structs.replace(whole.manifest, digests=short + whole.manifest.digests[32:])
     head = chunks.put(msgspec.msgpack.encode(lie))
     for piece in whole.chunks.values():
         chunks.put(piece)
-    claim = SavePlace(1, head, ())
     with pytest.raises(StateError, match="1 of 10 chunks"):
-        await scene.saves("alice").fetch("ffn.0.0", claim, limit_bytes=LIMIT_BYTES)
+        await scene.saves("alice").fetch("ffn.0.0", SavePlace(1, head, ()), limit_bytes=LIMIT_BYTES)
 
 
 @pytest.mark.parametrize("fault", ["hash", "length"])

@@ -31,16 +31,20 @@ def put(shelf: ReplicaStore, *chunks: bytes, owner: bytes = BOB, step: int = 1, 
     return save
 
 
+@pytest.fixture
+def shelf(tmp_path: Path) -> ReplicaStore:
+    return ReplicaStore(tmp_path, me=ALICE, quota_bytes=1000)
+
+
 def files(folder: Path) -> int:
     return sum(path.is_file() for path in (folder / "chunks").rglob("*"))
 
 
-def test_a_damaged_chunk_is_detected_and_dropped(tmp_path: Path) -> None:
-    store = ReplicaStore(tmp_path, me=ALICE)
-    digest = store.put(b"weights")
+def test_a_damaged_chunk_is_detected_and_dropped(shelf: ReplicaStore, tmp_path: Path) -> None:
+    digest = shelf.put(b"weights")
     (path,) = (path for path in tmp_path.rglob("*") if path.is_file())
     path.write_bytes(b"wEights")
-    assert store.get(digest) is None and digest not in store
+    assert shelf.get(digest) is None and digest not in shelf
 
 
 def test_a_full_disk_is_an_error_and_leaves_no_partial_file(tmp_path: Path) -> None:
@@ -50,8 +54,7 @@ def test_a_full_disk_is_an_error_and_leaves_no_partial_file(tmp_path: Path) -> N
     assert not [*tmp_path.rglob("*.partial")]
 
 
-def test_saves_share_chunks_and_unreferenced_chunks_are_deleted(tmp_path: Path) -> None:
-    shelf = ReplicaStore(tmp_path, me=ALICE, quota_bytes=1000)
+def test_saves_share_chunks_and_unreferenced_chunks_are_deleted(shelf: ReplicaStore, tmp_path: Path) -> None:
     first = put(shelf, b"manifest 1", b"same", b"old")
     second = put(shelf, b"manifest 2", b"same", b"new", step=2, at=1.0)
     assert files(tmp_path) == 5 and shelf.saves("ffn.0") == [second, first]
@@ -62,21 +65,15 @@ def test_saves_share_chunks_and_unreferenced_chunks_are_deleted(tmp_path: Path) 
 def test_the_quota_bounds_saves_of_others_and_not_our_own(tmp_path: Path) -> None:
     shelf = ReplicaStore(tmp_path, me=ALICE, quota_bytes=20)
     put(shelf, b"15 bytes of his")
+    put(shelf, b"15 bytes of his", at=1.0)
+    assert [save.at for save in shelf.saves()] == [1.0] and shelf.room_bytes == 5, "renewed"
     with pytest.raises(StateError, match="5 bytes are left here, 6 are needed"):
         put(shelf, b"6 more")
     put(shelf, b"but my own are as long as I want", owner=ALICE)
     assert len(shelf.saves()) == 2 and shelf.kept_bytes == 15
 
 
-def test_a_renewed_save_needs_no_more_space(tmp_path: Path) -> None:
-    shelf = ReplicaStore(tmp_path, me=ALICE, quota_bytes=20)
-    put(shelf, b"15 bytes of his")
-    put(shelf, b"15 bytes of his", at=1.0)
-    assert [save.at for save in shelf.saves()] == [1.0] and shelf.room_bytes == 5
-
-
-def test_an_incomplete_save_leaves_no_files(tmp_path: Path) -> None:
-    shelf = ReplicaStore(tmp_path, me=ALICE, quota_bytes=1000)
+def test_an_incomplete_save_leaves_no_files(shelf: ReplicaStore, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), shelf.adding(save_of(b"manifest", b"chunk")):
         shelf.put(b"manifest")
         raise RuntimeError("the sender vanished")
@@ -84,17 +81,16 @@ def test_an_incomplete_save_leaves_no_files(tmp_path: Path) -> None:
 
 
 def test_saves_outlive_the_process_and_partial_files_do_not(tmp_path: Path) -> None:
-    save = put(ReplicaStore(tmp_path, me=ALICE, quota_bytes=1000), b"manifest", b"chunk")
+    save = put(ReplicaStore(tmp_path, me=ALICE), b"manifest", b"chunk")
     (tmp_path / "chunks" / "ab").mkdir(exist_ok=True)
     (tmp_path / "chunks" / "ab" / "half-written.partial").write_bytes(b"x")
     (tmp_path / "saves" / "garbled.save").write_bytes(b"\xff" * 9)
-    again = ReplicaStore(tmp_path, me=ALICE, quota_bytes=1000)
+    again = ReplicaStore(tmp_path, me=ALICE)
     assert again.saves() == [save] and files(tmp_path) == 2
     assert not (tmp_path / "saves" / "garbled.save").exists()
 
 
-def test_saves_that_are_not_renewed_expire(tmp_path: Path) -> None:
-    shelf = ReplicaStore(tmp_path, me=ALICE, quota_bytes=1000)
+def test_saves_that_are_not_renewed_expire(shelf: ReplicaStore, tmp_path: Path) -> None:
     put(shelf, b"manifest", at=5.0)
     shelf.expire(5.0)
     assert len(shelf.saves()) == 1

@@ -7,7 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from colab_swarm.errors import CallRefused, ExpertError
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.moe.calls import BackwardExpert, ForwardExpert, Part
+from colab_swarm.moe.calls import BackwardExpert, ExpertCalls, ForwardExpert, Part
 from colab_swarm.moe.expert import BatchLimits, Expert, ExpertRule, FeedForward, TransformerBlock
 from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.moe.server import LAST, PAUSED_RETRY_S, Answer, Call, ExpertServer, Key, _Served, compute
 from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import Refusal, Role
+from colab_swarm.net.peers import Refusal, Role, Stream
 from colab_swarm.runtime import PauseGate
 from colab_swarm.tensors.codecs import CODECS, Floats, codec_of
 from tests.moe.local import calls_of
@@ -54,21 +54,32 @@ def here(one: Expert, *tensors: Floats) -> Floats:
     return function(*map(torch.from_numpy, tensors)).numpy()
 
 
+class Scene(NamedTuple):
+    """Bob hosts experts, alice knows and calls him."""
+
+    server: ExpertServer
+    alice: Node
+    bob: Node
+    calls: ExpertCalls
+
+
 @asynccontextmanager
-async def hosting(
-    *experts: Expert, events: EventLog | None = None, **settings: Any
-) -> AsyncIterator[tuple[ExpertServer, Node, Node]]:
-    """Bob hosts experts, alice knows him."""
+async def hosting(*experts: Expert, events: EventLog | None = None, **settings: Any) -> AsyncIterator[Scene]:
     async with peers("alice", "bob") as (alice, bob):
         server = ExpertServer(bob, events or EventLog(), **settings)
         for one in experts or (expert(),):
             server.add(one)
         try:
-            yield server, alice, bob
+            yield Scene(server, alice, bob, calls_of(alice))
         finally:
             await server.close()
             check_batching(server._batching)
             assert not server._batching._inside, "room was not given back"
+
+
+async def opened(scene: Scene, *, samples: int = 1) -> Stream:
+    opening = ForwardExpert("ffn.0", samples, (DIM,), "float32")
+    return await scene.alice.stream(scene.bob.id, opening, timeout_s=5)
 
 
 class Gate(nn.Module):
@@ -97,17 +108,25 @@ class Gate(nn.Module):
             self.open.set()
 
 
-async def occupied(gate: Gate, call: Any) -> asyncio.Task[Floats]:
-    task = asyncio.create_task(call)
-    await until(gate.entered.is_set)
-    return task
+@asynccontextmanager
+async def occupied(gate: Gate, scene: Scene, uid: str = "ffn.0") -> AsyncIterator[None]:
+    """Keep the device at a call of the gate, which is answered afterwards."""
+    with gate.closed():
+        first = asyncio.create_task(scene.calls.forward(info(scene.bob, uid), samples(1)))
+        await until(gate.entered.is_set)
+        yield
+    assert np.array_equal(await first, 2 * samples(1))
+
+
+async def queued(server: ExpertServer, count: int) -> None:
+    await until(lambda: server.statistics()["ffn.0"].queued == count)
 
 
 @pytest.mark.parametrize("codec", ["float32", "float16", "bfloat16", "int8"])
 async def test_a_remote_expert_computes_as_a_local_one(codec: str) -> None:
     local, inputs, grads = expert(), samples(50), samples(50, seed=1)
     near = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 1e-2, "int8": 2e-2}[codec]
-    async with hosting() as (server, alice, bob):
+    async with hosting() as (server, alice, bob, _):
         calls = calls_of(alice, codec=codec)
         outputs = await calls.forward(info(bob), inputs)
         assert np.abs(outputs - here(local, inputs)).mean() < near
@@ -133,8 +152,7 @@ def test_rates_are_means_of_the_last_seconds_or_of_the_last_calls() -> None:
 
 async def test_tensors_of_many_parts_and_sequences_of_any_length_arrive_whole() -> None:
     block, gate = expert("text.0", TransformerBlock(DIM, 2), (-1, DIM)), expert("gate.0", Gate(), (1000,))
-    async with hosting(block, gate) as (_, alice, bob):
-        calls = calls_of(alice)
+    async with hosting(block, gate) as (_, _, bob, calls):
         for length in (1, 3, 10):
             inputs = samples(2, length, DIM)
             outputs = await calls.forward(info(bob, "text.0"), inputs)
@@ -145,15 +163,14 @@ async def test_tensors_of_many_parts_and_sequences_of_any_length_arrive_whole() 
 
 async def test_waiting_calls_are_merged_with_equal_results_and_kinds_never_mix() -> None:
     gate, local = Gate(), expert()
-    async with hosting(expert("gate.0", gate), expert()) as (server, alice, bob):
-        calls = calls_of(alice)
-        with gate.closed():
-            first = await occupied(gate, calls.forward(info(bob, "gate.0"), samples(1)))
+    async with hosting(expert("gate.0", gate), expert()) as scene:
+        server, _, bob, calls = scene
+        async with occupied(gate, scene, "gate.0"):
             inputs = [samples(n, seed=n) for n in range(1, 9)]
             forward = [asyncio.create_task(calls.forward(info(bob), x)) for x in inputs]
-            await until(lambda: server.statistics()["ffn.0"].queued == 36)
+            await queued(server, 36)
             backward = [asyncio.create_task(calls.backward(info(bob), x, x)) for x in inputs]
-            await until(lambda: server.statistics()["ffn.0"].queued == 72)
+            await queued(server, 72)
         for x, outputs in zip(inputs, await asyncio.gather(*forward), strict=True):
             assert np.allclose(outputs, here(local, x), atol=1e-6)
         together = np.concatenate(inputs)
@@ -161,26 +178,22 @@ async def test_waiting_calls_are_merged_with_equal_results_and_kinds_never_mix()
         assert np.allclose(np.concatenate(await asyncio.gather(*backward)), expected, atol=1e-6)
         counted = server.statistics()["ffn.0"]
         assert (counted.calls, counted.batches, counted.step) == (16, 2, 1)
-        await first
 
 
 async def test_one_callers_fault_in_a_batch_does_not_fail_the_others() -> None:
-    gate, learner = Gate(), expert()
-    async with hosting(expert("gate.0", gate), learner) as (server, alice, bob):
-        calls, fine = calls_of(alice), samples(2)
-        with gate.closed():
-            first = await occupied(gate, calls.forward(info(bob, "gate.0"), samples(1)))
+    gate, learner, fine = Gate(), expert(), samples(2)
+    async with hosting(expert("gate.0", gate), learner) as scene:
+        async with occupied(gate, scene, "gate.0"):
             tasks = [
-                asyncio.create_task(calls.backward(info(bob), x, grads))
-                for x, grads in ((fine, fine), (fine, np.full_like(fine, 3e38)), (fine, fine * np.nan))
+                asyncio.create_task(scene.calls.backward(info(scene.bob), fine, grads))
+                for grads in (fine, np.full_like(fine, 3e38), fine * np.nan)
             ]
-            await until(lambda: server.statistics()["ffn.0"].queued == 6)
+            await queued(scene.server, 6)
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(outcomes[0], np.ndarray) and learner.step == 1
         assert "lead to values that are not finite" in str(outcomes[1])
         assert "your tensors hold values that are not finite" in str(outcomes[2])
         assert all(value.isfinite().all() for value in learner.state_dict()["module"].values())
-        await first
 
 
 async def test_an_error_in_the_experts_code_is_an_event_an_error_at_the_caller_and_ends_no_service() -> None:
@@ -193,12 +206,10 @@ async def test_an_error_in_the_experts_code_is_an_event_an_error_at_the_caller_a
             return x
 
     events = EventLog()
-    async with hosting(expert(module=Fragile()), events=events) as (_, alice, bob):
-        calls = calls_of(alice)
-        with pytest.raises(ExpertError, match=r"ffn\.0 failed: KeyError: 'three'"):
-            await calls.forward(info(bob), samples(3))
-        with pytest.raises(ExpertError, match=r"ffn\.0 failed: SystemExit: four"):
-            await calls.forward(info(bob), samples(4))
+    async with hosting(expert(module=Fragile()), events=events) as (_, _, bob, calls):
+        for count, text in ((3, "KeyError: 'three'"), (4, "SystemExit: four")):
+            with pytest.raises(ExpertError, match=rf"ffn\.0 failed: {text}"):
+                await calls.forward(info(bob), samples(count))
         faults = events.recent(Fault)
         assert [fault.where for fault in faults if isinstance(fault, Fault)] == 2 * ["expert ffn.0"]
         assert np.array_equal(await calls.forward(info(bob), samples(2)), samples(2))
@@ -221,8 +232,8 @@ REFUSED: dict[str, tuple[ForwardExpert, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 async def test_impossible_calls_are_refused_before_anything_is_received(case: str) -> None:
     opening, text = REFUSED[case]
-    async with hosting(expert(), expert("text.0", TransformerBlock(DIM, 2), (-1, DIM))) as (_, alice, bob):
-        stream = await alice.stream(bob.id, opening, timeout_s=5)
+    async with hosting(expert(), expert("text.0", TransformerBlock(DIM, 2), (-1, DIM))) as scene:
+        stream = await scene.alice.stream(scene.bob.id, opening, timeout_s=5)
         with pytest.raises(CallRefused, match=text):
             await stream.receive(Part)
 
@@ -238,9 +249,9 @@ async def test_impossible_calls_are_refused_before_anything_is_received(case: st
 )
 async def test_parts_of_the_wrong_size_are_refused(sizes: list[int], text: str) -> None:
     gate = Gate()
-    async with hosting(expert(module=gate)) as (_, alice, bob):
+    async with hosting(expert(module=gate)) as scene:
         with gate.closed():
-            stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 1, (DIM,), "float32"), timeout_s=5)
+            stream = await opened(scene)
             for size in sizes:
                 await stream.send(Part(), bytes(size))
             with pytest.raises(CallRefused, match=text):
@@ -250,7 +261,7 @@ async def test_parts_of_the_wrong_size_are_refused(sizes: list[int], text: str) 
 async def test_values_that_are_not_finite_never_reach_an_expert() -> None:
     gate = Gate()
     one = expert(module=gate)
-    async with hosting(one) as (_, alice, bob):
+    async with hosting(one) as (_, alice, bob, _):
         gate.batches.clear()
         for codec in ("float32", "float16", "bfloat16", "int8"):
             bad = samples(2)
@@ -263,44 +274,37 @@ async def test_values_that_are_not_finite_never_reach_an_expert() -> None:
 async def test_a_full_server_answers_busy_with_a_retry_delay() -> None:
     gate = Gate()
     limits = BatchLimits(max_batch_bytes=64, max_held_bytes=64)
-    async with hosting(expert(module=gate), limits=limits) as (_, alice, bob):
-        calls = calls_of(alice)
-        with gate.closed():
-            first = await occupied(gate, calls.forward(info(bob), samples(2)))
+    async with hosting(expert(module=gate), limits=limits) as scene:
+        async with occupied(gate, scene):
             with pytest.raises(ExpertError, match="busy: call again in") as caught:
-                await calls.attempt(ForwardExpert, info(bob), [samples(1)])
+                await scene.calls.attempt(ForwardExpert, info(scene.bob), [samples(2)])
             assert caught.value.retry_s is not None and caught.value.retry_s > 0
-        await first
-        await calls.forward(info(bob), samples(1))
+        await scene.calls.forward(info(scene.bob), samples(2))
 
 
 async def test_a_cancelled_call_frees_its_memory_and_is_not_computed() -> None:
     gate = Gate()
-    async with hosting(expert("gate.0", gate), expert()) as (server, alice, bob):
-        calls = calls_of(alice)
-        with gate.closed():
-            first = await occupied(gate, calls.forward(info(bob, "gate.0"), samples(1)))
+    async with hosting(expert("gate.0", gate), expert()) as scene:
+        server, _, bob, calls = scene
+        async with occupied(gate, scene, "gate.0"):
             waiting = asyncio.create_task(calls.backward(info(bob), samples(3), samples(3)))
-            await until(lambda: server.statistics()["ffn.0"].queued == 3)
+            await queued(server, 3)
             waiting.cancel()
-            await until(lambda: server.statistics()["ffn.0"].queued == 0)
-        await first
+            await queued(server, 0)
         await calls.forward(info(bob), samples(1))
         assert server.statistics()["ffn.0"].step == 0, "the cancelled backward was computed"
 
 
 async def test_calls_of_a_removed_expert_are_refused_and_it_can_be_added_again() -> None:
     gate, one = Gate(), expert()
-    async with hosting(expert("gate.0", gate), one) as (server, alice, bob):
-        calls = calls_of(alice)
-        with gate.closed():
-            first = await occupied(gate, calls.forward(info(bob, "gate.0"), samples(1)))
+    async with hosting(expert("gate.0", gate), one) as scene:
+        server, _, bob, calls = scene
+        async with occupied(gate, scene, "gate.0"):
             waiting = asyncio.create_task(calls.forward(info(bob), samples(3)))
-            await until(lambda: server.statistics()["ffn.0"].queued == 3)
+            await queued(server, 3)
             assert server.remove("ffn.0") is one
         with pytest.raises(ExpertError, match=r"ffn\.0 is no longer hosted here"):
             await waiting
-        await first
         assert await server.device.run(lambda: one.step) == 0
         server.add(one)
         with pytest.raises(ValueError, match=r"ffn\.0 is served already"):
@@ -309,10 +313,10 @@ async def test_calls_of_a_removed_expert_are_refused_and_it_can_be_added_again()
 
 
 async def test_a_call_that_still_arrives_when_the_server_closes_is_refused() -> None:
-    async with hosting() as (server, alice, bob):
-        stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 1, (DIM,), "float32"), timeout_s=5)
-        await until(lambda: bool(server._batching._inside))
-        await server.close()
+    async with hosting() as scene:
+        stream = await opened(scene)
+        await until(lambda: bool(scene.server._batching._inside))
+        await scene.server.close()
         await stream.send(Part(), bytes(4 * DIM))
         with pytest.raises(CallRefused, match="no longer hosted"):
             await stream.receive(Part)
@@ -320,15 +324,13 @@ async def test_a_call_that_still_arrives_when_the_server_closes_is_refused() -> 
 
 async def test_a_closing_server_answers_running_calls_and_refuses_waiting_ones() -> None:
     gate = Gate()
-    async with hosting(expert(module=gate)) as (server, alice, bob):
-        calls = calls_of(alice)
-        with gate.closed():
-            first = await occupied(gate, calls.forward(info(bob), samples(1)))
+    async with hosting(expert(module=gate)) as scene:
+        server, _, bob, calls = scene
+        async with occupied(gate, scene):
             waiting = asyncio.create_task(calls.forward(info(bob), samples(3)))
-            await until(lambda: server.statistics()["ffn.0"].queued == 3)
+            await queued(server, 3)
             closing = asyncio.create_task(server.close())
             await asyncio.sleep(0)
-        assert np.array_equal(await first, 2 * samples(1))
         with pytest.raises(ExpertError, match="no longer hosted"):
             await waiting
         await closing
@@ -381,14 +383,10 @@ def test_any_input_is_answered_or_refused_and_the_expert_stays_finite(
     backward: bool, codecs: list[str], seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    calls = [
-        received_call(
-            [rng.bytes(codec_of(codec).encoded_bytes(SMALL)) for _ in range(1 + backward)],
-            codec,
-            backward=backward,
-        )
-        for codec in codecs
-    ]
+    calls = []
+    for codec in codecs:
+        parts = [rng.bytes(codec_of(codec).encoded_bytes(SMALL)) for _ in range(1 + backward)]
+        calls.append(received_call(parts, codec, backward=backward))
     answers = compute(small_expert(), calls)
     assert {id(one) for one, _ in answers} == {id(one) for one in calls}
     for one, answer in answers:
@@ -405,10 +403,10 @@ def test_outputs_that_a_codec_cannot_represent_fail_only_that_call(codec: str) -
     spoilt = Expert("ffn.0", module, ExpertRule(partial(torch.optim.SGD, lr=1e-3)), (SMALL,))
     with torch.no_grad():
         next(module.parameters()).fill_(float("nan"))
-    parts = [bytes(codec_of(name).encode(np.ones(SMALL, np.float32))) for name in (codec, "float32")]
+    ones = np.ones(SMALL, np.float32)
     calls = [
-        received_call([part], name, backward=False)
-        for part, name in zip(parts, (codec, "float32"), strict=True)
+        received_call([bytes(codec_of(name).encode(ones))], name, backward=False)
+        for name in (codec, "float32")
     ]
     (_, refused), (_, answered) = compute(spoilt, calls)
     assert isinstance(refused, Refusal) and "not finite" in str(refused)
@@ -417,15 +415,14 @@ def test_outputs_that_a_codec_cannot_represent_fail_only_that_call(codec: str) -
 
 async def test_a_paused_host_takes_no_calls_and_finishes_those_it_has_afterwards() -> None:
     gate = PauseGate()
-    async with peers("alice", "bob") as (alice, bob):
-        server = ExpertServer(bob, EventLog(), gate=gate)
-        server.add(expert())
-        stream = await alice.stream(bob.id, ForwardExpert("ffn.0", 2, (DIM,), "float32"), timeout_s=5)
+    async with hosting(gate=gate) as scene:
+        server, _, bob, calls = scene
+        stream = await opened(scene, samples=2)
         await until(lambda: len(server._batching._inside) == 1)
         gate.hold()
         await stream.send(Part(), samples(2).tobytes())
         with pytest.raises(ExpertError) as caught:
-            await calls_of(alice).attempt(ForwardExpert, info(bob), [samples(3)])
+            await calls.attempt(ForwardExpert, info(bob), [samples(3)])
         assert caught.value.retry_s == PAUSED_RETRY_S
         await until(lambda: next(iter(server._batching._inside)).parts != [])
         await asyncio.sleep(0)
@@ -433,4 +430,3 @@ async def test_a_paused_host_takes_no_calls_and_finishes_those_it_has_afterwards
         gate.release()
         _, answer = await stream.receive(Part)
         assert len(answer) == 2 * DIM * 4 and server.statistics()["ffn.0"].calls == 1
-        await server.close()

@@ -33,8 +33,13 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05)
 
 
-def test_with_one_batch_in_flight_it_is_plain_training() -> None:
-    model, twin = nn.Linear(4, 2), nn.Linear(4, 2)
+@pytest.fixture
+def model() -> nn.Linear:
+    return nn.Linear(4, 2)
+
+
+def test_with_one_batch_in_flight_it_is_plain_training(model: nn.Linear) -> None:
+    twin = nn.Linear(4, 2)
     twin.load_state_dict(model.state_dict())
     optimizer = sgd(twin)
     for batch in batches(5):
@@ -46,8 +51,8 @@ def test_with_one_batch_in_flight_it_is_plain_training() -> None:
     assert (result.updates, result.samples, result.max_staleness) == (5, 40, 0)
 
 
-def test_every_batch_in_flight_sees_the_same_parameters_and_all_updates_count() -> None:
-    model, together = nn.Linear(4, 2), threading.Barrier(4)
+def test_every_batch_in_flight_sees_the_same_parameters_and_all_updates_count(model: nn.Linear) -> None:
+    together = threading.Barrier(4)
     seen: list[Tensor] = []
 
     def loss(replica: nn.Module, batch: Tensor) -> Tensor:
@@ -79,9 +84,11 @@ def test_it_trains_through_experts() -> None:
 
 
 @pytest.mark.parametrize("error", [ExpertError("it is dead"), NoExpertsError("no expert is alive")])
-def test_failures_of_peers_are_retried(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_of_peers_are_retried(
+    model: nn.Linear, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "PAUSE_S", 0.001)
-    model, faults = nn.Linear(4, 2), [error] * 5
+    faults = [error] * 5
 
     def loss(replica: nn.Module, batch: Tensor) -> Tensor:
         if faults:
@@ -92,37 +99,34 @@ def test_failures_of_peers_are_retried(error: Exception, monkeypatch: pytest.Mon
     assert (result.updates, result.retries) == (6, 5) and not faults
 
 
-def test_after_its_patience_the_trainer_raises_the_peers_error() -> None:
+def test_after_its_patience_the_trainer_raises_the_peers_error(model: nn.Linear) -> None:
     def loss(replica: nn.Module, batch: Tensor) -> Tensor:
         raise NoExpertsError("no expert of ffn is alive")
 
-    model = nn.Linear(4, 2)
     with pytest.raises(NoExpertsError, match="ffn"):
         AsyncTrainer(model, loss, sgd(model), **QUIET, patience_s=-1.0).fit(batches(6))
 
 
-def test_the_users_own_errors_are_raised_wherever_they_come_from() -> None:
+@pytest.mark.parametrize("where", ["loss", "batches", "on_update"])
+def test_the_users_own_errors_are_raised_wherever_they_come_from(model: nn.Linear, where: str) -> None:
+    def come(place: str) -> None:
+        if place == where:
+            raise ZeroDivisionError(f"in the {place}")
+
     def loss(replica: nn.Module, batch: Tensor) -> Tensor:
-        raise ZeroDivisionError("in the loss")
+        come("loss")
+        return square(replica, batch)
 
     def feed() -> Iterator[Tensor]:
         yield from batches(2)
-        raise ZeroDivisionError("in the batches")
+        come("batches")
 
-    def on_update(result: object) -> None:
-        raise ZeroDivisionError("in on_update")
-
-    model = nn.Linear(4, 2)
-    with pytest.raises(ZeroDivisionError, match="loss"):
-        AsyncTrainer(model, loss, sgd(model), **QUIET).fit(batches(6))
-    with pytest.raises(ZeroDivisionError, match="batches"):
-        AsyncTrainer(model, square, sgd(model), **QUIET).fit(feed())
-    with pytest.raises(ZeroDivisionError, match="on_update"):
-        AsyncTrainer(model, square, sgd(model), **QUIET, on_update=on_update).fit(batches(6))
+    with pytest.raises(ZeroDivisionError, match=where):
+        AsyncTrainer(model, loss, sgd(model), **QUIET, on_update=lambda _: come("on_update")).fit(feed())
 
 
-def test_an_interrupt_leaves_complete_updates_and_drops_batches_in_flight() -> None:
-    model, release, steps = nn.Linear(4, 2), threading.Event(), 0
+def test_an_interrupt_leaves_complete_updates_and_drops_batches_in_flight(model: nn.Linear) -> None:
+    release, steps = threading.Event(), 0
 
     class Interrupted(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -150,8 +154,7 @@ def test_an_interrupt_leaves_complete_updates_and_drops_batches_in_flight() -> N
     assert all(torch.equal(a, b) for a, b in zip(after, model.parameters(), strict=True))
 
 
-def test_a_gradient_that_is_not_finite_is_dropped() -> None:
-    model = nn.Linear(4, 2)
+def test_a_gradient_that_is_not_finite_is_dropped(model: nn.Linear) -> None:
     before = model.weight.detach().clone()
     result = AsyncTrainer(model, lambda m, b: square(m, b) * torch.nan, sgd(model), **QUIET).fit(batches(3))
     assert (result.updates, result.dropped) == (0, 3) and torch.equal(model.weight, before)
@@ -160,22 +163,20 @@ def test_a_gradient_that_is_not_finite_is_dropped() -> None:
 def test_gradients_are_clipped_and_buffers_follow() -> None:
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    AsyncTrainer(model, square, torch.optim.SGD(model.parameters(), lr=1.0), max_grad_norm=0.01).fit(
-        batches(1)
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    AsyncTrainer(model, square, optimizer, max_grad_norm=0.01).fit(batches(1))
     moved = torch.cat([(a - b).flatten() for a, b in zip(before, model.parameters(), strict=True)])
     assert moved.norm().item() == pytest.approx(0.01, rel=1e-3)
     assert model.state_dict()["0.num_batches_tracked"] == 1
 
 
-def test_an_optimizer_that_counts_samples_gets_their_number() -> None:
+def test_an_optimizer_that_counts_samples_gets_their_number(model: nn.Linear) -> None:
     steps: list[tuple[int, float]] = []
 
     class Counting(torch.optim.SGD):
         def step(self, closure: Any = None, *, samples: int, loss: float) -> None:  # type: ignore[override]
             steps.append((samples, loss))
 
-    model = nn.Linear(4, 2)
     AsyncTrainer(model, square, Counting(model.parameters(), lr=0.1), **QUIET).fit(batches(3))
     assert [samples for samples, _ in steps] == [8, 8, 8] and all(loss > 0 for _, loss in steps)
 
@@ -190,8 +191,7 @@ def test_a_collaborative_optimizer_steps_when_the_swarm_s_batch_is_full() -> Non
         assert optimizer.global_step == 5 and square(model, torch.cat(batches(20))) < before
 
 
-def test_a_scheduler_fits_into_on_update() -> None:
-    model = nn.Linear(4, 2)
+def test_a_scheduler_fits_into_on_update(model: nn.Linear) -> None:
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     trainer = AsyncTrainer(model, square, optimizer, **QUIET, on_update=lambda _: scheduler.step())
@@ -200,26 +200,21 @@ def test_a_scheduler_fits_into_on_update() -> None:
     assert "3 updates" in repr(trainer)
 
 
-def test_progress_is_printed_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    model = nn.Linear(4, 2)
+def test_progress_is_printed_in_one_line(model: nn.Linear, capsys: pytest.CaptureFixture[str]) -> None:
     AsyncTrainer(model, square, sgd(model), concurrency=2).fit(batches(3))
     assert "3 updates · loss" in capsys.readouterr().out
 
 
-def test_a_concurrency_of_zero_is_refused() -> None:
+def test_a_concurrency_of_zero_is_refused(model: nn.Linear) -> None:
     with pytest.raises(ValueError, match="concurrency=0"):
-        AsyncTrainer(nn.Linear(4, 2), square, sgd(nn.Linear(4, 2)), concurrency=0)
+        AsyncTrainer(model, square, sgd(model), concurrency=0)
 
 
 @pytest.mark.parametrize(
     ("batch", "samples"),
     [
-        (torch.zeros(3, 2), 3),
-        ((torch.zeros(4), torch.zeros(4, 2)), 4),
-        ({"ids": torch.zeros(5, 2)}, 5),
-        ([{"ids": torch.zeros(6)}], 6),
-        ("text", 1),
-        (torch.tensor(1.0), 1),
+        *((torch.zeros(3, 2), 3), ((torch.zeros(4), torch.zeros(4, 2)), 4), ("text", 1)),
+        *(({"ids": torch.zeros(5, 2)}, 5), ([{"ids": torch.zeros(6)}], 6), (torch.tensor(1.0), 1)),
     ],
 )
 def test_samples_are_counted_by_the_first_tensor(batch: object, samples: int) -> None:

@@ -41,10 +41,8 @@ async def test_the_first_snapshot_is_immediate_and_later_ones_list_hosts_and_exp
     at_once = await look(watch)
     assert (at_once.live, at_once.listed_s) == ((), None)
     seen = await look(watch, 2.0)
-    assert [(host.host, host.mine, host.experts) for host in seen.hosts] == [
-        (short(alice.peers.id), False, 2),
-        (short(bob.peers.id), True, 1),
-    ]
+    hosts = [(host.host, host.mine, host.experts) for host in seen.hosts]
+    assert hosts == [(short(alice.peers.id), False, 2), (short(bob.peers.id), True, 1)]
     assert [expert.uid for expert in seen.served] == [one.uid for one in seen.live if one.mine]
     assert seen.listed_s is not None and seen.listed_s < 2.5 and not seen.fault
 
