@@ -118,7 +118,6 @@ def _report_event(options: Options, swarm: Swarm, event: Event) -> None:
 
 
 def _stay(swarm: Swarm, options: Options, facts: dict[str, str], *, hours: float | None = None) -> None:
-    """Print the status until interrupted, or until ``hours`` have passed."""
     until = time.monotonic() + 3600 * (hours or MAX_HOURS)
     for kind, fact in facts.items():
         _report(options, kind, **{kind: fact})

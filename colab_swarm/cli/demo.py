@@ -1,6 +1,7 @@
-"""``colab-swarm demo``: a backbone and three trainers, as separate processes on this machine, train ALBERT-tiny.
+"""``colab-swarm demo``: a backbone and three trainers, as processes on this machine, train
+ALBERT-tiny.
 
-Half-way one trainer is killed and another one joins. At the end all trainers must hold equal parameters.
+Half-way one trainer is killed and another one joins. At the end all must hold equal parameters.
 """
 
 from __future__ import annotations
@@ -63,11 +64,7 @@ class _Children:
 
 
 def demo(*, steps: int = 60) -> None:
-    """Run the demo and print what happens.
-
-    Raises:
-        SwarmError: the trainers ended with different parameters, or a process did not finish.
-    """
+    """Run the demo; raise SwarmError if the trainers end with different parameters, or one hangs."""
     children = _Children()
     try:
         children.start("backbone", "backbone", "demo")

@@ -107,7 +107,6 @@ def _reliability(one: VolunteerState, now: float) -> str:
 
 
 def _page(status: JobStatus) -> list[Document]:
-    """Return the public page: an introduction for visitors around the job."""
     about = Document("", label="about this job")
     about.draw(
         f"<p>Volunteers train a model of {status.numel:,} numbers on {sum(status.rows):,} samples. "
@@ -151,7 +150,6 @@ def status_page(look: Callable[[], JobStatus]) -> StatusPage[JobStatus]:
 
 
 def volunteer_line(snapshot: VolunteerSnapshot) -> str:
-    """Return the volunteer's state in one line."""
     return f"{plain(snapshot.job)}: {_state(snapshot)}"
 
 

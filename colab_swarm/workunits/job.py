@@ -1,4 +1,5 @@
-"""A training job: the pieces that a user writes, the plan that cuts it into work units, and the training of one unit.
+"""A training job: the pieces that a user writes, the plan that cuts it into work units, and the
+training of one unit.
 
 A volunteer needs the model, the loss and the optimizer. Data and validation stay with the
 coordinator, which hands out the data in subsets. A job in a file of its own (`Job.load`) can be
@@ -37,8 +38,7 @@ from colab_swarm.workunits.weights import Floats, Schema
 Batch: TypeAlias = tuple[Tensor, ...] | dict[str, Tensor]
 Array: TypeAlias = npt.NDArray[Any]
 Indices: TypeAlias = npt.NDArray[np.int64]
-KINDS = "biuf"
-"""NumPy kinds of a column: bool, int, uint, float."""
+KINDS = "biuf"  # NumPy kinds of a column: bool, int, uint, float
 MAX_DECODED_BYTES = 1 << 30
 LEVEL = 3
 
@@ -75,7 +75,6 @@ class Rows:
         return Rows({name: column[indices] for name, column in self.columns.items()}, self.named)
 
     def sample(self, count: int, *, seed: int) -> Rows:
-        """Return at most ``count`` samples, the same ones for the same seed."""
         if count >= len(self):
             return self
         return self.take(np.sort(np.random.default_rng(seed).choice(len(self), count, replace=False)))
@@ -86,14 +85,13 @@ class Rows:
         return [self.take(part) for part in np.array_split(order, subsets)]
 
     def batch(self, indices: Indices, device: torch.device) -> Batch:
-        """Return the samples at ``indices`` as tensors on ``device``."""
         tensors = {
             name: torch.from_numpy(column[indices]).to(device) for name, column in self.columns.items()
         }
         return tensors if self.named else tuple(tensors.values())
 
     def encode(self) -> bytes:
-        """Return the samples as safetensors, compressed by zstd; raise ValueError if too large for `decode`."""
+        """Return the samples as safetensors, compressed by zstd; raise ValueError if too large."""
         if self.size_bytes > MAX_DECODED_BYTES:
             raise ValueError(
                 f"a subset of {self.size_bytes:,} bytes: cut the data into more, by plan.subsets"
@@ -104,7 +102,7 @@ class Rows:
 
     @classmethod
     def decode(cls, data: bytes) -> Rows:
-        """Read what `encode` wrote; raise ValueError if ``data`` is something else, or too large."""
+        """Read what `encode` wrote; raise ValueError if it is something else, or too large."""
         try:
             size = zstandard.frame_content_size(data)
             if not 0 <= size <= MAX_DECODED_BYTES:
@@ -120,10 +118,9 @@ class Rows:
 
 
 def rows_of(data: Any) -> Rows:
-    """Return a user's data, of any kind that `Job` takes, as rows.
-
-    Raises ValueError if there are no samples, or the columns differ in length or hold no numbers;
-    TypeError for data of a type that has no rows.
+    """Return a user's data, of any kind that `Job` takes, as rows. Raises ValueError if there are
+    no samples, or the columns differ in length or hold no numbers; TypeError for data that has no
+    rows.
     """
     if callable(data):
         data = data()
@@ -158,8 +155,7 @@ UNITS_PER_VOLUNTEER = 4
 """Units of an epoch for each volunteer by default: enough that a slow volunteer does not delay the epoch."""
 BATCHES_PER_UNIT = 4
 MAX_SUBSET_BYTES = 64 << 20
-EPOCHS_TRIED = 1000
-"""Epochs for which a function for alpha is checked before the job begins."""
+EPOCHS_TRIED = 1000  # epochs for which a function for alpha is checked before the job begins
 COUNTS = (
     "subsets",
     "expected_volunteers",
@@ -241,7 +237,7 @@ class WorkPlan:
         return float(alpha)
 
     def subsets_of(self, rows: int, size_bytes: int) -> int:
-        """Return the number of subsets; raise ValueError if there are fewer samples than subsets."""
+        """Return the number of subsets; raise ValueError if there are fewer samples."""
         if self.subsets is None:
             wanted = self.expected_volunteers * UNITS_PER_VOLUNTEER
             most = max(1, rows // (BATCHES_PER_UNIT * self.batch_size))
@@ -252,12 +248,12 @@ class WorkPlan:
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the mean cross-entropy of ``model(inputs)`` with the labels, for batches of (inputs, labels)."""
+    """Return the mean cross-entropy of ``model(inputs)``, for batches of (inputs, labels)."""
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def share_correct(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
-    """Return the share of samples whose highest output is their label's, for batches of (inputs, labels)."""
+    """Return the share of samples whose highest output is their label's, for (inputs, labels)."""
     return float((model(batch[0]).argmax(-1) == batch[1]).float().mean())
 
 
@@ -308,10 +304,8 @@ class Job:
 
     @classmethod
     def load(cls, path: str | Path) -> Job:
-        """Return the ``job = cs.workunits.Job(…)`` that a Python file defines; see `from_code`.
-
-        In a notebook, ``%%writefile job.py`` makes the file. Raises FileNotFoundError if there is
-        none.
+        """Return the ``job = cs.workunits.Job(…)`` that a Python file defines, which volunteers
+        run.
         """
         return cls.from_code(Path(path).read_text(encoding="utf-8"), str(path))
 
@@ -345,8 +339,8 @@ class Job:
     def train_serially(self, *, on_epoch: Callable[[int, float], None] | None = None) -> SerialResult:
         """Train on all data in one place with one optimizer, without units: the baseline.
 
-        An epoch makes ``plan.local_epochs`` passes over the data. The plan's alpha and subsets play
-        no part. After each epoch, from 1, ``on_epoch`` is called with its number and its accuracy.
+        An epoch makes ``plan.local_epochs`` passes. After each, ``on_epoch`` is called with its
+        number, from 1, and its accuracy. The plan's alpha and subsets play no part.
         """
         plan, model = self.plan, self.first_model()
         rows, validation = self.rows().cut(1, seed=plan.seed)[0], self.validation_rows()
@@ -369,33 +363,25 @@ class Job:
         return SerialResult(tuple(accuracies), Schema.of(model).flatten(model))
 
     def rows(self) -> Rows:
-        """Return the data; raise ValueError or TypeError if they cannot be cut into rows."""
         return rows_of(self.data)
 
     def validation_rows(self) -> Rows:
-        """Return the validation data: at most ``plan.validation_samples`` samples, always the same ones."""
+        """Return at most ``plan.validation_samples`` samples, always the same ones."""
         return rows_of(self.validation).sample(self.plan.validation_samples, seed=self.plan.seed)
 
 
 @dataclass(frozen=True)
 class SerialResult:
-    """Result of serial training: accuracy after each epoch, and the last parameters (numel,)."""
+    """Accuracy after each epoch of serial training, and the last parameters (numel,)."""
 
     accuracies: tuple[float, ...]
     parameters: Floats
 
 
 class UnitTraining:
-    """Train a copy of the server's parameters on one subset, a batch at a time.
-
-    It can be saved between any two batches and resumed elsewhere.
-
-    ``rows`` are the subset, ``local_epochs`` the passes over it, and ``batch_size`` the samples of
-    a step. The ``seed`` orders the samples and draws the model's random numbers, so replicas agree.
-    The model is trained in place.
-
-    Attributes:
-        done, batches: batches trained so far, and of the whole unit.
+    """Train ``model`` in place on one subset, a batch at a time: ``done`` of ``batches``. It can be
+    saved between two batches and resumed elsewhere. The ``seed`` orders the samples and draws the
+    model's random numbers, so replicas agree.
     """
 
     def __init__(
@@ -442,7 +428,6 @@ class UnitTraining:
             self.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that `load_state_dict` needs to resume from here."""
         return {
             "done": self.done,
             "seed": self._seed,
@@ -460,12 +445,12 @@ class UnitTraining:
 
 
 def unit_seed(seed: int, epoch: int, subset: int) -> int:
-    """Return the seed of a unit: different for each, the same for its replicas and after a restart."""
+    """Return the seed of a unit: the same for its replicas and after a restart."""
     return int(np.random.SeedSequence((seed, epoch, subset)).generate_state(1, np.uint32)[0])
 
 
 def measure(job: Job, model: nn.Module, rows: Rows, *, batch_size: int = 256) -> float:
-    """Return the mean accuracy of ``model`` over the samples of ``rows``, between 0 and 1."""
+    """Return the mean accuracy of ``model`` over ``rows``, between 0 and 1."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     was_training, total = model.training, 0.0
     model.eval()
@@ -483,16 +468,14 @@ class Evaluator:
         self.schema = Schema.of(self._model)
 
     def accuracy(self, values: Floats) -> float:
-        """Return the accuracy of a model with these parameters (numel,)."""
         self.schema.load(self._model, values)
         return measure(self._job, self._model, self.rows)
 
 
 def lay_out(job: Job, folder: Path) -> tuple[Subset, ...]:
-    """Cut the data into subsets and write each to ``folder``; delete all other files in it.
-
-    The same data make the same files, so volunteers need not fetch them again after a restart.
-    Raises ValueError or TypeError if the data cannot be cut, or the job cannot learn from them.
+    """Cut the data into subsets and write each to ``folder``; delete all other files in it. The
+    same data make the same files, so volunteers keep theirs. Raises ValueError or TypeError if the
+    data cannot be cut, or the job cannot learn from them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = job.rows()

@@ -1,12 +1,8 @@
-"""The messages between a volunteer and the coordinator, over HTTP; the page of `colab_swarm.workunits` lists them.
+"""The messages between a volunteer and the coordinator, over HTTP; the page of
+`colab_swarm.workunits` lists them.
 
-Bodies are msgpack of the messages below; data and parameters are safetensors files.
-
-Each request carries ``Authorization: Swarm BASE64URL`` of a `SignedRequest`: the peer's membership,
-and its signature over the method, the path, the digest of the body, a nonce and the time. The
-coordinator refuses a request that is over a minute old, or was seen before.
-
-A link is the coordinator's address, and after ``#`` the content of an invitation:
+Each request carries ``Authorization: Swarm BASE64URL`` of a `SignedRequest`. A link is the
+coordinator's address, and after ``#`` the content of an invitation:
 ``https://example.org/#NAME.PAYLOAD``. In a browser it opens the status page; the part after ``#``
 never reaches the server.
 """
@@ -42,8 +38,7 @@ from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Peers, Role
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 MAX_CODE_CHARACTERS = 1 << 20
-MAX_BODY_BYTES = 64 << 10
-"""Most bytes of a request other than an upload."""
+MAX_BODY_BYTES = 64 << 10  # most bytes of a request other than an upload
 MAX_UNITS = 64
 MAX_HELD = 1024
 MAX_SUBSET_BYTES = 1 << 31
@@ -63,10 +58,8 @@ class Subset(Message, frozen=True):
 
 
 class JobCard(Signed, frozen=True):
-    """A job as volunteers see it, signed by its coordinator.
-
-    ``key`` and ``membership`` are the coordinator's, ``code_sha256`` is empty if the job has no
-    code, and ``schema`` is the head of a file of parameters (`Schema.head`).
+    """A job as volunteers see it, signed by its coordinator, whose ``key`` and ``membership`` it
+    has. ``code_sha256`` is empty if the job has no code, ``schema`` is `Schema.head`.
     """
 
     run_id: str
@@ -81,10 +74,8 @@ class JobCard(Signed, frozen=True):
 
 
 class AskForUnits(Message, frozen=True):
-    """A request for up to ``count`` units, preferably of data in the volunteer's cache (``held``: SHA-256 of subsets).
-
-    ``in_hand``: assignments the volunteer works on. The coordinator resends others: the reply with
-    them was lost.
+    """A request for up to ``count`` units, preferably of cached data (``held``: SHA-256 of
+    subsets). Assignments that are not ``in_hand`` are sent again: the reply with them was lost.
     """
 
     count: Annotated[int, msgspec.Meta(ge=1, le=MAX_UNITS)]
@@ -94,7 +85,7 @@ class AskForUnits(Message, frozen=True):
 
 
 class GivenUnit(Message, frozen=True):
-    """One unit: train the file at ``parameters`` (a path below /api) on ``data`` within ``deadline_s`` seconds."""
+    """Train the file at ``parameters`` (a path below /api) on ``data`` within ``deadline_s``."""
 
     assignment: AssignmentId
     epoch: int
@@ -107,8 +98,7 @@ class GivenUnit(Message, frozen=True):
 
 class GivenUnits(Message, frozen=True):
     """Units to train. If there are none, ask again in ``wait_s``, or stop if ``finished``.
-
-    ``epoch`` is the job's current one, ``accuracy`` that of the last epoch that ended.
+    ``epoch`` is the job's current one, ``accuracy`` that of the one before.
     """
 
     units: tuple[GivenUnit, ...] = ()
@@ -119,7 +109,7 @@ class GivenUnits(Message, frozen=True):
 
 
 class Taken(Message, frozen=True):
-    """Progress of an upload: ``received`` bytes so far; ``accepted`` once it is complete and valid."""
+    """Progress of an upload, in bytes; ``accepted`` once it is complete and valid."""
 
     received: int
     accepted: bool = False
@@ -130,9 +120,8 @@ class GiveBack(Message, frozen=True):
 
 
 class Problem(Message, frozen=True):
-    """Why a request was refused: a code for programs, and a text that tells people what is wrong and what to do.
-
-    The code is ``token``, ``banned``, ``unknown``, ``stale``, ``invalid``, ``size`` or ``busy``.
+    """Why a request was refused: a text that says what to do, and a code: ``token``, ``banned``,
+    ``unknown``, ``stale``, ``invalid``, ``size`` or ``busy``.
     """
 
     code: str
@@ -140,28 +129,28 @@ class Problem(Message, frozen=True):
 
 
 class Refused(Exception):
-    """A request is refused; ``received``: bytes of an upload so far, if its piece does not continue it."""
+    """A request is refused; ``received``: bytes so far, of an upload that its piece does not
+    continue.
+    """
 
     def __init__(self, code: str, text: str, *, received: int | None = None) -> None:
         super().__init__(text)
         self.problem, self.received = Problem(code, text), received
 
 
-MAX_ASKED_S = 900.0
-"""The longest wait that the other side may request."""
+MAX_ASKED_S = 900.0  # the longest wait that the other side may request
 
 
 class Backoff:
-    """Wait times after failures in a row, doubling from ``first_s`` to ``most_s``.
-
-    Each is drawn between half and all of the present delay, so that peers do not retry together.
+    """Wait times after failures in a row, doubling from ``first_s`` to ``most_s``. Each is drawn
+    between half and all of the present delay, so that peers do not retry together.
     """
 
     def __init__(self, rng: random.Random, first_s: float = 1.0, most_s: float = 60.0) -> None:
         self._rng, self._first_s, self._next_s, self._most_s = rng, first_s, first_s, most_s
 
     def failed(self, asked_s: float = 0.0) -> float:
-        """Return the seconds to wait now: at least ``asked_s``, which the other side requested."""
+        """Return the seconds to wait now, at least the ``asked_s`` that the other side requested."""
         wait_s = self._next_s * self._rng.uniform(0.5, 1.0)
         self._next_s = min(2 * self._next_s, self._most_s)
         return max(wait_s, min(asked_s, MAX_ASKED_S))
@@ -178,10 +167,9 @@ MAX_NONCES = 200_000
 
 
 class SignedRequest(Signed, frozen=True):
-    """Content of the header: the peer's key and membership (none in an open run), and what it signed.
-
-    ``target`` is the path with its query, ``digest`` the SHA-256 of the body, ``at`` seconds since
-    the epoch.
+    """Content of the header: the peer's key and membership (none in an open run), and what it
+    signed. ``target`` is the path with its query, ``digest`` the SHA-256 of the body, ``at``
+    seconds since the epoch.
     """
 
     key: Key
@@ -194,10 +182,8 @@ class SignedRequest(Signed, frozen=True):
 
 
 class Token:
-    """Sign the requests of a peer with its key. The repr holds no secret.
-
-    ``membership`` is the encoded membership of the run, empty in an open run, or a function that
-    returns the newest.
+    """Sign the requests of a peer with its key. ``membership`` is the encoded one of the run, empty
+    in an open run, or a function that returns the newest. The repr holds no secret.
     """
 
     def __init__(self, identity: Identity | Peers, membership: bytes | Callable[[], bytes] = b"") -> None:
@@ -225,10 +211,8 @@ class RequestGate:
         self._seen: OrderedDict[bytes, float] = OrderedDict()  # times of nonces, oldest first
 
     def check(self, header: str, method: str, target: str, *, now: float) -> tuple[PeerId, bytes]:
-        """Return the peer that signed a request, and the body's digest as signed: compare it with that of the body.
-
-        Raises:
-            NotAdmitted: the request may not pass.
+        """Return the peer that signed a request, and the body's digest as signed; else raise
+        NotAdmitted.
         """
         request = _decoded(header)
         if not request.is_signed_by(request.key):
@@ -275,11 +259,7 @@ class WorkLink:
 
     @classmethod
     def parse(cls, text: str) -> WorkLink:
-        """Read a link.
-
-        Raises InviteError: it is no link to a coordinator, or is mistyped, tampered with or
-        expired.
-        """
+        """Read a link; raise InviteError if it is none, mistyped, tampered with or expired."""
         url = text.strip().strip("'\"").partition("#")[0]
         if url.startswith(PROJECT_URL):
             raise InviteError(
@@ -291,11 +271,10 @@ class WorkLink:
 
     @property
     def authority(self) -> bytes | None:
-        """Public key of the run's authority; None in an open run."""
         return None if self.invite.access == "open" else self.invite.authority
 
     def token(self, identity: Identity) -> Token:
-        """Return the token of the peer of this key; raise InviteError if the organizer must admit each peer."""
+        """Return this key's token; raise InviteError if the organizer must admit each peer."""
         grant = self.invite.grant
         if grant is None:
             return Token(identity)

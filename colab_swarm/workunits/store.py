@@ -1,14 +1,14 @@
-"""The state of a job: its log, its parameters, and the results that wait. It outlives the coordinator.
+"""The state of a job: its log, its parameters, and the results that wait. It outlives the
+coordinator.
 
 Every method is atomic and durable where the store is. A process killed at any moment leaves all of
 a call or nothing. The coordinator and the parameter servers use a store at once, from several
 threads and processes. A call that raises `StoreError` because the connection broke may have taken
 effect or not: read the log again.
 
-`SqliteStore` is the default: one durable file for several processes on one machine. Its log is
-written ahead (WAL), so committed entries survive the death of any process; a power failure may lose
-the last seconds. Pages are 64 KiB, the most that SQLite allows: vectors of megabytes are read and
-written four times as fast as with the usual 4 KiB.
+`SqliteStore` is the default: one file for several processes on one machine. Its log is written
+ahead (WAL): entries survive the death of any process; a power failure may lose the last seconds.
+Pages are 64 KiB, the most that SQLite allows: megabytes move four times as fast as with 4 KiB.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 @dataclass(frozen=True)
 class Parameters:
-    """The server's parameters after ``version`` assimilations; read-only ``values`` (numel,).
-
-    Under eventual consistency the values may lack some of them.
+    """The server's parameters after ``version`` assimilations; read-only ``values`` (numel,), which
+    may lack some of them under eventual consistency.
     """
 
     version: int
@@ -49,7 +48,7 @@ class Parameters:
 
 
 class ParameterStore(ABC):
-    """State of one job: float32 vectors, blobs with names. ``shared``: other processes can open it at ``url``."""
+    """State of one job. ``shared``: other processes can open it at ``url``."""
 
     shared = True
 
@@ -64,11 +63,13 @@ class ParameterStore(ABC):
     def append(
         self, entries: Sequence[AnyEntry], *, put: Blobs | None = None, drop: Collection[str] = ()
     ) -> None:
-        """Append to the log, queue each `Accepted`, save the blobs ``put`` and delete those named in ``drop``."""
+        """Append to the log, queue each `Accepted`, save the blobs ``put``, delete those of
+        ``drop``.
+        """
 
     @abstractmethod
     def entries(self, after: int = 0) -> list[tuple[int, AnyEntry]]:
-        """Return the log beyond position ``after``, in order. Positions start at 1 and may have gaps."""
+        """Return the log beyond position ``after``. Positions start at 1 and may have gaps."""
 
     @abstractmethod
     def blob(self, name: str) -> bytes:
@@ -85,7 +86,6 @@ class ParameterStore(ABC):
     @abstractmethod
     def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
         """Replace the parameters by ``update(parameters)``, log `Assimilated`, delete the result.
-
         Returns the new version; None, with nothing changed, if this unit was assimilated already.
         """
 
@@ -105,7 +105,6 @@ class ParameterStore(ABC):
 
 
 def assimilated(accepted: Accepted, version: int, *, server: str, now: float, began: float) -> Assimilated:
-    """Return the entry of an assimilation that ``began`` at a time of `time.perf_counter`."""
     return Assimilated(
         at=now,
         unit=accepted.unit,
@@ -116,8 +115,7 @@ def assimilated(accepted: Accepted, version: int, *, server: str, now: float, be
     )
 
 
-PARAMETERS = "parameters"
-"""Name of the blob that holds the parameters."""
+PARAMETERS = "parameters"  # name of the blob that holds the parameters
 # `swarm_ends` has the ends of the logs, apart from the jobs: the coordinator's entries do not wait for an assimilation
 TABLES = (
     "swarm_jobs (job VARCHAR(64) PRIMARY KEY, version BIGINT NOT NULL)",
@@ -131,19 +129,16 @@ TABLES = (
 
 
 class TableStore(ParameterStore):
-    """A job's state in the tables of a database. A subclass connects to it and moves vectors in its own way.
-
-    Attributes:
-        blob_type: a column's type for bytes.
-        piece_bytes: most bytes in a row.
-        locking: ends a SELECT that keeps others from the row until the transaction ends.
+    """A job's state in the tables of a database. A subclass connects to it and moves vectors in its
+    own way. Rows have ``piece_bytes`` at most; ``locking`` ends a SELECT that keeps others from the
+    row until the transaction ends.
     """
 
     blob_type, piece_bytes, locking = "BLOB", 1 << 30, ""
 
     @abstractmethod
     def _transaction(self, *, reads: bool = False) -> AbstractContextManager[Any]:
-        """Return a block that happens as a whole or not at all, with its connection; ``reads``: it changes nothing."""
+        """Return a block with a connection, which happens as a whole or not at all."""
 
     @abstractmethod
     def _run(self, connection: Any, statement: str, **values: Any) -> Any:
@@ -239,7 +234,6 @@ class TableStore(ParameterStore):
         return version
 
     def _version(self, connection: Any) -> int | None:
-        """Version of the parameters, which other writers cannot change meanwhile; None before the job has begun."""
         query = f"SELECT version FROM swarm_jobs WHERE job = :job{self.locking}"
         found: tuple[int] | None = self._run(connection, query).fetchone()
         return None if found is None else found[0]
@@ -260,7 +254,9 @@ class TableStore(ParameterStore):
             self._run(connection, "DELETE FROM swarm_blobs WHERE job = :job AND name = :name", name=name)
 
     def _log(self, connection: Any, entries: Sequence[AnyEntry]) -> None:
-        """Append at the end of a transaction: from here other writers wait, so readers see entries in order."""
+        """Append at the end of a transaction: from here others wait, so readers see entries in
+        order.
+        """
         if not entries:
             return
         move = "UPDATE swarm_ends SET position = position + :more WHERE job = :job"
@@ -286,21 +282,16 @@ class TableStore(ParameterStore):
 
 
 def pieces_of(data: bytes | memoryview, size: int) -> list[memoryview]:
-    """Cut ``data`` into pieces of ``size`` bytes at most; empty data are one piece."""
     view = memoryview(data)
     return [view[start : start + size] for start in range(0, max(1, len(view)), size)]
 
 
 MEMORY = ":memory:"
-BUSY_S = 60.0
-"""Time to wait for another writer."""
+BUSY_S = 60.0  # time to wait for another writer
 
 
 class SqliteStore(TableStore):
-    """A job's state in the file ``path``, which is created if missing; or in this process, at `MEMORY`.
-
-    A vector is one row, read with one copy where SELECT makes two, and updated in place.
-    """
+    """A job's state in the file ``path``, or in this process, at `MEMORY`; a vector is one row."""
 
     def __init__(self, path: str | Path, job: str) -> None:
         self.shared = path != MEMORY
