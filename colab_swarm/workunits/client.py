@@ -128,11 +128,7 @@ class SubsetCache:
 T = TypeVar("T")
 PIECE_BYTES = 1 << 20  # of an upload: a broken connection costs this at most
 READ_BYTES = 64 << 10
-MAX_CARD_BYTES = 16 << 20
 MAX_ANSWER_BYTES = 64 << 10
-MAX_CODE_BYTES = 4 * MAX_CODE_CHARACTERS
-TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=20.0, sock_read=60.0)
-"""No limit on the total: a large file may take its time as long as it moves."""
 HEADERS = {"Accept-Encoding": "identity", "Content-Type": "application/octet-stream"}
 """Ranges count bytes of the file itself; data are compressed already."""
 TROUBLE = (aiohttp.ClientError, OSError)
@@ -193,7 +189,7 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
 
         if not card.code_sha256:
             return ""
-        return await self._call("GET", "/api/code", checked, most_bytes=MAX_CODE_BYTES)
+        return await self._call("GET", "/api/code", checked, most_bytes=4 * MAX_CODE_CHARACTERS)
 
     async def ask(self, request: AskForUnits | GiveBack) -> GivenUnits:
         """Request units, or return some untrained."""
@@ -284,7 +280,7 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
         target: str,
         decode: Callable[[bytes], T],
         body: bytes = b"",
-        most_bytes: int = MAX_CARD_BYTES,
+        most_bytes: int = 16 << 20,
     ) -> T:
         async def attempt() -> T:
             async with self._request(method, target, body) as answer:
@@ -295,9 +291,9 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
     async def _fetch(self, download: Download, known: str = "") -> bool:
         """Continue a download, or begin it; return False if the version ``known`` is the newest."""
         target, most, headers = download.target, download.size_bytes, {}
-        if not download.data:
-            headers = {"If-None-Match": known} if known else {}
-        elif download.etag:
+        if known and not download.data:
+            headers = {"If-None-Match": known}
+        elif download.data and download.etag:
             headers = {"Range": f"bytes={len(download.data)}-", "If-Range": download.etag}
         async with self._request("GET", target, headers=headers) as answer:
             if answer.status == 304:
@@ -336,8 +332,9 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send one signed request; raise RetryableError if it may succeed later."""
         if self._session is None:  # needs a running loop
+            moving = aiohttp.ClientTimeout(total=None, sock_connect=20.0, sock_read=60.0)  # however large
             self._session = aiohttp.ClientSession(
-                timeout=TIMEOUT, headers=HEADERS, trust_env=True, middlewares=(_once,)
+                timeout=moving, headers=HEADERS, trust_env=True, middlewares=(_once,)
             )
         token = {"Authorization": self.token.header(method, target, body, now=self._now())}
         async with self._session.request(
@@ -369,10 +366,10 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
             ahead_s = parsedate_to_datetime(date).timestamp() - self._clock()
         except ValueError:
             return False
-        wrong = abs(ahead_s - self._ahead_s) > FRESH_S / 2
-        if wrong:
-            self._ahead_s = ahead_s
-        return wrong
+        if abs(ahead_s - self._ahead_s) <= FRESH_S / 2:
+            return False
+        self._ahead_s = ahead_s
+        return True
 
     def _now(self) -> float:
         return self._clock() + self._ahead_s
@@ -448,9 +445,7 @@ class VolunteerSnapshot:
 
 @dataclass
 class UnitInHand:
-    """A unit from its arrival until its result is uploaded or refused; times of the monotonic
-    clock.
-    """
+    """A unit from its arrival until its result is uploaded or refused; monotonic times."""
 
     unit: GivenUnit
     deadline: float  # seconds since the epoch

@@ -59,14 +59,11 @@ LOCAL_ONLY = (
     "Only volunteers in the same local network can use this link, because the coordinator's address is private: "
     "give it a public one by tunnel='cloudflared' or tunnel='ngrok'."
 )
-LINK_HOURS = 7 * 24.0
 VIEWS = Views(draw_job, job_line, lambda status: bool(status.finished), "coordinator", ("Stop", "Stopped"))
 _coordinators: set[Coordinator] = set()
 CROWD, GROW_S, SHRINK_S = 2.0, 2.0, 30.0
 LEASE_S = 120.0  # a result whose server died goes to another after this time
 IDLE_S, FAREWELL_S, LONGEST_PAUSE_S = 0.05, 30.0, 60.0
-MOST_SERVERS = max(1, (os.cpu_count() or 1) - 1)
-"""By default: less one processor for the coordinator."""
 
 
 class CoordinatorOptions(TypedDict, total=False):
@@ -119,9 +116,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         subsets = lay_out(job, folder / "data")
         store.begin(self.schema.flatten(model))
         measuring = f"job = job.with_plan(seed={plan.seed}, validation_samples={plan.validation_samples})\n"
-        (folder / "job.py").write_text(
-            f"{job.code}\n{measuring}", encoding="utf-8"
-        )  # for servers in processes
+        (folder / "job.py").write_text(f"{job.code}\n{measuring}", encoding="utf-8")  # for server processes
         self.card = JobCard(
             run_id=access.run_id,
             name=job.name,
@@ -154,10 +149,10 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
             raise ValueError(f"servers={servers}: it must be 1 at least, or 'auto'")
         self._servers = servers
 
-    def invite(self, *, hours: float = LINK_HOURS) -> Invitation:
-        """Return a link that lets volunteers in for ``hours``; those who used it stay a week longer.
-
-        A peer that joined a swarm passes its own invitation on. With an allowlist volunteers join the swarm first.
+    def invite(self, *, hours: float = 7 * 24.0) -> Invitation:
+        """Return a link that lets volunteers in for ``hours``; those who used it stay a week
+        longer. With an allowlist they join the swarm first. A peer passes the invitation it joined
+        by on.
         """
         if self._access.invitation is not None:
             return shown(WorkLink(self.url, self._access.invitation))
@@ -354,7 +349,8 @@ def coordinate(
     A coordinator that died or was stopped resumes from its folder, and its link stays valid.
     Calling this again while it works returns the same coordinator. Raises FileNotFoundError,
     ValueError or TypeError if the job or an option is not usable, StoreError or OSError if the
-    store or the port is not, TermsError, TunnelError or SecretError if the tunnel is refused.
+    store or the port is not, TunnelError or SecretError if the tunnel is not, and TermsError if the
+    platform's terms are not accepted.
 
     Args:
         job: a `Job`, or the file that defines one.
@@ -433,7 +429,7 @@ class ParameterServer:
                 logger.warning("%s retries the store in %.1f s: %s", self._name, wait_s, error)
 
     def run_once(self, now: float) -> bool:
-        """Assimilate one result; return False if none waits. After a StoreError it is claimed
+        """Assimilate one result; return False if none waits. A StoreError leaves it to be claimed
         again.
         """
         self._log()
@@ -540,12 +536,11 @@ def _exit_with_parent() -> None:
 
 
 class WorkerPool:
-    """Keep as many parameter servers running as wanted; ``deaths`` ended without being stopped."""
+    """Parameter servers, as many as wanted; ``deaths`` counts those that ended by themselves."""
 
-    def __init__(
-        self, start: Callable[[str], ThreadWorker | ProcessWorker], most: int = MOST_SERVERS
-    ) -> None:
-        self._start, self._most, self.deaths = start, most, 0
+    def __init__(self, start: Callable[[str], ThreadWorker | ProcessWorker], most: int | None = None) -> None:
+        self._start, self.deaths = start, 0
+        self._most = most or max(1, (os.cpu_count() or 1) - 1)  # one processor is the coordinator's
         self._running: list[ThreadWorker | ProcessWorker] = []
         self._stopping: list[ThreadWorker | ProcessWorker] = []
         self._started, self._pause_until = 0, 0.0
@@ -556,9 +551,8 @@ class WorkerPool:
         return sum(one.is_alive() for one in self._running)
 
     def wanted(self, waiting: int, *, now: float) -> int:
-        """Return how many servers to run while ``waiting`` results wait: one more or one less at a
-        time. One is added when for `GROW_S` more than `CROWD` results per server wait, removed when
-        for `SHRINK_S` none does.
+        """Return how many servers to run: one more if for `GROW_S` more than `CROWD` results per
+        server are ``waiting``, one less if for `SHRINK_S` none is.
         """
         wanted = self.size
         self._few_since = min(self._few_since, now) if waiting > CROWD * wanted else math.inf
@@ -570,9 +564,7 @@ class WorkerPool:
         return max(1, min(self._most, wanted))
 
     def keep(self, wanted: int, *, now: float) -> None:
-        """Start, stop and replace servers, so that ``wanted`` run; dead ones after ever longer
-        pauses.
-        """
+        """Run ``wanted`` servers; dead ones are replaced after ever longer pauses."""
         alive = [one for one in self._running if one.is_alive()]
         if died := len(self._running) - len(alive):
             self.deaths += died

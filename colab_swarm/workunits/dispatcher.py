@@ -52,7 +52,6 @@ T = TypeVar("T")
 PRESENT_S = 600.0  # a volunteer that has been silent for longer counts as gone
 FIRST_DEADLINE_S = 600.0
 SLACK_S = 30.0
-LONGEST_DEADLINE_S = 86_400.0
 FEW = 2  # units in flight of a volunteer that is new or unreliable
 MORE_REPLICAS = 3
 """Replicas beyond ``plan.replication`` without a majority, after which the unit starts over."""
@@ -62,9 +61,8 @@ SHORTEST_WAIT_S, FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 1.0, 30.0
 
 
 class Dispatcher:
-    """Decide for one job. Free of I/O; ``now`` is seconds since the epoch, volunteers are ids in
-    hex. ``subsets`` are the SHA-256 of the data; ``rng`` draws names of assignments, which must not
-    be guessed.
+    """Decide for one job, without I/O; ``now`` is seconds since the epoch. ``subsets`` are the
+    SHA-256 of the data; ``rng`` draws names of assignments, which must not be guessed.
     """
 
     def __init__(self, plan: WorkPlan, subsets: Sequence[str], rng: random.Random) -> None:
@@ -126,9 +124,6 @@ class Dispatcher:
         return max(self._plan.replication, len(unit.returned()) + 1) - len(unit.live())
 
     def _is_free(self, unit: UnitState, volunteer: str, others: bool, yields: bool, now: float) -> bool:
-        """True unless ``volunteer`` has the unit, or others should take it up first and still have
-        time to.
-        """
         if unit.is_with(volunteer):
             return False
         if not unit.failed_by or not others:
@@ -142,7 +137,7 @@ class Dispatcher:
         times = sorted(self.state.unit_s)
         usual_s = 4 * times[len(times) * 9 // 10] + SLACK_S if times else FIRST_DEADLINE_S
         expired = sum(replica.fate == "expired" for replica in unit.replicas)
-        return min(LONGEST_DEADLINE_S, usual_s * 2.0 ** min(expired, 16))
+        return min(86_400.0, usual_s * 2.0 ** min(expired, 16))
 
     def _poll_s(self) -> float:
         if not self.state.unit_s:
@@ -172,9 +167,7 @@ class Dispatcher:
         )
 
     def refusal(self, assignment: str, volunteer: str, *, now: float) -> tuple[str, str] | None:
-        """Return why a result is refused, as code and text. A late one is wanted until another has
-        the unit.
-        """
+        """Return why a result is refused, as code and text; a late one may still be wanted."""
         replica = self.state.replicas.get(assignment)
         if replica is None or replica.given.volunteer != volunteer:
             return "unknown", "this assignment is not yours: ask for units"
@@ -210,9 +203,7 @@ class Dispatcher:
         ]
 
     def give_back(self, volunteer: str, assignments: Collection[str], *, now: float) -> list[GaveBack]:
-        """Take back assignments of a volunteer; those that are not its own, or not out, are
-        ignored.
-        """
+        """Take back assignments of a volunteer; ignore those of others, or not out."""
         out = self.state.out
         return [
             GaveBack(at=now, assignment=name)
@@ -223,8 +214,8 @@ class Dispatcher:
     def on_result(
         self, assignment: str, change: float, distance: Callable[[str, str], float], *, now: float
     ) -> list[AnyEntry]:
-        """Decide on a valid result that is wanted: see `refusal`. ``change`` is the L2 norm of its
-        change of the parameters, ``distance`` of the results of two assignments a share of it.
+        """Decide on a valid result that is wanted. ``change`` is the L2 norm of its change of the
+        parameters, ``distance`` that of two results, as a share of it.
         """
         given, quorum = self.state.replicas[assignment].given, self._plan.replication // 2 + 1
         accepted = Accepted(
@@ -271,18 +262,16 @@ class Dispatcher:
             return [Finished(at=now, reason=reached)]
         if ended > last:
             return [Finished(at=now, reason=f"all {last} epochs are done")]
-        found = [*self.state.measured.get(ended, {}).values()]
-        if len(found) < len(self._subsets) and now < self.state.done_at.get(ended, math.inf) + MEASURE_S:
+        measured = self.state.measured.get(ended, {})
+        if len(measured) < len(self._subsets) and now < self.state.done_at.get(ended, math.inf) + MEASURE_S:
             return []
-        found = found or [math.nan]
+        found = [*measured.values()] or [math.nan]
         mean = statistics.fmean(found)
         return [EpochEnded(at=now, epoch=ended, accuracy=mean, low=min(found), high=max(found))]
 
 
 class JobLog:
-    """The log of a job in its store, from which `Dispatcher.state` follows; ``fault``: the store's
-    error.
-    """
+    """The log of a job in its store, from which the state follows; ``fault``: the store's error."""
 
     def __init__(self, dispatcher: Dispatcher, store: ParameterStore) -> None:
         self.dispatcher, self.store = dispatcher, store
@@ -292,8 +281,8 @@ class JobLog:
 
     @asynccontextmanager
     async def deciding(self) -> AsyncIterator[float]:
-        """Hold the log for one decision, which `write` takes; give the time. Entries due are
-        written before.
+        """Hold the log for one decision, which `write` takes, and give the time; what is due is
+        written.
         """
         async with self._lock:
             await self._read()
@@ -306,9 +295,7 @@ class JobLog:
     async def write(
         self, entries: Sequence[AnyEntry], *, put: Blobs | None = None, drop: Collection[str] = ()
     ) -> None:
-        """Append a decision, with blobs, and read it back; after a StoreError `deciding` shows the
-        outcome.
-        """
+        """Append a decision, with blobs, and read it back, also after a StoreError."""
         if entries:
             self._mine.update(map(encode_entry, entries))
             await self._call(lambda: self.store.append(entries, put=put, drop=drop))

@@ -40,7 +40,6 @@ Array: TypeAlias = npt.NDArray[Any]
 Indices: TypeAlias = npt.NDArray[np.int64]
 KINDS = "biuf"  # NumPy kinds of a column: bool, int, uint, float
 MAX_DECODED_BYTES = 1 << 30
-LEVEL = 3
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,9 @@ class Rows:
 
     @classmethod
     def of(cls, values: Iterable[tuple[Any, Any]], named: bool) -> Rows:
-        """Return rows of these columns; raise ValueError if they differ in length, or hold no numbers or no sample."""
+        """Return rows of these columns; raise ValueError if they differ in length or hold no
+        numbers.
+        """
         columns = {str(name): _array(column) for name, column in values}
         for name, column in columns.items():
             if column.dtype.kind not in KINDS:
@@ -98,7 +99,7 @@ class Rows:
             )
         names = msgspec.json.encode((list(self.columns), self.named)).decode()  # one key: keys are unordered
         columns = {name: np.ascontiguousarray(column) for name, column in self.columns.items()}
-        return zstandard.ZstdCompressor(level=LEVEL).compress(save(columns, metadata={"rows": names}))
+        return zstandard.ZstdCompressor(level=3).compress(save(columns, metadata={"rows": names}))
 
     @classmethod
     def decode(cls, data: bytes) -> Rows:
@@ -118,9 +119,8 @@ class Rows:
 
 
 def rows_of(data: Any) -> Rows:
-    """Return a user's data, of any kind that `Job` takes, as rows. Raises ValueError if there are
-    no samples, or the columns differ in length or hold no numbers; TypeError for data that has no
-    rows.
+    """Return a user's data, of any kind that `Job` takes, as rows. Raises ValueError if columns are
+    unequal, empty or hold no numbers; TypeError for data that has no rows.
     """
     if callable(data):
         data = data()
@@ -151,23 +151,8 @@ def _array(values: Any) -> Array:
     return array.astype(np.float32 if native == np.float64 else native, copy=False)
 
 
-UNITS_PER_VOLUNTEER = 4
-"""Units of an epoch for each volunteer by default: enough that a slow volunteer does not delay the epoch."""
-BATCHES_PER_UNIT = 4
 MAX_SUBSET_BYTES = 64 << 20
 EPOCHS_TRIED = 1000  # epochs for which a function for alpha is checked before the job begins
-COUNTS = (
-    "subsets",
-    "expected_volunteers",
-    "local_epochs",
-    "batch_size",
-    "max_epochs",
-    "replication",
-    "in_flight",
-    "validation_samples",
-    "seed",
-)
-OPTIONAL = "subsets", "deadline_s", "target_accuracy"
 Alpha: TypeAlias = float | Literal["e/(e+1)"] | Callable[[int], float]
 
 
@@ -213,15 +198,17 @@ class WorkPlan:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is None and name in OPTIONAL:
+            if name == "alpha" or (value is None and name in {"subsets", "deadline_s", "target_accuracy"}):
                 continue
             least = 0 if name == "seed" else 1
-            if name in COUNTS and not (isinstance(value, int) and value >= least):
+            if name in {"tolerance", "max_change", "deadline_s"}:
+                if not value > 0:
+                    raise ValueError(f"{name}={value}: it must be over 0")
+            elif name == "target_accuracy":
+                if not 0 < value <= 1:
+                    raise ValueError(f"{name}={value}: a share between 0 and 1")
+            elif not (isinstance(value, int) and value >= least):
                 raise ValueError(f"{name}={value}: it must be a whole number of at least {least}")
-            if name in {"tolerance", "max_change", "deadline_s"} and not value > 0:
-                raise ValueError(f"{name}={value}: it must be over 0")
-            if name == "target_accuracy" and not 0 < value <= 1:
-                raise ValueError(f"{name}={value}: a share between 0 and 1")
         for epoch in {*range(1, min(self.max_epochs, EPOCHS_TRIED)), self.max_epochs}:
             self.alpha_of(epoch)
 
@@ -239,8 +226,8 @@ class WorkPlan:
     def subsets_of(self, rows: int, size_bytes: int) -> int:
         """Return the number of subsets; raise ValueError if there are fewer samples."""
         if self.subsets is None:
-            wanted = self.expected_volunteers * UNITS_PER_VOLUNTEER
-            most = max(1, rows // (BATCHES_PER_UNIT * self.batch_size))
+            wanted = 4 * self.expected_volunteers  # so that a slow one does not delay the epoch
+            most = max(1, rows // (4 * self.batch_size))
             return min(rows, max(min(wanted, most), -(-size_bytes // MAX_SUBSET_BYTES)))
         if rows < self.subsets:
             raise ValueError(f"subsets={self.subsets}, but there are only {rows} samples: fewer subsets")
@@ -304,9 +291,7 @@ class Job:
 
     @classmethod
     def load(cls, path: str | Path) -> Job:
-        """Return the ``job = cs.workunits.Job(…)`` that a Python file defines, which volunteers
-        run.
-        """
+        """Return the ``job = cs.workunits.Job(…)`` of a Python file, which volunteers will run."""
         return cls.from_code(Path(path).read_text(encoding="utf-8"), str(path))
 
     @classmethod
@@ -379,9 +364,9 @@ class SerialResult:
 
 
 class UnitTraining:
-    """Train ``model`` in place on one subset, a batch at a time: ``done`` of ``batches``. It can be
-    saved between two batches and resumed elsewhere. The ``seed`` orders the samples and draws the
-    model's random numbers, so replicas agree.
+    """Train ``model`` in place on one subset, a batch at a time, ``done`` of ``batches``; a save
+    resumes elsewhere. The ``seed`` orders samples and draws the model's random numbers: replicas
+    agree.
     """
 
     def __init__(
@@ -473,9 +458,8 @@ class Evaluator:
 
 
 def lay_out(job: Job, folder: Path) -> tuple[Subset, ...]:
-    """Cut the data into subsets and write each to ``folder``; delete all other files in it. The
-    same data make the same files, so volunteers keep theirs. Raises ValueError or TypeError if the
-    data cannot be cut, or the job cannot learn from them.
+    """Cut the data into files of ``folder``, the same ones for the same data; delete all others in
+    it. Raises ValueError or TypeError if data cannot be cut, or the job cannot learn from them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = job.rows()

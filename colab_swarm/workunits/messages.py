@@ -42,7 +42,6 @@ MAX_BODY_BYTES = 64 << 10  # most bytes of a request other than an upload
 MAX_UNITS = 64
 MAX_HELD = 1024
 MAX_SUBSET_BYTES = 1 << 31
-MAX_WAIT_S = 1e6
 Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 JobName: TypeAlias = Annotated[str, msgspec.Meta(pattern=rf"^{NAME.pattern}\Z")]
 """It becomes part of a path at the volunteer."""
@@ -58,28 +57,26 @@ class Subset(Message, frozen=True):
 
 
 class JobCard(Signed, frozen=True):
-    """A job as volunteers see it, signed by its coordinator, whose ``key`` and ``membership`` it
-    has. ``code_sha256`` is empty if the job has no code, ``schema`` is `Schema.head`.
-    """
+    """A job as volunteers see it, signed by its coordinator, whose key and membership it has."""
 
     run_id: str
     name: JobName
     key: bytes
     membership: bytes
-    code_sha256: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
+    code_sha256: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]  # empty: no code
     local_epochs: Annotated[int, msgspec.Meta(ge=1)]
     batch_size: Annotated[int, msgspec.Meta(ge=1)]
-    schema: bytes
+    schema: bytes  # `Schema.head`
     subsets: tuple[Subset, ...]
 
 
 class AskForUnits(Message, frozen=True):
-    """A request for up to ``count`` units, preferably of cached data (``held``: SHA-256 of
-    subsets). Assignments that are not ``in_hand`` are sent again: the reply with them was lost.
+    """Request up to ``count`` units, preferably of data in the cache. Assignments that are not
+    ``in_hand`` are sent again: the reply with them was lost.
     """
 
     count: Annotated[int, msgspec.Meta(ge=1, le=MAX_UNITS)]
-    held: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_HELD)] = ()
+    held: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_HELD)] = ()  # SHA-256 of subsets
     name: Annotated[str, msgspec.Meta(max_length=64)] = ""
     in_hand: Annotated[tuple[AssignmentId, ...], msgspec.Meta(max_length=MAX_UNITS)] = ()
 
@@ -97,15 +94,13 @@ class GivenUnit(Message, frozen=True):
 
 
 class GivenUnits(Message, frozen=True):
-    """Units to train. If there are none, ask again in ``wait_s``, or stop if ``finished``.
-    ``epoch`` is the job's current one, ``accuracy`` that of the one before.
-    """
+    """Units to train. If there are none, ask again in ``wait_s``, or stop if ``finished``."""
 
     units: tuple[GivenUnit, ...] = ()
-    wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)] = 0.0
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
     finished: bool = False
-    epoch: int = 0
-    accuracy: float | None = None
+    epoch: int = 0  # the job's current one
+    accuracy: float | None = None  # of the one before
 
 
 class Taken(Message, frozen=True):
@@ -129,21 +124,16 @@ class Problem(Message, frozen=True):
 
 
 class Refused(Exception):
-    """A request is refused; ``received``: bytes so far, of an upload that its piece does not
-    continue.
-    """
+    """A request is refused; ``received``: bytes so far, if its piece does not continue the upload."""
 
     def __init__(self, code: str, text: str, *, received: int | None = None) -> None:
         super().__init__(text)
         self.problem, self.received = Problem(code, text), received
 
 
-MAX_ASKED_S = 900.0  # the longest wait that the other side may request
-
-
 class Backoff:
-    """Wait times after failures in a row, doubling from ``first_s`` to ``most_s``. Each is drawn
-    between half and all of the present delay, so that peers do not retry together.
+    """Wait times after failures in a row, doubling up to ``most_s``, each drawn between half and
+    all of the present delay, so that peers do not retry together.
     """
 
     def __init__(self, rng: random.Random, first_s: float = 1.0, most_s: float = 60.0) -> None:
@@ -153,7 +143,7 @@ class Backoff:
         """Return the seconds to wait now, at least the ``asked_s`` that the other side requested."""
         wait_s = self._next_s * self._rng.uniform(0.5, 1.0)
         self._next_s = min(2 * self._next_s, self._most_s)
-        return max(wait_s, min(asked_s, MAX_ASKED_S))
+        return max(wait_s, min(asked_s, 900.0))
 
     def succeeded(self) -> None:
         self._next_s = self._first_s
@@ -167,23 +157,20 @@ MAX_NONCES = 200_000
 
 
 class SignedRequest(Signed, frozen=True):
-    """Content of the header: the peer's key and membership (none in an open run), and what it
-    signed. ``target`` is the path with its query, ``digest`` the SHA-256 of the body, ``at``
-    seconds since the epoch.
-    """
+    """Content of the header: the peer's key, its membership (none in an open run), what it signed."""
 
     key: Key
     membership: Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)]
     method: Annotated[str, msgspec.Meta(max_length=8)]
-    target: Annotated[str, msgspec.Meta(max_length=256)]
-    digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+    target: Annotated[str, msgspec.Meta(max_length=256)]  # the path with its query
+    digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  # SHA-256 of the body
     nonce: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-    at: Moment
+    at: Moment  # seconds since the epoch
 
 
 class Token:
-    """Sign the requests of a peer with its key. ``membership`` is the encoded one of the run, empty
-    in an open run, or a function that returns the newest. The repr holds no secret.
+    """Sign the requests of a peer with its key. ``membership`` is empty in an open run, or a
+    function returns the newest. The repr holds no secret.
     """
 
     def __init__(self, identity: Identity | Peers, membership: bytes | Callable[[], bytes] = b"") -> None:
@@ -211,9 +198,7 @@ class RequestGate:
         self._seen: OrderedDict[bytes, float] = OrderedDict()  # times of nonces, oldest first
 
     def check(self, header: str, method: str, target: str, *, now: float) -> tuple[PeerId, bytes]:
-        """Return the peer that signed a request, and the body's digest as signed; else raise
-        NotAdmitted.
-        """
+        """Return who signed a request, and the body's digest as signed; else raise NotAdmitted."""
         request = _decoded(header)
         if not request.is_signed_by(request.key):
             raise NotAdmitted("the request's signature is wrong")

@@ -62,9 +62,7 @@ class Met(Entry, frozen=True):
 
 
 class Assigned(AssignmentEntry, frozen=True):
-    """A volunteer gets a unit, to be trained before ``deadline`` from the parameters of
-    ``version``.
-    """
+    """A volunteer gets a unit to train, from the parameters of ``version``."""
 
     unit: Unit
     volunteer: str
@@ -132,7 +130,6 @@ AnyEntry: TypeAlias = (
 encode_entry = msgspec.msgpack.Encoder().encode
 decode_entry = msgspec.msgpack.Decoder[AnyEntry](AnyEntry).decode
 MEMORY = 0.9
-FIRST_ERROR_RATE = 0.1
 RELIABLE = 0.5
 """Below this reliability a volunteer gets few units, and none that failed before while others are present."""
 BAN_RATE = 0.25  # share of bad results that leads to a ban: three in a row, or every fourth
@@ -150,7 +147,7 @@ class VolunteerState:
     volunteer: str = ""  # its id in hex
     name: str = ""  # its own choice
     last_seen: float = -math.inf  # time of its latest entry
-    error_rate: float = FIRST_ERROR_RATE  # share of latest units without an accepted result
+    error_rate: float = 0.1  # share of latest units without an accepted result
     bad_rate: float = 0.0  # share of latest results that were bad
     in_flight: int = 0  # units, like the next three
     accepted: int = 0
@@ -193,7 +190,6 @@ class VolunteerState:
             self.bans += 1
 
 
-LATEST = 100
 MARKS = {"expired": "late", "rejected": "rejected"}
 """Of units that wait again, by the fate of their last replica."""
 MAX_MARKS = 400  # units shown one by one
@@ -202,25 +198,20 @@ Fate: TypeAlias = Literal["out", "returned", "accepted", "rejected", "expired", 
 
 @dataclass
 class UnitReplica:
-    """A unit ``given`` to a volunteer: ``out`` there, then ``returned`` until a majority agrees. It
-    ends as ``accepted`` (as one of those that agree), ``rejected``, ``expired``, ``given back`` or
-    ``superseded`` (accepted without it).
-    """
+    """A unit ``given`` to a volunteer. Without it a majority accepts the unit: ``superseded``."""
 
     given: Assigned
-    fate: Fate = "out"
+    fate: Fate = "out"  # accepted: also one that agreed with the accepted one
 
 
 @dataclass
 class UnitState:
-    """One unit of an epoch, ``accepted`` once one of its results is. ``staleness`` counts the
-    results assimilated between its initial parameters and its own assimilation; None before.
-    """
+    """One unit of an epoch, ``accepted`` once one of its results is."""
 
     replicas: list[UnitReplica] = field(default_factory=list)
     accepted: bool = False
-    staleness: int | None = None
-    failed_by: dict[str, float] = field(default_factory=dict)  # volunteers, and when they last failed it
+    staleness: int | None = None  # results assimilated between its start and its own
+    failed_by: dict[str, float] = field(default_factory=dict)  # volunteers, and when they did last
 
     def live(self) -> list[UnitReplica]:
         """Return replicas whose results are awaited, or wait for a majority."""
@@ -234,9 +225,6 @@ class UnitState:
 
     @property
     def mark(self) -> str:
-        """``waiting``, ``training``, ``queued`` for a parameter server or ``assimilated``; a unit
-        that waits again is ``late`` or ``rejected``.
-        """
         if self.accepted:
             return "queued" if self.staleness is None else "assimilated"
         if self.live():
@@ -244,7 +232,7 @@ class UnitState:
         return MARKS.get(self.replicas[-1].fate if self.replicas else "", "waiting")
 
 
-latest: Callable[[], deque[float]] = partial(deque, maxlen=LATEST)
+latest: Callable[[], deque[float]] = partial(deque, maxlen=100)
 
 
 @dataclass

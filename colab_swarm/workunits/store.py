@@ -39,9 +39,7 @@ KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 @dataclass(frozen=True)
 class Parameters:
-    """The server's parameters after ``version`` assimilations; read-only ``values`` (numel,), which
-    may lack some of them under eventual consistency.
-    """
+    """Read-only values (numel,); eventual consistency may lose some of the ``version`` updates."""
 
     version: int
     values: Floats
@@ -63,9 +61,7 @@ class ParameterStore(ABC):
     def append(
         self, entries: Sequence[AnyEntry], *, put: Blobs | None = None, drop: Collection[str] = ()
     ) -> None:
-        """Append to the log, queue each `Accepted`, save the blobs ``put``, delete those of
-        ``drop``.
-        """
+        """Append to the log, queue each `Accepted`, save blobs ``put``, delete blobs ``drop``."""
 
     @abstractmethod
     def entries(self, after: int = 0) -> list[tuple[int, AnyEntry]]:
@@ -85,8 +81,8 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
-        """Replace the parameters by ``update(parameters)``, log `Assimilated`, delete the result.
-        Returns the new version; None, with nothing changed, if this unit was assimilated already.
+        """Replace the parameters by ``update(parameters)``, log `Assimilated`, delete the result;
+        return the new version, or None, with nothing changed, if this was done already.
         """
 
     @abstractmethod
@@ -129,9 +125,8 @@ TABLES = (
 
 
 class TableStore(ParameterStore):
-    """A job's state in the tables of a database. A subclass connects to it and moves vectors in its
-    own way. Rows have ``piece_bytes`` at most; ``locking`` ends a SELECT that keeps others from the
-    row until the transaction ends.
+    """A job's state in the tables of a database; a subclass connects to it and moves vectors.
+    ``locking`` ends a SELECT that keeps others from the row until the transaction ends.
     """
 
     blob_type, piece_bytes, locking = "BLOB", 1 << 30, ""
@@ -254,7 +249,7 @@ class TableStore(ParameterStore):
             self._run(connection, "DELETE FROM swarm_blobs WHERE job = :job AND name = :name", name=name)
 
     def _log(self, connection: Any, entries: Sequence[AnyEntry]) -> None:
-        """Append at the end of a transaction: from here others wait, so readers see entries in
+        """Append, at the end of a transaction: others wait from here, so readers see entries in
         order.
         """
         if not entries:

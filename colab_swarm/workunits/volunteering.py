@@ -49,9 +49,6 @@ T = TypeVar("T")
 FIRST_ANSWER_S, FINISH_S = 30.0, 30.0
 MAX_FOLDERS = 64  # volunteers of one name on one machine
 SAVE_S, MAX_CACHE_BYTES = 30.0, 2 << 30  # interval of the saves of a unit, and most data on disk
-TURN_S = 0.1  # training time of one unit before the next unit's turn
-BANNED_S = 60.0
-MIN_WAIT_S = 0.05
 FAREWELL_S = 5.0  # time limit for giving units back
 AFTER_REFUSAL_S = 0.5, 60.0
 THREAD = DeviceThread()
@@ -212,12 +209,9 @@ class Volunteer:
                 self._left_behind += await asyncio.to_thread(self._saves.left_behind, now=time.time())
                 tasks = [group.create_task(self._serve(slot)) for slot in self._slots]
                 await self._leaving.wait()
-                last = [
-                    task
-                    for slot, task in enumerate(tasks)
-                    if slot in self._in_hand or not self._client.trouble
-                ]
-                if last:  # others wait for an unreachable coordinator
+                reached = not self._client.trouble  # else those without a unit would wait for nothing
+                last = [task for slot, task in enumerate(tasks) if reached or slot in self._in_hand]
+                if last:
                     await asyncio.wait(last, timeout=self._finish_s)
                 raise over
         except* Exception as ends:
@@ -281,13 +275,13 @@ class Volunteer:
             if error.code != "banned":
                 raise _Over(f"the coordinator refuses: {error}") from error
             self._banned = str(error)
-            await self._pause(BANNED_S)
+            await self._pause(60.0)
             return None
         self._banned, self._answer = "", answer
         if answer.finished:
             raise _Over("the job is finished", finished=True)
         if slot not in self._in_hand:
-            await self._pause(max(answer.wait_s, MIN_WAIT_S))
+            await self._pause(max(answer.wait_s, 0.05))
         return None if self._leaving.is_set() else self._in_hand.get(slot)
 
     async def _train(self, held: UnitInHand) -> None:
@@ -330,7 +324,7 @@ class Volunteer:
         return training
 
     def _some_batches(self, held: UnitInHand, training: UnitTraining) -> None:
-        end = time.monotonic() + TURN_S
+        end = time.monotonic() + 0.1  # then it is another unit's turn
         while training.done < training.batches:
             held.loss = training.step()
             now = time.monotonic()

@@ -55,7 +55,6 @@ INITIAL = "/api/parameters/{epoch:[1-9][0-9]{0,8}}-{subset:0|[1-9][0-9]{0,8}}"
 CONTENT_RANGE = re.compile(rf"bytes {NUMBER}-{NUMBER}/{NUMBER}")
 Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MAX_PIECE_BYTES = 4 << 20  # of an upload's piece, which is in memory while its digest is checked
-CHECKED_AT_ONCE = 4  # complete results in memory at once
 MAX_UPLOADS, MAX_DOWNLOADS, MAX_EACH = 32, 64, 8
 """Transfers at once, and of one volunteer; beyond that a volunteer must retry."""
 READ_S, SEND_S, SLOWEST_BYTES_S = 300.0, 60.0, 32 << 10
@@ -101,8 +100,7 @@ def piece_of(header: str) -> tuple[int, int, int]:
 
 class UploadBuffer:
     """One file per upload in ``folder``; a complete one has ``size_bytes``, and exists only while
-    it is checked. One found at the start was cut short by the death of the process: the volunteer
-    sends it again.
+    it is checked: one found at the start was cut short by the death of the process.
     """
 
     def __init__(self, folder: Path, *, size_bytes: int) -> None:
@@ -119,9 +117,7 @@ class UploadBuffer:
             return 0
 
     def add(self, assignment: str, start: int, piece: bytes) -> int:
-        """Append a piece, return the bytes so far; raise Refused if it does not continue the
-        upload, ValueError beyond its end.
-        """
+        """Append a piece, return the bytes so far; raise Refused or ValueError if it does not fit."""
         received, end = self.received(assignment), start + len(piece)
         if start != received:
             raise Refused(
@@ -173,7 +169,7 @@ class CoordinatorServer:
         self.uploads = UploadBuffer(folder / "uploads", size_bytes=self._schema.size_bytes)
         self._newest = -1, memoryview(b"")  # version and file of the newest parameters: many fetch them
         self._loading = asyncio.Lock()
-        self._uploading, self._checking = asyncio.Lock(), asyncio.Semaphore(CHECKED_AT_ONCE)
+        self._uploading, self._checking = asyncio.Lock(), asyncio.Semaphore(4)  # results in memory
         self._complete: set[str] = set()  # uploads whose results are being checked
         self._each: Counter[tuple[str, str]] = Counter()  # transfers under way by kind and volunteer
         self._page = status_page(status)
@@ -433,9 +429,7 @@ class CoordinatorServer:
         return await self._send(request, data, f'"{version}"', headers)
 
     async def _file(self, unit: Unit | None) -> tuple[int, memoryview]:
-        """Return version and file of a unit's initial parameters (None: the newest ones); raise
-        Refused if it is not open.
-        """
+        """Return version and file of a unit's initial parameters; None: the newest ones."""
         if unit is None:
             async with self._loading:
                 if self._newest[0] < self._dispatcher.state.version:

@@ -17,7 +17,6 @@ from torch import nn
 Floats: TypeAlias = npt.NDArray[np.float32]
 
 MAX_WHOLE = 1 << 24  # integers up to here are exact in float32
-MAX_REASON_BYTES = 300
 KNOWN = 5  # after this many accepted results the usual change of the parameters is known
 FIRST_CHANGE = 1000.0
 """Until then a change may be this many times the parameters' norm, or the norm if each were 1."""
@@ -85,9 +84,7 @@ class Schema:
         return np.frombuffer(data, dtype="<f4", offset=len(head))
 
     def difference(self, data: bytes | memoryview) -> str:
-        """Return how a file's head differs from this schema: a stranger's words, but short and
-        plain.
-        """
+        """Return how a file's head differs from this: a stranger's words, but short and plain."""
         try:
             end = 8 + int.from_bytes(data[:8], "little")
             found = {name: tuple(one["shape"]) for name, one in json.loads(bytes(data[8:end])).items()}
@@ -97,15 +94,15 @@ class Schema:
         for name in sorted(found.keys() | expected.keys()):
             if (one := found.get(name, "none")) != (other := expected.get(name, "none")):
                 reason = f"{name} has shape {one}, {other} expected".encode("ascii", "backslashreplace")
-                return reason[:MAX_REASON_BYTES].decode()  # it goes into the log
+                return reason[:300].decode()  # it goes into the log
         return "other types or order than the model's"
 
     def judge(
         self, data: bytes, base: Floats, changes: Sequence[float], max_change: float
     ) -> tuple[Floats, float]:
-        """Return a result's values (numel,) and the L2 norm of its change from ``base``, about its
-        start; raise ValueError if it moved more than ``max_change`` times as far as the latest
-        ``changes``, or is unusable.
+        """Return a result's values (numel,) and the L2 norm of its change from ``base``; raise
+        ValueError if that is over ``max_change`` times the median of ``changes``, or the file is
+        unusable.
         """
         values = self.decode(data)
         if bad := len(values) - int(np.count_nonzero(np.abs(values) <= MOST)):

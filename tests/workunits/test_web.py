@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from colab_swarm.errors import StoreError
+from colab_swarm.net.addresses import VisitLimit
 from colab_swarm.notebook.page import ANSWERS_PER_S
 from colab_swarm.workunits.job import Rows
 from colab_swarm.workunits.messages import GiveBack, GivenUnits, JobCard, Refused, Taken
@@ -206,8 +207,7 @@ async def test_a_download_that_is_given_up_is_no_fault(
 async def test_a_visitor_that_floods_the_page_shuts_out_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("colab_swarm.net.addresses.VISIT_WINDOW_S", 600.0)  # all within one
-
+    monkeypatch.setattr("colab_swarm.notebook.page.VisitLimit", lambda most: VisitLimit(most, 600.0))
     async with coordinating(tiny_job(), tmp_path) as scene:
         flood = [scene.alice.send("GET", "/live", X_Forwarded_For="198.51.100.7") for _ in range(150)]
         statuses = [answer.status for answer in await asyncio.gather(*flood)]
