@@ -14,7 +14,6 @@ NAMES = ("alice", "bob", "carol's notebook", "", "erin", EVIL)
 
 
 def status(*, epochs: int = 6, **changes: Any) -> JobStatus:
-    """After so many epochs; ``changes``: of the status."""
     whole = JobStatus(
         name="digits-resnet",
         at=NOW,

@@ -32,7 +32,6 @@ job = work.Job("tiny", lambda: torch.nn.Linear(4, 2), data, data)
 
 
 def fill(store: ParameterStore, numel: int, *subsets: int) -> None:
-    """Results of ones for parameters that begin with zeros."""
     store.begin(np.zeros(numel, np.float32))
     for one in map(accepted, subsets):
         store.append([one], put={one.result: np.ones(numel, "<f4").tobytes()})
@@ -43,7 +42,6 @@ def entries(store: ParameterStore, kind: type) -> list[object]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Raise AssertionError if it does not hold within a minute."""
     end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
@@ -160,7 +158,6 @@ def judge(values: Floats, base: Floats = BASE, changes: Sequence[float] = ()) ->
 
 
 def fault(values: Floats, base: Floats = BASE, changes: Sequence[float] = ()) -> str:
-    """Why a result is refused; empty if it is good."""
     try:
         judge(values, base, changes)
     except ValueError as error:
@@ -198,8 +195,6 @@ def test_even_the_first_results_cannot_ruin_the_parameters() -> None:
 
 
 class Fellow:
-    """A server that lives until it is dismissed or killed."""
-
     def __init__(self, name: str) -> None:
         self.name, self.living, self.waited = name, True, False
 
@@ -259,7 +254,6 @@ def test_all_are_waited_for_at_the_end() -> None:
 
 
 def follow(waiting: dict[range, int]) -> list[int]:
-    """Servers by second, if so many results wait in these seconds."""
     scene = Scene(most=4)
     scene.crew.keep(1, now=0.0)
     servers = [1]

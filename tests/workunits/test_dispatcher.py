@@ -30,6 +30,7 @@ from colab_swarm.workunits.state import (
 from tests.workunits.local import check_state
 
 ALICE, BOB, CAROL, DAVE = "a" * 64, "b" * 64, "c" * 64, "d" * 64
+desks: list[Desk] = []
 
 
 class Desk:
@@ -41,6 +42,7 @@ class Desk:
         self.core = Dispatcher(self.plan, self.digests, random.Random(1))
         self.now, self.values = 1000.0, dict[str, float]()
         self.log: list[AnyEntry] = []
+        desks.append(self)
 
     def commit(self, *entries: AnyEntry) -> list[AnyEntry]:
         for entry in entries:
@@ -80,18 +82,11 @@ class Desk:
     def assimilate(self, entries: list[AnyEntry], accuracy: float | None = 0.5) -> None:
         for entry in entries:
             if isinstance(entry, Accepted):
-                version = self.core.state.version + 1
-                done = Assimilated(
-                    at=self.now,
-                    unit=entry.unit,
-                    assignment=entry.assignment,
-                    server="p",
-                    version=version,
-                    seconds=0.1,
-                )
-                self.commit(done)
+                unit, name, version = entry.unit, entry.assignment, self.core.state.version + 1
+                done = {"at": self.now, "unit": unit, "assignment": name, "version": version}
+                self.commit(Assimilated(server="p", seconds=0.1, **done))
                 if accuracy is not None:
-                    self.commit(Measured(at=self.now, unit=entry.unit, accuracy=accuracy))
+                    self.commit(Measured(at=self.now, unit=unit, accuracy=accuracy))
 
     def advance(self) -> list[AnyEntry]:
         ended = list[AnyEntry]()
@@ -100,17 +95,17 @@ class Desk:
         return ended
 
     def prove(self, *volunteers: str) -> None:
-        """Each does one unit."""
         for volunteer in volunteers:
             (given,) = self.ask(volunteer)
             self.assimilate(self.result(given))
 
 
-@pytest.fixture
-def desk() -> Iterator[Desk]:
-    desk = Desk()
-    yield desk
-    check_state(desk.core)
+@pytest.fixture(autouse=True)
+def check_desks() -> Iterator[None]:
+    desks.clear()
+    yield
+    for desk in desks:
+        check_state(desk.core)
 
 
 def test_a_new_volunteer_gets_few_units_and_a_proven_one_as_many_as_the_plan_allows() -> None:
@@ -120,7 +115,6 @@ def test_a_new_volunteer_gets_few_units_and_a_proven_one_as_many_as_the_plan_all
     desk.result(given[0])
     assert len(desk.ask(ALICE, count=8)) == 4  # and one that she has
     assert desk.ask(ALICE, count=8) == []
-    check_state(desk.core)
 
 
 def test_a_volunteer_gets_units_of_data_that_it_holds() -> None:
@@ -171,7 +165,6 @@ def test_a_late_result_is_accepted_while_no_other_volunteer_has_the_unit() -> No
     (accepted,) = desk.result(given)
     assert isinstance(accepted, Accepted)
     assert desk.core.state.backlog == 1
-    check_state(desk.core)
 
 
 def test_reliable_volunteers_get_failed_units_first_and_unreliable_ones_last() -> None:
@@ -199,10 +192,10 @@ def test_three_bad_results_ban_a_volunteer_for_longer_each_time_and_free_its_uni
     (again,) = desk.ask(ALICE)
     desk.reject(again)
     assert desk.core.wait_s(ALICE, now=desk.now) == 2 * first_s
-    check_state(desk.core)
 
 
-def test_a_result_is_refused_with_a_reason_unless_it_is_awaited(desk: Desk) -> None:
+def test_a_result_is_refused_with_a_reason_unless_it_is_awaited() -> None:
+    desk = Desk()
     (given,) = desk.ask(ALICE)
     assert desk.refusal(given, ALICE) == ("", "")
     assert (desk.core.refusal("0" * 32, ALICE, now=desk.now) or "")[0] == "unknown"
@@ -212,10 +205,8 @@ def test_a_result_is_refused_with_a_reason_unless_it_is_awaited(desk: Desk) -> N
     assert code == "stale" and "here already" in text
 
 
-def test_the_next_epoch_begins_when_all_units_are_assimilated_and_the_job_ends_at_its_last(
-    desk: Desk,
-) -> None:
-    ended: list[AnyEntry] = []
+def test_the_next_epoch_begins_when_all_units_are_assimilated_and_the_job_ends_at_its_last() -> None:
+    desk, ended = Desk(), list[AnyEntry]()
     for epoch in (1, 2, 3):
         entries = []
         while given := desk.ask(ALICE):
@@ -263,7 +254,6 @@ def test_replicas_go_to_different_volunteers_and_two_of_three_that_agree_decide(
     assert "differs from the 2 results" in rejected.reason
     records = {name: (one.accepted, one.rejected) for name, one in desk.core.state.volunteers.items()}
     assert records == {ALICE: (1, 0), BOB: (0, 1), CAROL: (1, 0)}
-    check_state(desk.core)
 
 
 def test_a_superseded_replica_counts_against_no_volunteer() -> None:
@@ -292,9 +282,8 @@ def test_while_no_replicas_agree_one_more_is_assigned_until_the_unit_starts_over
         entries = desk.result(given, value=float(number))
         check_state(desk.core)
     assert [type(entry) for entry in entries] == [Returned] + [Rejected] * 5
-    assert (
-        desk.core.state.units[given.unit].mark == "rejected" and not desk.core.state.units[given.unit].live()
-    )
+    unit = desk.core.state.units[given.unit]
+    assert unit.mark == "rejected" and not unit.live()
 
 
 def test_without_a_plans_deadline_it_follows_the_times_of_units_and_doubles_when_one_expires() -> None:

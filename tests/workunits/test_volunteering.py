@@ -38,7 +38,6 @@ TIME_LIMIT_S = 90.0
 async def playing(
     standin: StandIn, folder: Path, job: Job | None = None, **settings: Any
 ) -> AsyncIterator[tuple[StandIn, Volunteer]]:
-    """A volunteer that has started."""
     async with AsyncExitStack() as stack, asyncio.timeout(TIME_LIMIT_S):
         await stack.enter_async_context(standin.serving())
         client = await stack.enter_async_context(client_of(standin, token=Token(Identity(b"a" * 32))))
@@ -49,17 +48,9 @@ async def playing(
 
 
 def trained(standin: StandIn, unit: GivenUnit) -> Floats:
-    """What a unit's result has to be."""
-    model = standin.job.first_model()
-    plan = standin.job.plan
-    training = UnitTraining(
-        standin.job,
-        Rows.decode(standin.files[unit.subset]),
-        local_epochs=plan.local_epochs,
-        batch_size=plan.batch_size,
-        seed=unit.seed,
-        model=model,
-    )
+    job, model, rows = standin.job, standin.job.first_model(), Rows.decode(standin.files[unit.subset])
+    size = {"local_epochs": job.plan.local_epochs, "batch_size": job.plan.batch_size}
+    training = UnitTraining(job, rows, seed=unit.seed, model=model, **size)
     training.finish()
     return standin.schema.flatten(model)
 
@@ -243,9 +234,8 @@ async def test_two_volunteers_train_a_job_to_its_end(tmp_path: Path, replication
         scene = await stack.enter_async_context(coordinating(job, tmp_path / "coordinator"))
         volunteers = []
         for name in ("alice", "bob"):
-            client = CoordinatorClient(
-                scene.server.url, Token(Identity()), run_id=RUN, authority=None, retry_s=QUICK
-            )
+            admitted: Any = {"run_id": RUN, "authority": None, "retry_s": QUICK}
+            client = CoordinatorClient(scene.server.url, Token(Identity()), **admitted)
             await stack.enter_async_context(client)
             card = await client.card()
             volunteers.append(Volunteer(client, job, card, tmp_path / name, units=2, name=name))
@@ -264,7 +254,6 @@ async def test_two_volunteers_train_a_job_to_its_end(tmp_path: Path, replication
 
 
 def batches_saved(folder: Path) -> int:
-    """How far the unit in hand is saved."""
     for path in folder.glob("units/*.unit"):
         try:
             state = load_checkpoint(path)["training"]

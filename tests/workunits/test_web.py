@@ -107,8 +107,6 @@ async def test_units_that_are_given_back_go_to_another_volunteer(tmp_path: Path)
 
 
 class Failing(SqliteStore):
-    """A store that can be out of order."""
-
     broken = False
     failures = 0
 
@@ -152,8 +150,6 @@ async def test_the_page_is_public_and_read_only(tmp_path: Path, path: str) -> No
 
 
 class Slow(SqliteStore):
-    """A store whose `append` waits until a test lets it continue."""
-
     def __init__(self) -> None:
         super().__init__(MEMORY, "tiny")
         self.reached, self.go_on = threading.Event(), threading.Event()
@@ -217,27 +213,9 @@ async def test_a_visitor_that_floods_the_page_shuts_out_no_other(
 
 
 PARTS = {"bytes=0-0": (0, 1), "bytes=3-": (3, 10), "bytes=3-99": (3, 10)}
-NO_PARTS = (
-    "",
-    "bytes=",
-    "bytes=10-",
-    "bytes=5-4",
-    "bytes=-5",
-    "bytes=0-1,3-4",
-    "items=0-1",
-    "bytes=٣-",
-    "bytes=1-2\n",
-)
+NO_PARTS = ("", "bytes=", "bytes=10-", "bytes=5-4", "bytes=-5", "bytes=0-1,3-4", "items=0-1", "bytes=٣-")
 PIECES = {"bytes 0-9/10": (0, 10, 10), "bytes 4-5/10": (4, 2, 10)}
-NO_PIECES = (
-    "",
-    "bytes 0-10/10",
-    "bytes 5-4/10",
-    "bytes */10",
-    "bytes 0-1/*",
-    "bytes -1-2/10",
-    "bytes 00-1/10",
-)
+NO_PIECES = ("bytes 0-10/10", "bytes 5-4/10", "bytes */10", "bytes 0-1/*", "bytes -1-2/10", "bytes 00-1/10")
 
 
 def test_parts_of_a_file_and_pieces_of_an_upload() -> None:
@@ -245,7 +223,7 @@ def test_parts_of_a_file_and_pieces_of_an_upload() -> None:
     assert {header: piece_of(header) for header in PIECES} == PIECES
 
 
-@pytest.mark.parametrize("header", [*NO_PARTS, *NO_PIECES, "bytes 0-9/10 "])
+@pytest.mark.parametrize("header", [*NO_PARTS, "bytes=1-2\n", *NO_PIECES, "bytes 0-9/10 "])
 def test_a_range_or_piece_that_cannot_be_given_is_refused(header: str) -> None:
     with pytest.raises(ValueError, match="10 bytes"):
         range_of(header, 10)
@@ -311,12 +289,13 @@ def test_uploads_that_are_not_awaited_are_deleted(tmp_path: Path) -> None:
 )
 def test_no_text_but_an_assignment_becomes_a_path(tmp_path: Path, name: str) -> None:
     spool = UploadBuffer(tmp_path / "inner", size_bytes=6)
-    for act in (
+    acts = (
         spool.received,
         spool.read,
         lambda given: spool.cut(given, 0),
         lambda given: spool.add(given, 0, b"a"),
-    ):
+    )
+    for act in acts:
         with pytest.raises(ValueError, match="no assignment"):
             act(name)
     assert [*tmp_path.rglob("*")] == [tmp_path / "inner"]

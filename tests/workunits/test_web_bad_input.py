@@ -76,10 +76,7 @@ def asking(body: bytes = b"", **headers: str) -> Asking:
         (asking(gzip.compress(bytes(1 << 20)), Content_Encoding="gzip"), 422, "no AskForUnits"),
         (unsigned, 422, "not what was signed"),
         (placed("bytes 0-9/SIZE"), 422, "Content-Length"),
-        *(
-            (placed(place), 422, "Content-Range")
-            for place in ("", "bytes 0-9", "bytes 9-0/164", "bytes 0-9/*")
-        ),
+        *((placed(one), 422, "Content-Range") for one in ("", "bytes 0-9", "bytes 9-0/164", "bytes 0-9/*")),
     ],
 )
 async def test_a_bad_request_is_refused_before_it_is_read_and_changes_nothing(
@@ -170,9 +167,8 @@ async def test_only_members_who_may_work_take_part_and_only_while_they_are(tmp_p
 
     def member(role: Role, for_s: float) -> bytes:
         until = time.time() + for_s
-        return (
-            Membership(RUN, role, alice.public_key, "", until - 7200, until).signed(authority.sign).encode()
-        )
+        plain = Membership(RUN, role, alice.public_key, "", until - 7200, until)
+        return plain.signed(authority.sign).encode()
 
     async with coordinating(tiny_job(), tmp_path, admission=admission) as scene:
 
@@ -254,14 +250,8 @@ async def test_garbled_messages_are_refused_whatever_they_hold(tmp_path: Path) -
 
     async with coordinating(tiny_job(), tmp_path) as scene:
         before = scene.state()
-        for body in [
-            b"",
-            b"\xc1",
-            b"\x91\x00",
-            b"\x91\xcd\xff\xff",
-            b"\x91" * 60_000,
-            *map(rng.randbytes, range(40)),
-        ]:
+        bodies = [b"\xc1", b"\x91\x00", b"\x91\xcd\xff\xff", b"\x91" * 60_000]
+        for body in [*bodies, *map(rng.randbytes, range(40))]:
             for path in ("/api/units", "/api/return"):
                 answer = await scene.alice.send("POST", path, body)
                 assert answer.status == 422 and answer.problem.text
