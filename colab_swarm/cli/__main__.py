@@ -27,14 +27,11 @@ if TYPE_CHECKING:
     from colab_swarm.invite import Access
 
 Options: TypeAlias = argparse.Namespace
-Arguments: TypeAlias = dict[str, tuple[str, dict[str, Any]]]
-"""Help and settings by name, as `argparse` takes them."""
+Arguments: TypeAlias = dict[str, tuple[str, dict[str, Any]]]  # help, settings of `argparse` by name
 MAX_HOURS = 24 * 365
 TUNNELS = ("ngrok", "cloudflared")
 SIZES = ("tiny", "base", "large", "xlarge")
 STATUS_EVERY_S = 5.0
-LINGER_S = 35.0
-"""How long a coordinator stays after the end: volunteers that wait for units ask again within this time."""
 LOOK_S = 0.2
 DEMO_S = 600.0  # time limit
 SURVIVORS = ("alice", "bob", "dave")  # of the demo
@@ -370,7 +367,7 @@ def _coordinate(options: Options) -> None:
                 _report(options, "finished", draw_job(status).text(), since=status.since, **facts)
             else:
                 _report(options, "status", job_line(status), epoch=status.epoch, **facts)
-        time.sleep(LINGER_S)
+        time.sleep(35.0)  # volunteers that wait for units ask again within this time
 
 
 def _volunteer(options: Options) -> None:

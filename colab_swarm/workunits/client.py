@@ -1,5 +1,4 @@
-"""What a volunteer talks and keeps: requests to the coordinator over outgoing HTTP(S), data and
-units in hand on disk.
+"""What a volunteer talks and keeps: requests to the coordinator, data and units in hand on disk.
 
 A call retries until it succeeds, and `CoordinatorClient.trouble` says why it takes so long. Bytes
 transferred before a connection broke are not transferred again. Only a refusal of the coordinator
@@ -129,17 +128,15 @@ T = TypeVar("T")
 PIECE_BYTES = 1 << 20  # of an upload: a broken connection costs this at most
 READ_BYTES = 64 << 10
 MAX_ANSWER_BYTES = 64 << 10
+# ranges count bytes of the file itself; data are compressed already
 HEADERS = {"Accept-Encoding": "identity", "Content-Type": "application/octet-stream"}
-"""Ranges count bytes of the file itself; data are compressed already."""
-TROUBLE = (aiohttp.ClientError, OSError)
-"""Errors worth a retry; timeouts and `RetryableError` are OSErrors."""
+TROUBLE = (aiohttp.ClientError, OSError)  # timeouts and `RetryableError` are OSErrors
 GOOD = (200, 206, 304)
 CONFLICT = 409  # a piece does not continue the upload; header Received says where it ends
 
 
 class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
-    """Connection to one coordinator of the run ``run_id``. Use it in one event loop, and `close`
-    it.
+    """Connection to one coordinator of the run ``run_id``. Use it in one event loop; `close` it.
 
     Every method raises `CallRefused` if the coordinator refuses, and retries other errors, between
     the two waits of ``retry_s``. ``authority`` is the run's public key; None in an open run.

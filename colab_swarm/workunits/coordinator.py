@@ -88,8 +88,7 @@ class CoordinatorOptions(TypedDict, total=False):
 
 
 class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
-    """A coordinator that works in the background. Send its ``link``, a secret that lets volunteers
-    in for a week.
+    """A coordinator in the background. Its ``link``, a secret, lets volunteers in for a week.
 
     On an event loop use `start`, ``finished``, `status` and `close`; from other threads the rest.
     ``access`` is of the run of ``token``'s peer, ``tick_s`` the interval of the check for passed
@@ -151,8 +150,8 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
 
     def invite(self, *, hours: float = 7 * 24.0) -> Invitation:
         """Return a link that lets volunteers in for ``hours``; those who used it stay a week
-        longer. With an allowlist they join the swarm first. A peer passes the invitation it joined
-        by on.
+        longer. With an allowlist they
+        join the swarm first. A peer that joined passes its own invitation on.
         """
         if self._access.invitation is not None:
             return shown(WorkLink(self.url, self._access.invitation))
@@ -317,12 +316,10 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
 
 def issue(url: str, access: RunAccess, identity: Identity | Peers, *, hours: float) -> WorkLink:
     """Issue a link as the run's authority, valid for ``hours``. With an allowlist it admits nobody by itself."""
-    until = time.time() + 3600 * hours
+    end = time.time() + 3600 * hours
     if access.admission is None:
-        return WorkLink(url, Invite(access.run_id, (), until))
-    grant, secret = make_grant(
-        access.run_id, Role.WORKER, identity.sign, join_until=until, allow=access.allow
-    )
+        return WorkLink(url, Invite(access.run_id, (), end))
+    grant, secret = make_grant(access.run_id, Role.WORKER, identity.sign, join_until=end, allow=access.allow)
     return WorkLink(url, Invite.issue(grant, secret, (), access=access.access, authority=identity.public_key))
 
 
@@ -429,9 +426,7 @@ class ParameterServer:
                 logger.warning("%s retries the store in %.1f s: %s", self._name, wait_s, error)
 
     def run_once(self, now: float) -> bool:
-        """Assimilate one result; return False if none waits. A StoreError leaves it to be claimed
-        again.
-        """
+        """Assimilate one result; return False if none waits. A StoreError leaves it in the queue."""
         self._log()
         accepted = self._store.claim(self._name, now=now, lease_s=LEASE_S)
         if accepted is None:
@@ -478,8 +473,7 @@ class ThreadWorker(threading.Thread):
 
 
 class ProcessWorker:
-    """A parameter server in its own process; ``store`` is an address, ``job`` a name, ``code`` a
-    file.
+    """A parameter server in a process: ``store`` is an address, ``job`` a name, ``code`` a file.
 
     The process reads the address from its input: it may hold a password, and all users see
     arguments. When the input closes, this process is dead, and the server exits at once.

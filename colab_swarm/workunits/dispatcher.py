@@ -1,5 +1,4 @@
-"""The decisions of a coordinator, which volunteer trains which unit, and the log that they are
-written to.
+"""The coordinator's decisions, which volunteer trains which unit, and the log they are written to.
 
 A decision is a list of entries. It takes effect when they are applied, after they are in the
 store's log. So decisions read `JobState` and change nothing. The rules:
@@ -53,10 +52,8 @@ PRESENT_S = 600.0  # a volunteer that has been silent for longer counts as gone
 FIRST_DEADLINE_S = 600.0
 SLACK_S = 30.0
 FEW = 2  # units in flight of a volunteer that is new or unreliable
-MORE_REPLICAS = 3
-"""Replicas beyond ``plan.replication`` without a majority, after which the unit starts over."""
-MEASURE_S = 30.0
-"""An epoch ends without the accuracies still missing this long after its last unit: their server died."""
+MORE_REPLICAS = 3  # than `plan.replication` without a majority: then the unit starts over
+MEASURE_S = 30.0  # an epoch waits this long for its accuracies: after that their server has died
 SHORTEST_WAIT_S, FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 1.0, 30.0
 
 
@@ -149,9 +146,7 @@ class Dispatcher:
         record = self.state.volunteer(volunteer)
         if (idle_until := max(record.banned_until, record.rests_until)) > now:
             return idle_until - now
-        expiry_s = min(
-            (replica.given.deadline - now for replica in self.state.out.values()), default=math.inf
-        )
+        expiry_s = min((one.given.deadline - now for one in self.state.out.values()), default=math.inf)
         spread = self._rng.uniform(0.75, 1.25)  # of the requests
         return max(SHORTEST_WAIT_S, min(self._poll_s() * spread, expiry_s))
 
@@ -281,9 +276,7 @@ class JobLog:
 
     @asynccontextmanager
     async def deciding(self) -> AsyncIterator[float]:
-        """Hold the log for one decision, which `write` takes, and give the time; what is due is
-        written.
-        """
+        """Hold the log for one decision, which `write` takes; give the time. What is due is written."""
         async with self._lock:
             await self._read()
             self._up_to_date = True

@@ -1,5 +1,4 @@
-"""A training job: the pieces that a user writes, the plan that cuts it into work units, and the
-training of one unit.
+"""A training job: what a user writes, the plan that cuts it into units, the training of one unit.
 
 A volunteer needs the model, the loss and the optimizer. Data and validation stay with the
 coordinator, which hands out the data in subsets. A job in a file of its own (`Job.load`) can be
@@ -51,9 +50,7 @@ class Rows:
 
     @classmethod
     def of(cls, values: Iterable[tuple[Any, Any]], named: bool) -> Rows:
-        """Return rows of these columns; raise ValueError if they differ in length or hold no
-        numbers.
-        """
+        """Return rows of these columns; raise ValueError if of unequal length, or no numbers."""
         columns = {str(name): _array(column) for name, column in values}
         for name, column in columns.items():
             if column.dtype.kind not in KINDS:
@@ -86,9 +83,7 @@ class Rows:
         return [self.take(part) for part in np.array_split(order, subsets)]
 
     def batch(self, indices: Indices, device: torch.device) -> Batch:
-        tensors = {
-            name: torch.from_numpy(column[indices]).to(device) for name, column in self.columns.items()
-        }
+        tensors = {name: torch.from_numpy(one[indices]).to(device) for name, one in self.columns.items()}
         return tensors if self.named else tuple(tensors.values())
 
     def encode(self) -> bytes:

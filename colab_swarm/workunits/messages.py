@@ -1,5 +1,4 @@
-"""The messages between a volunteer and the coordinator, over HTTP; the page of
-`colab_swarm.workunits` lists them.
+"""Messages between a volunteer and the coordinator over HTTP; `colab_swarm.workunits` lists them.
 
 Each request carries ``Authorization: Swarm BASE64URL`` of a `SignedRequest`. A link is the
 coordinator's address, and after ``#`` the content of an invitation:
@@ -10,7 +9,6 @@ never reaches the server.
 from __future__ import annotations
 
 import base64
-import binascii
 import os
 import random
 import re
@@ -43,8 +41,7 @@ MAX_UNITS = 64
 MAX_HELD = 1024
 MAX_SUBSET_BYTES = 1 << 31
 Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
-JobName: TypeAlias = Annotated[str, msgspec.Meta(pattern=rf"^{NAME.pattern}\Z")]
-"""It becomes part of a path at the volunteer."""
+JobName: TypeAlias = Annotated[str, msgspec.Meta(pattern=rf"^{NAME.pattern}\Z")]  # part of a path
 AssignmentId: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
 
@@ -76,7 +73,7 @@ class AskForUnits(Message, frozen=True):
     """
 
     count: Annotated[int, msgspec.Meta(ge=1, le=MAX_UNITS)]
-    held: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_HELD)] = ()  # SHA-256 of subsets
+    held: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_HELD)] = ()  # SHA-256
     name: Annotated[str, msgspec.Meta(max_length=64)] = ""
     in_hand: Annotated[tuple[AssignmentId, ...], msgspec.Meta(max_length=MAX_UNITS)] = ()
 
@@ -152,8 +149,7 @@ class Backoff:
 SCHEME = "Swarm "
 MAX_HEADER_CHARACTERS = 4 * MAX_MEMBERSHIP_BYTES
 FRESH_S = 60.0
-MAX_NONCES = 200_000
-"""Nonces remembered; beyond this many requests in two minutes the rest are refused."""
+MAX_NONCES = 200_000  # remembered; beyond this many requests in two minutes the rest are refused
 
 
 class SignedRequest(Signed, frozen=True):
@@ -231,7 +227,7 @@ def _decoded(header: str) -> SignedRequest:
     try:
         encoded = base64.b64decode(header[len(SCHEME) :], altchars=b"-_", validate=True)
         return msgspec.msgpack.decode(encoded, type=SignedRequest)
-    except (binascii.Error, ValueError, *UNDECODABLE) as error:
+    except (ValueError, *UNDECODABLE) as error:
         raise NotAdmitted("the token cannot be read: `pip install -U colab-swarm`") from error
 
 
@@ -268,10 +264,8 @@ class WorkLink:
                 "the organizer wants to admit each peer of this run: swarm = cs.join(invitation), "
                 "then swarm.volunteer()"
             )
-        membership = Membership.by_invitation(
-            grant, self.invite.key, key=identity.public_key, now=time.time()
-        )
-        return Token(identity, membership.encode())
+        mine = Membership.by_invitation(grant, self.invite.key, key=identity.public_key, now=time.time())
+        return Token(identity, mine.encode())
 
     def __str__(self) -> str:
         return f"{self.url}#{str(self.invite).partition('#')[2]}"

@@ -1,5 +1,4 @@
-"""Stores in a server: Redis, and PostgreSQL, MariaDB or MySQL, which the VC-ASGD paper compares
-(section IV-D).
+"""Stores in a server: Redis, PostgreSQL, MariaDB or MySQL, which the paper compares (section IV-D).
 
 Redis: eventual consistency. Parameter servers read, compute and write the parameters without
 waiting for one another (section III-D). Of two that overlap, one loses its change of the values,
@@ -54,8 +53,7 @@ PIECE_BYTES = 128 << 10
 PIECES_PER_COMMAND = 16
 READ_BYTES = 256 << 10
 CONNECT_S, ANSWER_S = 10, 60.0
-NEW_S = 3600
-"""New parameters expire after this time if their server died before they came into force."""
+NEW_S = 3600  # life of new parameters whose server died before they came into force
 CLAIM = """
 for _, assignment in ipairs(redis.call('LRANGE', KEYS[1], 0, -1)) do
     if tonumber(redis.call('HGET', KEYS[2], assignment) or 0) <= tonumber(ARGV[1]) then

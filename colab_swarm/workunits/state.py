@@ -130,13 +130,11 @@ AnyEntry: TypeAlias = (
 encode_entry = msgspec.msgpack.Encoder().encode
 decode_entry = msgspec.msgpack.Decoder[AnyEntry](AnyEntry).decode
 MEMORY = 0.9
-RELIABLE = 0.5
-"""Below this reliability a volunteer gets few units, and none that failed before while others are present."""
+RELIABLE = 0.5  # below this a volunteer gets few units, and failed ones last
 BAN_RATE = 0.25  # share of bad results that leads to a ban: three in a row, or every fourth
 FIRST_BAN_S = 600.0
 LONGEST_BAN_S = 86_400.0
-FREE_RETURNS = 3
-"""After more returns without a result in between, a volunteer gets no units for a while: each fills the log."""
+FREE_RETURNS = 3  # without a result in between; then a volunteer rests, as each fills the log
 LONGEST_REST_S = 600.0
 
 
@@ -190,15 +188,14 @@ class VolunteerState:
             self.bans += 1
 
 
-MARKS = {"expired": "late", "rejected": "rejected"}
-"""Of units that wait again, by the fate of their last replica."""
+MARKS = {"expired": "late", "rejected": "rejected"}  # of units that wait again, by their last fate
 MAX_MARKS = 400  # units shown one by one
 Fate: TypeAlias = Literal["out", "returned", "accepted", "rejected", "expired", "given back", "superseded"]
 
 
 @dataclass
 class UnitReplica:
-    """A unit ``given`` to a volunteer. Without it a majority accepts the unit: ``superseded``."""
+    """A unit ``given`` to a volunteer; ``superseded``: others' results were accepted without it."""
 
     given: Assigned
     fate: Fate = "out"  # accepted: also one that agreed with the accepted one
@@ -211,7 +208,7 @@ class UnitState:
     replicas: list[UnitReplica] = field(default_factory=list)
     accepted: bool = False
     staleness: int | None = None  # results assimilated between its start and its own
-    failed_by: dict[str, float] = field(default_factory=dict)  # volunteers, and when they did last
+    failed_by: dict[str, float] = field(default_factory=dict)  # when each volunteer last failed it
 
     def live(self) -> list[UnitReplica]:
         """Return replicas whose results are awaited, or wait for a majority."""

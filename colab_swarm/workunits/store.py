@@ -1,5 +1,4 @@
-"""The state of a job: its log, its parameters, and the results that wait. It outlives the
-coordinator.
+"""The state of a job, which outlives the coordinator: log, parameters, results that wait.
 
 Every method is atomic and durable where the store is. A process killed at any moment leaves all of
 a call or nothing. The coordinator and the parameter servers use a store at once, from several
@@ -31,10 +30,9 @@ from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, decode_
 from colab_swarm.workunits.weights import Floats, as_bytes
 
 Blobs: TypeAlias = Mapping[str, bytes]
-Update: TypeAlias = Callable[[Floats], Floats]
-"""Compute new parameters from the current ones, which are read-only and only lent."""
+Update: TypeAlias = Callable[[Floats], Floats]  # of current parameters, which are read-only and lent
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-"""Environment of processes that assimilate: glibc reuses the memory of vectors, which halves the time of an update."""
+"""Environment of servers: glibc reuses the memory of vectors, which halves the time of an update."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +211,7 @@ class TableStore(ParameterStore):
     def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
         began = time.perf_counter()
         with self._transaction() as connection:
-            version = 1 + (self._version(connection) or 0)
+            new = 1 + (self._version(connection) or 0)
             if not self._run(
                 connection,
                 "DELETE FROM swarm_queue WHERE job = :job AND assignment = :assignment",
@@ -221,12 +219,10 @@ class TableStore(ParameterStore):
             ).rowcount:
                 return None
             self._replace(connection, update)
-            self._run(
-                connection, "UPDATE swarm_jobs SET version = :version WHERE job = :job", version=version
-            )
+            self._run(connection, "UPDATE swarm_jobs SET version = :version WHERE job = :job", version=new)
             self._drop(connection, [accepted.result])
-            self._log(connection, [assimilated(accepted, version, server=server, now=now, began=began)])
-        return version
+            self._log(connection, [assimilated(accepted, new, server=server, now=now, began=began)])
+        return new
 
     def _version(self, connection: Any) -> int | None:
         query = f"SELECT version FROM swarm_jobs WHERE job = :job{self.locking}"
@@ -249,9 +245,7 @@ class TableStore(ParameterStore):
             self._run(connection, "DELETE FROM swarm_blobs WHERE job = :job AND name = :name", name=name)
 
     def _log(self, connection: Any, entries: Sequence[AnyEntry]) -> None:
-        """Append, at the end of a transaction: others wait from here, so readers see entries in
-        order.
-        """
+        """Append at the end of a transaction: others wait from here, readers see entries in order."""
         if not entries:
             return
         move = "UPDATE swarm_ends SET position = position + :more WHERE job = :job"
@@ -356,11 +350,10 @@ FORMS = (
     "memory, a file such as job.db or sqlite:////absolute/path, redis://HOST:6379/0, unix:///path/of/redis.sock, "
     "postgresql+psycopg://USER:PASSWORD@HOST/DATABASE or mysql+pymysql://USER:PASSWORD@HOST/DATABASE"
 )
-ELSEWHERE = {
+ELSEWHERE = {  # stores that need libraries beyond the base, by scheme
     **dict.fromkeys(("redis", "rediss", "unix"), "RedisStore"),
     **dict.fromkeys(("postgresql+psycopg", "mysql+pymysql"), "SqlStore"),
 }
-"""Classes by scheme, of stores that need libraries beyond the base."""
 
 
 def open_store(url: str, job: str) -> ParameterStore:

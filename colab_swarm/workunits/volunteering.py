@@ -52,9 +52,7 @@ SAVE_S, MAX_CACHE_BYTES = 30.0, 2 << 30  # interval of the saves of a unit, and 
 FAREWELL_S = 5.0  # time limit for giving units back
 AFTER_REFUSAL_S = 0.5, 60.0
 THREAD = DeviceThread()
-VIEWS = Views(
-    draw_volunteer, volunteer_line, lambda snapshot: snapshot.over, "volunteer", ("Stop", "Stopped")
-)
+VIEWS = Views(draw_volunteer, volunteer_line, lambda seen: seen.over, "volunteer", ("Stop", "Stopped"))
 _volunteers: set[Volunteer] = set()
 
 
@@ -73,8 +71,7 @@ class _Over(Exception):
 
 
 class Volunteer:
-    """A volunteer that works in the background, while ``gate`` is open. Show it, `watch` it, `stop`
-    it.
+    """A volunteer that works in the background, while ``gate`` is open. Show, `watch`, `stop` it.
 
     On an event loop use `begin`, `wait_over` and `leave`; from other threads `wait` and `stop`. It
     trains ``units`` at a time, and keeps data and unfinished ones in ``folder``. Raises ValueError

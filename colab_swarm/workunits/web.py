@@ -1,5 +1,4 @@
-"""The coordinator over HTTP: the requests of `colab_swarm.workunits.messages`, and a public status
-page.
+"""The coordinator over HTTP: requests of `colab_swarm.workunits.messages`, and a public status page.
 
 A request is refused as early as possible: by its token, by the size it announces, by the assignment
 it names. Only then is the body read. Nothing of a request becomes a path of the file system: data
@@ -55,15 +54,12 @@ INITIAL = "/api/parameters/{epoch:[1-9][0-9]{0,8}}-{subset:0|[1-9][0-9]{0,8}}"
 CONTENT_RANGE = re.compile(rf"bytes {NUMBER}-{NUMBER}/{NUMBER}")
 Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MAX_PIECE_BYTES = 4 << 20  # of an upload's piece, which is in memory while its digest is checked
-MAX_UPLOADS, MAX_DOWNLOADS, MAX_EACH = 32, 64, 8
-"""Transfers at once, and of one volunteer; beyond that a volunteer must retry."""
-READ_S, SEND_S, SLOWEST_BYTES_S = 300.0, 60.0, 32 << 10
-"""Time limits for receiving a body and for sending a file; a large file has longer."""
+MAX_UPLOADS, MAX_DOWNLOADS, MAX_EACH = 32, 64, 8  # at once, and each volunteer; then it must retry
+READ_S, SEND_S, SLOWEST_BYTES_S = 300.0, 60.0, 32 << 10  # limits; a large file has longer
 IDLE_S = 75.0  # time limit for a silent connection, and for the head of a request
 SENT_BYTES = 64 << 10
 BUSY_S, BROKEN_S = 1, 5  # seconds after which to retry
-FAREWELL_S = 2.0
-"""Time limit for draining a refused body, and for transfers under way when the server closes."""
+FAREWELL_S = 2.0  # for draining a refused body, and for transfers when the server closes
 STATUSES = {
     "token": 401,
     "banned": 403,
@@ -379,28 +375,26 @@ class CoordinatorServer:
     async def _take(self, volunteer: str, assignment: str) -> None:
         """Check a complete result and write what follows from it; raise Refused if it is invalid or not wanted."""
         data = await asyncio.to_thread(self.uploads.read, assignment)
-        state, replication = self._dispatcher.state, self._job.plan.replication
-        _, file = await self._file(state.replicas[assignment].given.unit if replication > 1 else None)
-        base, fault, changes = self._schema.decode(file), "", tuple(state.changes)
+        core, plan = self._dispatcher, self._job.plan
+        _, file = await self._file(
+            core.state.replicas[assignment].given.unit if plan.replication > 1 else None
+        )
+        base, fault, changes = self._schema.decode(file), "", tuple(core.state.changes)
         values, change = base, 0.0
         try:
-            values, change = await asyncio.to_thread(
-                self._schema.judge, data, base, changes, self._job.plan.max_change
-            )
+            values, change = await asyncio.to_thread(self._schema.judge, data, base, changes, plan.max_change)
         except ValueError as error:
             fault = str(error)
         async with self._log.deciding() as now:
-            _raise(self._dispatcher.refusal(assignment, volunteer, now=now))
+            _raise(core.refusal(assignment, volunteer, now=now))
             if fault:
                 await self._log.write([Rejected(at=now, assignment=assignment, reason=fault)])
                 raise Refused("invalid", fault)
             distance = partial(self._distance, {assignment: values}, base)
-            entries = await asyncio.to_thread(
-                self._dispatcher.on_result, assignment, change, distance, now=now
-            )
+            entries = await asyncio.to_thread(core.on_result, assignment, change, distance, now=now)
             odd = [one for one in entries if isinstance(one, Rejected) and one.assignment == assignment]
             put = {} if odd else {f"result-{assignment}": bytes(as_bytes(values))}
-            await self._log.write(entries, put=put, drop=self._dispatcher.obsolete(entries))
+            await self._log.write(entries, put=put, drop=core.obsolete(entries))
             if odd:
                 raise Refused("invalid", odd[0].reason)
 

@@ -18,8 +18,7 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 
 MAX_WHOLE = 1 << 24  # integers up to here are exact in float32
 KNOWN = 5  # after this many accepted results the usual change of the parameters is known
-FIRST_CHANGE = 1000.0
-"""Until then a change may be this many times the parameters' norm, or the norm if each were 1."""
+FIRST_CHANGE = 1000.0  # until then at most so many times their norm, or the norm of ones
 MOST = 1e18  # of a value: no mean of such values is infinite, and no square
 
 

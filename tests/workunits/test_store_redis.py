@@ -19,7 +19,7 @@ from tests.workunits.servers import accepted, begun, new_job, plus_one
 pytestmark = pytest.mark.parametrize("url", ["redis"], indirect=True)
 
 
-def test_a_server_that_was_overtaken_overwrites_the_values_and_both_are_in_the_log(
+def test_an_overtaken_server_overwrites_the_values_and_both_are_in_the_log(
     store: ParameterStore,
 ) -> None:
     def overtaken(values: Floats) -> Floats:

@@ -54,15 +54,14 @@ async def test_data_come_whole_or_in_ranges_and_are_known_by_their_digest(tmp_pa
         assert beyond.status == 416 and "no such range" in beyond.problem.text
 
 
-async def test_parameters_carry_their_version_and_a_range_of_an_old_one_becomes_the_new_whole(
+async def test_parameters_carry_a_version_and_a_range_of_an_old_one_is_the_new_whole(
     tmp_path: Path,
 ) -> None:
     async with coordinating(tiny_job(), tmp_path) as scene:
         first = await scene.alice.send("GET", "/api/parameters")
         assert first.headers["Version"] == "0" and first.headers["ETag"] == '"0"'
-        np.testing.assert_array_equal(
-            scene.coordinator.schema.decode(first.body), scene.store.parameters().values
-        )
+        values = scene.coordinator.schema.decode(first.body)
+        np.testing.assert_array_equal(values, scene.store.parameters().values)
         headers = {"Range": "bytes=8-", "If_Range": '"0"'}
         assert (await scene.alice.send("GET", "/api/parameters", **headers)).status == 206
         await scene.alice.train()
@@ -187,11 +186,8 @@ async def test_too_many_downloads_at_once_must_retry(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_a_download_that_is_given_up_is_no_fault(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_download_given_up_is_no_fault(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     job = dataclasses.replace(tiny_job(), model=lambda: nn.Linear(4, 1 << 21))  # more than sockets hold
-
     async with coordinating(job, tmp_path) as scene:
         given_up = asyncio.create_task(scene.alice.send("GET", "/api/parameters"))
         await until(lambda: scene.server.running["download"] == 1)
@@ -200,9 +196,7 @@ async def test_a_download_that_is_given_up_is_no_fault(
     assert caplog.records == []
 
 
-async def test_a_visitor_that_floods_the_page_shuts_out_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_flooding_visitor_shuts_out_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("colab_swarm.notebook.page.VisitLimit", lambda most: VisitLimit(most, 600.0))
     async with coordinating(tiny_job(), tmp_path) as scene:
         flood = [scene.alice.send("GET", "/live", X_Forwarded_For="198.51.100.7") for _ in range(150)]

@@ -83,9 +83,7 @@ def test_garbled_files_are_refused(noise: bytes, place: int) -> None:
         (torch.full((3, 3), float("-inf")).triu(1), r"mask .* not finite.*persistent=False"),
     ],
 )
-def test_values_that_float32_cannot_tell_or_no_result_may_have_are_refused(
-    wrong: torch.Tensor, message: str
-) -> None:
+def test_values_that_no_float32_or_no_result_may_have_are_refused(wrong: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Schema.of(Masked(wrong))
 
