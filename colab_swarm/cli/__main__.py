@@ -6,7 +6,11 @@ import argparse
 import hashlib
 import json
 import logging
+import os
+import queue
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,17 +27,14 @@ if TYPE_CHECKING:
     from colab_swarm.invite import Access
 
 Options: TypeAlias = argparse.Namespace
-Arguments: TypeAlias = dict[str, tuple[str, dict[str, Any]]]
-"""Help and settings by name, as `argparse` takes them."""
+Arguments: TypeAlias = dict[str, tuple[str, dict[str, Any]]]  # help, settings of `argparse` by name
 MAX_HOURS = 24 * 365
 TUNNELS = ("ngrok", "cloudflared")
 SIZES = ("tiny", "base", "large", "xlarge")
 STATUS_EVERY_S = 5.0
-LAST_ROUND_S = 60.0
-"""How long a leaving trainer waits for a round that uses its accumulated gradients."""
-LINGER_S = 35.0
-"""How long a coordinator stays after the end: volunteers that wait for units ask again within this time."""
 LOOK_S = 0.2
+DEMO_S = 600.0  # time limit
+SURVIVORS = ("alice", "bob", "dave")  # of the demo
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -118,7 +119,6 @@ def _report_event(options: Options, swarm: Swarm, event: Event) -> None:
 
 
 def _stay(swarm: Swarm, options: Options, facts: dict[str, str], *, hours: float | None = None) -> None:
-    """Print the status until interrupted, or until ``hours`` have passed."""
     until = time.monotonic() + 3600 * (hours or MAX_HOURS)
     for kind, fact in facts.items():
         _report(options, kind, **{kind: fact})
@@ -131,10 +131,93 @@ def _stay(swarm: Swarm, options: Options, facts: dict[str, str], *, hours: float
         _report(options, "status", peers=len(seen.peers), reached=seen.reached, **traffic)
 
 
-def _demo(options: Options) -> None:
-    from colab_swarm.cli.demo import demo
+class _Children:
+    """Processes that report JSON lines."""
 
-    demo(steps=options.steps)
+    def __init__(self) -> None:
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+        self._events: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
+        self._deadline = time.monotonic() + DEMO_S
+
+    def start(self, name: str, *arguments: str) -> None:
+        self.processes[name] = subprocess.Popen(
+            [sys.executable, "-m", "colab_swarm.cli", *arguments, "--json-lines", "--peer-name", name],
+            stdout=subprocess.PIPE,
+            stdin=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        )
+        threading.Thread(target=self._read, args=(name,), daemon=True).start()
+
+    def _read(self, name: str) -> None:
+        for line in self.processes[name].stdout or ():
+            self._events.put((name, json.loads(line)))
+        self._events.put((name, {"event": "ended"}))
+
+    def next_event(self) -> tuple[str, dict[str, Any]]:
+        """Return the next event and its peer; only carol may end before she has finished."""
+        try:
+            name, event = self._events.get(timeout=max(0.1, self._deadline - time.monotonic()))
+        except queue.Empty:
+            raise SwarmError(f"the demo did not finish within {DEMO_S:.0f} s") from None
+        if event["event"] == "ended" and name != "carol":
+            raise SwarmError(f"{name} ended early with status {self.processes[name].wait()}")
+        return name, event
+
+    def stop(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+        for process in self.processes.values():
+            with process:  # waits, and closes its pipes
+                pass
+
+
+def _demo(options: Options) -> None:
+    """Train with a backbone and three trainers; half-way one is killed and another one joins."""
+    children = _Children()
+    try:
+        children.start("backbone", "backbone", "demo")
+        event: dict[str, Any] = {}
+        while "invite" not in event:
+            _, event = children.next_event()
+        print(f"invitation  {event['invite'][:60]}…\n", flush=True)
+        trainer = ["peer", event["invite"], "--steps", str(options.steps), "--target-batch-size", "96"]
+        for name in ("alice", "bob", "carol"):
+            children.start(name, *trainer)
+        _watch(children, options.steps, trainer)
+    finally:
+        children.stop()
+
+
+def _watch(children: _Children, steps: int, trainer: list[str]) -> None:
+    digests: dict[str, str] = {}
+    while not digests.keys() >= set(SURVIVORS):
+        name, event = children.next_event()
+        if text := _describe(event):
+            print(f"{name:>9}  {text}", flush=True)
+        if event["event"] == "finished":
+            digests[name] = event["parameters"]
+        if event["event"] == "step" and event["step"] >= steps // 2 and "dave" not in children.processes:
+            children.processes["carol"].kill()
+            children.start("dave", *trainer)
+            print("    --- carol is killed, dave joins ---", flush=True)
+    if len({digests[name] for name in SURVIVORS}) != 1:
+        raise SwarmError(f"the trainers hold different parameters: {digests}")
+    print(f"equal parameters on {', '.join(SURVIVORS)}: {digests['dave']}", flush=True)
+
+
+def _describe(event: dict[str, Any]) -> str | None:
+    match event["event"]:
+        case "step":
+            loss = "" if event["loss"] is None else f"loss {event['loss']:.3f}"
+            speed = f"{event['samples']:.0f} samples, swarm {event['swarm_samples_per_s']:.0f}/s"
+            return f"step {event['step']:>3}  {loss}  {speed}"
+        case "state":
+            size = f"{event['bytes'] / 1e6:.1f} MB from {event['donors']} donors"
+            return f"received the state of step {event['step']}: {size}"
+        case "training" | "finished" | "ended" as kind:
+            return str(kind)
+    return None
 
 
 def _bench(options: Options) -> None:
@@ -247,7 +330,7 @@ def _train(options: Options) -> None:
             loss.backward()
             optimizer.step(samples=len(batch["input_ids"]), loss=loss.item())
         if options.hours is not None:
-            optimizer.wait_step(LAST_ROUND_S)
+            optimizer.wait_step(60.0)  # for a round that uses its accumulated gradients
         total = swarm.snapshot()
         facts = {"reached": total.reached, "sent": total.sent_bytes, "received": total.received_bytes}
         _report(options, "finished", step=optimizer.global_step, parameters=_digest(model), **facts)
@@ -284,7 +367,7 @@ def _coordinate(options: Options) -> None:
                 _report(options, "finished", draw_job(status).text(), since=status.since, **facts)
             else:
                 _report(options, "status", job_line(status), epoch=status.epoch, **facts)
-        time.sleep(LINGER_S)
+        time.sleep(35.0)  # volunteers that wait for units ask again within this time
 
 
 def _volunteer(options: Options) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from colab_swarm.workunits.state import JobStatus, VolunteerState
 
 ACROSS = 100  # units in a line
-MARKS = {
+MARKS = {  # character and words for each state of a unit
     "assimilated": "# done",
     "queued": "= to assimilate",
     "training": "> training",
@@ -24,7 +24,6 @@ MARKS = {
     "rejected": "x rejected",
     "waiting": ". waits",
 }
-"""Character and words for each state of a unit."""
 COLUMNS = ("volunteer", "reliability", "units", "rejected", "late", "in hand")
 DYING = "the parameter servers end again and again: the coordinator's parameter-servers.log says why"
 HOW_TO = (

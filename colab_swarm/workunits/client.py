@@ -1,12 +1,9 @@
-"""What a volunteer talks and keeps: requests to the coordinator over outgoing HTTP(S), data and units in hand on disk.
+"""What a volunteer talks and keeps: requests to the coordinator, data and units in hand on disk.
 
 A call retries until it succeeds, and `CoordinatorClient.trouble` says why it takes so long. Bytes
 transferred before a connection broke are not transferred again. Only a refusal of the coordinator
 itself, a `Problem`, ends a call: with `CallRefused`, whose code is the problem's. A proxy's error
-page is retried like any network error.
-
-Each unit in hand has a file, written when the unit arrives and at intervals while it is trained,
-from which a killed volunteer resumes. Never pickle.
+page is retried like any network error. Files are never pickles.
 """
 
 from __future__ import annotations
@@ -63,11 +60,11 @@ class RetryableError(PeerError):
 
 @dataclass
 class Download:
-    """The part of a file received so far, across broken connections; ``etag`` is the version of ``data``."""
+    """The part of a file received so far, across broken connections; ``etag`` is its version."""
 
     target: str
     size_bytes: int
-    etag: str = ""
+    etag: str = ""  # version of `data`
     data: bytearray = field(default_factory=bytearray)
 
     def restart(self, text: str) -> RetryableError:
@@ -98,7 +95,7 @@ class SubsetCache:
         return None
 
     def put(self, digest: str, data: bytes) -> None:
-        """Save ``data``; the least recently used make room. A full or read-only disk only causes a warning."""
+        """Save ``data``; the least recently used make room. A failing disk only causes a warning."""
         room = self._max_bytes - len(data)
         if room < 0:
             return
@@ -128,39 +125,23 @@ class SubsetCache:
 
 
 T = TypeVar("T")
-PIECE_BYTES = 1 << 20
-"""Of an upload: a broken connection costs this at most."""
+PIECE_BYTES = 1 << 20  # of an upload: a broken connection costs this at most
 READ_BYTES = 64 << 10
-MAX_CARD_BYTES = 16 << 20
 MAX_ANSWER_BYTES = 64 << 10
-MAX_CODE_BYTES = 4 * MAX_CODE_CHARACTERS
-TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=20.0, sock_read=60.0)
-"""No limit on the total: a large file may take its time as long as it moves."""
+# ranges count bytes of the file itself; data are compressed already
 HEADERS = {"Accept-Encoding": "identity", "Content-Type": "application/octet-stream"}
-"""Ranges count bytes of the file itself; data are compressed already."""
-TROUBLE = (aiohttp.ClientError, OSError)
-"""Errors worth a retry; timeouts and `RetryableError` are OSErrors."""
+TROUBLE = (aiohttp.ClientError, OSError)  # timeouts and `RetryableError` are OSErrors
 GOOD = (200, 206, 304)
-CONFLICT = 409
-"""A piece does not continue the upload; header Received says where it ends."""
+CONFLICT = 409  # a piece does not continue the upload; header Received says where it ends
 
 
 class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
-    """Connection to one coordinator. Use it in one event loop, and `close` it.
+    """Connection to one coordinator of the run ``run_id``. Use it in one event loop; `close` it.
 
-    Every method raises `CallRefused` if the coordinator refuses the request, and retries other
-    errors.
-
-    Attributes:
-        trouble: the error that the current call retries after, for people; empty while all is well.
-        sent_bytes, received_bytes: of bodies.
-
-    Args:
-        url: of the coordinator, such as ``https://example.org``.
-        token: signs the requests.
-        run_id, authority: the run that the coordinator must belong to, and its public key; None in an open run.
-        retry_s: shortest and longest wait between retries.
-        clock: seconds since the epoch; the coordinator's own clock corrects it.
+    Every method raises `CallRefused` if the coordinator refuses, and retries other errors, between
+    the two waits of ``retry_s``. ``authority`` is the run's public key; None in an open run.
+    ``clock`` gives seconds since the epoch; the coordinator's own clock corrects it. ``trouble`` is
+    the error that the current call retries after, empty while all is well.
     """
 
     def __init__(
@@ -198,8 +179,6 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
         return card
 
     async def code(self, card: JobCard) -> str:
-        """Return the job's Python code; empty if it has none."""
-
         def checked(body: bytes) -> str:
             if sha256(body).hexdigest() != card.code_sha256:
                 raise RetryableError("the job's code came garbled")
@@ -207,7 +186,7 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
 
         if not card.code_sha256:
             return ""
-        return await self._call("GET", "/api/code", checked, most_bytes=MAX_CODE_BYTES)
+        return await self._call("GET", "/api/code", checked, most_bytes=4 * MAX_CODE_CHARACTERS)
 
     async def ask(self, request: AskForUnits | GiveBack) -> GivenUnits:
         """Request units, or return some untrained."""
@@ -249,7 +228,6 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
             return await self._until_done(attempt)
 
     async def upload(self, assignment: str, data: bytes) -> Taken:
-        """Upload a result, in pieces."""
         target, at, lost = f"/api/results/{assignment}", 0, False
 
         async def attempt() -> Taken:
@@ -299,7 +277,7 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
         target: str,
         decode: Callable[[bytes], T],
         body: bytes = b"",
-        most_bytes: int = MAX_CARD_BYTES,
+        most_bytes: int = 16 << 20,
     ) -> T:
         async def attempt() -> T:
             async with self._request(method, target, body) as answer:
@@ -310,9 +288,9 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
     async def _fetch(self, download: Download, known: str = "") -> bool:
         """Continue a download, or begin it; return False if the version ``known`` is the newest."""
         target, most, headers = download.target, download.size_bytes, {}
-        if not download.data:
-            headers = {"If-None-Match": known} if known else {}
-        elif download.etag:
+        if known and not download.data:
+            headers = {"If-None-Match": known}
+        elif download.data and download.etag:
             headers = {"Range": f"bytes={len(download.data)}-", "If-Range": download.etag}
         async with self._request("GET", target, headers=headers) as answer:
             if answer.status == 304:
@@ -349,10 +327,11 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
     async def _request(
         self, method: str, target: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send one signed request; raise CallRefused if it is refused, RetryableError if it may succeed later."""
+        """Send one signed request; raise RetryableError if it may succeed later."""
         if self._session is None:  # needs a running loop
+            moving = aiohttp.ClientTimeout(total=None, sock_connect=20.0, sock_read=60.0)  # however large
             self._session = aiohttp.ClientSession(
-                timeout=TIMEOUT, headers=HEADERS, trust_env=True, middlewares=(_once,)
+                timeout=moving, headers=HEADERS, trust_env=True, middlewares=(_once,)
             )
         token = {"Authorization": self.token.header(method, target, body, now=self._now())}
         async with self._session.request(
@@ -379,15 +358,15 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
         raise CallRefused(problem.code, problem.text)
 
     def _set_clock(self, date: str) -> bool:
-        """Adopt the coordinator's time if ours is so wrong that it refuses our tokens; return True if so."""
+        """Adopt the coordinator's time if ours is so wrong that it refuses our tokens."""
         try:
             ahead_s = parsedate_to_datetime(date).timestamp() - self._clock()
         except ValueError:
             return False
-        wrong = abs(ahead_s - self._ahead_s) > FRESH_S / 2
-        if wrong:
-            self._ahead_s = ahead_s
-        return wrong
+        if abs(ahead_s - self._ahead_s) <= FRESH_S / 2:
+            return False
+        self._ahead_s = ahead_s
+        return True
 
     def _now(self) -> float:
         return self._clock() + self._ahead_s
@@ -418,7 +397,6 @@ def _decoded(body: bytes, kind: type[T]) -> T:
 
 
 def _received(answer: aiohttp.ClientResponse, at: int, size: int) -> int:
-    """Return where an upload of ``size`` bytes continues, which cannot be ``at``."""
     text = answer.headers["Received"]
     if not re.fullmatch("[0-9]{1,18}", text) or int(text) == at or int(text) >= size:
         raise RetryableError(f"a piece at byte {at:,} was not taken")
@@ -426,74 +404,51 @@ def _received(answer: aiohttp.ClientResponse, at: int, size: int) -> int:
 
 
 def _seconds(text: str) -> float:
-    """Seconds of a Retry-After header; a date counts as 0."""
     return float(text) if re.fullmatch(r"\d{1,6}(\.\d{1,6})?", text) else 0.0
 
 
 @dataclass(frozen=True)
 class UnitProgress:
-    """One slot of a volunteer: its unit's name (empty: none), batches trained and in all, and last loss.
+    """One slot of a volunteer."""
 
-    ``phase`` is ``waiting`` for a unit, ``downloading``, ``training`` or ``uploading``; ``seconds``
-    count from the unit's arrival.
-    """
-
-    unit: str = ""
-    phase: str = "waiting"
-    done: int = 0
+    unit: str = ""  # empty: none
+    phase: str = "waiting"  # or downloading, training, uploading
+    done: int = 0  # batches
     batches: int = 0
     loss: float | None = None
-    seconds: float = 0.0
+    seconds: float = 0.0  # since the unit's arrival
 
 
 @dataclass(frozen=True)
 class VolunteerSnapshot:
-    """Progress of one volunteer in a job.
-
-    Attributes:
-        state: its activity, or why it ended, for people.
-        over: True once it has ended.
-        fault: traceback of the job's own code, if that ended it.
-        epoch, accuracy: the job's epoch, and the accuracy of the one before, as last reported.
-        accepted, refused, given_back: numbers of units.
-        refusal: why the last result was refused.
-        samples: trained in accepted units.
-        sent_bytes, received_bytes: of results, and of data and parameters.
-    """
+    """Progress of one volunteer in a job."""
 
     job: str
-    state: str
+    state: str  # its activity, or why it ended, for people
     over: bool
-    fault: str
-    epoch: int
-    accuracy: float | None
+    fault: str  # traceback of the job's own code, if that ended it
+    epoch: int  # of the job, as last reported
+    accuracy: float | None  # of the epoch before
     units: tuple[UnitProgress, ...]
-    accepted: int
+    accepted: int  # units, like the next two
     refused: int
     given_back: int
-    refusal: str
-    samples: int
-    sent_bytes: int
-    received_bytes: int
+    refusal: str  # why the last result was refused
+    samples: int  # trained in accepted units
+    sent_bytes: int  # of results
+    received_bytes: int  # of data and parameters
     seconds: float
 
 
 @dataclass
 class UnitInHand:
-    """A unit that a volunteer works on, from its arrival until its result is uploaded or refused.
-
-    Attributes:
-        deadline: of the unit, seconds since the epoch.
-        state: what a killed process saved of `UnitTraining`; None if there is nothing.
-        training, phase, loss: its training once it has begun, the present step, and the last loss.
-        began, saved: times of the arrival and of the last save, by the monotonic clock.
-    """
+    """A unit from its arrival until its result is uploaded or refused; monotonic times."""
 
     unit: GivenUnit
-    deadline: float
-    state: dict[str, Any] | None = None
+    deadline: float  # seconds since the epoch
+    state: dict[str, Any] | None = None  # of `UnitTraining`, saved by a killed process
     training: UnitTraining | None = None
-    phase: str = "downloading"
+    phase: str = "downloading"  # then training, uploading
     loss: float | None = None
     began: float = field(default_factory=time.monotonic)
     saved: float = field(default_factory=time.monotonic)
@@ -506,13 +461,12 @@ class UnitInHand:
 
 
 class UnitSaves:
-    """Files of units in hand in ``folder``; ``owner`` identifies the volunteer and the job, among earlier ones."""
+    """Files of units in hand, from which a killed volunteer resumes; ``owner``: volunteer and job."""
 
     def __init__(self, folder: Path, owner: str) -> None:
         self._folder, self._owner = folder, owner
 
     def save(self, held: UnitInHand) -> None:
-        """Save a unit. A failure only causes a warning."""
         state = {
             "owner": self._owner,
             "unit": msgspec.msgpack.encode(held.unit),

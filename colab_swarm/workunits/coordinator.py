@@ -1,8 +1,8 @@
 """`cs.workunits.coordinate`: hand a job out to volunteers in work units.
 
-`Coordinator` owns the job's log and what follows it: the web server (`web`), and parameter servers, which merge
-accepted results into the parameters. Any number of these work on one store, each on a thread or in a process of its
-own. They know nothing of each other or of the coordinator, and hold no state.
+`Coordinator` owns the job's log and what follows it: the web server (`web`), and parameter servers,
+which merge accepted results into the parameters. Any number of these work on one store, each on a
+thread or in a process of its own. They know nothing of each other, and hold no state.
 """
 
 from __future__ import annotations
@@ -59,15 +59,11 @@ LOCAL_ONLY = (
     "Only volunteers in the same local network can use this link, because the coordinator's address is private: "
     "give it a public one by tunnel='cloudflared' or tunnel='ngrok'."
 )
-LINK_HOURS = 7 * 24.0
 VIEWS = Views(draw_job, job_line, lambda status: bool(status.finished), "coordinator", ("Stop", "Stopped"))
 _coordinators: set[Coordinator] = set()
 CROWD, GROW_S, SHRINK_S = 2.0, 2.0, 30.0
-LEASE_S = 120.0
-"""A result whose server died goes to another after this time."""
+LEASE_S = 120.0  # a result whose server died goes to another after this time
 IDLE_S, FAREWELL_S, LONGEST_PAUSE_S = 0.05, 30.0, 60.0
-MOST_SERVERS = max(1, (os.cpu_count() or 1) - 1)
-"""By default: less one processor for the coordinator."""
 
 
 class CoordinatorOptions(TypedDict, total=False):
@@ -92,17 +88,11 @@ class CoordinatorOptions(TypedDict, total=False):
 
 
 class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
-    """A coordinator that works in the background. Send its ``link`` to volunteers; show it, `watch` it, `wait` for it.
+    """A coordinator in the background. Its ``link``, a secret, lets volunteers in for a week.
 
-    On an event loop use `start`, ``finished``, `status` and `close`; from other threads the rest. ``access`` is of the
-    run of ``token``'s peer, ``tick_s`` the interval of the check for passed deadlines. The caller closes the store.
-
-    Attributes:
-        link: lets volunteers in for a week; a secret. In a notebook it shows itself with a QR code and badges.
-        url: address of the status page, which is public.
-        stopped: True after `stop`.
-        schema, card: of the job's parameters, and the job as volunteers see it.
-        finished: set when the job is done.
+    On an event loop use `start`, ``finished``, `status` and `close`; from other threads the rest.
+    ``access`` is of the run of ``token``'s peer, ``tick_s`` the interval of the check for passed
+    deadlines. The caller closes the store. ``url`` is the address of the public status page.
     """
 
     link: Invitation
@@ -125,9 +115,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         subsets = lay_out(job, folder / "data")
         store.begin(self.schema.flatten(model))
         measuring = f"job = job.with_plan(seed={plan.seed}, validation_samples={plan.validation_samples})\n"
-        (folder / "job.py").write_text(
-            f"{job.code}\n{measuring}", encoding="utf-8"
-        )  # for servers in processes
+        (folder / "job.py").write_text(f"{job.code}\n{measuring}", encoding="utf-8")  # for server processes
         self.card = JobCard(
             run_id=access.run_id,
             name=job.name,
@@ -160,18 +148,16 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
             raise ValueError(f"servers={servers}: it must be 1 at least, or 'auto'")
         self._servers = servers
 
-    def invite(self, *, hours: float = LINK_HOURS) -> Invitation:
-        """Return a link that lets volunteers in for ``hours``; those who used it stay a week longer.
-
-        A peer that joined a swarm passes its own invitation on. With an allowlist volunteers join the swarm first.
+    def invite(self, *, hours: float = 7 * 24.0) -> Invitation:
+        """Return a link that lets volunteers in for ``hours``; those who used it stay a week
+        longer. With an allowlist they
+        join the swarm first. A peer that joined passes its own invitation on.
         """
         if self._access.invitation is not None:
             return shown(WorkLink(self.url, self._access.invitation))
         return shown(issue(self.url, self._access, self._token.identity, hours=hours))
 
     def snapshot(self) -> JobStatus:
-        """Return the job's progress."""
-
         async def look() -> JobStatus:
             return self.status()
 
@@ -224,7 +210,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         return draw_job(self.snapshot()).html()
 
     async def start(self, options: CoordinatorOptions, tunnel: TunnelSettings | None = None) -> None:
-        """Begin the job, or resume it where its log ends, and let volunteers in. All parts start, or none."""
+        """Begin the job, or resume it where its log ends. All parts start, or none."""
         try:
             async with self._log.deciding():
                 pass
@@ -243,7 +229,6 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
             raise
 
     async def _listen(self, host: str, wanted: int) -> int:
-        """Return the port. That of last time is tried first, so that links stay valid."""
         saved = self.folder / "port"
         if not wanted and saved.exists():
             with contextlib.suppress(OSError, ValueError):
@@ -260,7 +245,6 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
             logger.info("volunteers reach this coordinator at %s", self.url)
 
     async def close(self) -> None:
-        """Stop coordinating; the job can be resumed later. Idempotent."""
         if self._tunnel is not None:
             await self._tunnel.close()
         await self.server.close()
@@ -296,7 +280,6 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         return ProcessWorker(self.store.url, self.job.name, self.folder / "job.py", name)
 
     def status(self) -> JobStatus:
-        """Return the job's progress."""
         now, plan, state, epoch = time.time(), self.job.plan, self.dispatcher.state, self.dispatcher.epoch
         units = [state.units[Unit(epoch, subset)] for subset in range(state.subsets)]
         counts = dict.fromkeys(("waiting", "training", "queued", "assimilated"), 0)
@@ -333,17 +316,14 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
 
 def issue(url: str, access: RunAccess, identity: Identity | Peers, *, hours: float) -> WorkLink:
     """Issue a link as the run's authority, valid for ``hours``. With an allowlist it admits nobody by itself."""
-    until = time.time() + 3600 * hours
+    end = time.time() + 3600 * hours
     if access.admission is None:
-        return WorkLink(url, Invite(access.run_id, (), until))
-    grant, secret = make_grant(
-        access.run_id, Role.WORKER, identity.sign, join_until=until, allow=access.allow
-    )
+        return WorkLink(url, Invite(access.run_id, (), end))
+    grant, secret = make_grant(access.run_id, Role.WORKER, identity.sign, join_until=end, allow=access.allow)
     return WorkLink(url, Invite.issue(grant, secret, (), access=access.access, authority=identity.public_key))
 
 
 def shown(link: WorkLink) -> Invitation:
-    """Return a link as an invitation that displays itself."""
     return Invitation(
         str(link),
         run=link.invite.name,
@@ -363,20 +343,17 @@ def coordinate(
 ) -> Coordinator:
     """Hand a job out to volunteers and merge their results into the model (VC-ASGD).
 
-    A coordinator that died or was stopped resumes from its folder, and its link stays valid. Calling this again while
-    it works returns the same coordinator.
+    A coordinator that died or was stopped resumes from its folder, and its link stays valid.
+    Calling this again while it works returns the same coordinator. Raises FileNotFoundError,
+    ValueError or TypeError if the job or an option is not usable, StoreError or OSError if the
+    store or the port is not, TunnelError or SecretError if the tunnel is not, and TermsError if the
+    platform's terms are not accepted.
 
     Args:
         job: a `Job`, or the file that defines one.
         access: who may volunteer: everyone with the link (``invite``), or everyone (``open``).
         accept_terms: True if the platform's terms allow this; needed on Colab.
         **options: see `CoordinatorOptions`.
-
-    Raises:
-        FileNotFoundError, ValueError, TypeError: the job or an option is not usable.
-        StoreError, OSError: the store cannot be used, or the port cannot be listened on.
-        TermsError: the platform's terms are not accepted.
-        TunnelError, SecretError: the tunnel cannot be opened.
     """
     job = job if isinstance(job, Job) else Job.load(job)
     if access == "allowlist":
@@ -431,7 +408,7 @@ def _stop_all() -> None:
 
 
 class ParameterServer:
-    """Assimilate results of the store until stopped; measure the accuracy after each. ``name`` is for the log."""
+    """Assimilate results of the store until stopped; measure the accuracy after each."""
 
     def __init__(self, store: ParameterStore, evaluator: Evaluator, name: str) -> None:
         self._store, self._evaluator, self._name = store, evaluator, name
@@ -449,7 +426,7 @@ class ParameterServer:
                 logger.warning("%s retries the store in %.1f s: %s", self._name, wait_s, error)
 
     def run_once(self, now: float) -> bool:
-        """Assimilate one result; return False if none waits. After a StoreError the result is claimed again."""
+        """Assimilate one result; return False if none waits. A StoreError leaves it in the queue."""
         self._log()
         accepted = self._store.claim(self._name, now=now, lease_s=LEASE_S)
         if accepted is None:
@@ -496,10 +473,10 @@ class ThreadWorker(threading.Thread):
 
 
 class ProcessWorker:
-    """A parameter server in its own process; ``store`` is an address, ``job`` a name, ``code`` a file.
+    """A parameter server in a process: ``store`` is an address, ``job`` a name, ``code`` a file.
 
-    The process reads the address from its input: it may hold a password, and all users of the machine see arguments.
-    When the input closes, this process is dead, and the server exits at once.
+    The process reads the address from its input: it may hold a password, and all users see
+    arguments. When the input closes, this process is dead, and the server exits at once.
     """
 
     def __init__(self, store: str, job: str, code: Path, name: str) -> None:
@@ -525,7 +502,6 @@ class ProcessWorker:
         self._process.terminate()
 
     def join(self, timeout_s: float) -> None:
-        """Wait until it has ended; after ``timeout_s`` kill it."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -536,7 +512,7 @@ class ProcessWorker:
 
 
 def serve() -> None:
-    """Serve in a process that a `ProcessWorker` started, until SIGTERM, or until its input closes."""
+    """Serve in a process of a `ProcessWorker`, until SIGTERM, or until its input closes."""
     job, code, name = sys.argv[1:]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     stop = threading.Event()
@@ -554,15 +530,11 @@ def _exit_with_parent() -> None:
 
 
 class WorkerPool:
-    """Keep as many parameter servers running as wanted; dead ones are replaced after ever longer pauses.
+    """Parameter servers, as many as wanted; ``deaths`` counts those that ended by themselves."""
 
-    ``start`` starts a server with the name given; ``deaths`` counts those that ended without being stopped.
-    """
-
-    def __init__(
-        self, start: Callable[[str], ThreadWorker | ProcessWorker], most: int = MOST_SERVERS
-    ) -> None:
-        self._start, self._most, self.deaths = start, most, 0
+    def __init__(self, start: Callable[[str], ThreadWorker | ProcessWorker], most: int | None = None) -> None:
+        self._start, self.deaths = start, 0
+        self._most = most or max(1, (os.cpu_count() or 1) - 1)  # one processor is the coordinator's
         self._running: list[ThreadWorker | ProcessWorker] = []
         self._stopping: list[ThreadWorker | ProcessWorker] = []
         self._started, self._pause_until = 0, 0.0
@@ -573,9 +545,8 @@ class WorkerPool:
         return sum(one.is_alive() for one in self._running)
 
     def wanted(self, waiting: int, *, now: float) -> int:
-        """Return how many servers to run while ``waiting`` results wait: one more or one less at a time.
-
-        One is added when for `GROW_S` more than `CROWD` results per server wait, removed when for `SHRINK_S` none does.
+        """Return how many servers to run: one more if for `GROW_S` more than `CROWD` results per
+        server are ``waiting``, one less if for `SHRINK_S` none is.
         """
         wanted = self.size
         self._few_since = min(self._few_since, now) if waiting > CROWD * wanted else math.inf
@@ -587,7 +558,7 @@ class WorkerPool:
         return max(1, min(self._most, wanted))
 
     def keep(self, wanted: int, *, now: float) -> None:
-        """Start, stop and replace servers, so that ``wanted`` run; ``now`` in seconds."""
+        """Run ``wanted`` servers; dead ones are replaced after ever longer pauses."""
         alive = [one for one in self._running if one.is_alive()]
         if died := len(self._running) - len(alive):
             self.deaths += died

@@ -1,17 +1,16 @@
-"""The decisions of a coordinator, which volunteer trains which unit, and the log that they are written to.
+"""The coordinator's decisions, which volunteer trains which unit, and the log they are written to.
 
 A decision is a list of entries. It takes effect when they are applied, after they are in the
 store's log. So decisions read `JobState` and change nothing. The rules:
 
 - The units of an epoch are assigned when all units of the epoch before are assimilated.
-- A unit that expired, was rejected or given back goes to another volunteer, a reliable one first. The volunteer that
-  failed it gets it again only after the others had time to take it.
-- Replicas of a unit go to different volunteers. It is accepted once a majority of ``plan.replication`` agrees; until
-  then one more replica is assigned.
+- A unit that expired, was rejected or given back goes to another volunteer, a reliable one first.
+  The one that failed it gets it again only after the others had time to take it.
+- Replicas of a unit go to different volunteers. It is accepted once a majority of
+  ``plan.replication`` agrees; until then one more replica is assigned.
 
-Decisions are made one at a time, in three steps: read the new entries of the log, decide, append
-the decision. What is not in the log has not happened, so a coordinator may be killed between any
-two steps. When the store fails, the step is not done and the volunteer retries.
+Decisions are made one at a time: read the new entries of the log, decide, append. What is not in
+the log has not happened, so a coordinator may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -49,25 +48,18 @@ from colab_swarm.workunits.store import Blobs, ParameterStore
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-PRESENT_S = 600.0
-"""A volunteer that has been silent for longer counts as gone."""
+PRESENT_S = 600.0  # a volunteer that has been silent for longer counts as gone
 FIRST_DEADLINE_S = 600.0
 SLACK_S = 30.0
-LONGEST_DEADLINE_S = 86_400.0
-FEW = 2
-"""Units in flight of a volunteer that is new or unreliable."""
-MORE_REPLICAS = 3
-"""Replicas beyond ``plan.replication`` without a majority, after which the unit starts over."""
-MEASURE_S = 30.0
-"""An epoch ends without the accuracies still missing this long after its last unit: their server died."""
+FEW = 2  # units in flight of a volunteer that is new or unreliable
+MORE_REPLICAS = 3  # than `plan.replication` without a majority: then the unit starts over
+MEASURE_S = 30.0  # an epoch waits this long for its accuracies: after that their server has died
 SHORTEST_WAIT_S, FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 1.0, 30.0
 
 
 class Dispatcher:
-    """Decide for one job. Free of I/O; ``now`` is seconds since the epoch.
-
-    ``subsets`` are the SHA-256 of the data; ``rng`` draws assignments' names, which must not be
-    guessed.
+    """Decide for one job, without I/O; ``now`` is seconds since the epoch. ``subsets`` are the
+    SHA-256 of the data; ``rng`` draws names of assignments, which must not be guessed.
     """
 
     def __init__(self, plan: WorkPlan, subsets: Sequence[str], rng: random.Random) -> None:
@@ -76,11 +68,10 @@ class Dispatcher:
 
     @property
     def epoch(self) -> int:
-        """The current epoch, from 1."""
         return min(self.state.epoch, self._plan.max_epochs)
 
     def assign(self, volunteer: str, count: int, held: Collection[str], *, now: float) -> list[Assigned]:
-        """Assign up to ``count`` units to a volunteer, whose id is in hex; it has the subsets of SHA-256 ``held``."""
+        """Assign up to ``count`` units to a volunteer that has the subsets of SHA-256 ``held``."""
         record, most = self.state.volunteer(volunteer), self._plan.in_flight
         done = self.state.finished or self.state.epoch > self._plan.max_epochs
         if done or record.in_flight >= most or max(record.banned_until, record.rests_until) > now:
@@ -117,7 +108,7 @@ class Dispatcher:
         ]
 
     def unacknowledged(self, volunteer: str, in_hand: Collection[str], *, now: float) -> list[Assigned]:
-        """Return assignments of a volunteer that it does not have ``in_hand``: it lost the answer, or its memory."""
+        """Return assignments that a volunteer does not have ``in_hand``: their answer was lost."""
         return [
             replica.given
             for name, replica in self.state.out.items()
@@ -130,11 +121,6 @@ class Dispatcher:
         return max(self._plan.replication, len(unit.returned()) + 1) - len(unit.live())
 
     def _is_free(self, unit: UnitState, volunteer: str, others: bool, yields: bool, now: float) -> bool:
-        """True if ``volunteer`` may have a unit: not one that it has, or that others should take up first.
-
-        The others, if there are any, have time to take a unit that failed here, and with ``yields`` any that failed:
-        each of them requests units within it.
-        """
         if unit.is_with(volunteer):
             return False
         if not unit.failed_by or not others:
@@ -143,13 +129,12 @@ class Dispatcher:
         return now >= max(failed_at, default=-math.inf) + 2 * self._poll_s()
 
     def _deadline_s(self, unit: UnitState) -> float:
-        """The plan's deadline; else by the times of the latest units, longer for one that expired before."""
         if self._plan.deadline_s is not None:
             return self._plan.deadline_s
         times = sorted(self.state.unit_s)
         usual_s = 4 * times[len(times) * 9 // 10] + SLACK_S if times else FIRST_DEADLINE_S
         expired = sum(replica.fate == "expired" for replica in unit.replicas)
-        return min(LONGEST_DEADLINE_S, usual_s * 2.0 ** min(expired, 16))
+        return min(86_400.0, usual_s * 2.0 ** min(expired, 16))
 
     def _poll_s(self) -> float:
         if not self.state.unit_s:
@@ -161,9 +146,7 @@ class Dispatcher:
         record = self.state.volunteer(volunteer)
         if (idle_until := max(record.banned_until, record.rests_until)) > now:
             return idle_until - now
-        expiry_s = min(
-            (replica.given.deadline - now for replica in self.state.out.values()), default=math.inf
-        )
+        expiry_s = min((one.given.deadline - now for one in self.state.out.values()), default=math.inf)
         spread = self._rng.uniform(0.75, 1.25)  # of the requests
         return max(SHORTEST_WAIT_S, min(self._poll_s() * spread, expiry_s))
 
@@ -179,10 +162,7 @@ class Dispatcher:
         )
 
     def refusal(self, assignment: str, volunteer: str, *, now: float) -> tuple[str, str] | None:
-        """Return why a volunteer's result for an assignment is refused, as code and text; None if it is wanted.
-
-        A late result is wanted until another volunteer has the unit.
-        """
+        """Return why a result is refused, as code and text; a late one may still be wanted."""
         replica = self.state.replicas.get(assignment)
         if replica is None or replica.given.volunteer != volunteer:
             return "unknown", "this assignment is not yours: ask for units"
@@ -205,7 +185,6 @@ class Dispatcher:
         return "stale", f"unit {replica.given.unit} is not awaited from you: {why}; ask for other units"
 
     def awaits(self, assignment: str, *, now: float) -> bool:
-        """Return True if the result of an assignment is wanted from its volunteer."""
         replica = self.state.replicas.get(assignment)
         return replica is not None and self.refusal(assignment, replica.given.volunteer, now=now) is None
 
@@ -219,7 +198,7 @@ class Dispatcher:
         ]
 
     def give_back(self, volunteer: str, assignments: Collection[str], *, now: float) -> list[GaveBack]:
-        """Take back assignments of a volunteer; those that are not its own, or not out, are ignored."""
+        """Take back assignments of a volunteer; ignore those of others, or not out."""
         out = self.state.out
         return [
             GaveBack(at=now, assignment=name)
@@ -230,11 +209,8 @@ class Dispatcher:
     def on_result(
         self, assignment: str, change: float, distance: Callable[[str, str], float], *, now: float
     ) -> list[AnyEntry]:
-        """Decide on a valid result that is wanted: see `refusal`.
-
-        ``change`` is the L2 norm of its change of the parameters, ``distance`` of the results of
-        two assignments a share of it. There was no majority before, so a majority of replicas now
-        includes this result.
+        """Decide on a valid result that is wanted. ``change`` is the L2 norm of its change of the
+        parameters, ``distance`` that of two results, as a share of it.
         """
         given, quorum = self.state.replicas[assignment].given, self._plan.replication // 2 + 1
         accepted = Accepted(
@@ -272,7 +248,6 @@ class Dispatcher:
         return names
 
     def advance(self, *, now: float) -> list[AnyEntry]:
-        """End the epoch or the job, whichever is due next; none: neither is."""
         ended, last = len(self.state.epochs) + 1, self._plan.max_epochs
         if self.state.finished:
             return []
@@ -282,21 +257,16 @@ class Dispatcher:
             return [Finished(at=now, reason=reached)]
         if ended > last:
             return [Finished(at=now, reason=f"all {last} epochs are done")]
-        found = [*self.state.measured.get(ended, {}).values()]
-        if len(found) < len(self._subsets) and now < self.state.done_at.get(ended, math.inf) + MEASURE_S:
+        measured = self.state.measured.get(ended, {})
+        if len(measured) < len(self._subsets) and now < self.state.done_at.get(ended, math.inf) + MEASURE_S:
             return []
-        found = found or [math.nan]
+        found = [*measured.values()] or [math.nan]
         mean = statistics.fmean(found)
         return [EpochEnded(at=now, epoch=ended, accuracy=mean, low=min(found), high=max(found))]
 
 
 class JobLog:
-    """The log of a job in its store. It is all that a coordinator knows; `Dispatcher.state` follows from it.
-
-    Attributes:
-        fault: the store's current error, for people; empty while it works.
-        finished: set when the job is done.
-    """
+    """The log of a job in its store, from which the state follows; ``fault``: the store's error."""
 
     def __init__(self, dispatcher: Dispatcher, store: ParameterStore) -> None:
         self.dispatcher, self.store = dispatcher, store
@@ -306,11 +276,7 @@ class JobLog:
 
     @asynccontextmanager
     async def deciding(self) -> AsyncIterator[float]:
-        """Hold the log for one decision, which `write` takes, and give the time in seconds since the epoch.
-
-        All entries are read, and those that were due are written: passed deadlines, the end of an
-        epoch.
-        """
+        """Hold the log for one decision, which `write` takes; give the time. What is due is written."""
         async with self._lock:
             await self._read()
             self._up_to_date = True
@@ -322,7 +288,7 @@ class JobLog:
     async def write(
         self, entries: Sequence[AnyEntry], *, put: Blobs | None = None, drop: Collection[str] = ()
     ) -> None:
-        """Append a decision, with blobs, and read it back; after a StoreError `deciding` shows what was written."""
+        """Append a decision, with blobs, and read it back, also after a StoreError."""
         if entries:
             self._mine.update(map(encode_entry, entries))
             await self._call(lambda: self.store.append(entries, put=put, drop=drop))
@@ -345,7 +311,6 @@ class JobLog:
             self.finished.set()
 
     async def _call(self, method: Callable[[], T]) -> T:
-        """Call the store on a thread, and note in `fault` whether it works."""
         try:
             answer = await asyncio.to_thread(method)
         except StoreError as error:

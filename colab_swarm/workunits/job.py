@@ -1,4 +1,4 @@
-"""A training job: the pieces that a user writes, the plan that cuts it into work units, and the training of one unit.
+"""A training job: what a user writes, the plan that cuts it into units, the training of one unit.
 
 A volunteer needs the model, the loss and the optimizer. Data and validation stay with the
 coordinator, which hands out the data in subsets. A job in a file of its own (`Job.load`) can be
@@ -37,10 +37,8 @@ from colab_swarm.workunits.weights import Floats, Schema
 Batch: TypeAlias = tuple[Tensor, ...] | dict[str, Tensor]
 Array: TypeAlias = npt.NDArray[Any]
 Indices: TypeAlias = npt.NDArray[np.int64]
-KINDS = "biuf"
-"""NumPy kinds of a column: bool, int, uint, float."""
+KINDS = "biuf"  # NumPy kinds of a column: bool, int, uint, float
 MAX_DECODED_BYTES = 1 << 30
-LEVEL = 3
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Rows:
 
     @classmethod
     def of(cls, values: Iterable[tuple[Any, Any]], named: bool) -> Rows:
-        """Return rows of these columns; raise ValueError if they differ in length, or hold no numbers or no sample."""
+        """Return rows of these columns; raise ValueError if of unequal length, or no numbers."""
         columns = {str(name): _array(column) for name, column in values}
         for name, column in columns.items():
             if column.dtype.kind not in KINDS:
@@ -75,7 +73,6 @@ class Rows:
         return Rows({name: column[indices] for name, column in self.columns.items()}, self.named)
 
     def sample(self, count: int, *, seed: int) -> Rows:
-        """Return at most ``count`` samples, the same ones for the same seed."""
         if count >= len(self):
             return self
         return self.take(np.sort(np.random.default_rng(seed).choice(len(self), count, replace=False)))
@@ -86,25 +83,22 @@ class Rows:
         return [self.take(part) for part in np.array_split(order, subsets)]
 
     def batch(self, indices: Indices, device: torch.device) -> Batch:
-        """Return the samples at ``indices`` as tensors on ``device``."""
-        tensors = {
-            name: torch.from_numpy(column[indices]).to(device) for name, column in self.columns.items()
-        }
+        tensors = {name: torch.from_numpy(one[indices]).to(device) for name, one in self.columns.items()}
         return tensors if self.named else tuple(tensors.values())
 
     def encode(self) -> bytes:
-        """Return the samples as safetensors, compressed by zstd; raise ValueError if too large for `decode`."""
+        """Return the samples as safetensors, compressed by zstd; raise ValueError if too large."""
         if self.size_bytes > MAX_DECODED_BYTES:
             raise ValueError(
                 f"a subset of {self.size_bytes:,} bytes: cut the data into more, by plan.subsets"
             )
         names = msgspec.json.encode((list(self.columns), self.named)).decode()  # one key: keys are unordered
         columns = {name: np.ascontiguousarray(column) for name, column in self.columns.items()}
-        return zstandard.ZstdCompressor(level=LEVEL).compress(save(columns, metadata={"rows": names}))
+        return zstandard.ZstdCompressor(level=3).compress(save(columns, metadata={"rows": names}))
 
     @classmethod
     def decode(cls, data: bytes) -> Rows:
-        """Read what `encode` wrote; raise ValueError if ``data`` is something else, or too large."""
+        """Read what `encode` wrote; raise ValueError if it is something else, or too large."""
         try:
             size = zstandard.frame_content_size(data)
             if not 0 <= size <= MAX_DECODED_BYTES:
@@ -120,10 +114,8 @@ class Rows:
 
 
 def rows_of(data: Any) -> Rows:
-    """Return a user's data, of any kind that `Job` takes, as rows.
-
-    Raises ValueError if there are no samples, or the columns differ in length or hold no numbers;
-    TypeError for data of a type that has no rows.
+    """Return a user's data, of any kind that `Job` takes, as rows. Raises ValueError if columns are
+    unequal, empty or hold no numbers; TypeError for data that has no rows.
     """
     if callable(data):
         data = data()
@@ -154,24 +146,8 @@ def _array(values: Any) -> Array:
     return array.astype(np.float32 if native == np.float64 else native, copy=False)
 
 
-UNITS_PER_VOLUNTEER = 4
-"""Units of an epoch for each volunteer by default: enough that a slow volunteer does not delay the epoch."""
-BATCHES_PER_UNIT = 4
 MAX_SUBSET_BYTES = 64 << 20
-EPOCHS_TRIED = 1000
-"""Epochs for which a function for alpha is checked before the job begins."""
-COUNTS = (
-    "subsets",
-    "expected_volunteers",
-    "local_epochs",
-    "batch_size",
-    "max_epochs",
-    "replication",
-    "in_flight",
-    "validation_samples",
-    "seed",
-)
-OPTIONAL = "subsets", "deadline_s", "target_accuracy"
+EPOCHS_TRIED = 1000  # epochs for which a function for alpha is checked before the job begins
 Alpha: TypeAlias = float | Literal["e/(e+1)"] | Callable[[int], float]
 
 
@@ -217,15 +193,17 @@ class WorkPlan:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is None and name in OPTIONAL:
+            if name == "alpha" or (value is None and name in {"subsets", "deadline_s", "target_accuracy"}):
                 continue
             least = 0 if name == "seed" else 1
-            if name in COUNTS and not (isinstance(value, int) and value >= least):
+            if name in {"tolerance", "max_change", "deadline_s"}:
+                if not value > 0:
+                    raise ValueError(f"{name}={value}: it must be over 0")
+            elif name == "target_accuracy":
+                if not 0 < value <= 1:
+                    raise ValueError(f"{name}={value}: a share between 0 and 1")
+            elif not (isinstance(value, int) and value >= least):
                 raise ValueError(f"{name}={value}: it must be a whole number of at least {least}")
-            if name in {"tolerance", "max_change", "deadline_s"} and not value > 0:
-                raise ValueError(f"{name}={value}: it must be over 0")
-            if name == "target_accuracy" and not 0 < value <= 1:
-                raise ValueError(f"{name}={value}: a share between 0 and 1")
         for epoch in {*range(1, min(self.max_epochs, EPOCHS_TRIED)), self.max_epochs}:
             self.alpha_of(epoch)
 
@@ -241,10 +219,10 @@ class WorkPlan:
         return float(alpha)
 
     def subsets_of(self, rows: int, size_bytes: int) -> int:
-        """Return the number of subsets; raise ValueError if there are fewer samples than subsets."""
+        """Return the number of subsets; raise ValueError if there are fewer samples."""
         if self.subsets is None:
-            wanted = self.expected_volunteers * UNITS_PER_VOLUNTEER
-            most = max(1, rows // (BATCHES_PER_UNIT * self.batch_size))
+            wanted = 4 * self.expected_volunteers  # so that a slow one does not delay the epoch
+            most = max(1, rows // (4 * self.batch_size))
             return min(rows, max(min(wanted, most), -(-size_bytes // MAX_SUBSET_BYTES)))
         if rows < self.subsets:
             raise ValueError(f"subsets={self.subsets}, but there are only {rows} samples: fewer subsets")
@@ -252,12 +230,12 @@ class WorkPlan:
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the mean cross-entropy of ``model(inputs)`` with the labels, for batches of (inputs, labels)."""
+    """Return the mean cross-entropy of ``model(inputs)``, for batches of (inputs, labels)."""
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def share_correct(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
-    """Return the share of samples whose highest output is their label's, for batches of (inputs, labels)."""
+    """Return the share of samples whose highest output is their label's, for (inputs, labels)."""
     return float((model(batch[0]).argmax(-1) == batch[1]).float().mean())
 
 
@@ -308,11 +286,7 @@ class Job:
 
     @classmethod
     def load(cls, path: str | Path) -> Job:
-        """Return the ``job = cs.workunits.Job(…)`` that a Python file defines; see `from_code`.
-
-        In a notebook, ``%%writefile job.py`` makes the file. Raises FileNotFoundError if there is
-        none.
-        """
+        """Return the ``job = cs.workunits.Job(…)`` of a Python file, which volunteers will run."""
         return cls.from_code(Path(path).read_text(encoding="utf-8"), str(path))
 
     @classmethod
@@ -345,8 +319,8 @@ class Job:
     def train_serially(self, *, on_epoch: Callable[[int, float], None] | None = None) -> SerialResult:
         """Train on all data in one place with one optimizer, without units: the baseline.
 
-        An epoch makes ``plan.local_epochs`` passes over the data. The plan's alpha and subsets play
-        no part. After each epoch, from 1, ``on_epoch`` is called with its number and its accuracy.
+        An epoch makes ``plan.local_epochs`` passes. After each, ``on_epoch`` is called with its
+        number, from 1, and its accuracy. The plan's alpha and subsets play no part.
         """
         plan, model = self.plan, self.first_model()
         rows, validation = self.rows().cut(1, seed=plan.seed)[0], self.validation_rows()
@@ -369,33 +343,25 @@ class Job:
         return SerialResult(tuple(accuracies), Schema.of(model).flatten(model))
 
     def rows(self) -> Rows:
-        """Return the data; raise ValueError or TypeError if they cannot be cut into rows."""
         return rows_of(self.data)
 
     def validation_rows(self) -> Rows:
-        """Return the validation data: at most ``plan.validation_samples`` samples, always the same ones."""
+        """Return at most ``plan.validation_samples`` samples, always the same ones."""
         return rows_of(self.validation).sample(self.plan.validation_samples, seed=self.plan.seed)
 
 
 @dataclass(frozen=True)
 class SerialResult:
-    """Result of serial training: accuracy after each epoch, and the last parameters (numel,)."""
+    """Accuracy after each epoch of serial training, and the last parameters (numel,)."""
 
     accuracies: tuple[float, ...]
     parameters: Floats
 
 
 class UnitTraining:
-    """Train a copy of the server's parameters on one subset, a batch at a time.
-
-    It can be saved between any two batches and resumed elsewhere.
-
-    ``rows`` are the subset, ``local_epochs`` the passes over it, and ``batch_size`` the samples of
-    a step. The ``seed`` orders the samples and draws the model's random numbers, so replicas agree.
-    The model is trained in place.
-
-    Attributes:
-        done, batches: batches trained so far, and of the whole unit.
+    """Train ``model`` in place on one subset, a batch at a time, ``done`` of ``batches``; a save
+    resumes elsewhere. The ``seed`` orders samples and draws the model's random numbers: replicas
+    agree.
     """
 
     def __init__(
@@ -442,7 +408,6 @@ class UnitTraining:
             self.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that `load_state_dict` needs to resume from here."""
         return {
             "done": self.done,
             "seed": self._seed,
@@ -460,12 +425,12 @@ class UnitTraining:
 
 
 def unit_seed(seed: int, epoch: int, subset: int) -> int:
-    """Return the seed of a unit: different for each, the same for its replicas and after a restart."""
+    """Return the seed of a unit: the same for its replicas and after a restart."""
     return int(np.random.SeedSequence((seed, epoch, subset)).generate_state(1, np.uint32)[0])
 
 
 def measure(job: Job, model: nn.Module, rows: Rows, *, batch_size: int = 256) -> float:
-    """Return the mean accuracy of ``model`` over the samples of ``rows``, between 0 and 1."""
+    """Return the mean accuracy of ``model`` over ``rows``, between 0 and 1."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     was_training, total = model.training, 0.0
     model.eval()
@@ -483,16 +448,13 @@ class Evaluator:
         self.schema = Schema.of(self._model)
 
     def accuracy(self, values: Floats) -> float:
-        """Return the accuracy of a model with these parameters (numel,)."""
         self.schema.load(self._model, values)
         return measure(self._job, self._model, self.rows)
 
 
 def lay_out(job: Job, folder: Path) -> tuple[Subset, ...]:
-    """Cut the data into subsets and write each to ``folder``; delete all other files in it.
-
-    The same data make the same files, so volunteers need not fetch them again after a restart.
-    Raises ValueError or TypeError if the data cannot be cut, or the job cannot learn from them.
+    """Cut the data into files of ``folder``, the same ones for the same data; delete all others in
+    it. Raises ValueError or TypeError if data cannot be cut, or the job cannot learn from them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = job.rows()

@@ -1,12 +1,7 @@
-"""The messages between a volunteer and the coordinator, over HTTP; the page of `colab_swarm.workunits` lists them.
+"""Messages between a volunteer and the coordinator over HTTP; `colab_swarm.workunits` lists them.
 
-Bodies are msgpack of the messages below; data and parameters are safetensors files.
-
-Each request carries ``Authorization: Swarm BASE64URL`` of a `SignedRequest`: the peer's membership,
-and its signature over the method, the path, the digest of the body, a nonce and the time. The
-coordinator refuses a request that is over a minute old, or was seen before.
-
-A link is the coordinator's address, and after ``#`` the content of an invitation:
+Each request carries ``Authorization: Swarm BASE64URL`` of a `SignedRequest`. A link is the
+coordinator's address, and after ``#`` the content of an invitation:
 ``https://example.org/#NAME.PAYLOAD``. In a browser it opens the status page; the part after ``#``
 never reaches the server.
 """
@@ -14,7 +9,6 @@ never reaches the server.
 from __future__ import annotations
 
 import base64
-import binascii
 import os
 import random
 import re
@@ -42,15 +36,12 @@ from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Peers, Role
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 MAX_CODE_CHARACTERS = 1 << 20
-MAX_BODY_BYTES = 64 << 10
-"""Most bytes of a request other than an upload."""
+MAX_BODY_BYTES = 64 << 10  # most bytes of a request other than an upload
 MAX_UNITS = 64
 MAX_HELD = 1024
 MAX_SUBSET_BYTES = 1 << 31
-MAX_WAIT_S = 1e6
 Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
-JobName: TypeAlias = Annotated[str, msgspec.Meta(pattern=rf"^{NAME.pattern}\Z")]
-"""It becomes part of a path at the volunteer."""
+JobName: TypeAlias = Annotated[str, msgspec.Meta(pattern=rf"^{NAME.pattern}\Z")]  # part of a path
 AssignmentId: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
 
@@ -63,38 +54,32 @@ class Subset(Message, frozen=True):
 
 
 class JobCard(Signed, frozen=True):
-    """A job as volunteers see it, signed by its coordinator.
-
-    ``key`` and ``membership`` are the coordinator's, ``code_sha256`` is empty if the job has no
-    code, and ``schema`` is the head of a file of parameters (`Schema.head`).
-    """
+    """A job as volunteers see it, signed by its coordinator, whose key and membership it has."""
 
     run_id: str
     name: JobName
     key: bytes
     membership: bytes
-    code_sha256: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
+    code_sha256: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]  # empty: no code
     local_epochs: Annotated[int, msgspec.Meta(ge=1)]
     batch_size: Annotated[int, msgspec.Meta(ge=1)]
-    schema: bytes
+    schema: bytes  # `Schema.head`
     subsets: tuple[Subset, ...]
 
 
 class AskForUnits(Message, frozen=True):
-    """A request for up to ``count`` units, preferably of data in the volunteer's cache (``held``: SHA-256 of subsets).
-
-    ``in_hand``: assignments the volunteer works on. The coordinator resends others: the reply with
-    them was lost.
+    """Request up to ``count`` units, preferably of data in the cache. Assignments that are not
+    ``in_hand`` are sent again: the reply with them was lost.
     """
 
     count: Annotated[int, msgspec.Meta(ge=1, le=MAX_UNITS)]
-    held: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_HELD)] = ()
+    held: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_HELD)] = ()  # SHA-256
     name: Annotated[str, msgspec.Meta(max_length=64)] = ""
     in_hand: Annotated[tuple[AssignmentId, ...], msgspec.Meta(max_length=MAX_UNITS)] = ()
 
 
 class GivenUnit(Message, frozen=True):
-    """One unit: train the file at ``parameters`` (a path below /api) on ``data`` within ``deadline_s`` seconds."""
+    """Train the file at ``parameters`` (a path below /api) on ``data`` within ``deadline_s``."""
 
     assignment: AssignmentId
     epoch: int
@@ -106,20 +91,17 @@ class GivenUnit(Message, frozen=True):
 
 
 class GivenUnits(Message, frozen=True):
-    """Units to train. If there are none, ask again in ``wait_s``, or stop if ``finished``.
-
-    ``epoch`` is the job's current one, ``accuracy`` that of the last epoch that ended.
-    """
+    """Units to train. If there are none, ask again in ``wait_s``, or stop if ``finished``."""
 
     units: tuple[GivenUnit, ...] = ()
-    wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)] = 0.0
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
     finished: bool = False
-    epoch: int = 0
-    accuracy: float | None = None
+    epoch: int = 0  # the job's current one
+    accuracy: float | None = None  # of the one before
 
 
 class Taken(Message, frozen=True):
-    """Progress of an upload: ``received`` bytes so far; ``accepted`` once it is complete and valid."""
+    """Progress of an upload, in bytes; ``accepted`` once it is complete and valid."""
 
     received: int
     accepted: bool = False
@@ -130,9 +112,8 @@ class GiveBack(Message, frozen=True):
 
 
 class Problem(Message, frozen=True):
-    """Why a request was refused: a code for programs, and a text that tells people what is wrong and what to do.
-
-    The code is ``token``, ``banned``, ``unknown``, ``stale``, ``invalid``, ``size`` or ``busy``.
+    """Why a request was refused: a text that says what to do, and a code: ``token``, ``banned``,
+    ``unknown``, ``stale``, ``invalid``, ``size`` or ``busy``.
     """
 
     code: str
@@ -140,31 +121,26 @@ class Problem(Message, frozen=True):
 
 
 class Refused(Exception):
-    """A request is refused; ``received``: bytes of an upload so far, if its piece does not continue it."""
+    """A request is refused; ``received``: bytes so far, if its piece does not continue the upload."""
 
     def __init__(self, code: str, text: str, *, received: int | None = None) -> None:
         super().__init__(text)
         self.problem, self.received = Problem(code, text), received
 
 
-MAX_ASKED_S = 900.0
-"""The longest wait that the other side may request."""
-
-
 class Backoff:
-    """Wait times after failures in a row, doubling from ``first_s`` to ``most_s``.
-
-    Each is drawn between half and all of the present delay, so that peers do not retry together.
+    """Wait times after failures in a row, doubling up to ``most_s``, each drawn between half and
+    all of the present delay, so that peers do not retry together.
     """
 
     def __init__(self, rng: random.Random, first_s: float = 1.0, most_s: float = 60.0) -> None:
         self._rng, self._first_s, self._next_s, self._most_s = rng, first_s, first_s, most_s
 
     def failed(self, asked_s: float = 0.0) -> float:
-        """Return the seconds to wait now: at least ``asked_s``, which the other side requested."""
+        """Return the seconds to wait now, at least the ``asked_s`` that the other side requested."""
         wait_s = self._next_s * self._rng.uniform(0.5, 1.0)
         self._next_s = min(2 * self._next_s, self._most_s)
-        return max(wait_s, min(asked_s, MAX_ASKED_S))
+        return max(wait_s, min(asked_s, 900.0))
 
     def succeeded(self) -> None:
         self._next_s = self._first_s
@@ -173,31 +149,24 @@ class Backoff:
 SCHEME = "Swarm "
 MAX_HEADER_CHARACTERS = 4 * MAX_MEMBERSHIP_BYTES
 FRESH_S = 60.0
-MAX_NONCES = 200_000
-"""Nonces remembered; beyond this many requests in two minutes the rest are refused."""
+MAX_NONCES = 200_000  # remembered; beyond this many requests in two minutes the rest are refused
 
 
 class SignedRequest(Signed, frozen=True):
-    """Content of the header: the peer's key and membership (none in an open run), and what it signed.
-
-    ``target`` is the path with its query, ``digest`` the SHA-256 of the body, ``at`` seconds since
-    the epoch.
-    """
+    """Content of the header: the peer's key, its membership (none in an open run), what it signed."""
 
     key: Key
     membership: Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)]
     method: Annotated[str, msgspec.Meta(max_length=8)]
-    target: Annotated[str, msgspec.Meta(max_length=256)]
-    digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+    target: Annotated[str, msgspec.Meta(max_length=256)]  # the path with its query
+    digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  # SHA-256 of the body
     nonce: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-    at: Moment
+    at: Moment  # seconds since the epoch
 
 
 class Token:
-    """Sign the requests of a peer with its key. The repr holds no secret.
-
-    ``membership`` is the encoded membership of the run, empty in an open run, or a function that
-    returns the newest.
+    """Sign the requests of a peer with its key. ``membership`` is empty in an open run, or a
+    function returns the newest. The repr holds no secret.
     """
 
     def __init__(self, identity: Identity | Peers, membership: bytes | Callable[[], bytes] = b"") -> None:
@@ -225,11 +194,7 @@ class RequestGate:
         self._seen: OrderedDict[bytes, float] = OrderedDict()  # times of nonces, oldest first
 
     def check(self, header: str, method: str, target: str, *, now: float) -> tuple[PeerId, bytes]:
-        """Return the peer that signed a request, and the body's digest as signed: compare it with that of the body.
-
-        Raises:
-            NotAdmitted: the request may not pass.
-        """
+        """Return who signed a request, and the body's digest as signed; else raise NotAdmitted."""
         request = _decoded(header)
         if not request.is_signed_by(request.key):
             raise NotAdmitted("the request's signature is wrong")
@@ -262,7 +227,7 @@ def _decoded(header: str) -> SignedRequest:
     try:
         encoded = base64.b64decode(header[len(SCHEME) :], altchars=b"-_", validate=True)
         return msgspec.msgpack.decode(encoded, type=SignedRequest)
-    except (binascii.Error, ValueError, *UNDECODABLE) as error:
+    except (ValueError, *UNDECODABLE) as error:
         raise NotAdmitted("the token cannot be read: `pip install -U colab-swarm`") from error
 
 
@@ -275,11 +240,7 @@ class WorkLink:
 
     @classmethod
     def parse(cls, text: str) -> WorkLink:
-        """Read a link.
-
-        Raises InviteError: it is no link to a coordinator, or is mistyped, tampered with or
-        expired.
-        """
+        """Read a link; raise InviteError if it is none, mistyped, tampered with or expired."""
         url = text.strip().strip("'\"").partition("#")[0]
         if url.startswith(PROJECT_URL):
             raise InviteError(
@@ -291,11 +252,10 @@ class WorkLink:
 
     @property
     def authority(self) -> bytes | None:
-        """Public key of the run's authority; None in an open run."""
         return None if self.invite.access == "open" else self.invite.authority
 
     def token(self, identity: Identity) -> Token:
-        """Return the token of the peer of this key; raise InviteError if the organizer must admit each peer."""
+        """Return this key's token; raise InviteError if the organizer must admit each peer."""
         grant = self.invite.grant
         if grant is None:
             return Token(identity)
@@ -304,10 +264,8 @@ class WorkLink:
                 "the organizer wants to admit each peer of this run: swarm = cs.join(invitation), "
                 "then swarm.volunteer()"
             )
-        membership = Membership.by_invitation(
-            grant, self.invite.key, key=identity.public_key, now=time.time()
-        )
-        return Token(identity, membership.encode())
+        mine = Membership.by_invitation(grant, self.invite.key, key=identity.public_key, now=time.time())
+        return Token(identity, mine.encode())
 
     def __str__(self) -> str:
         return f"{self.url}#{str(self.invite).partition('#')[2]}"

@@ -22,10 +22,10 @@ from colab_swarm.workunits.state import AnyEntry, Assimilated, Measured
 
 @dataclass(frozen=True)
 class PreemptionModel:
-    """``volunteers`` instances train ``slots`` units at a time each; an epoch has ``units``, the job ``epochs``.
-
-    A unit takes ``unit_s`` (t_e) and expires after ``deadline_s`` (t_o). An instance is preempted
-    during a unit with ``kill_probability`` (p) and replaced after ``restart_s``.
+    """``volunteers`` instances train ``slots`` units at a time each; an epoch has ``units``, the
+    job ``epochs``. A unit takes ``unit_s`` (t_e) and expires after ``deadline_s`` (t_o). An
+    instance is preempted during a unit with ``kill_probability`` (p) and replaced after
+    ``restart_s``.
     """
 
     volunteers: int
@@ -64,9 +64,8 @@ class PreemptionResult:
     lost: int
 
     def line(self, *, standard: float, preemptible: float) -> str:
-        """Return time and cost in one line: on standard instances, without preemptions, and on preemptible ones.
-
-        ``standard`` and ``preemptible`` are the prices of one instance, in $ per hour.
+        """Return time and cost on standard instances, without preemptions, and on preemptible ones,
+        whose prices are in $ per hour and instance.
         """
         model, taken_h = self.model, self.seconds / 3600
         standard_h, expected_h = model.undisturbed_s / 3600, model.expected_s / 3600
@@ -103,7 +102,6 @@ class _Fleet:
         return PreemptionResult(self._model, self._ended_at, self._kills, self._lost)
 
     async def _instance(self, name: str) -> None:
-        """Run one instance and its replacements; each unit time it is preempted with the model's probability."""
         rate = -math.log(1 - self._model.kill_probability) / self._model.unit_s
         while not self._dispatcher.state.finished:
             try:

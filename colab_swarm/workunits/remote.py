@@ -1,10 +1,10 @@
-"""Stores in a server: Redis, and PostgreSQL, MariaDB or MySQL, which the VC-ASGD paper compares (section IV-D).
+"""Stores in a server: Redis, PostgreSQL, MariaDB or MySQL, which the paper compares (section IV-D).
 
-Redis: eventual consistency. Parameter servers read the parameters, compute, and write them without
+Redis: eventual consistency. Parameter servers read, compute and write the parameters without
 waiting for one another (section III-D). Of two that overlap, one loses its change of the values,
-which training tolerates. One script changes the log, the queue and the version together, so no
-entry is ever lost and no unit is assimilated twice. Vectors and blobs are lists of pieces of 128
-KiB: both sides reuse memory for pieces of this size.
+which training tolerates. One script changes log, queue and version together, so no entry is ever
+lost and no unit is assimilated twice. Vectors and blobs are lists of pieces of 128 KiB: both sides
+reuse memory for pieces of this size.
 
     colab-swarm:JOB:log         encoded entries
     colab-swarm:JOB:queue       assignments whose results wait, oldest first
@@ -14,9 +14,9 @@ KiB: both sides reuse memory for pieces of this size.
     colab-swarm:JOB:blob:NAME
     colab-swarm:JOB:new:RANDOM  parameters that are not in force yet
 
-SQL: strong consistency. An assimilation locks the parameters' row until the new ones are written.
-No update is ever lost, and parameter servers wait for one another. Vectors and blobs are rows of 1
-MiB, below every server's limit.
+SQL: strong consistency. An assimilation locks the parameters' row until the new ones are written:
+no update is ever lost, parameter servers wait for one another. Vectors and blobs are rows of 1 MiB,
+below every server's limit.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ PIECE_BYTES = 128 << 10
 PIECES_PER_COMMAND = 16
 READ_BYTES = 256 << 10
 CONNECT_S, ANSWER_S = 10, 60.0
-NEW_S = 3600
-"""New parameters expire after this time if their server died before they came into force."""
+NEW_S = 3600  # life of new parameters whose server died before they came into force
 CLAIM = """
 for _, assignment in ipairs(redis.call('LRANGE', KEYS[1], 0, -1)) do
     if tonumber(redis.call('HGET', KEYS[2], assignment) or 0) <= tonumber(ARGV[1]) then

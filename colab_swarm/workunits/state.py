@@ -40,9 +40,7 @@ class Unit(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 class Entry(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Base of all entries. ``at``: time of the entry."""
-
-    at: float
+    at: float  # time of the entry
 
 
 class AssignmentEntry(Entry, frozen=True):
@@ -57,14 +55,14 @@ class AssignmentEntry(Entry, frozen=True):
 
 
 class Met(Entry, frozen=True):
-    """A volunteer requested units for the first time. ``volunteer``: its peer id in hex; ``name``: its own choice."""
+    """A volunteer, by its peer id in hex, requested units for the first time."""
 
     volunteer: str
     name: str
 
 
 class Assigned(AssignmentEntry, frozen=True):
-    """A volunteer gets a unit, to be trained before ``deadline``, from the parameters of ``version``."""
+    """A volunteer gets a unit to train, from the parameters of ``version``."""
 
     unit: Unit
     volunteer: str
@@ -77,10 +75,7 @@ class Returned(AssignmentEntry, frozen=True):
 
 
 class Accepted(AssignmentEntry, frozen=True):
-    """The unit's result waits for a parameter server, whose parameters ``alpha`` weighs.
-
-    ``change``: how far training moved them (L2 norm).
-    """
+    """A result waits to move parameters that ``alpha`` weighs; ``change``: L2 norm of its training."""
 
     unit: Unit
     alpha: float
@@ -135,51 +130,36 @@ AnyEntry: TypeAlias = (
 encode_entry = msgspec.msgpack.Encoder().encode
 decode_entry = msgspec.msgpack.Decoder[AnyEntry](AnyEntry).decode
 MEMORY = 0.9
-FIRST_ERROR_RATE = 0.1
-RELIABLE = 0.5
-"""Below this reliability a volunteer gets few units, and none that failed before while others are present."""
-BAN_RATE = 0.25
-"""Share of bad results that leads to a ban: three in a row, or every fourth."""
+RELIABLE = 0.5  # below this a volunteer gets few units, and failed ones last
+BAN_RATE = 0.25  # share of bad results that leads to a ban: three in a row, or every fourth
 FIRST_BAN_S = 600.0
 LONGEST_BAN_S = 86_400.0
-FREE_RETURNS = 3
-"""After more returns without a result in between, a volunteer gets no units for a while: each fills the log."""
+FREE_RETURNS = 3  # without a result in between; then a volunteer rests, as each fills the log
 LONGEST_REST_S = 600.0
 
 
 @dataclass
 class VolunteerState:
-    """Record of one volunteer. Times are seconds since the epoch.
+    """Record of one volunteer. Times are seconds since the epoch."""
 
-    Attributes:
-        volunteer, name: its id in hex, and the name that it chose.
-        last_seen: time of its latest entry.
-        error_rate: share of its latest units without an accepted result, for any reason.
-        bad_rate: share of its latest results that were bad.
-        in_flight, accepted, rejected, expired: numbers of units.
-        bans, banned_until: number so far, each twice as long as the one before, and the end of the latest.
-        returns: times it gave units back since its last good result, the last time at ``returned_at``.
-        rests_until: it gets no units before.
-    """
-
-    volunteer: str = ""
-    name: str = ""
-    last_seen: float = -math.inf
-    error_rate: float = FIRST_ERROR_RATE
-    bad_rate: float = 0.0
-    in_flight: int = 0
+    volunteer: str = ""  # its id in hex
+    name: str = ""  # its own choice
+    last_seen: float = -math.inf  # time of its latest entry
+    error_rate: float = 0.1  # share of latest units without an accepted result
+    bad_rate: float = 0.0  # share of latest results that were bad
+    in_flight: int = 0  # units, like the next three
     accepted: int = 0
     rejected: int = 0
     expired: int = 0
-    bans: int = 0
+    bans: int = 0  # so far, each twice as long as the one before
     banned_until: float = -math.inf
-    returns: int = 0
-    returned_at: float = -math.inf
-    rests_until: float = -math.inf
+    returns: int = 0  # times it gave units back since its last good result
+    returned_at: float = -math.inf  # the last time
+    rests_until: float = -math.inf  # it gets no units before
 
     @property
     def proven(self) -> bool:
-        """True if it may hold as many units as the plan allows: it has done one, and most succeed."""
+        """True if it may hold as many units as the plan allows."""
         return self.accepted > 0 and 1 - self.error_rate >= RELIABLE
 
     def on_accepted(self) -> None:
@@ -200,7 +180,6 @@ class VolunteerState:
             self.rests_until = now + min(LONGEST_REST_S, 2.0 ** min(self.returns - FREE_RETURNS, 32))
 
     def on_rejected(self, now: float) -> None:
-        """Count a bad result, which may lead to a ban."""
         self.rejected += 1
         self.error_rate = MEMORY * self.error_rate + 1 - MEMORY
         self.bad_rate = MEMORY * self.bad_rate + 1 - MEMORY
@@ -209,39 +188,27 @@ class VolunteerState:
             self.bans += 1
 
 
-LATEST = 100
-MARKS = {"expired": "late", "rejected": "rejected"}
-"""Of units that wait again, by the fate of their last replica."""
-MAX_MARKS = 400
-"""Units shown one by one."""
+MARKS = {"expired": "late", "rejected": "rejected"}  # of units that wait again, by their last fate
+MAX_MARKS = 400  # units shown one by one
 Fate: TypeAlias = Literal["out", "returned", "accepted", "rejected", "expired", "given back", "superseded"]
 
 
 @dataclass
 class UnitReplica:
-    """A unit ``given`` to a volunteer.
-
-    It is ``out`` at a volunteer, then ``returned`` until a majority agrees, and ends as
-    ``accepted`` (also if it agreed with the accepted one), ``rejected``, ``expired``, ``given
-    back`` or ``superseded`` (accepted without it).
-    """
+    """A unit ``given`` to a volunteer; ``superseded``: others' results were accepted without it."""
 
     given: Assigned
-    fate: Fate = "out"
+    fate: Fate = "out"  # accepted: also one that agreed with the accepted one
 
 
 @dataclass
 class UnitState:
-    """One unit of an epoch, ``accepted`` once one of its results is.
-
-    ``staleness`` counts the results assimilated between its initial parameters and its own
-    assimilation; None before. ``failed_by``: volunteers that failed it, and when they last did.
-    """
+    """One unit of an epoch, ``accepted`` once one of its results is."""
 
     replicas: list[UnitReplica] = field(default_factory=list)
     accepted: bool = False
-    staleness: int | None = None
-    failed_by: dict[str, float] = field(default_factory=dict)
+    staleness: int | None = None  # results assimilated between its start and its own
+    failed_by: dict[str, float] = field(default_factory=dict)  # when each volunteer last failed it
 
     def live(self) -> list[UnitReplica]:
         """Return replicas whose results are awaited, or wait for a majority."""
@@ -251,15 +218,10 @@ class UnitState:
         return any(replica.given.volunteer == volunteer for replica in self.live())
 
     def returned(self) -> list[UnitReplica]:
-        """Return replicas whose results wait for a majority."""
         return [replica for replica in self.replicas if replica.fate == "returned"]
 
     @property
     def mark(self) -> str:
-        """``waiting``, in ``training``, ``queued`` for a parameter server or ``assimilated``.
-
-        Or it waits again because its last volunteer was ``late`` or its result ``rejected``.
-        """
         if self.accepted:
             return "queued" if self.staleness is None else "assimilated"
         if self.live():
@@ -267,22 +229,18 @@ class UnitState:
         return MARKS.get(self.replicas[-1].fate if self.replicas else "", "waiting")
 
 
-latest: Callable[[], deque[float]] = partial(deque, maxlen=LATEST)
+latest: Callable[[], deque[float]] = partial(deque, maxlen=100)
 
 
 @dataclass
 class JobState:
-    """The state that a log adds up to. ``subsets``: units of an epoch; the other attributes follow the entries.
-
-    ``units`` has those of this epoch and all before; ``open`` those without an accepted result;
-    ``out`` the replicas that are at volunteers, by assignment.
-    """
+    """The state that a log adds up to, of a job with ``subsets`` units in an epoch."""
 
     subsets: int
-    units: dict[Unit, UnitState] = field(default_factory=dict)
-    open: dict[Unit, UnitState] = field(default_factory=dict)
+    units: dict[Unit, UnitState] = field(default_factory=dict)  # of this epoch and all before
+    open: dict[Unit, UnitState] = field(default_factory=dict)  # those without an accepted result
     replicas: dict[str, UnitReplica] = field(default_factory=dict)
-    out: dict[str, UnitReplica] = field(default_factory=dict)
+    out: dict[str, UnitReplica] = field(default_factory=dict)  # those at volunteers, by assignment
     volunteers: dict[str, VolunteerState] = field(default_factory=dict)
     version: int = 0  # of the newest parameters
     assimilated: int = 0  # units of `epoch`
@@ -311,7 +269,6 @@ class JobState:
         return self.subsets - len(self.open) - self.assimilated
 
     def volunteer(self, volunteer: str) -> VolunteerState:
-        """Return a volunteer's record; an empty one if it is unknown."""
         return self.volunteers.get(volunteer) or VolunteerState()
 
     def apply(self, entry: AnyEntry) -> None:
@@ -405,48 +362,30 @@ class JobState:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """A job and its coordinator. Times are seconds since the epoch.
-
-    Attributes:
-        since: start of this coordinator.
-        rows: samples of each subset.
-        numel, version: values of the model, and results assimilated so far.
-        servers, server_deaths: parameter servers that run, and that died.
-        backlog: accepted results that wait for a parameter server.
-        fault: the store's current error; empty while it works.
-        epoch, max_epochs: the current epoch, from 1, and the plan's last one.
-        finished: why the job ended; None before.
-        volunteers: copies of the records of all so far, by their accepted units.
-        epochs: those that ended.
-        units: of the epoch, by `UnitState.mark`; those that failed count as ``waiting``.
-        marks: of the first units of this epoch, `MAX_MARKS` at most, by subset.
-        staleness: mean number of results that arrived while a unit of this epoch was trained; None if unknown.
-        update_s: durations of the latest updates, sorted.
-        units_per_s, samples_per_s: rates of the latest assimilations, each local epoch counted; 0 if there were none.
-    """
+    """A job and its coordinator. Times are seconds since the epoch."""
 
     name: str
     at: float
-    since: float
+    since: float  # start of this coordinator
     target_accuracy: float | None
-    rows: tuple[int, ...]
-    numel: int
-    version: int
-    servers: int
-    server_deaths: int
-    backlog: int
-    fault: str
-    epoch: int
+    rows: tuple[int, ...]  # samples of each subset
+    numel: int  # values of the model
+    version: int  # results assimilated so far
+    servers: int  # parameter servers that run
+    server_deaths: int  # those that ended without being stopped
+    backlog: int  # accepted results that wait for a parameter server
+    fault: str  # the store's current error; empty while it works
+    epoch: int  # from 1
     max_epochs: int
-    finished: str | None
-    volunteers: tuple[VolunteerState, ...]
-    epochs: tuple[EpochEnded, ...]
-    units: dict[str, int]
-    marks: tuple[str, ...]
-    staleness: float | None
-    update_s: tuple[float, ...]
-    units_per_s: float
-    samples_per_s: float
+    finished: str | None  # why the job ended; None before
+    volunteers: tuple[VolunteerState, ...]  # copies of all records, by accepted units
+    epochs: tuple[EpochEnded, ...]  # those that ended
+    units: dict[str, int]  # of the epoch, by mark; those that failed count as waiting
+    marks: tuple[str, ...]  # of the epoch's first `MAX_MARKS` units, by subset
+    staleness: float | None  # mean over the epoch's units; None if unknown
+    update_s: tuple[float, ...]  # durations of the latest updates, sorted
+    units_per_s: float  # rate of the latest assimilations; 0 if there were none
+    samples_per_s: float  # the same, each local epoch counted
 
     @property
     def accuracy(self) -> float | None:

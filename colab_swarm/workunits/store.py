@@ -1,14 +1,13 @@
-"""The state of a job: its log, its parameters, and the results that wait. It outlives the coordinator.
+"""The state of a job, which outlives the coordinator: log, parameters, results that wait.
 
 Every method is atomic and durable where the store is. A process killed at any moment leaves all of
 a call or nothing. The coordinator and the parameter servers use a store at once, from several
 threads and processes. A call that raises `StoreError` because the connection broke may have taken
 effect or not: read the log again.
 
-`SqliteStore` is the default: one durable file for several processes on one machine. Its log is
-written ahead (WAL), so committed entries survive the death of any process; a power failure may lose
-the last seconds. Pages are 64 KiB, the most that SQLite allows: vectors of megabytes are read and
-written four times as fast as with the usual 4 KiB.
+`SqliteStore` is the default: one file for several processes on one machine. Its log is written
+ahead (WAL): entries survive the death of any process; a power failure may lose the last seconds.
+Pages are 64 KiB, the most that SQLite allows: megabytes move four times as fast as with 4 KiB.
 """
 
 from __future__ import annotations
@@ -31,25 +30,21 @@ from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, decode_
 from colab_swarm.workunits.weights import Floats, as_bytes
 
 Blobs: TypeAlias = Mapping[str, bytes]
-Update: TypeAlias = Callable[[Floats], Floats]
-"""Compute new parameters from the current ones, which are read-only and only lent."""
+Update: TypeAlias = Callable[[Floats], Floats]  # of current parameters, which are read-only and lent
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-"""Environment of processes that assimilate: glibc reuses the memory of vectors, which halves the time of an update."""
+"""Environment of servers: glibc reuses the memory of vectors, which halves the time of an update."""
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """The server's parameters after ``version`` assimilations; read-only ``values`` (numel,).
-
-    Under eventual consistency the values may lack some of them.
-    """
+    """Read-only values (numel,); eventual consistency may lose some of the ``version`` updates."""
 
     version: int
     values: Floats
 
 
 class ParameterStore(ABC):
-    """State of one job: float32 vectors, blobs with names. ``shared``: other processes can open it at ``url``."""
+    """State of one job. ``shared``: other processes can open it at ``url``."""
 
     shared = True
 
@@ -64,11 +59,11 @@ class ParameterStore(ABC):
     def append(
         self, entries: Sequence[AnyEntry], *, put: Blobs | None = None, drop: Collection[str] = ()
     ) -> None:
-        """Append to the log, queue each `Accepted`, save the blobs ``put`` and delete those named in ``drop``."""
+        """Append to the log, queue each `Accepted`, save blobs ``put``, delete blobs ``drop``."""
 
     @abstractmethod
     def entries(self, after: int = 0) -> list[tuple[int, AnyEntry]]:
-        """Return the log beyond position ``after``, in order. Positions start at 1 and may have gaps."""
+        """Return the log beyond position ``after``. Positions start at 1 and may have gaps."""
 
     @abstractmethod
     def blob(self, name: str) -> bytes:
@@ -84,9 +79,8 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
-        """Replace the parameters by ``update(parameters)``, log `Assimilated`, delete the result.
-
-        Returns the new version; None, with nothing changed, if this unit was assimilated already.
+        """Replace the parameters by ``update(parameters)``, log `Assimilated`, delete the result;
+        return the new version, or None, with nothing changed, if this was done already.
         """
 
     @abstractmethod
@@ -105,7 +99,6 @@ class ParameterStore(ABC):
 
 
 def assimilated(accepted: Accepted, version: int, *, server: str, now: float, began: float) -> Assimilated:
-    """Return the entry of an assimilation that ``began`` at a time of `time.perf_counter`."""
     return Assimilated(
         at=now,
         unit=accepted.unit,
@@ -116,8 +109,7 @@ def assimilated(accepted: Accepted, version: int, *, server: str, now: float, be
     )
 
 
-PARAMETERS = "parameters"
-"""Name of the blob that holds the parameters."""
+PARAMETERS = "parameters"  # name of the blob that holds the parameters
 # `swarm_ends` has the ends of the logs, apart from the jobs: the coordinator's entries do not wait for an assimilation
 TABLES = (
     "swarm_jobs (job VARCHAR(64) PRIMARY KEY, version BIGINT NOT NULL)",
@@ -131,19 +123,15 @@ TABLES = (
 
 
 class TableStore(ParameterStore):
-    """A job's state in the tables of a database. A subclass connects to it and moves vectors in its own way.
-
-    Attributes:
-        blob_type: a column's type for bytes.
-        piece_bytes: most bytes in a row.
-        locking: ends a SELECT that keeps others from the row until the transaction ends.
+    """A job's state in the tables of a database; a subclass connects to it and moves vectors.
+    ``locking`` ends a SELECT that keeps others from the row until the transaction ends.
     """
 
     blob_type, piece_bytes, locking = "BLOB", 1 << 30, ""
 
     @abstractmethod
     def _transaction(self, *, reads: bool = False) -> AbstractContextManager[Any]:
-        """Return a block that happens as a whole or not at all, with its connection; ``reads``: it changes nothing."""
+        """Return a block with a connection, which happens as a whole or not at all."""
 
     @abstractmethod
     def _run(self, connection: Any, statement: str, **values: Any) -> Any:
@@ -223,7 +211,7 @@ class TableStore(ParameterStore):
     def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
         began = time.perf_counter()
         with self._transaction() as connection:
-            version = 1 + (self._version(connection) or 0)
+            new = 1 + (self._version(connection) or 0)
             if not self._run(
                 connection,
                 "DELETE FROM swarm_queue WHERE job = :job AND assignment = :assignment",
@@ -231,15 +219,12 @@ class TableStore(ParameterStore):
             ).rowcount:
                 return None
             self._replace(connection, update)
-            self._run(
-                connection, "UPDATE swarm_jobs SET version = :version WHERE job = :job", version=version
-            )
+            self._run(connection, "UPDATE swarm_jobs SET version = :version WHERE job = :job", version=new)
             self._drop(connection, [accepted.result])
-            self._log(connection, [assimilated(accepted, version, server=server, now=now, began=began)])
-        return version
+            self._log(connection, [assimilated(accepted, new, server=server, now=now, began=began)])
+        return new
 
     def _version(self, connection: Any) -> int | None:
-        """Version of the parameters, which other writers cannot change meanwhile; None before the job has begun."""
         query = f"SELECT version FROM swarm_jobs WHERE job = :job{self.locking}"
         found: tuple[int] | None = self._run(connection, query).fetchone()
         return None if found is None else found[0]
@@ -260,7 +245,7 @@ class TableStore(ParameterStore):
             self._run(connection, "DELETE FROM swarm_blobs WHERE job = :job AND name = :name", name=name)
 
     def _log(self, connection: Any, entries: Sequence[AnyEntry]) -> None:
-        """Append at the end of a transaction: from here other writers wait, so readers see entries in order."""
+        """Append at the end of a transaction: others wait from here, readers see entries in order."""
         if not entries:
             return
         move = "UPDATE swarm_ends SET position = position + :more WHERE job = :job"
@@ -286,21 +271,16 @@ class TableStore(ParameterStore):
 
 
 def pieces_of(data: bytes | memoryview, size: int) -> list[memoryview]:
-    """Cut ``data`` into pieces of ``size`` bytes at most; empty data are one piece."""
     view = memoryview(data)
     return [view[start : start + size] for start in range(0, max(1, len(view)), size)]
 
 
 MEMORY = ":memory:"
-BUSY_S = 60.0
-"""Time to wait for another writer."""
+BUSY_S = 60.0  # time to wait for another writer
 
 
 class SqliteStore(TableStore):
-    """A job's state in the file ``path``, which is created if missing; or in this process, at `MEMORY`.
-
-    A vector is one row, read with one copy where SELECT makes two, and updated in place.
-    """
+    """A job's state in the file ``path``, or in this process, at `MEMORY`; a vector is one row."""
 
     def __init__(self, path: str | Path, job: str) -> None:
         self.shared = path != MEMORY
@@ -370,11 +350,10 @@ FORMS = (
     "memory, a file such as job.db or sqlite:////absolute/path, redis://HOST:6379/0, unix:///path/of/redis.sock, "
     "postgresql+psycopg://USER:PASSWORD@HOST/DATABASE or mysql+pymysql://USER:PASSWORD@HOST/DATABASE"
 )
-ELSEWHERE = {
+ELSEWHERE = {  # stores that need libraries beyond the base, by scheme
     **dict.fromkeys(("redis", "rediss", "unix"), "RedisStore"),
     **dict.fromkeys(("postgresql+psycopg", "mysql+pymysql"), "SqlStore"),
 }
-"""Classes by scheme, of stores that need libraries beyond the base."""
 
 
 def open_store(url: str, job: str) -> ParameterStore:

@@ -2,8 +2,7 @@
 
 Each slot of a volunteer requests a unit, fetches its data, trains, uploads, and starts over. Errors
 of the coordinator never end it, only its refusals do. All units of the process are trained in turns
-on one thread, because torch's random numbers belong to the process. So replicas of a unit agree,
-and one slot's training overlaps with another's transfers.
+on one thread, because torch's random numbers belong to the process. So replicas of a unit agree.
 """
 
 from __future__ import annotations
@@ -48,21 +47,12 @@ from colab_swarm.workunits.weights import Floats, Schema
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 FIRST_ANSWER_S, FINISH_S = 30.0, 30.0
-MAX_FOLDERS = 64
-"""Volunteers of one name on one machine."""
-SAVE_S, MAX_CACHE_BYTES = 30.0, 2 << 30
-"""Interval of the saves of a unit, and most data on disk."""
-TURN_S = 0.1
-"""Training time of one unit before the next unit's turn."""
-BANNED_S = 60.0
-MIN_WAIT_S = 0.05
-FAREWELL_S = 5.0
-"""Time limit for giving units back."""
+MAX_FOLDERS = 64  # volunteers of one name on one machine
+SAVE_S, MAX_CACHE_BYTES = 30.0, 2 << 30  # interval of the saves of a unit, and most data on disk
+FAREWELL_S = 5.0  # time limit for giving units back
 AFTER_REFUSAL_S = 0.5, 60.0
 THREAD = DeviceThread()
-VIEWS = Views(
-    draw_volunteer, volunteer_line, lambda snapshot: snapshot.over, "volunteer", ("Stop", "Stopped")
-)
+VIEWS = Views(draw_volunteer, volunteer_line, lambda seen: seen.over, "volunteer", ("Stop", "Stopped"))
 _volunteers: set[Volunteer] = set()
 
 
@@ -81,22 +71,11 @@ class _Over(Exception):
 
 
 class Volunteer:
-    """A volunteer that works in the background. Show it, `watch` it, `stop` it.
+    """A volunteer that works in the background, while ``gate`` is open. Show, `watch`, `stop` it.
 
-    On an event loop use `begin`, `wait_over` and `leave`; from other threads `wait` and `stop`.
-
-    Args:
-        client, job, card: of the coordinator, and its job here and there.
-        folder: its own, for data and unfinished units.
-        units: trained at a time.
-        name: shown to others.
-        gate: it works while this is open.
-
-    Attributes:
-        url: of the coordinator, whose page shows the job's progress.
-
-    Raises:
-        ValueError: the job's model is not the coordinator's, or ``units`` is below 1.
+    On an event loop use `begin`, `wait_over` and `leave`; from other threads `wait` and `stop`. It
+    trains ``units`` at a time, and keeps data and unfinished ones in ``folder``. Raises ValueError
+    if the job's model is not that of the coordinator's ``card``, or ``units`` is below 1.
     """
 
     def __init__(
@@ -141,12 +120,11 @@ class Volunteer:
         self._work = asyncio.create_task(self._run(), name="volunteer")
 
     async def wait_over(self) -> None:
-        """Wait until it has ended; `snapshot` says why."""
         if self._work is not None:
             await asyncio.shield(self._work)
 
     async def leave(self, *, finish_s: float = FINISH_S) -> None:
-        """Finish the units that ``finish_s`` is enough for, give the others back, and end; the client is closed."""
+        """Finish the units that ``finish_s`` is enough for, give the others back, and end."""
         self._finish_s = finish_s
         self._leaving.set()
         await self.wait_over()
@@ -176,7 +154,7 @@ class Volunteer:
         return Panel(self.snapshot, self.stop, views=VIEWS)
 
     def watch(self, seconds: float | None = None) -> None:
-        """Show its progress for ``seconds``, or until it ends or you interrupt. It continues afterwards."""
+        """Show its progress for ``seconds``, or until it ends or you interrupt. It continues."""
         self.panel().watch(seconds)
 
     def __repr__(self) -> str:
@@ -228,12 +206,9 @@ class Volunteer:
                 self._left_behind += await asyncio.to_thread(self._saves.left_behind, now=time.time())
                 tasks = [group.create_task(self._serve(slot)) for slot in self._slots]
                 await self._leaving.wait()
-                last = [
-                    task
-                    for slot, task in enumerate(tasks)
-                    if slot in self._in_hand or not self._client.trouble
-                ]
-                if last:  # others wait for an unreachable coordinator
+                reached = not self._client.trouble  # else those without a unit would wait for nothing
+                last = [task for slot, task in enumerate(tasks) if reached or slot in self._in_hand]
+                if last:
                     await asyncio.wait(last, timeout=self._finish_s)
                 raise over
         except* Exception as ends:
@@ -243,7 +218,7 @@ class Volunteer:
         self._over, self._ended = over, time.monotonic()
 
     async def _farewell(self, over: _Over) -> None:
-        """Give back the units in hand. Those that cannot be given back stay on disk for the next session."""
+        """Give back the units in hand; where that fails they stay on disk for the next session."""
         with suppress(TimeoutError):  # once the thread is idle, nothing is saved any more
             async with asyncio.timeout(FAREWELL_S):
                 await THREAD.run(lambda: None)
@@ -262,7 +237,6 @@ class Volunteer:
         self._in_hand.clear()
 
     async def _serve(self, slot: int) -> None:
-        """Train one unit after the other."""
         backoff = Backoff(random.Random(), *AFTER_REFUSAL_S)
         while not self._leaving.is_set():
             if (held := await self._next(slot)) is None:
@@ -298,13 +272,13 @@ class Volunteer:
             if error.code != "banned":
                 raise _Over(f"the coordinator refuses: {error}") from error
             self._banned = str(error)
-            await self._pause(BANNED_S)
+            await self._pause(60.0)
             return None
         self._banned, self._answer = "", answer
         if answer.finished:
             raise _Over("the job is finished", finished=True)
         if slot not in self._in_hand:
-            await self._pause(max(answer.wait_s, MIN_WAIT_S))
+            await self._pause(max(answer.wait_s, 0.05))
         return None if self._leaving.is_set() else self._in_hand.get(slot)
 
     async def _train(self, held: UnitInHand) -> None:
@@ -330,7 +304,6 @@ class Volunteer:
         self._samples += subset.rows * self._card.local_epochs
 
     def _begin(self, held: UnitInHand, data: bytes, values: Floats | None) -> UnitTraining:
-        """On the thread: start the training of a unit, or resume a saved one."""
         model = self._job.first_model()
         if values is not None:
             self._schema.load(model, values)
@@ -348,8 +321,7 @@ class Volunteer:
         return training
 
     def _some_batches(self, held: UnitInHand, training: UnitTraining) -> None:
-        """On the thread: train for one turn, and save if it is time to."""
-        end = time.monotonic() + TURN_S
+        end = time.monotonic() + 0.1  # then it is another unit's turn
         while training.done < training.batches:
             held.loss = training.step()
             now = time.monotonic()
@@ -370,7 +342,6 @@ class Volunteer:
             raise _Over.failed("the job's code", error) from error
 
     async def _pause(self, seconds: float) -> None:
-        """Wait, but not after `leave` was called."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._leaving.wait()
@@ -391,7 +362,9 @@ def volunteer(
 
     Units in hand when the kernel died are resumed if you call this with the same ``name`` and
     ``folder`` before their deadline. Calling it again while it works returns the same volunteer, so
-    you can re-run cells freely.
+    you can re-run cells freely. Raises InviteError for a wrong link, JoinError if the coordinator
+    does not answer or admit, TermsError, and ValueError if the code is not trusted yet (the message
+    says where to read it) or ``job`` is another job.
 
     Args:
         link: shown by the coordinator.
@@ -402,12 +375,6 @@ def volunteer(
         folder: for data and unfinished units; by default in your home.
         device: to train on; by default a GPU if there is one.
         accept_terms: True if the platform's terms allow this; needed on Colab.
-
-    Raises:
-        InviteError: the link is mistyped, expired, or no link to a coordinator.
-        JoinError: the coordinator does not answer, or does not admit this peer.
-        TermsError: the platform's terms are not accepted.
-        ValueError: the code is not trusted yet (the message says where to read it), or ``job`` is another job.
     """
     parsed, name = WorkLink.parse(link), name or socket.gethostname()
     for other in list(_volunteers):
@@ -437,7 +404,7 @@ def open_volunteer(
     device: str | torch.device | None,
     gate: PauseGate | None = None,
 ) -> Volunteer:
-    """Work for the coordinator of the client that ``client_in`` makes in its folder, while ``gate`` is open."""
+    """Work for the coordinator of the client that ``client_in`` makes in its folder."""
     runtime = Runtime.shared()
     own, lock = take_folder(folder, name)
     with ExitStack() as held, ExitStack() as undo:
@@ -490,7 +457,7 @@ def _trusted(card: JobCard, code: str, folder: Path, *, trust_code: bool) -> Job
 
 
 def take_folder(folder: str | Path | None, name: str) -> tuple[Path, FileLock]:
-    """Lock the first free folder of ``name``, ``name-2`` … below ``folder``: two volunteers need two folders."""
+    """Lock the first free folder of ``name``, ``name-2`` …: two volunteers need two folders."""
     base = Path.home() / ".cache" / "colab_swarm" / "volunteers" if folder is None else Path(folder)
     for number in range(1, MAX_FOLDERS + 1):
         own = base / (_plain(name) if number == 1 else f"{_plain(name)}-{number}")

@@ -1,4 +1,4 @@
-"""The coordinator over HTTP: the requests of `colab_swarm.workunits.messages`, and a public status page.
+"""The coordinator over HTTP: requests of `colab_swarm.workunits.messages`, and a public status page.
 
 A request is refused as early as possible: by its token, by the size it announces, by the assignment
 it names. Only then is the body read. Nothing of a request becomes a path of the file system: data
@@ -53,21 +53,13 @@ RESULT = f"/api/results/{{assignment:{ASSIGNMENT.pattern}}}"
 INITIAL = "/api/parameters/{epoch:[1-9][0-9]{0,8}}-{subset:0|[1-9][0-9]{0,8}}"
 CONTENT_RANGE = re.compile(rf"bytes {NUMBER}-{NUMBER}/{NUMBER}")
 Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
-MAX_PIECE_BYTES = 4 << 20
-"""Of an upload's piece, which is in memory while its digest is checked."""
-CHECKED_AT_ONCE = 4
-"""Complete results in memory at once."""
-MAX_UPLOADS, MAX_DOWNLOADS, MAX_EACH = 32, 64, 8
-"""Transfers at once, and of one volunteer; beyond that a volunteer must retry."""
-READ_S, SEND_S, SLOWEST_BYTES_S = 300.0, 60.0, 32 << 10
-"""Time limits for receiving a body and for sending a file; a large file has longer."""
-IDLE_S = 75.0
-"""Time limit for a silent connection, and for the head of a request."""
+MAX_PIECE_BYTES = 4 << 20  # of an upload's piece, which is in memory while its digest is checked
+MAX_UPLOADS, MAX_DOWNLOADS, MAX_EACH = 32, 64, 8  # at once, and each volunteer; then it must retry
+READ_S, SEND_S, SLOWEST_BYTES_S = 300.0, 60.0, 32 << 10  # limits; a large file has longer
+IDLE_S = 75.0  # time limit for a silent connection, and for the head of a request
 SENT_BYTES = 64 << 10
-BUSY_S, BROKEN_S = 1, 5
-"""Seconds after which to retry."""
-FAREWELL_S = 2.0
-"""Time limit for draining a refused body, and for transfers under way when the server closes."""
+BUSY_S, BROKEN_S = 1, 5  # seconds after which to retry
+FAREWELL_S = 2.0  # for draining a refused body, and for transfers when the server closes
 STATUSES = {
     "token": 401,
     "banned": 403,
@@ -77,13 +69,12 @@ STATUSES = {
     "invalid": 422,
     "busy": 503,
 }
-VOLUNTEER: web.RequestKey[str] = web.RequestKey("volunteer", str)
-"""Its id in hex."""
+VOLUNTEER: web.RequestKey[str] = web.RequestKey("volunteer", str)  # its id in hex
 DIGEST: web.RequestKey[bytes] = web.RequestKey("digest", bytes)
 
 
 def range_of(header: str, size: int) -> tuple[int, int]:
-    """Return start and end of the part of a file that a ``Range`` header selects; raise ValueError if there is none."""
+    """Return start and end of what a ``Range`` header selects of a file; else raise ValueError."""
     found = RANGE.fullmatch(header)
     start = int(found[1]) if found else size
     end = min(int(found[2]) + 1, size) if found and found[2] else size
@@ -95,7 +86,7 @@ def range_of(header: str, size: int) -> tuple[int, int]:
 
 
 def piece_of(header: str) -> tuple[int, int, int]:
-    """Return start, length and total length by a ``Content-Range`` header; raise ValueError if it names no piece."""
+    """Return start, length and total length by a ``Content-Range`` header; else raise ValueError."""
     found = CONTENT_RANGE.fullmatch(header)
     start, last, whole = (int(number) for number in found.groups()) if found else (0, 0, 0)
     if not start <= last < whole:
@@ -104,10 +95,8 @@ def piece_of(header: str) -> tuple[int, int, int]:
 
 
 class UploadBuffer:
-    """One file per upload in ``folder``; a complete one has ``size_bytes``, and exists only while it is checked.
-
-    One found at the start was cut short by the death of the process and is deleted: the volunteer
-    sends it again.
+    """One file per upload in ``folder``; a complete one has ``size_bytes``, and exists only while
+    it is checked: one found at the start was cut short by the death of the process.
     """
 
     def __init__(self, folder: Path, *, size_bytes: int) -> None:
@@ -124,11 +113,7 @@ class UploadBuffer:
             return 0
 
     def add(self, assignment: str, start: int, piece: bytes) -> int:
-        """Append a piece that starts at ``start`` and return the bytes so far.
-
-        Raises Refused or ValueError, with nothing changed, if it does not continue the upload or
-        exceeds its end.
-        """
+        """Append a piece, return the bytes so far; raise Refused or ValueError if it does not fit."""
         received, end = self.received(assignment), start + len(piece)
         if start != received:
             raise Refused(
@@ -152,7 +137,6 @@ class UploadBuffer:
             file.unlink(missing_ok=True)
 
     def sweep(self, awaited: Callable[[str], bool]) -> None:
-        """Delete all uploads but those of assignments that are ``awaited``."""
         for file in self._folder.iterdir():
             if not awaited(file.name):
                 file.unlink(missing_ok=True)
@@ -164,11 +148,7 @@ class UploadBuffer:
 
 
 class CoordinatorServer:
-    """Serve the volunteers of a job, by what its ``log`` says, and pages of its ``status``.
-
-    Files lie in ``folder``, data of volunteers and unfinished uploads. ``running`` counts transfers
-    under way, by kind.
-    """
+    """Serve the volunteers of a job, by what its ``log`` says, and pages of its ``status``."""
 
     def __init__(
         self,
@@ -185,7 +165,7 @@ class CoordinatorServer:
         self.uploads = UploadBuffer(folder / "uploads", size_bytes=self._schema.size_bytes)
         self._newest = -1, memoryview(b"")  # version and file of the newest parameters: many fetch them
         self._loading = asyncio.Lock()
-        self._uploading, self._checking = asyncio.Lock(), asyncio.Semaphore(CHECKED_AT_ONCE)
+        self._uploading, self._checking = asyncio.Lock(), asyncio.Semaphore(4)  # results in memory
         self._complete: set[str] = set()  # uploads whose results are being checked
         self._each: Counter[tuple[str, str]] = Counter()  # transfers under way by kind and volunteer
         self._page = status_page(status)
@@ -255,7 +235,6 @@ class CoordinatorServer:
         _raise(self._dispatcher.ban_of(volunteer.hex(), now=time.time()))
 
     async def _read(self, request: web.Request, most_bytes: int) -> bytes:
-        """Return the body, after checking it against the signed digest."""
         size = request.content_length
         if size is None and request.body_exists:
             raise Refused("invalid", "the body's length is missing: send Content-Length")
@@ -299,7 +278,6 @@ class CoordinatorServer:
         return web.Response(text=self._job.code)
 
     async def _units(self, request: web.Request) -> web.Response:
-        """Assign units to a volunteer, and repeat those whose answer was lost."""
         asked, me = await self._message(request, AskForUnits), request[VOLUNTEER]
         async with self._log.deciding() as now:
             _raise(self._dispatcher.ban_of(me, now=now))
@@ -397,33 +375,31 @@ class CoordinatorServer:
     async def _take(self, volunteer: str, assignment: str) -> None:
         """Check a complete result and write what follows from it; raise Refused if it is invalid or not wanted."""
         data = await asyncio.to_thread(self.uploads.read, assignment)
-        state, replication = self._dispatcher.state, self._job.plan.replication
-        _, file = await self._file(state.replicas[assignment].given.unit if replication > 1 else None)
-        base, fault, changes = self._schema.decode(file), "", tuple(state.changes)
+        core, plan = self._dispatcher, self._job.plan
+        _, file = await self._file(
+            core.state.replicas[assignment].given.unit if plan.replication > 1 else None
+        )
+        base, fault, changes = self._schema.decode(file), "", tuple(core.state.changes)
         values, change = base, 0.0
         try:
-            values, change = await asyncio.to_thread(
-                self._schema.judge, data, base, changes, self._job.plan.max_change
-            )
+            values, change = await asyncio.to_thread(self._schema.judge, data, base, changes, plan.max_change)
         except ValueError as error:
             fault = str(error)
         async with self._log.deciding() as now:
-            _raise(self._dispatcher.refusal(assignment, volunteer, now=now))
+            _raise(core.refusal(assignment, volunteer, now=now))
             if fault:
                 await self._log.write([Rejected(at=now, assignment=assignment, reason=fault)])
                 raise Refused("invalid", fault)
             distance = partial(self._distance, {assignment: values}, base)
-            entries = await asyncio.to_thread(
-                self._dispatcher.on_result, assignment, change, distance, now=now
-            )
+            entries = await asyncio.to_thread(core.on_result, assignment, change, distance, now=now)
             odd = [one for one in entries if isinstance(one, Rejected) and one.assignment == assignment]
             put = {} if odd else {f"result-{assignment}": bytes(as_bytes(values))}
-            await self._log.write(entries, put=put, drop=self._dispatcher.obsolete(entries))
+            await self._log.write(entries, put=put, drop=core.obsolete(entries))
             if odd:
                 raise Refused("invalid", odd[0].reason)
 
     def _distance(self, known: dict[str, Floats], base: Floats, one: str, other: str) -> float:
-        """Distance of two results, ``known`` or in the store, as a share of the change from ``base``."""
+        """Distance of two results, ``known`` or stored, as a share of the change from ``base``."""
         for name in {one, other} - known.keys():
             known[name] = np.frombuffer(self._log.store.blob(f"result-{name}"), "<f4")
         a, b = known[one], known[other]
@@ -447,10 +423,7 @@ class CoordinatorServer:
         return await self._send(request, data, f'"{version}"', headers)
 
     async def _file(self, unit: Unit | None) -> tuple[int, memoryview]:
-        """Return version and file (`Schema.encode`) of a unit's initial parameters; None: the newest ones.
-
-        Raises Refused if the unit is not open, or has no replicas.
-        """
+        """Return version and file of a unit's initial parameters; None: the newest ones."""
         if unit is None:
             async with self._loading:
                 if self._newest[0] < self._dispatcher.state.version:

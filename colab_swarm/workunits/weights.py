@@ -16,15 +16,10 @@ from torch import nn
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
-MAX_WHOLE = 1 << 24
-"""Integers up to here are exact in float32."""
-MAX_REASON_BYTES = 300
-KNOWN = 5
-"""After this many accepted results the usual change of the parameters is known."""
-FIRST_CHANGE = 1000.0
-"""Until then a change may be this many times the parameters' norm, or the norm if each were 1."""
-MOST = 1e18
-"""Of a value: no mean of such values is infinite, and no square."""
+MAX_WHOLE = 1 << 24  # integers up to here are exact in float32
+KNOWN = 5  # after this many accepted results the usual change of the parameters is known
+FIRST_CHANGE = 1000.0  # until then at most so many times their norm, or the norm of ones
+MOST = 1e18  # of a value: no mean of such values is infinite, and no square
 
 
 def as_bytes(values: Floats) -> memoryview:
@@ -40,7 +35,7 @@ class Schema:
 
     @classmethod
     def of(cls, model: nn.Module) -> Schema:
-        """Return the schema of a model; raise ValueError if it has values that float32 cannot represent."""
+        """Return a model's schema; raise ValueError if it has values that float32 cannot represent."""
         state = model.state_dict()
         for name, values in state.items():
             if values.is_complex():
@@ -61,7 +56,6 @@ class Schema:
 
     @property
     def size_bytes(self) -> int:
-        """Size of a file."""
         return len(self.head()) + 4 * self.numel
 
     def head(self) -> bytes:
@@ -80,7 +74,7 @@ class Schema:
         return b"".join((self.head(), as_bytes(values)))
 
     def decode(self, data: bytes | memoryview) -> Floats:
-        """Return a view of a file's values; raise ValueError, with the difference, if it has other tensors."""
+        """Return a view of a file's values; raise ValueError if it has other tensors."""
         head = self.head()
         if bytes(data[: len(head)]) != head:
             raise ValueError(self.difference(data))
@@ -89,7 +83,7 @@ class Schema:
         return np.frombuffer(data, dtype="<f4", offset=len(head))
 
     def difference(self, data: bytes | memoryview) -> str:
-        """Return how the head of a file differs from that of this schema, in a stranger's words but short and plain."""
+        """Return how a file's head differs from this: a stranger's words, but short and plain."""
         try:
             end = 8 + int.from_bytes(data[:8], "little")
             found = {name: tuple(one["shape"]) for name, one in json.loads(bytes(data[8:end])).items()}
@@ -99,19 +93,15 @@ class Schema:
         for name in sorted(found.keys() | expected.keys()):
             if (one := found.get(name, "none")) != (other := expected.get(name, "none")):
                 reason = f"{name} has shape {one}, {other} expected".encode("ascii", "backslashreplace")
-                return reason[:MAX_REASON_BYTES].decode()  # it goes into the log
+                return reason[:300].decode()  # it goes into the log
         return "other types or order than the model's"
 
     def judge(
         self, data: bytes, base: Floats, changes: Sequence[float], max_change: float
     ) -> tuple[Floats, float]:
-        """Return a result's values and the L2 norm of its change; raise ValueError if the result is refused.
-
-        Args:
-            data: a volunteer's file.
-            base: parameters of about its start (numel,).
-            changes: of the latest accepted results.
-            max_change: most times as far as usual that a result may move.
+        """Return a result's values (numel,) and the L2 norm of its change from ``base``; raise
+        ValueError if that is over ``max_change`` times the median of ``changes``, or the file is
+        unusable.
         """
         values = self.decode(data)
         if bad := len(values) - int(np.count_nonzero(np.abs(values) <= MOST)):
@@ -148,21 +138,15 @@ class Schema:
                 offset += size
 
 
-PIECE = 1 << 16
-"""Values at a time, which stay in the processor's cache between the steps."""
+PIECE = 1 << 16  # values at a time, which stay in the processor's cache between the steps
 
 
 def assimilate(server: Floats, result: Floats, alpha: float) -> Floats:
-    """Return the server's parameters after a result: ``W_s <- alpha W_s + (1 - alpha) W_c``, in float32.
+    """Return the server's parameters after a result: ``W_s <- alpha W_s + (1 - alpha) W_c``, all
+    (numel,) in float32.
 
     "Distributed Deep Learning Using Volunteer Computing-Like Paradigm", equation 1. In any order, n
-    results leave ``alpha^n`` of the parameters before them. With alpha 0 only the last result
-    counts.
-
-    Args:
-        server: parameters W_s (numel,); not changed.
-        result: W_c (numel,), trained by a volunteer.
-        alpha: weight of the server's, in [0, 1).
+    results leave ``alpha^n`` of the parameters before them; ``alpha`` is in [0, 1).
     """
     # start from the heavier one: least rounding, and none where they agree or alpha is 0
     near, far, weight = (result, server, alpha) if alpha < 0.5 else (server, result, 1 - alpha)
@@ -176,7 +160,7 @@ def assimilate(server: Floats, result: Floats, alpha: float) -> Floats:
 
 
 def moved(values: Floats, base: Floats) -> float:
-    """Return the L2 norm of ``values - base``, both (numel,), summed in float64; not finite if a value is not."""
+    """Return the L2 norm of ``values - base``, summed in float64; not finite if a value is not."""
     total = 0.0
     with np.errstate(over="ignore", invalid="ignore"):  # a stranger's values may overflow
         for start in range(0, len(values), PIECE):

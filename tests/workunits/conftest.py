@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from colab_swarm.bench.parameter_store import Absent
-from tests.workunits.servers import SERVERS
+from colab_swarm.workunits.store import ParameterStore
+from tests.workunits.servers import SERVERS, begun, close_checked, new_job
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +25,11 @@ def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
                 yield url
         except Absent as absent:
             pytest.skip(str(absent))
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[ParameterStore]:
+    """With two results that wait; checked afterwards."""
+    store = begun(url, new_job(), units=2)
+    yield store
+    close_checked(store)

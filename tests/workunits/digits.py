@@ -13,7 +13,6 @@ from colab_swarm.workunits.job import Job, WorkPlan
 
 
 def model() -> nn.Module:
-    """64 pixels -> 32 -> 10 classes."""
     return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 
 
@@ -32,7 +31,6 @@ def digits(part: slice) -> tuple[Any, Any]:
 
 
 def digits_job(rows: int = 256, **plan: Any) -> Job:
-    """A job on a few digits."""
     return Job(
         "digits",
         model,

@@ -43,8 +43,6 @@ def tiny_job(**plan: Any) -> Job:
 
 
 class Answer:
-    """What came back, read whole."""
-
     def __init__(self, status: int, headers: Any, body: bytes) -> None:
         self.status, self.headers, self.body = status, headers, body
 
@@ -184,6 +182,5 @@ def check_state(dispatcher: Dispatcher) -> None:
 
 
 async def until(happened: Callable[[], bool]) -> None:
-    """Until something is so."""
     while not happened():
         await asyncio.sleep(0.005)

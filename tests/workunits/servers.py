@@ -22,12 +22,10 @@ _numbers = itertools.count()
 
 
 def new_job() -> str:
-    """A name that no test had before."""
     return f"job-{next(_numbers)}"
 
 
 def accepted(subset: int, *, epoch: int = 1) -> Accepted:
-    """A result that waits."""
     name = f"{epoch:016x}{subset:016x}"
     unit = Unit(epoch, subset)
     return Accepted(at=5.0, unit=unit, assignment=name, alpha=0.5, change=1.0)
@@ -44,7 +42,6 @@ def begun(url: str, job: str, *, units: int = 0, numel: int = 3) -> ParameterSto
 
 
 def plus_one(values: Floats) -> Floats:
-    """Counts assimilations."""
     return values + np.float32(1)
 
 
@@ -60,6 +57,5 @@ def check_invariants(store: ParameterStore) -> None:
 
 
 def close_checked(store: ParameterStore) -> None:
-    """At the end of a test."""
     check_invariants(store)
     store.close()

@@ -39,18 +39,7 @@ Fault: TypeAlias = Callable[[web.Request, Respond], Awaitable[web.StreamResponse
 
 
 class StandIn:
-    """Hands out every subset once per epoch; its parameters never change unless a test changes them.
-
-    Attributes:
-        results: what was uploaded and accepted, by assignment.
-        received: what has come of uploads.
-        given, returned: assignments that were handed out, and given back.
-        asked: for units, in order.
-        seen: method and path of all requests, in order.
-        fired: the same of those that met a fault.
-        refuse: why uploads are refused; None to accept them.
-        membership: of the run, encoded.
-    """
+    """Hands out every subset once per epoch; its parameters never change unless a test changes them."""
 
     def __init__(self, job: Job, *, subsets: int = 2, epochs: int = 1, deadline_s: float = 60.0) -> None:
         self.job, self.deadline_s, self.identity = job, deadline_s, Identity()
@@ -58,13 +47,13 @@ class StandIn:
         self.values, self.version = self.schema.flatten(job.first_model()), 0
         self.files = [rows.encode() for rows in job.rows().cut(subsets, seed=0)]
         self.units = deque((epoch, subset) for epoch in range(1, epochs + 1) for subset in range(subsets))
-        self.given: dict[str, GivenUnit] = {}
-        self.results: dict[str, Floats] = {}
+        self.given: dict[str, GivenUnit] = {}  # by assignment
+        self.results: dict[str, Floats] = {}  # those accepted
         self.returned: list[str] = []
         self.asked: list[AskForUnits] = []
-        self.seen: list[str] = []
-        self.fired: list[str] = []
-        self.refuse: Problem | None = None
+        self.seen: list[str] = []  # method and path of all requests
+        self.fired: list[str] = []  # the same of those that met a fault
+        self.refuse: Problem | None = None  # why uploads are refused
         self.url, self.membership = "", b""
         self.received: dict[str, bytearray] = {}
         self._gate, self._script = RequestGate(None), list[tuple[str, Fault]]()
@@ -79,18 +68,9 @@ class StandIn:
             for data, rows in zip(self.files, self.job.rows().cut(len(self.files), seed=0), strict=True)
         )
         code = sha256(self.job.code.encode()).hexdigest() if self.job.code else ""
-        plan, key, shown = self.job.plan, self.identity.public_key, self.membership
-        card = JobCard(
-            RUN,
-            self.job.name,
-            key,
-            shown,
-            code,
-            plan.local_epochs,
-            plan.batch_size,
-            self.schema.head(),
-            subsets,
-        )
+        whose, plan = (self.identity.public_key, self.membership), self.job.plan
+        sizes = plan.local_epochs, plan.batch_size
+        card = JobCard(RUN, self.job.name, *whose, code, *sizes, self.schema.head(), subsets)
         return card.signed(self.identity.sign)
 
     @asynccontextmanager
@@ -155,15 +135,9 @@ class StandIn:
         units = []
         while self.units and len(units) < ask.count:
             epoch, subset = self.units.popleft()
-            unit = GivenUnit(
-                random.randbytes(16).hex(),
-                epoch,
-                subset,
-                sha256(self.files[subset]).hexdigest(),
-                "parameters",
-                self.deadline_s,
-                unit_seed(self.job.plan.seed, epoch, subset),
-            )
+            name, data = random.randbytes(16).hex(), sha256(self.files[subset]).hexdigest()
+            seed = unit_seed(self.job.plan.seed, epoch, subset)
+            unit = GivenUnit(name, epoch, subset, data, "parameters", self.deadline_s, seed)
             self.given[unit.assignment] = unit
             units.append(unit)
         open_ = len(self.given) - len(self.results) - len(self.returned)
@@ -222,24 +196,16 @@ def problem(status: int, code: str, text: str) -> web.Response:
     return web.Response(status=status, body=msgspec.msgpack.encode(Problem(code, text)))
 
 
-# --- faults ---------------------------------------------------------------------------------------------------------
-
-
 def answers(status: int, body: bytes = b"<html>proxy</html>", **headers: str) -> Fault:
-    """A proxy answers."""
-
     async def fault(request: web.Request, respond: Respond) -> web.StreamResponse:
         await request.read()
-        return web.Response(
-            status=status, body=body, headers={k.replace("_", "-"): v for k, v in headers.items()}
-        )
+        dashed = {name.replace("_", "-"): value for name, value in headers.items()}
+        return web.Response(status=status, body=body, headers=dashed)
 
     return fault
 
 
 def says(status: int, code: str, text: str) -> Fault:
-    """The coordinator refuses."""
-
     async def fault(request: web.Request, respond: Respond) -> web.StreamResponse:
         await request.read()
         return problem(status, code, text)
@@ -265,27 +231,23 @@ def breaks_after(size_bytes: int) -> Fault:
 
 
 async def loses_its_answer(request: web.Request, respond: Respond) -> web.StreamResponse:
-    """All is done as asked, but nobody hears of it."""
     await respond(request)
     _hang_up(request)
     return web.Response()
 
 
 async def hangs_up(request: web.Request, respond: Respond) -> web.StreamResponse:
-    """The request is lost."""
     _hang_up(request)
     return web.Response()
 
 
 async def garbles(request: web.Request, respond: Respond) -> web.StreamResponse:
-    """A bit of the body turns over."""
     whole = await respond(request)
     assert isinstance(whole, web.Response) and isinstance(whole.body, bytes | bytearray)
     body = bytearray(whole.body)
     body[len(body) // 2] ^= 1
-    return web.Response(
-        status=whole.status, body=bytes(body), headers={"ETag": whole.headers.get("ETag", "")}
-    )
+    etag = {"ETag": whole.headers.get("ETag", "")}
+    return web.Response(status=whole.status, body=bytes(body), headers=etag)
 
 
 class Waits:
@@ -307,11 +269,5 @@ def _hang_up(request: web.Request) -> None:
 
 def client_of(standin: StandIn, **changes: Any) -> CoordinatorClient:
     """Of an open run, in a hurry; ``changes``: of its arguments."""
-    given = {
-        "url": standin.url,
-        "token": Token(Identity()),
-        "run_id": RUN,
-        "authority": None,
-        "retry_s": QUICK,
-    }
-    return CoordinatorClient(**{**given, "rng": random.Random(0), **changes})
+    given = {"url": standin.url, "token": Token(Identity()), "run_id": RUN, "authority": None}
+    return CoordinatorClient(**{**given, "retry_s": QUICK, "rng": random.Random(0), **changes})

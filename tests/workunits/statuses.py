@@ -14,7 +14,6 @@ NAMES = ("alice", "bob", "carol's notebook", "", "erin", EVIL)
 
 
 def status(*, epochs: int = 6, **changes: Any) -> JobStatus:
-    """After so many epochs; ``changes``: of the status."""
     whole = JobStatus(
         name="digits-resnet",
         at=NOW,
@@ -43,11 +42,8 @@ def status(*, epochs: int = 6, **changes: Any) -> JobStatus:
 
 
 def _epoch(epoch: int) -> EpochEnded:
-    accuracy = 0.8 - 0.6 * math.exp(-epoch / 3)
-    spread = 0.12 / epoch
-    return EpochEnded(
-        at=NOW, epoch=epoch, accuracy=accuracy, low=accuracy - spread, high=accuracy + spread / 2
-    )
+    mean, spread = 0.8 - 0.6 * math.exp(-epoch / 3), 0.12 / epoch
+    return EpochEnded(at=NOW, epoch=epoch, accuracy=mean, low=mean - spread, high=mean + spread / 2)
 
 
 def _volunteer(place: int) -> VolunteerState:

@@ -14,7 +14,6 @@ from colab_swarm.workunits.weights import Floats
 
 
 def main(url: str, job: str, name: str, pause: str = "") -> None:
-    """Assimilate all that waits."""
     store = open_store(url, job)
 
     def update(values: Floats) -> Floats:

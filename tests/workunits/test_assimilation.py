@@ -32,7 +32,6 @@ job = work.Job("tiny", lambda: torch.nn.Linear(4, 2), data, data)
 
 
 def fill(store: ParameterStore, numel: int, *subsets: int) -> None:
-    """Results of ones for parameters that begin with zeros."""
     store.begin(np.zeros(numel, np.float32))
     for one in map(accepted, subsets):
         store.append([one], put={one.result: np.ones(numel, "<f4").tobytes()})
@@ -43,7 +42,6 @@ def entries(store: ParameterStore, kind: type) -> list[object]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Raise AssertionError if it does not hold within a minute."""
     end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
@@ -59,9 +57,7 @@ def test_a_result_is_assimilated_and_measured(evaluator: Evaluator) -> None:
     store, numel = SqliteStore(MEMORY, "digits"), evaluator.schema.numel
     fill(store, numel, 0, 1)
     server = ParameterServer(store, evaluator, "server-1")
-    assert server.run_once(10.0)
-    assert server.run_once(11.0)
-    assert not server.run_once(12.0)
+    assert [server.run_once(now) for now in (10.0, 11.0, 12.0)] == [True, True, False]
     np.testing.assert_array_equal(store.parameters().values, np.full(numel, 0.75, np.float32))
     assert [entry.unit.subset for entry in entries(store, Assimilated)] == [0, 1]  # type: ignore[attr-defined]
     measured = entries(store, Measured)
@@ -160,7 +156,6 @@ def judge(values: Floats, base: Floats = BASE, changes: Sequence[float] = ()) ->
 
 
 def fault(values: Floats, base: Floats = BASE, changes: Sequence[float] = ()) -> str:
-    """Why a result is refused; empty if it is good."""
     try:
         judge(values, base, changes)
     except ValueError as error:
@@ -198,8 +193,6 @@ def test_even_the_first_results_cannot_ruin_the_parameters() -> None:
 
 
 class Fellow:
-    """A server that lives until it is dismissed or killed."""
-
     def __init__(self, name: str) -> None:
         self.name, self.living, self.waited = name, True, False
 
@@ -235,10 +228,8 @@ def test_as_many_work_as_are_wanted() -> None:
 
 
 def test_the_dead_are_replaced_after_ever_longer_rests() -> None:
-    scene = Scene()
+    scene, rests, now = Scene(), list[float](), 0.0
     scene.crew.keep(1, now=0.0)
-    rests = []
-    now = 0.0
     for _ in range(8):
         scene.hired[-1].living = False
         died_at = now
@@ -259,7 +250,6 @@ def test_all_are_waited_for_at_the_end() -> None:
 
 
 def follow(waiting: dict[range, int]) -> list[int]:
-    """Servers by second, if so many results wait in these seconds."""
     scene = Scene(most=4)
     scene.crew.keep(1, now=0.0)
     servers = [1]
@@ -272,8 +262,7 @@ def follow(waiting: dict[range, int]) -> list[int]:
 
 def test_servers_are_added_one_by_one_while_results_pile_up() -> None:
     servers = follow({range(0, 20): 50})
-    assert servers[:8] == [1, 1, 1, 2, 2, 3, 3, 4]
-    assert servers[-1] == 4
+    assert servers[:8] == [1, 1, 1, 2, 2, 3, 3, 4] and servers[-1] == 4
 
 
 def test_a_short_burst_adds_none() -> None:
@@ -282,9 +271,7 @@ def test_a_short_burst_adds_none() -> None:
 
 def test_servers_go_one_by_one_when_nothing_waits_for_long_and_one_stays() -> None:
     servers = follow({range(0, 10): 50, range(10, 40): 1, range(40, 200): 0})
-    assert servers[50] == 4
-    assert servers[72] == 3
-    assert servers[-1] == 1
+    assert (servers[50], servers[72], servers[-1]) == (4, 3, 1)
 
 
 def test_a_backlog_that_comes_and_goes_keeps_them() -> None:

@@ -112,8 +112,6 @@ async def test_the_number_of_servers_can_be_changed_while_it_runs(tmp_path: Path
 
 
 class Doubtful(SqliteStore):
-    """A store whose line breaks just after it has written a decision that ``name`` is in."""
-
     name, broke = "", 0
 
     def append(self, entries: Sequence[AnyEntry], **blobs: Any) -> None:
@@ -139,7 +137,7 @@ async def test_a_decision_that_was_written_counts_though_the_store_did_not_say_s
 
 @pytest.mark.slow
 @pytest.mark.ordeal
-async def test_servers_are_processes_where_the_store_is_shared_and_a_killed_one_is_replaced(
+async def test_servers_of_a_shared_store_are_processes_and_a_killed_one_is_replaced(
     tmp_path: Path,
 ) -> None:
     job, url = Job.from_code(CODE, "tiny.py"), f"sqlite:///{tmp_path}/job.db"
@@ -158,12 +156,10 @@ async def test_servers_are_processes_where_the_store_is_shared_and_a_killed_one_
 
 
 def servers(scene: Scene) -> list[str]:
-    """Which assimilated what, in order."""
     return [entry.server for entry in scene.log if isinstance(entry, Assimilated)]
 
 
 def children() -> list[int]:
-    """Processes that this one started as parameter servers."""
     found = []
     for place in Path("/proc").iterdir():
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,22 +20,15 @@ from colab_swarm.workunits.weights import Schema
 from tests.workunits.digits import digits_job
 from tests.workunits.local import tiny_job
 
-CODE = textwrap.dedent(
-    """
-    import colab_swarm as cs
-    from tests.workunits.local import tiny_job
-    job = tiny_job()
-    """
-)
+CODE = "from tests.workunits.local import tiny_job\njob = tiny_job()\n"
+HERE: Any = {"host": "127.0.0.1", "servers": 1, "store": "memory"}
 
 
 @pytest.fixture
 def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
     file = tmp_path / "job.py"
     file.write_text(CODE)
-    with cs.workunits.coordinate(
-        file, folder=tmp_path / "work", host="127.0.0.1", servers=1, store="memory"
-    ) as one:
+    with cs.workunits.coordinate(file, folder=tmp_path / "work", **HERE) as one:
         yield one
 
 
@@ -96,8 +88,7 @@ def test_code_is_not_run_before_it_is_trusted(coordinator: Coordinator, tmp_path
 
 
 def test_a_job_of_a_notebook_needs_the_same_cell_here(tmp_path: Path) -> None:
-    options: Any = {"folder": tmp_path / "work", "host": "127.0.0.1", "store": "memory"}
-    with cs.workunits.coordinate(tiny_job(), **options) as coordinator:
+    with cs.workunits.coordinate(tiny_job(), folder=tmp_path / "work", **HERE) as coordinator:
         with pytest.raises(ValueError, match="run the cell that makes it here"):
             cs.workunits.volunteer(coordinator.link, trust_code=True, folder=tmp_path)
         other = cs.workunits.Job("other", lambda: torch.nn.Linear(2, 2), (), ())
@@ -134,9 +125,7 @@ def test_peers_of_a_swarm_find_its_coordinator(tmp_path: Path) -> None:
     ):
         with pytest.raises(cs.errors.JoinError, match="nobody coordinates"):
             bob.volunteer(job=tiny_job(), folder=tmp_path)
-        coordinator = alice.coordinate(
-            tiny_job(), folder=tmp_path / "work", host="127.0.0.1", store="memory", servers=1
-        )
+        coordinator = alice.coordinate(tiny_job(), folder=tmp_path / "work", **HERE)
         found = None
         while found is None:
             try:
@@ -183,9 +172,7 @@ def broken(*_: Any) -> Any:
 )
 def test_a_job_that_cannot_work_is_not_handed_out(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
     with pytest.raises((ValueError, KeyError), match=None) as caught:
-        cs.workunits.coordinate(
-            replace(tiny_job(), **changes), folder=tmp_path, host="127.0.0.1", servers=1, store="memory"
-        )
+        cs.workunits.coordinate(replace(tiny_job(), **changes), folder=tmp_path, **HERE)
     assert text in str(caught.value)
 
 
@@ -201,7 +188,7 @@ def test_a_folder_has_one_coordinator(tmp_path: Path) -> None:
 
 def test_a_name_with_spaces_gives_the_same_volunteer_again(tmp_path: Path) -> None:
     job = tiny_job(max_epochs=1000)
-    with cs.workunits.coordinate(job, folder=tmp_path, host="127.0.0.1", servers=1, store="memory") as one:
+    with cs.workunits.coordinate(job, folder=tmp_path, **HERE) as one:
         alice = cs.workunits.volunteer(one.link, job=job, name="Alice's laptop", folder=tmp_path)
         try:
             assert cs.workunits.volunteer(one.link, job=job, name="Alice's laptop", folder=tmp_path) is alice
@@ -211,7 +198,7 @@ def test_a_name_with_spaces_gives_the_same_volunteer_again(tmp_path: Path) -> No
 
 def test_a_volunteer_with_a_fixed_job_reuses_its_folder(tmp_path: Path) -> None:
     job = tiny_job(max_epochs=1000)
-    with cs.workunits.coordinate(job, folder=tmp_path, host="127.0.0.1", servers=1, store="memory") as one:
+    with cs.workunits.coordinate(job, folder=tmp_path, **HERE) as one:
         first = cs.workunits.volunteer(one.link, job=replace(job, loss=broken), name="alice", folder=tmp_path)
         assert first.wait(10) and "no such layer" in first.snapshot().fault
         second = cs.workunits.volunteer(one.link, job=job, name="alice", folder=tmp_path)

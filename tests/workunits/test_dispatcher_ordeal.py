@@ -39,9 +39,8 @@ class Ordeal(Desk):
 
     def __init__(self, seed: int, replication: int) -> None:
         deadline_s = None if seed % 2 else 60.0
-        super().__init__(
-            SUBSETS, max_epochs=EPOCHS, replication=replication, deadline_s=deadline_s, in_flight=4
-        )
+        plan = {"max_epochs": EPOCHS, "replication": replication, "deadline_s": deadline_s}
+        super().__init__(SUBSETS, in_flight=4, **plan)
         self.rng, self.done = random.Random(seed), Counter[str]()
         self.held: dict[str, list[Assigned]] = {volunteer: [] for volunteer in MISBEHAVIOUR}
         self.sent: dict[str, list[Assigned]] = {volunteer: [] for volunteer in MISBEHAVIOUR}
@@ -61,9 +60,8 @@ class Ordeal(Desk):
         volunteer = self.rng.choice([*MISBEHAVIOUR])
         held = self.held[volunteer]
         if self.rng.random() < MISBEHAVIOUR[volunteer]:
-            self.rng.choice([self.kill, self.give_all_back, self.send_again, *[self.send_rubbish] * 3])(
-                volunteer
-            )
+            faults = [self.kill, self.give_all_back, self.send_again, *[self.send_rubbish] * 3]
+            self.rng.choice(faults)(volunteer)
         elif held and self.rng.random() < 0.6:
             self.send(volunteer, held.pop(self.rng.randrange(len(held))), value=0.0)
         else:

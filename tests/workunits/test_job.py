@@ -68,9 +68,8 @@ def test_errors_in_a_jobs_code_show_its_lines() -> None:
     with pytest.raises(RuntimeError, match="no data") as raised:
         job.rows()
     trace = "".join(traceback.format_exception(raised.value))
-    assert (
-        'File "job.py of a coordinator"' in trace and 'raise RuntimeError("volunteers have no data")' in trace
-    )
+    assert 'File "job.py of a coordinator"' in trace
+    assert 'raise RuntimeError("volunteers have no data")' in trace
 
 
 @pytest.mark.parametrize(
@@ -82,25 +81,20 @@ def test_a_file_without_a_job_is_refused(code: str, message: str) -> None:
         Job.from_code(code, "job.py")
 
 
+POSITIVE = "subsets", "batch_size", "max_epochs", "replication", "deadline_s", "tolerance"
+
+
 @pytest.mark.parametrize(
-    "wrong",
+    ("name", "wrong"),
     [
-        {"subsets": 0},
-        {"batch_size": 0},
-        {"max_epochs": 0},
-        {"replication": 0},
-        {"deadline_s": 0.0},
-        {"target_accuracy": 1.5},
-        {"alpha": 1.0},
-        {"alpha": -0.1},
-        {"alpha": "e/e"},
-        {"alpha": float("nan")},
-        {"tolerance": 0.0},
+        *((name, 0) for name in POSITIVE),
+        *(("alpha", alpha) for alpha in (1.0, -0.1, "e/e", float("nan"))),
+        ("target_accuracy", 1.5),
     ],
 )
-def test_a_plan_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        WorkPlan(**wrong)
+def test_a_plan_that_makes_no_sense_is_refused(name: str, wrong: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        WorkPlan(**{name: wrong})
 
 
 def test_alpha_is_a_number_the_papers_schedule_or_a_function() -> None:
@@ -113,10 +107,8 @@ def test_alpha_is_a_number_the_papers_schedule_or_a_function() -> None:
 
 def test_subsets_follow_the_volunteers_but_keep_some_batches_each() -> None:
     plan = WorkPlan(expected_volunteers=3, batch_size=32)
-    assert plan.subsets_of(100_000, 10**6) == 12
-    assert plan.subsets_of(600, 10**6) == 4
-    assert plan.subsets_of(20, 10**3) == 1
-    assert plan.subsets_of(100_000, 10**10) == 150  # none over 64 MiB
+    sizes = (100_000, 10**6), (600, 10**6), (20, 10**3), (100_000, 10**10)  # rows, bytes
+    assert [plan.subsets_of(*size) for size in sizes] == [12, 4, 1, 150]  # at last none over 64 MiB
     assert WorkPlan(subsets=50).subsets_of(100, 1) == 50
     with pytest.raises(ValueError, match="only 10 samples"):
         WorkPlan(subsets=50).subsets_of(10, 1)
@@ -160,9 +152,7 @@ def training(job: Job, seed: int = 7) -> UnitTraining:
 
 
 def test_replicas_of_a_unit_agree_bit_for_bit_and_leave_the_users_random_numbers_alone() -> None:
-    job = digits_job()
-    before = torch.random.get_rng_state()
-    results = []
+    job, before, results = digits_job(), torch.random.get_rng_state(), list[Any]()
     for _ in range(2):
         one = training(job)
         one.finish()
@@ -195,20 +185,17 @@ def test_the_save_of_another_unit_is_refused() -> None:
 
 def test_one_subset_and_alpha_0_is_serial_training_bit_for_bit() -> None:
     job = digits_job(max_epochs=3)
-    serial = job.train_serially()
-    model = job.first_model()
+    serial, model, rows = job.train_serially(), job.first_model(), job.rows().cut(1, seed=job.plan.seed)[0]
     schema = Schema.of(model)
     values = schema.flatten(model)
     for epoch in (1, 2, 3):
         schema.load(model, values)
-        rows = job.rows().cut(1, seed=job.plan.seed)[0]
         seed = unit_seed(job.plan.seed, epoch, 0)
         unit = UnitTraining(job, rows, local_epochs=1, batch_size=32, seed=seed, model=model)
         unit.finish()
         values = schema.flatten(model)
     np.testing.assert_array_equal(values, serial.parameters)
-    assert len(serial.accuracies) == 3
-    assert serial.accuracies[-1] > serial.accuracies[0]
+    assert len(serial.accuracies) == 3 and serial.accuracies[-1] > serial.accuracies[0]
 
 
 IMAGES, LABELS = np.arange(24, dtype=np.float32).reshape(6, 2, 2), np.arange(6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -13,17 +12,9 @@ from colab_swarm.errors import StoreError
 from colab_swarm.workunits.state import AnyEntry, Assimilated, Met
 from colab_swarm.workunits.store import ParameterStore, open_store
 from colab_swarm.workunits.weights import Floats
-from tests.workunits.servers import KINDS, accepted, begun, check_invariants, close_checked, new_job, plus_one
+from tests.workunits.servers import KINDS, accepted, begun, check_invariants, new_job, plus_one
 
 pytestmark = pytest.mark.parametrize("url", KINDS, indirect=True)
-
-
-@pytest.fixture
-def store(url: str) -> Iterator[ParameterStore]:
-    """With two results that wait; checked afterwards."""
-    store = begun(url, new_job(), units=2)
-    yield store
-    close_checked(store)
 
 
 def met(number: int) -> AnyEntry:
@@ -66,9 +57,7 @@ def test_vectors_and_blobs_of_megabytes_come_back_as_they_were(url: str) -> None
     store.begin(first)
     store.append([], put={"a": first.tobytes(), "b": b"", "c": b"c" * (1 << 20)})
     np.testing.assert_array_equal(store.parameters().values, first)
-    assert (
-        store.blob("a") == first.tobytes() and store.blob("b") == b"" and store.blob("c") == b"c" * (1 << 20)
-    )
+    assert [store.blob(name) for name in "abc"] == [first.tobytes(), b"", b"c" * (1 << 20)]
     store.close()
 
 

@@ -52,7 +52,7 @@ def test_a_missing_folder_and_a_file_that_is_no_store_are_errors(tmp_path: Path)
         open_store(f"{tmp_path}/text.db", "job")
 
 
-def test_a_missing_library_is_an_error_with_the_command_that_installs_it(
+def test_a_missing_library_is_an_error_that_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "colab_swarm.workunits.remote", None)

@@ -12,15 +12,16 @@ from colab_swarm.bench.parameter_store import redis_server
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits import remote
 from colab_swarm.workunits.state import Assimilated
+from colab_swarm.workunits.store import ParameterStore
 from colab_swarm.workunits.weights import Floats
-from tests.workunits.servers import accepted, begun, close_checked, new_job, plus_one
+from tests.workunits.servers import accepted, begun, new_job, plus_one
 
 pytestmark = pytest.mark.parametrize("url", ["redis"], indirect=True)
 
 
-def test_a_server_that_was_overtaken_overwrites_the_values_and_both_are_in_the_log(url: str) -> None:
-    store = begun(url, new_job(), units=2)
-
+def test_an_overtaken_server_overwrites_the_values_and_both_are_in_the_log(
+    store: ParameterStore,
+) -> None:
     def overtaken(values: Floats) -> Floats:
         assert store.assimilate(accepted(1), plus_one, server="carol", now=1.0) == 1
         return values + np.float32(10)
@@ -29,13 +30,9 @@ def test_a_server_that_was_overtaken_overwrites_the_values_and_both_are_in_the_l
     np.testing.assert_array_equal(store.parameters().values, np.full(3, 10, np.float32))
     done = [entry for _, entry in store.entries() if isinstance(entry, Assimilated)]
     assert [(entry.server, entry.version) for entry in done] == [("carol", 1), ("bob", 2)]
-    close_checked(store)
 
 
-def test_an_update_for_a_unit_done_meanwhile_is_discarded(url: str) -> None:
-    job = new_job()
-    store = begun(url, job, units=1)
-
+def test_an_update_for_a_unit_done_meanwhile_is_discarded(store: ParameterStore, url: str) -> None:
     def too_late(values: Floats) -> Floats:
         assert store.assimilate(accepted(0), plus_one, server="carol", now=1.0) == 1
         return values + np.float32(10)
@@ -43,9 +40,8 @@ def test_an_update_for_a_unit_done_meanwhile_is_discarded(url: str) -> None:
     assert store.assimilate(accepted(0), too_late, server="bob", now=2.0) is None
     np.testing.assert_array_equal(store.parameters().values, np.ones(3, np.float32))
     with Redis.from_url(url) as redis:
-        assert redis.keys(f"colab-swarm:{job}:new:*") == []
-        assert redis.ttl(f"colab-swarm:{job}:parameters") == -1  # they do not expire
-    close_checked(store)
+        assert redis.keys(f"colab-swarm:{store._job}:new:*") == []
+        assert redis.ttl(f"colab-swarm:{store._job}:parameters") == -1  # they do not expire
 
 
 def test_a_server_without_persistence_causes_a_warning(url: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -68,11 +64,9 @@ def test_a_stopped_server_is_an_error_at_the_next_call(url: str) -> None:
     store.close()
 
 
-def test_parameters_that_waited_too_long_change_nothing(url: str) -> None:
-    store = begun(url, new_job(), units=1)
+def test_parameters_that_waited_too_long_change_nothing(store: ParameterStore) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote, "NEW_S", 0)  # Redis deletes them at once
         with pytest.raises(StoreError, match="no such key"):
             store.assimilate(accepted(0), plus_one, server="bob", now=1.0)
     assert store.parameters().version == 0 and store.claim("carol", now=1.0, lease_s=1.0) == accepted(0)
-    close_checked(store)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from colab_swarm.workunits.state import Assimilated, Rejected
+from colab_swarm.workunits.store import ParameterStore
 from tests.workunits.servers import SHARED, accepted, begun, close_checked, new_job, plus_one
 
 pytestmark = pytest.mark.parametrize("url", SHARED, indirect=True)
@@ -53,15 +54,13 @@ def test_all_is_there_when_the_store_is_opened_again(url: str) -> None:
     close_checked(again)
 
 
-def test_entries_that_cannot_be_written_leave_the_blobs_alone(url: str) -> None:
-    store = begun(url, new_job(), units=1)
+def test_entries_that_cannot_be_written_leave_the_blobs_alone(store: ParameterStore) -> None:
     unwritable = Rejected(at=0.0, assignment="a", reason=object())  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         store.append([accepted(5), unwritable], put={"new": b"new"}, drop=[accepted(0).result])
-    assert store.blob(accepted(0).result) == b"result" and len(store.entries()) == 1
+    assert store.blob(accepted(0).result) == b"result" and len(store.entries()) == 2
     with pytest.raises(KeyError):
         store.blob("new")
-    close_checked(store)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import sqlalchemy as sa
 
 from colab_swarm.workunits import remote
 from colab_swarm.workunits.state import Assimilated, Met
+from colab_swarm.workunits.store import ParameterStore
 from colab_swarm.workunits.weights import Floats
 from tests.workunits.servers import accepted, begun, close_checked, new_job, plus_one
 
@@ -40,8 +41,7 @@ def test_the_coordinator_writes_while_a_server_assimilates(url: str) -> None:
     close_checked(store)
 
 
-def test_no_change_of_the_values_is_lost_when_two_servers_assimilate_at_once(url: str) -> None:
-    store = begun(url, new_job(), units=2)
+def test_no_change_of_the_values_is_lost_when_two_servers_assimilate_at_once(store: ParameterStore) -> None:
     with ThreadPoolExecutor(1) as carol:
         others = []
 
@@ -52,4 +52,3 @@ def test_no_change_of_the_values_is_lost_when_two_servers_assimilate_at_once(url
         assert store.assimilate(accepted(0), slow, server="bob", now=2.0) == 1
         assert others[0].result(20) == 2
     np.testing.assert_array_equal(store.parameters().values, np.full(3, 2, np.float32))
-    close_checked(store)

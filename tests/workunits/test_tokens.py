@@ -7,6 +7,7 @@ import os
 import time
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -171,13 +172,9 @@ def test_a_link_shows_itself_but_its_repr_holds_no_secret() -> None:
 
 def test_the_run_of_a_folder_stays_the_same(tmp_path: Path) -> None:
     key = tmp_path / "organizer.key"
-    runs = {
-        RunAccess.found(
-            "digits", Identity.load_or_create(key), access="invite", allow=None, key_file=key
-        ).run_id
-        for _ in range(2)
-    }
-    assert len(runs) == 1
+    options: Any = {"access": "invite", "allow": None, "key_file": key}
+    runs = [RunAccess.found("digits", Identity.load_or_create(key), **options).run_id for _ in range(2)]
+    assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize(

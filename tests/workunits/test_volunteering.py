@@ -38,7 +38,6 @@ TIME_LIMIT_S = 90.0
 async def playing(
     standin: StandIn, folder: Path, job: Job | None = None, **settings: Any
 ) -> AsyncIterator[tuple[StandIn, Volunteer]]:
-    """A volunteer that has started."""
     async with AsyncExitStack() as stack, asyncio.timeout(TIME_LIMIT_S):
         await stack.enter_async_context(standin.serving())
         client = await stack.enter_async_context(client_of(standin, token=Token(Identity(b"a" * 32))))
@@ -49,17 +48,9 @@ async def playing(
 
 
 def trained(standin: StandIn, unit: GivenUnit) -> Floats:
-    """What a unit's result has to be."""
-    model = standin.job.first_model()
-    plan = standin.job.plan
-    training = UnitTraining(
-        standin.job,
-        Rows.decode(standin.files[unit.subset]),
-        local_epochs=plan.local_epochs,
-        batch_size=plan.batch_size,
-        seed=unit.seed,
-        model=model,
-    )
+    job, model, rows = standin.job, standin.job.first_model(), Rows.decode(standin.files[unit.subset])
+    size = {"local_epochs": job.plan.local_epochs, "batch_size": job.plan.batch_size}
+    training = UnitTraining(job, rows, seed=unit.seed, model=model, **size)
     training.finish()
     return standin.schema.flatten(model)
 
@@ -164,9 +155,7 @@ async def test_an_error_in_the_jobs_own_code_ends_it_and_the_unit_is_given_back(
     assert sorted(standin.returned) == sorted(standin.given)
 
 
-async def test_refused_results_are_counted_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_refused_results_are_counted_with_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "AFTER_REFUSAL_S", QUICK)
     standin = StandIn(digits_job())
     standin.refuse = Problem("invalid", "too far off")
@@ -177,21 +166,16 @@ async def test_refused_results_are_counted_with_the_reason(
     assert not list(tmp_path.glob("units/*.unit"))
 
 
-async def test_a_banned_volunteer_waits_and_says_why(tmp_path: Path) -> None:
-    standin = StandIn(digits_job())
-    standin.meets("POST /api/units", says(403, "banned", "three bad results: come back in an hour"))
+@pytest.mark.parametrize(("status", "code"), [(403, "banned"), (401, "token")])
+async def test_a_ban_is_waited_for_a_refusal_ends_it_and_both_say_why(
+    tmp_path: Path, status: int, code: str
+) -> None:
+    standin, ends = StandIn(digits_job()), code == "token"
+    standin.meets("POST /api/units", says(status, code, "three bad results"))
     async with playing(standin, tmp_path) as (standin, alice):
-        await until(lambda: alice.snapshot().state == "three bad results: come back in an hour")
+        await until(lambda: "three bad results" in alice.snapshot().state)
+        assert alice.snapshot().over == alice.snapshot().state.startswith("the coordinator refuses: ") == ends
         await alice.leave()
-    assert standin.fired
-
-
-async def test_a_volunteer_that_is_not_admitted_any_more_ends_and_says_why(tmp_path: Path) -> None:
-    standin = StandIn(digits_job())
-    standin.meets("POST /api/units", says(401, "token", "revoked"))
-    async with playing(standin, tmp_path) as (standin, alice):
-        await alice.wait_over()
-        assert alice.snapshot().state == "the coordinator refuses: revoked"
     assert standin.fired
 
 
@@ -238,14 +222,12 @@ BATCHES = 40
 @pytest.mark.parametrize("replication", [1, 2])
 async def test_two_volunteers_train_a_job_to_its_end(tmp_path: Path, replication: int) -> None:
     job = digits_job(1200, subsets=3, max_epochs=2, local_epochs=4, replication=replication)
-
     async with AsyncExitStack() as stack:
         scene = await stack.enter_async_context(coordinating(job, tmp_path / "coordinator"))
         volunteers = []
         for name in ("alice", "bob"):
-            client = CoordinatorClient(
-                scene.server.url, Token(Identity()), run_id=RUN, authority=None, retry_s=QUICK
-            )
+            admitted: Any = {"run_id": RUN, "authority": None, "retry_s": QUICK}
+            client = CoordinatorClient(scene.server.url, Token(Identity()), **admitted)
             await stack.enter_async_context(client)
             card = await client.card()
             volunteers.append(Volunteer(client, job, card, tmp_path / name, units=2, name=name))
@@ -264,7 +246,6 @@ async def test_two_volunteers_train_a_job_to_its_end(tmp_path: Path, replication
 
 
 def batches_saved(folder: Path) -> int:
-    """How far the unit in hand is saved."""
     for path in folder.glob("units/*.unit"):
         try:
             state = load_checkpoint(path)["training"]
@@ -278,7 +259,6 @@ def batches_saved(folder: Path) -> int:
 @pytest.mark.ordeal
 async def test_a_killed_volunteer_resumes_where_it_was(tmp_path: Path) -> None:
     standin = StandIn(digits_job(local_epochs=BATCHES // 4))
-
     async with standin.serving():
         command = (sys.executable, "-m", "tests.workunits.volunteer_process", standin.url, str(tmp_path))
         killed = await asyncio.create_subprocess_exec(*command)

@@ -76,10 +76,7 @@ def asking(body: bytes = b"", **headers: str) -> Asking:
         (asking(gzip.compress(bytes(1 << 20)), Content_Encoding="gzip"), 422, "no AskForUnits"),
         (unsigned, 422, "not what was signed"),
         (placed("bytes 0-9/SIZE"), 422, "Content-Length"),
-        *(
-            (placed(place), 422, "Content-Range")
-            for place in ("", "bytes 0-9", "bytes 9-0/164", "bytes 0-9/*")
-        ),
+        *((placed(one), 422, "Content-Range") for one in ("", "bytes 0-9", "bytes 9-0/164", "bytes 0-9/*")),
     ],
 )
 async def test_a_bad_request_is_refused_before_it_is_read_and_changes_nothing(
@@ -113,7 +110,6 @@ async def test_a_connection_that_breaks_within_a_piece_leaves_nothing(
 async def test_a_piece_that_does_not_fit_into_memory_is_refused(tmp_path: Path) -> None:
     assert MAX_PIECE_BYTES < 1 << 23
     job = tiny_job()
-
     async with coordinating(job, tmp_path) as scene:
         name = (await scene.alice.ask())[0].assignment
         scene.server.uploads.size_bytes = 1 << 23
@@ -170,9 +166,8 @@ async def test_only_members_who_may_work_take_part_and_only_while_they_are(tmp_p
 
     def member(role: Role, for_s: float) -> bytes:
         until = time.time() + for_s
-        return (
-            Membership(RUN, role, alice.public_key, "", until - 7200, until).signed(authority.sign).encode()
-        )
+        plain = Membership(RUN, role, alice.public_key, "", until - 7200, until)
+        return plain.signed(authority.sign).encode()
 
     async with coordinating(tiny_job(), tmp_path, admission=admission) as scene:
 
@@ -188,9 +183,7 @@ async def test_only_members_who_may_work_take_part_and_only_while_they_are(tmp_p
 
 
 @pytest.mark.parametrize("fault", ["shape", "nan", "far"])
-async def test_an_invalid_result_is_logged_and_its_unit_goes_to_another_volunteer(
-    tmp_path: Path, fault: str
-) -> None:
+async def test_an_invalid_result_is_logged_and_its_unit_goes_to_another(tmp_path: Path, fault: str) -> None:
     async with coordinating(tiny_job(subsets=8), tmp_path, servers=1) as scene:
         for _ in range(6):  # of which it learns how far training goes
             assert [one.status for one in await scene.bob.train()] == [200]
@@ -251,17 +244,10 @@ async def test_repeated_bad_results_lead_to_a_ban(tmp_path: Path) -> None:
 
 async def test_garbled_messages_are_refused_whatever_they_hold(tmp_path: Path) -> None:
     rng = random.Random(0)
-
     async with coordinating(tiny_job(), tmp_path) as scene:
         before = scene.state()
-        for body in [
-            b"",
-            b"\xc1",
-            b"\x91\x00",
-            b"\x91\xcd\xff\xff",
-            b"\x91" * 60_000,
-            *map(rng.randbytes, range(40)),
-        ]:
+        bodies = [b"\xc1", b"\x91\x00", b"\x91\xcd\xff\xff", b"\x91" * 60_000]
+        for body in [*bodies, *map(rng.randbytes, range(40))]:
             for path in ("/api/units", "/api/return"):
                 answer = await scene.alice.send("POST", path, body)
                 assert answer.status == 422 and answer.problem.text
@@ -278,9 +264,7 @@ TEXT = st.text(st.characters(codec="latin-1", exclude_categories=["Cc"]), max_si
         st.tuples(st.sampled_from(["Authorization", "Content-Range", "Range", "If-Range"]), TEXT), max_size=4
     )
 )
-def test_whatever_headers_hold_the_answer_says_what_is_wrong(
-    tmp_path: Path, headers: list[tuple[str, str]]
-) -> None:
+def test_an_answer_says_what_is_wrong_with_headers(tmp_path: Path, headers: list[tuple[str, str]]) -> None:
     """Each example has one coordinator; it is quick to start."""
 
     async def main() -> None:
@@ -328,7 +312,6 @@ async def test_a_connection_without_a_request_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bytes
 ) -> None:
     monkeypatch.setattr(web, "IDLE_S", 0.05)
-
     async with coordinating(tiny_job(), tmp_path) as scene:
         url = urlsplit(scene.server.url)
         reader, writer = await asyncio.open_connection(url.hostname, url.port)
@@ -341,7 +324,6 @@ async def test_a_flood_of_requests_makes_the_others_wait_and_not_give_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(messages, "MAX_NONCES", 3)
-
     async with coordinating(tiny_job(), tmp_path) as scene:
         for _ in range(3):
             assert (await scene.alice.send("GET", "/api/job")).status == 200

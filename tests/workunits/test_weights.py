@@ -83,26 +83,20 @@ def test_garbled_files_are_refused(noise: bytes, place: int) -> None:
         (torch.full((3, 3), float("-inf")).triu(1), r"mask .* not finite.*persistent=False"),
     ],
 )
-def test_values_that_float32_cannot_tell_or_no_result_may_have_are_refused(
-    wrong: torch.Tensor, message: str
-) -> None:
+def test_values_that_no_float32_or_no_result_may_have_are_refused(wrong: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Schema.of(Masked(wrong))
 
 
 class Masked(nn.Module):
-    """A model with a buffer, such as attention has."""
-
     def __init__(self, mask: torch.Tensor) -> None:
         super().__init__()
         self.register_buffer("mask", mask)
 
 
 def test_masks_of_truth_values_travel() -> None:
-    model, other = (
-        Masked(torch.ones(3, 3, dtype=torch.bool).tril()),
-        Masked(torch.zeros(3, 3, dtype=torch.bool)),
-    )
+    model = Masked(torch.ones(3, 3, dtype=torch.bool).tril())
+    other = Masked(torch.zeros(3, 3, dtype=torch.bool))
     schema = Schema.of(model)
     schema.load(other, schema.flatten(model))
     assert torch.equal(model.mask, other.mask)
