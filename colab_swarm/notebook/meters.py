@@ -107,13 +107,11 @@ def summarize_elastic(snapshot: ElasticSnapshot) -> str:
 
 def _figures(snapshot: ElasticSnapshot) -> dict[str, str]:
     last, recent = snapshot.steps[-1], snapshot.steps[-RECENT:]
-    waited_ms = 1000 * sum(step.waited_s for step in recent) / len(recent)
-    missing = sum(step.missing for step in recent) / len(recent)
     return {
         "measured": f"{last.inconsistency:.3g}",
         "allowed": "unknown" if last.bound is None else f"{last.bound:.3g}",
-        "waited": f"{waited_ms:.0f} ms",
-        "missing by then": f"{missing:.0%}",
+        "waited": f"{1000 * sum(step.waited_s for step in recent) / len(recent):.0f} ms",
+        "missing by then": f"{sum(step.missing for step in recent) / len(recent):.0%}",
     }
 
 
