@@ -105,8 +105,7 @@ def _cells(peer: PeerRow) -> tuple[theme.Cell, ...]:
 
 def _peers(snapshot: SimulationSnapshot) -> str:
     alive = [peer for peer in snapshot.peers if peer.role not in ("crashed", "left")]
-    step = max((peer.step for peer in alive), default=0)
-    return f"{count(len(alive), 'peer')} at step {step}"
+    return f"{count(len(alive), 'peer')} at step {max((peer.step for peer in alive), default=0)}"
 
 
 LESSON: Views[SimulationSnapshot] = Views(

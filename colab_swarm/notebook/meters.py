@@ -48,10 +48,8 @@ def draw_experts(snapshot: ExpertsSnapshot) -> theme.Document:
         names = ", ".join(snapshot.left_out[:MAX_NAMED]) + " …" * (len(snapshot.left_out) > MAX_NAMED)
         shown.warn(f"not called for a while because they failed this peer: {names}")
     failed = [(uid, "! left out") for uid in snapshot.left_out] + [(uid, "x dead") for uid in snapshot.dead]
-    experts: list[LiveExpert | tuple[str, str]] = [
-        *failed,
-        *sorted(snapshot.live, key=lambda one: one.share or 0.0, reverse=True),
-    ]
+    live = sorted(snapshot.live, key=lambda one: one.share or 0.0, reverse=True)
+    experts: list[LiveExpert | tuple[str, str]] = [*failed, *live]
     shown.table(EXPERTS, experts, _expert, numbers=(3,), what="experts")
     shown.table(HOSTS, snapshot.hosts, _host, numbers=(1, 2, 3), what="hosts")
     shown.table(SERVED, snapshot.served, _served, numbers=range(1, 7), what="experts here")
@@ -109,13 +107,11 @@ def summarize_elastic(snapshot: ElasticSnapshot) -> str:
 
 def _figures(snapshot: ElasticSnapshot) -> dict[str, str]:
     last, recent = snapshot.steps[-1], snapshot.steps[-RECENT:]
-    waited_ms = 1000 * sum(step.waited_s for step in recent) / len(recent)
-    missing = sum(step.missing for step in recent) / len(recent)
     return {
         "measured": f"{last.inconsistency:.3g}",
         "allowed": "unknown" if last.bound is None else f"{last.bound:.3g}",
-        "waited": f"{waited_ms:.0f} ms",
-        "missing by then": f"{missing:.0%}",
+        "waited": f"{1000 * sum(step.waited_s for step in recent) / len(recent):.0f} ms",
+        "missing by then": f"{sum(step.missing for step in recent) / len(recent):.0%}",
     }
 
 

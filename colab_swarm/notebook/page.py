@@ -141,7 +141,6 @@ def exposition(samples: Iterable[Sample]) -> str:
     text = ""
     for name, values in lines.items():
         text += f"# TYPE colab_swarm_{name} {'counter' if name.endswith('_total') else 'gauge'}\n"
-        text += "".join(
-            f"colab_swarm_{name}{{{shown}}} {float(value)!r}\n" for shown, value in values.items()
-        )
+        for shown, value in values.items():
+            text += f"colab_swarm_{name}{{{shown}}} {float(value)!r}\n"
     return text

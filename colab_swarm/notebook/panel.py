@@ -62,10 +62,7 @@ SWARM: Views[SwarmSnapshot] = Views(
     views.summary,
     lambda snapshot: snapshot.state == "left",
     first="swarm",
-    pages={
-        "rounds": Page(views.draw_rounds, slider=("rounds back", views.RECENT - 1)),
-        "map": Page(views.draw_map),
-    },
+    pages={"rounds": Page(views.draw_rounds, ("rounds back", views.RECENT - 1)), "map": Page(views.draw_map)},
     paused=lambda snapshot: snapshot.paused,
     stops=True,
 )

@@ -189,11 +189,8 @@ class Document:
         """Return what a cell shows: files the HTML, front-ends the widget (of ipywidgets 7 or 8)."""
         bundle: dict[str, Any] = {"text/plain": self.text(), "text/html": self.html()}
         if widget is not None:
-            bundle["application/vnd.jupyter.widget-view+json"] = {
-                "model_id": widget.model_id,
-                "version_major": 2,
-                "version_minor": 0,
-            }
+            view = {"model_id": widget.model_id, "version_major": 2, "version_minor": 0}
+            bundle["application/vnd.jupyter.widget-view+json"] = view
         return bundle
 
 

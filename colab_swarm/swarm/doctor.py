@@ -139,10 +139,8 @@ def _examine(
         target_batch_size, compression = target_batch_size or target, compression or codec
         peers = sorted(swarm.services.peers.linked(), key=lambda peer: -speeds.get(peer, 0.0))
         uplink = best(swarm.runtime.call(_test_uplink(swarm.services.peers, peers[:TESTS])))
-        found += [
-            checks.check_swarm(swarm.run, len(peers), len(speeds)),
-            checks.check_reachability(swarm.reachability),
-        ]
+        found.append(checks.check_swarm(swarm.run, len(peers), len(speeds)))
+        found.append(checks.check_reachability(swarm.reachability))
         if peers:
             # a simulated peer has no network, and its wall clock is simulated too
             behind_s = 0.0 if swarm.network is None else swarm.network.node.linker.clock.behind_s

@@ -243,10 +243,8 @@ def _save(
             "then run this again"
         )
     invitation = "" if access.invitation is None else str(access.invitation)
-    settings = options.to_saved()
-    store.begin(
-        SavedPeer(saving.VERSION, access.run_id, access.access, name, invitation, access.allow, settings)
-    )
+    run = (access.run_id, access.access, name, invitation, access.allow)
+    store.begin(SavedPeer(saving.VERSION, *run, options.to_saved()))
 
 
 async def _start(

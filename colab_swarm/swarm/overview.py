@@ -100,11 +100,10 @@ class Overview:
             self._on_event(event)
 
     def _on_event(self, event: Event) -> None:
-        if isinstance(event, PeerLeft) and any(
-            isinstance(one, PeerLeft) and one.peer == event.peer and event.at - one.at < SAME_LOSS_S
-            for one in self._rare
-        ):
-            return
+        if isinstance(event, PeerLeft):
+            known = [one for one in self._rare if isinstance(one, PeerLeft) and one.peer == event.peer]
+            if any(event.at - one.at < SAME_LOSS_S for one in known):
+                return
         routine = isinstance(event, StepFinished)
         if isinstance(event, RoundFinished):
             dropped = any(member.dropped for member in event.members)

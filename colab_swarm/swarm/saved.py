@@ -213,10 +213,8 @@ class PeerStore:
             by_id: dict[PeerId, Contact] = {}
             for contact in (*contacts, *self.peer.contacts):
                 by_id.setdefault(contact.id, contact)
-            known = tuple(by_id.values())[:MAX_CONTACTS]
-            self.peer = msgspec.structs.replace(
-                self.peer, contacts=known, membership=membership, tally=tally, port=port
-            )
+            state = {"contacts": tuple(by_id.values())[:MAX_CONTACTS], "membership": membership}
+            self.peer = msgspec.structs.replace(self.peer, **state, tally=tally, port=port)
             data = msgspec.json.encode(self.peer)
             try:
                 if not self.key_file.exists():  # saving a checkpoint may have recreated an unmounted folder

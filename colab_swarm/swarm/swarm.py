@@ -237,11 +237,10 @@ class Swarm(AbstractContextManager["Swarm"]):
         settings = ElasticSettings(f"{self.run_id}/elastic/{name}", peers, **options)
         if name in self.elastic:
             self.elastic.pop(name).close()
-        enter = partial(enter_group, self.services)
-        self.elastic[name] = ElasticOptimizer(
-            self.runtime, optimizer, settings, enter, self.events, self.services.pace
-        )
-        return self.elastic[name]
+        enter, pace = partial(enter_group, self.services), self.services.pace
+        trained = ElasticOptimizer(self.runtime, optimizer, settings, enter, self.events, pace)
+        self.elastic[name] = trained
+        return trained
 
     def average(
         self,
