@@ -119,8 +119,7 @@ class DHTSettings:
 class Storage:
     """Keys to subkeys to records; ``now`` is monotonic seconds, ``swarm_time`` that of `Peers.time`.
 
-    ``verified`` are the digests of the signatures that were checked; storages of one peer share
-    them.
+    ``verified`` are digests of the signatures that were checked; storages of one peer share them.
     """
 
     def __init__(self, settings: DHTSettings, verified: OrderedDict[bytes, None] | None = None) -> None:
@@ -138,8 +137,7 @@ class Storage:
     def put(self, key: bytes, record: Record, *, now: float, swarm_time: float) -> str | None:
         """Hold ``record`` until its end; return why it was refused, or None.
 
-        A record that is held already, or superseded by the one held, changes nothing, its life
-        included.
+        A record that is held already, or superseded, changes nothing, its life included.
         """
         self._expire(now)
         held, _ = self._keys.get(key, {}).get(record.subkey, (None, 0.0))

@@ -71,7 +71,7 @@ class BackgroundTasks:
         return task
 
     def every(self, period_s: float, work: Callable[[], Awaitable[object]], *, rest: float = 0.0) -> None:
-        """Call ``work`` after each period until `cancel`, even if it failed; rest longer after slow work."""
+        """Call ``work`` after each period until `cancel`, even if it failed; slow work rests longer."""
         self.spawn(self._repeat(period_s, work, rest))
 
     async def _repeat(self, period_s: float, work: Callable[[], Awaitable[object]], rest: float) -> None:

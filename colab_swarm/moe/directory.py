@@ -157,8 +157,7 @@ class Directory:
     async def claim(self, grid: Grid, count: int, *, wanted: Collection[str] | None = None) -> list[str]:
         """Claim ``count`` vacant places, among ``wanted`` or anywhere; fewer if there are no more.
 
-        Of several peers that claim a place, one gets it. Announce the claimed experts within
-        ``ttl_s``.
+        Of several peers that claim a place, one gets it. Announce the experts within ``ttl_s``.
         """
         held: list[str] = []
         while count > len(held) and (chosen := await self._vacant(grid, count - len(held), wanted)):

@@ -90,7 +90,7 @@ class TransformerBlock(nn.Module):
 
 @dataclass(frozen=True)
 class ExpertRule:
-    """How an expert learns: what makes its optimizer and its learning-rate schedule, which advances with each step."""
+    """How an expert learns: what makes its optimizer and, advanced by each step, its schedule."""
 
     optimizer: Callable[[Iterable[Parameter]], Optimizer]
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
@@ -170,7 +170,7 @@ class Expert:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`; after `StateError`, of another kind, this expert may be half changed."""
+        """Continue from a `state_dict`; after a `StateError` do not use this expert: it is half changed."""
         try:
             self._module.load_state_dict(state["module"])
             for part, key in ((self._optimizer, "optimizer"), (self._scheduler, "scheduler")):
@@ -365,7 +365,7 @@ def _sample_of(make_expert: Callable[[], nn.Module]) -> tuple[int, ...]:
 
 
 def check_fit(found: Any, model: Any, path: str = "") -> None:
-    """Raise `StateError` unless ``found`` has the entries and shapes of ``model``, or fewer (before a first step)."""
+    """Raise `StateError` unless ``found`` has the shapes of ``model``, which took a step, and no more entries."""
     match found, model:
         case torch.Tensor(), torch.Tensor() if found.shape == model.shape and found.dtype == model.dtype:
             return

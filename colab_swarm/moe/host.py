@@ -414,8 +414,7 @@ class SwarmExperts:
     """A swarm's experts: one directory, at most one host per prefix, and all layers and panels.
 
     ``show`` makes a panel from a function that takes a snapshot, its button's action, and whether
-    that stops a host. The methods `host`, `mixture`, `remote` and `panel` do as those of `Swarm`
-    for experts.
+    that stops a host. `host`, `mixture`, `remote` and `panel` do as the methods of `Swarm`.
     """
 
     def __init__(

@@ -99,7 +99,10 @@ class Batching:
         self._sample_s: dict[tuple[str, bool], float] = {}  # by uid and direction
 
     def admit(self, call: Call) -> float | None:
-        """Reserve memory for a call; return None, or the seconds to wait before a retry."""
+        """Reserve memory for a call; return None, or the seconds to wait before a retry.
+
+        Raises `ValueError` if the call is empty, or has more bytes than any batch.
+        """
         limits, caller = self.limits, call.caller
         if call.samples < 1:
             raise ValueError(f"a call of {call.samples} samples: send at least one")
