@@ -1,8 +1,4 @@
-"""The authority of a run: signs invitations and memberships, and revokes them.
-
-It is an ordinary peer whose key the invitations name. It must be online only for counted
-invitations, and for runs with an `Allowlist`.
-"""
+"""The authority of a run, an ordinary peer: signs invitations and memberships, and revokes them."""
 
 from __future__ import annotations
 
