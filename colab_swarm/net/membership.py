@@ -150,7 +150,7 @@ class MembershipAdmission:
         self._guests: dict[bytes, float] = {}  # when each was admitted, by public key
 
     def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
-        """Return the role of a peer that shows ``membership`` at swarm time ``now``; `NotAdmitted`."""
+        """Return the role that ``membership`` gives at swarm time ``now``, or raise `NotAdmitted`."""
         try:
             role = self.verify(public_key, membership, now=now)
         except NotAdmitted as error:
