@@ -1,9 +1,8 @@
 """How reliably and fast the DHT finds records: 10,000 peers on virtual time, real peers on loopback.
 
 *beam-search*: how fast a trainer finds the top 4 of 1,024 experts for a batch of 64. Learning@home
-(section 4.1) took 317, 528 and 764 ms among 100, 1,000 and 10,000 peers, in three cloud regions that
-were 92.5 ms apart; here that is the mean delay of each message. As in a swarm that has run for a
-while, peers in each other's routing tables are already linked; other links must be dialled.
+(section 4.1) took 317, 528 and 764 ms among 100, 1,000 and 10,000 peers, 92.5 ms apart: here the
+mean delay of a message. Peers in each other's routing tables are linked; others must be dialled.
 """
 
 from __future__ import annotations

@@ -330,8 +330,7 @@ def compressions(report: BenchReport, seeds: int) -> None:
     for seed in range(seeds):
         task = ConsistencyTask(seed)
         for like in (COMPRESSED, topk, replace(topk, feedback=False)):
-            scene = replace(like, sizes=task.sizes)
-            run = Emulation(scene, task.start, task.gradient).run()
+            run = Emulation(replace(like, sizes=task.sizes), task.start, task.gradient).run()
             found.append(np.mean([task.accuracy(one.parameters) for one in run.members]))
     whole, fed_back, alone = np.reshape(found, (seeds, 3)).mean(0)
     drops = {"topk_feedback_drop": whole - fed_back, "topk_alone_drop": whole - alone}

@@ -1,8 +1,7 @@
 """How long a late joiner waits, from pasting the invitation into ``notebooks/join_colab.ipynb`` to a counted sample.
 
-The late joiner is a fresh process that runs the notebook's cells from the top, in IPython, with a
-stand-in for ``google.colab``. The creator is another process and has trained before. ALBERT-tiny
-learns from text that Python brings, so nothing is downloaded.
+It is a fresh process that runs the notebook's cells from the top, in IPython, with a stand-in for
+``google.colab``. The creator has trained before, on text that Python brings: no download.
 """
 
 from __future__ import annotations

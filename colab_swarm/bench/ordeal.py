@@ -2,8 +2,8 @@
 
     python -m colab_swarm.bench.ordeal [MINUTES KILL_EVERY_S]
 
-Four hosts serve a grid of experts to a trainer that learns digits. At intervals a random one is
-killed. In turn, it comes back two seconds later with its disk and identity, or a new host without.
+At intervals one of four hosts is killed, at random. In turn, it comes back two seconds later with
+its disk and identity, or a new host without.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What it costs to be a peer: training speed, memory and time to join, against the same loop without a swarm.
 
-*soak*: twenty virtual hours of a simulated run whose volunteers come and go. Do all peers keep
-training? The ideal is what the online peers could do without ever waiting: their samples, divided
-by the target batch size.
+*soak*: do all peers keep training in twenty virtual hours of churn? The ideal is what the online
+peers could do without ever waiting: their samples, divided by the target batch size.
 """
 
 from __future__ import annotations

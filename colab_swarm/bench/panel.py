@@ -1,8 +1,7 @@
 """What it costs to watch: training with the panel open and the recorder on, compared with the same loop without.
 
-A real kernel runs a notebook, driven by nbclient, which keeps the widgets' state as a browser does.
-In it a peer trains with another one, in turns with panel and recorder and without. Then its panel is
-refreshed as often as in half an hour, and the notebook is saved. It needs nbclient and ipykernel.
+A peer trains in a real kernel, driven by nbclient, which keeps the widgets' state as a browser does,
+in turns with panel and recorder and without. Then its panel is refreshed for half an hour.
 """
 
 from __future__ import annotations

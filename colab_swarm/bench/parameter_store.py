@@ -1,8 +1,7 @@
 """How long one update of 5 M parameters takes in each store (VC-ASGD, section IV-D: Redis 0.87 s, MySQL 1.29 s).
 
 An update is all work of a parameter server except measuring accuracy: it claims a result, reads it
-and the parameters, computes ``W_s <- alpha W_s + (1 - alpha) W_c`` and writes the new ones. The
-servers of stores are temporary ones from installed programs, with default settings, on Unix sockets.
+and the parameters, computes ``W_s <- alpha W_s + (1 - alpha) W_c`` and writes the new ones.
 """
 
 from __future__ import annotations
@@ -174,8 +173,7 @@ def time_updates(parent: Channel, url: str, numel: int, updates: int) -> None:
     result, took_s = rng.random(numel, np.float32).tobytes(), []
     for subset in range(updates + 1):
         name = f"{subset:032x}"
-        unit = Unit(1, subset)
-        accepted = Accepted(at=0.0, unit=unit, assignment=name, alpha=ALPHA, change=1.0)
+        accepted = Accepted(at=0.0, unit=Unit(1, subset), assignment=name, alpha=ALPHA, change=1.0)
         store.append([accepted], put={accepted.result: result})
         began = time.perf_counter()
         claimed = store.claim("bench", now=1.0, lease_s=LEASE_S)

@@ -1,13 +1,11 @@
 """Memberships: signed statements that a peer's key has a role in a run, which every peer can check offline.
 
-    authority's key ── signs ──> Membership of a peer's key
-    authority's key ── signs ──> Grant of an invitation's key ── signs ──> Membership of a peer's key
-
-The second chain admits late joiners while the authority is offline: the invitation holds the secret
-of its own key, so the joining peer signs its membership itself. A grant that is not ``offline``
-only allows to request one from the authority. The holder of an offline invitation can come back
-under a new key until ``member_until``, unless the invitation's own key is revoked too. Times are
-swarm time, with a tolerance of `SLACK_S`.
+The authority signs them, or a `Grant` of an invitation's key, which signs them: this admits late
+joiners while the authority is offline. The invitation holds the secret of its own key, so the
+joining peer signs its membership itself. A grant that is not ``offline`` only allows to request one
+from the authority. The holder of an offline invitation can come back under a new key until
+``member_until``, unless the invitation's own key is revoked too. Times are swarm time, with a
+tolerance of `SLACK_S`.
 """
 
 from __future__ import annotations
@@ -152,7 +150,7 @@ class MembershipAdmission:
         self._guests: dict[bytes, float] = {}  # when each was admitted, by public key
 
     def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
-        """Return the role of a peer that shows ``membership`` at swarm time ``now``; `NotAdmitted`."""
+        """Return the role that ``membership`` gives at swarm time ``now``, or raise `NotAdmitted`."""
         try:
             role = self.verify(public_key, membership, now=now)
         except NotAdmitted as error:

@@ -119,7 +119,7 @@ class TunnelSettings:
 
 
 def settings_of(kind: Literal["ngrok", "cloudflared"]) -> TunnelSettings:
-    """Return a tunnel's settings; it may ask the user for a token. `TunnelError`, `SecretError`."""
+    """Return a tunnel's settings, or raise `TunnelError` or `SecretError`; it may ask for a token."""
     if kind != "ngrok":
         return TunnelSettings(kind)
     _require_pyngrok()

@@ -73,10 +73,9 @@ def classification_job(
         model: an MLP or a small ResNetV2.
         plan: how the job is cut into units.
     """
-    make = {"mlp": perceptron, "resnet": resnet}[model]
     return Job(
         f"{Path(data).stem.lower()}-{model}",
-        partial(make, shape, classes),
+        partial({"mlp": perceptron, "resnet": resnet}[model], shape, classes),
         data=partial(_images, str(data), "train", shape),
         validation=partial(_images, str(data), "test", shape),
         plan=plan,

@@ -80,7 +80,7 @@ class MicroBatch:
 
 
 def fit_memory(size: AlbertSize, memory_bytes: int, *, sequence_length: int | None = None) -> MicroBatch:
-    """Return the most that a GPU holds, checkpointed if fewer than `ENOUGH` samples fit, or ValueError."""
+    """Return the largest micro-batch, a power of two; checkpointed if fewer than `ENOUGH` samples fit."""
     length = sequence_length or size.sequence_length
     room = USABLE * memory_bytes - RESERVED_BYTES - STATE_COPIES * VALUE_BYTES * parameter_count(size)
     plain, saving = (int(room // sample_bytes(size, length, checkpointing=twice)) for twice in (False, True))

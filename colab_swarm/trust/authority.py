@@ -1,8 +1,4 @@
-"""The authority of a run: signs invitations and memberships, and revokes them.
-
-It is an ordinary peer whose key the invitations name. It must be online only for counted
-invitations, and for runs with an `Allowlist`.
-"""
+"""The authority of a run, an ordinary peer: signs invitations and memberships, and revokes them."""
 
 from __future__ import annotations
 
@@ -164,7 +160,7 @@ class Authority:
         peers.serve(RequestMembership, self._on_request, role=Role.GUEST)
 
     def grant(self, role: Role, *, hours: float, uses: int = 0) -> tuple[Grant, bytes]:
-        """Return a new invitation's grant, its key's seed; 0 ``uses`` are any number. `ValueError`."""
+        """Return a new invitation's grant and its key's seed, or raise `ValueError`; 0 ``uses``: any."""
         if not (0 < hours < 1e6 and 0 <= uses <= MAX_USES):
             raise ValueError(
                 f"hours={hours}, uses={uses}: hours must be above 0, uses 1 to {MAX_USES:,} or 0 for any number"

@@ -1,8 +1,5 @@
 """The contribution ledger: what each peer contributed, as other peers saw it. No peer can credit itself.
 
-Each peer publishes a signed tally of what it saw, with its membership as proof. The leaderboard is
-the sum over all tallies, without what a tally says of its own writer.
-
 - *Samples.* A contributor is credited once in total with the weight (number of samples) of its
   gradient in a round. The other reducers divide this by their shares of the averaged vector: j
   credits p with ``weight_p * share_j / (1 - share_p)``. If p is the only reducer, the other members
@@ -10,8 +7,6 @@ the sum over all tallies, without what a tally says of its own writer.
 - *Bytes reduced.* Every other member credits a reducer with the float32 bytes that it averaged for it.
 - *Bytes relayed.* Each end of a circuit credits the relay with half of what the circuit carried.
 - *Work units, expert calls.* The served peer credits the serving one.
-
-Two members that credit each other look like two that worked: do not pay by these totals.
 """
 
 from __future__ import annotations
