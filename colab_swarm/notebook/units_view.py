@@ -32,7 +32,6 @@ HOW_TO = (
     "<code>import colab_swarm as cs</code>; in a shell: <code>colab-swarm volunteer LINK</code>. "
     "You can stop at any time: your unfinished units go to other volunteers.</p>"
 )
-MAX_FAULT_CHARACTERS = 4000
 
 
 def job_line(status: JobStatus) -> str:
@@ -161,7 +160,7 @@ def draw_volunteer(snapshot: VolunteerSnapshot) -> Document:
     }
     shown.figures(contribution)
     shown.warn(f"last refusal: {snapshot.refusal}" if snapshot.refusal else "")
-    if fault := snapshot.fault[-MAX_FAULT_CHARACTERS:]:
+    if fault := snapshot.fault[-4000:]:
         shown.draw(f'<pre style="font-size:11px;overflow:auto">{html.escape(fault)}</pre>', fault)
     return shown
 

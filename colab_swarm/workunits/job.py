@@ -146,8 +146,6 @@ def _array(values: Any) -> Array:
     return array.astype(np.float32 if native == np.float64 else native, copy=False)
 
 
-MAX_SUBSET_BYTES = 64 << 20
-EPOCHS_TRIED = 1000  # epochs for which a function for alpha is checked before the job begins
 Alpha: TypeAlias = float | Literal["e/(e+1)"] | Callable[[int], float]
 
 
@@ -204,7 +202,7 @@ class WorkPlan:
                     raise ValueError(f"{name}={value}: a share between 0 and 1")
             elif not (isinstance(value, int) and value >= least):
                 raise ValueError(f"{name}={value}: it must be a whole number of at least {least}")
-        for epoch in {*range(1, min(self.max_epochs, EPOCHS_TRIED)), self.max_epochs}:
+        for epoch in {*range(1, min(self.max_epochs, 1000)), self.max_epochs}:  # alpha may be a function
             self.alpha_of(epoch)
 
     def alpha_of(self, epoch: int) -> float:
@@ -223,7 +221,7 @@ class WorkPlan:
         if self.subsets is None:
             wanted = 4 * self.expected_volunteers  # so that a slow one does not delay the epoch
             most = max(1, rows // (4 * self.batch_size))
-            return min(rows, max(min(wanted, most), -(-size_bytes // MAX_SUBSET_BYTES)))
+            return min(rows, max(min(wanted, most), -(-size_bytes // (64 << 20))))
         if rows < self.subsets:
             raise ValueError(f"subsets={self.subsets}, but there are only {rows} samples: fewer subsets")
         return self.subsets

@@ -147,7 +147,6 @@ class Backoff:
 
 
 SCHEME = "Swarm "
-MAX_HEADER_CHARACTERS = 4 * MAX_MEMBERSHIP_BYTES
 FRESH_S = 60.0
 MAX_NONCES = 200_000  # remembered; beyond this many requests in two minutes the rest are refused
 
@@ -220,7 +219,7 @@ class RequestGate:
 
 
 def _decoded(header: str) -> SignedRequest:
-    if not header.startswith(SCHEME) or len(header) > MAX_HEADER_CHARACTERS:
+    if not header.startswith(SCHEME) or len(header) > 4 * MAX_MEMBERSHIP_BYTES:
         raise NotAdmitted(
             "no token: use the link that the coordinator prints, in cs.workunits.volunteer(link)"
         )

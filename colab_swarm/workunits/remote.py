@@ -51,7 +51,6 @@ from colab_swarm.workunits.weights import Floats, as_bytes
 
 PIECE_BYTES = 128 << 10
 PIECES_PER_COMMAND = 16
-READ_BYTES = 256 << 10
 CONNECT_S, ANSWER_S = 10, 60.0
 NEW_S = 3600  # life of new parameters whose server died before they came into force
 CLAIM = """
@@ -91,7 +90,7 @@ class RedisStore(ParameterStore):
             retry=Retry(NoBackoff(), 0),  # a command whose answer was lost may be in the log already
             socket_connect_timeout=CONNECT_S,
             socket_timeout=ANSWER_S,
-            socket_read_size=READ_BYTES,
+            socket_read_size=256 << 10,
         )
         self._claim = self._redis.register_script(CLAIM)
         self._assimilate = self._redis.register_script(ASSIMILATE)
