@@ -366,9 +366,7 @@ def meet() -> tuple[PrefixRouter, Callable[[str], Awaitable[str]], SimPeers]:
     return PrefixRouter(alice), ask, bob
 
 
-async def test_a_call_reaches_the_collaboration_that_it_names_and_the_last_to_close_ends_the_service() -> (
-    None
-):
+async def test_a_call_reaches_the_collaboration_that_it_names_until_the_last_one_has_closed() -> None:
     router, ask, _bob = meet()
     for name in ("one", "two"):
         router.serve(name, Ask, answering(name), Role.VIEWER)

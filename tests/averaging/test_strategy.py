@@ -28,6 +28,7 @@ from colab_swarm.averaging.strategy import (
 
 VECTOR = 1e6
 """Bytes; a rate of 8e6 bit/s takes a second for it."""
+EQUAL = "peers reduce equal shares because all finish together (8 Mbit/s)"
 
 
 def peer(megabytes_per_s: float, samples_per_s: float = 1.0, **facts: bool) -> Capacity:
@@ -57,14 +58,9 @@ def simple_plans(of: AveragingSetup) -> list[SharePlan]:
 @pytest.mark.parametrize(
     ("peers", "shares", "averaging_s", "explanation"),
     [
-        (
-            [peer(1)] * 4,
-            [0.25] * 4,
-            1.5,
-            "4 of 4 peers reduce equal shares because all finish together (8 Mbit/s)",
-        ),
+        ([peer(1)] * 4, [0.25] * 4, 1.5, f"4 of 4 {EQUAL}"),
         ([*[peer(1)] * 4, assistant(100)], [0, 0, 0, 0, 1], 1.0, "1 of 5 peers reduces 100% because "),
-        ([peer(1)] * 2, [0.5] * 2, 1.0, "2 of 2 peers reduce equal shares"),
+        ([peer(1)] * 2, [0.5] * 2, 1.0, f"2 of 2 {EQUAL}"),
     ],
     ids=["all-reduce", "parameter server", "gossip"],
 )
@@ -77,9 +73,7 @@ def test_the_special_cases_of_the_paper_are_recovered(
     assert found.explanation.startswith(explanation)
 
 
-def test_equal_peers_without_accelerators_recover_byteps_and_too_few_of_them_share_with_the_trainers() -> (
-    None
-):
+def test_enough_peers_without_accelerators_recover_byteps_and_too_few_share_the_work() -> None:
     found = plan(setup(*[peer(1)] * 4, *[assistant(1)] * 4))
     # BytePS: with as many assistants as trainers a trainer only sends and receives the vector once.
     assert found.shares == pytest.approx([0.0] * 4 + [0.25] * 4, abs=1e-5)
