@@ -31,8 +31,6 @@ See also `colab_swarm.tensors` (compression), `colab_swarm.recipes` (models with
 `colab_swarm.bench` (every published figure, measured again).
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -4,8 +4,6 @@ Places, in this order: the environment, Colab's secrets, Kaggle's secrets, and t
 possible. Call it from the user's thread: Colab answers through the calling cell.
 """
 
-from __future__ import annotations
-
 import getpass
 import os
 import sys

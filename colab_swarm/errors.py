@@ -23,8 +23,6 @@ SwarmError
 └── StateError            a checkpoint or a peer's training state cannot be used
 """
 
-from __future__ import annotations
-
 
 class SwarmError(Exception):
     """Any error of this package that is not a plain ValueError or TypeError of the caller.

@@ -1,7 +1,5 @@
 """Events of a peer, as frozen records. Dashboards, panels and tests read these; log lines are for people."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections import deque
@@ -203,7 +201,7 @@ class Fault(Event):
     text: str
 
     @classmethod
-    def of(cls, at: float, where: str, error: BaseException) -> Fault:
+    def of(cls, at: float, where: str, error: BaseException) -> "Fault":
         return cls(at, where, f"{type(error).__name__}: {error}")
 
 

@@ -9,8 +9,6 @@ and signs the rest, so that an invited peer can pass the invitation on with othe
 with more rights.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib
@@ -67,7 +65,7 @@ class Invite(Signed, frozen=True):
     @classmethod
     def issue(
         cls, grant: Grant, secret: bytes, entries: Iterable[Contact], *, access: Access, authority: bytes
-    ) -> Invite:
+    ) -> "Invite":
         """Make an invitation from ``grant``, whose key has the seed ``secret``; see `Authority.grant`."""
         rights = grant.role, grant.member_until, grant.uses, grant.signature
         unsigned = cls(grant.run_id, tuple(entries), grant.join_until, access, authority, secret, *rights)
@@ -96,11 +94,11 @@ class Invite(Signed, frozen=True):
         rights = self.expires_at, self.member_until, self.uses, offline
         return Grant(self.run_id, self.role, key, *rights, signature=self.grant_signature)
 
-    def with_entries(self, entries: Iterable[Contact]) -> Invite:
+    def with_entries(self, entries: Iterable[Contact]) -> "Invite":
         """Return the same invitation with other entries; every peer that has it can do this."""
         return self._replaced(entries=tuple(entries))
 
-    def with_settings(self, settings: Mapping[str, Setting]) -> Invite:
+    def with_settings(self, settings: Mapping[str, Setting]) -> "Invite":
         """Return it with these settings for training; raises ValueError if they do not fit."""
         try:
             checked = msgspec.convert(dict(settings), Settings)
@@ -111,7 +109,7 @@ class Invite(Signed, frozen=True):
             ) from None
         return self._replaced(settings=checked)
 
-    def _replaced(self, **fields: Any) -> Invite:
+    def _replaced(self, **fields: Any) -> "Invite":
         changed = msgspec.structs.replace(self, **fields)
         return changed if self.access == "open" else changed.signed(self.key.sign)
 
@@ -124,7 +122,7 @@ class Invite(Signed, frozen=True):
         return f"Invite({self.run_id}, {self.access}, {self.role.name.lower()}, {len(self.entries)} entries)"
 
     @classmethod
-    def parse(cls, text: str, *, now: float | None = None) -> Invite:
+    def parse(cls, text: str, *, now: float | None = None) -> "Invite":
         """Read an invitation. Quotes, spaces and line breaks from a chat program do not matter.
 
         Raises InviteError if it is mistyped, tampered with, expired or of another version.

@@ -1,7 +1,5 @@
 """Texts for people: bounded, escaped, with units; and the small tables of `_repr_html_`. Pure functions."""
 
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Callable, Mapping, Sequence

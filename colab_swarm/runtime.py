@@ -5,8 +5,6 @@ on a thread of their own. All threads are daemons, because a non-daemon thread m
 restart skip atexit. The host's signal handlers and its loop are never touched.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import threading
@@ -104,7 +102,7 @@ class Pool(ThreadPoolExecutor):
 class Runtime:
     """One daemon thread with its own event loop; a `Runner`."""
 
-    _shared: ClassVar[Runtime | None] = None
+    _shared: "ClassVar[Runtime | None]" = None
     _shared_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
@@ -116,7 +114,7 @@ class Runtime:
         self._thread.start()
 
     @classmethod
-    def shared(cls) -> Runtime:
+    def shared(cls) -> "Runtime":
         """Return the runtime of this process, started on first use."""
         with cls._shared_lock:
             if cls._shared is None or not cls._shared._thread.is_alive():

@@ -1,7 +1,5 @@
 """Snapshots of a swarm for people: frozen records that `Swarm` makes and views draw."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

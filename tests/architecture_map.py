@@ -1,7 +1,5 @@
 """Write the map of files into .github/ARCHITECTURE.md: ``make map``."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What concerns all tests."""
 
-from __future__ import annotations
-
 import inspect
 import signal
 from collections.abc import Generator

@@ -1,7 +1,5 @@
 """Render the package's docstrings as web pages: ``python -m tests.render_docs FOLDER``. A warning is an error."""
 
-from __future__ import annotations
-
 import pkgutil
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Who may import whom (the layer table is code), and the size of the house, which may only fall."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -36,23 +34,23 @@ PLAIN_HTTP = {"workunits.web", "workunits.client", "notebook.page", "swarm.class
 """Pages for browsers; volunteers without links to peers."""
 MODULES = sorted(ROOT.rglob("*.py"))
 MOST = {
-    "": (599, 54, 66),
-    "averaging": (1614, 39, 187),
-    "backbone": (456, 15, 51),
-    "bench": (2647, 36, 272),
-    "cli": (281, 1, 29),
-    "dht": (642, 19, 83),
-    "elastic": (988, 30, 144),
-    "moe": (2177, 55, 251),
-    "net": (3521, 90, 472),
-    "notebook": (1707, 25, 208),
-    "recipes": (976, 25, 108),
-    "sim": (602, 20, 93),
-    "swarm": (1671, 12, 202),
-    "tensors": (781, 21, 121),
-    "training": (1795, 35, 227),
-    "trust": (614, 19, 71),
-    "workunits": (2700, 69, 337),
+    "": (591, 54, 66),
+    "averaging": (1607, 39, 187),
+    "backbone": (453, 15, 51),
+    "bench": (2629, 36, 272),
+    "cli": (280, 1, 29),
+    "dht": (639, 19, 83),
+    "elastic": (981, 30, 144),
+    "moe": (2167, 55, 251),
+    "net": (3503, 90, 472),
+    "notebook": (1692, 25, 208),
+    "recipes": (968, 25, 108),
+    "sim": (597, 20, 93),
+    "swarm": (1667, 12, 202),
+    "tensors": (777, 21, 121),
+    "training": (1785, 35, 227),
+    "trust": (611, 19, 71),
+    "workunits": (2683, 69, 337),
 }
 """A ratchet: statements, classes and functions of each folder. Lower them after a cut, never raise them."""
 

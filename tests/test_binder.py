@@ -1,7 +1,5 @@
 """Binder's environment is written by hand, for it needs torch without CUDA: it must not fall behind the package's."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Secrets come from the stores of the platforms, here stand-ins with the errors of the real ones."""
 
-from __future__ import annotations
-
 import getpass
 import sys
 from importlib.machinery import ModuleSpec

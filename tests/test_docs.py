@@ -1,7 +1,5 @@
 """The README and the pages: what they name is there, and each protocol and public name says what it is."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

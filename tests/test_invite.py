@@ -1,7 +1,5 @@
 """Invitations: what a person may do to a line of text before pasting it."""
 
-from __future__ import annotations
-
 import base64
 from hashlib import sha256
 from typing import Any

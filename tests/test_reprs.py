@@ -1,7 +1,5 @@
 """What every public object says of itself: one line, no addresses, secrets or places in memory; more of it as HTML."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from functools import partial

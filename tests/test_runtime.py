@@ -1,7 +1,5 @@
 """The background thread: blocking calls into it, interrupts, hostile surroundings."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What a swarm shows of itself."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Plain English, one word for each thing, one class of each name; the map of files is true."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

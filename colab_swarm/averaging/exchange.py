@@ -4,8 +4,6 @@ Each member opens one stream to each reducer, so outgoing connections are enough
 up, and means come back as soon as they are ready. No task, timer or copy is made per chunk.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping

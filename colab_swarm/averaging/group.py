@@ -4,8 +4,6 @@ A *lineage* is a chain of digests: it starts from the first parameters and takes
 applied since. Equal lineages mean equal parameters. A group admits one step of one lineage.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence

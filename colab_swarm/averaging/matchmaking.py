@@ -7,8 +7,6 @@ circulate forever. When its round is over and the swarm did not follow it, they 
 that the other peers can take the step together.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

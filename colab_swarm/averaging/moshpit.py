@@ -21,8 +21,6 @@ In the meeting each member votes for a group size, from the failures and times t
 median vote counts, so a few liars have no effect.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib
@@ -456,7 +454,7 @@ class MoshpitAverager:
             self._busy, self._pass = False, None
             self._begun.clear()
 
-    async def _round(self, run: _Pass, axis: int) -> None:
+    async def _round(self, run: "_Pass", axis: int) -> None:
         begun, me, run.axis = loop_now(), self._peers.id, axis
         line = run.grid.line(me, axis)
         if len(line) == 1:

@@ -13,8 +13,6 @@ State: a bit per member. ``_expected``: members that still owe chunks; ``_delive
 members in its sum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 import numpy as np

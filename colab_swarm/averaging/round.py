@@ -11,8 +11,6 @@ Why it does not deadlock: a coordinator's request waits until the answering memb
 fetches from coordinators before it. An assistant collects no means and recovers a span on request.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable

@@ -14,8 +14,6 @@ can add up to 1: exact, in about a millisecond. Limits of single pairs couple th
 (scipy) solves such a program.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence

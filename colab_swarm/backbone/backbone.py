@@ -1,7 +1,5 @@
 """A backbone of one run: assistant, keepers of checkpoints, and their web page."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator

@@ -26,8 +26,6 @@ to = "wandb"
 project = "sahajbert"
 """
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Annotated, Literal

@@ -10,8 +10,6 @@ curve takes the median over the trainers, weighted by their speeds. No weight ex
 weight, so a lying minority cannot move the curve, and a peer with few samples moves it little.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib.util

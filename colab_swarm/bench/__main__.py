@@ -1,7 +1,5 @@
 """``python -m colab_swarm.bench NAME [--quick] [--json PATH] [--plot PNG]``: run one benchmark, print its table."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 

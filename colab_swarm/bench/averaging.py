@@ -1,7 +1,5 @@
 """An averaging round among processes on loopback, compared with gloo, memory alone and hivemind."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

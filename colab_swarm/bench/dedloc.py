@@ -13,8 +13,6 @@ high bandwidth (`SLOWDOWN`). The last rows are whole peers that measure their ba
 *groups*: how exact averages of alternating groups are, what crashes cost, and the chosen group size.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

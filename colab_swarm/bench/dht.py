@@ -5,8 +5,6 @@
 mean delay of a message. Peers in each other's routing tables are linked; others must be dialled.
 """
 
-from __future__ import annotations
-
 import asyncio
 import bisect
 import random

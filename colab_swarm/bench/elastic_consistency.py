@@ -12,8 +12,6 @@ of latency: by every scheduler, by torch's `DistributedDataParallel` over gloo, 
 A beta above 0 gains less than 0: the step's own first bucket, sent early, still takes its 5 ms.
 """
 
-from __future__ import annotations
-
 import heapq
 import os
 import random
@@ -122,7 +120,7 @@ class Emulation:
         self._arrivals: dict[tuple[int, int], float] = {}
         self._now = 0.0
 
-    def run(self) -> Emulation:
+    def run(self) -> "Emulation":
         """Run to the end and return itself; RuntimeError if a peer waits for what never comes."""
         for peer in range(self._scene.peers):
             self._begin(peer)

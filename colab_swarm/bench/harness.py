@@ -8,8 +8,6 @@ A worker is a function, plain or async, ``work(parent, *arguments)`` at the top 
         answer = alice.call(batch=32)
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import inspect

@@ -4,8 +4,6 @@ It is a fresh process that runs the notebook's cells from the top, in IPython, w
 ``google.colab``. The creator has trained before, on text that Python brings: no download.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

@@ -9,8 +9,6 @@ encryption, *link* a stream between two nodes.
 through it and over the direct link alternate. Then circuits stay idle.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random
@@ -147,7 +145,7 @@ async def _send_raw(port: int, pieces: int) -> float:
     return float(_SECONDS.unpack(answer)[0])
 
 
-async def _send_websocket(websocket: WebSocket, end: CarrierEnd, pieces: int) -> float:
+async def _send_websocket(websocket: WebSocket, end: "CarrierEnd", pieces: int) -> float:
     answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
     end.on_data = lambda data: answer.set_result(_SECONDS.unpack(data)[0])
     websocket.send_bytes(_COUNT.pack(pieces * len(PIECE)))

@@ -21,8 +21,6 @@ never trained, experts' updates are never delayed, and the learning rate is cons
 what the same expert computes on the same thread of the same process without callers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import itertools

@@ -6,8 +6,6 @@ At intervals one of four hosts is killed, at random. In turn, it comes back two 
 its disk and identity, or a new host without.
 """
 
-from __future__ import annotations
-
 import queue
 import random
 import sys

@@ -4,8 +4,6 @@
 peers could do without ever waiting: their samples, divided by the target batch size.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -4,8 +4,6 @@ A peer trains in a real kernel, driven by nbclient, which keeps the widgets' sta
 in turns with panel and recorder and without. Then its panel is refreshed for half an hour.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

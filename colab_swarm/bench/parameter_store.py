@@ -4,8 +4,6 @@ An update is all work of a parameter server except measuring accuracy: it claims
 and the parameters, computes ``W_s <- alpha W_s + (1 - alpha) W_c`` and writes the new ones.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -6,8 +6,6 @@ gives each namespace a TUN device and passes packets between the two in order. P
 that the program forwards about 1 GB/s. It needs root, iproute2 and setpriv.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import os

@@ -18,8 +18,6 @@ fastest, with 4 units at a time each (P3C3T4). A unit starts from the parameters
 so up to 11 others are assimilated before it: that is its staleness.
 """
 
-from __future__ import annotations
-
 import heapq
 import multiprocessing
 import os

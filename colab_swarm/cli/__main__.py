@@ -1,7 +1,5 @@
 """The command line, ``colab-swarm COMMAND``: one function per command, and their options."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

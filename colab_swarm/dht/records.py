@@ -5,8 +5,6 @@ cannot be replayed after its end. A holder counts ``ttl_s`` down on its own cloc
 are wrong do no harm.
 """
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 from collections import OrderedDict

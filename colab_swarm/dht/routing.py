@@ -10,8 +10,6 @@ nearest. The lookup is done when the ``width`` nearest others have answered; if 
 slow queries get `GRACE` times the patience.
 """
 
-from __future__ import annotations
-
 import bisect
 import heapq
 import math

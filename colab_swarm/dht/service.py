@@ -5,8 +5,6 @@ replies name peers that are nearer still. Each query carries its sender's contac
 sent us a query or an answer enter the routing table.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

@@ -100,8 +100,6 @@ codecs the measured inconsistency was at most 0.72 of its bound. Sending 1 % of 
 repeats the measurement.
 """
 
-from __future__ import annotations
-
 from colab_swarm.elastic.schedulers import (
     AdaptiveBeta,
     BoundedStaleness,

@@ -5,8 +5,6 @@ optimizer state to all others. Any two members share one stream as long as the g
 round trip is paid once. If it breaks, each counts the other as lost and continues without it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

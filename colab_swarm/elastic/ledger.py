@@ -19,8 +19,6 @@ and the squared distance are averages over recent steps with equal weights, so t
 M is that of the peer with the largest second moment.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

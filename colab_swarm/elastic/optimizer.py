@@ -1,7 +1,5 @@
 """`ElasticOptimizer`: a torch optimizer that steps with the gradients that have arrived so far."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import threading

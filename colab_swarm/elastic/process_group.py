@@ -5,8 +5,6 @@ have the size of the largest bucket with its header, so a receiver knows it in a
 links, nothing is encrypted, and ranks trust each other.
 """
 
-from __future__ import annotations
-
 import asyncio
 import queue
 import struct
@@ -61,7 +59,7 @@ def group_optimizer(optimizer: Optimizer, **options: Any) -> ElasticOptimizer:
 @asynccontextmanager
 async def _enter_ranks(
     events: EventLog, settings: ElasticSettings, terms: str, replica: Replica
-) -> AsyncIterator[ProcessGroupExchange]:
+) -> "AsyncIterator[ProcessGroupExchange]":
     """With ``events`` bound, an `EnterGroup`."""
     try:
         await asyncio.to_thread(_copy_first, terms, replica, timedelta(seconds=settings.wait_s))

@@ -9,8 +9,6 @@ B (Table 1) bounds the distance of a peer's view from the global parameter: ``E 
 peer i has applied, and alpha is the learning rate. The constants of two relaxations add up.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace

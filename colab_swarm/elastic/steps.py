@@ -4,8 +4,6 @@ On the runtime's loop, the exchange reports received buckets and lost members. O
 the optimizer hands over its own buckets during backward and then waits with `finish`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
@@ -112,7 +110,7 @@ logger = logging.getLogger(__name__)
 class PieceExchange(ABC):
     """One member's connections to the others; ``names`` are those of all. Used on the runtime's loop."""
 
-    steps: ElasticSteps
+    steps: "ElasticSteps"
 
     def __init__(self, events: EventLog, me: int, names: Sequence[str]) -> None:
         self._events, self.me, self._names, self.members = events, me, names, len(names)

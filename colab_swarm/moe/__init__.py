@@ -108,8 +108,6 @@ at first (paper: 764 ms), 2.5 ms later. Measure again with `python -m colab_swar
 `moe-convergence` and `beam-search`.
 """
 
-from __future__ import annotations
-
 from colab_swarm.moe.expert import ExpertRule, FeedForward, TransformerBlock
 
 __all__ = ["ExpertRule", "FeedForward", "TransformerBlock"]

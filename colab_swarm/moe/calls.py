@@ -6,8 +6,6 @@ The host answers with one tensor of the same shape, with one part that says it i
 refusal.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import Counter
@@ -100,7 +98,7 @@ class ExpertCalls:
         self._counts = Counter[str]()
         self._shares: dict[str, float] = {}
 
-    def __deepcopy__(self, memo: object) -> ExpertCalls:
+    def __deepcopy__(self, memo: object) -> "ExpertCalls":
         return self
 
     def count(self, **more: int) -> None:

@@ -5,8 +5,6 @@ never beyond the expiry of a record. Only the remaining life of a record counts,
 monotonic clock; but the order of two claims follows their hosts' clocks.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

@@ -11,8 +11,6 @@ a copy of its state while it is saved, and the activations of the largest batch.
 step is measured.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -15,8 +15,6 @@ Axis letters: N samples, B prefixes in a sample's beam, M indices of a dimension
 prefixes.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re
@@ -116,11 +114,11 @@ class GridPage(NamedTuple):
     number: int
 
     @classmethod
-    def of(cls, grid: Grid, index: Index) -> GridPage:
+    def of(cls, grid: Grid, index: Index) -> "GridPage":
         return cls(grid, len(index), grid.number(index) // PAGE)
 
     @classmethod
-    def below(cls, grid: Grid, prefix: Index) -> list[GridPage]:
+    def below(cls, grid: Grid, prefix: Index) -> "list[GridPage]":
         """Return the pages with the children of a prefix."""
         side = grid.sides[len(prefix)]
         first = grid.number(prefix) * side

@@ -8,8 +8,6 @@ experts first, so that no peer calls them.
 An expert's share of the work is the growth of its announced step over the last minute.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import tempfile
@@ -90,7 +88,7 @@ class ExpertHost:
     """Experts of one kind on this peer, served in the background until `stop`. Made by `Swarm.host_experts`."""
 
     def __init__(
-        self, runtime: Runner, resources: HostResources, plan: HostPlan, show: Callable[[ExpertHost], Any]
+        self, runtime: Runner, resources: HostResources, plan: HostPlan, show: "Callable[[ExpertHost], Any]"
     ) -> None:
         self.grid, self.arithmetic = plan.grid, plan.arithmetic
         self.stopped = False

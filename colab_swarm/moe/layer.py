@@ -11,8 +11,6 @@ Shapes: B samples, K chosen experts, G dimensions of the grid, E experts that an
 a dimension, S the shape of a sample, D values of a sample.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -239,7 +237,7 @@ class MixtureOfExperts(nn.Module):
         mixed_BS = (outputs_BKS.to(device) * weights_BK.reshape(*weights_BK.shape, *ones)).sum(1)
         return torch.where(answered_BK.any(1).reshape(-1, *ones), mixed_BS, samples_BS)
 
-    def _balance(self, batch: _Batch, weights_BK: Tensor) -> None:
+    def _balance(self, batch: "_Batch", weights_BK: Tensor) -> None:
         used, places = np.unique(batch.experts_BK[batch.answered_BK], return_inverse=True)
         weights = weights_BK[torch.from_numpy(batch.answered_BK).to(weights_BK.device)]
         importance_E = weights.new_zeros(len(used))

@@ -12,8 +12,6 @@ as should. So after the loss of the host and all holders but one, only the steps
 are lost. Any peer may claim a save of any step: claims are tried from the highest step down.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
@@ -82,7 +80,7 @@ class Save(msgspec.Struct, frozen=True):
         return self.digests[0]
 
     @classmethod
-    def of(cls, manifest: Manifest, owner: bytes, *, at: float) -> Save:
+    def of(cls, manifest: Manifest, owner: bytes, *, at: float) -> "Save":
         head = msgspec.msgpack.encode(manifest)
         digests = (digest_of(head), *map(manifest.digest, range(manifest.chunks)))
         uid = manifest.subject.decode(errors="replace")  # a garbled one is no expert's

@@ -10,8 +10,6 @@ hold at most as much as is still free (the dynamic threshold of Choudhury and Ha
 caller alone gets half of the memory, two get a third each.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

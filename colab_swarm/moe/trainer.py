@@ -5,8 +5,6 @@ applies them to the shared parameters at once. The gradient is *stale* by the up
 about ``concurrency - 1`` (Learning@home, sections 3.1 and 4.2). One lock guards copies and updates.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import logging

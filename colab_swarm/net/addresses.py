@@ -1,7 +1,5 @@
 """Addresses to dial, to dial for others, and of visitors."""
 
-from __future__ import annotations
-
 import ipaddress
 import re
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Parts of a link: settings, bandwidth limits, the path to the peer, and what replaces a network on the own link."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ handshake's hash, which covers the other end's ephemeral key. `Introduction` is 
 of I/O; `HandshakeReceiver` runs it over a connection.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Sequence

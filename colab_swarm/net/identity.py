@@ -1,7 +1,5 @@
 """A peer's identity: an Ed25519 key pair. The SHA-256 of the public key is the peer's id."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from pathlib import Path
@@ -39,7 +37,7 @@ class Identity:
         return self._key.sign(data)
 
     @classmethod
-    def load_or_create(cls, path: str | Path) -> Identity:
+    def load_or_create(cls, path: str | Path) -> "Identity":
         """Read the key saved at ``path``, or make one and save it there, readable by its owner only.
 
         Raises `ValueError` if the file exists but is not a saved identity.

@@ -5,8 +5,6 @@ none of it before the handshake. Each peer is one service; peers of one run are 
 without multicast (Colab, Kaggle) find nothing, and nothing fails.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import statistics

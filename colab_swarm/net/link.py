@@ -1,7 +1,5 @@
 """An encrypted link to one peer: calls, streams and their handlers over a carrier and a `Mux`."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import statistics
@@ -61,7 +59,7 @@ _encoder = msgspec.msgpack.Encoder()
 class LinkStream:
     """One stream of a link; implements `colab_swarm.net.peers.Stream`."""
 
-    def __init__(self, link: Link, id: int) -> None:
+    def __init__(self, link: "Link", id: int) -> None:
         self._link, self.id, self.peer = link, id, link.peer
         self._inbox: deque[tuple[memoryview, memoryview]] = deque()
         self._fault: PeerError | None = None
@@ -186,7 +184,7 @@ class Link:
         self,
         remote: Remote,
         *,
-        carrier: WebSocket | Loopback,
+        carrier: "WebSocket | Loopback",
         keys: Keys | None,
         dialled: bool,
         services: tuple[ServiceTable, ServiceTable],

@@ -6,8 +6,6 @@ peers moves nothing. The own clock is never moved by more than `MAX_OFFSET_S`: o
 joiner's only peer could make expired records valid again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterator

@@ -8,8 +8,6 @@ from the authority. The holder of an offline invitation can come back under a ne
 tolerance of `SLACK_S`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections import OrderedDict
@@ -86,7 +84,7 @@ class Membership(Signed, frozen=True):
     grant: Grant | None = None  # under which an invitation signed it; None: the authority did
 
     @classmethod
-    def decode(cls, data: bytes) -> Membership:
+    def decode(cls, data: bytes) -> "Membership":
         """Decode what a peer showed; raise `NotAdmitted` if it is empty or garbled."""
         if not data:
             raise NotAdmitted("no membership: join with an invitation")
@@ -98,7 +96,7 @@ class Membership(Signed, frozen=True):
             raise NotAdmitted("the membership cannot be read: `pip install -U colab-swarm`") from error
 
     @classmethod
-    def by_invitation(cls, grant: Grant, invitation: Identity, *, key: bytes, now: float) -> Membership:
+    def by_invitation(cls, grant: Grant, invitation: Identity, *, key: bytes, now: float) -> "Membership":
         """Return the longest membership that ``grant`` allows, signed by the invitation's key."""
         return cls(grant.run_id, grant.role, key, "", now, grant.member_until, grant).signed(invitation.sign)
 
@@ -128,7 +126,7 @@ class Revocations(Signed, frozen=True):
     version: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)] = 0
     subjects: Annotated[tuple[Key, ...], msgspec.Meta(max_length=MAX_REVOKED)] = ()
 
-    def adding(self, subject: PeerId, *, now: float, sign: Sign) -> Revocations:
+    def adding(self, subject: PeerId, *, now: float, sign: Sign) -> "Revocations":
         """Return the next version, which revokes ``subject`` too; beyond 900 the oldest is dropped."""
         subjects = (*(other for other in self.subjects if other != subject), subject)[-MAX_REVOKED:]
         return Revocations(self.run_id, max(self.version + 1, int(now)), subjects).signed(sign)
@@ -252,7 +250,7 @@ class Account(msgspec.Struct, frozen=True):
 
     name: str
     type: str = "user"
-    orgs: tuple[Account, ...] = ()
+    orgs: "tuple[Account, ...]" = ()
 
 
 async def whoami(token: str) -> Account | None:

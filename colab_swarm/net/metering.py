@@ -13,8 +13,6 @@ last burst gives the rate. So a slow link needs a second or two, and a fast one 
 of the size. An answering peer runs one test at a time, and each peer gets one in `PAUSE_S`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import statistics
 from collections.abc import Callable, Sequence

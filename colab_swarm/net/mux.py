@@ -20,8 +20,6 @@ under 128 KiB, where glibc's malloc would turn to mmap and every packet would co
 frame over `MAX_PACKET_BYTES` is cut into consecutive packets that carry nothing else.
 """
 
-from __future__ import annotations
-
 import enum
 import struct
 from collections.abc import Awaitable, Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """The real network: `Node` implements `Peers` over encrypted WebSocket links, dialled on demand."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
@@ -38,7 +36,7 @@ class Node:
         *,
         admission: Admission | None = None,
         wall_clock: Callable[[], float] = time.time,
-    ) -> Node:
+    ) -> "Node":
         """Listen (unless in client mode) and keep links alive until `close`.
 
         Args:

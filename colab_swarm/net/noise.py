@@ -8,8 +8,6 @@ After three messages both ends have the same ``hash`` and a key for each directi
 specification's: ``ck`` chaining key, ``h`` handshake hash, ``k`` and ``n`` key and nonce.
 """
 
-from __future__ import annotations
-
 import hmac
 from dataclasses import dataclass
 from hashlib import sha256

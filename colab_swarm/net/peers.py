@@ -11,8 +11,6 @@
 - Peers are dialled on demand: `call` and `stream` open a link if there is none and an address is known.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass

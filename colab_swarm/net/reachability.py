@@ -6,8 +6,6 @@ caller. A private address that a neighbour reaches is of no use to peers outside
 has failed to dial, this peer counts as behind a NAT.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random

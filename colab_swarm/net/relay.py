@@ -11,8 +11,6 @@ The ends shake hands and encrypt through the circuit as over any connection: the
 times and the two peers, but no key and no content, and spends no time on cryptography.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -121,7 +119,7 @@ class Circuit:
     buckets: tuple[TokenBucket, ...]
     carried_bytes: int = 0
     tokens: dict[bytes, int] = field(default_factory=dict)
-    pumps: dict[int, _Pump] = field(default_factory=dict)
+    pumps: "dict[int, _Pump]" = field(default_factory=dict)
 
 
 class RelayState:

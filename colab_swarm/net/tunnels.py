@@ -8,8 +8,6 @@ pyngrok only downloads the ngrok agent. The configuration lies in a temporary di
 agent runs: it holds the token, which any user of the machine could read on a command line.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -239,7 +237,7 @@ class Tunnel:
         self._draining: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
 
-    async def open(self) -> Tunnel:
+    async def open(self) -> "Tunnel":
         """Open the tunnel and return it; raise a `TunnelError` that names the fix."""
         self._set_address(await self._connect(), "opened")
         self._watching = asyncio.create_task(self._watch())

@@ -29,8 +29,6 @@ Nothing helps if a NAT takes a new port for every connection, unless the other i
 macOS all sockets of a port need SO_REUSEPORT (`bound_socket`); Windows has none: nothing is punched.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -10,8 +10,6 @@ The takeover loses no bytes if before it the server sends nothing and the client
 aiohttp delivers: see `dial` and `accept`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib

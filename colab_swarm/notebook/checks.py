@@ -1,7 +1,5 @@
 """The doctor's checks: traffic lights with fixes, and the prediction of a training. Pure functions."""
 
-from __future__ import annotations
-
 import enum
 import math
 import re

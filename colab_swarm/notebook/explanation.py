@@ -4,8 +4,6 @@ Errors of this package document both in their docstrings (`colab_swarm.errors`);
 common ones of Python and torch. For all others the explanation names the place that raised them.
 """
 
-from __future__ import annotations
-
 import errno
 import inspect
 import re

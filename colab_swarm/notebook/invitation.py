@@ -1,7 +1,5 @@
 """How an invitation is shown: the link to copy, a QR code, badges that open the join notebook."""
 
-from __future__ import annotations
-
 import html
 import time
 from importlib.util import find_spec

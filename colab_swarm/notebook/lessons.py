@@ -1,7 +1,5 @@
 """A simulated swarm and its interactive run: frozen records, their views and controls."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

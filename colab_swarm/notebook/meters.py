@@ -1,7 +1,5 @@
 """Panels of the experts of a grid, and of an elastic member's inconsistency. Pure functions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -22,7 +20,7 @@ SERVED = ("my expert", "step", "waiting", "batch", "calls/s", "samples/s", "late
 RECENT = 20  # steps in the means of waiting and missing
 
 
-def summarize_experts(snapshot: ExpertsSnapshot) -> str:
+def summarize_experts(snapshot: "ExpertsSnapshot") -> str:
     grid = snapshot.grid
     if snapshot.listed_s is None:
         return f"{grid}: looking up the experts"
@@ -36,7 +34,7 @@ def summarize_experts(snapshot: ExpertsSnapshot) -> str:
     return f"{grid}: {', '.join(parts)}" + ("; left" if snapshot.over else "")
 
 
-def draw_experts(snapshot: ExpertsSnapshot) -> theme.Document:
+def draw_experts(snapshot: "ExpertsSnapshot") -> theme.Document:
     """Return the grid with a bar for each use, its hosts, and this peer's experts."""
     shown = theme.Document(*summarize_experts(snapshot).split(": ", 1), label=f"experts of {snapshot.grid}")
     shown.warn(f"the last lookup failed and is retried: {snapshot.fault}" if snapshot.fault else "")
@@ -56,7 +54,7 @@ def draw_experts(snapshot: ExpertsSnapshot) -> theme.Document:
     return shown
 
 
-def _expert(one: LiveExpert | tuple[str, str]) -> tuple[theme.Cell, ...]:
+def _expert(one: "LiveExpert | tuple[str, str]") -> tuple[theme.Cell, ...]:
     if isinstance(one, tuple):  # without a host
         return (*one, "", "", "")
     share = _percent(one.share)
@@ -64,12 +62,12 @@ def _expert(one: LiveExpert | tuple[str, str]) -> tuple[theme.Cell, ...]:
     return one.uid, "live", one.host + " (me)" * one.mine, f"{one.step:,}", (share, share + bar)
 
 
-def _host(row: HostOfExperts) -> tuple[str, ...]:
+def _host(row: "HostOfExperts") -> tuple[str, ...]:
     rtt = "–" if row.rtt_s is None or row.mine else _ms(row.rtt_s)
     return row.host + " (me)" * row.mine, f"{row.experts:,}", _percent(row.share), rtt
 
 
-def _served(row: ExpertStatistics) -> tuple[str, ...]:
+def _served(row: "ExpertStatistics") -> tuple[str, ...]:
     latency = "–" if row.p50_s is None or row.p99_s is None else f"{_ms(row.p50_s)} / {_ms(row.p99_s)}"
     batch = "–" if row.batch_size is None else f"{row.batch_size:,.0f}"
     rates = (f"{row.calls_per_s:,.1f}", f"{row.samples_per_s:,.0f}")
@@ -84,18 +82,20 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:,.0f} ms" if seconds >= 0.01 else f"{1000 * seconds:.1f} ms"
 
 
-EXPERTS_VIEWS: Views[ExpertsSnapshot] = Views(draw_experts, summarize_experts, lambda snapshot: snapshot.over)
+EXPERTS_VIEWS: "Views[ExpertsSnapshot]" = Views(
+    draw_experts, summarize_experts, lambda snapshot: snapshot.over
+)
 
 
 def show_experts(
-    read: Callable[[], ExpertsSnapshot], stop: Callable[[], None], hosting: bool
-) -> Panel[ExpertsSnapshot]:
+    read: "Callable[[], ExpertsSnapshot]", stop: Callable[[], None], hosting: bool
+) -> "Panel[ExpertsSnapshot]":
     """Return a panel of experts; its button calls ``stop``: stop hosting, or leave the swarm."""
     host_views = replace(EXPERTS_VIEWS, who="host", leave=("Stop hosting", "Stopped"))
     return Panel(read, stop, views=host_views if hosting else EXPERTS_VIEWS)
 
 
-def summarize_elastic(snapshot: ElasticSnapshot) -> str:
+def summarize_elastic(snapshot: "ElasticSnapshot") -> str:
     if not snapshot.steps:
         return f"{snapshot.scheduler}: no step yet, {snapshot.members} members"
     last = snapshot.steps[-1]
@@ -105,7 +105,7 @@ def summarize_elastic(snapshot: ElasticSnapshot) -> str:
     return f"{snapshot.scheduler}: step {last.step:,}, {snapshot.members} members{lost}; inconsistency {values}{left}"
 
 
-def _figures(snapshot: ElasticSnapshot) -> dict[str, str]:
+def _figures(snapshot: "ElasticSnapshot") -> dict[str, str]:
     last, recent = snapshot.steps[-1], snapshot.steps[-RECENT:]
     return {
         "measured": f"{last.inconsistency:.3g}",
@@ -115,7 +115,7 @@ def _figures(snapshot: ElasticSnapshot) -> dict[str, str]:
     }
 
 
-def draw_elastic(snapshot: ElasticSnapshot) -> theme.Document:
+def draw_elastic(snapshot: "ElasticSnapshot") -> theme.Document:
     """Return the meter: figures, the measured inconsistency under its bound, a warning."""
     shown = theme.Document(*summarize_elastic(snapshot).split(": ", 1), label="inconsistency of this member")
     shown.figures(_figures(snapshot) if snapshot.steps else {})
@@ -131,6 +131,6 @@ def draw_elastic(snapshot: ElasticSnapshot) -> theme.Document:
     return shown
 
 
-ELASTIC_VIEWS: Views[ElasticSnapshot] = Views(
+ELASTIC_VIEWS: "Views[ElasticSnapshot]" = Views(
     draw_elastic, summarize_elastic, lambda snapshot: snapshot.left, stops=True
 )

@@ -4,8 +4,6 @@ A snapshot is taken once a second at most, so visitors cost nothing. A page refr
 ``/live`` every three seconds; the browser may do nothing else.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib

@@ -4,8 +4,6 @@ Only the user's thread touches a widget: Colab does not repaint what other threa
 button's callback holds up the kernel, so it hands its work to a thread.
 """
 
-from __future__ import annotations
-
 import _thread
 import logging
 import math

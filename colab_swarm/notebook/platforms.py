@@ -4,8 +4,6 @@ Platforms end a session without notice. A peer that leaves some minutes earlier 
 gradients, saves its experts and gives back its work units, so the others need no timeouts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -117,7 +115,7 @@ class SessionClock:
     @classmethod
     def of(
         cls, here: Platform, session_hours: float | None, *, age_s: float, now: float
-    ) -> SessionClock | None:
+    ) -> "SessionClock | None":
         """Return a session's clock; None if its end is unknown. ``session_hours`` count from ``now``."""
         if session_hours is not None:
             if not 0 < session_hours < 1e6:

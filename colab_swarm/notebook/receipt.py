@@ -5,8 +5,6 @@ or claim it. It cannot prove honesty: two members that credit each other look li
 and in an open run members cost nothing. Name and time are the peer's own statement.
 """
 
-from __future__ import annotations
-
 import base64
 import math
 import time
@@ -83,13 +81,13 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         path.write_text(self.svg() if path.suffix.lower() == ".svg" else self.json(), encoding="utf-8")
 
     @classmethod
-    def load(cls, path: str | Path) -> Receipt:
+    def load(cls, path: str | Path) -> "Receipt":
         """Read a JSON file, without verifying it. Raises ValueError if it is not a receipt."""
         with Path(path).open("rb") as file:
             return cls.parse(file.read(MAX_BYTES + 1))
 
     @classmethod
-    def parse(cls, data: bytes | str) -> Receipt:
+    def parse(cls, data: bytes | str) -> "Receipt":
         """Read what `json` returned. Raises ValueError if it is not a receipt."""
         if len(data) > MAX_BYTES:
             raise ValueError(f"this is not a receipt of a swarm: it is larger than {size(MAX_BYTES)}")

@@ -5,8 +5,6 @@ peers, all other kinds are the classes of `colab_swarm.events`. A thread writes,
 for a disk. A kill tears at most one line.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Mapping

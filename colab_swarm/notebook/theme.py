@@ -5,8 +5,6 @@ distinct for colour-blind people, with a contrast of 4.5 to 1 for text. No view 
 The functions are pieces of HTML: texts of other peers go through `markup.text` first.
 """
 
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

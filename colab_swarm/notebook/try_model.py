@@ -1,7 +1,5 @@
 """Try a masked language model between two steps: its answers now beside those at first, a form."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -31,14 +29,16 @@ class ModelProbe:
         self.known: tuple[nn.Module, MaskedText] | None = None
         self._copied: dict[str, list[tuple[Tensor, Tensor]]] = {}  # by optimizer: parameters and copies
 
-    def on_optimizer(self, name: str, optimizer: SwarmOptimizer) -> None:
+    def on_optimizer(self, name: str, optimizer: "SwarmOptimizer") -> None:
         """Copy the parameters of ``optimizer``, which has caught up, in half precision."""
         trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
         fits = 2 * sum(one.numel() for one in trained) <= MAX_BYTES
         copies = (one.detach().to("cpu", torch.float16, copy=True) for one in trained)
         self._copied[name] = list(zip(trained, copies, strict=True)) if fits else []
 
-    def try_model(self, question: str | None, model: nn.Module | None, texts: MaskedText | None) -> TryModel:
+    def try_model(
+        self, question: str | None, model: nn.Module | None, texts: MaskedText | None
+    ) -> "TryModel":
         if model is None or texts is None:
             if self.known is None or (model is not None and model is not self.known[0]):
                 raise ValueError(

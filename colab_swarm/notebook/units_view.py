@@ -1,7 +1,5 @@
 """The panels of work units, a coordinator's and a volunteer's. Pure functions."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -34,7 +32,7 @@ HOW_TO = (
 )
 
 
-def job_line(status: JobStatus) -> str:
+def job_line(status: "JobStatus") -> str:
     if status.finished is not None:
         where = f"finished: {status.finished}"
     else:
@@ -44,7 +42,7 @@ def job_line(status: JobStatus) -> str:
     return f"{status.name}: {where}{accuracy}, {count(len(status.volunteers), 'volunteer')}"
 
 
-def figures(status: JobStatus) -> dict[str, str]:
+def figures(status: "JobStatus") -> dict[str, str]:
     """Return the known figures. The ETA is that of the epoch's last unit at the recent rate."""
     left = len(status.rows) - status.units["assimilated"]
     target = "" if status.target_accuracy is None else f", target {status.target_accuracy:.1%}"
@@ -58,7 +56,7 @@ def figures(status: JobStatus) -> dict[str, str]:
     return {name: value for name, value in known.items() if value}
 
 
-def draw_job(status: JobStatus) -> Document:
+def draw_job(status: "JobStatus") -> Document:
     shown = Document(*job_line(status).split(": ", 1), label=f"work units of {plain(status.name)}")
     shown.warn(f"the store does not answer: {status.fault}" if status.fault else "")
     shown.warn(DYING if status.server_deaths and not status.servers and not status.finished else "")
@@ -73,7 +71,7 @@ def draw_job(status: JobStatus) -> Document:
         shown.note(f"units: {'  '.join(MARKS.values())}" + (f"; and {more:,} more units" if more > 0 else ""))
     shown.draw(_accuracy(status))
 
-    def cells(row: VolunteerState) -> tuple[str, ...]:
+    def cells(row: "VolunteerState") -> tuple[str, ...]:
         counts = map(str, (row.accepted, row.rejected, row.expired, row.in_flight))
         return (plain(row.name or row.volunteer[:8], 40), _reliability(row, status.at), *counts)
 
@@ -81,7 +79,7 @@ def draw_job(status: JobStatus) -> Document:
     return shown
 
 
-def _accuracy(status: JobStatus) -> str:
+def _accuracy(status: "JobStatus") -> str:
     target = status.target_accuracy
     mean = [(one.epoch, one.accuracy) for one in status.epochs]
     spread = [(one.epoch, one.low, one.high) for one in status.epochs]
@@ -92,7 +90,7 @@ def _accuracy(status: JobStatus) -> str:
     return f'{chart}<p class="soft">accuracy: mean of each epoch, lowest to highest shaded{dashed}</p>'
 
 
-def _reliability(one: VolunteerState, now: float) -> str:
+def _reliability(one: "VolunteerState", now: float) -> str:
     if one.banned_until > now:
         return f"banned for {duration(one.banned_until - now)}"
     if not one.accepted + one.rejected + one.expired:
@@ -102,7 +100,7 @@ def _reliability(one: VolunteerState, now: float) -> str:
     return f"{word} ({reliability:.0%})"
 
 
-def _page(status: JobStatus) -> list[Document]:
+def _page(status: "JobStatus") -> list[Document]:
     about = Document("", label="about this job")
     about.draw(
         f"<p>Volunteers train a model of {status.numel:,} numbers on {sum(status.rows):,} samples. "
@@ -115,7 +113,7 @@ def _page(status: JobStatus) -> list[Document]:
     return [draw_job(status), about]
 
 
-def _metrics(status: JobStatus) -> list[Sample]:
+def _metrics(status: "JobStatus") -> list[Sample]:
     job, updates = {"job": status.name}, status.update_s
     quantiles = {"0.5": len(updates) // 2, "0.95": len(updates) * 95 // 100} if updates else {}
     known = [] if status.accuracy is None else [status.accuracy]
@@ -137,15 +135,15 @@ def _metrics(status: JobStatus) -> list[Sample]:
     ]
 
 
-def status_page(look: Callable[[], JobStatus]) -> StatusPage[JobStatus]:
+def status_page(look: "Callable[[], JobStatus]") -> "StatusPage[JobStatus]":
     return StatusPage(look, lambda status: status.name, _page, _metrics, host="coordinator")
 
 
-def volunteer_line(snapshot: VolunteerSnapshot) -> str:
+def volunteer_line(snapshot: "VolunteerSnapshot") -> str:
     return f"{plain(snapshot.job)}: {_state(snapshot)}"
 
 
-def draw_volunteer(snapshot: VolunteerSnapshot) -> Document:
+def draw_volunteer(snapshot: "VolunteerSnapshot") -> Document:
     shown = Document(plain(snapshot.job), _state(snapshot), label=f"volunteer for {plain(snapshot.job)}")
     for unit in snapshot.units:
         if unit.unit:
@@ -165,7 +163,7 @@ def draw_volunteer(snapshot: VolunteerSnapshot) -> Document:
     return shown
 
 
-def _state(snapshot: VolunteerSnapshot) -> str:
+def _state(snapshot: "VolunteerSnapshot") -> str:
     epoch = ""
     if snapshot.epoch:
         accuracy = "" if snapshot.accuracy is None else f", accuracy {snapshot.accuracy:.3f} after the last"

@@ -6,8 +6,6 @@ overlap: above what this peer sent, in the middle the member's contribution to t
 below the average that the member returned.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -13,8 +13,6 @@ reads it in a different order. `batch_size=None` chooses the micro-batch that fi
 `notebooks/sahajbert.ipynb` is the whole run with fine-tuning; `notebooks/reproduce` repeats the papers' figures.
 """
 
-from __future__ import annotations
-
 from colab_swarm.recipes.image_features import swav
 from colab_swarm.recipes.masked_lm import albert, parameter_groups
 

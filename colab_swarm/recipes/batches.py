@@ -9,8 +9,6 @@ shard is read by itself: a call starts one pass over its documents, also after a
 in another process. None is held in memory.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json
@@ -68,7 +66,7 @@ def check_sizes(batch_size: int, sequence_length: int) -> None:
 class Collator:
     """Turns samples of at most L - 3 tokens into batches: special tokens, padding, masks by ``seed``."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, sequence_length: int, seed: int) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", sequence_length: int, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self._tokenizer, self._length = tokenizer, sequence_length
         self._specials = torch.tensor(tokenizer.all_special_ids)
@@ -107,7 +105,7 @@ class Collator:
         return masked.where(~(hidden & (fate >= 0.9)), noise), labels
 
 
-def windows(text: str, tokenizer: PreTrainedTokenizerFast, sequence_length: int) -> Iterator[list[int]]:
+def windows(text: str, tokenizer: "PreTrainedTokenizerFast", sequence_length: int) -> Iterator[list[int]]:
     """Yield a text's tokens in consecutive pieces that fill a sample; a rest of a few is dropped."""
     tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     size = sequence_length - 3
@@ -117,7 +115,7 @@ def windows(text: str, tokenizer: PreTrainedTokenizerFast, sequence_length: int)
 
 class SampledBatches(Iterator[dict[str, Tensor]]):
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, *, batch_size: int, sequence_length: int, seed: int
+        self, tokenizer: "PreTrainedTokenizerFast", *, batch_size: int, sequence_length: int, seed: int
     ) -> None:
         check_sizes(batch_size, sequence_length)
         self.tokenizer, self.batch_size, self.sequence_length = tokenizer, batch_size, sequence_length
@@ -137,7 +135,7 @@ class PretrainingBatches(SampledBatches):
     the masks. Raises `ValueError` if a size is too small.
     """
 
-    def __init__(self, blocks: BlockSource, tokenizer: PreTrainedTokenizerFast, **sizes: int) -> None:
+    def __init__(self, blocks: BlockSource, tokenizer: "PreTrainedTokenizerFast", **sizes: int) -> None:
         super().__init__(tokenizer, **sizes)
         self._blocks, self._windows = blocks, self._shuffled_windows()
 
@@ -433,7 +431,7 @@ class MixedBatches(SampledBatches):
     def __init__(
         self,
         mix: TextMix,
-        tokenizer: PreTrainedTokenizerFast,
+        tokenizer: "PreTrainedTokenizerFast",
         *,
         buffer: int = SHUFFLE_PASSAGES,
         **sizes: int,
@@ -503,7 +501,7 @@ class StreamedBatches(Prefetched[dict[str, Tensor]]):
     """
 
     def __init__(
-        self, sources: Mapping[str, float], tokenizer: PreTrainedTokenizerFast, *, seed: int, **sizes: int
+        self, sources: Mapping[str, float], tokenizer: "PreTrainedTokenizerFast", *, seed: int, **sizes: int
     ) -> None:
         stop = threading.Event()
         made = MixedBatches(TextMix(sources, seed=seed, wait=stop.wait), tokenizer, seed=seed, **sizes)

@@ -1,7 +1,5 @@
 """Image classification as a job of work units: scikit-learn's digits, or an ``.npz`` of images."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import pairwise
 from pathlib import Path

@@ -4,8 +4,6 @@ The model runs in evaluation mode and without gradients, then each module gets i
 Evaluate between two steps, on the thread that trains.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -61,7 +59,7 @@ class Reply:
 class MaskedText:
     """A masked language model's tokenizer, and example texts with ``[MASK]`` in them."""
 
-    tokenizer: PreTrainedTokenizerFast
+    tokenizer: "PreTrainedTokenizerFast"
     examples: Sequence[str] = ENGLISH
 
     def replies(self, model: nn.Module, question: str, before: Weights | None) -> list[Reply]:
@@ -76,7 +74,7 @@ class MaskedText:
 
 def fill_mask(
     model: nn.Module,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: "PreTrainedTokenizerFast",
     text: str,
     *,
     top: int = 5,
@@ -103,7 +101,7 @@ def fill_mask(
 
 def masked_loss(
     model: nn.Module,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: "PreTrainedTokenizerFast",
     texts: Iterable[str],
     *,
     sequence_length: int = 512,

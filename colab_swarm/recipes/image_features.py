@@ -8,8 +8,6 @@ their own statistics, as in data parallelism, and the queue of earlier features 
 worker"); it counts from a fixed global step on, so all peers start using it together.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterator, Sequence

@@ -11,8 +11,6 @@ Memory of training ALBERT, in float32 values (H hidden size, N layers, V vocabul
 With checkpointing a layer keeps only its input, H per token, and one layer at a time is recomputed.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Iterator, Mapping
@@ -173,13 +171,13 @@ def albert(
     size: str = "tiny",
     *,
     text: TextSource | Mapping[str, float] = "python-docs",
-    tokenizer: TokenizerSource | None = None,
+    tokenizer: "TokenizerSource | None" = None,
     language: str = "",
     swarm: Any = None,
     batch_size: int | None = 16,
     sequence_length: int | None = None,
     seed: int = 0,
-) -> tuple[AlbertForPreTraining, Batches]:
+) -> "tuple[AlbertForPreTraining, Batches]":
     """Return an untrained ALBERT and endless batches for it. Minimize ``model(**batch).loss``.
 
     Peers with the same ``size``, ``text``, ``tokenizer`` and ``seed`` get equal parameters and
@@ -241,7 +239,7 @@ def _fit_this_machine(shape: AlbertSize, length: int) -> MicroBatch:
     return fit_memory(shape, memory_bytes, sequence_length=length)
 
 
-def albert_config(shape: AlbertSize, tokenizer: PreTrainedTokenizerFast) -> AlbertConfig:
+def albert_config(shape: AlbertSize, tokenizer: "PreTrainedTokenizerFast") -> "AlbertConfig":
     """Return the `transformers` configuration for a size and a tokenizer; no dropout (ALBERT v2)."""
     from transformers import AlbertConfig
 

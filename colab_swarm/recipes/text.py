@@ -4,8 +4,6 @@ A `BlockSource` gives one pass over a text, in blocks of a few pages, shuffled b
 generator. Peers with different ones read different text from the start. Files are never loaded whole.
 """
 
-from __future__ import annotations
-
 import glob
 import itertools
 import json
@@ -141,7 +139,9 @@ code points, bars or currency signs, and visarga (U+0983) as a colon after a let
 TokenizerSource: TypeAlias = "str | Path | PreTrainedTokenizerFast"
 
 
-def train_tokenizer(blocks: Iterable[str], *, vocabulary: int, language: str = "") -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    blocks: Iterable[str], *, vocabulary: int, language: str = ""
+) -> "PreTrainedTokenizerFast":
     """Train a Unigram tokenizer; the same text gives the same tokenizer in every process.
 
     ``[MASK]`` takes the space before it, unknown letters become ``<unk>``, and text gets its ``[CLS]``
@@ -170,7 +170,7 @@ def train_tokenizer(blocks: Iterable[str], *, vocabulary: int, language: str = "
     return _wrapped(_with_pipeline(Tokenizer(models.Unigram(vocabulary_list, unk_id=1)), language))
 
 
-def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerFast:
+def load_tokenizer(source: "TokenizerSource") -> "PreTrainedTokenizerFast":
     """Load a file, a folder or a hub name, or check a tokenizer; ValueError if it is not usable."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tokenizer = _load(source) if isinstance(source, str | Path) else source
@@ -180,7 +180,7 @@ def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _load(source: str | Path) -> PreTrainedTokenizerFast:
+def _load(source: str | Path) -> "PreTrainedTokenizerFast":
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
@@ -196,7 +196,7 @@ def _load(source: str | Path) -> PreTrainedTokenizerFast:
         raise ValueError(f"{place} and cannot be loaded from the hub: {error}") from error
 
 
-def _with_pipeline(tokenizer: Tokenizer, language: str) -> Tokenizer:
+def _with_pipeline(tokenizer: "Tokenizer", language: str) -> "Tokenizer":
     """sahajBERT's normalization and splitting (DeDLOC, appendix I.3)."""
     from tokenizers import Regex, decoders, normalizers, pre_tokenizers, processors
 
@@ -225,7 +225,7 @@ def _with_pipeline(tokenizer: Tokenizer, language: str) -> Tokenizer:
     return tokenizer
 
 
-def _wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+def _wrapped(tokenizer: "Tokenizer") -> "PreTrainedTokenizerFast":
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 
@@ -257,7 +257,7 @@ def split_sentences(text: str) -> list[str]:
     return [sentence for sentence in ENDS.split(text) if sentence.strip()]
 
 
-def passages(text: str, tokenizer: PreTrainedTokenizerFast, length: int) -> Iterator[Passage]:
+def passages(text: str, tokenizer: "PreTrainedTokenizerFast", length: int) -> Iterator[Passage]:
     """Cut a document into passages of about ``length`` tokens; a lone last sentence is dropped."""
     sentences = split_sentences(text)
     encoded = tokenizer(sentences, add_special_tokens=False, verbose=False)["input_ids"] if sentences else []

@@ -3,8 +3,6 @@
 For the DHT at scale. A `SimNetwork` runs two real links for each pair that ever talked, which is too much for it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import random
@@ -40,12 +38,12 @@ class CallNetwork:
         self.linked: Callable[[CallPeer, CallPeer], bool] = lambda one, other: False
         self.on_message: Callable[[Message], object] = lambda message: None
 
-    def peer(self, name: str) -> CallPeer:
+    def peer(self, name: str) -> "CallPeer":
         peer = CallPeer(self, name)
         self.by_id[peer.id] = peer
         return peer
 
-    async def carry(self, message: Message, receiver: CallPeer, latency_s: float) -> None:
+    async def carry(self, message: Message, receiver: "CallPeer", latency_s: float) -> None:
         """Wait until the message has arrived."""
         size_bytes = len(msgspec.msgpack.encode(message)) + HEADER_BYTES
         jitter_s = self.rng.expovariate(1 / self.profile.jitter_s) if latency_s else 0.0
@@ -102,7 +100,7 @@ class CallPeer:
         except Refusal as error:
             raise CallRefused("refused", str(error)) from error
 
-    async def _link_to(self, other: CallPeer) -> None:
+    async def _link_to(self, other: "CallPeer") -> None:
         network = self._network
         latency_s = network.profile.pair_latency_s(self.name, other.name, seed=network.seed)
         if not network.linked(self, other):

@@ -1,7 +1,5 @@
 """Scripted faults: what fails, when, and the record that it did."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

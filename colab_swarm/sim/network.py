@@ -7,8 +7,6 @@ enter before its last one leaves. A lost packet costs a retransmission. During a
 TCP delivers them once the partition heals.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import math
@@ -74,7 +72,7 @@ class SimCarrier(Loopback):
     Timers say when a packet passes, the queues say which one: the event loop may swap timers of one time.
     """
 
-    def __init__(self, network: SimNetwork, near: SimPeers, far: SimPeers, latency_s: float) -> None:
+    def __init__(self, network: "SimNetwork", near: "SimPeers", far: "SimPeers", latency_s: float) -> None:
         super().__init__()
         self.near, self.far, self.latency_s, self._network = near, far, latency_s, network
         self._travelling: deque[tuple[int, float]] = deque()  # size_bytes, when its last bit arrives
@@ -159,7 +157,7 @@ class SimLink(Link):
     """A real link that shows each message to the network as soon as it is decoded; a fault there may break the link."""
 
     def __init__(
-        self, network: SimNetwork, own: SimPeers, remote: Remote, *, carrier: Loopback, **parts: Any
+        self, network: "SimNetwork", own: "SimPeers", remote: Remote, *, carrier: Loopback, **parts: Any
     ) -> None:
         super().__init__(remote, carrier=carrier, **parts)
         self._network, self._own, self._wire = network, own, carrier
@@ -193,7 +191,7 @@ class SimLink(Link):
 class SimLinker(Linker):
     """Opens links over `SimCarrier`."""
 
-    def __init__(self, network: SimNetwork, own: SimPeers, identity: Identity) -> None:
+    def __init__(self, network: "SimNetwork", own: "SimPeers", identity: Identity) -> None:
         self._network, self._own = network, own
         clock, make_link = partial(network.wall_clock, own.name), partial(SimLink, network, own)
         super().__init__(identity, SETTINGS, OpenAdmission(), EventLog(), clock, make_link)
@@ -224,7 +222,7 @@ class SimLinker(Linker):
             raise WrongPeer(f"peer {short(other.id)} answered, {short(peer)} was expected")
         return self.table.best(peer) or self._connect(other, latency_s)  # it may have dialled us meanwhile
 
-    def _connect(self, other: SimPeers, latency_s: float) -> Link:
+    def _connect(self, other: "SimPeers", latency_s: float) -> Link:
         other.linker.require_room()
         ends = (self._own, other), (other, self._own)
         near, far = (SimCarrier(self._network, one, two, latency_s) for one, two in ends)
@@ -233,7 +231,7 @@ class SimLinker(Linker):
         near.receiver = link = self.accept(other, near, dialled=True)
         return link
 
-    def accept(self, other: SimPeers, carrier: SimCarrier, *, dialled: bool) -> Link:
+    def accept(self, other: "SimPeers", carrier: SimCarrier, *, dialled: bool) -> Link:
         """Return the link over this end of a new connection, as after a handshake."""
         remote = Remote(other.contact, other.public_key, role=other.role)
         introduced = Introduced(remote, self._network.wall_clock(other.name), None)
@@ -251,7 +249,7 @@ class SimPeers(Node):
 
     linker: SimLinker
 
-    def __init__(self, network: SimNetwork, name: str, *, host: HostProfile, role: Role) -> None:
+    def __init__(self, network: "SimNetwork", name: str, *, host: HostProfile, role: Role) -> None:
         self.name, self.role, self.up, self.slowness = name, role, True, 1.0
         self.upload, self.download = Pipe(host.upload_bps), Pipe(host.download_bps)
         self._down_callbacks: list[Callable[[], object]] = []

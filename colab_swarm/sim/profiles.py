@@ -1,7 +1,5 @@
 """Network profiles (latency, bandwidth, loss) by name, and churn profiles."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterable

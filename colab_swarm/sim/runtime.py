@@ -8,8 +8,6 @@ at any moment: the loop's, or one peer's. A peer's thread runs until its next bl
 still. So there is no race between threads.
 """
 
-from __future__ import annotations
-
 import asyncio
 import selectors
 import threading
@@ -26,7 +24,7 @@ Ts = TypeVarTuple("Ts")
 class _JumpingSelector(selectors.DefaultSelector):
     """Instead of waiting ``timeout`` seconds, advances the loop's clock by as much."""
 
-    loop: VirtualTimeLoop
+    loop: "VirtualTimeLoop"
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is not None and timeout <= 0:

@@ -6,8 +6,6 @@ so that no pupil gives a real one. The board is plain HTTP: it is for an open ru
 all may take part.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading
@@ -38,7 +36,7 @@ _ANIMALS = (
     "moose robin seal camel toad eagle rabbit whale lemur crane donkey bat puffin ferret bison newt swan"
 )
 ANIMALS = _ANIMALS.split()
-_boards: dict[str, Board] = {}  # the last one of each run
+_boards: "dict[str, Board]" = {}  # the last one of each run
 
 
 class Board:
@@ -88,7 +86,7 @@ class Board:
         with self._lock:
             return [(name, rows.get(name)) for name in self._names.values()]
 
-    def panel(self) -> Panel[Board]:
+    def panel(self) -> "Panel[Board]":
         return Panel(lambda: self, self.close, views=VIEWS)
 
     def close(self) -> None:

@@ -1,7 +1,5 @@
 """`doctor`: examine this machine and the swarm, and predict the training."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue
@@ -72,8 +70,8 @@ class Diagnosis:
 def doctor(
     swarm: Swarm | str | None = None,
     *,
-    model: Module | str | None = None,
-    batches: Iterable[Mapping[str, Tensor]] | None = None,
+    model: "Module | str | None" = None,
+    batches: "Iterable[Mapping[str, Tensor]] | None" = None,
     target_batch_size: int | None = None,
     compression: str | None = None,
 ) -> Diagnosis:
@@ -118,8 +116,8 @@ def read_settings(suggested: Mapping[str, Setting]) -> tuple[int | None, str | N
 
 def _examine(
     swarm: Swarm | None,
-    model: Module | str | None,
-    batches: Iterable[Mapping[str, Tensor]] | None,
+    model: "Module | str | None",
+    batches: "Iterable[Mapping[str, Tensor]] | None",
     target_batch_size: int | None,
     compression: str | None,
 ) -> Diagnosis:
@@ -159,7 +157,7 @@ def _examine(
 
 
 def _subject(
-    swarm: Swarm | None, model: Module | str | None, batches: Iterable[Mapping[str, Tensor]] | None
+    swarm: Swarm | None, model: "Module | str | None", batches: "Iterable[Mapping[str, Tensor]] | None"
 ) -> Subject | None:
     if model is None or find_spec("torch") is None:
         return None
@@ -253,7 +251,7 @@ def internet() -> bool:
 
 
 def calibrate(
-    model: Module, batches: Iterable[Mapping[str, Tensor]], *, seconds: float = CALIBRATION_S
+    model: "Module", batches: "Iterable[Mapping[str, Tensor]]", *, seconds: float = CALIBRATION_S
 ) -> Subject:
     """Run ``model(**batch).loss.backward()`` for about ``seconds`` after a short warm-up.
 
@@ -266,7 +264,7 @@ def calibrate(
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved: dict[int, int] = {}
 
-    def note(tensor: Tensor) -> Tensor:
+    def note(tensor: "Tensor") -> "Tensor":
         storage = tensor.untyped_storage()
         saved[storage.data_ptr()] = 0 if storage.data_ptr() in own else storage.nbytes()
         return tensor
@@ -282,7 +280,7 @@ def calibrate(
     return Subject(type(model).__name__, numel, sample_bytes, micro_batch, samples_per_s)
 
 
-def _train(model: Module, batches: Iterable[Mapping[str, Tensor]]) -> Iterator[int]:
+def _train(model: "Module", batches: "Iterable[Mapping[str, Tensor]]") -> Iterator[int]:
     device = next(model.parameters()).device
     for batch in batches:
         model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss.backward()
@@ -303,7 +301,7 @@ def _measure(passes: Iterator[int], seconds: float, least: int) -> float:
 
 
 @contextlib.contextmanager
-def _restored(model: Module, trained: list[Parameter]) -> Iterator[None]:
+def _restored(model: "Module", trained: "list[Parameter]") -> Iterator[None]:
     import torch
 
     gradients = [parameter.grad for parameter in trained]

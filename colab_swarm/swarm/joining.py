@@ -1,7 +1,5 @@
 """The ways to get a `Swarm`: create a run, join one, or resume an earlier session."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import random

@@ -1,7 +1,5 @@
 """A peer on the real network: joining a run, reachability, relaying, announcements."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -90,7 +88,7 @@ class NetworkOptions:
         return asdict(replace(self, tunnel=tunnel, identity=None))
 
     @classmethod
-    def from_saved(cls, saved: dict[str, Any]) -> NetworkOptions:
+    def from_saved(cls, saved: dict[str, Any]) -> "NetworkOptions":
         relay = saved.get("relay")
         quota = {"relay": RelayQuota(**relay)} if isinstance(relay, dict) else {}
         return cls(**{**saved, **quota})
@@ -210,7 +208,7 @@ class NetworkSession:
                     await self._save(self.store)
 
     async def leave_in_time(
-        self, clock: SessionClock, optimizers: Mapping[str, SwarmOptimizer], leave: Callable[[], None]
+        self, clock: SessionClock, optimizers: "Mapping[str, SwarmOptimizer]", leave: Callable[[], None]
     ) -> None:
         """Hand over, give work back and ``leave`` before the platform ends this session."""
 
@@ -224,7 +222,7 @@ class NetworkSession:
         self.node.linker.spawn(wait())  # until the node is closed
 
     def end_session(
-        self, clock: SessionClock, optimizers: Mapping[str, SwarmOptimizer], leave: Callable[[], None]
+        self, clock: SessionClock, optimizers: "Mapping[str, SwarmOptimizer]", leave: Callable[[], None]
     ) -> None:
         ends: list[Callable[[], None]] = [partial(self._hand_over, clock, optimizers), *self.stops, leave]
         for end in ends:
@@ -234,7 +232,7 @@ class NetworkSession:
                 logger.exception("leaving at the session's end failed")
                 self._services.events.emit(Fault.of(time.monotonic(), "leaving at the session's end", error))
 
-    def _hand_over(self, clock: SessionClock, optimizers: Mapping[str, SwarmOptimizer]) -> None:
+    def _hand_over(self, clock: SessionClock, optimizers: "Mapping[str, SwarmOptimizer]") -> None:
         again = "join again in a new one"
         if self.store is not None:
             again = f"continue in a new one with cs.resume({str(self.store.folder)!r})"
@@ -301,7 +299,7 @@ class NetworkSession:
         newest = [record.value for record in sorted(found, key=lambda record: -record.expires_at)]
         return [url for url in newest if isinstance(url, str) and url.startswith(("http://", "https://"))]
 
-    def token(self) -> Token:
+    def token(self) -> "Token":
         from colab_swarm.workunits.messages import Token
 
         admission = self.access.admission

@@ -4,8 +4,6 @@ A snapshot is taken on the user's thread up to four times a second, so it only r
 network call, no file. Slow readings run in the background and appear a moment later.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import threading
@@ -75,7 +73,7 @@ class Overview:
         runtime: Runner,
         services: PeerServices,
         name: str,
-        optimizers: dict[str, SwarmOptimizer],
+        optimizers: "dict[str, SwarmOptimizer]",
         contributions: Contributions | None,
     ) -> None:
         self._runtime, self._services, self._name, self._optimizers = runtime, services, name, optimizers
@@ -161,7 +159,7 @@ class Overview:
             eta_s=None if eta_s == float("inf") else eta_s,
         )
 
-    def _trained(self) -> Collaboration | None:
+    def _trained(self) -> "Collaboration | None":
         newest = next(reversed(self._optimizers.values()), None)
         return None if newest is None else newest.collaboration
 

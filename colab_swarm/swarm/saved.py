@@ -13,8 +13,6 @@ names the process and its last heartbeat instead. After a kill its own machine n
 others once the heartbeats stop.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
@@ -47,10 +45,10 @@ class Occupant(msgspec.Struct, frozen=True):
     at: float  # its last heartbeat, seconds since the epoch
 
     @classmethod
-    def here(cls) -> Occupant:
+    def here(cls) -> "Occupant":
         return cls(socket.gethostname(), os.getpid(), _start_of(os.getpid()), time.time())
 
-    def holds_against(self, other: Occupant) -> bool:
+    def holds_against(self, other: "Occupant") -> bool:
         """Return True if it is alive and not ``other``, as far as ``other`` can know."""
         if (self.host, self.pid, self.began) == (other.host, other.pid, other.began):
             return False

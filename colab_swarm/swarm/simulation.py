@@ -9,8 +9,6 @@ clock and the compute time are simulated. `Simulation.run` works through a run a
     lesson.wait()
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import math
@@ -185,7 +183,7 @@ class Simulation(AbstractContextManager["Simulation"]):
         seconds: float | None = None,
         speed: float = 10.0,
         live: bool | None = None,
-    ) -> InteractiveRun:
+    ) -> "InteractiveRun":
         """Run ``train(swarm)`` for every peer in the background and show it, with controls.
 
         ``speed`` is in virtual seconds per second; ``train`` and ``seconds`` are as for `run`.
@@ -320,7 +318,7 @@ class InteractiveRun:
     Change ``speed``, virtual seconds per second, at any time.
     """
 
-    running: ClassVar[InteractiveRun | None] = None
+    running: "ClassVar[InteractiveRun | None]" = None
 
     def __init__(self, simulation: Simulation, until: float, speed: float) -> None:
         self._simulation, self._until, self.speed = simulation, until, speed

@@ -1,7 +1,5 @@
 """`Swarm`: one peer's membership in a run."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading
@@ -180,15 +178,15 @@ class Swarm(AbstractContextManager["Swarm"]):
 
     def optimizer(
         self,
-        optimizer: Optimizer,
+        optimizer: "Optimizer",
         *,
         target_batch_size: int,
-        scheduler: LRScheduler | None = None,
+        scheduler: "LRScheduler | None" = None,
         max_grad_norm: float | None = None,
         name: str = "model",
-        budget: TrafficBudget | None = None,
+        budget: "TrafficBudget | None" = None,
         **options: Any,
-    ) -> SwarmOptimizer:
+    ) -> "SwarmOptimizer":
         """Let the swarm step ``optimizer``: see `SwarmOptimizer`. The last call for a name counts.
 
         Args:
@@ -221,8 +219,8 @@ class Swarm(AbstractContextManager["Swarm"]):
         return trained
 
     def elastic_optimizer(
-        self, optimizer: Optimizer, *, peers: int, name: str = "model", **options: Any
-    ) -> ElasticOptimizer:
+        self, optimizer: "Optimizer", *, peers: int, name: str = "model", **options: Any
+    ) -> "ElasticOptimizer":
         """Let a small group step ``optimizer`` on partial gradients; see `ElasticOptimizer`.
 
         Waits until the group of ``peers`` members, 2 to 16 with this one, is complete. All start
@@ -250,7 +248,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         group_size: int | None = None,
         name: str = "values",
         compression: str = "float32",
-    ) -> tuple[Any, MoshpitResult]:
+    ) -> "tuple[Any, MoshpitResult]":
         """Return the mean of an array over all peers that call this now, and how the round went.
 
         ``values`` is a NumPy array or torch tensor of the same length at every peer; ``weight`` is
@@ -290,14 +288,14 @@ class Swarm(AbstractContextManager["Swarm"]):
     def host_experts(
         self,
         prefix: str,
-        make_expert: Callable[[], nn.Module],
+        make_expert: "Callable[[], nn.Module]",
         *,
         grid: Sequence[int],
         count: int | Sequence[str] | None = None,
         sample: Sequence[int] | None = None,
-        rule: ExpertRule | None = None,
+        rule: "ExpertRule | None" = None,
         **settings: Any,
-    ) -> ExpertHost:
+    ) -> "ExpertHost":
         """Host experts of a mixture on this machine's GPU or CPU; see `ExpertHost`.
 
         Experts of dead hosts continue from their last save. Raises ValueError if an argument is not
@@ -322,7 +320,7 @@ class Swarm(AbstractContextManager["Swarm"]):
 
     def mixture_of_experts(
         self, prefix: str, dim: int, *, grid: Sequence[int], k: int = 4, **settings: Any
-    ) -> MixtureOfExperts:
+    ) -> "MixtureOfExperts":
         """Return a layer (..., dim) -> (..., dim) of the swarm's experts; see `MixtureOfExperts`.
 
         ``prefix`` and ``grid`` are as given to `host_experts`; ``k`` experts are called per sample.
@@ -334,22 +332,22 @@ class Swarm(AbstractContextManager["Swarm"]):
 
     def expert(
         self, uid: str, *, grid: Sequence[int], compression: str = "float32", timeout_s: float = 30.0
-    ) -> RemoteExpert:
+    ) -> "RemoteExpert":
         """Return one expert, such as ``ffn.3.7``, as a module; ``backward()`` lets it learn."""
         return self._use_experts().remote(uid, grid, compression=compression, timeout_s=timeout_s)
 
-    def experts_panel(self, prefix: str, *, grid: Sequence[int]) -> Panel[ExpertsSnapshot]:
+    def experts_panel(self, prefix: str, *, grid: Sequence[int]) -> "Panel[ExpertsSnapshot]":
         """Return a live table of the swarm's experts, their hosts and their use."""
         panel: Panel[ExpertsSnapshot] = self._use_experts().panel(prefix, grid, self.leave)
         return panel
 
     def trainer(
         self,
-        model: nn.Module,
-        loss: Callable[[nn.Module, Any], Tensor],
-        optimizer: Optimizer,
+        model: "nn.Module",
+        loss: "Callable[[nn.Module, Any], Tensor]",
+        optimizer: "Optimizer",
         **settings: Any,
-    ) -> AsyncTrainer[Any]:
+    ) -> "AsyncTrainer[Any]":
         """Train with many batches in flight: slow experts delay nothing; see `AsyncTrainer`.
 
         ``model`` contains mixtures of experts; ``loss`` takes a copy of it and a batch;
@@ -362,7 +360,7 @@ class Swarm(AbstractContextManager["Swarm"]):
             raise RuntimeError("a simulated peer has one thread: there, write the training loop yourself")
         return AsyncTrainer(model, loss, optimizer, **settings)
 
-    def _use_experts(self) -> SwarmExperts:
+    def _use_experts(self) -> "SwarmExperts":
         from colab_swarm.moe.host import SwarmExperts
 
         self._check()
@@ -370,7 +368,7 @@ class Swarm(AbstractContextManager["Swarm"]):
             self._experts = SwarmExperts(self.runtime, self.services, show_experts)
         return self._experts
 
-    def coordinate(self, job: Job | str | Path, **options: Unpack[CoordinatorOptions]) -> Coordinator:
+    def coordinate(self, job: "Job | str | Path", **options: "Unpack[CoordinatorOptions]") -> "Coordinator":
         """Hand out a job in work units (VC-ASGD) to peers here and to all who have the link.
 
         ``job`` is a `Job`, or the file that defines one; ``options`` are those of
@@ -392,12 +390,12 @@ class Swarm(AbstractContextManager["Swarm"]):
     def volunteer(
         self,
         *,
-        job: Job | None = None,
+        job: "Job | None" = None,
         trust_code: bool = False,
         units: int = 1,
         folder: str | Path | None = None,
         device: str | None = None,
-    ) -> Volunteer:
+    ) -> "Volunteer":
         """Train work units for the swarm's coordinator; see `colab_swarm.workunits.volunteer`.
 
         A JoinError if no peer coordinates or it does not answer, a ValueError if its code is not
@@ -429,7 +427,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         network.stops.append(volunteer.stop)
         return volunteer
 
-    def panel(self) -> Panel[SwarmSnapshot]:
+    def panel(self) -> "Panel[SwarmSnapshot]":
         """Return the live view: widgets in a notebook, text elsewhere; always the same object.
 
         While a cell waits for other peers, widgets refresh by themselves.
@@ -463,8 +461,8 @@ class Swarm(AbstractContextManager["Swarm"]):
         return self._recorder
 
     def try_model(
-        self, question: str | None = None, *, model: nn.Module | None = None, tokenizer: Any = None
-    ) -> TryModel:
+        self, question: str | None = None, *, model: "nn.Module | None" = None, tokenizer: Any = None
+    ) -> "TryModel":
         """Fill the masks of a text with the model as it is, and as this peer received it.
 
         Without a ``question`` it shows some examples and a form; without ``model`` and
@@ -476,12 +474,12 @@ class Swarm(AbstractContextManager["Swarm"]):
         return self.probe.try_model(question, model, None if tokenizer is None else MaskedText(tokenizer))
 
     @cached_property
-    def probe(self) -> ModelProbe:
+    def probe(self) -> "ModelProbe":
         from colab_swarm.notebook.try_model import ModelProbe
 
         return ModelProbe()
 
-    def snapshot(self) -> SwarmSnapshot:
+    def snapshot(self) -> "SwarmSnapshot":
         clock = None if self.network is None else self.network.clock
         session = None if clock is None else clock.read(self.runtime.time())
         return self._overview.snapshot(reached=str(self.reachability), left=self.left, session=session)

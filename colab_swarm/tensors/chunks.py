@@ -10,8 +10,6 @@ its hash and length only: a donor that lies, stalls or vanishes costs the chunks
 the others send again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
@@ -160,7 +158,7 @@ class Manifest(Message, frozen=True):
             raise ValueError("a manifest's sizes do not add up")
 
     @classmethod
-    def decode(cls, data: Buffer) -> Manifest:
+    def decode(cls, data: Buffer) -> "Manifest":
         """Decode a stranger's manifest; raises StateError unless it is valid, in its one spelling."""
         try:
             manifest = msgspec.msgpack.decode(data, type=cls)
@@ -204,7 +202,7 @@ class Snapshot:
     donors: tuple[PeerId, ...] = ()
 
     @classmethod
-    def of(cls, subject: bytes, step: int, layout: bytes, blob: Blob) -> Snapshot:
+    def of(cls, subject: bytes, step: int, layout: bytes, blob: Blob) -> "Snapshot":
         """Hash a packed state (some GB/s: not on the event loop); raises StateError if it is too large."""
         if blob.nbytes > MAX_STATE_BYTES:
             raise StateError(

@@ -23,8 +23,6 @@ values above it in one pass, and picks the K largest of those: the exact result.
 3.3 GB/s; ``torch.topk`` reaches 0.24.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys
@@ -498,7 +496,7 @@ class ErrorFeedback:
         """Keep the loss of a vector that arrived, times ``weight``, as the new residual."""
         np.multiply(self._cut, np.float32(weight), out=self.residual)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> "dict[str, torch.Tensor]":
         import torch  # here: a peer that only reduces runs without it
 
         return {"residual": torch.from_numpy(self.residual)}

@@ -1,7 +1,5 @@
 """One thread owns the accelerator, so that two threads never call one module, such as an expert, at a time."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

@@ -15,8 +15,6 @@ skeleton. It is written under another name, synced and renamed, so it is complet
 module does not import torch: a relay keeps checkpoints without it.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib
@@ -65,7 +63,7 @@ KINDS = {
 _TORCH_NAMES = {name: kind for kind, (name, _) in KINDS.items()}
 
 
-def flatten(state: Any) -> tuple[dict[str, torch.Tensor], bytes]:
+def flatten(state: Any) -> "tuple[dict[str, torch.Tensor], bytes]":
     """Split a state into named tensors and a skeleton, as JSON.
 
     Tensors are detached, on the CPU and contiguous. Those that were already share the state's
@@ -85,7 +83,7 @@ def copied(state: Any) -> Any:
     return unflatten({name: tensor.clone() for name, tensor in tensors.items()}, skeleton)
 
 
-def unflatten(tensors: Mapping[str, torch.Tensor], skeleton: bytes) -> Any:
+def unflatten(tensors: "Mapping[str, torch.Tensor]", skeleton: bytes) -> Any:
     """Return the state that `flatten` split; tensors are not copied.
 
     Raises StateError if the skeleton is too large or invalid, or does not name exactly these
@@ -140,7 +138,7 @@ class _Flattener:
         step = key if isinstance(key, str) else repr(key)
         return [_scalar(key, path), self.split(value, f"{path}/{step}" if path else step, depth)]
 
-    def _name(self, tensor: torch.Tensor, path: str) -> str:
+    def _name(self, tensor: "torch.Tensor", path: str) -> str:
         known_kind = str(tensor.dtype).removeprefix("torch.") in KINDS
         if not known_kind or str(tensor.layout) != "torch.strided" or tensor.is_meta:
             kind = f"{tensor.layout} tensor of {tensor.dtype} on {tensor.device}"
@@ -177,7 +175,7 @@ def _scalar(value: Any, path: str) -> Any:
 
 
 class _Joiner:
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: "Mapping[str, torch.Tensor]") -> None:
         self.used: set[str] = set()
         self._tensors = tensors
         self._nodes = 0
@@ -201,7 +199,7 @@ class _Joiner:
                 return self._dictionary(pairs, depth + 1)
         return _unusual_scalar(skeleton)
 
-    def _tensor(self, name: str) -> torch.Tensor:
+    def _tensor(self, name: str) -> "torch.Tensor":
         if name not in self._tensors:
             raise StateError(f"state skeleton names a tensor {name[:80]!r} that is not there")
         self.used.add(name)
@@ -242,7 +240,7 @@ class TensorBytes:
     data: memoryview
 
 
-def as_bytes(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorBytes]:
+def as_bytes(tensors: "Mapping[str, torch.Tensor]") -> dict[str, TensorBytes]:
     """Return tensors from `flatten` as views of their memory."""
     import torch
 
@@ -256,7 +254,7 @@ def as_bytes(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorBytes]:
     }
 
 
-def as_tensors(tensors: Mapping[str, TensorBytes]) -> dict[str, torch.Tensor]:
+def as_tensors(tensors: Mapping[str, TensorBytes]) -> "dict[str, torch.Tensor]":
     """Return tensors that share this memory; raises `StateError` if a shape is impossible."""
     import torch
 

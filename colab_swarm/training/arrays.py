@@ -1,7 +1,5 @@
 """`swarm.average`: means of torch tensors, NumPy arrays and lists of numbers, by name."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ torch, no data and no model, because the calling trainer's ticket describes the 
 trainers reduce themselves, it is one more reducer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

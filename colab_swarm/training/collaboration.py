@@ -8,8 +8,6 @@ Meanwhile it sends and reduces nothing, so it cannot slow down a round. Donors t
 lose their vote: a peer that claims an absurd step keeps no late joiner out.
 """
 
-from __future__ import annotations
-
 import asyncio
 import enum
 import logging

@@ -5,8 +5,6 @@ micro-batch. If that changed its parameters, all ranks get them. Each rank makes
 the same order. Their other messages are small, use gloo, and stay on this host.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta

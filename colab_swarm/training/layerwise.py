@@ -1,7 +1,5 @@
 """LAMB and LARS, optimizers for large batches, which the recipes for ALBERT and SwAV use."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import Any

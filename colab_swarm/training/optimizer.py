@@ -8,8 +8,6 @@ With a state folder, checkpoints are saved there, from a copy and on a thread of
 minutes, or less often where that takes long, and once more after an interrupt and at the end.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -15,8 +15,6 @@ A pure core over the peers' progress records. The rules that keep a swarm togeth
   `EXTRAPOLATE_S` at most: a peer that is gone must not fill the batch.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections import Counter
@@ -149,7 +147,7 @@ class Progress:
         self._no_vote: Container[PeerId] = ()  # those of them at the last reading
 
     @classmethod
-    def of_watcher(cls, me: PeerId, prefix: str) -> Progress:
+    def of_watcher(cls, me: PeerId, prefix: str) -> "Progress":
         """Return the progress as seen by a peer that does not train."""
         own = ProgressRecord(0, b"", 0.0, 0.0, syncing=True, reduces=False, name="")
         return cls(me, own, prefix=prefix)

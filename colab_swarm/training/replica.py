@@ -4,8 +4,6 @@ The user's thread applies updates, and the runtime's thread pool copies snapshot
 One lock keeps a copy from seeing half an update. It is never held during network calls.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import threading

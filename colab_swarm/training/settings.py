@@ -5,8 +5,6 @@ for others, if another peer reduces and the volume is bounded (a bound on speed 
 smaller). Then it sends 8 bits a value. Then it requests more local steps between two rounds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,7 +57,7 @@ class CommunicationPlan:
 class TrafficBudgetPolicy:
     """Chooses the `CommunicationPlan` of the peer ``me``; the settings have a budget."""
 
-    def __init__(self, settings: TrainingSettings, me: PeerId) -> None:
+    def __init__(self, settings: "TrainingSettings", me: PeerId) -> None:
         self._settings, self._me = settings, me
         self._began_at: float | None = None
         self._ended_at = 0.0

@@ -10,8 +10,6 @@ out. Both are linked to an assistant, which forwards manifest and chunks, one at
 backbone's assistant gives a checkpoint of its own when no trainer is left.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence

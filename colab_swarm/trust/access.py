@@ -10,8 +10,6 @@ that learns of a newer list sends it to all its links. So the list spreads even 
 a malicious member can stuff its key, and its records end after a day.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -291,7 +289,9 @@ async def repeat(work: Callable[[], Awaitable[None]], period_s: float, events: E
 class Trust:
     """A peer's contributions and, in a closed run, its membership, revocations, ``authority``."""
 
-    def __init__(self, node: Node, dht: DHT, events: EventLog, rng: random.Random, access: RunAccess) -> None:
+    def __init__(
+        self, node: Node, dht: DHT, events: EventLog, rng: random.Random, access: "RunAccess"
+    ) -> None:
         self._node, self._events, linker = node, events, node.linker
         self._tasks: list[asyncio.Task[None]] = []
         admission, credentials = access.admission, access.credentials
@@ -368,7 +368,7 @@ class RunAccess:
         access: Access,
         allow: Allowlist | None,
         key_file: str | Path | None,
-    ) -> RunAccess:
+    ) -> "RunAccess":
         """Create a run with this peer as authority, or continue the key file's; ValueError if unusable."""
         if not NAME.fullmatch(name):
             raise ValueError(
@@ -392,7 +392,7 @@ class RunAccess:
     @classmethod
     def by(
         cls, invitation: Invite, identity: Identity, *, token: str = "", membership: bytes = b""
-    ) -> RunAccess:
+    ) -> "RunAccess":
         """Join a run; ``token`` is of Hugging Face, ``membership`` of an earlier session, if any."""
         run_id, grant = invitation.run_id, invitation.grant
         if grant is None:

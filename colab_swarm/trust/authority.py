@@ -1,7 +1,5 @@
 """The authority of a run, an ordinary peer: signs invitations and memberships, and revokes them."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

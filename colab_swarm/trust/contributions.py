@@ -9,8 +9,6 @@
 - *Work units, expert calls.* The served peer credits the serving one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
@@ -260,7 +258,7 @@ class Leaderboard(tuple[Contribution, ...]):
     names: Mapping[str, str]  # that peers chose, by short id; not verified
     me: PeerId
 
-    def __new__(cls, given: Iterable[Contribution], names: Mapping[str, str], me: PeerId) -> Leaderboard:
+    def __new__(cls, given: Iterable[Contribution], names: Mapping[str, str], me: PeerId) -> "Leaderboard":
         board = super().__new__(cls, given)
         board.names, board.me = names, me
         return board

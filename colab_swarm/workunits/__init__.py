@@ -106,8 +106,6 @@ coordinator and 76 of volunteers, 360 of 360 units were assimilated exactly once
 colab_swarm.bench parameter-store`, `vc-asgd`, `work-ordeal` and `workunits`.
 """
 
-from __future__ import annotations
-
 from colab_swarm.workunits.coordinator import coordinate
 from colab_swarm.workunits.job import Job, WorkPlan
 from colab_swarm.workunits.volunteering import volunteer

@@ -6,8 +6,6 @@ itself, a `Problem`, ends a call: with `CallRefused`, whose code is the problem'
 page is retried like any network error. Files are never pickles.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

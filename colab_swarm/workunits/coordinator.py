@@ -5,8 +5,6 @@ which merge accepted results into the parameters. Any number of these work on on
 thread or in a process of its own. They know nothing of each other, and hold no state.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import contextlib
@@ -60,7 +58,7 @@ LOCAL_ONLY = (
     "give it a public one by tunnel='cloudflared' or tunnel='ngrok'."
 )
 VIEWS = Views(draw_job, job_line, lambda status: bool(status.finished), "coordinator", ("Stop", "Stopped"))
-_coordinators: set[Coordinator] = set()
+_coordinators: "set[Coordinator]" = set()
 CROWD, GROW_S, SHRINK_S = 2.0, 2.0, 30.0
 LEASE_S = 120.0  # a result whose server died goes to another after this time
 IDLE_S, FAREWELL_S, LONGEST_PAUSE_S = 0.05, 30.0, 60.0
@@ -274,7 +272,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
                 async with asyncio.timeout(self._tick_s):
                     await self._stopping.wait()
 
-    def _start_server(self, name: str) -> ThreadWorker | ProcessWorker:
+    def _start_server(self, name: str) -> "ThreadWorker | ProcessWorker":
         if not self.store.shared or not self.job.code:
             return ThreadWorker(self.store, self.job, name)
         return ProcessWorker(self.store.url, self.job.name, self.folder / "job.py", name)

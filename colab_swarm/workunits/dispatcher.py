@@ -13,8 +13,6 @@ Decisions are made one at a time: read the new entries of the log, decide, appen
 the log has not happened, so a coordinator may be killed at any moment.
 """
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 import logging

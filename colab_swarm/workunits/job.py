@@ -5,8 +5,6 @@ coordinator, which hands out the data in subsets. A job in a file of its own (`J
 sent to remote volunteers, who read it first.
 """
 
-from __future__ import annotations
-
 import hashlib
 import linecache
 import math
@@ -49,7 +47,7 @@ class Rows:
     named: bool
 
     @classmethod
-    def of(cls, values: Iterable[tuple[Any, Any]], named: bool) -> Rows:
+    def of(cls, values: Iterable[tuple[Any, Any]], named: bool) -> "Rows":
         """Return rows of these columns; raise ValueError if of unequal length, or no numbers."""
         columns = {str(name): _array(column) for name, column in values}
         for name, column in columns.items():
@@ -69,15 +67,15 @@ class Rows:
     def size_bytes(self) -> int:
         return sum(column.nbytes for column in self.columns.values())
 
-    def take(self, indices: Indices) -> Rows:
+    def take(self, indices: Indices) -> "Rows":
         return Rows({name: column[indices] for name, column in self.columns.items()}, self.named)
 
-    def sample(self, count: int, *, seed: int) -> Rows:
+    def sample(self, count: int, *, seed: int) -> "Rows":
         if count >= len(self):
             return self
         return self.take(np.sort(np.random.default_rng(seed).choice(len(self), count, replace=False)))
 
-    def cut(self, subsets: int, *, seed: int) -> list[Rows]:
+    def cut(self, subsets: int, *, seed: int) -> "list[Rows]":
         """Split all samples into ``subsets`` parts whose sizes differ by one at most."""
         order = np.random.default_rng(seed).permutation(len(self))
         return [self.take(part) for part in np.array_split(order, subsets)]
@@ -97,7 +95,7 @@ class Rows:
         return zstandard.ZstdCompressor(level=3).compress(save(columns, metadata={"rows": names}))
 
     @classmethod
-    def decode(cls, data: bytes) -> Rows:
+    def decode(cls, data: bytes) -> "Rows":
         """Read what `encode` wrote; raise ValueError if it is something else, or too large."""
         try:
             size = zstandard.frame_content_size(data)
@@ -283,12 +281,12 @@ class Job:
             )
 
     @classmethod
-    def load(cls, path: str | Path) -> Job:
+    def load(cls, path: str | Path) -> "Job":
         """Return the ``job = cs.workunits.Job(…)`` of a Python file, which volunteers will run."""
         return cls.from_code(Path(path).read_text(encoding="utf-8"), str(path))
 
     @classmethod
-    def from_code(cls, code: str, origin: str) -> Job:
+    def from_code(cls, code: str, origin: str) -> "Job":
         """Run Python ``code`` of the file ``origin`` and return its ``job``; raise ValueError if there is none."""
         if len(code) > MAX_CODE_CHARACTERS:
             raise ValueError(
@@ -304,7 +302,7 @@ class Job:
             raise ValueError(f"{origin} defines no job: end it with job = cs.workunits.Job(…)")
         return replace(job, code=code)
 
-    def with_plan(self, **changes: Any) -> Job:
+    def with_plan(self, **changes: Any) -> "Job":
         """Return the job with other settings of the plan: ``job.with_plan(alpha=0.95, subsets=50)``."""
         return replace(self, plan=replace(self.plan, **changes))
 
@@ -314,7 +312,7 @@ class Job:
             torch.manual_seed(self.plan.seed)
             return self.model()
 
-    def train_serially(self, *, on_epoch: Callable[[int, float], None] | None = None) -> SerialResult:
+    def train_serially(self, *, on_epoch: Callable[[int, float], None] | None = None) -> "SerialResult":
         """Train on all data in one place with one optimizer, without units: the baseline.
 
         An epoch makes ``plan.local_epochs`` passes. After each, ``on_epoch`` is called with its

@@ -6,8 +6,6 @@ coordinator's address, and after ``#`` the content of an invitation:
 never reaches the server.
 """
 
-from __future__ import annotations
-
 import base64
 import os
 import random
@@ -238,7 +236,7 @@ class WorkLink:
     invite: Invite
 
     @classmethod
-    def parse(cls, text: str) -> WorkLink:
+    def parse(cls, text: str) -> "WorkLink":
         """Read a link; raise InviteError if it is none, mistyped, tampered with or expired."""
         url = text.strip().strip("'\"").partition("#")[0]
         if url.startswith(PROJECT_URL):

@@ -6,8 +6,6 @@ worse where p is large or epochs are short: the paper's 40 epochs of 50 units on
 times as much as the formula says at p = 0.05.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

@@ -19,8 +19,6 @@ no update is ever lost, parameter servers wait for one another. Vectors and blob
 below every server's limit.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

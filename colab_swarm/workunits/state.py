@@ -17,8 +17,6 @@ exponential average that starts at 0.1 and forgets within some ten units. A volu
 preempted is unreliable and gets few units. Only bad results lead to a ban.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable

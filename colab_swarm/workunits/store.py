@@ -10,8 +10,6 @@ ahead (WAL): entries survive the death of any process; a power failure may lose 
 Pages are 64 KiB, the most that SQLite allows: megabytes move four times as fast as with 4 KiB.
 """
 
-from __future__ import annotations
-
 import sqlite3
 import threading
 import time

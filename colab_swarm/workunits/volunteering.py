@@ -5,8 +5,6 @@ of the coordinator never end it, only its refusals do. All units of the process 
 on one thread, because torch's random numbers belong to the process. So replicas of a unit agree.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import logging
@@ -53,7 +51,7 @@ FAREWELL_S = 5.0  # time limit for giving units back
 AFTER_REFUSAL_S = 0.5, 60.0
 THREAD = DeviceThread()
 VIEWS = Views(draw_volunteer, volunteer_line, lambda seen: seen.over, "volunteer", ("Stop", "Stopped"))
-_volunteers: set[Volunteer] = set()
+_volunteers: "set[Volunteer]" = set()
 
 
 class _Over(Exception):
@@ -64,7 +62,7 @@ class _Over(Exception):
         self.fault, self.finished = fault, finished
 
     @classmethod
-    def failed(cls, what: str, error: BaseException) -> _Over:
+    def failed(cls, what: str, error: BaseException) -> "_Over":
         fault = "".join(traceback.format_exception(error))
         logger.error("%s failed:\n%s", what, fault)
         return cls(f"{what} failed: {traceback.format_exception_only(error)[-1].strip()}", fault=fault)

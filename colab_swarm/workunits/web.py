@@ -5,8 +5,6 @@ it names. Only then is the body read. Nothing of a request becomes a path of the
 are looked up in the job's card, uploads by a pattern.
 """
 
-from __future__ import annotations
-
 import asyncio
 import mmap
 import os

@@ -1,7 +1,5 @@
 """A model's parameters and buffers as one flat vector, and as the safetensors file sent over the network."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics
@@ -34,7 +32,7 @@ class Schema:
     entries: tuple[tuple[str, tuple[int, ...]], ...]
 
     @classmethod
-    def of(cls, model: nn.Module) -> Schema:
+    def of(cls, model: nn.Module) -> "Schema":
         """Return a model's schema; raise ValueError if it has values that float32 cannot represent."""
         state = model.state_dict()
         for name, values in state.items():

@@ -1,7 +1,5 @@
 """A group on the simulated network, in one call, and what its members end with."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

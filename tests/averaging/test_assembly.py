@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import random
 from dataclasses import replace
@@ -34,7 +32,7 @@ class Place:
             for peers, dht in zip(self.peers, self.dhts, strict=True)
         ]
 
-    async def open(self) -> Place:
+    async def open(self) -> "Place":
         for dht in self.dhts[1:]:
             await dht.bootstrap([self.peers[0].contact])
         return self

@@ -1,7 +1,5 @@
 """Compression on the way to the reducers and back: each member's own choice, measured, fed back."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

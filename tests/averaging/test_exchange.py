@@ -1,7 +1,5 @@
 """The trace of a round: which members were slow or lost, and why; and the pace of its contributions."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Peers find one group, whatever they know and whichever fails."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 

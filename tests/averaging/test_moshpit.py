@@ -1,7 +1,5 @@
 """Averaging any array: meetings' passes over a grid, exact and in spite of failures."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random

@@ -1,7 +1,5 @@
 """The adaptive strategy: against the paper's cases, its own linear program, and any simpler way to average."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

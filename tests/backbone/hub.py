@@ -1,7 +1,5 @@
 """A stand-in for the Hugging Face Hub: the HTTP requests by which huggingface_hub makes a commit."""
 
-from __future__ import annotations
-
 import base64
 import json
 import threading

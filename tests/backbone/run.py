@@ -1,7 +1,5 @@
 """A backbone in a simulated run, with trainers of the toy model."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

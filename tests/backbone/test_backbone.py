@@ -1,7 +1,5 @@
 """A backbone in simulated runs: it saves the state, serves it when no trainer is left, and collects figures."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

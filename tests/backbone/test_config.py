@@ -1,7 +1,5 @@
 """``run.toml``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

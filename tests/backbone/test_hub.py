@@ -1,7 +1,5 @@
 """Pushing checkpoints to a stand-in of the Hub."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A backbone as a process of its own, killed with SIGKILL while others train, and restarted."""
 
-from __future__ import annotations
-
 import json
 import queue
 import socket

@@ -1,7 +1,5 @@
 """The swarm's loss from the reports of single trainers."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the backbone's page shows."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from colab_swarm.backbone.backbone import status_page

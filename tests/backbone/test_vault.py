@@ -1,7 +1,5 @@
 """Checkpoints made of snapshots: a trainer loads them, and late joiners download them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run in which everything happens at once, as its backbone sees it."""
 
-from __future__ import annotations
-
 import math
 
 from colab_swarm.snapshot import Checkpoint, KeptModel, PeerRow, SwarmSnapshot

@@ -1,7 +1,5 @@
 """The benchmark of joining: how it runs a notebook, and that a late joiner is counted soon."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

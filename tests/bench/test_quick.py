@@ -1,7 +1,5 @@
 """Each benchmark runs with its quick preset and reports plausible figures, whatever the machine."""
 
-from __future__ import annotations
-
 import importlib
 import statistics
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The browser that pages are tried in, and what is missing where there is none."""
 
-from __future__ import annotations
-
 import shutil
 from importlib.util import find_spec
 from pathlib import Path

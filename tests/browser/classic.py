@@ -1,7 +1,5 @@
 """Classic Notebook in Chromium: the server and the widgets of Colab's generation, from an environment of their own."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ class Classic(Server):
         command = [ENVIRONMENT / "bin" / "python", "-m", "notebook", *options]
         super().__init__(folder, command, {name: str(folder / name.lower()) for name in FOLDERS}, folder)
 
-    def open(self, window: Window, name: str, cells: list[str]) -> ClassicNotebook:
+    def open(self, window: Window, name: str, cells: list[str]) -> "ClassicNotebook":
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
         notebook.metadata["kernelspec"] = {"display_name": "Python 3", "name": "python3"}
         notebook.nbformat_minor = 4  # cells of this generation have no ids

@@ -1,7 +1,5 @@
 """A browser for a module, a window for a test; what they showed stays in ``artifacts``, named after the test."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """JupyterLab in Chromium, driven by Playwright: a server of its own, notebooks from lists of cells."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -109,12 +107,12 @@ class Lab(Server):
             assert time.monotonic() < deadline, f"{path} has no kernel: {self.log.read_text()[-2000:]}"
             time.sleep(0.1)
 
-    def open(self, window: Window, name: str, cells: list[str]) -> Notebook:
+    def open(self, window: Window, name: str, cells: list[str]) -> "Notebook":
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
         notebook.metadata["kernelspec"] = {"display_name": "Python 3", "name": "python3"}
         return self._show(window, name, notebook)
 
-    def open_ours(self, window: Window, path: Path, **form: object) -> Notebook:
+    def open_ours(self, window: Window, path: Path, **form: object) -> "Notebook":
         notebook = nbformat.read(path, as_version=4)
         for cell in notebook.cells:
             cell.source = filled_in(cell.source, **form)
@@ -122,7 +120,7 @@ class Lab(Server):
                 cell.outputs, cell.execution_count = [], None
         return self._show(window, path.stem, notebook)
 
-    def _show(self, window: Window, name: str, notebook: Any) -> Notebook:
+    def _show(self, window: Window, name: str, notebook: Any) -> "Notebook":
         # JupyterLab remembers, and asks for the kernels of former tests
         name = f"{name}-{next(self._numbers)}"
         nbformat.write(notebook, self.notebooks / f"{name}.ipynb")

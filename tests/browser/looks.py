@@ -1,7 +1,5 @@
 """What can be told by a script of how a page looks: contrast, names of controls, what sticks out or overlaps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +91,7 @@ class Text:
     bottom: float
     drawing: int
 
-    def overlaps(self, other: Text) -> bool:
+    def overlaps(self, other: "Text") -> bool:
         return (
             min(self.right, other.right) - max(self.left, other.left) > 2
             and min(self.bottom, other.bottom) - max(self.top, other.top) > 2

@@ -1,7 +1,5 @@
 """Views and panels for those who see little or nothing: contrast in both themes, names of controls, narrow pages."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path

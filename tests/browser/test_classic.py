@@ -1,7 +1,5 @@
 """The panel in classic Notebook with ipywidgets 7, Colab's generation; and the first part of the first tutorial."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Notebooks in a real JupyterLab: joining by one pasted line, the panel, interrupts, leaving, restarting; and ours."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import psutil

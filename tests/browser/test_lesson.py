@@ -1,7 +1,5 @@
 """The first tutorial in JupyterLab; and a lesson whose swarm lives while no cell runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from colab_swarm.bench.join import code_cells

@@ -1,7 +1,5 @@
 """The pages of a backbone and of a coordinator in Chromium: they draw, update and run nobody else's script."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Iterator

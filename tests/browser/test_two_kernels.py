@@ -1,7 +1,5 @@
 """Two kernels that train together: stopped from the panel, killed by the system, and looked at again."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

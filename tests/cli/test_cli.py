@@ -1,7 +1,5 @@
 """The command line: what a person types, and what it answers."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A simulated swarm of DHTs for these tests."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

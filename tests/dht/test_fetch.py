@@ -1,7 +1,5 @@
 """Fetching: peers forward queries, within bounds, and a liar hides no answer of others."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

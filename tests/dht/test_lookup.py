@@ -1,7 +1,5 @@
 """The lookup decides well: whom it asks, whom it does not wait for, when it ends."""
 
-from __future__ import annotations
-
 import random
 
 from hypothesis import given, settings

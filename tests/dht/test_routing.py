@@ -1,7 +1,5 @@
 """K-buckets: which contacts stay, which are replaced, which are nearest."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

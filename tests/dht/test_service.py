@@ -1,7 +1,5 @@
 """The DHT on a simulated network: found everywhere, merged, signed, surviving faults and bad clocks."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from typing import Any

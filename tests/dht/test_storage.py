@@ -1,7 +1,5 @@
 """What a peer holds: latest wins, owners keep what is theirs, everything ends and is bounded."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A simulated group that trains the toy model of `tests.training.toy`, and one process as reference."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -4,8 +4,6 @@ Prints a JSON line with the moment (monotonic) at which it kills itself, in mid-
 the bound and inconsistency of the last step, if that is none of its steps.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """One rank of an elastic group over gloo, as a process: ``python -m tests.elastic.rank SCENARIO RANK FOLDER``."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Gradients in buckets that are full one by one."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

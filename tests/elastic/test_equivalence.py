@@ -1,7 +1,5 @@
 """A group of elastic peers against one process with the joined batch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

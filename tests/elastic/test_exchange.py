@@ -1,7 +1,5 @@
 """Buckets over simulated peer links: received buckets, dropped and lost members."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -60,7 +58,7 @@ class Group:
     events: EventLog
 
     @classmethod
-    def of(cls, *names: str, silent: str = "") -> Group:
+    def of(cls, *names: str, silent: str = "") -> "Group":
         """Members with these names; the ``silent`` one has no exchange."""
         network = SimNetwork(LAN, seed=1)
         peers = sorted((network.peer(name) for name in names), key=lambda peer: peer.id)

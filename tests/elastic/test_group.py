@@ -1,7 +1,5 @@
 """Forming a group, in simulated swarms."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A peer's own distance against the exact one, and the scheduler that follows it."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`ElasticOptimizer` in simulated groups."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

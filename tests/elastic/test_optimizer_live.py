@@ -1,7 +1,5 @@
 """Elastic groups over real links: a member that is killed, and a user who interrupts."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

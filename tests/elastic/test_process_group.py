@@ -1,7 +1,5 @@
 """The same schedulers over `torch.distributed`: two gloo processes on loopback."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A simulated run whose peers host small experts, for these tests."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
 from functools import cached_property

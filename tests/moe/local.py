@@ -1,7 +1,5 @@
 """Stand-ins for the directory and for calls: experts in this process, and the ways in which they fail."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence

@@ -1,7 +1,5 @@
 """Which waiting calls are merged, in what order, and what is refused: the pure core of a host of experts."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The caller gets finite values of the right shape or an `ExpertError`, whatever the host does."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable

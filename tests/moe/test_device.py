@@ -1,7 +1,5 @@
 """The thread that computes."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

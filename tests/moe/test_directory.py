@@ -1,7 +1,5 @@
 """The directory on a simulated network: announce, find, ban, expire."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random

@@ -1,7 +1,5 @@
 """One expert by itself: what changes it, and what must not."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

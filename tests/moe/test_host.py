@@ -1,7 +1,5 @@
 """Hosts of experts on the simulated network and virtual time: claim, save, take over, give up."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

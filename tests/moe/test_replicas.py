@@ -1,7 +1,5 @@
 """Replicas of saves on the simulated network: what is sent, what survives crashes, and peers that lie."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

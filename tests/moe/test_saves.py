@@ -1,7 +1,5 @@
 """Chunks on disk: complete, checked, bounded, and deleted when unreferenced."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

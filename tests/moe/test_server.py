@@ -1,7 +1,5 @@
 """Calls of experts over encrypted links on loopback, by honest and hostile callers."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator

@@ -1,7 +1,5 @@
 """The snapshots of a grid's experts that a panel shows."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Peers on loopback for the tests, and a proxy between them that can misbehave."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager

@@ -1,7 +1,5 @@
 """Addresses that are dialled, kept and announced; visitors of public pages: none may lock out another."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any

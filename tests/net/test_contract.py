@@ -1,7 +1,5 @@
 """What `colab_swarm.net.peers` promises, on loopback and in the simulator."""
 
-from __future__ import annotations
-
 import array
 import asyncio
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Bytes damaged on the way, peers that stall, connections that go nowhere."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

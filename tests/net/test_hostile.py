@@ -1,7 +1,5 @@
 """Peers that shake hands properly and then take what they can."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Announcing and finding swarms on the local network; garbage from it does no harm."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

@@ -1,7 +1,5 @@
 """The one rule for leaving out what failed: how long, how it grows, when it is forgiven, how much is remembered."""
 
-from __future__ import annotations
-
 import pytest
 
 from colab_swarm.net.peers import MAX_LEFT_OUT, LeftOut

@@ -1,7 +1,5 @@
 """Memberships: who may be what, checked offline; every field is protected, every bound holds."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import AsyncIterator

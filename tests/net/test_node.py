@@ -1,7 +1,5 @@
 """Two or more real nodes on loopback."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

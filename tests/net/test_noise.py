@@ -1,7 +1,5 @@
 """The handshake against published vectors, and against damage."""
 
-from __future__ import annotations
-
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from hypothesis import given

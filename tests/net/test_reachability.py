@@ -1,7 +1,5 @@
 """Decisions of the reachability policy; peers dial each other back, and announce new addresses."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Circuits: the relay's state, peers that talk through a relay, and relays and callers that mean ill."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

@@ -1,7 +1,5 @@
 """The speed test measures the network, and cannot be used to load a peer."""
 
-from __future__ import annotations
-
 import asyncio
 
 import msgspec

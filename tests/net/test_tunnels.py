@@ -1,7 +1,5 @@
 """Tunnels by stand-ins for the ngrok and cloudflared programs, whose edge is a port on loopback."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -3,8 +3,6 @@
 Through NATs: `tests.netlab.test_punch`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import socket

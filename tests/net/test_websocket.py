@@ -1,7 +1,5 @@
 """The WebSocket frames of the carrier, alone and against aiohttp's own implementation."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager

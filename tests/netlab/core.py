@@ -6,8 +6,6 @@ Gives each namespace a TUN device ``wan`` and passes IPv4 packets between them, 
 ``LOSS``, and without those that have fewer than ``HOPS`` left. About 45,000 packets a second.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import json

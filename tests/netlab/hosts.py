@@ -1,7 +1,5 @@
 """Real peers on the hosts of a lab."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -42,7 +40,7 @@ class LabPeer:
         assert self.program.process.stdin is not None
         self.program.process.stdin.close()
 
-    def send(self, other: LabPeer, size: int, *, timeout_s: float = 60.0) -> Any:
+    def send(self, other: "LabPeer", size: int, *, timeout_s: float = 60.0) -> Any:
         answer = self.ask("send", other.contact, size, timeout_s=timeout_s)
         return self.program.line(timeout_s) if "half" in answer else answer
 

@@ -8,8 +8,6 @@ Root, iproute2 and iptables are needed. Every namespace is called ``swarmlab-PID
 removes those of dead processes, with what runs in them, so that a killed test leaves nothing for long.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -5,8 +5,6 @@
 prints a line per pair; each try begins with two fresh peers.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from dataclasses import dataclass

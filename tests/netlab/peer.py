@@ -9,8 +9,6 @@ and an invitation; ``["reach"]`` prints the like again. The other commands are c
 ``["drop", CONTACT]``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

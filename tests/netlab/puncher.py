@@ -6,8 +6,6 @@
 The end that asks prints a line per try: the seconds until a connection carried both ends' greetings, or null.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -6,8 +6,6 @@ Answers each line on stdin, a JSON list of texts in hex, by how many bytes it ha
 among them.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import sys

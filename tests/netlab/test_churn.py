@@ -1,7 +1,5 @@
 """Peers behind all kinds of NATs come and go, and all reach each other at all times."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from random import Random

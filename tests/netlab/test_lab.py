@@ -1,7 +1,5 @@
 """The lab is what it says: otherwise no other test here means anything."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -3,8 +3,6 @@
 ``python -m tests.netlab.matrix`` tries each pair more often.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.netlab.hosts import create, join

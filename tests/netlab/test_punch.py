@@ -1,7 +1,5 @@
 """Who can be punched to whom, how often and how fast; run with ``-s`` to see the figures."""
 
-from __future__ import annotations
-
 import statistics
 
 import pytest

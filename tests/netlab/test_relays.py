@@ -1,7 +1,5 @@
 """Relays die, in the middle of a transfer and for good."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a relay's network card sees."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

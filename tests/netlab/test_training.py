@@ -1,7 +1,5 @@
 """Two peers behind routers of their own and a public backbone train ALBERT-tiny, whichever way their links run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The doctor's checks on made-up facts."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`cs.explain` returns cause and fix of our errors and of common errors of others."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import inspect

@@ -1,7 +1,5 @@
 """Views of an interactive run, and its controls."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 from typing import Any

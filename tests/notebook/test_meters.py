@@ -1,7 +1,5 @@
 """The panels of experts and of elastic members."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from xml.etree import ElementTree
 

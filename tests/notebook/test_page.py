@@ -1,7 +1,5 @@
 """The status pages of backbone and coordinator: sound and harmless HTML, figures for programs, limits of the server."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """What the doctor predicts is what then happens: on a simulated network, and with two real peers as in the demo."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

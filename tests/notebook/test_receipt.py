@@ -1,7 +1,5 @@
 """A receipt is verified offline; a changed or forged one is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import xml.etree.ElementTree as ElementTree

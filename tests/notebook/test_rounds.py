@@ -1,7 +1,5 @@
 """The round waterfall: who did what when, who dropped out and why, in HTML and in text."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

@@ -1,7 +1,5 @@
 """The style sheet of all views: readable in both themes, small, and of well-formed pieces."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -1,7 +1,5 @@
 """`Swarm.try_model` compares a model's answers before and after training, and leaves the model as it was."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace

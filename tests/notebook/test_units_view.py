@@ -1,7 +1,5 @@
 """The views of a coordinator, its page, and those of a volunteer."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,7 +1,5 @@
 """A notebook run cell by cell in a kernel of its own, as its readers do; nobody sees widgets there."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ The outputs are what readers see on the web, and those of the tutorials are what
 files.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Where nobody looks: panels are text in notebooks that run as batch jobs, and in the plainest of terminals."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

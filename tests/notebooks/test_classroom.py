@@ -1,7 +1,5 @@
 """A class of three in one room: the teacher and two pupils run the same notebook, each in a kernel of its own."""
 
-from __future__ import annotations
-
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The notebooks that people run: from top to bottom, two of them together, with stand-ins for their platforms."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

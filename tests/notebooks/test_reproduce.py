@@ -1,7 +1,5 @@
 """The papers' experiments as notebooks, from top to bottom with their quick presets; tutorials are nbval's business."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The sahajBERT notebook from top to bottom, by an organizer and a volunteer together, at its smallest size."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a notebook that is stored with its outputs may not hold, whatever its cells do."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """What alice and bob say to each other in these tests."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager

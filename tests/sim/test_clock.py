@@ -1,7 +1,5 @@
 """The virtual clock: jumps when idle, stands still while held, ends cleanly."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """Scripted faults happen when scripted, look as in life, and are recorded."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

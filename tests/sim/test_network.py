@@ -1,7 +1,5 @@
 """Calls and streams over the simulated network cost what the profile says; `tests.net.test_contract` has the rest."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Profiles say what they promise: latency on average, bandwidths by name, churn by its means."""
 
-from __future__ import annotations
-
 import random
 import statistics
 

@@ -1,7 +1,5 @@
 """Blocking code of several peers on virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of a `Swarm`, from its user's side."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

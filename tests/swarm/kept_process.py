@@ -3,8 +3,6 @@
 It says ``id HEX`` when it is in, and ``step NUMBER`` after each of the swarm's steps.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from itertools import count

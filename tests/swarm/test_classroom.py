@@ -1,7 +1,5 @@
 """The board of a class: a pupil gets the run and an animal, and the roster shows who trains."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from urllib.error import HTTPError
 from urllib.request import urlopen

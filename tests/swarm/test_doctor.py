@@ -1,7 +1,5 @@
 """The doctor as a user meets it: without a swarm, with one, and with an invitation."""
 
-from __future__ import annotations
-
 import itertools
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Elastic training from the user's side, simulated."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Experts by the public face: one peer hosts, another trains through them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from functools import partial

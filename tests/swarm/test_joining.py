@@ -1,7 +1,5 @@
 """Joining that fails, or is interrupted, leaves nothing behind."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time

@@ -1,7 +1,5 @@
 """Leaving: at the end of the process, interrupted, paused, and from two sides at once."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

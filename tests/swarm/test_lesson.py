@@ -1,7 +1,5 @@
 """A simulated swarm that is played: actions are applied; the run ends, fails and stops."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

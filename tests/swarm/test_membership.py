@@ -1,7 +1,5 @@
 """Access modes and roles as people use them: create, invite, join, revoke."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

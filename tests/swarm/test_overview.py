@@ -1,7 +1,5 @@
 """What panels are told of a peer: by a run in simulation, and by one whose peer is killed."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """Pausing: background work stands still, nobody waits for this peer, and afterwards it catches up."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

@@ -1,7 +1,5 @@
 """Coming back: the same peer, its line in the ledger, its progress; whatever ended the session."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import socket

@@ -1,7 +1,5 @@
 """A peer's folder: whole or refused with a reason, for one process at a time, and silent about its secrets."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

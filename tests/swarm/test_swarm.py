@@ -1,7 +1,5 @@
 """Creating, joining, training and leaving over real links on loopback, as a notebook does it."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Training through a tunnel whose agent is killed again and again."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

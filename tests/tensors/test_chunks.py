@@ -1,7 +1,5 @@
 """A state as one blob and as hashed chunks; how they are fetched: `tests.training.test_state`."""
 
-from __future__ import annotations
-
 import msgspec
 import numpy as np
 import pytest

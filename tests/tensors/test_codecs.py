@@ -1,7 +1,5 @@
 """Codecs: sizes, errors, hostile input; and error feedback."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import subprocess

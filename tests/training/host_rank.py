@@ -1,7 +1,5 @@
 """One rank of a host, as a process: ``python -m tests.training.host_rank SCENARIO RANK FOLDER``."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Trainers that only dial out, and an assistant that all peers can dial, in simulated swarms."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from concurrent.futures import ThreadPoolExecutor

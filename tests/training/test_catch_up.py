@@ -1,7 +1,5 @@
 """Catching up: beside a scripted collaboration, and beside a swarm that trains on."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

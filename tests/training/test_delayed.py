@@ -1,7 +1,5 @@
 """Delayed parameter updates: rounds and updates run while the peers compute on, exactly one step late."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

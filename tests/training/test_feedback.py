@@ -1,7 +1,5 @@
 """Error feedback in training: the part that compression cut off is added to a later gradient, even if rounds fail."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

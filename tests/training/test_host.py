@@ -1,7 +1,5 @@
 """A peer of two gloo processes, on loopback."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias

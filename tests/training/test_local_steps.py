@@ -1,7 +1,5 @@
 """Local steps (DiLoCo) and traffic budgets: fewer rounds, the same training for all."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """`SwarmOptimizer` in simulated swarms: the same parameters as one process, whatever happens to single peers."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import threading

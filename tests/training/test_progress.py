@@ -1,7 +1,5 @@
 """The pure core of `Progress`: who is on the branch, who is behind, when the batch is full."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from hypothesis import given

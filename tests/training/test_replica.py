@@ -1,7 +1,5 @@
 """What a donor's state may not do to the replica that loads it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A trainer that cannot join the rounds gets the reason, and no peer stops the others for long."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Progress in a kept peer's folder: new steps only, nothing of a branch that was left, and no end to training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """State sharing on the simulated network: several donors, and what they may do wrong."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 

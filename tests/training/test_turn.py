@@ -1,7 +1,5 @@
 """Whose turn an optimizer is: pauses, interrupts, and the end that another thread requested."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

@@ -1,7 +1,5 @@
 """A small model whose gradient depends on the global step and on which of the batch's rows a peer takes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

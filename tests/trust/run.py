@@ -1,7 +1,5 @@
 """A run of real peers for these tests: each with its links, its DHT and its trust."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import AsyncIterator

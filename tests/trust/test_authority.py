@@ -1,7 +1,5 @@
 """From `create` over an invitation to `join`: who is let in by an invitation alone, a counted one, by name."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress

@@ -1,7 +1,5 @@
 """The contribution ledger: nothing is lost, nothing invented, nobody credits itself."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Sequence

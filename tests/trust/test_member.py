@@ -1,7 +1,5 @@
 """When a membership is renewed."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """A revoked peer is out at every other within a minute, whatever way the news takes."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Servers of stores live as long as the tests that need them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Small jobs for tests: the digits that scikit-learn carries, and a model that learns them in seconds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A coordinator in this process, on loopback, and a volunteer that can say anything to it."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Stores for tests: each test of them runs against every kind whose server is installed."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

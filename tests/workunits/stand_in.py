@@ -1,7 +1,5 @@
 """A coordinator on loopback that does as its script says: real tokens and data, and faults where a test wants them."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time
@@ -74,7 +72,7 @@ class StandIn:
         return card.signed(self.identity.sign)
 
     @asynccontextmanager
-    async def serving(self) -> AsyncIterator[StandIn]:
+    async def serving(self) -> "AsyncIterator[StandIn]":
         """Answers at `url`, until the block ends."""
         app = web.Application(client_max_size=1 << 24, middlewares=[self._answer])
         app.add_routes(

@@ -1,7 +1,5 @@
 """A status of a job in which everything happens at once."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

@@ -4,8 +4,6 @@ It reports that it has claimed its first result, waits for a line of input, and 
 ``pause`` it stops in the middle of the first.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 

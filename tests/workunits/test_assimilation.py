@@ -1,7 +1,5 @@
 """Results are checked and become parameters, once each, whatever the store and the servers do meanwhile."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The volunteer's requests: what a bad line costs, what is refused, data and units in hand on its disk."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

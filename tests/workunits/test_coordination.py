@@ -1,7 +1,5 @@
 """A job coordinated in this process: restarts, replicas, parameter servers."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

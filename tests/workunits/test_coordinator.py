@@ -1,7 +1,5 @@
 """A job from the user's side: coordinate, volunteer, stop, go on; and common mistakes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Who trains what: deadlines, reassignment, quorums, epochs, bans."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 
@@ -30,7 +28,7 @@ from colab_swarm.workunits.state import (
 from tests.workunits.local import check_state
 
 ALICE, BOB, CAROL, DAVE = "a" * 64, "b" * 64, "c" * 64, "d" * 64
-desks: list[Desk] = []
+desks: "list[Desk]" = []
 
 
 class Desk:

@@ -4,8 +4,6 @@ Volunteers kill, send rubbish, come late, send twice, give back; parameter serve
 random moments the dispatcher is rebuilt from the log, and must know what it knew.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Jobs: what a plan may say, jobs from files, data as rows, the files of subsets, and one unit's training."""
 
-from __future__ import annotations
-
 import textwrap
 import traceback
 from hashlib import sha256

@@ -1,7 +1,5 @@
 """Preemptible instances: the paper's formula for timeouts, where it holds and where not; and what it saves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from statistics import fmean
 

@@ -1,7 +1,5 @@
 """What every store does alike."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

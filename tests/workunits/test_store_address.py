@@ -1,7 +1,5 @@
 """Addresses of stores, and stores that cannot be reached."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

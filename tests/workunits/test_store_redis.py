@@ -1,7 +1,5 @@
 """What only Redis does: nobody waits, so that a change of the values can be lost, but never an entry."""
 
-from __future__ import annotations
-
 import logging
 
 import numpy as np

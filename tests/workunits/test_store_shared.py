@@ -1,7 +1,5 @@
 """Stores that outlive a process, and are used by several."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

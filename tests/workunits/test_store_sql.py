@@ -1,7 +1,5 @@
 """What only databases do: an assimilation keeps others from the parameters, and nobody from the log."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Links let volunteers in, and requests are let in by signature, time and membership."""
 
-from __future__ import annotations
-
 import base64
 import os
 import time

@@ -1,7 +1,5 @@
 """A volunteer at work, against a coordinator that does as its script says, and at a real one."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading

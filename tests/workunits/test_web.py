@@ -1,7 +1,5 @@
 """The coordinator over HTTP: to those who mean well, parts of files, and uploads on disk."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import threading

@@ -1,7 +1,5 @@
 """What the coordinator refuses, why, and that it changes nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import random

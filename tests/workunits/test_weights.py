@@ -1,7 +1,5 @@
 """Parameters as one vector and as a file, and equation 1 of the VC-ASGD paper."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

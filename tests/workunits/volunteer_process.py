@@ -1,7 +1,5 @@
 """A volunteer in a process of its own, to be killed: ``python -m tests.workunits.volunteer_process URL FOLDER``."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time

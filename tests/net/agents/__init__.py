@@ -1,7 +1,5 @@
 """Stand-ins for the tunnel programs: same command lines and logs; the edge is a port on loopback."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Stands in for cloudflared's quick tunnels."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 

@@ -1,7 +1,5 @@
 """What the stand-ins share: the public end of a tunnel. Standard library only, to start fast."""
 
-from __future__ import annotations
-
 import asyncio
 
 

@@ -4,8 +4,6 @@ The token selects what it does: ``session-NNN`` fails at the start with ERR_NGRO
 opening of the tunnel, ``offline`` never reaches ngrok, ``silent`` stays silent.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys
