@@ -5,11 +5,16 @@ import signal
 from collections.abc import Generator
 from typing import Any
 
+import hypothesis
 import pytest
 
 from colab_swarm.sim import run_virtual
 from tests.net.swarm import run
 
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)  # both measure how busy the machine is
+hypothesis.settings.load_profile("any machine")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 
 

@@ -224,8 +224,8 @@ class Swarm(AbstractContextManager["Swarm"]):
         """Let a small group step ``optimizer`` on partial gradients; see `ElasticOptimizer`.
 
         Waits until the group of ``peers`` members, 2 to 16 with this one, is complete. All start
-        from the first member's parameters. ``options`` are those of `ElasticSettings`, the same at
-        all members. Raises ValueError if a setting is not usable or differs from the others',
+        from the first member's parameters. For ``options``, the same at all members, see `ElasticSettings`.
+        Raises ValueError if a setting is not usable or differs from the others',
         StateError if the group did not form.
         """
         from colab_swarm.elastic.group import enter_group

@@ -132,7 +132,7 @@ anything = st.recursive(
 
 
 @given(anything | st.lists(anything, min_size=2, max_size=2))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_nothing_that_strangers_write_keeps_a_peer_from_meeting(value: Any) -> None:
     async def main() -> None:
         peers = SimNetwork(LAN).peer("alice")

@@ -74,7 +74,7 @@ def test_a_chunk_that_comes_twice_counts_once_and_huge_values_and_weights_do_not
 
 
 @given(st.integers(0, 10**6), st.lists(st.just(0.0) | st.floats(1e-9, 1e9), min_size=1, max_size=6))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_order_of_contributions_and_losses_finishes_with_the_mean_of_the_arrived(
     seed: int, weights: list[float]
 ) -> None:

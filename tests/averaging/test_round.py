@@ -268,7 +268,7 @@ async def test_a_stranger_cannot_take_part_in_a_round_and_bad_arguments_raise() 
 
 
 @given(seed=st.integers(0, 10**6))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @pytest.mark.slow
 def test_random_crashes_never_stop_the_survivors(seed: int) -> None:
     rng = random.Random(seed)

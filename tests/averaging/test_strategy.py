@@ -136,7 +136,7 @@ def test_no_plan_is_slower_than_equal_parts_or_any_parameter_server(plans: int) 
 
 
 @given(st.integers(0, 1 << 32))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_bisection_and_highs_find_the_same_time(seed: int) -> None:
     of = random_setup(random.Random(seed), most=10)
     unlimited = {(i, j): 1e15 for i in range(len(of.peers)) for j in range(len(of.peers))}
@@ -168,7 +168,7 @@ def rounds_per_s(bytes_per_s: Sequence[float]) -> float:
 
 
 @given(st.lists(st.floats(0.05, 20), min_size=2, max_size=5))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_shares_alone_reach_the_optimum_of_all_rates_of_equation_1(megabytes_per_s: list[float]) -> None:
     of = setup(*map(peer, megabytes_per_s))
     rates = rounds_per_s([rate * 1e6 for rate in megabytes_per_s])

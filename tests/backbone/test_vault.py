@@ -124,7 +124,7 @@ def test_an_empty_tensor_is_saved_and_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0, 10_000), byte=st.integers(0, 255), cut=st.integers(0, 200))
 def test_a_file_with_other_bytes_is_refused_or_the_same(
     tmp_path: Path, place: int, byte: int, cut: int

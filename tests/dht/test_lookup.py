@@ -91,7 +91,7 @@ def test_a_lookup_without_seeds_is_done() -> None:
     assert lookup().done(0.0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32), st.integers(5, 60), st.floats(0, 0.5))
 def test_it_finds_the_nearest_living_whatever_dies(seed: int, peers: int, dead_share: float) -> None:
     rng = random.Random(seed)

@@ -37,7 +37,7 @@ def check_table(table: RoutingTable) -> None:
     assert table.lost.keys() <= table._failures.keys() and len(table.lost) <= MAX_LOST
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.sets(st.integers(1, 0xFFFF), max_size=80), st.integers(0, 0xFFFF), st.integers(1, 30))
 def test_nearest_agrees_with_sorting_all_contacts(known: set[int], target: int, count: int) -> None:
     table = RoutingTable(contact(0x5555).id, bucket_size=100)

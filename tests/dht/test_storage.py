@@ -188,7 +188,7 @@ wild_records = st.builds(
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(wild_records, st.floats(0, 100)), max_size=8))
 def test_no_record_breaks_the_counters(arrivals: list[tuple[Record, float]]) -> None:
     storage = Storage(DHTSettings(total_bytes=1500))

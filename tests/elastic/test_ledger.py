@@ -148,7 +148,7 @@ def test_an_own_bucket_of_another_step_or_a_duplicate_is_an_error() -> None:
             ledger.on_own(step, bucket, values, now=2.0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**32),
     peers=st.integers(2, 5),

@@ -224,7 +224,7 @@ def replacing_beams(children: Callable[[Index], Mask], scores: Scores, k: int) -
             return beams
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(problems())
 def test_look_ups_in_steps_give_the_same_result_after_one_wait_per_dimension(
     problem: tuple[tuple[int, ...], set[Index], Scores, int],
@@ -240,7 +240,7 @@ def test_look_ups_in_steps_give_the_same_result_after_one_wait_per_dimension(
     assert found == beam_search(scores, k, lambda prefix: children_of(sides, live, prefix))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(problems(), st.data())
 def test_stale_prefixes_are_replaced_by_the_next_best(
     problem: tuple[tuple[int, ...], set[Index], Scores, int], data: st.DataObject

@@ -117,7 +117,7 @@ async def test_more_bytes_than_agreed_end_the_test(burst_bytes: int) -> None:
             await _absorb(stream, 1000)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.binary(max_size=40)
     | st.builds(lambda *v: msgspec.msgpack.encode(v), st.integers(-(2**63), 2**64 - 1), st.floats())

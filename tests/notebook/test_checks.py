@@ -149,7 +149,7 @@ def test_a_long_text_is_wrapped_under_its_beginning() -> None:
     assert lines[2].startswith(" " * 18 + "word")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.text(max_size=80) | st.sampled_from(["<script>alert(1)</script>", '"><img src=x>', "a\x1b[2Jb\n"]))
 def test_texts_are_escaped(words: str) -> None:
     hostile = [Check(words, Light.RED, words, words or "x")]
@@ -186,7 +186,6 @@ def test_a_peer_that_only_dials_out_sends_its_vector_once() -> None:
     assert (reducer.averaging_s - 0.1) / (dialler.averaging_s - 0.1) == pytest.approx(2 * 9 / 10)
 
 
-@settings(deadline=None)
 @given(
     st.floats(0, 1e12), st.floats(0, 1e12), st.lists(st.floats(0.01, 1e4), max_size=50), st.floats(0.01, 1e4)
 )
@@ -199,7 +198,6 @@ def test_any_bandwidth_gives_finite_predictions(
     assert 0 < found.share <= 1
 
 
-@settings(deadline=None)
 @given(st.floats(0, 1e12), st.integers(1, 10**9), st.floats(1e3, 1e9))
 def test_the_suggested_micro_batch_fits_and_twice_as_much_does_not(
     free_bytes: float, parameters: int, sample_bytes: float

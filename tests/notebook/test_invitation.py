@@ -58,7 +58,7 @@ def test_without_segno_or_for_a_long_text_words_replace_the_code(monkeypatch: py
     assert "pip install segno" in html(invitation())
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.text(min_size=1, max_size=60) | st.just('"><script>alert(1)</script>'))
 def test_texts_are_escaped(words: str) -> None:
     words = "".join(letter for letter in words if letter.isprintable())

@@ -100,7 +100,7 @@ def test_arbitrary_bytes_are_a_receipt_or_a_value_error(data: bytes | str) -> No
         Receipt.parse(data)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, len(GOOD.json()) - 1), st.characters(codec="ascii"))
 def test_a_receipt_with_any_letter_changed_is_not_verified(at: int, letter: str) -> None:
     text = GOOD.json()

@@ -156,7 +156,7 @@ kinds = st.sampled_from(["RoundFinished", "StepFinished", "Names", "Header"])
 
 
 @given(st.lists(st.binary(max_size=60) | st.tuples(kinds, fields), max_size=4))
-@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_an_arbitrary_file_is_drawn_or_refused(
     path: Path, lines: list[bytes | tuple[str, dict[str, object]]]
 ) -> None:

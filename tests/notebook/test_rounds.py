@@ -103,7 +103,7 @@ traces = st.builds(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(traces, max_size=4), st.floats(), st.floats(), st.text(max_size=50), st.integers(0, 30))
 def test_any_round_can_be_drawn(
     members: list[MemberTrace], seconds: float, averaging_s: float, said: str, back: int

@@ -96,7 +96,7 @@ def test_the_view_warns_before_the_session_ends_and_of_a_pause(hours: float, soo
     assert "Paused: your work has stopped" in words(paused) and "Paused: your" in draw(paused).text()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.floats(), st.floats(), st.floats())
 def test_no_number_breaks_a_view(one: float, other: float, third: float) -> None:
     odd = dataclasses.replace(
@@ -124,7 +124,7 @@ def test_any_number_of_peers_is_shown_in_a_bounded_page(number: int) -> None:
     assert len(draw(crowd).html()) < 20_000 and len(draw(crowd).text()) < 20_000
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.text(max_size=60)
     | st.sampled_from(["<script>alert(1)</script>", '"><img src=x>', "&lt;", "a\x1b[2Jb\n"])
@@ -216,7 +216,7 @@ rows = st.builds(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(rows, max_size=5))
 def test_any_peers_can_be_drawn(peers: list[PeerRow]) -> None:
     odd = dataclasses.replace(SNAPSHOT, peers=tuple(peers))

@@ -272,7 +272,7 @@ def picture(height: int = 12, width: int = 16) -> torch.Tensor:
     return torch.randint(256, (3, height, width), generator=rng(7), dtype=torch.uint8)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 99))
 def test_a_view_has_its_size_and_range_for_every_image(height: int, width: int, seed: int) -> None:
     view = image_features.random_view(picture(height, width), Crops(1, 9, (0.05, 1.0)), 0.5, rng(seed))

@@ -56,7 +56,7 @@ def test_every_pass_reads_all_shards_once_in_a_different_order() -> None:
     assert first != list(islice(ShardReader("numbers", numbered(20), seed=2), 60))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 100))
 def test_a_reader_resumes_from_any_position(taken: int) -> None:
     reader = ShardReader("numbers", numbered(7), seed=3)
@@ -119,7 +119,7 @@ def test_waiting_ends_when_the_reader_is_closed() -> None:
         next(reader)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.text(alphabet="aক\n é", max_size=40), max_size=30), st.integers(1, 50))
 def test_lines_are_read_once_and_whole_for_every_shard_size(
     tmp_path_factory: pytest.TempPathFactory, lines: list[str], shard_bytes: int

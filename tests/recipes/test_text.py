@@ -15,7 +15,7 @@ def read(text: TextSource, seed: int = 0) -> list[str]:
     return list(open_text(text)(random.Random(seed)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.text(max_size=50), max_size=20), st.integers(1, 40))
 def test_packing_keeps_all_text_in_order_in_blocks_of_one_size(texts: list[str], size: int) -> None:
     blocks = list(pack(texts, size))
@@ -91,7 +91,7 @@ def test_sentences_end_at_punctuation_and_line_breaks(text: str, sentences: list
     assert recipe_text.split_sentences(text) == sentences
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(alphabet="ab .!?।|\n", max_size=80))
 def test_splitting_loses_nothing_but_space(text: str) -> None:
     assert "".join("".join(recipe_text.split_sentences(text)).split()) == "".join(text.split())
@@ -114,7 +114,7 @@ def test_a_very_long_sentence_is_cut_and_a_lone_one_is_dropped(tokenizer: Words)
     assert not list(passages(" \n", tokenizer, 61))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 20), min_size=2, max_size=8), st.integers(2, 60), st.integers(0, 99))
 def test_a_sample_is_two_neighbouring_pieces_that_fit(lengths: list[int], room: int, seed: int) -> None:
     tokens = np.arange(sum(lengths), dtype=np.int32)

@@ -98,7 +98,7 @@ def test_nothing_is_written_once_the_folder_is_left(tmp_path: Path) -> None:
     assert not (tmp_path / "in-use.json").exists()
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(where=st.integers(0, 10_000), byte=st.integers(0, 255))
 def test_a_damaged_file_is_refused_or_harmless(tmp_path: Path, where: int, byte: int) -> None:
     if not (tmp_path / "peer.json").exists():

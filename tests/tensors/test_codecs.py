@@ -39,7 +39,7 @@ def round_trip(name: str, values: Floats) -> Floats:
 
 
 @given(finite)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_float32_changes_no_bit(values: Floats) -> None:
     assert round_trip("float32", values).tobytes() == values.tobytes()
 
@@ -49,7 +49,7 @@ def test_float32_changes_no_bit(values: Floats) -> None:
     [("float16", FLOAT16_MAX, 2.0**-11, 2.0**-25), ("bfloat16", BFLOAT16_MAX, 2.0**-8, 2.0**-134)],
 )
 @given(values=finite)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_half_precision_stays_within_its_bound_and_clamps(
     name: str, most: float, relative: float, least: float, values: Floats
 ) -> None:
@@ -59,7 +59,7 @@ def test_half_precision_stays_within_its_bound_and_clamps(
 
 
 @given(finite, st.sampled_from([0, BLOCK_VALUES - 3, BLOCK_VALUES, 2 * BLOCK_VALUES + 1]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_int8_stays_within_its_bound_in_every_block(values: Floats, padding: int) -> None:
     values = np.concatenate([np.full(padding, 1e-3, np.float32), values])
     decoded = round_trip("int8", values)
@@ -72,7 +72,7 @@ def test_int8_stays_within_its_bound_in_every_block(values: Floats, padding: int
 
 @names
 @given(data=st.binary(max_size=300), numel=st.integers(0, 300))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_decoders_take_the_right_length_or_raise_value_error(name: str, data: bytes, numel: int) -> None:
     codec = codec_of(name)
     try:
@@ -85,7 +85,7 @@ def test_decoders_take_the_right_length_or_raise_value_error(name: str, data: by
 
 @names
 @given(numel=st.integers(0, 300), seed=st.integers(0, 1 << 32), damaged=st.integers(0, 9))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_garbage_of_the_right_length_is_decoded_or_refused(
     name: str, numel: int, seed: int, damaged: int
 ) -> None:
@@ -167,7 +167,7 @@ shares = st.sampled_from([0.0001, 0.001, 0.01, 0.07, 0.25, 0.5])
 
 
 @given(shares, st.integers(1, 3 * SAMPLE_VALUES), st.integers(0, 1 << 32), st.sampled_from([1, 3, 1000]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_exactly_the_largest_values_arrive_unchanged(share: float, numel: int, seed: int, kinds: int) -> None:
     codec, rng = TopK(share), np.random.default_rng(seed)
     values = (rng.integers(-kinds, kinds, numel) * rng.random()).astype(np.float32)  # with many equal ones
@@ -198,7 +198,7 @@ def test_the_size_is_known_without_the_values_and_near_the_minimum(share: float,
 
 
 @given(st.sampled_from([0.01, 0.3]), st.integers(1, 2000), st.integers(0, 1 << 32))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_random_bits_for_indices_are_refused_or_ascend_within_the_vector(
     share: float, numel: int, seed: int
 ) -> None:
@@ -278,7 +278,7 @@ def assert_within_gamma(name: str, values: Floats) -> None:
 
 @codecs
 @given(values=finite)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_error_of_any_vector_is_within_gamma(name: str, values: Floats) -> None:
     assert_within_gamma(name, values)
 
@@ -289,7 +289,7 @@ def test_the_error_of_any_vector_is_within_gamma(name: str, values: Floats) -> N
     seed=st.integers(0, 1 << 32),
     exponent=st.floats(0, 30),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_error_of_vectors_over_many_magnitudes_is_within_gamma(
     name: str, numel: int, seed: int, exponent: float
 ) -> None:
@@ -347,7 +347,7 @@ def vectors(seed: int, steps: int, numel: int) -> Floats:
 
 @biased
 @given(seed=st.integers(0, 1 << 32), numel=st.integers(1, 200), cut=st.integers(0, 200))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_received_values_and_the_residual_sum_to_the_true_values(
     name: str, seed: int, numel: int, cut: int
 ) -> None:

@@ -48,14 +48,14 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(states)
 def test_any_state_survives_json_unchanged(state: Any) -> None:
     named, skeleton = flatten(state)
     assert same(unflatten(named, skeleton), state)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(skeletons, st.dictionaries(st.sampled_from(["a", "", "0"]), st.just(torch.zeros(1)), max_size=2))
 def test_a_strangers_skeleton_gives_a_state_or_a_state_error(
     skeleton: Any, named: dict[str, torch.Tensor]
@@ -67,7 +67,7 @@ def test_a_strangers_skeleton_gives_a_state_or_a_state_error(
     assert same(unflatten(*flatten(state)), state)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.binary(max_size=60) | st.text(alphabet='{}[]":0x,dictensor', max_size=60).map(str.encode))
 def test_garbled_bytes_give_a_state_or_a_state_error(data: bytes) -> None:
     try:

@@ -73,7 +73,7 @@ def test_a_resumed_run_is_bit_identical_to_an_unbroken_one(tmp_path: Path, optim
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(states)
 def test_any_state_comes_back_from_disk_as_it_was(tmp_path: Path, state: Any) -> None:
     save_checkpoint(tmp_path / "c", state)

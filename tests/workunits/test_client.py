@@ -414,7 +414,7 @@ def test_units_of_others_are_left_to_them(tmp_path: Path) -> None:
     assert len(saves(tmp_path).left_behind(now=1.0)) == 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_a_garbled_file_is_forgotten(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("units")

@@ -256,7 +256,7 @@ TEXT = st.text(st.characters(codec="latin-1", exclude_categories=["Cc"]), max_si
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.tuples(st.sampled_from(["Authorization", "Content-Range", "Range", "If-Range"]), TEXT), max_size=4

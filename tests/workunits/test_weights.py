@@ -119,7 +119,7 @@ def unrolled(
     return total
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.integers(0, 2**32),
     st.lists(st.sampled_from((0.0, 0.3, 0.5, 0.7, 2 / 3, 0.95, 0.999)), min_size=1, max_size=20),
