@@ -26,6 +26,7 @@ from colab_swarm.averaging.group import (
     Strategy,
     Ticket,
     rank,
+    valid_weight,
 )
 from colab_swarm.averaging.strategy import adaptive_shares
 from colab_swarm.errors import PeerError
@@ -164,6 +165,8 @@ class Matchmaker:
         ``candidates`` are peers believed live at this step. Raises RoundRefused if this peer cannot
         join.
         """
+        if not valid_weight(ticket.weight):
+            raise RoundRefused("invalid", f"weight {ticket.weight} is neither 0 nor in [1e-9, 1e9)")
         step = ticket.terms.step
         self.forget(*ticket.terms.key)  # a second call needs another group
         began = loop_now()

@@ -30,7 +30,7 @@ def run(report: BenchReport) -> None:
 
 class TrainingLoop:
     def __init__(
-        self, swarm: cs.Swarm | None, size: str = "tiny", average_every: int = AVERAGE_EVERY
+        self, swarm: "cs.Swarm | None", size: str = "tiny", average_every: int = AVERAGE_EVERY
     ) -> None:
         import torch
 
@@ -73,7 +73,7 @@ def train(parent: Channel, size: str, batches: int, invite: str) -> None:
         found = {"samples_per_s": loop.samples_per_s(batches=batches)}
 
 
-def _throughput(report: BenchReport, crew: Crew, backbone: cs.Swarm) -> None:
+def _throughput(report: BenchReport, crew: Crew, backbone: "cs.Swarm") -> None:
     size, batches, phases = ("tiny", 40, 2) if report.quick else ("base", 8, 5)
     invite, ratios = str(backbone.invite()), []
     for one in ("", "", invite, invite):
@@ -108,7 +108,7 @@ def idle(parent: Channel, invite: str) -> None:
     parent.call(memory=memory_mib() - memory, children=_children() - children, took_s=took_s)
 
 
-def _idle_peer(report: BenchReport, crew: Crew, backbone: cs.Swarm) -> None:
+def _idle_peer(report: BenchReport, crew: Crew, backbone: "cs.Swarm") -> None:
     found = crew.start(idle, str(backbone.invite())).receive()
     report.add_rows(
         ("memory_mib", found["memory"], "MiB", "an idle peer, torch loaded before"),
@@ -138,7 +138,7 @@ def join_late(parent: Channel, numel: int, invite: str) -> None:
             parent.send(at=time.time())
 
 
-def _late_joiner(report: BenchReport, crew: Crew, backbone: cs.Swarm) -> None:
+def _late_joiner(report: BenchReport, crew: Crew, backbone: "cs.Swarm") -> None:
     numel = 2_000_000 if report.quick else 18_000_000
     carol, *others = (crew.start(join_late, numel, str(backbone.invite())) for _ in range(3))
     receive_all(crew)
@@ -162,7 +162,7 @@ SAMPLES_PER_S, MICRO_BATCH, SEED = 1.0, 20, 1
 SESSION_S, ABSENCE_S = 4 * 3600.0, 1800.0
 
 
-def _train(swarm: cs.Swarm, target_batch_size: int) -> None:
+def _train(swarm: "cs.Swarm", target_batch_size: int) -> None:
     import torch
 
     parameters = [torch.nn.Parameter(torch.zeros(64))]

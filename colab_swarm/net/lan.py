@@ -166,10 +166,17 @@ async def _listen(zeroconf: Zeroconf, seconds: float) -> list[LanSwarm]:
         await asyncio.sleep(seconds)
     finally:
         await browser.async_cancel()
-    infos = [AsyncServiceInfo(SERVICE, name) for name in names]
-    await asyncio.gather(*(info.async_request(zeroconf, 1000 * ASK_S) for info in infos))
-    said = (read_announcement(info.properties, info.parsed_addresses(), info.port) for info in infos)
+    said = await asyncio.gather(*(_ask(zeroconf, name) for name in names))
     return [one for one in said if one is not None]
+
+
+async def _ask(zeroconf: Zeroconf, name: str) -> LanSwarm | None:
+    try:
+        info = AsyncServiceInfo(SERVICE, name)
+        await info.async_request(zeroconf, 1000 * ASK_S)
+        return read_announcement(info.properties, info.parsed_addresses(), info.port)
+    except mdns.Error:  # any device of the network may announce any name
+        return None
 
 
 def _open(interfaces: Sequence[str] | None) -> AsyncZeroconf:

@@ -145,7 +145,7 @@ class MembershipAdmission:
         self.revoked = Revocations(run_id)  # the newest; `learn` replaces them
         self._revoked_ids: frozenset[bytes] = frozenset()
         self._verified: OrderedDict[bytes, Membership] = OrderedDict()
-        self._guests: dict[bytes, float] = {}  # when each was admitted, by public key
+        self._guests: dict[bytes, tuple[float, float]] = {}  # first and last seen, by public key
 
     def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
         """Return the role that ``membership`` gives at swarm time ``now``, or raise `NotAdmitted`."""
@@ -214,16 +214,16 @@ class MembershipAdmission:
 
     def _welcome(self, public_key: bytes, now: float) -> Role:
         """Admit a guest for a minute, by calls every few seconds; a visit long ago is forgotten."""
-        if abs(now - self._guests.get(public_key, now)) > 2 * GUEST_S:
-            del self._guests[public_key]
-        if abs(now - self._guests.setdefault(public_key, now)) > GUEST_S:
-            del self._guests[public_key]
+        since, seen = self._guests.pop(public_key, (now, now))
+        if abs(now - seen) > GUEST_S:
+            since = now  # it left and came back
+        if abs(now - since) > GUEST_S:
             raise NotAdmitted("no membership was requested in a minute: join again with an invitation")
-        if len(self._guests) > MAX_GUESTS:
-            self._guests = {key: at for key, at in self._guests.items() if abs(now - at) <= 2 * GUEST_S}
-        if len(self._guests) > MAX_GUESTS:
-            del self._guests[public_key]
+        if len(self._guests) >= MAX_GUESTS:
+            self._guests = {key: at for key, at in self._guests.items() if abs(now - at[1]) <= GUEST_S}
+        if len(self._guests) >= MAX_GUESTS:
             raise NotAdmitted("too many peers request a membership: try again in a minute")
+        self._guests[public_key] = since, now
         return Role.GUEST
 
 

@@ -432,9 +432,11 @@ class Circuits:
         while True:
             began = self._loop.time()
             self._look.clear()
+            for relay in [relay for relay in self.places if self._until[relay] - began < 2 * LOOK_EVERY_S]:
+                await self._reserve(relay)  # before the survey, which may wait for the DHT
             nearest = choose(await self._survey(), self.places)
-            for relay in dict.fromkeys((*self.places, *nearest)):
-                if relay not in self.places or self._until[relay] - began < 2 * LOOK_EVERY_S:
+            for relay in nearest:
+                if relay not in self.places:
                     await self._reserve(relay)
             self._looked.set()
             if len(self.places) > PLACES:

@@ -332,7 +332,7 @@ class Tunnel:
         if self._guardian is not None:
             assert self._guardian.stdin is not None
             self._guardian.stdin.close()  # the guardian kills the program, and ends
-            await self._guardian.communicate()
+            await self._guardian.wait()
 
     async def _watch(self) -> None:
         try:

@@ -91,8 +91,8 @@ def _open_files(files: list[Path]) -> BlockSource:
         for file, start in rng.sample(places, len(places)):
             with file.open("rb") as opened:
                 opened.seek(start)
-                # a character cut at either end is dropped
-                yield opened.read(BLOCK_CHARS).decode(errors="ignore")
+                block = opened.read(BLOCK_CHARS)
+            yield block.decode(errors="ignore")  # a character cut at either end is dropped
 
     return blocks
 

@@ -200,8 +200,13 @@ def trainers(swarm: Swarm) -> tuple[dict[PeerId, float], int | None, str | None]
     newest, records = next(reversed(swarm.optimizers.values()), None), dict[PeerId, ProgressRecord]()
     own = None if newest is None else newest._settings
     prefix = f"{swarm.run_id}/{MODEL}" if own is None else own.prefix
-    with contextlib.suppress(PeerError):  # then nobody is known to train
-        records, _ = swarm.runtime.call(read_participants(swarm.services.dht, prefix))
+    with contextlib.suppress(PeerError):  # then only those are known to train who were read before
+        if newest is None:
+            records, _ = swarm.runtime.call(read_participants(swarm.services.dht, prefix))
+        else:
+            swarm.runtime.call(newest.collaboration.refresh())
+    if newest is not None:
+        records = dict(newest.collaboration.progress.records)
     speeds = {peer: r.samples_per_s for peer, r in records.items() if peer != swarm.id and r.samples_per_s}
     return (speeds, None, None) if own is None else (speeds, round(own.target_batch_size), own.compression)
 

@@ -373,6 +373,8 @@ class Collaboration:
         for peer, answer in zip(asked, answers, strict=True):
             if isinstance(answer, PeerTimeout):  # a lost link has an event of its own
                 self.services.events.emit(PeerSilent(self._now(), peer.hex(), ANSWER_S))
+            elif isinstance(answer, BaseException) and not isinstance(answer, PeerError):
+                raise answer
 
     def _update_plan(self, result: RoundResult) -> None:
         if self._policy is None or len(result.group.members) < 2:

@@ -275,15 +275,20 @@ class RevocationWatch:
         return ShareRevoked(known.version, known.encode() if known.version > message.version else b"")
 
 
-async def repeat(work: Callable[[], Awaitable[None]], period_s: float, events: EventLog, where: str) -> None:
-    """Do ``work`` every ``period_s``; its faults become events and log entries."""
+async def repeat(
+    work: Callable[[], Awaitable[None]], period_s: float, events: EventLog, where: str, rng: random.Random
+) -> None:
+    """Do ``work`` about every ``period_s``; its faults become events and log entries.
+
+    Periods vary, so that peers which started together do not go on together.
+    """
     while True:
         try:
             await work()
         except Exception as error:
             logger.exception("%s failed", where)
             events.emit(Fault.of(asyncio.get_running_loop().time(), where, error))
-        await asyncio.sleep(period_s)
+        await asyncio.sleep(period_s * rng.uniform(0.6, 1.0))
 
 
 class Trust:
@@ -292,7 +297,7 @@ class Trust:
     def __init__(
         self, node: Node, dht: DHT, events: EventLog, rng: random.Random, access: "RunAccess"
     ) -> None:
-        self._node, self._events, linker = node, events, node.linker
+        self._node, self._events, self._rng, linker = node, events, rng, node.linker
         self._tasks: list[asyncio.Task[None]] = []
         admission, credentials = access.admission, access.credentials
         self.contributions = Contributions(node, dht, access.run_id, admission, linker.metering.relayed_bytes)
@@ -318,7 +323,9 @@ class Trust:
 
     def start(self) -> None:
         for work, period_s, where in self._work:
-            self._tasks.append(self._node.linker.spawn(repeat(work, period_s, self._events, where)))
+            self._tasks.append(
+                self._node.linker.spawn(repeat(work, period_s, self._events, where, self._rng))
+            )
 
     async def stop(self) -> None:
         """End the background work, and publish the last contributions; while the DHT still runs."""

@@ -181,6 +181,9 @@ class Contributions:
             await self.resume()
         except PeerError as error:  # a new tally would replace the last one
             logger.info("this peer's last tally cannot be read now: %s", error)
+        except Exception:
+            self._resumed = True  # what cannot be read at all does not keep this peer from publishing
+            raise
 
     async def stop(self) -> None:
         if self._resumed:
@@ -262,6 +265,9 @@ class Leaderboard(tuple[Contribution, ...]):
         board = super().__new__(cls, given)
         board.names, board.me = names, me
         return board
+
+    def __getnewargs__(self) -> tuple[tuple[Contribution, ...], Mapping[str, str], PeerId]:
+        return tuple(self), self.names, self.me
 
     def rows(self) -> list[tuple[str, ...]]:
         return [

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from colab_swarm.net import lan
 from colab_swarm.net.addresses import is_address
 from colab_swarm.net.lan import (
     LanAnnouncer,
@@ -144,6 +145,10 @@ async def find(run_id: str, wanted: set[Contact]) -> LanSwarm:
         for swarm in await find_swarms(seconds=1.2, interfaces=LOOPBACK):
             if swarm.run_id == run_id and set(swarm.contacts) == wanted:
                 return swarm
+
+
+async def test_a_foreign_name_in_the_network_is_nobodys_run() -> None:
+    assert await lan._ask(None, "evil.example.com.") is None  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

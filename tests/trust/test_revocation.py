@@ -45,7 +45,7 @@ async def watchers(count: int, *, start: bool = True) -> tuple[SimNetwork, list[
         rng, spawn = random.Random(index), asyncio.get_running_loop().create_task
         watch = RevocationWatch(member.peers, member.dht, admission, events, rng, note, spawn)
         if start:
-            spawn(repeat(watch.poll, PERIOD_S, events, "looking for revocations"))
+            spawn(repeat(watch.poll, PERIOD_S, events, "looking for revocations", rng))
             member.dht.start()
         found.append(Watcher(admission, watch, events, rechecked))
     return network, found
@@ -175,6 +175,6 @@ async def test_background_work_that_fails_emits_an_event_and_is_done_again() -> 
     events = EventLog()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(1.5 * PERIOD_S):
-            await repeat(fail, PERIOD_S, events, "looking for revocations")
+            await repeat(fail, PERIOD_S, events, "looking for revocations", random.Random(0))
     faults = [(fault.where, fault.text) for fault in events.recent(Fault) if isinstance(fault, Fault)]
     assert faults == [("looking for revocations", "ZeroDivisionError: a bug")] * 2
