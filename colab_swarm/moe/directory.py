@@ -191,7 +191,7 @@ class Directory:
     async def _vacant(self, grid: Grid, count: int, wanted: Collection[str] | None) -> list[Index]:
         places = None if wanted is None else set(map(grid.index, wanted))
         of_places = {grid.number(place) // PAGE for place in places or ()}
-        numbers = [*range(-(-grid.size // PAGE))] if places is None else sorted(of_places)
+        numbers: Sequence[int] = range(-(-grid.size // PAGE)) if places is None else sorted(of_places)
         numbers = self._rng.sample(numbers, min(len(numbers), MAX_PAGES))
         chosen: list[Index] = []
         for begin in range(0, len(numbers), PAGES_AT_ONCE):

@@ -65,7 +65,7 @@ class HostResources:
         await self.server.close()
         await self.saves.stop()
         if self._temporary is not None:
-            self._temporary.cleanup()
+            await asyncio.to_thread(self._temporary.cleanup)
 
 
 @dataclass(frozen=True)
@@ -437,7 +437,7 @@ class SwarmExperts:
         **settings: Any,
     ) -> ExpertHost:
         """Host experts; an earlier host of the prefix is stopped."""
-        grid = Grid(prefix, tuple(shape))
+        grid = Grid(prefix, tuple(map(int, shape)))
         plan = plan_host(grid, make_expert, **settings)
         if grid.prefix in self._hosts:
             self._hosts.pop(grid.prefix).stop()
@@ -460,14 +460,14 @@ class SwarmExperts:
         **settings: Any,
     ) -> MixtureOfExperts:
         calls = self._calls(compression, timeout_s)
-        return MixtureOfExperts(calls, Grid(prefix, tuple(shape)), dim, **settings)
+        return MixtureOfExperts(calls, Grid(prefix, tuple(map(int, shape))), dim, **settings)
 
     def remote(self, uid: str, shape: Sequence[int], *, compression: str, timeout_s: float) -> RemoteExpert:
-        grid = Grid(uid.rsplit(".", len(shape))[0], tuple(shape))
+        grid = Grid(uid.rsplit(".", len(shape))[0], tuple(map(int, shape)))
         return RemoteExpert(self._calls(compression, timeout_s), grid, uid)
 
     def panel(self, prefix: str, shape: Sequence[int], leave: Callable[[], None]) -> Any:
-        return self._show(self.watch(Grid(prefix, tuple(shape))).snapshot, leave, False)
+        return self._show(self.watch(Grid(prefix, tuple(map(int, shape)))).snapshot, leave, False)
 
     def _panel(self, host: ExpertHost) -> Any:
         def read() -> ExpertsSnapshot:

@@ -474,6 +474,8 @@ async def send_save(peers: Peers, holder: PeerId, saved: Snapshot) -> None:
                 limit.reschedule(now() + CHUNK_TIMEOUT_S)
                 await stream.send(StateChunk(), memoryview(saved.blob.data)[saved.manifest.span(place)])
             limit.reschedule(now() + CHUNK_TIMEOUT_S)
-            await stream.receive(LackedChunks)
+            lacked, _ = await stream.receive(LackedChunks)
+            if lacked.places:
+                raise PeerError(f"holder {short(holder)} still lacks {len(lacked.places)} chunks")
     except TimeoutError as error:
         raise PeerError(f"holder {short(holder)} took longer than {CHUNK_TIMEOUT_S:.0f} s") from error

@@ -100,10 +100,15 @@ class Dispatcher:
                 assignment=f"{self._rng.getrandbits(128):032x}",
                 volunteer=volunteer,
                 deadline=now + self._deadline_s(state),
-                version=state.replicas[0].given.version if state.replicas else self.state.version,
+                version=self._version(state),
             )
             for unit, state in chosen
         ]
+
+    def _version(self, state: UnitState) -> int:
+        """Replicas of a unit start from the same parameters; without them each volunteer takes the newest."""
+        replicas = state.replicas if self._plan.replication > 1 else ()
+        return replicas[0].given.version if replicas else self.state.version
 
     def unacknowledged(self, volunteer: str, in_hand: Collection[str], *, now: float) -> list[Assigned]:
         """Return assignments that a volunteer does not have ``in_hand``: their answer was lost."""

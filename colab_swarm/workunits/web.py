@@ -286,7 +286,12 @@ class CoordinatorServer:
             first = [one.unit for one in units if not state.units[one.unit].replicas]
             if first and self._job.plan.replication > 1:  # replicas have the same initial parameters
                 newest = await asyncio.to_thread(self._log.store.parameters)
-                put = {f"base-{unit}": bytes(as_bytes(newest.values)) for unit in first}
+                put = dict.fromkeys((f"base-{unit}" for unit in first), bytes(as_bytes(newest.values)))
+                version = newest.version  # another server may have stored parameters since this log was read
+                units = [
+                    msgspec.structs.replace(one, version=version) if one.unit in first else one
+                    for one in units
+                ]
             await self._log.write([*met, *units] if units else [], put=put)
             return self._given(me, [*again, *units], now)
 
@@ -372,20 +377,21 @@ class CoordinatorServer:
 
     async def _take(self, volunteer: str, assignment: str) -> None:
         """Check a complete result and write what follows from it; raise Refused if it is invalid or not wanted."""
-        data = await asyncio.to_thread(self.uploads.read, assignment)
         core, plan = self._dispatcher, self._job.plan
+        _raise(core.refusal(assignment, volunteer, now=time.time()))  # it waited for its check
+        data = await asyncio.to_thread(self.uploads.read, assignment)
         _, file = await self._file(
             core.state.replicas[assignment].given.unit if plan.replication > 1 else None
         )
-        base, fault, changes = self._schema.decode(file), "", tuple(core.state.changes)
-        values, change = base, 0.0
+        base, changes = self._schema.decode(file), tuple(core.state.changes)
+        values, change, fault = base, 0.0, None
         try:
             values, change = await asyncio.to_thread(self._schema.judge, data, base, changes, plan.max_change)
         except ValueError as error:
             fault = str(error)
         async with self._log.deciding() as now:
             _raise(core.refusal(assignment, volunteer, now=now))
-            if fault:
+            if fault is not None:
                 await self._log.write([Rejected(at=now, assignment=assignment, reason=fault)])
                 raise Refused("invalid", fault)
             distance = partial(self._distance, {assignment: values}, base)
