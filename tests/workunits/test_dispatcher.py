@@ -140,6 +140,16 @@ def test_an_expired_unit_goes_to_another_volunteer() -> None:
     assert code == "stale" and "passed 5 s ago and another volunteer has it" in text
 
 
+def test_a_unit_that_goes_out_again_is_of_the_newest_version() -> None:
+    desk = Desk(subsets=2)
+    lost, done = desk.ask(ALICE, count=2)
+    desk.assimilate(desk.result(done))
+    desk.now += 100
+    assert [entry.assignment for entry in desk.expire()] == [lost.assignment]
+    (again,) = desk.ask(ALICE)
+    assert (again.unit, lost.version, again.version) == (lost.unit, 0, 1)
+
+
 def test_a_volunteer_alone_gets_the_unit_that_it_failed_again_at_once() -> None:
     desk, given = one_out()
     desk.now += 100
