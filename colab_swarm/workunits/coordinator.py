@@ -514,12 +514,17 @@ def serve() -> None:
     job, code, name = sys.argv[1:]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    stop_at_sigterm(stop)
     url = sys.stdin.readline().strip()
     threading.Thread(target=_exit_with_parent, name="parent watch", daemon=True).start()
     torch.set_num_threads(1)  # the coordinator adds servers until all processors are busy
     with contextlib.closing(open_store(url, job)) as store:
         ParameterServer(store, Evaluator(Job.load(code)), name).run(stop)
+
+
+def stop_at_sigterm(stop: threading.Event) -> None:
+    """Set the event at SIGTERM, from another thread: a handler that meets the event's own lock would wait for ever."""
+    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=stop.set).start())
 
 
 def _exit_with_parent() -> None:

@@ -1,6 +1,7 @@
 """Results are checked and become parameters, once each, whatever the store and the servers do meanwhile."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from colab_swarm.errors import StoreError
-from colab_swarm.workunits.coordinator import LEASE_S, ParameterServer, WorkerPool
+from colab_swarm.workunits.coordinator import LEASE_S, ParameterServer, WorkerPool, stop_at_sigterm
 from colab_swarm.workunits.job import Evaluator
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Measured, Unit
 from colab_swarm.workunits.store import MEMORY, ParameterStore, SqliteStore, Update
@@ -143,6 +144,17 @@ def test_a_server_process_serves_until_it_is_stopped_or_its_parent_dies(tmp_path
             process.kill()
             process.communicate()
         store.close()
+
+
+def test_a_server_that_looks_at_its_event_when_sigterm_comes_stops_too() -> None:
+    stop, before = threading.Event(), signal.getsignal(signal.SIGTERM)
+    stop_at_sigterm(stop)
+    try:
+        with stop._cond:  # as in `stop.wait`
+            signal.raise_signal(signal.SIGTERM)
+        assert stop.wait(10)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 BASE = np.zeros(5418, np.float32)
