@@ -244,7 +244,7 @@ def _check_options(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         raise ValueError(f"it has no {', '.join(sorted(missing))}")
     for name, value in given.items():
         least = 0 if name == "lr" else -MAX_SETTING
-        if value != own.get(name) and isinstance(value, int | float) and not least <= value <= MAX_SETTING:
+        if isinstance(value, int | float) and value != own.get(name) and not least <= value <= MAX_SETTING:
             raise ValueError(f"it has {name}={value}, which nobody trains with")
 
 
