@@ -523,7 +523,7 @@ def serve() -> None:
 
 
 def stop_at_sigterm(stop: threading.Event) -> None:
-    """Set the event at SIGTERM, from another thread: a handler that meets the event's own lock would wait for ever."""
+    """Set the event at SIGTERM, from another thread: in this one the handler could deadlock on the event's lock."""
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=stop.set).start())
 
 
