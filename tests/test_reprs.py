@@ -1,6 +1,8 @@
 """What every public object says of itself: one line, no addresses, secrets or places in memory; more of it as HTML."""
 
+import copy
 import inspect
+import pickle
 import re
 from functools import partial
 from pathlib import Path
@@ -78,6 +80,11 @@ def test_every_repr_is_one_line_without_addresses_secrets_or_places_in_memory(tm
 
 def html_of(one: Any) -> str:
     return str(one._repr_html_() if hasattr(one, "_repr_html_") else one._repr_mimebundle_()["text/html"])
+
+
+def test_a_leaderboard_can_be_copied_and_pickled() -> None:
+    for one in (copy.deepcopy(GIVEN), pickle.loads(pickle.dumps(GIVEN))):
+        assert (one, one.names, one.me) == (GIVEN, GIVEN.names, BOB)
 
 
 def test_an_empty_leaderboard_says_so() -> None:

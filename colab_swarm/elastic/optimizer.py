@@ -154,7 +154,7 @@ class ElasticOptimizer(WrappedOptimizer):
         self._step, self._history = 0, deque[ElasticStep](maxlen=HISTORY)
         try:
             runtime.call(self._enter(enter))
-        except BaseException:
+        except BaseException:  # an interrupt included: the hooks must not stay
             self._buckets.close()
             raise
 
@@ -169,7 +169,7 @@ class ElasticOptimizer(WrappedOptimizer):
             self._exchange, self._steps = exchange, ElasticSteps(exchange, settings, sizes)
             try:
                 await exchange.begin()
-            except BaseException:
+            except BaseException:  # a cancel included: the others must not wait for this member
                 exchange.kill()
                 raise
 

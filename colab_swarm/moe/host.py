@@ -165,7 +165,7 @@ class ExpertHost:
         try:
             await self._take(plan.count, self._here())
             await self._fill(plan.count)
-        except BaseException:
+        except BaseException:  # a cancel included: the names must be free again
             await self.close()
             raise
         self._tasks.every(plan.save_s, self.save_changed, rest=REST)

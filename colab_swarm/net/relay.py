@@ -213,6 +213,8 @@ class Relay:
     def close(self) -> None:
         """End all circuits; the node closes next."""
         self._upkeep.cancel()
+        for kind in (Reserve, OpenCircuit):
+            self._node.unserve(kind)  # nobody would honour their tickets
         self._node.linker.listener.on_ticket = None
         for circuit in list(self.state.circuits):
             self.end(circuit, "the relay closed")

@@ -410,3 +410,15 @@ async def test_an_assistant_serves_the_other_collaborations_until_the_peer_reser
         router.assist(enter, enter)
     router.serve("other", Ask, answering("the owner"), Role.VIEWER)
     assert await ask("other") == "the owner"
+
+
+@pytest.mark.parametrize("weight", [1e9, 1e-10, -1.0, float("nan")])
+async def test_a_weight_out_of_range_is_refused_before_anybody_is_called(weight: float) -> None:
+    town = Town(2)
+    first, second = town.trainers
+    second.ticket = msgspec.structs.replace(TICKET, weight=weight)
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(RoundRefused, match="neither 0 nor in") as caught:
+        await second.join()
+    assert caught.value.reason == "invalid" and asyncio.get_running_loop().time() == began
+    assert not first.peers.linked()

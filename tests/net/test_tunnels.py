@@ -17,7 +17,7 @@ import pytest
 from colab_swarm.errors import TunnelError
 from colab_swarm.events import EventLog, QuotaWarning, TunnelChanged
 from colab_swarm.net.node import Node
-from colab_swarm.net.tunnels import Tunnel, TunnelSettings, probe
+from colab_swarm.net.tunnels import ADVICE, Tunnel, TunnelSettings, explain, probe
 from colab_swarm.snapshot import describe
 from tests.net import agents
 from tests.net.swarm import Echo, peers, until
@@ -278,3 +278,9 @@ async def test_an_agent_dies_with_its_owner_that_was_killed_even_while_it_starts
         await until(lambda: len(running(folder)) == 3)  # the owner, the agent and its guardian
         owner.kill()
     await until(lambda: not running(folder))
+
+
+def test_every_error_code_of_ngrok_that_is_known_comes_with_a_fix() -> None:
+    for code, advice in ADVICE.items():
+        assert explain(f"oh no\r\nERR_NGROK_{code}\r\n") == f"{advice} (ERR_NGROK_{code})"
+    assert explain("something else") == "ngrok: something else"

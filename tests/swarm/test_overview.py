@@ -1,4 +1,4 @@
-"""What panels are told of a peer: by a run in simulation, and by one whose peer is killed."""
+"""What panels are told of a peer: by a run in simulation."""
 
 import threading
 import time
