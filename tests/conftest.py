@@ -2,11 +2,15 @@
 
 import inspect
 import signal
+import tempfile
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
+import nbval.kernel
 import pytest
+from jupyter_client.manager import KernelManager
 
 from colab_swarm.sim import run_virtual
 from tests.net.swarm import run
@@ -16,6 +20,18 @@ hypothesis.settings.register_profile(
 )  # both measure how busy the machine is
 hypothesis.settings.load_profile("any machine")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+
+
+class SocketKernelManager(KernelManager):
+    """Has a notebook's kernel listen at sockets in a folder: ports are chosen before a kernel runs, and while it starts
+    another test may take one of them."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._sockets = tempfile.TemporaryDirectory(prefix="kernel")
+        super().__init__(transport="ipc", connection_file=str(Path(self._sockets.name) / "k.json"), **kwargs)
+
+
+nbval.kernel.KernelManager = SocketKernelManager  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(wrapper=True)

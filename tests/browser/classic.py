@@ -11,7 +11,7 @@ from tests.browser.lab import Server
 
 ENVIRONMENT = Path(__file__).parents[2] / ".venv-classic"
 """Made by ``make classic``."""
-FOLDERS = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")
+FOLDERS = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR")
 CONNECTED = "() => window.Jupyter?.notebook?.kernel?.is_connected() && !Jupyter.notebook.kernel_busy"
 FINISHED = "i => Jupyter.notebook.get_cell(i).input_prompt_number > 0 && !Jupyter.notebook.kernel_busy"
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
@@ -28,7 +29,7 @@ OPTIONS = (
     "--LabApp.extension_manager=readonly",
     "--ServerApp.disable_check_xsrf=True",
 )
-FOLDERS = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTERLAB_WORKSPACES_DIR")
+FOLDERS = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTERLAB_WORKSPACES_DIR")
 WANTED = {
     "apputils-extension/notification": {"fetchNews": "false"},
     "notebook-extension/tracker": {"windowingMode": "none"},
@@ -42,15 +43,19 @@ FINISHED = f"i => /^\\[\\d+\\]/.test(({PROMPT})(i))"
 
 
 class Server:
+    """A notebook server. Its kernels listen at sockets in a folder with a short name: another test would take ports
+    that are chosen before a kernel runs, and then the kernel dies at its start."""
+
     def __init__(self, folder: Path, command: list[Any], environment: dict[str, str], work: Path) -> None:
+        self._sockets = tempfile.TemporaryDirectory(prefix="kernels")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.log = folder / "server.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [*command, f"--port={self.port}"],
-                env={**os.environ, **environment},
+                [*command, f"--port={self.port}", "--KernelManager.transport=ipc"],
+                env={**os.environ, **environment, "JUPYTER_RUNTIME_DIR": self._sockets.name},
                 cwd=work,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -72,6 +77,7 @@ class Server:
     def __exit__(self, *_: object) -> None:
         os.killpg(self.process.pid, signal.SIGTERM)
         self.process.wait(20)
+        self._sockets.cleanup()
 
 
 class Lab(Server):
