@@ -253,13 +253,13 @@ class Directory:
                 return infos[index]
         return None
 
-    async def live(self, grid: Grid, *, fresh: bool = False) -> list[ExpertInfo]:
-        """Return all experts that can be called, in grid order; ``fresh``: without the cache."""
+    async def live(self, grid: Grid) -> list[ExpertInfo]:
+        """Return all experts that can be called, in grid order."""
         indices: list[Index] = [()]
         listings: dict[GridPage, Listing] = {}
         for _ in grid.sides:
             pages = dict.fromkeys(page for prefix in indices for page in GridPage.below(grid, prefix))
-            listings = await self._cache.get(pages, fresh=fresh)
+            listings = await self._cache.get(pages)
             masks = {prefix: self._mask(grid, prefix, listings) for prefix in indices}
             indices = [(*prefix, int(j)) for prefix in indices for j in np.flatnonzero(masks[prefix])]
         return list(self._infos(grid, indices, listings).values())

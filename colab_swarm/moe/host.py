@@ -11,7 +11,7 @@ An expert's share of the work is the growth of its announced step over the last 
 import asyncio
 import logging
 import tempfile
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +30,7 @@ from colab_swarm.moe.grid import ExpertInfo, Grid
 from colab_swarm.moe.layer import MixtureOfExperts, RemoteExpert
 from colab_swarm.moe.saves import ExpertSaves, HolderRecord, ReplicaStore, SavePlace
 from colab_swarm.moe.server import ExpertServer, ExpertStatistics
-from colab_swarm.net.peers import PeerId, Peers, short
+from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import Runner
 from colab_swarm.tensors.chunks import Snapshot, pack, unpack
 
@@ -40,7 +40,6 @@ FAREWELL_S = 60.0  # to send the last saves to other peers when a host stops
 ANNOUNCEMENTS = 3  # in the life of a record
 LIST_EVERY_S = 10.0
 LIST_TIMEOUT_S = 60.0
-MOST_UNCACHED = 4096  # grids with up to so many places are read without the cache
 SHARE_LISTINGS = 7  # listings that shares are computed from: a minute
 Statistics = Mapping[str, ExpertStatistics]
 REST = 3  # upkeep that took long pauses this many times as long, to leave a slow uplink to calls
@@ -68,22 +67,6 @@ class HostResources:
             await asyncio.to_thread(self._temporary.cleanup)
 
 
-@dataclass(frozen=True)
-class HostedExpert:
-    uid: str  # its name
-    step: int  # optimizer steps in its weights
-    saved_step: int | None  # steps in its last save; None: not saved yet
-    copies: int  # other peers that have that save
-
-
-@dataclass(frozen=True)
-class HostSnapshot:
-    grid: str  # of its experts
-    experts: tuple[HostedExpert, ...]  # in the order of their names
-    kept_bytes: int  # saves that this peer keeps for others
-    fault: str | None  # why the last save of an expert failed; None if none did
-
-
 class ExpertHost:
     """Experts of one kind on this peer, served in the background until `stop`. Made by `Swarm.host_experts`."""
 
@@ -108,17 +91,6 @@ class ExpertHost:
     def statistics(self) -> dict[str, ExpertStatistics]:
         served = self._runtime.call(_on_loop(self._server.statistics))
         return {uid: served[uid] for uid in self.uids if uid in served}
-
-    def snapshot(self) -> HostSnapshot:
-        """Return the host's state. Thread-safe."""
-        experts = sorted(dict(self.experts).items())
-        saves = [self._saves.results.get(uid) for uid, _ in experts]
-        hosted = tuple(
-            HostedExpert(uid, expert.step, save.step if save else None, len(save.holders) if save else 0)
-            for (uid, expert), save in zip(experts, saves, strict=True)
-        )
-        fault = next((save.fault for save in saves if save and save.fault), None)
-        return HostSnapshot(str(self.grid), hosted, self._saves.store.kept_bytes, fault)
 
     def panel(self) -> Any:
         """Return a live view of all experts of the grid: widgets in a notebook, text elsewhere."""
@@ -305,24 +277,14 @@ class LiveExpert:
 
 
 @dataclass(frozen=True)
-class HostOfExperts:
-    host: str  # its short id
-    mine: bool  # whether it is this peer
-    experts: int  # number of its experts
-    share: float | None  # their part of all steps of the last minute; None while no expert learns
-    rtt_s: float | None  # round-trip time to it; None if not measured
-
-
-@dataclass(frozen=True)
 class ExpertsSnapshot:
     """The experts of one grid, as this peer knows them."""
 
     grid: Grid  # contains the experts
     live: tuple[LiveExpert, ...] = ()  # experts that can be called, in grid order
-    hosts: tuple[HostOfExperts, ...] = ()  # their hosts, most experts first
     left_out: tuple[str, ...] = ()  # experts that failed this peer and are not called for a while
     dead: tuple[str, ...] = ()  # experts that were live since this watch started and are no longer
-    listed_s: float | None = None  # age of all these in seconds; None before the first listing
+    listed: bool = False  # whether the experts were listed once
     served: tuple[ExpertStatistics, ...] = ()  # experts of this peer
     fault: str = ""  # why the last listing failed; empty if it succeeded
     over: bool = False  # whether this peer has left
@@ -334,16 +296,17 @@ class ExpertsWatch:
     def __init__(
         self,
         runtime: Runner,
-        peers: Peers,
+        me: PeerId,
         directory: Directory,
         grid: Grid,
         served: Callable[[], Statistics],
     ) -> None:
-        self._runtime, self._peers, self._directory = runtime, peers, directory
+        self._runtime, self._me, self._directory = runtime, me, directory
         self._grid, self._served = grid, served
         self._listings: deque[list[ExpertInfo]] = deque(maxlen=SHARE_LISTINGS)
+        self._live: list[LiveExpert] = []
         self._seen: set[str] = set()
-        self._listed_at = self._began_at = float("-inf")
+        self._began_at, self._fault = float("-inf"), ""
         self._listing: asyncio.Task[None] | None = None
         self._last, self._closed = ExpertsSnapshot(grid), False
 
@@ -355,53 +318,47 @@ class ExpertsWatch:
         self._closed = True
 
     async def _look(self) -> ExpertsSnapshot:
-        now = _now()
-        if now - self._began_at >= LIST_EVERY_S and self._listing is None:
-            self._began_at = now
+        if _now() - self._began_at >= LIST_EVERY_S and (self._listing is None or self._listing.done()):
+            self._began_at = _now()
             self._listing = asyncio.create_task(self._list(), name="list experts")
-        if self._left_out() != self._last.left_out:
-            self._update()
-        served = tuple(one for uid, one in sorted(self._served().items()) if self._grid.contains(uid))
-        listed_s = now - self._listed_at if self._listings else None
-        self._last = replace(self._last, served=served, listed_s=listed_s)
+        left_out = self._seen & self._directory.banned()
+        live = tuple(one for one in self._live if one.uid not in left_out)
+        dead = self._seen - left_out - {one.uid for one in live}
+        self._last = ExpertsSnapshot(
+            self._grid,
+            live,
+            left_out=tuple(sorted(left_out)),
+            dead=tuple(sorted(dead)),
+            listed=bool(self._listings),
+            served=tuple(one for uid, one in sorted(self._served().items()) if self._grid.contains(uid)),
+            fault=self._fault,
+        )
         return self._last
 
-    def _left_out(self) -> tuple[str, ...]:
-        return tuple(sorted(self._seen & self._directory.banned()))
-
     async def _list(self) -> None:
-        fault = ""
         try:
             async with asyncio.timeout(LIST_TIMEOUT_S):
-                found = await self._directory.live(self._grid, fresh=self._grid.size <= MOST_UNCACHED)
-            self._listings.append(found)
-            self._seen.update(info.uid for info in found)
-            self._listed_at = _now()
-            self._update()
+                found = await self._directory.live(self._grid)
         except Exception as error:  # shown in the panel, and retried
             logger.info("the experts could not be listed", exc_info=True)
-            fault = f"{type(error).__name__}: {error}"
-        self._last, self._listing = replace(self._last, fault=fault), None
-
-    def _update(self) -> None:
-        newest = self._listings[-1] if self._listings else []
+            self._fault = f"{type(error).__name__}: {error}"
+            return
+        self._fault = ""
+        self._listings.append(found)
+        self._seen.update(info.uid for info in found)
         first = {info.uid: info.step for listing in reversed(self._listings) for info in listing}
-        grown = {info.uid: max(0, info.step - first[info.uid]) for info in newest}
-        left_out, total = self._left_out(), sum(grown.values())
-        live: list[LiveExpert] = []
-        by_host: dict[PeerId, list[LiveExpert]] = defaultdict(list)
-        for info in newest:
-            if info.uid not in left_out:
-                host, share = info.host.id, grown[info.uid] / total if total else None
-                live.append(LiveExpert(info.uid, short(host), host == self._peers.id, info.step, share))
-                by_host[host].append(live[-1])
-        hosts = []
-        for host, experts in sorted(by_host.items(), key=lambda item: -len(item[1])):
-            share = sum(grown[expert.uid] for expert in experts) / total if total else None
-            rtt_s = self._peers.statistics(host).rtt_s
-            hosts.append(HostOfExperts(experts[0].host, experts[0].mine, len(experts), share, rtt_s))
-        dead = tuple(sorted(self._seen - {expert.uid for expert in live} - {*left_out}))
-        self._last = replace(self._last, live=tuple(live), hosts=tuple(hosts), left_out=left_out, dead=dead)
+        grown = {info.uid: max(0, info.step - first[info.uid]) for info in found}
+        total = sum(grown.values())
+        self._live = [
+            LiveExpert(
+                info.uid,
+                short(info.host.id),
+                info.host.id == self._me,
+                info.step,
+                grown[info.uid] / total if total else None,
+            )
+            for info in found
+        ]
 
 
 async def _on_loop(make: Callable[[], T]) -> T:
@@ -478,8 +435,8 @@ class SwarmExperts:
 
     def watch(self, grid: Grid) -> ExpertsWatch:
         if grid not in self._watches:
-            mine = self._runtime, self._services.peers, self._directory
-            self._watches[grid] = ExpertsWatch(*mine, grid, self._served)
+            me = self._services.peers.id
+            self._watches[grid] = ExpertsWatch(self._runtime, me, self._directory, grid, self._served)
         return self._watches[grid]
 
     def _served(self) -> dict[str, ExpertStatistics]:

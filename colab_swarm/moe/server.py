@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import statistics
 import threading
 import time
 from collections import Counter, deque
@@ -35,7 +36,7 @@ from colab_swarm.tensors.codecs import Buffer, Codec, Floats, all_finite, codec_
 from colab_swarm.tensors.device import DeviceThread
 
 logger = logging.getLogger(__name__)
-LAST = 1000  # calls whose latency is remembered
+LAST = 200  # calls of an expert that are remembered
 RATE_S = 10.0
 CALL_TIMEOUT_S = 60.0  # from a call's opening until its answer is sent
 CLOSE_TIMEOUT_S = 5.0
@@ -213,55 +214,47 @@ class ExpertStatistics:
 
     uid: str  # its name
     step: int  # optimizer steps in its weights
-    forward_samples: int  # answered
-    backward_samples: int
+    samples: int  # answered, forward and backward
     calls: int  # answered
     batches: int  # into which these calls were merged
     queued: int  # samples that wait now
     calls_per_s: float  # answered lately, forward and backward
     samples_per_s: float
-    p50_s: float | None  # of the last calls, from arrival to answer; None before the first
-    p99_s: float | None
+    latency_s: float | None  # median of the last calls, from arrival to answer; None before the first
 
     @property
     def batch_size(self) -> float | None:
         """Mean samples per computed batch; None before the first."""
-        return (self.forward_samples + self.backward_samples) / self.batches if self.batches else None
+        return self.samples / self.batches if self.batches else None
 
 
 class _Served:
     def __init__(self, expert: Expert) -> None:
         self.expert = expert
-        self._samples = {False: 0, True: 0}
-        self._calls = self._batches = 0
+        self._samples = self._calls = self._batches = 0
         self._last = deque[tuple[float, float, int]](maxlen=LAST)  # answered at, after so long, samples
 
     def count(self, batch: Sequence[Call], now: float) -> None:
         self._batches += bool(batch)
         self._calls += len(batch)
         for call in batch:
-            self._samples[call.key.backward] += call.samples
+            self._samples += call.samples
             self._last.append((now, now - call.arrived_at, call.samples))
 
     def statistics(self, queued: int, now: float) -> ExpertStatistics:
         lately = [samples for at, _, samples in self._last if at > now - RATE_S]
         # so many calls may have come that only the newest are remembered
         seconds = RATE_S if len(lately) < LAST else max(1e-3, now - self._last[0][0])
-        p50_s = p99_s = None
-        if self._last:
-            p50_s, p99_s = np.percentile([took_s for _, took_s, _ in self._last], (50, 99)).tolist()
         return ExpertStatistics(
             uid=self.expert.uid,
             step=self.expert.step,
-            forward_samples=self._samples[False],
-            backward_samples=self._samples[True],
+            samples=self._samples,
             calls=self._calls,
             batches=self._batches,
             queued=queued,
             calls_per_s=len(lately) / seconds,
             samples_per_s=sum(lately) / seconds,
-            p50_s=p50_s,
-            p99_s=p99_s,
+            latency_s=statistics.median(took_s for _, took_s, _ in self._last) if self._last else None,
         )
 
 

@@ -226,9 +226,9 @@ def test_the_host_shows_what_it_hosts_and_stops(run: Run) -> None:
         train(host)
         host.save()
         host.wait(1.0)
-        snapshot = host.snapshot()
-        assert [(e.uid, e.step, e.saved_step) for e in snapshot.experts] == [(uid, 1, 1) for uid in host.uids]
-        assert snapshot.fault is None and "; 6 of ffn[2 x 3] fit: 80% of " in host.arithmetic
+        assert [(uid, one.step) for uid, one in host.statistics().items()] == [(uid, 1) for uid in host.uids]
+        assert {kept.step for kept in host._saves.results.values()} == {1}
+        assert "; 6 of ffn[2 x 3] fit: 80% of " in host.arithmetic
     assert host.uids == [] and "stopped" in repr(host)
     runtime.close()
 
