@@ -31,7 +31,6 @@ from colab_swarm.markup import settings, size
 from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.saves import MAX_HOLDERS
 from colab_swarm.runtime import free_ram_bytes
-from colab_swarm.tensors.device import accelerator
 from colab_swarm.tensors.statedict import flatten, unflatten
 
 ANY_LENGTH = -1
@@ -43,6 +42,10 @@ USUAL_LENGTH = 128  # assumed for samples of any length
 MEASURED_SAMPLES = 2
 FILLED = 0.75  # share of the experts that fit to host at first; the rest is for experts of dead hosts
 MOST = 256  # experts per host: with more, their calls would queue
+
+
+def accelerator() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class FeedForward(nn.Module):

@@ -31,9 +31,8 @@ from colab_swarm.events import EventLog, Fault
 from colab_swarm.moe.calls import BackwardExpert, ForwardExpert, Part, encoded, spans
 from colab_swarm.moe.expert import ANY_LENGTH, BatchLimits, Expert
 from colab_swarm.net.peers import Peers, Refusal, Role, Stream, StreamEnded, short
-from colab_swarm.runtime import PauseGate
+from colab_swarm.runtime import DeviceThread, PauseGate
 from colab_swarm.tensors.codecs import Buffer, Codec, Floats, all_finite, codec_of
-from colab_swarm.tensors.device import DeviceThread
 
 logger = logging.getLogger(__name__)
 LAST = 200  # calls of an expert that are remembered
