@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -56,6 +55,7 @@ from colab_swarm.tensors.chunks import (
     receive_chunk,
     send_chunks,
 )
+from colab_swarm.tensors.statedict import write_file
 
 logger = logging.getLogger(__name__)
 MAX_HOLDERS = 8
@@ -96,6 +96,7 @@ class ReplicaStore:
     def __init__(self, folder: Path, *, me: bytes, quota_bytes: int = 8 << 30) -> None:
         self._chunks, self._folder = folder / "chunks", folder / "saves"
         self._me, self._quota_bytes = me, quota_bytes
+        self._writing = threading.Lock()  # of a chunk, which several saves may bring at once
         self._saves: dict[Path, Save] = {}
         self._coming: list[tuple[Save, int]] = []  # their chunks are being put, and the bytes they need
         for path in self._folder.glob("*.save"):
@@ -115,8 +116,9 @@ class ReplicaStore:
     def put(self, data: Buffer) -> bytes:
         """Write a chunk atomically; return its digest. Raises `StateError` if the disk refuses it."""
         digest = digest_of(data)
-        if digest not in self:
-            _write(self._chunk(digest), data)
+        with self._writing:
+            if digest not in self:
+                write_file(self._chunk(digest), [data])
         return digest
 
     def get(self, digest: bytes) -> bytes | None:
@@ -160,7 +162,7 @@ class ReplicaStore:
         self._coming.append(coming)
         try:
             yield
-            _write(path, msgspec.msgpack.encode(save))
+            write_file(path, [msgspec.msgpack.encode(save)])
             self._saves[path] = save
             whose = [p for p, one in self._saves.items() if (one.owner, one.uid) == (save.owner, save.uid)]
             self._drop(sorted(whose, key=lambda path: self._saves[path].at)[:-SAVES_OF_ONE])
@@ -189,19 +191,6 @@ class ReplicaStore:
     def _sweep(self, digests: Iterable[bytes]) -> None:
         for digest in set(digests) - self._needed():
             _delete(self._chunk(digest))
-
-
-def _write(path: Path, data: Buffer) -> None:
-    """Write a file atomically; after a `StateError` no partial file remains."""
-    partial = path.with_name(f"{path.name}.{threading.get_ident()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(data)
-        os.replace(partial, path)
-    except OSError as error:
-        _delete(partial)
-        text = f"cannot write {path}: {error.strerror}; free some space or name another folder"
-        raise StateError(text) from error
 
 
 def _delete(path: Path) -> None:

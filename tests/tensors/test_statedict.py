@@ -117,10 +117,10 @@ def test_a_state_that_only_pickle_could_save_is_refused_with_its_place() -> None
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_largest_integers_come_back_and_larger_ones_are_refused(sign: int) -> None:
-    largest = sign * ((1 << 4084) - 1)
+    largest = sign * (10**4300 - 1)
     assert unflatten(*flatten(largest)) == largest
-    with pytest.raises(ValueError, match="4085 bits"):
-        flatten(sign * (1 << 4084))
+    with pytest.raises(ValueError, match="4300 digits"):
+        flatten(sign * 10**4300)
 
 
 @pytest.mark.parametrize(
@@ -129,9 +129,7 @@ def test_the_largest_integers_come_back_and_larger_ones_are_refused(sign: int) -
         ({"tensor": "missing"}, "not there"),
         ({"tensor": "a", "tuple": []}, "unknown meaning"),
         ({"pickle": "gASV"}, "unknown meaning"),
-        ({"bytes": "?"}, "garbled"),
-        ({"int": "0x"}, "garbled"),
-        ({"int": "1" * 5000}, "unknown meaning"),
+        ({"bytes": "?"}, "cannot be read"),
         ({"dict": [["a"]]}, "not a pair"),
         ({"dict": [[[], 1]]}, "not a plain value"),
         ({"dict": [["a", 1], ["a", 2]]}, "repeated"),
@@ -146,8 +144,9 @@ def test_a_bad_skeleton_is_refused_with_its_reason(skeleton: Any, reason: str) -
 def test_a_skeleton_nested_too_deeply_is_refused() -> None:
     with pytest.raises(StateError, match="too deep"):
         unflatten({}, b"[" * (MAX_DEPTH + 2) + b"]" * (MAX_DEPTH + 2))
-    with pytest.raises(StateError, match="cannot be read"):
-        unflatten({}, b"[" * 1_000_000)
+    for endless in (b"[" * 1_000_000, b"1" * 4301):
+        with pytest.raises(StateError, match="cannot be read"):
+            unflatten({}, endless)
 
 
 @pytest.mark.slow
