@@ -168,11 +168,12 @@ def _largest(values: Floats, count: int) -> Indices:
     sample = magnitudes[:: len(magnitudes) // SAMPLE_VALUES | 1]  # an odd stride visits all columns
     expected = len(sample) * count / len(magnitudes)
     rank = math.ceil(expected + MARGIN * math.sqrt(expected) + 1)
-    found = np.arange(len(values))
+    threshold = 0
     if len(magnitudes) >= SAMPLE_VALUES and rank <= len(sample):
         threshold = np.partition(sample, len(sample) - rank)[len(sample) - rank]
-        above = np.flatnonzero(magnitudes >= threshold)
-        found = above if len(above) >= count else found  # else the sample was not representative
+    found = np.flatnonzero(magnitudes >= threshold)
+    if len(found) < count:  # the sample was not representative
+        found = np.arange(len(values))
     sizes = magnitudes[found]
     if sizes.max() >= _INFINITY:
         raise ValueError("values that are not finite cannot travel as topk: drop this vector")

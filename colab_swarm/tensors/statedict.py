@@ -67,9 +67,9 @@ def flatten(state: Any) -> "tuple[dict[str, torch.Tensor], bytes]":
     for an unsupported type, ValueError for over `MAX_DEPTH` levels, `MAX_NODES` parts, or an integer
     that Python does not print.
     """
-    flattener = _Flattener()
-    skeleton = flattener.split(state, "", 0)
-    return flattener.tensors, json.dumps(skeleton, separators=(",", ":")).encode()
+    walk = _Walk({})
+    skeleton = walk.split(state, "", 0)
+    return walk.tensors, json.dumps(skeleton, separators=(",", ":")).encode()
 
 
 def copied(state: Any) -> Any:
@@ -86,32 +86,35 @@ def unflatten(tensors: "Mapping[str, torch.Tensor]", skeleton: bytes) -> Any:
     """
     if len(skeleton) > MAX_SKELETON_BYTES:
         raise StateError(f"state skeleton has {len(skeleton)} bytes; {MAX_SKELETON_BYTES} are allowed")
-    joiner = _Joiner(tensors)
+    walk = _Walk(dict(tensors))
     try:
-        state = joiner.join(json.loads(skeleton), 0)
+        state = walk.join(json.loads(skeleton), 0)
     except (ValueError, RecursionError) as error:
         raise StateError(f"state skeleton cannot be read: {error}") from error
-    if unused := tensors.keys() - joiner.used:
+    if unused := tensors.keys() - walk.used:
         raise StateError(
             f"state holds {len(unused)} tensors that its skeleton does not name, such as {min(unused)!r}"
         )
     return state
 
 
-class _Flattener:
-    def __init__(self) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
+class _Walk:
+    """One pass through a state or its skeleton, which counts the parts."""
+
+    def __init__(self, tensors: "dict[str, torch.Tensor]") -> None:
+        self.tensors, self.used = tensors, set[str]()
         self._names: dict[Any, str] = {}
-        self._nodes = 0
+        self._parts = 0
+
+    def _count(self, depth: int) -> None:
+        self._parts += 1
+        if depth > MAX_DEPTH or self._parts > MAX_NODES:
+            raise ValueError(f"state is too deep or too large: {MAX_DEPTH} levels, {MAX_NODES} parts")
 
     def split(self, state: Any, path: str, depth: int) -> Any:
         import torch
 
-        self._nodes += 1
-        if depth > MAX_DEPTH or self._nodes > MAX_NODES:
-            raise ValueError(
-                f"state is too deep or too large at {path!r}: {MAX_DEPTH} levels, {MAX_NODES} parts"
-            )
+        self._count(depth)
         match state:
             case None | bool() | int() | float() | str():
                 return state
@@ -119,10 +122,9 @@ class _Flattener:
                 return {"bytes": base64.b64encode(state).decode()}
             case torch.Tensor():
                 return {"tensor": self._name(state, path)}
-            case list():
-                return [self.split(item, f"{path}/{i}", depth + 1) for i, item in enumerate(state)]
-            case tuple():
-                return {"tuple": [self.split(item, f"{path}/{i}", depth + 1) for i, item in enumerate(state)]}
+            case list() | tuple():
+                items = [self.split(item, f"{path}/{i}", depth + 1) for i, item in enumerate(state)]
+                return items if isinstance(state, list) else {"tuple": items}
             case Mapping():
                 return {"dict": [self._pair(key, value, path, depth + 1) for key, value in state.items()]}
         raise TypeError(
@@ -153,25 +155,16 @@ class _Flattener:
         self._names[memory] = name
         return name
 
-
-class _Joiner:
-    def __init__(self, tensors: "Mapping[str, torch.Tensor]") -> None:
-        self.used: set[str] = set()
-        self._tensors = tensors
-        self._nodes = 0
-
     def join(self, skeleton: Any, depth: int) -> Any:
-        self._nodes += 1
-        if depth > MAX_DEPTH or self._nodes > MAX_NODES:
-            raise ValueError(f"it is too deep or too large: {MAX_DEPTH} levels, {MAX_NODES} parts")
+        self._count(depth)
         match skeleton:
             case None | bool() | int() | float() | str():
                 return skeleton
             case list():
                 return [self.join(item, depth + 1) for item in skeleton]
-            case {"tensor": str(name)} if len(skeleton) == 1 and name in self._tensors:
+            case {"tensor": str(name)} if len(skeleton) == 1 and name in self.tensors:
                 self.used.add(name)
-                return self._tensors[name]
+                return self.tensors[name]
             case {"bytes": str(text)} if len(skeleton) == 1:
                 return base64.b64decode(text, validate=True)
             case {"tuple": list(items)} if len(skeleton) == 1:
