@@ -92,7 +92,7 @@ Ryabinin and Gusev, *Towards Crowdsourced Training of Large Neural Networks usin
 | 3.1, equation 1: the layer; 3.2: gating; load balance | `layer`, `calls` |
 | 3.1: the grid; algorithm 1, SelectExperts: beam search | `grid`, `directory` |
 | 3.1, 4.2: asynchronous training | `trainer` |
-| 3.2: experts with their own optimizers; batching at the host | `expert`, `server` |
+| 3.2: experts with their own optimizers; batching at the host | `expert`, `calls` |
 | checkpoints in the swarm; hosting and takeover | `saves`, `host` |
 
 The search is optimistic: a prefix that was not looked up counts as live. So in a well-filled grid all look-ups are one

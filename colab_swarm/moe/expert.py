@@ -12,7 +12,6 @@ step is measured.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,8 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.errors import StateError
 from colab_swarm.markup import settings, size
-from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.saves import MAX_HOLDERS
+from colab_swarm.moe.grid import MAX_HOLDERS, Grid
 from colab_swarm.runtime import free_ram_bytes
 from colab_swarm.tensors.statedict import flatten, unflatten
 
@@ -214,8 +212,7 @@ def _to_cpu(tensor: Tensor) -> Tensor:
 class ExpertModel:
     """Memory that experts of one kind need, in bytes, and the structure of their state."""
 
-    module: int  # parameters and buffers of one expert
-    optimizer: int  # optimizer state of one expert
+    each: int  # weights, buffers and optimizer state of one expert
     gradients: int  # of one expert
     sample: int  # activations that the backward pass keeps per sample
     state_bytes: int = 0  # upper bound of a save's size
@@ -224,25 +221,26 @@ class ExpertModel:
 
     def experts_that_fit(self, free_bytes: int, *, max_batch_size: int) -> tuple[int, str]:
         """Return how many experts a host with so much free memory takes, 0 to `MOST`, and the arithmetic."""
-        each = self.module + self.optimizer
-        once = self.gradients + each + max_batch_size * self.sample
-        fit = min(MOST, max(0, int((USABLE * free_bytes - once) // max(1, each))))
+        once = self.gradients + self.each + max_batch_size * self.sample
+        fit = min(MOST, max(0, int((USABLE * free_bytes - once) // max(1, self.each))))
         return fit, (
             f"{USABLE:.0%} of {size(free_bytes)} free, less {size(once)} to compute a batch of {max_batch_size:,}, "
-            f"divided by {size(each)} an expert (weights {size(self.module)}, optimizer {size(self.optimizer)})"
+            f"divided by {size(self.each)} an expert"
         )
 
 
-def measure(make_expert: Callable[[], nn.Module], rule: ExpertRule, sample: Sequence[int]) -> ExpertModel:
-    """Build one expert, let it take a step, and measure its memory.
+def _usual(sample: Sequence[int]) -> tuple[int, ...]:
+    return tuple(USUAL_LENGTH if side == ANY_LENGTH else side for side in sample)
+
+
+def measure(module: nn.Module, rule: ExpertRule, sample: Sequence[int]) -> ExpertModel:
+    """Let an expert take a step, and measure its memory.
 
     Raises `ValueError` if it cannot be an expert of such samples, `TypeError` if its state cannot
     be saved.
     """
-    module = make_expert()
     expert = Expert("the expert", module, rule, tuple(sample))
-    parameters = [*module.parameters()]
-    known = {tensor.data_ptr() for tensor in (*parameters, *module.buffers())}
+    known = {tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers())}
     activations: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -250,17 +248,13 @@ def measure(make_expert: Callable[[], nn.Module], rule: ExpertRule, sample: Sequ
             activations[tensor.data_ptr()] = max(tensor.nbytes, activations.get(tensor.data_ptr(), 0))
         return tensor
 
-    shape = (MEASURED_SAMPLES, *(USUAL_LENGTH if side == ANY_LENGTH else side for side in sample))
+    shape = MEASURED_SAMPLES, *_usual(sample)
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         expert.backward(torch.rand(shape), torch.rand(shape))
     tensors, skeleton = flatten(expert.state_dict())  # raises now if the state cannot be saved
-    sizes = Counter[str]()
-    for name, tensor in tensors.items():
-        sizes[name.partition("/")[0]] += tensor.nbytes
     return ExpertModel(
-        module=sizes["module"],
-        optimizer=sizes["optimizer"],
-        gradients=sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
+        each=sum(tensor.nbytes for tensor in tensors.values()),
+        gradients=sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad),
         sample=(sum(activations.values()) + 4 * 4 * math.prod(shape)) // MEASURED_SAMPLES,
         state_bytes=sum(64 + tensor.nbytes for tensor in tensors.values()),
         state=unflatten({name: tensor.to("meta") for name, tensor in tensors.items()}, skeleton),
@@ -327,42 +321,30 @@ def plan_host(
     module cannot be an expert, none fits, or ``count`` is not usable; `TypeError` if its state
     cannot be saved.
     """
-    uids, rule = _names(grid, count), rule or ADAM
-    shape = _sample_of(make_expert) if sample is None else tuple(sample)
-    plan = HostPlan(grid, make_expert, rule, shape, measure(make_expert, rule, shape), uids=uids, **settings)
-    sample_bytes = 4 * math.prod(USUAL_LENGTH if side == ANY_LENGTH else side for side in shape)
+    module, rule = make_expert(), rule or ADAM
+    shape = getattr(module, "sample", None) if sample is None else sample
+    if not isinstance(shape, Sequence):
+        name = type(module).__name__
+        raise ValueError(f"unknown samples of {name}. Say sample=(512,), or sample=(-1, 512) for any length")
+    model = measure(module, rule, shape)
+    plan = HostPlan(grid, make_expert, rule, tuple(shape), model, **settings)
     limits = BatchLimits()
-    batch_size = min(limits.max_batch_size, max(1, limits.max_batch_bytes // sample_bytes))
-    fit, why = plan.model.experts_that_fit(free_bytes(), max_batch_size=batch_size)
+    most = max(1, limits.max_batch_bytes // (4 * math.prod(_usual(shape))))
+    batch_size = min(limits.max_batch_size, most)
+    fit, why = model.experts_that_fit(free_bytes(), max_batch_size=batch_size)
     fit = min(fit, grid.size)
     why = f"{fit} of {grid} fit: {why}"
-    if uids is not None:
-        return replace(plan, count=len(uids), capacity=len(uids), arithmetic=why)
+    if isinstance(count, Sequence):
+        uids = tuple(dict.fromkeys(map(grid.uid, map(grid.index, count))))
+        return replace(plan, count=len(uids), capacity=len(uids), uids=uids, arithmetic=why)
     if count is None and not fit:
         raise ValueError(f"{why}. Use smaller experts, or give count=1 to try")
-    number = min(count, grid.size) if isinstance(count, int) else max(1, int(FILLED * fit))
+    number = max(1, int(FILLED * fit)) if count is None else min(count, grid.size)
+    if number < 1:
+        raise ValueError(f"count={count}: host at least one expert")
     capacity = max(number, min(number + plan.spare, fit))
     why = f"hosting {number} experts, and up to {capacity} when other hosts die; {why}"
     return replace(plan, count=number, capacity=capacity, arithmetic=why)
-
-
-def _names(grid: Grid, count: int | Sequence[str] | None) -> tuple[str, ...] | None:
-    if isinstance(count, int) and count < 1:
-        raise ValueError(f"count={count}: host at least one expert")
-    if count is None or isinstance(count, int):
-        return None
-    for uid in count:
-        grid.index(uid)
-    return tuple(dict.fromkeys(count))
-
-
-def _sample_of(make_expert: Callable[[], nn.Module]) -> tuple[int, ...]:
-    module = make_expert()
-    sample = getattr(module, "sample", None)
-    if not isinstance(sample, tuple):
-        name = type(module).__name__
-        raise ValueError(f"unknown samples of {name}. Say sample=(512,), or sample=(-1, 512) for any length")
-    return sample
 
 
 def check_fit(found: Any, model: Any, path: str = "") -> None:

@@ -37,6 +37,7 @@ _Doubles: TypeAlias = npt.NDArray[np.float64]
 MAX_DIMENSIONS = 4
 MAX_SIDE = 4096
 MAX_NAME_CHARS = 128
+MAX_HOLDERS = 8  # of the saves of an expert
 _HUGE = 1e300
 _NONE = -1  # stands for no prefix where a beam is not full
 _PREFIX = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z_-][A-Za-z0-9_-]*)*")

@@ -23,13 +23,12 @@ from torch import nn
 from colab_swarm.dht.service import BackgroundTasks, RunServices
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import ExpertHosted, ExpertLost, Fault
-from colab_swarm.moe.calls import ExpertCalls
+from colab_swarm.moe.calls import ExpertCalls, ExpertServer, ExpertStatistics
 from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.expert import Expert, HostPlan, check_fit, plan_host
 from colab_swarm.moe.grid import ExpertInfo, Grid
 from colab_swarm.moe.layer import MixtureOfExperts, RemoteExpert
 from colab_swarm.moe.saves import ExpertSaves, HolderRecord, ReplicaStore, SavePlace
-from colab_swarm.moe.server import ExpertServer, ExpertStatistics
 from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import Runner
 from colab_swarm.tensors.chunks import Snapshot, pack, unpack

@@ -122,8 +122,19 @@ class RemoteExpert(nn.Module):
         return self.uid
 
     def info(self) -> ExpertInfo:
-        """Return its current host, shape and step; raise `ExpertError` if no peer hosts it."""
-        return self._calls.runtime.call(self._calls.find(self.grid, self.uid))
+        """Return its current host, shape and step; raise `ExpertError` if no host was found in time."""
+        return self._calls.runtime.call(self._find())
+
+    async def _find(self) -> ExpertInfo:
+        calls = self._calls
+        try:
+            async with asyncio.timeout(calls.timeout_s):
+                info = await calls.directory.find(self.grid, self.uid)
+        except TimeoutError as error:
+            raise ExpertError(f"{self.uid} was not found in {calls.timeout_s:g} s") from error
+        if info is None:
+            raise ExpertError(f"no peer hosts {self.uid}: host it, or wait until a peer takes it over")
+        return info
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Raise `ExpertError` if it failed, in backward too, `ValueError` if the inputs do not fit."""

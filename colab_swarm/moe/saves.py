@@ -28,7 +28,7 @@ from blake3 import blake3
 
 from colab_swarm.dht.service import BackgroundTasks, RunServices, is_sound
 from colab_swarm.errors import CallRefused, PeerError, StateError
-from colab_swarm.moe.grid import Grid, Index
+from colab_swarm.moe.grid import MAX_HOLDERS, Grid, Index
 from colab_swarm.net.peers import (
     UNDECODABLE,
     Buffer,
@@ -58,7 +58,6 @@ from colab_swarm.tensors.chunks import (
 from colab_swarm.tensors.statedict import write_file
 
 logger = logging.getLogger(__name__)
-MAX_HOLDERS = 8
 KEPT_S = 24 * 3600.0  # a save that is not renewed is dropped; also the longest life of a record
 RENEWALS = 24  # of an unchanged save during its life
 ANNOUNCE_S = 60.0  # between two announcements of a holder

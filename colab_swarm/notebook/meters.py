@@ -10,8 +10,8 @@ from colab_swarm.notebook.panel import Panel, Views
 
 if TYPE_CHECKING:
     from colab_swarm.elastic.steps import ElasticSnapshot
+    from colab_swarm.moe.calls import ExpertStatistics
     from colab_swarm.moe.host import ExpertsSnapshot, LiveExpert
-    from colab_swarm.moe.server import ExpertStatistics
 
 MAX_NAMED = 5
 EXPERTS = ("expert", "state", "host", "step", "of the updates")

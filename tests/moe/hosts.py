@@ -27,7 +27,7 @@ def make() -> FeedForward:
     return FeedForward(4, 8)
 
 
-PLAN = HostPlan(GRID, make, RULE, (4,), measure(make, RULE, (4,)), save_s=30.0, takeover_s=10.0, spare=0)
+PLAN = HostPlan(GRID, make, RULE, (4,), measure(make(), RULE, (4,)), save_s=30.0, takeover_s=10.0, spare=0)
 
 
 def host_of(resources: HostResources, plan: HostPlan) -> ExpertHost:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from colab_swarm.moe.calls import LONGEST_RETRY_S, MIN_RETRY_S, UNKNOWN_RETRY_S, Answer, Batching, Call, Key
 from colab_swarm.moe.expert import BatchLimits
-from colab_swarm.moe.server import MAX_RETRY_S, MIN_RETRY_S, UNKNOWN_RETRY_S, Answer, Batching, Call, Key
 from colab_swarm.tensors.codecs import CODECS
 
 LIMITS = BatchLimits(max_batch_size=8, max_batch_bytes=80, max_held_bytes=120)
@@ -118,11 +118,11 @@ def test_a_busy_answer_says_how_long_the_admitted_calls_will_take(batching: Batc
     enqueue(batching, *(pending(name, 5, size_bytes=40) for name in "abc"))
     more = pending(size_bytes=40)
     assert batching.admit(more) == UNKNOWN_RETRY_S
-    batching.measured(FORWARD, 10, 1.0)
+    batching.measured(80, 1.0)
     assert batching.admit(more) == pytest.approx(1.5)
-    for seconds, limit_s in ((1e6, MAX_RETRY_S), (1e-9, MIN_RETRY_S)):
+    for seconds, limit_s in ((1e6, LONGEST_RETRY_S), (1e-9, MIN_RETRY_S)):
         for _ in range(200):
-            batching.measured(FORWARD, 10, seconds)
+            batching.measured(80, seconds)
         assert batching.admit(more) == limit_s
 
 

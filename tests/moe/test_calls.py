@@ -13,10 +13,17 @@ from hypothesis import strategies as st
 
 from colab_swarm.errors import CallRefused, ExpertError
 from colab_swarm.events import EventLog
-from colab_swarm.moe.calls import LINK_BUSY_RETRY_S, PART_BYTES, ForwardExpert, Part, encoded, spans
+from colab_swarm.moe.calls import (
+    LINK_BUSY_RETRY_S,
+    PART_BYTES,
+    ExpertServer,
+    ForwardExpert,
+    Part,
+    encoded,
+    spans,
+)
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward
 from colab_swarm.moe.grid import ExpertInfo
-from colab_swarm.moe.server import ExpertServer
 from colab_swarm.net.peers import Contact, Message, Stream
 from colab_swarm.sim import LAN, SimNetwork, SimPeers, virtual_time
 from colab_swarm.tensors.codecs import CODECS, codec_of

@@ -158,7 +158,7 @@ def test_blocks_are_experts_and_compute_the_same_twice(
     assert one.backward(inputs, torch.ones_like(inputs)).shape == inputs.shape
 
 
-MODEL = ExpertModel(module=10_000_000, optimizer=20_000_000, gradients=10_000_000, sample=10_000)
+MODEL = ExpertModel(each=30_000_000, gradients=10_000_000, sample=10_000)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ MODEL = ExpertModel(module=10_000_000, optimizer=20_000_000, gradients=10_000_00
     [
         (MODEL, 10**9, 1000, 25),  # 0.8 * 1 GB - (10 MB + 30 MB + 1000 * 10 kB) = 750 MB: 25 experts of 30 MB
         (MODEL, 10**9, 31_000, 15),
-        (ExpertModel(0, 0, 0, 0), 1 << 40, 1, MOST),
+        (ExpertModel(0, 0, 0), 1 << 40, 1, MOST),
         (MODEL, 50_000_000, 1000, 0),
     ],
 )
@@ -178,23 +178,20 @@ def test_memory_of_one_batch_is_subtracted_and_the_rest_divided(
 
 def test_the_arithmetic_is_one_sentence() -> None:
     assert MODEL.experts_that_fit(2_000_000_000, max_batch_size=1000)[1] == (
-        "80% of 2 GB free, less 50 MB to compute a batch of 1,000, divided by 30 MB an expert "
-        "(weights 10 MB, optimizer 20 MB)"
+        "80% of 2 GB free, less 50 MB to compute a batch of 1,000, divided by 30 MB an expert"
     )
 
 
 def test_adam_takes_two_more_values_for_each_weight() -> None:
-    model = measure(lambda: nn.Linear(64, 64), ExpertRule(torch.optim.Adam), (64,))
+    model = measure(nn.Linear(64, 64), ExpertRule(torch.optim.Adam), (64,))
     weights = 4 * (64 * 64 + 64)
-    assert model.module == model.gradients == weights
-    assert 2 * weights <= model.optimizer <= 2 * weights + 16
+    assert model.gradients == weights and 3 * weights <= model.each <= 3 * weights + 16
     assert model.state["step"] == 1 and model.state_bytes >= 3 * weights
 
 
 def test_the_backward_pass_keeps_what_layers_of_it_keep() -> None:
     sgd = ExpertRule(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     shallow, deep = (
-        measure(lambda n=n: nn.Sequential(*(nn.Linear(32, 32) for _ in range(n))), sgd, (32,)).sample
-        for n in (1, 9)
+        measure(nn.Sequential(*(nn.Linear(32, 32) for _ in range(n))), sgd, (32,)).sample for n in (1, 9)
     )
     assert deep - shallow == 8 * 32 * 4  # each layer keeps its input

@@ -16,10 +16,22 @@ from torch import Tensor, nn
 
 from colab_swarm.errors import CallRefused, ExpertError
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.moe.calls import BackwardExpert, ExpertCalls, ForwardExpert, Part
+from colab_swarm.moe.calls import (
+    LAST,
+    PAUSED_RETRY_S,
+    Answer,
+    BackwardExpert,
+    Call,
+    ExpertCalls,
+    ExpertServer,
+    ForwardExpert,
+    Key,
+    Part,
+    _Served,
+    compute,
+)
 from colab_swarm.moe.expert import BatchLimits, Expert, ExpertRule, FeedForward, TransformerBlock
 from colab_swarm.moe.grid import ExpertInfo
-from colab_swarm.moe.server import LAST, PAUSED_RETRY_S, Answer, Call, ExpertServer, Key, _Served, compute
 from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Refusal, Role, Stream
@@ -135,13 +147,14 @@ async def test_a_remote_expert_computes_as_a_local_one(codec: str) -> None:
         assert counted.latency_s is not None
 
 
-def test_rates_are_means_of_the_last_seconds_or_of_the_last_calls() -> None:
+def test_rates_are_means_of_the_last_calls() -> None:
     served = _Served(expert())
-    assert served.statistics(0, 0.0).latency_s is None and served.statistics(0, 0.0).batch_size is None
+    idle = served.statistics(0, 0.0)
+    assert idle.latency_s is None and idle.batch_size is None and idle.calls_per_s == 0.0
     served.count([pending(samples=30)], 1.0)
     served.count([pending(samples=10, at=94.0), pending(samples=20, at=95.0)], 98.0)
-    one = served.statistics(3, 100.0)
-    assert (one.calls_per_s, one.samples_per_s, one.batch_size, one.queued) == (0.2, 3.0, 30.0, 3)
+    one = served.statistics(3, 101.0)
+    assert (one.calls_per_s, one.samples_per_s, one.batch_size, one.queued) == (0.03, 0.6, 30.0, 3)
     assert (one.calls, one.batches, one.samples, one.latency_s) == (3, 2, 60, 3.0)
     served.count([pending(at=100.0)] * 2 * LAST, 101.0)
     assert served.statistics(0, 105.0).calls_per_s == LAST / 4

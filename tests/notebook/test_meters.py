@@ -4,9 +4,9 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 from colab_swarm.elastic.steps import ElasticSnapshot, ElasticStep
+from colab_swarm.moe.calls import ExpertStatistics
 from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.host import ExpertsSnapshot, LiveExpert
-from colab_swarm.moe.server import ExpertStatistics
 from colab_swarm.notebook.meters import draw_elastic, draw_experts, summarize_elastic, summarize_experts
 from colab_swarm.notebook.theme import MAX_ROWS
 
