@@ -42,7 +42,7 @@ V = TypeVar("V")
 MAX_ENTRIES = 10_000
 FIRST_BAN_S, LONGEST_BAN_S = 5.0, 300.0
 WITNESSES = 2  # hosts that announce a prefix; the others stay silent
-EXTRA_WAITS = 3  # rounds of look-ups per search beyond one per dimension; then unknown prefixes count as dead
+EXTRA_WAITS = 3  # rounds of look-ups per search beyond one per dimension; then what is unknown counts as dead
 MAX_GUESSES = 32  # guessed pages that a search reads at once; with more, it reads dimension by dimension
 PAGES_AT_ONCE = 16
 MAX_PAGES = 1024  # pages that a search for vacant places reads
@@ -190,23 +190,19 @@ class Directory:
 
     async def _vacant(self, grid: Grid, count: int, wanted: Collection[str] | None) -> list[Index]:
         places = None if wanted is None else set(map(grid.index, wanted))
-        of_places = {grid.number(place) // PAGE for place in places or ()}
-        numbers: Sequence[int] = range(-(-grid.size // PAGE)) if places is None else sorted(of_places)
+        numbers: Sequence[int] = sorted({grid.number(place) // PAGE for place in places or ()})
+        if places is None:
+            numbers = range(-(-grid.size // PAGE))
         numbers = self._rng.sample(numbers, min(len(numbers), MAX_PAGES))
         chosen: list[Index] = []
-        for begin in range(0, len(numbers), PAGES_AT_ONCE):
-            some = numbers[begin : begin + PAGES_AT_ONCE]
+        while numbers and len(chosen) < count:
+            some, numbers = numbers[:PAGES_AT_ONCE], numbers[PAGES_AT_ONCE:]
             pages = [GridPage(grid, len(grid.sides), number) for number in some]
             for page, listing in (await self._cache.get(pages, fresh=True)).items():
-                for position in self._rng.sample(range(PAGE), PAGE):
-                    index = page.index_at(position)
-                    if index is None or index in self._mine.get(grid, {}):
-                        continue
-                    holders = {one.host.id for one in listing.live(position, self._now())}
-                    if (places is None or index in places) and holders <= {self._peers.id}:
-                        chosen.append(index)
-            if len(chosen) >= count:
-                break
+                free = page.indices(range(PAGE)) - page.indices(listing.taken(self._peers.id, self._now()))
+                free -= self._mine.get(grid, {}).keys()
+                free = free if places is None else free & places
+                chosen += self._rng.sample(sorted(free), len(free))
         return chosen[:count]
 
     async def _publish(self, grid: Grid, places: Iterable[Index]) -> None:
@@ -289,28 +285,27 @@ class Directory:
         self, grid: Grid, scores: Sequence[Floats], k: int
     ) -> tuple[list[list[Index]], dict[GridPage, Listing]]:
         known: dict[GridPage, Listing] = {}
-        patient = True
+        found: list[list[Index]] = []
 
         def children(prefix: Index) -> Mask | None:
             for page in GridPage.below(grid, prefix):
                 listing = known.get(page) or self._cache.peek(page)
                 if listing is None:
-                    return None if patient else np.zeros(grid.sides[len(prefix)], np.bool_)
+                    return None
                 known[page] = listing
             return self._mask(grid, prefix, known)
 
         for _ in range(len(grid.sides) + EXTRA_WAITS):
             found, unknown = beam_search(scores, k, children)
             if not unknown:
-                return found, known
+                break
             below = dict.fromkeys(page for prefix in unknown for page in GridPage.below(grid, prefix))
             pages = [page for page in below if page not in known]
             if len(pages) > MAX_GUESSES:
                 depth = min(page.depth for page in pages)  # known to be live, the others are guesses
                 pages = [page for page in pages if page.depth == depth]
             known |= await self._cache.get(pages)
-        patient = False
-        return beam_search(scores, k, children)[0], known
+        return found, known
 
     def _mask(self, grid: Grid, prefix: Index, listings: Mapping[GridPage, Listing]) -> Mask:
         side, now = grid.sides[len(prefix)], self._now()
@@ -323,8 +318,8 @@ class Directory:
     ) -> dict[Index, ExpertInfo]:
         infos: dict[Index, ExpertInfo] = {}
         for index in indices:
-            listing, position = listings[GridPage.of(grid, index)], grid.number(index) % PAGE
-            if (info := listing.usable(position, self._now(), self._bans)) is not None:
+            listing, position = listings.get(GridPage.of(grid, index)), grid.number(index) % PAGE
+            if listing and (info := listing.usable(position, self._now(), self._bans)):
                 infos[index] = info
                 self._peers.learn(info.host)
         return infos

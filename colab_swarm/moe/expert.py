@@ -32,12 +32,10 @@ from colab_swarm.runtime import free_ram_bytes
 from colab_swarm.tensors.statedict import flatten, unflatten
 
 ANY_LENGTH = -1
-DRY_RUN_SAMPLES = 2  # batch statistics of a single sample are an error
-DRY_RUN_LENGTH = 3
 USABLE = 0.8  # share of the free memory to use: fragmentation and other programs take the rest
 UNKNOWN_FREE_BYTES = 2 << 30
 USUAL_LENGTH = 128  # assumed for samples of any length
-MEASURED_SAMPLES = 2
+MEASURED_SAMPLES = 2  # batch statistics of a single sample are an error
 FILLED = 0.75  # share of the experts that fit to host at first; the rest is for experts of dead hosts
 MOST = 256  # experts per host: with more, their calls would queue
 
@@ -106,15 +104,13 @@ class Expert:
     """A module that learns from its callers. After construction only the device thread may use it.
 
     ``module`` maps (n, *sample) to the same shape, float32; -1 in ``sample``: any length. It is
-    moved to the accelerator, if there is one. Raises `ValueError` if a dry run shows that it cannot
-    be an expert of such samples.
+    moved to the accelerator, if there is one.
     """
 
     def __init__(self, uid: str, module: nn.Module, rule: ExpertRule, sample: tuple[int, ...]) -> None:
         self.uid, self.shape, self.step = uid, tuple(sample), 0
         self._rule, self._device = rule, accelerator()
         self._module = module.to(self._device)
-        self._dry_run()
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         # torch refuses an optimizer without parameters
         self._optimizer = rule.optimizer(self._parameters) if self._parameters else None
@@ -138,7 +134,8 @@ class Expert:
             with torch.enable_grad():
                 outputs, buffers = self._call(inputs)
                 torch.autograd.backward(outputs, grads.to(self._device))
-            assert inputs.grad is not None  # the dry run saw one
+            if inputs.grad is None:
+                raise ValueError(f"{self.uid}: its outputs do not depend on its inputs")
             norm = clip_grad_norm_(self._parameters, self._rule.max_grad_norm or math.inf)
             changes_are_finite = all(  # a constant mask may hold infinities
                 bool((buffers[name].isfinite() | (buffers[name] == old)).all())
@@ -190,19 +187,6 @@ class Expert:
             raise ValueError(f"{self.uid}: {inputs.dtype} of shape {tuple(inputs.shape)} became {found}")
         return outputs, buffers
 
-    def _dry_run(self) -> None:
-        shape = [DRY_RUN_SAMPLES, *(DRY_RUN_LENGTH if side == ANY_LENGTH else side for side in self.shape)]
-        inputs = torch.linspace(-1, 1, math.prod(shape), device=self._device).reshape(shape)
-        wanted = "an expert maps (n, *sample) to the same shape, float32, and has gradients"
-        try:
-            with torch.enable_grad():
-                outputs, _ = self._call(inputs.requires_grad_())
-                (gradient,) = torch.autograd.grad(outputs.sum(), inputs, allow_unused=True)
-        except Exception as error:  # the user's code may raise anything
-            raise ValueError(f"{self.uid} failed on a batch of shape {shape}: {error}; {wanted}") from error
-        if gradient is None:
-            raise ValueError(f"{self.uid}: its outputs do not depend on its inputs; {wanted}")
-
 
 def _to_cpu(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu").contiguous()
@@ -249,8 +233,13 @@ def measure(module: nn.Module, rule: ExpertRule, sample: Sequence[int]) -> Exper
         return tensor
 
     shape = MEASURED_SAMPLES, *_usual(sample)
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        expert.backward(torch.rand(shape), torch.rand(shape))
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            expert.backward(torch.rand(shape), torch.rand(shape))
+    except Exception as error:  # the user's code may raise anything
+        wanted = "an expert maps (n, *sample) to the same shape, float32, and has gradients"
+        text = f"{type(module).__name__} failed on a batch of shape {shape}: {error}; {wanted}"
+        raise ValueError(text) from error
     tensors, skeleton = flatten(expert.state_dict())  # raises now if the state cannot be saved
     return ExpertModel(
         each=sum(tensor.nbytes for tensor in tensors.values()),

@@ -135,6 +135,10 @@ class GridPage(NamedTuple):
         sides, number = self.grid.sides[: self.depth], self.number * PAGE + position
         return tuple(map(int, np.unravel_index(number, sides))) if number < math.prod(sides) else None
 
+    def indices(self, positions: Iterable[int]) -> set[Index]:
+        """Return the experts or prefixes at these positions, without those beyond the grid's end."""
+        return {index for index in map(self.index_at, positions) if index is not None}
+
 
 @dataclass(frozen=True)
 class ExpertInfo:
@@ -209,6 +213,11 @@ class Listing:
             self._by_position.setdefault(position, []).append(info)
         self._mask: Mask | None = None
         self._mask_version, self._mask_until = -1, 0.0
+
+    def taken(self, me: PeerId, now: float) -> set[int]:
+        """Return the positions that peers other than ``me`` hold or claim."""
+        others = (held for host, held in self.by_host.items() if host != me)
+        return {position for held in others for position, one in held.items() if one.until > now}
 
     def live(self, position: int, now: float) -> Iterator[ExpertInfo]:
         """Yield the announcements of a position that have not expired, the rightful owner's first."""
