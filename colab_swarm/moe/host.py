@@ -12,7 +12,7 @@ import asyncio
 import logging
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.expert import Expert, HostPlan, check_fit, plan_host
 from colab_swarm.moe.grid import ExpertInfo, Grid
 from colab_swarm.moe.layer import MixtureOfExperts, RemoteExpert
-from colab_swarm.moe.saves import ExpertSaves, HolderRecord, ReplicaStore, SavePlace
+from colab_swarm.moe.saves import ExpertSaves, ReplicaStore, SavePlace
 from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import Runner
 from colab_swarm.tensors.chunks import Snapshot, pack, unpack
@@ -172,12 +172,11 @@ class ExpertHost:
 
     async def _take(self, count: int, uids: Iterable[str] | None) -> None:
         """Host more experts, up to ``count``; None: any that the plan allows."""
-        grid, wanted = self.grid, self.plan.uids if uids is None else uids
-        if wanted is not None:
-            allowed = set(wanted if self.plan.uids is None else self.plan.uids) - self.experts.keys()
-            wanted = sorted(filter(grid.contains, allowed.intersection(wanted)))
-            if not wanted:
-                return
+        given = [set(some) for some in (uids, self.plan.uids) if some is not None]
+        wanted = set.intersection(*given) - self.experts.keys() if given else None
+        if wanted == set():
+            return
+        grid = self.grid
         claimed = await self._directory.claim(grid, count - len(self.experts), wanted=wanted)
         try:
             claims = await asyncio.gather(*map(self._saves.claims, claimed))
@@ -244,10 +243,10 @@ class ExpertHost:
             if saved := self._here() | {*filter(self.grid.contains, self._saves.results)}:
                 await self._saves.publish_saved(self.grid, saved)
 
-    async def _save(self, expert: Expert, others: Mapping[PeerId, HolderRecord] | None = None) -> None:
+    async def _save(self, expert: Expert, others: Set[PeerId] | None = None) -> None:
         """Save an expert here and at some of ``others``; None: only here."""
         uid, copies = expert.uid, self.plan.copies
-        if not expert.step or not self._saves.due(uid, expert.step, others or {}, copies):
+        if not expert.step or not self._saves.due(uid, expert.step, others or set(), copies):
             return  # before its first step an expert equals a new one
         step, packed = await self._server.device.run(lambda: (expert.step, pack(expert.state_dict())))
         saved = await asyncio.to_thread(Snapshot.of, uid.encode(), step, *packed)

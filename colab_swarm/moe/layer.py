@@ -249,12 +249,11 @@ class MixtureOfExperts(nn.Module):
         return torch.where(answered_BK.any(1).reshape(-1, *ones), mixed_BS, samples_BS)
 
     def _balance(self, batch: "_Batch", weights_BK: Tensor) -> None:
-        used, places = np.unique(batch.experts_BK[batch.answered_BK], return_inverse=True)
         weights = weights_BK[torch.from_numpy(batch.answered_BK).to(weights_BK.device)]
-        importance_E = weights.new_zeros(len(used))
-        importance_E = importance_E.index_add(0, torch.from_numpy(places).to(weights.device), weights)
-        names = [batch.infos[place].uid for place in used]
-        idle = self._calls.on_batch(dict(zip(names, importance_E.tolist(), strict=True)))
+        places = torch.from_numpy(batch.experts_BK[batch.answered_BK]).to(weights.device)
+        importance_E = weights.new_zeros(len(batch.infos)).index_add(0, places, weights)
+        used = zip((info.uid for info in batch.infos), importance_E.tolist(), strict=True)
+        idle = self._calls.on_batch(dict(used))
         self.balance_loss = balance_loss(importance_E, idle)
 
 

@@ -17,7 +17,7 @@ import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -139,13 +139,10 @@ class ReplicaStore:
         return sorted(found, key=lambda save: (save.step, save.at), reverse=True)
 
     @property
-    def kept_bytes(self) -> int:
-        """Bytes of other peers' saves. Thread-safe."""
-        return sum(save.size_bytes for save in self.saves() if save.owner != self._me)
-
-    @property
     def room_bytes(self) -> int:
-        return max(0, self._quota_bytes - self.kept_bytes - sum(size_bytes for _, size_bytes in self._coming))
+        """Bytes that are left for other peers' saves."""
+        kept = sum(save.size_bytes for save in self._saves.values() if save.owner != self._me)
+        return max(0, self._quota_bytes - kept - sum(size_bytes for _, size_bytes in self._coming))
 
     @contextmanager
     def adding(self, save: Save) -> Iterator[None]:
@@ -201,7 +198,6 @@ class HolderRecord(Message, frozen=True):
     """A peer that keeps saves for others; signed, under its own subkey."""
 
     addresses: tuple[str, ...]
-    room_bytes: int
 
 
 class KeepSave(Message, frozen=True):
@@ -287,17 +283,15 @@ class ExpertSaves:
         for kind in (KeepSave, FetchSave):
             self._peers.unserve(kind)
 
-    async def others(self) -> dict[PeerId, HolderRecord]:
+    async def others(self) -> Set[PeerId]:
         found = await self._dht.published(f"{self._run_id}/expert-holders", HolderRecord)
-        found.pop(self._peers.id, None)
-        return found
+        return found.keys() - {self._peers.id}
 
     async def _announce(self, ttl_s: float = 3 * ANNOUNCE_S) -> None:
         self.store.expire(self._peers.time() - KEPT_S)
         addresses = self._peers.contact.addresses
         if addresses:  # a peer that cannot be dialled could not return a save
-            record = HolderRecord(addresses, self.store.room_bytes)
-            await self._dht.publish(f"{self._run_id}/expert-holders", record, ttl_s=ttl_s)
+            await self._dht.publish(f"{self._run_id}/expert-holders", HolderRecord(addresses), ttl_s=ttl_s)
 
     async def _receive_save(self, opening: KeepSave, stream: Stream) -> None:
         try:
@@ -319,15 +313,15 @@ class ExpertSaves:
     async def _send_chunks(self, request: FetchSave, stream: Stream) -> None:
         await send_chunks(request, stream, lambda digest: asyncio.to_thread(self.store.get, digest))
 
-    def due(self, uid: str, step: int, others: Mapping[PeerId, HolderRecord], copies: int) -> bool:
+    def due(self, uid: str, step: int, others: Set[PeerId], copies: int) -> bool:
         """Return True if a save would store newer steps, reach more holders, or renew a record."""
         last = self.results.get(uid)
         if last is None or last.step != step or last.fault:
             return True
-        lacking = len(last.holders) < min(copies, len(others)) or not last.holders <= others.keys()
+        lacking = len(last.holders) < min(copies, len(others)) or not last.holders <= others
         return lacking or self._peers.time() - last.at > KEPT_S / RENEWALS
 
-    async def save(self, saved: Snapshot, others: Mapping[PeerId, HolderRecord], copies: int) -> SaveResult:
+    async def save(self, saved: Snapshot, others: Set[PeerId], copies: int) -> SaveResult:
         """Save on this disk and at ``copies`` of the others, then publish it."""
         uid, step = saved.manifest.subject.decode(), saved.manifest.step
         fault = await self.write(saved)
@@ -357,19 +351,16 @@ class ExpertSaves:
             return str(error)
         return None
 
-    async def _spread(
-        self, saved: Snapshot, others: Mapping[PeerId, HolderRecord], copies: int
-    ) -> list[PeerId]:
+    async def _spread(self, saved: Snapshot, others: Set[PeerId], copies: int) -> list[PeerId]:
         """Send a save to former holders, then to others, in an order that depends on the expert."""
-        subject, size_bytes = saved.manifest.subject, saved.manifest.size_bytes
+        subject = saved.manifest.subject
         last = self.results.get(subject.decode())
         known = last.holders if last else frozenset()
         since = self._peers.time() - PATIENCE_S
         able = [
             (peer not in known, blake3(subject + peer).digest(), peer)
-            for peer, record in others.items()
-            if (peer in known or record.room_bytes >= size_bytes)
-            and self._failed_at.get(peer, since) <= since
+            for peer in others
+            if self._failed_at.get(peer, since) <= since
         ]
         holders: list[PeerId] = []
         for _, _, holder in sorted(able):
