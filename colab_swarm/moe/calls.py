@@ -98,8 +98,6 @@ class MixtureStatistics:
     lost_gradients: int = 0  # backward calls that failed: the part of that expert counted as zero
     unanswered: int = 0  # samples without any answer, which passed unchanged
     outliers: int = 0  # answers for single samples that were too far from the others
-    sent_bytes: int = 0  # of activations and gradients, as encoded
-    received_bytes: int = 0
 
 
 class ExpertCalls:
@@ -203,17 +201,15 @@ class ExpertCalls:
                     sending.cancel()
                     await asyncio.gather(sending, return_exceptions=True)
         except (PeerError, ValueError) as error:
-            how = {ExpertError: "", CallRefused: " refused:"}.get(type(error), " failed:")
             busy = isinstance(error, CallRefused) and error.code == "busy"
             retry_s = LINK_BUSY_RETRY_S if busy else getattr(error, "retry_s", None)
-            raise ExpertError(f"{where}{how} {error}", retry_s=retry_s) from error
+            raise ExpertError(f"{where}: {error}", retry_s=retry_s) from error
 
     async def _send(self, stream: Stream, tensors: Sequence[Floats]) -> None:
         try:
             for tensor in tensors:
                 for part in encoded(np.ascontiguousarray(tensor, np.float32), self._codec):
                     await stream.send(Part(), part)
-                    self.count(sent_bytes=memoryview(part).nbytes)
         except ValueError as error:  # from the codec: ends the wait for the answer
             stream.reset(str(error))
 
@@ -224,10 +220,9 @@ class ExpertCalls:
                 part, payload = await stream.receive(Part)
             except StreamEnded as error:
                 raise ExpertError(f"sent {span.start} of {numel} values") from error
-            self.count(received_bytes=len(payload))
             if part.busy_s is not None:
                 retry_s = max(0.0, min(MAX_RETRY_S, part.busy_s))  # in this order, NaN becomes the maximum
-                raise ExpertError(f"is busy: call again in {retry_s:.2g} s", retry_s=retry_s)
+                raise ExpertError(f"busy: call again in {retry_s:.2g} s", retry_s=retry_s)
             values[span] = self._codec.decode(payload, span.stop - span.start)
             if not all_finite(values[span]):
                 raise ExpertError("sent values that are not finite")
@@ -290,7 +285,9 @@ class Batching:
             raise ValueError(f"a call of {call.size_bytes / 2**20:.4g} MiB: {most}; split it")
         free = limits.max_held_bytes - self._held.total() - call.size_bytes
         if free < 0 or (self._held[caller] and self._held[caller] + call.size_bytes > free):
-            return self._retry_s()
+            if self._byte_s is None:
+                return UNKNOWN_RETRY_S
+            return min(max(MIN_RETRY_S, self._held.total() * self._byte_s), LONGEST_RETRY_S)
         self._inside[call] = None
         self._held[caller] += call.size_bytes
         return None
@@ -335,11 +332,6 @@ class Batching:
     def queued(self, uid: str) -> int:
         return sum(call.samples for key, queue in self._queues.items() if key.uid == uid for call in queue)
 
-    def _retry_s(self) -> float:
-        if self._byte_s is None:
-            return UNKNOWN_RETRY_S
-        return min(max(MIN_RETRY_S, self._held.total() * self._byte_s), LONGEST_RETRY_S)
-
 
 def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Outcome]]:
     """Compute calls of one key as one batch; return the answer or the error of each."""
@@ -377,8 +369,9 @@ def _outcomes(expert: Expert, calls: Sequence[Call], tensors: Sequence[Tensor]) 
             return [Refusal(str(error)) if bad_data else error] * len(calls)
         parts = zip(calls, *(torch.split(tensor, sizes) for tensor in tensors), strict=True)
         return [outcome for call, *own in parts for outcome in _outcomes(expert, [call], own)]
-    answers = zip(calls, torch.split(outputs, sizes), strict=True)
-    return [_encoded(call, rows.numpy()) for call, rows in answers]
+    return [
+        _encoded(call, rows.numpy()) for call, rows in zip(calls, torch.split(outputs, sizes), strict=True)
+    ]
 
 
 def _encoded(call: Call, outputs: Floats) -> Outcome:
@@ -396,16 +389,11 @@ class ExpertStatistics:
     step: int  # optimizer steps in its weights
     samples: int  # answered, forward and backward
     calls: int  # answered
-    batches: int  # into which these calls were merged
+    batch_size: float | None  # mean samples per computed batch; None before the first
     queued: int  # samples that wait now
     calls_per_s: float  # of the last calls, until now, forward and backward
     samples_per_s: float
     latency_s: float | None  # median of the last calls, from arrival to answer; None before the first
-
-    @property
-    def batch_size(self) -> float | None:
-        """Mean samples per computed batch; None before the first."""
-        return self.samples / self.batches if self.batches else None
 
 
 class _Served:
@@ -428,7 +416,7 @@ class _Served:
             step=self.expert.step,
             samples=self._samples,
             calls=self._calls,
-            batches=self._batches,
+            batch_size=self._samples / self._batches if self._batches else None,
             queued=queued,
             calls_per_s=len(self._last) / seconds,
             samples_per_s=sum(samples for _, _, samples in self._last) / seconds,

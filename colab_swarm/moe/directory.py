@@ -172,14 +172,14 @@ class Directory:
     async def rivals(self, grid: Grid, uids: Iterable[str]) -> list[str]:
         """Return this peer's places that another claimed earlier, after a partition or a race: give them up."""
         mine = self._mine.get(grid, {})
-        checked = {index: uid for uid in uids if (index := grid.index(uid)) in mine}
-        pages = dict.fromkeys(GridPage.of(grid, index) for index in checked)
-        listings = await self._cache.get(pages, fresh=True)
+        pages = {uid: GridPage.of(grid, grid.index(uid)) for uid in uids if grid.index(uid) in mine}
+        listings = await self._cache.get(dict.fromkeys(pages.values()), fresh=True)
         lost = []
-        for index, uid in checked.items():
-            place, listing = mine[index], listings[GridPage.of(grid, index)]
-            others = (one for one in listing.live(place.index, self._now()) if one.host.id != self._peers.id)
-            if any(one.claim < (place.claimed_ms, self._peers.id) for one in others):
+        for uid, page in pages.items():
+            place = mine[grid.index(uid)]
+            live = listings[page].live(place.index, self._now())
+            rivals = (one for one in live if one.host.id != self._peers.id)
+            if any(one.claim < (place.claimed_ms, self._peers.id) for one in rivals):
                 lost.append(uid)
         return lost
 

@@ -266,10 +266,6 @@ class BatchLimits:
     max_batch_bytes: int = 128 << 20  # of a batch's tensors as float32, and so of a call's
     max_held_bytes: int = 512 << 20  # of all admitted calls together
 
-    def __post_init__(self) -> None:
-        if self.max_batch_size < 1 or not 0 < self.max_batch_bytes <= self.max_held_bytes:
-            raise ValueError(f"{self}: the memory for all calls must hold a batch of a sample or more")
-
 
 @dataclass(frozen=True)
 class HostPlan:

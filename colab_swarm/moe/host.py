@@ -12,7 +12,7 @@ import asyncio
 import logging
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,6 @@ ANNOUNCEMENTS = 3  # in the life of a record
 LIST_EVERY_S = 10.0
 LIST_TIMEOUT_S = 60.0
 SHARE_LISTINGS = 7  # listings that shares are computed from: a minute
-Statistics = Mapping[str, ExpertStatistics]
 REST = 3  # upkeep that took long pauses this many times as long, to leave a slow uplink to calls
 
 
@@ -297,7 +296,7 @@ class ExpertsWatch:
         me: PeerId,
         directory: Directory,
         grid: Grid,
-        served: Callable[[], Statistics],
+        served: Callable[[], dict[str, ExpertStatistics]],
     ) -> None:
         self._runtime, self._me, self._directory = runtime, me, directory
         self._grid, self._served = grid, served

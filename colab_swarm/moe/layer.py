@@ -14,7 +14,6 @@ a dimension, S the shape of a sample, D values of a sample.
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from colab_swarm.errors import ExpertError, NoExpertsError
-from colab_swarm.markup import facts
 from colab_swarm.moe.calls import ExpertCalls, MixtureStatistics
 from colab_swarm.moe.grid import ExpertInfo, Grid, Mask
 from colab_swarm.tensors.codecs import Floats, all_finite
@@ -204,10 +202,6 @@ class MixtureOfExperts(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.grid}, k={self.k}"
-
-    def _repr_html_(self) -> str:
-        counts = {name.replace("_", " "): f"{value:,}" for name, value in asdict(self.statistics()).items()}
-        return facts(f"MixtureOfExperts({self.extra_repr()})", counts)
 
     @property
     def utilisation(self) -> dict[str, float]:

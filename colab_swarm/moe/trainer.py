@@ -49,10 +49,10 @@ class TrainerResult:
         return self.samples / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
-        text = f"{self.updates} updates · loss {self.loss:.4g} · {self.samples_per_s:.3g} samples/s"
-        text += f" · staleness {self.mean_staleness:.1f}"
-        text += f" · {self.retries} retries" * bool(self.retries)
-        return text + f" · {self.dropped} dropped" * bool(self.dropped)
+        return (
+            f"{self.updates} updates · loss {self.loss:.4g} · {self.samples_per_s:.3g} samples/s · "
+            f"staleness {self.mean_staleness:.1f} · {self.retries} retries · {self.dropped} dropped"
+        )
 
 
 class _Run(Generic[Batch]):

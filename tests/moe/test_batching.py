@@ -160,8 +160,3 @@ def test_in_any_sequence_the_sums_are_right_and_every_admitted_call_is_computed(
             batching.leave(one)
         check_batching(batching)
     assert not waiting and batching.admit(pending(size_bytes=80)) is None
-
-
-def test_limits_that_hold_no_batch_are_refused() -> None:
-    with pytest.raises(ValueError, match="must hold a batch"):
-        BatchLimits(max_batch_bytes=2, max_held_bytes=1)

@@ -155,7 +155,7 @@ def test_rates_are_means_of_the_last_calls() -> None:
     served.count([pending(samples=10, at=94.0), pending(samples=20, at=95.0)], 98.0)
     one = served.statistics(3, 101.0)
     assert (one.calls_per_s, one.samples_per_s, one.batch_size, one.queued) == (0.03, 0.6, 30.0, 3)
-    assert (one.calls, one.batches, one.samples, one.latency_s) == (3, 2, 60, 3.0)
+    assert (one.calls, one.samples, one.latency_s) == (3, 60, 3.0)
     served.count([pending(at=100.0)] * 2 * LAST, 101.0)
     assert served.statistics(0, 105.0).calls_per_s == LAST / 4
 
@@ -187,7 +187,7 @@ async def test_waiting_calls_are_merged_with_equal_results_and_kinds_never_mix()
         expected = here(local, together, together)
         assert np.allclose(np.concatenate(await asyncio.gather(*backward)), expected, atol=1e-6)
         counted = server.statistics()["ffn.0"]
-        assert (counted.calls, counted.batches, counted.step) == (16, 2, 1)
+        assert (counted.calls, counted.batch_size, counted.step) == (16, 36.0, 1)
 
 
 async def test_one_callers_fault_in_a_batch_does_not_fail_the_others() -> None:

@@ -18,7 +18,7 @@ def live(uid: str, share: float | None, host: str = ALICE) -> LiveExpert:
     return LiveExpert(uid, host, host == BOB, 120, share)
 
 
-SERVED = (ExpertStatistics("ffn.1.2", 120, 318, 25, 10, 64, 2.5, 79.6, 0.0042),)
+SERVED = (ExpertStatistics("ffn.1.2", 120, 318, 25, 31.8, 64, 2.5, 79.6, 0.0042),)
 SNAPSHOT = ExpertsSnapshot(
     GRID,
     live=(live("ffn.0.0", 0.0), live("ffn.0.1", 0.1), live("ffn.1.2", 0.9, BOB)),

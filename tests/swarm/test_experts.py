@@ -47,8 +47,7 @@ def test_one_peer_hosts_and_another_trains_through_its_experts(alice: Swarm, tmp
         first, *_, last = (step(model, optimizer, batch) for batch in batches(40))
         assert last < 0.6 * first and sum(layer.utilisation.values()) == pytest.approx(1.0)
         told = layer.statistics()
-        assert told.batches == 40
-        assert 2 * told.sent_bytes == 3 * told.received_bytes > 0  # backward sends inputs and gradients
+        assert told.batches == 40 and told.answers >= 40 and not told.lost_gradients
 
         trainer = bob.trainer(model, loss_of, optimizer, concurrency=3, progress=False)
         assert trainer.fit(batches(6)).updates == 6
