@@ -24,7 +24,7 @@ input a trainer finds the best live experts, across slow links and without a cen
 | `Part(busy_s)` | stream | values of a tensor; or: busy, call again in so many seconds |
 | `GridRecord` | DHT, signed by the host | its experts in a page of the grid, addresses; prefixes that lead to experts |
 | `KeepSave`, `LackedChunks`, `StateChunk` | stream | storing a save at another peer |
-| `FetchSave`; `HolderRecord`, `SaveRecord`, `SavedIndices` | stream; DHT | finding and fetching saves |
+| `FetchSave`; contacts of holders, `SaveRecord`, indices of saved experts | stream; DHT | finding and fetching saves |
 
 A call is one stream. The trainer keeps its end open until the answer arrives; a broken stream cancels the call.
 

@@ -40,16 +40,14 @@ from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Buffer, Codec, 
 
 logger = logging.getLogger(__name__)
 PART_BYTES = 120 << 10
-LINK_BUSY_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
 DECAY = 0.99  # of an expert's share, per batch without it
 FORGOTTEN = 1e-4  # an expert with less was not used for about a thousand batches: it is dropped
 LAST = 200  # calls of an expert that are remembered
 CALL_TIMEOUT_S = 60.0  # from a call's opening until its answer is sent
 CLOSE_TIMEOUT_S = 5.0
-PAUSED_RETRY_S = 10.0  # retry hint of a paused host
 MIN_RETRY_S = 0.05
-LONGEST_RETRY_S = 10.0
+LONGEST_RETRY_S = 10.0  # also that of a paused host
 UNKNOWN_RETRY_S = 0.5
 NEWEST = 0.2  # weight of the newest batch in the mean cost of a byte
 SHOWN_CHARS = 80
@@ -202,7 +200,7 @@ class ExpertCalls:
                     await asyncio.gather(sending, return_exceptions=True)
         except (PeerError, ValueError) as error:
             busy = isinstance(error, CallRefused) and error.code == "busy"
-            retry_s = LINK_BUSY_RETRY_S if busy else getattr(error, "retry_s", None)
+            retry_s = UNKNOWN_RETRY_S if busy else getattr(error, "retry_s", None)
             raise ExpertError(f"{where}: {error}", retry_s=retry_s) from error
 
     async def _send(self, stream: Stream, tensors: Sequence[Floats]) -> None:
@@ -473,7 +471,7 @@ class ExpertServer:
         call = self._accepted(opening, stream)
         try:
             with self._lock:
-                retry_s = PAUSED_RETRY_S if self._gate.closed else self._batching.admit(call)
+                retry_s = LONGEST_RETRY_S if self._gate.closed else self._batching.admit(call)
             if retry_s is not None:
                 await stream.send(Part(busy_s=retry_s))
                 return

@@ -113,11 +113,9 @@ class Expert:
         self._module = module.to(self._device)
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         # torch refuses an optimizer without parameters
-        self._optimizer = rule.optimizer(self._parameters) if self._parameters else None
-        self._scheduler = rule.scheduler(self._optimizer) if rule.scheduler and self._optimizer else None
-
-    def __repr__(self) -> str:
-        return f"Expert({self.uid}, {type(self._module).__name__}, samples {self.shape}, step {self.step})"
+        optimizer = rule.optimizer(self._parameters) if self._parameters else None
+        scheduler = rule.scheduler(optimizer) if rule.scheduler and optimizer else None
+        self._learning: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler}
 
     @torch.no_grad()
     def forward(self, inputs: Tensor) -> Tensor:
@@ -146,10 +144,8 @@ class Expert:
             with torch.no_grad():
                 for name, buffer in self._module.named_buffers():
                     buffer.copy_(buffers[name])
-            if self._optimizer:
-                self._optimizer.step()
-            if self._scheduler:
-                self._scheduler.step()
+            for part in filter(None, self._learning.values()):
+                part.step()
             self.step += 1
         finally:
             for parameter in self._parameters:
@@ -160,8 +156,7 @@ class Expert:
         """Return the state; its tensors are the expert's own, not copies."""
         return {
             "module": self._module.state_dict(),
-            "optimizer": self._optimizer.state_dict() if self._optimizer else None,
-            "scheduler": self._scheduler.state_dict() if self._scheduler else None,
+            **{key: part and part.state_dict() for key, part in self._learning.items()},
             "step": self.step,
         }
 
@@ -169,12 +164,12 @@ class Expert:
         """Continue from a `state_dict`; after a `StateError` do not use this expert: it is half changed."""
         try:
             self._module.load_state_dict(state["module"])
-            for part, key in ((self._optimizer, "optimizer"), (self._scheduler, "scheduler")):
+            for key, part in self._learning.items():
                 if part is not None:
                     part.load_state_dict(state[key])
             self.step = int(state["step"])
         except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise StateError(f"this state does not fit {self!r}: {error}") from error
+            raise StateError(f"this state does not fit {self.uid}: {error}") from error
 
     def _call(self, inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the module's outputs and its new buffers; the module keeps the old ones."""

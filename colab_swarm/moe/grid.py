@@ -46,11 +46,7 @@ MAX_ADDRESS_CHARS = 256  # of all addresses in a record: 256 hosts must fit unde
 Bans: TypeAlias = LeftOut[tuple[str, bytes]]  # experts that failed this peer, by name and host
 CLAIMED = -1  # the step of a place that its host does not serve yet
 
-Position: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=PAGE)]
-Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
-Step: TypeAlias = Annotated[int, msgspec.Meta(ge=CLAIMED, le=1 << 62)]
 Length: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
-Shape: TypeAlias = Annotated[tuple[Length, ...], msgspec.Meta(max_length=8)]
 
 
 @dataclass(frozen=True)
@@ -160,10 +156,13 @@ class ExpertInfo:
 class ExpertPlace(Message, frozen=True):
     """One expert of a page; in a page of prefixes, one that leads to experts."""
 
-    index: Position  # in its page
-    claimed_ms: Count = 0  # the host's swarm time when it claimed the place, milliseconds
-    step: Step = 0  # optimizer steps in its weights; `CLAIMED`: not served yet
-    shape: Shape = ()  # of one sample; -1: any length
+    index: Annotated[int, msgspec.Meta(ge=0, lt=PAGE)]  # in its page
+    claimed_ms: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = (
+        0  # the host's swarm time when it claimed the place, milliseconds
+    )
+    # optimizer steps in its weights; `CLAIMED`: not served yet
+    step: Annotated[int, msgspec.Meta(ge=CLAIMED, le=1 << 62)] = 0
+    shape: Annotated[tuple[Length, ...], msgspec.Meta(max_length=8)] = ()  # of one sample; -1: any length
 
 
 class GridRecord(Message, frozen=True):

@@ -129,7 +129,6 @@ class ExpertHost:
     async def start(self) -> None:
         """Host the requested experts, as far as their names are vacant."""
         plan = self.plan
-        await self._saves.start()
         # claims are announced, too
         self._tasks.every(self._directory.settings.ttl_s / ANNOUNCEMENTS, self._announce, rest=REST)
         try:
@@ -305,14 +304,14 @@ class ExpertsWatch:
         self._seen: set[str] = set()
         self._began_at, self._fault = float("-inf"), ""
         self._listing: asyncio.Task[None] | None = None
-        self._last, self._closed = ExpertsSnapshot(grid), False
+        self._last = ExpertsSnapshot(grid)
 
     def snapshot(self) -> ExpertsSnapshot:
         """Return the state; for any thread but the event loop's. Waits for no peer."""
-        return replace(self._last, over=True) if self._closed else self._runtime.call(self._look())
+        return self._last if self._last.over else self._runtime.call(self._look())
 
     def close(self) -> None:
-        self._closed = True
+        self._last = replace(self._last, over=True)
 
     async def _look(self) -> ExpertsSnapshot:
         if _now() - self._began_at >= LIST_EVERY_S and (self._listing is None or self._listing.done()):
@@ -432,8 +431,9 @@ class SwarmExperts:
 
     def watch(self, grid: Grid) -> ExpertsWatch:
         if grid not in self._watches:
-            me = self._services.peers.id
-            self._watches[grid] = ExpertsWatch(self._runtime, me, self._directory, grid, self._served)
+            self._watches[grid] = ExpertsWatch(
+                self._runtime, self._services.peers.id, self._directory, grid, self._served
+            )
         return self._watches[grid]
 
     def _served(self) -> dict[str, ExpertStatistics]:
@@ -463,6 +463,7 @@ class SwarmExperts:
         if self._resources is None:
             make = partial(HostResources, self._services, self._directory, where)
             self._resources = self._runtime.call(_on_loop(make))
+            self._runtime.call(self._resources.saves.start())
         elif where not in (None, self._resources.folder):
             here = f"this peer saves experts in {self._resources.folder}"
             raise ValueError(f"{here}: omit folder=, or leave the swarm first")

@@ -190,12 +190,6 @@ def _delete(path: Path) -> None:
         path.unlink()
 
 
-class HolderRecord(Message, frozen=True):
-    """A peer that keeps saves for others; signed, under its own subkey."""
-
-    addresses: tuple[str, ...]
-
-
 class KeepSave(Message, frozen=True):
     """Opens a stream that brings a save; ``manifest`` is the digest of its first chunk."""
 
@@ -228,12 +222,6 @@ class SaveRecord(Message, frozen=True):
     saves: Annotated[tuple[SavePlace, ...], msgspec.Meta(max_length=SAVES_OF_ONE)]
 
 
-class SavedIndices(Message, frozen=True):
-    """The experts of a grid that a peer has saved; signed, under its own subkey."""
-
-    indices: tuple[Index, ...]
-
-
 @dataclass(frozen=True)
 class SaveResult:
     step: int  # optimizer steps in its weights
@@ -255,39 +243,33 @@ class ExpertSaves:
         self._failed_at: dict[PeerId, float] = {}  # swarm time
         self._peers, self._dht, self._run_id = services.peers, services.dht, services.run_id
         self._tasks = BackgroundTasks("hold saved experts", services.events, services.rng)
-        self._announced = False
         self._peers.serve_stream(KeepSave, self._receive_save, role=Role.WORKER)
         self._peers.serve_stream(FetchSave, self._send_chunks, role=Role.WORKER)
 
     async def start(self) -> None:
-        """Announce regularly, until `stop`, that this peer keeps saves. Idempotent."""
-        if not self._announced:
-            await self._announce()
-            self._announced = True
-            self._tasks.every(ANNOUNCE_S, self._announce)
+        """Announce regularly, until `stop`, that this peer keeps saves."""
+        await self._announce()
+        self._tasks.every(ANNOUNCE_S, self._announce)
 
     async def stop(self) -> None:
-        announced = self._announced
         self.kill()
-        if announced:
-            await self._announce(0.5)
+        await self._announce(0.5)
 
     def kill(self) -> None:
         """Stop serving and withdraw nothing, as a crash would."""
         self._tasks.cancel()
-        self._announced = False
         for kind in (KeepSave, FetchSave):
             self._peers.unserve(kind)
 
     async def others(self) -> Set[PeerId]:
-        found = await self._dht.published(f"{self._run_id}/expert-holders", HolderRecord)
+        found = await self._dht.published(f"{self._run_id}/expert-holders", Contact)
         return found.keys() - {self._peers.id}
 
     async def _announce(self, ttl_s: float = 3 * ANNOUNCE_S) -> None:
         self.store.expire(self._peers.time() - KEPT_S)
-        addresses = self._peers.contact.addresses
-        if addresses:  # a peer that cannot be dialled could not return a save
-            await self._dht.publish(f"{self._run_id}/expert-holders", HolderRecord(addresses), ttl_s=ttl_s)
+        me = self._peers.contact
+        if me.addresses:  # a peer that cannot be dialled could not return a save
+            await self._dht.publish(f"{self._run_id}/expert-holders", me, ttl_s=ttl_s)
 
     async def _receive_save(self, opening: KeepSave, stream: Stream) -> None:
         try:
@@ -373,13 +355,12 @@ class ExpertSaves:
         return holders
 
     async def publish_saved(self, grid: Grid, uids: Iterable[str]) -> None:
-        record = SavedIndices(tuple(sorted(map(grid.index, uids))))
-        await self._dht.publish(self._key(grid.prefix, "saves"), record, ttl_s=KEPT_S)
+        await self._dht.publish(self._key(grid.prefix, "saves"), sorted(map(grid.index, uids)), ttl_s=KEPT_S)
 
     async def saved(self, grid: Grid) -> set[str]:
         """Return the experts of a grid that any peer has saved."""
-        records = await self._dht.published(self._key(grid.prefix, "saves"), SavedIndices)
-        named = [set(map(grid.uid, record.indices)) for record in records.values()]
+        records = await self._dht.published(self._key(grid.prefix, "saves"), tuple[Index, ...])
+        named = [set(map(grid.uid, indices)) for indices in records.values()]
         return set[str]().union(*(uids for uids in named if all(map(grid.contains, uids))))
 
     async def claims(self, uid: str) -> list[tuple[PeerId, SavePlace]]:

@@ -27,7 +27,7 @@ from colab_swarm.errors import NoExpertsError, PeerError
 
 logger = logging.getLogger(__name__)
 Batch = TypeVar("Batch")
-POLL_S = 0.2
+POLL_S = 0.5
 PAUSE_S = 1.0  # before a batch is retried after a peer's failure
 SHOWN_LOSSES = 100
 
@@ -92,7 +92,7 @@ class AsyncTrainer(Generic[Batch]):
         concurrency: batches in flight, each with a copy of the model's own parameters. To hide
             latency: duration of a batch, waits included, divided by its computing time.
         max_grad_norm: clip gradients of a batch to this 2-norm.
-        progress: print progress every second.
+        progress: print progress twice a second.
         on_update: called after each update, while no other thread uses model and optimizer: call
             ``scheduler.step()`` or save here.
     """
@@ -147,13 +147,10 @@ class AsyncTrainer(Generic[Batch]):
         return self.result
 
     def _watch(self, run: _Run[Batch], threads: Sequence[threading.Thread]) -> None:
-        shown_at = run.began
         for thread in threads:
             while thread.is_alive() and run.error is None:
                 thread.join(POLL_S)
-                if time.monotonic() - shown_at >= 1:
-                    shown_at = time.monotonic()
-                    self._show(run, end=" ")
+                self._show(run, end=" ")
         self._show(run, end="\n")
 
     def _show(self, run: _Run[Batch], *, end: str) -> None:

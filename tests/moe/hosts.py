@@ -85,6 +85,7 @@ class Run:
         plan = replace(PLAN, count=count, capacity=capacity or count, uids=uids, **settings)
         hosting = host_of(member.resources, plan)
         member.peers.when_down(hosting.kill)
+        await member.resources.saves.start()
         await hosting.start()
         return member, hosting
 

@@ -18,7 +18,7 @@ from colab_swarm.errors import CallRefused, ExpertError
 from colab_swarm.events import EventLog, Fault
 from colab_swarm.moe.calls import (
     LAST,
-    PAUSED_RETRY_S,
+    LONGEST_RETRY_S,
     Answer,
     BackwardExpert,
     Call,
@@ -432,7 +432,7 @@ async def test_a_paused_host_takes_no_calls_and_finishes_those_it_has_afterwards
         await stream.send(Part(), samples(2).tobytes())
         with pytest.raises(ExpertError) as caught:
             await calls.attempt(ForwardExpert, info(bob), [samples(3)])
-        assert caught.value.retry_s == PAUSED_RETRY_S
+        assert caught.value.retry_s == LONGEST_RETRY_S
         await until(lambda: next(iter(server._batching._inside)).parts != [])
         await asyncio.sleep(0)
         assert server.statistics()["ffn.0"].calls == 0
