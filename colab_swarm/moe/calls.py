@@ -21,7 +21,7 @@ import statistics
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -349,32 +349,33 @@ def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Outcome]]
             row += call.samples
     if valid:
         tensors = [torch.from_numpy(stack[:row]) for stack in stacks]
-        answers += zip(valid, _outcomes(expert, valid, tensors), strict=True)
+        function = expert.backward if key.backward else expert.forward
+        answers += zip(valid, _outcomes(function, valid, tensors), strict=True)
     return answers
 
 
-def _outcomes(expert: Expert, calls: Sequence[Call], tensors: Sequence[Tensor]) -> list[Outcome]:
+def _outcomes(
+    function: Callable[..., Tensor], calls: Sequence[Call], tensors: Sequence[Tensor]
+) -> list[Outcome]:
     """Return answers in the order of the calls; bad data of one call fail only that call.
 
     A backward that failed for another reason may have taken its step: it is not retried.
     """
     sizes = [call.samples for call in calls]
     try:
-        outputs = (expert.backward if len(tensors) == 2 else expert.forward)(*tensors)
+        outputs = function(*tensors)
     except Exception as error:  # the user's module may raise anything: the server reports it
         bad_data = isinstance(error, FloatingPointError)
         if len(calls) == 1 or not (bad_data or len(tensors) == 1):
             return [Refusal(str(error)) if bad_data else error] * len(calls)
         parts = zip(calls, *(torch.split(tensor, sizes) for tensor in tensors), strict=True)
-        return [outcome for call, *own in parts for outcome in _outcomes(expert, [call], own)]
-    return [
-        _encoded(call, rows.numpy()) for call, rows in zip(calls, torch.split(outputs, sizes), strict=True)
-    ]
+        return [outcome for call, *own in parts for outcome in _outcomes(function, [call], own)]
+    return list(map(_encoded, calls, torch.split(outputs, sizes)))
 
 
-def _encoded(call: Call, outputs: Floats) -> Outcome:
+def _encoded(call: Call, outputs: Tensor) -> Outcome:
     try:
-        return list(encoded(outputs, call.codec))
+        return list(encoded(outputs.numpy(), call.codec))
     except ValueError as error:  # not finite: some codecs cannot represent it
         return Refusal(f"{call.key.uid} answers with {error}")
 

@@ -9,9 +9,9 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from functools import partial
 
 import numpy as np
 
@@ -37,8 +37,6 @@ from colab_swarm.moe.grid import (
 from colab_swarm.tensors.codecs import Floats
 
 logger = logging.getLogger(__name__)
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
 MAX_ENTRIES = 10_000
 FIRST_BAN_S, LONGEST_BAN_S = 5.0, 300.0
 WITNESSES = 2  # hosts that announce a prefix; the others stay silent
@@ -48,20 +46,22 @@ PAGES_AT_ONCE = 16
 MAX_PAGES = 1024  # pages that a search for vacant places reads
 
 
-class Cache(Generic[K, V]):
-    """Values by key. ``await load(key, old, fresh)`` returns a value and for how many seconds it is valid.
+class Cache:
+    """Listings by page. ``await load(page, old, fresh)`` returns one and for how many seconds it is valid.
 
     ``old`` is the cached value, or None; ``fresh`` is as in `get`.
     """
 
-    def __init__(self, load: Callable[[K, V | None, bool], Awaitable[tuple[V, float]]]) -> None:
+    def __init__(
+        self, load: Callable[[GridPage, Listing | None, bool], Awaitable[tuple[Listing, float]]]
+    ) -> None:
         self._load = load
-        self._entries: dict[K, tuple[V, float, float]] = {}  # value, refreshed from, valid until
-        self._loads: dict[K, asyncio.Task[V]] = {}
+        self._entries: dict[GridPage, tuple[Listing, float, float]] = {}  # value, refreshed from, valid until
+        self._loads: dict[GridPage, asyncio.Task[Listing]] = {}
         self._loop = asyncio.get_running_loop()
         self.loads = 0
 
-    def peek(self, key: K) -> V | None:
+    def peek(self, key: GridPage) -> Listing | None:
         """Return the cached value, or None; after half its life it is refreshed in the background."""
         now = self._loop.time()
         if key not in self._entries or self._entries[key][2] <= now:
@@ -71,7 +71,7 @@ class Cache(Generic[K, V]):
             self._begin(key)
         return value
 
-    async def get(self, keys: Iterable[K], *, fresh: bool = False) -> dict[K, V]:
+    async def get(self, keys: Iterable[GridPage], *, fresh: bool = False) -> dict[GridPage, Listing]:
         """Return the values of all keys, reading missing ones in parallel; ``fresh``: only by reads that start now."""
         cached = {key: None if fresh else self.peek(key) for key in keys}
         reads = {key: self._begin(key, fresh=fresh) for key, value in cached.items() if value is None}
@@ -80,7 +80,7 @@ class Cache(Generic[K, V]):
         found = {key: value for key, value in cached.items() if value is not None}
         return found | dict(zip(reads, read, strict=True))
 
-    def forget(self, key: K) -> None:
+    def forget(self, key: GridPage) -> None:
         self._entries.pop(key, None)
 
     async def close(self) -> None:
@@ -89,13 +89,13 @@ class Cache(Generic[K, V]):
             load.cancel()
         await asyncio.gather(*loads, return_exceptions=True)
 
-    def _begin(self, key: K, *, fresh: bool = False) -> asyncio.Task[V]:
+    def _begin(self, key: GridPage, *, fresh: bool = False) -> asyncio.Task[Listing]:
         if fresh or key not in self._loads:
             self.loads += 1
             self._loads[key] = self._loop.create_task(self._read(key, fresh))
         return self._loads[key]
 
-    async def _read(self, key: K, fresh: bool) -> V:
+    async def _read(self, key: GridPage, fresh: bool) -> Listing:
         old = self._entries.get(key)
         try:
             value, valid_s = await self._load(key, old[0] if old else None, fresh)
@@ -129,7 +129,7 @@ class Directory:
         self._rng, self._run_id = services.rng, services.run_id
         self._now = asyncio.get_running_loop().time
         self._bans = Bans(FIRST_BAN_S, LONGEST_BAN_S)
-        self._cache: Cache[GridPage, Listing] = Cache(self._read)
+        self._cache = Cache(self._read)
         self._mine: dict[Grid, dict[Index, ExpertPlace]] = {}
         self._published: set[GridPage] = set()  # with a record of ours
 
@@ -287,16 +287,8 @@ class Directory:
         known: dict[GridPage, Listing] = {}
         found: list[list[Index]] = []
 
-        def children(prefix: Index) -> Mask | None:
-            for page in GridPage.below(grid, prefix):
-                listing = known.get(page) or self._cache.peek(page)
-                if listing is None:
-                    return None
-                known[page] = listing
-            return self._mask(grid, prefix, known)
-
         for _ in range(len(grid.sides) + EXTRA_WAITS):
-            found, unknown = beam_search(scores, k, children)
+            found, unknown = beam_search(scores, k, partial(self._children, grid, known))
             if not unknown:
                 break
             below = dict.fromkeys(page for prefix in unknown for page in GridPage.below(grid, prefix))
@@ -306,6 +298,14 @@ class Directory:
                 pages = [page for page in pages if page.depth == depth]
             known |= await self._cache.get(pages)
         return found, known
+
+    def _children(self, grid: Grid, known: dict[GridPage, Listing], prefix: Index) -> Mask | None:
+        for page in GridPage.below(grid, prefix):
+            listing = known.get(page) or self._cache.peek(page)
+            if listing is None:
+                return None
+            known[page] = listing
+        return self._mask(grid, prefix, known)
 
     def _mask(self, grid: Grid, prefix: Index, listings: Mapping[GridPage, Listing]) -> Mask:
         side, now = grid.sides[len(prefix)], self._now()
