@@ -443,9 +443,7 @@ class ExpertServer:
         peers.serve_stream(BackwardExpert, self._serve, role=Role.WORKER)
 
     def add(self, expert: Expert) -> None:
-        """Start to answer calls of this expert; raise `ValueError` if its name is served already."""
-        if expert.uid in self._served:
-            raise ValueError(f"{expert.uid} is served already: remove it first")
+        """Start to answer calls of this expert."""
         self._served[expert.uid] = _Served(expert)
 
     def remove(self, uid: str) -> Expert:

@@ -141,10 +141,9 @@ class Directory:
 
         It renews all other announcements and claims of this peer in the grid.
         """
-        mine = self._mine.setdefault(grid, {})
         for uid, (shape, step) in experts.items():
             self._hold(grid, grid.index(uid), shape, step)
-        await self._publish(grid, mine)
+        await self._publish(grid, self._mine.get(grid, ()))
 
     async def withdraw(self, grid: Grid, uids: Iterable[str]) -> None:
         mine, gone = self._mine.setdefault(grid, {}), {grid.index(uid) for uid in uids}

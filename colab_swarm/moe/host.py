@@ -174,14 +174,13 @@ class ExpertHost:
         wanted = set.intersection(*given) - self.experts.keys() if given else None
         if wanted == set():
             return
-        grid = self.grid
-        claimed = await self._directory.claim(grid, count - len(self.experts), wanted=wanted)
+        claimed = await self._directory.claim(self.grid, count - len(self.experts), wanted=wanted)
         try:
             claims = await asyncio.gather(*map(self._saves.claims, claimed))
             for uid, saves in zip(claimed, claims, strict=True):
                 await self._open(uid, saves)
         finally:
-            await self._directory.withdraw(grid, set(claimed) - self.experts.keys())
+            await self._directory.withdraw(self.grid, set(claimed) - self.experts.keys())
             if claimed:
                 await self._announce()
 
@@ -221,16 +220,15 @@ class ExpertHost:
         return await self._server.device.run(lambda: self._build(uid, state))
 
     async def _announce(self) -> None:
-        grid = self.grid
-        rivals = await self._directory.rivals(grid, [*self.experts])
+        rivals = await self._directory.rivals(self.grid, [*self.experts])
         lost = [uid for uid in rivals if self.experts.pop(uid, None)]
         for uid in lost:
             self._server.remove(uid)
             self._services.events.emit(ExpertLost(_now(), uid, "another peer claimed it earlier"))
         if lost:
-            await self._directory.withdraw(grid, lost)
+            await self._directory.withdraw(self.grid, lost)
         experts = {uid: (expert.shape, expert.step) for uid, expert in self.experts.items()}
-        await self._directory.announce(grid, experts)
+        await self._directory.announce(self.grid, experts)
 
     async def save_changed(self) -> None:
         """Save the experts that changed or lost holders, and publish which experts have saves."""

@@ -12,8 +12,9 @@ a dimension, S the shape of a sample, D values of a sample.
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -64,9 +65,7 @@ def balance_loss(importance_E: Tensor, idle: int) -> Tensor:
 
     ``importance_E`` are sums of weights over the batch; ``idle`` other known experts have none.
     """
-    if not len(importance_E):
-        return importance_E.sum()
-    count = len(importance_E) + idle
+    count = max(1, len(importance_E) + idle)
     mean = importance_E.sum() / count
     variance = ((importance_E - mean).square().sum() + idle * mean.square()) / count
     return variance / mean.square().clamp_min(1e-20)
@@ -124,14 +123,13 @@ class RemoteExpert(nn.Module):
         return self._calls.runtime.call(self._find())
 
     async def _find(self) -> ExpertInfo:
-        calls = self._calls
-        try:
-            async with asyncio.timeout(calls.timeout_s):
-                info = await calls.directory.find(self.grid, self.uid)
-        except TimeoutError as error:
-            raise ExpertError(f"{self.uid} was not found in {calls.timeout_s:g} s") from error
+        info, timeout_s = None, self._calls.timeout_s
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                info = await self._calls.directory.find(self.grid, self.uid)
         if info is None:
-            raise ExpertError(f"no peer hosts {self.uid}: host it, or wait until a peer takes it over")
+            cure = "host it, or wait until a peer takes it over"
+            raise ExpertError(f"no peer hosts {self.uid}, or it was not found in {timeout_s:g} s: {cure}")
         return info
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -213,13 +211,12 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Raise `NoExpertsError` if no expert is live, `ValueError` if inputs do not fit or are not finite."""
-        sequences = self.sequences
-        if inputs.ndim < (3 if sequences else 1) or inputs.shape[-1] != self.dim:
-            wanted = f"(batch, length, {self.dim})" if sequences else f"(..., {self.dim})"
+        if inputs.ndim < (3 if self.sequences else 1) or inputs.shape[-1] != self.dim:
+            wanted = f"(batch, length, {self.dim})" if self.sequences else f"(..., {self.dim})"
             raise ValueError(f"inputs of {self.grid} must be of shape {wanted}, not {tuple(inputs.shape)}")
         if not inputs.numel():
             return inputs
-        sample = inputs.shape[-2:] if sequences else inputs.shape[-1:]
+        sample = inputs.shape[-2:] if self.sequences else inputs.shape[-1:]
         with torch.autocast(inputs.device.type, enabled=False):
             mixed = self._mix(inputs.reshape(-1, *sample).float())
         return mixed.reshape(inputs.shape).to(inputs.dtype)
@@ -231,8 +228,7 @@ class MixtureOfExperts(nn.Module):
         batch = _Batch(self, self._calls, as_floats(inputs_BS))
         self._calls.runtime.call(batch.forward([as_floats(score_BM) for score_BM in scores]))
         self._calls.count(batches=1)
-        device = samples_BS.device
-        call = self._calls.runtime.call
+        device, call = samples_BS.device, self._calls.runtime.call
         outputs_BKS = attach_backward(inputs_BS, batch.outputs_BKS, lambda grads: call(batch.backward(grads)))
         answered_BK = torch.from_numpy(batch.answered_BK).to(device)
         indices_BKG = torch.from_numpy(batch.indices_BKG).to(device)
@@ -299,14 +295,12 @@ class _Batch:
                 if place == len(self.infos):
                     self.infos.append(info)
 
-    def _groups(self, wanted_BK: Mask) -> list[tuple[ExpertInfo, Places, Places]]:
-        """Return each expert's wanted samples: rows, and which choice of a row it is."""
-        found = []
+    def _groups(self, wanted_BK: Mask) -> Iterator[tuple[ExpertInfo, Places, Places]]:
+        """Yield each expert's wanted samples: rows, and which choice of a row it is."""
         for place, info in enumerate(self.infos):
             rows, slots = np.nonzero(wanted_BK & (self.experts_BK == place))
             if len(rows):
-                found.append((info, rows, slots))
-        return found
+                yield info, rows, slots
 
     async def _call(self, rows: Places) -> None:
         calls, grace_s, asked_BK = self._calls, self._layer.grace_s, np.zeros_like(self.answered_BK)
@@ -361,7 +355,7 @@ class _Batch:
         self._calls.count(outliers=int(outliers_BK.sum()))
 
     async def backward(self, grads_BKS: Floats) -> Floats:
-        groups = self._groups(self.answered_BK)  # not rejected outliers
+        groups = [*self._groups(self.answered_BK)]  # not rejected outliers
         if not all_finite(grads_BKS):  # the experts must not receive it, the caller's optimizer may
             self._calls.count(lost_gradients=len(groups))
             return np.full_like(self._inputs_BS, np.nan)

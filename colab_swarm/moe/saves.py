@@ -277,8 +277,8 @@ class ExpertSaves:
             manifest = Manifest.decode(head)
             with self.store.adding(Save.of(manifest, stream.peer, at=self._peers.time())):
                 await asyncio.to_thread(self.store.put, head)
-                places = {manifest.digest(place): place for place in range(manifest.chunks)}
-                lacked = {digest: place for digest, place in places.items() if digest not in self.store}
+                chunks = ((manifest.digest(place), place) for place in range(manifest.chunks))
+                lacked = {digest: place for digest, place in chunks if digest not in self.store}
                 await stream.send(LackedChunks(tuple(lacked.values())))
                 for digest, place in lacked.items():
                     chunk = await receive_chunk(stream, digest, manifest.length(place))
