@@ -48,7 +48,8 @@ CALL_TIMEOUT_S = 60.0  # from a call's opening until its answer is sent
 CLOSE_TIMEOUT_S = 5.0
 MIN_RETRY_S = 0.05
 LONGEST_RETRY_S = 10.0  # also that of a paused host
-UNKNOWN_RETRY_S = 0.5
+LINK_BUSY_RETRY_S = 1.0
+UNKNOWN_BYTE_S = 1e-9  # assumed before the first batch
 NEWEST = 0.2  # weight of the newest batch in the mean cost of a byte
 SHOWN_CHARS = 80
 Answer: TypeAlias = list[Buffer]  # the encoded parts of the tensor for the caller
@@ -140,9 +141,10 @@ class ExpertCalls:
         total = sum(weights.values())
         with self._lock:
             if total:
-                known = {*self._shares, *weights}
-                parts = {uid: weights.get(uid, 0.0) / total for uid in known}
-                shares = {u: DECAY * self._shares.get(u, 0.0) + (1 - DECAY) * parts[u] for u in known}
+                shares = {
+                    uid: DECAY * self._shares.get(uid, 0.0) + (1 - DECAY) * weights.get(uid, 0.0) / total
+                    for uid in {*self._shares, *weights}
+                }
                 self._shares = {uid: share for uid, share in shares.items() if share >= FORGOTTEN}
             return len(self._shares.keys() - weights.keys())
 
@@ -200,7 +202,7 @@ class ExpertCalls:
                     await asyncio.gather(sending, return_exceptions=True)
         except (PeerError, ValueError) as error:
             busy = isinstance(error, CallRefused) and error.code == "busy"
-            retry_s = UNKNOWN_RETRY_S if busy else getattr(error, "retry_s", None)
+            retry_s = LINK_BUSY_RETRY_S if busy else getattr(error, "retry_s", None)
             raise ExpertError(f"{where}: {error}", retry_s=retry_s) from error
 
     async def _send(self, stream: Stream, tensors: Sequence[Floats]) -> None:
@@ -268,7 +270,7 @@ class Batching:
         self._queues: dict[Key, deque[Call]] = {}
         self._inside: dict[Call, None] = {}
         self._held = Counter[bytes]()  # bytes by caller
-        self._byte_s: float | None = None  # to compute a byte of a call, mean of the last batches
+        self._byte_s = UNKNOWN_BYTE_S  # to compute a byte of a call, mean of the last batches
 
     def admit(self, call: Call) -> float | None:
         """Reserve memory for a call; return None, or the seconds to wait before a retry.
@@ -283,8 +285,6 @@ class Batching:
             raise ValueError(f"a call of {call.size_bytes / 2**20:.4g} MiB: {most}; split it")
         free = limits.max_held_bytes - self._held.total() - call.size_bytes
         if free < 0 or (self._held[caller] and self._held[caller] + call.size_bytes > free):
-            if self._byte_s is None:
-                return UNKNOWN_RETRY_S
             return min(max(MIN_RETRY_S, self._held.total() * self._byte_s), LONGEST_RETRY_S)
         self._inside[call] = None
         self._held[caller] += call.size_bytes
@@ -323,9 +323,7 @@ class Batching:
         return batch
 
     def measured(self, size_bytes: int, seconds: float) -> None:
-        byte_s = seconds / size_bytes
-        last = byte_s if self._byte_s is None else self._byte_s
-        self._byte_s = last + NEWEST * (byte_s - last)
+        self._byte_s += NEWEST * (seconds / size_bytes - self._byte_s)
 
     def queued(self, uid: str) -> int:
         return sum(call.samples for key, queue in self._queues.items() if key.uid == uid for call in queue)

@@ -279,10 +279,9 @@ class HostPlan:
     takeover_s: float = 20.0  # between two checks for experts whose hosts died
 
     def __post_init__(self) -> None:
-        if not 0 <= self.copies <= MAX_HOLDERS or self.spare < 0:
-            raise ValueError(f"copies={self.copies}, spare={self.spare}: give 0 to {MAX_HOLDERS}, 0 or more")
-        if (shortest := min(self.save_s, self.takeover_s)) <= 0:
-            raise ValueError(f"{shortest:g} s: the times of a host must be above 0")
+        if not 0 <= self.copies <= MAX_HOLDERS or self.spare < 0 or min(self.save_s, self.takeover_s) <= 0:
+            given = f"copies={self.copies}, spare={self.spare}, save_s={self.save_s}, takeover_s={self.takeover_s}"
+            raise ValueError(f"{given}: give 0 to {MAX_HOLDERS}, 0 or more, and times above 0")
 
 
 def plan_host(

@@ -233,18 +233,14 @@ class MixtureOfExperts(nn.Module):
         answered_BK = torch.from_numpy(batch.answered_BK).to(device)
         indices_BKG = torch.from_numpy(batch.indices_BKG).to(device)
         weights_BK = mixing_weights(priorities(scores, indices_BKG), answered_BK)
-        self._balance(batch, weights_BK)
+        answered = weights_BK[answered_BK]
+        places = torch.from_numpy(batch.experts_BK[batch.answered_BK]).to(device)
+        importance_E = answered.new_zeros(len(batch.infos)).index_add(0, places, answered)
+        used = zip((info.uid for info in batch.infos), importance_E.tolist(), strict=True)
+        self.balance_loss = balance_loss(importance_E, self._calls.on_batch(dict(used)))
         ones = (1,) * (samples_BS.ndim - 1)
         mixed_BS = (outputs_BKS.to(device) * weights_BK.reshape(*weights_BK.shape, *ones)).sum(1)
         return torch.where(answered_BK.any(1).reshape(-1, *ones), mixed_BS, samples_BS)
-
-    def _balance(self, batch: "_Batch", weights_BK: Tensor) -> None:
-        weights = weights_BK[torch.from_numpy(batch.answered_BK).to(weights_BK.device)]
-        places = torch.from_numpy(batch.experts_BK[batch.answered_BK]).to(weights.device)
-        importance_E = weights.new_zeros(len(batch.infos)).index_add(0, places, weights)
-        used = zip((info.uid for info in batch.infos), importance_E.tolist(), strict=True)
-        idle = self._calls.on_batch(dict(used))
-        self.balance_loss = balance_loss(importance_E, idle)
 
 
 class _Batch:

@@ -44,13 +44,10 @@ class TrainerResult:
     dropped: int = 0  # gradients that were not finite and not applied
     seconds: float = 0.0  # since `fit` started
 
-    @property
-    def samples_per_s(self) -> float:
-        return self.samples / self.seconds if self.seconds else 0.0
-
     def __str__(self) -> str:
+        samples_per_s = self.samples / self.seconds if self.seconds else 0.0
         return (
-            f"{self.updates} updates · loss {self.loss:.4g} · {self.samples_per_s:.3g} samples/s · "
+            f"{self.updates} updates · loss {self.loss:.4g} · {samples_per_s:.3g} samples/s · "
             f"staleness {self.mean_staleness:.1f} · {self.retries} retries · {self.dropped} dropped"
         )
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from colab_swarm.errors import CallRefused, ExpertError
 from colab_swarm.events import EventLog
 from colab_swarm.moe.calls import (
+    LINK_BUSY_RETRY_S,
     PART_BYTES,
-    UNKNOWN_RETRY_S,
     ExpertServer,
     ForwardExpert,
     Part,
@@ -123,7 +123,7 @@ async def test_a_link_that_takes_no_more_streams_is_busy_too() -> None:
         first = await alice.stream(bob.id, ForwardExpert("ffn.0", 1, (4,), "float32"), timeout_s=5)
         with pytest.raises(ExpertError, match="1 streams are open") as caught:
             await calls_of(alice).attempt(ForwardExpert, info(bob.contact), [INPUTS])
-        assert caught.value.retry_s == UNKNOWN_RETRY_S
+        assert caught.value.retry_s == LINK_BUSY_RETRY_S
         first.reset()
 
 
