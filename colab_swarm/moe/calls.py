@@ -102,11 +102,9 @@ class MixtureStatistics:
 class ExpertCalls:
     """Calls experts on any peer; a layer and its deep copies share one, and with it their statistics.
 
-    A busy expert is called again after the delay that its host requests. Each outcome is reported
-    to the directory. ``timeout_s`` is for finding experts, and again for calling one, dialling and
-    retries included. ``codec`` compresses activations and gradients, both ways. Warning: onebit and
-    topk have no error feedback here, so the lost values never arrive. Train with them from the
-    start, or use int8.
+    A busy expert is called again after the delay that its host requests. ``timeout_s`` is for
+    finding experts, and again for calling one, dialling and retries included. Warning: the codecs
+    onebit and topk have no error feedback here. Train with them from the start, or use int8.
     """
 
     def __init__(

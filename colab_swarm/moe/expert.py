@@ -1,14 +1,9 @@
 """One expert: a module with its own optimizer and step counter, the experts that ship, and how many fit a host.
 
 Forward has no side effect. Backward computes forward again, as gradient checkpointing does, and
-takes an optimizer step at once: gradients are stale by the calls of others in between
-(Learning@home, section 3.2). A batch merged from several callers is one step, on the sum of their
-gradients. Avoid `BatchNorm` and dropout: batch statistics are those of all merged calls, and
-dropout draws another mask at backward than at forward.
-
-Each expert keeps its parameters, buffers and optimizer state. Needed once: one expert's gradients,
-a copy of its state while it is saved, and the activations of the largest batch. One expert's first
-step is measured.
+takes an optimizer step at once (Learning@home, section 3.2). A batch merged from several callers is
+one step, on the sum of their gradients. Avoid `BatchNorm` and dropout: batch statistics are those
+of all merged calls, and dropout draws another mask at backward than at forward.
 """
 
 import math

@@ -1,11 +1,9 @@
 """Names of experts on a grid ``prefix.u_0.….u_(d-1)``, their records in the DHT, and the beam search for the best.
 
 Records. The prefixes of one length, and the experts themselves, are counted row by row; `PAGE`
-neighbours share one key. Under it each host stores one signed record. In a page of experts it names
-the host's addresses and all its experts there. In a page of prefixes it names only those that lead
-to live experts, and two hosts per prefix are enough. So the size of a key is bounded, whatever the
-number of peers, and a search reads few keys. To claim a vacant place, a peer announces it with the
-step `CLAIMED`.
+neighbours share one key. Under it each host stores one signed record: its addresses and experts,
+or, in a page of prefixes, those that lead to live experts; two hosts per prefix are enough. So the
+size of a key is bounded, and a search reads few keys. `CLAIMED` is the step of a claimed place.
 
 Search. It is SelectExperts of Learning@home (section 3.1, Algorithm 1) for a whole batch. Below a
 prefix that has not been looked up, everything counts as live. The search returns the unknown

@@ -2,10 +2,8 @@
 
 A host starts with the experts whose saves are on its disk, then those that other peers saved and no
 peer hosts, then vacant names. Later, if memory is left, it takes over experts whose hosts died,
-each from the newest save of any owner that is complete and fits. A host that stops withdraws its
-experts first, so that no peer calls them.
-
-An expert's share of the work is the growth of its announced step over the last minute.
+each from the newest save of any owner that is complete and fits. An expert's share of the work is
+the growth of its announced step over the last minute.
 """
 
 import asyncio

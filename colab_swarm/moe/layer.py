@@ -1,11 +1,8 @@
 """A torch layer whose experts run on other peers (Learning@home, sections 3.1 and 3.2).
 
 Samples are grouped: one call per expert and direction, all in parallel. The weights are
-renormalised over the answers. A sample without an answer is tried once more with other experts,
-then passes unchanged: the experts that ship are residual. In backward a failed expert counts as
-zero gradient for its part, and the gating still gets its gradient.
-
-Do not scale the loss (`GradScaler`): experts step on the gradients they receive.
+renormalised over the answers. Do not scale the loss (`GradScaler`): experts step on the gradients
+they receive.
 
 Shapes: B samples, K chosen experts, G dimensions of the grid, E experts that answered, M indices of
 a dimension, S the shape of a sample, D values of a sample.

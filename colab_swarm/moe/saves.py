@@ -1,11 +1,9 @@
 """Saves of experts: each is on its host's disk and at a few other peers, the *holders*.
 
 A save is a state in chunks (`colab_swarm.tensors.chunks`); its manifest is a chunk too, whose hash
-names the whole save. Chunks are named by their hash, so saves share equal ones. Every read is
-checked, so writes are not synced: a chunk that a power cut damaged is fetched from a holder.
-
-A holder receives the manifest, answers with the chunks that it lacks, and gets those: a save with
-few changes costs little. It keeps the newest two saves per expert and owner, for a day.
+names the whole save. Every read is checked, so writes are not synced. A holder receives the
+manifest, answers with the chunks that it lacks, and gets those. It keeps the newest two saves per
+expert and owner, for a day.
 
 The owner's signed record names its newest save, and before it the last one that as many peers hold
 as should. So after the loss of the host and all holders but one, only the steps since the last save

@@ -4,10 +4,9 @@ Format. The tensors of a state lie in one blob, each at a multiple of 64 bytes. 
 they are. The blob is cut into chunks, and a `Manifest` has the BLAKE3 hash of each. The manifest's
 own hash is the *root*, which names the whole state.
 
-Fetching. One worker per donor takes chunks from a common queue, so a fast donor sends more. A
-request has one chunk at first, then twice as many after each quick answer. A chunk is accepted by
-its hash and length only: a donor that lies, stalls or vanishes costs the chunks in flight, which
-the others send again.
+Fetching. One worker per donor takes chunks from a common queue, so a fast donor sends more, and
+asks for twice as many after each quick answer. A chunk is accepted by its hash and length only: a
+donor that lies, stalls or vanishes costs the chunks in flight, which the others send again.
 """
 
 import asyncio

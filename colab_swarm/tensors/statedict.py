@@ -7,11 +7,9 @@ exactly one entry, which stand for what JSON cannot express:
 
     {"tensor": name}   {"bytes": base64}   {"tuple": [item, …]}   {"dict": [[key, value], …]}
 
-Both may come from a stranger: `unflatten` checks all of it before use.
-
-A file is in the safetensors format. Its metadata hold the skeleton and a SHA-256 over tensors and
-skeleton. This
-module does not import torch: a relay keeps checkpoints without it.
+Both may come from a stranger: `unflatten` checks all of it before use. A file is in the safetensors
+format; its metadata hold the skeleton and a SHA-256 over tensors and skeleton. This module does not
+import torch: a relay keeps checkpoints without it.
 """
 
 import base64
