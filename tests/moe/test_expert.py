@@ -17,6 +17,7 @@ from colab_swarm.moe.expert import (
     TransformerBlock,
     measure,
 )
+from tests.moe.local import Function
 
 ADAM = ExpertRule(
     partial(torch.optim.Adam, lr=0.01),
@@ -100,34 +101,15 @@ def test_a_state_of_another_kind_is_refused(spoil: Any) -> None:
         one.load_state_dict(state)
 
 
-class Detached(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.detach()
-
-
-class Constant(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight.expand_as(x)
-
-
-class Pair(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, x
-
-
 @pytest.mark.parametrize(
     ("module", "why"),
     [
         (nn.Linear(4, 3), "became torch.float32 of shape \\(2, 3\\)"),
         (nn.Linear(5, 5), "on a batch of shape \\(2, 4\\)"),
         (nn.Linear(4, 4).double(), "dtype"),
-        (Pair(), "became tuple"),
-        (Detached(), "does not require grad"),
-        (Constant(), "do not depend on its inputs"),
+        (Function(lambda x: (x, x)), "became tuple"),
+        (Function(lambda x: x.detach()), "does not require grad"),
+        (Function(torch.ones(4, requires_grad=True).expand_as), "do not depend on its inputs"),
     ],
 )
 def test_a_module_that_cannot_be_an_expert_is_refused_at_once(module: nn.Module, why: str) -> None:
