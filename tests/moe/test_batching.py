@@ -106,14 +106,6 @@ def test_an_empty_server_takes_a_call_as_large_as_a_batch(batching: Batching) ->
     assert batching.admit(pending("bob", size_bytes=80)) is None
 
 
-def test_a_cancelled_call_is_not_computed(batching: Batching) -> None:
-    calls = [pending(at=at) for at in range(3)]
-    enqueue(batching, *calls)
-    batching.leave(calls[1])
-    assert batching.queued("ffn.0") == 2
-    assert batching.take() == [calls[0], calls[2]] and batching.queued("ffn.0") == 0
-
-
 def test_a_busy_answer_says_how_long_the_admitted_calls_will_take(batching: Batching) -> None:
     enqueue(batching, *(pending(name, 5, size_bytes=40) for name in "abc"))
     more = pending(size_bytes=40)

@@ -189,18 +189,15 @@ def test_a_collaborative_optimizer_steps_when_the_swarm_s_batch_is_full() -> Non
         assert optimizer.global_step == 5 and square(model, torch.cat(batches(20))) < before
 
 
-def test_a_scheduler_fits_into_on_update(model: nn.Linear) -> None:
+def test_a_scheduler_fits_into_on_update_and_progress_is_printed(
+    model: nn.Linear, capsys: pytest.CaptureFixture[str]
+) -> None:
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    trainer = AsyncTrainer(model, square, optimizer, **QUIET, on_update=lambda _: scheduler.step())
+    trainer = AsyncTrainer(model, square, optimizer, on_update=lambda _: scheduler.step())
     trainer.fit(batches(3))
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 / 8)
-    assert "3 updates" in repr(trainer)
-
-
-def test_progress_is_printed_in_one_line(model: nn.Linear, capsys: pytest.CaptureFixture[str]) -> None:
-    AsyncTrainer(model, square, sgd(model), concurrency=2).fit(batches(3))
-    assert "3 updates · loss" in capsys.readouterr().out
+    assert "3 updates" in repr(trainer) and "3 updates · loss" in capsys.readouterr().out
 
 
 def test_a_concurrency_of_zero_is_refused(model: nn.Linear) -> None:

@@ -75,13 +75,9 @@ async def test_a_failed_expert_is_left_out_and_one_of_a_dead_host_is_dead(run: R
     assert seen.live == () and seen.dead == (first, second)
 
 
-async def test_a_closed_watch_says_so_and_reads_nothing(run: Run) -> None:
-    watch, _ = watch_of(await run.join("alice"))
-    watch.close()
-    assert watch.snapshot().over
-
-
-async def test_a_failed_listing_is_reported(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_listing_is_reported_and_a_closed_watch_reads_nothing(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watch, directory = watch_of(await run.join("alice"))
 
     async def fails(grid: object) -> None:
@@ -89,3 +85,5 @@ async def test_a_failed_listing_is_reported(run: Run, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(directory, "live", fails)
     assert "no way" in (await look(watch, 1.0)).fault
+    watch.close()
+    assert watch.snapshot().over
