@@ -89,17 +89,15 @@ def test_tensors_of_an_optimizer_state_have_readable_names() -> None:
 def test_paths_that_look_alike_get_different_names() -> None:
     state = {0: torch.zeros(1), "0": torch.ones(1), "a/b": torch.zeros(2), "a": {"b": torch.ones(2)}}
     named, skeleton = flatten(state)
-    assert len(named) == 4
-    assert same(unflatten(named, skeleton), state)
+    assert len(named) == 4 and same(unflatten(named, skeleton), state)
 
 
 def test_tied_weights_are_sent_once_and_stay_tied() -> None:
     weight = torch.arange(6.0)
     tied = OrderedDict(embedding=weight.view(2, 3), decoder=weight.view(2, 3), row=weight[:3])
     named, skeleton = flatten(tied)
-    assert set(named) == {"embedding", "row"}
     state = unflatten(named, skeleton)
-    assert state["embedding"] is state["decoder"]
+    assert set(named) == {"embedding", "row"} and state["embedding"] is state["decoder"]
 
 
 def test_a_state_that_only_pickle_could_save_is_refused_with_its_place() -> None:
