@@ -1,4 +1,4 @@
-"""The one background thread and its event loop, the gate that pauses it, free memory.
+"""The one background thread and its event loop, the gate that pauses it, the device thread, free memory.
 
 A task on Jupyter's own loop gets no time while a cell is busy, so all coroutines of the package run
 on a thread of their own. All threads are daemons, because a non-daemon thread makes a kernel
@@ -11,10 +11,11 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
@@ -168,6 +169,54 @@ def wait_interruptibly(
                 return future.result()
             if meanwhile is not None and (work := meanwhile()) is not None:
                 work()
+
+
+class DeviceThread(Executor):
+    """Runs functions one after the other; errors go to the caller's future.
+
+    One thread owns the accelerator, so that two threads never call one module, such as an expert.
+    The daemon thread starts with the first function. In a simulation, the event loop of
+    `colab_swarm.sim` runs the functions itself.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Queue a function; raises RuntimeError after `shutdown`."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the device thread was shut down: it accepts no more work")
+            self._tasks.put((future, lambda: fn(*args, **kwargs)))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="colab-swarm-device", daemon=True)
+                self._thread.start()
+        return future
+
+    def run(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self, function)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Accept no more functions; queued ones still run in any case. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._tasks.put(None)
+        if wait and self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            future, function = task
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except BaseException as error:  # even SystemExit: the thread must survive a user's module
+                    future.set_exception(error)
+            del task, future, function  # do not hold arrays while waiting for the next task
 
 
 def free_ram_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int | None:

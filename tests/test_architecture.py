@@ -34,7 +34,7 @@ PLAIN_HTTP = {"workunits.web", "workunits.client", "notebook.page", "swarm.class
 """Pages for browsers; volunteers without links to peers."""
 MODULES = sorted(ROOT.rglob("*.py"))
 MOST = {
-    "": (591, 54, 66),
+    "": (624, 55, 71),
     "averaging": (1609, 39, 187),
     "backbone": (453, 15, 51),
     "bench": (2629, 36, 272),

@@ -54,12 +54,11 @@ from colab_swarm.bench.harness import (
 from colab_swarm.bench.link import contact, start_node, where
 from colab_swarm.dht.service import DHT, DHTSettings, RunServices
 from colab_swarm.events import EventLog
-from colab_swarm.moe.calls import ExpertCalls
+from colab_swarm.moe.calls import ExpertCalls, ExpertServer
 from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.expert import BatchLimits, Expert, ExpertRule, FeedForward, TransformerBlock, free_bytes
 from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.moe.layer import Gating, mixing_weights, priorities
-from colab_swarm.moe.server import ExpertServer
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Contact
 from colab_swarm.runtime import Runtime

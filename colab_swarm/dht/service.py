@@ -34,7 +34,7 @@ from colab_swarm.dht.records import (
 from colab_swarm.dht.routing import Lookup, Patience, RoutingTable, distance
 from colab_swarm.errors import CallRefused, PeerError
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.net.peers import MAX_ADDRESSES, Contact, M, Message, PeerId, Peers, R, Refusal, Role, short
+from colab_swarm.net.peers import MAX_ADDRESSES, Contact, Message, PeerId, Peers, R, Refusal, Role, short
 from colab_swarm.runtime import PauseGate
 
 __all__ = ["DHT", "DHTSettings", "Found", "Reading", "is_sound", "key_id"]
@@ -165,9 +165,9 @@ class DHT:
         """Store a value under this peer's own subkey, signed; return how many peers hold it."""
         return await self.store(key, value, subkey=self._peers.id, ttl_s=ttl_s, signed=True)
 
-    async def published(self, key: str, kind: type[M]) -> dict[PeerId, M]:
+    async def published(self, key: str, kind: type[T]) -> dict[PeerId, T]:
         """Return the valid records that peers published, and learn the ``addresses`` in them."""
-        records: dict[PeerId, M] = {}
+        records: dict[PeerId, T] = {}
         for subkey, found in (await self.get(key)).items():
             try:
                 record = msgspec.convert(found.value, kind, strict=False)

@@ -2,8 +2,8 @@
 
 ## The problem
 
-A layer larger than any machine is spread over many. Peers with a GPU or idle cores host some of its *experts*. For each
-input a trainer finds the best live experts, across slow links and without a central list.
+A layer larger than any machine is spread over many. Peers host some of its *experts*. For each input a trainer finds
+the best live experts, across slow links and without a central list.
 
     input x --gating--> a score for every index of every dimension of a grid      expert ffn.3.7
        |                        |                                                       ^
@@ -24,7 +24,7 @@ input a trainer finds the best live experts, across slow links and without a cen
 | `Part(busy_s)` | stream | values of a tensor; or: busy, call again in so many seconds |
 | `GridRecord` | DHT, signed by the host | its experts in a page of the grid, addresses; prefixes that lead to experts |
 | `KeepSave`, `LackedChunks`, `StateChunk` | stream | storing a save at another peer |
-| `FetchSave`; `HolderRecord`, `SaveRecord`, `SavedIndices` | stream; DHT | finding and fetching saves |
+| `FetchSave`; contacts of holders, `SaveRecord`, indices of saved experts | stream; DHT | finding and fetching saves |
 
 A call is one stream. The trainer keeps its end open until the answer arrives; a broken stream cancels the call.
 
@@ -36,32 +36,16 @@ A call is one stream. The trainer keeps its end open until the answer arrives; a
 
     trainer  unknown prefix --looked up--> cached for 30 s --call--> answered, or banned for 5, 10 … 300 s
 
-- **Places.** If several hosts claim a place, the first claim wins. The grid bounds the size of each DHT key, whatever
-  the number of peers.
-- **Batching.** Calls of one expert, direction and shape are merged. The one that has waited longest comes first. A
-  caller may hold at most as much memory as is still free. One thread owns the accelerator.
-- **Staleness.** An expert steps at once on each backward call; gradients are stale by the calls in between.
-- **Saves** are on the host's disk and at two other peers, in chunks named by their hash: only changes are sent.
-
-## Times
-
-| what | value |
-|---|---|
-| life of an announcement | 60 s |
-| life of a cached look-up; of an empty one | 30 s; 3 s |
-| wait for answers beyond `k_min` (`grace_s`) | 5 s |
-| longest call at the host | 60 s |
-| between two saves; between two checks for dead hosts | 60 s; 20 s |
-| life of a save that is not renewed | a day |
-
-See `MixtureOfExperts`, `HostPlan`, `DirectorySettings` and `BatchLimits`.
+If several hosts claim a place, the first claim wins. Calls of one expert, direction and shape are merged; one thread
+owns the accelerator. An expert steps at once on each backward call, so gradients are stale by the calls in between.
+Saves are on the host's disk and at two other peers, in chunks named by their hash: only changes are sent.
 
 ## Failures
 
 An expert that is late, silent or answers invalid values is left out, and the weights of the others are renormalised. A
-sample without an answer is tried once more with other experts, then passes unchanged (the experts that ship are
-residual). In backward a failed expert counts as zero gradient for its part. If no expert of the grid is live,
-the layer raises `NoExpertsError`. A host that dies loses the steps since its last save.
+sample without an answer is tried once more with other experts, then passes unchanged. In backward a failed expert
+counts as zero gradient for its part. If no expert of the grid is live, the layer raises `NoExpertsError`. A host that
+dies loses the steps since its last save.
 
 **Security.** Messages and saves come from strangers: shapes, sizes and hashes are checked, nothing is pickled. A host
 could send wrong finite values: `reject_outliers=5` drops answers far from the median of three or more. A host can read
@@ -77,10 +61,9 @@ its inputs: do not send it secrets.
                             torch.optim.Adam(model.parameters()))
     trainer.fit(batches)                                                             # many batches in flight
 
-Add `0.01 * layer.balance_loss` to your loss to spread the work over the experts. Use autocast with bfloat16 and no
-`GradScaler`: experts step on the gradients they receive. Avoid dropout and `BatchNorm` in experts: each call is
-computed twice, at forward and at backward. In a shell: `colab-swarm experts INVITATION ffn --grid 16x16 --dim 512`.
-Tutorials 05 and 06 show both sides; `swarm.experts_panel` shows who hosts which expert and how much each is used.
+Add `0.01 * layer.balance_loss` to your loss to spread the work. Use autocast with bfloat16 and no `GradScaler`: experts
+step on the gradients they receive. In a shell: `colab-swarm experts INVITATION ffn --grid 16x16 --dim 512`. Tutorials
+05 and 06 show both sides. See `MixtureOfExperts`, `HostPlan`, `DirectorySettings` and `BatchLimits` for all settings.
 
 ## Paper and modules
 
@@ -92,11 +75,8 @@ Ryabinin and Gusev, *Towards Crowdsourced Training of Large Neural Networks usin
 | 3.1, equation 1: the layer; 3.2: gating; load balance | `layer`, `calls` |
 | 3.1: the grid; algorithm 1, SelectExperts: beam search | `grid`, `directory` |
 | 3.1, 4.2: asynchronous training | `trainer` |
-| 3.2: experts with their own optimizers; batching at the host | `expert`, `server` |
+| 3.2: experts with their own optimizers; batching at the host | `expert`, `calls` |
 | checkpoints in the swarm; hosting and takeover | `saves`, `host` |
-
-The search is optimistic: a prefix that was not looked up counts as live. So in a well-filled grid all look-ups are one
-wait instead of one per dimension.
 
 ## Measured
 

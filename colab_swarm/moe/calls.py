@@ -1,31 +1,59 @@
-"""Calls of experts on other peers. Every fault of a peer is an `ExpertError` that names the expert.
+"""Calls of experts, at the caller and at the host. Every fault of a peer is an `ExpertError` that names the expert.
 
 A call is one stream. The caller sends its tensors in parts (backward: inputs, then gradients) and
 keeps its end open until the answer arrives: a stream that ends or breaks earlier cancels the call.
-The host answers with one tensor of the same shape, with one part that says it is busy, or with a
-refusal.
+The answer is one tensor of the same shape, one part that says the host is busy, or a refusal.
+
+The host merges calls of any trainers into batches. The event loop receives and sends parts. The
+device thread decodes, checks, computes and encodes. Between them are `Batching`, under a lock, and
+one short task for the thread per call: it computes the next batch, whichever call that contains.
+
+The key whose oldest call has waited longest comes first. Merging is oldest first and skips no call.
+A caller that has calls here may hold at most as much as is still free (the dynamic threshold of
+Choudhury and Hahne, 1998): one caller alone gets half of the memory, two get a third each.
 """
 
 import asyncio
+import contextlib
+import logging
+import math
+import statistics
 import threading
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from colab_swarm.errors import CallRefused, ExpertError, PeerError
+from colab_swarm.errors import CallRefused, ExpertError, PeerError, PeerLost
+from colab_swarm.events import EventLog, Fault
 from colab_swarm.moe.directory import Directory
-from colab_swarm.moe.grid import ExpertInfo, Grid
-from colab_swarm.net.peers import Message, Peers, Stream, StreamEnded, short
-from colab_swarm.runtime import Runner
+from colab_swarm.moe.expert import ANY_LENGTH, BatchLimits, Expert
+from colab_swarm.moe.grid import ExpertInfo
+from colab_swarm.net.peers import Message, Peers, Refusal, Role, Stream, StreamEnded, short
+from colab_swarm.runtime import DeviceThread, PauseGate, Runner
 from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Buffer, Codec, Floats, all_finite, codec_of
 
+logger = logging.getLogger(__name__)
 PART_BYTES = 120 << 10
-LINK_BUSY_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
 DECAY = 0.99  # of an expert's share, per batch without it
 FORGOTTEN = 1e-4  # an expert with less was not used for about a thousand batches: it is dropped
+LAST = 200  # calls of an expert that are remembered
+CALL_TIMEOUT_S = 60.0  # from a call's opening until its answer is sent
+CLOSE_TIMEOUT_S = 5.0
+MIN_RETRY_S = 0.05
+LONGEST_RETRY_S = 10.0  # also that of a paused host
+LINK_BUSY_RETRY_S = 1.0
+UNKNOWN_BYTE_S = 1e-9  # assumed before the first batch
+NEWEST = 0.2  # weight of the newest batch in the mean cost of a byte
+SHOWN_CHARS = 80
+Answer: TypeAlias = list[Buffer]  # the encoded parts of the tensor for the caller
+Outcome: TypeAlias = Answer | BaseException
 
 
 class ForwardExpert(Message, frozen=True):
@@ -69,18 +97,14 @@ class MixtureStatistics:
     lost_gradients: int = 0  # backward calls that failed: the part of that expert counted as zero
     unanswered: int = 0  # samples without any answer, which passed unchanged
     outliers: int = 0  # answers for single samples that were too far from the others
-    sent_bytes: int = 0  # of activations and gradients, as encoded
-    received_bytes: int = 0
 
 
 class ExpertCalls:
     """Calls experts on any peer; a layer and its deep copies share one, and with it their statistics.
 
-    A busy expert is called again after the delay that its host requests. Each outcome is reported
-    to the directory. ``timeout_s`` is for finding experts, and again for calling one, dialling and
-    retries included. ``codec`` compresses activations and gradients, both ways. Warning: onebit and
-    topk have no error feedback here, so the lost values never arrive. Train with them from the
-    start, or use int8.
+    A busy expert is called again after the delay that its host requests. ``timeout_s`` is for
+    finding experts, and again for calling one, dialling and retries included. Warning: the codecs
+    onebit and topk have no error feedback here. Train with them from the start, or use int8.
     """
 
     def __init__(
@@ -115,10 +139,11 @@ class ExpertCalls:
         total = sum(weights.values())
         with self._lock:
             if total:
-                shares = {uid: DECAY * share for uid, share in self._shares.items()}
-                for uid, weight in weights.items():
-                    shares[uid] = shares.get(uid, 0.0) + (1 - DECAY) * weight / total
-                self._shares = {u: share for u, share in shares.items() if share >= FORGOTTEN or u in weights}
+                shares = {
+                    uid: DECAY * self._shares.get(uid, 0.0) + (1 - DECAY) * weights.get(uid, 0.0) / total
+                    for uid in {*self._shares, *weights}
+                }
+                self._shares = {uid: share for uid, share in shares.items() if share >= FORGOTTEN}
             return len(self._shares.keys() - weights.keys())
 
     def shares(self) -> dict[str, float]:
@@ -126,17 +151,6 @@ class ExpertCalls:
         with self._lock:
             total = sum(self._shares.values())
             return {uid: share / total for uid, share in sorted(self._shares.items())}
-
-    async def find(self, grid: Grid, uid: str) -> ExpertInfo:
-        """Return the expert's host, shape and step; raise `ExpertError` if no host was found in time."""
-        try:
-            async with asyncio.timeout(self.timeout_s):
-                info = await self.directory.find(grid, uid)
-        except TimeoutError as error:
-            raise ExpertError(f"{uid} was not found in {self.timeout_s:g} s") from error
-        if info is None:
-            raise ExpertError(f"no peer hosts {uid}: host it, or wait until a peer takes it over")
-        return info
 
     async def forward(self, info: ExpertInfo, inputs: Floats) -> Floats:
         """Return outputs for ``inputs`` (n, *shape); raise `ExpertError` if late, not finite or of another shape."""
@@ -185,17 +199,15 @@ class ExpertCalls:
                     sending.cancel()
                     await asyncio.gather(sending, return_exceptions=True)
         except (PeerError, ValueError) as error:
-            how = {ExpertError: "", CallRefused: " refused:"}.get(type(error), " failed:")
             busy = isinstance(error, CallRefused) and error.code == "busy"
             retry_s = LINK_BUSY_RETRY_S if busy else getattr(error, "retry_s", None)
-            raise ExpertError(f"{where}{how} {error}", retry_s=retry_s) from error
+            raise ExpertError(f"{where}: {error}", retry_s=retry_s) from error
 
     async def _send(self, stream: Stream, tensors: Sequence[Floats]) -> None:
         try:
             for tensor in tensors:
                 for part in encoded(np.ascontiguousarray(tensor, np.float32), self._codec):
                     await stream.send(Part(), part)
-                    self.count(sent_bytes=memoryview(part).nbytes)
         except ValueError as error:  # from the codec: ends the wait for the answer
             stream.reset(str(error))
 
@@ -206,11 +218,357 @@ class ExpertCalls:
                 part, payload = await stream.receive(Part)
             except StreamEnded as error:
                 raise ExpertError(f"sent {span.start} of {numel} values") from error
-            self.count(received_bytes=len(payload))
             if part.busy_s is not None:
                 retry_s = max(0.0, min(MAX_RETRY_S, part.busy_s))  # in this order, NaN becomes the maximum
-                raise ExpertError(f"is busy: call again in {retry_s:.2g} s", retry_s=retry_s)
+                raise ExpertError(f"busy: call again in {retry_s:.2g} s", retry_s=retry_s)
             values[span] = self._codec.decode(payload, span.stop - span.start)
             if not all_finite(values[span]):
                 raise ExpertError("sent values that are not finite")
         return values
+
+
+class Key(NamedTuple):
+    """What calls must have in common to be merged."""
+
+    uid: str
+    backward: bool
+    shape: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of some samples and the future that its handler awaits."""
+
+    key: Key
+    caller: bytes
+    samples: int
+    size_bytes: int  # of the samples
+    arrived_at: float  # monotonic seconds
+    codec: Codec
+    answer: asyncio.Future[Answer]
+    parts: list[memoryview] = field(default_factory=list)  # as received
+
+    def decode_into(self, tensors: Sequence[Floats]) -> None:
+        """Decode the parts and free them; raise `ValueError` for one that is no tensor or not finite."""
+        parts = iter(self.parts)
+        for tensor in tensors:
+            flat = tensor.reshape(-1)
+            for span in spans(flat.size, self.codec):
+                flat[span] = self.codec.decode(next(parts), span.stop - span.start)
+                if not all_finite(flat[span]):
+                    raise ValueError("your tensors hold values that are not finite")
+        self.parts.clear()
+
+
+class Batching:
+    """The calls at one device: a queue of waiting ones per `Key`, and the memory of all."""
+
+    def __init__(self, limits: BatchLimits) -> None:
+        self.limits = limits
+        self._queues: dict[Key, deque[Call]] = {}
+        self._inside: dict[Call, None] = {}
+        self._held = Counter[bytes]()  # bytes by caller
+        self._byte_s = UNKNOWN_BYTE_S  # to compute a byte of a call, mean of the last batches
+
+    def admit(self, call: Call) -> float | None:
+        """Reserve memory for a call; return None, or the seconds to wait before a retry.
+
+        Raises `ValueError` if the call is empty, or has more bytes than any batch.
+        """
+        limits, caller = self.limits, call.caller
+        if call.samples < 1:
+            raise ValueError(f"a call of {call.samples} samples: send at least one")
+        if call.size_bytes > limits.max_batch_bytes:
+            most = f"this host takes {limits.max_batch_bytes / 2**20:.4g} MiB at once"
+            raise ValueError(f"a call of {call.size_bytes / 2**20:.4g} MiB: {most}; split it")
+        free = limits.max_held_bytes - self._held.total() - call.size_bytes
+        if free < 0 or (self._held[caller] and self._held[caller] + call.size_bytes > free):
+            return min(max(MIN_RETRY_S, self._held.total() * self._byte_s), LONGEST_RETRY_S)
+        self._inside[call] = None
+        self._held[caller] += call.size_bytes
+        return None
+
+    def enqueue(self, call: Call) -> None:
+        """Queue an admitted call that was received completely."""
+        self._queues.setdefault(call.key, deque()).append(call)
+
+    def leave(self, call: Call) -> None:
+        """Free the memory of a call that is answered or cancelled. Idempotent."""
+        if call not in self._inside:
+            return
+        del self._inside[call]
+        self._held -= Counter({call.caller: call.size_bytes})
+        if call in (queue := self._queues.get(call.key, deque())):
+            queue.remove(call)
+            if not queue:
+                del self._queues[call.key]
+
+    def take(self) -> list[Call]:
+        """Return the next batch; empty if no call waits."""
+        if not self._queues:
+            return []
+        key = min(self._queues, key=lambda key: self._queues[key][0].arrived_at)
+        queue = self._queues[key]
+        batch = [queue.popleft()]
+        samples, size_bytes = batch[0].samples, batch[0].size_bytes
+        while queue:
+            samples, size_bytes = samples + queue[0].samples, size_bytes + queue[0].size_bytes
+            if samples > self.limits.max_batch_size or size_bytes > self.limits.max_batch_bytes:
+                break
+            batch.append(queue.popleft())
+        if not queue:
+            del self._queues[key]
+        return batch
+
+    def measured(self, size_bytes: int, seconds: float) -> None:
+        self._byte_s += NEWEST * (seconds / size_bytes - self._byte_s)
+
+    def queued(self, uid: str) -> int:
+        return sum(call.samples for key, queue in self._queues.items() if key.uid == uid for call in queue)
+
+
+def compute(expert: Expert, calls: Sequence[Call]) -> list[tuple[Call, Outcome]]:
+    """Compute calls of one key as one batch; return the answer or the error of each."""
+    samples = sum(call.samples for call in calls)
+    key = calls[0].key
+    stacks = [np.empty((samples, *key.shape), np.float32) for _ in range(1 + key.backward)]
+    answers: list[tuple[Call, Outcome]] = []
+    valid: list[Call] = []
+    row = 0
+    for call in calls:
+        try:
+            call.decode_into([stack[row : row + call.samples] for stack in stacks])
+        except ValueError as error:
+            answers.append((call, Refusal(str(error))))
+        else:
+            valid.append(call)
+            row += call.samples
+    if valid:
+        tensors = [torch.from_numpy(stack[:row]) for stack in stacks]
+        function = expert.backward if key.backward else expert.forward
+        answers += zip(valid, _outcomes(function, valid, tensors), strict=True)
+    return answers
+
+
+def _outcomes(
+    function: Callable[..., Tensor], calls: Sequence[Call], tensors: Sequence[Tensor]
+) -> list[Outcome]:
+    """Return answers in the order of the calls; bad data of one call fail only that call.
+
+    A backward that failed for another reason may have taken its step: it is not retried.
+    """
+    sizes = [call.samples for call in calls]
+    try:
+        outputs = function(*tensors)
+    except Exception as error:  # the user's module may raise anything: the server reports it
+        bad_data = isinstance(error, FloatingPointError)
+        if len(calls) == 1 or not (bad_data or len(tensors) == 1):
+            return [Refusal(str(error)) if bad_data else error] * len(calls)
+        parts = zip(calls, *(torch.split(tensor, sizes) for tensor in tensors), strict=True)
+        return [outcome for call, *own in parts for outcome in _outcomes(function, [call], own)]
+    return list(map(_encoded, calls, torch.split(outputs, sizes)))
+
+
+def _encoded(call: Call, outputs: Tensor) -> Outcome:
+    try:
+        return list(encoded(outputs.numpy(), call.codec))
+    except ValueError as error:  # not finite: some codecs cannot represent it
+        return Refusal(f"{call.key.uid} answers with {error}")
+
+
+@dataclass(frozen=True)
+class ExpertStatistics:
+    """Counters of one expert since this peer hosts it, and rates of its last `LAST` calls."""
+
+    uid: str  # its name
+    step: int  # optimizer steps in its weights
+    samples: int  # answered, forward and backward
+    calls: int  # answered
+    batch_size: float | None  # mean samples per computed batch; None before the first
+    queued: int  # samples that wait now
+    calls_per_s: float  # of the last calls, until now, forward and backward
+    samples_per_s: float
+    latency_s: float | None  # median of the last calls, from arrival to answer; None before the first
+
+
+class _Served:
+    def __init__(self, expert: Expert) -> None:
+        self.expert = expert
+        self._samples = self._calls = self._batches = 0
+        self._last = deque[tuple[float, float, int]](maxlen=LAST)  # answered at, after so long, samples
+
+    def count(self, batch: Sequence[Call], now: float) -> None:
+        self._batches += bool(batch)
+        self._calls += len(batch)
+        for call in batch:
+            self._samples += call.samples
+            self._last.append((now, now - call.arrived_at, call.samples))
+
+    def statistics(self, queued: int, now: float) -> ExpertStatistics:
+        seconds = max(1e-3, now - self._last[0][0]) if self._last else math.inf
+        return ExpertStatistics(
+            uid=self.expert.uid,
+            step=self.expert.step,
+            samples=self._samples,
+            calls=self._calls,
+            batch_size=self._samples / self._batches if self._batches else None,
+            queued=queued,
+            calls_per_s=len(self._last) / seconds,
+            samples_per_s=sum(samples for _, _, samples in self._last) / seconds,
+            latency_s=statistics.median(took_s for _, took_s, _ in self._last) if self._last else None,
+        )
+
+
+class ExpertServer:
+    """Serves experts to the swarm. One per peer and accelerator; made and used on the event loop.
+
+    ``events`` gets a `Fault` when an expert's own code fails. While ``gate`` is closed new calls
+    get a busy answer, and admitted ones wait. What you run on ``device`` runs between two batches;
+    after `close` it raises RuntimeError.
+    """
+
+    def __init__(
+        self, peers: Peers, events: EventLog, limits: BatchLimits | None = None, gate: PauseGate | None = None
+    ) -> None:
+        self._peers, self._events, self._gate = peers, events, gate or PauseGate()
+        self.device = DeviceThread()
+        self._served: dict[str, _Served] = {}
+        self._lock = threading.Lock()  # of the batching, which loop and thread share
+        self._batching = Batching(limits or BatchLimits())
+        peers.serve_stream(ForwardExpert, self._serve)
+        peers.serve_stream(BackwardExpert, self._serve, role=Role.WORKER)
+
+    def add(self, expert: Expert) -> None:
+        """Start to answer calls of this expert."""
+        self._served[expert.uid] = _Served(expert)
+
+    def remove(self, uid: str) -> Expert:
+        """Refuse calls of this expert, waiting ones too; a batch may still run on `device`."""
+        return self._served.pop(uid).expert
+
+    def statistics(self) -> dict[str, ExpertStatistics]:
+        with self._lock:
+            queued = {uid: self._batching.queued(uid) for uid in self._served}
+        now = asyncio.get_running_loop().time()
+        return {uid: one.statistics(queued[uid], now) for uid, one in self._served.items()}
+
+    async def close(self) -> None:
+        """Refuse waiting calls, finish the running batch, accept no more calls. Idempotent."""
+        self._peers.unserve(ForwardExpert)
+        self._peers.unserve(BackwardExpert)
+        self._served.clear()
+        with contextlib.suppress(TimeoutError, RuntimeError):  # an expert that hangs; closed already
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self.device.run(lambda: None)
+        self.device.shutdown(wait=False)
+
+    async def _serve(self, opening: ForwardExpert, stream: Stream) -> None:
+        call = self._accepted(opening, stream)
+        try:
+            with self._lock:
+                retry_s = LONGEST_RETRY_S if self._gate.closed else self._batching.admit(call)
+            if retry_s is not None:
+                await stream.send(Part(busy_s=retry_s))
+                return
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                await self._receive(call, stream)
+                for part in await self._answered(call, stream):
+                    await stream.send(Part(), part)
+        except TimeoutError as error:
+            raise Refusal(f"the call took over {CALL_TIMEOUT_S:g} s") from error
+        except ValueError as error:
+            raise Refusal(str(error)) from error
+        finally:
+            with self._lock:
+                self._batching.leave(call)
+
+    def _accepted(self, opening: ForwardExpert, stream: Stream) -> Call:
+        uid, shape = opening.uid, opening.shape
+        if uid not in self._served:
+            raise Refusal(f"{uid[:SHOWN_CHARS]} is not hosted here: look it up again")
+        expert = self._served[uid].expert
+        if len(shape) != len(expert.shape) or not all(
+            side > 0 and expected in (side, ANY_LENGTH)
+            for side, expected in zip(shape, expert.shape, strict=True)
+        ):
+            raise Refusal(f"{uid} takes samples of shape {expert.shape}, not {shape!s:.{SHOWN_CHARS}}")
+        try:
+            codec = codec_of(opening.codec[:SHOWN_CHARS])
+        except ValueError as error:
+            raise Refusal(str(error)) from error
+        loop, key = asyncio.get_running_loop(), Key(uid, isinstance(opening, BackwardExpert), shape)
+        size_bytes = (1 + key.backward) * opening.samples * math.prod(shape) * 4
+        return Call(key, stream.peer, opening.samples, size_bytes, loop.time(), codec, loop.create_future())
+
+    async def _receive(self, call: Call, stream: Stream) -> None:
+        numel = call.samples * math.prod(call.key.shape)
+        for _ in range(1 + call.key.backward):
+            for span in spans(numel, call.codec):
+                try:
+                    _, payload = await stream.receive(Part)
+                except StreamEnded as error:
+                    raise PeerLost(f"{short(stream.peer)} cancelled its call") from error
+                expected = call.codec.encoded_bytes(span.stop - span.start)
+                if len(payload) != expected:
+                    raise Refusal(f"received a part of {len(payload)} bytes, expected {expected}")
+                call.parts.append(payload)
+
+    async def _answered(self, call: Call, stream: Stream) -> Answer:
+        if call.key.uid not in self._served:
+            raise _gone(call.key.uid)
+        await self._gate.wait_open()
+        call.arrived_at = asyncio.get_running_loop().time()
+        with self._lock:
+            self._batching.enqueue(call)
+        self.device.run(self._work).add_done_callback(self._deliver)
+        leaving = asyncio.ensure_future(stream.receive(Part))
+        try:
+            await asyncio.wait((call.answer, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not call.answer.done():
+                leaving.result()  # raises if the stream broke or ended
+                raise Refusal("received more parts than the call announced")
+            return call.answer.result()
+        finally:
+            call.answer.cancel()
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+
+    def _work(self) -> list[tuple[Call, Outcome]]:
+        with self._lock:
+            calls = self._batching.take()
+        if not calls:
+            return []
+        key, began = calls[0].key, time.perf_counter()
+        served = self._served.get(key.uid)
+        if served is None:
+            return [(call, _gone(key.uid)) for call in calls]
+        try:
+            answers = compute(served.expert, calls)
+        except BaseException as error:  # SystemExit in a user's module; no memory for the batch
+            return [(call, error) for call in calls]
+        with self._lock:
+            self._batching.measured(sum(call.size_bytes for call in calls), time.perf_counter() - began)
+        return answers
+
+    def _deliver(self, working: asyncio.Future[list[tuple[Call, Outcome]]]) -> None:
+        if working.cancelled():
+            return
+        now, answers = asyncio.get_running_loop().time(), working.result()
+        for call, answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, Refusal):
+                text = f"{type(answer).__name__}: {answer}"
+                logger.error("expert %s failed", call.key.uid, exc_info=answer)
+                self._events.emit(Fault(now, f"expert {call.key.uid}", text))
+                answer = Refusal(f"{call.key.uid} failed: {text}")
+            if call.answer.done():
+                continue  # the caller has gone
+            if isinstance(answer, BaseException):
+                call.answer.set_exception(answer)
+            else:
+                call.answer.set_result(answer)
+        if answers and (served := self._served.get(answers[0][0].key.uid)):
+            served.count([call for call, answer in answers if not isinstance(answer, BaseException)], now)
+
+
+def _gone(uid: str) -> Refusal:
+    return Refusal(f"{uid} is no longer hosted here: look it up again")

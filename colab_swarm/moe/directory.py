@@ -9,9 +9,9 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from functools import partial
 
 import numpy as np
 
@@ -37,31 +37,31 @@ from colab_swarm.moe.grid import (
 from colab_swarm.tensors.codecs import Floats
 
 logger = logging.getLogger(__name__)
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
 MAX_ENTRIES = 10_000
 FIRST_BAN_S, LONGEST_BAN_S = 5.0, 300.0
 WITNESSES = 2  # hosts that announce a prefix; the others stay silent
-EXTRA_WAITS = 3  # rounds of look-ups per search beyond one per dimension; then unknown prefixes count as dead
+EXTRA_WAITS = 3  # rounds of look-ups per search beyond one per dimension; then what is unknown counts as dead
 MAX_GUESSES = 32  # guessed pages that a search reads at once; with more, it reads dimension by dimension
 PAGES_AT_ONCE = 16
 MAX_PAGES = 1024  # pages that a search for vacant places reads
 
 
-class Cache(Generic[K, V]):
-    """Values by key. ``await load(key, old, fresh)`` returns a value and for how many seconds it is valid.
+class Cache:
+    """Listings by page. ``await load(page, old, fresh)`` returns one and for how many seconds it is valid.
 
     ``old`` is the cached value, or None; ``fresh`` is as in `get`.
     """
 
-    def __init__(self, load: Callable[[K, V | None, bool], Awaitable[tuple[V, float]]]) -> None:
+    def __init__(
+        self, load: Callable[[GridPage, Listing | None, bool], Awaitable[tuple[Listing, float]]]
+    ) -> None:
         self._load = load
-        self._entries: dict[K, tuple[V, float, float]] = {}  # value, refreshed from, valid until
-        self._loads: dict[K, asyncio.Task[V]] = {}
+        self._entries: dict[GridPage, tuple[Listing, float, float]] = {}  # value, refreshed from, valid until
+        self._loads: dict[GridPage, asyncio.Task[Listing]] = {}
         self._loop = asyncio.get_running_loop()
         self.loads = 0
 
-    def peek(self, key: K) -> V | None:
+    def peek(self, key: GridPage) -> Listing | None:
         """Return the cached value, or None; after half its life it is refreshed in the background."""
         now = self._loop.time()
         if key not in self._entries or self._entries[key][2] <= now:
@@ -71,7 +71,7 @@ class Cache(Generic[K, V]):
             self._begin(key)
         return value
 
-    async def get(self, keys: Iterable[K], *, fresh: bool = False) -> dict[K, V]:
+    async def get(self, keys: Iterable[GridPage], *, fresh: bool = False) -> dict[GridPage, Listing]:
         """Return the values of all keys, reading missing ones in parallel; ``fresh``: only by reads that start now."""
         cached = {key: None if fresh else self.peek(key) for key in keys}
         reads = {key: self._begin(key, fresh=fresh) for key, value in cached.items() if value is None}
@@ -80,7 +80,7 @@ class Cache(Generic[K, V]):
         found = {key: value for key, value in cached.items() if value is not None}
         return found | dict(zip(reads, read, strict=True))
 
-    def forget(self, key: K) -> None:
+    def forget(self, key: GridPage) -> None:
         self._entries.pop(key, None)
 
     async def close(self) -> None:
@@ -89,13 +89,13 @@ class Cache(Generic[K, V]):
             load.cancel()
         await asyncio.gather(*loads, return_exceptions=True)
 
-    def _begin(self, key: K, *, fresh: bool = False) -> asyncio.Task[V]:
+    def _begin(self, key: GridPage, *, fresh: bool = False) -> asyncio.Task[Listing]:
         if fresh or key not in self._loads:
             self.loads += 1
             self._loads[key] = self._loop.create_task(self._read(key, fresh))
         return self._loads[key]
 
-    async def _read(self, key: K, fresh: bool) -> V:
+    async def _read(self, key: GridPage, fresh: bool) -> Listing:
         old = self._entries.get(key)
         try:
             value, valid_s = await self._load(key, old[0] if old else None, fresh)
@@ -129,7 +129,7 @@ class Directory:
         self._rng, self._run_id = services.rng, services.run_id
         self._now = asyncio.get_running_loop().time
         self._bans = Bans(FIRST_BAN_S, LONGEST_BAN_S)
-        self._cache: Cache[GridPage, Listing] = Cache(self._read)
+        self._cache = Cache(self._read)
         self._mine: dict[Grid, dict[Index, ExpertPlace]] = {}
         self._published: set[GridPage] = set()  # with a record of ours
 
@@ -141,10 +141,9 @@ class Directory:
 
         It renews all other announcements and claims of this peer in the grid.
         """
-        mine = self._mine.setdefault(grid, {})
         for uid, (shape, step) in experts.items():
             self._hold(grid, grid.index(uid), shape, step)
-        await self._publish(grid, mine)
+        await self._publish(grid, self._mine.get(grid, ()))
 
     async def withdraw(self, grid: Grid, uids: Iterable[str]) -> None:
         mine, gone = self._mine.setdefault(grid, {}), {grid.index(uid) for uid in uids}
@@ -172,14 +171,14 @@ class Directory:
     async def rivals(self, grid: Grid, uids: Iterable[str]) -> list[str]:
         """Return this peer's places that another claimed earlier, after a partition or a race: give them up."""
         mine = self._mine.get(grid, {})
-        checked = {index: uid for uid in uids if (index := grid.index(uid)) in mine}
-        pages = dict.fromkeys(GridPage.of(grid, index) for index in checked)
-        listings = await self._cache.get(pages, fresh=True)
+        pages = {uid: GridPage.of(grid, grid.index(uid)) for uid in uids if grid.index(uid) in mine}
+        listings = await self._cache.get(dict.fromkeys(pages.values()), fresh=True)
         lost = []
-        for index, uid in checked.items():
-            place, listing = mine[index], listings[GridPage.of(grid, index)]
-            others = (one for one in listing.live(place.index, self._now()) if one.host.id != self._peers.id)
-            if any(one.claim < (place.claimed_ms, self._peers.id) for one in others):
+        for uid, page in pages.items():
+            place = mine[grid.index(uid)]
+            live = listings[page].live(place.index, self._now())
+            rivals = (one for one in live if one.host.id != self._peers.id)
+            if any(one.claim < (place.claimed_ms, self._peers.id) for one in rivals):
                 lost.append(uid)
         return lost
 
@@ -190,23 +189,19 @@ class Directory:
 
     async def _vacant(self, grid: Grid, count: int, wanted: Collection[str] | None) -> list[Index]:
         places = None if wanted is None else set(map(grid.index, wanted))
-        of_places = {grid.number(place) // PAGE for place in places or ()}
-        numbers: Sequence[int] = range(-(-grid.size // PAGE)) if places is None else sorted(of_places)
+        numbers: Sequence[int] = sorted({grid.number(place) // PAGE for place in places or ()})
+        if places is None:
+            numbers = range(-(-grid.size // PAGE))
         numbers = self._rng.sample(numbers, min(len(numbers), MAX_PAGES))
         chosen: list[Index] = []
-        for begin in range(0, len(numbers), PAGES_AT_ONCE):
-            some = numbers[begin : begin + PAGES_AT_ONCE]
+        while numbers and len(chosen) < count:
+            some, numbers = numbers[:PAGES_AT_ONCE], numbers[PAGES_AT_ONCE:]
             pages = [GridPage(grid, len(grid.sides), number) for number in some]
             for page, listing in (await self._cache.get(pages, fresh=True)).items():
-                for position in self._rng.sample(range(PAGE), PAGE):
-                    index = page.index_at(position)
-                    if index is None or index in self._mine.get(grid, {}):
-                        continue
-                    holders = {one.host.id for one in listing.live(position, self._now())}
-                    if (places is None or index in places) and holders <= {self._peers.id}:
-                        chosen.append(index)
-            if len(chosen) >= count:
-                break
+                free = page.indices(range(PAGE)) - page.indices(listing.taken(self._peers.id, self._now()))
+                free -= self._mine.get(grid, {}).keys()
+                free = free if places is None else free & places
+                chosen += self._rng.sample(sorted(free), len(free))
         return chosen[:count]
 
     async def _publish(self, grid: Grid, places: Iterable[Index]) -> None:
@@ -253,13 +248,13 @@ class Directory:
                 return infos[index]
         return None
 
-    async def live(self, grid: Grid, *, fresh: bool = False) -> list[ExpertInfo]:
-        """Return all experts that can be called, in grid order; ``fresh``: without the cache."""
+    async def live(self, grid: Grid) -> list[ExpertInfo]:
+        """Return all experts that can be called, in grid order."""
         indices: list[Index] = [()]
         listings: dict[GridPage, Listing] = {}
         for _ in grid.sides:
             pages = dict.fromkeys(page for prefix in indices for page in GridPage.below(grid, prefix))
-            listings = await self._cache.get(pages, fresh=fresh)
+            listings = await self._cache.get(pages)
             masks = {prefix: self._mask(grid, prefix, listings) for prefix in indices}
             indices = [(*prefix, int(j)) for prefix in indices for j in np.flatnonzero(masks[prefix])]
         return list(self._infos(grid, indices, listings).values())
@@ -289,28 +284,27 @@ class Directory:
         self, grid: Grid, scores: Sequence[Floats], k: int
     ) -> tuple[list[list[Index]], dict[GridPage, Listing]]:
         known: dict[GridPage, Listing] = {}
-        patient = True
-
-        def children(prefix: Index) -> Mask | None:
-            for page in GridPage.below(grid, prefix):
-                listing = known.get(page) or self._cache.peek(page)
-                if listing is None:
-                    return None if patient else np.zeros(grid.sides[len(prefix)], np.bool_)
-                known[page] = listing
-            return self._mask(grid, prefix, known)
+        found: list[list[Index]] = []
 
         for _ in range(len(grid.sides) + EXTRA_WAITS):
-            found, unknown = beam_search(scores, k, children)
+            found, unknown = beam_search(scores, k, partial(self._children, grid, known))
             if not unknown:
-                return found, known
+                break
             below = dict.fromkeys(page for prefix in unknown for page in GridPage.below(grid, prefix))
             pages = [page for page in below if page not in known]
             if len(pages) > MAX_GUESSES:
                 depth = min(page.depth for page in pages)  # known to be live, the others are guesses
                 pages = [page for page in pages if page.depth == depth]
             known |= await self._cache.get(pages)
-        patient = False
-        return beam_search(scores, k, children)[0], known
+        return found, known
+
+    def _children(self, grid: Grid, known: dict[GridPage, Listing], prefix: Index) -> Mask | None:
+        for page in GridPage.below(grid, prefix):
+            listing = known.get(page) or self._cache.peek(page)
+            if listing is None:
+                return None
+            known[page] = listing
+        return self._mask(grid, prefix, known)
 
     def _mask(self, grid: Grid, prefix: Index, listings: Mapping[GridPage, Listing]) -> Mask:
         side, now = grid.sides[len(prefix)], self._now()
@@ -323,8 +317,8 @@ class Directory:
     ) -> dict[Index, ExpertInfo]:
         infos: dict[Index, ExpertInfo] = {}
         for index in indices:
-            listing, position = listings[GridPage.of(grid, index)], grid.number(index) % PAGE
-            if (info := listing.usable(position, self._now(), self._bans)) is not None:
+            listing, position = listings.get(GridPage.of(grid, index)), grid.number(index) % PAGE
+            if listing and (info := listing.usable(position, self._now(), self._bans)):
                 infos[index] = info
                 self._peers.learn(info.host)
         return infos

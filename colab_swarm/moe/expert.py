@@ -1,18 +1,12 @@
 """One expert: a module with its own optimizer and step counter, the experts that ship, and how many fit a host.
 
 Forward has no side effect. Backward computes forward again, as gradient checkpointing does, and
-takes an optimizer step at once: gradients are stale by the calls of others in between
-(Learning@home, section 3.2). A batch merged from several callers is one step, on the sum of their
-gradients. Avoid `BatchNorm` and dropout: batch statistics are those of all merged calls, and
-dropout draws another mask at backward than at forward.
-
-Each expert keeps its parameters, buffers and optimizer state. Needed once: one expert's gradients,
-a copy of its state while it is saved, and the activations of the largest batch. One expert's first
-step is measured.
+takes an optimizer step at once (Learning@home, section 3.2). A batch merged from several callers is
+one step, on the sum of their gradients. Avoid `BatchNorm` and dropout: batch statistics are those
+of all merged calls, and dropout draws another mask at backward than at forward.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,21 +22,21 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.errors import StateError
 from colab_swarm.markup import settings, size
-from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.saves import MAX_HOLDERS
+from colab_swarm.moe.grid import MAX_HOLDERS, Grid
 from colab_swarm.runtime import free_ram_bytes
-from colab_swarm.tensors.device import accelerator
 from colab_swarm.tensors.statedict import flatten, unflatten
 
 ANY_LENGTH = -1
-DRY_RUN_SAMPLES = 2  # batch statistics of a single sample are an error
-DRY_RUN_LENGTH = 3
 USABLE = 0.8  # share of the free memory to use: fragmentation and other programs take the rest
 UNKNOWN_FREE_BYTES = 2 << 30
 USUAL_LENGTH = 128  # assumed for samples of any length
-MEASURED_SAMPLES = 2
+MEASURED_SAMPLES = 2  # batch statistics of a single sample are an error
 FILLED = 0.75  # share of the experts that fit to host at first; the rest is for experts of dead hosts
 MOST = 256  # experts per host: with more, their calls would queue
+
+
+def accelerator() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class FeedForward(nn.Module):
@@ -105,22 +99,18 @@ class Expert:
     """A module that learns from its callers. After construction only the device thread may use it.
 
     ``module`` maps (n, *sample) to the same shape, float32; -1 in ``sample``: any length. It is
-    moved to the accelerator, if there is one. Raises `ValueError` if a dry run shows that it cannot
-    be an expert of such samples.
+    moved to the accelerator, if there is one.
     """
 
     def __init__(self, uid: str, module: nn.Module, rule: ExpertRule, sample: tuple[int, ...]) -> None:
         self.uid, self.shape, self.step = uid, tuple(sample), 0
         self._rule, self._device = rule, accelerator()
         self._module = module.to(self._device)
-        self._dry_run()
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         # torch refuses an optimizer without parameters
-        self._optimizer = rule.optimizer(self._parameters) if self._parameters else None
-        self._scheduler = rule.scheduler(self._optimizer) if rule.scheduler and self._optimizer else None
-
-    def __repr__(self) -> str:
-        return f"Expert({self.uid}, {type(self._module).__name__}, samples {self.shape}, step {self.step})"
+        optimizer = rule.optimizer(self._parameters) if self._parameters else None
+        scheduler = rule.scheduler(optimizer) if rule.scheduler and optimizer else None
+        self._learning: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler}
 
     @torch.no_grad()
     def forward(self, inputs: Tensor) -> Tensor:
@@ -137,7 +127,8 @@ class Expert:
             with torch.enable_grad():
                 outputs, buffers = self._call(inputs)
                 torch.autograd.backward(outputs, grads.to(self._device))
-            assert inputs.grad is not None  # the dry run saw one
+            if inputs.grad is None:
+                raise ValueError(f"{self.uid}: its outputs do not depend on its inputs")
             norm = clip_grad_norm_(self._parameters, self._rule.max_grad_norm or math.inf)
             changes_are_finite = all(  # a constant mask may hold infinities
                 bool((buffers[name].isfinite() | (buffers[name] == old)).all())
@@ -148,10 +139,8 @@ class Expert:
             with torch.no_grad():
                 for name, buffer in self._module.named_buffers():
                     buffer.copy_(buffers[name])
-            if self._optimizer:
-                self._optimizer.step()
-            if self._scheduler:
-                self._scheduler.step()
+            for part in filter(None, self._learning.values()):
+                part.step()
             self.step += 1
         finally:
             for parameter in self._parameters:
@@ -162,8 +151,7 @@ class Expert:
         """Return the state; its tensors are the expert's own, not copies."""
         return {
             "module": self._module.state_dict(),
-            "optimizer": self._optimizer.state_dict() if self._optimizer else None,
-            "scheduler": self._scheduler.state_dict() if self._scheduler else None,
+            **{key: part and part.state_dict() for key, part in self._learning.items()},
             "step": self.step,
         }
 
@@ -171,12 +159,12 @@ class Expert:
         """Continue from a `state_dict`; after a `StateError` do not use this expert: it is half changed."""
         try:
             self._module.load_state_dict(state["module"])
-            for part, key in ((self._optimizer, "optimizer"), (self._scheduler, "scheduler")):
+            for key, part in self._learning.items():
                 if part is not None:
                     part.load_state_dict(state[key])
             self.step = int(state["step"])
         except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise StateError(f"this state does not fit {self!r}: {error}") from error
+            raise StateError(f"this state does not fit {self.uid}: {error}") from error
 
     def _call(self, inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the module's outputs and its new buffers; the module keeps the old ones."""
@@ -189,19 +177,6 @@ class Expert:
             raise ValueError(f"{self.uid}: {inputs.dtype} of shape {tuple(inputs.shape)} became {found}")
         return outputs, buffers
 
-    def _dry_run(self) -> None:
-        shape = [DRY_RUN_SAMPLES, *(DRY_RUN_LENGTH if side == ANY_LENGTH else side for side in self.shape)]
-        inputs = torch.linspace(-1, 1, math.prod(shape), device=self._device).reshape(shape)
-        wanted = "an expert maps (n, *sample) to the same shape, float32, and has gradients"
-        try:
-            with torch.enable_grad():
-                outputs, _ = self._call(inputs.requires_grad_())
-                (gradient,) = torch.autograd.grad(outputs.sum(), inputs, allow_unused=True)
-        except Exception as error:  # the user's code may raise anything
-            raise ValueError(f"{self.uid} failed on a batch of shape {shape}: {error}; {wanted}") from error
-        if gradient is None:
-            raise ValueError(f"{self.uid}: its outputs do not depend on its inputs; {wanted}")
-
 
 def _to_cpu(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu").contiguous()
@@ -211,8 +186,7 @@ def _to_cpu(tensor: Tensor) -> Tensor:
 class ExpertModel:
     """Memory that experts of one kind need, in bytes, and the structure of their state."""
 
-    module: int  # parameters and buffers of one expert
-    optimizer: int  # optimizer state of one expert
+    each: int  # weights, buffers and optimizer state of one expert
     gradients: int  # of one expert
     sample: int  # activations that the backward pass keeps per sample
     state_bytes: int = 0  # upper bound of a save's size
@@ -221,25 +195,26 @@ class ExpertModel:
 
     def experts_that_fit(self, free_bytes: int, *, max_batch_size: int) -> tuple[int, str]:
         """Return how many experts a host with so much free memory takes, 0 to `MOST`, and the arithmetic."""
-        each = self.module + self.optimizer
-        once = self.gradients + each + max_batch_size * self.sample
-        fit = min(MOST, max(0, int((USABLE * free_bytes - once) // max(1, each))))
+        once = self.gradients + self.each + max_batch_size * self.sample
+        fit = min(MOST, max(0, int((USABLE * free_bytes - once) // max(1, self.each))))
         return fit, (
             f"{USABLE:.0%} of {size(free_bytes)} free, less {size(once)} to compute a batch of {max_batch_size:,}, "
-            f"divided by {size(each)} an expert (weights {size(self.module)}, optimizer {size(self.optimizer)})"
+            f"divided by {size(self.each)} an expert"
         )
 
 
-def measure(make_expert: Callable[[], nn.Module], rule: ExpertRule, sample: Sequence[int]) -> ExpertModel:
-    """Build one expert, let it take a step, and measure its memory.
+def _usual(sample: Sequence[int]) -> tuple[int, ...]:
+    return tuple(USUAL_LENGTH if side == ANY_LENGTH else side for side in sample)
+
+
+def measure(module: nn.Module, rule: ExpertRule, sample: Sequence[int]) -> ExpertModel:
+    """Let an expert take a step, and measure its memory.
 
     Raises `ValueError` if it cannot be an expert of such samples, `TypeError` if its state cannot
     be saved.
     """
-    module = make_expert()
     expert = Expert("the expert", module, rule, tuple(sample))
-    parameters = [*module.parameters()]
-    known = {tensor.data_ptr() for tensor in (*parameters, *module.buffers())}
+    known = {tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers())}
     activations: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -247,17 +222,18 @@ def measure(make_expert: Callable[[], nn.Module], rule: ExpertRule, sample: Sequ
             activations[tensor.data_ptr()] = max(tensor.nbytes, activations.get(tensor.data_ptr(), 0))
         return tensor
 
-    shape = (MEASURED_SAMPLES, *(USUAL_LENGTH if side == ANY_LENGTH else side for side in sample))
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        expert.backward(torch.rand(shape), torch.rand(shape))
+    shape = MEASURED_SAMPLES, *_usual(sample)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            expert.backward(torch.rand(shape), torch.rand(shape))
+    except Exception as error:  # the user's code may raise anything
+        wanted = "an expert maps (n, *sample) to the same shape, float32, and has gradients"
+        text = f"{type(module).__name__} failed on a batch of shape {shape}: {error}; {wanted}"
+        raise ValueError(text) from error
     tensors, skeleton = flatten(expert.state_dict())  # raises now if the state cannot be saved
-    sizes = Counter[str]()
-    for name, tensor in tensors.items():
-        sizes[name.partition("/")[0]] += tensor.nbytes
     return ExpertModel(
-        module=sizes["module"],
-        optimizer=sizes["optimizer"],
-        gradients=sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
+        each=sum(tensor.nbytes for tensor in tensors.values()),
+        gradients=sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad),
         sample=(sum(activations.values()) + 4 * 4 * math.prod(shape)) // MEASURED_SAMPLES,
         state_bytes=sum(64 + tensor.nbytes for tensor in tensors.values()),
         state=unflatten({name: tensor.to("meta") for name, tensor in tensors.items()}, skeleton),
@@ -280,10 +256,6 @@ class BatchLimits:
     max_batch_bytes: int = 128 << 20  # of a batch's tensors as float32, and so of a call's
     max_held_bytes: int = 512 << 20  # of all admitted calls together
 
-    def __post_init__(self) -> None:
-        if self.max_batch_size < 1 or not 0 < self.max_batch_bytes <= self.max_held_bytes:
-            raise ValueError(f"{self}: the memory for all calls must hold a batch of a sample or more")
-
 
 @dataclass(frozen=True)
 class HostPlan:
@@ -302,10 +274,9 @@ class HostPlan:
     takeover_s: float = 20.0  # between two checks for experts whose hosts died
 
     def __post_init__(self) -> None:
-        if not 0 <= self.copies <= MAX_HOLDERS or self.spare < 0:
-            raise ValueError(f"copies={self.copies}, spare={self.spare}: give 0 to {MAX_HOLDERS}, 0 or more")
-        if (shortest := min(self.save_s, self.takeover_s)) <= 0:
-            raise ValueError(f"{shortest:g} s: the times of a host must be above 0")
+        if not 0 <= self.copies <= MAX_HOLDERS or self.spare < 0 or min(self.save_s, self.takeover_s) <= 0:
+            given = f"copies={self.copies}, spare={self.spare}, save_s={self.save_s}, takeover_s={self.takeover_s}"
+            raise ValueError(f"{given}: give 0 to {MAX_HOLDERS}, 0 or more, and times above 0")
 
 
 def plan_host(
@@ -324,42 +295,30 @@ def plan_host(
     module cannot be an expert, none fits, or ``count`` is not usable; `TypeError` if its state
     cannot be saved.
     """
-    uids, rule = _names(grid, count), rule or ADAM
-    shape = _sample_of(make_expert) if sample is None else tuple(sample)
-    plan = HostPlan(grid, make_expert, rule, shape, measure(make_expert, rule, shape), uids=uids, **settings)
-    sample_bytes = 4 * math.prod(USUAL_LENGTH if side == ANY_LENGTH else side for side in shape)
+    module, rule = make_expert(), rule or ADAM
+    shape = getattr(module, "sample", None) if sample is None else sample
+    if not isinstance(shape, Sequence):
+        name = type(module).__name__
+        raise ValueError(f"unknown samples of {name}. Say sample=(512,), or sample=(-1, 512) for any length")
+    model = measure(module, rule, shape)
+    plan = HostPlan(grid, make_expert, rule, tuple(shape), model, **settings)
     limits = BatchLimits()
-    batch_size = min(limits.max_batch_size, max(1, limits.max_batch_bytes // sample_bytes))
-    fit, why = plan.model.experts_that_fit(free_bytes(), max_batch_size=batch_size)
+    most = max(1, limits.max_batch_bytes // (4 * math.prod(_usual(shape))))
+    batch_size = min(limits.max_batch_size, most)
+    fit, why = model.experts_that_fit(free_bytes(), max_batch_size=batch_size)
     fit = min(fit, grid.size)
     why = f"{fit} of {grid} fit: {why}"
-    if uids is not None:
-        return replace(plan, count=len(uids), capacity=len(uids), arithmetic=why)
+    if isinstance(count, Sequence):
+        uids = tuple(dict.fromkeys(map(grid.uid, map(grid.index, count))))
+        return replace(plan, count=len(uids), capacity=len(uids), uids=uids, arithmetic=why)
     if count is None and not fit:
         raise ValueError(f"{why}. Use smaller experts, or give count=1 to try")
-    number = min(count, grid.size) if isinstance(count, int) else max(1, int(FILLED * fit))
+    number = max(1, int(FILLED * fit)) if count is None else min(count, grid.size)
+    if number < 1:
+        raise ValueError(f"count={count}: host at least one expert")
     capacity = max(number, min(number + plan.spare, fit))
     why = f"hosting {number} experts, and up to {capacity} when other hosts die; {why}"
     return replace(plan, count=number, capacity=capacity, arithmetic=why)
-
-
-def _names(grid: Grid, count: int | Sequence[str] | None) -> tuple[str, ...] | None:
-    if isinstance(count, int) and count < 1:
-        raise ValueError(f"count={count}: host at least one expert")
-    if count is None or isinstance(count, int):
-        return None
-    for uid in count:
-        grid.index(uid)
-    return tuple(dict.fromkeys(count))
-
-
-def _sample_of(make_expert: Callable[[], nn.Module]) -> tuple[int, ...]:
-    module = make_expert()
-    sample = getattr(module, "sample", None)
-    if not isinstance(sample, tuple):
-        name = type(module).__name__
-        raise ValueError(f"unknown samples of {name}. Say sample=(512,), or sample=(-1, 512) for any length")
-    return sample
 
 
 def check_fit(found: Any, model: Any, path: str = "") -> None:

@@ -1,11 +1,9 @@
 """Names of experts on a grid ``prefix.u_0.….u_(d-1)``, their records in the DHT, and the beam search for the best.
 
 Records. The prefixes of one length, and the experts themselves, are counted row by row; `PAGE`
-neighbours share one key. Under it each host stores one signed record. In a page of experts it names
-the host's addresses and all its experts there. In a page of prefixes it names only those that lead
-to live experts, and two hosts per prefix are enough. So the size of a key is bounded, whatever the
-number of peers, and a search reads few keys. To claim a vacant place, a peer announces it with the
-step `CLAIMED`.
+neighbours share one key. Under it each host stores one signed record: its addresses and experts,
+or, in a page of prefixes, those that lead to live experts; two hosts per prefix are enough. So the
+size of a key is bounded, and a search reads few keys. `CLAIMED` is the step of a claimed place.
 
 Search. It is SelectExperts of Learning@home (section 3.1, Algorithm 1) for a whole batch. Below a
 prefix that has not been looked up, everything counts as live. The search returns the unknown
@@ -37,6 +35,7 @@ _Doubles: TypeAlias = npt.NDArray[np.float64]
 MAX_DIMENSIONS = 4
 MAX_SIDE = 4096
 MAX_NAME_CHARS = 128
+MAX_HOLDERS = 8  # of the saves of an expert
 _HUGE = 1e300
 _NONE = -1  # stands for no prefix where a beam is not full
 _PREFIX = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z_-][A-Za-z0-9_-]*)*")
@@ -45,11 +44,7 @@ MAX_ADDRESS_CHARS = 256  # of all addresses in a record: 256 hosts must fit unde
 Bans: TypeAlias = LeftOut[tuple[str, bytes]]  # experts that failed this peer, by name and host
 CLAIMED = -1  # the step of a place that its host does not serve yet
 
-Position: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=PAGE)]
-Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
-Step: TypeAlias = Annotated[int, msgspec.Meta(ge=CLAIMED, le=1 << 62)]
 Length: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
-Shape: TypeAlias = Annotated[tuple[Length, ...], msgspec.Meta(max_length=8)]
 
 
 @dataclass(frozen=True)
@@ -134,6 +129,10 @@ class GridPage(NamedTuple):
         sides, number = self.grid.sides[: self.depth], self.number * PAGE + position
         return tuple(map(int, np.unravel_index(number, sides))) if number < math.prod(sides) else None
 
+    def indices(self, positions: Iterable[int]) -> set[Index]:
+        """Return the experts or prefixes at these positions, without those beyond the grid's end."""
+        return {index for index in map(self.index_at, positions) if index is not None}
+
 
 @dataclass(frozen=True)
 class ExpertInfo:
@@ -155,10 +154,13 @@ class ExpertInfo:
 class ExpertPlace(Message, frozen=True):
     """One expert of a page; in a page of prefixes, one that leads to experts."""
 
-    index: Position  # in its page
-    claimed_ms: Count = 0  # the host's swarm time when it claimed the place, milliseconds
-    step: Step = 0  # optimizer steps in its weights; `CLAIMED`: not served yet
-    shape: Shape = ()  # of one sample; -1: any length
+    index: Annotated[int, msgspec.Meta(ge=0, lt=PAGE)]  # in its page
+    claimed_ms: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = (
+        0  # the host's swarm time when it claimed the place, milliseconds
+    )
+    # optimizer steps in its weights; `CLAIMED`: not served yet
+    step: Annotated[int, msgspec.Meta(ge=CLAIMED, le=1 << 62)] = 0
+    shape: Annotated[tuple[Length, ...], msgspec.Meta(max_length=8)] = ()  # of one sample; -1: any length
 
 
 class GridRecord(Message, frozen=True):
@@ -209,6 +211,11 @@ class Listing:
         self._mask: Mask | None = None
         self._mask_version, self._mask_until = -1, 0.0
 
+    def taken(self, me: PeerId, now: float) -> set[int]:
+        """Return the positions that peers other than ``me`` hold or claim."""
+        others = (held for host, held in self.by_host.items() if host != me)
+        return {position for held in others for position, one in held.items() if one.until > now}
+
     def live(self, position: int, now: float) -> Iterator[ExpertInfo]:
         """Yield the announcements of a position that have not expired, the rightful owner's first."""
         return (one for one in self._by_position.get(position, ()) if one.until > now)
@@ -241,25 +248,25 @@ def beam_search(
     prefix as a mask (M,), read-only; None: not looked up yet.
     """
     clean = [np.nan_to_num(s.astype(np.float64), nan=-_HUGE, posinf=_HUGE, neginf=-_HUGE) for s in scores]
-    barren: set[Index] = set()
-    while True:
-        known_barren, unknown = len(barren), set[Index]()
-        best = _descend(clean, k, children, barren, unknown)
-        if len(barren) == known_barren:
-            return best, sorted(unknown)
+    barren: dict[Index, set[int]] = {}
+    grown = True
+    while grown:
+        grown, unknown, experts, beam_NB = _descend(clean, k, children, barren)
+    return [[experts[u] for u in row if u != _NONE] for row in beam_NB.tolist()], sorted(unknown)
 
 
 def _descend(
-    scores: list[_Doubles],
-    k: int,
-    children: Callable[[Index], Mask | None],
-    barren: set[Index],
-    unknown: set[Index],
-) -> list[list[Index]]:
-    """Walk once from the empty prefix to the experts; add the prefixes that are found barren or unknown."""
-    samples = len(scores[0])
+    scores: list[_Doubles], k: int, children: Callable[[Index], Mask | None], barren: dict[Index, set[int]]
+) -> tuple[bool, set[Index], list[Index], _Ints]:
+    """Walk once from the empty prefix to the experts.
+
+    ``barren`` are the indices below a prefix that have no live child. Return whether more were found,
+    the unknown prefixes, the chosen experts, and each sample's among these, best first.
+    """
+    samples, unknown, grown = len(scores[0]), set[Index](), False
     prefixes: list[Index] = [()]
-    beam_NB, totals_NB = np.zeros((samples, 1), np.int64), np.zeros((samples, 1))
+    beam_NB: _Ints = np.zeros((samples, 1), np.int64)
+    totals_NB = np.zeros((samples, 1))
     for i, scores_NM in enumerate(scores):
         side = scores_NM.shape[1]
         alive_UM = np.zeros((len(prefixes) + 1, side), np.bool_)  # the last, empty row is that of `_NONE`
@@ -268,50 +275,36 @@ def _descend(
             if mask is None:
                 unknown.add(prefix)
             alive_UM[u] = True if mask is None else mask
-        _bury(alive_UM, prefixes, barren)
+            if prefix in barren:
+                alive_UM[u, [*barren[prefix]]] = False
+        for u in np.flatnonzero(~alive_UM[:-1].any(axis=1)).tolist() if i else ():
+            barren.setdefault(prefixes[u][:-1], set()).add(prefixes[u][-1])
+            grown = True
         sums_NBM = np.where(alive_UM[beam_NB], totals_NB[:, :, None] + scores_NM[:, None, :], -np.inf)
-        flat = sums_NBM.reshape(samples, beam_NB.shape[1] * side)
-        chosen = _best(flat, k)
-        if i < len(scores) - 1:  # ties go to the smaller index: the next iteration needs its columns in order
-            chosen = np.sort(np.where(chosen == _NONE, flat.shape[1], chosen), axis=1)
-            chosen[chosen == flat.shape[1]] = _NONE
-        totals_NB = np.where(chosen == _NONE, -np.inf, np.take_along_axis(flat, chosen, axis=1))
-        prefixes, beam_NB = _extend(prefixes, beam_NB, chosen, side)
-    return [[prefixes[u] for u in row if u != _NONE] for row in beam_NB.tolist()]
+        chosen_NB, totals_NB = _best(sums_NBM, beam_NB, k)
+        codes_U, places = np.unique(chosen_NB, return_inverse=True)
+        empty = int((chosen_NB == _NONE).any())  # `_NONE` is the first code, its place -1
+        beam_NB = places.reshape(chosen_NB.shape) - empty
+        prefixes = [(*prefixes[code // side], code % side) for code in codes_U[empty:].tolist()]
+    return grown, unknown, prefixes, beam_NB
 
 
-def _bury(alive_UM: Mask, prefixes: list[Index], barren: set[Index]) -> None:
-    """Mark barren children as dead, then add the prefixes without a live child to the barren ones."""
-    places = {prefix: u for u, prefix in enumerate(prefixes)} if barren else {}
-    for child in barren:
-        if child[:-1] in places:
-            alive_UM[places[child[:-1]], child[-1]] = False
-    barren |= {prefixes[u] for u in np.flatnonzero(~alive_UM[:-1].any(axis=1)) if prefixes[u]}
+def _best(sums_NBM: _Doubles, beam_NB: _Ints, count: int) -> tuple[_Ints, _Doubles]:
+    """Return each sample's ``count`` largest sums, ties by smaller index, and their codes: M * prefix + index.
 
-
-def _best(values: _Doubles, count: int) -> _Ints:
-    """Return the columns of each row's ``count`` largest values, largest first, ties left; `_NONE` for -inf."""
-    rows_total, columns_total = values.shape
+    -inf has the code `_NONE`.
+    """
+    samples, width, side = sums_NBM.shape
+    values = sums_NBM.reshape(samples, width * side)
     worthy = values > -np.inf
-    if columns_total > count:
-        threshold = np.partition(values, columns_total - count, axis=1)[:, columns_total - count]
+    if width * side > count:
+        threshold = np.partition(values, width * side - count, axis=1)[:, width * side - count]
         worthy &= values >= threshold[:, None]
     rows, columns = np.nonzero(worthy)
-    order = np.lexsort((columns, -values[rows, columns], rows))
-    rows, columns = rows[order], columns[order]
+    codes, found = beam_NB[rows, columns // side] * side + columns % side, values[rows, columns]
+    order = np.lexsort((codes, -found, rows))
     rank = np.arange(len(rows)) - np.searchsorted(rows, rows)
-    chosen = np.full((rows_total, count), _NONE, np.int64)
-    kept = rank < count
-    chosen[rows[kept], rank[kept]] = columns[kept]
-    return chosen
-
-
-def _extend(prefixes: list[Index], beam_NB: _Ints, chosen: _Ints, side: int) -> tuple[list[Index], _Ints]:
-    """Return the chosen prefixes, one index longer: the different ones in order, and each sample's positions."""
-    parents = np.take_along_axis(beam_NB, np.maximum(chosen, 0) // side, axis=1)
-    codes = np.where(chosen == _NONE, _NONE, parents * side + chosen % side)
-    unique, beam = np.unique(codes, return_inverse=True)
-    beam = beam.reshape(codes.shape)
-    if len(unique) and unique[0] == _NONE:
-        unique, beam = unique[1:], beam - 1
-    return [(*prefixes[code // side], code % side) for code in unique.tolist()], beam
+    order, rank = order[rank < count], rank[rank < count]
+    chosen, largest = np.full((samples, count), _NONE, np.int64), np.full((samples, count), -np.inf)
+    chosen[rows[order], rank], largest[rows[order], rank] = codes[order], found[order]
+    return chosen, largest

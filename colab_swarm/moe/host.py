@@ -2,17 +2,15 @@
 
 A host starts with the experts whose saves are on its disk, then those that other peers saved and no
 peer hosts, then vacant names. Later, if memory is left, it takes over experts whose hosts died,
-each from the newest save of any owner that is complete and fits. A host that stops withdraws its
-experts first, so that no peer calls them.
-
-An expert's share of the work is the growth of its announced step over the last minute.
+each from the newest save of any owner that is complete and fits. An expert's share of the work is
+the growth of its announced step over the last minute.
 """
 
 import asyncio
 import logging
 import tempfile
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,14 +21,13 @@ from torch import nn
 from colab_swarm.dht.service import BackgroundTasks, RunServices
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import ExpertHosted, ExpertLost, Fault
-from colab_swarm.moe.calls import ExpertCalls
+from colab_swarm.moe.calls import ExpertCalls, ExpertServer, ExpertStatistics
 from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.expert import Expert, HostPlan, check_fit, plan_host
 from colab_swarm.moe.grid import ExpertInfo, Grid
 from colab_swarm.moe.layer import MixtureOfExperts, RemoteExpert
-from colab_swarm.moe.saves import ExpertSaves, HolderRecord, ReplicaStore, SavePlace
-from colab_swarm.moe.server import ExpertServer, ExpertStatistics
-from colab_swarm.net.peers import PeerId, Peers, short
+from colab_swarm.moe.saves import ExpertSaves, ReplicaStore, SavePlace
+from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import Runner
 from colab_swarm.tensors.chunks import Snapshot, pack, unpack
 
@@ -40,9 +37,7 @@ FAREWELL_S = 60.0  # to send the last saves to other peers when a host stops
 ANNOUNCEMENTS = 3  # in the life of a record
 LIST_EVERY_S = 10.0
 LIST_TIMEOUT_S = 60.0
-MOST_UNCACHED = 4096  # grids with up to so many places are read without the cache
 SHARE_LISTINGS = 7  # listings that shares are computed from: a minute
-Statistics = Mapping[str, ExpertStatistics]
 REST = 3  # upkeep that took long pauses this many times as long, to leave a slow uplink to calls
 
 
@@ -66,22 +61,6 @@ class HostResources:
         await self.saves.stop()
         if self._temporary is not None:
             await asyncio.to_thread(self._temporary.cleanup)
-
-
-@dataclass(frozen=True)
-class HostedExpert:
-    uid: str  # its name
-    step: int  # optimizer steps in its weights
-    saved_step: int | None  # steps in its last save; None: not saved yet
-    copies: int  # other peers that have that save
-
-
-@dataclass(frozen=True)
-class HostSnapshot:
-    grid: str  # of its experts
-    experts: tuple[HostedExpert, ...]  # in the order of their names
-    kept_bytes: int  # saves that this peer keeps for others
-    fault: str | None  # why the last save of an expert failed; None if none did
 
 
 class ExpertHost:
@@ -108,17 +87,6 @@ class ExpertHost:
     def statistics(self) -> dict[str, ExpertStatistics]:
         served = self._runtime.call(_on_loop(self._server.statistics))
         return {uid: served[uid] for uid in self.uids if uid in served}
-
-    def snapshot(self) -> HostSnapshot:
-        """Return the host's state. Thread-safe."""
-        experts = sorted(dict(self.experts).items())
-        saves = [self._saves.results.get(uid) for uid, _ in experts]
-        hosted = tuple(
-            HostedExpert(uid, expert.step, save.step if save else None, len(save.holders) if save else 0)
-            for (uid, expert), save in zip(experts, saves, strict=True)
-        )
-        fault = next((save.fault for save in saves if save and save.fault), None)
-        return HostSnapshot(str(self.grid), hosted, self._saves.store.kept_bytes, fault)
 
     def panel(self) -> Any:
         """Return a live view of all experts of the grid: widgets in a notebook, text elsewhere."""
@@ -159,7 +127,6 @@ class ExpertHost:
     async def start(self) -> None:
         """Host the requested experts, as far as their names are vacant."""
         plan = self.plan
-        await self._saves.start()
         # claims are announced, too
         self._tasks.every(self._directory.settings.ttl_s / ANNOUNCEMENTS, self._announce, rest=REST)
         try:
@@ -201,19 +168,17 @@ class ExpertHost:
 
     async def _take(self, count: int, uids: Iterable[str] | None) -> None:
         """Host more experts, up to ``count``; None: any that the plan allows."""
-        grid, wanted = self.grid, self.plan.uids if uids is None else uids
-        if wanted is not None:
-            allowed = set(wanted if self.plan.uids is None else self.plan.uids) - self.experts.keys()
-            wanted = sorted(filter(grid.contains, allowed.intersection(wanted)))
-            if not wanted:
-                return
-        claimed = await self._directory.claim(grid, count - len(self.experts), wanted=wanted)
+        given = [set(some) for some in (uids, self.plan.uids) if some is not None]
+        wanted = set.intersection(*given) - self.experts.keys() if given else None
+        if wanted == set():
+            return
+        claimed = await self._directory.claim(self.grid, count - len(self.experts), wanted=wanted)
         try:
             claims = await asyncio.gather(*map(self._saves.claims, claimed))
             for uid, saves in zip(claimed, claims, strict=True):
                 await self._open(uid, saves)
         finally:
-            await self._directory.withdraw(grid, set(claimed) - self.experts.keys())
+            await self._directory.withdraw(self.grid, set(claimed) - self.experts.keys())
             if claimed:
                 await self._announce()
 
@@ -253,16 +218,15 @@ class ExpertHost:
         return await self._server.device.run(lambda: self._build(uid, state))
 
     async def _announce(self) -> None:
-        grid = self.grid
-        rivals = await self._directory.rivals(grid, [*self.experts])
+        rivals = await self._directory.rivals(self.grid, [*self.experts])
         lost = [uid for uid in rivals if self.experts.pop(uid, None)]
         for uid in lost:
             self._server.remove(uid)
             self._services.events.emit(ExpertLost(_now(), uid, "another peer claimed it earlier"))
         if lost:
-            await self._directory.withdraw(grid, lost)
+            await self._directory.withdraw(self.grid, lost)
         experts = {uid: (expert.shape, expert.step) for uid, expert in self.experts.items()}
-        await self._directory.announce(grid, experts)
+        await self._directory.announce(self.grid, experts)
 
     async def save_changed(self) -> None:
         """Save the experts that changed or lost holders, and publish which experts have saves."""
@@ -273,10 +237,10 @@ class ExpertHost:
             if saved := self._here() | {*filter(self.grid.contains, self._saves.results)}:
                 await self._saves.publish_saved(self.grid, saved)
 
-    async def _save(self, expert: Expert, others: Mapping[PeerId, HolderRecord] | None = None) -> None:
+    async def _save(self, expert: Expert, others: Set[PeerId] | None = None) -> None:
         """Save an expert here and at some of ``others``; None: only here."""
         uid, copies = expert.uid, self.plan.copies
-        if not expert.step or not self._saves.due(uid, expert.step, others or {}, copies):
+        if not expert.step or not self._saves.due(uid, expert.step, others or set(), copies):
             return  # before its first step an expert equals a new one
         step, packed = await self._server.device.run(lambda: (expert.step, pack(expert.state_dict())))
         saved = await asyncio.to_thread(Snapshot.of, uid.encode(), step, *packed)
@@ -305,24 +269,14 @@ class LiveExpert:
 
 
 @dataclass(frozen=True)
-class HostOfExperts:
-    host: str  # its short id
-    mine: bool  # whether it is this peer
-    experts: int  # number of its experts
-    share: float | None  # their part of all steps of the last minute; None while no expert learns
-    rtt_s: float | None  # round-trip time to it; None if not measured
-
-
-@dataclass(frozen=True)
 class ExpertsSnapshot:
     """The experts of one grid, as this peer knows them."""
 
     grid: Grid  # contains the experts
     live: tuple[LiveExpert, ...] = ()  # experts that can be called, in grid order
-    hosts: tuple[HostOfExperts, ...] = ()  # their hosts, most experts first
     left_out: tuple[str, ...] = ()  # experts that failed this peer and are not called for a while
     dead: tuple[str, ...] = ()  # experts that were live since this watch started and are no longer
-    listed_s: float | None = None  # age of all these in seconds; None before the first listing
+    listed: bool = False  # whether the experts were listed once
     served: tuple[ExpertStatistics, ...] = ()  # experts of this peer
     fault: str = ""  # why the last listing failed; empty if it succeeded
     over: bool = False  # whether this peer has left
@@ -334,74 +288,69 @@ class ExpertsWatch:
     def __init__(
         self,
         runtime: Runner,
-        peers: Peers,
+        me: PeerId,
         directory: Directory,
         grid: Grid,
-        served: Callable[[], Statistics],
+        served: Callable[[], dict[str, ExpertStatistics]],
     ) -> None:
-        self._runtime, self._peers, self._directory = runtime, peers, directory
+        self._runtime, self._me, self._directory = runtime, me, directory
         self._grid, self._served = grid, served
         self._listings: deque[list[ExpertInfo]] = deque(maxlen=SHARE_LISTINGS)
+        self._live: list[LiveExpert] = []
         self._seen: set[str] = set()
-        self._listed_at = self._began_at = float("-inf")
+        self._began_at, self._fault = float("-inf"), ""
         self._listing: asyncio.Task[None] | None = None
-        self._last, self._closed = ExpertsSnapshot(grid), False
+        self._last = ExpertsSnapshot(grid)
 
     def snapshot(self) -> ExpertsSnapshot:
         """Return the state; for any thread but the event loop's. Waits for no peer."""
-        return replace(self._last, over=True) if self._closed else self._runtime.call(self._look())
+        return self._last if self._last.over else self._runtime.call(self._look())
 
     def close(self) -> None:
-        self._closed = True
+        self._last = replace(self._last, over=True)
 
     async def _look(self) -> ExpertsSnapshot:
-        now = _now()
-        if now - self._began_at >= LIST_EVERY_S and self._listing is None:
-            self._began_at = now
+        if _now() - self._began_at >= LIST_EVERY_S and (self._listing is None or self._listing.done()):
+            self._began_at = _now()
             self._listing = asyncio.create_task(self._list(), name="list experts")
-        if self._left_out() != self._last.left_out:
-            self._update()
-        served = tuple(one for uid, one in sorted(self._served().items()) if self._grid.contains(uid))
-        listed_s = now - self._listed_at if self._listings else None
-        self._last = replace(self._last, served=served, listed_s=listed_s)
+        left_out = self._seen & self._directory.banned()
+        live = tuple(one for one in self._live if one.uid not in left_out)
+        dead = self._seen - left_out - {one.uid for one in live}
+        self._last = ExpertsSnapshot(
+            self._grid,
+            live,
+            left_out=tuple(sorted(left_out)),
+            dead=tuple(sorted(dead)),
+            listed=bool(self._listings),
+            served=tuple(one for uid, one in sorted(self._served().items()) if self._grid.contains(uid)),
+            fault=self._fault,
+        )
         return self._last
 
-    def _left_out(self) -> tuple[str, ...]:
-        return tuple(sorted(self._seen & self._directory.banned()))
-
     async def _list(self) -> None:
-        fault = ""
         try:
             async with asyncio.timeout(LIST_TIMEOUT_S):
-                found = await self._directory.live(self._grid, fresh=self._grid.size <= MOST_UNCACHED)
-            self._listings.append(found)
-            self._seen.update(info.uid for info in found)
-            self._listed_at = _now()
-            self._update()
+                found = await self._directory.live(self._grid)
         except Exception as error:  # shown in the panel, and retried
             logger.info("the experts could not be listed", exc_info=True)
-            fault = f"{type(error).__name__}: {error}"
-        self._last, self._listing = replace(self._last, fault=fault), None
-
-    def _update(self) -> None:
-        newest = self._listings[-1] if self._listings else []
+            self._fault = f"{type(error).__name__}: {error}"
+            return
+        self._fault = ""
+        self._listings.append(found)
+        self._seen.update(info.uid for info in found)
         first = {info.uid: info.step for listing in reversed(self._listings) for info in listing}
-        grown = {info.uid: max(0, info.step - first[info.uid]) for info in newest}
-        left_out, total = self._left_out(), sum(grown.values())
-        live: list[LiveExpert] = []
-        by_host: dict[PeerId, list[LiveExpert]] = defaultdict(list)
-        for info in newest:
-            if info.uid not in left_out:
-                host, share = info.host.id, grown[info.uid] / total if total else None
-                live.append(LiveExpert(info.uid, short(host), host == self._peers.id, info.step, share))
-                by_host[host].append(live[-1])
-        hosts = []
-        for host, experts in sorted(by_host.items(), key=lambda item: -len(item[1])):
-            share = sum(grown[expert.uid] for expert in experts) / total if total else None
-            rtt_s = self._peers.statistics(host).rtt_s
-            hosts.append(HostOfExperts(experts[0].host, experts[0].mine, len(experts), share, rtt_s))
-        dead = tuple(sorted(self._seen - {expert.uid for expert in live} - {*left_out}))
-        self._last = replace(self._last, live=tuple(live), hosts=tuple(hosts), left_out=left_out, dead=dead)
+        grown = {info.uid: max(0, info.step - first[info.uid]) for info in found}
+        total = sum(grown.values())
+        self._live = [
+            LiveExpert(
+                info.uid,
+                short(info.host.id),
+                info.host.id == self._me,
+                info.step,
+                grown[info.uid] / total if total else None,
+            )
+            for info in found
+        ]
 
 
 async def _on_loop(make: Callable[[], T]) -> T:
@@ -478,8 +427,9 @@ class SwarmExperts:
 
     def watch(self, grid: Grid) -> ExpertsWatch:
         if grid not in self._watches:
-            mine = self._runtime, self._services.peers, self._directory
-            self._watches[grid] = ExpertsWatch(*mine, grid, self._served)
+            self._watches[grid] = ExpertsWatch(
+                self._runtime, self._services.peers.id, self._directory, grid, self._served
+            )
         return self._watches[grid]
 
     def _served(self) -> dict[str, ExpertStatistics]:
@@ -509,6 +459,7 @@ class SwarmExperts:
         if self._resources is None:
             make = partial(HostResources, self._services, self._directory, where)
             self._resources = self._runtime.call(_on_loop(make))
+            self._runtime.call(self._resources.saves.start())
         elif where not in (None, self._resources.folder):
             here = f"this peer saves experts in {self._resources.folder}"
             raise ValueError(f"{here}: omit folder=, or leave the swarm first")

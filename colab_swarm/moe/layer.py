@@ -1,20 +1,17 @@
 """A torch layer whose experts run on other peers (Learning@home, sections 3.1 and 3.2).
 
 Samples are grouped: one call per expert and direction, all in parallel. The weights are
-renormalised over the answers. A sample without an answer is tried once more with other experts,
-then passes unchanged: the experts that ship are residual. In backward a failed expert counts as
-zero gradient for its part, and the gating still gets its gradient.
-
-Do not scale the loss (`GradScaler`): experts step on the gradients they receive.
+renormalised over the answers. Do not scale the loss (`GradScaler`): experts step on the gradients
+they receive.
 
 Shapes: B samples, K chosen experts, G dimensions of the grid, E experts that answered, M indices of
 a dimension, S the shape of a sample, D values of a sample.
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,7 +21,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from colab_swarm.errors import ExpertError, NoExpertsError
-from colab_swarm.markup import facts
 from colab_swarm.moe.calls import ExpertCalls, MixtureStatistics
 from colab_swarm.moe.grid import ExpertInfo, Grid, Mask
 from colab_swarm.tensors.codecs import Floats, all_finite
@@ -66,9 +62,7 @@ def balance_loss(importance_E: Tensor, idle: int) -> Tensor:
 
     ``importance_E`` are sums of weights over the batch; ``idle`` other known experts have none.
     """
-    if not len(importance_E):
-        return importance_E.sum()
-    count = len(importance_E) + idle
+    count = max(1, len(importance_E) + idle)
     mean = importance_E.sum() / count
     variance = ((importance_E - mean).square().sum() + idle * mean.square()) / count
     return variance / mean.square().clamp_min(1e-20)
@@ -122,8 +116,18 @@ class RemoteExpert(nn.Module):
         return self.uid
 
     def info(self) -> ExpertInfo:
-        """Return its current host, shape and step; raise `ExpertError` if no peer hosts it."""
-        return self._calls.runtime.call(self._calls.find(self.grid, self.uid))
+        """Return its current host, shape and step; raise `ExpertError` if no host was found in time."""
+        return self._calls.runtime.call(self._find())
+
+    async def _find(self) -> ExpertInfo:
+        info, timeout_s = None, self._calls.timeout_s
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                info = await self._calls.directory.find(self.grid, self.uid)
+        if info is None:
+            cure = "host it, or wait until a peer takes it over"
+            raise ExpertError(f"no peer hosts {self.uid}, or it was not found in {timeout_s:g} s: {cure}")
+        return info
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Raise `ExpertError` if it failed, in backward too, `ValueError` if the inputs do not fit."""
@@ -194,10 +198,6 @@ class MixtureOfExperts(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.grid}, k={self.k}"
 
-    def _repr_html_(self) -> str:
-        counts = {name.replace("_", " "): f"{value:,}" for name, value in asdict(self.statistics()).items()}
-        return facts(f"MixtureOfExperts({self.extra_repr()})", counts)
-
     @property
     def utilisation(self) -> dict[str, float]:
         """Each known expert's part of the recent work; they sum to 1."""
@@ -208,13 +208,12 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Raise `NoExpertsError` if no expert is live, `ValueError` if inputs do not fit or are not finite."""
-        sequences = self.sequences
-        if inputs.ndim < (3 if sequences else 1) or inputs.shape[-1] != self.dim:
-            wanted = f"(batch, length, {self.dim})" if sequences else f"(..., {self.dim})"
+        if inputs.ndim < (3 if self.sequences else 1) or inputs.shape[-1] != self.dim:
+            wanted = f"(batch, length, {self.dim})" if self.sequences else f"(..., {self.dim})"
             raise ValueError(f"inputs of {self.grid} must be of shape {wanted}, not {tuple(inputs.shape)}")
         if not inputs.numel():
             return inputs
-        sample = inputs.shape[-2:] if sequences else inputs.shape[-1:]
+        sample = inputs.shape[-2:] if self.sequences else inputs.shape[-1:]
         with torch.autocast(inputs.device.type, enabled=False):
             mixed = self._mix(inputs.reshape(-1, *sample).float())
         return mixed.reshape(inputs.shape).to(inputs.dtype)
@@ -226,25 +225,19 @@ class MixtureOfExperts(nn.Module):
         batch = _Batch(self, self._calls, as_floats(inputs_BS))
         self._calls.runtime.call(batch.forward([as_floats(score_BM) for score_BM in scores]))
         self._calls.count(batches=1)
-        device = samples_BS.device
-        call = self._calls.runtime.call
+        device, call = samples_BS.device, self._calls.runtime.call
         outputs_BKS = attach_backward(inputs_BS, batch.outputs_BKS, lambda grads: call(batch.backward(grads)))
         answered_BK = torch.from_numpy(batch.answered_BK).to(device)
         indices_BKG = torch.from_numpy(batch.indices_BKG).to(device)
         weights_BK = mixing_weights(priorities(scores, indices_BKG), answered_BK)
-        self._balance(batch, weights_BK)
+        answered = weights_BK[answered_BK]
+        places = torch.from_numpy(batch.experts_BK[batch.answered_BK]).to(device)
+        importance_E = answered.new_zeros(len(batch.infos)).index_add(0, places, answered)
+        used = zip((info.uid for info in batch.infos), importance_E.tolist(), strict=True)
+        self.balance_loss = balance_loss(importance_E, self._calls.on_batch(dict(used)))
         ones = (1,) * (samples_BS.ndim - 1)
         mixed_BS = (outputs_BKS.to(device) * weights_BK.reshape(*weights_BK.shape, *ones)).sum(1)
         return torch.where(answered_BK.any(1).reshape(-1, *ones), mixed_BS, samples_BS)
-
-    def _balance(self, batch: "_Batch", weights_BK: Tensor) -> None:
-        used, places = np.unique(batch.experts_BK[batch.answered_BK], return_inverse=True)
-        weights = weights_BK[torch.from_numpy(batch.answered_BK).to(weights_BK.device)]
-        importance_E = weights.new_zeros(len(used))
-        importance_E = importance_E.index_add(0, torch.from_numpy(places).to(weights.device), weights)
-        names = [batch.infos[place].uid for place in used]
-        idle = self._calls.on_batch(dict(zip(names, importance_E.tolist(), strict=True)))
-        self.balance_loss = balance_loss(importance_E, idle)
 
 
 class _Batch:
@@ -295,14 +288,12 @@ class _Batch:
                 if place == len(self.infos):
                     self.infos.append(info)
 
-    def _groups(self, wanted_BK: Mask) -> list[tuple[ExpertInfo, Places, Places]]:
-        """Return each expert's wanted samples: rows, and which choice of a row it is."""
-        found = []
+    def _groups(self, wanted_BK: Mask) -> Iterator[tuple[ExpertInfo, Places, Places]]:
+        """Yield each expert's wanted samples: rows, and which choice of a row it is."""
         for place, info in enumerate(self.infos):
             rows, slots = np.nonzero(wanted_BK & (self.experts_BK == place))
             if len(rows):
-                found.append((info, rows, slots))
-        return found
+                yield info, rows, slots
 
     async def _call(self, rows: Places) -> None:
         calls, grace_s, asked_BK = self._calls, self._layer.grace_s, np.zeros_like(self.answered_BK)
@@ -357,7 +348,7 @@ class _Batch:
         self._calls.count(outliers=int(outliers_BK.sum()))
 
     async def backward(self, grads_BKS: Floats) -> Floats:
-        groups = self._groups(self.answered_BK)  # not rejected outliers
+        groups = [*self._groups(self.answered_BK)]  # not rejected outliers
         if not all_finite(grads_BKS):  # the experts must not receive it, the caller's optimizer may
             self._calls.count(lost_gradients=len(groups))
             return np.full_like(self._inputs_BS, np.nan)

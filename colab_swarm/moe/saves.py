@@ -1,11 +1,9 @@
 """Saves of experts: each is on its host's disk and at a few other peers, the *holders*.
 
 A save is a state in chunks (`colab_swarm.tensors.chunks`); its manifest is a chunk too, whose hash
-names the whole save. Chunks are named by their hash, so saves share equal ones. Every read is
-checked, so writes are not synced: a chunk that a power cut damaged is fetched from a holder.
-
-A holder receives the manifest, answers with the chunks that it lacks, and gets those: a save with
-few changes costs little. It keeps the newest two saves per expert and owner, for a day.
+names the whole save. Every read is checked, so writes are not synced. A holder receives the
+manifest, answers with the chunks that it lacks, and gets those. It keeps the newest two saves per
+expert and owner, for a day.
 
 The owner's signed record names its newest save, and before it the last one that as many peers hold
 as should. So after the loss of the host and all holders but one, only the steps since the last save
@@ -16,11 +14,10 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -29,7 +26,7 @@ from blake3 import blake3
 
 from colab_swarm.dht.service import BackgroundTasks, RunServices, is_sound
 from colab_swarm.errors import CallRefused, PeerError, StateError
-from colab_swarm.moe.grid import Grid, Index
+from colab_swarm.moe.grid import MAX_HOLDERS, Grid, Index
 from colab_swarm.net.peers import (
     UNDECODABLE,
     Buffer,
@@ -56,9 +53,9 @@ from colab_swarm.tensors.chunks import (
     receive_chunk,
     send_chunks,
 )
+from colab_swarm.tensors.statedict import write_file
 
 logger = logging.getLogger(__name__)
-MAX_HOLDERS = 8
 KEPT_S = 24 * 3600.0  # a save that is not renewed is dropped; also the longest life of a record
 RENEWALS = 24  # of an unchanged save during its life
 ANNOUNCE_S = 60.0  # between two announcements of a holder
@@ -74,10 +71,6 @@ class Save(msgspec.Struct, frozen=True):
     digests: Annotated[tuple[Digest, ...], msgspec.Meta(min_length=1)]  # of its chunks, the manifest first
     size_bytes: int  # of all of them
     at: float  # swarm time when its owner last renewed it, seconds
-
-    @property
-    def manifest(self) -> bytes:
-        return self.digests[0]
 
     @classmethod
     def of(cls, manifest: Manifest, owner: bytes, *, at: float) -> "Save":
@@ -96,6 +89,7 @@ class ReplicaStore:
     def __init__(self, folder: Path, *, me: bytes, quota_bytes: int = 8 << 30) -> None:
         self._chunks, self._folder = folder / "chunks", folder / "saves"
         self._me, self._quota_bytes = me, quota_bytes
+        self._writing = threading.Lock()  # of a chunk, which several saves may bring at once
         self._saves: dict[Path, Save] = {}
         self._coming: list[tuple[Save, int]] = []  # their chunks are being put, and the bytes they need
         for path in self._folder.glob("*.save"):
@@ -115,8 +109,9 @@ class ReplicaStore:
     def put(self, data: Buffer) -> bytes:
         """Write a chunk atomically; return its digest. Raises `StateError` if the disk refuses it."""
         digest = digest_of(data)
-        if digest not in self:
-            _write(self._chunk(digest), data)
+        with self._writing:
+            if digest not in self:
+                write_file(self._chunk(digest), [data])
         return digest
 
     def get(self, digest: bytes) -> bytes | None:
@@ -138,13 +133,10 @@ class ReplicaStore:
         return sorted(found, key=lambda save: (save.step, save.at), reverse=True)
 
     @property
-    def kept_bytes(self) -> int:
-        """Bytes of other peers' saves. Thread-safe."""
-        return sum(save.size_bytes for save in self.saves() if save.owner != self._me)
-
-    @property
     def room_bytes(self) -> int:
-        return max(0, self._quota_bytes - self.kept_bytes - sum(size_bytes for _, size_bytes in self._coming))
+        """Bytes that are left for other peers' saves."""
+        kept = sum(save.size_bytes for save in self._saves.values() if save.owner != self._me)
+        return max(0, self._quota_bytes - kept - sum(size_bytes for _, size_bytes in self._coming))
 
     @contextmanager
     def adding(self, save: Save) -> Iterator[None]:
@@ -152,7 +144,7 @@ class ReplicaStore:
 
         Raises `StateError` if there is not enough space, or the disk cannot be written.
         """
-        path = self._folder / f"{save.manifest.hex()[:32]}-{save.owner.hex()[:16]}.save"
+        path = self._folder / f"{save.digests[0].hex()[:32]}-{save.owner.hex()[:16]}.save"
         size_bytes = 0 if save.owner == self._me or path in self._saves else save.size_bytes
         if size_bytes > self.room_bytes:
             raise StateError(f"{self.room_bytes:,} bytes are left here, {size_bytes:,} are needed")
@@ -160,7 +152,7 @@ class ReplicaStore:
         self._coming.append(coming)
         try:
             yield
-            _write(path, msgspec.msgpack.encode(save))
+            write_file(path, [msgspec.msgpack.encode(save)])
             self._saves[path] = save
             whose = [p for p, one in self._saves.items() if (one.owner, one.uid) == (save.owner, save.uid)]
             self._drop(sorted(whose, key=lambda path: self._saves[path].at)[:-SAVES_OF_ONE])
@@ -191,29 +183,9 @@ class ReplicaStore:
             _delete(self._chunk(digest))
 
 
-def _write(path: Path, data: Buffer) -> None:
-    """Write a file atomically; after a `StateError` no partial file remains."""
-    partial = path.with_name(f"{path.name}.{threading.get_ident()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(data)
-        os.replace(partial, path)
-    except OSError as error:
-        _delete(partial)
-        text = f"cannot write {path}: {error.strerror}; free some space or name another folder"
-        raise StateError(text) from error
-
-
 def _delete(path: Path) -> None:
     with contextlib.suppress(OSError):  # deleted already, or a failing disk, which the next write reports
         path.unlink()
-
-
-class HolderRecord(Message, frozen=True):
-    """A peer that keeps saves for others; signed, under its own subkey."""
-
-    addresses: tuple[str, ...]
-    room_bytes: int
 
 
 class KeepSave(Message, frozen=True):
@@ -248,12 +220,6 @@ class SaveRecord(Message, frozen=True):
     saves: Annotated[tuple[SavePlace, ...], msgspec.Meta(max_length=SAVES_OF_ONE)]
 
 
-class SavedIndices(Message, frozen=True):
-    """The experts of a grid that a peer has saved; signed, under its own subkey."""
-
-    indices: tuple[Index, ...]
-
-
 @dataclass(frozen=True)
 class SaveResult:
     step: int  # optimizer steps in its weights
@@ -275,41 +241,33 @@ class ExpertSaves:
         self._failed_at: dict[PeerId, float] = {}  # swarm time
         self._peers, self._dht, self._run_id = services.peers, services.dht, services.run_id
         self._tasks = BackgroundTasks("hold saved experts", services.events, services.rng)
-        self._announced = False
         self._peers.serve_stream(KeepSave, self._receive_save, role=Role.WORKER)
         self._peers.serve_stream(FetchSave, self._send_chunks, role=Role.WORKER)
 
     async def start(self) -> None:
-        """Announce regularly, until `stop`, that this peer keeps saves. Idempotent."""
-        if not self._announced:
-            await self._announce()
-            self._announced = True
-            self._tasks.every(ANNOUNCE_S, self._announce)
+        """Announce regularly, until `stop`, that this peer keeps saves."""
+        await self._announce()
+        self._tasks.every(ANNOUNCE_S, self._announce)
 
     async def stop(self) -> None:
-        announced = self._announced
         self.kill()
-        if announced:
-            await self._announce(0.5)
+        await self._announce(0.5)
 
     def kill(self) -> None:
         """Stop serving and withdraw nothing, as a crash would."""
         self._tasks.cancel()
-        self._announced = False
         for kind in (KeepSave, FetchSave):
             self._peers.unserve(kind)
 
-    async def others(self) -> dict[PeerId, HolderRecord]:
-        found = await self._dht.published(f"{self._run_id}/expert-holders", HolderRecord)
-        found.pop(self._peers.id, None)
-        return found
+    async def others(self) -> Set[PeerId]:
+        found = await self._dht.published(f"{self._run_id}/expert-holders", Contact)
+        return found.keys() - {self._peers.id}
 
     async def _announce(self, ttl_s: float = 3 * ANNOUNCE_S) -> None:
         self.store.expire(self._peers.time() - KEPT_S)
-        addresses = self._peers.contact.addresses
-        if addresses:  # a peer that cannot be dialled could not return a save
-            record = HolderRecord(addresses, self.store.room_bytes)
-            await self._dht.publish(f"{self._run_id}/expert-holders", record, ttl_s=ttl_s)
+        me = self._peers.contact
+        if me.addresses:  # a peer that cannot be dialled could not return a save
+            await self._dht.publish(f"{self._run_id}/expert-holders", me, ttl_s=ttl_s)
 
     async def _receive_save(self, opening: KeepSave, stream: Stream) -> None:
         try:
@@ -317,8 +275,8 @@ class ExpertSaves:
             manifest = Manifest.decode(head)
             with self.store.adding(Save.of(manifest, stream.peer, at=self._peers.time())):
                 await asyncio.to_thread(self.store.put, head)
-                places = {manifest.digest(place): place for place in range(manifest.chunks)}
-                lacked = {digest: place for digest, place in places.items() if digest not in self.store}
+                chunks = ((manifest.digest(place), place) for place in range(manifest.chunks))
+                lacked = {digest: place for digest, place in chunks if digest not in self.store}
                 await stream.send(LackedChunks(tuple(lacked.values())))
                 for digest, place in lacked.items():
                     chunk = await receive_chunk(stream, digest, manifest.length(place))
@@ -331,30 +289,31 @@ class ExpertSaves:
     async def _send_chunks(self, request: FetchSave, stream: Stream) -> None:
         await send_chunks(request, stream, lambda digest: asyncio.to_thread(self.store.get, digest))
 
-    def due(self, uid: str, step: int, others: Mapping[PeerId, HolderRecord], copies: int) -> bool:
+    def due(self, uid: str, step: int, others: Set[PeerId], copies: int) -> bool:
         """Return True if a save would store newer steps, reach more holders, or renew a record."""
         last = self.results.get(uid)
         if last is None or last.step != step or last.fault:
             return True
-        lacking = len(last.holders) < min(copies, len(others)) or not last.holders <= others.keys()
+        lacking = len(last.holders) < min(copies, len(others)) or not last.holders <= others
         return lacking or self._peers.time() - last.at > KEPT_S / RENEWALS
 
-    async def save(self, saved: Snapshot, others: Mapping[PeerId, HolderRecord], copies: int) -> SaveResult:
+    async def save(self, saved: Snapshot, others: Set[PeerId], copies: int) -> SaveResult:
         """Save on this disk and at ``copies`` of the others, then publish it."""
         uid, step = saved.manifest.subject.decode(), saved.manifest.step
         fault = await self.write(saved)
         holders = await self._spread(saved, others, copies)
-        result = SaveResult(step, frozenset(holders), self._peers.time(), fault)
         contacts = [*map(self._peers.contact_of, sorted(holders))] + [self._peers.contact] * (not fault)
         place = SavePlace(step, saved.root, tuple(contacts))
         former = self.safe.get(uid, place)
         saves = (place,) if former.manifest == place.manifest else (place, former)
-        if not (contacts and await self._publish(uid, "save", SaveRecord(saves))):
-            return replace(result, fault=fault or f"no peer stored the record of the save of {uid}")
-        self.results[uid] = result
+        if not (
+            contacts and await self._dht.publish(self._key(uid, "save"), SaveRecord(saves), ttl_s=KEPT_S)
+        ):
+            fault = fault or f"no peer stored the record of the save of {uid}"
+        result = self.results[uid] = SaveResult(step, frozenset(holders), self._peers.time(), fault)
         # Former holders count even while they are away: a save with few holders is no safe one after an outage.
         reachable = max(len(others), len({contact.id for contact in former.holders} - {self._peers.id}))
-        if former is place or len(holders) >= min(copies, reachable):
+        if contacts and (former is place or len(holders) >= min(copies, reachable)):
             self.safe[uid] = place
         return result
 
@@ -369,19 +328,16 @@ class ExpertSaves:
             return str(error)
         return None
 
-    async def _spread(
-        self, saved: Snapshot, others: Mapping[PeerId, HolderRecord], copies: int
-    ) -> list[PeerId]:
+    async def _spread(self, saved: Snapshot, others: Set[PeerId], copies: int) -> list[PeerId]:
         """Send a save to former holders, then to others, in an order that depends on the expert."""
-        subject, size_bytes = saved.manifest.subject, saved.manifest.size_bytes
+        subject = saved.manifest.subject
         last = self.results.get(subject.decode())
         known = last.holders if last else frozenset()
         since = self._peers.time() - PATIENCE_S
         able = [
             (peer not in known, blake3(subject + peer).digest(), peer)
-            for peer, record in others.items()
-            if (peer in known or record.room_bytes >= size_bytes)
-            and self._failed_at.get(peer, since) <= since
+            for peer in others
+            if self._failed_at.get(peer, since) <= since
         ]
         holders: list[PeerId] = []
         for _, _, holder in sorted(able):
@@ -397,12 +353,12 @@ class ExpertSaves:
         return holders
 
     async def publish_saved(self, grid: Grid, uids: Iterable[str]) -> None:
-        await self._publish(grid.prefix, "saves", SavedIndices(tuple(sorted(map(grid.index, uids)))))
+        await self._dht.publish(self._key(grid.prefix, "saves"), sorted(map(grid.index, uids)), ttl_s=KEPT_S)
 
     async def saved(self, grid: Grid) -> set[str]:
         """Return the experts of a grid that any peer has saved."""
-        records = await self._dht.published(self._key(grid.prefix, "saves"), SavedIndices)
-        named = [set(map(grid.uid, record.indices)) for record in records.values()]
+        records = await self._dht.published(self._key(grid.prefix, "saves"), tuple[Index, ...])
+        named = [set(map(grid.uid, indices)) for indices in records.values()]
         return set[str]().union(*(uids for uids in named if all(map(grid.contains, uids))))
 
     async def claims(self, uid: str) -> list[tuple[PeerId, SavePlace]]:
@@ -411,7 +367,7 @@ class ExpertSaves:
         Any peer may claim anything, so no claim replaces that of another owner.
         """
         claims = {
-            (save.owner, save.manifest): (PeerId(save.owner), SavePlace(save.step, save.manifest, ()))
+            (save.owner, save.digests[0]): (PeerId(save.owner), SavePlace(save.step, save.digests[0], ()))
             for save in self.store.saves(uid)
         }
         for owner, record in (await self._dht.published(self._key(uid, "save"), SaveRecord)).items():
@@ -451,9 +407,6 @@ class ExpertSaves:
             logger.info("holder %s has no such save: %s", short(holder), error)
             return None
 
-    async def _publish(self, name: str, kind: str, record: Message) -> int:
-        return await self._dht.publish(self._key(name, kind), record, ttl_s=KEPT_S)
-
     def _key(self, name: str, kind: str) -> str:
         return f"{self._run_id}/experts/{name}/{kind}"
 
@@ -474,8 +427,6 @@ async def send_save(peers: Peers, holder: PeerId, saved: Snapshot) -> None:
                 limit.reschedule(now() + CHUNK_TIMEOUT_S)
                 await stream.send(StateChunk(), memoryview(saved.blob.data)[saved.manifest.span(place)])
             limit.reschedule(now() + CHUNK_TIMEOUT_S)
-            lacked, _ = await stream.receive(LackedChunks)
-            if lacked.places:
-                raise PeerError(f"holder {short(holder)} still lacks {len(lacked.places)} chunks")
+            await stream.receive(LackedChunks)
     except TimeoutError as error:
         raise PeerError(f"holder {short(holder)} took longer than {CHUNK_TIMEOUT_S:.0f} s") from error

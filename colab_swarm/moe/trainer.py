@@ -11,10 +11,11 @@ import logging
 import math
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
+from statistics import fmean
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -26,7 +27,7 @@ from colab_swarm.errors import NoExpertsError, PeerError
 
 logger = logging.getLogger(__name__)
 Batch = TypeVar("Batch")
-POLL_S = 0.2
+POLL_S = 0.5
 PAUSE_S = 1.0  # before a batch is retried after a peer's failure
 SHOWN_LOSSES = 100
 
@@ -39,20 +40,16 @@ class TrainerResult:
     samples: int = 0  # in the batches of these updates
     loss: float = math.nan  # mean of the last hundred batches; NaN before the first
     mean_staleness: float = 0.0  # mean number of other updates while a gradient was computed
-    max_staleness: int = 0  # maximum of these
     retries: int = 0  # batches retried because peers failed
     dropped: int = 0  # gradients that were not finite and not applied
     seconds: float = 0.0  # since `fit` started
 
-    @property
-    def samples_per_s(self) -> float:
-        return self.samples / self.seconds if self.seconds else 0.0
-
     def __str__(self) -> str:
-        text = f"{self.updates} updates · loss {self.loss:.4g} · {self.samples_per_s:.3g} samples/s"
-        text += f" · staleness {self.mean_staleness:.1f}"
-        text += f" · {self.retries} retries" * bool(self.retries)
-        return text + f" · {self.dropped} dropped" * bool(self.dropped)
+        samples_per_s = self.samples / self.seconds if self.seconds else 0.0
+        return (
+            f"{self.updates} updates · loss {self.loss:.4g} · {samples_per_s:.3g} samples/s · "
+            f"staleness {self.mean_staleness:.1f} · {self.retries} retries · {self.dropped} dropped"
+        )
 
 
 class _Run(Generic[Batch]):
@@ -61,8 +58,7 @@ class _Run(Generic[Batch]):
         self._taking = threading.Lock()  # an iterator serves one thread at a time
         self.stopped = threading.Event()
         self.error: BaseException | None = None
-        self.counts = Counter[str]()  # samples, retries and dropped of `TrainerResult`
-        self.updates = self.staleness = self.max_staleness = 0
+        self.result = TrainerResult()
         self.losses: deque[float] = deque(maxlen=SHOWN_LOSSES)
         self.began = self.last_success = time.monotonic()
 
@@ -75,15 +71,9 @@ class _Run(Generic[Batch]):
                     return
             yield batch
 
-    def result(self) -> TrainerResult:
-        return TrainerResult(
-            **self.counts,
-            updates=self.updates,
-            loss=sum(self.losses) / len(self.losses) if self.losses else math.nan,
-            mean_staleness=self.staleness / max(1, self.updates),
-            max_staleness=self.max_staleness,
-            seconds=time.monotonic() - self.began,
-        )
+    def count(self, **changes: Any) -> None:
+        """Change the result, under the trainer's lock."""
+        self.result = replace(self.result, **changes, seconds=time.monotonic() - self.began)
 
 
 class AsyncTrainer(Generic[Batch]):
@@ -99,7 +89,7 @@ class AsyncTrainer(Generic[Batch]):
         concurrency: batches in flight, each with a copy of the model's own parameters. To hide
             latency: duration of a batch, waits included, divided by its computing time.
         max_grad_norm: clip gradients of a batch to this 2-norm.
-        progress: print progress every second.
+        progress: print progress twice a second.
         on_update: called after each update, while no other thread uses model and optimizer: call
             ``scheduler.step()`` or save here.
     """
@@ -122,7 +112,7 @@ class AsyncTrainer(Generic[Batch]):
         self._concurrency, self._max_grad_norm, self._patience_s = concurrency, max_grad_norm, patience_s
         self._progress, self._on_update = progress, on_update
         self._counts_samples = "samples" in inspect.signature(optimizer.step).parameters
-        self._lock = threading.Lock()  # of model, optimizer and the run's counters
+        self._lock = threading.Lock()  # of model, optimizer and the run's result
         self.result = TrainerResult()
         """Of the last `fit`, even after an interrupt."""
 
@@ -147,26 +137,22 @@ class AsyncTrainer(Generic[Batch]):
         finally:
             with self._lock:  # a running update finishes, no other starts
                 run.stopped.set()
-                self.result = run.result()
+                run.count()
+                self.result = run.result
         if run.error is not None:
             raise run.error
         return self.result
 
     def _watch(self, run: _Run[Batch], threads: Sequence[threading.Thread]) -> None:
-        shown_at = run.began
         for thread in threads:
             while thread.is_alive() and run.error is None:
                 thread.join(POLL_S)
-                if time.monotonic() - shown_at >= 1:
-                    shown_at = time.monotonic()
-                    self._show(run, end=" ")
+                self._show(run, end=" ")
         self._show(run, end="\n")
 
     def _show(self, run: _Run[Batch], *, end: str) -> None:
         if self._progress:
-            with self._lock:
-                result = run.result()
-            print(f"\r{result}", end=end, flush=True)
+            print(f"\r{run.result}", end=end, flush=True)
 
     def _work(self, run: _Run[Batch], replica: nn.Module) -> None:
         try:
@@ -184,7 +170,7 @@ class AsyncTrainer(Generic[Batch]):
                 theirs, ours = (chain(m.parameters(), m.buffers()) for m in (replica, self._model))
                 for there, here in zip(theirs, ours, strict=True):
                     there.copy_(here)
-                version = run.updates
+                version = run.result.updates
             try:
                 loss = self._loss(replica, batch)
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -193,20 +179,19 @@ class AsyncTrainer(Generic[Batch]):
                     raise
                 logger.info("retrying a batch: %s", error)
                 with self._lock:
-                    run.counts["retries"] += 1
+                    run.count(retries=run.result.retries + 1)
                 run.stopped.wait(PAUSE_S)
                 continue
             self._apply(run, replica, version, samples_in(batch), loss.item())
             return
 
     def _apply(self, run: _Run[Batch], replica: nn.Module, version: int, samples: int, loss: float) -> None:
-        limit = math.inf if self._max_grad_norm is None else self._max_grad_norm
-        norm = clip_grad_norm_(replica.parameters(), limit)
+        norm = clip_grad_norm_(replica.parameters(), self._max_grad_norm or math.inf)
         with self._lock:
             if run.stopped.is_set():
                 return
             if not math.isfinite(norm):
-                run.counts["dropped"] += 1
+                run.count(dropped=run.result.dropped + 1)
                 return
             for here, there in zip(self._model.parameters(), replica.parameters(), strict=True):
                 here.grad, there.grad = there.grad, None
@@ -216,15 +201,17 @@ class AsyncTrainer(Generic[Batch]):
             more: dict[str, Any] = {"samples": samples, "loss": loss} if self._counts_samples else {}
             self._optimizer.step(**more)
             self._optimizer.zero_grad(set_to_none=True)
-            staleness = run.updates - version
-            run.updates += 1
-            run.staleness += staleness
-            run.max_staleness = max(staleness, run.max_staleness)
-            run.counts["samples"] += samples
             run.losses.append(loss)
             run.last_success = time.monotonic()
+            last, staleness = run.result, run.result.updates - version
+            run.count(
+                updates=last.updates + 1,
+                samples=last.samples + samples,
+                loss=fmean(run.losses),
+                mean_staleness=(last.mean_staleness * last.updates + staleness) / (last.updates + 1),
+            )
             if self._on_update is not None:
-                self._on_update(run.result())
+                self._on_update(run.result)
 
 
 def samples_in(batch: Any) -> int:

@@ -10,21 +10,20 @@ from colab_swarm.notebook.panel import Panel, Views
 
 if TYPE_CHECKING:
     from colab_swarm.elastic.steps import ElasticSnapshot
-    from colab_swarm.moe.host import ExpertsSnapshot, HostOfExperts, LiveExpert
-    from colab_swarm.moe.server import ExpertStatistics
+    from colab_swarm.moe.calls import ExpertStatistics
+    from colab_swarm.moe.host import ExpertsSnapshot, LiveExpert
 
 MAX_NAMED = 5
 EXPERTS = ("expert", "state", "host", "step", "of the updates")
-HOSTS = ("host", "experts", "of the updates", "round trip")
-SERVED = ("my expert", "step", "waiting", "batch", "calls/s", "samples/s", "latency, p50 / p99")
+SERVED = ("my expert", "step", "waiting", "batch", "calls/s", "samples/s", "latency")
 RECENT = 20  # steps in the means of waiting and missing
 
 
 def summarize_experts(snapshot: "ExpertsSnapshot") -> str:
     grid = snapshot.grid
-    if snapshot.listed_s is None:
+    if not snapshot.listed:
         return f"{grid}: looking up the experts"
-    hosts = count(len(snapshot.hosts), "host")
+    hosts = count(len({expert.host for expert in snapshot.live}), "host")
     parts = [f"{len(snapshot.live):,} of {count(grid.size, 'place')} live on {hosts}"]
     others = {"left out": snapshot.left_out, "dead": snapshot.dead}
     parts += [f"{len(uids):,} {what}" for what, uids in others.items() if uids]
@@ -35,10 +34,10 @@ def summarize_experts(snapshot: "ExpertsSnapshot") -> str:
 
 
 def draw_experts(snapshot: "ExpertsSnapshot") -> theme.Document:
-    """Return the grid with a bar for each use, its hosts, and this peer's experts."""
+    """Return the grid with a bar for each use, and this peer's experts."""
     shown = theme.Document(*summarize_experts(snapshot).split(": ", 1), label=f"experts of {snapshot.grid}")
     shown.warn(f"the last lookup failed and is retried: {snapshot.fault}" if snapshot.fault else "")
-    if snapshot.listed_s is not None and not snapshot.live and not snapshot.over:
+    if snapshot.listed and not snapshot.live and not snapshot.over:
         shown.warn(
             "no expert is alive: host some with swarm.host_experts(…), or compare prefix and grid with the hosts'"
         )
@@ -49,7 +48,6 @@ def draw_experts(snapshot: "ExpertsSnapshot") -> theme.Document:
     live = sorted(snapshot.live, key=lambda one: one.share or 0.0, reverse=True)
     experts: list[LiveExpert | tuple[str, str]] = [*failed, *live]
     shown.table(EXPERTS, experts, _expert, numbers=(3,), what="experts")
-    shown.table(HOSTS, snapshot.hosts, _host, numbers=(1, 2, 3), what="hosts")
     shown.table(SERVED, snapshot.served, _served, numbers=range(1, 7), what="experts here")
     return shown
 
@@ -62,13 +60,8 @@ def _expert(one: "LiveExpert | tuple[str, str]") -> tuple[theme.Cell, ...]:
     return one.uid, "live", one.host + " (me)" * one.mine, f"{one.step:,}", (share, share + bar)
 
 
-def _host(row: "HostOfExperts") -> tuple[str, ...]:
-    rtt = "–" if row.rtt_s is None or row.mine else _ms(row.rtt_s)
-    return row.host + " (me)" * row.mine, f"{row.experts:,}", _percent(row.share), rtt
-
-
 def _served(row: "ExpertStatistics") -> tuple[str, ...]:
-    latency = "–" if row.p50_s is None or row.p99_s is None else f"{_ms(row.p50_s)} / {_ms(row.p99_s)}"
+    latency = "–" if row.latency_s is None else _ms(row.latency_s)
     batch = "–" if row.batch_size is None else f"{row.batch_size:,.0f}"
     rates = (f"{row.calls_per_s:,.1f}", f"{row.samples_per_s:,.0f}")
     return (row.uid, f"{row.step:,}", f"{row.queued:,}", batch, *rates, latency)

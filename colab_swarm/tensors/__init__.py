@@ -23,8 +23,6 @@ Each codec states gamma, ``||Q(w) - w||^2 <= gamma ||w||^2``, from which `colab_
 | a model's gradients as one flat float32 vector | `colab_swarm.training.replica` |
 | any training state as named tensors and a plain skeleton, in one safetensors file | `colab_swarm.tensors.statedict` |
 | a state as hashed chunks, fetched from several donors | `colab_swarm.tensors.chunks` |
-| the thread that owns the accelerator | `colab_swarm.tensors.device` |
 
-Everything is numpy and little-endian; a relay or reducer never loads torch. A file holds a SHA-256
-over tensors and skeleton. It is written under another name, synced and renamed.
+Everything is numpy and little-endian; a relay or reducer never loads torch.
 """

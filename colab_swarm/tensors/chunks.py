@@ -4,10 +4,9 @@ Format. The tensors of a state lie in one blob, each at a multiple of 64 bytes. 
 they are. The blob is cut into chunks, and a `Manifest` has the BLAKE3 hash of each. The manifest's
 own hash is the *root*, which names the whole state.
 
-Fetching. One worker per donor takes chunks from a common queue, so a fast donor sends more. A
-request has one chunk at first, then twice as many after each quick answer. A chunk is accepted by
-its hash and length only: a donor that lies, stalls or vanishes costs the chunks in flight, which
-the others send again.
+Fetching. One worker per donor takes chunks from a common queue, so a fast donor sends more, and
+asks for twice as many after each quick answer. A chunk is accepted by its hash and length only: a
+donor that lies, stalls or vanishes costs the chunks in flight, which the others send again.
 """
 
 import asyncio
@@ -53,16 +52,9 @@ QUICK_S = CHUNK_TIMEOUT_S / 8  # after a request that took less, the next one ha
 
 Blob: TypeAlias = NDArray[np.uint8]
 Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
-_NUMPY_KINDS = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
+# A tensor's name, type as torch calls it, and shape; the tensors before it give its offset.
+TensorEntry: TypeAlias = tuple[str, str, Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]]
 _BFLOAT16_EXPONENT = 0x7F80
-
-
-class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor's name, type as torch calls it, and shape; the tensors before it give its offset."""
-
-    name: str
-    kind: str
-    shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
@@ -74,7 +66,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
 def blob_of(tensors: Mapping[str, TensorBytes], skeleton: bytes) -> tuple[bytes, Blob]:
     """Return the encoded `Layout` of a state, and a copy of its tensors as one blob."""
-    entries = tuple(TensorEntry(name, one.kind, one.shape) for name, one in tensors.items())
+    entries = tuple((name, one.kind, one.shape) for name, one in tensors.items())
     blob = np.zeros(sum(_room(one.data.nbytes) for one in tensors.values()), np.uint8)
     for span, one in zip(_spans(entries, blob.nbytes), tensors.values(), strict=True):
         blob[span] = np.asarray(one.data)  # numpy releases the GIL meanwhile
@@ -91,10 +83,15 @@ def tensors_in(layout: bytes, blob: Blob) -> tuple[dict[str, TensorBytes], bytes
     except UNDECODABLE as error:
         raise StateError(f"the layout of the state cannot be read: {error}") from error
     tensors: dict[str, TensorBytes] = {}
-    for entry, span in zip(decoded.tensors, _spans(decoded.tensors, blob.nbytes), strict=True):
-        tensors[entry.name] = one = TensorBytes(entry.kind, entry.shape, memoryview(blob.data)[span])
-        if not _finite(one):
-            raise StateError(f"the state holds NaN or infinite values in {entry.name[:80]!r}")
+    for (name, kind, shape), span in zip(decoded.tensors, _spans(decoded.tensors, blob.nbytes), strict=True):
+        tensors[name] = TensorBytes(kind, shape, memoryview(blob.data)[span])
+        finite = True
+        if kind == "bfloat16":
+            finite = ((blob[span].view(np.uint16) & _BFLOAT16_EXPONENT) != _BFLOAT16_EXPONENT).all()
+        elif kind.startswith("float"):
+            finite = np.isfinite(blob[span].view(kind)).all()
+        if not finite:
+            raise StateError(f"the state holds NaN or infinite values in {name[:80]!r}")
     if len(tensors) != len(decoded.tensors):
         raise StateError("the layout of the state names a tensor twice")
     return tensors, decoded.skeleton
@@ -118,26 +115,16 @@ def _room(size_bytes: int) -> int:
 
 def _spans(entries: Sequence[TensorEntry], size_bytes: int) -> Iterator[slice]:
     at = 0
-    for entry in entries:
-        if entry.kind not in KINDS or any(side < 0 for side in entry.shape):
-            raise StateError(f"the state has a tensor of unknown kind {entry.kind[:80]!r}")
-        tensor_bytes = math.prod(entry.shape) * KINDS[entry.kind][1]
+    for _, kind, shape in entries:
+        if kind not in KINDS or any(side < 0 for side in shape):
+            raise StateError(f"the state has a tensor of unknown kind {kind[:80]!r}")
+        tensor_bytes = math.prod(shape) * KINDS[kind][1]
         if tensor_bytes > size_bytes - at:
             raise StateError("the state is shorter than its layout says")
         yield slice(at, at + tensor_bytes)
         at += _room(tensor_bytes)
     if at != size_bytes:
         raise StateError("the state is longer than its layout says")
-
-
-def _finite(tensor: TensorBytes) -> bool:
-    if not tensor.data.nbytes:  # numpy takes no empty buffer
-        return True
-    if tensor.kind == "bfloat16":
-        bits = np.frombuffer(tensor.data, np.uint16)
-        return not bool(((bits & _BFLOAT16_EXPONENT) == _BFLOAT16_EXPONENT).any())
-    kind = _NUMPY_KINDS.get(tensor.kind)
-    return kind is None or bool(np.isfinite(np.frombuffer(tensor.data, kind)).all())
 
 
 def digest_of(data: Buffer) -> bytes:

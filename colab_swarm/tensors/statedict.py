@@ -2,17 +2,14 @@
 
 `flatten` accepts any state of optimizers, schedulers or users: None, bool, int, float, str, bytes,
 tensors, and lists, tuples and dicts of these. Tensors go into a dictionary. The rest is the
-*skeleton*: None, bool, int, float, str, list, and dictionaries with exactly one entry, which stand
-for what JSON cannot express:
+*skeleton*: None, bool, int, float (NaN and infinities, too), str, list, and dictionaries with
+exactly one entry, which stand for what JSON cannot express:
 
-    {"tensor": name}   {"bytes": base64}   {"int": hex, beyond 64 bits}   {"float": "nan" | "inf" | "-inf"}
-    {"tuple": [item, …]}   {"dict": [[key, value], …]}
+    {"tensor": name}   {"bytes": base64}   {"tuple": [item, …]}   {"dict": [[key, value], …]}
 
-Both may come from a stranger: `unflatten` checks all of it before use.
-
-A file is in the safetensors format. Its metadata hold the skeleton and a SHA-256 over tensors and
-skeleton. It is written under another name, synced and renamed, so it is complete or absent. This
-module does not import torch: a relay keeps checkpoints without it.
+Both may come from a stranger: `unflatten` checks all of it before use. A file is in the safetensors
+format; its metadata hold the skeleton and a SHA-256 over tensors and skeleton. This module does not
+import torch: a relay keeps checkpoints without it.
 """
 
 import base64
@@ -22,17 +19,14 @@ import json
 import logging
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
 import numpy as np
 
 from colab_swarm.errors import StateError
-from colab_swarm.markup import facts, size
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +37,6 @@ logger = logging.getLogger(__name__)
 MAX_DEPTH = 32
 MAX_NODES = 1_000_000
 MAX_SKELETON_BYTES = 64 << 20
-MAX_INT_DIGITS = 1024
 MAX_HEAD_BYTES = 256 << 20
 VERSION = "1"
 PLAIN = str | int | float | bytes | None  # types of the keys of a dictionary
@@ -69,12 +62,12 @@ def flatten(state: Any) -> "tuple[dict[str, torch.Tensor], bytes]":
     Tensors are detached, on the CPU and contiguous. Those that were already share the state's
     memory: clone them if they must not change. Tensors with the same memory (tied weights) get one
     name. A name is the path to the tensor, such as ``optimizer/state/0/exp_avg``. Raises TypeError
-    for an unsupported type, ValueError for over `MAX_DEPTH` levels or `MAX_NODES` parts; the text
-    names the place.
+    for an unsupported type, ValueError for over `MAX_DEPTH` levels, `MAX_NODES` parts, or an integer
+    that Python does not print.
     """
-    flattener = _Flattener()
-    skeleton = flattener.split(state, "", 0)
-    return flattener.tensors, msgspec.json.encode(skeleton)
+    walk = _Walk({})
+    skeleton = walk.split(state, "", 0)
+    return walk.tensors, json.dumps(skeleton, separators=(",", ":")).encode()
 
 
 def copied(state: Any) -> Any:
@@ -91,52 +84,59 @@ def unflatten(tensors: "Mapping[str, torch.Tensor]", skeleton: bytes) -> Any:
     """
     if len(skeleton) > MAX_SKELETON_BYTES:
         raise StateError(f"state skeleton has {len(skeleton)} bytes; {MAX_SKELETON_BYTES} are allowed")
+    walk = _Walk(dict(tensors))
     try:
-        decoded = msgspec.json.decode(skeleton)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        state = walk.join(json.loads(skeleton), 0)
+    except (ValueError, RecursionError) as error:
         raise StateError(f"state skeleton cannot be read: {error}") from error
-    joiner = _Joiner(tensors)
-    state = joiner.join(decoded, 0)
-    if unused := tensors.keys() - joiner.used:
+    if unused := tensors.keys() - walk.used:
         raise StateError(
             f"state holds {len(unused)} tensors that its skeleton does not name, such as {min(unused)!r}"
         )
     return state
 
 
-class _Flattener:
-    def __init__(self) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
+class _Walk:
+    """One pass through a state or its skeleton, which counts the parts."""
+
+    def __init__(self, tensors: "dict[str, torch.Tensor]") -> None:
+        self.tensors, self.used = tensors, set[str]()
         self._names: dict[Any, str] = {}
-        self._nodes = 0
+        self._parts = 0
+
+    def _count(self, depth: int) -> None:
+        self._parts += 1
+        if depth > MAX_DEPTH or self._parts > MAX_NODES:
+            raise ValueError(f"state is too deep or too large: {MAX_DEPTH} levels, {MAX_NODES} parts")
 
     def split(self, state: Any, path: str, depth: int) -> Any:
         import torch
 
-        self._nodes += 1
-        if depth > MAX_DEPTH or self._nodes > MAX_NODES:
-            raise ValueError(
-                f"state is too deep or too large at {path!r}: {MAX_DEPTH} levels, {MAX_NODES} parts"
-            )
+        self._count(depth)
         match state:
+            case None | bool() | int() | float() | str():
+                return state
+            case bytes():
+                return {"bytes": base64.b64encode(state).decode()}
             case torch.Tensor():
                 return {"tensor": self._name(state, path)}
-            case list():
-                return [self.split(item, f"{path}/{i}", depth + 1) for i, item in enumerate(state)]
-            case tuple():
-                return {"tuple": [self.split(item, f"{path}/{i}", depth + 1) for i, item in enumerate(state)]}
+            case list() | tuple():
+                items = [self.split(item, f"{path}/{i}", depth + 1) for i, item in enumerate(state)]
+                return items if isinstance(state, list) else {"tuple": items}
             case Mapping():
                 return {"dict": [self._pair(key, value, path, depth + 1) for key, value in state.items()]}
-        return _scalar(state, path)
+        raise TypeError(
+            f"state has a {type(state).__name__} at {path!r}, which cannot be saved without pickle: convert it"
+        )
 
     def _pair(self, key: Any, value: Any, path: str, depth: int) -> list[Any]:
         if not isinstance(key, PLAIN):
             raise TypeError(
                 f"state has a {type(key).__name__} as a key at {path!r}: only plain values can be saved"
             )
-        self._nodes += 1  # counted like `unflatten`, so every saved state can be loaded
         step = key if isinstance(key, str) else repr(key)
-        return [_scalar(key, path), self.split(value, f"{path}/{step}" if path else step, depth)]
+        below = f"{path}/{step}" if path else step
+        return [self.split(key, path, depth), self.split(value, below, depth)]
 
     def _name(self, tensor: "torch.Tensor", path: str) -> str:
         known_kind = str(tensor.dtype).removeprefix("torch.") in KINDS
@@ -153,82 +153,36 @@ class _Flattener:
         self._names[memory] = name
         return name
 
-
-def _scalar(value: Any, path: str) -> Any:
-    match value:
-        case int() if value.bit_length() > 4 * (MAX_INT_DIGITS - 3):  # less sign and 0x
-            raise ValueError(f"state has an integer of {value.bit_length()} bits at {path!r}: too large")
-        case None | bool():
-            return value
-        case str():
-            return str(value)
-        case int():
-            number = int(value)
-            return number if -(1 << 63) <= number < 1 << 63 else {"int": hex(number)}
-        case float():
-            return float(value) if math.isfinite(value) else {"float": str(float(value))}
-        case bytes():
-            return {"bytes": base64.b64encode(value).decode()}
-    raise TypeError(
-        f"state has a {type(value).__name__} at {path!r}, which cannot be saved without pickle: convert it"
-    )
-
-
-class _Joiner:
-    def __init__(self, tensors: "Mapping[str, torch.Tensor]") -> None:
-        self.used: set[str] = set()
-        self._tensors = tensors
-        self._nodes = 0
-
     def join(self, skeleton: Any, depth: int) -> Any:
-        self._nodes += 1
-        if depth > MAX_DEPTH or self._nodes > MAX_NODES:
-            raise StateError(
-                f"state skeleton is too deep or too large: {MAX_DEPTH} levels, {MAX_NODES} parts"
-            )
+        self._count(depth)
         match skeleton:
             case None | bool() | int() | float() | str():
                 return skeleton
             case list():
                 return [self.join(item, depth + 1) for item in skeleton]
-            case {"tensor": str(name)} if len(skeleton) == 1:
-                return self._tensor(name)
+            case {"tensor": str(name)} if len(skeleton) == 1 and name in self.tensors:
+                self.used.add(name)
+                return self.tensors[name]
+            case {"bytes": str(text)} if len(skeleton) == 1:
+                return base64.b64decode(text, validate=True)
             case {"tuple": list(items)} if len(skeleton) == 1:
                 return tuple(self.join(item, depth + 1) for item in items)
             case {"dict": list(pairs)} if len(skeleton) == 1:
                 return self._dictionary(pairs, depth + 1)
-        return _unusual_scalar(skeleton)
-
-    def _tensor(self, name: str) -> "torch.Tensor":
-        if name not in self._tensors:
-            raise StateError(f"state skeleton names a tensor {name[:80]!r} that is not there")
-        self.used.add(name)
-        return self._tensors[name]
+        raise ValueError(
+            f"it has a {type(skeleton).__name__} of unknown meaning, or a tensor that is not there"
+        )
 
     def _dictionary(self, pairs: list[Any], depth: int) -> dict[Any, Any]:
         found: dict[Any, Any] = {}
         for pair in pairs:
             if not isinstance(pair, list) or len(pair) != 2:
-                raise StateError("state skeleton has a dictionary entry that is not a pair")
+                raise ValueError("it has a dictionary entry that is not a pair")
             key = self.join(pair[0], depth)
             if not isinstance(key, PLAIN) or key in found:
-                raise StateError("state skeleton has a dictionary key that is repeated or not a plain value")
+                raise ValueError("it has a dictionary key that is repeated or not a plain value")
             found[key] = self.join(pair[1], depth)
         return found
-
-
-def _unusual_scalar(skeleton: Any) -> Any:
-    try:
-        match skeleton:
-            case {"bytes": str(text)} if len(skeleton) == 1:
-                return base64.b64decode(text, validate=True)
-            case {"int": str(digits)} if len(skeleton) == 1 and len(digits) <= MAX_INT_DIGITS:
-                return int(digits, 16)
-            case {"float": "nan" | "inf" | "-inf" as word} if len(skeleton) == 1:
-                return float(word)
-    except ValueError as error:
-        raise StateError(f"state skeleton has a garbled value: {error}") from error
-    raise StateError(f"state skeleton has a {type(skeleton).__name__} of unknown meaning")
 
 
 @dataclass(frozen=True)
@@ -269,32 +223,51 @@ def as_tensors(tensors: Mapping[str, TensorBytes]) -> "dict[str, torch.Tensor]":
 
 
 def write_tensors(path: Path, tensors: Mapping[str, TensorBytes], skeleton: bytes) -> None:
-    """Write a file atomically, and its folder if needed.
+    """Write a state as a safetensors file, as `write_file` does, and sync it.
+
+    The largest types come first, so that every tensor is aligned.
+    """
+    ordered = dict(sorted(tensors.items(), key=lambda entry: (-KINDS[entry[1].kind][1], entry[0])))
+    metadata = {"colab_swarm": VERSION, "skeleton": skeleton.decode(), "sha256": digest(tensors, skeleton)}
+    head: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, tensor in ordered.items():
+        begin, end = end, end + tensor.data.nbytes
+        dtype = KINDS[tensor.kind][0]
+        head[name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [begin, end]}
+    text = json.dumps(head).encode()
+    text += b" " * (-len(text) % 8)
+    values = [tensor.data for tensor in ordered.values()]
+    write_file(path, [len(text).to_bytes(8, "little"), text, *values], sync=True)
+
+
+def write_file(path: Path, parts: Iterable[bytes | bytearray | memoryview], *, sync: bool = False) -> None:
+    """Write a file under another name and rename it; make its folder if needed. ``sync``: it survives a power cut.
 
     Raises StateError if the disk is full or cannot be written: an old file stays, and no partial
     one.
     """
-    head = _head(tensors, skeleton)
     partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as file:
-            file.write(head)
-            for _, tensor in _in_file_order(tensors):
-                file.write(tensor.data)
-            file.flush()
-            os.fsync(file.fileno())
+            file.writelines(parts)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(partial, path)
-        sync_folder(path.parent)
+        if sync and os.name == "posix":  # Windows has no such call
+            descriptor = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
     except OSError as error:
-        needed = len(head) + sum(tensor.data.nbytes for tensor in tensors.values())
-        free = "its folder cannot be reached"
-        with contextlib.suppress(OSError):
-            free_bytes = shutil.disk_usage(path.parent).free
-            free = f"{free_bytes:,} bytes are free; the previous checkpoint is intact"
-        raise StateError(f"cannot save {path} ({needed:,} bytes): {error.strerror}; {free}") from error
+        text = f"cannot write {path}: {error.strerror}; free some space or name another folder"
+        raise StateError(text) from error
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # renamed, or a failing disk, which the next write reports
+            partial.unlink()
 
 
 def read_tensors(path: Path) -> tuple[dict[str, TensorBytes], bytes]:
@@ -341,33 +314,6 @@ def digest(tensors: Mapping[str, TensorBytes], skeleton: bytes) -> str:
     return total.hexdigest()
 
 
-def _in_file_order(tensors: Mapping[str, TensorBytes]) -> list[tuple[str, TensorBytes]]:
-    return sorted(tensors.items(), key=lambda entry: (-KINDS[entry[1].kind][1], entry[0]))
-
-
-def _head(tensors: Mapping[str, TensorBytes], skeleton: bytes) -> bytes:
-    metadata = {"colab_swarm": VERSION, "skeleton": skeleton.decode(), "sha256": digest(tensors, skeleton)}
-    entries: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
-    for name, tensor in _in_file_order(tensors):
-        begin, end = end, end + tensor.data.nbytes
-        dtype = KINDS[tensor.kind][0]
-        entries[name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [begin, end]}
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a rename survive a power cut; Windows has no such call."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 class StepFiles:
     """The last ``keep`` >= 1 checkpoints of one run in a folder, ``step-000000000012.safetensors`` and so on."""
 
@@ -405,7 +351,3 @@ class StepFiles:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.path)!r}, {len(self.paths())} of {self.keep} kept)"
-
-    def _repr_html_(self) -> str:
-        rows = [(path.name, size(path.stat().st_size)) for path in self.paths()]
-        return facts(repr(self), {"newest step": f"{self.newest_step:,}"}, ("file", "size"), rows)

@@ -28,8 +28,7 @@ from colab_swarm.net.identity import Identity
 from colab_swarm.notebook.panel import Panel, Views
 from colab_swarm.notebook.platforms import require_terms
 from colab_swarm.notebook.units_view import draw_volunteer, volunteer_line
-from colab_swarm.runtime import PauseGate, Runtime
-from colab_swarm.tensors.device import DeviceThread
+from colab_swarm.runtime import DeviceThread, PauseGate, Runtime
 from colab_swarm.workunits.client import (
     CoordinatorClient,
     SubsetCache,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from colab_swarm.backbone.keeper import Vault
 from colab_swarm.errors import StateError
-from colab_swarm.tensors.chunks import Layout, Snapshot, TensorEntry
+from colab_swarm.tensors.chunks import Layout, Snapshot
 from colab_swarm.tensors.statedict import read_tensors
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.replica import Replica, UpdateRule
@@ -109,7 +109,7 @@ def test_a_state_that_claims_another_step_or_names_other_tensors_is_not_saved(tm
     layout = msgspec.msgpack.decode(snapshot.manifest.layout, type=Layout)
     fewer = msgspec.msgpack.encode(Layout(layout.skeleton, layout.tensors[:-1]))
     twice = msgspec.msgpack.encode(Layout(layout.skeleton, (*layout.tensors[:-1], layout.tensors[0])))
-    huge = msgspec.msgpack.encode(Layout(layout.skeleton, (TensorEntry("x", "float32", (1 << 40,)),)))
+    huge = msgspec.msgpack.encode(Layout(layout.skeleton, (("x", "float32", (1 << 40,)),)))
     for wrong in (fewer, twice, huge):
         with pytest.raises(StateError):
             Vault(tmp_path).save(altered(snapshot, layout=wrong))

@@ -27,7 +27,7 @@ def make() -> FeedForward:
     return FeedForward(4, 8)
 
 
-PLAN = HostPlan(GRID, make, RULE, (4,), measure(make, RULE, (4,)), save_s=30.0, takeover_s=10.0, spare=0)
+PLAN = HostPlan(GRID, make, RULE, (4,), measure(make(), RULE, (4,)), save_s=30.0, takeover_s=10.0, spare=0)
 
 
 def host_of(resources: HostResources, plan: HostPlan) -> ExpertHost:
@@ -85,6 +85,7 @@ class Run:
         plan = replace(PLAN, count=count, capacity=capacity or count, uids=uids, **settings)
         hosting = host_of(member.resources, plan)
         member.peers.when_down(hosting.kill)
+        await member.resources.saves.start()
         await hosting.start()
         return member, hosting
 

@@ -100,6 +100,14 @@ class LocalExperts:
             await asyncio.Event().wait()
 
 
+class Function(nn.Module):
+    """Any function as a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = function
+
+
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on a loop of its own, from any thread, as the runtime does."""
     with ThreadPoolExecutor(1) as thread:

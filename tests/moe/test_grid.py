@@ -1,4 +1,5 @@
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,16 +27,6 @@ from colab_swarm.moe.grid import (
 )
 from colab_swarm.net.peers import MAX_MESSAGE_BYTES, Contact, PeerId
 from colab_swarm.tensors.codecs import Floats
-
-SIDES = st.lists(st.integers(1, 9), min_size=1, max_size=4)
-
-
-@given(SIDES, st.data())
-def test_a_uid_leads_back_to_its_index(sides: list[int], data: st.DataObject) -> None:
-    grid = Grid("layer-1.ffn", tuple(sides))
-    index = tuple(data.draw(st.integers(0, side - 1)) for side in sides)
-    assert grid.index(grid.uid(index)) == index
-    assert index in set(grid) and len(set(grid)) == grid.size
 
 
 @pytest.mark.parametrize(
@@ -155,6 +146,7 @@ def test_every_place_has_one_position_in_one_page_below_its_prefix(
 ) -> None:
     grid = Grid("ffn", tuple(sides))
     place = tuple(data.draw(st.integers(0, side - 1)) for side in sides)
+    assert grid.index(grid.uid(place)) == place and grid.size == math.prod(sides)
     for length in range(1, len(sides) + 1):
         page, position = GridPage.of(grid, place[:length]), grid.number(place[:length]) % PAGE
         assert page in GridPage.below(grid, place[: length - 1]) and page.index_at(position) == place[:length]

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from colab_swarm.errors import StateError
 from colab_swarm.moe.expert import Expert, ExpertRule, FeedForward, check_fit
 from colab_swarm.moe.saves import ReplicaStore, Save
-from colab_swarm.tensors.chunks import CHUNK_BYTES, Manifest, Snapshot, digest_of, pack, unpack
+from colab_swarm.tensors.chunks import Manifest, Snapshot, digest_of, pack, unpack
 
 ALICE, BOB = b"a" * 32, b"b" * 32
 
@@ -68,7 +67,7 @@ def test_the_quota_bounds_saves_of_others_and_not_our_own(tmp_path: Path) -> Non
     with pytest.raises(StateError, match="5 bytes are left here, 6 are needed"):
         put(shelf, b"6 more")
     put(shelf, b"but my own are as long as I want", owner=ALICE)
-    assert len(shelf.saves()) == 2 and shelf.kept_bytes == 15
+    assert len(shelf.saves()) == 2 and shelf.room_bytes == 5
 
 
 def test_an_incomplete_save_leaves_no_files(shelf: ReplicaStore, tmp_path: Path) -> None:
@@ -143,17 +142,6 @@ def test_a_garbled_manifest_is_refused(data: bytes) -> None:
         Manifest.decode(data)
 
 
-@given(st.binary(max_size=99), st.integers(-5, 2**50), st.integers(-5, 2**50), st.integers(250, 260))
-def test_a_manifest_whose_sizes_do_not_add_up_is_refused(
-    digests: bytes, size: int, step: int, letters: int
-) -> None:
-    try:
-        manifest = Manifest.decode(msgspec.msgpack.encode([b"u" * letters, step, b"", size, digests]))
-    except StateError:
-        return
-    assert 32 * -(-manifest.size_bytes // CHUNK_BYTES) == len(digests) and step >= 0 and letters <= 256
-
-
 def test_a_manifest_in_another_spelling_is_refused() -> None:
     head = saved({"step": 1}).head
     assert Manifest.decode(head)
@@ -161,14 +149,10 @@ def test_a_manifest_in_another_spelling_is_refused() -> None:
         Manifest.decode(b"\xdc\x00" + bytes([head[0] & 15]) + head[1:])  # a longer form of the array's length
 
 
-def test_a_state_fits_an_equal_expert_before_and_after_the_first_step() -> None:
-    model = expert(steps=1).state_dict()
-    check_fit(expert().state_dict(), model)
-    check_fit(expert(steps=2).state_dict(), model)
-
-
 def test_a_state_of_other_shapes_or_with_more_in_it_does_not_fit() -> None:
     model = expert(steps=1).state_dict()
+    for equal in (expert(), expert(steps=2)):  # before and after the first step
+        check_fit(equal.state_dict(), model)
     with pytest.raises(StateError, match=r"does not fit this expert at '/module/layers.0.weight'"):
         check_fit(expert(hidden=17).state_dict(), model)
     twisted = expert(steps=1).state_dict()

@@ -1,6 +1,7 @@
 """The snapshots of a grid's experts that a panel shows."""
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def run(tmp_path: Path) -> Run:
 def watch_of(member: Member) -> tuple[ExpertsWatch, Directory]:
     resources = member.resources
     served, runtime = resources.server.statistics, Runtime.__new__(Runtime)  # these tests look on the loop
-    return ExpertsWatch(runtime, member.peers, resources.directory, GRID, served), resources.directory
+    return ExpertsWatch(runtime, member.peers.id, resources.directory, GRID, served), resources.directory
 
 
 async def look(watch: ExpertsWatch, after_s: float = 0.0) -> ExpertsSnapshot:
@@ -37,12 +38,14 @@ async def test_the_first_snapshot_is_immediate_and_later_ones_list_hosts_and_exp
     bob, _ = await run.host("bob", 1)
     watch, _ = watch_of(bob)
     at_once = await look(watch)
-    assert (at_once.live, at_once.listed_s) == ((), None)
+    assert (at_once.live, at_once.listed) == ((), False)
     seen = await look(watch, 2.0)
-    hosts = [(host.host, host.mine, host.experts) for host in seen.hosts]
-    assert hosts == [(short(alice.peers.id), False, 2), (short(bob.peers.id), True, 1)]
+    assert Counter((one.host, one.mine) for one in seen.live) == {
+        (short(alice.peers.id), False): 2,
+        (short(bob.peers.id), True): 1,
+    }
     assert [expert.uid for expert in seen.served] == [one.uid for one in seen.live if one.mine]
-    assert seen.listed_s is not None and seen.listed_s < 2.5 and not seen.fault
+    assert seen.listed and not seen.fault
 
 
 async def test_shares_follow_the_steps_of_the_last_minute(run: Run) -> None:
@@ -54,7 +57,6 @@ async def test_shares_follow_the_steps_of_the_last_minute(run: Run) -> None:
         hosting.experts[busy].backward(torch.rand(2, 4), torch.rand(2, 4))
     seen = await look(watch, 60.0)
     assert {one.uid: one.share for one in seen.live} == {busy: 1.0, idle: 0.0}
-    assert seen.hosts[0].share == 1.0
 
 
 async def test_a_failed_expert_is_left_out_and_one_of_a_dead_host_is_dead(run: Run) -> None:
@@ -73,17 +75,15 @@ async def test_a_failed_expert_is_left_out_and_one_of_a_dead_host_is_dead(run: R
     assert seen.live == () and seen.dead == (first, second)
 
 
-async def test_a_closed_watch_says_so_and_reads_nothing(run: Run) -> None:
-    watch, _ = watch_of(await run.join("alice"))
-    watch.close()
-    assert watch.snapshot().over
-
-
-async def test_a_failed_listing_is_reported(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_listing_is_reported_and_a_closed_watch_reads_nothing(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watch, directory = watch_of(await run.join("alice"))
 
-    async def fails(grid: object, fresh: bool) -> None:
+    async def fails(grid: object) -> None:
         raise ConnectionError("no way")
 
     monkeypatch.setattr(directory, "live", fails)
     assert "no way" in (await look(watch, 1.0)).fault
+    watch.close()
+    assert watch.snapshot().over

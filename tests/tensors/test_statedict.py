@@ -89,17 +89,15 @@ def test_tensors_of_an_optimizer_state_have_readable_names() -> None:
 def test_paths_that_look_alike_get_different_names() -> None:
     state = {0: torch.zeros(1), "0": torch.ones(1), "a/b": torch.zeros(2), "a": {"b": torch.ones(2)}}
     named, skeleton = flatten(state)
-    assert len(named) == 4
-    assert same(unflatten(named, skeleton), state)
+    assert len(named) == 4 and same(unflatten(named, skeleton), state)
 
 
 def test_tied_weights_are_sent_once_and_stay_tied() -> None:
     weight = torch.arange(6.0)
     tied = OrderedDict(embedding=weight.view(2, 3), decoder=weight.view(2, 3), row=weight[:3])
     named, skeleton = flatten(tied)
-    assert set(named) == {"embedding", "row"}
     state = unflatten(named, skeleton)
-    assert state["embedding"] is state["decoder"]
+    assert set(named) == {"embedding", "row"} and state["embedding"] is state["decoder"]
 
 
 def test_a_state_that_only_pickle_could_save_is_refused_with_its_place() -> None:
@@ -117,10 +115,10 @@ def test_a_state_that_only_pickle_could_save_is_refused_with_its_place() -> None
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_largest_integers_come_back_and_larger_ones_are_refused(sign: int) -> None:
-    largest = sign * ((1 << 4084) - 1)
+    largest = sign * (10**4300 - 1)
     assert unflatten(*flatten(largest)) == largest
-    with pytest.raises(ValueError, match="4085 bits"):
-        flatten(sign * (1 << 4084))
+    with pytest.raises(ValueError, match="4300 digits"):
+        flatten(sign * 10**4300)
 
 
 @pytest.mark.parametrize(
@@ -129,9 +127,7 @@ def test_the_largest_integers_come_back_and_larger_ones_are_refused(sign: int) -
         ({"tensor": "missing"}, "not there"),
         ({"tensor": "a", "tuple": []}, "unknown meaning"),
         ({"pickle": "gASV"}, "unknown meaning"),
-        ({"bytes": "?"}, "garbled"),
-        ({"int": "0x"}, "garbled"),
-        ({"int": "1" * 5000}, "unknown meaning"),
+        ({"bytes": "?"}, "cannot be read"),
         ({"dict": [["a"]]}, "not a pair"),
         ({"dict": [[[], 1]]}, "not a plain value"),
         ({"dict": [["a", 1], ["a", 2]]}, "repeated"),
@@ -146,8 +142,9 @@ def test_a_bad_skeleton_is_refused_with_its_reason(skeleton: Any, reason: str) -
 def test_a_skeleton_nested_too_deeply_is_refused() -> None:
     with pytest.raises(StateError, match="too deep"):
         unflatten({}, b"[" * (MAX_DEPTH + 2) + b"]" * (MAX_DEPTH + 2))
-    with pytest.raises(StateError, match="cannot be read"):
-        unflatten({}, b"[" * 1_000_000)
+    for endless in (b"[" * 1_000_000, b"1" * 4301):
+        with pytest.raises(StateError, match="cannot be read"):
+            unflatten({}, endless)
 
 
 @pytest.mark.slow
