@@ -263,15 +263,13 @@ class Averager:
         wanted = f"{group.terms.numel} float32 values are needed in one piece"
         if (*values.shape, values.dtype) != (group.terms.numel, np.float32) or not values.flags.c_contiguous:
             raise ValueError(f"{wanted}, got {values.dtype}{values.shape}")
-        spare = self._spare.pop(group.terms.prefix, None)
-        exchange = AllReduce(self._peers, group, values, self._settings, encoding=encoding, spare=spare)
-        return await self._take_part(exchange)
+        return await self._take_part(group, values, encoding)
 
     async def reduce(self, group: Group) -> RoundResult:
         """Join a round as a reducer only: contribute no values. Raises as `average` does."""
         # the system allocates only what is written: the own span
         values = np.empty(group.terms.numel, np.float32)
-        return await self._take_part(AllReduce(self._peers, group, values, self._settings, collects=False))
+        return await self._take_part(group, values, collects=False)
 
     async def drain(self, prefix: str) -> None:
         """Wait until no member of the last round needs this peer, for `DRAIN_S` at most."""
@@ -288,11 +286,15 @@ class Averager:
             self._forget(exchange)
         self._spare.pop(prefix, None)
 
-    async def _take_part(self, exchange: AllReduce) -> RoundResult:
-        group = exchange.group
+    async def _take_part(
+        self, group: Group, values: Floats, encoding: UploadEncoding | None = None, *, collects: bool = True
+    ) -> RoundResult:
         if group.round_id in self._rounds:
             raise RoundRefused("late", f"the round of step {group.terms.step} was given up here")
-        self._rounds[group.round_id] = exchange
+        spare = self._spare.pop(group.terms.prefix, None) if collects else None
+        exchange = self._rounds[group.round_id] = AllReduce(
+            self._peers, group, values, self._settings, encoding=encoding, collects=collects, spare=spare
+        )
         self._begun.set()
         self._begun.clear()
         try:
