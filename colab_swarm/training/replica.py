@@ -4,11 +4,12 @@ The user's thread applies updates, and the runtime's thread pool copies snapshot
 One lock keeps a copy from seeing half an update. It is never held during network calls.
 """
 
+import _thread
 import hashlib
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -251,28 +252,36 @@ def _check_options(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
 def uninterrupted(work: Callable[[], T]) -> T:
     """Run ``work`` to its end even if the user interrupts; the interrupt is raised afterwards.
 
-    Python delivers an interrupt to the main thread only, so there another thread does the work.
+    Python delivers an interrupt to the main thread only, so there another thread does the work. The
+    main thread takes no lock in Python code, which an interrupt could leave locked forever.
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
-    done: Future[T] = Future()
+    begun, ended = threading.Lock(), threading.Lock()
+    outcome: list[Future[T]] = []
+    interrupt: KeyboardInterrupt | None = None
 
     def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:  # raised below
-            done.set_exception(error)
+        if begun.acquire(blocking=False):
+            done: Future[T] = Future()
+            try:
+                done.set_result(work())
+            except BaseException as error:  # raised below
+                done.set_exception(error)
+            outcome.append(done)
+            ended.release()
 
-    threading.Thread(target=run, name="colab-swarm-update", daemon=True).start()
-    interrupt: KeyboardInterrupt | None = None
-    while not done.done():
+    ended.acquire()
+    while not outcome:
         try:
-            wait([done], 0.2)
+            if not begun.locked():
+                _thread.start_new_thread(run, ())
+            ended.acquire(timeout=0.2)
         except KeyboardInterrupt as error:
             interrupt = error
     if interrupt is not None:
         raise interrupt
-    return done.result()
+    return outcome[0].result()
 
 
 class Gradients:
