@@ -114,7 +114,6 @@ class Ticket(Message, frozen=True):
     upload_bps: float | None = None  # measured bandwidth of its links, bits per second; None: unknown
     download_bps: float | None = None
     assists: bool = False  # the peer trains nothing and needs no means; it only reduces
-    samples_per_s: float = 0.0
 
 
 class GroupMember(Message, frozen=True):
@@ -189,8 +188,6 @@ class SharePlan:
     shares: tuple[float, ...]  # relative share per ticket, >= 0; one at least is > 0 if any ticket reduces
     averaging_s: float = 0.0  # predicted seconds of one round; 0: not known
     explanation: str = ""  # one sentence for people
-    computes: tuple[bool, ...] = ()  # per peer, whether it contributes gradients
-    steps_per_s: float = 0.0  # predicted rate of steps, with gradients computed during averaging
 
 
 Strategy: TypeAlias = Callable[[Sequence[Ticket]], SharePlan]

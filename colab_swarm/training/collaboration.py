@@ -349,7 +349,7 @@ class Collaboration:
         terms = RoundTerms(settings.prefix, own.step, own.lineage, self._numel, self._schema, *codecs)
         willing = (self.plan is None or self.plan.reduces) and not own.syncing
         reduces = bool(self.services.peers.contact.addresses) and willing
-        ticket = Ticket(terms, weight, reduces, *self._bandwidth.known(), samples_per_s=own.samples_per_s)
+        ticket = Ticket(terms, weight, reduces, *self._bandwidth.known())
         candidates = await self._expected(own.step, own.lineage)
         watch = asyncio.create_task(self._watch(candidates))
         try:
