@@ -46,8 +46,8 @@ def objects(tmp_path: Path) -> list[tuple[object, str]]:
     plan = cs.workunits.WorkPlan(max_epochs=3)
     digits = cs.workunits.Job("digits", lambda: model, data=(1, 2), validation=None, plan=plan)
     trainer = AsyncTrainer(model, lambda model, batch: model(batch), adam(model.parameters()), concurrency=4)
-    group, seconds = Group(bytes(16), RoundTerms("", 7, b"", 10), ()), {"exchange": 0.4, "total": 0.5}
-    round_ = RoundResult(group, (ALICE,), (), (), 10, 20, 0.01, seconds, ())
+    group = Group(bytes(16), RoundTerms("", 7, b"", 10), ())
+    round_ = RoundResult(group, (ALICE,), (), (), 10, 20, 0.5, 0.4, ())
     moshpit = MoshpitResult((ALICE, BOB), (2,), (round_, None), 1, 1.5, "bob left")
     tunnel = TunnelSettings("ngrok", auth_token="very-secret")
     return [

@@ -474,7 +474,7 @@ class MoshpitAverager:
             self.meter.on_round(len(line), 1, overhead_s=0.0, averaging_s=0.0)
         else:
             failed = run.on_round(me, line, values, result)
-            overhead_s, averaging_s = joined - begun, result.seconds["total"]
+            overhead_s, averaging_s = joined - begun, result.seconds
             self.meter.on_round(len(line), failed, overhead_s=overhead_s, averaging_s=averaging_s)
 
     def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:

@@ -185,14 +185,14 @@ class RoundResult:
     kept_local: tuple[Span, ...]  # values for which no mean arrived; they are still this peer's own
     sent_bytes: int  # payload
     received_bytes: int
-    compression_error: float  # relative, of the own contribution: ``||Q(v) - v|| / ||v||``, sampled
-    seconds: dict[str, float]  # per phase: ``exchange`` with the reducers, ``recovery``, ``total``
+    seconds: float
+    exchange_s: float  # the part of them until the last of the other reducers was done or lost
     members: tuple[MemberTrace, ...]  # when each member sent and received
 
     def __repr__(self) -> str:
         peers = f"{len(self.contributors)} of {len(self.group.members)} peers"
         lost = f", {len(self.spans_lost)} spans lost" if self.spans_lost else ""
-        return f"RoundResult(step {self.group.terms.step}, {peers}, {self.seconds['total']:.2f} s{lost})"
+        return f"RoundResult(step {self.group.terms.step}, {peers}, {self.seconds:.2f} s{lost})"
 
     def event(self, *, began_at: float, now: float) -> RoundFinished:
         weights = {member.id: member.weight for member in self.group.members}
@@ -207,10 +207,9 @@ class RoundResult:
             sent_bytes=self.sent_bytes,
             received_bytes=self.received_bytes,
             seconds=now - began_at,
-            averaging_s=self.seconds["total"],
+            averaging_s=self.seconds,
             predicted_s=self.group.predicted_s,
             explanation=self.group.explanation,
-            compression_error=self.compression_error,
             members=self.members,
         )
 
@@ -298,18 +297,18 @@ class Averager:
         self._begun.set()
         self._begun.clear()
         try:
-            result = _result(exchange, await self._run(exchange))
+            await self._run(exchange)
         finally:  # members may still recover from this round, no longer from the one before
             if group.terms.prefix in self._finished:
                 self._forget(self._finished[group.terms.prefix])
             self._finished[group.terms.prefix] = exchange
+        result = _result(exchange, asyncio.get_running_loop().time())
         logger.info("%s", result)
         self.on_round(result)
         return result
 
-    async def _run(self, exchange: AllReduce) -> dict[str, float]:
-        clock = asyncio.get_running_loop().time
-        begun, stop_listening = clock(), self._peers.on_lost(exchange.on_lost)
+    async def _run(self, exchange: AllReduce) -> None:
+        stop_listening = self._peers.on_lost(exchange.on_lost)
         step, limit_s = exchange.group.terms.step, self._settings.round_timeout_s
         awaited = exchange.final if exchange.collects else [exchange.final[exchange.me]]
         try:
@@ -330,9 +329,6 @@ class Averager:
             stop_listening()
             for event in (*exchange.settled, *awaited):
                 event.set()
-        ended = clock()
-        exchange_s = (ended if exchange.exchanged_at is None else exchange.exchanged_at) - begun
-        return {"exchange": exchange_s, "recovery": ended - begun - exchange_s, "total": ended - begun}
 
     def _forget(self, exchange: AllReduce) -> None:
         del self._rounds[exchange.group.round_id]
@@ -394,8 +390,9 @@ async def _obtain(exchange: AllReduce, reducer: int) -> None:
     exchange.final[reducer].set()
 
 
-def _result(exchange: AllReduce, seconds: dict[str, float]) -> RoundResult:
+def _result(exchange: AllReduce, ended_at: float) -> RoundResult:
     group, incomplete, spans = exchange.group, exchange.ledger.incomplete(), exchange.group.spans()
+    exchanged_at = ended_at if exchange.exchanged_at is None else exchange.exchanged_at
     members = enumerate(group.members)
     return RoundResult(
         group=group,
@@ -404,7 +401,7 @@ def _result(exchange: AllReduce, seconds: dict[str, float]) -> RoundResult:
         kept_local=exchange.ledger.kept_local(),
         sent_bytes=exchange.sent_bytes,
         received_bytes=exchange.received_bytes,
-        compression_error=exchange.compression_error,
-        seconds=seconds,
+        seconds=ended_at - exchange.began_at,
+        exchange_s=exchanged_at - exchange.began_at,
         members=exchange.trace.members(),
     )

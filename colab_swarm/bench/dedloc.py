@@ -110,7 +110,7 @@ async def _round(offers: Sequence[Ticket], strategy: Strategy) -> float:
             raise RuntimeError(f"{peer.name} did not get all means: {result}")
         return result
 
-    return max(result.seconds["total"] for result in await asyncio.gather(*map(take_part, peers)))
+    return max(result.seconds for result in await asyncio.gather(*map(take_part, peers)))
 
 
 def one_server(tickets: Sequence[Ticket]) -> SharePlan:

@@ -338,7 +338,7 @@ class Collaboration:
         self._bandwidth.on_round(result)
         if not result.spans_lost and len(result.contributors) > 1:
             shares = [member.share for member in group.members]
-            self._shares.on_round(shares, group.predicted_s, result.seconds["exchange"])
+            self._shares.on_round(shares, group.predicted_s, result.exchange_s)
         self.services.events.emit(result.event(began_at=began_at, now=self._now()))
         self._update_plan(result)
         return result

@@ -150,9 +150,8 @@ class LinkBandwidth:
             peers.limit(self._most_bps)
 
     def on_round(self, result: RoundResult) -> None:
-        seconds = result.seconds["exchange"]
-        self._upload.on_round(result.sent_bytes, seconds)
-        self._download.on_round(result.received_bytes, seconds)
+        self._upload.on_round(result.sent_bytes, result.exchange_s)
+        self._download.on_round(result.received_bytes, result.exchange_s)
 
     def known(self) -> tuple[float | None, float | None]:
         """Return upload and download, bits per second; None where not measured."""
