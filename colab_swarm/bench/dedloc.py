@@ -43,8 +43,7 @@ from colab_swarm.averaging.moshpit import (
     MAX_ROUNDS,
     MoshpitAverager,
     MoshpitResult,
-    RoundTime,
-    choose_group_size,
+    RoundMeter,
 )
 from colab_swarm.averaging.round import Averager, AveragingSettings, RoundResult
 from colab_swarm.averaging.strategy import AveragingSetup, Capacity, adaptive_shares, plan_round
@@ -401,13 +400,14 @@ def is_contribution(message: Message) -> bool:
     return isinstance(message, Chunk) and not message.averaged
 
 
-TIME = RoundTime(overhead_s=0.5, transfer_s=2.0)  # of a model of 5 MB at 20 Mbit/s
+TIME = RoundMeter(overhead_s=0.5, transfer_s=2.0)  # of a model of 5 MB at 20 Mbit/s
 SIZES = (2, 4, 16)
 
 
 def chosen_size(peers: int, failing: float) -> int:
     """Return the best group size if a peer fails with this probability during a round of four."""
-    return choose_group_size(peers, failures_per_s=-math.log1p(-failing) / TIME.seconds(4), time=TIME)
+    meter = replace(TIME, failures_per_s=-math.log1p(-failing) / TIME.seconds(4))
+    return meter.choose_group_size(peers)
 
 
 def failing_at_random(share: float, seed: int) -> Callable[[str, int], bool]:
