@@ -11,7 +11,7 @@ peer i has applied, and alpha is the learning rate. The constants of two relaxat
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 RESOLUTION_S = 1e-3
@@ -224,6 +224,7 @@ MOST = 2.0
 """Limit of the integrated beta. Beyond 1, it makes many steps wait after one with a large distance."""
 
 
+@dataclass(eq=False)
 class AdaptiveBeta(Scheduler):
     """`NormBounded`, with the smallest beta that keeps the measured distance under ``max_inconsistency``.
 
@@ -233,16 +234,15 @@ class AdaptiveBeta(Scheduler):
     where no constant beta fits, it oscillates and the mean fits. The bound has one step of delay.
     """
 
+    max_inconsistency: float
+    measure: Literal["l2", "l0"] = field(default="l2", kw_only=True)
+    _level: float = field(default=1.0, init=False, repr=False)
+
     max_delay = 1
 
-    def __init__(self, max_inconsistency: float, *, measure: Literal["l2", "l0"] = "l2") -> None:
-        if not max_inconsistency > 0:
-            raise ValueError(f"max_inconsistency={max_inconsistency} allows no delay: use Synchronous()")
-        self.max_inconsistency = max_inconsistency
-        self._measure, self._level = measure, 1.0
-
-    def __repr__(self) -> str:
-        return f"AdaptiveBeta(max_inconsistency={self.max_inconsistency}, measure={self._measure!r})"
+    def __post_init__(self) -> None:
+        if not self.max_inconsistency > 0:
+            raise ValueError(f"max_inconsistency={self.max_inconsistency} allows no delay: use Synchronous()")
 
     @property
     def beta(self) -> float:
@@ -253,7 +253,7 @@ class AdaptiveBeta(Scheduler):
         self._level = min(max(self._level + GAIN * off, 0.0), MOST)
 
     def _enough(self, status: StepStatus) -> bool:
-        return NormBounded(self.beta, self._measure)._enough(status)
+        return NormBounded(self.beta, self.measure)._enough(status)
 
     def _relaxed(self, facts: StepFacts) -> float:
         return bounded_staleness(facts.peers, 1, facts.m)
