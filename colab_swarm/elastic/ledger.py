@@ -27,7 +27,7 @@ from itertools import product
 
 import numpy as np
 
-from colab_swarm.elastic.schedulers import Arrived, Scheduler, StepFacts, StepStatus
+from colab_swarm.elastic.schedulers import Scheduler, StepFacts, StepStatus
 from colab_swarm.tensors.codecs import Floats
 
 DECAY = 0.95  # weight of the past in an average: about 20 steps count
@@ -119,17 +119,13 @@ class GradientLedger:
         self._forget_settled()
 
     def standing(self, now: float) -> StepStatus:
-        oldest, arrived, owed = self.step - self._scheduler.max_delay, [], set(self._owed)
-        for key in ((peer, self.step) for peer in self._others()):
-            received = sum(self._sizes[bucket] for bucket in self._gradients[key])
-            complete = len(self._gradients[key]) == len(self._sizes)
-            arrived.append(Arrived(math.sqrt(self._squares[key]), received, complete))
-            if not complete:
-                owed.add(key)
+        oldest, keys = self.step - self._scheduler.max_delay, [(peer, self.step) for peer in self._others()]
+        owed = set(self._owed) | {key for key in keys if len(self._gradients[key]) < len(self._sizes)}
         return StepStatus(
             own_norm=math.sqrt(self._squares[self._me, self.step]),
             own_numel=sum(self._sizes),
-            arrived=tuple(arrived),
+            norms=tuple(math.sqrt(self._squares[key]) for key in keys),
+            numels=tuple(sum(self._sizes[bucket] for bucket in self._gradients[key]) for key in keys),
             overdue=len({peer for peer, step in owed if step <= oldest}),
             owed=len(owed),
             lost=len(self.lost),

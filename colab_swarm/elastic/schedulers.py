@@ -39,21 +39,13 @@ def compression(gamma: float, m: float) -> float:
 
 
 @dataclass(frozen=True)
-class Arrived:
-    """Part of another peer's gradient."""
-
-    norm: float  # of all received buckets together
-    numel: int  # values in them
-    complete: bool  # whether nothing is missing
-
-
-@dataclass(frozen=True)
 class StepStatus:
     """The open step t at one peer."""
 
     own_norm: float  # of its own gradient
     own_numel: int
-    arrived: tuple[Arrived, ...]  # of step t, one for each other peer that is not lost
+    norms: tuple[float, ...]  # of what has arrived of step t, from each other peer that is not lost
+    numels: tuple[int, ...]  # the number of these values
     overdue: int  # peers, not lost, that still owe something of step t - max_delay or earlier
     owed: int  # incomplete gradients (of one peer and step, up to t) of peers that are not lost
     lost: int  # number of lost peers
@@ -62,8 +54,8 @@ class StepStatus:
     @property
     def missing(self) -> float:
         """Share of the others' values of step t that has not arrived."""
-        expected = len(self.arrived) * self.own_numel
-        return 1 - sum(one.numel for one in self.arrived) / expected if expected else 0.0
+        expected = len(self.numels) * self.own_numel
+        return 1 - sum(self.numels) / expected if expected else 0.0
 
 
 class Scheduler(ABC):
@@ -135,12 +127,13 @@ class NormBounded(Scheduler):
             )
 
     def _enough(self, status: StepStatus) -> bool:
+        own, arrived = status.own_norm, status.norms
         if self.measure == "l0":
-            parts = [one.numel >= self.beta * status.own_numel for one in status.arrived]
-        else:
-            parts = [one.norm >= self.beta * status.own_norm for one in status.arrived]
-        arrived = zip(status.arrived, parts, strict=True)
-        return all(one.complete or (enough and self.beta < 1) for one, enough in arrived)
+            own, arrived = status.own_numel, status.numels
+        return all(
+            numel == status.own_numel or (self.beta < 1 and one >= self.beta * own)
+            for one, numel in zip(arrived, status.numels, strict=True)
+        )
 
     def _relaxed(self, facts: StepFacts) -> float:
         return 0.0 if self.beta == 1 else bounded_staleness(facts.peers, 1, facts.m)
@@ -159,7 +152,7 @@ class VarianceBounded(Scheduler):
         _check_timeout(self.timeout_s)
 
     def _enough(self, status: StepStatus) -> bool:
-        return status.waited_s >= self.timeout_s or all(one.complete for one in status.arrived)
+        return status.waited_s >= self.timeout_s or not status.missing
 
     def _relaxed(self, facts: StepFacts) -> float:
         return 3 * facts.sigma  # Lemma 16

@@ -5,7 +5,6 @@ import pytest
 
 from colab_swarm.elastic import schedulers
 from colab_swarm.elastic.schedulers import (
-    Arrived,
     BoundedStaleness,
     CrashTolerant,
     NormBounded,
@@ -16,14 +15,17 @@ from colab_swarm.elastic.schedulers import (
     VarianceBounded,
 )
 
-NOTHING, PART, ALL = Arrived(0.0, 0, False), Arrived(0.6, 20, False), Arrived(1.0, 100, True)
-LARGER = Arrived(5.0, 99, False)  # than the own gradient, but not complete
+NOTHING, PART, ALL = (0.0, 0), (0.6, 20), (1.0, 100)  # norm and values
+LARGER = (5.0, 99)  # than the own gradient, but not complete
 
 
-def standing(*arrived: Arrived, overdue: int = 0, lost: int = 0, waited_s: float = 0.0) -> StepStatus:
+def standing(
+    *arrived: tuple[float, int], overdue: int = 0, lost: int = 0, waited_s: float = 0.0
+) -> StepStatus:
     """Status of a peer whose gradient has norm 1 and 100 values; what has not arrived is owed."""
-    owed = sum(not one.complete for one in arrived)
-    return StepStatus(1.0, 100, arrived, overdue, owed, lost, waited_s)
+    norms, numels = tuple(norm for norm, _ in arrived), tuple(numel for _, numel in arrived)
+    owed = sum(numel < 100 for numel in numels)
+    return StepStatus(1.0, 100, norms, numels, overdue, owed, lost, waited_s)
 
 
 TIMED, TOLERANT = VarianceBounded(timeout_s=0.5), CrashTolerant(f=1, timeout_s=0.5)
