@@ -80,10 +80,9 @@ class RoundFinished(Event):
 
 @dataclass(frozen=True)
 class BudgetChosen(Event):
-    """This peer changed how it saves traffic; ``within`` is False if the budget cannot be met."""
+    """This peer changed how it saves traffic."""
 
     choice: str
-    within: bool
 
 
 @dataclass(frozen=True)

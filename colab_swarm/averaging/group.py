@@ -8,7 +8,9 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Annotated, Literal, NamedTuple, TypeAlias
+
+import msgspec
 
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import Contact, Message, PeerId
@@ -82,22 +84,19 @@ class RoundRefused(PeerError):
         self.reason: RefusalReason = reason
 
 
+Digest = Annotated[bytes, msgspec.Meta(max_length=MAX_TEXT)]
+
+
 class RoundTerms(Message, frozen=True):
     """What a round averages, equal at all its members; as a message, an invitation to the round."""
 
-    prefix: str
-    step: int
-    lineage: bytes  # digest of the training history
-    numel: int
-    schema: bytes = b""  # digest of the vector's layout
+    prefix: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+    step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]
+    lineage: Digest  # of the training history
+    numel: Annotated[int, msgspec.Meta(ge=0, lt=MAX_NUMEL)]
+    schema: Digest = b""  # of the vector's layout
     codec: str = "float32"  # of contributions on the wire
     mean_codec: str = "float32"
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.step < MAX_STEP or not 0 <= self.numel < MAX_NUMEL:
-            raise ValueError(f"a round of step {self.step} of {self.numel} values is out of range")
-        if max(len(self.prefix), len(self.lineage), len(self.schema)) > MAX_TEXT:
-            raise ValueError("a round's prefix, lineage or schema is too long")
 
     @property
     def key(self) -> tuple[int, bytes]:

@@ -20,6 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 from blake3 import blake3
@@ -51,33 +52,30 @@ def next_lineage(lineage: bytes, mean: Floats) -> bytes:
     return blake3(lineage).update(mean.data.cast("B")).digest(LINEAGE_BYTES)
 
 
+Figure = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
+
+
 class ProgressRecord(Message, frozen=True):
     """A peer's progress, published in the DHT, signed, under its own subkey."""
 
-    step: int  # updates applied to its parameters
-    lineage: bytes  # digest chain that names the branch of its parameters
-    samples: float  # accumulated for the next step
-    samples_per_s: float  # its own speed
+    step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]  # updates applied to its parameters
+    lineage: Annotated[
+        bytes, msgspec.Meta(max_length=LINEAGE_BYTES)
+    ]  # digest chain that names the branch of its parameters
+    samples: Figure  # accumulated for the next step
+    samples_per_s: Figure  # its own speed
     syncing: bool  # it has no state yet; it takes part with weight 0 and reduces nothing
     reduces: bool  # other peers can reach it, and it takes a share of the averaging
     name: str  # for people
     addresses: tuple[str, ...] = ()  # where it can be dialled
     loss: float | None = None  # mean loss of the samples, if reported
-    local_steps: int = 1  # least number of steps that it takes between two rounds
-    upload_bps: float | None = None  # measured bandwidth of its links; None: not measured yet
-    download_bps: float | None = None
+    local_steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_LOCAL_STEPS)] = (
+        1  # least number of steps that it takes between two rounds
+    )
+    upload_bps: Figure | None = None  # measured bandwidth of its links; None: not measured yet
+    download_bps: Figure | None = None
     paused: bool = False  # it computes nothing for now; no round waits for it, but it gives its state
     idle: bool = False  # it has finished no micro-batch for long; counts like paused
-
-    def __post_init__(self) -> None:
-        numbers = (self.samples, self.samples_per_s, self.upload_bps or 0.0, self.download_bps or 0.0)
-        if (
-            not 0 <= self.step < MAX_STEP
-            or any(not 0 <= number < 1e12 for number in numbers)
-            or len(self.lineage) > LINEAGE_BYTES
-            or not 1 <= self.local_steps <= MAX_LOCAL_STEPS
-        ):
-            raise ValueError("progress record out of range")
 
     @property
     def absent(self) -> bool:
