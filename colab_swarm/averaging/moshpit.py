@@ -48,7 +48,6 @@ from colab_swarm.averaging.matchmaking import Matchmaker, PrefixRouter, loop_now
 from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.dht.service import DHT
 from colab_swarm.errors import PeerError
-from colab_swarm.markup import facts
 from colab_swarm.net.peers import Message, PeerId, short
 from colab_swarm.tensors.codecs import Floats, Precision, mean_codec_for
 
@@ -365,11 +364,6 @@ class MoshpitResult:
         grid = "x".join(map(str, self.sides))
         what = "complete" if self.complete else f"{self.failed} failures" + f": {self.note}" * bool(self.note)
         return f"MoshpitResult({len(self.peers)} peers on {grid}, {what}, {self.seconds:.1f} s)"
-
-    def _repr_html_(self) -> str:
-        rounds = enumerate(self.rounds, 1)
-        rows = [(f"{number}", repr(one) if one else "did not take part") for number, one in rounds]
-        return facts(repr(self), {}, ("round", "result"), rows)
 
 
 class MoshpitAverager:

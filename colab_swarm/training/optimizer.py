@@ -12,7 +12,6 @@ import asyncio
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,9 +22,9 @@ from typing import Any
 import torch
 
 from colab_swarm.averaging.round import RoundResult
+from colab_swarm.dht.service import BackgroundTasks
 from colab_swarm.errors import StateError
 from colab_swarm.events import Fault
-from colab_swarm.markup import facts
 from colab_swarm.runtime import Runner
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
@@ -54,17 +53,6 @@ class OptimizerSnapshot:
     samples_per_s: float  # of all peers together
     peers: int  # that train
     budget: str  # how this peer stays within its traffic budget, in words; empty without one
-
-    def _repr_html_(self) -> str:
-        rows: dict[str, object] = {
-            "step of the swarm": f"{self.step:,}",
-            "samples for the next step": f"{self.samples:,.0f} of {self.target_batch_size:,.0f}, "
-            f"{self.own_samples:,.0f} of them here",
-            "speed": f"{self.samples_per_s:,.1f} samples/s from {self.peers} peers",
-        }
-        return facts(
-            f"SwarmOptimizer({self.optimizer})", rows | ({"budget": self.budget} if self.budget else {})
-        )
 
 
 class SwarmOptimizer(WrappedOptimizer):
@@ -99,6 +87,7 @@ class SwarmOptimizer(WrappedOptimizer):
         self._why = "this optimizer has left its swarm: make a new one with swarm.optimizer(…)"
         self._hand_over_s: float | None = None  # set: finish the call, hand over, close
         self._saving, self._saved_step = threading.Lock(), -1
+        self._tasks = BackgroundTasks("saving progress", services.events, services.rng)
         resumed = folder is not None and self._resume(folder)
         self.collaboration = runtime.call(self._start(name, syncing=not resumed))
         try:
@@ -136,7 +125,8 @@ class SwarmOptimizer(WrappedOptimizer):
         except BaseException:  # also an interrupt
             collaboration.kill()
             raise
-        self._keeper = asyncio.create_task(self._keep_saving())
+        if self._folder is not None:
+            self._tasks.every(SAVE_S, partial(asyncio.to_thread, self._save_progress), rest=1 / MOST_OF_TIME)
         return collaboration
 
     @property
@@ -258,7 +248,7 @@ class SwarmOptimizer(WrappedOptimizer):
         if flight is not None:
             flight[0].cancel()
             await asyncio.wait([flight[0]])
-        self._keeper.cancel()
+        self._tasks.cancel()
         await self.collaboration.stop()
 
     def end(self, why: str, *, hand_over_s: float) -> None:
@@ -283,14 +273,6 @@ class SwarmOptimizer(WrappedOptimizer):
                 self._services.events.emit(Fault(self._runtime.time(), "saving progress", str(error)))
             else:
                 self._saved_step = step
-
-    async def _keep_saving(self) -> None:
-        pause_s = SAVE_S
-        while self._folder is not None:
-            await asyncio.sleep(pause_s)
-            began = time.monotonic()
-            await asyncio.to_thread(self._save_progress)
-            pause_s = max(SAVE_S, (time.monotonic() - began) / MOST_OF_TIME)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the last ``backward()``; accumulated ones stay."""
@@ -427,6 +409,3 @@ class SwarmOptimizer(WrappedOptimizer):
         here = f"{self._gathered.samples:g} of {self._settings.target_batch_size:g} samples here"
         budget = "" if plan is None else f", {plan}"
         return f"SwarmOptimizer({inner}, step={self.global_step}, {here}{budget})"
-
-    def _repr_html_(self) -> str:
-        return self.snapshot()._repr_html_()

@@ -207,20 +207,12 @@ class WrappedOptimizer(Optimizer):
 
 
 def _move_to_copies(optimizer: Optimizer) -> list[torch.Tensor]:
-    copies: list[torch.Tensor] = []
+    state = optimizer.state_dict()
     for group in optimizer.param_groups:
-        for index, parameter in enumerate(group["params"]):
-            if parameter.requires_grad:
-                copy = _copy(parameter)
-                if parameter in optimizer.state:
-                    state = optimizer.state.pop(parameter)
-                    optimizer.state[copy] = {
-                        key: value.cpu() if isinstance(value, torch.Tensor) else value
-                        for key, value in state.items()
-                    }
-                group["params"][index] = copy
-                copies.append(copy)
-    return copies
+        group["params"] = [_copy(one) if one.requires_grad else one for one in group["params"]]
+    optimizer.state.clear()
+    optimizer.load_state_dict(state)
+    return [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
 
 
 def _copy(parameter: torch.Tensor) -> torch.Tensor:
