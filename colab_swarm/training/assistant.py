@@ -19,7 +19,7 @@ from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import Runner
 from colab_swarm.tensors.chunks import Snapshot
-from colab_swarm.training.progress import AssistantRecord, Progress, assistants_key
+from colab_swarm.training.progress import WATCHING, AssistantRecord, Progress, assistants_key
 from colab_swarm.training.settings import ROUND_TIMEOUT_S, LinkBandwidth, PeerServices
 from colab_swarm.training.state import Mirror
 
@@ -42,7 +42,6 @@ MATCHMAKING = GroupFormationSettings(window_s=5.0, slack_s=5.0)
 class AssistantTally:
     collaborations: tuple[str, ...] = ()  # prefixes of those it helps now
     rounds: int = 0  # rounds in which it reduced
-    mirrored_bytes: int = 0  # training state that it passed on
 
 
 async def _nothing_stored(_prefix: str) -> Snapshot | None:
@@ -140,7 +139,7 @@ class _Part:
     ) -> None:
         self.used_at = loop_now()
         self._services, self._prefix, self._tally = services, prefix, tally
-        self._progress = Progress.of_watcher(services.peers.id, prefix)
+        self._progress = Progress(services.peers.id, WATCHING, prefix)
         self._bandwidth = LinkBandwidth(services.peers)
         self._read_at = float("-inf")
         self._rounds: dict[tuple[int, bytes], asyncio.Task[None]] = {}
@@ -148,7 +147,7 @@ class _Part:
             services.router, prefix, expected=self._expected, on_called=self._on_called, settings=MATCHMAKING
         )
         give = partial(stored, prefix)
-        self._mirror = Mirror(services.router, prefix, give, donors=self._donors, on_sent=self._on_sent)
+        self._mirror = Mirror(services.router, prefix, give, self._donors)
         self._stop_listening = services.peers.on_lost(self._on_lost)
 
     def close(self) -> None:
@@ -199,9 +198,6 @@ class _Part:
         self.used_at = loop_now()
         await self._read()
         return sorted(self._progress.branch().peers)
-
-    def _on_sent(self, size_bytes: int) -> None:
-        self._tally.mirrored_bytes += size_bytes
 
     async def _read(self) -> None:
         if loop_now() - self._read_at < FRESH_S:

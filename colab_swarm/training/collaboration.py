@@ -9,13 +9,12 @@ lose their vote: a peer that claims an absurd step keeps no late joiner out.
 """
 
 import asyncio
-import enum
 import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -25,6 +24,7 @@ from colab_swarm.averaging.group import Group, GroupFormationSettings, RoundRefu
 from colab_swarm.averaging.matchmaking import Matchmaker, loop_now
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.averaging.strategy import AdaptiveShares
+from colab_swarm.dht.service import BackgroundTasks
 from colab_swarm.errors import PeerError, PeerTimeout, StateError
 from colab_swarm.events import (
     BatchDropped,
@@ -72,11 +72,8 @@ CaughtUp: TypeAlias = tuple[Snapshot, list[Floats]]
 """A state to load, and the means of the rounds since, in order."""
 
 
-class Due(enum.Enum):
-    NOTHING = "continue with the next batch"
-    LOCAL_STEP = "take a local step"
-    ROUND = "a round is due"
-    CATCH_UP = "the swarm moved on without this peer"
+Due: TypeAlias = Literal["nothing", "a local step", "a round", "catching up"]
+"""What a trainer does next; it must catch up if the swarm moved on without it."""
 
 
 class Collaboration:
@@ -117,7 +114,7 @@ class Collaboration:
         self._called: tuple[int, bytes] | None = None
         self._wake, self._moved = asyncio.Event(), asyncio.Event()
         self._applying = self._averaging_aside = False
-        self._heartbeat: asyncio.Task[None] | None = None
+        self._tasks = BackgroundTasks("progress", services.events, services.rng)
         self._settling: asyncio.Task[None] | None = None
         self._steps_alone = 0  # since the last round
         self._reported: set[str] = set()  # refusals
@@ -126,7 +123,7 @@ class Collaboration:
     async def start(self) -> None:
         await self.on_gate()
         await self._exchange()
-        self._heartbeat = asyncio.create_task(self._keep_exchanging(), name="progress")
+        self._tasks.spawn(self._keep_exchanging())
 
     async def stop(self) -> None:
         """Serve the last round to its end, then leave with a record that expires at once."""
@@ -138,8 +135,7 @@ class Collaboration:
     def kill(self) -> None:
         """Leave without notice; the record expires by itself."""
         self._stop_listening()
-        if self._heartbeat is not None:
-            self._heartbeat.cancel()
+        self._tasks.cancel()
         self._matchmaker.close()
         self._states.close()
 
@@ -213,16 +209,16 @@ class Collaboration:
     def _due(self) -> Due:
         own = self.progress.own
         if self._averaging_aside or own.paused:  # one round at a time
-            return Due.NOTHING
+            return "nothing"
         if own.syncing or self.progress.behind:
-            return Due.CATCH_UP
+            return "catching up"
         if self._called == (own.step, own.lineage) or self.progress.batch_full(loop_now()):
-            return Due.ROUND
+            return "a round"
         batches = self.progress.samples(loop_now()) / self.progress.target_batch_size
         if self.progress.local_steps > 1 and batches >= self._steps_alone + 1:
             self._steps_alone += 1
-            return Due.LOCAL_STEP
-        return Due.NOTHING
+            return "a local step"
+        return "nothing"
 
     async def on_gate(self) -> None:
         """Publish that this peer was paused or resumed, so that no round waits for it."""
@@ -245,7 +241,7 @@ class Collaboration:
         await self.on_gate()
         self._throughput.wait()
         await self._end_idle()
-        while (due := self._due()) is Due.NOTHING and loop_now() < deadline:
+        while (due := self._due()) == "nothing" and loop_now() < deadline:
             self._wake.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
@@ -391,7 +387,8 @@ class Collaboration:
     async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
         # By their records, the last round or a call: a record may be late.
         expected = self.progress.participants(step, lineage) | self.progress.assistants.keys()
-        return sorted((expected | self._matchmaker.likely(step, lineage)) - self.progress.absent)
+        absent = {peer for peer, record in self.progress.records.items() if record.absent}
+        return sorted((expected | self._matchmaker.likely(step, lineage)) - absent)
 
     def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
         own, step, lineage = self.progress.own, terms.step, terms.lineage

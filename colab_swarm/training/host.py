@@ -126,25 +126,25 @@ class HostOptimizer:
         return self.lead
 
     def _follow_lead(self, act: Callable[[], RoundResult | None]) -> RoundResult | None:
-        update = self._lead(act) if dist.get_rank() == LEAD else self._exchange(None)
+        """Let rank 0 act; return its result, and take its parameters, on all ranks."""
+        own: _Update | None = None
+        failure: BaseException | None = None
+        if dist.get_rank() == LEAD:
+            try:
+                result, lead = act(), self._leading()
+                # Tensor versions show updates between the swarm's steps or after them, the lineage all others.
+                version = (lead.lineage, [parameter._version for parameter in self._parameters])
+                own = _Update(lead.global_step, lead.lineage, result, changed=version != self._sent)
+                self._sent = version
+            except BaseException as error:  # also an interrupt: the others must not wait for this rank
+                own, failure = _Update(error=f"{type(error).__name__}: {error}"), error
+        update = self._exchange(own)
+        if failure is not None:
+            raise failure
         if update.error:
             raise HostError(f"rank {LEAD}, which talks to the swarm, failed: {update.error}")
         self.global_step, self.lineage = update.step, update.lineage
         return update.result
-
-    def _lead(self, act: Callable[[], RoundResult | None]) -> _Update:
-        try:
-            result = act()
-        except BaseException as error:  # also an interrupt: the others must not wait for this rank
-            self._exchange(_Update(error=f"{type(error).__name__}: {error}"))
-            raise
-        lead = self._leading()
-        # Tensor versions show updates between the swarm's steps or after them, the lineage all others.
-        version = (lead.lineage, [parameter._version for parameter in self._parameters])
-        update = _Update(lead.global_step, lead.lineage, result, changed=version != self._sent)
-        self._exchange(update)
-        self._sent = version
-        return update
 
     @torch.no_grad()
     def _exchange(self, own: _Update | None) -> _Update:

@@ -188,7 +188,7 @@ class SwarmOptimizer(WrappedOptimizer):
             result = self._act(due) or self._land(wait=True)
             self._replica.show()
             over = until == deadline or self._hand_over_s is not None
-            if result is not None or due is Due.CATCH_UP or (due is Due.NOTHING and over):
+            if result is not None or due == "catching up" or (due == "nothing" and over):
                 return result
 
     def save(self, target: str | Path | CheckpointFolder) -> None:
@@ -288,13 +288,13 @@ class SwarmOptimizer(WrappedOptimizer):
         )
 
     def _act(self, due: Due) -> RoundResult | None:
-        if due is Due.CATCH_UP:
+        if due == "catching up":
             self._synchronize()
-        elif due is Due.LOCAL_STEP:
+        elif due == "a local step":
             uninterrupted(self._gathered.step)
-        elif due is Due.ROUND and self._replica.rule.delayed:
+        elif due == "a round" and self._replica.rule.delayed:
             uninterrupted(self._take_off)
-        elif due is Due.ROUND:
+        elif due == "a round":
             values, weight = uninterrupted(self._contribution), self._gathered.samples
             encoding, apply = self._gathered.encoding(), partial(self._apply, weight, True)
             return self._runtime.call(self.collaboration.average(values, weight, encoding, apply))

@@ -110,6 +110,10 @@ async def read_participants(
     )
 
 
+WATCHING = ProgressRecord(0, b"", 0.0, 0.0, syncing=True, reduces=False, name="")
+"""The own record of a peer that does not train."""
+
+
 @dataclass(frozen=True)
 class Branch:
     """The swarm's step and lineage; ``peers`` train there now."""
@@ -143,12 +147,6 @@ class Progress:
         self._lost_assistants: dict[PeerId, float] = {}  # time of the last record
         self._distrusted = LeftOut[PeerId](DISTRUST_S, DISTRUST_S)
         self._no_vote: Container[PeerId] = ()  # those of them at the last reading
-
-    @classmethod
-    def of_watcher(cls, me: PeerId, prefix: str) -> "Progress":
-        """Return the progress as seen by a peer that does not train."""
-        own = ProgressRecord(0, b"", 0.0, 0.0, syncing=True, reduces=False, name="")
-        return cls(me, own, prefix=prefix)
 
     @property
     def records(self) -> Mapping[PeerId, ProgressRecord]:
@@ -267,10 +265,6 @@ class Progress:
         """Return the peers at a step and lineage, and those that catch up; none that are absent."""
         active = ((peer, r) for peer, r in self.records.items() if not r.absent)
         return {peer for peer, r in active if r.syncing or (r.step, r.lineage) == (step, lineage)}
-
-    @property
-    def absent(self) -> frozenset[PeerId]:
-        return frozenset(peer for peer, record in self.records.items() if record.absent)
 
     def samples(self, now: float) -> float:
         """Return the samples of all peers on the own branch for the next step."""
