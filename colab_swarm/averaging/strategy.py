@@ -46,21 +46,18 @@ class Capacity:
     receives: bool = True  # needs the means; an assistant does not
 
 
-@dataclass(frozen=True)
-class AveragingSetup:
-    """A round to plan."""
-
-    peers: tuple[Capacity, ...]
-    contribution_bytes: float  # of the encoded vector, towards the reducers
-    mean_bytes: float  # and back
-
-
-def plan_round(setup: AveragingSetup, shares: Sequence[float] | None = None) -> SharePlan:
+def plan_round(
+    peers: Sequence[Capacity],
+    contribution_bytes: float,
+    mean_bytes: float,
+    shares: Sequence[float] | None = None,
+) -> SharePlan:
     """Return the fastest round, or that of given ``shares``.
 
-    Raises ValueError if no peer reduces, or no bandwidth is known.
+    ``contribution_bytes`` and ``mean_bytes`` are the sizes of the encoded vector, towards the
+    reducers and back. Raises ValueError if no peer reduces, or no bandwidth is known.
     """
-    loads = _Loads(setup)
+    loads = _Loads(peers, contribution_bytes, mean_bytes)
     given = np.array(loads.best() if shares is None else shares, np.float64)
     parts = given / given.sum()
     averaging_s = float(loads.seconds(parts).max(initial=0.0))
@@ -70,17 +67,15 @@ def plan_round(setup: AveragingSetup, shares: Sequence[float] | None = None) -> 
 class _Loads:
     """The transfer times as a function of the shares. Rows: all uploads, then all downloads."""
 
-    def __init__(self, setup: AveragingSetup) -> None:
-        facts = [(peer.contributes, peer.receives, peer.reduces) for peer in setup.peers]
+    def __init__(self, peers: Sequence[Capacity], up: float, down: float) -> None:
+        facts = [(peer.contributes, peer.receives, peer.reduces) for peer in peers]
         c, w, self._reduces = np.array(facts, np.float64).T
         if not self._reduces.any():
             raise ValueError("nobody reduces: no peer accepts connections")
-        up, down = setup.contribution_bytes, setup.mean_bytes
         self._fixed = np.stack([up * c, down * w])
         self._slope = np.stack([down * (w.sum() - w) - up * c, up * (c.sum() - c) - down * w])
-        uploads = _completed([peer.upload_bps for peer in setup.peers])
-        downloads = _completed([peer.download_bps for peer in setup.peers])
-        self._rates = np.array([uploads, downloads]) / 8
+        rates = [peer.upload_bps for peer in peers], [peer.download_bps for peer in peers]
+        self._rates = np.array([_completed(one) for one in rates]) / 8
 
     def seconds(self, shares: Array) -> Array:
         return ((self._fixed + self._slope * shares) / self._rates).ravel()
@@ -116,28 +111,23 @@ class _Loads:
         return bool((low <= high).all() and low.sum() <= 1 <= high.sum())
 
     def explain(self, shares: Array) -> str:
-        peers, reducers = len(shares), int(self._reduces.sum())
+        peers, reducers, seconds = len(shares), int(self._reduces.sum()), self.seconds(shares)
         if peers == 1:
             return "a peer alone needs no averaging"
         above = shares > (1 + 1e-3) / reducers
-        verb = "reduces" if above.sum() == 1 else "reduce"
-        what = f"{above.sum()} of {peers} peers {verb} {shares[above].sum():.0%}"
-        if not above.any():
-            what = f"{reducers} of {peers} peers reduce equal shares"
-        return f"{what} because {self._bottleneck(self.seconds(shares))}"
-
-    def _bottleneck(self, seconds: Array) -> str:
-        peers, slowest = len(self._reduces), np.flatnonzero(seconds >= 0.99 * seconds.max())
-        count, mbit = len(set(slowest % peers)), self._rates.ravel()[slowest] * 8e-6
+        what = f"{reducers} of {peers} peers reduce equal shares"
+        if above.any():
+            verb = "reduces" if above.sum() == 1 else "reduce"
+            what = f"{above.sum()} of {peers} peers {verb} {shares[above].sum():.0%}"
+        slowest = (seconds >= 0.99 * seconds.max()).reshape(2, peers)
+        count, mbit = int(slowest.any(axis=0).sum()), self._rates[slowest] * 8e-6
         low, high = (f"{one:,.0f}" if one >= 100 else f"{one:.3g}" for one in (mbit.min(), mbit.max()))
         rate = f"{low} Mbit/s" if low == high else f"{low} to {high} Mbit/s"
         if count == peers:
-            return f"all finish together ({rate})"
-        ways = [way for row, way in enumerate(("upload", "download")) if row in slowest // peers]
-        verb = "is" if len(ways) == 1 else "are"
-        return (
-            f"{' and '.join(ways)} of {count} peer{'s' if count > 1 else ''} ({rate}) {verb} the bottleneck"
-        )
+            return f"{what} because all finish together ({rate})"
+        ways = [way for way, those in zip(("upload", "download"), slowest, strict=True) if those.any()]
+        verb, who = "is" if len(ways) == 1 else "are", f"{count} peer" + "s" * (count > 1)
+        return f"{what} because {' and '.join(ways)} of {who} ({rate}) {verb} the bottleneck"
 
 
 def _least(enough: Callable[[float], object], most: float, *, precision: float = PRECISION) -> float:
@@ -179,15 +169,12 @@ def adaptive_shares(tickets: Sequence[Ticket], *, flattery: float = 1.0) -> Shar
     downloads = _trusted(tickets, [ticket.download_bps for ticket in tickets])
     if not any(equal.shares) or not any(uploads) or not any(downloads):
         return equal
-    setup = AveragingSetup(
-        tuple(
-            Capacity(up, down, ticket.weight > 0, ticket.reduces, not ticket.assists)
-            for ticket, up, down in zip(tickets, uploads, downloads, strict=True)
-        ),
-        contribution_bytes=encoded_bytes(terms.codec, terms.numel),
-        mean_bytes=encoded_bytes(terms.mean_codec, terms.numel),
-    )
-    as_equals, planned = plan_round(setup, equal.shares), plan_round(setup)
+    peers = [
+        Capacity(up, down, ticket.weight > 0, ticket.reduces, not ticket.assists)
+        for ticket, up, down in zip(tickets, uploads, downloads, strict=True)
+    ]
+    sizes = encoded_bytes(terms.codec, terms.numel), encoded_bytes(terms.mean_codec, terms.numel)
+    as_equals, planned = plan_round(peers, *sizes, equal.shares), plan_round(peers, *sizes)
     return planned if planned.averaging_s * flattery < WORTH * as_equals.averaging_s else as_equals
 
 

@@ -46,7 +46,7 @@ from colab_swarm.averaging.moshpit import (
     RoundMeter,
 )
 from colab_swarm.averaging.round import Averager, AveragingSettings, RoundResult
-from colab_swarm.averaging.strategy import AveragingSetup, Capacity, adaptive_shares, plan_round
+from colab_swarm.averaging.strategy import Capacity, adaptive_shares, plan_round
 from colab_swarm.bench.harness import BenchReport, benchmark, drawn, run_aside
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.events import StepFinished
@@ -138,10 +138,10 @@ STRATEGIES: dict[str, Strategy] = {
 def run_strategy(report: BenchReport) -> None:
     errors = dict.fromkeys(STRATEGIES, 0.0)
     for name, (hosts, published) in TABLE.items():
-        setup = AveragingSetup(hosts, 4 * RESNET50.numel, 4 * RESNET50.numel)
+        size_bytes = 4.0 * RESNET50.numel
         tickets = [ticket(one, RESNET50, SCALE) for one in hosts]
         for (kind, strategy), published_s in zip(STRATEGIES.items(), published, strict=True):
-            predicted_s = plan_round(setup, strategy(tickets).shares).averaging_s
+            predicted_s = plan_round(hosts, size_bytes, size_bytes, strategy(tickets).shares).averaging_s
             simulated_s = simulate_round(hosts, strategy, RESNET50, 4 if report.quick else SCALE)
             report.add(f"{name}_{kind}_s", predicted_s, "s", f"published {published_s} s")
             report.add(f"{name}_{kind}_simulated_s", simulated_s, "s")
@@ -158,20 +158,20 @@ def run_strategy(report: BenchReport) -> None:
     )
 
 
-def random_setup(rng: random.Random, peers: int = 64) -> AveragingSetup:
+def random_setup(rng: random.Random, peers: int = 64) -> list[Capacity]:
     capacities = []
     for _ in range(peers):
         up, down, assists = rng.lognormvariate(0, 1), rng.lognormvariate(0, 1), rng.random() < 0.1
         dialable = assists or rng.random() < 0.8
         capacities.append(Capacity(up * 1e8, down * 1e8, not assists, dialable, not assists))
-    return AveragingSetup(tuple(capacities), 1e8, 1e8)
+    return capacities
 
 
-def _median_ms(setups: list[AveragingSetup]) -> float:
+def _median_ms(setups: list[list[Capacity]]) -> float:
     took_s: list[float] = []
     for setup in setups:
         began = time.perf_counter()
-        plan_round(setup)
+        plan_round(setup, 1e8, 1e8)
         took_s.append(time.perf_counter() - began)
     return 1000 * statistics.median(took_s)
 

@@ -15,13 +15,13 @@ from colab_swarm.averaging.group import RoundTerms, SharePlan, Ticket, equal_sha
 from colab_swarm.averaging.strategy import (
     CLAIM_CAP,
     AdaptiveShares,
-    AveragingSetup,
     Capacity,
     adaptive_shares,
     believed,
     plan_round,
 )
 
+Setup = tuple[tuple[Capacity, ...], float, float]
 VECTOR = 1e6
 """Bytes; a rate of 8e6 bit/s takes a second for it."""
 EQUAL = "peers reduce equal shares because all finish together (8 Mbit/s)"
@@ -35,16 +35,17 @@ def assistant(megabytes_per_s: float) -> Capacity:
     return peer(megabytes_per_s, contributes=False, receives=False)
 
 
-def setup(*peers: Capacity) -> AveragingSetup:
-    return AveragingSetup(peers, VECTOR, VECTOR)
+def setup(*peers: Capacity) -> Setup:
+    return peers, VECTOR, VECTOR
 
 
-def simple_plans(of: AveragingSetup) -> list[SharePlan]:
+def simple_plans(of: Setup) -> list[SharePlan]:
     """Equal parts for all who reduce, and each of them as the parameter server."""
-    reducers = [index for index, each in enumerate(of.peers) if each.reduces]
-    equal = [float(index in reducers) for index in range(len(of.peers))]
-    servers = [[float(index == server) for index in range(len(of.peers))] for server in reducers]
-    return [plan_round(of, shares) for shares in (equal, *servers)]
+    places = range(len(of[0]))
+    reducers = [index for index, each in enumerate(of[0]) if each.reduces]
+    equal = [float(index in reducers) for index in places]
+    servers = [[float(index == server) for index in places] for server in reducers]
+    return [plan_round(*of, shares) for shares in (equal, *servers)]
 
 
 @pytest.mark.parametrize(
@@ -59,29 +60,29 @@ def simple_plans(of: AveragingSetup) -> list[SharePlan]:
 def test_the_special_cases_of_the_paper_are_recovered(
     peers: list[Capacity], shares: list[float], averaging_s: float, explanation: str
 ) -> None:
-    found = plan_round(setup(*peers))
+    found = plan_round(*setup(*peers))
     assert found.shares == pytest.approx(shares) and found.averaging_s == pytest.approx(averaging_s)
     assert found.explanation.startswith(explanation)
 
 
 def test_enough_peers_without_accelerators_recover_byteps_and_too_few_share_the_work() -> None:
-    found = plan_round(setup(*[peer(1)] * 4, *[assistant(1)] * 4))
+    found = plan_round(*setup(*[peer(1)] * 4, *[assistant(1)] * 4))
     # BytePS: with as many assistants as trainers a trainer only sends and receives the vector once.
     assert found.shares == pytest.approx([0.0] * 4 + [0.25] * 4, abs=1e-5)
     assert found.averaging_s == pytest.approx(1)
-    fewer = plan_round(setup(*[peer(1)] * 4, *[assistant(1)] * 2))
+    fewer = plan_round(*setup(*[peer(1)] * 4, *[assistant(1)] * 2))
     assert min(fewer.shares[4:]) > max(fewer.shares[:4]) > 0 and 1 < fewer.averaging_s < 1.5
 
 
 def test_fast_servers_among_slow_peers_reduce_everything() -> None:
-    found = plan_round(setup(*[peer(1)] * 8, *[peer(0.2)] * 16))
+    found = plan_round(*setup(*[peer(1)] * 8, *[peer(0.2)] * 16))
     assert sum(found.shares[:8]) == pytest.approx(1) and found.averaging_s == pytest.approx(1 / 0.2)
     assert found.explanation == (
         "8 of 24 peers reduce 100% because upload and download of 16 peers (1.6 Mbit/s) are the bottleneck"
     )
 
 
-def random_setup(rng: random.Random, *, most: int = 24) -> AveragingSetup:
+def random_setup(rng: random.Random, *, most: int = 24) -> Setup:
     def rate() -> float | None:
         return rng.lognormvariate(0, 1.5) * 8e6 if rng.random() < 0.9 else None
 
@@ -93,7 +94,7 @@ def random_setup(rng: random.Random, *, most: int = 24) -> AveragingSetup:
         return Capacity(up, down, contributes, reduces, receives)
 
     peers = tuple(map(one, range(rng.randint(2, most))))
-    return AveragingSetup(peers, VECTOR, VECTOR * rng.choice([0.25, 1, 2]))
+    return peers, VECTOR, VECTOR * rng.choice([0.25, 1, 2])
 
 
 @pytest.mark.slow
@@ -102,20 +103,19 @@ def test_no_plan_is_slower_than_equal_parts_or_any_parameter_server(plans: int) 
     for seed in range(plans):
         of = random_setup(random.Random(seed))
         best_s = min(simple.averaging_s for simple in simple_plans(of))
-        assert plan_round(of).averaging_s <= best_s * (1 + 1e-6), f"seed {seed}"
+        assert plan_round(*of).averaging_s <= best_s * (1 + 1e-6), f"seed {seed}"
 
 
-def least_s(of: AveragingSetup) -> float:
-    """The least time of a round by HiGHS, from the module's formulas, for setups of known bandwidths."""
-    n, c = len(of.peers), [each.contributes for each in of.peers]
-    w, (up, down) = [each.receives for each in of.peers], (of.contribution_bytes, of.mean_bytes)
+def least_s(peers: Sequence[Capacity], up: float, down: float) -> float:
+    """The least time of a round by HiGHS, from the module's formulas, for peers of known bandwidths."""
+    n, c, w = len(peers), [each.contributes for each in peers], [each.receives for each in peers]
     matrix, limits = np.zeros((2 * n, n + 1)), np.zeros(2 * n)
-    for i, each in enumerate(of.peers):
+    for i, each in enumerate(peers):
         assert each.upload_bps and each.download_bps
         matrix[i, [i, n]] = down * (sum(w) - w[i]) - up * c[i], -each.upload_bps / 8
         matrix[n + i, [i, n]] = up * (sum(c) - c[i]) - down * w[i], -each.download_bps / 8
         limits[[i, n + i]] = -up * c[i], -down * w[i]
-    bounds = [*((0.0, float(each.reduces)) for each in of.peers), (0.0, None)]
+    bounds = [*((0.0, float(each.reduces)) for each in peers), (0.0, None)]
     total = np.append(np.ones(n), 0.0)[None]
     found = linprog(np.eye(n + 1)[n], matrix / 1e6, limits / 1e6, total, [1.0], bounds, method="highs")
     return float(found.fun)
@@ -124,16 +124,14 @@ def least_s(of: AveragingSetup) -> float:
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=50)
 def test_bisection_and_highs_find_the_same_time(seed: int) -> None:
-    of = random_setup(random.Random(seed), most=10)
-    known = [
-        replace(each, upload_bps=each.upload_bps or 8e6, download_bps=each.download_bps or 8e6)
-        for each in of.peers
-    ]
-    of = replace(of, peers=tuple(known))
-    ours = plan_round(of)
-    assert ours.averaging_s == pytest.approx(least_s(of), rel=1e-5)
+    drawn, *sizes = random_setup(random.Random(seed), most=10)
+    known = [(each.upload_bps or 8e6, each.download_bps or 8e6) for each in drawn]
+    pairs = zip(drawn, known, strict=True)
+    peers = [replace(each, upload_bps=up, download_bps=down) for each, (up, down) in pairs]
+    ours = plan_round(peers, *sizes)
+    assert ours.averaging_s == pytest.approx(least_s(peers, *sizes), rel=1e-5)
     assert sum(ours.shares) == pytest.approx(1) and min(ours.shares) >= 0
-    assert not any(share for share, each in zip(ours.shares, of.peers, strict=True) if not each.reduces)
+    assert not any(share for share, each in zip(ours.shares, peers, strict=True) if not each.reduces)
 
 
 def rounds_per_s(bytes_per_s: Sequence[float]) -> float:
@@ -160,11 +158,11 @@ def rounds_per_s(bytes_per_s: Sequence[float]) -> float:
 def test_shares_alone_reach_the_optimum_of_all_rates_of_equation_1(megabytes_per_s: list[float]) -> None:
     of = setup(*map(peer, megabytes_per_s))
     rates = rounds_per_s([rate * 1e6 for rate in megabytes_per_s])
-    assert 1 / plan_round(of).averaging_s == pytest.approx(rates, rel=1e-5)
+    assert 1 / plan_round(*of).averaging_s == pytest.approx(rates, rel=1e-5)
 
 
 def test_a_bottleneck_does_not_delay_the_other_peers() -> None:
-    found = plan_round(setup(peer(0.01), peer(1), peer(4), peer(4)))
+    found = plan_round(*setup(peer(0.01), peer(1), peer(4), peer(4)))
     assert found.averaging_s == pytest.approx(100)
     assert found.shares[2] == found.shares[3] > 2 * found.shares[1]
 
@@ -179,11 +177,11 @@ def test_a_bottleneck_does_not_delay_the_other_peers() -> None:
 )
 def test_an_impossible_setup_is_named(peers: tuple[Capacity, ...], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        plan_round(setup(*peers))
+        plan_round(*setup(*peers))
 
 
 def test_a_peer_alone_averages_nothing() -> None:
-    assert plan_round(setup(peer(1))).averaging_s == 0
+    assert plan_round(*setup(peer(1))).averaging_s == 0
 
 
 def ticket(bps: float | None, *, weight: float = 10.0, reduces: bool = True, assists: bool = False) -> Ticket:
@@ -223,7 +221,7 @@ def test_a_liar_slows_a_round_no_more_than_the_cap(claim: float) -> None:
     honest = [ticket(8e6)] * 7
     shares = adaptive_shares([*honest, ticket(claim)]).shares
     truth = setup(*[peer(1)] * 8)
-    slowed = plan_round(truth, shares).averaging_s / plan_round(truth).averaging_s
+    slowed = plan_round(*truth, shares).averaging_s / plan_round(*truth).averaging_s
     assert slowed < CLAIM_CAP
     assert believed([1e12, 8e6]) == [CLAIM_CAP * 8e6, 8e6]  # one of two does not make the median
     assert believed([None, 0.0]) == [None, None]
