@@ -400,11 +400,6 @@ class AllReduce:
     def _awaited_others(self) -> list[int]:
         return [member for member in self.reducer.awaited() if member != self.me]
 
-    def on_timeout(self) -> None:
-        reason = f"too slow: the round ended after {self.settings.round_timeout_s:g} s"
-        for member in {*self.reducer.awaited(), *self.lost} - {self.me}:
-            self.trace.on_dropped(member, reason)
-
     async def _probe(self, member: int) -> None:
         ping, peer = RoundPing(self.group.round_id), self.member(member).id
         try:

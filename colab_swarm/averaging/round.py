@@ -324,7 +324,8 @@ class Averager:
                 watch.cancel()
         except TimeoutError:
             logger.warning("the round of step %d timed out after %g s", step, limit_s)
-            exchange.on_timeout()
+            for member in {*exchange.reducer.awaited(), *exchange.lost} - {exchange.me}:
+                exchange.trace.on_dropped(member, f"too slow: the round ended after {limit_s:g} s")
         finally:
             stop_listening()
             for event in (*exchange.settled, *awaited):
