@@ -312,12 +312,11 @@ class GroupRun:
     """The results of a `Town`, without the peers that crashed.
 
     ``history`` has the vector of every peer before the first and after each round, ``results`` those of
-    the last pass, ``votes`` the group size that each would choose next; ``seconds`` are virtual.
+    the last pass; ``seconds`` are virtual.
     """
 
     history: list[dict[str, Floats]]
     results: dict[str, MoshpitResult]
-    votes: dict[str, int]
     fired: list[ScriptedFault]
     seconds: float
 
@@ -390,7 +389,6 @@ async def _play(town: Town, passes: int, script: Callable[[SimNetwork], None]) -
     return GroupRun(
         [{name: player.held_after(done) for name, player in left.items()} for done in range(rounds + 1)],
         {name: player.results[-1] for name, player in left.items()},
-        {name: player.averager.meter.choose_group_size(town.count) for name, player in left.items()},
         network.fired,
         virtual_time() - began,
     )

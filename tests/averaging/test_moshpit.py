@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.averaging.group import JoinRound
 from colab_swarm.averaging.moshpit import (
     MoshpitAverager,
     MoshpitGrid,
@@ -99,17 +98,6 @@ def test_a_crash_costs_its_own_group_of_that_round_only() -> None:
             np.testing.assert_allclose(story.history[1][name], town.mean(members), atol=1e-6)
 
 
-@pytest.mark.slow
-def test_an_organizer_that_dies_is_replaced() -> None:
-    def script(network: SimNetwork) -> None:
-        network.when(lambda message: isinstance(message, JoinRound), receiver="p3").crash("p3")
-
-    story = play(Town(16, group_size=4), script=script)
-    assert [fault.name for fault in story.fired] == ["crash"]
-    assert len(story.results) == 15 and story.spread()[-1] < 0.1
-    assert story.seconds < WINDOW_S + 5.0
-
-
 def test_a_peer_that_falls_silent_is_given_up_and_the_others_go_on() -> None:
     def script(network: SimNetwork) -> None:
         others = {f"p{i}" for i in range(9) if i != 4}
@@ -133,14 +121,6 @@ def test_liars_neither_choose_the_groups_nor_spoil_the_mean() -> None:
     for name in honest:
         assert np.abs(story.means[name] - town.mean(honest)).max() < 1.5
         assert np.isfinite(story.means[name]).all()
-
-
-@pytest.mark.slow
-@pytest.mark.ordeal
-def test_failures_make_the_survivors_vote_for_smaller_groups() -> None:
-    calm, rough = play(Town(16)), play(Town(16, doomed=some(0.3, 1)), passes=2)
-    assert len(rough.fired) >= 4
-    assert set(calm.votes.values()) == {16} and max(rough.votes.values()) <= 4
 
 
 async def few(*names: str) -> list[MoshpitAverager]:
@@ -283,20 +263,6 @@ def test_every_line_has_a_peer_that_accepts_connections(
     dialled = set(crowd(count)[:reachable])
     for axis in range(len(g.sides)):
         assert all(dialled & set(line) for line in lines(g, axis))
-
-
-def test_peers_that_miss_rounds_are_mixed_in_by_the_next_and_no_weight_is_lost() -> None:
-    g = grid(16, 4)
-    rng = np.random.default_rng(0)
-    values = {peer: float(rng.standard_normal()) for peer in g.cells}
-    weights = dict.fromkeys(g.cells, 1.0)
-    mean = float(np.mean(list(values.values())))
-    spread = [float(np.var(list(values.values())))]
-    for round_ in range(12):
-        average(g, values, weights, round_ % 2, {peer for peer in g.cells if rng.random() < 0.1})
-        spread.append(float(np.mean([(value - mean) ** 2 for value in values.values()])))
-        assert sum(weights.values()) == pytest.approx(16)
-    assert spread[2] < 0.1 * spread[0] and spread[-1] < 1e-4 * spread[0]
 
 
 def test_the_seed_alone_decides_the_cells() -> None:

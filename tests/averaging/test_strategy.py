@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from colab_swarm.averaging.group import RoundTerms, SharePlan, Ticket, equal_shares
+from colab_swarm.averaging.group import RoundTerms, Ticket, equal_shares
 from colab_swarm.averaging.strategy import (
     CLAIM_CAP,
     AdaptiveShares,
@@ -37,15 +37,6 @@ def assistant(megabytes_per_s: float) -> Capacity:
 
 def setup(*peers: Capacity) -> Setup:
     return peers, VECTOR, VECTOR
-
-
-def simple_plans(of: Setup) -> list[SharePlan]:
-    """Equal parts for all who reduce, and each of them as the parameter server."""
-    places = range(len(of[0]))
-    reducers = [index for index, each in enumerate(of[0]) if each.reduces]
-    equal = [float(index in reducers) for index in places]
-    servers = [[float(index == server) for index in places] for server in reducers]
-    return [plan_round(*of, shares) for shares in (equal, *servers)]
 
 
 @pytest.mark.parametrize(
@@ -95,15 +86,6 @@ def random_setup(rng: random.Random, *, most: int = 24) -> Setup:
 
     peers = tuple(map(one, range(rng.randint(2, most))))
     return peers, VECTOR, VECTOR * rng.choice([0.25, 1, 2])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plans", [100, pytest.param(1000, marks=pytest.mark.ordeal)])
-def test_no_plan_is_slower_than_equal_parts_or_any_parameter_server(plans: int) -> None:
-    for seed in range(plans):
-        of = random_setup(random.Random(seed))
-        best_s = min(simple.averaging_s for simple in simple_plans(of))
-        assert plan_round(*of).averaging_s <= best_s * (1 + 1e-6), f"seed {seed}"
 
 
 def least_s(peers: Sequence[Capacity], up: float, down: float) -> float:

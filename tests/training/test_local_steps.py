@@ -1,6 +1,5 @@
 """Local steps (DiLoCo) and traffic budgets: fewer rounds, the same training for all."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +10,6 @@ from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
 from colab_swarm.errors import StateError
 from colab_swarm.events import BudgetChosen, RoundFinished
 from colab_swarm.net.peers import PeerId
-from colab_swarm.sim import LAN
-from colab_swarm.sim.profiles import HostProfile
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.settings import (
@@ -189,50 +186,6 @@ def test_a_budget_is_kept_by_local_steps_that_all_take() -> None:
     sent = sum(r.sent_bytes + r.received_bytes for r in rounds[4:])
     hours = (rounds[-1].at - rounds[3].at) / 3600
     assert sent / 1e9 / hours < 1.05 * 0.01
-
-
-MINUTES = 5
-
-
-def play(*, budget: TrafficBudget | None = None, reduces: bool = True) -> tuple[int, float]:
-    """Steps that three peers on lines of 3 Mbit/s make in `MINUTES`, and bob's busier direction in Mbit/s."""
-
-    def train(swarm: Swarm) -> None:
-        net = torch.nn.Linear(350, 350)
-        with torch.no_grad():
-            net.weight.copy_(torch.eye(350))
-            net.bias.zero_()
-        optimizer = join_training(
-            swarm, net, target_batch_size=60, budget=budget if swarm.name == "bob" else None
-        )
-        if swarm.name == "bob" and not reduces:
-            optimizer.collaboration.plan = CommunicationPlan(False, "float32", 1, True)
-            swarm.services.peers.limit(2.5e6)
-        while True:
-            net(torch.ones(2, 350)).square().mean().backward()
-            optimizer.step(samples=2)
-
-    line = HostProfile(upload_bps=3e6, download_bps=3e6)
-    with cs.simulate(3, network=replace(LAN, name="lines", hosts=(line,)), seed=1, samples_per_s=10.0) as sim:
-        bob = sim.swarms["bob"].services.peers
-        sim.run(train, seconds=60.0 * MINUTES)
-        steps = sim.swarms["alice"].snapshot().step
-        traffic = bob.statistics()
-        busier = max(traffic.sent_bytes, traffic.received_bytes)
-        return steps, busier * 8e-6 / (60 * MINUTES)
-
-
-BUDGET = TrafficBudget(mbit_s=2.5)
-
-
-@pytest.mark.slow
-@pytest.mark.ordeal
-def test_a_peer_within_its_budget_costs_the_swarm_less_than_one_that_reduces_nothing() -> None:
-    free, _ = play()
-    thrifty, mbit_s = play(budget=BUDGET)
-    removed, _ = play(reduces=False)
-    assert mbit_s <= 2.5 * 1.05
-    assert removed < thrifty <= free
 
 
 MB = 1_000_000
