@@ -22,7 +22,6 @@ median vote counts, so a few liars have no effect.
 """
 
 import asyncio
-import contextlib
 import hashlib
 import itertools
 import logging
@@ -44,7 +43,7 @@ from colab_swarm.averaging.group import (
     Ticket,
     equal_shares,
 )
-from colab_swarm.averaging.matchmaking import Matchmaker, PrefixRouter, loop_now
+from colab_swarm.averaging.matchmaking import Matchmaker, PrefixRouter, loop_now, wait_until
 from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.dht.service import DHT
 from colab_swarm.errors import PeerError
@@ -182,9 +181,7 @@ class Assembly:
                 if self._size is None:
                     return set(waiting)
                 raise RoundRefused("unreachable", f"{1 + len(waiting)} of {self._size} peers wait")
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
-                    await self._called.wait()
+            await wait_until(loop_now() + LOOK_S, self._called)
 
     def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
         own = self._waits_for
@@ -474,9 +471,7 @@ class MoshpitAverager:
         return LAG_ROUNDS * (self.meter.overhead_s + self.meter.transfer_s)
 
     async def _expected(self, step: int, lineage: bytes) -> Sequence[PeerId]:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._lag_s):
-                await self._begun.wait()
+        await wait_until(loop_now() + self._lag_s, self._begun)
         return self._pass.grid.line(self._peers.id, step % MAX_ROUNDS) if self._pass else ()
 
 

@@ -15,6 +15,7 @@ from typing import Annotated
 
 import msgspec
 
+from colab_swarm.averaging.matchmaking import wait_until
 from colab_swarm.elastic.ledger import Closed, GradientLedger, Meter
 from colab_swarm.elastic.schedulers import AdaptiveBeta, Scheduler, Synchronous
 from colab_swarm.events import EventLog, PeerLeft
@@ -216,11 +217,8 @@ class ElasticSteps:
             if self._left:
                 raise RuntimeError("this member has left its group while its step was waiting for the others")
             self._changed.clear()
-            try:
-                async with asyncio.timeout(self._scheduler.ask_again_s(status)):
-                    await self._changed.wait()
-            except TimeoutError:
-                pass
+            seconds = self._scheduler.ask_again_s(status)
+            await wait_until(None if seconds is None else self._loop.time() + seconds, self._changed)
         measured, lost = self.meter.measured, tuple(sorted(self.ledger.lost))
         bound = self._scheduler.bound(self.meter.facts(gamma=self._gamma, crashed=len(lost)))
         closed = self.ledger.close_step()

@@ -21,7 +21,7 @@ import numpy as np
 
 from colab_swarm.averaging.exchange import RoundPing, UploadEncoding
 from colab_swarm.averaging.group import Group, GroupFormationSettings, RoundRefused, RoundTerms, Ticket
-from colab_swarm.averaging.matchmaking import Matchmaker, loop_now
+from colab_swarm.averaging.matchmaking import Matchmaker, loop_now, wait_until
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.averaging.strategy import AdaptiveShares
 from colab_swarm.dht.service import BackgroundTasks
@@ -146,9 +146,7 @@ class Collaboration:
 
     async def _keep_exchanging(self) -> None:
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._period_s()):
-                    await self._moved.wait()
+            await wait_until(loop_now() + self._period_s(), self._moved)
             self._moved.clear()
             try:
                 await self._exchange()
@@ -243,9 +241,7 @@ class Collaboration:
         await self._end_idle()
         while (due := self._due()) == "nothing" and loop_now() < deadline:
             self._wake.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(deadline):
-                    await self._wake.wait()
+            await wait_until(deadline, self._wake)
         self._throughput.work(loop_now())
         return due
 
