@@ -44,7 +44,7 @@ from colab_swarm.bench.harness import (
 )
 from colab_swarm.bench.slow_link import ADDRESSES, DEVICE, missing, slow_link
 from colab_swarm.elastic import schedulers
-from colab_swarm.elastic.ledger import GradientLedger, Meter, Recent
+from colab_swarm.elastic.ledger import Closed, GradientLedger, Meter, Recent
 from colab_swarm.recipes.classify import classification_job
 from colab_swarm.tensors.codecs import ErrorFeedback, Floats, codec_of
 from colab_swarm.workunits.job import Array, Job
@@ -149,16 +149,15 @@ class Emulation:
                     self.distances[peer, step] = distance
                     recent[peer].add(distance**2)
             self.measured = max(one.value for one in recent) ** 0.5
-            gradients, scheduler = self._gradients.pop(step, {}), self.members[0].scheduler
-            squares = {peer: float(np.dot(values, values)) for peer, values in gradients.items()}
-            for peer, square in squares.items():
-                self.moments.on_norms(peer, step, square, 0.0)
-            total = sum((values.astype(np.float64) for values in gradients.values()), np.zeros_like(exact))
-            self.moments.on_sum(len(gradients), sum(squares.values()), float(np.dot(total, total)))
-            exact -= scene.alpha / scene.peers * total
+            gradients = self._gradients.pop(step, {})
+            for peer, values in gradients.items():
+                self.moments.on_norms(peer, step, float(np.dot(values, values)), 0.0)
+                exact -= scene.alpha / scene.peers * values.astype(np.float64)
+            arrived = {peer: {0: values} for peer, values in gradients.items()}
+            self.moments.on_closed(Closed(step, [], arrived, (), frozenset()))
             crashed = sum(crash.step < step for crash in scene.crashes.values())
             for ratios, gamma in ((self.ratios, self._stated), (self.tight_ratios, self._gamma)):
-                if bound := scheduler.bound(self.moments.facts(gamma=gamma, crashed=crashed)):
+                if bound := self.members[0].scheduler.bound(self.moments.facts(gamma=gamma, crashed=crashed)):
                     ratios.append(self.measured / bound)
 
     def _at(self, at: float, event: Callable[..., None], *arguments: object) -> None:

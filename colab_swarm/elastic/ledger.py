@@ -254,11 +254,6 @@ class Meter:
             self._largest, self._residuals[peer] = max(self._largest, total), math.sqrt(residual_total)
             del self._parts[peer, step]
 
-    def on_sum(self, count: int, squares: float, squared_sum: float) -> None:
-        """Add a step: the sum of its gradients' squared norms, and the squared norm of their sum."""
-        if count > 1:
-            self._variance.add(max(0.0, squares - squared_sum / count) / (count - 1))
-
     def on_closed(self, closed: Closed) -> list[float]:
         """Close a step, which opens a view; return the distances of the views that became known."""
         self._add_to_sums(closed)
@@ -284,8 +279,8 @@ class Meter:
         for step in self._sums.keys() - {step for _, step, _ in closed.missing}:
             total = self._sums.pop(step)
             whole, rest = divmod(total.count, self._buckets)
-            if not rest:  # else a peer was lost in the middle of its gradient
-                self.on_sum(whole, total.squares, total.squared_norm())
+            if whole > 1 and not rest:  # else a peer was lost in the middle of its gradient
+                self._variance.add(max(0.0, total.squares - total.squared_norm() / whole) / (whole - 1))
 
     def facts(self, *, gamma: float | None = 0.0, crashed: int = 0) -> StepFacts:
         m = math.sqrt(max(recent.value for recent in self._norms))

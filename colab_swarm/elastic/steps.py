@@ -90,10 +90,6 @@ class ElasticSnapshot:
     steps: tuple[ElasticStep, ...]  # the latest, oldest first
     left: bool  # whether it has left the group
 
-    @property
-    def passed(self) -> bool:
-        return bool(self.steps) and self.steps[-1].passed
-
 
 Squares = Annotated[float, msgspec.Meta(ge=0, lt=sys.float_info.max)]
 """A finite squared norm."""
