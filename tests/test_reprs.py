@@ -128,4 +128,3 @@ def test_objects_returned_by_a_swarm_have_reprs(capsys: pytest.CaptureFixture[st
             assert not re.search(r"object at 0x|ws://", repr(one))
         assert all(len(html_of(one)) > 20 for one in shown)
         assert repr(optimizer) == "SwarmOptimizer(SGD, step=0, 0 of 64 samples here)"
-        assert optimizer.snapshot().target_batch_size == 64

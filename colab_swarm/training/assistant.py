@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
 from functools import partial
 
 from colab_swarm.averaging.group import MAX_TEXT, GroupFormationSettings, RoundTerms, Ticket
@@ -38,12 +37,6 @@ VECTORS_IN_MEMORY = 4
 MATCHMAKING = GroupFormationSettings(window_s=5.0, slack_s=5.0)
 
 
-@dataclass
-class AssistantTally:
-    collaborations: tuple[str, ...] = ()  # prefixes of those it helps now
-    rounds: int = 0  # rounds in which it reduced
-
-
 async def _nothing_stored(_prefix: str) -> Snapshot | None:
     return None
 
@@ -67,7 +60,7 @@ class Assistant:
         self._runtime, self._services, self._stored = runtime, services, stored
         self._run_id, self._name = run_id, name
         self._only = "" if collaboration is None else f"{run_id}/{collaboration}"
-        self._tally = AssistantTally()
+        self.rounds = 0  # in which it reduced
         self._parts: dict[str, _Part] = {}
         self._tasks = BackgroundTasks("assisting", services.events, services.rng)
         self._stopped = False
@@ -76,7 +69,7 @@ class Assistant:
         """Publish to the run that this peer assists; raises `ValueError` if it does so already."""
         self._services.router.assist(self.enter, self.leave)
         # No collaboration has the run's own name: this part serves the messages that lead to `enter`.
-        self._parts[""] = _Part(self._services, self._run_id, self._tally, self._stored)
+        self._parts[""] = _Part(self, self._services, self._run_id, self._stored)
         await self._publish(ttl_s=TTL_S)
         self._tasks.every(PUBLISH_S, self._keep_publishing)
 
@@ -97,13 +90,14 @@ class Assistant:
         for prefix in list(self._parts):
             self.leave(prefix)
 
-    def snapshot(self) -> AssistantTally:
-        return replace(self._tally, collaborations=tuple(filter(None, list(self._parts))))
+    @property
+    def collaborations(self) -> tuple[str, ...]:
+        """Return the prefixes of those that it helps now."""
+        return tuple(filter(None, list(self._parts)))
 
     def __repr__(self) -> str:
-        tally = self.snapshot()
-        state = "stopped" if self._stopped else f"{len(tally.collaborations)} collaborations now"
-        return f"Assistant({state}, {tally.rounds} rounds)"
+        state = "stopped" if self._stopped else f"{len(self.collaborations)} collaborations now"
+        return f"Assistant({state}, {self.rounds} rounds)"
 
     async def _keep_publishing(self) -> None:
         for prefix, part in list(self._parts.items()):
@@ -122,7 +116,7 @@ class Assistant:
         if wanted and len(prefix) <= MAX_TEXT:
             if len(self._parts) > MAX_COLLABORATIONS:
                 self.leave(min(filter(None, self._parts), key=lambda other: self._parts[other].used_at))
-            self._parts[prefix] = _Part(self._services, prefix, self._tally, self._stored)
+            self._parts[prefix] = _Part(self, self._services, prefix, self._stored)
 
     def leave(self, prefix: str) -> None:
         if part := self._parts.pop(prefix, None):
@@ -132,13 +126,13 @@ class Assistant:
 class _Part:
     def __init__(
         self,
+        assistant: Assistant,
         services: PeerServices,
         prefix: str,
-        tally: AssistantTally,
         stored: Callable[[str], Awaitable[Snapshot | None]],
     ) -> None:
         self.used_at = loop_now()
-        self._services, self._prefix, self._tally = services, prefix, tally
+        self._assistant, self._services, self._prefix = assistant, services, prefix
         self._progress = Progress(services.peers.id, WATCHING, prefix)
         self._bandwidth = LinkBandwidth(services.peers)
         self._read_at = float("-inf")
@@ -177,7 +171,7 @@ class _Part:
         except (PeerError, MemoryError) as error:
             logger.debug("not in the round of step %d: %s", terms.step, error)
         else:
-            self._tally.rounds += 1
+            self._assistant.rounds += 1
             self._services.events.emit(result.event(began_at=began_at, now=loop_now()))
         finally:
             del self._rounds[terms.key]

@@ -14,7 +14,6 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,18 +40,6 @@ LOOK_S = 10.0
 """How often a trainer that waits for the swarm's next step checks whether the session ends."""
 SAVE_S = 120.0
 MOST_OF_TIME = 0.05  # largest part of the time that saving may take
-
-
-@dataclass(frozen=True)
-class OptimizerSnapshot:
-    optimizer: str  # type of the wrapped one
-    step: int  # updates of the swarm that this peer's parameters have
-    own_samples: float  # accumulated here for the next step
-    samples: float  # accumulated by all peers
-    target_batch_size: float
-    samples_per_s: float  # of all peers together
-    peers: int  # that train
-    budget: str  # how this peer stays within its traffic budget, in words; empty without one
 
 
 class SwarmOptimizer(WrappedOptimizer):
@@ -389,20 +376,6 @@ class SwarmOptimizer(WrappedOptimizer):
                 "accumulated here go into the next step: run the cell again to continue, or swarm.leave() to end."
             )
             raise
-
-    def snapshot(self) -> OptimizerSnapshot:
-        progress, plan = self.collaboration.progress, self.collaboration.plan
-        records = progress.records.values()
-        return OptimizerSnapshot(
-            optimizer=type(self._replica.rule.optimizer).__name__,
-            step=self.global_step,
-            own_samples=self._gathered.samples,
-            samples=sum(record.samples for record in records),
-            target_batch_size=self._settings.target_batch_size,
-            samples_per_s=progress.samples_per_s(),
-            peers=len(records),
-            budget="" if plan is None else str(plan),
-        )
 
     def __repr__(self) -> str:
         inner, plan = type(self._replica.rule.optimizer).__name__, self.collaboration.plan
