@@ -16,8 +16,8 @@ can add up to 1: exact, in about a millisecond.
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -35,29 +35,12 @@ LEARNT, FORGOTTEN, MOST_LATE = 0.3, 0.02, 10.0
 PRECISION = 1e-7
 
 
-@dataclass(frozen=True)
-class Capacity:
-    """Bandwidth and part of one peer."""
+def plan_round(tickets: Sequence[Ticket], shares: Sequence[float] | None = None) -> SharePlan:
+    """Return the fastest round, or that of given ``shares``; an unknown bandwidth is taken as the median.
 
-    upload_bps: float | None = None  # bits per second; None: not known, taken as the median of the others'
-    download_bps: float | None = None
-    contributes: bool = True  # an assistant does not
-    reduces: bool = True  # accepts connections
-    receives: bool = True  # needs the means; an assistant does not
-
-
-def plan_round(
-    peers: Sequence[Capacity],
-    contribution_bytes: float,
-    mean_bytes: float,
-    shares: Sequence[float] | None = None,
-) -> SharePlan:
-    """Return the fastest round, or that of given ``shares``.
-
-    ``contribution_bytes`` and ``mean_bytes`` are the sizes of the encoded vector, towards the
-    reducers and back. Raises ValueError if no peer reduces, or no bandwidth is known.
+    Raises ValueError if no peer reduces, or no bandwidth is known.
     """
-    loads = _Loads(peers, contribution_bytes, mean_bytes)
+    loads = _Loads(tickets)
     given = np.array(loads.best() if shares is None else shares, np.float64)
     parts = given / given.sum()
     averaging_s = float(loads.seconds(parts).max(initial=0.0))
@@ -67,14 +50,16 @@ def plan_round(
 class _Loads:
     """The transfer times as a function of the shares. Rows: all uploads, then all downloads."""
 
-    def __init__(self, peers: Sequence[Capacity], up: float, down: float) -> None:
-        facts = [(peer.contributes, peer.receives, peer.reduces) for peer in peers]
+    def __init__(self, tickets: Sequence[Ticket]) -> None:
+        terms = tickets[0].terms
+        up, down = encoded_bytes(terms.codec, terms.numel), encoded_bytes(terms.mean_codec, terms.numel)
+        facts = [(ticket.weight > 0, not ticket.assists, ticket.reduces) for ticket in tickets]
         c, w, self._reduces = np.array(facts, np.float64).T
         if not self._reduces.any():
             raise ValueError("nobody reduces: no peer accepts connections")
         self._fixed = np.stack([up * c, down * w])
         self._slope = np.stack([down * (w.sum() - w) - up * c, up * (c.sum() - c) - down * w])
-        rates = [peer.upload_bps for peer in peers], [peer.download_bps for peer in peers]
+        rates = [ticket.upload_bps for ticket in tickets], [ticket.download_bps for ticket in tickets]
         self._rates = np.array([_completed(one) for one in rates]) / 8
 
     def seconds(self, shares: Array) -> Array:
@@ -164,17 +149,16 @@ def adaptive_shares(tickets: Sequence[Ticket], *, flattery: float = 1.0) -> Shar
     They are equal if that costs under a tenth of the time, or without measurements. ``flattery`` is
     how many times more optimistic forecasts were for planned shares than for equal ones.
     """
-    equal, terms = equal_shares(tickets), tickets[0].terms
+    equal = equal_shares(tickets)
     uploads = _trusted(tickets, [ticket.upload_bps for ticket in tickets])
     downloads = _trusted(tickets, [ticket.download_bps for ticket in tickets])
     if not any(equal.shares) or not any(uploads) or not any(downloads):
         return equal
-    peers = [
-        Capacity(up, down, ticket.weight > 0, ticket.reduces, not ticket.assists)
+    trusted = [
+        msgspec.structs.replace(ticket, upload_bps=up, download_bps=down)
         for ticket, up, down in zip(tickets, uploads, downloads, strict=True)
     ]
-    sizes = encoded_bytes(terms.codec, terms.numel), encoded_bytes(terms.mean_codec, terms.numel)
-    as_equals, planned = plan_round(peers, *sizes, equal.shares), plan_round(peers, *sizes)
+    as_equals, planned = plan_round(trusted, equal.shares), plan_round(trusted)
     return planned if planned.averaging_s * flattery < WORTH * as_equals.averaging_s else as_equals
 
 

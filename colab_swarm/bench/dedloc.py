@@ -46,7 +46,7 @@ from colab_swarm.averaging.moshpit import (
     RoundMeter,
 )
 from colab_swarm.averaging.round import Averager, AveragingSettings, RoundResult
-from colab_swarm.averaging.strategy import Capacity, adaptive_shares, plan_round
+from colab_swarm.averaging.strategy import adaptive_shares, plan_round
 from colab_swarm.bench.harness import BenchReport, benchmark, drawn, run_aside
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.events import StepFinished
@@ -68,22 +68,24 @@ LATENCY_S = 0.0003
 PATIENT = AveragingSettings(round_timeout_s=600.0, patience_s=60.0)
 
 
-def host(bps: float, *, trains: bool = True) -> Capacity:
-    return Capacity(bps, bps, contributes=trains, receives=trains)
+RESNET50, SCALE = RoundTerms("bench", 0, b"lineage", 25_600_000, b"schema"), 2
 
 
-def ticket(capacity: Capacity, terms: RoundTerms, scale: int) -> Ticket:
+def host(bps: float, *, trains: bool = True) -> Ticket:
+    return Ticket(RESNET50, float(trains), upload_bps=bps, download_bps=bps, assists=not trains)
+
+
+def scaled(offer: Ticket, terms: RoundTerms, scale: int) -> Ticket:
     """Return a peer's offer to average ``scale`` times fewer values, over as much a slower link."""
-    terms = msgspec.structs.replace(terms, numel=terms.numel // scale)
-    bps, trains = (capacity.upload_bps or 0.0) / scale, capacity.receives
-    return Ticket(terms, float(trains), upload_bps=bps, download_bps=bps, assists=not trains)
+    terms, bps = msgspec.structs.replace(terms, numel=terms.numel // scale), (offer.upload_bps or 0.0) / scale
+    return msgspec.structs.replace(offer, terms=terms, upload_bps=bps, download_bps=bps)
 
 
-def simulate_round(hosts: Sequence[Capacity], strategy: Strategy, terms: RoundTerms, scale: int) -> float:
+def simulate_round(hosts: Sequence[Ticket], strategy: Strategy, terms: RoundTerms, scale: int) -> float:
     """Return the seconds until the last peer has its means: real groups, real bytes, real sums."""
-    if sum(one.receives for one in hosts) < 2:
+    if sum(not one.assists for one in hosts) < 2:
         return 0.0
-    return run_aside(_round([ticket(one, terms, scale) for one in hosts], strategy), run_virtual)
+    return run_aside(_round([scaled(one, terms, scale) for one in hosts], strategy), run_virtual)
 
 
 async def _round(offers: Sequence[Ticket], strategy: Strategy) -> float:
@@ -119,7 +121,6 @@ def one_server(tickets: Sequence[Ticket]) -> SharePlan:
     return SharePlan(tuple(float(index == server) for index in range(len(tickets))))
 
 
-RESNET50, SCALE = RoundTerms("bench", 0, b"lineage", 25_600_000, b"schema"), 2
 A, B = (host(GIGABIT),) * 8, (host(0.2 * GIGABIT),) * 16
 TABLE = {
     "a": (A, (1.19, 4.73, 1.20)),
@@ -138,10 +139,9 @@ STRATEGIES: dict[str, Strategy] = {
 def run_strategy(report: BenchReport) -> None:
     errors = dict.fromkeys(STRATEGIES, 0.0)
     for name, (hosts, published) in TABLE.items():
-        size_bytes = 4.0 * RESNET50.numel
-        tickets = [ticket(one, RESNET50, SCALE) for one in hosts]
+        tickets = [scaled(one, RESNET50, SCALE) for one in hosts]
         for (kind, strategy), published_s in zip(STRATEGIES.items(), published, strict=True):
-            predicted_s = plan_round(hosts, size_bytes, size_bytes, strategy(tickets).shares).averaging_s
+            predicted_s = plan_round(hosts, strategy(tickets).shares).averaging_s
             simulated_s = simulate_round(hosts, strategy, RESNET50, 4 if report.quick else SCALE)
             report.add(f"{name}_{kind}_s", predicted_s, "s", f"published {published_s} s")
             report.add(f"{name}_{kind}_simulated_s", simulated_s, "s")
@@ -158,20 +158,20 @@ def run_strategy(report: BenchReport) -> None:
     )
 
 
-def random_setup(rng: random.Random, peers: int = 64) -> list[Capacity]:
-    capacities = []
+def random_setup(rng: random.Random, peers: int = 64) -> list[Ticket]:
+    tickets = []
     for _ in range(peers):
         up, down, assists = rng.lognormvariate(0, 1), rng.lognormvariate(0, 1), rng.random() < 0.1
         dialable = assists or rng.random() < 0.8
-        capacities.append(Capacity(up * 1e8, down * 1e8, not assists, dialable, not assists))
-    return capacities
+        tickets.append(Ticket(RESNET50, float(not assists), dialable, up * 1e8, down * 1e8, assists))
+    return tickets
 
 
-def _median_ms(setups: list[list[Capacity]]) -> float:
+def _median_ms(setups: list[list[Ticket]]) -> float:
     took_s: list[float] = []
     for setup in setups:
         began = time.perf_counter()
-        plan_round(setup, 1e8, 1e8)
+        plan_round(setup)
         took_s.append(time.perf_counter() - began)
     return 1000 * statistics.median(took_s)
 
@@ -234,8 +234,8 @@ def run_albert(report: BenchReport) -> None:
         report.add(key, _whole_peers_s(batch_s, scale, delayed=delayed), "s", f"1/{scale} of the bytes")
 
 
-def _computing_s(hosts: Sequence[Capacity], batch_s: float) -> float:
-    return batch_s * TRAINERS / sum(one.receives for one in hosts)
+def _computing_s(hosts: Sequence[Ticket], batch_s: float) -> float:
+    return batch_s * TRAINERS / sum(not one.assists for one in hosts)
 
 
 def _whole_peers_s(batch_s: float, scale: int, *, delayed: bool) -> float:

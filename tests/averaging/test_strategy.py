@@ -3,7 +3,6 @@
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,28 +14,34 @@ from colab_swarm.averaging.group import RoundTerms, Ticket, equal_shares
 from colab_swarm.averaging.strategy import (
     CLAIM_CAP,
     AdaptiveShares,
-    Capacity,
     adaptive_shares,
     believed,
+    encoded_bytes,
     plan_round,
 )
 
-Setup = tuple[tuple[Capacity, ...], float, float]
-VECTOR = 1e6
-"""Bytes; a rate of 8e6 bit/s takes a second for it."""
 EQUAL = "peers reduce equal shares because all finish together (8 Mbit/s)"
 
 
-def peer(megabytes_per_s: float, **facts: bool) -> Capacity:
-    return Capacity(megabytes_per_s * 8e6, megabytes_per_s * 8e6, **facts)
+def ticket(
+    bps: float | None,
+    down_bps: float | None = None,
+    *,
+    weight: float = 10.0,
+    codec: str = "float32",
+    **facts: bool,
+) -> Ticket:
+    """Of a peer that averages 1 MB: a rate of 8e6 bit/s takes a second for it."""
+    terms = RoundTerms("run", 7, b"lineage", 250_000, b"schema", codec)
+    return Ticket(terms, weight, upload_bps=bps, download_bps=down_bps or bps, **facts)
 
 
-def assistant(megabytes_per_s: float) -> Capacity:
-    return peer(megabytes_per_s, contributes=False, receives=False)
+def peer(megabytes_per_s: float, **facts: bool) -> Ticket:
+    return ticket(megabytes_per_s * 8e6, **facts)
 
 
-def setup(*peers: Capacity) -> Setup:
-    return peers, VECTOR, VECTOR
+def assistant(megabytes_per_s: float) -> Ticket:
+    return ticket(megabytes_per_s * 8e6, weight=0, assists=True)
 
 
 @pytest.mark.parametrize(
@@ -49,48 +54,48 @@ def setup(*peers: Capacity) -> Setup:
     ids=["all-reduce", "parameter server", "gossip"],
 )
 def test_the_special_cases_of_the_paper_are_recovered(
-    peers: list[Capacity], shares: list[float], averaging_s: float, explanation: str
+    peers: list[Ticket], shares: list[float], averaging_s: float, explanation: str
 ) -> None:
-    found = plan_round(*setup(*peers))
+    found = plan_round(peers)
     assert found.shares == pytest.approx(shares) and found.averaging_s == pytest.approx(averaging_s)
     assert found.explanation.startswith(explanation)
 
 
 def test_enough_peers_without_accelerators_recover_byteps_and_too_few_share_the_work() -> None:
-    found = plan_round(*setup(*[peer(1)] * 4, *[assistant(1)] * 4))
+    found = plan_round([*[peer(1)] * 4, *[assistant(1)] * 4])
     # BytePS: with as many assistants as trainers a trainer only sends and receives the vector once.
     assert found.shares == pytest.approx([0.0] * 4 + [0.25] * 4, abs=1e-5)
     assert found.averaging_s == pytest.approx(1)
-    fewer = plan_round(*setup(*[peer(1)] * 4, *[assistant(1)] * 2))
+    fewer = plan_round([*[peer(1)] * 4, *[assistant(1)] * 2])
     assert min(fewer.shares[4:]) > max(fewer.shares[:4]) > 0 and 1 < fewer.averaging_s < 1.5
 
 
 def test_fast_servers_among_slow_peers_reduce_everything() -> None:
-    found = plan_round(*setup(*[peer(1)] * 8, *[peer(0.2)] * 16))
+    found = plan_round([*[peer(1)] * 8, *[peer(0.2)] * 16])
     assert sum(found.shares[:8]) == pytest.approx(1) and found.averaging_s == pytest.approx(1 / 0.2)
     assert found.explanation == (
         "8 of 24 peers reduce 100% because upload and download of 16 peers (1.6 Mbit/s) are the bottleneck"
     )
 
 
-def random_setup(rng: random.Random, *, most: int = 24) -> Setup:
-    def rate() -> float | None:
-        return rng.lognormvariate(0, 1.5) * 8e6 if rng.random() < 0.9 else None
+def random_peers(rng: random.Random) -> list[Ticket]:
+    def one(index: int) -> Ticket:
+        weight, up, down = (
+            float(index == 0 or rng.random() < 0.8),
+            rng.lognormvariate(0, 1.5),
+            rng.lognormvariate(0, 1.5),
+        )
+        facts = {"reduces": index == 1 or rng.random() < 0.8, "assists": not weight and rng.random() < 0.5}
+        return ticket(up * 8e6, down * 8e6, weight=weight, codec=codec, **facts)
 
-    def one(index: int) -> Capacity:
-        contributes, known = index == 0 or rng.random() < 0.8, rng.lognormvariate(0, 1.5) * 8e6
-        reduces = index == 1 or rng.random() < 0.8
-        receives = contributes or rng.random() < 0.5
-        up, down = (rate(), rate()) if index else (known, known)
-        return Capacity(up, down, contributes, reduces, receives)
-
-    peers = tuple(map(one, range(rng.randint(2, most))))
-    return peers, VECTOR, VECTOR * rng.choice([0.25, 1, 2])
+    codec = rng.choice(["float32", "float16", "int8"])
+    return [one(index) for index in range(rng.randint(2, 10))]
 
 
-def least_s(peers: Sequence[Capacity], up: float, down: float) -> float:
+def least_s(peers: Sequence[Ticket]) -> float:
     """The least time of a round by HiGHS, from the module's formulas, for peers of known bandwidths."""
-    n, c, w = len(peers), [each.contributes for each in peers], [each.receives for each in peers]
+    n, c, w = len(peers), [each.weight > 0 for each in peers], [not each.assists for each in peers]
+    up, down = encoded_bytes(peers[0].terms.codec, 250_000), 1e6
     matrix, limits = np.zeros((2 * n, n + 1)), np.zeros(2 * n)
     for i, each in enumerate(peers):
         assert each.upload_bps and each.download_bps
@@ -106,12 +111,9 @@ def least_s(peers: Sequence[Capacity], up: float, down: float) -> float:
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=50)
 def test_bisection_and_highs_find_the_same_time(seed: int) -> None:
-    drawn, *sizes = random_setup(random.Random(seed), most=10)
-    known = [(each.upload_bps or 8e6, each.download_bps or 8e6) for each in drawn]
-    pairs = zip(drawn, known, strict=True)
-    peers = [replace(each, upload_bps=up, download_bps=down) for each, (up, down) in pairs]
-    ours = plan_round(peers, *sizes)
-    assert ours.averaging_s == pytest.approx(least_s(peers, *sizes), rel=1e-5)
+    peers = random_peers(random.Random(seed))
+    ours = plan_round(peers)
+    assert ours.averaging_s == pytest.approx(least_s(peers), rel=1e-5)
     assert sum(ours.shares) == pytest.approx(1) and min(ours.shares) >= 0
     assert not any(share for share, each in zip(ours.shares, peers, strict=True) if not each.reduces)
 
@@ -126,7 +128,7 @@ def rounds_per_s(bytes_per_s: Sequence[float]) -> float:
         rows += [({g[i, j]: 1.0, a[k, i]: -1.0}, 0.0) for j in range(n) for k in range(n)]
         rows.append(({x: 1.0 for j in others for x in (a[j, i], g[j, i])}, bytes_per_s[i]))
         rows.append(({x: 1.0 for j in others for x in (a[i, j], g[i, j])}, bytes_per_s[i]))
-        rows.append(({2 * n * n: VECTOR, **{g[j, i]: -1.0 for j in range(n)}}, 0.0))
+        rows.append(({2 * n * n: 1e6, **{g[j, i]: -1.0 for j in range(n)}}, 0.0))
     matrix = np.zeros((len(rows), 2 * n * n + 1))
     for row, (entries, _) in zip(matrix, rows, strict=True):
         row[list(entries)] = list(entries.values())
@@ -138,13 +140,12 @@ def rounds_per_s(bytes_per_s: Sequence[float]) -> float:
 @given(st.lists(st.floats(0.05, 20), min_size=2, max_size=5))
 @settings(max_examples=25)
 def test_shares_alone_reach_the_optimum_of_all_rates_of_equation_1(megabytes_per_s: list[float]) -> None:
-    of = setup(*map(peer, megabytes_per_s))
     rates = rounds_per_s([rate * 1e6 for rate in megabytes_per_s])
-    assert 1 / plan_round(*of).averaging_s == pytest.approx(rates, rel=1e-5)
+    assert 1 / plan_round(list(map(peer, megabytes_per_s))).averaging_s == pytest.approx(rates, rel=1e-5)
 
 
 def test_a_bottleneck_does_not_delay_the_other_peers() -> None:
-    found = plan_round(*setup(peer(0.01), peer(1), peer(4), peer(4)))
+    found = plan_round([peer(0.01), peer(1), peer(4), peer(4)])
     assert found.averaging_s == pytest.approx(100)
     assert found.shares[2] == found.shares[3] > 2 * found.shares[1]
 
@@ -153,22 +154,17 @@ def test_a_bottleneck_does_not_delay_the_other_peers() -> None:
     ("peers", "words"),
     [
         ((peer(1, reduces=False),) * 2, "nobody reduces"),
-        ((Capacity(), Capacity()), "one at least known"),
+        ((ticket(None), ticket(None)), "one at least known"),
         ((peer(-1), peer(1)), "positive"),
     ],
 )
-def test_an_impossible_setup_is_named(peers: tuple[Capacity, ...], words: str) -> None:
+def test_an_impossible_setup_is_named(peers: tuple[Ticket, ...], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        plan_round(*setup(*peers))
+        plan_round(peers)
 
 
 def test_a_peer_alone_averages_nothing() -> None:
-    assert plan_round(*setup(peer(1))).averaging_s == 0
-
-
-def ticket(bps: float | None, *, weight: float = 10.0, reduces: bool = True, assists: bool = False) -> Ticket:
-    terms = RoundTerms("run", 7, b"lineage", 250_000, b"schema")
-    return Ticket(terms, weight, reduces, bps, bps, assists=assists)
+    assert plan_round([peer(1)]).averaging_s == 0
 
 
 def test_rounds_of_unknown_bandwidth_have_equal_shares() -> None:
@@ -202,8 +198,8 @@ def test_an_assistant_has_no_contribution_wants_no_mean_and_gets_load_although_i
 def test_a_liar_slows_a_round_no_more_than_the_cap(claim: float) -> None:
     honest = [ticket(8e6)] * 7
     shares = adaptive_shares([*honest, ticket(claim)]).shares
-    truth = setup(*[peer(1)] * 8)
-    slowed = plan_round(*truth, shares).averaging_s / plan_round(*truth).averaging_s
+    truth = [peer(1)] * 8
+    slowed = plan_round(truth, shares).averaging_s / plan_round(truth).averaging_s
     assert slowed < CLAIM_CAP
     assert believed([1e12, 8e6]) == [CLAIM_CAP * 8e6, 8e6]  # one of two does not make the median
     assert believed([None, 0.0]) == [None, None]
