@@ -149,11 +149,11 @@ class Emulation:
                     self.distances[peer, step] = distance
                     recent[peer].add(distance**2)
             self.measured = max(one.value for one in recent) ** 0.5
-            gradients = self._gradients.pop(step, {})
-            for peer, values in gradients.items():
+            arrived: dict[int, dict[int, Floats]] = {}
+            for peer, values in self._gradients.pop(step, {}).items():
+                arrived[peer] = {0: values}
                 self.moments.on_norms(peer, step, float(np.dot(values, values)), 0.0)
                 exact -= scene.alpha / scene.peers * values.astype(np.float64)
-            arrived = {peer: {0: values} for peer, values in gradients.items()}
             self.moments.on_closed(Closed(step, [], arrived, (), frozenset()))
             crashed = sum(crash.step < step for crash in scene.crashes.values())
             for ratios, gamma in ((self.ratios, self._stated), (self.tight_ratios, self._gamma)):

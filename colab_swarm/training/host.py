@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import Optimizer
 
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.errors import HostError
 from colab_swarm.training.optimizer import SwarmOptimizer
+from colab_swarm.training.replica import trained_by
 from colab_swarm.training.state import CheckpointFolder
 
 LEAD = 0
@@ -43,11 +43,7 @@ class HostOptimizer:
         """Use `host_optimizer`. ``begin`` joins the swarm, on rank 0."""
         self.lead: SwarmOptimizer | None = None  # on the other ranks
         self.global_step, self.lineage = 0, b""
-        self._parameters: list[Tensor] = [
-            p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
-        ]
-        if not self._parameters:
-            raise ValueError("the optimizer has no parameter that requires a gradient: nothing to train")
+        self._parameters = trained_by(optimizer)
         sizes = [parameter.numel() for parameter in self._parameters]
         # The sum of the gradients; the samples; the sum of the losses, and the samples with a loss.
         self._sum = torch.zeros(sum(sizes) + 3, device=self._parameters[0].device)

@@ -17,7 +17,7 @@ A pure core over the peers' progress records. The rules that keep a swarm togeth
 
 import asyncio
 import math
-from collections import Counter
+import statistics
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated
@@ -239,10 +239,8 @@ class Progress:
             return Branch(self.own.step, self.own.lineage, frozenset())
         active = [r for r in trainers.values() if not r.absent] or list(trainers.values())
         voters = [r for r in active if r.reduces] or active
-        steps = sorted((r.step for r in voters), reverse=True)
-        step = steps[(len(steps) - 1) // 2]  # the highest that half of them have reached
-        votes = Counter(r.lineage for r in voters if r.step == step)
-        lineage = votes.most_common(1)[0][0]  # the first of equals
+        step = statistics.median_high(r.step for r in voters)  # the highest that half of them have reached
+        lineage = statistics.mode(r.lineage for r in voters if r.step == step)  # the first of equals
         on_it = (peer for peer, r in trainers.items() if (r.step, r.lineage) == (step, lineage))
         return Branch(step, lineage, frozenset(on_it))
 

@@ -55,10 +55,7 @@ class Replica:
 
     def __init__(self, rule: UpdateRule) -> None:
         self.rule = rule
-        groups = rule.optimizer.param_groups
-        self.model: list[torch.Tensor] = [p for group in groups for p in group["params"] if p.requires_grad]
-        if not self.model:
-            raise ValueError("the optimizer has no parameter that requires a gradient: nothing to train")
+        self.model = trained_by(rule.optimizer)
         self.parameters, self._optimizer = self.model, rule.optimizer
         if rule.local:
             self.parameters = [_copy(parameter) for parameter in self.model]
@@ -206,13 +203,21 @@ class WrappedOptimizer(Optimizer):
             raise ValueError("a closure cannot be re-run by all peers: call loss.backward(), then step()")
 
 
+def trained_by(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the parameters that the optimizer trains, in order; raises ValueError if there are none."""
+    found = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+    if not found:
+        raise ValueError("the optimizer has no parameter that requires a gradient: nothing to train")
+    return found
+
+
 def _move_to_copies(optimizer: Optimizer) -> list[torch.Tensor]:
     state = optimizer.state_dict()
     for group in optimizer.param_groups:
         group["params"] = [_copy(one) if one.requires_grad else one for one in group["params"]]
     optimizer.state.clear()
     optimizer.load_state_dict(state)
-    return [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+    return trained_by(optimizer)
 
 
 def _copy(parameter: torch.Tensor) -> torch.Tensor:
