@@ -8,6 +8,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -47,25 +48,20 @@ def plan_spans(numel: int, shares: Sequence[float]) -> list[Span]:
     total = sum(shares)
     if not shares or not min(shares) >= 0 or not 0 < total < math.inf:
         raise ValueError(f"shares must be >= 0, finite and not all 0, got {list(shares)}")
-    spans: list[Span] = []
-    passed, start = 0.0, 0
     last = max(member for member, share in enumerate(shares) if share > 0)
-    for member, share in enumerate(shares):
-        passed += share
-        # Rounding must not leave values for a member after the last one that reduces.
-        stop = numel if member >= last else min(round(numel * (passed / total)), numel)
-        spans.append(Span(start, stop))
-        start = stop
-    return spans
+    # Rounding must not leave values for a member after the last one that reduces.
+    stops = [
+        numel if member >= last else min(round(numel * (passed / total)), numel)
+        for member, passed in enumerate(accumulate(shares))
+    ]
+    return [Span(start, stop) for start, stop in pairwise([0, *stops])]
 
 
 def chunk_values(*precisions: str) -> int:
     """Return the values per chunk, a multiple of 4096: no precision encodes them in over `CHUNK_BYTES`."""
-    codecs = [Precision(name).widest for name in precisions]
-    for blocks in range(2, MAX_BLOCKS + 1):
-        if max(codec.encoded_bytes(blocks * BLOCK_VALUES) for codec in codecs) > CHUNK_BYTES:
-            return (blocks - 1) * BLOCK_VALUES
-    return MAX_BLOCKS * BLOCK_VALUES
+    codecs, sizes = [Precision(name).widest for name in precisions], range(MAX_BLOCKS, 1, -1)
+    fitting = (n for n in sizes if all(c.encoded_bytes(n * BLOCK_VALUES) <= CHUNK_BYTES for c in codecs))
+    return next(fitting, 1) * BLOCK_VALUES
 
 
 def cut_chunks(span: Span, values: int) -> list[Span]:

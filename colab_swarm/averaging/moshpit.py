@@ -26,6 +26,7 @@ import hashlib
 import itertools
 import logging
 import math
+import statistics
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -281,10 +282,7 @@ class MoshpitGrid:
 
 def rounds_for(peers: int, group_size: int) -> int:
     """Return ceil(log_m n): rounds in groups of ``group_size`` until all ``peers`` have mixed."""
-    rounds, met = 1, group_size
-    while met < peers:
-        rounds, met = rounds + 1, met * group_size
-    return rounds
+    return next(rounds for rounds in itertools.count(1) if group_size**rounds >= peers)
 
 
 def plan_sides(peers: int, rounds: int) -> tuple[int, ...]:
@@ -492,8 +490,7 @@ class _Pass:
     """The running pass of one peer."""
 
     def __init__(self, meeting: Group, values: Floats, weight: float) -> None:
-        votes = sorted(member.weight for member in meeting.members)
-        group_size = max(2, int(votes[len(votes) // 2]))
+        group_size = max(2, int(statistics.median_high(member.weight for member in meeting.members)))
         reachable = {member.id: bool(member.addresses) for member in meeting.members}
         self.number = meeting.terms.step
         self.grid = MoshpitGrid(meeting.round_id, reachable, group_size)

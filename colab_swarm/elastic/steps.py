@@ -15,15 +15,15 @@ from typing import Annotated
 
 import msgspec
 
+from colab_swarm.averaging.group import chunk_values
 from colab_swarm.averaging.matchmaking import wait_until
 from colab_swarm.elastic.ledger import Closed, GradientLedger, Meter
 from colab_swarm.elastic.schedulers import AdaptiveBeta, Scheduler, Synchronous
 from colab_swarm.events import EventLog, PeerLeft
 from colab_swarm.net.peers import Buffer, Message
-from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Floats, all_finite, codec_of
+from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
 
 MAX_PEERS = 16
-BUCKET_BYTES = 120 << 10  # an encoded bucket is one packet on a peer link
 EXCESS = 1.1
 
 
@@ -55,9 +55,7 @@ class ElasticSettings:
 
     @property
     def bucket_values(self) -> int:
-        codec, sizes = codec_of(self.compression), range(MAX_BLOCKS, 0, -1)
-        fitting = (n for n in sizes if codec.encoded_bytes(n * BLOCK_VALUES) <= BUCKET_BYTES)
-        return next(fitting) * BLOCK_VALUES
+        return chunk_values(self.compression)  # an encoded bucket is one packet on a peer link
 
 
 @dataclass(frozen=True)

@@ -266,13 +266,16 @@ class Progress:
 
     def samples(self, now: float) -> float:
         """Return the samples of all peers on the own branch for the next step."""
-        total = self.own.samples if not self.own.syncing else 0.0
-        here = (self.own.step, self.own.lineage)
-        for peer, r in list(self._others.items()):  # a copy: panels call this from another thread
-            if not (r.syncing or r.absent) and (r.step, r.lineage) == here:
-                age_s = min(max(now - self._updated_at.get(peer, now), 0.0), EXTRAPOLATE_S)
-                total += r.samples + age_s * r.samples_per_s
-        return total
+        own, others = self.own, list(self._others.items())  # a copy: panels call this from another thread
+        return sum(
+            (
+                r.samples
+                + min(max(now - self._updated_at.get(peer, now), 0.0), EXTRAPOLATE_S) * r.samples_per_s
+                for peer, r in others
+                if not (r.syncing or r.absent) and (r.step, r.lineage) == (own.step, own.lineage)
+            ),
+            0.0 if own.syncing else own.samples,
+        )
 
     def samples_per_s(self) -> float:
         return sum(r.samples_per_s for r in self.records.values() if not (r.syncing or r.absent))

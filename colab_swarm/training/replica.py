@@ -299,12 +299,9 @@ class Gradients:
 
     def add(self, samples: float, loss: float | None) -> str | None:
         """Add the model's gradient, a mean over ``samples``; return the reason if it is dropped."""
-        largest = [  # a NaN or an infinity shows in the largest magnitude
-            torch.linalg.vector_norm(p.grad.detach(), float("inf")).float().cpu()
-            for p in self._replica.model
-            if p.grad is not None and p.grad.numel()
-        ]
-        finite = not largest or bool(torch.stack(largest).isfinite().all())
+        gradients = [p.grad for p in self._replica.model if p.grad is not None and p.grad.numel()]
+        largest = torch.nn.utils.get_total_norm(gradients, math.inf)  # it shows a NaN or an infinity
+        finite = bool(largest.isfinite())
         for parameter, part in parts(self._replica.model, self._sum) if finite else ():
             if parameter.grad is not None:
                 part.add_(parameter.grad.detach().to(part), alpha=samples)
