@@ -72,7 +72,6 @@ class RoundFinished(Event):
     sent_bytes: int  # payload of this round at this peer
     received_bytes: int
     seconds: float  # wall seconds from begin to result
-    compression_error: float = 0.0  # relative, of this peer's contribution
     averaging_s: float = 0.0  # the part of ``seconds`` after the group was formed
     predicted_s: float | None = None  # ``averaging_s`` as predicted; None if no bandwidth was known
     explanation: str = ""  # the reason for the shares, in a sentence; empty if unknown
@@ -81,10 +80,9 @@ class RoundFinished(Event):
 
 @dataclass(frozen=True)
 class BudgetChosen(Event):
-    """This peer changed how it saves traffic; ``within`` is False if the budget cannot be met."""
+    """This peer changed how it saves traffic."""
 
     choice: str
-    within: bool
 
 
 @dataclass(frozen=True)

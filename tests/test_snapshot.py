@@ -22,7 +22,7 @@ BOB = "b0b00000" * 8
         (Fault(1.0, "progress", "ValueError"), "fault in progress: ValueError"),
         (events.PeerSilent(1.0, BOB, 2.5), "the round waits for b0b00000, silent for 2 s"),
         (events.ReachabilityChanged(1.0, "direct"), "others reach this peer: direct"),
-        (events.BudgetChosen(1.0, "int8", True), "budget: int8"),
+        (events.BudgetChosen(1.0, "int8"), "budget: int8"),
         (events.TunnelChanged(1.0, "wss://a", ""), "tunnel open at wss://a"),
         (events.TunnelChanged(1.0, None, "killed"), "tunnel lost: killed"),
         (events.ClockSkewed(1.0, 9.0, "it is off"), "it is off"),

@@ -99,7 +99,7 @@ Diskin et al., *Distributed Deep Learning in Open Collaborations* (DeDLOC), [arX
 | auxiliary peers (here: assistants) | `colab_swarm.training.assistant` |
 
 Here member j gets its share of every vector and returns it, so n shares determine the paper's rates
-of all pairs, and the program needs no solver. Limits of single pairs use HiGHS.
+of all pairs, and the program needs no solver.
 
 ## Measured
 

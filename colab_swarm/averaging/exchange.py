@@ -8,7 +8,6 @@ import asyncio
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
@@ -62,8 +61,6 @@ class Pace:
 
 MAX_REASON_CHARS = 200
 
-_hex = lru_cache(1000)(bytes.hex)  # logs hold many rounds of the same peers: one text each
-
 
 class Trace:
     """Begin and end of the ``sent``, ``received`` and ``means`` of each member; see `MemberTrace`."""
@@ -92,7 +89,7 @@ class Trace:
         total = sum(member.share for member in self._group.members) or 1.0
         return tuple(
             MemberTrace(
-                peer=_hex(member.id),
+                peer=member.id.hex(),
                 weight=member.weight,
                 share=member.share / total,
                 sent=self._times.get(("sent", index)),
@@ -111,8 +108,6 @@ REDUCER_PATIENCE = 2.5
 SILENT_S = 3.0
 """After this much silence of a member, an event names it as the one that the round waits for."""
 OWN_CHUNKS_AT_ONCE = 8
-MEASURED_CHUNKS = 8
-"""Compression error is measured on one chunk in this many, or on all with error feedback."""
 
 
 class ReduceSpan(Message, frozen=True):
@@ -168,7 +163,7 @@ class AllReduce:
         if me is None:
             raise ValueError("only a member can take part in a round")
         self.group, self.me, self.settings, self.peers = group, me, settings, peers
-        self.ledger, self.trace = SpanLedger(group, values), Trace(group, now=now)
+        self.ledger, self.trace, self.began_at = SpanLedger(group, values), Trace(group, now=now), now
         span = group.spans()[me]
         if not collects:
             spare = values[span.start : span.stop]
@@ -186,7 +181,6 @@ class AllReduce:
         self.sent_bytes = self.received_bytes = self.serving = 0
         self.served = asyncio.Event()
         self._encoding = encoding = encoding or UploadEncoding()
-        self._error, self._norm = 0.0, 0.0  # squares, of the chunks whose compression was measured
         self._precision = Precision(encoding.precision or group.terms.codec, encoding.fine)
         self._mean_precision = Precision(group.terms.mean_codec, encoding.fine)
         spans = {reducer: len(chunks) for reducer, chunks in enumerate(self.ledger.chunks) if reducer != me}
@@ -207,11 +201,6 @@ class AllReduce:
 
     def member(self, index: int) -> GroupMember:
         return self.group.members[index]
-
-    @property
-    def compression_error(self) -> float:
-        """``||Q(v) - v|| / ||v||`` of the own contribution, over the measured chunks."""
-        return (self._error / self._norm) ** 0.5 if self._norm else 0.0
 
     async def contribute_own(self) -> None:
         """Add the own contribution to the own reducer, yielding to the event loop in between."""
@@ -285,14 +274,10 @@ class AllReduce:
 
     def _encoded(self, index: int, chunk: Span) -> tuple[Chunk, Buffer]:
         codec, values = self._precision.at(chunk.start), self.ledger.values[chunk.start : chunk.stop]
-        payload = codec.encode(values)
-        if codec.name != "float32" and (self._encoding.feedback is not None or index % MEASURED_CHUNKS == 0):
+        payload, feedback = codec.encode(values), self._encoding.feedback
+        if feedback is not None and codec.name != "float32":
             arrived = codec.decode(payload, len(values), scratch=self._scratch)
-            cut = values - arrived
-            self._error += float(np.dot(cut, cut))
-            self._norm += float(np.dot(values, values))
-            if self._encoding.feedback is not None:
-                self._encoding.feedback.cut_off(chunk.start, values, arrived)
+            feedback.cut_off(chunk.start, values, arrived)
         return Chunk(index, codec="" if codec.name == self.group.terms.codec else codec.name), payload
 
     async def _collect(self, stream: Stream, reducer: int) -> None:
@@ -414,11 +399,6 @@ class AllReduce:
 
     def _awaited_others(self) -> list[int]:
         return [member for member in self.reducer.awaited() if member != self.me]
-
-    def on_timeout(self) -> None:
-        reason = f"too slow: the round ended after {self.settings.round_timeout_s:g} s"
-        for member in {*self.reducer.awaited(), *self.lost} - {self.me}:
-            self.trace.on_dropped(member, reason)
 
     async def _probe(self, member: int) -> None:
         ping, peer = RoundPing(self.group.round_id), self.member(member).id

@@ -8,7 +8,10 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from itertools import accumulate, pairwise
+from typing import Annotated, Literal, NamedTuple, TypeAlias
+
+import msgspec
 
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import Contact, Message, PeerId
@@ -45,25 +48,20 @@ def plan_spans(numel: int, shares: Sequence[float]) -> list[Span]:
     total = sum(shares)
     if not shares or not min(shares) >= 0 or not 0 < total < math.inf:
         raise ValueError(f"shares must be >= 0, finite and not all 0, got {list(shares)}")
-    spans: list[Span] = []
-    passed, start = 0.0, 0
     last = max(member for member, share in enumerate(shares) if share > 0)
-    for member, share in enumerate(shares):
-        passed += share
-        # Rounding must not leave values for a member after the last one that reduces.
-        stop = numel if member >= last else min(round(numel * (passed / total)), numel)
-        spans.append(Span(start, stop))
-        start = stop
-    return spans
+    # Rounding must not leave values for a member after the last one that reduces.
+    stops = [
+        numel if member >= last else min(round(numel * (passed / total)), numel)
+        for member, passed in enumerate(accumulate(shares))
+    ]
+    return [Span(start, stop) for start, stop in pairwise([0, *stops])]
 
 
 def chunk_values(*precisions: str) -> int:
     """Return the values per chunk, a multiple of 4096: no precision encodes them in over `CHUNK_BYTES`."""
-    codecs = [Precision(name).widest for name in precisions]
-    for blocks in range(2, MAX_BLOCKS + 1):
-        if max(codec.encoded_bytes(blocks * BLOCK_VALUES) for codec in codecs) > CHUNK_BYTES:
-            return (blocks - 1) * BLOCK_VALUES
-    return MAX_BLOCKS * BLOCK_VALUES
+    codecs, sizes = [Precision(name).widest for name in precisions], range(MAX_BLOCKS, 1, -1)
+    fitting = (n for n in sizes if all(c.encoded_bytes(n * BLOCK_VALUES) <= CHUNK_BYTES for c in codecs))
+    return next(fitting, 1) * BLOCK_VALUES
 
 
 def cut_chunks(span: Span, values: int) -> list[Span]:
@@ -82,22 +80,19 @@ class RoundRefused(PeerError):
         self.reason: RefusalReason = reason
 
 
+Digest = Annotated[bytes, msgspec.Meta(max_length=MAX_TEXT)]
+
+
 class RoundTerms(Message, frozen=True):
     """What a round averages, equal at all its members; as a message, an invitation to the round."""
 
-    prefix: str
-    step: int
-    lineage: bytes  # digest of the training history
-    numel: int
-    schema: bytes = b""  # digest of the vector's layout
+    prefix: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+    step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]
+    lineage: Digest  # of the training history
+    numel: Annotated[int, msgspec.Meta(ge=0, lt=MAX_NUMEL)]
+    schema: Digest = b""  # of the vector's layout
     codec: str = "float32"  # of contributions on the wire
     mean_codec: str = "float32"
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.step < MAX_STEP or not 0 <= self.numel < MAX_NUMEL:
-            raise ValueError(f"a round of step {self.step} of {self.numel} values is out of range")
-        if max(len(self.prefix), len(self.lineage), len(self.schema)) > MAX_TEXT:
-            raise ValueError("a round's prefix, lineage or schema is too long")
 
     @property
     def key(self) -> tuple[int, bytes]:
@@ -114,7 +109,6 @@ class Ticket(Message, frozen=True):
     upload_bps: float | None = None  # measured bandwidth of its links, bits per second; None: unknown
     download_bps: float | None = None
     assists: bool = False  # the peer trains nothing and needs no means; it only reduces
-    samples_per_s: float = 0.0
 
 
 class GroupMember(Message, frozen=True):
@@ -189,8 +183,6 @@ class SharePlan:
     shares: tuple[float, ...]  # relative share per ticket, >= 0; one at least is > 0 if any ticket reduces
     averaging_s: float = 0.0  # predicted seconds of one round; 0: not known
     explanation: str = ""  # one sentence for people
-    computes: tuple[bool, ...] = ()  # per peer, whether it contributes gradients
-    steps_per_s: float = 0.0  # predicted rate of steps, with gradients computed during averaging
 
 
 Strategy: TypeAlias = Callable[[Sequence[Ticket]], SharePlan]

@@ -357,9 +357,7 @@ class Matchmaker:
             calls = [asyncio.create_task(self._invite(formation, peer)) for peer in candidates]
             await asyncio.sleep(0)  # the calls begin, so every called peer is awaited
             while formation.elsewhere is None and (closes_at := formation.closes_at()) > loop_now():
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout_at(closes_at):
-                        await self._changed.wait()
+                await wait_until(closes_at, self._changed)
             seed = f"{self._prefix}|{terms.step}|{loop_now()}|".encode() + terms.lineage + me
             round_id = hashlib.sha256(seed).digest()[:16]
             organized = formation.elsewhere or formation.form(round_id, self._strategy)
@@ -401,6 +399,13 @@ class Matchmaker:
 
 def loop_now() -> float:
     return asyncio.get_running_loop().time()
+
+
+async def wait_until(deadline: float | None, event: asyncio.Event) -> None:
+    """Return when the event is set, or at ``deadline`` (loop time; None: there is none)."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout_at(deadline):
+            await event.wait()
 
 
 def _hand_out(group: Organized, peer: PeerId) -> Joined:

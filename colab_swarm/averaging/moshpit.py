@@ -22,13 +22,16 @@ median vote counts, so a few liars have no effect.
 """
 
 import asyncio
-import contextlib
 import hashlib
 import itertools
 import logging
 import math
+import statistics
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -41,11 +44,10 @@ from colab_swarm.averaging.group import (
     Ticket,
     equal_shares,
 )
-from colab_swarm.averaging.matchmaking import Matchmaker, PrefixRouter, loop_now
+from colab_swarm.averaging.matchmaking import Matchmaker, PrefixRouter, loop_now, wait_until
 from colab_swarm.averaging.round import Averager, RoundResult
 from colab_swarm.dht.service import DHT
 from colab_swarm.errors import PeerError
-from colab_swarm.markup import facts
 from colab_swarm.net.peers import Message, PeerId, short
 from colab_swarm.tensors.codecs import Floats, Precision, mean_codec_for
 
@@ -180,9 +182,7 @@ class Assembly:
                 if self._size is None:
                     return set(waiting)
                 raise RoundRefused("unreachable", f"{1 + len(waiting)} of {self._size} peers wait")
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
-                    await self._called.wait()
+            await wait_until(loop_now() + LOOK_S, self._called)
 
     def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
         own = self._waits_for
@@ -282,10 +282,7 @@ class MoshpitGrid:
 
 def rounds_for(peers: int, group_size: int) -> int:
     """Return ceil(log_m n): rounds in groups of ``group_size`` until all ``peers`` have mixed."""
-    rounds, met = 1, group_size
-    while met < peers:
-        rounds, met = rounds + 1, met * group_size
-    return rounds
+    return next(rounds for rounds in itertools.count(1) if group_size**rounds >= peers)
 
 
 def plan_sides(peers: int, rounds: int) -> tuple[int, ...]:
@@ -305,56 +302,39 @@ def plan_sides(peers: int, rounds: int) -> tuple[int, ...]:
 # --- group size -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RoundTime:
-    """Duration of a round: finding the group, and the transfer, of which a member moves (m - 1) / m."""
+@dataclass
+class RoundMeter:
+    """Duration of rounds and failures per second of one peer, as measured; chooses the size of groups. Pure."""
 
-    overhead_s: float  # for any size of the group
-    transfer_s: float  # in a large group
+    overhead_s: float = 0.2  # of finding a group of any size; without failures: no timeouts
+    transfer_s: float = 0.8  # in a large group; a member of m moves (m - 1) / m of it
+    failures_per_s: float = 0.005
+    _timed: int = 0
 
     def seconds(self, group_size: int) -> float:
         return self.overhead_s + self.transfer_s * (group_size - 1) / group_size
 
+    def success_rate(self, peers: int, group_size: int) -> float:
+        """Return the global averages per second without a failure (DeDLOC Appendix C).
 
-def success_rate(peers: int, group_size: int, *, failures_per_s: float, time: RoundTime) -> float:
-    """Return the global averages per second without a failure (DeDLOC Appendix C).
-
-    r(m) = (1-q)^(m ceil(log_m n)) / (T(m) ceil(log_m n)), with q = 1 - exp(-failures_per_s T(m)),
-    the chance that a peer fails in a round: with one q for all m, pairs would never beat groups of
-    four.
-    """
-    rounds, round_s = rounds_for(peers, group_size), time.seconds(group_size)
-    return math.exp(-failures_per_s * round_s * group_size * rounds) / (round_s * rounds)
-
-
-def choose_group_size(peers: int, *, failures_per_s: float, time: RoundTime) -> int:
-    """Return the group size m >= 2 with the highest `success_rate`; the smallest of equals."""
-    sizes = range(2, max(3, peers + 1))
-    return max(sizes, key=lambda m: success_rate(peers, m, failures_per_s=failures_per_s, time=time))
-
-
-class RoundMeter:
-    """The duration of rounds, and the failures per second of one peer, as measured. Pure."""
-
-    def __init__(self) -> None:
-        self.time = RoundTime(overhead_s=0.2, transfer_s=0.8)  # without failures: no timeouts
-        self.failures_per_s = 0.005
-        self._timed = 0
-
-    def on_round(self, members: int, failed: int, *, overhead_s: float, averaging_s: float) -> None:
-        failures_per_s = failed / members / self.time.seconds(max(2, members))
-        self.failures_per_s += (failures_per_s - self.failures_per_s) / MEMORY_ROUNDS
-        if failed or members < 2:
-            return
-        self._timed = min(self._timed + 1, MEMORY_ROUNDS)
-        old, transfer_s = self.time, averaging_s * members / (members - 1)
-        self.time = RoundTime(
-            old.overhead_s + (overhead_s - old.overhead_s) / self._timed,
-            old.transfer_s + (transfer_s - old.transfer_s) / self._timed,
-        )
+        r(m) = (1-q)^(m ceil(log_m n)) / (T(m) ceil(log_m n)), with q = 1 - exp(-failures_per_s
+        T(m)), the chance that a peer fails in a round: with one q for all m, pairs would never beat
+        groups of four.
+        """
+        rounds, round_s = rounds_for(peers, group_size), self.seconds(group_size)
+        return math.exp(-self.failures_per_s * round_s * group_size * rounds) / (round_s * rounds)
 
     def choose_group_size(self, peers: int) -> int:
-        return choose_group_size(peers, failures_per_s=self.failures_per_s, time=self.time)
+        """Return the group size m >= 2 with the highest `success_rate`; the smallest of equals."""
+        return max(range(2, max(3, peers + 1)), key=partial(self.success_rate, peers))
+
+    def on_round(self, members: int, failed: int, *, overhead_s: float, averaging_s: float) -> None:
+        failures_per_s = failed / members / self.seconds(max(2, members))
+        self.failures_per_s += (failures_per_s - self.failures_per_s) / MEMORY_ROUNDS
+        if not failed and members > 1:
+            self._timed = min(self._timed + 1, MEMORY_ROUNDS)
+            self.overhead_s += (overhead_s - self.overhead_s) / self._timed
+            self.transfer_s += (averaging_s * members / (members - 1) - self.transfer_s) / self._timed
 
 
 # --- averaging ------------------------------------------------------------------------------------
@@ -379,11 +359,6 @@ class MoshpitResult:
         grid = "x".join(map(str, self.sides))
         what = "complete" if self.complete else f"{self.failed} failures" + f": {self.note}" * bool(self.note)
         return f"MoshpitResult({len(self.peers)} peers on {grid}, {what}, {self.seconds:.1f} s)"
-
-    def _repr_html_(self) -> str:
-        rounds = enumerate(self.rounds, 1)
-        rows = [(f"{number}", repr(one) if one else "did not take part") for number, one in rounds]
-        return facts(repr(self), {}, ("round", "result"), rows)
 
 
 class MoshpitAverager:
@@ -414,22 +389,24 @@ class MoshpitAverager:
         self._averager.forget(self._prefix)
 
     async def average(
-        self, values: Floats, *, weight: float = 1.0, group_size: int | None = None
-    ) -> tuple[Floats, MoshpitResult]:
+        self, values: Any, *, weight: float = 1.0, group_size: int | None = None
+    ) -> tuple[Any, MoshpitResult]:
         """Return the weighted mean of all peers that call now, as far as it was reached.
 
         The result shows the failures of peers, which are never raised.
 
         Args:
-            values: float32, one-dimensional, of equal length for all; not changed.
+            values: tensor, array or list of real, finite numbers, as many for all; not changed. The mean is
+                of the same kind and shape.
             weight: 0 (only receive), or between 1e-4 and 1e6.
             group_size: vote for this size; None: for the size that the measurements suggest.
 
         Raises ValueError if an argument is not usable, RuntimeError if this peer is averaging
         already.
         """
-        if values.ndim != 1 or values.dtype != np.float32 or not np.isfinite(values).all():
-            raise ValueError("values must be a flat vector of finite float32 values")
+        flat, restore = flatten(values)
+        if not np.isfinite(flat).all():
+            raise ValueError("values must be finite: there is a NaN, or a value beyond float32")
         if weight != 0 and not MIN_WEIGHT <= weight <= MAX_WEIGHT:
             raise ValueError(f"weight={weight}: give 0 (only receive) or {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
         if group_size is not None and group_size < 2:
@@ -437,19 +414,19 @@ class MoshpitAverager:
         if self._busy:
             raise RuntimeError("this peer is averaging these values already: wait for that to end")
         begun, self._busy = loop_now(), True
-        schema = hashlib.sha256(f"{len(values)} {self.codec}".encode()).digest()[:8]
+        schema = hashlib.sha256(f"{len(flat)} {self.codec}".encode()).digest()[:8]
         try:
             meeting = await self._assembly.meet(
-                len(values), schema, lambda peers: group_size or self.meter.choose_group_size(peers)
+                len(flat), schema, lambda peers: group_size or self.meter.choose_group_size(peers)
             )
-            self._pass = _Pass(meeting, values, weight)
+            self._pass = _Pass(meeting, flat, weight)
             self._begun.set()
             for axis in range(len(self._pass.grid.sides)):
                 await self._round(self._pass, axis)
-            return self._pass.values.copy(), self._pass.result(loop_now() - begun)
+            return restore(self._pass.values.copy()), self._pass.result(loop_now() - begun)
         except RoundRefused as refusal:
             alone = MoshpitResult((self._peers.id,), (1,), (), 0, loop_now() - begun, str(refusal))
-            return values.copy(), alone
+            return restore(flat.copy()), alone
         finally:
             self._busy, self._pass = False, None
             self._begun.clear()
@@ -474,7 +451,7 @@ class MoshpitAverager:
             self.meter.on_round(len(line), 1, overhead_s=0.0, averaging_s=0.0)
         else:
             failed = run.on_round(me, line, values, result)
-            overhead_s, averaging_s = joined - begun, result.seconds["total"]
+            overhead_s, averaging_s = joined - begun, result.seconds
             self.meter.on_round(len(line), failed, overhead_s=overhead_s, averaging_s=averaging_s)
 
     def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
@@ -489,22 +466,31 @@ class MoshpitAverager:
 
     @property
     def _lag_s(self) -> float:
-        time = self.meter.time
-        return LAG_ROUNDS * (time.overhead_s + time.transfer_s)
+        return LAG_ROUNDS * (self.meter.overhead_s + self.meter.transfer_s)
 
     async def _expected(self, step: int, lineage: bytes) -> Sequence[PeerId]:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._lag_s):
-                await self._begun.wait()
+        await wait_until(loop_now() + self._lag_s, self._begun)
         return self._pass.grid.line(self._peers.id, step % MAX_ROUNDS) if self._pass else ()
+
+
+def flatten(values: Any) -> tuple[Floats, Callable[[Floats], Any]]:
+    """Return the values as a flat float32 vector, and what restores their shape and kind."""
+    torch = sys.modules.get("torch")  # imported already if there is a tensor
+    if torch is not None and isinstance(values, torch.Tensor):
+        flat = values.detach().to("cpu", torch.float32).flatten().numpy()
+        return flat, lambda mean: torch.from_numpy(mean).reshape(values.shape).to(values)
+    array = np.asarray(values)
+    if array.dtype.kind not in "fiub":
+        raise ValueError(f"{array.dtype} cannot be averaged: pass an array or tensor of real numbers")
+    kind = array.dtype if array.dtype.kind == "f" else np.dtype(np.float32)
+    return array.astype(np.float32).ravel(), lambda mean: mean.reshape(array.shape).astype(kind)
 
 
 class _Pass:
     """The running pass of one peer."""
 
     def __init__(self, meeting: Group, values: Floats, weight: float) -> None:
-        votes = sorted(member.weight for member in meeting.members)
-        group_size = max(2, int(votes[len(votes) // 2]))
+        group_size = max(2, int(statistics.median_high(member.weight for member in meeting.members)))
         reachable = {member.id: bool(member.addresses) for member in meeting.members}
         self.number = meeting.terms.step
         self.grid = MoshpitGrid(meeting.round_id, reachable, group_size)
@@ -531,3 +517,29 @@ class _Pass:
     def result(self, seconds: float) -> MoshpitResult:
         peers, sides = tuple(sorted(self.grid.cells)), self.grid.sides
         return MoshpitResult(peers, sides, tuple(self.rounds), self.failed, seconds, "; ".join(self.notes))
+
+
+class ArrayAverages:
+    """The averages of a run, by name."""
+
+    def __init__(self, router: PrefixRouter, dht: DHT, averager: Averager, run_id: str) -> None:
+        self._make, self._run_id = partial(MoshpitAverager, router, dht, averager), run_id
+        self._averagers: dict[str, MoshpitAverager] = {}
+
+    async def average(
+        self, values: Any, *, weight: float, group_size: int | None, name: str, compression: str = "float32"
+    ) -> tuple[Any, MoshpitResult]:
+        """See `MoshpitAverager.average`; raises ValueError too if the name has another ``compression``."""
+        if name not in self._averagers:
+            self._averagers[name] = self._make(f"{self._run_id}/average/{name}", compression)
+        averager = self._averagers[name]
+        if averager.codec != compression:
+            raise ValueError(
+                f"{name!r} is averaged as {averager.codec} here: choose another name for {compression}"
+            )
+        return await averager.average(values, weight=weight, group_size=group_size)
+
+    async def close(self) -> None:
+        for averager in self._averagers.values():
+            averager.close()
+        self._averagers.clear()

@@ -185,14 +185,14 @@ class RoundResult:
     kept_local: tuple[Span, ...]  # values for which no mean arrived; they are still this peer's own
     sent_bytes: int  # payload
     received_bytes: int
-    compression_error: float  # relative, of the own contribution: ``||Q(v) - v|| / ||v||``, sampled
-    seconds: dict[str, float]  # per phase: ``exchange`` with the reducers, ``recovery``, ``total``
+    seconds: float
+    exchange_s: float  # the part of them until the last of the other reducers was done or lost
     members: tuple[MemberTrace, ...]  # when each member sent and received
 
     def __repr__(self) -> str:
         peers = f"{len(self.contributors)} of {len(self.group.members)} peers"
         lost = f", {len(self.spans_lost)} spans lost" if self.spans_lost else ""
-        return f"RoundResult(step {self.group.terms.step}, {peers}, {self.seconds['total']:.2f} s{lost})"
+        return f"RoundResult(step {self.group.terms.step}, {peers}, {self.seconds:.2f} s{lost})"
 
     def event(self, *, began_at: float, now: float) -> RoundFinished:
         weights = {member.id: member.weight for member in self.group.members}
@@ -207,10 +207,9 @@ class RoundResult:
             sent_bytes=self.sent_bytes,
             received_bytes=self.received_bytes,
             seconds=now - began_at,
-            averaging_s=self.seconds["total"],
+            averaging_s=self.seconds,
             predicted_s=self.group.predicted_s,
             explanation=self.group.explanation,
-            compression_error=self.compression_error,
             members=self.members,
         )
 
@@ -263,15 +262,13 @@ class Averager:
         wanted = f"{group.terms.numel} float32 values are needed in one piece"
         if (*values.shape, values.dtype) != (group.terms.numel, np.float32) or not values.flags.c_contiguous:
             raise ValueError(f"{wanted}, got {values.dtype}{values.shape}")
-        spare = self._spare.pop(group.terms.prefix, None)
-        exchange = AllReduce(self._peers, group, values, self._settings, encoding=encoding, spare=spare)
-        return await self._take_part(exchange)
+        return await self._take_part(group, values, encoding)
 
     async def reduce(self, group: Group) -> RoundResult:
         """Join a round as a reducer only: contribute no values. Raises as `average` does."""
         # the system allocates only what is written: the own span
         values = np.empty(group.terms.numel, np.float32)
-        return await self._take_part(AllReduce(self._peers, group, values, self._settings, collects=False))
+        return await self._take_part(group, values, collects=False)
 
     async def drain(self, prefix: str) -> None:
         """Wait until no member of the last round needs this peer, for `DRAIN_S` at most."""
@@ -288,26 +285,30 @@ class Averager:
             self._forget(exchange)
         self._spare.pop(prefix, None)
 
-    async def _take_part(self, exchange: AllReduce) -> RoundResult:
-        group = exchange.group
+    async def _take_part(
+        self, group: Group, values: Floats, encoding: UploadEncoding | None = None, *, collects: bool = True
+    ) -> RoundResult:
         if group.round_id in self._rounds:
             raise RoundRefused("late", f"the round of step {group.terms.step} was given up here")
-        self._rounds[group.round_id] = exchange
+        spare = self._spare.pop(group.terms.prefix, None) if collects else None
+        exchange = self._rounds[group.round_id] = AllReduce(
+            self._peers, group, values, self._settings, encoding=encoding, collects=collects, spare=spare
+        )
         self._begun.set()
         self._begun.clear()
         try:
-            result = _result(exchange, await self._run(exchange))
+            await self._run(exchange)
         finally:  # members may still recover from this round, no longer from the one before
             if group.terms.prefix in self._finished:
                 self._forget(self._finished[group.terms.prefix])
             self._finished[group.terms.prefix] = exchange
+        result = _result(exchange, asyncio.get_running_loop().time())
         logger.info("%s", result)
         self.on_round(result)
         return result
 
-    async def _run(self, exchange: AllReduce) -> dict[str, float]:
-        clock = asyncio.get_running_loop().time
-        begun, stop_listening = clock(), self._peers.on_lost(exchange.on_lost)
+    async def _run(self, exchange: AllReduce) -> None:
+        stop_listening = self._peers.on_lost(exchange.on_lost)
         step, limit_s = exchange.group.terms.step, self._settings.round_timeout_s
         awaited = exchange.final if exchange.collects else [exchange.final[exchange.me]]
         try:
@@ -323,14 +324,12 @@ class Averager:
                 watch.cancel()
         except TimeoutError:
             logger.warning("the round of step %d timed out after %g s", step, limit_s)
-            exchange.on_timeout()
+            for member in {*exchange.reducer.awaited(), *exchange.lost} - {exchange.me}:
+                exchange.trace.on_dropped(member, f"too slow: the round ended after {limit_s:g} s")
         finally:
             stop_listening()
             for event in (*exchange.settled, *awaited):
                 event.set()
-        ended = clock()
-        exchange_s = (ended if exchange.exchanged_at is None else exchange.exchanged_at) - begun
-        return {"exchange": exchange_s, "recovery": ended - begun - exchange_s, "total": ended - begun}
 
     def _forget(self, exchange: AllReduce) -> None:
         del self._rounds[exchange.group.round_id]
@@ -392,8 +391,9 @@ async def _obtain(exchange: AllReduce, reducer: int) -> None:
     exchange.final[reducer].set()
 
 
-def _result(exchange: AllReduce, seconds: dict[str, float]) -> RoundResult:
+def _result(exchange: AllReduce, ended_at: float) -> RoundResult:
     group, incomplete, spans = exchange.group, exchange.ledger.incomplete(), exchange.group.spans()
+    exchanged_at = ended_at if exchange.exchanged_at is None else exchange.exchanged_at
     members = enumerate(group.members)
     return RoundResult(
         group=group,
@@ -402,7 +402,7 @@ def _result(exchange: AllReduce, seconds: dict[str, float]) -> RoundResult:
         kept_local=exchange.ledger.kept_local(),
         sent_bytes=exchange.sent_bytes,
         received_bytes=exchange.received_bytes,
-        compression_error=exchange.compression_error,
-        seconds=seconds,
+        seconds=ended_at - exchange.began_at,
+        exchange_s=exchanged_at - exchange.began_at,
         members=exchange.trace.members(),
     )

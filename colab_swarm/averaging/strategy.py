@@ -1,4 +1,4 @@
-"""The adaptive strategy (DeDLOC, section 3.2): which peers compute, and how much each reduces.
+"""The adaptive strategy (DeDLOC, section 3.2): how much each member of a round reduces.
 
 Equation 1 has two rates for every pair of peers. A round here sends member j its share ``r_j`` of
 every vector and returns it, so n shares determine all rates. With V bytes of a contribution, M of
@@ -10,15 +10,14 @@ moves in one round::
 
 The round takes as long as the slowest of these 2n transfers: a linear program. Each row bounds one
 share alone, so a given time fixes all bounds, and bisection finds the least time in which shares
-can add up to 1: exact, in about a millisecond. Limits of single pairs couple the shares; HiGHS
-(scipy) solves such a program.
+can add up to 1: exact, in about a millisecond.
 """
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -36,113 +35,45 @@ LEARNT, FORGOTTEN, MOST_LATE = 0.3, 0.02, 10.0
 PRECISION = 1e-7
 
 
-@dataclass(frozen=True)
-class Capacity:
-    """Speed and bandwidth of one peer."""
+def plan_round(tickets: Sequence[Ticket], shares: Sequence[float] | None = None) -> SharePlan:
+    """Return the fastest round, or that of given ``shares``; an unknown bandwidth is taken as the median.
 
-    samples_per_s: float = 0.0  # speed of its gradients; 0: it has no accelerator
-    upload_bps: float | None = None  # bits per second; None: not known, taken as the median of the others'
-    download_bps: float | None = None
-    reduces: bool = True  # accepts connections
-    receives: bool = True  # needs the means; an assistant does not
-
-
-@dataclass(frozen=True)
-class AveragingSetup:
-    """A collaboration to plan for."""
-
-    peers: tuple[Capacity, ...]
-    contribution_bytes: float  # of the encoded vector, towards the reducers
-    mean_bytes: float  # and back
-    target_batch_size: float = 1.0  # samples of one step
-    pair_bps: Mapping[tuple[int, int], float] = field(default_factory=dict)  # limits from peer i to peer j
-
-
-def plan(setup: AveragingSetup) -> SharePlan:
-    """Return the plan with the highest rate of steps, the lesser of batches and rounds per second.
-
-    If gradients come faster than rounds can average them, some peers should not compute, which
-    saves contributions. Finding the best subset is hard. Here peers leave in three orders, and
-    bisection finds how many: the slowest first, the least speed times upload first, and the fastest
-    download first (a reducer's own contribution saves a slow download). Of 200 small random setups
-    96 % get the best subset, on average 99 % of its rate.
-
-    Raises ValueError if no peer computes, no peer reduces, or no bandwidth is known.
+    Raises ValueError if no peer reduces, or no bandwidth is known.
     """
-    able = [index for index, peer in enumerate(setup.peers) if peer.samples_per_s > 0]
-    if not able:
-        raise ValueError("nobody computes gradients: no peer has samples_per_s > 0")
-    everyone = plan_round(setup, able)
-    if _computing_is_slower(everyone):
-        return everyone
-    speeds = [peer.samples_per_s for peer in setup.peers]
-    uploads = _completed([peer.upload_bps for peer in setup.peers])
-    downloads = _completed([peer.download_bps for peer in setup.peers])
-    plans = [everyone]
-    for order in (
-        sorted(able, key=lambda index: speeds[index]),
-        sorted(able, key=lambda index: speeds[index] * uploads[index]),
-        sorted(able, key=lambda index: -downloads[index]),
-    ):
-        low, high = 1, len(order) - 1  # bounds on how many of `order` do not compute
-        while low <= high:
-            middle = (low + high) // 2
-            plans.append(plan_round(setup, order[middle:]))
-            low, high = (low, middle - 1) if _computing_is_slower(plans[-1]) else (middle + 1, high)
-    return max(plans, key=lambda found: found.steps_per_s)
-
-
-def _computing_is_slower(found: SharePlan) -> bool:
-    return found.steps_per_s * found.averaging_s < 1 - PRECISION
-
-
-def plan_round(
-    setup: AveragingSetup, computing: Sequence[int], shares: Sequence[float] | None = None
-) -> SharePlan:
-    """Return the fastest round of these contributors, or that of given ``shares``; raises as `plan`."""
-    contributes = np.isin(np.arange(len(setup.peers)), computing)
-    loads = _Loads(setup, contributes)
+    loads = _Loads(tickets)
     given = np.array(loads.best() if shares is None else shares, np.float64)
     parts = given / given.sum()
     averaging_s = float(loads.seconds(parts).max(initial=0.0))
-    speed = sum(setup.peers[index].samples_per_s for index in computing) / setup.target_batch_size
-    steps_per_s = min(speed, 1 / averaging_s) if averaging_s else speed
-    text, computes = loads.explain(parts), tuple(map(bool, contributes))
-    return SharePlan(tuple(map(float, parts)), averaging_s, text, computes, steps_per_s)
+    return SharePlan(tuple(map(float, parts)), averaging_s, loads.explain(parts))
 
 
 class _Loads:
     """The transfer times as a function of the shares. Rows: all uploads, then all downloads."""
 
-    def __init__(self, setup: AveragingSetup, contributes: npt.NDArray[np.bool_]) -> None:
-        c, w = contributes.astype(float), np.array([float(peer.receives) for peer in setup.peers])
-        up, down = setup.contribution_bytes, setup.mean_bytes
-        self._fixed = np.stack([up * c, down * w])
-        self._slope = np.stack([down * (w.sum() - w) - up * c, up * (c.sum() - c) - down * w])
-        self._reduces = np.array([float(peer.reduces) for peer in setup.peers])
+    def __init__(self, tickets: Sequence[Ticket]) -> None:
+        terms = tickets[0].terms
+        up, down = encoded_bytes(terms.codec, terms.numel), encoded_bytes(terms.mean_codec, terms.numel)
+        facts = [(ticket.weight > 0, not ticket.assists, ticket.reduces) for ticket in tickets]
+        c, w, self._reduces = np.array(facts, np.float64).T
         if not self._reduces.any():
             raise ValueError("nobody reduces: no peer accepts connections")
-        uploads = _completed([peer.upload_bps for peer in setup.peers])
-        downloads = _completed([peer.download_bps for peer in setup.peers])
-        self._rates = np.array([uploads, downloads]) / 8
-        self._pairs = [
-            (i, j, up * c[i], down * w[j], bps / 8) for (i, j), bps in setup.pair_bps.items() if i != j
-        ]
+        self._fixed = np.stack([up * c, down * w])
+        self._slope = np.stack([down * (w.sum() - w) - up * c, up * (c.sum() - c) - down * w])
+        rates = [ticket.upload_bps for ticket in tickets], [ticket.download_bps for ticket in tickets]
+        self._rates = np.array([_completed(one) for one in rates]) / 8
 
     def seconds(self, shares: Array) -> Array:
-        own = (self._fixed + self._slope * shares) / self._rates
-        pairs = [(up * shares[j] + down * shares[i]) / rate for i, j, up, down, rate in self._pairs]
-        return np.concatenate([own.ravel(), pairs])
+        return ((self._fixed + self._slope * shares) / self._rates).ravel()
 
     def best(self) -> Array:
         """Return the shares of the fastest round, without those too small to be worth their streams."""
-        shares = self._program() if self._pairs else self._fill()
+        shares = self._fill()
         few = np.where(shares < SMALL * shares.mean(), 0.0, shares)
         few /= few.sum()
         return few if self.seconds(few).max() <= (1 + PRECISION) * self.seconds(shares).max() else shares
 
     def _fill(self) -> Array:
-        """Without pairs: the least time, then the least for all peers that no fixed part binds."""
+        """Return the shares of the least time, then the least for all peers that no fixed part binds."""
         longest = float(self.seconds(self._reduces / self._reduces.sum()).max()) * (1 + PRECISION)
         least = _least(self._feasible, longest)
         low, high = self._bounds(least)
@@ -164,55 +95,24 @@ class _Loads:
         low, high = self._bounds(seconds)
         return bool((low <= high).all() and low.sum() <= 1 <= high.sum())
 
-    def _program(self) -> Array:
-        """With pairs: minimize the time with HiGHS. Rows are in seconds."""
-        from scipy.optimize import linprog
-
-        peers = len(self._reduces)
-        own = np.vstack([np.diag(slope) for slope in self._slope / self._rates])
-        pairs = np.zeros((len(self._pairs), peers))
-        for row, (i, j, up, down, rate) in zip(pairs, self._pairs, strict=True):
-            row[j], row[i] = up / rate, down / rate
-        less = np.hstack([np.vstack([own, pairs]), np.full((len(own) + len(pairs), 1), -1.0)])
-        found = linprog(
-            np.append(np.zeros(peers), 1.0),
-            A_ub=less,
-            b_ub=np.append(-(self._fixed / self._rates).ravel(), np.zeros(len(pairs))),
-            A_eq=np.append(np.ones(peers), 0.0)[None],
-            b_eq=[1.0],
-            bounds=[*((0.0, most) for most in self._reduces), (0.0, None)],
-            method="highs",
-        )
-        if found.x is None:
-            raise RuntimeError(f"HiGHS finds no shares: {found.message}")
-        return np.maximum(np.asarray(found.x[:-1], np.float64), 0.0)
-
     def explain(self, shares: Array) -> str:
-        peers, reducers = len(shares), int(self._reduces.sum())
+        peers, reducers, seconds = len(shares), int(self._reduces.sum()), self.seconds(shares)
         if peers == 1:
             return "a peer alone needs no averaging"
         above = shares > (1 + 1e-3) / reducers
-        verb = "reduces" if above.sum() == 1 else "reduce"
-        what = f"{above.sum()} of {peers} peers {verb} {shares[above].sum():.0%}"
-        if not above.any():
-            what = f"{reducers} of {peers} peers reduce equal shares"
-        return f"{what} because {self._bottleneck(self.seconds(shares))}"
-
-    def _bottleneck(self, seconds: Array) -> str:
-        peers, slowest = len(self._reduces), np.flatnonzero(seconds >= 0.99 * seconds.max())
-        slowest = slowest[slowest < 2 * peers]  # without pairs
-        if not len(slowest):
-            return "the limit of a pair of them is the bottleneck"
-        count, mbit = len(set(slowest % peers)), self._rates.ravel()[slowest] * 8e-6
+        what = f"{reducers} of {peers} peers reduce equal shares"
+        if above.any():
+            verb = "reduces" if above.sum() == 1 else "reduce"
+            what = f"{above.sum()} of {peers} peers {verb} {shares[above].sum():.0%}"
+        slowest = (seconds >= 0.99 * seconds.max()).reshape(2, peers)
+        count, mbit = int(slowest.any(axis=0).sum()), self._rates[slowest] * 8e-6
         low, high = (f"{one:,.0f}" if one >= 100 else f"{one:.3g}" for one in (mbit.min(), mbit.max()))
         rate = f"{low} Mbit/s" if low == high else f"{low} to {high} Mbit/s"
         if count == peers:
-            return f"all finish together ({rate})"
-        ways = [way for row, way in enumerate(("upload", "download")) if row in slowest // peers]
-        verb = "is" if len(ways) == 1 else "are"
-        return (
-            f"{' and '.join(ways)} of {count} peer{'s' if count > 1 else ''} ({rate}) {verb} the bottleneck"
-        )
+            return f"{what} because all finish together ({rate})"
+        ways = [way for way, those in zip(("upload", "download"), slowest, strict=True) if those.any()]
+        verb, who = "is" if len(ways) == 1 else "are", f"{count} peer" + "s" * (count > 1)
+        return f"{what} because {' and '.join(ways)} of {who} ({rate}) {verb} the bottleneck"
 
 
 def _least(enough: Callable[[float], object], most: float, *, precision: float = PRECISION) -> float:
@@ -249,22 +149,16 @@ def adaptive_shares(tickets: Sequence[Ticket], *, flattery: float = 1.0) -> Shar
     They are equal if that costs under a tenth of the time, or without measurements. ``flattery`` is
     how many times more optimistic forecasts were for planned shares than for equal ones.
     """
-    equal, terms = equal_shares(tickets), tickets[0].terms
+    equal = equal_shares(tickets)
     uploads = _trusted(tickets, [ticket.upload_bps for ticket in tickets])
     downloads = _trusted(tickets, [ticket.download_bps for ticket in tickets])
     if not any(equal.shares) or not any(uploads) or not any(downloads):
         return equal
-    setup = AveragingSetup(
-        tuple(
-            Capacity(ticket.samples_per_s, up, down, ticket.reduces, not ticket.assists)
-            for ticket, up, down in zip(tickets, uploads, downloads, strict=True)
-        ),
-        contribution_bytes=encoded_bytes(terms.codec, terms.numel),
-        mean_bytes=encoded_bytes(terms.mean_codec, terms.numel),
-    )
-    computing = [index for index, ticket in enumerate(tickets) if ticket.weight > 0]
-    as_equals = plan_round(setup, computing, equal.shares)
-    planned = plan_round(setup, computing)
+    trusted = [
+        msgspec.structs.replace(ticket, upload_bps=up, download_bps=down)
+        for ticket, up, down in zip(tickets, uploads, downloads, strict=True)
+    ]
+    as_equals, planned = plan_round(trusted, equal.shares), plan_round(trusted)
     return planned if planned.averaging_s * flattery < WORTH * as_equals.averaging_s else as_equals
 
 

@@ -34,7 +34,7 @@ from colab_swarm.net.peers import PeerId
 from colab_swarm.snapshot import Checkpoint, KeptModel
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.statedict import StepFiles, read_tensors, write_tensors
-from colab_swarm.training.progress import Branch, Progress, ProgressRecord, progress_key
+from colab_swarm.training.progress import WATCHING, Branch, Progress, ProgressRecord, progress_key
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.training.state import download_state, snapshot_of, tensors_of
 
@@ -325,7 +325,7 @@ class Keeper:
         self._forwarder = None if forward is None else Forwarder(forward, prefix)
         self._losses = folder / "losses.jsonl"
         self.curve = LossCurve(read_losses(self._losses))  # continues after a restart
-        self.progress = Progress.of_watcher(services.peers.id, prefix)
+        self.progress = Progress(services.peers.id, WATCHING, prefix)
         self._last_branch: Branch | None = None
         self._heard_at = float("-inf")
         self._stop_listening = services.peers.on_lost(self._on_lost)

@@ -20,7 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, permutations
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -43,11 +43,10 @@ from colab_swarm.averaging.moshpit import (
     MAX_ROUNDS,
     MoshpitAverager,
     MoshpitResult,
-    RoundTime,
-    choose_group_size,
+    RoundMeter,
 )
 from colab_swarm.averaging.round import Averager, AveragingSettings, RoundResult
-from colab_swarm.averaging.strategy import AveragingSetup, Capacity, adaptive_shares, plan, plan_round
+from colab_swarm.averaging.strategy import adaptive_shares, plan_round
 from colab_swarm.bench.harness import BenchReport, benchmark, drawn, run_aside
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.events import StepFinished
@@ -69,22 +68,24 @@ LATENCY_S = 0.0003
 PATIENT = AveragingSettings(round_timeout_s=600.0, patience_s=60.0)
 
 
-def host(bps: float, *, trains: bool = True) -> Capacity:
-    return Capacity(float(trains), bps, bps, receives=trains)
+RESNET50, SCALE = RoundTerms("bench", 0, b"lineage", 25_600_000, b"schema"), 2
 
 
-def ticket(capacity: Capacity, terms: RoundTerms, scale: int) -> Ticket:
+def host(bps: float, *, trains: bool = True) -> Ticket:
+    return Ticket(RESNET50, float(trains), upload_bps=bps, download_bps=bps, assists=not trains)
+
+
+def scaled(offer: Ticket, terms: RoundTerms, scale: int) -> Ticket:
     """Return a peer's offer to average ``scale`` times fewer values, over as much a slower link."""
-    terms = msgspec.structs.replace(terms, numel=terms.numel // scale)
-    bps, trains = (capacity.upload_bps or 0.0) / scale, capacity.receives
-    return Ticket(terms, float(trains), upload_bps=bps, download_bps=bps, assists=not trains)
+    terms, bps = msgspec.structs.replace(terms, numel=terms.numel // scale), (offer.upload_bps or 0.0) / scale
+    return msgspec.structs.replace(offer, terms=terms, upload_bps=bps, download_bps=bps)
 
 
-def simulate_round(hosts: Sequence[Capacity], strategy: Strategy, terms: RoundTerms, scale: int) -> float:
+def simulate_round(hosts: Sequence[Ticket], strategy: Strategy, terms: RoundTerms, scale: int) -> float:
     """Return the seconds until the last peer has its means: real groups, real bytes, real sums."""
-    if sum(one.receives for one in hosts) < 2:
+    if sum(not one.assists for one in hosts) < 2:
         return 0.0
-    return run_aside(_round([ticket(one, terms, scale) for one in hosts], strategy), run_virtual)
+    return run_aside(_round([scaled(one, terms, scale) for one in hosts], strategy), run_virtual)
 
 
 async def _round(offers: Sequence[Ticket], strategy: Strategy) -> float:
@@ -110,7 +111,7 @@ async def _round(offers: Sequence[Ticket], strategy: Strategy) -> float:
             raise RuntimeError(f"{peer.name} did not get all means: {result}")
         return result
 
-    return max(result.seconds["total"] for result in await asyncio.gather(*map(take_part, peers)))
+    return max(result.seconds for result in await asyncio.gather(*map(take_part, peers)))
 
 
 def one_server(tickets: Sequence[Ticket]) -> SharePlan:
@@ -120,7 +121,6 @@ def one_server(tickets: Sequence[Ticket]) -> SharePlan:
     return SharePlan(tuple(float(index == server) for index in range(len(tickets))))
 
 
-RESNET50, SCALE = RoundTerms("bench", 0, b"lineage", 25_600_000, b"schema"), 2
 A, B = (host(GIGABIT),) * 8, (host(0.2 * GIGABIT),) * 16
 TABLE = {
     "a": (A, (1.19, 4.73, 1.20)),
@@ -139,11 +139,9 @@ STRATEGIES: dict[str, Strategy] = {
 def run_strategy(report: BenchReport) -> None:
     errors = dict.fromkeys(STRATEGIES, 0.0)
     for name, (hosts, published) in TABLE.items():
-        setup = AveragingSetup(hosts, 4 * RESNET50.numel, 4 * RESNET50.numel)
-        tickets = [ticket(one, RESNET50, SCALE) for one in hosts]
-        computing = [index for index, one in enumerate(hosts) if one.receives]
+        tickets = [scaled(one, RESNET50, SCALE) for one in hosts]
         for (kind, strategy), published_s in zip(STRATEGIES.items(), published, strict=True):
-            predicted_s = plan_round(setup, computing, strategy(tickets).shares).averaging_s
+            predicted_s = plan_round(hosts, strategy(tickets).shares).averaging_s
             simulated_s = simulate_round(hosts, strategy, RESNET50, 4 if report.quick else SCALE)
             report.add(f"{name}_{kind}_s", predicted_s, "s", f"published {published_s} s")
             report.add(f"{name}_{kind}_simulated_s", simulated_s, "s")
@@ -153,31 +151,27 @@ def run_strategy(report: BenchReport) -> None:
         gain = seconds[f"c_all_reduce{end}_s"] / seconds[f"c_adaptive{end}_s"]
         report.add(f"speedup_c{end}", gain, "times", "adaptive against all-reduce; published 1.92")
     setups = [random_setup(random.Random(seed)) for seed in range(10 if report.quick else 50)]
-    pairs = dict.fromkeys(permutations(range(64), 2), 10 * GIGABIT)
-    limited = [replace(setup, pair_bps=pairs, target_batch_size=1e6) for setup in setups[:10]]
     report.add_rows(
         ("prediction_error", errors["adaptive"], "", "simulated against predicted, worst of 4"),
         ("prediction_error_all", max(errors.values()), "", "all strategies, worst of 12"),
-        ("solve_ms_64", _median_ms(setups), "ms", "random setups of 64 peers: who computes, and shares"),
-        ("solve_pairs_ms_64", _median_ms(limited), "ms", "shares, every pair limited, by HiGHS"),
+        ("solve_ms_64", _median_ms(setups), "ms", "random setups of 64 peers"),
     )
 
 
-def random_setup(rng: random.Random, peers: int = 64) -> AveragingSetup:
-    capacities = []
+def random_setup(rng: random.Random, peers: int = 64) -> list[Ticket]:
+    tickets = []
     for _ in range(peers):
-        speed, up, down = (rng.lognormvariate(0, 1) for _ in range(3))
-        assists = rng.random() < 0.1
+        up, down, assists = rng.lognormvariate(0, 1), rng.lognormvariate(0, 1), rng.random() < 0.1
         dialable = assists or rng.random() < 0.8
-        capacities.append(Capacity(0.0 if assists else speed, up * 1e8, down * 1e8, dialable, not assists))
-    return AveragingSetup(tuple(capacities), 1e8, 1e8, rng.lognormvariate(6, 2))
+        tickets.append(Ticket(RESNET50, float(not assists), dialable, up * 1e8, down * 1e8, assists))
+    return tickets
 
 
-def _median_ms(setups: list[AveragingSetup]) -> float:
+def _median_ms(setups: list[list[Ticket]]) -> float:
     took_s: list[float] = []
     for setup in setups:
         began = time.perf_counter()
-        plan(setup)
+        plan_round(setup)
         took_s.append(time.perf_counter() - began)
     return 1000 * statistics.median(took_s)
 
@@ -240,8 +234,8 @@ def run_albert(report: BenchReport) -> None:
         report.add(key, _whole_peers_s(batch_s, scale, delayed=delayed), "s", f"1/{scale} of the bytes")
 
 
-def _computing_s(hosts: Sequence[Capacity], batch_s: float) -> float:
-    return batch_s * TRAINERS / sum(one.receives for one in hosts)
+def _computing_s(hosts: Sequence[Ticket], batch_s: float) -> float:
+    return batch_s * TRAINERS / sum(not one.assists for one in hosts)
 
 
 def _whole_peers_s(batch_s: float, scale: int, *, delayed: bool) -> float:
@@ -318,12 +312,11 @@ class GroupRun:
     """The results of a `Town`, without the peers that crashed.
 
     ``history`` has the vector of every peer before the first and after each round, ``results`` those of
-    the last pass, ``votes`` the group size that each would choose next; ``seconds`` are virtual.
+    the last pass; ``seconds`` are virtual.
     """
 
     history: list[dict[str, Floats]]
     results: dict[str, MoshpitResult]
-    votes: dict[str, int]
     fired: list[ScriptedFault]
     seconds: float
 
@@ -396,7 +389,6 @@ async def _play(town: Town, passes: int, script: Callable[[SimNetwork], None]) -
     return GroupRun(
         [{name: player.held_after(done) for name, player in left.items()} for done in range(rounds + 1)],
         {name: player.results[-1] for name, player in left.items()},
-        {name: player.averager.meter.choose_group_size(town.count) for name, player in left.items()},
         network.fired,
         virtual_time() - began,
     )
@@ -406,13 +398,14 @@ def is_contribution(message: Message) -> bool:
     return isinstance(message, Chunk) and not message.averaged
 
 
-TIME = RoundTime(overhead_s=0.5, transfer_s=2.0)  # of a model of 5 MB at 20 Mbit/s
+TIME = RoundMeter(overhead_s=0.5, transfer_s=2.0)  # of a model of 5 MB at 20 Mbit/s
 SIZES = (2, 4, 16)
 
 
 def chosen_size(peers: int, failing: float) -> int:
     """Return the best group size if a peer fails with this probability during a round of four."""
-    return choose_group_size(peers, failures_per_s=-math.log1p(-failing) / TIME.seconds(4), time=TIME)
+    meter = replace(TIME, failures_per_s=-math.log1p(-failing) / TIME.seconds(4))
+    return meter.choose_group_size(peers)
 
 
 def failing_at_random(share: float, seed: int) -> Callable[[str, int], bool]:

@@ -17,6 +17,7 @@ import os
 import random
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -43,7 +44,7 @@ from colab_swarm.bench.harness import (
 )
 from colab_swarm.bench.slow_link import ADDRESSES, DEVICE, missing, slow_link
 from colab_swarm.elastic import schedulers
-from colab_swarm.elastic.ledger import ExactMeter, GradientLedger, Meter
+from colab_swarm.elastic.ledger import Closed, GradientLedger, Meter, Recent
 from colab_swarm.recipes.classify import classification_job
 from colab_swarm.tensors.codecs import ErrorFeedback, Floats, codec_of
 from colab_swarm.workunits.job import Array, Job
@@ -101,7 +102,8 @@ class Member:
 class Emulation:
     """Runs a scene as a queue of events; the same scene and gradients give the same result.
 
-    ``exact`` are the distances of all members, ``ratios`` measured over bound after each step with the
+    With plain SGD, ``distances`` are the exact ``||x_t - v_t^i|| / alpha`` by peer and step, and
+    ``moments`` those of all gradients. ``ratios`` are measured over bound after each step with the
     codec's stated gamma, ``tight_ratios`` with the largest found, ``||Q(w) - w||^2 / ||w||^2``.
     """
 
@@ -110,7 +112,9 @@ class Emulation:
         self._codec = codec_of(scene.codec)
         self._parts = [slice(*ends) for ends in pairwise([0, *accumulate(scene.sizes)])]
         self.members = [Member(scene, index, start) for index in range(scene.peers)]
-        self.exact = ExactMeter(start, scene.alpha, scene.peers)
+        self.distances: dict[tuple[int, int], float] = {}
+        self.moments, self.measured = Meter(1, scene.peers), 0.0
+        self._gradients: dict[int, dict[int, Floats]] = defaultdict(dict)  # by step and peer
         self._gamma, self._stated = 0.0, max(map(self._codec.gamma, scene.sizes))
         self.ratios: list[float] = []
         self.tight_ratios: list[float] = []
@@ -131,7 +135,30 @@ class Emulation:
             member.ledger.check_invariants()
             if peer not in self.fired and member.ledger.step < self._scene.steps:
                 raise RuntimeError(f"peer {peer} waits indefinitely at step {member.ledger.step}")
+        if not self._scene.momentum and not self._scene.decay:  # else x_t is not a plain sum of gradients
+            self._measure()
         return self
+
+    def _measure(self) -> None:
+        scene, recent = self._scene, [Recent() for _ in self.members]
+        exact = self.members[0].history[0].astype(np.float64)
+        for step in range(scene.steps + 1):
+            for peer, member in enumerate(self.members):
+                if step < len(member.history):
+                    distance = float(np.linalg.norm(exact - member.history[step])) / scene.alpha
+                    self.distances[peer, step] = distance
+                    recent[peer].add(distance**2)
+            self.measured = max(one.value for one in recent) ** 0.5
+            arrived: dict[int, dict[int, Floats]] = {}
+            for peer, values in self._gradients.pop(step, {}).items():
+                arrived[peer] = {0: values}
+                self.moments.on_norms(peer, step, float(np.dot(values, values)), 0.0)
+                exact -= scene.alpha / scene.peers * values.astype(np.float64)
+            self.moments.on_closed(Closed(step, [], arrived, (), frozenset()))
+            crashed = sum(crash.step < step for crash in scene.crashes.values())
+            for ratios, gamma in ((self.ratios, self._stated), (self.tight_ratios, self._gamma)):
+                if bound := self.members[0].scheduler.bound(self.moments.facts(gamma=gamma, crashed=crashed)):
+                    ratios.append(self.measured / bound)
 
     def _at(self, at: float, event: Callable[..., None], *arguments: object) -> None:
         heapq.heappush(self._events, (at, next(self._order), partial(event, *arguments)))
@@ -140,14 +167,14 @@ class Emulation:
         member, scene = self.members[peer], self._scene
         step = member.ledger.step
         member.history.append(member.parameters.copy())
-        self.exact.on_view(peer, step, member.parameters)
         if step == scene.steps:
             return
         if not scene.feedback:
             member.feedback = ErrorFeedback(len(member.parameters))
         member.feedback.begin()
         gradient = self._gradient(peer, step, member.parameters)
-        self.exact.on_gradient(peer, step, gradient)
+        if not scene.momentum and not scene.decay:
+            self._gradients[step][peer] = gradient
         bucket_s = scene.backward_s(peer, step) / len(scene.sizes)
         for bucket in range(len(scene.sizes)):
             self._at(self._now + bucket_s * (bucket + 1), self._produce, peer, step, bucket, gradient)
@@ -181,7 +208,6 @@ class Emulation:
 
     def _crash(self, peer: int) -> None:
         self.fired.append(peer)
-        self.exact.on_lost(peer)
         for other in range(self._scene.peers):
             if other != peer and other not in self.fired:
                 at = max(self._now + NOTICED_S, self._arrivals.get((peer, other), 0.0))
@@ -214,10 +240,6 @@ class Emulation:
         member.velocity = scene.momentum * member.velocity + np.concatenate(closed.gradients)
         alpha = scene.alpha * (1 - closed.step / scene.steps if scene.decay else 1)
         member.parameters = member.parameters - np.float32(alpha) * member.velocity
-        if not scene.momentum and not scene.decay:  # else x_t is not a plain sum of gradients
-            for ratios, gamma in ((self.ratios, self._stated), (self.tight_ratios, self._gamma)):
-                if bound := member.scheduler.bound(self.exact.facts(gamma=gamma, crashed=len(self.fired))):
-                    ratios.append(self.exact.measured / bound)
         self._at(self._now, self._begin, peer)
 
 

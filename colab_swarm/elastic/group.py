@@ -135,13 +135,10 @@ class PeerExchange(PieceExchange):
             if index not in self.lost:
                 queue.put_nowait((piece, payload))
 
-    def drop(self, peer: int, reason: str) -> None:
-        super().drop(peer, reason)
-        if peer in self._streams:
-            self._streams[peer].reset(reason)
-
     def lose(self, index: int, reason: str) -> None:
         super().lose(index, reason)
+        if index in self._streams:
+            self._streams[index].reset(reason)
         self._on_settled(index)
 
     def _on_settled(self, index: int) -> None:

@@ -21,18 +21,17 @@ M is that of the peer with the largest second moment.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
-import numpy.typing as npt
 
-from colab_swarm.elastic.schedulers import Arrived, Scheduler, StepFacts, StepStatus
+from colab_swarm.elastic.schedulers import Scheduler, StepFacts, StepStatus
 from colab_swarm.tensors.codecs import Floats
 
 DECAY = 0.95  # weight of the past in an average: about 20 steps count
 
-Array = npt.NDArray[np.float64]
 Missing = tuple[int, int, int]
 """(peer, step, bucket)."""
 
@@ -120,17 +119,13 @@ class GradientLedger:
         self._forget_settled()
 
     def standing(self, now: float) -> StepStatus:
-        oldest, arrived, owed = self.step - self._scheduler.max_delay, [], set(self._owed)
-        for key in ((peer, self.step) for peer in self._others()):
-            received = sum(self._sizes[bucket] for bucket in self._gradients[key])
-            complete = len(self._gradients[key]) == len(self._sizes)
-            arrived.append(Arrived(math.sqrt(self._squares[key]), received, complete))
-            if not complete:
-                owed.add(key)
+        oldest, keys = self.step - self._scheduler.max_delay, [(peer, self.step) for peer in self._others()]
+        owed = set(self._owed) | {key for key in keys if len(self._gradients[key]) < len(self._sizes)}
         return StepStatus(
             own_norm=math.sqrt(self._squares[self._me, self.step]),
             own_numel=sum(self._sizes),
-            arrived=tuple(arrived),
+            norms=tuple(math.sqrt(self._squares[key]) for key in keys),
+            numels=tuple(sum(self._sizes[bucket] for bucket in self._gradients[key]) for key in keys),
             overdue=len({peer for peer, step in owed if step <= oldest}),
             owed=len(owed),
             lost=len(self.lost),
@@ -212,28 +207,6 @@ class Recent:
         return self._total / self._weight if self._weight else 0.0
 
 
-class Moments:
-    """Estimates of M and sigma from the gradients of a group of ``peers``."""
-
-    def __init__(self, peers: int) -> None:
-        self._peers, self._variance, self._largest = peers, Recent(), 0.0
-        self._norms = [Recent() for _ in range(peers)]
-
-    def _on_norm(self, peer: int, squares: float) -> None:
-        self._norms[peer].add(squares)
-        self._largest = max(self._largest, squares)
-
-    def _on_sum(self, count: int, squares: float, squared_sum: float) -> None:
-        """Add a step: the sum of its gradients' squared norms, and the squared norm of their sum."""
-        if count > 1:
-            self._variance.add(max(0.0, squares - squared_sum / count) / (count - 1))
-
-    def facts(self, *, gamma: float | None = 0.0, crashed: int = 0) -> StepFacts:
-        m = math.sqrt(max(recent.value for recent in self._norms))
-        sigma, largest = math.sqrt(self._variance.value), math.sqrt(self._largest)
-        return StepFacts(self._peers, m, sigma, gamma, crashed, largest)
-
-
 class _Sum:
     def __init__(self) -> None:
         self.buckets: dict[int, Floats] = {}
@@ -250,25 +223,24 @@ class _Sum:
 
 @dataclass
 class _View:
-    missing: set[Missing]  # what the view lacks still
+    missing: frozenset[Missing]  # what the view lacks still
     arrived: _Sum  # since
     residual: float
 
 
-class Meter(Moments):
-    """A peer's own distance: exact, but for residuals, once everything missing has arrived.
+class Meter:
+    """A peer's own distance: exact, but for residuals, once everything missing has arrived. Estimates M and sigma.
 
-    Only the norms of residuals are known; they count as if all had the same direction. A piece that a
-    lost peer owes counts permanently, with the typical size of such a piece.
+    Only the norms of residuals are known; they count as if all had the same direction. What a lost
+    peer still owed no longer counts.
     """
 
     def __init__(self, buckets: int, peers: int) -> None:
-        super().__init__(peers)
-        self._gone = 0.0  # of lost peers
-        self._buckets, self._measured = buckets, Recent()
+        self._buckets, self._peers = buckets, peers
+        self._variance, self._measured, self._largest = Recent(), Recent(), 0.0
+        self._norms = [Recent() for _ in range(peers)]
         self._parts: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
         self._residuals = [0.0] * peers
-        self._changes = [Recent() for _ in range(buckets)]  # squared norms of late corrections
         self._views: list[_View] = []
         self._sums: dict[int, _Sum] = defaultdict(_Sum)
 
@@ -277,23 +249,26 @@ class Meter(Moments):
         norms = self._parts[peer, step]
         norms.append((squares, residual_squares))
         if len(norms) == self._buckets:
-            self._on_norm(peer, sum(one for one, _ in norms))
-            self._residuals[peer] = math.sqrt(sum(residual for _, residual in norms))
+            total, residual_total = map(sum, zip(*norms, strict=True))
+            self._norms[peer].add(total)
+            self._largest, self._residuals[peer] = max(self._largest, total), math.sqrt(residual_total)
             del self._parts[peer, step]
 
     def on_closed(self, closed: Closed) -> list[float]:
         """Close a step, which opens a view; return the distances of the views that became known."""
         self._add_to_sums(closed)
-        for late in closed.late:
-            self._changes[late.bucket].add(float(np.dot(late.change, late.change)))
-            for view in self._views:
-                if (piece := (late.peer, late.step, late.bucket)) in view.missing:
-                    view.missing.remove(piece)
-                    view.arrived.add(late.bucket, late.change)
-        self._give_up_lost(closed)
-        residual = sum(self._residuals) / self._peers + self._gone
-        self._views.append(_View(set(closed.missing), _Sum(), residual))
-        return self._settle()
+        for late, view in product(closed.late, self._views):
+            if (late.peer, late.step, late.bucket) in view.missing:
+                view.arrived.add(late.bucket, late.change)
+        for view in self._views:
+            view.missing &= closed.missing
+        self._views.append(_View(closed.missing, _Sum(), sum(self._residuals) / self._peers))
+        known = [view for view in self._views if not view.missing]
+        self._views = [view for view in self._views if view.missing]
+        distances = [math.sqrt(view.arrived.squared_norm()) / self._peers + view.residual for view in known]
+        for distance in distances:
+            self._measured.add(distance**2)
+        return distances
 
     def _add_to_sums(self, closed: Closed) -> None:
         for peer_buckets in closed.arrived.values():
@@ -304,88 +279,15 @@ class Meter(Moments):
         for step in self._sums.keys() - {step for _, step, _ in closed.missing}:
             total = self._sums.pop(step)
             whole, rest = divmod(total.count, self._buckets)
-            if not rest:  # else a peer was lost in the middle of its gradient
-                self._on_sum(whole, total.squares, total.squared_norm())
+            if whole > 1 and not rest:  # else a peer was lost in the middle of its gradient
+                self._variance.add(max(0.0, total.squares - total.squared_norm() / whole) / (whole - 1))
 
-    def _give_up_lost(self, closed: Closed) -> None:
-        """Settle the missing pieces that no peer owes any more: their peers are lost."""
-        gone = {piece for view in self._views for piece in view.missing} - closed.missing
-        for peer, buckets in closed.arrived.items():
-            if buckets:  # part of a gradient arrived in this step, so there was a gradient
-                lacking = set(range(self._buckets)) - buckets.keys()
-                gone |= {(peer, closed.step, bucket) for bucket in lacking} - closed.missing
-        self._gone += self._worth(gone, closed)
-        for view in self._views:
-            view.residual += self._worth(view.missing & gone, closed)
-            view.missing -= gone
-
-    def _worth(self, pieces: Iterable[Missing], closed: Closed) -> float:
-        """Size of missing pieces, as if all had the same direction, by late or arrived ones."""
-        squares: dict[int, float] = defaultdict(float)
-        for peer, _, bucket in pieces:
-            own = max(float(np.dot(of[bucket], of[bucket])) for of in closed.arrived.values() if bucket in of)
-            squares[peer] += self._changes[bucket].value or own
-        return sum(map(math.sqrt, squares.values())) / self._peers
-
-    def _settle(self) -> list[float]:
-        known = [view for view in self._views if not view.missing]
-        self._views = [view for view in self._views if view.missing]
-        distances = [math.sqrt(view.arrived.squared_norm()) / self._peers + view.residual for view in known]
-        for distance in distances:
-            self._measured.add(distance**2)
-        return distances
+    def facts(self, *, gamma: float | None = 0.0, crashed: int = 0) -> StepFacts:
+        m = math.sqrt(max(recent.value for recent in self._norms))
+        sigma, largest = math.sqrt(self._variance.value), math.sqrt(self._largest)
+        return StepFacts(self._peers, m, sigma, gamma, crashed, largest)
 
     @property
     def measured(self) -> float:
         """The root mean square distance of recent views, which B bounds."""
         return math.sqrt(self._measured.value)
-
-
-class ExactMeter(Moments):
-    """Exact distances of a group in one process, with plain SGD at the rate ``alpha``."""
-
-    def __init__(self, start: Floats, alpha: float, peers: int) -> None:
-        super().__init__(peers)
-        self.distances: dict[tuple[int, int], float] = {}  # ``||x_t - v_t^i|| / alpha`` by (peer, step)
-        self._x: Array = start.astype(np.float64)
-        self._alpha, self._step = alpha, 0
-        self._gradients: dict[int, dict[int, Floats]] = defaultdict(dict)
-        self._views: dict[int, dict[int, Floats]] = defaultdict(dict)
-        self._lost: set[int] = set()
-        self._measured = [Recent() for _ in range(peers)]
-
-    def on_view(self, peer: int, step: int, parameters: Floats) -> None:
-        """Add the parameters with which ``peer`` computes its gradient of ``step``."""
-        self._views[step][peer] = parameters.copy()
-        self._compare()
-
-    def on_gradient(self, peer: int, step: int, values: Floats) -> None:
-        self._gradients[step][peer] = values  # before compression
-        self._on_norm(peer, float(np.dot(values, values)))
-        self._advance()
-
-    def on_lost(self, peer: int) -> None:
-        self._lost.add(peer)
-        self._advance()
-
-    def _advance(self) -> None:
-        everyone = set(range(self._peers))
-        while self._gradients[self._step] and self._gradients[self._step].keys() | self._lost >= everyone:
-            gradients = self._gradients.pop(self._step).values()
-            total = sum(values.astype(np.float64) for values in gradients)
-            squares = sum(float(np.dot(values, values)) for values in gradients)
-            self._on_sum(len(gradients), squares, float(np.dot(total, total)))
-            self._x = self._x - self._alpha / self._peers * total
-            self._step += 1
-            self._compare()
-
-    def _compare(self) -> None:
-        for peer, parameters in self._views.pop(self._step, {}).items():
-            distance = float(np.linalg.norm(self._x - parameters)) / self._alpha
-            self.distances[peer, self._step] = distance
-            self._measured[peer].add(distance**2)
-
-    @property
-    def measured(self) -> float:
-        """The root mean square distance of recent views, at the peer with the largest."""
-        return math.sqrt(max(recent.value for recent in self._measured))

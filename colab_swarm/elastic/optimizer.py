@@ -23,7 +23,6 @@ from colab_swarm.elastic.steps import (
 )
 from colab_swarm.errors import StateError
 from colab_swarm.events import BatchDropped, EventLog
-from colab_swarm.markup import facts
 from colab_swarm.runtime import Runner
 from colab_swarm.tensors.codecs import BLOCK_VALUES, ErrorFeedback, Floats, codec_of
 from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer, uninterrupted
@@ -293,17 +292,6 @@ class ElasticOptimizer(WrappedOptimizer):
         members = f"{self._exchange.members} members, {len(self._steps.ledger.lost)} lost"
         state = "left" if self._closed else members
         return f"ElasticOptimizer({inner}, {scheduler}, step={self._step}, {state})"
-
-    def _repr_html_(self) -> str:
-        snapshot = self.snapshot()
-        rows: dict[str, object] = {"member": f"{snapshot.member} of {snapshot.members}, counted from 0"}
-        if snapshot.steps:
-            last = snapshot.steps[-1]
-            allowed = "no bound is known" if last.bound is None else f"{last.bound:.3g} allowed"
-            rows["inconsistency"] = f"{last.inconsistency:.3g}, {allowed}"
-            rows["waited in the last step"] = f"{1000 * last.waited_s:.0f} ms"
-            rows["not arrived by then"] = f"{last.missing:.0%}"
-        return facts(repr(self), rows)
 
 
 def _squares(values: Floats) -> float:

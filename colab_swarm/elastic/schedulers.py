@@ -11,7 +11,7 @@ peer i has applied, and alpha is the learning rate. The constants of two relaxat
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 RESOLUTION_S = 1e-3
@@ -39,21 +39,13 @@ def compression(gamma: float, m: float) -> float:
 
 
 @dataclass(frozen=True)
-class Arrived:
-    """Part of another peer's gradient."""
-
-    norm: float  # of all received buckets together
-    numel: int  # values in them
-    complete: bool  # whether nothing is missing
-
-
-@dataclass(frozen=True)
 class StepStatus:
     """The open step t at one peer."""
 
     own_norm: float  # of its own gradient
     own_numel: int
-    arrived: tuple[Arrived, ...]  # of step t, one for each other peer that is not lost
+    norms: tuple[float, ...]  # of what has arrived of step t, from each other peer that is not lost
+    numels: tuple[int, ...]  # the number of these values
     overdue: int  # peers, not lost, that still owe something of step t - max_delay or earlier
     owed: int  # incomplete gradients (of one peer and step, up to t) of peers that are not lost
     lost: int  # number of lost peers
@@ -62,8 +54,8 @@ class StepStatus:
     @property
     def missing(self) -> float:
         """Share of the others' values of step t that has not arrived."""
-        expected = len(self.arrived) * self.own_numel
-        return 1 - sum(one.numel for one in self.arrived) / expected if expected else 0.0
+        expected = len(self.numels) * self.own_numel
+        return 1 - sum(self.numels) / expected if expected else 0.0
 
 
 class Scheduler(ABC):
@@ -135,12 +127,13 @@ class NormBounded(Scheduler):
             )
 
     def _enough(self, status: StepStatus) -> bool:
+        own, arrived = status.own_norm, status.norms
         if self.measure == "l0":
-            parts = [one.numel >= self.beta * status.own_numel for one in status.arrived]
-        else:
-            parts = [one.norm >= self.beta * status.own_norm for one in status.arrived]
-        arrived = zip(status.arrived, parts, strict=True)
-        return all(one.complete or (enough and self.beta < 1) for one, enough in arrived)
+            own, arrived = status.own_numel, status.numels
+        return all(
+            numel == status.own_numel or (self.beta < 1 and one >= self.beta * own)
+            for one, numel in zip(arrived, status.numels, strict=True)
+        )
 
     def _relaxed(self, facts: StepFacts) -> float:
         return 0.0 if self.beta == 1 else bounded_staleness(facts.peers, 1, facts.m)
@@ -159,7 +152,7 @@ class VarianceBounded(Scheduler):
         _check_timeout(self.timeout_s)
 
     def _enough(self, status: StepStatus) -> bool:
-        return status.waited_s >= self.timeout_s or all(one.complete for one in status.arrived)
+        return status.waited_s >= self.timeout_s or not status.missing
 
     def _relaxed(self, facts: StepFacts) -> float:
         return 3 * facts.sigma  # Lemma 16
@@ -224,6 +217,7 @@ MOST = 2.0
 """Limit of the integrated beta. Beyond 1, it makes many steps wait after one with a large distance."""
 
 
+@dataclass(eq=False)
 class AdaptiveBeta(Scheduler):
     """`NormBounded`, with the smallest beta that keeps the measured distance under ``max_inconsistency``.
 
@@ -233,16 +227,15 @@ class AdaptiveBeta(Scheduler):
     where no constant beta fits, it oscillates and the mean fits. The bound has one step of delay.
     """
 
+    max_inconsistency: float
+    measure: Literal["l2", "l0"] = field(default="l2", kw_only=True)
+    _level: float = field(default=1.0, init=False, repr=False)
+
     max_delay = 1
 
-    def __init__(self, max_inconsistency: float, *, measure: Literal["l2", "l0"] = "l2") -> None:
-        if not max_inconsistency > 0:
-            raise ValueError(f"max_inconsistency={max_inconsistency} allows no delay: use Synchronous()")
-        self.max_inconsistency = max_inconsistency
-        self._measure, self._level = measure, 1.0
-
-    def __repr__(self) -> str:
-        return f"AdaptiveBeta(max_inconsistency={self.max_inconsistency}, measure={self._measure!r})"
+    def __post_init__(self) -> None:
+        if not self.max_inconsistency > 0:
+            raise ValueError(f"max_inconsistency={self.max_inconsistency} allows no delay: use Synchronous()")
 
     @property
     def beta(self) -> float:
@@ -253,7 +246,7 @@ class AdaptiveBeta(Scheduler):
         self._level = min(max(self._level + GAIN * off, 0.0), MOST)
 
     def _enough(self, status: StepStatus) -> bool:
-        return NormBounded(self.beta, self._measure)._enough(status)
+        return NormBounded(self.beta, self.measure)._enough(status)
 
     def _relaxed(self, facts: StepFacts) -> float:
         return bounded_staleness(facts.peers, 1, facts.m)

@@ -6,20 +6,24 @@ the optimizer hands over its own buckets during backward and then waits with `fi
 
 import asyncio
 import logging
-import math
+import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
+import msgspec
+
+from colab_swarm.averaging.group import chunk_values
+from colab_swarm.averaging.matchmaking import wait_until
 from colab_swarm.elastic.ledger import Closed, GradientLedger, Meter
 from colab_swarm.elastic.schedulers import AdaptiveBeta, Scheduler, Synchronous
 from colab_swarm.events import EventLog, PeerLeft
 from colab_swarm.net.peers import Buffer, Message
-from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Floats, all_finite, codec_of
+from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
 
 MAX_PEERS = 16
-BUCKET_BYTES = 120 << 10  # an encoded bucket is one packet on a peer link
 EXCESS = 1.1
 
 
@@ -51,9 +55,7 @@ class ElasticSettings:
 
     @property
     def bucket_values(self) -> int:
-        codec, sizes = codec_of(self.compression), range(MAX_BLOCKS, 0, -1)
-        fitting = (n for n in sizes if codec.encoded_bytes(n * BLOCK_VALUES) <= BUCKET_BYTES)
-        return next(fitting) * BLOCK_VALUES
+        return chunk_values(self.compression)  # an encoded bucket is one packet on a peer link
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,9 @@ class ElasticSnapshot:
     steps: tuple[ElasticStep, ...]  # the latest, oldest first
     left: bool  # whether it has left the group
 
-    @property
-    def passed(self) -> bool:
-        return bool(self.steps) and self.steps[-1].passed
+
+Squares = Annotated[float, msgspec.Meta(ge=0, lt=sys.float_info.max)]
+"""A finite squared norm."""
 
 
 class Piece(Message, frozen=True):
@@ -96,12 +98,8 @@ class Piece(Message, frozen=True):
 
     step: int
     bucket: int
-    squares: float = 0.0  # squared norm of the values before compression
-    residual_squares: float = 0.0  # squared norm of what compression keeps back for the next step
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.squares < math.inf and 0 <= self.residual_squares < math.inf):
-            raise ValueError(f"a bucket of squared norms {self.squares} and {self.residual_squares}")
+    squares: Squares = 0.0  # of the values before compression
+    residual_squares: Squares = 0.0  # of what compression keeps back for the next step
 
 
 logger = logging.getLogger(__name__)
@@ -127,10 +125,8 @@ class PieceExchange(ABC):
     def send(self, piece: Piece, payload: Buffer) -> None:
         """Queue a bucket for all other members. The payload must not change any more."""
 
-    def drop(self, peer: int, reason: str) -> None:
-        self.lose(peer, reason)
-
     def lose(self, index: int, reason: str) -> None:
+        """Exchange nothing more with a member, which left, was lost or sent what no honest one would."""
         if index not in self.lost:
             self.lost[index] = reason
             now = asyncio.get_running_loop().time()
@@ -158,7 +154,7 @@ class ElasticSteps:
         self._gamma = gamma if settings.error_feedback or not gamma else None
         self._changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._warned = self._woken = self._left = False
+        self._woken = self._left = False
         self._own: deque[tuple[Piece, Floats, Buffer]] = deque()
 
     def hand_over(self, piece: Piece, arrived: Floats, payload: Buffer) -> None:
@@ -189,7 +185,7 @@ class ElasticSteps:
                     f"bucket {piece.bucket} of step {piece.step} is not due in step {self.ledger.step}"
                 )
         except ValueError as error:
-            self._exchange.drop(peer, str(error))
+            self._exchange.lose(peer, str(error))
             return
         self.meter.on_norms(peer, piece.step, piece.squares, piece.residual_squares)
         self._changed.set()
@@ -215,24 +211,12 @@ class ElasticSteps:
             if self._left:
                 raise RuntimeError("this member has left its group while its step was waiting for the others")
             self._changed.clear()
-            try:
-                async with asyncio.timeout(self._scheduler.ask_again_s(status)):
-                    await self._changed.wait()
-            except TimeoutError:
-                pass
+            seconds = self._scheduler.ask_again_s(status)
+            await wait_until(None if seconds is None else self._loop.time() + seconds, self._changed)
         measured, lost = self.meter.measured, tuple(sorted(self.ledger.lost))
         bound = self._scheduler.bound(self.meter.facts(gamma=self._gamma, crashed=len(lost)))
         closed = self.ledger.close_step()
         step = ElasticStep(closed.step, status.waited_s, status.missing, measured, bound, lost)
-        if step.passed and not self._warned:
-            logger.warning(
-                "step %d: inconsistency %.3g (divided by the learning rate) is above the bound of %.3g: "
-                "use a larger beta, less compression or a shorter timeout",
-                step.step,
-                measured,
-                bound,
-            )
-        self._warned = step.passed
         self.finished = closed, step
         self._loop.call_soon(self._measure, closed)  # while the user's thread applies it
         if compute_s:

@@ -118,7 +118,7 @@ def draw_elastic(snapshot: "ElasticSnapshot") -> theme.Document:
         shown.draw(chart)
         bound = "dashed: bound in theory" if bounds else "no bound is known for this codec"
         shown.note(f"solid: measured, ||x - v|| / learning rate; {bound}")
-    if snapshot.passed:
+    if snapshot.steps and snapshot.steps[-1].passed:
         far = "The peers are further apart than the bound of this scheduler allows"
         shown.warn(f"{far}: increase beta, or use a shorter timeout or less compression.")
     return shown

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from colab_swarm.averaging.moshpit import ArrayAverages, MoshpitResult
 from colab_swarm.elastic.steps import ElasticSettings, ElasticSnapshot
 from colab_swarm.errors import JoinError
 from colab_swarm.invite import Invite, Setting
@@ -25,7 +26,6 @@ from colab_swarm.notebook.views import draw
 from colab_swarm.runtime import Runner
 from colab_swarm.swarm.network import NetworkSession, close
 from colab_swarm.swarm.overview import Overview
-from colab_swarm.training.arrays import ArrayAverages
 from colab_swarm.training.assistant import Assistant
 from colab_swarm.training.settings import PeerServices, TrainingSettings
 from colab_swarm.trust.contributions import Contribution, Leaderboard
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from colab_swarm.averaging.moshpit import MoshpitResult
     from colab_swarm.elastic.optimizer import ElasticOptimizer
     from colab_swarm.moe.expert import ExpertRule
     from colab_swarm.moe.host import ExpertHost, ExpertsSnapshot, SwarmExperts
@@ -81,7 +80,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         self._role = Role.WORKER if invitation is None else invitation.role
         self.optimizers: dict[str, SwarmOptimizer] = {}
         self.elastic: dict[str, ElasticOptimizer] = {}
-        self.averages = ArrayAverages(services, run_id)
+        self.averages = ArrayAverages(services.router, services.dht, services.averager, run_id)
         self.assistant: Assistant | None = None
         contributions = None if network is None else network.trust.contributions
         self._overview = Overview(runtime, services, name, self.optimizers, contributions)
@@ -248,7 +247,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         group_size: int | None = None,
         name: str = "values",
         compression: str = "float32",
-    ) -> "tuple[Any, MoshpitResult]":
+    ) -> tuple[Any, MoshpitResult]:
         """Return the mean of an array over all peers that call this now, and how the round went.
 
         ``values`` is a NumPy array or torch tensor of the same length at every peer; ``weight`` is

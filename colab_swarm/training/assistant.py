@@ -9,16 +9,16 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
 from functools import partial
 
 from colab_swarm.averaging.group import MAX_TEXT, GroupFormationSettings, RoundTerms, Ticket
-from colab_swarm.averaging.matchmaking import Matchmaker
+from colab_swarm.averaging.matchmaking import Matchmaker, loop_now
+from colab_swarm.dht.service import BackgroundTasks
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import Runner
 from colab_swarm.tensors.chunks import Snapshot
-from colab_swarm.training.progress import AssistantRecord, Progress, assistants_key
+from colab_swarm.training.progress import WATCHING, AssistantRecord, Progress, assistants_key
 from colab_swarm.training.settings import ROUND_TIMEOUT_S, LinkBandwidth, PeerServices
 from colab_swarm.training.state import Mirror
 
@@ -35,14 +35,6 @@ UNKNOWN_MEMORY_BYTES = 8 << 30
 VECTORS_IN_MEMORY = 4
 """The vectors of this round and of the last, with a reserve; a model too large for that is refused."""
 MATCHMAKING = GroupFormationSettings(window_s=5.0, slack_s=5.0)
-
-
-@dataclass
-class AssistantTally:
-    collaborations: tuple[str, ...] = ()  # prefixes of those it helps now
-    rounds: int = 0  # rounds in which it reduced
-    reduced_bytes: int = 0  # payload that it received and sent in them
-    mirrored_bytes: int = 0  # training state that it passed on
 
 
 async def _nothing_stored(_prefix: str) -> Snapshot | None:
@@ -68,18 +60,18 @@ class Assistant:
         self._runtime, self._services, self._stored = runtime, services, stored
         self._run_id, self._name = run_id, name
         self._only = "" if collaboration is None else f"{run_id}/{collaboration}"
-        self._tally = AssistantTally()
+        self.rounds = 0  # in which it reduced
         self._parts: dict[str, _Part] = {}
-        self._publishing: asyncio.Task[None] | None = None
+        self._tasks = BackgroundTasks("assisting", services.events, services.rng)
         self._stopped = False
 
     async def start(self) -> None:
         """Publish to the run that this peer assists; raises `ValueError` if it does so already."""
         self._services.router.assist(self.enter, self.leave)
         # No collaboration has the run's own name: this part serves the messages that lead to `enter`.
-        self._parts[""] = _Part(self._services, self._run_id, self._tally, self._stored)
+        self._parts[""] = _Part(self, self._services, self._run_id, self._stored)
         await self._publish(ttl_s=TTL_S)
-        self._publishing = asyncio.create_task(self._keep_publishing(), name="assist")
+        self._tasks.every(PUBLISH_S, self._keep_publishing)
 
     async def withdraw(self) -> None:
         """Stop assisting, with a record that expires at once."""
@@ -93,31 +85,25 @@ class Assistant:
     def kill(self) -> None:
         """Stop without notice; on the runtime's event loop."""
         self._stopped = True
-        if self._publishing is not None:
-            self._publishing.cancel()
+        self._tasks.cancel()
         self._services.router.assistant = None
         for prefix in list(self._parts):
             self.leave(prefix)
 
-    def snapshot(self) -> AssistantTally:
-        return replace(self._tally, collaborations=tuple(filter(None, list(self._parts))))
+    @property
+    def collaborations(self) -> tuple[str, ...]:
+        """Return the prefixes of those that it helps now."""
+        return tuple(filter(None, list(self._parts)))
 
     def __repr__(self) -> str:
-        tally = self.snapshot()
-        moved_mb = (tally.reduced_bytes + tally.mirrored_bytes) / 1e6
-        state = "stopped" if self._stopped else f"{len(tally.collaborations)} collaborations now"
-        return f"Assistant({state}, {tally.rounds} rounds, {moved_mb:.1f} MB)"
+        state = "stopped" if self._stopped else f"{len(self.collaborations)} collaborations now"
+        return f"Assistant({state}, {self.rounds} rounds)"
 
     async def _keep_publishing(self) -> None:
-        while True:
-            await asyncio.sleep(PUBLISH_S)
-            for prefix, part in list(self._parts.items()):
-                if prefix and _now() - part.used_at > IDLE_S:
-                    self.leave(prefix)
-            try:
-                await self._publish(ttl_s=TTL_S)
-            except PeerError as error:
-                logger.info("could not publish that this peer assists: %s", error)
+        for prefix, part in list(self._parts.items()):
+            if prefix and loop_now() - part.used_at > IDLE_S:
+                self.leave(prefix)
+        await self._publish(ttl_s=TTL_S)
 
     async def _publish(self, *, ttl_s: float) -> None:
         peers = self._services.peers
@@ -130,7 +116,7 @@ class Assistant:
         if wanted and len(prefix) <= MAX_TEXT:
             if len(self._parts) > MAX_COLLABORATIONS:
                 self.leave(min(filter(None, self._parts), key=lambda other: self._parts[other].used_at))
-            self._parts[prefix] = _Part(self._services, prefix, self._tally, self._stored)
+            self._parts[prefix] = _Part(self, self._services, prefix, self._stored)
 
     def leave(self, prefix: str) -> None:
         if part := self._parts.pop(prefix, None):
@@ -140,14 +126,14 @@ class Assistant:
 class _Part:
     def __init__(
         self,
+        assistant: Assistant,
         services: PeerServices,
         prefix: str,
-        tally: AssistantTally,
         stored: Callable[[str], Awaitable[Snapshot | None]],
     ) -> None:
-        self.used_at = _now()
-        self._services, self._prefix, self._tally = services, prefix, tally
-        self._progress = Progress.of_watcher(services.peers.id, prefix)
+        self.used_at = loop_now()
+        self._assistant, self._services, self._prefix = assistant, services, prefix
+        self._progress = Progress(services.peers.id, WATCHING, prefix)
         self._bandwidth = LinkBandwidth(services.peers)
         self._read_at = float("-inf")
         self._rounds: dict[tuple[int, bytes], asyncio.Task[None]] = {}
@@ -155,7 +141,7 @@ class _Part:
             services.router, prefix, expected=self._expected, on_called=self._on_called, settings=MATCHMAKING
         )
         give = partial(stored, prefix)
-        self._mirror = Mirror(services.router, prefix, give, donors=self._donors, on_sent=self._on_sent)
+        self._mirror = Mirror(services.router, prefix, give, self._donors)
         self._stop_listening = services.peers.on_lost(self._on_lost)
 
     def close(self) -> None:
@@ -167,7 +153,7 @@ class _Part:
         self._services.averager.forget(self._prefix)
 
     def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
-        self.used_at = _now()
+        self.used_at = loop_now()
         if terms.key not in self._rounds:
             if len(self._rounds) >= MAX_ROUNDS or VECTORS_IN_MEMORY * 4 * terms.numel > _memory_bytes():
                 return None
@@ -175,19 +161,18 @@ class _Part:
         return 0.0
 
     async def _take_part(self, terms: RoundTerms) -> None:
-        began_at = _now()
+        began_at = loop_now()
         reduces = bool(self._services.peers.contact.addresses)
         ticket = Ticket(terms, 0.0, reduces, *self._bandwidth.known(), assists=True)
         try:
-            group = await self._matchmaker.join(ticket, self._known(*terms.key), _now() + ROUND_TIMEOUT_S)
+            group = await self._matchmaker.join(ticket, self._known(*terms.key), loop_now() + ROUND_TIMEOUT_S)
             result = await self._services.averager.reduce(group)
             self._bandwidth.on_round(result)
         except (PeerError, MemoryError) as error:
             logger.debug("not in the round of step %d: %s", terms.step, error)
         else:
-            self._tally.rounds += 1
-            self._tally.reduced_bytes += result.sent_bytes + result.received_bytes
-            self._services.events.emit(result.event(began_at=began_at, now=_now()))
+            self._assistant.rounds += 1
+            self._services.events.emit(result.event(began_at=began_at, now=loop_now()))
         finally:
             del self._rounds[terms.key]
 
@@ -201,23 +186,20 @@ class _Part:
         return sorted(known | assistants | self._matchmaker.likely(step, lineage))
 
     def _on_lost(self, peer: PeerId) -> None:
-        self._progress.on_lost(peer, now=_now())
+        self._progress.on_lost(peer, now=loop_now())
 
     async def _donors(self) -> list[PeerId]:
-        self.used_at = _now()
+        self.used_at = loop_now()
         await self._read()
         return sorted(self._progress.branch().peers)
 
-    def _on_sent(self, size_bytes: int) -> None:
-        self._tally.mirrored_bytes += size_bytes
-
     async def _read(self) -> None:
-        if _now() - self._read_at < FRESH_S:
+        if loop_now() - self._read_at < FRESH_S:
             return
         try:  # after a timeout the old ones must do
             async with asyncio.timeout(READ_TIMEOUT_S):
                 await self._progress.refresh(self._services.dht, self._services.peers)
-            self._read_at = _now()
+            self._read_at = loop_now()
         except (PeerError, TimeoutError) as error:
             logger.info("progress of %s not read: %s", self._prefix, error)
 
@@ -227,7 +209,3 @@ def _memory_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # Windows
         return UNKNOWN_MEMORY_BYTES
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -9,22 +9,22 @@ lose their vote: a peer that claims an absurd step keeps no late joiner out.
 """
 
 import asyncio
-import enum
 import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 import numpy as np
 
 from colab_swarm.averaging.exchange import RoundPing, UploadEncoding
 from colab_swarm.averaging.group import Group, GroupFormationSettings, RoundRefused, RoundTerms, Ticket
-from colab_swarm.averaging.matchmaking import Matchmaker
+from colab_swarm.averaging.matchmaking import Matchmaker, loop_now, wait_until
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.averaging.strategy import AdaptiveShares
+from colab_swarm.dht.service import BackgroundTasks
 from colab_swarm.errors import PeerError, PeerTimeout, StateError
 from colab_swarm.events import (
     BatchDropped,
@@ -72,11 +72,8 @@ CaughtUp: TypeAlias = tuple[Snapshot, list[Floats]]
 """A state to load, and the means of the rounds since, in order."""
 
 
-class Due(enum.Enum):
-    NOTHING = "continue with the next batch"
-    LOCAL_STEP = "take a local step"
-    ROUND = "a round is due"
-    CATCH_UP = "the swarm moved on without this peer"
+Due: TypeAlias = Literal["nothing", "a local step", "a round", "catching up"]
+"""What a trainer does next; it must catch up if the swarm moved on without it."""
 
 
 class Collaboration:
@@ -99,9 +96,10 @@ class Collaboration:
         peers, local, patience_s = services.peers, settings.local_steps != 1, settings.matchmaking_timeout_s
         self.progress = Progress(peers.id, own, settings.prefix, settings.target_batch_size, local=local)
         self.plan: CommunicationPlan | None = None  # with a traffic budget
-        self._policy = None if settings.budget is None else TrafficBudgetPolicy(settings, peers.id)
+        budget = settings.budget
+        self._policy = None if budget is None else TrafficBudgetPolicy(settings, budget, peers.id)
         self._numel, self._schema = numel, schema
-        self._bandwidth, self._shares = LinkBandwidth(peers, settings.budget), AdaptiveShares()
+        self._bandwidth, self._shares = LinkBandwidth(peers, budget), AdaptiveShares()
         self._matchmaker = Matchmaker(
             services.router,
             settings.prefix,
@@ -112,11 +110,11 @@ class Collaboration:
             settings=GroupFormationSettings(window_s=patience_s, slack_s=patience_s),
         )
         self._states = StateSharing(services.router, settings.prefix, lambda: asyncio.to_thread(snapshot))
-        self._throughput = ThroughputEstimator(self._now())
+        self._throughput = ThroughputEstimator(loop_now())
         self._called: tuple[int, bytes] | None = None
         self._wake, self._moved = asyncio.Event(), asyncio.Event()
         self._applying = self._averaging_aside = False
-        self._heartbeat: asyncio.Task[None] | None = None
+        self._tasks = BackgroundTasks("progress", services.events, services.rng)
         self._settling: asyncio.Task[None] | None = None
         self._steps_alone = 0  # since the last round
         self._reported: set[str] = set()  # refusals
@@ -125,7 +123,7 @@ class Collaboration:
     async def start(self) -> None:
         await self.on_gate()
         await self._exchange()
-        self._heartbeat = asyncio.create_task(self._keep_exchanging(), name="progress")
+        self._tasks.spawn(self._keep_exchanging())
 
     async def stop(self) -> None:
         """Serve the last round to its end, then leave with a record that expires at once."""
@@ -137,25 +135,18 @@ class Collaboration:
     def kill(self) -> None:
         """Leave without notice; the record expires by itself."""
         self._stop_listening()
-        if self._heartbeat is not None:
-            self._heartbeat.cancel()
+        self._tasks.cancel()
         self._matchmaker.close()
         self._states.close()
 
     def _on_lost(self, peer: PeerId) -> None:
-        if self.progress.on_lost(peer, now=self._now()):
-            self.services.events.emit(PeerLeft(self._now(), peer.hex(), "its link broke"))
+        if self.progress.on_lost(peer, now=loop_now()):
+            self.services.events.emit(PeerLeft(loop_now(), peer.hex(), "its link broke"))
             self._wake_if_due()
-
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()
 
     async def _keep_exchanging(self) -> None:
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._period_s()):
-                    await self._moved.wait()
+            await wait_until(loop_now() + self._period_s(), self._moved)
             self._moved.clear()
             try:
                 await self._exchange()
@@ -163,7 +154,7 @@ class Collaboration:
                 logger.info("progress not exchanged: %s", error)
 
     def _period_s(self) -> float:
-        eta_s = self.progress.seconds_to_batch(self._now())
+        eta_s = self.progress.seconds_to_batch(loop_now())
         if self._called is not None:  # the round is forming
             return 5.0
         if eta_s == math.inf:  # no peer has reported a speed yet
@@ -176,7 +167,7 @@ class Collaboration:
 
     async def _publish(self, *, ttl_s: float) -> None:
         own = self.progress.own
-        if self._throughput.idle(self._now()) and not (own.absent or own.syncing):
+        if self._throughput.idle(loop_now()) and not (own.absent or own.syncing):
             self._update(idle=True)
         addresses = self.services.peers.contact.addresses  # a tunnel or a relay may have opened or closed
         up, down = self._bandwidth.known()
@@ -190,7 +181,7 @@ class Collaboration:
         return self.progress.branch()
 
     def _wake_if_due(self) -> None:
-        if self.progress.batch_full(self._now()) or self.progress.behind:
+        if self.progress.batch_full(loop_now()) or self.progress.behind:
             self._wake.set()
 
     def _update(self, **changes: object) -> None:
@@ -203,11 +194,11 @@ class Collaboration:
         if self.services.pace is not None:
             await asyncio.sleep(self.services.pace(samples))
         await self.on_gate()
-        self._throughput.on_batch(samples, self._now())
+        self._throughput.on_batch(samples, loop_now())
         await self._end_idle()
         own = self.progress.own
         if dropped is not None:
-            self.services.events.emit(BatchDropped(self._now(), dropped))
+            self.services.events.emit(BatchDropped(loop_now(), dropped))
         else:
             speed, loss = self._throughput.samples_per_s, own.loss if loss is None else loss
             self._update(samples=own.samples + samples, samples_per_s=speed, loss=loss)
@@ -216,16 +207,16 @@ class Collaboration:
     def _due(self) -> Due:
         own = self.progress.own
         if self._averaging_aside or own.paused:  # one round at a time
-            return Due.NOTHING
+            return "nothing"
         if own.syncing or self.progress.behind:
-            return Due.CATCH_UP
-        if self._called == (own.step, own.lineage) or self.progress.batch_full(self._now()):
-            return Due.ROUND
-        batches = self.progress.samples(self._now()) / self.progress.target_batch_size
+            return "catching up"
+        if self._called == (own.step, own.lineage) or self.progress.batch_full(loop_now()):
+            return "a round"
+        batches = self.progress.samples(loop_now()) / self.progress.target_batch_size
         if self.progress.local_steps > 1 and batches >= self._steps_alone + 1:
             self._steps_alone += 1
-            return Due.LOCAL_STEP
-        return Due.NOTHING
+            return "a local step"
+        return "nothing"
 
     async def on_gate(self) -> None:
         """Publish that this peer was paused or resumed, so that no round waits for it."""
@@ -233,7 +224,7 @@ class Collaboration:
         if paused != self.progress.own.paused:
             # Idle first (see `_end_idle`): two peers that resume together must not outvote a third.
             self._update(paused=paused, idle=not paused)
-            self._throughput.wait() if paused else self._throughput.work(self._now())
+            self._throughput.wait() if paused else self._throughput.work(loop_now())
             self._wake.set()
 
     async def _end_idle(self) -> None:
@@ -248,12 +239,10 @@ class Collaboration:
         await self.on_gate()
         self._throughput.wait()
         await self._end_idle()
-        while (due := self._due()) is Due.NOTHING and self._now() < deadline:
+        while (due := self._due()) == "nothing" and loop_now() < deadline:
             self._wake.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(deadline):
-                    await self._wake.wait()
-        self._throughput.work(self._now())
+            await wait_until(deadline, self._wake)
+        self._throughput.work(loop_now())
         return due
 
     async def average(
@@ -303,7 +292,7 @@ class Collaboration:
             return None
         finally:
             if not aside:
-                self._throughput.work(self._now())
+                self._throughput.work(loop_now())
 
     async def _settle(
         self, mean: Floats, result: RoundResult, apply: Callable[[Floats], bytes], aside: bool
@@ -317,9 +306,9 @@ class Collaboration:
         self.progress.advance(lineage, samples=self.progress.own.samples if aside else 0.0)
         self._moved.set()
         step, members = self.progress.own.step, result.group.members
-        self.progress.on_round((member.id for member in members), step, lineage, now=self._now())
+        self.progress.on_round((member.id for member in members), step, lineage, now=loop_now())
         counted = sum(member.weight for member in members if member.id in result.contributors)
-        self.services.events.emit(StepFinished(self._now(), step, counted, self.progress.own.loss))
+        self.services.events.emit(StepFinished(loop_now(), step, counted, self.progress.own.loss))
 
     async def settled(self) -> None:
         """Wait until an update that an interrupt does not stop is applied and recorded."""
@@ -329,7 +318,7 @@ class Collaboration:
     async def _round(
         self, own: ProgressRecord, values: Floats, weight: float, encoding: UploadEncoding | None = None
     ) -> RoundResult:
-        began_at = self._now()
+        began_at = loop_now()
         group = await self._find_group(own, weight)
         self._called = None
         if encoding is not None and self.plan is not None:
@@ -338,18 +327,18 @@ class Collaboration:
         self._bandwidth.on_round(result)
         if not result.spans_lost and len(result.contributors) > 1:
             shares = [member.share for member in group.members]
-            self._shares.on_round(shares, group.predicted_s, result.seconds["exchange"])
-        self.services.events.emit(result.event(began_at=began_at, now=self._now()))
+            self._shares.on_round(shares, group.predicted_s, result.exchange_s)
+        self.services.events.emit(result.event(began_at=began_at, now=loop_now()))
         self._update_plan(result)
         return result
 
     async def _find_group(self, own: ProgressRecord, weight: float) -> Group:
-        settings, deadline = self._settings, self._now() + ROUND_TIMEOUT_S
+        settings, deadline = self._settings, loop_now() + ROUND_TIMEOUT_S
         codecs = settings.compression, settings.mean_compression
         terms = RoundTerms(settings.prefix, own.step, own.lineage, self._numel, self._schema, *codecs)
         willing = (self.plan is None or self.plan.reduces) and not own.syncing
         reduces = bool(self.services.peers.contact.addresses) and willing
-        ticket = Ticket(terms, weight, reduces, *self._bandwidth.known(), samples_per_s=own.samples_per_s)
+        ticket = Ticket(terms, weight, reduces, *self._bandwidth.known())
         candidates = await self._expected(own.step, own.lineage)
         watch = asyncio.create_task(self._watch(candidates))
         try:
@@ -359,7 +348,7 @@ class Collaboration:
             if refused.reason == "invalid" and refusal not in self._reported:  # for good
                 self._reported.add(refusal)
                 text = f"{refusal}; all peers of a run take the same model, compression and mean_compression"
-                self.services.events.emit(Fault(self._now(), "rounds, which this peer is kept out of", text))
+                self.services.events.emit(Fault(loop_now(), "rounds, which this peer is kept out of", text))
             raise
         finally:
             watch.cancel()
@@ -372,28 +361,30 @@ class Collaboration:
         answers = await asyncio.gather(*pings, return_exceptions=True)
         for peer, answer in zip(asked, answers, strict=True):
             if isinstance(answer, PeerTimeout):  # a lost link has an event of its own
-                self.services.events.emit(PeerSilent(self._now(), peer.hex(), ANSWER_S))
+                self.services.events.emit(PeerSilent(loop_now(), peer.hex(), ANSWER_S))
             elif isinstance(answer, BaseException) and not isinstance(answer, PeerError):
                 raise answer
 
     def _update_plan(self, result: RoundResult) -> None:
         if self._policy is None or len(result.group.members) < 2:
             return
-        now, speed = self._now(), self.progress.samples_per_s()
+        now, speed = loop_now(), self.progress.samples_per_s()
         self._policy.on_round(result.sent_bytes, result.received_bytes, self.progress.local_steps, now=now)
         if speed:
-            before, compute_s = self.plan, self._settings.target_batch_size / speed
-            plan = self._policy.choose(result.group, compute_s)
-            if plan is not None and (before is None or replace(before, mbit_s=plan.mbit_s) != plan):
-                self.services.events.emit(BudgetChosen(now, str(plan), plan.within))
-            self.plan = plan
+            before, self.plan = (
+                self.plan,
+                self._policy.choose(result.group, self._settings.target_batch_size / speed),
+            )
+            if self.plan not in (None, before):
+                self.services.events.emit(BudgetChosen(now, str(self.plan)))
         if self._settings.local_steps == "auto" and self.plan is not None:
             self._update(local_steps=self.plan.local_steps)
 
     async def _expected(self, step: int, lineage: bytes) -> list[PeerId]:
         # By their records, the last round or a call: a record may be late.
         expected = self.progress.participants(step, lineage) | self.progress.assistants.keys()
-        return sorted((expected | self._matchmaker.likely(step, lineage)) - self.progress.absent)
+        absent = {peer for peer, record in self.progress.records.items() if record.absent}
+        return sorted((expected | self._matchmaker.likely(step, lineage)) - absent)
 
     def _on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
         own, step, lineage = self.progress.own, terms.step, terms.lineage
@@ -405,7 +396,7 @@ class Collaboration:
         self._called = (step, lineage)
         self._wake.set()
         patience_s = self._settings.matchmaking_timeout_s
-        return 0.0 if own.syncing else self._throughput.ready_in_s(self._now(), patience_s=patience_s)
+        return 0.0 if own.syncing else self._throughput.ready_in_s(loop_now(), patience_s=patience_s)
 
     async def catch_up(self) -> CaughtUp | None:
         """Return the state of the swarm's branch, or None if this peer's own state counts.
@@ -430,7 +421,7 @@ class Collaboration:
             self.progress.trust_all()  # the next attempt tries all peers
             raise
         finally:
-            self._throughput.active_at = self._now()
+            self._throughput.active_at = loop_now()
 
     async def wait_called(self) -> None:
         while self._called is None:
@@ -459,7 +450,7 @@ class Collaboration:
 
     async def download(self, donors: list[PeerId]) -> Snapshot:
         """Fetch the state from the donors, or through an assistant if they are unreachable."""
-        started = self._now()
+        started = loop_now()
         self.services.rng.shuffle(donors)
         try:
             snapshot = await self._states.download(donors)
@@ -467,7 +458,7 @@ class Collaboration:
             if not self.progress.assistants:
                 raise
             snapshot = await self._states.download(list(self.progress.assistants))
-        manifest, now = snapshot.manifest, self._now()
+        manifest, now = snapshot.manifest, loop_now()
         names = tuple(donor.hex() for donor in snapshot.donors)
         event = StateReceived(now, manifest.step, names, manifest.size_bytes, now - started)
         self.services.events.emit(event)
@@ -495,7 +486,7 @@ class CatchUp:
             await asyncio.gather(follower, return_exceptions=True)
 
     async def _run(self) -> CaughtUp | None:
-        collaboration, clock = self._collaboration, asyncio.get_running_loop().time
+        collaboration = self._collaboration
         reasons: dict[str, None] = {}
         outdated = b""  # the last root
         failures, since = 0, math.inf  # of one branch's donors
@@ -506,7 +497,7 @@ class CatchUp:
                 return None
             if not donors:
                 break
-            since = min(since, clock())
+            since = min(since, loop_now())
             try:
                 snapshot = await collaboration.download(donors)
                 async with self._between_rounds:
@@ -516,9 +507,9 @@ class CatchUp:
             root = b"" if snapshot is None else snapshot.manifest.root
             if root in (b"", outdated):  # the same again: an assistant's, as its donors are lost
                 failures += 1
-                if failures >= ATTEMPTS or clock() - since > PATIENCE_S:
+                if failures >= ATTEMPTS or loop_now() - since > PATIENCE_S:
                     # A false claim, such as step 10^9, must not hide the other peers forever.
-                    collaboration.progress.distrust(donors, now=clock())
+                    collaboration.progress.distrust(donors, now=loop_now())
                     failures, since = 0, math.inf
             outdated = root or outdated
             await asyncio.sleep(PAUSE_S * (attempt % ATTEMPTS))

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import Optimizer
 
 from colab_swarm.averaging.round import RoundResult
 from colab_swarm.errors import HostError
 from colab_swarm.training.optimizer import SwarmOptimizer
+from colab_swarm.training.replica import trained_by
 from colab_swarm.training.state import CheckpointFolder
 
 LEAD = 0
@@ -43,11 +43,7 @@ class HostOptimizer:
         """Use `host_optimizer`. ``begin`` joins the swarm, on rank 0."""
         self.lead: SwarmOptimizer | None = None  # on the other ranks
         self.global_step, self.lineage = 0, b""
-        self._parameters: list[Tensor] = [
-            p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
-        ]
-        if not self._parameters:
-            raise ValueError("the optimizer has no parameter that requires a gradient: nothing to train")
+        self._parameters = trained_by(optimizer)
         sizes = [parameter.numel() for parameter in self._parameters]
         # The sum of the gradients; the samples; the sum of the losses, and the samples with a loss.
         self._sum = torch.zeros(sum(sizes) + 3, device=self._parameters[0].device)
@@ -126,25 +122,25 @@ class HostOptimizer:
         return self.lead
 
     def _follow_lead(self, act: Callable[[], RoundResult | None]) -> RoundResult | None:
-        update = self._lead(act) if dist.get_rank() == LEAD else self._exchange(None)
+        """Let rank 0 act; return its result, and take its parameters, on all ranks."""
+        own: _Update | None = None
+        failure: BaseException | None = None
+        if dist.get_rank() == LEAD:
+            try:
+                result, lead = act(), self._leading()
+                # Tensor versions show updates between the swarm's steps or after them, the lineage all others.
+                version = (lead.lineage, [parameter._version for parameter in self._parameters])
+                own = _Update(lead.global_step, lead.lineage, result, changed=version != self._sent)
+                self._sent = version
+            except BaseException as error:  # also an interrupt: the others must not wait for this rank
+                own, failure = _Update(error=f"{type(error).__name__}: {error}"), error
+        update = self._exchange(own)
+        if failure is not None:
+            raise failure
         if update.error:
             raise HostError(f"rank {LEAD}, which talks to the swarm, failed: {update.error}")
         self.global_step, self.lineage = update.step, update.lineage
         return update.result
-
-    def _lead(self, act: Callable[[], RoundResult | None]) -> _Update:
-        try:
-            result = act()
-        except BaseException as error:  # also an interrupt: the others must not wait for this rank
-            self._exchange(_Update(error=f"{type(error).__name__}: {error}"))
-            raise
-        lead = self._leading()
-        # Tensor versions show updates between the swarm's steps or after them, the lineage all others.
-        version = (lead.lineage, [parameter._version for parameter in self._parameters])
-        update = _Update(lead.global_step, lead.lineage, result, changed=version != self._sent)
-        self._exchange(update)
-        self._sent = version
-        return update
 
     @torch.no_grad()
     def _exchange(self, own: _Update | None) -> _Update:

@@ -46,9 +46,8 @@ class Lamb(_Layerwise):
         r  = m^ / (sqrt(v^) + eps) + weight_decay w        with m^ = m / (1 - b1^t), v^ = v / (1 - b2^t)
         w <- w - lr min(|w|, clamp) / |r| r                a ratio with a zero norm is taken as 1
 
-    Without ``bias_correction``, m^ = m and v^ = v. Usual are ``lr=1.76e-3`` at batch 4096 for
-    ALBERT-large, and no ``weight_decay`` for biases and layer norms. Raises `ValueError` if an
-    argument is out of its range.
+    Usual are ``lr=1.76e-3`` at batch 4096 for ALBERT-large, and no ``weight_decay`` for biases and
+    layer norms. Raises `ValueError` if an argument is out of its range.
     """
 
     def __init__(
@@ -59,15 +58,14 @@ class Lamb(_Layerwise):
         eps: float = 1e-6,
         weight_decay: float = 0.0,
         clamp: float = 1e4,
-        bias_correction: bool = True,
     ) -> None:
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay), ("clamp", clamp)):
             if not value >= 0 or math.isinf(value):
                 raise ValueError(f"{name}={value} must be a finite number >= 0")
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas={betas} must be two numbers in [0, 1)")
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults | {"clamp": clamp, "bias_correction": bias_correction})
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "clamp": clamp}
+        super().__init__(params, defaults)
 
     def _step_tensor(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[weight]
@@ -80,7 +78,7 @@ class Lamb(_Layerwise):
         mean, square = state["exp_avg"], state["exp_avg_sq"]
         mean.lerp_(gradient, 1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        step = state["step"].item() if group["bias_correction"] else math.inf  # beta^inf = 0: no correction
+        step = state["step"].item()
         root = square.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
         update = mean.div(root).div_(1 - beta1**step).add_(weight, alpha=group["weight_decay"])
         weight_norm = _norm(weight).clamp(max=group["clamp"])

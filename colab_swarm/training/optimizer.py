@@ -12,10 +12,8 @@ import asyncio
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +21,9 @@ from typing import Any
 import torch
 
 from colab_swarm.averaging.round import RoundResult
+from colab_swarm.dht.service import BackgroundTasks
 from colab_swarm.errors import StateError
 from colab_swarm.events import Fault
-from colab_swarm.markup import facts
 from colab_swarm.runtime import Runner
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
@@ -42,29 +40,6 @@ LOOK_S = 10.0
 """How often a trainer that waits for the swarm's next step checks whether the session ends."""
 SAVE_S = 120.0
 MOST_OF_TIME = 0.05  # largest part of the time that saving may take
-
-
-@dataclass(frozen=True)
-class OptimizerSnapshot:
-    optimizer: str  # type of the wrapped one
-    step: int  # updates of the swarm that this peer's parameters have
-    own_samples: float  # accumulated here for the next step
-    samples: float  # accumulated by all peers
-    target_batch_size: float
-    samples_per_s: float  # of all peers together
-    peers: int  # that train
-    budget: str  # how this peer stays within its traffic budget, in words; empty without one
-
-    def _repr_html_(self) -> str:
-        rows: dict[str, object] = {
-            "step of the swarm": f"{self.step:,}",
-            "samples for the next step": f"{self.samples:,.0f} of {self.target_batch_size:,.0f}, "
-            f"{self.own_samples:,.0f} of them here",
-            "speed": f"{self.samples_per_s:,.1f} samples/s from {self.peers} peers",
-        }
-        return facts(
-            f"SwarmOptimizer({self.optimizer})", rows | ({"budget": self.budget} if self.budget else {})
-        )
 
 
 class SwarmOptimizer(WrappedOptimizer):
@@ -99,6 +74,7 @@ class SwarmOptimizer(WrappedOptimizer):
         self._why = "this optimizer has left its swarm: make a new one with swarm.optimizer(…)"
         self._hand_over_s: float | None = None  # set: finish the call, hand over, close
         self._saving, self._saved_step = threading.Lock(), -1
+        self._tasks = BackgroundTasks("saving progress", services.events, services.rng)
         resumed = folder is not None and self._resume(folder)
         self.collaboration = runtime.call(self._start(name, syncing=not resumed))
         try:
@@ -136,7 +112,8 @@ class SwarmOptimizer(WrappedOptimizer):
         except BaseException:  # also an interrupt
             collaboration.kill()
             raise
-        self._keeper = asyncio.create_task(self._keep_saving())
+        if self._folder is not None:
+            self._tasks.every(SAVE_S, partial(asyncio.to_thread, self._save_progress), rest=1 / MOST_OF_TIME)
         return collaboration
 
     @property
@@ -198,7 +175,7 @@ class SwarmOptimizer(WrappedOptimizer):
             result = self._act(due) or self._land(wait=True)
             self._replica.show()
             over = until == deadline or self._hand_over_s is not None
-            if result is not None or due is Due.CATCH_UP or (due is Due.NOTHING and over):
+            if result is not None or due == "catching up" or (due == "nothing" and over):
                 return result
 
     def save(self, target: str | Path | CheckpointFolder) -> None:
@@ -258,7 +235,7 @@ class SwarmOptimizer(WrappedOptimizer):
         if flight is not None:
             flight[0].cancel()
             await asyncio.wait([flight[0]])
-        self._keeper.cancel()
+        self._tasks.cancel()
         await self.collaboration.stop()
 
     def end(self, why: str, *, hand_over_s: float) -> None:
@@ -284,14 +261,6 @@ class SwarmOptimizer(WrappedOptimizer):
             else:
                 self._saved_step = step
 
-    async def _keep_saving(self) -> None:
-        pause_s = SAVE_S
-        while self._folder is not None:
-            await asyncio.sleep(pause_s)
-            began = time.monotonic()
-            await asyncio.to_thread(self._save_progress)
-            pause_s = max(SAVE_S, (time.monotonic() - began) / MOST_OF_TIME)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the last ``backward()``; accumulated ones stay."""
         self._replica.zero_grad(set_to_none)
@@ -306,13 +275,13 @@ class SwarmOptimizer(WrappedOptimizer):
         )
 
     def _act(self, due: Due) -> RoundResult | None:
-        if due is Due.CATCH_UP:
+        if due == "catching up":
             self._synchronize()
-        elif due is Due.LOCAL_STEP:
+        elif due == "a local step":
             uninterrupted(self._gathered.step)
-        elif due is Due.ROUND and self._replica.rule.delayed:
+        elif due == "a round" and self._replica.rule.delayed:
             uninterrupted(self._take_off)
-        elif due is Due.ROUND:
+        elif due == "a round":
             values, weight = uninterrupted(self._contribution), self._gathered.samples
             encoding, apply = self._gathered.encoding(), partial(self._apply, weight, True)
             return self._runtime.call(self.collaboration.average(values, weight, encoding, apply))
@@ -408,25 +377,8 @@ class SwarmOptimizer(WrappedOptimizer):
             )
             raise
 
-    def snapshot(self) -> OptimizerSnapshot:
-        progress, plan = self.collaboration.progress, self.collaboration.plan
-        records = progress.records.values()
-        return OptimizerSnapshot(
-            optimizer=type(self._replica.rule.optimizer).__name__,
-            step=self.global_step,
-            own_samples=self._gathered.samples,
-            samples=sum(record.samples for record in records),
-            target_batch_size=self._settings.target_batch_size,
-            samples_per_s=progress.samples_per_s(),
-            peers=len(records),
-            budget="" if plan is None else str(plan),
-        )
-
     def __repr__(self) -> str:
         inner, plan = type(self._replica.rule.optimizer).__name__, self.collaboration.plan
         here = f"{self._gathered.samples:g} of {self._settings.target_batch_size:g} samples here"
         budget = "" if plan is None else f", {plan}"
         return f"SwarmOptimizer({inner}, step={self.global_step}, {here}{budget})"
-
-    def _repr_html_(self) -> str:
-        return self.snapshot()._repr_html_()

@@ -17,9 +17,10 @@ A pure core over the peers' progress records. The rules that keep a swarm togeth
 
 import asyncio
 import math
-from collections import Counter
+import statistics
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 from blake3 import blake3
@@ -51,33 +52,30 @@ def next_lineage(lineage: bytes, mean: Floats) -> bytes:
     return blake3(lineage).update(mean.data.cast("B")).digest(LINEAGE_BYTES)
 
 
+Figure = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
+
+
 class ProgressRecord(Message, frozen=True):
     """A peer's progress, published in the DHT, signed, under its own subkey."""
 
-    step: int  # updates applied to its parameters
-    lineage: bytes  # digest chain that names the branch of its parameters
-    samples: float  # accumulated for the next step
-    samples_per_s: float  # its own speed
+    step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]  # updates applied to its parameters
+    lineage: Annotated[
+        bytes, msgspec.Meta(max_length=LINEAGE_BYTES)
+    ]  # digest chain that names the branch of its parameters
+    samples: Figure  # accumulated for the next step
+    samples_per_s: Figure  # its own speed
     syncing: bool  # it has no state yet; it takes part with weight 0 and reduces nothing
     reduces: bool  # other peers can reach it, and it takes a share of the averaging
     name: str  # for people
     addresses: tuple[str, ...] = ()  # where it can be dialled
     loss: float | None = None  # mean loss of the samples, if reported
-    local_steps: int = 1  # least number of steps that it takes between two rounds
-    upload_bps: float | None = None  # measured bandwidth of its links; None: not measured yet
-    download_bps: float | None = None
+    local_steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_LOCAL_STEPS)] = (
+        1  # least number of steps that it takes between two rounds
+    )
+    upload_bps: Figure | None = None  # measured bandwidth of its links; None: not measured yet
+    download_bps: Figure | None = None
     paused: bool = False  # it computes nothing for now; no round waits for it, but it gives its state
     idle: bool = False  # it has finished no micro-batch for long; counts like paused
-
-    def __post_init__(self) -> None:
-        numbers = (self.samples, self.samples_per_s, self.upload_bps or 0.0, self.download_bps or 0.0)
-        if (
-            not 0 <= self.step < MAX_STEP
-            or any(not 0 <= number < 1e12 for number in numbers)
-            or len(self.lineage) > LINEAGE_BYTES
-            or not 1 <= self.local_steps <= MAX_LOCAL_STEPS
-        ):
-            raise ValueError("progress record out of range")
 
     @property
     def absent(self) -> bool:
@@ -110,6 +108,10 @@ async def read_participants(
         dht.published(progress_key(prefix), ProgressRecord),
         dht.published(assistants_key(prefix), AssistantRecord),
     )
+
+
+WATCHING = ProgressRecord(0, b"", 0.0, 0.0, syncing=True, reduces=False, name="")
+"""The own record of a peer that does not train."""
 
 
 @dataclass(frozen=True)
@@ -145,12 +147,6 @@ class Progress:
         self._lost_assistants: dict[PeerId, float] = {}  # time of the last record
         self._distrusted = LeftOut[PeerId](DISTRUST_S, DISTRUST_S)
         self._no_vote: Container[PeerId] = ()  # those of them at the last reading
-
-    @classmethod
-    def of_watcher(cls, me: PeerId, prefix: str) -> "Progress":
-        """Return the progress as seen by a peer that does not train."""
-        own = ProgressRecord(0, b"", 0.0, 0.0, syncing=True, reduces=False, name="")
-        return cls(me, own, prefix=prefix)
 
     @property
     def records(self) -> Mapping[PeerId, ProgressRecord]:
@@ -243,10 +239,8 @@ class Progress:
             return Branch(self.own.step, self.own.lineage, frozenset())
         active = [r for r in trainers.values() if not r.absent] or list(trainers.values())
         voters = [r for r in active if r.reduces] or active
-        steps = sorted((r.step for r in voters), reverse=True)
-        step = steps[(len(steps) - 1) // 2]  # the highest that half of them have reached
-        votes = Counter(r.lineage for r in voters if r.step == step)
-        lineage = votes.most_common(1)[0][0]  # the first of equals
+        step = statistics.median_high(r.step for r in voters)  # the highest that half of them have reached
+        lineage = statistics.mode(r.lineage for r in voters if r.step == step)  # the first of equals
         on_it = (peer for peer, r in trainers.items() if (r.step, r.lineage) == (step, lineage))
         return Branch(step, lineage, frozenset(on_it))
 
@@ -270,19 +264,18 @@ class Progress:
         active = ((peer, r) for peer, r in self.records.items() if not r.absent)
         return {peer for peer, r in active if r.syncing or (r.step, r.lineage) == (step, lineage)}
 
-    @property
-    def absent(self) -> frozenset[PeerId]:
-        return frozenset(peer for peer, record in self.records.items() if record.absent)
-
     def samples(self, now: float) -> float:
         """Return the samples of all peers on the own branch for the next step."""
-        total = self.own.samples if not self.own.syncing else 0.0
-        here = (self.own.step, self.own.lineage)
-        for peer, r in list(self._others.items()):  # a copy: panels call this from another thread
-            if not (r.syncing or r.absent) and (r.step, r.lineage) == here:
-                age_s = min(max(now - self._updated_at.get(peer, now), 0.0), EXTRAPOLATE_S)
-                total += r.samples + age_s * r.samples_per_s
-        return total
+        own, others = self.own, list(self._others.items())  # a copy: panels call this from another thread
+        return sum(
+            (
+                r.samples
+                + min(max(now - self._updated_at.get(peer, now), 0.0), EXTRAPOLATE_S) * r.samples_per_s
+                for peer, r in others
+                if not (r.syncing or r.absent) and (r.step, r.lineage) == (own.step, own.lineage)
+            ),
+            0.0 if own.syncing else own.samples,
+        )
 
     def samples_per_s(self) -> float:
         return sum(r.samples_per_s for r in self.records.values() if not (r.syncing or r.absent))

@@ -4,11 +4,12 @@ The user's thread applies updates, and the runtime's thread pool copies snapshot
 One lock keeps a copy from seeing half an update. It is never held during network calls.
 """
 
+import _thread
 import hashlib
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -54,10 +55,7 @@ class Replica:
 
     def __init__(self, rule: UpdateRule) -> None:
         self.rule = rule
-        groups = rule.optimizer.param_groups
-        self.model: list[torch.Tensor] = [p for group in groups for p in group["params"] if p.requires_grad]
-        if not self.model:
-            raise ValueError("the optimizer has no parameter that requires a gradient: nothing to train")
+        self.model = trained_by(rule.optimizer)
         self.parameters, self._optimizer = self.model, rule.optimizer
         if rule.local:
             self.parameters = [_copy(parameter) for parameter in self.model]
@@ -205,21 +203,21 @@ class WrappedOptimizer(Optimizer):
             raise ValueError("a closure cannot be re-run by all peers: call loss.backward(), then step()")
 
 
+def trained_by(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the parameters that the optimizer trains, in order; raises ValueError if there are none."""
+    found = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+    if not found:
+        raise ValueError("the optimizer has no parameter that requires a gradient: nothing to train")
+    return found
+
+
 def _move_to_copies(optimizer: Optimizer) -> list[torch.Tensor]:
-    copies: list[torch.Tensor] = []
+    state = optimizer.state_dict()
     for group in optimizer.param_groups:
-        for index, parameter in enumerate(group["params"]):
-            if parameter.requires_grad:
-                copy = _copy(parameter)
-                if parameter in optimizer.state:
-                    state = optimizer.state.pop(parameter)
-                    optimizer.state[copy] = {
-                        key: value.cpu() if isinstance(value, torch.Tensor) else value
-                        for key, value in state.items()
-                    }
-                group["params"][index] = copy
-                copies.append(copy)
-    return copies
+        group["params"] = [_copy(one) if one.requires_grad else one for one in group["params"]]
+    optimizer.state.clear()
+    optimizer.load_state_dict(state)
+    return trained_by(optimizer)
 
 
 def _copy(parameter: torch.Tensor) -> torch.Tensor:
@@ -251,28 +249,36 @@ def _check_options(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
 def uninterrupted(work: Callable[[], T]) -> T:
     """Run ``work`` to its end even if the user interrupts; the interrupt is raised afterwards.
 
-    Python delivers an interrupt to the main thread only, so there another thread does the work.
+    Python delivers an interrupt to the main thread only, so there another thread does the work. The
+    main thread takes no lock in Python code, which an interrupt could leave locked forever.
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
-    done: Future[T] = Future()
+    begun, ended = threading.Lock(), threading.Lock()
+    outcome: list[Future[T]] = []
+    interrupt: KeyboardInterrupt | None = None
 
     def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:  # raised below
-            done.set_exception(error)
+        if begun.acquire(blocking=False):
+            done: Future[T] = Future()
+            try:
+                done.set_result(work())
+            except BaseException as error:  # raised below
+                done.set_exception(error)
+            outcome.append(done)
+            ended.release()
 
-    threading.Thread(target=run, name="colab-swarm-update", daemon=True).start()
-    interrupt: KeyboardInterrupt | None = None
-    while not done.done():
+    ended.acquire()
+    while not outcome:
         try:
-            wait([done], 0.2)
+            if not begun.locked():
+                _thread.start_new_thread(run, ())
+            ended.acquire(timeout=0.2)
         except KeyboardInterrupt as error:
             interrupt = error
     if interrupt is not None:
         raise interrupt
-    return done.result()
+    return outcome[0].result()
 
 
 class Gradients:
@@ -293,12 +299,9 @@ class Gradients:
 
     def add(self, samples: float, loss: float | None) -> str | None:
         """Add the model's gradient, a mean over ``samples``; return the reason if it is dropped."""
-        largest = [  # a NaN or an infinity shows in the largest magnitude
-            torch.linalg.vector_norm(p.grad.detach(), float("inf")).float().cpu()
-            for p in self._replica.model
-            if p.grad is not None and p.grad.numel()
-        ]
-        finite = not largest or bool(torch.stack(largest).isfinite().all())
+        gradients = [p.grad for p in self._replica.model if p.grad is not None and p.grad.numel()]
+        largest = torch.nn.utils.get_total_norm(gradients, math.inf)  # it shows a NaN or an infinity
+        finite = bool(largest.isfinite())
         for parameter, part in parts(self._replica.model, self._sum) if finite else ():
             if parameter.grad is not None:
                 part.add_(parameter.grad.detach().to(part), alpha=samples)

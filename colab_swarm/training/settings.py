@@ -44,74 +44,68 @@ class CommunicationPlan:
     reduces: bool  # for other peers
     precision: str  # of its contributions
     local_steps: int  # that it requests between two rounds
-    mbit_s: float  # resulting traffic of its rounds, in the busier direction
-    within: bool  # whether that is within the budget
+    within: bool  # whether the resulting traffic is within the budget
 
     def __str__(self) -> str:
         reducing = "reduces" if self.reduces else "reduces nothing"
         steps = f", {self.local_steps} local steps" if self.local_steps > 1 else ""
         verdict = "within the budget" if self.within else "OVER the budget: nothing is left to save"
-        return f"{reducing}, sends {self.precision}{steps}: {self.mbit_s:.3g} Mbit/s, {verdict}"
+        return f"{reducing}, sends {self.precision}{steps}: {verdict}"
 
 
 class TrafficBudgetPolicy:
-    """Chooses the `CommunicationPlan` of the peer ``me``; the settings have a budget."""
+    """Chooses the `CommunicationPlan` of the peer ``me``."""
 
-    def __init__(self, settings: "TrainingSettings", me: PeerId) -> None:
-        self._settings, self._me = settings, me
-        self._began_at: float | None = None
-        self._ended_at = 0.0
-        self._total_bytes = 0.0
-        self._step_s: float | None = None
+    def __init__(self, settings: "TrainingSettings", budget: TrafficBudget, me: PeerId) -> None:
+        self._settings, self._budget, self._me = settings, budget, me
+        self._began_at = self._ended_at = -math.inf  # after the first round, and after the last
+        self._total_bytes = self._step_s = 0.0  # since then; 0 until known
 
     def on_round(self, sent_bytes: float, received_bytes: float, steps: int, *, now: float) -> None:
-        if self._began_at is None:
-            self._began_at = self._ended_at = now
-            return
-        self._total_bytes += sent_bytes + received_bytes
-        step_s = (now - self._ended_at) / steps
-        self._step_s = step_s if self._step_s is None else (step_s + self._step_s) / 2
+        if self._began_at == -math.inf:
+            self._began_at = now
+        else:
+            self._total_bytes += sent_bytes + received_bytes
+            step_s = (now - self._ended_at) / steps
+            self._step_s = (step_s + (self._step_s or step_s)) / 2
         self._ended_at = now
 
     def choose(self, group: Group, compute_s: float) -> CommunicationPlan | None:
         """Return the plan after a round of ``group``; None while the time of a step is unknown."""
-        if self._step_s is None:
+        if not self._step_s:
             return None
-        numel, precision, steps = group.terms.numel, self._settings.compression, 1
+        precision, steps = self._settings.compression, 1
+        volume, _ = self._ratios(group, True, precision, compute_s)
         others_reduce = any(member.share > 0 for member in group.members if member.id != self._me)
-        volume, _ = self._ratios(self._traffic(group, True, precision), compute_s)
         reduces = not (others_reduce and volume > 1)  # a slow link gets a smaller share by the strategy
-        over = max(self._ratios(self._traffic(group, reduces, precision), compute_s))
-        if over > 1 and encoded_bytes(SAVING, numel) < encoded_bytes(precision, numel):
+        over = max(self._ratios(group, reduces, precision, compute_s))
+        if over > 1 and encoded_bytes(SAVING, group.terms.numel) < encoded_bytes(
+            precision, group.terms.numel
+        ):
             precision = SAVING
-            over = max(self._ratios(self._traffic(group, reduces, precision), compute_s))
+            over = max(self._ratios(group, reduces, precision, compute_s))
         if over > 1 and self._settings.local_steps == "auto":
             steps = min(math.ceil(over), MAX_LOCAL_STEPS)
-        mbit_s = max(self._traffic(group, reduces, precision)) * 8e-6 / (steps * self._step_s)
-        return CommunicationPlan(reduces, precision, steps, mbit_s, over <= steps)
+        return CommunicationPlan(reduces, precision, steps, over <= steps)
 
-    def _ratios(self, traffic: tuple[float, float], compute_s: float) -> tuple[float, float]:
+    def _ratios(self, group: Group, reduces: bool, precision: str, compute_s: float) -> tuple[float, float]:
         """Volume (more if overdrawn) and time of a round, as parts of the budget."""
-        budget, volume, pace = self._settings.budget, 0.0, 0.0
-        assert budget is not None and self._began_at is not None and self._step_s is not None
-        if budget.gb_per_hour is not None:
-            bytes_per_s = ROUNDS_PART * budget.gb_per_hour * 1e9 / 3600
-            seconds = self._ended_at - self._began_at
-            overdrawn = self._total_bytes / (bytes_per_s * seconds) if seconds else 0.0
-            volume = sum(traffic) / (bytes_per_s * max(self._step_s, 1e-6)) * max(1.0, overdrawn)
-        if budget.mbit_s is not None:
-            pace = max(traffic) * 8 / (budget.mbit_s * 1e6 * compute_s * ROUND_PART)
-        return volume, pace
-
-    def _traffic(self, group: Group, reduces: bool, precision: str) -> tuple[float, float]:
-        """Bytes that this peer sends and receives in a round."""
         terms, others = group.terms, len(group.members) - 1
         total = sum(member.share for member in group.members)
         planned = sum(member.share for member in group.members if member.id == self._me) / total
         share = (planned or 1 / len(group.members)) if reduces else 0.0
         codecs = precision, terms.codec, terms.mean_codec
         mine, theirs, mean = (encoded_bytes(codec, terms.numel) for codec in codecs)
-        return (1 - share) * mine + share * others * mean, (1 - share) * mean + share * others * theirs
+        sent = (1 - share) * mine + share * others * mean
+        received = (1 - share) * mean + share * others * theirs
+        budget, volume, pace = self._budget, 0.0, 0.0
+        if budget.gb_per_hour is not None:
+            bytes_per_s = ROUNDS_PART * budget.gb_per_hour * 1e9 / 3600
+            overdrawn = self._total_bytes / (bytes_per_s * (self._ended_at - self._began_at))
+            volume = (sent + received) / (bytes_per_s * self._step_s) * max(1.0, overdrawn)
+        if budget.mbit_s is not None:
+            pace = max(sent, received) * 8 / (budget.mbit_s * 1e6 * compute_s * ROUND_PART)
+        return volume, pace
 
 
 MEASURABLE_BYTES = 1 << 18  # a round that moved less says nothing about bandwidth
@@ -119,46 +113,34 @@ KEPT_PER_ROUND = 0.98
 ROUNDS = 4  # number of rounds before their best counts: a single round may have waited for anything
 
 
-class Rate:
-    """Bandwidth of one direction, bits per second, from links and from rounds.
+class LinkBandwidth:
+    """Measured bandwidth of a peer's links in both directions, within its budget, from links and from rounds.
 
     Rounds are often shorter than the second over which links measure. The best one counts for long.
     """
 
-    def __init__(self) -> None:
-        self._best_bps = 0.0
-        self._rounds = 0
-
-    def on_round(self, size_bytes: int, seconds: float) -> None:
-        self._best_bps *= KEPT_PER_ROUND  # bandwidth changes
-        if size_bytes >= MEASURABLE_BYTES and seconds > 0:
-            self._best_bps = max(self._best_bps, 8 * size_bytes / seconds)
-            self._rounds += 1
-
-    def known(self, measured_bps: float | None, most_bps: float | None = None) -> float | None:
-        best_bps = max(measured_bps or 0.0, self._best_bps if self._rounds >= ROUNDS else 0.0)
-        return min(best_bps, most_bps or best_bps) if best_bps else most_bps
-
-
-class LinkBandwidth:
-    """Measured bandwidth of a peer's links in both directions, within its budget."""
-
     def __init__(self, peers: Peers, budget: TrafficBudget | None = None) -> None:
-        self._peers, self._upload, self._download = peers, Rate(), Rate()
-        self._most_bps = budget.mbit_s * 1e6 if budget is not None and budget.mbit_s is not None else None
+        self._peers, self._best_bps, self._rounds = peers, [0.0, 0.0], [0, 0]
+        self._most_bps = None if budget is None or budget.mbit_s is None else budget.mbit_s * 1e6
         if self._most_bps is not None:
             peers.limit(self._most_bps)
 
     def on_round(self, result: RoundResult) -> None:
-        seconds = result.seconds["exchange"]
-        self._upload.on_round(result.sent_bytes, seconds)
-        self._download.on_round(result.received_bytes, seconds)
+        for way, size_bytes in enumerate((result.sent_bytes, result.received_bytes)):
+            self._best_bps[way] *= KEPT_PER_ROUND  # bandwidth changes
+            if size_bytes >= MEASURABLE_BYTES and result.exchange_s > 0:
+                self._best_bps[way] = max(self._best_bps[way], 8 * size_bytes / result.exchange_s)
+                self._rounds[way] += 1
 
     def known(self) -> tuple[float | None, float | None]:
         """Return upload and download, bits per second; None where not measured."""
         links = self._peers.statistics()
-        upload_bps = self._upload.known(links.upload_bps, self._most_bps)
-        return upload_bps, self._download.known(links.download_bps, self._most_bps)
+        return self._known(0, links.upload_bps), self._known(1, links.download_bps)
+
+    def _known(self, way: int, measured_bps: float | None) -> float | None:
+        of_rounds_bps = self._best_bps[way] if self._rounds[way] >= ROUNDS else 0.0
+        best_bps = max(measured_bps or 0.0, of_rounds_bps)
+        return min(best_bps, self._most_bps or best_bps) if best_bps else self._most_bps
 
 
 @dataclass(frozen=True, kw_only=True)

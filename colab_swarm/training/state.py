@@ -229,7 +229,7 @@ class Mirror(StateSharing):
     """Gives late joiners a state that this peer does not have itself.
 
     ``await stored()`` is a checkpoint to give, None while there are trainers, and ``await donors()``
-    the trainers on the branch. ``on_sent(size_bytes)`` is called after each chunk.
+    the trainers on the branch.
     """
 
     def __init__(
@@ -237,12 +237,10 @@ class Mirror(StateSharing):
         router: PrefixRouter,
         prefix: str,
         stored: Callable[[], Awaitable[Snapshot | None]],
-        *,
         donors: Callable[[], Awaitable[list[PeerId]]],
-        on_sent: Callable[[int], None],
     ) -> None:
         super().__init__(router, prefix, stored)
-        self._donors, self._on_sent = donors, on_sent
+        self._donors = donors
         self._held: dict[bytes, list[PeerId]] = {}  # by root: the donors of a state
 
     async def _describe(self, peer: PeerId, ask: DescribeState) -> Manifest:
@@ -284,4 +282,3 @@ class Mirror(StateSharing):
                 payload = await receive_chunk(source, pending[0], timeout_s=PATIENCE_S)
                 await stream.send(StateChunk(), payload)
                 del pending[0]
-                self._on_sent(len(payload))

@@ -27,7 +27,7 @@ def seen_by(outcome: Outcome, name: str) -> dict[str, MemberTrace]:
 def test_each_member_has_sent_received_and_answered_in_that_order() -> None:
     outcome = run_round()
     for name in NAMES[:4]:
-        total_s = outcome.results[name].seconds["total"]
+        total_s = outcome.results[name].seconds
         for other, trace in seen_by(outcome, name).items():
             assert trace.dropped == "" and trace.means is not None
             assert 0 <= trace.means[0] <= trace.means[1] <= total_s

@@ -4,23 +4,20 @@ import asyncio
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.averaging.group import JoinRound
 from colab_swarm.averaging.moshpit import (
     MoshpitAverager,
     MoshpitGrid,
     MoshpitResult,
     RoundMeter,
-    RoundTime,
-    choose_group_size,
     plan_sides,
     rounds_for,
-    success_rate,
 )
 from colab_swarm.bench.dedloc import GroupRun, Town, is_contribution, play
 from colab_swarm.events import EventLog
@@ -101,17 +98,6 @@ def test_a_crash_costs_its_own_group_of_that_round_only() -> None:
             np.testing.assert_allclose(story.history[1][name], town.mean(members), atol=1e-6)
 
 
-@pytest.mark.slow
-def test_an_organizer_that_dies_is_replaced() -> None:
-    def script(network: SimNetwork) -> None:
-        network.when(lambda message: isinstance(message, JoinRound), receiver="p3").crash("p3")
-
-    story = play(Town(16, group_size=4), script=script)
-    assert [fault.name for fault in story.fired] == ["crash"]
-    assert len(story.results) == 15 and story.spread()[-1] < 0.1
-    assert story.seconds < WINDOW_S + 5.0
-
-
 def test_a_peer_that_falls_silent_is_given_up_and_the_others_go_on() -> None:
     def script(network: SimNetwork) -> None:
         others = {f"p{i}" for i in range(9) if i != 4}
@@ -135,14 +121,6 @@ def test_liars_neither_choose_the_groups_nor_spoil_the_mean() -> None:
     for name in honest:
         assert np.abs(story.means[name] - town.mean(honest)).max() < 1.5
         assert np.isfinite(story.means[name]).all()
-
-
-@pytest.mark.slow
-@pytest.mark.ordeal
-def test_failures_make_the_survivors_vote_for_smaller_groups() -> None:
-    calm, rough = play(Town(16)), play(Town(16, doomed=some(0.3, 1)), passes=2)
-    assert len(rough.fired) >= 4
-    assert set(calm.votes.values()) == {16} and max(rough.votes.values()) <= 4
 
 
 async def few(*names: str) -> list[MoshpitAverager]:
@@ -187,8 +165,6 @@ async def test_vectors_of_different_lengths_do_not_meet() -> None:
 @pytest.mark.parametrize(
     ("values", "options", "text"),
     [
-        (ONES.astype(np.float64), {}, "float32"),
-        (ONES.reshape(2, 5), {}, "flat"),
         (ONES * np.nan, {}, "finite"),
         (ONES, {"weight": -1.0}, "weight=-1.0"),
         (ONES, {"weight": 1e7}, "weight="),
@@ -214,7 +190,7 @@ async def test_one_peer_averages_one_vector_of_a_name_at_a_time() -> None:
     alice.close()
 
 
-TIME = RoundTime(overhead_s=0.5, transfer_s=2.0)
+TIME = RoundMeter(overhead_s=0.5, transfer_s=2.0)
 SIZES = st.integers(1, 70)
 
 
@@ -289,20 +265,6 @@ def test_every_line_has_a_peer_that_accepts_connections(
         assert all(dialled & set(line) for line in lines(g, axis))
 
 
-def test_peers_that_miss_rounds_are_mixed_in_by_the_next_and_no_weight_is_lost() -> None:
-    g = grid(16, 4)
-    rng = np.random.default_rng(0)
-    values = {peer: float(rng.standard_normal()) for peer in g.cells}
-    weights = dict.fromkeys(g.cells, 1.0)
-    mean = float(np.mean(list(values.values())))
-    spread = [float(np.var(list(values.values())))]
-    for round_ in range(12):
-        average(g, values, weights, round_ % 2, {peer for peer in g.cells if rng.random() < 0.1})
-        spread.append(float(np.mean([(value - mean) ** 2 for value in values.values()])))
-        assert sum(weights.values()) == pytest.approx(16)
-    assert spread[2] < 0.1 * spread[0] and spread[-1] < 1e-4 * spread[0]
-
-
 def test_the_seed_alone_decides_the_cells() -> None:
     peers = dict.fromkeys(crowd(16), True)
     assert MoshpitGrid(b"one", peers, 4).cells == MoshpitGrid(b"one", dict(reversed(peers.items())), 4).cells
@@ -313,13 +275,14 @@ def test_the_number_of_rounds_and_the_rate_of_success_are_those_of_the_paper() -
     found = [rounds_for(*case) for case in ((1, 2), (16, 4), (16, 16), (13, 4), (17, 4), (16, 2))]
     assert found == [1, 2, 1, 2, 3, 4]
     failures_per_s = -np.log(1 - 0.1) / TIME.seconds(4)  # q = 0.1 in a round of four
-    rate = success_rate(16, 4, failures_per_s=failures_per_s, time=TIME)
+    rate = replace(TIME, failures_per_s=failures_per_s).success_rate(16, 4)
     assert rate == pytest.approx((1 - 0.1) ** (4 * 2) / (TIME.seconds(4) * 2))
 
 
 @pytest.mark.parametrize("peers", [4, 13, 16, 27, 64, 100])
 def test_the_chosen_group_falls_from_all_to_pairs_as_failures_get_frequent(peers: int) -> None:
-    sizes = [choose_group_size(peers, failures_per_s=10.0**i, time=TIME) for i in np.arange(-5, 4, 0.25)]
+    meters = [replace(TIME, failures_per_s=10.0**i) for i in np.arange(-5, 4, 0.25)]
+    sizes = [meter.choose_group_size(peers) for meter in meters]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] == peers and sizes[-1] == 2
 
@@ -332,7 +295,7 @@ def test_a_meter_votes_for_smaller_groups_when_members_fail_and_recovers_with_th
         meter.on_round(16, 5, overhead_s=0.5, averaging_s=2.0)
         votes.append(meter.choose_group_size(16))
     assert votes == sorted(votes, reverse=True) and votes[-1] == 2
-    assert meter.failures_per_s == pytest.approx(5 / 16 / meter.time.seconds(16), rel=0.2)
+    assert meter.failures_per_s == pytest.approx(5 / 16 / meter.seconds(16), rel=0.2)
     for _ in range(100):
         meter.on_round(2, 0, overhead_s=0.5, averaging_s=2.0)
     assert meter.choose_group_size(16) == 16
@@ -342,4 +305,4 @@ def test_a_meter_takes_its_times_from_undisturbed_rounds() -> None:
     meter = RoundMeter()
     meter.on_round(4, 0, overhead_s=0.1, averaging_s=3.0)
     meter.on_round(4, 1, overhead_s=60.0, averaging_s=60.0)
-    assert meter.time == RoundTime(0.1, 4.0) and meter.time.seconds(4) == pytest.approx(3.1)
+    assert (meter.overhead_s, meter.transfer_s) == (0.1, 4.0) and meter.seconds(4) == pytest.approx(3.1)

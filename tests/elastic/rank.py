@@ -41,16 +41,6 @@ def equal(rank: int, folder: Path) -> None:
     torch.save(parameters_of(theirs), folder / f"ddp {rank}")
 
 
-def late(rank: int, folder: Path) -> None:
-    """Train without waiting."""
-    net = model()
-    optimizer = group_optimizer(sgd(net), scheduler=NormBounded(0.0), compression="float16")
-    for step in range(STEPS):
-        take(optimizer, net, step)
-    optimizer.close()
-    torch.save(parameters_of(net), folder / f"late {rank}")
-
-
 def die(rank: int, folder: Path) -> None:
     """Rank 1 is killed; rank 0 continues."""
     net = model()

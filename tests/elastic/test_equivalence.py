@@ -94,7 +94,7 @@ def test_a_corrected_gradient_leaves_the_synchronous_parameters_one_step_later(s
     alice, bob = ([float(view[0]) for view in member.history] for member in run.members)
     assert alice == pytest.approx([10, 8 if stand_in else 9, 5, 4], abs=1e-5)
     assert bob == pytest.approx([10, 7, 5, 4], abs=1e-5)
-    assert run.exact.distances[0, 1] == pytest.approx(2 if stand_in else 4)
+    assert run.distances[0, 1] == pytest.approx(2 if stand_in else 4)
 
 
 def test_a_crash_during_a_broadcast_keeps_crash_tolerant_peers_within_the_bound() -> None:
@@ -102,8 +102,8 @@ def test_a_crash_during_a_broadcast_keeps_crash_tolerant_peers_within_the_bound(
     crashes = {2: Crash(step=20, reached=frozenset({1}))}
     run = elastic(lambda: CrashTolerant(1, 0.3), peers=3, crashes=crashes)
     assert run.fired == [2]
-    bound = CrashTolerant(1, 0.3).bound(run.exact.facts())
+    bound = CrashTolerant(1, 0.3).bound(run.moments.facts())
     assert bound is not None and math.isfinite(bound)
-    assert run.exact.distances[1, STEPS] < 1e-4 < run.exact.distances[0, STEPS]
-    assert run.exact.distances[0, STEPS] <= bound
+    assert run.distances[1, STEPS] < 1e-4 < run.distances[0, STEPS]
+    assert run.distances[0, STEPS] <= bound
     assert max(run.ratios) <= 1

@@ -37,7 +37,7 @@ def test_a_step_applies_the_mean_of_all_gradients() -> None:
     assert ledger.on_received(BOB, 0, 0, of(3, 4)) and ledger.on_received(BOB, 0, 1, of(5))
     standing = ledger.standing(3.5)
     assert (standing.overdue, standing.owed, standing.waited_s) == (0, 0, 2.5)
-    assert standing.arrived[0].complete and standing.arrived[0].norm == pytest.approx(50**0.5)
+    assert standing.numels == (3,) and standing.norms == (pytest.approx(50**0.5),)
     closed = ledger.close_step()
     assert [list(bucket) for bucket in closed.gradients] == [[2, 3], [4]]
     assert not closed.missing and ledger.step == 1
@@ -111,7 +111,7 @@ def test_a_lost_peers_values_count_and_its_missing_ones_are_not_waited_for() -> 
     assert ledger.standing(1.0).overdue == 1
     ledger.on_lost(BOB)
     standing = ledger.standing(1.0)
-    assert (standing.overdue, standing.lost, len(standing.arrived)) == (0, 1, 1)
+    assert (standing.overdue, standing.lost, len(standing.numels)) == (0, 1, 1)
     assert not ledger.on_received(BOB, 0, 1, of(5))
     assert [list(bucket) for bucket in ledger.close_step().gradients] == [[2, 3], [3]], (
         "divided by three still"

@@ -73,7 +73,7 @@ def test_two_peers_that_only_dial_out_equal_one_process_through_an_assistant() -
     for name in HALVES:
         torch.testing.assert_close(results[name][0], joint_reference(10), rtol=0, atol=1e-5)
     assert all(e.group_size == 3 and len(e.contributors) == 2 for e in rounds)
-    assert assistance.snapshot().rounds == len(helped) >= 9
+    assert assistance.rounds == len(helped) >= 9
     assert all(e.samples == 10 and e.members and e.seconds >= e.averaging_s for e in helped)
 
 
@@ -83,7 +83,6 @@ def test_a_late_joiner_gets_the_state_of_unreachable_peers_through_the_assistant
         sim.join("dave", at=6.0, listen=False)
         results = sim.run(lambda swarm: train_or_assist(swarm, 20))
         received = sim.swarms["dave"].events.recent(StateReceived)
-        assert sim.swarms["alice"].assistant.snapshot().mirrored_bytes > 0
         assert received and received[0].donors == (sim.swarms["alice"].id.hex(),)
     assert results["dave"] and len(lineages(results)) == 1
 
@@ -98,7 +97,7 @@ def test_training_continues_when_the_assistant_crashes_in_a_round_and_returns(ph
         results = sim.run(lambda swarm: train_or_assist(swarm, 90))
         assert [fault.name for fault in sim.network.fired] == ["crash"]
         rounds = sim.swarms["bob"].events.recent(RoundFinished)
-        assert sim.swarms["alice"].assistant.snapshot().rounds > 20
+        assert sim.swarms["alice"].assistant.rounds > 20
     assert {e.group_size for e in rounds} == {1, 3}  # alone while it was away
     assert results["bob"] and results["carol"] and len(lineages(results)) == 1
 
@@ -108,7 +107,7 @@ def test_with_trainers_that_can_be_dialled_the_assistant_is_one_more_reducer() -
         sim.join("dave")
         results = sim.run(lambda swarm: train_or_assist(swarm, 12))
         rounds = sim.swarms["bob"].events.recent(RoundFinished)
-        assert sim.swarms["alice"].assistant.snapshot().rounds >= 8
+        assert sim.swarms["alice"].assistant.rounds >= 8
     assert len(lineages(results)) == 1 and max(e.group_size for e in rounds) == 4
     assert max(len(e.contributors) for e in rounds) == 3 and not any(e.kept_local for e in rounds)
 
@@ -160,7 +159,7 @@ def test_an_assistant_helps_two_models_of_one_peer_or_only_the_named_one() -> No
     for only, helped in ((None, {"one", "two"}), ("two", {"two"})):
         with simulation("bob", "carol") as sim:
             sim.run(lambda swarm, only=only: train(swarm, only))
-            prefixes = sim.swarms["alice"].assistant.snapshot().collaborations
+            prefixes = sim.swarms["alice"].assistant.collaborations
         assert {prefix.partition("/")[2] for prefix in prefixes} == helped
 
 
@@ -185,7 +184,7 @@ def test_an_assistant_may_begin_to_train() -> None:
     def train(swarm: Swarm) -> Result:
         if swarm.name == "alice":
             swarm.serve_as_reducer()
-            while not swarm.assistant.snapshot().collaborations:
+            while not swarm.assistant.collaborations:
                 swarm.runtime.call(asyncio.sleep(1))
         return train_freely(swarm, 12)
 
@@ -210,4 +209,6 @@ def test_over_real_links_two_peers_train_and_a_third_gets_their_state_through_th
         assert optimizer.global_step == 5
         assert all(torch.equal(parameters_of(net), result[0]) for result in results if result)
         torch.testing.assert_close(parameters_of(net), joint_reference(5), rtol=0, atol=1e-5)
-        assert assistance.snapshot().rounds == 5 and assistance.snapshot().mirrored_bytes > 0
+        assert assistance.rounds == 5
+        (received,) = dave.events.recent(StateReceived)
+        assert isinstance(received, StateReceived) and received.donors == (backbone.id.hex(),)

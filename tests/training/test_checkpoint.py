@@ -1,17 +1,15 @@
 import contextlib
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 
 from colab_swarm.errors import StateError
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.state import CheckpointFolder, load_checkpoint, save_checkpoint
-from tests.tensors.test_statedict import same, states
+from tests.tensors.test_statedict import same
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
@@ -70,26 +68,6 @@ def test_a_resumed_run_is_bit_identical_to_an_unbroken_one(tmp_path: Path, optim
     resumed.resume(load_checkpoint(tmp_path / "c"))
     resumed.train(range(5, 10))
     assert same(resumed.state(), unbroken.state())
-
-
-@pytest.mark.slow
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(states)
-def test_any_state_comes_back_from_disk_as_it_was(tmp_path: Path, state: Any) -> None:
-    save_checkpoint(tmp_path / "c", state)
-    assert same(load_checkpoint(tmp_path / "c"), state)
-
-
-def test_random_states_of_python_and_torch_come_back(tmp_path: Path) -> None:
-    rng, generator = random.Random(7), torch.Generator().manual_seed(7)
-    state = {"python": rng.getstate(), "torch": generator.get_state(), "lineage": b"\x00\xff"}
-    save_checkpoint(tmp_path / "c", state)
-    expected = rng.random(), torch.rand(1, generator=generator).item()
-    loaded = load_checkpoint(tmp_path / "c")
-    rng.setstate(loaded["python"])
-    generator.set_state(loaded["torch"])
-    assert (rng.random(), torch.rand(1, generator=generator).item()) == expected
-    assert loaded["lineage"] == b"\x00\xff"
 
 
 def test_a_full_disk_leaves_the_checkpoint_before_and_no_litter(tmp_path: Path) -> None:

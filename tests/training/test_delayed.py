@@ -6,7 +6,7 @@ import torch
 import colab_swarm as cs
 from colab_swarm.averaging.group import Group, RoundRefused
 from colab_swarm.averaging.matchmaking import Matchmaker
-from colab_swarm.events import RoundFinished, StateReceived
+from colab_swarm.events import RoundFinished
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.replica import Replica, UpdateRule
@@ -14,7 +14,6 @@ from tests.training.toy import (
     ROWS,
     alone,
     join_training,
-    joint_reference,
     lineages,
     loss_of,
     model,
@@ -78,21 +77,6 @@ def test_rounds_hide_behind_computing() -> None:
     assert ends[True] < 0.9 * ends[False]
 
 
-@pytest.mark.slow
-def test_a_crash_costs_the_others_nothing_and_late_joiners_catch_up_delayed_or_not() -> None:
-    with cs.simulate(4, network="home", seed=1, samples_per_s=10.0) as sim:
-        sim.network.at(8.0).crash("carol")
-        sim.join("erin", at=10.0)
-        sim.join("frank", at=11.0)
-        results = sim.run(
-            lambda swarm: train_freely(swarm, 14, target_batch_size=40, overlap=swarm.name != "frank")
-        )
-        assert [fault.name for fault in sim.network.fired] == ["crash"]
-        assert results.keys() == {"alice", "bob", "dave", "erin", "frank"}
-        assert len(lineages(results)) == 1
-        assert sim.swarms["erin"].events.recent(StateReceived)
-
-
 def test_a_gradient_whose_round_was_refused_is_kept_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     refusals = iter([True])
 
@@ -125,20 +109,6 @@ def test_leaving_while_a_round_is_under_way_leaves_the_newest_parameters() -> No
     shown, newest = alone(train)
     torch.testing.assert_close(shown, newest, rtol=0, atol=0)
     assert not torch.equal(shown, parameters_of(model()))
-
-
-def test_a_grad_scaler_sees_the_models_gradients() -> None:
-    def train(swarm: Swarm) -> torch.Tensor:
-        optimizer = join_training(swarm, net := model(), overlap=True)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
-        for step in range(2):
-            scaler.scale(loss_of(net, step)).backward()
-            scaler.step(optimizer, samples=10)
-            scaler.update()
-            optimizer.wait_step()  # no overlap: nothing is stale
-        return parameters_of(net)
-
-    torch.testing.assert_close(alone(train), joint_reference(2))
 
 
 def test_the_optimizers_state_moves_along_with_its_parameters() -> None:

@@ -65,13 +65,20 @@ def test_a_peer_alone_trains_like_plain_torch() -> None:
 
 
 @pytest.mark.slow
-def test_a_crash_costs_the_others_nothing_and_a_late_joiner_catches_up() -> None:
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_crash_costs_the_others_nothing_and_late_joiners_catch_up(delayed: bool) -> None:
     with simulation(4, "home") as sim:
         sim.network.at(8.0).crash("carol")
         sim.join("erin", at=10.0)
-        results = sim.run(lambda swarm: train_freely(swarm, 12, target_batch_size=40))
+        sim.join("frank", at=11.0)  # never delayed
+
+        def train(swarm: Swarm) -> tuple[torch.Tensor, bytes]:
+            overlap = delayed and swarm.name != "frank"
+            return train_freely(swarm, 14, target_batch_size=40, overlap=overlap)
+
+        results = sim.run(train)
         assert [fault.name for fault in sim.network.fired] == ["crash"]
-        assert results.keys() == {"alice", "bob", "dave", "erin"} and len(lineages(results)) == 1
+        assert results.keys() == {"alice", "bob", "dave", "erin", "frank"} and len(lineages(results)) == 1
         assert sim.swarms["erin"].events.recent(StateReceived)
         assert not any(e.kept_local for e in sim.swarms["alice"].events.recent(RoundFinished))
 
@@ -169,15 +176,18 @@ def test_clipping_comes_after_averaging_and_the_scheduler_counts_global_steps() 
             torch.testing.assert_close(parameters, parameters_of(net), rtol=0, atol=1e-6)
 
 
-def test_a_grad_scaler_drives_the_optimizer_and_skips_overflow() -> None:
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_grad_scaler_drives_the_optimizer_and_skips_overflow(delayed: bool) -> None:
     def train(swarm: Swarm) -> torch.Tensor:
-        optimizer = join_training(swarm, net := model())
+        optimizer = join_training(swarm, net := model(), overlap=delayed)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
         for step, factor in ((0, 1.0), (1, float("inf")), (1, 1.0)):
             optimizer.zero_grad()
             scaler.scale(loss_of(net, step) * factor).backward()
             scaler.step(optimizer, samples=10)
             scaler.update()
+            if delayed and optimizer._flight is not None:
+                optimizer.wait_step()  # nothing is stale
         assert scaler.get_scale() < 2.0**8
         return parameters_of(net)
 

@@ -1,10 +1,14 @@
 """Whose turn an optimizer is: pauses, interrupts, and the end that another thread requested."""
 
+import itertools
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +17,7 @@ import colab_swarm as cs
 from colab_swarm.runtime import POLL_S
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.optimizer import SwarmOptimizer
-from colab_swarm.training.replica import Replica
+from colab_swarm.training.replica import Replica, uninterrupted
 from tests.training.toy import join_training, joint_reference, loss_of, model, parameters_of, take
 
 
@@ -113,3 +117,39 @@ def test_an_interrupt_while_the_mean_is_applied_loses_nothing(monkeypatch: pytes
                 optimizer.step(samples=10)
             assert optimizer.collaboration.progress.own.step == optimizer.global_step == step + 1
         torch.testing.assert_close(parameters_of(net), joint_reference(2))
+
+
+def calls_if_interrupted(line: int) -> tuple[int, bool]:
+    """How often `uninterrupted` did its work, and whether its main thread came to this line, of any file."""
+    calls, lines = 0, 0
+
+    def work() -> None:
+        nonlocal calls
+        time.sleep(0.001)
+        calls += 1
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        if lines > line:
+            raise KeyboardInterrupt  # also ends the tracing
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        uninterrupted(work)
+    except KeyboardInterrupt:
+        return calls, True
+    finally:
+        sys.settrace(before)
+    return calls, False
+
+
+def test_an_interrupt_at_any_line_of_the_waiting_neither_hangs_nor_repeats_the_work() -> None:
+    for line in itertools.count():
+        calls, interrupted = calls_if_interrupted(line)
+        assert calls <= 1
+        if not interrupted:
+            break
+    assert line > 5 and calls == 1

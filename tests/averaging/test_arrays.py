@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from colab_swarm.averaging.moshpit import ArrayAverages, flatten
 from colab_swarm.events import EventLog
 from colab_swarm.sim import LAN, SimNetwork
 from colab_swarm.swarm.network import assemble, find_others
-from colab_swarm.training.arrays import ArrayAverages, flatten
 
 
 def test_a_mean_has_the_shape_and_kind_of_its_input() -> None:
@@ -47,7 +47,7 @@ async def two_peers() -> list[ArrayAverages]:
     peers = [network.peer(name) for name in ("alice", "bob")]
     services = [assemble(one, "run", EventLog(), random.Random(one.name)) for one in peers]
     await find_others(services[1], [peers[0].contact])
-    return [ArrayAverages(one, "run") for one in services]
+    return [ArrayAverages(one.router, one.dht, one.averager, "run") for one in services]
 
 
 async def test_peers_average_several_arrays_at_once_by_name() -> None:
