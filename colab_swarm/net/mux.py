@@ -203,12 +203,11 @@ class ServiceTable:
         """Answer messages of ``kind`` from peers of ``role`` or above, by this handler only.
 
         Raises:
-            ValueError: another class of that name is served.
+            ValueError: a class of that name is served already.
         """
-        decoder = decoder_of(kind)
-        if self._by_name.get(kind.__name__, (decoder,))[0] is not decoder:
-            raise ValueError(f"another {kind.__name__} is served already; unserve it first")
-        self._by_name[kind.__name__] = (decoder, handler, role)
+        if kind.__name__ in self._by_name:
+            raise ValueError(f"a handler of {kind.__name__} serves already; unserve it first")
+        self._by_name[kind.__name__] = (decoder_of(kind), handler, role)
 
     def remove(self, kind: type[Message]) -> None:
         self._by_name.pop(kind.__name__, None)

@@ -51,6 +51,7 @@ async def test_a_forged_answer_is_skipped() -> None:
         return Fetched((forged(alice.peers),), 0)
 
     nearest = min(members, key=lambda m: int.from_bytes(m.peers.id) ^ int.from_bytes(key_id("key")))
+    nearest.peers.unserve(Fetch)
     nearest.peers.serve(Fetch, lie)
     values = [found.value for r in readers for found in (await r.dht.fetch("key")).found.values()]
     assert values == ["true"] * 3 and lies
@@ -65,6 +66,7 @@ async def test_a_fetch_costs_a_bounded_number_of_queries() -> None:
             asked.append(message)
             return await member.dht._on_fetch(caller, message)
 
+        member.peers.unserve(Fetch)
         member.peers.serve(Fetch, count)
     greedy = Fetch(key_id("nothing"), 1 << 40)
     await members[0].peers.call(members[1].peers.id, greedy, Fetched, timeout_s=5)

@@ -82,6 +82,7 @@ async def test_a_lying_replica_cannot_forge_a_signed_value() -> None:
         lies.append(caller)
         return FoundNear((), (forged(alice.peers),))
 
+    bob.peers.unserve(FindNear)
     bob.peers.serve(FindNear, lie)
     answers = [await read(alice, "key"), await read(carol, "key")]
     assert [list(answer.values()) for answer in answers] == [["true"]] * 2 and len(lies) == 2
@@ -207,6 +208,7 @@ async def test_upkeep_that_fails_is_an_event_and_is_tried_again(monkeypatch: pyt
 
     _, members = await swarm(2)
     events = EventLog()
+    await members[1].dht.stop()
     dht = DHT(members[1].peers, DHTSettings(refresh_s=10), random.Random(0), events)
     monkeypatch.setattr(dht.table, "refresh_targets", fail)
     dht.start()

@@ -192,6 +192,7 @@ async def test_a_holder_that_sends_wrong_chunks_is_replaced(scene: Scene) -> Non
             lies.append(digest)
             await stream.send(StateChunk(), bytes(1 << 18))
 
+    liar.peers.unserve(FetchSave)
     liar.peers.serve_stream(FetchSave, lie)
     scene.crash("alice")
     again = await fetched(scene.reader(kept))

@@ -51,10 +51,10 @@ class Long(Message, frozen=True):
     body: bytes
 
 
-async def answer(peer: PeerId, message: Ask) -> Message:
-    if message.kind == "long":
+async def answer(peer: PeerId, message: Any) -> Message:
+    if message == Ask("long"):
         return Long(bytes(MAX_MESSAGE_BYTES))
-    raise Refusal("not today") if message.kind == "refused" else RuntimeError("a bug")
+    raise Refusal("not today") if message == Ask("refused") else RuntimeError("a bug")
 
 
 async def ask(alice: Peers, bob: Peers, message: Message = Echo()) -> Message:  # noqa: B008
@@ -91,6 +91,17 @@ async def test_every_way_a_handler_can_fail_reaches_the_caller_as_a_code(meet: M
             with pytest.raises(CallRefused, match=text) as caught:
                 await ask(alice, bob, message)
             assert caught.value.code == code
+
+
+async def test_a_message_has_one_handler_until_it_is_unserved(meet: Meet) -> None:
+    async with meet("alice", "bob") as (alice, bob):
+        with pytest.raises(ValueError, match="a handler of Echo serves already; unserve it first"):
+            bob.serve(Echo, answer)
+        assert await ask(alice, bob, Echo(b"first")) == Echo(b"first")
+        bob.unserve(Echo)
+        bob.serve(Echo, answer)
+        with pytest.raises(CallRefused, match="a bug"):
+            await ask(alice, bob)
 
 
 async def test_a_reply_of_another_shape_is_a_protocol_error(meet: Meet) -> None:

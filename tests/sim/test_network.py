@@ -93,6 +93,7 @@ async def test_lost_packets_are_sent_again_and_items_stay_in_order() -> None:
 
     network, alice, bob = pair()
     network.now().lose(0.3)
+    bob.unserve(Ask)
     bob.serve_stream(Ask, collect)
     async with await alice.stream(bob.id, Ask(20), timeout_s=5) as stream:
         for number in range(20):
