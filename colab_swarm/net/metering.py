@@ -2,27 +2,26 @@
 
     asking peer                      answering peer
     MeasureSpeed  ------------------>
-    Beat          <----------------->  Beat             `BEATS` times: round-trip time
-    Burst, payload ----------------->
-                  <------------------  TransferReport   upload, again with larger bursts
-    Burst(0)      ------------------>
-                  <----------------->                   the same the other way: download
+    bursts of Piece ---------------->
+                  <------------------  TransferReport after each: upload
+                  <----------------->  the same the other way: download
 
-Bursts grow fourfold from `FIRST_BYTES` until one takes `ENOUGH_S` or has the agreed size, and the
-last burst gives the rate. So a slow link needs a second or two, and a fast one carries at most 4/3
-of the size. An answering peer runs one test at a time, and each peer gets one in `PAUSE_S`.
+Bursts grow fourfold from `FIRST_BYTES` until one takes `ENOUGH_S` or has the agreed size, as both ends
+see by the report, and the last burst gives the rate. So a slow link needs a second or two, and a fast
+one carries at most 4/3 of the size. An answering peer runs one test at a time, and each peer gets one
+in `PAUSE_S`.
 """
 
 import asyncio
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
 
 from colab_swarm.errors import PeerTimeout, ProtocolError
-from colab_swarm.net.addresses import MAX_BOOK_ENTRIES
+from colab_swarm.net.addresses import MAX_BOOK_ENTRIES, VisitLimit
 from colab_swarm.net.carrier import LinkType, NodeSettings, Path, RateMeter, TokenBucket, Traffic
 from colab_swarm.net.link import Link
 from colab_swarm.net.peers import LinkStatistics, Message, PeerId, Peers, Refusal, Stream, short
@@ -32,10 +31,8 @@ FIRST_BYTES = 64 << 10
 GROWTH = 4
 ENOUGH_S = 0.5
 PAUSE_S = 10.0
-BEATS = 3
 ANSWER_TIMEOUT_S = 60.0
-PIECE = bytes(120 << 10)
-"""One packet, no copy."""
+PIECE_BYTES = bytes(120 << 10)  # one packet, no copy
 
 
 class Metering:
@@ -96,25 +93,15 @@ class Metering:
 class MeasureSpeed(Message, frozen=True):
     """Opens a test of at most ``size_bytes`` each way."""
 
-    size_bytes: int
-
-    def __post_init__(self) -> None:
-        if not 0 < self.size_bytes <= MAX_SIZE_BYTES:
-            raise ValueError(f"size_bytes={self.size_bytes} is not in 1 to {MAX_SIZE_BYTES}")
+    size_bytes: Annotated[int, msgspec.Meta(gt=0, le=MAX_SIZE_BYTES)]
 
 
-class Beat(Message, frozen=True):
-    """Measures the round trip, or carries a piece of a burst."""
-
-
-class Burst(Message, frozen=True):
-    """Announces a burst of payload; 0 bytes end this direction."""
-
-    size_bytes: int
+class Piece(Message, frozen=True):
+    """Begins a burst, without a payload, or carries a part of it."""
 
 
 class TransferReport(Message, frozen=True):
-    """A burst took ``seconds``, from its announcement to its last byte."""
+    """A burst took ``seconds``, from its beginning to its last byte."""
 
     seconds: Annotated[float, msgspec.Meta(ge=0.0)]
 
@@ -132,28 +119,18 @@ class SpeedTests:
     """Answers the speed tests of other peers, within bounds."""
 
     def __init__(self, peers: Peers) -> None:
-        self._peers = peers
         self._busy = False
-        self._tested_at: dict[PeerId, float] = {}
+        self._tests = VisitLimit(1, PAUSE_S)
         peers.serve_stream(MeasureSpeed, self._answer)
 
-    def close(self) -> None:
-        self._peers.unserve(MeasureSpeed)
-
     async def _answer(self, test: MeasureSpeed, stream: Stream) -> None:
-        now = asyncio.get_running_loop().time()
-        self._tested_at = {each: at for each, at in self._tested_at.items() if now - at < PAUSE_S}
-        if stream.peer in self._tested_at:
-            raise Refusal(f"one speed test in {PAUSE_S:g} s: wait a moment")
         if self._busy:
             raise Refusal("a speed test with another peer is running: wait a moment")
-        self._tested_at[stream.peer] = now
+        if not self._tests.admit(stream.peer, asyncio.get_running_loop().time()):
+            raise Refusal(f"one speed test in {PAUSE_S:g} s: wait a moment")
         self._busy = True
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                for _ in range(BEATS):
-                    await stream.receive(Beat)
-                    await stream.send(Beat())
                 await _absorb(stream, test.size_bytes)
                 await _send_bursts(stream, test.size_bytes)
         except TimeoutError:
@@ -167,52 +144,51 @@ async def measure(peers: Peers, peer: PeerId, *, size_bytes: int = 4 << 20, time
 
     Raises:
         PeerError: the peer cannot be reached, is lost, too slow, does not serve tests, or refuses one now.
-        ValueError: size_bytes is out of range.
     """
-    test, loop, rtts_s = MeasureSpeed(size_bytes), asyncio.get_running_loop(), []
+    test = MeasureSpeed(size_bytes)
     try:
         async with asyncio.timeout(timeout_s), await peers.stream(peer, test, timeout_s=timeout_s) as stream:
-            for _ in range(BEATS):
-                began_at = loop.time()
-                await stream.send(Beat())
-                await stream.receive(Beat)
-                rtts_s.append(loop.time() - began_at)
+            rtt_s = peers.statistics(peer).rtt_s or 0.0
             upload_bps = await _send_bursts(stream, size_bytes)
             download_bps = await _absorb(stream, size_bytes)
     except TimeoutError:
         raise PeerTimeout(f"the speed test with {short(peer)} did not end in {timeout_s:g} s") from None
-    return Speed(upload_bps, download_bps, min(rtts_s))
+    return Speed(upload_bps, download_bps, rtt_s)
+
+
+def _sizes(limit_bytes: int) -> Iterator[int]:
+    size_bytes = FIRST_BYTES
+    while size_bytes < limit_bytes:
+        yield size_bytes
+        size_bytes *= GROWTH
+    yield limit_bytes
 
 
 async def _send_bursts(stream: Stream, limit_bytes: int) -> float:
-    size_bytes = min(FIRST_BYTES, limit_bytes)
-    while True:
-        await stream.send(Burst(size_bytes))
-        for begin in range(0, size_bytes, len(PIECE)):
-            await stream.send(Beat(), PIECE[: size_bytes - begin])
-        took, _ = await stream.receive(TransferReport)
-        if took.seconds >= ENOUGH_S or size_bytes >= limit_bytes:
+    rate_bps = 0.0
+    for size_bytes in _sizes(limit_bytes):
+        await stream.send(Piece())
+        for begin in range(0, size_bytes, len(PIECE_BYTES)):
+            await stream.send(Piece(), PIECE_BYTES[: size_bytes - begin])
+        took_s = (await stream.receive(TransferReport))[0].seconds
+        rate_bps = size_bytes * 8 / max(took_s, 1e-9)
+        if took_s >= ENOUGH_S:
             break
-        size_bytes = min(GROWTH * size_bytes, limit_bytes)
-    await stream.send(Burst(0))
-    return _bps(size_bytes, took.seconds)
-
-
-async def _absorb(stream: Stream, limit_bytes: int) -> float:
-    loop = asyncio.get_running_loop()
-    allowed_bytes, rate_bps = 2 * limit_bytes, 0.0
-    while size_bytes := (await stream.receive(Burst))[0].size_bytes:
-        allowed_bytes -= size_bytes
-        began_at, missing_bytes = loop.time(), size_bytes
-        while missing_bytes > 0 and allowed_bytes >= 0:
-            missing_bytes -= len((await stream.receive(Beat))[1])
-        if missing_bytes or allowed_bytes < 0:
-            raise ProtocolError(f"{short(stream.peer)} sends more than was agreed in a speed test")
-        took_s = loop.time() - began_at
-        await stream.send(TransferReport(took_s))
-        rate_bps = _bps(size_bytes, took_s)
     return rate_bps
 
 
-def _bps(size_bytes: int, seconds: float) -> float:
-    return size_bytes * 8 / seconds if seconds else float("inf")
+async def _absorb(stream: Stream, limit_bytes: int) -> float:
+    clock, rate_bps = asyncio.get_running_loop().time, 0.0
+    for missing_bytes in _sizes(limit_bytes):
+        await stream.receive(Piece)
+        began_at, size_bytes = clock(), missing_bytes
+        while missing_bytes > 0:
+            missing_bytes -= len((await stream.receive(Piece))[1])
+        if missing_bytes:
+            raise ProtocolError(f"{short(stream.peer)} sends more than was agreed in a speed test")
+        took_s = clock() - began_at
+        await stream.send(TransferReport(took_s))
+        rate_bps = size_bytes * 8 / max(took_s, 1e-9)
+        if took_s >= ENOUGH_S:
+            break
+    return rate_bps
