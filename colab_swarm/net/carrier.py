@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from typing import Protocol, Self, TypeAlias
 
 from colab_swarm.net.addresses import is_address
+from colab_swarm.net.noise import Keys
 from colab_swarm.net.peers import MAX_ADDRESSES, Contact, PeerId, Role, short
 
 MAX_RUN_ID_BYTES = 64
@@ -167,12 +168,20 @@ class Path:
 
 @dataclass(frozen=True)
 class Remote:
-    """The peer at the other end of a link, with the membership that it showed last and the role that this gives."""
+    """The peer at the other end of a link, as its handshake showed it.
+
+    Attributes:
+        membership: the one that it showed last, which gives the ``role``.
+        time: its clock when it sent its Hello.
+        keys: how packets are sealed; None where they are not.
+    """
 
     contact: Contact
     public_key: bytes = b""
     membership: bytes = b""
     role: Role = Role.WORKER
+    time: float = 0.0
+    keys: Keys | None = field(default=None, repr=False)
     path: Path = Path()
 
 

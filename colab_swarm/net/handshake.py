@@ -14,7 +14,6 @@ of I/O; `HandshakeReceiver` runs it over a connection.
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from typing import Annotated, Any, TypeVar
 
@@ -28,7 +27,7 @@ from colab_swarm.net.carrier import NodeSettings, Remote
 from colab_swarm.net.identity import Identity, id_of, verify
 from colab_swarm.net.link import Link
 from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES
-from colab_swarm.net.noise import Handshake, Keys
+from colab_swarm.net.noise import Handshake
 from colab_swarm.net.peers import MAX_ADDRESSES, UNDECODABLE, Contact, Message, PeerId, Role, short
 from colab_swarm.net.websocket import WebSocket, accept
 
@@ -64,15 +63,6 @@ def describe_run(run_id: str) -> str:
     return f"run '{run_id}', protocol {VERSION}"
 
 
-@dataclass(frozen=True)
-class Introduced:
-    """Result of a handshake: the peer, its clock (``time``) when it sent its Hello, and the link's keys, if any."""
-
-    remote: Remote
-    time: float
-    keys: Keys | None
-
-
 class Introduction:
     """One end of the handshake. Free of I/O.
 
@@ -99,7 +89,7 @@ class Introduction:
         self._digest = sha256(prologue).digest()
         self.dialled = self._run_checked = expected is not None
         self._noise = Handshake(initiator=self.dialled, static=self._static, prologue=prologue)
-        self.result: Introduced | None = None
+        self.result: Remote | None = None
 
     def start(self) -> bytes:
         """Return the initiator's first message."""
@@ -124,8 +114,8 @@ class Introduction:
             raise NotAdmitted(f"not admitted: {error}") from error
         answer = None if self._noise.finished else self._write_hello(wall_time)
         contact = Contact(id_of(hello.public_key), hello.addresses)
-        remote = Remote(contact, hello.public_key, hello.membership, role)
-        self.result = Introduced(remote, hello.time, self._noise.split())
+        keys = self._noise.split()
+        self.result = Remote(contact, hello.public_key, hello.membership, role, hello.time, keys)
         return answer
 
     def _write_hello(self, wall_time: float) -> bytes:
@@ -168,7 +158,7 @@ class HandshakeReceiver:
         introduction: Introduction,
         *,
         wall_clock: Callable[[], float],
-        make_link: Callable[[WebSocket, Introduced, float], Link],
+        make_link: Callable[[WebSocket, Remote, float], Link],
     ) -> None:
         self._introduction, self._wall_clock, self._make_link = introduction, wall_clock, make_link
         self._loop = asyncio.get_running_loop()

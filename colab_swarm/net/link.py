@@ -22,12 +22,11 @@ from colab_swarm.net.mux import (
     Handler,
     Mux,
     ServiceTable,
-    Unserved,
     decoder_of,
     encode_opening,
     item_cost,
 )
-from colab_swarm.net.noise import TAG_BYTES, Keys
+from colab_swarm.net.noise import TAG_BYTES
 from colab_swarm.net.peers import (
     MAX_MESSAGE_BYTES,
     MAX_PAYLOAD_BYTES,
@@ -172,7 +171,7 @@ class Link:
     A lost link cancels the handlers of the peer's calls; handlers of its streams get `PeerLost` instead.
 
     Args:
-        carrier, keys: how bytes travel and are sealed; without keys they are not.
+        carrier: how bytes travel.
         dialled: whether this end opened the link.
         services: handlers of calls, and of streams.
         traffic: meters and budgets.
@@ -185,7 +184,6 @@ class Link:
         remote: Remote,
         *,
         carrier: "WebSocket | Loopback",
-        keys: Keys | None,
         dialled: bool,
         services: tuple[ServiceTable, ServiceTable],
         traffic: Traffic,
@@ -197,7 +195,7 @@ class Link:
         self._max_calls = settings.max_calls_per_link
         max_streams = settings.max_streams_per_link
         self.mux = Mux(initiator=dialled, max_streams=max_streams, max_calls=self._max_calls)
-        self.carrier, self._keys, self._traffic, self._events = carrier, keys, traffic, events
+        self.carrier, self._keys, self._traffic, self._events = carrier, remote.keys, traffic, events
         self._call_services, self._stream_services = services
         self._loop = asyncio.get_running_loop()
         self.opened_at = self.heard_at = self.used_at = self._loop.time()
@@ -312,9 +310,9 @@ class Link:
         services = self._call_services if is_call else self._stream_services
         try:
             if len(self.tasks) >= MAX_TASKS:
-                raise Unserved("busy", f"{len(self.tasks)} handlers still run for this link")
+                raise CallRefused("busy", f"{len(self.tasks)} handlers still run for this link")
             handler, message = self.find_handler(services, frame.message)
-        except Unserved as error:
+        except CallRefused as error:
             (self.mux.fail if is_call else self.mux.reset)(id, error.code, str(error))
             return
         if is_call:
@@ -431,7 +429,7 @@ class Link:
         now = self.heard_at = self._loop.time()
         pause_s = self._traffic.count_received(len(data), now)
         try:
-            for frame in self.mux.on_packet(data if self._keys is None else self._keys.open(data)):
+            for frame in self.mux.on_packet(data if self._keys is None else self._keys[1].decrypt(data)):
                 self._on_frame(frame)
                 if self.lost is not None:
                     return
@@ -529,7 +527,7 @@ class Link:
             if self._keys is None:
                 size = self.carrier.send_bytes(packet)
             else:
-                seal = partial(self._keys.seal_into, packet)
+                seal = partial(self._keys[0].encrypt_into, packet)
                 size = cast("WebSocket", self.carrier).send(len(packet) + TAG_BYTES, seal)
             self._traffic.count_sent(size, self._loop.time())
         if self.carrier.backlog_bytes > MAX_BACKLOG_BYTES:

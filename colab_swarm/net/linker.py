@@ -23,7 +23,6 @@ from colab_swarm.net.addresses import AddressBook, is_loopback, relay_of
 from colab_swarm.net.carrier import LinkType, Loopback, NodeSettings, Path, Receiver, Remote, Traffic
 from colab_swarm.net.handshake import (
     HandshakeReceiver,
-    Introduced,
     Introduction,
     Listener,
     describe_run,
@@ -255,10 +254,10 @@ class Linker:
 
     async def probe(self, peer: PeerId, address: str, *, timeout_s: float) -> None:
         """Raise `PeerError` unless the peer can be dialled at a direct address; opens no link."""
-        proof: list[Introduced] = []
+        proof: list[Remote] = []
 
-        def stop(carrier: WebSocket, introduced: Introduced, rtt_s: float) -> Link:
-            proof.append(introduced)
+        def stop(carrier: WebSocket, remote: Remote, rtt_s: float) -> Link:
+            proof.append(remote)
             raise PeerError("probed")
 
         try:
@@ -302,7 +301,7 @@ class Linker:
         self,
         expected: PeerId | None,
         path: Path,
-        make_link: Callable[[WebSocket, Introduced, float], Link] | None = None,
+        make_link: Callable[[WebSocket, Remote, float], Link] | None = None,
     ) -> HandshakeReceiver:
         introduction = Introduction(
             self._identity,
@@ -322,17 +321,16 @@ class Linker:
         return self._receiver(None, Path(LinkType.TUNNEL if tunnelled else LinkType.DIRECT))
 
     def on_introduced(
-        self, path: Path, dialled: bool, carrier: WebSocket | Loopback, introduced: Introduced, rtt_s: float
+        self, path: Path, dialled: bool, carrier: WebSocket | Loopback, remote: Remote, rtt_s: float
     ) -> Link:
         """Return the link over a connection whose handshake is complete."""
         self._require_open()
-        contact, (local, remote) = introduced.remote.contact, carrier.ends
+        contact, (ours, theirs) = remote.contact, carrier.ends
         self.book.replace(contact)
-        self.clock.observe(contact.id, theirs=introduced.time, ours=self._wall_clock(), rtt_s=rtt_s)
-        path = replace(path, local=local, remote=remote)
-        end = replace(introduced.remote, path=path)
+        self.clock.observe(contact.id, theirs=remote.time, ours=self._wall_clock(), rtt_s=rtt_s)
+        path = replace(path, local=ours, remote=theirs)
         traffic = self.metering.traffic(contact.id, path, dialled=dialled)
-        link = self._make_link(end, carrier=carrier, keys=introduced.keys, traffic=traffic, dialled=dialled)
+        link = self._make_link(replace(remote, path=path), carrier=carrier, traffic=traffic, dialled=dialled)
         link.rtts_s.append(rtt_s)
         self._add_link(link)
         return link
@@ -367,7 +365,7 @@ class Linker:
             own = Remote(Contact(self._identity.id, self.addresses), role=Role.AUTHORITY)
             near, far = Loopback(), Loopback()
             near.other, far.other = far, near
-            make_link = partial(self._make_link, own, keys=None, traffic=Traffic())
+            make_link = partial(self._make_link, own, traffic=Traffic())
             self._own_ends = make_link(carrier=near, dialled=True), make_link(carrier=far, dialled=False)
             near.receiver, far.receiver = self._own_ends
         return self._own_ends[0]

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from colab_swarm.errors import ProtocolError
+from colab_swarm.errors import CallRefused, ProtocolError
 from colab_swarm.net.peers import MAX_MESSAGE_BYTES, MAX_PAYLOAD_BYTES, UNDECODABLE, Buffer, Message, Role
 
 MAX_PACKET_BYTES = 124 << 10
@@ -185,14 +185,6 @@ def decoder_of(kind: type[Any]) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(kind)
 
 
-class Unserved(Exception):
-    """No handler takes this opening; ``code`` is ``unknown``, ``invalid``, ``refused`` or ``busy``."""
-
-    def __init__(self, code: str, text: str) -> None:
-        super().__init__(text)
-        self.code = code
-
-
 class ServiceTable:
     """Handlers by the name of the message's class."""
 
@@ -216,23 +208,25 @@ class ServiceTable:
         """Return the handler of an encoded `Opening` from a peer of this role, and its decoded message.
 
         Raises:
-            Unserved: no handler takes it.
+            CallRefused: no handler takes it.
         """
         try:
             opening: Opening = decoder_of(Opening).decode(encoded)
         except UNDECODABLE as error:
-            raise Unserved("invalid", f"undecodable message: {error}") from error
+            raise CallRefused("invalid", f"undecodable message: {error}") from error
         name = opening.name
         if name not in self._by_name:
-            raise Unserved("unknown", f"{name[:100]} is not served here")
+            raise CallRefused("unknown", f"{name[:100]} is not served here")
         decoder, handler, least = self._by_name[name]
         if role < least:
             needed = f"{name} needs the role {least.name.lower()}"
-            raise Unserved("refused", f"{needed}; yours is {role.name.lower()}: ask for another invitation")
+            raise CallRefused(
+                "refused", f"{needed}; yours is {role.name.lower()}: ask for another invitation"
+            )
         try:
             return handler, decoder.decode(opening.body)
         except UNDECODABLE as error:
-            raise Unserved("invalid", f"undecodable message: {error}") from error
+            raise CallRefused("invalid", f"undecodable message: {error}") from error
 
 
 @dataclass(slots=True)

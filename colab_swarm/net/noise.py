@@ -9,8 +9,8 @@ specification's: ``ck`` chaining key, ``h`` handshake hash, ``k`` and ``n`` key 
 """
 
 import hmac
-from dataclasses import dataclass
 from hashlib import sha256
+from typing import TypeAlias
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -52,18 +52,8 @@ class CipherState:
             raise ProtocolError("a message does not decrypt: garbled, replayed or from another run") from None
 
 
-@dataclass(frozen=True)
-class Keys:
-    """Keys of a finished handshake: a cipher for each direction, sealed packets are `TAG_BYTES` longer."""
-
-    sending: CipherState
-    receiving: CipherState
-
-    def seal_into(self, plaintext: bytes, out: memoryview) -> None:
-        self.sending.encrypt_into(plaintext, out)
-
-    def open(self, ciphertext: Buffer) -> bytes:
-        return self.receiving.decrypt(ciphertext)
+Keys: TypeAlias = tuple[CipherState, CipherState]
+"""Ciphers of a finished handshake, for sending and for receiving; sealed packets are `TAG_BYTES` longer."""
 
 
 class Handshake:
@@ -135,7 +125,7 @@ class Handshake:
         """Return the keys of the finished handshake."""
         assert self.finished
         to_responder, to_initiator = (CipherState(key) for key in _hkdf(self._ck, b""))
-        return Keys(to_responder, to_initiator) if self._initiator else Keys(to_initiator, to_responder)
+        return (to_responder, to_initiator) if self._initiator else (to_initiator, to_responder)
 
     def _next_tokens(self, *, writing: bool) -> tuple[str, ...]:
         our_turn = writing == (self._initiator == (self._turn % 2 == 0))
