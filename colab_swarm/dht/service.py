@@ -214,10 +214,11 @@ class DHT:
         return Reading({}, None, width)
 
     async def find_peer(self, peer: PeerId) -> Contact | None:
-        """Return the contact of ``peer``; None if no peer near it knows."""
+        """Return the contact of ``peer``; None if it is not known and does not answer."""
         if (known := self._peers.contact_of(peer)).addresses:
             return known
-        return (await self.find_near(peer, width=self.settings.parallel)).known(peer)
+        nearest = (await self.find_near(peer, width=self.settings.parallel)).nearest(1)
+        return nearest[0] if nearest and nearest[0].id == peer else None
 
     def start(self) -> None:
         self._hands_over = True
