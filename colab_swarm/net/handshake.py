@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from hashlib import sha256
 from typing import Annotated, Any, TypeVar
 
-import aiohttp
 import msgspec
 from aiohttp import ClientError, web
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -205,30 +204,6 @@ class HandshakeReceiver:
         assert self._carrier is not None
         self._sent_at = self._loop.time()
         self._carrier.send_bytes(message)
-
-
-async def introduce(
-    connect: Callable[[], Awaitable[WebSocket]], receiver: HandshakeReceiver, *, timeout_s: float, name: str
-) -> Link:
-    """Connect and shake hands; ``name`` stands for the way in error texts.
-
-    Raises `PeerUnreachable` if no peer answers in time, `PeerLost` if it refuses, or as `Introduction` does.
-    """
-    websocket: WebSocket | None = None
-    try:
-        async with asyncio.timeout(timeout_s):
-            websocket = await connect()
-            receiver.use(websocket)
-            return await receiver.link
-    except TimeoutError:
-        raise PeerUnreachable(f"{name} did not answer in {timeout_s:.3g} s") from None
-    except PeerError:
-        raise
-    except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise PeerUnreachable(f"{name}: {error}") from error
-    finally:
-        if websocket is not None and (not receiver.link.done() or receiver.link.exception() is not None):
-            websocket.abort("the handshake failed")
 
 
 async def dial_any(

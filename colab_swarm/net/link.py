@@ -7,8 +7,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -29,7 +28,6 @@ from colab_swarm.net.mux import (
 from colab_swarm.net.noise import TAG_BYTES
 from colab_swarm.net.peers import (
     MAX_MESSAGE_BYTES,
-    MAX_PAYLOAD_BYTES,
     UNDECODABLE,
     Buffer,
     M,
@@ -37,7 +35,7 @@ from colab_swarm.net.peers import (
     PeerId,
     R,
     Refusal,
-    StreamEnded,
+    Stream,
     short,
 )
 
@@ -53,111 +51,6 @@ LEAVE_TIMEOUT_S = 30.0
 """A quiet link that only this end leaves is closed after this time."""
 _TOKEN = struct.Struct("<d")
 _encoder = msgspec.msgpack.Encoder()
-
-
-class LinkStream:
-    """One stream of a link; implements `colab_swarm.net.peers.Stream`."""
-
-    def __init__(self, link: "Link", id: int) -> None:
-        self._link, self.id, self.peer = link, id, link.peer
-        self._inbox: deque[tuple[memoryview, memoryview]] = deque()
-        self._fault: PeerError | None = None
-        self._got_end = self._sent_end = self._discarding = False
-        self._receiving: asyncio.Future[None] | None = None
-        self.credit = asyncio.Event()
-
-    async def send(self, message: Message, payload: Buffer = b"") -> None:
-        body = _encoder.encode(message)
-        view = memoryview(payload)
-        flat = view.cast("B") if view.nbytes else b""
-        if len(body) > MAX_MESSAGE_BYTES or len(flat) > MAX_PAYLOAD_BYTES:
-            limit = f"{MAX_MESSAGE_BYTES} + {MAX_PAYLOAD_BYTES}"
-            raise ValueError(f"a stream item of {len(body)} + {len(flat)} bytes is over {limit}")
-        while True:
-            if self._sent_end:
-                raise ValueError("send after end")
-            if self._fault is not None:
-                raise PeerLost(str(self._fault)) from self._fault
-            if not self._link.mux.may_send(self.id):
-                self.credit.clear()
-                await self.credit.wait()
-            elif not self._link.ready:
-                await self._link.wait_ready()
-            else:
-                self._link.send_item(self.id, body, flat)
-                return
-
-    async def receive(self, kind: type[M]) -> tuple[M, memoryview]:
-        while not self._inbox:
-            if self._got_end:
-                raise StreamEnded(f"peer {short(self.peer)} ended the stream")
-            if self._fault is not None:
-                raise self._fault
-            if self._receiving is not None:
-                raise RuntimeError("two tasks receive from one stream")
-            self._receiving = asyncio.get_running_loop().create_future()
-            try:
-                await self._receiving
-            finally:
-                self._receiving = None
-        message, payload = self._inbox.popleft()
-        self._link.consumed(self.id, item_cost(message, payload))
-        try:
-            return self._link.decode(kind, message), payload
-        except ProtocolError:
-            self.reset("undecodable item")
-            raise
-
-    async def end(self) -> None:
-        self._sent_end = True
-        self._link.end_stream(self.id)
-
-    def reset(self, reason: str = "") -> None:
-        self._link.reset_stream(self.id, "reset", reason)
-        self.on_fault(PeerLost(f"the stream with {short(self.peer)} was reset here: {reason}"))
-
-    def leave(self) -> None:
-        """End our side and discard further items, so that the peer does not wait for credit."""
-        self._discarding = True
-        while self._inbox:
-            self._link.consumed(self.id, item_cost(*self._inbox.popleft()))
-        self._sent_end = True
-        self._link.end_stream(self.id)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.leave()
-        else:
-            self.reset(kind.__name__ if kind else "")
-
-    def on_item(self, message: memoryview, payload: memoryview) -> None:
-        if self._discarding:
-            self._link.consumed(self.id, item_cost(message, payload))
-            return
-        if 2 * (len(message) + len(payload)) < memoryview(message.obj).nbytes:
-            # a slice keeps its whole packet alive, which the credit does not count
-            message, payload = memoryview(bytes(message)), memoryview(bytes(payload))
-        self._inbox.append((message, payload))
-        self._wake()
-
-    def on_end(self) -> None:
-        self._got_end = True
-        self._wake()
-
-    def on_fault(self, fault: PeerError) -> None:
-        """Fail the stream; items received before are still delivered."""
-        self._fault = self._fault or fault
-        self.credit.set()
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._receiving is not None and not self._receiving.done():
-            self._receiving.set_result(None)
 
 
 def _expire(answer: asyncio.Future[memoryview]) -> None:
@@ -201,7 +94,7 @@ class Link:
         self.opened_at = self.heard_at = self.used_at = self._loop.time()
         self.rtts_s: deque[float] = deque(maxlen=RTT_SAMPLES)
         self._calls: dict[int, asyncio.Future[memoryview]] = {}
-        self._streams: dict[int, LinkStream] = {}
+        self._streams: dict[int, Stream] = {}
         self._answering: dict[int, asyncio.Task[None]] = {}
         self.tasks: dict[asyncio.Task[None], None] = {}  # a set would be cancelled in any order
         self._flush_scheduled = False
@@ -247,10 +140,10 @@ class Link:
                 self.mux.cancel(id)
                 self.flush_soon()
 
-    def open_stream(self, opening: Message) -> LinkStream:
+    def open_stream(self, opening: Message) -> Stream:
         """Open a stream at once; raises `PeerLost` if the link is closed or closing."""
         self._require_open()
-        stream = LinkStream(self, self.mux.open(encode_opening(opening)))
+        stream = Stream(self, self.mux.open(encode_opening(opening)))
         self._streams[stream.id] = stream
         self.flush_soon()
         return stream
@@ -275,9 +168,9 @@ class Link:
         self.mux.send(id, message, payload)
         self._flush()
 
-    def consumed(self, id: int, cost: int) -> None:
+    def consumed(self, id: int, message: memoryview, payload: memoryview) -> None:
         """Grant credit for an item that the application took."""
-        self.mux.consumed(id, cost)
+        self.mux.consumed(id, item_cost(message, payload))
         self.flush_soon()
 
     def end_stream(self, id: int) -> None:
@@ -318,7 +211,7 @@ class Link:
         if is_call:
             self._answering[id] = self._start(self._answer(id, handler, message))
         else:
-            stream = self._streams[id] = LinkStream(self, id)
+            stream = self._streams[id] = Stream(self, id)
             self._start(self._converse(stream, handler, message))
 
     def find_handler(self, services: ServiceTable, opening: memoryview) -> tuple[Handler, Any]:
@@ -353,7 +246,7 @@ class Link:
             self._answering.pop(id, None)
             self.flush_soon()  # not when the task is done: what else this turn sets off would go out first
 
-    async def _converse(self, stream: LinkStream, handler: Handler, message: Any) -> None:
+    async def _converse(self, stream: Stream, handler: Handler, message: Any) -> None:
         try:
             await handler(message, stream)
             stream.leave()

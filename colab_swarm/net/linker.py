@@ -27,7 +27,6 @@ from colab_swarm.net.handshake import (
     Listener,
     describe_run,
     dial_any,
-    introduce,
 )
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.link import LEAVE_TIMEOUT_S, Link
@@ -248,9 +247,9 @@ class Linker:
         return link
 
     async def dial_direct(self, peer: PeerId, address: str) -> Link:
-        """Dial one direct address; raise `PeerUnreachable` if no peer answers or it refuses, or as `Introduction`."""
+        """Dial one direct address; raises as `shake_hands`."""
         path = Path(LinkType.TUNNEL if address.startswith("wss") else LinkType.DIRECT, address=address)
-        return await self._introduce(address, self._receiver(peer, path))
+        return await self.shake_hands(partial(self.connect, address), expected=peer, path=path)
 
     async def probe(self, peer: PeerId, address: str, *, timeout_s: float) -> None:
         """Raise `PeerError` unless the peer can be dialled at a direct address; opens no link."""
@@ -262,20 +261,13 @@ class Linker:
 
         try:
             async with asyncio.timeout(timeout_s):
-                await self._introduce(address, self._receiver(peer, Path(), stop))
+                connect, path = partial(self.connect, address), Path(address=address)
+                await self.shake_hands(connect, expected=peer, path=path, make_link=stop)
         except TimeoutError:
             raise PeerUnreachable(f"{address} did not answer in {timeout_s:.3g} s") from None
         except PeerError:
             if not proof:
                 raise
-
-    async def _introduce(self, address: str, receiver: HandshakeReceiver) -> Link:
-        timeout_s, connect = self._settings.dial_timeout_s, partial(self.connect, address, receiver)
-        try:
-            return await introduce(connect, receiver, timeout_s=timeout_s, name=address)
-        except PeerLost as error:
-            ours = describe_run(self._settings.run_id)
-            raise PeerUnreachable(f"{address} refused the link: {error} (we belong to {ours})") from error
 
     async def connect(self, address: str, receiver: Receiver) -> WebSocket:
         """Open a WebSocket to a direct address; raises as `dial` does."""
@@ -292,10 +284,32 @@ class Linker:
         *,
         expected: PeerId | None,
         path: Path,
+        make_link: Callable[[WebSocket, Remote, float], Link] | None = None,
     ) -> Link:
-        """Make a link over the connection that ``connect`` opens; ``expected`` is None at the end that was dialled."""
-        receiver, timeout_s = self._receiver(expected, path), self._settings.handshake_timeout_s
-        return await introduce(partial(connect, receiver), receiver, timeout_s=timeout_s, name=str(path))
+        """Make a link over the connection that ``connect`` opens; ``expected`` is None at the end that was dialled.
+
+        Raises `PeerUnreachable` if no peer answers in time, or it refuses, or as `Introduction` does.
+        """
+        receiver = self._receiver(expected, path, make_link)
+        name, timeout_s = path.address or str(path), self._settings.dial_timeout_s
+        websocket: WebSocket | None = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                websocket = await connect(receiver)
+                receiver.use(websocket)
+                return await receiver.link
+        except TimeoutError:
+            raise PeerUnreachable(f"{name} did not answer in {timeout_s:.3g} s") from None
+        except PeerLost as error:
+            ours = describe_run(self._settings.run_id)
+            raise PeerUnreachable(f"{name} refused the link: {error} (we belong to {ours})") from error
+        except PeerError:
+            raise
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise PeerUnreachable(f"{name}: {error}") from error
+        finally:
+            if websocket is not None and (not receiver.link.done() or receiver.link.exception() is not None):
+                websocket.abort("the handshake failed")
 
     def _receiver(
         self,

@@ -2,7 +2,7 @@
 
     asking peer                      answering peer
     MeasureSpeed  ------------------>
-    bursts of Piece ---------------->
+    bursts of BurstPart ---------------->
                   <------------------  TransferReport after each: upload
                   <----------------->  the same the other way: download
 
@@ -32,7 +32,7 @@ GROWTH = 4
 ENOUGH_S = 0.5
 PAUSE_S = 10.0
 ANSWER_TIMEOUT_S = 60.0
-PIECE_BYTES = bytes(120 << 10)  # one packet, no copy
+PART = bytes(120 << 10)  # one packet, no copy
 
 
 class Metering:
@@ -96,7 +96,7 @@ class MeasureSpeed(Message, frozen=True):
     size_bytes: Annotated[int, msgspec.Meta(gt=0, le=MAX_SIZE_BYTES)]
 
 
-class Piece(Message, frozen=True):
+class BurstPart(Message, frozen=True):
     """Begins a burst, without a payload, or carries a part of it."""
 
 
@@ -167,9 +167,9 @@ def _sizes(limit_bytes: int) -> Iterator[int]:
 async def _send_bursts(stream: Stream, limit_bytes: int) -> float:
     rate_bps = 0.0
     for size_bytes in _sizes(limit_bytes):
-        await stream.send(Piece())
-        for begin in range(0, size_bytes, len(PIECE_BYTES)):
-            await stream.send(Piece(), PIECE_BYTES[: size_bytes - begin])
+        await stream.send(BurstPart())
+        for begin in range(0, size_bytes, len(PART)):
+            await stream.send(BurstPart(), PART[: size_bytes - begin])
         took_s = (await stream.receive(TransferReport))[0].seconds
         rate_bps = size_bytes * 8 / max(took_s, 1e-9)
         if took_s >= ENOUGH_S:
@@ -180,10 +180,10 @@ async def _send_bursts(stream: Stream, limit_bytes: int) -> float:
 async def _absorb(stream: Stream, limit_bytes: int) -> float:
     clock, rate_bps = asyncio.get_running_loop().time, 0.0
     for missing_bytes in _sizes(limit_bytes):
-        await stream.receive(Piece)
+        await stream.receive(BurstPart)
         began_at, size_bytes = clock(), missing_bytes
         while missing_bytes > 0:
-            missing_bytes -= len((await stream.receive(Piece))[1])
+            missing_bytes -= len((await stream.receive(BurstPart))[1])
         if missing_bytes:
             raise ProtocolError(f"{short(stream.peer)} sends more than was agreed in a speed test")
         took_s = clock() - began_at

@@ -11,8 +11,8 @@ from colab_swarm.errors import CallRefused, PeerError, PeerTimeout, ProtocolErro
 from colab_swarm.net.metering import (
     MAX_SIZE_BYTES,
     PAUSE_S,
+    BurstPart,
     MeasureSpeed,
-    Piece,
     Speed,
     SpeedTests,
     TransferReport,
@@ -106,8 +106,8 @@ async def test_more_bytes_than_agreed_end_the_test() -> None:
     network.introduce()
 
     async def flood(opening: MeasureSpeed, stream: Stream) -> None:
-        await stream.send(Piece())
-        await stream.send(Piece(), bytes(2000))
+        await stream.send(BurstPart())
+        await stream.send(BurstPart(), bytes(2000))
 
     carol.serve_stream(MeasureSpeed, flood)
     async with await alice.stream(carol.id, MeasureSpeed(1000), timeout_s=5) as stream:
