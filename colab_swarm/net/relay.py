@@ -224,8 +224,7 @@ class Relay:
         return Reserved(self.state.quota.place_s, self._seen(peer))
 
     def _seen(self, peer: PeerId) -> HostPort:
-        path = self._node.path_to(peer)
-        return (path and path.remote) or ("", 0)
+        return (self._node.path_to(peer) or Path()).remote or ("", 0)
 
     async def _on_open(self, peer: PeerId, message: OpenCircuit) -> CircuitTicket:
         called = PeerId(message.peer)
@@ -241,9 +240,8 @@ class Relay:
                 raise Refusal(f"the relay does not reach it either: {error}") from error
         circuit = self.state.open(peer, called, self._loop.time(), os.urandom)
         mine, theirs = circuit.tokens
-        path = self._node.path_to(peer)
-        seen_host = "" if path is None else path.seen_host
-        self._node.linker.spawn(self._offer(circuit, called, CircuitOffer(peer, theirs, seen_host)))
+        path = self._node.path_to(peer) or Path()
+        self._node.linker.spawn(self._offer(circuit, called, CircuitOffer(peer, theirs, path.seen_host)))
         return CircuitTicket(mine, self._seen(peer))
 
     async def _offer(self, circuit: Circuit, called: PeerId, offer: CircuitOffer) -> None:
@@ -378,10 +376,6 @@ class Circuits:
             self._keeping.cancel()
             self._keeping = None
         self._forget(list(self.places))
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        return tuple(address for addresses in self.places.values() for address in addresses)
 
     async def _open(self, relay: Contact, peer: PeerId, receiver: HandshakeReceiver) -> WebSocket:
         self._node.learn(relay)

@@ -103,10 +103,12 @@ async def relayed(
     serving = [Relay(relay, quota or RelayQuota()) for relay in relays]
     async with peers("alice", "bob", listen=False) as (alice, bob):
         Circuits(alice, candidates(*relays), lambda: None, random.Random(1))
-        far = Circuits(bob, candidates(*relays), lambda: bob.announce(far.addresses), random.Random(2))
+        far = Circuits(
+            bob, candidates(*relays), lambda: bob.announce(sum(far.places.values(), ())), random.Random(2)
+        )
         far.start()
         await until(lambda: len(far.places) == len(relays))
-        alice.learn(Contact(bob.id, far.addresses))
+        alice.learn(Contact(bob.id, bob.contact.addresses))
         yield alice, bob, serving
 
 
