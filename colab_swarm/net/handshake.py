@@ -222,11 +222,15 @@ async def dial_any(
         while waiting or running:
             if waiting:
                 running[asyncio.ensure_future(dial(waiting.pop(0)))] = None
-            count = len(running)
-            success = await _first_success(running, failures, last=not waiting)
-            if success is not None:
-                return success.result()
-            if not (waiting or detoured) and len(running) in (0, count):
+            timeout_s = STAGGER_S if waiting else DETOUR_AFTER_S
+            done, _ = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            for attempt in [attempt for attempt in running if attempt in done]:
+                try:
+                    return attempt.result()
+                except PeerError as error:
+                    failures.append(error)
+                    del running[attempt]
+            if not (waiting or detoured or (done and running)):
                 waiting = list(detours())
                 detoured = bool(waiting)
     finally:
@@ -235,25 +239,6 @@ async def dial_any(
         await asyncio.gather(*running, return_exceptions=True)
     kind = WrongPeer if WrongPeer in map(type, failures) else PeerUnreachable
     raise kind("; ".join(map(str, failures)))
-
-
-async def _first_success(
-    running: dict[asyncio.Future[T], None], failures: list[PeerError], *, last: bool
-) -> asyncio.Future[T] | None:
-    """Wait until attempts end, remove them from ``running``, return one that succeeded, append the ``failures``."""
-    timeout_s = DETOUR_AFTER_S if last else STAGGER_S
-    done, _ = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    success = None
-    for attempt in [attempt for attempt in running if attempt in done]:
-        del running[attempt]
-        error = attempt.exception()
-        if error is None:
-            success = attempt
-        elif isinstance(error, PeerError):
-            failures.append(error)
-        else:
-            raise error
-    return success
 
 
 class _Refused(asyncio.Protocol):
@@ -287,7 +272,6 @@ class Listener:
         self._http = web.Server(self._upgrade, access_log=None)
         self._server: asyncio.Server | None = None
         self._fresh: dict[Any, float] = {}
-        self._shaking_hands = 0
         self.on_ticket: Callable[[bytes, WebSocket], None] | None = None
 
     async def start(self, host: str, port: int) -> int:
@@ -318,10 +302,11 @@ class Listener:
         return connection
 
     def _is_fresh(self, connection: Any, since: float, now: float) -> bool:
-        """Return True if aiohttp still has it; one without a transport is about to connect, or gone."""
+        """Return True until it is a link; one without a transport is about to connect, or gone."""
         if connection.transport is None:
             return now - since < CONNECTING_S
-        return connection.transport.get_protocol() is connection
+        protocol = connection.transport.get_protocol()
+        return protocol is connection or isinstance(getattr(protocol, "receiver", None), HandshakeReceiver)
 
     def _abort(self, connection: Any) -> None:
         """Abort a connection that sent no full request in time."""
@@ -343,21 +328,12 @@ class Listener:
         if self.on_ticket is not None and first.startswith(TICKET):
             self.on_ticket(first, websocket)  # at once: the receiver must not get the next message
         else:
-            await self._shake_hands(receiver, websocket, first)
+            receiver.use(websocket)
+            receiver.on_message(memoryview(first))
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await receiver.link
+            except (PeerError, TimeoutError) as error:
+                websocket.close(str(error) or "the handshake stalled")
         await websocket.wait_closed()
         return response
-
-    async def _shake_hands(self, receiver: HandshakeReceiver, websocket: WebSocket, first: bytes) -> None:
-        if self._shaking_hands >= self._max_fresh:
-            websocket.close("too many handshakes at once")
-            return
-        self._shaking_hands += 1
-        receiver.use(websocket)
-        receiver.on_message(memoryview(first))
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await receiver.link
-        except (PeerError, TimeoutError) as error:
-            websocket.close(str(error) or "the handshake stalled")
-        finally:
-            self._shaking_hands -= 1

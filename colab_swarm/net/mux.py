@@ -307,17 +307,15 @@ class Mux:
             self._calls.remove(id)
             self._queue.append(encode(FrameKind.CANCEL, id))
 
-    def reply(self, id: int, body: bytes) -> None:
+    def reply(self, id: int, body: bytes, kind: FrameKind = FrameKind.REPLY) -> None:
         """Answer a call of the peer, unless it was cancelled."""
         if id in self._serving:
             self._serving.remove(id)
-            self._queue.append(encode(FrameKind.REPLY, id, body))
+            self._queue.append(encode(kind, id, body))
 
     def fail(self, id: int, code: str, text: str) -> None:
         """Answer a call of the peer with an error, unless it was cancelled."""
-        if id in self._serving:
-            self._serving.remove(id)
-            self._queue.append(encode(FrameKind.ERROR, id, _failure(code, text)))
+        self.reply(id, _failure(code, text), FrameKind.ERROR)
 
     def open(self, opening: bytes) -> int:
         """Open a stream with an encoded `Opening`; return its number."""
