@@ -8,7 +8,7 @@ without multicast (Colab, Kaggle) find nothing, and nothing fails.
 import asyncio
 import secrets
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 import zeroconf as mdns
-from zeroconf import InterfaceChoice, InterfacesType, ServiceStateChange, Zeroconf
+from zeroconf import InterfaceChoice, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
 from colab_swarm.net.addresses import ip_of, is_loopback, relay_of
@@ -109,7 +109,12 @@ class LanAnnouncer:
     """Announces one peer from its first `update` until `close`; `OSError` without multicast."""
 
     def __init__(
-        self, run_id: str, access: Access, name: str, *, interfaces: InterfacesType = InterfaceChoice.All
+        self,
+        run_id: str,
+        access: Access,
+        name: str,
+        *,
+        interfaces: Sequence[str] | InterfaceChoice = InterfaceChoice.All,
     ) -> None:
         self._run_id, self._access, self._name = run_id, access, name
         self._zeroconf = _open(interfaces)
@@ -142,7 +147,7 @@ class LanAnnouncer:
 
 
 async def find_swarms(
-    *, seconds: float = 1.5, interfaces: InterfacesType = InterfaceChoice.All
+    *, seconds: float = 1.5, interfaces: Sequence[str] | InterfaceChoice = InterfaceChoice.All
 ) -> list[LanSwarm]:
     """Listen; return the runs announced in the local network, none without multicast."""
     with suppress(OSError):
@@ -178,7 +183,7 @@ async def _ask(zeroconf: Zeroconf, name: str) -> LanSwarm | None:
         return None
 
 
-def _open(interfaces: InterfacesType) -> AsyncZeroconf:
+def _open(interfaces: Sequence[str] | InterfaceChoice) -> AsyncZeroconf:
     try:
         return AsyncZeroconf(interfaces=interfaces)
     except RuntimeError as error:

@@ -24,7 +24,7 @@ from colab_swarm.errors import PeerTimeout, ProtocolError
 from colab_swarm.net.addresses import MAX_BOOK_ENTRIES, VisitLimit
 from colab_swarm.net.carrier import LinkType, NodeSettings, Path, RateMeter, TokenBucket, Traffic
 from colab_swarm.net.link import Link
-from colab_swarm.net.peers import LinkStatistics, Message, PeerId, Peers, Refusal, Stream, short
+from colab_swarm.net.peers import LinkStatistics, Message, PeerId, Peers, Refusal, Stream, refuse_if, short
 
 MAX_SIZE_BYTES = 32 << 20
 FIRST_BYTES = 64 << 10
@@ -124,10 +124,11 @@ class SpeedTests:
         peers.serve_stream(MeasureSpeed, self._answer)
 
     async def _answer(self, test: MeasureSpeed, stream: Stream) -> None:
-        if self._busy:
-            raise Refusal("a speed test with another peer is running: wait a moment")
-        if not self._tests.admit(stream.peer, asyncio.get_running_loop().time()):
-            raise Refusal(f"one speed test in {PAUSE_S:g} s: wait a moment")
+        refuse_if(self._busy, "a speed test with another peer is running: wait a moment")
+        refuse_if(
+            not self._tests.admit(stream.peer, asyncio.get_running_loop().time()),
+            f"one speed test in {PAUSE_S:g} s: wait a moment",
+        )
         self._busy = True
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):

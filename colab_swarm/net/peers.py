@@ -89,6 +89,12 @@ class Refusal(Exception):
     """Raised by a handler to answer a call with ``CallRefused(code="refused", text)``."""
 
 
+def refuse_if(bad: object, text: str) -> None:
+    """Raise `Refusal` with ``text`` if ``bad`` is true."""
+    if bad:
+        raise Refusal(text)
+
+
 class StreamEnded(PeerError):
     """The peer ended its side of the stream; no more items follow."""
 

@@ -20,9 +20,10 @@ import msgspec
 from colab_swarm.errors import PeerError, TunnelError
 from colab_swarm.events import EventLog, ReachabilityChanged
 from colab_swarm.net.addresses import VisitLimit, host_of, is_local, may_dial_back
+from colab_swarm.net.carrier import Path
 from colab_swarm.net.handshake import Address
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import MAX_ADDRESSES, Contact, Message, PeerId, Refusal, short
+from colab_swarm.net.peers import MAX_ADDRESSES, Contact, Message, PeerId, refuse_if, short
 from colab_swarm.net.relay import Circuits
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings
 from colab_swarm.net.upgrade import Upgrades
@@ -246,8 +247,8 @@ class ReachabilityWatch:
         self._update()
 
     def _is_near(self, peer: PeerId) -> bool:
-        path = self._node.path_to(peer)
-        return path is None or path.remote is None or is_local(path.remote[0])
+        remote = (self._node.path_to(peer) or Path()).remote
+        return remote is None or is_local(remote[0])
 
     async def _ask(self, peer: PeerId) -> None:
         ask = DialBack(self._policy.listening[:MAX_ADDRESSES])
@@ -258,11 +259,12 @@ class ReachabilityWatch:
             logger.info("no dial-back: %s", error)
 
     async def _on_dial_back(self, peer: PeerId, ask: DialBack) -> DialledBack:
-        path = self._node.path_to(peer)
-        if path is None or path.remote is None:
-            raise Refusal("no direct link shows your address")
-        if not self._dial_backs.admit(peer, self._loop.time()):
-            raise Refusal(f"you were dialled back less than {DIAL_BACK_GAP_S:g} s ago")
+        path = self._node.path_to(peer) or Path()
+        refuse_if(path.remote is None, "no direct link shows your address")
+        refuse_if(
+            not self._dial_backs.admit(peer, self._loop.time()),
+            f"you were dialled back less than {DIAL_BACK_GAP_S:g} s ago",
+        )
         seen = path.seen_host
         tried = [address for address in ask.addresses if may_dial_back(address, seen)][:MAX_PROBED]
         faults = await asyncio.gather(*(self._probe(peer, address) for address in tried))

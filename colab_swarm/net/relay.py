@@ -29,7 +29,7 @@ from colab_swarm.net.addresses import host_of, is_local, is_loopback, relay_of
 from colab_swarm.net.carrier import HostPort, LinkType, Path, TokenBucket
 from colab_swarm.net.handshake import TICKET, HandshakeReceiver
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import CIRCUIT, Ack, Contact, Message, PeerId, Refusal, Role, short
+from colab_swarm.net.peers import CIRCUIT, Ack, Contact, Message, PeerId, Refusal, Role, refuse_if, short
 from colab_swarm.net.websocket import MAX_MESSAGE_BYTES, SCRATCH_BYTES, WebSocket, write_message
 
 logger = logging.getLogger(__name__)
@@ -134,8 +134,10 @@ class RelayState:
 
     def reserve(self, peer: PeerId, now: float) -> None:
         self.places = {one: until for one, until in self.places.items() if until > now}
-        if peer not in self.places and len(self.places) >= self.quota.places:
-            raise Refusal(f"all {self.quota.places} places are taken")
+        refuse_if(
+            peer not in self.places and len(self.places) >= self.quota.places,
+            f"all {self.quota.places} places are taken",
+        )
         self.places[peer] = now + self.quota.place_s
 
     def forget(self, peer: PeerId) -> None:
@@ -146,13 +148,16 @@ class RelayState:
 
     def open(self, caller: PeerId, called: PeerId, now: float, random: Callable[[int], bytes]) -> Circuit:
         quota = self.quota
-        if len(self.circuits) >= quota.circuits:
-            raise Refusal(f"{quota.circuits} circuits are open here")
+        refuse_if(len(self.circuits) >= quota.circuits, f"{quota.circuits} circuits are open here")
         for peer in (caller, called):
-            if sum(peer in circuit.ends for circuit in self.circuits) >= quota.circuits_per_peer:
-                raise Refusal(f"{quota.circuits_per_peer} circuits of {short(peer)} are open here")
-        if sum({caller, called} == {*circuit.ends} for circuit in self.circuits) >= CIRCUITS_PER_PAIR:
-            raise Refusal(f"{CIRCUITS_PER_PAIR} circuits between the two are open here")
+            refuse_if(
+                sum(peer in one.ends for one in self.circuits) >= quota.circuits_per_peer,
+                f"{quota.circuits_per_peer} circuits of {short(peer)} are open here",
+            )
+        refuse_if(
+            sum({caller, called} == {*one.ends} for one in self.circuits) >= CIRCUITS_PER_PAIR,
+            f"{CIRCUITS_PER_PAIR} circuits between the two are open here",
+        )
         if quota.total_bytes is not None and self.carried_bytes >= quota.total_bytes:
             raise Refusal(f"this relay has carried its {quota.total_bytes / 1e9:g} GB")
         own = () if quota.circuit_bps is None else (TokenBucket(quota.circuit_bps, now),)
@@ -228,11 +233,11 @@ class Relay:
 
     async def _on_open(self, peer: PeerId, message: OpenCircuit) -> CircuitTicket:
         called = PeerId(message.peer)
-        if called in (peer, self._node.id):
-            raise Refusal("a circuit must lead to a third peer")
+        refuse_if(called in (peer, self._node.id), "a circuit must lead to a third peer")
         if not self._node.contact_of(called).direct:
-            if not self.state.has_place(called, self._loop.time()):
-                raise Refusal(f"{short(called)} holds no place here")
+            refuse_if(
+                not self.state.has_place(called, self._loop.time()), f"{short(called)} holds no place here"
+            )
         elif called not in self._node.linked():
             try:
                 await self._node.linker.link_to(called, OFFER_TIMEOUT_S)
@@ -407,8 +412,10 @@ class Circuits:
             self._node.linker.require_room()
         except PeerLost as error:
             raise Refusal(str(error)) from error
-        if self._accepting.count(relay) >= OFFERS_AT_ONCE:
-            raise Refusal(f"{OFFERS_AT_ONCE} of your offers are being accepted: wait")
+        refuse_if(
+            self._accepting.count(relay) >= OFFERS_AT_ONCE,
+            f"{OFFERS_AT_ONCE} of your offers are being accepted: wait",
+        )
         self._accepting.append(relay)
         self._node.linker.spawn(self._accept(relay, offer))
         return Ack()

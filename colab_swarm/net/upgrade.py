@@ -3,9 +3,7 @@
     asking end                               answering end
     Upgrade(endpoints)                   ->  dials the asking end's direct addresses, if there are any
                                          <-  Upgrade(endpoints)
-    Upgrade (to measure the round trip)  ->
-                                         <-  Upgrade
-    Upgrade: half a round trip from now  ->
+    Upgrade(round trip)                  ->  (half a round trip from now)
     punches                                  punches
 
 Endpoints are those of each end's own connection to the relay: as the relay sees it, and as it is in
@@ -48,7 +46,7 @@ from colab_swarm.net.carrier import HostPort, LinkType, Path, Receiver
 from colab_swarm.net.handshake import dial_any
 from colab_swarm.net.link import Link
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import Message, PeerId, Refusal, Stream, short
+from colab_swarm.net.peers import Message, PeerId, Refusal, Stream, refuse_if, short
 from colab_swarm.net.websocket import CAN_PUNCH, WebSocket, bound_socket
 
 logger = logging.getLogger(__name__)
@@ -142,10 +140,11 @@ async def _connect_often(
 
 
 class Upgrade(Message, frozen=True):
-    """Opens the stream, and each further turn: its sender's endpoints, or that it is busy."""
+    """Opens the stream, and each further turn: its sender's endpoints, or that it is busy; the round trip."""
 
     endpoints: Endpoints = ()
     busy: bool = False
+    rtt_s: Annotated[float, msgspec.Meta(ge=0.0, le=PUNCH_S)] = 0.0
 
 
 class _Silent(asyncio.Protocol):
@@ -214,17 +213,10 @@ class Upgrades:
             answer, _ = await stream.receive(Upgrade)
             if answer.busy or not self._relayed(link.peer):  # or it dialled back
                 return answer.busy
-            rtt_s = await self._measure_rtt(stream, Upgrade())
+            rtt_s = min(link.rtt_s or 0.0, PUNCH_S)
+            await stream.send(Upgrade(rtt_s=rtt_s))
         await self._punch(link.peer, port, answer.endpoints, rtt_s, answering=False)
         return False
-
-    async def _measure_rtt(self, stream: Stream, ready: Upgrade) -> float:
-        asked_at = self._loop.time()
-        await stream.send(ready)
-        await stream.receive(Upgrade)
-        rtt_s = self._loop.time() - asked_at
-        await stream.send(Upgrade())
-        return rtt_s
 
     async def _on_upgrade(self, opening: Upgrade, stream: Stream) -> None:
         link = self._node.linker.table.best(stream.peer)
@@ -233,8 +225,10 @@ class Upgrades:
         if self._punching.locked():
             await stream.send(Upgrade(busy=True))
             return
-        if not self._failures.admit(stream.peer, self._loop.time()):
-            raise Refusal(f"{TRIES} upgrades failed in the last minute")
+        refuse_if(
+            not self._failures.admit(stream.peer, self._loop.time()),
+            f"{TRIES} upgrades failed in the last minute",
+        )
         try:
             async with self._punching, asyncio.timeout(TALK_TIMEOUT_S + PUNCH_S):
                 await self._answer(link, opening, stream)
@@ -249,9 +243,9 @@ class Upgrades:
         port, endpoints = self._endpoints(link)
         if await self._dial_back(stream.peer, self._seen(link.remote.path)):
             endpoints = ()
-        rtt_s = await self._measure_rtt(stream, Upgrade(endpoints))
-        await stream.receive(Upgrade)
-        await self._punch(stream.peer, port, opening.endpoints, rtt_s, answering=True)
+        await stream.send(Upgrade(endpoints))
+        begin, _ = await stream.receive(Upgrade)
+        await self._punch(stream.peer, port, opening.endpoints, begin.rtt_s, answering=True)
 
     def _seen(self, path: Path) -> str:
         # a relay may say anything: a private address counts only if we see the relay at one ourselves
