@@ -5,7 +5,7 @@ import logging
 import statistics
 import struct
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,7 +13,7 @@ import msgspec
 
 from colab_swarm.errors import CallRefused, PeerError, PeerLost, PeerTimeout, ProtocolError
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.net.carrier import Loopback, NodeSettings, Remote, Traffic
+from colab_swarm.net.carrier import LinkType, Loopback, NodeSettings, Remote, Traffic
 from colab_swarm.net.mux import (
     Failure,
     Frame,
@@ -47,6 +47,7 @@ MAX_TASKS = 2048
 """Handlers that may run for one link: a cancelled call frees its number before its handler has ended."""
 MAX_BACKLOG_BYTES = 64 << 20
 RTT_SAMPLES = 5
+SIMULTANEOUS_S = 10.0
 LEAVE_TIMEOUT_S = 30.0
 """A quiet link that only this end leaves is closed after this time."""
 _TOKEN = struct.Struct("<d")
@@ -425,3 +426,66 @@ class Link:
             self._traffic.count_sent(size, self._loop.time())
         if self.carrier.backlog_bytes > MAX_BACKLOG_BYTES:
             self.abort(f"{MAX_BACKLOG_BYTES} bytes are waiting and the peer does not read")
+
+
+class LinkTable:
+    """Links by peer.
+
+    Both ends leave a relayed link as soon as they have a better one; it ends when its calls and
+    streams are over. When both ends dial at once, both use the link that the peer with the smaller
+    id dialled, and leave the other. A link that is opened later than `SIMULTANEOUS_S` replaces the
+    old one: the peer would not have dialled if that still worked for it.
+    """
+
+    def __init__(self, own: PeerId) -> None:
+        self._own = own
+        self._by_peer: dict[PeerId, list[Link]] = {}
+
+    def __iter__(self) -> Iterator[Link]:
+        # copies: other threads read the table
+        return iter([link for links in list(self._by_peer.values()) for link in links])
+
+    def __len__(self) -> int:
+        return sum(len(links) for links in self._by_peer.values())
+
+    def peers(self) -> frozenset[PeerId]:
+        return frozenset(self._by_peer)
+
+    def of(self, peer: PeerId) -> list[Link]:
+        """Return all links to a peer."""
+        return list(self._by_peer.get(peer, ()))
+
+    def best(self, peer: PeerId) -> Link | None:
+        """Return the link to use for a new call or stream, or None."""
+        usable = [link for link in self._by_peer.get(peer, ()) if not link.leaving]
+        if len(usable) < 2:
+            return usable[0] if usable else None
+        usable = [link for link in usable if link.remote.path.way is not LinkType.RELAYED] or usable
+        newest = max(link.opened_at for link in usable)
+        rivals = [link for link in usable if newest - link.opened_at < SIMULTANEOUS_S]
+        return max(rivals, key=lambda link: (link.dialled == (self._own < peer), link.opened_at))
+
+    def add(self, link: Link) -> bool:
+        """Add a link; return whether it is the first to its peer."""
+        links = self._by_peer.setdefault(link.peer, [])
+        links.append(link)
+        return len(links) == 1
+
+    def remove(self, link: Link) -> bool:
+        """Remove a link; return whether it was the last to its peer."""
+        links = self._by_peer.get(link.peer, [])
+        if link in links:
+            links.remove(link)
+            if not links:
+                del self._by_peer[link.peer]
+                return True
+        return False
+
+    def full(self, limit: int) -> bool:
+        """Return True if ``limit`` links are all in use, or twice as many do not close: then none may be added."""
+        return len(self) >= 2 * limit or (len(self) >= limit and self.longest_unused() is None)
+
+    def longest_unused(self) -> Link | None:
+        """Return the quiet link that could be closed first."""
+        quiet = [link for link in self if link.mux.quiet and not link.leaving]
+        return min(quiet, key=lambda link: link.used_at, default=None)
