@@ -185,7 +185,7 @@ class Link:
         self.flush_soon()
 
     def _forget_if_over(self, id: int) -> None:
-        if not self.mux.knows_stream(id):
+        if id not in self.mux.streams:
             self._streams.pop(id, None)
 
     def decode(self, kind: type[M], data: memoryview) -> M:
@@ -409,7 +409,7 @@ class Link:
 
     def flush_soon(self) -> None:
         """Flush once per turn of the event loop, so that frames queued together travel together."""
-        if self.mux.queued and not self._flush_scheduled:
+        if self.mux.queue and not self._flush_scheduled:
             self._flush_scheduled = True
             self._loop.call_soon(self._flush)
 

@@ -86,7 +86,6 @@ class Metering:
             rtt_s=statistics.median(rtts_s) if rtts_s else None,
             upload_bps=sent.peak_bps,
             download_bps=received.peak_bps,
-            links=len(links),
         )
 
 

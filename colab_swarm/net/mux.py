@@ -96,7 +96,7 @@ class FrameReader:
 
     def __init__(self) -> None:
         self._partial = bytearray()
-        self._filled = 0
+        self._frame_bytes = 0
 
     def read(self, packet: Buffer) -> list[Frame]:
         """Return the frames that this packet completes.
@@ -124,23 +124,17 @@ class FrameReader:
     def _begin(self, view: memoryview, frame_bytes: int, *, alone: bool) -> None:
         if not alone or len(view) != MAX_PACKET_BYTES:
             raise ProtocolError(f"a frame of {frame_bytes} bytes is truncated")
-        self._partial = bytearray(frame_bytes)
-        self._partial[: len(view)] = view
-        self._filled = len(view)
+        self._partial, self._frame_bytes = bytearray(view), frame_bytes
 
     def _continue(self, packet: Buffer) -> list[Frame]:
-        filled = self._filled + len(packet)
-        if filled > len(self._partial) or (filled < len(self._partial) and len(packet) != MAX_PACKET_BYTES):
-            raise ProtocolError(f"{len(packet)} bytes do not continue a frame of {len(self._partial)} bytes")
-        self._partial[self._filled : filled] = packet
-        self._filled = filled
-        if filled < len(self._partial):
+        self._partial += packet
+        missing_bytes = self._frame_bytes - len(self._partial)
+        if missing_bytes < 0 or (missing_bytes and len(packet) != MAX_PACKET_BYTES):
+            raise ProtocolError(f"{len(packet)} bytes do not continue a frame of {self._frame_bytes} bytes")
+        if missing_bytes:
             return []
-        whole = memoryview(self._partial)
-        self._partial = bytearray()
-        kind, id, message_bytes, _ = _read_header(whole, 0)
-        message_at = len(whole) - message_bytes
-        return [Frame(kind, id, whole[message_at:], whole[HEADER.size : message_at])]
+        whole, self._partial = self._partial, bytearray()
+        return self.read(whole)
 
 
 def _read_header(view: memoryview, at: int) -> tuple[FrameKind, int, int, int]:
@@ -263,8 +257,8 @@ class Mux:
         self._last_theirs = 0 if initiator else -1
         self._max_streams, self._max_calls = max_streams, max_calls
         self._reader = FrameReader()
-        self._queue: list[bytes] = []
-        self._streams: dict[int, Flow] = {}
+        self.queue: list[bytes] = []
+        self.streams: dict[int, Flow] = {}
         self._their_streams = 0  # of those: a hostile peer opens many
         self._calls: set[int] = set()
         self._serving: set[int] = set()
@@ -272,46 +266,37 @@ class Mux:
         self.peer_leaving = False
 
     def __repr__(self) -> str:
-        counts = f"calls={len(self._calls)}, serving={len(self._serving)}, streams={len(self._streams)}"
+        counts = f"calls={len(self._calls)}, serving={len(self._serving)}, streams={len(self.streams)}"
         return f"Mux({counts}{', leaving' if self.leaving or self.peer_leaving else ''})"
 
     @property
     def quiet(self) -> bool:
         """Whether no call or stream is open, either way."""
-        return not (self._calls or self._serving or self._streams)
-
-    @property
-    def queued(self) -> bool:
-        """Whether `take` returns any packet."""
-        return bool(self._queue)
-
-    def knows_stream(self, id: int) -> bool:
-        """Return True if the stream is still open, at least one way."""
-        return id in self._streams
+        return not (self._calls or self._serving or self.streams)
 
     def take(self) -> list[bytes]:
         """Return the queued frames as packets to seal and send, in order."""
-        frames, self._queue = self._queue, []
+        frames, self.queue = self.queue, []
         return to_packets(frames)
 
     def call(self, opening: bytes) -> int:
         """Queue a call with an encoded `Opening`; return its number."""
         id = self._new_id()
         self._calls.add(id)
-        self._queue.append(encode(FrameKind.CALL, id, opening))
+        self.queue.append(encode(FrameKind.CALL, id, opening))
         return id
 
     def cancel(self, id: int) -> None:
         """Give up a call: the peer's handler is cancelled, a late reply dropped."""
         if id in self._calls:
             self._calls.remove(id)
-            self._queue.append(encode(FrameKind.CANCEL, id))
+            self.queue.append(encode(FrameKind.CANCEL, id))
 
     def reply(self, id: int, body: bytes, kind: FrameKind = FrameKind.REPLY) -> None:
         """Answer a call of the peer, unless it was cancelled."""
         if id in self._serving:
             self._serving.remove(id)
-            self._queue.append(encode(kind, id, body))
+            self.queue.append(encode(kind, id, body))
 
     def fail(self, id: int, code: str, text: str) -> None:
         """Answer a call of the peer with an error, unless it was cancelled."""
@@ -320,57 +305,57 @@ class Mux:
     def open(self, opening: bytes) -> int:
         """Open a stream with an encoded `Opening`; return its number."""
         id = self._new_id()
-        self._streams[id] = Flow()
-        self._queue.append(encode(FrameKind.OPEN, id, opening))
+        self.streams[id] = Flow()
+        self.queue.append(encode(FrameKind.OPEN, id, opening))
         return id
 
     def may_send(self, id: int) -> bool:
         """Return True if an item may be sent now: the stream is open and has credit."""
-        flow = self._streams.get(id)
+        flow = self.streams.get(id)
         return flow is not None and flow.credit > 0
 
     def send(self, id: int, message: bytes, payload: Buffer) -> None:
         """Queue an item; check `may_send` first."""
-        flow = self._streams[id]
+        flow = self.streams[id]
         assert flow.credit > 0 and not flow.sent_end
         flow.credit -= item_cost(message, payload)
-        self._queue.append(encode(FrameKind.ITEM, id, message, payload))
+        self.queue.append(encode(FrameKind.ITEM, id, message, payload))
 
     def consumed(self, id: int, cost: int) -> None:
         """Grant credit for an item that the application took (sent in half windows)."""
-        flow = self._streams.get(id)
+        flow = self.streams.get(id)
         if flow is None or flow.got_end:
             return
         flow.consumed += cost
         if flow.consumed >= STREAM_WINDOW_BYTES // 2:
-            self._queue.append(encode(FrameKind.CREDIT, id, _U32.pack(flow.consumed)))
+            self.queue.append(encode(FrameKind.CREDIT, id, _U32.pack(flow.consumed)))
             flow.window += flow.consumed
             flow.consumed = 0
 
     def end(self, id: int) -> None:
         """End this side of the stream. Idempotent."""
-        flow = self._streams.get(id)
+        flow = self.streams.get(id)
         if flow is not None and not flow.sent_end:
             flow.sent_end = True
-            self._queue.append(encode(FrameKind.END, id))
+            self.queue.append(encode(FrameKind.END, id))
             self._forget_if_over(id, flow)
 
     def reset(self, id: int, code: str = "reset", text: str = "") -> None:
         """Drop the stream both ways. Idempotent."""
-        flow = self._streams.get(id)
+        flow = self.streams.get(id)
         if flow is not None:
             self._forget_if_over(id, flow, over=True)
-            self._queue.append(encode(FrameKind.RESET, id, _failure(code, text)))
+            self.queue.append(encode(FrameKind.RESET, id, _failure(code, text)))
 
     def ping(self, token: bytes) -> None:
         """Request a PONG that carries ``token``."""
-        self._queue.append(encode(FrameKind.PING, 0, token))
+        self.queue.append(encode(FrameKind.PING, 0, token))
 
     def leave(self) -> None:
         """Start no new calls or streams, and close the link when all are over. Idempotent."""
         if not self.leaving:
             self.leaving = True
-            self._queue.append(encode(FrameKind.LEAVING, 0))
+            self.queue.append(encode(FrameKind.LEAVING, 0))
 
     def on_packet(self, packet: Buffer) -> Iterator[Frame]:
         """Take a packet from the peer; yield the frames for the application.
@@ -403,7 +388,7 @@ class Mux:
     def _on_ping(self, frame: Frame) -> bool:
         if len(frame.message) > MAX_PING_BYTES:
             raise ProtocolError(f"a ping of {len(frame.message)} bytes")
-        self._queue.append(encode(FrameKind.PONG, 0, frame.message))
+        self.queue.append(encode(FrameKind.PONG, 0, frame.message))
         return False
 
     def _on_opening(self, frame: Frame) -> bool:
@@ -414,15 +399,15 @@ class Mux:
         if frame.kind is FrameKind.CALL:
             if len(self._serving) >= self._max_calls:
                 text = f"{self._max_calls} calls are pending on this link"
-                self._queue.append(encode(FrameKind.ERROR, id, _failure("busy", text)))
+                self.queue.append(encode(FrameKind.ERROR, id, _failure("busy", text)))
                 return False
             self._serving.add(id)
         elif self._their_streams >= self._max_streams:
             text = f"{self._max_streams} streams are open on this link"
-            self._queue.append(encode(FrameKind.RESET, id, _failure("busy", text)))
+            self.queue.append(encode(FrameKind.RESET, id, _failure("busy", text)))
             return False
         else:
-            self._streams[id] = Flow()
+            self.streams[id] = Flow()
             self._their_streams += 1
         return True
 
@@ -456,7 +441,7 @@ class Mux:
         return True
 
     def _flow(self, frame: Frame) -> Flow | None:
-        flow = self._streams.get(frame.id)
+        flow = self.streams.get(frame.id)
         if flow is None:
             self._require_known(frame.id)
         return flow
@@ -477,7 +462,7 @@ class Mux:
 
     def _forget_if_over(self, id: int, flow: Flow, *, over: bool = False) -> None:
         if over or (flow.sent_end and flow.got_end):
-            del self._streams[id]
+            del self.streams[id]
             self._their_streams -= not self._is_ours(id)
 
     def _new_id(self) -> int:

@@ -197,12 +197,9 @@ class Linker:
             proof.append(remote)
             raise PeerError("probed")
 
+        connect, path = partial(self.connect, address), Path(address=address)
         try:
-            async with asyncio.timeout(timeout_s):
-                connect, path = partial(self.connect, address), Path(address=address)
-                await self.shake_hands(connect, expected=peer, path=path, make_link=stop)
-        except TimeoutError:
-            raise PeerUnreachable(f"{address} did not answer in {timeout_s:.3g} s") from None
+            await self.shake_hands(connect, expected=peer, path=path, make_link=stop, timeout_s=timeout_s)
         except PeerError:
             if not proof:
                 raise
@@ -223,13 +220,14 @@ class Linker:
         expected: PeerId | None,
         path: Path,
         make_link: Callable[[WebSocket, Remote, float], Link] | None = None,
+        timeout_s: float | None = None,
     ) -> Link:
         """Make a link over the connection that ``connect`` opens; ``expected`` is None at the end that was dialled.
 
         Raises `PeerUnreachable` if no peer answers in time, or it refuses, or as `Introduction` does.
         """
         receiver = self._receiver(expected, path, make_link)
-        name, timeout_s = path.address or str(path), self._settings.dial_timeout_s
+        name, timeout_s = path.address or str(path), timeout_s or self._settings.dial_timeout_s
         websocket: WebSocket | None = None
         try:
             async with asyncio.timeout(timeout_s):

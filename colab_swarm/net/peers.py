@@ -107,7 +107,6 @@ class LinkStatistics:
         sent_bytes, received_bytes: bytes on the wire.
         rtt_s: median of the last round-trip times, seconds; None if never measured.
         upload_bps, download_bps: peak rate seen over a busy second, bits per second; None if never busy.
-        links: links open now.
     """
 
     sent_bytes: int = 0
@@ -115,7 +114,6 @@ class LinkStatistics:
     rtt_s: float | None = None
     upload_bps: float | None = None
     download_bps: float | None = None
-    links: int = 0
 
 
 class Stream:

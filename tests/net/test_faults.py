@@ -165,7 +165,7 @@ async def test_keep_alives_hold_a_quiet_link_and_measure_the_round_trip() -> Non
         await alice.call(bob.id, Echo(), Echo, timeout_s=5)
         before = alice.statistics(bob.id)
         await until(lambda: alice.statistics(bob.id).received_bytes > before.received_bytes)
-        assert alice.statistics(bob.id).links == 1
+        assert len(alice.linker.table.of(bob.id)) == 1
         assert 0 < (alice.statistics(bob.id).rtt_s or 0) < 1
 
 
