@@ -1,6 +1,6 @@
 """Relayed links that become direct or punched ones; punching on loopback, where nothing is in the way, and its timing.
 
-Through NATs: `tests.netlab.test_punch`.
+Through NATs: `tests.netlab.test_matrix`.
 """
 
 import asyncio

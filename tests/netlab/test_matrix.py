@@ -47,3 +47,10 @@ def test_two_peers_whose_link_breaks_are_punched_again_from_the_same_ports() -> 
             assert meet(one, other, "punched").way == meet(other, one, "punched").way == "punched"
             assert one.ask("drop", other.contact)["dropped"] > 0
             other.ask("call", one.contact, FIRST_LINK_S)  # may fail: the link is lost under it
+
+
+@pytest.mark.slow
+def test_loss_does_not_stop_a_punch() -> None:
+    with lab_of(("masquerade", "masquerade"), rtt_s=0.06, loss=0.02) as lab:
+        alice, bob = join(lab, create(lab, "pub").invite, "a", "b")
+        assert meet(alice, bob, "punched").way == "punched"
