@@ -64,9 +64,8 @@ class Reserve(Message, frozen=True):
 
 
 class Reserved(Message, frozen=True):
-    """The place lasts ``seconds``, while the link is open; the relay sees the peer at ``seen``."""
+    """The place lasts while the link is open; the relay sees the peer at ``seen``."""
 
-    seconds: float
     seen: Seen
 
 
@@ -103,7 +102,6 @@ class RelayQuota:
     circuit_bps: float | None = None  # bits per second of one circuit
     total_bps: float | None = None  # bits per second of all circuits
     total_bytes: float | None = None  # all circuits together since the relay started; then it opens no more
-    place_s: float = 300.0  # duration of a place, seconds
 
     def __repr__(self) -> str:
         return settings(self)
@@ -127,24 +125,15 @@ class RelayState:
 
     def __init__(self, quota: RelayQuota, now: float) -> None:
         self.quota = quota
-        self.places: dict[PeerId, float] = {}
+        self.places: set[PeerId] = set()
         self.circuits: set[Circuit] = set()
         self.carried_bytes = 0
         self._total = () if quota.total_bps is None else (TokenBucket(quota.total_bps, now),)
 
-    def reserve(self, peer: PeerId, now: float) -> None:
-        self.places = {one: until for one, until in self.places.items() if until > now}
-        refuse_if(
-            peer not in self.places and len(self.places) >= self.quota.places,
-            f"all {self.quota.places} places are taken",
-        )
-        self.places[peer] = now + self.quota.place_s
-
-    def forget(self, peer: PeerId) -> None:
-        self.places.pop(peer, None)
-
-    def has_place(self, peer: PeerId, now: float) -> bool:
-        return self.places.get(peer, 0.0) > now
+    def reserve(self, peer: PeerId) -> None:
+        full = peer not in self.places and len(self.places) >= self.quota.places
+        refuse_if(full, f"all {self.quota.places} places are taken")
+        self.places.add(peer)
 
     def open(self, caller: PeerId, called: PeerId, now: float, random: Callable[[int], bytes]) -> Circuit:
         quota = self.quota
@@ -212,7 +201,7 @@ class Relay:
         node.serve(Reserve, self._on_reserve, role=Role.REDUCER)
         node.serve(OpenCircuit, self._on_open)
         node.linker.listener.on_ticket = self._on_ticket
-        node.on_lost(self.state.forget)
+        node.on_lost(self._on_lost)
         self._upkeep = node.linker.spawn(self._expire())
 
     def close(self) -> None:
@@ -225,8 +214,13 @@ class Relay:
             self.end(circuit, "the relay closed")
 
     async def _on_reserve(self, peer: PeerId, message: Reserve) -> Reserved:
-        self.state.reserve(peer, self._loop.time())
-        return Reserved(self.state.quota.place_s, self._seen(peer))
+        self.state.reserve(peer)
+        self._node.linker.pinned.add(peer)
+        return Reserved(self._seen(peer))
+
+    def _on_lost(self, peer: PeerId) -> None:
+        self.state.places.discard(peer)
+        self._node.linker.pinned.discard(peer)
 
     def _seen(self, peer: PeerId) -> HostPort:
         return (self._node.path_to(peer) or Path()).remote or ("", 0)
@@ -235,9 +229,7 @@ class Relay:
         called = PeerId(message.peer)
         refuse_if(called in (peer, self._node.id), "a circuit must lead to a third peer")
         if not self._node.contact_of(called).direct:
-            refuse_if(
-                not self.state.has_place(called, self._loop.time()), f"{short(called)} holds no place here"
-            )
+            refuse_if(called not in self.state.places, f"{short(called)} holds no place here")
         elif called not in self._node.linked():
             try:
                 await self._node.linker.link_to(called, OFFER_TIMEOUT_S)
@@ -359,7 +351,6 @@ class Circuits:
         self._keeping: asyncio.Task[None] | None = None
         self.seen_at: dict[PeerId, HostPort] = {}  # where each relay sees this peer
         self._accepting: list[PeerId] = []
-        self._until: dict[PeerId, float] = {}
         self.places: dict[PeerId, tuple[str, ...]] = {}  # circuit addresses, by relay
         node.linker.open_circuit = self._open
         node.serve(CircuitOffer, self._on_offer, role=Role.REDUCER)
@@ -435,8 +426,6 @@ class Circuits:
         while True:
             began = self._loop.time()
             self._look.clear()
-            for relay in [relay for relay in self.places if self._until[relay] - began < 2 * LOOK_EVERY_S]:
-                await self._reserve(relay)  # before the survey, which may wait for the DHT
             nearest = choose(await self._survey(), self.places)
             for relay in nearest:
                 if relay not in self.places:
@@ -482,7 +471,6 @@ class Circuits:
         entries.sort(key=lambda one: (is_loopback(host_of(one)), is_local(host_of(one))))
         circuits = tuple(f"{entry}{CIRCUIT}{relay.hex()}" for entry in entries[:ENTRIES])
         self.seen_at[relay] = reserved.seen
-        self._until[relay] = self._loop.time() + reserved.seconds
         if self.places.get(relay) != circuits:
             self.places[relay] = circuits
             self._on_change()
