@@ -21,7 +21,16 @@ from aiohttp import web
 from colab_swarm.errors import NotAdmitted, PeerError, PeerLost, PeerTimeout, PeerUnreachable
 from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
 from colab_swarm.net.addresses import AddressBook, is_local, is_loopback, reachable_addresses, relay_of
-from colab_swarm.net.carrier import LinkType, Loopback, NodeSettings, Path, Receiver, Remote, Traffic
+from colab_swarm.net.carrier import (
+    LinkType,
+    Loopback,
+    Metering,
+    NodeSettings,
+    Path,
+    Receiver,
+    Remote,
+    Traffic,
+)
 from colab_swarm.net.handshake import (
     HandshakeReceiver,
     Introduction,
@@ -32,7 +41,6 @@ from colab_swarm.net.handshake import (
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.link import LEAVE_TIMEOUT_S, Link, LinkTable
 from colab_swarm.net.membership import Admission, OpenAdmission
-from colab_swarm.net.metering import Metering
 from colab_swarm.net.mux import ServiceTable
 from colab_swarm.net.peers import Contact, LinkStatistics, M, Message, PeerId, R, Role, Stream, short
 from colab_swarm.net.websocket import SCRATCH_BYTES, WebSocket, bound_socket, dial
@@ -550,8 +558,9 @@ class Node:
         return lambda: listeners.pop(listener, None)
 
     def statistics(self, peer: PeerId | None = None) -> LinkStatistics:
-        table = self.linker.table
-        return self.linker.metering.statistics(peer, list(table) if peer is None else table.of(peer))
+        links = self.linker.table if peer is None else self.linker.table.of(peer)
+        rtts_s = [link.rtt_s for link in links if link.rtt_s is not None]
+        return self.linker.metering.statistics(peer, rtts_s)
 
     async def close(self) -> None:
         await self.linker.close()

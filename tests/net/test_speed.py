@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.errors import CallRefused, PeerError, PeerTimeout, ProtocolError
-from colab_swarm.net.metering import (
+from colab_swarm.net.carrier import (
     MAX_SIZE_BYTES,
     PAUSE_S,
     BurstPart,

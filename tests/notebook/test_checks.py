@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.net.metering import Speed
+from colab_swarm.net.carrier import Speed
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
 from colab_swarm.notebook import checks
 from colab_swarm.notebook.checks import GREEN, RED, WIDTH, YELLOW, Check, Light, Prediction, Subject
