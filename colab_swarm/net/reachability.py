@@ -67,7 +67,7 @@ class ReachabilityLevel(StrEnum):
 
 @dataclass(frozen=True)
 class Reachability:
-    """How others reach this peer: the best ``level`` that works, ``via`` relays or a tunnel."""
+    """How others reach this peer: the best ``level`` that works, and ``via`` what: relays or a tunnel."""
 
     level: ReachabilityLevel
     via: str = ""

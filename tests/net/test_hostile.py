@@ -27,7 +27,7 @@ async def test_a_small_item_does_not_keep_its_big_packet_alive() -> None:
         bob.serve_stream(Talk, keep)
         stream = await alice.stream(bob.id, Talk(), timeout_s=5)
         (link,) = alice.linker.table.of(bob.id)
-        link.mux._queue.append(encode(FrameKind.PONG, 0, bytes(100_000)))
+        link.mux.queue.append(encode(FrameKind.PONG, 0, bytes(100_000)))
         await stream.send(Piece(1), b"12345678")
         await until(lambda: bool(received))
         assert bytes(received[0]) == b"12345678" and len(memoryview(received[0].obj)) == 8
