@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from colab_swarm.dht.records import FindNear, FoundNear
+from colab_swarm.dht.records import Fetch, FindNear, FoundNear
 from colab_swarm.dht.service import DHT, DHTSettings, key_id
 from colab_swarm.errors import CallRefused
 from colab_swarm.events import EventLog, Fault
@@ -19,7 +19,7 @@ async def read(member: Member, key: str) -> dict[bytes, Any]:
     return {subkey: found.value for subkey, found in (await member.dht.get(key)).items()}
 
 
-async def refusal(asker: Member, asked: Member, message: FindNear) -> str:
+async def refusal(asker: Member, asked: Member, message: FindNear | Fetch) -> str:
     with pytest.raises(CallRefused) as caught:
         await asker.peers.call(asked.peers.id, message, FoundNear, timeout_s=5)
     return caught.value.code
@@ -165,6 +165,7 @@ async def test_a_liar_that_names_endless_peers_costs_a_few_calls() -> None:
 async def test_a_key_of_a_wrong_length_is_refused() -> None:
     _, (alice, bob) = await swarm(2)
     assert await refusal(bob, alice, FindNear(b"x", bob.peers.contact)) == "refused"
+    assert await refusal(bob, alice, Fetch(b"x", 1)) == "refused"
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import pytest
 
@@ -13,7 +12,7 @@ from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import CIRCUIT, Contact, Message, PeerId, Role, Stream
 from colab_swarm.net.websocket import WebSocket
-from tests.net.swarm import LOOPBACK, Echo, Piece, Talk, echo, identity, peers, silence, start, until
+from tests.net.swarm import Echo, Piece, Talk, echo, identity, peers, silence, start, until
 
 
 class Without(OpenAdmission):
@@ -224,8 +223,3 @@ async def test_a_peer_whose_dial_failed_in_an_unforeseen_way_can_be_dialled_agai
         assert await alice.call(bob.id, Echo(b"hello"), Echo, timeout_s=5) == Echo(b"hello")
         await alice.close()
     assert len(events.recent(Fault)) == isinstance(fault, Exception)
-
-
-def test_a_run_id_that_does_not_fit_is_refused_at_once() -> None:
-    with pytest.raises(ValueError, match="over 64 bytes"):
-        replace(LOOPBACK, run_id="x" * 65)
