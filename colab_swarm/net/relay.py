@@ -228,13 +228,8 @@ class Relay:
     async def _on_open(self, peer: PeerId, message: OpenCircuit) -> CircuitTicket:
         called = PeerId(message.peer)
         refuse_if(called in (peer, self._node.id), "a circuit must lead to a third peer")
-        if not self._node.contact_of(called).direct:
-            refuse_if(called not in self.state.places, f"{short(called)} holds no place here")
-        elif called not in self._node.linked():
-            try:
-                await self._node.linker.link_to(called, OFFER_TIMEOUT_S)
-            except PeerError as error:
-                raise Refusal(f"the relay does not reach it either: {error}") from error
+        reachable = called in self.state.places or self._node.contact_of(called).direct
+        refuse_if(not reachable, f"{short(called)} holds no place here")
         circuit = self.state.open(peer, called, self._loop.time(), os.urandom)
         mine, theirs = circuit.tokens
         path = self._node.path_to(peer) or Path()
@@ -242,7 +237,7 @@ class Relay:
         return CircuitTicket(mine, self._seen(peer))
 
     async def _offer(self, circuit: Circuit, called: PeerId, offer: CircuitOffer) -> None:
-        try:
+        try:  # the relay dials a peer that has no place
             await self._node.call(called, offer, Ack, timeout_s=OFFER_TIMEOUT_S)
         except PeerError as error:
             self.end(circuit, str(error))
@@ -464,16 +459,13 @@ class Circuits:
             entries = self._entries(relay)
         except PeerError as error:
             logger.info("no place at relay %s: %s", short(relay), error)
-            self._forget([relay])
             return
         self._node.linker.pinned.add(relay)
         # others may have to dial it elsewhere than we do
         entries.sort(key=lambda one: (is_loopback(host_of(one)), is_local(host_of(one))))
-        circuits = tuple(f"{entry}{CIRCUIT}{relay.hex()}" for entry in entries[:ENTRIES])
+        self.places[relay] = tuple(f"{entry}{CIRCUIT}{relay.hex()}" for entry in entries[:ENTRIES])
         self.seen_at[relay] = reserved.seen
-        if self.places.get(relay) != circuits:
-            self.places[relay] = circuits
-            self._on_change()
+        self._on_change()
 
     def _forget(self, relays: list[PeerId]) -> None:
         gone = [self.places.pop(relay) for relay in relays if relay in self.places]
