@@ -266,8 +266,7 @@ class Loopback:
             self.open = False
             self.carry(0, partial(self.other._lose, reason))
 
-    def abort(self, reason: str = "") -> None:
-        self.close(reason)
+    abort = close
 
     def pause_reading(self) -> None:
         """Do nothing: no budget applies."""

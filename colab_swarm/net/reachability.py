@@ -147,7 +147,7 @@ class ReachabilityPolicy:
         return chain.from_iterable(report.outcomes for report in self.reports.values())
 
     def _own(self, *, local: bool) -> list[str]:
-        return [address for address in self.listening if _is_local(address) == local]
+        return [address for address in self.listening if is_local(host_of(address)) == local]
 
     def _worked(self, *, local: bool) -> list[str]:
         worked = {address for address, fault in self._outcomes() if not fault}
@@ -165,17 +165,13 @@ class ReachabilityPolicy:
             return "this peer does not listen (listen=False)"
         local = level is ReachabilityLevel.LAN
         for address, fault in self._outcomes():
-            if fault and _is_local(address) == local:
+            if fault and is_local(host_of(address)) == local:
                 return f"dialled back at {address}, {fault}; a NAT or firewall blocks it"
         if not self._own(local=local):
             return f"this machine has no {'private' if local else 'public'} address"
         if not local and self._untried():
             return "all verifiers see this peer through a relay or a tunnel, and cannot dial it back there"
         return {True: "nobody has tried", False: "no peer outside this network has tried"}[local]
-
-
-def _is_local(address: str) -> bool:
-    return is_local(host_of(address))
 
 
 class ReachabilityWatch:

@@ -231,21 +231,18 @@ class Upgrades:
         )
         try:
             async with self._punching, asyncio.timeout(TALK_TIMEOUT_S + PUNCH_S):
-                await self._answer(link, opening, stream)
+                port, endpoints = self._endpoints(link)
+                if await self._dial_back(stream.peer, self._seen(link.remote.path)):
+                    endpoints = ()
+                await stream.send(Upgrade(endpoints))
+                begin, _ = await stream.receive(Upgrade)
+                await self._punch(stream.peer, port, opening.endpoints, begin.rtt_s, answering=True)
         except TimeoutError:
             raise Refusal("the exchange took too long") from None
         finally:
             if not self._relayed(stream.peer):
                 self._failures.forgive(stream.peer)
         self._on_end(stream.peer, "the holes did not meet" if self._relayed(stream.peer) else None)
-
-    async def _answer(self, link: Link, opening: Upgrade, stream: Stream) -> None:
-        port, endpoints = self._endpoints(link)
-        if await self._dial_back(stream.peer, self._seen(link.remote.path)):
-            endpoints = ()
-        await stream.send(Upgrade(endpoints))
-        begin, _ = await stream.receive(Upgrade)
-        await self._punch(stream.peer, port, opening.endpoints, begin.rtt_s, answering=True)
 
     def _seen(self, path: Path) -> str:
         # a relay may say anything: a private address counts only if we see the relay at one ourselves
