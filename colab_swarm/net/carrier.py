@@ -140,31 +140,20 @@ class RateMeter:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Meters that count a link's bytes (the peer's, the node's), and the token buckets that limit them."""
+    """One direction of a link: meters that count its bytes (the peer's, the node's), and buckets that limit them."""
 
-    sent: Sequence[RateMeter] = ()
-    received: Sequence[RateMeter] = ()
-    upload: Sequence[TokenBucket] = ()
-    download: Sequence[TokenBucket] = ()
+    meters: Sequence[RateMeter] = ()
+    buckets: Sequence[TokenBucket] = ()
 
-    def count_sent(self, size_bytes: int, now: float) -> None:
-        """Count bytes that the link sent."""
-        for meter in self.sent:
+    def count(self, size_bytes: int, now: float) -> None:
+        for meter in self.meters:
             meter.add(size_bytes, now)
-        for bucket in self.upload:
+        for bucket in self.buckets:
             bucket.take(size_bytes, now)
 
-    def upload_delay(self, now: float) -> float:
-        """Return the seconds to wait before sending more."""
-        return max(bucket.delay(now) for bucket in self.upload) if self.upload else 0.0
-
-    def count_received(self, size_bytes: int, now: float) -> float:
-        """Count bytes that the link received; return the seconds to wait before receiving more."""
-        for meter in self.received:
-            meter.add(size_bytes, now)
-        for bucket in self.download:
-            bucket.take(size_bytes, now)
-        return max(bucket.delay(now) for bucket in self.download) if self.download else 0.0
+    def delay(self, now: float) -> float:
+        """Return the seconds to wait before sending or receiving more."""
+        return max(bucket.delay(now) for bucket in self.buckets) if self.buckets else 0.0
 
 
 class LinkType(StrEnum):
@@ -312,8 +301,8 @@ class Metering:
         """Return the bytes that each relay carried for this peer, both ways."""
         return {relay: meter.total_bytes for relay, meter in self._by_relay.items()}
 
-    def traffic(self, peer: PeerId, path: Path, *, dialled: bool) -> Traffic:
-        """Return the meters and limits of a new link to the peer."""
+    def traffic(self, peer: PeerId, path: Path, *, dialled: bool) -> tuple[Traffic, Traffic]:
+        """Return the meters and limits of a new link to the peer, there and back."""
         sent, received = self._by_peer.setdefault(peer, (RateMeter(), RateMeter()))
         if len(self._by_peer) > MAX_BOOK_ENTRIES:
             del self._by_peer[next(iter(self._by_peer))]
@@ -324,7 +313,7 @@ class Metering:
             carried = self._by_relay.setdefault(path.relay, RateMeter())
             out.append(carried)
             into.append(carried)
-        return Traffic(out, into, self._upload, self._download)
+        return Traffic(out, self._upload), Traffic(into, self._download)
 
     def statistics(self, peer: PeerId | None, rtts_s: Sequence[float]) -> LinkStatistics:
         """Return the totals of one peer, or of all; ``rtts_s`` are those of its open links."""

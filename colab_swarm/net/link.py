@@ -68,7 +68,7 @@ class Link:
         carrier: how bytes travel.
         dialled: whether this end opened the link.
         services: handlers of calls, and of streams.
-        traffic: meters and budgets.
+        traffic: meters and budgets, of what is sent and received.
         settings: bounds on the number of streams and calls.
         events: gets a `Fault` when a handler fails.
     """
@@ -80,7 +80,7 @@ class Link:
         carrier: "WebSocket | Loopback",
         dialled: bool,
         services: tuple[ServiceTable, ServiceTable],
-        traffic: Traffic,
+        traffic: tuple[Traffic, Traffic],
         settings: NodeSettings,
         events: EventLog,
     ) -> None:
@@ -89,7 +89,8 @@ class Link:
         self._max_calls = settings.max_calls_per_link
         max_streams = settings.max_streams_per_link
         self.mux = Mux(initiator=dialled, max_streams=max_streams, max_calls=self._max_calls)
-        self.carrier, self._keys, self._traffic, self._events = carrier, remote.keys, traffic, events
+        self.carrier, self._keys, self._events = carrier, remote.keys, events
+        self._sent, self._received = traffic
         self._call_services, self._stream_services = services
         self._loop = asyncio.get_running_loop()
         self.opened_at = self.heard_at = self.used_at = self._loop.time()
@@ -152,7 +153,7 @@ class Link:
     @property
     def ready(self) -> bool:
         """Whether bulk data may be sent now: the carrier has room and the budgets allow it."""
-        return self._writable.is_set() and self._traffic.upload_delay(self._loop.time()) <= 0
+        return self._writable.is_set() and self._sent.delay(self._loop.time()) <= 0
 
     async def wait_ready(self) -> None:
         """Return when `ready`, in the order of the calls."""
@@ -161,7 +162,7 @@ class Link:
                 if not self._writable.is_set():
                     await self._writable.wait()
                 else:
-                    await asyncio.sleep(self._traffic.upload_delay(self._loop.time()))
+                    await asyncio.sleep(self._sent.delay(self._loop.time()))
 
     def send_item(self, id: int, message: bytes, payload: Buffer) -> None:
         """Seal and send an item now; ``payload`` may be reused afterwards."""
@@ -321,7 +322,8 @@ class Link:
         if self.lost is not None:
             return
         now = self.heard_at = self._loop.time()
-        pause_s = self._traffic.count_received(len(data), now)
+        self._received.count(len(data), now)
+        pause_s = self._received.delay(now)
         try:
             for frame in self.mux.on_packet(data if self._keys is None else self._keys[1].decrypt(data)):
                 self._on_frame(frame)
@@ -423,7 +425,7 @@ class Link:
             else:
                 seal = partial(self._keys[0].encrypt_into, packet)
                 size = cast("WebSocket", self.carrier).send(len(packet) + TAG_BYTES, seal)
-            self._traffic.count_sent(size, self._loop.time())
+            self._sent.count(size, self._loop.time())
         if self.carrier.backlog_bytes > MAX_BACKLOG_BYTES:
             self.abort(f"{MAX_BACKLOG_BYTES} bytes are waiting and the peer does not read")
 

@@ -323,7 +323,7 @@ class Linker:
             own = Remote(Contact(self._identity.id, self.addresses), role=Role.AUTHORITY)
             near, far = Loopback(), Loopback()
             near.other, far.other = far, near
-            make_link = partial(self._make_link, own, traffic=Traffic())
+            make_link = partial(self._make_link, own, traffic=(Traffic(), Traffic()))
             self._own_ends = make_link(carrier=near, dialled=True), make_link(carrier=far, dialled=False)
             near.receiver, far.receiver = self._own_ends
         return self._own_ends[0]

@@ -26,7 +26,7 @@ import msgspec
 from colab_swarm.errors import PeerError, PeerLost, PeerUnreachable
 from colab_swarm.markup import settings
 from colab_swarm.net.addresses import host_of, is_local, is_loopback, relay_of
-from colab_swarm.net.carrier import HostPort, LinkType, Path, TokenBucket
+from colab_swarm.net.carrier import HostPort, LinkType, Path, TokenBucket, Traffic
 from colab_swarm.net.handshake import TICKET, HandshakeReceiver
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import CIRCUIT, Ack, Contact, Message, PeerId, Refusal, Role, refuse_if, short
@@ -114,7 +114,7 @@ class Circuit:
     ends: tuple[PeerId, PeerId]
     opened_at: float
     used_at: float
-    buckets: tuple[TokenBucket, ...]
+    traffic: Traffic
     carried_bytes: int = 0
     tokens: dict[bytes, int] = field(default_factory=dict)
     pumps: "dict[int, _Pump]" = field(default_factory=dict)
@@ -150,7 +150,7 @@ class RelayState:
         if quota.total_bytes is not None and self.carried_bytes >= quota.total_bytes:
             raise Refusal(f"this relay has carried its {quota.total_bytes / 1e9:g} GB")
         own = () if quota.circuit_bps is None else (TokenBucket(quota.circuit_bps, now),)
-        circuit = Circuit((caller, called), now, now, (*own, *self._total))
+        circuit = Circuit((caller, called), now, now, Traffic((), (*own, *self._total)))
         circuit.tokens = {random(TOKEN_BYTES): 0, random(TOKEN_BYTES): 1}
         self.circuits.add(circuit)
         return circuit
@@ -168,13 +168,12 @@ class RelayState:
         circuit.used_at = now
         circuit.carried_bytes += size
         self.carried_bytes += size
-        for bucket in circuit.buckets:
-            bucket.take(size, now)
+        circuit.traffic.count(size, now)
         if quota.circuit_bytes is not None and circuit.carried_bytes > quota.circuit_bytes:
             return 0.0, f"the relay carries {quota.circuit_bytes / 1e6:g} MB per circuit"
         if quota.total_bytes is not None and self.carried_bytes > quota.total_bytes:
             return 0.0, f"the relay has carried its {quota.total_bytes / 1e9:g} GB"
-        return max((bucket.delay(now) for bucket in circuit.buckets), default=0.0), None
+        return circuit.traffic.delay(now), None
 
     def overdue(self, now: float) -> dict[Circuit, str]:
         limit_s = self.quota.circuit_s
