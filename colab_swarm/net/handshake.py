@@ -209,13 +209,13 @@ class HandshakeReceiver:
 async def dial_any(
     addresses: Sequence[str],
     dial: Callable[[str], Awaitable[T]],
-    detours: Callable[[], Sequence[str]] = lambda: (),
+    detours: Sequence[str] = (),
 ) -> T:
-    """Return what ``dial`` returns for the first address that answers; ``detours()`` are tried where these fail.
+    """Return what ``dial`` returns for the first address that answers; the ``detours`` are tried where these fail.
 
     Raises `PeerUnreachable` with each address's failure, or `WrongPeer` if another peer answered.
     """
-    waiting, detoured = list(addresses), False
+    waiting, detours = list(addresses), list(detours)
     running: dict[asyncio.Future[T], None] = {}  # in the order of their start, unlike a set
     failures: list[PeerError] = []
     try:
@@ -230,9 +230,8 @@ async def dial_any(
                 except PeerError as error:
                     failures.append(error)
                     del running[attempt]
-            if not (waiting or detoured or (done and running)):
-                waiting = list(detours())
-                detoured = bool(waiting)
+            if not (waiting or (done and running)):
+                waiting, detours = detours, []
     finally:
         for attempt in running:
             attempt.cancel()

@@ -126,11 +126,6 @@ class Linker:
         """Return swarm time, seconds since the epoch."""
         return self._wall_clock() + self.clock.offset_s
 
-    @property
-    def closed(self) -> bool:
-        """Whether the node is closed, or closing."""
-        return self._closing is not None
-
     # --- dialling -------------------------------------------------------------------------------------------
 
     async def link_to(self, peer: PeerId, timeout_s: float) -> Link:
@@ -161,7 +156,9 @@ class Linker:
             addresses = self.book.find(peer).addresses
             if not addresses:
                 raise PeerUnreachable(f"no address of {short(peer)} is known")
-            await dial_any(addresses, partial(self._dial_address, peer), self._detours)
+            # the relays that keep places for us may reach a peer that we cannot
+            detours = [address for address in self.addresses if relay_of(address) is not None]
+            await dial_any(addresses, partial(self._dial_address, peer), detours)
             failure = None
         except PeerError as error:
             failure = error
@@ -176,10 +173,6 @@ class Linker:
             if failure is not None and not awaited.done():
                 awaited.set_exception(failure)
                 awaited.exception()  # the waiters may all have given up
-
-    def _detours(self) -> list[str]:
-        """Return the relays that keep places for us: they may reach a peer that we cannot."""
-        return [address for address in self.addresses if relay_of(address) is not None]
 
     async def _dial_address(self, peer: PeerId, address: str) -> Link:
         relay, open_circuit = relay_of(address), self.open_circuit
@@ -216,7 +209,15 @@ class Linker:
         """Open a WebSocket to a direct address; raises as `dial` does."""
         self._require_open()
         if self._session is None:
-            self._session = _make_session()
+            connector = aiohttp.TCPConnector(
+                limit=0,
+                force_close=True,
+                socket_factory=lambda info: bound_socket(info[0]),  # so that its port can be punched from
+            )
+            no_timeout, no_cookies = aiohttp.ClientTimeout(total=None), aiohttp.DummyCookieJar()
+            self._session = aiohttp.ClientSession(
+                connector=connector, timeout=no_timeout, cookie_jar=no_cookies
+            )
         return await dial(self._session, address, scratch=self.scratch, receiver=receiver)
 
     # --- handshakes -----------------------------------------------------------------------------------------
@@ -378,7 +379,7 @@ class Linker:
         return task
 
     def _require_open(self) -> None:
-        if self.closed:
+        if self._closing is not None:
             raise PeerLost("this peer is closed")
 
     def require_room(self) -> None:
@@ -426,16 +427,6 @@ class Linker:
                 awaited.exception()  # there may be no waiter
         self._awaited.clear()
         return tasks
-
-
-def _make_session() -> aiohttp.ClientSession:
-    connector = aiohttp.TCPConnector(
-        limit=0,
-        force_close=True,
-        socket_factory=lambda info: bound_socket(info[0]),  # so that its port can be punched from
-    )
-    timeout = aiohttp.ClientTimeout(total=None)
-    return aiohttp.ClientSession(connector=connector, timeout=timeout, cookie_jar=aiohttp.DummyCookieJar())
 
 
 class Node:

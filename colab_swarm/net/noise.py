@@ -115,8 +115,12 @@ class Handshake:
                 size = KEY_BYTES + (TAG_BYTES if token == "s" and self._cipher else 0)
                 if len(message) < size:
                     raise ProtocolError("a handshake message is truncated")
-                self._read_key(token, message[:size])
-                message = message[size:]
+                data, message = message[:size], message[size:]
+                if token == "s":
+                    data = self._decrypt_and_hash(data)
+                else:
+                    self._mix_hash(data)
+                self._remote[token] = X25519PublicKey.from_public_bytes(data)
             else:
                 self._mix_shared(token)
         return self._decrypt_and_hash(message)
@@ -132,13 +136,6 @@ class Handshake:
         assert our_turn and not self.finished, "not this end's turn"
         self._turn += 1
         return PATTERN[self._turn - 1]
-
-    def _read_key(self, token: str, data: bytes) -> None:
-        if token == "s":
-            data = self._decrypt_and_hash(data)
-        else:
-            self._mix_hash(data)
-        self._remote[token] = X25519PublicKey.from_public_bytes(data)
 
     def _mix_shared(self, token: str) -> None:
         """Token "es" is the initiator's e with the responder's s, "se" the other way round."""
