@@ -15,7 +15,7 @@ from colab_swarm.errors import CallRefused, PeerError, PeerLost, PeerTimeout, Pr
 from colab_swarm.events import EventLog, Fault
 from colab_swarm.net.carrier import LinkType, Loopback, NodeSettings, Remote, Traffic
 from colab_swarm.net.mux import (
-    Failure,
+    FAILURE,
     Frame,
     FrameKind,
     Handler,
@@ -402,10 +402,10 @@ class Link:
 
     def _failure(self, frame: Frame) -> tuple[str, str]:
         try:
-            failure: Failure = decoder_of(Failure).decode(frame.message)
+            code, text = FAILURE.decode(frame.message)
         except UNDECODABLE as error:
             raise ProtocolError(f"an undecodable failure: {error}") from error
-        return failure.code, f"{short(self.peer)}: {failure.text}"
+        return code, f"{short(self.peer)}: {text}"
 
     # --- sending --------------------------------------------------------------------------------------------
 

@@ -40,14 +40,14 @@ ALIGNMENT = 16
 class FrameKind(enum.IntEnum):
     """Kind of a frame; its id is the number of the call or the stream."""
 
-    CALL = 1  # message: Opening
+    CALL = 1  # message: `OPENING`
     REPLY = 2  # message: the reply
-    ERROR = 3  # message: Failure; the call failed
+    ERROR = 3  # message: `FAILURE`; the call failed
     CANCEL = 4  # the caller no longer wants the reply
-    OPEN = 5  # message: Opening
+    OPEN = 5  # message: `OPENING`
     ITEM = 6  # message and payload
     END = 7  # the sender ended its side of the stream
-    RESET = 8  # message: Failure; the stream is dropped both ways
+    RESET = 8  # message: `FAILURE`; the stream is dropped both ways
     CREDIT = 9  # message: u32, more bytes that may be sent on the stream
     PING = 10  # message: anything, comes back as PONG
     PONG = 11
@@ -160,18 +160,10 @@ _encoder = msgspec.msgpack.Encoder()
 Handler: TypeAlias = Callable[..., Awaitable[Any]]
 
 
-class Opening(Message, frozen=True):
-    """First frame of a call or a stream: the name of the message's type, and the message."""
-
-    name: str
-    body: msgspec.Raw
-
-
-class Failure(Message, frozen=True):
-    """Why a call failed or a stream was reset; the codes are those of `CallRefused`, and ``reset``."""
-
-    code: str
-    text: str
+OPENING = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
+"""First frame of a call or a stream: the name of the message's type, and the message."""
+FAILURE = msgspec.msgpack.Decoder(tuple[str, str])
+"""Why a call failed or a stream was reset: a code, those of `CallRefused` and ``reset``, and a text."""
 
 
 @lru_cache(maxsize=1024)
@@ -199,16 +191,15 @@ class ServiceTable:
         self._by_name.pop(kind.__name__, None)
 
     def find(self, encoded: Buffer, role: Role) -> tuple[Handler, Any]:
-        """Return the handler of an encoded `Opening` from a peer of this role, and its decoded message.
+        """Return the handler of an encoded opening from a peer of this role, and its decoded message.
 
         Raises:
             CallRefused: no handler takes it.
         """
         try:
-            opening: Opening = decoder_of(Opening).decode(encoded)
+            name, body = OPENING.decode(encoded)
         except UNDECODABLE as error:
             raise CallRefused("invalid", f"undecodable message: {error}") from error
-        name = opening.name
         if name not in self._by_name:
             raise CallRefused("unknown", f"{name[:100]} is not served here")
         decoder, handler, least = self._by_name[name]
@@ -218,7 +209,7 @@ class ServiceTable:
                 "refused", f"{needed}; yours is {role.name.lower()}: ask for another invitation"
             )
         try:
-            return handler, decoder.decode(opening.body)
+            return handler, decoder.decode(body)
         except UNDECODABLE as error:
             raise CallRefused("invalid", f"undecodable message: {error}") from error
 
@@ -280,7 +271,7 @@ class Mux:
         return to_packets(frames)
 
     def call(self, opening: bytes) -> int:
-        """Queue a call with an encoded `Opening`; return its number."""
+        """Queue a call with an encoded opening; return its number."""
         id = self._new_id()
         self._calls.add(id)
         self.queue.append(encode(FrameKind.CALL, id, opening))
@@ -303,7 +294,7 @@ class Mux:
         self.reply(id, _failure(code, text), FrameKind.ERROR)
 
     def open(self, opening: bytes) -> int:
-        """Open a stream with an encoded `Opening`; return its number."""
+        """Open a stream with an encoded opening; return its number."""
         id = self._new_id()
         self.streams[id] = Flow()
         self.queue.append(encode(FrameKind.OPEN, id, opening))
@@ -472,7 +463,7 @@ class Mux:
 
 
 def encode_opening(message: Message) -> bytes:
-    """Return an encoded `Opening` with this message; raises `ValueError` if it is too big."""
+    """Return an encoded opening with this message; raises `ValueError` if it is too big."""
     opening = _encoder.encode((type(message).__name__, message))
     if len(opening) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a {type(message).__name__} of {len(opening)} bytes is over {MAX_MESSAGE_BYTES}")
