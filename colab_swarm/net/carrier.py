@@ -43,7 +43,6 @@ MAX_RUN_ID_BYTES = 64
 BURST_S, MIN_BURST_BYTES = 0.1, 1 << 16
 MAX_SIZE_BYTES = 32 << 20
 FIRST_BYTES = 64 << 10
-GROWTH = 4
 ENOUGH_S = 0.5
 PAUSE_S = 10.0
 ANSWER_TIMEOUT_S = 60.0
@@ -399,7 +398,7 @@ def _sizes(limit_bytes: int) -> Iterator[int]:
     size_bytes = FIRST_BYTES
     while size_bytes < limit_bytes:
         yield size_bytes
-        size_bytes *= GROWTH
+        size_bytes *= 4
     yield limit_bytes
 
 

@@ -53,10 +53,6 @@ class Hello(Message, frozen=True):
     membership: Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)] = b""
 
 
-_decoder = msgspec.msgpack.Decoder(Hello)
-_encoder = msgspec.msgpack.Encoder()
-
-
 def describe_run(run_id: str) -> str:
     """Return the run and the protocol's version, for error texts (99 bytes at most)."""
     return f"run '{run_id}', protocol {VERSION}"
@@ -121,11 +117,11 @@ class Introduction:
         public = self._static.public_key().public_bytes_raw()
         signature = self._identity.sign(_DOMAIN + public + self._noise.hash)
         hello = Hello(self._identity.public_key, signature, self._addresses, wall_time, self._membership)
-        return self._noise.write(_encoder.encode(hello))
+        return self._noise.write(msgspec.msgpack.encode(hello))
 
     def _check_hello(self, payload: bytes, hash_before: bytes) -> Hello:
         try:
-            hello = _decoder.decode(payload)
+            hello = msgspec.msgpack.decode(payload, type=Hello)
         except UNDECODABLE as error:
             raise ProtocolError(f"an undecodable hello: {error}") from error
         if not verify(hello.public_key, hello.signature, _DOMAIN + self._noise.remote_static + hash_before):

@@ -46,7 +46,6 @@ logger = logging.getLogger(__name__)
 MAX_TASKS = 2048
 """Handlers that may run for one link: a cancelled call frees its number before its handler has ended."""
 MAX_BACKLOG_BYTES = 64 << 20
-RTT_SAMPLES = 5
 SIMULTANEOUS_S = 10.0
 LEAVE_TIMEOUT_S = 30.0
 """A quiet link that only this end leaves is closed after this time."""
@@ -94,7 +93,7 @@ class Link:
         self._call_services, self._stream_services = services
         self._loop = asyncio.get_running_loop()
         self.opened_at = self.heard_at = self.used_at = self._loop.time()
-        self.rtts_s: deque[float] = deque(maxlen=RTT_SAMPLES)
+        self.rtts_s: deque[float] = deque(maxlen=5)
         self._calls: dict[int, asyncio.Future[memoryview]] = {}
         self._streams: dict[int, Stream] = {}
         self._answering: dict[int, asyncio.Task[None]] = {}

@@ -90,7 +90,7 @@ class Membership(Signed, frozen=True):
             len(data) <= MAX_MEMBERSHIP_BYTES, "the membership is too long: join again with a new invitation"
         )
         try:
-            return _membership_decoder.decode(data)
+            return msgspec.msgpack.decode(data, type=cls)
         except UNDECODABLE as error:
             raise NotAdmitted("the membership cannot be read: `pip install -U colab-swarm`") from error
 
@@ -152,10 +152,6 @@ class Revocations(Signed, frozen=True):
         return Revocations(self.run_id, max(self.version + 1, int(now)), subjects).signed(sign)
 
 
-_membership_decoder = msgspec.msgpack.Decoder(Membership)
-_revocations_decoder = msgspec.msgpack.Decoder(Revocations)
-
-
 class MembershipAdmission:
     """Admits members; at the authority, and only there, all others are guests, for a minute."""
 
@@ -214,7 +210,7 @@ class MembershipAdmission:
     def learn(self, revocations: bytes) -> bool:
         """Take an encoded list; return whether it is newer. `ProtocolError` if it is not the authority's."""
         try:
-            found = _revocations_decoder.decode(revocations)
+            found = msgspec.msgpack.decode(revocations, type=Revocations)
         except UNDECODABLE as error:
             raise ProtocolError(f"undecodable revocations: {error}") from error
         if found.version <= self.revoked.version:

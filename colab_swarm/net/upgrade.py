@@ -60,7 +60,6 @@ PAUSE_S = (0.5, 3.0)
 FORGIVEN_S = 60.0  # a peer whose attempts fail is answered `TRIES` times in this time
 _MIN_BEAT_S = 0.15
 _LATE_S = 0.002  # delay of an event loop's timers
-_BACKLOG = 8
 Endpoint: TypeAlias = tuple[
     Annotated[str, msgspec.Meta(max_length=45)], Annotated[int, msgspec.Meta(ge=1, le=65535)]
 ]
@@ -117,7 +116,7 @@ async def punch(port: int, targets: Sequence[Endpoint], tries: Sequence[float], 
 
 async def _accept_all(family: socket.AddressFamily, port: int, take: Take) -> None:
     with suppress(OSError), bound_socket(family, port) as listener:
-        listener.listen(_BACKLOG)
+        listener.listen()
         while True:
             connected, _ = await asyncio.get_running_loop().sock_accept(listener)
             take(connected)
