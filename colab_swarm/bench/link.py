@@ -288,7 +288,7 @@ async def serve_relay(parent: Channel, relay: dict[str, Any] | None) -> None:
         circuits = _circuits(node, contact(relay))
         circuits.start()
         await circuits.wait_looked(10.0)
-        found["addresses"] = (*found["addresses"], *circuits.addresses)
+        found["addresses"] = (*found["addresses"], *sum(circuits.places.values(), ()))
     await parent.wait_call(**found)
 
 

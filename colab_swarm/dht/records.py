@@ -6,7 +6,6 @@ are wrong do no harm.
 """
 
 import hashlib
-import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from colab_swarm.net.peers import UNDECODABLE, Contact, Message, PeerId
 
 CLOCK_SLACK_S = 600.0  # two clocks, each 5 minutes off in opposite directions
 ID_BYTES = 32
+SWEEP_S = 5.0  # between two removals of records that have ended
 VERIFIED_RECORDS = 20_000  # size of the cache: checking a signature takes 170 microseconds
 
 
@@ -37,6 +37,11 @@ class Record(Message, frozen=True):
         return msgspec.msgpack.encode((b"colab_swarm record", *parts))
 
     @property
+    def rank(self) -> tuple[bool, int, bytes]:
+        """Of two records the one of higher rank stays, at every peer and in any order of arrival."""
+        return bool(self.owner), self.version, self.value
+
+    @property
     def size_bytes(self) -> int:
         return len(self.subkey) + len(self.value) + 256
 
@@ -44,13 +49,6 @@ class Record(Message, frozen=True):
 def owner_of(record: Record) -> PeerId | None:
     """Return the id of the peer that signed the record, or None."""
     return id_of(record.owner) if record.owner else None
-
-
-def supersedes(new: Record, old: Record) -> bool:
-    """Return True if ``new`` replaces ``old`` at every peer, in any order of arrival."""
-    if bool(new.owner) != bool(old.owner):
-        return bool(new.owner)
-    return (new.version, new.value) > (old.version, old.value)
 
 
 class FindNear(Message, frozen=True):
@@ -124,10 +122,8 @@ class Storage:
         self._settings = settings
         self.verified: OrderedDict[bytes, None] = OrderedDict() if verified is None else verified
         self._keys: dict[bytes, dict[bytes, tuple[Record, float]]] = {}  # with the end, by `now`
-        self._key_bytes: dict[bytes, int] = {}
         self.total_bytes = 0
-        self._count = 0
-        self._ends: list[tuple[float, bytes, bytes]] = []  # heap; entries of replaced records are skipped
+        self._sweep_at = 0.0
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._keys)
@@ -137,33 +133,26 @@ class Storage:
 
         A record that is held already, or superseded, changes nothing, its life included.
         """
-        self._expire(now)
-        held, _ = self._keys.get(key, {}).get(record.subkey, (None, 0.0))
-        if held is not None and not supersedes(record, held):
+        self._sweep(now)
+        records = self._keys.get(key, {})
+        held, end = records.get(record.subkey, (None, 0.0))
+        freed_bytes = held.size_bytes if held else 0
+        if end <= now:
+            held = None
+        if held is not None and record.rank <= held.rank:
             return None if record.signed_bytes(key) == held.signed_bytes(key) else "a newer record is held"
         if fault := self.fault_of(key, record, swarm_time=swarm_time):
             return fault
         if held is not None and held.owner not in (b"", record.owner):
             return "the subkey belongs to another peer"
-        more_bytes = record.size_bytes - (held.size_bytes if held else 0)
-        key_bytes = self._key_bytes.get(key, 0) + more_bytes
-        if key_bytes > self._settings.key_bytes:
+        more_bytes = record.size_bytes - freed_bytes
+        if sum(one.size_bytes for one, _ in records.values()) + more_bytes > self._settings.key_bytes:
             return f"the key is full: {self._settings.key_bytes} bytes"
         if self.total_bytes + more_bytes > self._settings.total_bytes:
             return f"this peer is full: {self._settings.total_bytes} bytes"
         self._keys.setdefault(key, {})[record.subkey] = (record, now + record.ttl_s)
-        self._key_bytes[key] = key_bytes
         self.total_bytes += more_bytes
-        self._count += held is None
-        self._note_end(key, record.subkey, now + record.ttl_s)
         return None
-
-    def _note_end(self, key: bytes, subkey: bytes, end: float) -> None:
-        heapq.heappush(self._ends, (end, key, subkey))
-        if len(self._ends) > 2 * self._count + 100:  # drop the ends of replaced records
-            held_now = self._keys.items()
-            self._ends = [(end, key, subkey) for key, held in held_now for subkey, (_, end) in held.items()]
-            heapq.heapify(self._ends)
 
     def fault_of(self, key: bytes, record: Record, *, swarm_time: float) -> str | None:
         if len(record.value) > self._settings.value_bytes or len(record.subkey) > self._settings.subkey_bytes:
@@ -204,18 +193,16 @@ class Storage:
 
     def get(self, key: bytes, *, now: float) -> tuple[Record, ...]:
         """Return the live records under ``key``, with the rest of their lives."""
-        self._expire(now)
+        self._sweep(now)
         held = self._keys.get(key, {}).values()
-        return tuple(msgspec.structs.replace(record, ttl_s=end - now) for record, end in held)
+        return tuple(msgspec.structs.replace(record, ttl_s=end - now) for record, end in held if end > now)
 
-    def _expire(self, now: float) -> None:
-        while self._ends and self._ends[0][0] <= now:
-            end, key, subkey = heapq.heappop(self._ends)
-            records = self._keys.get(key, {})
-            if subkey in records and records[subkey][1] == end:
-                size_bytes = records.pop(subkey)[0].size_bytes
-                self._key_bytes[key] -= size_bytes
-                self.total_bytes -= size_bytes
-                self._count -= 1
-                if not records:
-                    del self._keys[key], self._key_bytes[key]
+    def _sweep(self, now: float) -> None:
+        if now < self._sweep_at:
+            return
+        self._sweep_at = now + SWEEP_S
+        for key, held in list(self._keys.items()):
+            for subkey in [subkey for subkey, (_, end) in held.items() if end <= now]:
+                self.total_bytes -= held.pop(subkey)[0].size_bytes
+            if not held:
+                del self._keys[key]

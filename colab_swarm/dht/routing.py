@@ -15,14 +15,14 @@ import heapq
 import math
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from colab_swarm.net.peers import Contact, PeerId
 
 ID_BITS = 256
 MAX_LOST = 100
 MAX_RETRIES = 20  # failures of a lost peer after which it is dropped for good
-MAX_FAILURES = 2  # in a row, then a peer is dropped; one is enough if a replacement waits
+MAX_FAILURES = 2  # in a row, then a peer is dropped
 
 
 def distance(one: bytes, other: bytes) -> int:
@@ -35,109 +35,67 @@ def common_bits(one: bytes, other: bytes) -> int:
     return ID_BITS - distance(one, other).bit_length()
 
 
-@dataclass(slots=True)
-class _Bucket:
-    contacts: dict[PeerId, Contact] = field(default_factory=dict)  # in the order of last contact
-    replacements: dict[PeerId, Contact] = field(default_factory=dict)
-    touched_at: float = 0.0
-
-
 class RoutingTable:
     """The contacts of the peer ``me``, at most ``bucket_size`` (the paper's k) per bucket."""
 
     def __init__(self, me: PeerId, *, bucket_size: int = 20) -> None:
         self._me, self._bucket_size = me, bucket_size
-        self._buckets: dict[int, _Bucket] = {}
+        self._buckets: dict[int, dict[PeerId, Contact]] = {}  # in the order of last contact
+        self._touched_at: dict[int, float] = {}
         self._failures: dict[PeerId, int] = {}
         self.lost: dict[PeerId, Contact] = {}  # dropped last; after a partition they lead back
 
     def __len__(self) -> int:
-        return sum(len(bucket.contacts) for bucket in self._buckets.values())
+        return sum(map(len, self._buckets.values()))
 
     def __contains__(self, peer: PeerId) -> bool:
-        bucket = self._buckets.get(common_bits(self._me, peer))
-        return bucket is not None and peer in bucket.contacts
+        return peer in self._buckets.get(common_bits(self._me, peer), ())
 
     def __iter__(self) -> Iterator[Contact]:
         for bucket in self._buckets.values():
-            yield from bucket.contacts.values()
+            yield from bucket.values()
 
     def saw(self, contact: Contact, now: float) -> bool:
         """Note that a peer was heard from; return True if it is new. Only dialable peers enter."""
-        if contact.id == self._me or not contact.direct:
-            self._forget(contact.id)  # it could be dialled once
-            return False
-        bucket = self._buckets.setdefault(common_bits(self._me, contact.id), _Bucket())
-        bucket.touched_at = now
         self._failures.pop(contact.id, None)
         self.lost.pop(contact.id, None)
-        bucket.replacements.pop(contact.id, None)
-        known = bucket.contacts.pop(contact.id, None) is not None
-        if known or len(bucket.contacts) < self._bucket_size:
-            bucket.contacts[contact.id] = contact
-            return not known
-        bucket.replacements[contact.id] = contact
-        if len(bucket.replacements) > self._bucket_size:
-            del bucket.replacements[next(iter(bucket.replacements))]
-        return False
+        shared = common_bits(self._me, contact.id)
+        bucket = self._buckets.setdefault(shared, {})
+        known = bucket.pop(contact.id, None) is not None  # it could be dialled once
+        if contact.id == self._me or not contact.direct:
+            return False
+        self._touched_at[shared] = now
+        if len(bucket) == self._bucket_size:
+            return False
+        bucket[contact.id] = contact
+        return not known
 
     def failed(self, peer: PeerId) -> None:
-        """Note that a peer did not answer; repeated failures replace it."""
-        bucket = self._buckets.get(common_bits(self._me, peer))
-        if bucket is None or not (peer in bucket.contacts or peer in self.lost):
+        """Note that a peer did not answer; repeated failures drop it."""
+        bucket = self._buckets.get(common_bits(self._me, peer), {})
+        if not (peer in bucket or peer in self.lost):
             return
         self._failures[peer] = self._failures.get(peer, 0) + 1
         if peer in self.lost:
             if self._failures[peer] >= MAX_RETRIES:
                 del self._failures[peer], self.lost[peer]
-        elif bucket.replacements or self._failures[peer] >= MAX_FAILURES:
+        elif self._failures[peer] >= MAX_FAILURES:
             self._failures[peer] = 0
-            self.lost[peer] = self._replace(bucket, peer)
+            self.lost[peer] = bucket.pop(peer)
             if len(self.lost) > MAX_LOST:
                 oldest = next(iter(self.lost))
                 del self.lost[oldest], self._failures[oldest]
 
-    def _forget(self, peer: PeerId) -> None:
-        self._failures.pop(peer, None)
-        self.lost.pop(peer, None)
-        bucket = self._buckets.get(common_bits(self._me, peer))
-        if bucket is not None:
-            bucket.replacements.pop(peer, None)
-            if peer in bucket.contacts:
-                self._replace(bucket, peer)
-
-    def _replace(self, bucket: _Bucket, peer: PeerId) -> Contact:
-        removed = bucket.contacts.pop(peer)
-        if bucket.replacements:
-            newest, contact = bucket.replacements.popitem()
-            bucket.contacts[newest] = contact
-        return removed
-
     def nearest(self, target: bytes, count: int) -> list[Contact]:
         """Return the ``count`` known peers nearest to ``target``, nearest first."""
         goal = int.from_bytes(target, "big")
-        found: list[Contact] = []
-        for group in self._groups_by_distance(target):
-            found += group
-            if len(found) >= count:
-                break
-        return heapq.nsmallest(count, found, key=lambda contact: int.from_bytes(contact.id, "big") ^ goal)
-
-    def _groups_by_distance(self, target: bytes) -> Iterator[list[Contact]]:
-        """Yield contacts in groups, each nearer to ``target`` than all of the next."""
-        # The target shares c bits with us. Bucket c shares more with it, later ones c, an earlier i.
-        shared, buckets = common_bits(self._me, target), self._buckets
-        if shared in buckets:
-            yield list(buckets[shared].contacts.values())
-        yield [contact for i in buckets if i > shared for contact in buckets[i].contacts.values()]
-        for i in sorted((i for i in buckets if i < shared), reverse=True):
-            yield list(buckets[i].contacts.values())
+        return heapq.nsmallest(count, self, key=lambda contact: int.from_bytes(contact.id, "big") ^ goal)
 
     def refresh_targets(self, now: float, *, older_than_s: float, rng: random.Random) -> list[bytes]:
         """Return a random id in the range of each bucket without contact for ``older_than_s``."""
         targets: list[bytes] = []
-        for i, bucket in self._buckets.items():
-            if now - bucket.touched_at >= older_than_s:
+        for i, touched_at in self._touched_at.items():
+            if now - touched_at >= older_than_s:
                 free_bits = ID_BITS - i - 1
                 flipped = int.from_bytes(self._me, "big") ^ (1 << free_bits)
                 id = flipped >> free_bits << free_bits | rng.getrandbits(free_bits)
@@ -220,9 +178,6 @@ class Lookup:
     def hops(self, peer: PeerId) -> int:
         """Return how many queries in a row led to the answer of ``peer``; 1 for a seed."""
         return self._candidates[peer].hops
-
-    def known(self, peer: PeerId) -> Contact | None:
-        return self._candidates[peer].contact if peer in self._candidates else None
 
     def _window(self, now: float) -> list[_Candidate]:
         window: list[_Candidate] = []

@@ -34,7 +34,7 @@ from colab_swarm.dht.records import (
 from colab_swarm.dht.routing import Lookup, Patience, RoutingTable, distance
 from colab_swarm.errors import CallRefused, PeerError
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.net.peers import MAX_ADDRESSES, Contact, Message, PeerId, Peers, R, Refusal, Role, short
+from colab_swarm.net.peers import MAX_ADDRESSES, Contact, Message, PeerId, Peers, R, Role, refuse_if, short
 from colab_swarm.runtime import PauseGate
 
 __all__ = ["DHT", "DHTSettings", "Found", "Reading", "is_sound", "key_id"]
@@ -214,10 +214,11 @@ class DHT:
         return Reading({}, None, width)
 
     async def find_peer(self, peer: PeerId) -> Contact | None:
-        """Return the contact of ``peer``; None if no peer near it knows."""
+        """Return the contact of ``peer``; None if it is not known and does not answer."""
         if (known := self._peers.contact_of(peer)).addresses:
             return known
-        return (await self.find_near(peer, width=self.settings.parallel)).known(peer)
+        nearest = (await self.find_near(peer, width=self.settings.parallel)).nearest(1)
+        return nearest[0] if nearest and nearest[0].id == peer else None
 
     def start(self) -> None:
         self._hands_over = True
@@ -374,8 +375,7 @@ class DHT:
         return FoundNear(self._nearest_for(caller, message.key, message.asker), records)
 
     async def _on_fetch(self, caller: PeerId, message: Fetch) -> Fetched:
-        if len(message.key) != ID_BYTES:
-            raise Refusal(f"a key has {ID_BYTES} bytes, this one {len(message.key)}")
+        refuse_if(len(message.key) != ID_BYTES, f"a key has {ID_BYTES} bytes, this one {len(message.key)}")
         relays = 0 if self._nearest_to(message.key) else min(message.relays, MAX_RELAYS)
         async for answer in self._fetch(message.key, relays=relays, width=RELAY_WIDTH):
             if answer.records:
@@ -387,10 +387,8 @@ class DHT:
         return Stored(await self._put(self._storage, message.key, message.records), contacts)
 
     def _nearest_for(self, caller: PeerId, target: bytes, asker: Contact) -> tuple[Contact, ...]:
-        if len(target) != ID_BYTES:
-            raise Refusal(f"a key has {ID_BYTES} bytes, this one {len(target)}")
-        if asker.id != caller:
-            raise Refusal("the asker's contact is not its own")
+        refuse_if(len(target) != ID_BYTES, f"a key has {ID_BYTES} bytes, this one {len(target)}")
+        refuse_if(asker.id != caller, "the asker's contact is not its own")
         if is_sound(asker):
             self._peers.learn(asker)
             self._saw(asker)

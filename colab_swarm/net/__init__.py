@@ -50,7 +50,7 @@ checks again every 300 s and whenever the network changes. `swarm.reachability.e
 
 | level | how others reach the peer | module |
 |---|---|---|
-| direct | they dial a public address | `colab_swarm.net.linker` |
+| direct | they dial a public address | `colab_swarm.net.node` |
 | LAN | peers in the same network dial it | `colab_swarm.net.lan` |
 | punched | links start at a relay and continue directly, through both NATs | `colab_swarm.net.upgrade` |
 | relayed by … | a relay copies its bytes unread | `colab_swarm.net.relay` |

@@ -1,17 +1,52 @@
-"""Parts of a link: settings, bandwidth limits, the path to the peer, and what replaces a network on the own link."""
+"""Parts of a link: settings, the path to the peer, traffic, and what replaces a network on the own link.
+
+The speed test between two peers:
+
+    MeasureSpeed             -------->
+    bursts of `BurstPart`    -------->
+                             <--------  `TransferReport` after each: upload
+                             <------->  the same the other way: download
+
+Bursts grow fourfold from `FIRST_BYTES` until one takes `ENOUGH_S` or has the agreed size, as both ends
+see by the report, and the last one gives the rate. So a slow link needs a second or two, and a fast one
+carries at most 4/3 of the size.
+"""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Protocol, Self, TypeAlias
+from typing import Annotated, Protocol, Self, TypeAlias
 
-from colab_swarm.net.addresses import is_address
-from colab_swarm.net.peers import MAX_ADDRESSES, Contact, PeerId, Role, short
+import msgspec
+
+from colab_swarm.errors import PeerTimeout, ProtocolError
+from colab_swarm.net.addresses import MAX_BOOK_ENTRIES, VisitLimit, is_address
+from colab_swarm.net.noise import Keys
+from colab_swarm.net.peers import (
+    MAX_ADDRESSES,
+    Contact,
+    LinkStatistics,
+    Message,
+    PeerId,
+    Peers,
+    Refusal,
+    Role,
+    Stream,
+    refuse_if,
+    short,
+)
 
 MAX_RUN_ID_BYTES = 64
 BURST_S, MIN_BURST_BYTES = 0.1, 1 << 16
+MAX_SIZE_BYTES = 32 << 20
+FIRST_BYTES = 64 << 10
+ENOUGH_S = 0.5
+PAUSE_S = 10.0
+ANSWER_TIMEOUT_S = 60.0
+PART = bytes(120 << 10)  # one packet, no copy
 HostPort: TypeAlias = tuple[str, int]
 
 
@@ -104,31 +139,20 @@ class RateMeter:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Meters that count a link's bytes (the peer's, the node's), and the token buckets that limit them."""
+    """One direction of a link: meters that count its bytes (the peer's, the node's), and buckets that limit them."""
 
-    sent: Sequence[RateMeter] = ()
-    received: Sequence[RateMeter] = ()
-    upload: Sequence[TokenBucket] = ()
-    download: Sequence[TokenBucket] = ()
+    meters: Sequence[RateMeter] = ()
+    buckets: Sequence[TokenBucket] = ()
 
-    def count_sent(self, size_bytes: int, now: float) -> None:
-        """Count bytes that the link sent."""
-        for meter in self.sent:
+    def count(self, size_bytes: int, now: float) -> None:
+        for meter in self.meters:
             meter.add(size_bytes, now)
-        for bucket in self.upload:
+        for bucket in self.buckets:
             bucket.take(size_bytes, now)
 
-    def upload_delay(self, now: float) -> float:
-        """Return the seconds to wait before sending more."""
-        return max(bucket.delay(now) for bucket in self.upload) if self.upload else 0.0
-
-    def count_received(self, size_bytes: int, now: float) -> float:
-        """Count bytes that the link received; return the seconds to wait before receiving more."""
-        for meter in self.received:
-            meter.add(size_bytes, now)
-        for bucket in self.download:
-            bucket.take(size_bytes, now)
-        return max(bucket.delay(now) for bucket in self.download) if self.download else 0.0
+    def delay(self, now: float) -> float:
+        """Return the seconds to wait before sending or receiving more."""
+        return max(bucket.delay(now) for bucket in self.buckets) if self.buckets else 0.0
 
 
 class LinkType(StrEnum):
@@ -167,12 +191,20 @@ class Path:
 
 @dataclass(frozen=True)
 class Remote:
-    """The peer at the other end of a link, with the membership that it showed last and the role that this gives."""
+    """The peer at the other end of a link, as its handshake showed it.
+
+    Attributes:
+        membership: the one that it showed last, which gives the ``role``.
+        time: its clock when it sent its Hello.
+        keys: how packets are sealed; None where they are not.
+    """
 
     contact: Contact
     public_key: bytes = b""
     membership: bytes = b""
     role: Role = Role.WORKER
+    time: float = 0.0
+    keys: Keys | None = field(default=None, repr=False)
     path: Path = Path()
 
 
@@ -222,8 +254,7 @@ class Loopback:
             self.open = False
             self.carry(0, partial(self.other._lose, reason))
 
-    def abort(self, reason: str = "") -> None:
-        self.close(reason)
+    abort = close
 
     def pause_reading(self) -> None:
         """Do nothing: no budget applies."""
@@ -241,3 +272,161 @@ class Loopback:
         if self.open:
             self.open = False
             self.receiver.on_lost(reason)
+
+
+class Metering:
+    """Counts and limits the traffic of a node's links; ``tunnelled`` counts bytes sent through its own tunnel."""
+
+    def __init__(self, settings: NodeSettings, clock: Callable[[], float]) -> None:
+        self._clock, self._settings = clock, settings
+        self._upload: list[TokenBucket] = []  # shared with all links
+        self._download: list[TokenBucket] = []
+        self.limit(None)
+        self._sent, self._received, self.tunnelled = RateMeter(), RateMeter(), RateMeter()
+        self._by_relay: dict[PeerId, RateMeter] = {}
+        self._by_peer: dict[PeerId, tuple[RateMeter, RateMeter]] = {}
+
+    def limit(self, rate_bps: float | None) -> None:
+        """Limit all links together, open ones included, to ``rate_bps`` bits per second in each direction.
+
+        The limits of the settings stay; None leaves only them.
+        """
+        limits = (self._upload, self._settings.upload_bps), (self._download, self._settings.download_bps)
+        for buckets, set_bps in limits:
+            rates = [rate for rate in (rate_bps, set_bps) if rate is not None]
+            buckets[:] = [TokenBucket(min(rates), self._clock())] if rates else []
+
+    def relayed_bytes(self) -> dict[PeerId, int]:
+        """Return the bytes that each relay carried for this peer, both ways."""
+        return {relay: meter.total_bytes for relay, meter in self._by_relay.items()}
+
+    def traffic(self, peer: PeerId, path: Path, *, dialled: bool) -> tuple[Traffic, Traffic]:
+        """Return the meters and limits of a new link to the peer, there and back."""
+        sent, received = self._by_peer.setdefault(peer, (RateMeter(), RateMeter()))
+        if len(self._by_peer) > MAX_BOOK_ENTRIES:
+            del self._by_peer[next(iter(self._by_peer))]
+        out, into = [sent, self._sent], [received, self._received]
+        if path.way is LinkType.TUNNEL and not dialled:
+            out.append(self.tunnelled)
+        if path.relay is not None:
+            carried = self._by_relay.setdefault(path.relay, RateMeter())
+            out.append(carried)
+            into.append(carried)
+        return Traffic(out, self._upload), Traffic(into, self._download)
+
+    def statistics(self, peer: PeerId | None, rtts_s: Sequence[float]) -> LinkStatistics:
+        """Return the totals of one peer, or of all; ``rtts_s`` are those of its open links."""
+        totals = self._sent, self._received
+        sent, received = totals if peer is None else self._by_peer.get(peer, (RateMeter(), RateMeter()))
+        return LinkStatistics(
+            sent_bytes=sent.total_bytes,
+            received_bytes=received.total_bytes,
+            rtt_s=statistics.median(rtts_s) if rtts_s else None,
+            upload_bps=sent.peak_bps,
+            download_bps=received.peak_bps,
+        )
+
+
+class MeasureSpeed(Message, frozen=True):
+    """Opens a test of at most ``size_bytes`` each way."""
+
+    size_bytes: Annotated[int, msgspec.Meta(gt=0, le=MAX_SIZE_BYTES)]
+
+
+class BurstPart(Message, frozen=True):
+    """Begins a burst, without a payload, or carries a part of it."""
+
+
+class TransferReport(Message, frozen=True):
+    """A burst took ``seconds``, from its beginning to its last byte."""
+
+    seconds: Annotated[float, msgspec.Meta(ge=0.0)]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Bits per second to and from a peer, as the receiving end saw them, and the round-trip time in seconds."""
+
+    upload_bps: float
+    download_bps: float
+    rtt_s: float
+
+
+class SpeedTests:
+    """Answers the speed tests of other peers, within bounds."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._busy = False
+        self._tests = VisitLimit(1, PAUSE_S)
+        peers.serve_stream(MeasureSpeed, self._answer)
+
+    async def _answer(self, test: MeasureSpeed, stream: Stream) -> None:
+        refuse_if(self._busy, "a speed test with another peer is running: wait a moment")
+        refuse_if(
+            not self._tests.admit(stream.peer, asyncio.get_running_loop().time()),
+            f"one speed test in {PAUSE_S:g} s: wait a moment",
+        )
+        self._busy = True
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                await _absorb(stream, test.size_bytes)
+                await _send_bursts(stream, test.size_bytes)
+        except TimeoutError:
+            raise Refusal(f"a speed test may take {ANSWER_TIMEOUT_S:g} s") from None
+        finally:
+            self._busy = False
+
+
+async def measure(peers: Peers, peer: PeerId, *, size_bytes: int = 4 << 20, timeout_s: float = 15.0) -> Speed:
+    """Measure the speed to ``peer`` and back with at most ``size_bytes`` each way; takes a second or two each way.
+
+    Raises:
+        PeerError: the peer cannot be reached, is lost, too slow, does not serve tests, or refuses one now.
+    """
+    test = MeasureSpeed(size_bytes)
+    try:
+        async with asyncio.timeout(timeout_s), await peers.stream(peer, test, timeout_s=timeout_s) as stream:
+            rtt_s = peers.statistics(peer).rtt_s or 0.0
+            upload_bps = await _send_bursts(stream, size_bytes)
+            download_bps = await _absorb(stream, size_bytes)
+    except TimeoutError:
+        raise PeerTimeout(f"the speed test with {short(peer)} did not end in {timeout_s:g} s") from None
+    return Speed(upload_bps, download_bps, rtt_s)
+
+
+def _sizes(limit_bytes: int) -> Iterator[int]:
+    size_bytes = FIRST_BYTES
+    while size_bytes < limit_bytes:
+        yield size_bytes
+        size_bytes *= 4
+    yield limit_bytes
+
+
+async def _send_bursts(stream: Stream, limit_bytes: int) -> float:
+    rate_bps = 0.0
+    for size_bytes in _sizes(limit_bytes):
+        await stream.send(BurstPart())
+        for begin in range(0, size_bytes, len(PART)):
+            await stream.send(BurstPart(), PART[: size_bytes - begin])
+        took_s = (await stream.receive(TransferReport))[0].seconds
+        rate_bps = size_bytes * 8 / max(took_s, 1e-9)
+        if took_s >= ENOUGH_S:
+            break
+    return rate_bps
+
+
+async def _absorb(stream: Stream, limit_bytes: int) -> float:
+    clock, rate_bps = asyncio.get_running_loop().time, 0.0
+    for missing_bytes in _sizes(limit_bytes):
+        await stream.receive(BurstPart)
+        began_at, size_bytes = clock(), missing_bytes
+        while missing_bytes > 0:
+            missing_bytes -= len((await stream.receive(BurstPart))[1])
+        if missing_bytes:
+            raise ProtocolError(f"{short(stream.peer)} sends more than was agreed in a speed test")
+        took_s = clock() - began_at
+        await stream.send(TransferReport(took_s))
+        rate_bps = size_bytes * 8 / max(took_s, 1e-9)
+        if took_s >= ENOUGH_S:
+            break
+    return rate_bps

@@ -14,11 +14,9 @@ of I/O; `HandshakeReceiver` runs it over a connection.
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from typing import Annotated, Any, TypeVar
 
-import aiohttp
 import msgspec
 from aiohttp import ClientError, web
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -28,7 +26,7 @@ from colab_swarm.net.carrier import NodeSettings, Remote
 from colab_swarm.net.identity import Identity, id_of, verify
 from colab_swarm.net.link import Link
 from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES
-from colab_swarm.net.noise import Handshake, Keys
+from colab_swarm.net.noise import Handshake
 from colab_swarm.net.peers import MAX_ADDRESSES, UNDECODABLE, Contact, Message, PeerId, Role, short
 from colab_swarm.net.websocket import WebSocket, accept
 
@@ -55,22 +53,9 @@ class Hello(Message, frozen=True):
     membership: Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)] = b""
 
 
-_decoder = msgspec.msgpack.Decoder(Hello)
-_encoder = msgspec.msgpack.Encoder()
-
-
 def describe_run(run_id: str) -> str:
     """Return the run and the protocol's version, for error texts (99 bytes at most)."""
     return f"run '{run_id}', protocol {VERSION}"
-
-
-@dataclass(frozen=True)
-class Introduced:
-    """Result of a handshake: the peer, its clock (``time``) when it sent its Hello, and the link's keys, if any."""
-
-    remote: Remote
-    time: float
-    keys: Keys | None
 
 
 class Introduction:
@@ -99,7 +84,7 @@ class Introduction:
         self._digest = sha256(prologue).digest()
         self.dialled = self._run_checked = expected is not None
         self._noise = Handshake(initiator=self.dialled, static=self._static, prologue=prologue)
-        self.result: Introduced | None = None
+        self.result: Remote | None = None
 
     def start(self) -> bytes:
         """Return the initiator's first message."""
@@ -124,19 +109,19 @@ class Introduction:
             raise NotAdmitted(f"not admitted: {error}") from error
         answer = None if self._noise.finished else self._write_hello(wall_time)
         contact = Contact(id_of(hello.public_key), hello.addresses)
-        remote = Remote(contact, hello.public_key, hello.membership, role)
-        self.result = Introduced(remote, hello.time, self._noise.split())
+        keys = self._noise.split()
+        self.result = Remote(contact, hello.public_key, hello.membership, role, hello.time, keys)
         return answer
 
     def _write_hello(self, wall_time: float) -> bytes:
         public = self._static.public_key().public_bytes_raw()
         signature = self._identity.sign(_DOMAIN + public + self._noise.hash)
         hello = Hello(self._identity.public_key, signature, self._addresses, wall_time, self._membership)
-        return self._noise.write(_encoder.encode(hello))
+        return self._noise.write(msgspec.msgpack.encode(hello))
 
     def _check_hello(self, payload: bytes, hash_before: bytes) -> Hello:
         try:
-            hello = _decoder.decode(payload)
+            hello = msgspec.msgpack.decode(payload, type=Hello)
         except UNDECODABLE as error:
             raise ProtocolError(f"an undecodable hello: {error}") from error
         if not verify(hello.public_key, hello.signature, _DOMAIN + self._noise.remote_static + hash_before):
@@ -168,7 +153,7 @@ class HandshakeReceiver:
         introduction: Introduction,
         *,
         wall_clock: Callable[[], float],
-        make_link: Callable[[WebSocket, Introduced, float], Link],
+        make_link: Callable[[WebSocket, Remote, float], Link],
     ) -> None:
         self._introduction, self._wall_clock, self._make_link = introduction, wall_clock, make_link
         self._loop = asyncio.get_running_loop()
@@ -217,78 +202,38 @@ class HandshakeReceiver:
         self._carrier.send_bytes(message)
 
 
-async def introduce(
-    connect: Callable[[], Awaitable[WebSocket]], receiver: HandshakeReceiver, *, timeout_s: float, name: str
-) -> Link:
-    """Connect and shake hands; ``name`` stands for the way in error texts.
-
-    Raises `PeerUnreachable` if no peer answers in time, `PeerLost` if it refuses, or as `Introduction` does.
-    """
-    websocket: WebSocket | None = None
-    try:
-        async with asyncio.timeout(timeout_s):
-            websocket = await connect()
-            receiver.use(websocket)
-            return await receiver.link
-    except TimeoutError:
-        raise PeerUnreachable(f"{name} did not answer in {timeout_s:.3g} s") from None
-    except PeerError:
-        raise
-    except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise PeerUnreachable(f"{name}: {error}") from error
-    finally:
-        if websocket is not None and (not receiver.link.done() or receiver.link.exception() is not None):
-            websocket.abort("the handshake failed")
-
-
 async def dial_any(
     addresses: Sequence[str],
     dial: Callable[[str], Awaitable[T]],
-    detours: Callable[[], Sequence[str]] = lambda: (),
+    detours: Sequence[str] = (),
 ) -> T:
-    """Return what ``dial`` returns for the first address that answers; ``detours()`` are tried where these fail.
+    """Return what ``dial`` returns for the first address that answers; the ``detours`` are tried where these fail.
 
     Raises `PeerUnreachable` with each address's failure, or `WrongPeer` if another peer answered.
     """
-    waiting, detoured = list(addresses), False
+    waiting, detours = list(addresses), list(detours)
     running: dict[asyncio.Future[T], None] = {}  # in the order of their start, unlike a set
     failures: list[PeerError] = []
     try:
         while waiting or running:
             if waiting:
                 running[asyncio.ensure_future(dial(waiting.pop(0)))] = None
-            count = len(running)
-            success = await _first_success(running, failures, last=not waiting)
-            if success is not None:
-                return success.result()
-            if not (waiting or detoured) and len(running) in (0, count):
-                waiting = list(detours())
-                detoured = bool(waiting)
+            timeout_s = STAGGER_S if waiting else DETOUR_AFTER_S
+            done, _ = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            for attempt in [attempt for attempt in running if attempt in done]:
+                try:
+                    return attempt.result()
+                except PeerError as error:
+                    failures.append(error)
+                    del running[attempt]
+            if not (waiting or (done and running)):
+                waiting, detours = detours, []
     finally:
         for attempt in running:
             attempt.cancel()
         await asyncio.gather(*running, return_exceptions=True)
     kind = WrongPeer if WrongPeer in map(type, failures) else PeerUnreachable
     raise kind("; ".join(map(str, failures)))
-
-
-async def _first_success(
-    running: dict[asyncio.Future[T], None], failures: list[PeerError], *, last: bool
-) -> asyncio.Future[T] | None:
-    """Wait until attempts end, remove them from ``running``, return one that succeeded, append the ``failures``."""
-    timeout_s = DETOUR_AFTER_S if last else STAGGER_S
-    done, _ = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    success = None
-    for attempt in [attempt for attempt in running if attempt in done]:
-        del running[attempt]
-        error = attempt.exception()
-        if error is None:
-            success = attempt
-        elif isinstance(error, PeerError):
-            failures.append(error)
-        else:
-            raise error
-    return success
 
 
 class _Refused(asyncio.Protocol):
@@ -322,7 +267,6 @@ class Listener:
         self._http = web.Server(self._upgrade, access_log=None)
         self._server: asyncio.Server | None = None
         self._fresh: dict[Any, float] = {}
-        self._shaking_hands = 0
         self.on_ticket: Callable[[bytes, WebSocket], None] | None = None
 
     async def start(self, host: str, port: int) -> int:
@@ -353,10 +297,11 @@ class Listener:
         return connection
 
     def _is_fresh(self, connection: Any, since: float, now: float) -> bool:
-        """Return True if aiohttp still has it; one without a transport is about to connect, or gone."""
+        """Return True until it is a link; one without a transport is about to connect, or gone."""
         if connection.transport is None:
             return now - since < CONNECTING_S
-        return connection.transport.get_protocol() is connection
+        protocol = connection.transport.get_protocol()
+        return protocol is connection or isinstance(getattr(protocol, "receiver", None), HandshakeReceiver)
 
     def _abort(self, connection: Any) -> None:
         """Abort a connection that sent no full request in time."""
@@ -378,21 +323,12 @@ class Listener:
         if self.on_ticket is not None and first.startswith(TICKET):
             self.on_ticket(first, websocket)  # at once: the receiver must not get the next message
         else:
-            await self._shake_hands(receiver, websocket, first)
+            receiver.use(websocket)
+            receiver.on_message(memoryview(first))
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await receiver.link
+            except (PeerError, TimeoutError) as error:
+                websocket.close(str(error) or "the handshake stalled")
         await websocket.wait_closed()
         return response
-
-    async def _shake_hands(self, receiver: HandshakeReceiver, websocket: WebSocket, first: bytes) -> None:
-        if self._shaking_hands >= self._max_fresh:
-            websocket.close("too many handshakes at once")
-            return
-        self._shaking_hands += 1
-        receiver.use(websocket)
-        receiver.on_message(memoryview(first))
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await receiver.link
-        except (PeerError, TimeoutError) as error:
-            websocket.close(str(error) or "the handshake stalled")
-        finally:
-            self._shaking_hands -= 1

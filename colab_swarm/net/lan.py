@@ -16,10 +16,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 import zeroconf as mdns
-from zeroconf import ServiceStateChange, Zeroconf
+from zeroconf import InterfaceChoice, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
-from colab_swarm.net.addresses import ip_of, is_loopback, own_ips, relay_of
+from colab_swarm.net.addresses import ip_of, is_loopback, relay_of
 from colab_swarm.net.carrier import MAX_RUN_ID_BYTES
 from colab_swarm.net.peers import MAX_ADDRESSES, Contact, PeerId
 
@@ -109,7 +109,12 @@ class LanAnnouncer:
     """Announces one peer from its first `update` until `close`; `OSError` without multicast."""
 
     def __init__(
-        self, run_id: str, access: Access, name: str, *, interfaces: Sequence[str] | None = None
+        self,
+        run_id: str,
+        access: Access,
+        name: str,
+        *,
+        interfaces: Sequence[str] | InterfaceChoice = InterfaceChoice.All,
     ) -> None:
         self._run_id, self._access, self._name = run_id, access, name
         self._zeroconf = _open(interfaces)
@@ -120,23 +125,20 @@ class LanAnnouncer:
     async def update(self, contact: Contact) -> None:
         """Announce the peer's addresses, if any; takes a second at first. Raises `OSError`."""
         ips, port = announced(contact)
-        before, self._info = self._info, None
-        if ips:
-            self._info = AsyncServiceInfo(
-                SERVICE,
-                f"{self._label}.{SERVICE}",
-                parsed_addresses=ips,
-                port=port,
-                properties=write_properties(self._run_id, self._access, self._name, contact.id),
-                server=f"{self._label}.local.",
-            )
         try:
-            if self._info is not None and before is None:
+            if self._info is not None:
+                await (await self._zeroconf.async_unregister_service(self._info))
+                self._info = None
+            if ips:
+                self._info = AsyncServiceInfo(
+                    SERVICE,
+                    f"{self._label}.{SERVICE}",
+                    parsed_addresses=ips,
+                    port=port,
+                    properties=write_properties(self._run_id, self._access, self._name, contact.id),
+                    server=f"{self._label}.local.",
+                )
                 await (await self._zeroconf.async_register_service(self._info))
-            elif self._info is not None:
-                await (await self._zeroconf.async_update_service(self._info))
-            elif before is not None:
-                await (await self._zeroconf.async_unregister_service(before))
         except mdns.Error as error:
             raise OSError(f"multicast DNS failed: {error!r}") from error
 
@@ -144,7 +146,9 @@ class LanAnnouncer:
         await self._zeroconf.async_close()
 
 
-async def find_swarms(*, seconds: float = 1.5, interfaces: Sequence[str] | None = None) -> list[LanSwarm]:
+async def find_swarms(
+    *, seconds: float = 1.5, interfaces: Sequence[str] | InterfaceChoice = InterfaceChoice.All
+) -> list[LanSwarm]:
     """Listen; return the runs announced in the local network, none without multicast."""
     with suppress(OSError):
         async with _open(interfaces) as zeroconf:
@@ -179,15 +183,11 @@ async def _ask(zeroconf: Zeroconf, name: str) -> LanSwarm | None:
         return None
 
 
-def _open(interfaces: Sequence[str] | None) -> AsyncZeroconf:
-    if interfaces is not None:
-        return AsyncZeroconf(interfaces=list(interfaces))
-    old = [str(ip) for ip in own_ips() if ip.version == 4]
-    new = [str(ip) for ip in own_ips() if ip.version == 6 and not ip.is_loopback]
-    for choice in ([*old, *new], old, new):
-        with suppress(OSError, RuntimeError):  # some interfaces have one version only, or no multicast
-            return AsyncZeroconf(interfaces=choice)
-    raise OSError("no interface of this machine supports multicast")
+def _open(interfaces: Sequence[str] | InterfaceChoice) -> AsyncZeroconf:
+    try:
+        return AsyncZeroconf(interfaces=interfaces)
+    except RuntimeError as error:
+        raise OSError("no interface of this machine supports multicast") from error
 
 
 def _dialled(host: str) -> str:

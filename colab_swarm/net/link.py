@@ -5,32 +5,29 @@ import logging
 import statistics
 import struct
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
 from colab_swarm.errors import CallRefused, PeerError, PeerLost, PeerTimeout, ProtocolError
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.net.carrier import Loopback, NodeSettings, Remote, Traffic
+from colab_swarm.net.carrier import LinkType, Loopback, NodeSettings, Remote, Traffic
 from colab_swarm.net.mux import (
-    Failure,
+    FAILURE,
     Frame,
     FrameKind,
     Handler,
     Mux,
     ServiceTable,
-    Unserved,
     decoder_of,
     encode_opening,
     item_cost,
 )
-from colab_swarm.net.noise import TAG_BYTES, Keys
+from colab_swarm.net.noise import TAG_BYTES
 from colab_swarm.net.peers import (
     MAX_MESSAGE_BYTES,
-    MAX_PAYLOAD_BYTES,
     UNDECODABLE,
     Buffer,
     M,
@@ -38,7 +35,7 @@ from colab_swarm.net.peers import (
     PeerId,
     R,
     Refusal,
-    StreamEnded,
+    Stream,
     short,
 )
 
@@ -49,116 +46,11 @@ logger = logging.getLogger(__name__)
 MAX_TASKS = 2048
 """Handlers that may run for one link: a cancelled call frees its number before its handler has ended."""
 MAX_BACKLOG_BYTES = 64 << 20
-RTT_SAMPLES = 5
+SIMULTANEOUS_S = 10.0
 LEAVE_TIMEOUT_S = 30.0
 """A quiet link that only this end leaves is closed after this time."""
 _TOKEN = struct.Struct("<d")
 _encoder = msgspec.msgpack.Encoder()
-
-
-class LinkStream:
-    """One stream of a link; implements `colab_swarm.net.peers.Stream`."""
-
-    def __init__(self, link: "Link", id: int) -> None:
-        self._link, self.id, self.peer = link, id, link.peer
-        self._inbox: deque[tuple[memoryview, memoryview]] = deque()
-        self._fault: PeerError | None = None
-        self._got_end = self._sent_end = self._discarding = False
-        self._receiving: asyncio.Future[None] | None = None
-        self.credit = asyncio.Event()
-
-    async def send(self, message: Message, payload: Buffer = b"") -> None:
-        body = _encoder.encode(message)
-        view = memoryview(payload)
-        flat = view.cast("B") if view.nbytes else b""
-        if len(body) > MAX_MESSAGE_BYTES or len(flat) > MAX_PAYLOAD_BYTES:
-            limit = f"{MAX_MESSAGE_BYTES} + {MAX_PAYLOAD_BYTES}"
-            raise ValueError(f"a stream item of {len(body)} + {len(flat)} bytes is over {limit}")
-        while True:
-            if self._sent_end:
-                raise ValueError("send after end")
-            if self._fault is not None:
-                raise PeerLost(str(self._fault)) from self._fault
-            if not self._link.mux.may_send(self.id):
-                self.credit.clear()
-                await self.credit.wait()
-            elif not self._link.ready:
-                await self._link.wait_ready()
-            else:
-                self._link.send_item(self.id, body, flat)
-                return
-
-    async def receive(self, kind: type[M]) -> tuple[M, memoryview]:
-        while not self._inbox:
-            if self._got_end:
-                raise StreamEnded(f"peer {short(self.peer)} ended the stream")
-            if self._fault is not None:
-                raise self._fault
-            if self._receiving is not None:
-                raise RuntimeError("two tasks receive from one stream")
-            self._receiving = asyncio.get_running_loop().create_future()
-            try:
-                await self._receiving
-            finally:
-                self._receiving = None
-        message, payload = self._inbox.popleft()
-        self._link.consumed(self.id, item_cost(message, payload))
-        try:
-            return self._link.decode(kind, message), payload
-        except ProtocolError:
-            self.reset("undecodable item")
-            raise
-
-    async def end(self) -> None:
-        self._sent_end = True
-        self._link.end_stream(self.id)
-
-    def reset(self, reason: str = "") -> None:
-        self._link.reset_stream(self.id, "reset", reason)
-        self.on_fault(PeerLost(f"the stream with {short(self.peer)} was reset here: {reason}"))
-
-    def leave(self) -> None:
-        """End our side and discard further items, so that the peer does not wait for credit."""
-        self._discarding = True
-        while self._inbox:
-            self._link.consumed(self.id, item_cost(*self._inbox.popleft()))
-        self._sent_end = True
-        self._link.end_stream(self.id)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.leave()
-        else:
-            self.reset(kind.__name__ if kind else "")
-
-    def on_item(self, message: memoryview, payload: memoryview) -> None:
-        if self._discarding:
-            self._link.consumed(self.id, item_cost(message, payload))
-            return
-        if 2 * (len(message) + len(payload)) < memoryview(message.obj).nbytes:
-            # a slice keeps its whole packet alive, which the credit does not count
-            message, payload = memoryview(bytes(message)), memoryview(bytes(payload))
-        self._inbox.append((message, payload))
-        self._wake()
-
-    def on_end(self) -> None:
-        self._got_end = True
-        self._wake()
-
-    def on_fault(self, fault: PeerError) -> None:
-        """Fail the stream; items received before are still delivered."""
-        self._fault = self._fault or fault
-        self.credit.set()
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._receiving is not None and not self._receiving.done():
-            self._receiving.set_result(None)
 
 
 def _expire(answer: asyncio.Future[memoryview]) -> None:
@@ -172,10 +64,10 @@ class Link:
     A lost link cancels the handlers of the peer's calls; handlers of its streams get `PeerLost` instead.
 
     Args:
-        carrier, keys: how bytes travel and are sealed; without keys they are not.
+        carrier: how bytes travel.
         dialled: whether this end opened the link.
         services: handlers of calls, and of streams.
-        traffic: meters and budgets.
+        traffic: meters and budgets, of what is sent and received.
         settings: bounds on the number of streams and calls.
         events: gets a `Fault` when a handler fails.
     """
@@ -185,10 +77,9 @@ class Link:
         remote: Remote,
         *,
         carrier: "WebSocket | Loopback",
-        keys: Keys | None,
         dialled: bool,
         services: tuple[ServiceTable, ServiceTable],
-        traffic: Traffic,
+        traffic: tuple[Traffic, Traffic],
         settings: NodeSettings,
         events: EventLog,
     ) -> None:
@@ -197,13 +88,14 @@ class Link:
         self._max_calls = settings.max_calls_per_link
         max_streams = settings.max_streams_per_link
         self.mux = Mux(initiator=dialled, max_streams=max_streams, max_calls=self._max_calls)
-        self.carrier, self._keys, self._traffic, self._events = carrier, keys, traffic, events
+        self.carrier, self._keys, self._events = carrier, remote.keys, events
+        self._sent, self._received = traffic
         self._call_services, self._stream_services = services
         self._loop = asyncio.get_running_loop()
         self.opened_at = self.heard_at = self.used_at = self._loop.time()
-        self.rtts_s: deque[float] = deque(maxlen=RTT_SAMPLES)
+        self.rtts_s: deque[float] = deque(maxlen=5)
         self._calls: dict[int, asyncio.Future[memoryview]] = {}
-        self._streams: dict[int, LinkStream] = {}
+        self._streams: dict[int, Stream] = {}
         self._answering: dict[int, asyncio.Task[None]] = {}
         self.tasks: dict[asyncio.Task[None], None] = {}  # a set would be cancelled in any order
         self._flush_scheduled = False
@@ -249,10 +141,10 @@ class Link:
                 self.mux.cancel(id)
                 self.flush_soon()
 
-    def open_stream(self, opening: Message) -> LinkStream:
+    def open_stream(self, opening: Message) -> Stream:
         """Open a stream at once; raises `PeerLost` if the link is closed or closing."""
         self._require_open()
-        stream = LinkStream(self, self.mux.open(encode_opening(opening)))
+        stream = Stream(self, self.mux.open(encode_opening(opening)))
         self._streams[stream.id] = stream
         self.flush_soon()
         return stream
@@ -260,7 +152,7 @@ class Link:
     @property
     def ready(self) -> bool:
         """Whether bulk data may be sent now: the carrier has room and the budgets allow it."""
-        return self._writable.is_set() and self._traffic.upload_delay(self._loop.time()) <= 0
+        return self._writable.is_set() and self._sent.delay(self._loop.time()) <= 0
 
     async def wait_ready(self) -> None:
         """Return when `ready`, in the order of the calls."""
@@ -269,7 +161,7 @@ class Link:
                 if not self._writable.is_set():
                     await self._writable.wait()
                 else:
-                    await asyncio.sleep(self._traffic.upload_delay(self._loop.time()))
+                    await asyncio.sleep(self._sent.delay(self._loop.time()))
 
     def send_item(self, id: int, message: bytes, payload: Buffer) -> None:
         """Seal and send an item now; ``payload`` may be reused afterwards."""
@@ -277,9 +169,9 @@ class Link:
         self.mux.send(id, message, payload)
         self._flush()
 
-    def consumed(self, id: int, cost: int) -> None:
+    def consumed(self, id: int, message: memoryview, payload: memoryview) -> None:
         """Grant credit for an item that the application took."""
-        self.mux.consumed(id, cost)
+        self.mux.consumed(id, item_cost(message, payload))
         self.flush_soon()
 
     def end_stream(self, id: int) -> None:
@@ -293,7 +185,7 @@ class Link:
         self.flush_soon()
 
     def _forget_if_over(self, id: int) -> None:
-        if not self.mux.knows_stream(id):
+        if id not in self.mux.streams:
             self._streams.pop(id, None)
 
     def decode(self, kind: type[M], data: memoryview) -> M:
@@ -312,15 +204,15 @@ class Link:
         services = self._call_services if is_call else self._stream_services
         try:
             if len(self.tasks) >= MAX_TASKS:
-                raise Unserved("busy", f"{len(self.tasks)} handlers still run for this link")
+                raise CallRefused("busy", f"{len(self.tasks)} handlers still run for this link")
             handler, message = self.find_handler(services, frame.message)
-        except Unserved as error:
+        except CallRefused as error:
             (self.mux.fail if is_call else self.mux.reset)(id, error.code, str(error))
             return
         if is_call:
             self._answering[id] = self._start(self._answer(id, handler, message))
         else:
-            stream = self._streams[id] = LinkStream(self, id)
+            stream = self._streams[id] = Stream(self, id)
             self._start(self._converse(stream, handler, message))
 
     def find_handler(self, services: ServiceTable, opening: memoryview) -> tuple[Handler, Any]:
@@ -355,7 +247,7 @@ class Link:
             self._answering.pop(id, None)
             self.flush_soon()  # not when the task is done: what else this turn sets off would go out first
 
-    async def _converse(self, stream: LinkStream, handler: Handler, message: Any) -> None:
+    async def _converse(self, stream: Stream, handler: Handler, message: Any) -> None:
         try:
             await handler(message, stream)
             stream.leave()
@@ -429,9 +321,10 @@ class Link:
         if self.lost is not None:
             return
         now = self.heard_at = self._loop.time()
-        pause_s = self._traffic.count_received(len(data), now)
+        self._received.count(len(data), now)
+        pause_s = self._received.delay(now)
         try:
-            for frame in self.mux.on_packet(data if self._keys is None else self._keys.open(data)):
+            for frame in self.mux.on_packet(data if self._keys is None else self._keys[1].decrypt(data)):
                 self._on_frame(frame)
                 if self.lost is not None:
                     return
@@ -508,16 +401,16 @@ class Link:
 
     def _failure(self, frame: Frame) -> tuple[str, str]:
         try:
-            failure: Failure = decoder_of(Failure).decode(frame.message)
+            code, text = FAILURE.decode(frame.message)
         except UNDECODABLE as error:
             raise ProtocolError(f"an undecodable failure: {error}") from error
-        return failure.code, f"{short(self.peer)}: {failure.text}"
+        return code, f"{short(self.peer)}: {text}"
 
     # --- sending --------------------------------------------------------------------------------------------
 
     def flush_soon(self) -> None:
         """Flush once per turn of the event loop, so that frames queued together travel together."""
-        if self.mux.queued and not self._flush_scheduled:
+        if self.mux.queue and not self._flush_scheduled:
             self._flush_scheduled = True
             self._loop.call_soon(self._flush)
 
@@ -529,8 +422,71 @@ class Link:
             if self._keys is None:
                 size = self.carrier.send_bytes(packet)
             else:
-                seal = partial(self._keys.seal_into, packet)
+                seal = partial(self._keys[0].encrypt_into, packet)
                 size = cast("WebSocket", self.carrier).send(len(packet) + TAG_BYTES, seal)
-            self._traffic.count_sent(size, self._loop.time())
+            self._sent.count(size, self._loop.time())
         if self.carrier.backlog_bytes > MAX_BACKLOG_BYTES:
             self.abort(f"{MAX_BACKLOG_BYTES} bytes are waiting and the peer does not read")
+
+
+class LinkTable:
+    """Links by peer.
+
+    Both ends leave a relayed link as soon as they have a better one; it ends when its calls and
+    streams are over. When both ends dial at once, both use the link that the peer with the smaller
+    id dialled, and leave the other. A link that is opened later than `SIMULTANEOUS_S` replaces the
+    old one: the peer would not have dialled if that still worked for it.
+    """
+
+    def __init__(self, own: PeerId) -> None:
+        self._own = own
+        self._by_peer: dict[PeerId, list[Link]] = {}
+
+    def __iter__(self) -> Iterator[Link]:
+        # copies: other threads read the table
+        return iter([link for links in list(self._by_peer.values()) for link in links])
+
+    def __len__(self) -> int:
+        return sum(len(links) for links in self._by_peer.values())
+
+    def peers(self) -> frozenset[PeerId]:
+        return frozenset(self._by_peer)
+
+    def of(self, peer: PeerId) -> list[Link]:
+        """Return all links to a peer."""
+        return list(self._by_peer.get(peer, ()))
+
+    def best(self, peer: PeerId) -> Link | None:
+        """Return the link to use for a new call or stream, or None."""
+        usable = [link for link in self._by_peer.get(peer, ()) if not link.leaving]
+        if len(usable) < 2:
+            return usable[0] if usable else None
+        usable = [link for link in usable if link.remote.path.way is not LinkType.RELAYED] or usable
+        newest = max(link.opened_at for link in usable)
+        rivals = [link for link in usable if newest - link.opened_at < SIMULTANEOUS_S]
+        return max(rivals, key=lambda link: (link.dialled == (self._own < peer), link.opened_at))
+
+    def add(self, link: Link) -> bool:
+        """Add a link; return whether it is the first to its peer."""
+        links = self._by_peer.setdefault(link.peer, [])
+        links.append(link)
+        return len(links) == 1
+
+    def remove(self, link: Link) -> bool:
+        """Remove a link; return whether it was the last to its peer."""
+        links = self._by_peer.get(link.peer, [])
+        if link in links:
+            links.remove(link)
+            if not links:
+                del self._by_peer[link.peer]
+                return True
+        return False
+
+    def full(self, limit: int) -> bool:
+        """Return True if ``limit`` links are all in use, or twice as many do not close: then none may be added."""
+        return len(self) >= 2 * limit or (len(self) >= limit and self.longest_unused() is None)
+
+    def longest_unused(self) -> Link | None:
+        """Return the quiet link that could be closed first."""
+        quiet = [link for link in self if link.mux.quiet and not link.leaving]
+        return min(quiet, key=lambda link: link.used_at, default=None)

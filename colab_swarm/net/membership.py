@@ -10,9 +10,8 @@ tolerance of `SLACK_S`.
 
 import os
 import re
-from collections import OrderedDict
 from collections.abc import Callable
-from hashlib import sha256
+from functools import lru_cache
 from typing import Annotated, Self, TypeAlias
 
 import aiohttp
@@ -86,12 +85,12 @@ class Membership(Signed, frozen=True):
     @classmethod
     def decode(cls, data: bytes) -> "Membership":
         """Decode what a peer showed; raise `NotAdmitted` if it is empty or garbled."""
-        if not data:
-            raise NotAdmitted("no membership: join with an invitation")
+        _require(bool(data), "no membership: join with an invitation")
+        _require(
+            len(data) <= MAX_MEMBERSHIP_BYTES, "the membership is too long: join again with a new invitation"
+        )
         try:
-            if len(data) > MAX_MEMBERSHIP_BYTES:
-                raise NotAdmitted("the membership is too long: join again with a new invitation")
-            return _membership_decoder.decode(data)
+            return msgspec.msgpack.decode(data, type=cls)
         except UNDECODABLE as error:
             raise NotAdmitted("the membership cannot be read: `pip install -U colab-swarm`") from error
 
@@ -102,21 +101,42 @@ class Membership(Signed, frozen=True):
 
     def require_sound(self, run_id: str, *, authority: bytes, key: bytes) -> None:
         """Raise `NotAdmitted` unless run, owner, signatures and limits are right; it may have ended."""
-        grant = self.grant
-        if self.key != key:
-            raise NotAdmitted("the membership is another peer's: join again with an invitation")
-        if self.run_id != run_id or (grant is not None and grant.run_id != run_id):
-            raise NotAdmitted("the membership is of another run: join with an invitation to this one")
-        if not Role.GUEST < self.role < Role.AUTHORITY:
-            raise NotAdmitted("the role of the membership cannot be granted: join again with an invitation")
+        grant, signer = self.grant, authority
+        _require(self.key == key, "the membership is another peer's: join again with an invitation")
+        _require(
+            self.run_id == run_id == (grant or self).run_id,
+            "the membership is of another run: join with an invitation to this one",
+        )
+        _require(
+            Role.GUEST < self.role < Role.AUTHORITY,
+            "the role of the membership cannot be granted: join again with an invitation",
+        )
         if grant is not None:
-            if not grant.is_signed_by(authority):
-                raise NotAdmitted("the invitation was not signed by this run's authority: ask for another")
+            signer = grant.key
+            _require(
+                grant.is_signed_by(authority),
+                "the invitation was not signed by this run's authority: ask for another",
+            )
             in_time = self.issued_at <= grant.join_until and self.expires_at <= grant.member_until
-            if not (in_time and self.role <= grant.role):
-                raise NotAdmitted("the membership is more than its invitation allows: ask for another one")
-        if not self.is_signed_by(authority if grant is None else grant.key):
-            raise NotAdmitted("the membership's signature is wrong: join again with an invitation")
+            _require(
+                in_time and self.role <= grant.role,
+                "the membership is more than its invitation allows: ask for another one",
+            )
+        _require(
+            self.is_signed_by(signer), "the membership's signature is wrong: join again with an invitation"
+        )
+
+
+def _require(good: bool, text: str) -> None:
+    if not good:
+        raise NotAdmitted(text)
+
+
+@lru_cache(MAX_VERIFIED)
+def _sound_membership(data: bytes, run_id: str, authority: bytes, key: bytes) -> Membership:
+    found = Membership.decode(data)
+    found.require_sound(run_id, authority=authority, key=key)
+    return found
 
 
 class Revocations(Signed, frozen=True):
@@ -132,10 +152,6 @@ class Revocations(Signed, frozen=True):
         return Revocations(self.run_id, max(self.version + 1, int(now)), subjects).signed(sign)
 
 
-_membership_decoder = msgspec.msgpack.Decoder(Membership)
-_revocations_decoder = msgspec.msgpack.Decoder(Revocations)
-
-
 class MembershipAdmission:
     """Admits members; at the authority, and only there, all others are guests, for a minute."""
 
@@ -144,7 +160,6 @@ class MembershipAdmission:
         self.membership = b""  # this peer's own; set it whenever it gets a new one
         self.revoked = Revocations(run_id)  # the newest; `learn` replaces them
         self._revoked_ids: frozenset[bytes] = frozenset()
-        self._verified: OrderedDict[bytes, Membership] = OrderedDict()
         self._guests: dict[bytes, tuple[float, float]] = {}  # first and last seen, by public key
 
     def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
@@ -167,28 +182,21 @@ class MembershipAdmission:
     def check(self, public_key: bytes, membership: bytes, *, now: float) -> Membership:
         """Return the peer's membership if it is valid without the authority; raise `NotAdmitted` otherwise."""
         found = self.inspect(public_key, membership)
-        if found.grant is not None and (found.grant.uses or not found.grant.offline):
-            raise NotAdmitted("this invitation is only good at the authority: ask it for a membership")
+        only_there = found.grant is not None and (found.grant.uses > 0 or not found.grant.offline)
+        _require(not only_there, "this invitation is only good at the authority: ask it for a membership")
         late_s, early_s = now - found.expires_at, found.issued_at - now
-        if not late_s <= SLACK_S:
-            raise NotAdmitted(f"membership ended {in_words(late_s)} ago: join again with a new invitation")
-        if not early_s <= SLACK_S:
-            raise NotAdmitted(f"membership starts in {in_words(early_s)}: one of our clocks is off, set it")
+        _require(
+            late_s <= SLACK_S, f"membership ended {in_words(late_s)} ago: join again with a new invitation"
+        )
+        _require(
+            early_s <= SLACK_S, f"membership starts in {in_words(early_s)}: one of our clocks is off, set it"
+        )
         return found
 
     def inspect(self, public_key: bytes, membership: bytes) -> Membership:
         """Return the peer's membership, expired or not; raise `NotAdmitted` if it is not sound, or revoked."""
         self._require_not_revoked(public_key)
-        digest = sha256(public_key + membership).digest()
-        found = self._verified.get(digest)
-        if found is None:
-            found = Membership.decode(membership)
-            found.require_sound(self.run_id, authority=self.authority, key=public_key)
-            self._verified[digest] = found
-            if len(self._verified) > MAX_VERIFIED:
-                self._verified.popitem(last=False)
-        else:
-            self._verified.move_to_end(digest)
+        found = _sound_membership(membership, self.run_id, self.authority, public_key)
         if found.grant is not None:
             self._require_not_revoked(found.grant.key)
         return found
@@ -202,7 +210,7 @@ class MembershipAdmission:
     def learn(self, revocations: bytes) -> bool:
         """Take an encoded list; return whether it is newer. `ProtocolError` if it is not the authority's."""
         try:
-            found = _revocations_decoder.decode(revocations)
+            found = msgspec.msgpack.decode(revocations, type=Revocations)
         except UNDECODABLE as error:
             raise ProtocolError(f"undecodable revocations: {error}") from error
         if found.version <= self.revoked.version:
@@ -217,12 +225,13 @@ class MembershipAdmission:
         since, seen = self._guests.pop(public_key, (now, now))
         if abs(now - seen) > GUEST_S:
             since = now  # it left and came back
-        if abs(now - since) > GUEST_S:
-            raise NotAdmitted("no membership was requested in a minute: join again with an invitation")
+        _require(
+            abs(now - since) <= GUEST_S,
+            "no membership was requested in a minute: join again with an invitation",
+        )
         if len(self._guests) >= MAX_GUESTS:
             self._guests = {key: at for key, at in self._guests.items() if abs(now - at[1]) <= GUEST_S}
-        if len(self._guests) >= MAX_GUESTS:
-            raise NotAdmitted("too many peers request a membership: try again in a minute")
+        _require(len(self._guests) < MAX_GUESTS, "too many peers request a membership: try again in a minute")
         self._guests[public_key] = since, now
         return Role.GUEST
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from colab_swarm.errors import ProtocolError
+from colab_swarm.errors import CallRefused, ProtocolError
 from colab_swarm.net.peers import MAX_MESSAGE_BYTES, MAX_PAYLOAD_BYTES, UNDECODABLE, Buffer, Message, Role
 
 MAX_PACKET_BYTES = 124 << 10
@@ -40,14 +40,14 @@ ALIGNMENT = 16
 class FrameKind(enum.IntEnum):
     """Kind of a frame; its id is the number of the call or the stream."""
 
-    CALL = 1  # message: Opening
+    CALL = 1  # message: `OPENING`
     REPLY = 2  # message: the reply
-    ERROR = 3  # message: Failure; the call failed
+    ERROR = 3  # message: `FAILURE`; the call failed
     CANCEL = 4  # the caller no longer wants the reply
-    OPEN = 5  # message: Opening
+    OPEN = 5  # message: `OPENING`
     ITEM = 6  # message and payload
     END = 7  # the sender ended its side of the stream
-    RESET = 8  # message: Failure; the stream is dropped both ways
+    RESET = 8  # message: `FAILURE`; the stream is dropped both ways
     CREDIT = 9  # message: u32, more bytes that may be sent on the stream
     PING = 10  # message: anything, comes back as PONG
     PONG = 11
@@ -96,7 +96,7 @@ class FrameReader:
 
     def __init__(self) -> None:
         self._partial = bytearray()
-        self._filled = 0
+        self._frame_bytes = 0
 
     def read(self, packet: Buffer) -> list[Frame]:
         """Return the frames that this packet completes.
@@ -124,23 +124,17 @@ class FrameReader:
     def _begin(self, view: memoryview, frame_bytes: int, *, alone: bool) -> None:
         if not alone or len(view) != MAX_PACKET_BYTES:
             raise ProtocolError(f"a frame of {frame_bytes} bytes is truncated")
-        self._partial = bytearray(frame_bytes)
-        self._partial[: len(view)] = view
-        self._filled = len(view)
+        self._partial, self._frame_bytes = bytearray(view), frame_bytes
 
     def _continue(self, packet: Buffer) -> list[Frame]:
-        filled = self._filled + len(packet)
-        if filled > len(self._partial) or (filled < len(self._partial) and len(packet) != MAX_PACKET_BYTES):
-            raise ProtocolError(f"{len(packet)} bytes do not continue a frame of {len(self._partial)} bytes")
-        self._partial[self._filled : filled] = packet
-        self._filled = filled
-        if filled < len(self._partial):
+        self._partial += packet
+        missing_bytes = self._frame_bytes - len(self._partial)
+        if missing_bytes < 0 or (missing_bytes and len(packet) != MAX_PACKET_BYTES):
+            raise ProtocolError(f"{len(packet)} bytes do not continue a frame of {self._frame_bytes} bytes")
+        if missing_bytes:
             return []
-        whole = memoryview(self._partial)
-        self._partial = bytearray()
-        kind, id, message_bytes, _ = _read_header(whole, 0)
-        message_at = len(whole) - message_bytes
-        return [Frame(kind, id, whole[message_at:], whole[HEADER.size : message_at])]
+        whole, self._partial = self._partial, bytearray()
+        return self.read(whole)
 
 
 def _read_header(view: memoryview, at: int) -> tuple[FrameKind, int, int, int]:
@@ -166,31 +160,15 @@ _encoder = msgspec.msgpack.Encoder()
 Handler: TypeAlias = Callable[..., Awaitable[Any]]
 
 
-class Opening(Message, frozen=True):
-    """First frame of a call or a stream: the name of the message's type, and the message."""
-
-    name: str
-    body: msgspec.Raw
-
-
-class Failure(Message, frozen=True):
-    """Why a call failed or a stream was reset; the codes are those of `CallRefused`, and ``reset``."""
-
-    code: str
-    text: str
+OPENING = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
+"""First frame of a call or a stream: the name of the message's type, and the message."""
+FAILURE = msgspec.msgpack.Decoder(tuple[str, str])
+"""Why a call failed or a stream was reset: a code, those of `CallRefused` and ``reset``, and a text."""
 
 
 @lru_cache(maxsize=1024)
 def decoder_of(kind: type[Any]) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(kind)
-
-
-class Unserved(Exception):
-    """No handler takes this opening; ``code`` is ``unknown``, ``invalid``, ``refused`` or ``busy``."""
-
-    def __init__(self, code: str, text: str) -> None:
-        super().__init__(text)
-        self.code = code
 
 
 class ServiceTable:
@@ -203,37 +181,37 @@ class ServiceTable:
         """Answer messages of ``kind`` from peers of ``role`` or above, by this handler only.
 
         Raises:
-            ValueError: another class of that name is served.
+            ValueError: a class of that name is served already.
         """
-        decoder = decoder_of(kind)
-        if self._by_name.get(kind.__name__, (decoder,))[0] is not decoder:
-            raise ValueError(f"another {kind.__name__} is served already; unserve it first")
-        self._by_name[kind.__name__] = (decoder, handler, role)
+        if kind.__name__ in self._by_name:
+            raise ValueError(f"a handler of {kind.__name__} serves already; unserve it first")
+        self._by_name[kind.__name__] = (decoder_of(kind), handler, role)
 
     def remove(self, kind: type[Message]) -> None:
         self._by_name.pop(kind.__name__, None)
 
     def find(self, encoded: Buffer, role: Role) -> tuple[Handler, Any]:
-        """Return the handler of an encoded `Opening` from a peer of this role, and its decoded message.
+        """Return the handler of an encoded opening from a peer of this role, and its decoded message.
 
         Raises:
-            Unserved: no handler takes it.
+            CallRefused: no handler takes it.
         """
         try:
-            opening: Opening = decoder_of(Opening).decode(encoded)
+            name, body = OPENING.decode(encoded)
         except UNDECODABLE as error:
-            raise Unserved("invalid", f"undecodable message: {error}") from error
-        name = opening.name
+            raise CallRefused("invalid", f"undecodable message: {error}") from error
         if name not in self._by_name:
-            raise Unserved("unknown", f"{name[:100]} is not served here")
+            raise CallRefused("unknown", f"{name[:100]} is not served here")
         decoder, handler, least = self._by_name[name]
         if role < least:
             needed = f"{name} needs the role {least.name.lower()}"
-            raise Unserved("refused", f"{needed}; yours is {role.name.lower()}: ask for another invitation")
+            raise CallRefused(
+                "refused", f"{needed}; yours is {role.name.lower()}: ask for another invitation"
+            )
         try:
-            return handler, decoder.decode(opening.body)
+            return handler, decoder.decode(body)
         except UNDECODABLE as error:
-            raise Unserved("invalid", f"undecodable message: {error}") from error
+            raise CallRefused("invalid", f"undecodable message: {error}") from error
 
 
 @dataclass(slots=True)
@@ -270,8 +248,8 @@ class Mux:
         self._last_theirs = 0 if initiator else -1
         self._max_streams, self._max_calls = max_streams, max_calls
         self._reader = FrameReader()
-        self._queue: list[bytes] = []
-        self._streams: dict[int, Flow] = {}
+        self.queue: list[bytes] = []
+        self.streams: dict[int, Flow] = {}
         self._their_streams = 0  # of those: a hostile peer opens many
         self._calls: set[int] = set()
         self._serving: set[int] = set()
@@ -279,107 +257,96 @@ class Mux:
         self.peer_leaving = False
 
     def __repr__(self) -> str:
-        counts = f"calls={len(self._calls)}, serving={len(self._serving)}, streams={len(self._streams)}"
+        counts = f"calls={len(self._calls)}, serving={len(self._serving)}, streams={len(self.streams)}"
         return f"Mux({counts}{', leaving' if self.leaving or self.peer_leaving else ''})"
 
     @property
     def quiet(self) -> bool:
         """Whether no call or stream is open, either way."""
-        return not (self._calls or self._serving or self._streams)
-
-    @property
-    def queued(self) -> bool:
-        """Whether `take` returns any packet."""
-        return bool(self._queue)
-
-    def knows_stream(self, id: int) -> bool:
-        """Return True if the stream is still open, at least one way."""
-        return id in self._streams
+        return not (self._calls or self._serving or self.streams)
 
     def take(self) -> list[bytes]:
         """Return the queued frames as packets to seal and send, in order."""
-        frames, self._queue = self._queue, []
+        frames, self.queue = self.queue, []
         return to_packets(frames)
 
     def call(self, opening: bytes) -> int:
-        """Queue a call with an encoded `Opening`; return its number."""
+        """Queue a call with an encoded opening; return its number."""
         id = self._new_id()
         self._calls.add(id)
-        self._queue.append(encode(FrameKind.CALL, id, opening))
+        self.queue.append(encode(FrameKind.CALL, id, opening))
         return id
 
     def cancel(self, id: int) -> None:
         """Give up a call: the peer's handler is cancelled, a late reply dropped."""
         if id in self._calls:
             self._calls.remove(id)
-            self._queue.append(encode(FrameKind.CANCEL, id))
+            self.queue.append(encode(FrameKind.CANCEL, id))
 
-    def reply(self, id: int, body: bytes) -> None:
+    def reply(self, id: int, body: bytes, kind: FrameKind = FrameKind.REPLY) -> None:
         """Answer a call of the peer, unless it was cancelled."""
         if id in self._serving:
             self._serving.remove(id)
-            self._queue.append(encode(FrameKind.REPLY, id, body))
+            self.queue.append(encode(kind, id, body))
 
     def fail(self, id: int, code: str, text: str) -> None:
         """Answer a call of the peer with an error, unless it was cancelled."""
-        if id in self._serving:
-            self._serving.remove(id)
-            self._queue.append(encode(FrameKind.ERROR, id, _failure(code, text)))
+        self.reply(id, _failure(code, text), FrameKind.ERROR)
 
     def open(self, opening: bytes) -> int:
-        """Open a stream with an encoded `Opening`; return its number."""
+        """Open a stream with an encoded opening; return its number."""
         id = self._new_id()
-        self._streams[id] = Flow()
-        self._queue.append(encode(FrameKind.OPEN, id, opening))
+        self.streams[id] = Flow()
+        self.queue.append(encode(FrameKind.OPEN, id, opening))
         return id
 
     def may_send(self, id: int) -> bool:
         """Return True if an item may be sent now: the stream is open and has credit."""
-        flow = self._streams.get(id)
+        flow = self.streams.get(id)
         return flow is not None and flow.credit > 0
 
     def send(self, id: int, message: bytes, payload: Buffer) -> None:
         """Queue an item; check `may_send` first."""
-        flow = self._streams[id]
+        flow = self.streams[id]
         assert flow.credit > 0 and not flow.sent_end
         flow.credit -= item_cost(message, payload)
-        self._queue.append(encode(FrameKind.ITEM, id, message, payload))
+        self.queue.append(encode(FrameKind.ITEM, id, message, payload))
 
     def consumed(self, id: int, cost: int) -> None:
         """Grant credit for an item that the application took (sent in half windows)."""
-        flow = self._streams.get(id)
+        flow = self.streams.get(id)
         if flow is None or flow.got_end:
             return
         flow.consumed += cost
         if flow.consumed >= STREAM_WINDOW_BYTES // 2:
-            self._queue.append(encode(FrameKind.CREDIT, id, _U32.pack(flow.consumed)))
+            self.queue.append(encode(FrameKind.CREDIT, id, _U32.pack(flow.consumed)))
             flow.window += flow.consumed
             flow.consumed = 0
 
     def end(self, id: int) -> None:
         """End this side of the stream. Idempotent."""
-        flow = self._streams.get(id)
+        flow = self.streams.get(id)
         if flow is not None and not flow.sent_end:
             flow.sent_end = True
-            self._queue.append(encode(FrameKind.END, id))
+            self.queue.append(encode(FrameKind.END, id))
             self._forget_if_over(id, flow)
 
     def reset(self, id: int, code: str = "reset", text: str = "") -> None:
         """Drop the stream both ways. Idempotent."""
-        flow = self._streams.get(id)
+        flow = self.streams.get(id)
         if flow is not None:
             self._forget_if_over(id, flow, over=True)
-            self._queue.append(encode(FrameKind.RESET, id, _failure(code, text)))
+            self.queue.append(encode(FrameKind.RESET, id, _failure(code, text)))
 
     def ping(self, token: bytes) -> None:
         """Request a PONG that carries ``token``."""
-        self._queue.append(encode(FrameKind.PING, 0, token))
+        self.queue.append(encode(FrameKind.PING, 0, token))
 
     def leave(self) -> None:
         """Start no new calls or streams, and close the link when all are over. Idempotent."""
         if not self.leaving:
             self.leaving = True
-            self._queue.append(encode(FrameKind.LEAVING, 0))
+            self.queue.append(encode(FrameKind.LEAVING, 0))
 
     def on_packet(self, packet: Buffer) -> Iterator[Frame]:
         """Take a packet from the peer; yield the frames for the application.
@@ -412,7 +379,7 @@ class Mux:
     def _on_ping(self, frame: Frame) -> bool:
         if len(frame.message) > MAX_PING_BYTES:
             raise ProtocolError(f"a ping of {len(frame.message)} bytes")
-        self._queue.append(encode(FrameKind.PONG, 0, frame.message))
+        self.queue.append(encode(FrameKind.PONG, 0, frame.message))
         return False
 
     def _on_opening(self, frame: Frame) -> bool:
@@ -423,15 +390,15 @@ class Mux:
         if frame.kind is FrameKind.CALL:
             if len(self._serving) >= self._max_calls:
                 text = f"{self._max_calls} calls are pending on this link"
-                self._queue.append(encode(FrameKind.ERROR, id, _failure("busy", text)))
+                self.queue.append(encode(FrameKind.ERROR, id, _failure("busy", text)))
                 return False
             self._serving.add(id)
         elif self._their_streams >= self._max_streams:
             text = f"{self._max_streams} streams are open on this link"
-            self._queue.append(encode(FrameKind.RESET, id, _failure("busy", text)))
+            self.queue.append(encode(FrameKind.RESET, id, _failure("busy", text)))
             return False
         else:
-            self._streams[id] = Flow()
+            self.streams[id] = Flow()
             self._their_streams += 1
         return True
 
@@ -465,7 +432,7 @@ class Mux:
         return True
 
     def _flow(self, frame: Frame) -> Flow | None:
-        flow = self._streams.get(frame.id)
+        flow = self.streams.get(frame.id)
         if flow is None:
             self._require_known(frame.id)
         return flow
@@ -486,7 +453,7 @@ class Mux:
 
     def _forget_if_over(self, id: int, flow: Flow, *, over: bool = False) -> None:
         if over or (flow.sent_end and flow.got_end):
-            del self._streams[id]
+            del self.streams[id]
             self._their_streams -= not self._is_ours(id)
 
     def _new_id(self) -> int:
@@ -496,7 +463,7 @@ class Mux:
 
 
 def encode_opening(message: Message) -> bytes:
-    """Return an encoded `Opening` with this message; raises `ValueError` if it is too big."""
+    """Return an encoded opening with this message; raises `ValueError` if it is too big."""
     opening = _encoder.encode((type(message).__name__, message))
     if len(opening) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a {type(message).__name__} of {len(opening)} bytes is over {MAX_MESSAGE_BYTES}")

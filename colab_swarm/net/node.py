@@ -1,18 +1,432 @@
-"""The real network: `Node` implements `Peers` over encrypted WebSocket links, dialled on demand."""
+"""`Node` implements `Peers` over encrypted WebSocket links; its `Linker` dials, accepts and pings them.
+
+Swarm time is the own clock moved by the median offset of the linked peers, with an own offset of
+zero among them. So two peers whose clocks differ meet in the middle, and one liar among honest
+peers moves nothing. The own clock is never moved by more than `MAX_OFFSET_S`: otherwise a late
+joiner's only peer could make expired records valid again.
+"""
 
 import asyncio
+import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Hashable
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import Any
 
-from colab_swarm.events import EventLog
-from colab_swarm.net.addresses import is_local, is_loopback, reachable_addresses
-from colab_swarm.net.carrier import LinkType, NodeSettings, Path
+import aiohttp
+from aiohttp import web
+
+from colab_swarm.errors import NotAdmitted, PeerError, PeerLost, PeerTimeout, PeerUnreachable
+from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
+from colab_swarm.net.addresses import AddressBook, is_local, is_loopback, reachable_addresses, relay_of
+from colab_swarm.net.carrier import (
+    LinkType,
+    Loopback,
+    Metering,
+    NodeSettings,
+    Path,
+    Receiver,
+    Remote,
+    Traffic,
+)
+from colab_swarm.net.handshake import (
+    HandshakeReceiver,
+    Introduction,
+    Listener,
+    describe_run,
+    dial_any,
+)
 from colab_swarm.net.identity import Identity
-from colab_swarm.net.linker import Linker
+from colab_swarm.net.link import LEAVE_TIMEOUT_S, Link, LinkTable
 from colab_swarm.net.membership import Admission, OpenAdmission
+from colab_swarm.net.mux import ServiceTable
 from colab_swarm.net.peers import Contact, LinkStatistics, M, Message, PeerId, R, Role, Stream, short
+from colab_swarm.net.websocket import SCRATCH_BYTES, WebSocket, bound_socket, dial
 
-__all__ = ["Node", "NodeSettings"]
+__all__ = ["Linker", "Node", "NodeSettings", "SwarmClock"]
+logger = logging.getLogger(__name__)
+MAX_OFFSET_S = 600.0
+CLOSE_TIMEOUT_S = 1.0
+MISSED_KEEP_ALIVES = 3
+DIALS = 3
+
+
+class SwarmClock:
+    """Collects clock offsets, one per peer. Free of I/O.
+
+    Attributes:
+        offset_s: seconds to add to the own clock, 10 minutes at most.
+        behind_s: by how much the own clock is behind the linked peers' median; negative if it is ahead.
+    """
+
+    def __init__(self) -> None:
+        self._offsets_s: dict[Hashable, float] = {}
+        self.offset_s = self.behind_s = 0.0
+
+    def observe(self, peer: Hashable, *, theirs: float, ours: float, rtt_s: float) -> None:
+        """Note that a peer's clock showed ``theirs`` half a round trip before our clock showed ``ours`` (seconds)."""
+        self._offsets_s[peer] = theirs + rtt_s / 2 - ours
+        self._compare()
+
+    def forget(self, peer: Hashable) -> None:
+        self._offsets_s.pop(peer, None)
+        self._compare()
+
+    def _compare(self) -> None:
+        offsets_s = self._offsets_s.values()
+        self.offset_s = max(-MAX_OFFSET_S, min(MAX_OFFSET_S, median([0.0, *offsets_s])))
+        self.behind_s = median(offsets_s or [0.0])
+
+
+class Linker:
+    """A node's links: dials, accepts and closes them.
+
+    Args:
+        make_link: makes a `Link`, with its arguments.
+
+    Attributes:
+        services: handlers of calls, and of streams.
+        addresses: where others can dial this peer, as its handshakes state.
+        pinned: peers whose quiet links stay open (relays that hold a place for this peer).
+        open_circuit: opens a connection to a peer through a relay; None where circuits are not offered.
+        on_relayed: called with each new relayed link that this end dialled.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        settings: NodeSettings,
+        admission: Admission,
+        events: EventLog,
+        wall_clock: Callable[[], float],
+        make_link: Callable[..., Link] = Link,
+    ) -> None:
+        self._identity, self._settings, self._admission = identity, settings, admission
+        self._events, self._wall_clock, self._loop = events, wall_clock, asyncio.get_running_loop()
+        self._awaited: dict[PeerId, asyncio.Future[None]] = {}
+        self._tasks: dict[asyncio.Task[Any], None] = {}  # a set would be cancelled in any order
+        self._own_ends: tuple[Link, Link] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self.scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self.services = (ServiceTable(), ServiceTable())
+        self._make_link = partial(make_link, services=self.services, settings=settings, events=events)
+        self.table, self.book, self.clock = LinkTable(identity.id), AddressBook(), SwarmClock()
+        self.metering = Metering(settings, self._loop.time)
+        self.addresses: tuple[str, ...] = ()
+        self.pinned: set[PeerId] = set()
+        self.lost_listeners: dict[Callable[[PeerId], None], None] = {}
+        self.open_circuit: Callable[[Contact, PeerId, HandshakeReceiver], Awaitable[WebSocket]] | None = None
+        self.on_relayed: Callable[[Link], None] = lambda link: None
+        self.listener = Listener(self._receive_caller, self.scratch, settings)
+
+    def time(self) -> float:
+        """Return swarm time, seconds since the epoch."""
+        return self._wall_clock() + self.clock.offset_s
+
+    # --- dialling -------------------------------------------------------------------------------------------
+
+    async def link_to(self, peer: PeerId, timeout_s: float) -> Link:
+        """Return a link to the peer: in memory to ourselves, else the first that opens, from either end."""
+        if peer == self._identity.id:
+            self._require_open()
+            return self._own_link()
+        try:
+            async with asyncio.timeout(timeout_s):
+                for _ in range(DIALS):
+                    self._require_open()
+                    if peer not in self._awaited:
+                        awaited = self._awaited[peer] = self._loop.create_future()
+                        self.spawn(self._dial(peer, awaited))
+                    await asyncio.shield(self._awaited[peer])
+                    # of two links that open at once one is left again: use the best when we get to run
+                    link = self.table.best(peer)
+                    if link is not None:
+                        return link
+        except TimeoutError:
+            raise PeerTimeout(f"no link to {short(peer)} in {timeout_s:.3g} s") from None
+        raise PeerLost(f"{short(peer)} accepts links and drops them at once")
+
+    async def _dial(self, peer: PeerId, awaited: asyncio.Future[None]) -> None:
+        """Dial the peer; in the end ``awaited`` is done (`_add_link` sets its result)."""
+        failure: PeerError | None = PeerLost(f"dialling {short(peer)} was cancelled")
+        try:
+            addresses = self.book.find(peer).addresses
+            if not addresses:
+                raise PeerUnreachable(f"no address of {short(peer)} is known")
+            # the relays that keep places for us may reach a peer that we cannot
+            detours = [address for address in self.addresses if relay_of(address) is not None]
+            await dial_any(addresses, partial(self._dial_address, peer), detours)
+            failure = None
+        except PeerError as error:
+            failure = error
+        except Exception as error:
+            fault = Fault.of(self._loop.time(), f"dialling {short(peer)}", error)
+            logger.exception("%s failed", fault.where)
+            self._events.emit(fault)
+            failure = PeerUnreachable(f"{fault.where} failed: {fault.text}")
+        finally:
+            if self._awaited.get(peer) is awaited:
+                del self._awaited[peer]
+            if failure is not None and not awaited.done():
+                awaited.set_exception(failure)
+                awaited.exception()  # the waiters may all have given up
+
+    async def _dial_address(self, peer: PeerId, address: str) -> Link:
+        relay, open_circuit = relay_of(address), self.open_circuit
+        if relay is None:
+            return await self.dial_direct(peer, address)
+        if open_circuit is None or relay.id in (peer, self._identity.id):
+            raise PeerUnreachable(f"{address}: this peer uses no relays")
+        path = Path(LinkType.RELAYED, relay=relay.id, address=address)
+        link = await self.shake_hands(partial(open_circuit, relay, peer), expected=peer, path=path)
+        self.on_relayed(link)
+        return link
+
+    async def dial_direct(self, peer: PeerId, address: str) -> Link:
+        """Dial one direct address; raises as `shake_hands`."""
+        path = Path(LinkType.TUNNEL if address.startswith("wss") else LinkType.DIRECT, address=address)
+        return await self.shake_hands(partial(self.connect, address), expected=peer, path=path)
+
+    async def probe(self, peer: PeerId, address: str, *, timeout_s: float) -> None:
+        """Raise `PeerError` unless the peer can be dialled at a direct address; opens no link."""
+        proof: list[Remote] = []
+
+        def stop(carrier: WebSocket, remote: Remote, rtt_s: float) -> Link:
+            proof.append(remote)
+            raise PeerError("probed")
+
+        connect, path = partial(self.connect, address), Path(address=address)
+        try:
+            await self.shake_hands(connect, expected=peer, path=path, make_link=stop, timeout_s=timeout_s)
+        except PeerError:
+            if not proof:
+                raise
+
+    async def connect(self, address: str, receiver: Receiver) -> WebSocket:
+        """Open a WebSocket to a direct address; raises as `dial` does."""
+        self._require_open()
+        if self._session is None:
+            connector = aiohttp.TCPConnector(
+                limit=0,
+                force_close=True,
+                socket_factory=lambda info: bound_socket(info[0]),  # so that its port can be punched from
+            )
+            no_timeout, no_cookies = aiohttp.ClientTimeout(total=None), aiohttp.DummyCookieJar()
+            self._session = aiohttp.ClientSession(
+                connector=connector, timeout=no_timeout, cookie_jar=no_cookies
+            )
+        return await dial(self._session, address, scratch=self.scratch, receiver=receiver)
+
+    # --- handshakes -----------------------------------------------------------------------------------------
+
+    async def shake_hands(
+        self,
+        connect: Callable[[HandshakeReceiver], Awaitable[WebSocket]],
+        *,
+        expected: PeerId | None,
+        path: Path,
+        make_link: Callable[[WebSocket, Remote, float], Link] | None = None,
+        timeout_s: float | None = None,
+    ) -> Link:
+        """Make a link over the connection that ``connect`` opens; ``expected`` is None at the end that was dialled.
+
+        Raises `PeerUnreachable` if no peer answers in time, or it refuses, or as `Introduction` does.
+        """
+        receiver = self._receiver(expected, path, make_link)
+        name, timeout_s = path.address or str(path), timeout_s or self._settings.dial_timeout_s
+        websocket: WebSocket | None = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                websocket = await connect(receiver)
+                receiver.use(websocket)
+                return await receiver.link
+        except TimeoutError:
+            raise PeerUnreachable(f"{name} did not answer in {timeout_s:.3g} s") from None
+        except PeerLost as error:
+            ours = describe_run(self._settings.run_id)
+            raise PeerUnreachable(f"{name} refused the link: {error} (we belong to {ours})") from error
+        except PeerError:
+            raise
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise PeerUnreachable(f"{name}: {error}") from error
+        finally:
+            if websocket is not None and (not receiver.link.done() or receiver.link.exception() is not None):
+                websocket.abort("the handshake failed")
+
+    def _receiver(
+        self,
+        expected: PeerId | None,
+        path: Path,
+        make_link: Callable[[WebSocket, Remote, float], Link] | None = None,
+    ) -> HandshakeReceiver:
+        introduction = Introduction(
+            self._identity,
+            addresses=self.addresses,
+            run_id=self._settings.run_id,
+            expected=expected,
+            membership=self._admission.membership,
+            admit=lambda key, membership: self._admission.admit(key, membership, now=self.time()),
+        )
+        make_link = make_link or partial(self.on_introduced, path, expected is not None)
+        return HandshakeReceiver(introduction, wall_clock=self._wall_clock, make_link=make_link)
+
+    def _receive_caller(self, request: web.BaseRequest) -> HandshakeReceiver:
+        self.require_room()
+        # a tunnel's agent is local; any other caller could send the header too
+        tunnelled = is_loopback(request.remote or "") and "X-Forwarded-For" in request.headers
+        return self._receiver(None, Path(LinkType.TUNNEL if tunnelled else LinkType.DIRECT))
+
+    def on_introduced(
+        self, path: Path, dialled: bool, carrier: WebSocket | Loopback, remote: Remote, rtt_s: float
+    ) -> Link:
+        """Return the link over a connection whose handshake is complete."""
+        self._require_open()
+        contact, (ours, theirs) = remote.contact, carrier.ends
+        self.book.replace(contact)
+        self.clock.observe(contact.id, theirs=remote.time, ours=self._wall_clock(), rtt_s=rtt_s)
+        path = replace(path, local=ours, remote=theirs)
+        traffic = self.metering.traffic(contact.id, path, dialled=dialled)
+        link = self._make_link(replace(remote, path=path), carrier=carrier, traffic=traffic, dialled=dialled)
+        link.rtts_s.append(rtt_s)
+        self._add_link(link)
+        return link
+
+    def _add_link(self, link: Link) -> None:
+        link.on_closed = self._on_link_closed
+        first = self.table.add(link)
+        best = self.table.best(link.peer)
+        for other in self.table.of(link.peer):
+            if other is not best:
+                other.leave()
+        if len(self.table) > self._settings.max_links:
+            unused = self.table.longest_unused()
+            if unused is not None and unused is not best:
+                unused.leave()
+        if first:
+            self._events.emit(PeerJoined(self._loop.time(), link.peer.hex()))
+        awaited = self._awaited.pop(link.peer, None)
+        if awaited is not None and not awaited.done():
+            awaited.set_result(None)
+
+    def _on_link_closed(self, link: Link) -> None:
+        if not self.table.remove(link):
+            return
+        self.clock.forget(link.peer)
+        self._events.emit(PeerLeft(self._loop.time(), link.peer.hex(), link.lost or ""))
+        for listener in tuple(self.lost_listeners):
+            listener(link.peer)
+
+    def _own_link(self) -> Link:
+        if self._own_ends is None:
+            own = Remote(Contact(self._identity.id, self.addresses), role=Role.AUTHORITY)
+            near, far = Loopback(), Loopback()
+            near.other, far.other = far, near
+            make_link = partial(self._make_link, own, traffic=(Traffic(), Traffic()))
+            self._own_ends = make_link(carrier=near, dialled=True), make_link(carrier=far, dialled=False)
+            near.receiver, far.receiver = self._own_ends
+        return self._own_ends[0]
+
+    # --- upkeep ---------------------------------------------------------------------------------------------
+
+    async def keep_links(self) -> None:
+        """Ping every link; close the dead, the unused and those whose peer is no longer admitted. Never returns."""
+        settings = self._settings
+        while True:
+            await asyncio.sleep(min(settings.keep_alive_s, settings.idle_link_s))
+            self.recheck()
+            now = self._loop.time()
+            for link in self.table:
+                if now - link.heard_at > MISSED_KEEP_ALIVES * settings.keep_alive_s:
+                    link.abort(f"silent for {now - link.heard_at:.0f} s")
+                elif link.mux.leaving and link.mux.quiet and now - link.used_at > LEAVE_TIMEOUT_S:
+                    link.close("no longer needed")
+                elif link.mux.quiet and now - link.used_at > settings.idle_link_s and self._can_redial(link):
+                    link.leave()
+                else:
+                    link.ping()
+
+    def recheck(self) -> None:
+        """Close the links of peers that are no longer admitted."""
+        for link in self.table:
+            try:
+                self._admit_again(link, link.remote.membership)
+            except NotAdmitted as error:
+                link.close(f"not admitted: {error}")
+
+    def readmit(self, peer: PeerId, membership: bytes) -> Role:
+        """Admit the peer with a renewed membership, and return its role; raise `NotAdmitted` if that is not valid."""
+        roles = [self._admit_again(link, membership) for link in self.table.of(peer)]
+        return max(roles, default=Role.GUEST)
+
+    def _admit_again(self, link: Link, membership: bytes) -> Role:
+        role = self._admission.admit(link.remote.public_key, membership, now=self.time())
+        link.remote = replace(link.remote, membership=membership, role=role)
+        return role
+
+    def _can_redial(self, link: Link) -> bool:
+        return link.peer not in self.pinned and bool(self.addresses and self.book.find(link.peer).addresses)
+
+    # --- life -----------------------------------------------------------------------------------------------
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run ``work`` until it ends or the node is closed."""
+        task = self._loop.create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
+        return task
+
+    def _require_open(self) -> None:
+        if self._closing is not None:
+            raise PeerLost("this peer is closed")
+
+    def require_room(self) -> None:
+        """Raise `PeerLost` if no link may be added."""
+        self._require_open()
+        if self.table.full(self._settings.max_links):
+            raise PeerLost(f"this peer has {len(self.table)} links, all busy")
+
+    async def close(self) -> None:
+        """Cancel handlers, close all links. Idempotent; continues if the caller is cancelled."""
+        if self._closing is None:
+            self._closing = self._loop.create_task(self._close(asyncio.current_task()))
+        await asyncio.shield(self._closing)
+
+    async def _close(self, caller: asyncio.Task[object] | None) -> None:
+        links = [*self.table, *(self._own_ends or ())]
+        await asyncio.gather(*self._cancel(links, caller, "this peer is closed"), return_exceptions=True)
+        for link in links:
+            link.close("the peer left")
+        await asyncio.gather(*(link.wait_closed(timeout_s=CLOSE_TIMEOUT_S) for link in links))
+        await self.listener.close()
+        if self._session is not None:
+            await self._session.close()
+
+    def kill(self, reason: str) -> None:
+        """Cancel every task and break every link at once, as a crash would; their loss is noted in the next turn."""
+        links = [*self.table, *(self._own_ends or ())]
+        self._cancel(links, None, reason)
+        self._own_ends = None
+        for link in links:
+            link.carrier.abort(reason)
+            self._loop.call_soon(link.on_lost, reason)
+
+    def _cancel(
+        self, links: list[Link], caller: asyncio.Task[object] | None, reason: str
+    ) -> list[asyncio.Task[Any]]:
+        """Cancel all tasks, dials and handlers but ``caller``, in the order of their start; return the tasks."""
+        tasks = [*self._tasks, *(task for link in links for task in link.tasks)]
+        tasks = [task for task in tasks if task is not caller]
+        for task in tasks:
+            task.cancel()
+        for awaited in self._awaited.values():
+            if not awaited.done():
+                awaited.set_exception(PeerLost(reason))
+                awaited.exception()  # there may be no waiter
+        self._awaited.clear()
+        return tasks
 
 
 class Node:
@@ -135,8 +549,9 @@ class Node:
         return lambda: listeners.pop(listener, None)
 
     def statistics(self, peer: PeerId | None = None) -> LinkStatistics:
-        table = self.linker.table
-        return self.linker.metering.statistics(peer, list(table) if peer is None else table.of(peer))
+        links = self.linker.table if peer is None else self.linker.table.of(peer)
+        rtts_s = [link.rtt_s for link in links if link.rtt_s is not None]
+        return self.linker.metering.statistics(peer, rtts_s)
 
     async def close(self) -> None:
         await self.linker.close()

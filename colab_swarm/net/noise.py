@@ -9,8 +9,8 @@ specification's: ``ck`` chaining key, ``h`` handshake hash, ``k`` and ``n`` key 
 """
 
 import hmac
-from dataclasses import dataclass
 from hashlib import sha256
+from typing import TypeAlias
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -52,18 +52,8 @@ class CipherState:
             raise ProtocolError("a message does not decrypt: garbled, replayed or from another run") from None
 
 
-@dataclass(frozen=True)
-class Keys:
-    """Keys of a finished handshake: a cipher for each direction, sealed packets are `TAG_BYTES` longer."""
-
-    sending: CipherState
-    receiving: CipherState
-
-    def seal_into(self, plaintext: bytes, out: memoryview) -> None:
-        self.sending.encrypt_into(plaintext, out)
-
-    def open(self, ciphertext: Buffer) -> bytes:
-        return self.receiving.decrypt(ciphertext)
+Keys: TypeAlias = tuple[CipherState, CipherState]
+"""Ciphers of a finished handshake, for sending and for receiving; sealed packets are `TAG_BYTES` longer."""
 
 
 class Handshake:
@@ -125,8 +115,12 @@ class Handshake:
                 size = KEY_BYTES + (TAG_BYTES if token == "s" and self._cipher else 0)
                 if len(message) < size:
                     raise ProtocolError("a handshake message is truncated")
-                self._read_key(token, message[:size])
-                message = message[size:]
+                data, message = message[:size], message[size:]
+                if token == "s":
+                    data = self._decrypt_and_hash(data)
+                else:
+                    self._mix_hash(data)
+                self._remote[token] = X25519PublicKey.from_public_bytes(data)
             else:
                 self._mix_shared(token)
         return self._decrypt_and_hash(message)
@@ -135,20 +129,13 @@ class Handshake:
         """Return the keys of the finished handshake."""
         assert self.finished
         to_responder, to_initiator = (CipherState(key) for key in _hkdf(self._ck, b""))
-        return Keys(to_responder, to_initiator) if self._initiator else Keys(to_initiator, to_responder)
+        return (to_responder, to_initiator) if self._initiator else (to_initiator, to_responder)
 
     def _next_tokens(self, *, writing: bool) -> tuple[str, ...]:
         our_turn = writing == (self._initiator == (self._turn % 2 == 0))
         assert our_turn and not self.finished, "not this end's turn"
         self._turn += 1
         return PATTERN[self._turn - 1]
-
-    def _read_key(self, token: str, data: bytes) -> None:
-        if token == "s":
-            data = self._decrypt_and_hash(data)
-        else:
-            self._mix_hash(data)
-        self._remote[token] = X25519PublicKey.from_public_bytes(data)
 
     def _mix_shared(self, token: str) -> None:
         """Token "es" is the initiator's e with the responder's s, "se" the other way round."""

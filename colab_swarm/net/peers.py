@@ -11,16 +11,18 @@
 - Peers are dialled on demand: `call` and `stream` open a link if there is none and an address is known.
 """
 
+import asyncio
 import math
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
-from typing import Generic, NewType, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, Generic, NewType, Protocol, Self, TypeAlias, TypeVar
 
 import msgspec
 
-from colab_swarm.errors import PeerError
+from colab_swarm.errors import PeerError, PeerLost, ProtocolError
 
 PeerId = NewType("PeerId", bytes)
 """SHA-256 of the peer's Ed25519 public key: 32 bytes."""
@@ -31,6 +33,7 @@ MAX_PAYLOAD_BYTES = 1 << 20
 MAX_MESSAGE_BYTES = 1 << 18
 """Largest encoded message of a call or a stream item."""
 MAX_ADDRESSES = 16
+_encoder = msgspec.msgpack.Encoder()
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Errors of msgspec on a stranger's bytes: bad UTF-8 and endless nesting have no msgspec error of their own."""
 
@@ -86,6 +89,12 @@ class Refusal(Exception):
     """Raised by a handler to answer a call with ``CallRefused(code="refused", text)``."""
 
 
+def refuse_if(bad: object, text: str) -> None:
+    """Raise `Refusal` with ``text`` if ``bad`` is true."""
+    if bad:
+        raise Refusal(text)
+
+
 class StreamEnded(PeerError):
     """The peer ended its side of the stream; no more items follow."""
 
@@ -98,7 +107,6 @@ class LinkStatistics:
         sent_bytes, received_bytes: bytes on the wire.
         rtt_s: median of the last round-trip times, seconds; None if never measured.
         upload_bps, download_bps: peak rate seen over a busy second, bits per second; None if never busy.
-        links: links open now.
     """
 
     sent_bytes: int = 0
@@ -106,14 +114,23 @@ class LinkStatistics:
     rtt_s: float | None = None
     upload_bps: float | None = None
     download_bps: float | None = None
-    links: int = 0
 
 
-class Stream(Protocol):
-    """Items to and from a peer. Use it as an async context manager: an exception resets the stream."""
+class Stream:
+    """Items to and from a peer. Use it as an async context manager: an exception resets the stream.
 
-    @property
-    def peer(self) -> PeerId: ...
+    Args:
+        link: the `colab_swarm.net.link.Link` that it runs over.
+    """
+
+    def __init__(self, link: Any, id: int) -> None:
+        self._link, self.id = link, id
+        self.peer: PeerId = link.peer
+        self._inbox: deque[tuple[memoryview, memoryview]] = deque()
+        self._fault: PeerError | None = None
+        self._got_end = self._sent_end = self._discarding = False
+        self._receiving: asyncio.Future[None] | None = None
+        self.credit = asyncio.Event()
 
     async def send(self, message: Message, payload: Buffer = b"") -> None:
         """Send one item when the peer has room for it. The payload may be reused after return.
@@ -122,6 +139,25 @@ class Stream(Protocol):
             PeerLost: the link broke or the peer reset the stream.
             ValueError: the item is over `MAX_MESSAGE_BYTES` or `MAX_PAYLOAD_BYTES`, or this side has ended.
         """
+        body = _encoder.encode(message)
+        view = memoryview(payload)
+        flat = view.cast("B") if view.nbytes else b""
+        if len(body) > MAX_MESSAGE_BYTES or len(flat) > MAX_PAYLOAD_BYTES:
+            limit = f"{MAX_MESSAGE_BYTES} + {MAX_PAYLOAD_BYTES}"
+            raise ValueError(f"a stream item of {len(body)} + {len(flat)} bytes is over {limit}")
+        while True:
+            if self._sent_end:
+                raise ValueError("send after end")
+            if self._fault is not None:
+                raise PeerLost(str(self._fault)) from self._fault
+            if not self._link.mux.may_send(self.id):
+                self.credit.clear()
+                await self.credit.wait()
+            elif not self._link.ready:
+                await self._link.wait_ready()
+            else:
+                self._link.send_item(self.id, body, flat)
+                return
 
     async def receive(self, kind: type[M]) -> tuple[M, memoryview]:
         """Wait for the next item and decode it as ``kind``.
@@ -131,19 +167,78 @@ class Stream(Protocol):
             PeerLost: the link broke or the peer reset the stream.
             ProtocolError: the item is not a valid ``kind``; the stream is reset.
         """
+        while not self._inbox:
+            if self._got_end:
+                raise StreamEnded(f"peer {short(self.peer)} ended the stream")
+            if self._fault is not None:
+                raise self._fault
+            if self._receiving is not None:
+                raise RuntimeError("two tasks receive from one stream")
+            self._receiving = asyncio.get_running_loop().create_future()
+            try:
+                await self._receiving
+            finally:
+                self._receiving = None
+        message, payload = self._inbox.popleft()
+        self._link.consumed(self.id, message, payload)
+        try:
+            return self._link.decode(kind, message), payload
+        except ProtocolError:
+            self.reset("undecodable item")
+            raise
 
     async def end(self) -> None:
         """End this side; receiving continues."""
+        self._sent_end = True
+        self._link.end_stream(self.id)
 
     def reset(self, reason: str = "") -> None:
         """Drop the stream both ways; the peer's `receive` and `send` raise `PeerLost`. Idempotent."""
+        self._link.reset_stream(self.id, "reset", reason)
+        self.on_fault(PeerLost(f"the stream with {short(self.peer)} was reset here: {reason}"))
 
-    async def __aenter__(self) -> Self: ...
+    def leave(self) -> None:
+        """End our side and discard further items, so that the peer does not wait for credit."""
+        self._discarding = True
+        while self._inbox:
+            self._link.consumed(self.id, *self._inbox.popleft())
+        self._sent_end = True
+        self._link.end_stream(self.id)
+
+    async def __aenter__(self) -> Self:
+        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End our side after a normal exit, reset after an exception or cancellation."""
+        if error is None:
+            self.leave()
+        else:
+            self.reset(kind.__name__ if kind else "")
+
+    def on_item(self, message: memoryview, payload: memoryview) -> None:
+        if self._discarding:
+            self._link.consumed(self.id, message, payload)
+            return
+        if 2 * (len(message) + len(payload)) < memoryview(message.obj).nbytes:
+            # a slice keeps its whole packet alive, which the credit does not count
+            message, payload = memoryview(bytes(message)), memoryview(bytes(payload))
+        self._inbox.append((message, payload))
+        self._wake()
+
+    def on_end(self) -> None:
+        self._got_end = True
+        self._wake()
+
+    def on_fault(self, fault: PeerError) -> None:
+        """Fail the stream; items received before are still delivered."""
+        self._fault = self._fault or fault
+        self.credit.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._receiving is not None and not self._receiving.done():
+            self._receiving.set_result(None)
 
 
 class Peers(Protocol):

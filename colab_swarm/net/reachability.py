@@ -9,9 +9,10 @@ has failed to dial, this peer counts as behind a NAT.
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from typing import Annotated
 
 import msgspec
@@ -19,9 +20,10 @@ import msgspec
 from colab_swarm.errors import PeerError, TunnelError
 from colab_swarm.events import EventLog, ReachabilityChanged
 from colab_swarm.net.addresses import VisitLimit, host_of, is_local, may_dial_back
+from colab_swarm.net.carrier import Path
 from colab_swarm.net.handshake import Address
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import MAX_ADDRESSES, Ack, Contact, Message, PeerId, Refusal, short
+from colab_swarm.net.peers import MAX_ADDRESSES, Contact, Message, PeerId, refuse_if, short
 from colab_swarm.net.relay import Circuits
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings
 from colab_swarm.net.upgrade import Upgrades
@@ -51,12 +53,6 @@ class DialledBack(Message, frozen=True):
     outcomes: Annotated[tuple[tuple[Address, str], ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
 
 
-class Moved(Message, frozen=True):
-    """The sender can be dialled at these addresses from now on, and nowhere else. Answered by `Ack`."""
-
-    addresses: Addresses
-
-
 class ReachabilityLevel(StrEnum):
     """Ways in which a peer can be reached, best first."""
 
@@ -71,7 +67,7 @@ class ReachabilityLevel(StrEnum):
 
 @dataclass(frozen=True)
 class Reachability:
-    """How others reach this peer: the best ``level`` that works, ``via`` relays or a tunnel."""
+    """How others reach this peer: the best ``level`` that works, and ``via`` what: relays or a tunnel."""
 
     level: ReachabilityLevel
     via: str = ""
@@ -79,12 +75,7 @@ class Reachability:
     reasons: tuple[tuple[ReachabilityLevel, str], ...] = ()  # why no better level works
 
     def __str__(self) -> str:
-        if self.level is ReachabilityLevel.TUNNEL:
-            return f"tunnel {self.via}"
-        unverified = self.level is ReachabilityLevel.UNVERIFIED and self.addresses
-        if unverified and all(map(_is_local, self.addresses)):
-            return "listening in the local network, nobody has tried yet"
-        return f"{self.level.value} by {self.via}" if self.via else self.level.value
+        return f"{self.level.value} {self.via}".rstrip()
 
     def explain(self) -> str:
         """Return the level, and a line for each better level with the reason why it does not work."""
@@ -124,56 +115,63 @@ class ReachabilityPolicy:
         """Return the best level for which there is evidence."""
         if self._trusted and self.listening:
             return Reachability(ReachabilityLevel.DIRECT, addresses=self.listening)
-        tried = [outcome for report in self.reports.values() for outcome in report.outcomes]
-        worked = {address for address, fault in tried if not fault}
-        public, local = ([one for one in self._own(local=local) if one in worked] for local in (False, True))
-        outside = any(not is_local(report.seen_host) for report in self.reports.values())
-        circuits = tuple(address for place in self.places.values() for address in place)
-        untried, tunnel = self._untried(), self.tunnel or ""
-        others = (*circuits, *filter(None, [tunnel]), *untried)
-        levels = (
-            (ReachabilityLevel.DIRECT, public, (*public, *local), ""),
-            (ReachabilityLevel.LAN, local and not outside, (*local, *circuits), ""),
-            (ReachabilityLevel.PUNCHED, circuits and self._punched, others, ""),
-            (ReachabilityLevel.RELAYED, circuits, others, ", ".join(map(short, self.places))),
-            (ReachabilityLevel.TUNNEL, tunnel, others, tunnel),
-        )
+        untried = () if self.reports else self.listening
+        via = {
+            ReachabilityLevel.RELAYED: f"by {', '.join(map(short, self.places))}",
+            ReachabilityLevel.TUNNEL: self.tunnel or "",
+        }
         reasons: list[tuple[ReachabilityLevel, str]] = []
-        for level, works, addresses, via in levels:
-            if works:
-                return Reachability(level, via, addresses, tuple(reasons))
-            reasons.append((level, self._why_not(level, tried)))
-        if self.listening and not self.reports:
-            return Reachability(ReachabilityLevel.UNVERIFIED, "", self.listening, tuple(reasons[:1]))
+        for level, addresses in self._addresses().items():
+            if addresses:
+                return Reachability(level, via.get(level, ""), tuple(addresses), tuple(reasons))
+            reasons.append((level, self._why_not(level)))
         level = ReachabilityLevel.UNVERIFIED if untried else ReachabilityLevel.OUTGOING
-        return Reachability(level, "", (*untried, *local), tuple(reasons))
+        return Reachability(level, "", untried or tuple(self._worked(local=True)), tuple(reasons[:-1]))
+
+    def _addresses(self) -> dict[ReachabilityLevel, Sequence[str]]:
+        """Return what to tell others at each level; nothing at one that does not work."""
+        public, local, untried = self._worked(local=False), self._worked(local=True), self._untried()
+        outside = any(not is_local(report.seen_host) for report in self.reports.values())
+        circuits = tuple(chain.from_iterable(self.places.values()))
+        others = (*circuits, *filter(None, [self.tunnel]), *untried)
+        return {
+            ReachabilityLevel.DIRECT: (*public, *local) if public else (),
+            ReachabilityLevel.LAN: (*local, *circuits) if local and not outside else (),
+            ReachabilityLevel.PUNCHED: others if circuits and self._punched else (),
+            ReachabilityLevel.RELAYED: others if circuits else (),
+            ReachabilityLevel.TUNNEL: others if self.tunnel else (),
+            ReachabilityLevel.UNVERIFIED: (*untried, *local) if untried else (),
+        }
+
+    def _outcomes(self) -> Iterator[tuple[str, str]]:
+        return chain.from_iterable(report.outcomes for report in self.reports.values())
 
     def _own(self, *, local: bool) -> list[str]:
-        return [address for address in self.listening if _is_local(address) == local]
+        return [address for address in self.listening if is_local(host_of(address)) == local]
+
+    def _worked(self, *, local: bool) -> list[str]:
+        worked = {address for address, fault in self._outcomes() if not fault}
+        return [address for address in self._own(local=local) if address in worked]
 
     def _untried(self) -> list[str]:
         """Return the public addresses while all verifiers see this peer through a relay or a tunnel."""
-        unseen = self.reports and not any(report.seen_host for report in self.reports.values())
-        return self._own(local=False) if unseen else []
+        seen = not self.reports or any(report.seen_host for report in self.reports.values())
+        return [] if seen else self._own(local=False)
 
-    def _why_not(self, level: ReachabilityLevel, tried: list[tuple[str, str]]) -> str:
+    def _why_not(self, level: ReachabilityLevel) -> str:
         if level in self.why:
             return self.why[level]
         if not self.listening:
             return "this peer does not listen (listen=False)"
         local = level is ReachabilityLevel.LAN
-        for address, fault in tried:
-            if fault and _is_local(address) == local:
+        for address, fault in self._outcomes():
+            if fault and is_local(host_of(address)) == local:
                 return f"dialled back at {address}, {fault}; a NAT or firewall blocks it"
         if not self._own(local=local):
             return f"this machine has no {'private' if local else 'public'} address"
         if not local and self._untried():
             return "all verifiers see this peer through a relay or a tunnel, and cannot dial it back there"
-        return "no peer outside this network has tried" if self.reports else "nobody has tried"
-
-
-def _is_local(address: str) -> bool:
-    return is_local(host_of(address))
+        return {True: "nobody has tried", False: "no peer outside this network has tried"}[local]
 
 
 class ReachabilityWatch:
@@ -210,7 +208,6 @@ class ReachabilityWatch:
         elif self._circuits is not None:
             Upgrades(node, self._circuits.seen_at.get, self._on_upgrade, rng)
         node.serve(DialBack, self._on_dial_back)
-        node.serve(Moved, self._on_moved)
 
     async def start(self) -> None:
         """Determine the level, in some seconds at most; `TunnelError` if a requested tunnel does not open."""
@@ -246,8 +243,8 @@ class ReachabilityWatch:
         self._update()
 
     def _is_near(self, peer: PeerId) -> bool:
-        path = self._node.path_to(peer)
-        return path is None or path.remote is None or is_local(path.remote[0])
+        remote = (self._node.path_to(peer) or Path()).remote
+        return remote is None or is_local(remote[0])
 
     async def _ask(self, peer: PeerId) -> None:
         ask = DialBack(self._policy.listening[:MAX_ADDRESSES])
@@ -258,11 +255,12 @@ class ReachabilityWatch:
             logger.info("no dial-back: %s", error)
 
     async def _on_dial_back(self, peer: PeerId, ask: DialBack) -> DialledBack:
-        path = self._node.path_to(peer)
-        if path is None or path.remote is None:
-            raise Refusal("no direct link shows your address")
-        if not self._dial_backs.admit(peer, self._loop.time()):
-            raise Refusal(f"you were dialled back less than {DIAL_BACK_GAP_S:g} s ago")
+        path = self._node.path_to(peer) or Path()
+        refuse_if(path.remote is None, "no direct link shows your address")
+        refuse_if(
+            not self._dial_backs.admit(peer, self._loop.time()),
+            f"you were dialled back less than {DIAL_BACK_GAP_S:g} s ago",
+        )
         seen = path.seen_host
         tried = [address for address in ask.addresses if may_dial_back(address, seen)][:MAX_PROBED]
         faults = await asyncio.gather(*(self._probe(peer, address) for address in tried))
@@ -289,21 +287,9 @@ class ReachabilityWatch:
         before, self.current = self.current, decided
         if decided.addresses != self._node.contact.addresses:
             self._node.announce(decided.addresses)
-            for peer in self._node.linked():
-                self._node.linker.spawn(self._send_moved(peer))
         if (decided.level, decided.via) != (before.level, before.via):
             logger.info("reachability: %s", decided.explain())
             self._events.emit(ReachabilityChanged(self._loop.time(), str(decided)))
-
-    async def _send_moved(self, peer: PeerId) -> None:
-        try:
-            await self._node.call(peer, Moved(self._node.contact.addresses), Ack, timeout_s=CALL_TIMEOUT_S)
-        except PeerError as error:
-            logger.info("%s did not get our new addresses: %s", short(peer), error)
-
-    async def _on_moved(self, peer: PeerId, moved: Moved) -> Ack:
-        self._node.linker.book.replace(Contact(peer, moved.addresses))
-        return Ack()
 
     async def _keep(self) -> None:
         while True:

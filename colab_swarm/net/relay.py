@@ -26,10 +26,10 @@ import msgspec
 from colab_swarm.errors import PeerError, PeerLost, PeerUnreachable
 from colab_swarm.markup import settings
 from colab_swarm.net.addresses import host_of, is_local, is_loopback, relay_of
-from colab_swarm.net.carrier import HostPort, LinkType, Path, TokenBucket
+from colab_swarm.net.carrier import HostPort, LinkType, Path, TokenBucket, Traffic
 from colab_swarm.net.handshake import TICKET, HandshakeReceiver
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import CIRCUIT, Ack, Contact, Message, PeerId, Refusal, Role, short
+from colab_swarm.net.peers import CIRCUIT, Ack, Contact, Message, PeerId, Refusal, Role, refuse_if, short
 from colab_swarm.net.websocket import MAX_MESSAGE_BYTES, SCRATCH_BYTES, WebSocket, write_message
 
 logger = logging.getLogger(__name__)
@@ -64,9 +64,8 @@ class Reserve(Message, frozen=True):
 
 
 class Reserved(Message, frozen=True):
-    """The place lasts ``seconds``, while the link is open; the relay sees the peer at ``seen``."""
+    """The place lasts while the link is open; the relay sees the peer at ``seen``."""
 
-    seconds: float
     seen: Seen
 
 
@@ -103,7 +102,6 @@ class RelayQuota:
     circuit_bps: float | None = None  # bits per second of one circuit
     total_bps: float | None = None  # bits per second of all circuits
     total_bytes: float | None = None  # all circuits together since the relay started; then it opens no more
-    place_s: float = 300.0  # duration of a place, seconds
 
     def __repr__(self) -> str:
         return settings(self)
@@ -116,7 +114,7 @@ class Circuit:
     ends: tuple[PeerId, PeerId]
     opened_at: float
     used_at: float
-    buckets: tuple[TokenBucket, ...]
+    traffic: Traffic
     carried_bytes: int = 0
     tokens: dict[bytes, int] = field(default_factory=dict)
     pumps: "dict[int, _Pump]" = field(default_factory=dict)
@@ -127,36 +125,32 @@ class RelayState:
 
     def __init__(self, quota: RelayQuota, now: float) -> None:
         self.quota = quota
-        self.places: dict[PeerId, float] = {}
+        self.places: set[PeerId] = set()
         self.circuits: set[Circuit] = set()
         self.carried_bytes = 0
         self._total = () if quota.total_bps is None else (TokenBucket(quota.total_bps, now),)
 
-    def reserve(self, peer: PeerId, now: float) -> None:
-        self.places = {one: until for one, until in self.places.items() if until > now}
-        if peer not in self.places and len(self.places) >= self.quota.places:
-            raise Refusal(f"all {self.quota.places} places are taken")
-        self.places[peer] = now + self.quota.place_s
-
-    def forget(self, peer: PeerId) -> None:
-        self.places.pop(peer, None)
-
-    def has_place(self, peer: PeerId, now: float) -> bool:
-        return self.places.get(peer, 0.0) > now
+    def reserve(self, peer: PeerId) -> None:
+        full = peer not in self.places and len(self.places) >= self.quota.places
+        refuse_if(full, f"all {self.quota.places} places are taken")
+        self.places.add(peer)
 
     def open(self, caller: PeerId, called: PeerId, now: float, random: Callable[[int], bytes]) -> Circuit:
         quota = self.quota
-        if len(self.circuits) >= quota.circuits:
-            raise Refusal(f"{quota.circuits} circuits are open here")
+        refuse_if(len(self.circuits) >= quota.circuits, f"{quota.circuits} circuits are open here")
         for peer in (caller, called):
-            if sum(peer in circuit.ends for circuit in self.circuits) >= quota.circuits_per_peer:
-                raise Refusal(f"{quota.circuits_per_peer} circuits of {short(peer)} are open here")
-        if sum({caller, called} == {*circuit.ends} for circuit in self.circuits) >= CIRCUITS_PER_PAIR:
-            raise Refusal(f"{CIRCUITS_PER_PAIR} circuits between the two are open here")
+            refuse_if(
+                sum(peer in one.ends for one in self.circuits) >= quota.circuits_per_peer,
+                f"{quota.circuits_per_peer} circuits of {short(peer)} are open here",
+            )
+        refuse_if(
+            sum({caller, called} == {*one.ends} for one in self.circuits) >= CIRCUITS_PER_PAIR,
+            f"{CIRCUITS_PER_PAIR} circuits between the two are open here",
+        )
         if quota.total_bytes is not None and self.carried_bytes >= quota.total_bytes:
             raise Refusal(f"this relay has carried its {quota.total_bytes / 1e9:g} GB")
         own = () if quota.circuit_bps is None else (TokenBucket(quota.circuit_bps, now),)
-        circuit = Circuit((caller, called), now, now, (*own, *self._total))
+        circuit = Circuit((caller, called), now, now, Traffic((), (*own, *self._total)))
         circuit.tokens = {random(TOKEN_BYTES): 0, random(TOKEN_BYTES): 1}
         self.circuits.add(circuit)
         return circuit
@@ -174,13 +168,12 @@ class RelayState:
         circuit.used_at = now
         circuit.carried_bytes += size
         self.carried_bytes += size
-        for bucket in circuit.buckets:
-            bucket.take(size, now)
+        circuit.traffic.count(size, now)
         if quota.circuit_bytes is not None and circuit.carried_bytes > quota.circuit_bytes:
             return 0.0, f"the relay carries {quota.circuit_bytes / 1e6:g} MB per circuit"
         if quota.total_bytes is not None and self.carried_bytes > quota.total_bytes:
             return 0.0, f"the relay has carried its {quota.total_bytes / 1e9:g} GB"
-        return max((bucket.delay(now) for bucket in circuit.buckets), default=0.0), None
+        return circuit.traffic.delay(now), None
 
     def overdue(self, now: float) -> dict[Circuit, str]:
         limit_s = self.quota.circuit_s
@@ -207,7 +200,7 @@ class Relay:
         node.serve(Reserve, self._on_reserve, role=Role.REDUCER)
         node.serve(OpenCircuit, self._on_open)
         node.linker.listener.on_ticket = self._on_ticket
-        node.on_lost(self.state.forget)
+        node.on_lost(self._on_lost)
         self._upkeep = node.linker.spawn(self._expire())
 
     def close(self) -> None:
@@ -220,34 +213,30 @@ class Relay:
             self.end(circuit, "the relay closed")
 
     async def _on_reserve(self, peer: PeerId, message: Reserve) -> Reserved:
-        self.state.reserve(peer, self._loop.time())
-        return Reserved(self.state.quota.place_s, self._seen(peer))
+        self.state.reserve(peer)
+        self._node.linker.pinned.add(peer)
+        return Reserved(self._seen(peer))
+
+    def _on_lost(self, peer: PeerId) -> None:
+        self.state.places.discard(peer)
+        self._node.linker.pinned.discard(peer)
 
     def _seen(self, peer: PeerId) -> HostPort:
-        path = self._node.path_to(peer)
-        return (path and path.remote) or ("", 0)
+        return (self._node.path_to(peer) or Path()).remote or ("", 0)
 
     async def _on_open(self, peer: PeerId, message: OpenCircuit) -> CircuitTicket:
         called = PeerId(message.peer)
-        if called in (peer, self._node.id):
-            raise Refusal("a circuit must lead to a third peer")
-        if not self._node.contact_of(called).direct:
-            if not self.state.has_place(called, self._loop.time()):
-                raise Refusal(f"{short(called)} holds no place here")
-        elif called not in self._node.linked():
-            try:
-                await self._node.linker.link_to(called, OFFER_TIMEOUT_S)
-            except PeerError as error:
-                raise Refusal(f"the relay does not reach it either: {error}") from error
+        refuse_if(called in (peer, self._node.id), "a circuit must lead to a third peer")
+        reachable = called in self.state.places or self._node.contact_of(called).direct
+        refuse_if(not reachable, f"{short(called)} holds no place here")
         circuit = self.state.open(peer, called, self._loop.time(), os.urandom)
         mine, theirs = circuit.tokens
-        path = self._node.path_to(peer)
-        seen_host = "" if path is None else path.seen_host
-        self._node.linker.spawn(self._offer(circuit, called, CircuitOffer(peer, theirs, seen_host)))
+        path = self._node.path_to(peer) or Path()
+        self._node.linker.spawn(self._offer(circuit, called, CircuitOffer(peer, theirs, path.seen_host)))
         return CircuitTicket(mine, self._seen(peer))
 
     async def _offer(self, circuit: Circuit, called: PeerId, offer: CircuitOffer) -> None:
-        try:
+        try:  # the relay dials a peer that has no place
             await self._node.call(called, offer, Ack, timeout_s=OFFER_TIMEOUT_S)
         except PeerError as error:
             self.end(circuit, str(error))
@@ -356,7 +345,6 @@ class Circuits:
         self._keeping: asyncio.Task[None] | None = None
         self.seen_at: dict[PeerId, HostPort] = {}  # where each relay sees this peer
         self._accepting: list[PeerId] = []
-        self._until: dict[PeerId, float] = {}
         self.places: dict[PeerId, tuple[str, ...]] = {}  # circuit addresses, by relay
         node.linker.open_circuit = self._open
         node.serve(CircuitOffer, self._on_offer, role=Role.REDUCER)
@@ -378,10 +366,6 @@ class Circuits:
             self._keeping.cancel()
             self._keeping = None
         self._forget(list(self.places))
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        return tuple(address for addresses in self.places.values() for address in addresses)
 
     async def _open(self, relay: Contact, peer: PeerId, receiver: HandshakeReceiver) -> WebSocket:
         self._node.learn(relay)
@@ -413,8 +397,10 @@ class Circuits:
             self._node.linker.require_room()
         except PeerLost as error:
             raise Refusal(str(error)) from error
-        if self._accepting.count(relay) >= OFFERS_AT_ONCE:
-            raise Refusal(f"{OFFERS_AT_ONCE} of your offers are being accepted: wait")
+        refuse_if(
+            self._accepting.count(relay) >= OFFERS_AT_ONCE,
+            f"{OFFERS_AT_ONCE} of your offers are being accepted: wait",
+        )
         self._accepting.append(relay)
         self._node.linker.spawn(self._accept(relay, offer))
         return Ack()
@@ -434,8 +420,6 @@ class Circuits:
         while True:
             began = self._loop.time()
             self._look.clear()
-            for relay in [relay for relay in self.places if self._until[relay] - began < 2 * LOOK_EVERY_S]:
-                await self._reserve(relay)  # before the survey, which may wait for the DHT
             nearest = choose(await self._survey(), self.places)
             for relay in nearest:
                 if relay not in self.places:
@@ -474,17 +458,13 @@ class Circuits:
             entries = self._entries(relay)
         except PeerError as error:
             logger.info("no place at relay %s: %s", short(relay), error)
-            self._forget([relay])
             return
         self._node.linker.pinned.add(relay)
         # others may have to dial it elsewhere than we do
         entries.sort(key=lambda one: (is_loopback(host_of(one)), is_local(host_of(one))))
-        circuits = tuple(f"{entry}{CIRCUIT}{relay.hex()}" for entry in entries[:ENTRIES])
+        self.places[relay] = tuple(f"{entry}{CIRCUIT}{relay.hex()}" for entry in entries[:ENTRIES])
         self.seen_at[relay] = reserved.seen
-        self._until[relay] = self._loop.time() + reserved.seconds
-        if self.places.get(relay) != circuits:
-            self.places[relay] = circuits
-            self._on_change()
+        self._on_change()
 
     def _forget(self, relays: list[PeerId]) -> None:
         gone = [self.places.pop(relay) for relay in relays if relay in self.places]

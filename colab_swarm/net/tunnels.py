@@ -181,14 +181,6 @@ class AgentLog:
                 self.address = str(said.get("url")).replace("http", "ws", 1)
 
 
-def _find_cloudflared(settings: TunnelSettings) -> str:
-    program = shutil.which(settings.agent or "cloudflared")
-    if program is None:
-        missing = f"no cloudflared is at {settings.agent}: leave it out to use the one on the PATH"
-        raise TunnelError(missing if settings.agent else INSTALL)
-    return program
-
-
 async def _install_ngrok(settings: TunnelSettings) -> tuple[str, str]:
     """Return the ngrok agent, downloaded if there is none, and its configuration's version."""
     _require_pyngrok()
@@ -234,7 +226,6 @@ class Tunnel:
         self._sent_bytes, self._sent_before, self._warned = sent_bytes, sent_bytes(), 0
         self._loop = asyncio.get_running_loop()
         self._guardian: asyncio.subprocess.Process | None = None
-        self._draining: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
 
     async def open(self) -> "Tunnel":
@@ -260,7 +251,13 @@ class Tunnel:
             if settings.kind == "cloudflared":
                 # no configuration file: a quick tunnel conflicts with the user's own
                 quick = ["tunnel", "--config", os.devnull, "--no-autoupdate", "--url", url]
-                address, fault = await self._run(_find_cloudflared(settings), *quick)
+                program = shutil.which(settings.agent or "cloudflared")
+                if program is None:
+                    missing = (
+                        f"no cloudflared is at {settings.agent}: leave it out to use the one on the PATH"
+                    )
+                    raise TunnelError(missing if settings.agent else INSTALL)
+                address, fault = await self._run(program, *quick)
                 fault = (
                     f"cloudflared: {fault}; check the internet connection (on Kaggle: Settings, Internet on), "
                     "and try again later: quick tunnels come without a guarantee"
@@ -313,22 +310,11 @@ class Tunnel:
         finally:
             # cancelling its start would kill the guardian and leave the program running
             self._guardian = await starting
-            if log.address:
-                self._draining = asyncio.create_task(self._drain())
-            else:
+            if not log.address:
                 await self._stop()
         return log.address, log.fault or f"{ended}; its log says {' / '.join(log.last_lines)!r}"
 
-    async def _drain(self) -> None:
-        """Read the log to its end, since a full pipe would block the program."""
-        assert self._guardian is not None and self._guardian.stdout is not None
-        while await self._guardian.stdout.read(1 << 16):
-            pass
-
     async def _stop(self) -> None:
-        if self._draining is not None:
-            self._draining.cancel()
-            await asyncio.wait([self._draining])
         if self._guardian is not None:
             assert self._guardian.stdin is not None
             self._guardian.stdin.close()  # the guardian kills the program, and ends
@@ -340,18 +326,20 @@ class Tunnel:
                 reason = await self._wait_lost()
                 await self._stop()
                 self._set_address(None, reason)
-                self._on_change(None)
-                self._set_address(await self._reconnect(), "opened again")
-                self._on_change(self.address)
+                await self._reconnect()
         except Exception as error:
             logger.exception("a tunnel is no longer watched")
             self._events.emit(Fault.of(self._loop.time(), "tunnel", error))
 
     async def _wait_lost(self) -> str:
-        assert self._guardian is not None and self.address is not None
+        assert self._guardian is not None and self._guardian.stdout is not None and self.address is not None
         failures, probe_at = 0, self._loop.time() + self._settings.probe_s
         while True:
-            await asyncio.sleep(self._settings.check_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.check_s):
+                    while await self._guardian.stdout.read(1 << 16):  # a full pipe would block the program
+                        pass
+                    await self._guardian.wait()
             self._check_quota()
             if self._guardian.returncode is not None:
                 return "its agent died"
@@ -372,17 +360,19 @@ class Tunnel:
                 self._warned = passed
                 self._events.emit(QuotaWarning(self._loop.time(), used_bytes, quota_bytes))
 
-    async def _reconnect(self) -> str:
+    async def _reconnect(self) -> None:
         back_off_s = BACK_OFF_S
-        while True:
+        while self.address is None:
             try:
-                return await self._connect()
+                self._set_address(await self._connect(), "opened again")
             except TunnelError as error:
                 logger.info("no tunnel yet: %s", error)
                 self._events.emit(TunnelChanged(self._loop.time(), None, str(error)))
-            await asyncio.sleep(back_off_s)
-            back_off_s = min(2 * back_off_s, MAX_BACK_OFF_S)
+                await asyncio.sleep(back_off_s)
+                back_off_s = min(2 * back_off_s, MAX_BACK_OFF_S)
 
     def _set_address(self, address: str | None, reason: str) -> None:
         self.address = address
         self._events.emit(TunnelChanged(self._loop.time(), address, reason))
+        if self._watching is not None:
+            self._on_change(address)

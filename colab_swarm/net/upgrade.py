@@ -2,10 +2,8 @@
 
     asking end                               answering end
     Upgrade(endpoints)                   ->  dials the asking end's direct addresses, if there are any
-                                         <-  Endpoints
-    Ready (to measure the round trip)    ->
-                                         <-  Ready
-    Ready: half a round trip from now    ->
+                                         <-  Upgrade(endpoints)
+    Upgrade(round trip)                  ->  (half a round trip from now)
     punches                                  punches
 
 Endpoints are those of each end's own connection to the relay: as the relay sees it, and as it is in
@@ -35,7 +33,7 @@ import math
 import random
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import pairwise
 from typing import Annotated, TypeAlias
@@ -48,7 +46,7 @@ from colab_swarm.net.carrier import HostPort, LinkType, Path, Receiver
 from colab_swarm.net.handshake import dial_any
 from colab_swarm.net.link import Link
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import Message, PeerId, Refusal, Stream, short
+from colab_swarm.net.peers import Message, PeerId, Refusal, Stream, refuse_if, short
 from colab_swarm.net.websocket import CAN_PUNCH, WebSocket, bound_socket
 
 logger = logging.getLogger(__name__)
@@ -58,12 +56,10 @@ TALK_TIMEOUT_S = 10.0
 DIAL_BACK_S = 3.0
 TRIES = 3
 ASKS = 40  # tries, and answers that the other end is busy
-AGAIN_S = 180.0  # time between failed upgrades, while the relayed link is open
 PAUSE_S = (0.5, 3.0)
 FORGIVEN_S = 60.0  # a peer whose attempts fail is answered `TRIES` times in this time
 _MIN_BEAT_S = 0.15
 _LATE_S = 0.002  # delay of an event loop's timers
-_BACKLOG = 8
 Endpoint: TypeAlias = tuple[
     Annotated[str, msgspec.Meta(max_length=45)], Annotated[int, msgspec.Meta(ge=1, le=65535)]
 ]
@@ -120,7 +116,7 @@ async def punch(port: int, targets: Sequence[Endpoint], tries: Sequence[float], 
 
 async def _accept_all(family: socket.AddressFamily, port: int, take: Take) -> None:
     with suppress(OSError), bound_socket(family, port) as listener:
-        listener.listen(_BACKLOG)
+        listener.listen()
         while True:
             connected, _ = await asyncio.get_running_loop().sock_accept(listener)
             take(connected)
@@ -133,32 +129,21 @@ async def _connect_often(
     for at, following_at in pairwise((*tries, math.inf)):
         if following_at > loop.time():  # otherwise the last connect was pending for too long
             await asyncio.sleep(at - loop.time())
-            with suppress(OSError):  # refused, unreachable, or the listener has the same connection already
-                take(await _connect(target, bound_socket(family, port)))
-
-
-async def _connect(target: Endpoint, connecting: socket.socket) -> socket.socket:
-    try:
-        await asyncio.get_running_loop().sock_connect(connecting, target)
-        if connecting.getsockname() == connecting.getpeername():
-            raise ConnectionRefusedError(f"{target} is this very socket")  # TCP can connect to itself
-    except BaseException:
-        connecting.close()
-        raise
-    return connecting
+            # an error: refused, unreachable, or the listener has the same connection already
+            with suppress(OSError), ExitStack() as owned:
+                connecting = owned.enter_context(bound_socket(family, port))
+                await loop.sock_connect(connecting, target)
+                if connecting.getsockname() != connecting.getpeername():  # TCP can connect to itself
+                    owned.pop_all()
+                    take(connecting)
 
 
 class Upgrade(Message, frozen=True):
-    """Opens the stream: endpoints to punch to."""
-
-    endpoints: Endpoints = ()
-
-
-class UpgradeReady(Message, frozen=True):
-    """The next turn; the first answer holds its sender's endpoints, or says that it is busy."""
+    """Opens the stream, and each further turn: its sender's endpoints, or that it is busy; the round trip."""
 
     endpoints: Endpoints = ()
     busy: bool = False
+    rtt_s: Annotated[float, msgspec.Meta(ge=0.0, le=PUNCH_S)] = 0.0
 
 
 class _Silent(asyncio.Protocol):
@@ -192,15 +177,11 @@ class Upgrades:
     async def _upgrade(self, peer: PeerId) -> None:
         self._busy.add(peer)
         try:
-            while True:
-                fault = await self._try_often(peer)
-                logger.info("upgrade of the link to %s: %s", short(peer), fault or "done")
-                self._on_end(peer, fault)
-                if fault is None or not self._node.linker.table.best(peer):
-                    return
-                await asyncio.sleep(AGAIN_S * self._rng.uniform(0.8, 1.2))  # NATs forget, or are restarted
+            fault = await self._try_often(peer)
         finally:
             self._busy.discard(peer)
+        logger.info("upgrade of the link to %s: %s", short(peer), fault or "done")
+        self._on_end(peer, fault)
 
     async def _try_often(self, peer: PeerId) -> str | None:
         """One try at a time: two would accept each other's connections. Returns why it failed, or None."""
@@ -221,54 +202,46 @@ class Upgrades:
             if not self._relayed(peer):
                 return None
             if tries == TRIES:
-                return fault
+                break
             await asyncio.sleep(self._rng.uniform(*PAUSE_S))
-        return f"{short(peer)} upgraded other links for too long"
+        return fault
 
     async def _ask(self, link: Link) -> bool:
         port, endpoints = self._endpoints(link)
         async with link.open_stream(Upgrade(endpoints)) as stream:
-            answer, _ = await stream.receive(UpgradeReady)
+            answer, _ = await stream.receive(Upgrade)
             if answer.busy or not self._relayed(link.peer):  # or it dialled back
                 return answer.busy
-            rtt_s = await self._measure_rtt(stream, UpgradeReady())
+            rtt_s = min(link.rtt_s or 0.0, PUNCH_S)
+            await stream.send(Upgrade(rtt_s=rtt_s))
         await self._punch(link.peer, port, answer.endpoints, rtt_s, answering=False)
         return False
-
-    async def _measure_rtt(self, stream: Stream, ready: UpgradeReady) -> float:
-        asked_at = self._loop.time()
-        await stream.send(ready)
-        await stream.receive(UpgradeReady)
-        rtt_s = self._loop.time() - asked_at
-        await stream.send(UpgradeReady())
-        return rtt_s
 
     async def _on_upgrade(self, opening: Upgrade, stream: Stream) -> None:
         link = self._node.linker.table.best(stream.peer)
         if link is None or link.remote.path.way is not LinkType.RELAYED:
             raise Refusal("only a relayed link can be upgraded")
         if self._punching.locked():
-            await stream.send(UpgradeReady(busy=True))
+            await stream.send(Upgrade(busy=True))
             return
-        if not self._failures.admit(stream.peer, self._loop.time()):
-            raise Refusal(f"{TRIES} upgrades failed in the last minute")
+        refuse_if(
+            not self._failures.admit(stream.peer, self._loop.time()),
+            f"{TRIES} upgrades failed in the last minute",
+        )
         try:
             async with self._punching, asyncio.timeout(TALK_TIMEOUT_S + PUNCH_S):
-                await self._answer(link, opening, stream)
+                port, endpoints = self._endpoints(link)
+                if await self._dial_back(stream.peer, self._seen(link.remote.path)):
+                    endpoints = ()
+                await stream.send(Upgrade(endpoints))
+                begin, _ = await stream.receive(Upgrade)
+                await self._punch(stream.peer, port, opening.endpoints, begin.rtt_s, answering=True)
         except TimeoutError:
             raise Refusal("the exchange took too long") from None
         finally:
             if not self._relayed(stream.peer):
                 self._failures.forgive(stream.peer)
         self._on_end(stream.peer, "the holes did not meet" if self._relayed(stream.peer) else None)
-
-    async def _answer(self, link: Link, opening: Upgrade, stream: Stream) -> None:
-        port, endpoints = self._endpoints(link)
-        if await self._dial_back(stream.peer, self._seen(link.remote.path)):
-            endpoints = ()
-        rtt_s = await self._measure_rtt(stream, UpgradeReady(endpoints))
-        await stream.receive(UpgradeReady)
-        await self._punch(stream.peer, port, opening.endpoints, rtt_s, answering=True)
 
     def _seen(self, path: Path) -> str:
         # a relay may say anything: a private address counts only if we see the relay at one ourselves

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from colab_swarm.markup import bandwidth, count, duration, plain, text
-from colab_swarm.net.metering import Speed
+from colab_swarm.net.carrier import Speed
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.platforms import Platform

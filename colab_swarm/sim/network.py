@@ -18,16 +18,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from colab_swarm.errors import PeerLost, PeerUnreachable, WrongPeer
+from colab_swarm.errors import CallRefused, PeerLost, PeerUnreachable, WrongPeer
 from colab_swarm.events import EventLog
 from colab_swarm.net.carrier import Loopback, NodeSettings, Path, Remote
-from colab_swarm.net.handshake import Introduced
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.link import Link
-from colab_swarm.net.linker import Linker
 from colab_swarm.net.membership import OpenAdmission
-from colab_swarm.net.mux import Handler, ServiceTable, Unserved
-from colab_swarm.net.node import Node
+from colab_swarm.net.mux import Handler, ServiceTable
+from colab_swarm.net.node import Linker, Node
 from colab_swarm.net.peers import LinkStatistics, M, Message, PeerId, Role, short
 from colab_swarm.net.websocket import HIGH_WATER_BYTES
 from colab_swarm.sim.faults import Script, ScriptedFault, Trap
@@ -175,7 +173,7 @@ class SimLink(Link):
     def find_handler(self, services: ServiceTable, opening: memoryview) -> tuple[Handler, Any]:
         handler, message = super().find_handler(services, opening)
         if self._network.traps and self._breaks_at(message):
-            raise Unserved("failed", "the link broke")
+            raise CallRefused("failed", "the link broke")
         return handler, message
 
     def _breaks_at(self, message: Message) -> bool:
@@ -233,9 +231,9 @@ class SimLinker(Linker):
 
     def accept(self, other: "SimPeers", carrier: SimCarrier, *, dialled: bool) -> Link:
         """Return the link over this end of a new connection, as after a handshake."""
-        remote = Remote(other.contact, other.public_key, role=other.role)
-        introduced = Introduced(remote, self._network.wall_clock(other.name), None)
-        return self.on_introduced(Path(), dialled, carrier, introduced, 0.0)
+        clock = self._network.wall_clock(other.name)
+        remote = Remote(other.contact, other.public_key, role=other.role, time=clock)
+        return self.on_introduced(Path(), dialled, carrier, remote, 0.0)
 
 
 class SimPeers(Node):

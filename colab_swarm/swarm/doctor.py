@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from colab_swarm.errors import PeerError, SwarmError
 from colab_swarm.invite import Invite, Setting
-from colab_swarm.net.metering import Speed, measure
+from colab_swarm.net.carrier import Speed, measure
 from colab_swarm.net.peers import PeerId, Peers
 from colab_swarm.notebook import checks
 from colab_swarm.notebook.checks import Check, Light, Prediction, Subject

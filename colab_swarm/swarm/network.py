@@ -20,8 +20,8 @@ from colab_swarm.events import EventLog, Fault, PeerLeft
 from colab_swarm.invite import LOCAL_ONLY, Invite
 from colab_swarm.markup import settings
 from colab_swarm.net.addresses import only_local
+from colab_swarm.net.carrier import SpeedTests
 from colab_swarm.net.lan import LanAnnouncer
-from colab_swarm.net.metering import SpeedTests
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Contact, PeerId, Peers
 from colab_swarm.net.reachability import ReachabilityWatch

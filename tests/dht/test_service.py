@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from colab_swarm.dht.records import FindNear, FoundNear
+from colab_swarm.dht.records import Fetch, FindNear, FoundNear
 from colab_swarm.dht.service import DHT, DHTSettings, key_id
 from colab_swarm.errors import CallRefused
 from colab_swarm.events import EventLog, Fault
@@ -19,7 +19,7 @@ async def read(member: Member, key: str) -> dict[bytes, Any]:
     return {subkey: found.value for subkey, found in (await member.dht.get(key)).items()}
 
 
-async def refusal(asker: Member, asked: Member, message: FindNear) -> str:
+async def refusal(asker: Member, asked: Member, message: FindNear | Fetch) -> str:
     with pytest.raises(CallRefused) as caught:
         await asker.peers.call(asked.peers.id, message, FoundNear, timeout_s=5)
     return caught.value.code
@@ -82,6 +82,7 @@ async def test_a_lying_replica_cannot_forge_a_signed_value() -> None:
         lies.append(caller)
         return FoundNear((), (forged(alice.peers),))
 
+    bob.peers.unserve(FindNear)
     bob.peers.serve(FindNear, lie)
     answers = [await read(alice, "key"), await read(carol, "key")]
     assert [list(answer.values()) for answer in answers] == [["true"]] * 2 and len(lies) == 2
@@ -164,6 +165,7 @@ async def test_a_liar_that_names_endless_peers_costs_a_few_calls() -> None:
 async def test_a_key_of_a_wrong_length_is_refused() -> None:
     _, (alice, bob) = await swarm(2)
     assert await refusal(bob, alice, FindNear(b"x", bob.peers.contact)) == "refused"
+    assert await refusal(bob, alice, Fetch(b"x", 1)) == "refused"
 
 
 @pytest.mark.slow
@@ -207,6 +209,7 @@ async def test_upkeep_that_fails_is_an_event_and_is_tried_again(monkeypatch: pyt
 
     _, members = await swarm(2)
     events = EventLog()
+    await members[1].dht.stop()
     dht = DHT(members[1].peers, DHTSettings(refresh_s=10), random.Random(0), events)
     monkeypatch.setattr(dht.table, "refresh_targets", fail)
     dht.start()

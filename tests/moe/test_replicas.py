@@ -184,8 +184,10 @@ async def test_a_save_comes_back_from_holders_when_its_host_is_dead(scene: Scene
             await stream.send(StateChunk(), bytes(1 << 18))
 
     scene.crash("alice")
-    for serve in (lambda: None, lambda: liar.peers.serve_stream(FetchSave, lie)):  # honest, then one lies
-        serve()
+    for lies_now in (False, True):
+        if lies_now:
+            liar.peers.unserve(FetchSave)
+            liar.peers.serve_stream(FetchSave, lie)
         again = await fetched(scene.reader(kept))
         assert np.array_equal(again.blob, saved(step=7).blob) and again.manifest.step == 7
     assert lies and len(save.digests) == 11 and [fault.name for fault in scene.run.network.fired] == ["crash"]

@@ -61,11 +61,17 @@ def test_what_is_no_address_is_neither_kept_nor_announced(wrong: str) -> None:
         NodeSettings(announce=(wrong,))
 
 
-def test_settings_that_no_peer_could_use_are_mistakes() -> None:
-    with pytest.raises(ValueError, match="are over 16"):
-        NodeSettings(announce=tuple(f"ws://h:{port}" for port in range(17)))
-    with pytest.raises(ValueError, match="port=99999"):
-        NodeSettings(port=99999)
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"announce": tuple(f"ws://h:{port}" for port in range(17))}, "are over 16"),
+        ({"port": 99999}, "port=99999"),
+        ({"run_id": "x" * 65}, "over 64 bytes"),
+    ],
+)
+def test_settings_that_no_peer_could_use_are_mistakes(settings: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        NodeSettings(**settings)
 
 
 def test_a_source_has_its_own_limit_in_each_window() -> None:

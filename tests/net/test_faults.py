@@ -10,12 +10,12 @@ import pytest
 
 from colab_swarm.errors import PeerLost, PeerTimeout, PeerUnreachable
 from colab_swarm.net.handshake import Introduction
+from colab_swarm.net.node import Node
 from colab_swarm.net.noise import MAX_HANDSHAKE_BYTES
 from colab_swarm.net.peers import Contact, Stream
 from tests.net.swarm import (
     Echo,
     Piece,
-    Proxy,
     Talk,
     identity,
     items,
@@ -60,11 +60,10 @@ async def test_damaged_bytes_close_the_link(meddle, reason, caplog) -> None:  # 
 async def test_a_truncated_message_is_never_delivered() -> None:
     async with peers("alice", "bob") as (alice, bob), proxied(alice, bob) as proxy:
         await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-        sent: list[int] = []
-        proxy.meddle = lambda data: (sent.append(len(data)), data[:-1])[1]
+        proxy.meddle = lambda data: data[:-1]
         with pytest.raises(PeerTimeout):
             await alice.call(bob.id, Echo(b"cut short"), Echo, timeout_s=0.05)
-        assert sent and "serving=0" in repr(bob.linker.table.of(alice.id))
+        assert "serving=0" in repr(bob.linker.table.of(alice.id))
 
 
 async def test_a_peer_that_never_answers_the_dial_is_unreachable() -> None:
@@ -97,6 +96,10 @@ UPGRADE = (
 )
 
 
+async def connect(node: Node) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", node.port)
+
+
 def noise_message_1() -> bytes:
     message = Introduction(identity("eve"), addresses=(), run_id="", expected=identity("bob").id).start()
     return b"\x82" + bytes([0x80 | len(message)]) + bytes(4) + message
@@ -109,8 +112,7 @@ def noise_message_1() -> bytes:
 )
 async def test_a_connection_that_stalls_in_the_handshake_is_dropped(sent: bytes, answer: bytes) -> None:
     async with peers("bob", handshake_timeout_s=0.05) as (bob,):
-        port = int(bob.contact.addresses[0].rsplit(":", 1)[1])
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        reader, writer = await connect(bob)
         writer.write(sent)
         got = b""
         with contextlib.suppress(ConnectionError):
@@ -123,8 +125,7 @@ async def test_a_connection_that_stalls_in_the_handshake_is_dropped(sent: bytes,
 
 async def test_too_many_connections_in_the_handshake_are_refused() -> None:
     async with peers("bob", max_handshakes=2) as (bob,):
-        port = int(bob.contact.addresses[0].rsplit(":", 1)[1])
-        ends = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        ends = [await connect(bob) for _ in range(3)]
         with pytest.raises(ConnectionError):
             await ends[2][0].read()
             raise ConnectionError  # an orderly close will do as well
@@ -136,8 +137,7 @@ async def test_too_many_connections_in_the_handshake_are_refused() -> None:
 @pytest.mark.parametrize("size", [0, 1, 40, MAX_HANDSHAKE_BYTES + 1])
 async def test_garbage_in_place_of_the_first_handshake_message_is_refused(size: int) -> None:
     async with peers("bob") as (bob,):
-        port = int(bob.contact.addresses[0].rsplit(":", 1)[1])
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        reader, writer = await connect(bob)
         writer.write(UPGRADE)
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"\x82\xfe" + size.to_bytes(2, "big") + bytes(4) + b"x" * size)
@@ -165,7 +165,7 @@ async def test_keep_alives_hold_a_quiet_link_and_measure_the_round_trip() -> Non
         await alice.call(bob.id, Echo(), Echo, timeout_s=5)
         before = alice.statistics(bob.id)
         await until(lambda: alice.statistics(bob.id).received_bytes > before.received_bytes)
-        assert alice.statistics(bob.id).links == 1
+        assert len(alice.linker.table.of(bob.id)) == 1
         assert 0 < (alice.statistics(bob.id).rtt_s or 0) < 1
 
 
@@ -183,17 +183,6 @@ def test_close_leaves_no_task_thread_or_socket() -> None:
         run(main())
         gc.collect()
     assert threading.active_count() == threads
-
-
-async def test_the_proxy_of_these_tests_passes_bytes_unchanged() -> None:
-    async with peers("alice", "bob") as (alice, bob):
-        proxy = Proxy(bob.contact)
-        passed: list[bytes] = []
-        async with proxy.open() as address:
-            alice.learn(Contact(bob.id, (address,)))
-            proxy.meddle = lambda data: (passed.append(data), data)[1]
-            assert await alice.call(bob.id, Echo(b"x"), Echo, timeout_s=5) == Echo(b"x")
-        assert passed
 
 
 async def test_a_lost_link_is_an_error_at_both_ends_and_never_a_short_result() -> None:

@@ -28,7 +28,7 @@ def reply(end: Introduction, message: bytes | None) -> bytes | None:
 def sealed(keys: Keys | None, plaintext: bytes) -> memoryview:
     assert keys is not None
     packet = memoryview(bytearray(len(plaintext) + TAG_BYTES))
-    keys.seal_into(plaintext, packet)
+    keys[0].encrypt_into(plaintext, packet)
     return packet
 
 
@@ -36,11 +36,11 @@ def test_both_ends_know_each_other_and_share_keys_after_three_messages() -> None
     alice, bob = ends()
     assert reply(bob, reply(alice, reply(bob, alice.start()))) is None
     assert alice.result is not None and bob.result is not None
-    assert alice.result.remote.contact == Contact(identity("bob").id, ("ws://b:1",))
-    assert bob.result.remote.contact.id == identity("alice").id and bob.result.time == NOW
+    assert alice.result.contact == Contact(identity("bob").id, ("ws://b:1",))
+    assert bob.result.contact.id == identity("alice").id and bob.result.time == NOW
     assert bob.result.keys is not None and alice.result.keys is not None
-    assert bob.result.keys.open(sealed(alice.result.keys, b"there")) == b"there"
-    assert alice.result.keys.open(sealed(bob.result.keys, b"back")) == b"back"
+    assert bob.result.keys[1].decrypt(sealed(alice.result.keys, b"there")) == b"there"
+    assert alice.result.keys[1].decrypt(sealed(bob.result.keys, b"back")) == b"back"
 
 
 def test_another_run_is_named() -> None:

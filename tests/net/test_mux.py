@@ -99,7 +99,7 @@ def test_a_stream_is_over_after_both_ends_or_one_reset() -> None:
     pair.alice.end(ended)
     pair.alice.reset(dropped)
     pair.to_bob()
-    assert pair.bob.knows_stream(ended) and not pair.bob.knows_stream(dropped)
+    assert ended in pair.bob.streams and dropped not in pair.bob.streams
     pair.bob.send(ended, b"still", b"")
     pair.bob.end(ended)
     assert [frame.kind for frame in pair.to_alice()] == [FrameKind.ITEM, FrameKind.END]

@@ -38,18 +38,16 @@ ALICE, BOB, CAROL = PeerId(b"a" * 32), PeerId(b"b" * 32), PeerId(b"c" * 32)
 
 def state(**quota: float) -> RelayState:
     made = RelayState(RelayQuota(**quota), now=0.0)  # type: ignore[arg-type]
-    made.reserve(BOB, now=0.0)
+    made.reserve(BOB)
     return made
 
 
 def test_places_and_circuits_are_counted() -> None:
-    one = state(places=1, circuits=2, circuits_per_peer=1, place_s=10)
+    one = state(places=1, circuits=2, circuits_per_peer=1)
     with pytest.raises(Refusal, match="all 1 places"):
-        one.reserve(CAROL, now=1.0)
-    one.reserve(BOB, now=5.0)
-    assert one.has_place(BOB, 14.0) and not one.has_place(BOB, 16.0) and not one.has_place(CAROL, 1.0)
-    one.reserve(CAROL, now=16.0)
-    assert set(one.places) == {CAROL}
+        one.reserve(CAROL)
+    one.reserve(BOB)
+    assert one.places == {BOB}
     one.open(ALICE, CAROL, 16.0, os.urandom)
     with pytest.raises(Refusal, match="1 circuits of"):
         one.open(BOB, CAROL, 16.0, os.urandom)
@@ -103,10 +101,12 @@ async def relayed(
     serving = [Relay(relay, quota or RelayQuota()) for relay in relays]
     async with peers("alice", "bob", listen=False) as (alice, bob):
         Circuits(alice, candidates(*relays), lambda: None, random.Random(1))
-        far = Circuits(bob, candidates(*relays), lambda: bob.announce(far.addresses), random.Random(2))
+        far = Circuits(
+            bob, candidates(*relays), lambda: bob.announce(sum(far.places.values(), ())), random.Random(2)
+        )
         far.start()
         await until(lambda: len(far.places) == len(relays))
-        alice.learn(Contact(bob.id, far.addresses))
+        alice.learn(Contact(bob.id, bob.contact.addresses))
         yield alice, bob, serving
 
 
@@ -284,7 +284,7 @@ async def test_many_messages_of_one_read_wait_for_the_quota_together() -> None:
         circuit = relay.state.open(ALICE, BOB, loop.time(), os.urandom)
         near, far = (_Pump(relay, circuit, Socket()) for _ in range(2))  # type: ignore[arg-type]
         near.other, far.other = far, near
-        while circuit.buckets[0].delay(loop.time()) < 1.0:
+        while circuit.traffic.delay(loop.time()) < 1.0:
             near.on_message(memoryview(bytes(100)))
         await asyncio.sleep(0.1)
         assert not near.socket.reading  # type: ignore[attr-defined]
@@ -361,6 +361,20 @@ async def test_a_peer_with_all_the_links_it_may_have_takes_none_through_relays(
         assert bob.linked() == {carol.id}
 
 
+async def test_a_place_lasts_as_long_as_the_link_which_stays_open_unused() -> None:
+    changes = {"idle_link_s": 0.05, "keep_alive_s": 0.02}
+    async with peers("carol", **changes) as (carol,):
+        relay = Relay(carol)
+        async with peers("bob", listen=False, **changes) as (bob,):
+            circuits = Circuits(bob, candidates(carol), lambda: None, random.Random(1))
+            bob.announce((f"{carol.contact.addresses[0]}/relay/{carol.id.hex()}",))
+            circuits.start()
+            await until(lambda: bool(circuits.places))
+            await asyncio.sleep(0.2)
+            assert relay.state.places == {bob.id} == carol.linked() and circuits.places
+        await until(lambda: not relay.state.places and not carol.linker.pinned)
+
+
 async def test_a_relay_that_drops_peers_with_a_place_is_retried_after_a_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -372,7 +386,7 @@ async def test_a_relay_that_drops_peers_with_a_place_is_retried_after_a_pause(
             places += 1
             loop = asyncio.get_running_loop()
             loop.call_later(0.002, lambda: [link.abort("") for link in carol.linker.table.of(peer)])
-            return Reserved(300.0, ("192.0.2.1", 1))
+            return Reserved(("192.0.2.1", 1))
 
         carol.serve(Reserve, drop)
 

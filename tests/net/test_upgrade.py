@@ -1,6 +1,6 @@
 """Relayed links that become direct or punched ones; punching on loopback, where nothing is in the way, and its timing.
 
-Through NATs: `tests.netlab.test_punch`.
+Through NATs: `tests.netlab.test_matrix`.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from colab_swarm.net.carrier import LinkType, Path
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import UNDECODABLE, Contact, PeerId, Stream
 from colab_swarm.net.relay import Circuits, Relay
-from colab_swarm.net.upgrade import Endpoint, Upgrade, UpgradeReady, Upgrades, family_of, plan_tries, punch
+from colab_swarm.net.upgrade import Endpoint, Upgrade, Upgrades, family_of, plan_tries, punch
 from colab_swarm.net.websocket import CAN_PUNCH, bound_socket
 from tests.net.swarm import Echo, Piece, Talk, candidates, peers, until
 
@@ -47,8 +47,8 @@ async def relayed(
             bobs = Circuits(node, candidates(carol), lambda: None, random.Random(1))
             Upgrades(node, bobs.seen_at.get, outcomes.__setitem__, random.Random(2))
         bobs.start()
-        await until(lambda: bobs.addresses)
-        alice.learn(Contact(bob.id, bobs.addresses))
+        await until(lambda: bobs.places)
+        alice.learn(Contact(bob.id, bobs.places[carol.id]))
         yield alice, bob, outcomes
 
 
@@ -107,7 +107,7 @@ async def test_a_busy_end_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> Non
         if requests > upgrade.TRIES + 1:
             await real(self, opening, stream)
         else:
-            await stream.send(upgrade.UpgradeReady(busy=True))
+            await stream.send(upgrade.Upgrade(busy=True))
 
     monkeypatch.setattr(upgrade, "PAUSE_S", (0.0, 0.02))
     monkeypatch.setattr(Upgrades, "_on_upgrade", busy_at_first)
@@ -152,7 +152,7 @@ async def test_a_relayed_peer_can_only_have_its_own_host_dialled(monkeypatch: py
         await alice.call(bob.id, Echo(), Echo, timeout_s=5)
         bob.linker.book.replace(Contact(alice.id, (*EVIL, "ws://127.0.0.1:2")))
         stream = await alice.stream(bob.id, Upgrade(), timeout_s=5)
-        await stream.receive(UpgradeReady)
+        await stream.receive(Upgrade)
         assert dialled == ["ws://127.0.0.1:2"]  # where the relay sees alice
         await stream.end()
 
@@ -193,7 +193,7 @@ async def test_a_peer_that_requests_upgrades_and_stays_silent_is_refused_after_a
             stream = await alice.stream(bob.id, Upgrade(), timeout_s=5)
             with pytest.raises(PeerError) as caught:
                 while True:
-                    await stream.receive(UpgradeReady)
+                    await stream.receive(Upgrade)
             texts.append(str(caught.value))
         assert not faults, faults
         assert "minute" in texts[-1] and not any("minute" in text for text in texts[:-1])
@@ -300,8 +300,10 @@ def test_tries_leave_time_for_a_refusal_and_end_in_time(
     assert all(at >= 100.0 for at in tries)
 
 
-@given(st.binary(max_size=64))
+@given(st.binary(max_size=64) | st.text(max_size=45).map(lambda host: msgspec.msgpack.encode((host, 1))))
 def test_garbage_is_no_endpoint(data: bytes) -> None:
+    for name in ("example.org", "2001:db8::1%eth0"):
+        assert family_of((name, 1)) is None
     try:
         endpoint: Endpoint = msgspec.msgpack.decode(data, type=Endpoint)
     except UNDECODABLE:
@@ -309,10 +311,3 @@ def test_garbage_is_no_endpoint(data: bytes) -> None:
     host, port = endpoint
     assert 1 <= port <= 65535 and len(host) <= 45
     assert family_of(endpoint) in (None, socket.AF_INET, socket.AF_INET6)
-
-
-@given(st.text(max_size=45))
-def test_a_host_that_is_no_address_has_no_family(host: str) -> None:
-    assert family_of((host, 1)) in (None, socket.AF_INET, socket.AF_INET6)
-    assert family_of(("example.org", 1)) is None
-    assert family_of(("2001:db8::1%eth0", 1)) is None

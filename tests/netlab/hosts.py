@@ -41,8 +41,7 @@ class LabPeer:
         self.program.process.stdin.close()
 
     def send(self, other: "LabPeer", size: int, *, timeout_s: float = 60.0) -> Any:
-        answer = self.ask("send", other.contact, size, timeout_s=timeout_s)
-        return self.program.line(timeout_s) if "half" in answer else answer
+        return self.ask("send", other.contact, size, timeout_s=timeout_s)
 
 
 def create(lab: Lab, host: str, **options: Any) -> LabPeer:

@@ -4,8 +4,8 @@
                          core (routes, takes hops off each packet)
     a ── router-a ── wan ┘
 
-Root, iproute2 and iptables are needed. Every namespace is called ``swarmlab-PID-NUMBER-HOST``: a lab that begins
-removes those of dead processes, with what runs in them, so that a killed test leaves nothing for long.
+Root, iproute2 and iptables are needed. Every namespace is called ``swarmlab-PID-NUMBER-HOST``; the programs in them
+die with the test.
 """
 
 import functools
@@ -164,7 +164,6 @@ class Lab:
         return self.run(host, [sys.executable, "-m", module, *map(str, arguments)])
 
     def __enter__(self) -> Self:
-        _remove_stale()
         try:
             self._build()
         except BaseException:
@@ -226,7 +225,9 @@ class Lab:
     def _remove(self) -> None:
         for program in self._programs:
             program.kill()
-        _remove(lambda name: name.startswith(self.prefix))
+        for name in (line.split()[0] for line in _call(["ip", "netns", "list"]).splitlines()):
+            if name.startswith(self.prefix):
+                subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
 def _ip(*lines: str, space: str | None = None) -> None:
@@ -242,20 +243,3 @@ def _call(command: list[str], feed: str = "") -> str:
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} < {feed!r}: {done.stderr.strip()}")
     return done.stdout
-
-
-def _remove(chosen: Any) -> None:
-    for name in (line.split()[0] for line in _call(["ip", "netns", "list"]).splitlines()):
-        if chosen(name):
-            for pid in _call(["ip", "netns", "pids", name]).split():
-                subprocess.run(["kill", "-9", pid], capture_output=True, check=False)
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-
-def _remove_stale() -> None:
-    def abandoned(name: str) -> bool:
-        prefix, _, rest = name.partition("-")
-        pid = rest.split("-")[0]
-        return prefix == PREFIX and pid.isdigit() and not Path("/proc", pid).exists()
-
-    _remove(abandoned)

@@ -33,13 +33,13 @@ def expected_way(pair: tuple[str, str]) -> str:
     return "punched" if frozenset(pair) in PUNCHED else "relayed"
 
 
-def lab_of(pair: tuple[str, str], *, rtt_s: float = 0.0) -> Lab:
+def lab_of(pair: tuple[str, str], *, rtt_s: float = 0.0, loss: float = 0.0) -> Lab:
     """With hosts ``a`` and ``b`` at the two places, and ``pub`` besides."""
     if "neighbour" in pair:
-        return Lab(Site("a", "b", nat=NATS["masquerade"]), rtt_s=rtt_s)
+        return Lab(Site("a", "b", nat=NATS["masquerade"]), rtt_s=rtt_s, loss=loss)
     sites = [Site(host, nat=NATS[place]) for host, place in zip("ab", pair, strict=True) if place in NATS]
     public = [host for host, place in zip("ab", pair, strict=True) if place == "public"]
-    return Lab(*sites, public=("pub", *public), rtt_s=rtt_s)
+    return Lab(*sites, public=("pub", *public), rtt_s=rtt_s, loss=loss)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.netlab.lab import PREFIX, Lab, Nat, Program, Site
+from tests.netlab.lab import Lab, Nat, Program, Site
 
 DIAL = """
 import json, socket, sys
@@ -74,14 +74,3 @@ def test_nothing_of_a_lab_is_left() -> None:
     assert program.process.poll() is not None
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     assert lab.prefix not in listed
-
-
-@pytest.mark.slow
-def test_what_a_killed_test_left_is_removed_by_the_next_lab() -> None:
-    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
-        gone.wait()
-    left = f"{PREFIX}-{gone.pid}-1-a"
-    subprocess.run(["ip", "netns", "add", left], check=True)
-    with Lab():
-        listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    assert left not in listed

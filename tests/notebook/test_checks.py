@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.net.metering import Speed
+from colab_swarm.net.carrier import Speed
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
 from colab_swarm.notebook import checks
 from colab_swarm.notebook.checks import GREEN, RED, WIDTH, YELLOW, Check, Light, Prediction, Subject
@@ -60,7 +60,7 @@ def test_a_healthy_peer_gets_only_green_lights() -> None:
             "run the doctor again",
         ),
         (
-            checks.check_reachability(Reachability(ReachabilityLevel.RELAYED, "3fa9c0de")),
+            checks.check_reachability(Reachability(ReachabilityLevel.RELAYED, "by 3fa9c0de")),
             YELLOW,
             "nothing to do",
         ),
@@ -90,7 +90,7 @@ def test_the_micro_batch_comes_with_its_arithmetic_and_versions_are_compared_by_
 
 def test_reachability_says_why_it_is_not_better() -> None:
     reasons = ((ReachabilityLevel.DIRECT, "nobody could dial 10.0.0.2"),)
-    relayed = Reachability(ReachabilityLevel.RELAYED, "3fa9c0de", reasons=reasons)
+    relayed = Reachability(ReachabilityLevel.RELAYED, "by 3fa9c0de", reasons=reasons)
     text = checks.check_reachability(relayed).text
     assert text == "relayed by 3fa9c0de; not direct: nobody could dial 10.0.0.2"
 

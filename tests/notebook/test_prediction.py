@@ -16,7 +16,7 @@ import torch
 
 import colab_swarm as cs
 from colab_swarm.events import StepFinished
-from colab_swarm.net.metering import Speed
+from colab_swarm.net.carrier import Speed
 from colab_swarm.notebook.checks import UNKNOWN, Prediction, Subject, predict
 from colab_swarm.recipes.batches import PretrainingBatches
 from colab_swarm.sim import HostProfile, NetworkProfile

@@ -13,6 +13,7 @@ from tests.sim.talk import Ask, Tell, double, forever, pair
 
 async def test_a_crash_breaks_calls_in_flight_and_calls_the_listeners() -> None:
     network, alice, bob = pair()
+    bob.unserve(Ask)
     bob.serve(Ask, forever)
     lost: list[PeerId] = []
     alice.on_lost(lost.append)
@@ -43,6 +44,7 @@ async def test_a_crash_cancels_handlers_in_the_order_of_their_start() -> None:
         finally:
             ended.append(message.number)
 
+    bob.unserve(Ask)
     bob.serve(Ask, wait)
     calls = [alice.call(bob.id, Ask(number), Tell, timeout_s=60) for number in range(50)]
     network.at(3.0).crash("bob")
@@ -122,6 +124,7 @@ async def test_a_fault_fires_just_before_the_message_it_waits_for() -> None:
         return Tell(0)
 
     network, alice, bob = pair()
+    bob.unserve(Ask)
     bob.serve(Ask, hear)
     network.when(lambda message: isinstance(message, Ask), receiver="bob", nth=3).crash("bob")
     with pytest.raises(PeerLost):
@@ -150,6 +153,7 @@ async def test_down_callbacks_run_on_a_crash_but_not_on_leaving() -> None:
 
 async def test_a_peer_that_leaves_cancels_its_handlers_and_breaks_its_links() -> None:
     _, alice, bob = pair()
+    bob.unserve(Ask)
     bob.serve(Ask, forever)
     call = asyncio.create_task(alice.call(bob.id, Ask(1), Tell, timeout_s=60))
     await asyncio.sleep(2)

@@ -55,7 +55,7 @@ async def test_statistics_count_bytes_and_round_trips() -> None:
     await alice.call(bob.id, Ask(1), Tell, timeout_s=5)
     assert alice.statistics(bob.id).sent_bytes == bob.statistics(alice.id).received_bytes > 0
     total = alice.statistics()
-    assert total.rtt_s == pytest.approx(0.2) and total.links == 1 and total.received_bytes > 0
+    assert total.rtt_s == pytest.approx(0.2) and total.received_bytes > 0
 
 
 async def test_a_network_describes_its_connections_and_the_faults_in_force() -> None:
@@ -93,6 +93,7 @@ async def test_lost_packets_are_sent_again_and_items_stay_in_order() -> None:
 
     network, alice, bob = pair()
     network.now().lose(0.3)
+    bob.unserve(Ask)
     bob.serve_stream(Ask, collect)
     async with await alice.stream(bob.id, Ask(20), timeout_s=5) as stream:
         for number in range(20):

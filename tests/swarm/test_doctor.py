@@ -15,7 +15,7 @@ from torch import Tensor
 
 import colab_swarm as cs
 from colab_swarm.cli.__main__ import main
-from colab_swarm.net.metering import Speed
+from colab_swarm.net.carrier import Speed
 from colab_swarm.notebook.checks import Light, numbers
 from colab_swarm.runtime import free_ram_bytes
 from colab_swarm.swarm import doctor as module

@@ -100,7 +100,7 @@ def test_a_part_that_cannot_be_closed_leaves_no_other_open(
         alice.leave(hand_over_s=1.0)
     assert all(one.closed.is_set() and one._folder.paths() for one in (first, second))
     assert alice.left and not (tmp_path / "in-use.json").exists()
-    assert alice.network is not None and alice.network.node.linker.closed
+    assert alice.network is not None and alice.network.node.linker._closing is not None
     alice.leave()
 
 
@@ -115,7 +115,7 @@ def test_a_service_that_cannot_be_stopped_leaves_no_other_running(
     with pytest.raises(ZeroDivisionError, match="a bug"):
         alice.leave()
     stop_serving = {FindNear.__name__, ShareRevoked.__name__, IssuedMembership.__name__}
-    assert alice.network is not None and alice.network.node.linker.closed
+    assert alice.network is not None and alice.network.node.linker._closing is not None
     assert not stop_serving & set(alice.network.node.linker.services[0]._by_name)
 
 
