@@ -27,7 +27,7 @@ body, nonce and time. It is valid once, for 60 s. Bodies are msgpack, data and p
 | `GET /api/code` | the job's Python code; its SHA-256 is in the card |
 | `POST /api/units` | `AskForUnits` -> `GivenUnits` |
 | `GET /api/data/SHA256`, `/api/parameters[/EPOCH-SUBSET]` | files, with ranges |
-| `HEAD`, `PUT /api/results/ASSIGNMENT` | bytes received so far; a piece -> `Taken` |
+| `PUT /api/results/ASSIGNMENT` | a piece -> `Taken`, with status 409 if it does not continue the upload |
 | `POST /api/return` | `GiveBack`: units that the volunteer will not train |
 | `/`, `/status.json`, `/metrics` | the status page, for people, programs and Prometheus |
 

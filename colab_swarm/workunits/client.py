@@ -35,7 +35,6 @@ from colab_swarm.workunits.messages import (
     MAX_CODE_CHARACTERS,
     MAX_HELD,
     AskForUnits,
-    Backoff,
     GiveBack,
     GivenUnit,
     GivenUnits,
@@ -44,6 +43,7 @@ from colab_swarm.workunits.messages import (
     Subset,
     Taken,
     Token,
+    backoff,
 )
 from colab_swarm.workunits.weights import Floats, Schema
 
@@ -54,20 +54,6 @@ class RetryableError(PeerError):
     def __init__(self, text: str, asked_s: float = 0.0) -> None:
         super().__init__(text)
         self.asked_s = asked_s
-
-
-@dataclass
-class Download:
-    """The part of a file received so far, across broken connections; ``etag`` is its version."""
-
-    target: str
-    size_bytes: int
-    etag: str = ""  # version of `data`
-    data: bytearray = field(default_factory=bytearray)
-
-    def restart(self, text: str) -> RetryableError:
-        self.data = bytearray()
-        return RetryableError(text)
 
 
 logger = logging.getLogger(__name__)
@@ -126,11 +112,12 @@ T = TypeVar("T")
 PIECE_BYTES = 1 << 20  # of an upload: a broken connection costs this at most
 READ_BYTES = 64 << 10
 MAX_ANSWER_BYTES = 64 << 10
+MAX_ASKED_S = 900.0  # most of what a ``Retry-After`` is worth
 # ranges count bytes of the file itself; data are compressed already
 HEADERS = {"Accept-Encoding": "identity", "Content-Type": "application/octet-stream"}
 TROUBLE = (aiohttp.ClientError, OSError)  # timeouts and `RetryableError` are OSErrors
-GOOD = (200, 206, 304)
-CONFLICT = 409  # a piece does not continue the upload; header Received says where it ends
+GAP = 409  # a piece does not continue the upload; the answer says where it ends
+GOOD = (200, 206, 304, GAP)
 
 
 class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
@@ -159,7 +146,7 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
         self._retry_s, self._rng, self._clock = retry_s, rng or random.Random(), clock
         self._ahead_s = 0.0  # of the coordinator's clock
         self._session: aiohttp.ClientSession | None = None
-        self._newest: tuple[str, str, Floats] | None = None  # target, ETag and values fetched last
+        self._newest: dict[str, tuple[str, Floats]] = {}  # ETag and values of the path fetched last
         self._fetching = asyncio.Lock()
 
     async def card(self) -> JobCard:
@@ -194,36 +181,22 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
 
     async def data(self, subset: Subset) -> bytes:
         """Fetch a subset of the data, for `Rows.decode`."""
-        download = Download(f"/api/data/{subset.sha256}", subset.size_bytes)
 
-        async def attempt() -> bytes:
-            await self._fetch(download)
-            data = bytes(download.data)
-            if await asyncio.to_thread(lambda: sha256(data).hexdigest()) != subset.sha256:
-                raise download.restart("a subset of the data came garbled")
-            return data
+        def checked(file: bytes) -> bytes:
+            if sha256(file).hexdigest() != subset.sha256:
+                raise ValueError("other bytes than the job's card says")
+            return file
 
-        return await self._until_done(attempt)
+        return (await self._download(f"/api/data/{subset.sha256}", subset.size_bytes, checked))[1]
 
     async def parameters(self, path: str, schema: Schema) -> Floats:
         """Fetch the parameters (numel,) at ``path`` below /api, read-only; again only if they have changed."""
-        download = Download(f"/api/{path}", schema.size_bytes)
-
-        async def attempt() -> Floats:
-            target, etag, values = self._newest or ("", "", None)
-            known = etag if target == download.target else ""
-            if not await self._fetch(download, known) and values is not None:
-                return values
-            try:
-                values = schema.decode(memoryview(download.data))
-            except ValueError as error:
-                raise download.restart(f"the parameters cannot be used: {error}") from error
-            values.flags.writeable = False
-            self._newest = download.target, download.etag, values
-            return values
-
         async with self._fetching:  # a second unit finds what the first has fetched
-            return await self._until_done(attempt)
+            known = self._newest.get(path)
+            self._newest = {
+                path: await self._download(f"/api/{path}", schema.size_bytes, schema.decode, known)
+            }
+            return self._newest[path][1]
 
     async def upload(self, assignment: str, data: bytes) -> Taken:
         target, at, lost = f"/api/results/{assignment}", 0, False
@@ -235,9 +208,6 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
                 place = {"Content-Range": f"bytes {at}-{at + len(piece) - 1}/{len(data)}"}
                 try:
                     async with self._request("PUT", target, piece, place) as answer:
-                        if answer.status == CONFLICT:  # an answer was lost, or a killed process sent a part
-                            at = _received(answer, at, len(data))
-                            continue
                         taken = _decoded(await _body(answer, MAX_ANSWER_BYTES), Taken)
                 except CallRefused as error:
                     if lost and error.code == "stale":  # the last piece arrived
@@ -246,13 +216,12 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
                 except TROUBLE:
                     lost = at + len(piece) == len(data)  # perhaps only its answer
                     raise
-                self.sent_bytes += len(piece)
+                if answer.status != GAP:  # an answer was lost, or a killed process sent a part
+                    self.sent_bytes += len(piece)
                 if taken.accepted:
                     return taken
-                if not at < taken.received < len(data):
-                    raise RetryableError(
-                        f"the coordinator reports {taken.received:,} bytes of an upload: that cannot be"
-                    )
+                if taken.received == at or taken.received >= len(data):
+                    raise RetryableError(f"a piece of an upload at byte {at:,} was not taken")
                 at = taken.received
 
         return await self._until_done(attempt)
@@ -283,31 +252,40 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
 
         return await self._until_done(attempt)
 
-    async def _fetch(self, download: Download, known: str = "") -> bool:
-        """Continue a download, or begin it; return False if the version ``known`` is the newest."""
-        target, most, headers = download.target, download.size_bytes, {}
-        if known and not download.data:
-            headers = {"If-None-Match": known}
-        elif download.data and download.etag:
-            headers = {"Range": f"bytes={len(download.data)}-", "If-Range": download.etag}
-        async with self._request("GET", target, headers=headers) as answer:
-            if answer.status == 304:
-                return False
-            if answer.status != 206:
-                download.data, download.etag = bytearray(), answer.headers.get("ETag", "")
-            elif not answer.headers.get("Content-Range", "").startswith(f"bytes {len(download.data)}-"):
-                raise download.restart(f"{target} came in another range than requested")
-            async for piece in answer.content.iter_chunked(READ_BYTES):
-                if len(download.data) + len(piece) > most:
-                    raise download.restart(f"{target} is longer than its {most:,} bytes")
-                download.data += piece
-                self.received_bytes += len(piece)
-        if len(download.data) < most:
-            raise RetryableError(f"{target} ended after {len(download.data):,} of {most:,} bytes")
-        return True
+    async def _download(
+        self, target: str, size_bytes: int, decode: Callable[[bytes], T], known: tuple[str, T] | None = None
+    ) -> tuple[str, T]:
+        """Fetch a file, across broken connections; return ETag and content, the ``known`` ones if still valid."""
+        data, etag = bytearray(), ""
+
+        async def attempt() -> tuple[str, T]:
+            nonlocal data, etag
+            headers = {"If-None-Match": known[0]} if known else {}
+            if data:
+                headers = {"Range": f"bytes={len(data)}-", "If-Range": etag}
+            async with self._request("GET", target, headers=headers) as answer:
+                if answer.status == 304 and known:
+                    return known
+                if answer.status != 206:
+                    data, etag = bytearray(), answer.headers.get("ETag", "")
+                elif not answer.headers.get("Content-Range", "").startswith(f"bytes {len(data)}-"):
+                    data = bytearray()
+                    raise RetryableError(f"{target} came in another range than requested")
+                async for piece in answer.content.iter_chunked(READ_BYTES):
+                    data += piece
+                    self.received_bytes += len(piece)
+                    if len(data) > size_bytes:
+                        break
+            try:
+                return etag, await asyncio.to_thread(decode, bytes(data))
+            except ValueError as error:
+                data = bytearray()
+                raise RetryableError(f"{target} cannot be used: {error}") from error
+
+        return await self._until_done(attempt)
 
     async def _until_done(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        backoff = Backoff(self._rng, *self._retry_s)
+        waits_s = backoff(self._rng, *self._retry_s)
         while True:
             try:
                 result = await attempt()
@@ -316,7 +294,7 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
             except CallRefused:
                 raise
             except TROUBLE as error:
-                wait_s = backoff.failed(getattr(error, "asked_s", 0.0))
+                wait_s = max(next(waits_s), min(getattr(error, "asked_s", 0.0), MAX_ASKED_S))
                 said = str(error) or type(error).__name__
                 self.trouble = f"coordinator unreachable ({said}), trying again in {wait_s:.0f} s"
                 await asyncio.sleep(wait_s)
@@ -339,32 +317,26 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
             headers={**token, **(headers or {})},
             allow_redirects=False,
         ) as answer:
-            if answer.status not in GOOD and not (answer.status == CONFLICT and "Received" in answer.headers):
+            if answer.status not in GOOD:
                 await self._refused(answer)
             yield answer
 
     async def _refused(self, answer: aiohttp.ClientResponse) -> NoReturn:
-        body, asked_s = await _body(answer, MAX_ANSWER_BYTES), _seconds(answer.headers.get("Retry-After", ""))
+        body, asked = await _body(answer, MAX_ANSWER_BYTES), answer.headers.get("Retry-After", "")
+        asked_s = float(asked) if re.fullmatch(r"[0-9]{1,6}", asked) else 0.0
         try:
             problem = msgspec.msgpack.decode(body, type=Problem)
         except UNDECODABLE as error:  # something else answered
             raise RetryableError(f"answer {answer.status} {answer.reason}", asked_s) from error
-        if problem.code == "token" and self._set_clock(answer.headers.get("Date", "")):
-            raise RetryableError("your clock is wrong: the coordinator's is used")
+        if problem.code == "token":
+            with suppress(ValueError):
+                ahead_s = parsedate_to_datetime(answer.headers.get("Date", "")).timestamp() - self._clock()
+                if abs(ahead_s - self._ahead_s) > FRESH_S / 2:
+                    self._ahead_s = ahead_s
+                    raise RetryableError("your clock is wrong: the coordinator's is used")
         if problem.code == "busy" or answer.status >= 500:
             raise RetryableError(problem.text, asked_s)
         raise CallRefused(problem.code, problem.text)
-
-    def _set_clock(self, date: str) -> bool:
-        """Adopt the coordinator's time if ours is so wrong that it refuses our tokens."""
-        try:
-            ahead_s = parsedate_to_datetime(date).timestamp() - self._clock()
-        except ValueError:
-            return False
-        if abs(ahead_s - self._ahead_s) <= FRESH_S / 2:
-            return False
-        self._ahead_s = ahead_s
-        return True
 
     def _now(self) -> float:
         return self._clock() + self._ahead_s
@@ -392,17 +364,6 @@ def _decoded(body: bytes, kind: type[T]) -> T:
         return msgspec.msgpack.decode(body, type=kind)
     except UNDECODABLE as error:
         raise RetryableError("an answer that no coordinator gives: is the link right?") from error
-
-
-def _received(answer: aiohttp.ClientResponse, at: int, size: int) -> int:
-    text = answer.headers["Received"]
-    if not re.fullmatch("[0-9]{1,18}", text) or int(text) == at or int(text) >= size:
-        raise RetryableError(f"a piece at byte {at:,} was not taken")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    return float(text) if re.fullmatch(r"\d{1,6}(\.\d{1,6})?", text) else 0.0
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.authority import make_grant
 from colab_swarm.workunits.dispatcher import Dispatcher, JobLog
 from colab_swarm.workunits.job import Evaluator, Job, lay_out
-from colab_swarm.workunits.messages import Backoff, JobCard, RequestGate, Token, WorkLink
+from colab_swarm.workunits.messages import JobCard, RequestGate, Token, WorkLink, backoff
 from colab_swarm.workunits.state import MARKS, MAX_MARKS, AnyEntry, JobStatus, Measured, Unit
 from colab_swarm.workunits.store import KEEP_MEMORY, ParameterStore, open_store
 from colab_swarm.workunits.web import CoordinatorServer
@@ -62,6 +62,7 @@ _coordinators: "set[Coordinator]" = set()
 CROWD, GROW_S, SHRINK_S = 2.0, 2.0, 30.0
 LEASE_S = 120.0  # a result whose server died goes to another after this time
 IDLE_S, FAREWELL_S, LONGEST_PAUSE_S = 0.05, 30.0, 60.0
+RETRY_S = 0.1, 30.0
 
 
 class CoordinatorOptions(TypedDict, total=False):
@@ -414,13 +415,14 @@ class ParameterServer:
 
     def run(self, stop: threading.Event) -> None:
         """Serve until ``stop`` is set, then finish the current update. Store errors are retried."""
-        trouble, wait_s = Backoff(random.Random(), 0.1, 30.0), 0.0
+        rng, wait_s = random.Random(), 0.0
+        waits_s = backoff(rng, *RETRY_S)
         while not stop.wait(wait_s):
             try:
                 wait_s = 0.0 if self.run_once(time.time()) else IDLE_S
-                trouble.succeeded()
+                waits_s = backoff(rng, *RETRY_S)
             except StoreError as error:
-                wait_s = trouble.failed()
+                wait_s = next(waits_s)
                 logger.warning("%s retries the store in %.1f s: %s", self._name, wait_s, error)
 
     def run_once(self, now: float) -> bool:

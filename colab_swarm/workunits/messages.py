@@ -12,7 +12,7 @@ import random
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Annotated, TypeAlias
@@ -101,7 +101,7 @@ class GivenUnits(Message, frozen=True):
 class Taken(Message, frozen=True):
     """Progress of an upload, in bytes; ``accepted`` once it is complete and valid."""
 
-    received: int
+    received: Annotated[int, msgspec.Meta(ge=0)]
     accepted: bool = False
 
 
@@ -119,29 +119,16 @@ class Problem(Message, frozen=True):
 
 
 class Refused(Exception):
-    """A request is refused; ``received``: bytes so far, if its piece does not continue the upload."""
-
-    def __init__(self, code: str, text: str, *, received: int | None = None) -> None:
-        super().__init__(text)
-        self.problem, self.received = Problem(code, text), received
+    """A request is refused, with the arguments of its `Problem`."""
 
 
-class Backoff:
-    """Wait times after failures in a row, doubling up to ``most_s``, each drawn between half and
-    all of the present delay, so that peers do not retry together.
+def backoff(rng: random.Random, first_s: float, most_s: float) -> Iterator[float]:
+    """Yield wait times after failures in a row, doubling up to ``most_s``, each drawn between half
+    and all of the present delay, so that peers do not retry together.
     """
-
-    def __init__(self, rng: random.Random, first_s: float = 1.0, most_s: float = 60.0) -> None:
-        self._rng, self._first_s, self._next_s, self._most_s = rng, first_s, first_s, most_s
-
-    def failed(self, asked_s: float = 0.0) -> float:
-        """Return the seconds to wait now, at least the ``asked_s`` that the other side requested."""
-        wait_s = self._next_s * self._rng.uniform(0.5, 1.0)
-        self._next_s = min(2 * self._next_s, self._most_s)
-        return max(wait_s, min(asked_s, 900.0))
-
-    def succeeded(self) -> None:
-        self._next_s = self._first_s
+    while True:
+        yield first_s * rng.uniform(0.5, 1.0)
+        first_s = min(2 * first_s, most_s)
 
 
 SCHEME = "Swarm "

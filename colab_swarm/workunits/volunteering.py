@@ -39,7 +39,7 @@ from colab_swarm.workunits.client import (
     VolunteerSnapshot,
 )
 from colab_swarm.workunits.job import Job, Rows, UnitTraining
-from colab_swarm.workunits.messages import AskForUnits, Backoff, GiveBack, GivenUnits, JobCard, WorkLink
+from colab_swarm.workunits.messages import AskForUnits, GiveBack, GivenUnits, JobCard, WorkLink, backoff
 from colab_swarm.workunits.weights import Floats, Schema
 
 logger = logging.getLogger(__name__)
@@ -235,18 +235,19 @@ class Volunteer:
         self._in_hand.clear()
 
     async def _serve(self, slot: int) -> None:
-        backoff = Backoff(random.Random(), *AFTER_REFUSAL_S)
+        rng = random.Random()
+        waits_s = backoff(rng, *AFTER_REFUSAL_S)
         while not self._leaving.is_set():
             if (held := await self._next(slot)) is None:
                 continue
             pause_s = 0.0
             try:
                 await self._train(held)
-                backoff.succeeded()
+                waits_s = backoff(rng, *AFTER_REFUSAL_S)
             except CallRefused as error:
                 self._refused, self._refusal = self._refused + 1, str(error)
                 logger.info("unit %s was refused: %s", held.unit.assignment, error)
-                pause_s = backoff.failed()
+                pause_s = next(waits_s)
             self._saves.drop(held.unit)
             del self._in_hand[slot]
             await self._pause(pause_s)

@@ -45,12 +45,12 @@ from colab_swarm.workunits.weights import Floats, Schema, as_bytes, moved
 
 M = TypeVar("M", AskForUnits, GiveBack)
 NUMBER = "(0|[1-9][0-9]{0,17})"
-RANGE = re.compile(rf"bytes={NUMBER}-{NUMBER}?")
 ASSIGNMENT = re.compile("[0-9a-f]{32}")
 RESULT = f"/api/results/{{assignment:{ASSIGNMENT.pattern}}}"
 INITIAL = "/api/parameters/{epoch:[1-9][0-9]{0,8}}-{subset:0|[1-9][0-9]{0,8}}"
 CONTENT_RANGE = re.compile(rf"bytes {NUMBER}-{NUMBER}/{NUMBER}")
 Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
+GAP = 409  # status of an answer to a piece that does not continue the upload
 MAX_PIECE_BYTES = 4 << 20  # of an upload's piece, which is in memory while its digest is checked
 MAX_UPLOADS, MAX_DOWNLOADS, MAX_EACH = 32, 64, 8  # at once, and each volunteer; then it must retry
 READ_S, SEND_S, SLOWEST_BYTES_S = 300.0, 60.0, 32 << 10  # limits; a large file has longer
@@ -69,18 +69,6 @@ STATUSES = {
 }
 VOLUNTEER: web.RequestKey[str] = web.RequestKey("volunteer", str)  # its id in hex
 DIGEST: web.RequestKey[bytes] = web.RequestKey("digest", bytes)
-
-
-def range_of(header: str, size: int) -> tuple[int, int]:
-    """Return start and end of what a ``Range`` header selects of a file; else raise ValueError."""
-    found = RANGE.fullmatch(header)
-    start = int(found[1]) if found else size
-    end = min(int(found[2]) + 1, size) if found and found[2] else size
-    if start >= end:
-        raise ValueError(
-            f"no such range: the file has {size:,} bytes; ask for one range such as bytes=0-1023"
-        )
-    return start, end
 
 
 def piece_of(header: str) -> tuple[int, int, int]:
@@ -111,14 +99,12 @@ class UploadBuffer:
             return 0
 
     def add(self, assignment: str, start: int, piece: bytes) -> int:
-        """Append a piece, return the bytes so far; raise Refused or ValueError if it does not fit."""
+        """Append a piece if it continues the upload; return the bytes so far, or raise ValueError: too many."""
         received, end = self.received(assignment), start + len(piece)
-        if start != received:
-            raise Refused(
-                "invalid", f"{received:,} bytes of this upload are here: send what follows", received=received
-            )
         if end > self.size_bytes:
             raise ValueError(f"{end:,} bytes: a result has {self.size_bytes:,}")
+        if start != received:
+            return received
         with self._file(assignment).open("ab") as file:
             file.write(piece)
         return end
@@ -182,7 +168,6 @@ class CoordinatorServer:
                 web.get("/api/data/{digest}", self._data),
                 web.get("/api/parameters", self._parameters),
                 web.get(INITIAL, self._parameters),
-                web.head(RESULT, self._received),
                 web.put(RESULT, self._piece),
             ]
         )
@@ -210,9 +195,7 @@ class CoordinatorServer:
                 self._admit(request)
             return await handler(request)
         except Refused as error:
-            if error.received is None:
-                return _refusal(STATUSES[error.problem.code], error.problem)
-            return _refusal(409, error.problem, {"Received": str(error.received)})
+            return _refusal(STATUSES[error.args[0]], Problem(*error.args))
         except StoreError:
             problem = Problem("busy", "the coordinator's store does not answer: try again in a few seconds")
             return _refusal(503, problem, {"Retry-After": str(BROKEN_S)})
@@ -327,9 +310,6 @@ class CoordinatorServer:
 
     # -- results
 
-    async def _received(self, request: web.Request) -> web.Response:
-        return web.Response(headers={"Received": str(self.uploads.received(self._wanted(request)))})
-
     async def _piece(self, request: web.Request) -> web.Response:
         try:
             start, size, whole = piece_of(request.headers.get("Content-Range", ""))
@@ -343,7 +323,12 @@ class CoordinatorServer:
             raise Refused("invalid", f"Content-Range says {size:,} bytes, Content-Length another number")
         self._wanted(request)
         async with self._one_of(request, "upload", MAX_UPLOADS):
-            return _answer(await self._add(request, start, await self._read(request, MAX_PIECE_BYTES)))
+            piece = await self._read(request, MAX_PIECE_BYTES)
+            taken = await self._add(request, start, piece)
+            answer = _answer(taken)
+            if taken.received != start + size:
+                answer.set_status(GAP)
+            return answer
 
     def _wanted(self, request: web.Request) -> str:
         """Return the assignment of a request, after checking that its result is wanted now."""
@@ -423,8 +408,7 @@ class CoordinatorServer:
     async def _parameters(self, request: web.Request) -> web.StreamResponse:
         numbers = [int(number) for number in request.match_info.values()]
         version, data = await self._file(Unit(*numbers) if numbers else None)
-        headers = {"Version": str(version), "Cache-Control": "no-cache"}
-        return await self._send(request, data, f'"{version}"', headers)
+        return await self._send(request, data, f'"{version}"', {"Cache-Control": "no-cache"})
 
     async def _file(self, unit: Unit | None) -> tuple[int, memoryview]:
         """Return version and file of a unit's initial parameters; None: the newest ones."""
@@ -450,11 +434,15 @@ class CoordinatorServer:
             return web.Response(status=304, headers=headers)
         status, start, end = 200, 0, len(data)
         if request.headers.get("If-Range", etag) == etag and "Range" in request.headers:
+            status = 206
             try:
-                start, end = range_of(request.headers["Range"], len(data))
-            except ValueError as error:
-                return _refusal(416, Problem("size", str(error)), {"Content-Range": f"bytes */{len(data)}"})
-            status, headers["Content-Range"] = 206, f"bytes {start}-{end - 1}/{len(data)}"
+                start, end, _ = request.http_range.indices(len(data))
+            except ValueError:  # garbled, or several ranges
+                start = end
+            if start >= end:
+                problem = Problem("size", f"no such range: the file has {len(data):,} bytes")
+                return _refusal(416, problem, {"Content-Range": f"bytes */{len(data)}"})
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
         async with self._one_of(request, "download", MAX_DOWNLOADS):
             response = web.StreamResponse(status=status, headers=headers)
             response.content_type, response.content_length = "application/octet-stream", end - start

@@ -157,13 +157,11 @@ class StandIn:
         if self.refuse is not None:
             return problem(422, self.refuse.code, self.refuse.text)
         if assignment not in self.given or assignment in self.results:
-            return problem(409, "stale", "this result is here already")
+            return problem(410, "stale", "this result is here already")
         here = self.received.setdefault(assignment, bytearray())
         place, _, total = request.headers["Content-Range"].removeprefix("bytes ").partition("/")
         if int(place.partition("-")[0]) != len(here):
-            answer = problem(409, "stale", "go on where I am")
-            answer.headers["Received"] = str(len(here))
-            return answer
+            return web.Response(status=409, body=msgspec.msgpack.encode(Taken(len(here))))
         here += await request.read()
         if len(here) < int(total):
             return _packed(Taken(len(here)))
@@ -180,7 +178,7 @@ def _packed(message: msgspec.Struct) -> web.Response:
 
 
 def _ranged(request: web.Request, data: bytes, etag: str) -> web.Response:
-    headers = {"ETag": etag, "Version": etag.strip('"')}
+    headers = {"ETag": etag}
     if request.headers.get("If-None-Match") == etag:
         return web.Response(status=304, headers=headers)
     start = request.http_range.start

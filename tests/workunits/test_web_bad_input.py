@@ -100,8 +100,6 @@ async def test_a_connection_that_breaks_within_a_piece_leaves_nothing(
         await asyncio.gather(sent, return_exceptions=True)
         await until(lambda: scene.server.running["upload"] == 0)
         assert scene.state() == before
-        head = await scene.alice.send("HEAD", target)
-        assert head.headers["Received"] == "0"
     assert caplog.records == []  # it happens all the time
 
 
