@@ -95,7 +95,7 @@ def test_html_is_sound_and_says_more(tmp_path: Path) -> None:
     cs.CheckpointFolder(tmp_path).save(12, {"step": 12})
     shown = [one for one, _ in objects(tmp_path) if hasattr(one, "_repr_html_")]
     kinds = {type(one).__name__ for one in shown}
-    assert kinds == {"Job", "CheckpointFolder", "MoshpitResult", "Leaderboard"}
+    assert kinds == {"CheckpointFolder", "MoshpitResult", "Leaderboard"}
     for one in shown:
         ElementTree.fromstring(html_of(one))
     assert "step-000000000012.safetensors" in html_of(cs.CheckpointFolder(tmp_path))

@@ -41,11 +41,11 @@ from colab_swarm.notebook.invitation import Invitation
 from colab_swarm.notebook.panel import Panel, Views
 from colab_swarm.notebook.platforms import require_terms
 from colab_swarm.notebook.units_view import draw_job, job_line
-from colab_swarm.runtime import Runtime
+from colab_swarm.runtime import Runtime, waited
 from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.authority import make_grant
 from colab_swarm.workunits.dispatcher import Dispatcher, JobLog
-from colab_swarm.workunits.job import Evaluator, Job, lay_out
+from colab_swarm.workunits.job import Job, lay_out, measure
 from colab_swarm.workunits.messages import JobCard, RequestGate, Token, WorkLink, backoff
 from colab_swarm.workunits.state import MARKS, MAX_MARKS, AnyEntry, JobStatus, Measured, Unit
 from colab_swarm.workunits.store import KEEP_MEMORY, ParameterStore, open_store
@@ -63,6 +63,7 @@ CROWD, GROW_S, SHRINK_S = 2.0, 2.0, 30.0
 LEASE_S = 120.0  # a result whose server died goes to another after this time
 IDLE_S, FAREWELL_S, LONGEST_PAUSE_S = 0.05, 30.0, 60.0
 RETRY_S = 0.1, 30.0
+STORE = "COLAB_SWARM_STORE"  # variable of a server process that holds the store's address
 
 
 class CoordinatorOptions(TypedDict, total=False):
@@ -174,20 +175,15 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until the job is done, ``seconds`` at most; return True if it is."""
-
-        async def waiting() -> bool:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await self.finished.wait()
-            return self.finished.is_set()
-
-        return Runtime.shared().call(waiting())
+        Runtime.shared().call(waited(self.finished.wait(), seconds))
+        return self.finished.is_set()
 
     def stop(self) -> None:
         """Stop coordinating; `coordinate` with the same folder resumes the job. Idempotent."""
         if not self.stopped:
             self.stopped = True
             _coordinators.discard(self)
+            atexit.unregister(self.stop)
             with self._held:
                 Runtime.shared().call(self.close())
 
@@ -269,14 +265,14 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
                 if self._log.fault != str(error):
                     logger.exception("upkeep of the job failed")
                     self._log.fault = str(error)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._tick_s):
-                    await self._stopping.wait()
+            await waited(self._stopping.wait(), self._tick_s)
 
-    def _start_server(self, name: str) -> "ThreadWorker | ProcessWorker":
-        if not self.store.shared or not self.job.code:
-            return ThreadWorker(self.store, self.job, name)
-        return ProcessWorker(self.store.url, self.job.name, self.folder / "job.py", name)
+    def _start_server(self, name: str) -> "ParameterServer | ProcessWorker":
+        if self.store.shared and self.job.code:
+            return ProcessWorker(self.store.url, self.job.name, self.folder / "job.py", name)
+        server = ParameterServer(self.store, self.job, name)
+        server.start()
+        return server
 
     def status(self) -> JobStatus:
         now, plan, state, epoch = time.time(), self.job.plan, self.dispatcher.state, self.dispatcher.epoch
@@ -389,6 +385,7 @@ def open_coordinator(job: Job, access: RunAccess, token: Token, options: Coordin
         coordinator.link = coordinator.invite()
         coordinator._held = held.pop_all()
     _coordinators.add(coordinator)
+    atexit.register(coordinator.stop)
     return coordinator
 
 
@@ -396,39 +393,42 @@ def _folder(job: Job, options: CoordinatorOptions) -> Path:
     return Path(options.get("folder", f"{job.name}-work")).resolve()
 
 
-@atexit.register
-def _stop_all() -> None:
-    for coordinator in list(_coordinators):
-        with contextlib.suppress(Exception):
-            coordinator.stop()
-
-
 # -- parameter servers
 
 
-class ParameterServer:
-    """Assimilate results of the store until stopped; measure the accuracy after each."""
+class ParameterServer(threading.Thread):
+    """Assimilate results of the store until stopped; measure the accuracy after each.
 
-    def __init__(self, store: ParameterStore, evaluator: Evaluator, name: str) -> None:
-        self._store, self._evaluator, self._name = store, evaluator, name
+    A thread, for stores that other processes cannot open; in a process of its own only `run` is called.
+    """
+
+    def __init__(self, store: ParameterStore, job: Job, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._store, self._job, self._end = store, job, threading.Event()
+        self._model, self._rows = job.first_model(), job.validation_rows()
+        self._schema = Schema.of(self._model)
         self._measured: list[Measured] = []  # not in the log yet
 
-    def run(self, stop: threading.Event) -> None:
-        """Serve until ``stop`` is set, then finish the current update. Store errors are retried."""
+    def stop(self) -> None:
+        """Let `run` end after the current update."""
+        self._end.set()
+
+    def run(self) -> None:
+        """Serve until stopped. Store errors are retried."""
         rng, wait_s = random.Random(), 0.0
         waits_s = backoff(rng, *RETRY_S)
-        while not stop.wait(wait_s):
+        while not self._end.wait(wait_s):
             try:
                 wait_s = 0.0 if self.run_once(time.time()) else IDLE_S
                 waits_s = backoff(rng, *RETRY_S)
             except StoreError as error:
                 wait_s = next(waits_s)
-                logger.warning("%s retries the store in %.1f s: %s", self._name, wait_s, error)
+                logger.warning("%s retries the store in %.1f s: %s", self.name, wait_s, error)
 
     def run_once(self, now: float) -> bool:
         """Assimilate one result; return False if none waits. A StoreError leaves it in the queue."""
         self._log()
-        accepted = self._store.claim(self._name, now=now, lease_s=LEASE_S)
+        accepted = self._store.claim(self.name, now=now, lease_s=LEASE_S)
         if accepted is None:
             return False
         try:
@@ -442,8 +442,9 @@ class ParameterServer:
             updated = assimilate(server, result, accepted.alpha)
             return updated
 
-        if self._store.assimilate(accepted, update, server=self._name, now=now) is not None:
-            accuracy = self._evaluator.accuracy(updated)
+        if self._store.assimilate(accepted, update, server=self.name, now=now) is not None:
+            self._schema.load(self._model, updated)
+            accuracy = measure(self._job, self._model, self._rows)
             self._measured.append(Measured(at=now, unit=accepted.unit, accuracy=accuracy))
             self._log()
         return True
@@ -454,29 +455,11 @@ class ParameterServer:
             self._measured = []
 
 
-class ThreadWorker(threading.Thread):
-    """A parameter server on a thread, for stores that other processes cannot open."""
-
-    def __init__(self, store: ParameterStore, job: Job, name: str) -> None:
-        super().__init__(name=f"parameter server {name}", daemon=True)
-        self._store, self._job, self._end = store, job, threading.Event()
-        self.start()
-
-    def run(self) -> None:
-        try:
-            ParameterServer(self._store, Evaluator(self._job), self.name.rpartition(" ")[2]).run(self._end)
-        except Exception:  # the pool replaces it
-            logger.exception("%s failed", self.name)
-
-    def stop(self) -> None:
-        self._end.set()
-
-
 class ProcessWorker:
     """A parameter server in a process: ``store`` is an address, ``job`` a name, ``code`` a file.
 
-    The process reads the address from its input: it may hold a password, and all users see
-    arguments. When the input closes, this process is dead, and the server exits at once.
+    The address is in the process's environment: it may hold a password, and all users see
+    arguments. When its input closes, this process is dead, and the server exits at once.
     """
 
     def __init__(self, store: str, job: str, code: Path, name: str) -> None:
@@ -486,14 +469,9 @@ class ProcessWorker:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=os.environ | KEEP_MEMORY,
+                env=os.environ | KEEP_MEMORY | {STORE: store},
                 start_new_session=True,
             )
-        assert self._process.stdin is not None  # it is a pipe
-        self._input = self._process.stdin
-        with contextlib.suppress(OSError):  # it is dead already: the pool notices
-            self._input.write(f"{store}\n".encode())
-            self._input.flush()
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
@@ -502,31 +480,28 @@ class ProcessWorker:
         self._process.terminate()
 
     def join(self, timeout_s: float) -> None:
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        with contextlib.suppress(OSError):
-            self._input.close()
+        with self._process:  # closes its input at last
+            try:
+                self._process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
 
 
 def serve() -> None:
     """Serve in a process of a `ProcessWorker`, until SIGTERM, or until its input closes."""
     job, code, name = sys.argv[1:]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    stop = threading.Event()
-    stop_at_sigterm(stop)
-    url = sys.stdin.readline().strip()
     threading.Thread(target=_exit_with_parent, name="parent watch", daemon=True).start()
     torch.set_num_threads(1)  # the coordinator adds servers until all processors are busy
-    with contextlib.closing(open_store(url, job)) as store:
-        ParameterServer(store, Evaluator(Job.load(code)), name).run(stop)
+    with contextlib.closing(open_store(os.environ[STORE], job)) as store:
+        server = ParameterServer(store, Job.load(code), name)
+        stop_at_sigterm(server)
+        server.run()
 
 
-def stop_at_sigterm(stop: threading.Event) -> None:
-    """Set the event at SIGTERM, from another thread: in this one the handler could deadlock on the event's lock."""
-    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=stop.set).start())
+def stop_at_sigterm(server: ParameterServer) -> None:
+    """Stop the server at SIGTERM, from another thread: in this one the handler could deadlock on its event's lock."""
+    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.stop).start())
 
 
 def _exit_with_parent() -> None:
@@ -537,11 +512,13 @@ def _exit_with_parent() -> None:
 class WorkerPool:
     """Parameter servers, as many as wanted; ``deaths`` counts those that ended by themselves."""
 
-    def __init__(self, start: Callable[[str], ThreadWorker | ProcessWorker], most: int | None = None) -> None:
+    def __init__(
+        self, start: Callable[[str], ParameterServer | ProcessWorker], most: int | None = None
+    ) -> None:
         self._start, self.deaths = start, 0
         self._most = most or max(1, (os.cpu_count() or 1) - 1)  # one processor is the coordinator's
-        self._running: list[ThreadWorker | ProcessWorker] = []
-        self._stopping: list[ThreadWorker | ProcessWorker] = []
+        self._running: list[ParameterServer | ProcessWorker] = []
+        self._stopping: list[ParameterServer | ProcessWorker] = []
         self._started, self._pause_until = 0, 0.0
         self._few_since = self._idle_since = math.inf
 

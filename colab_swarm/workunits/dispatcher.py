@@ -68,7 +68,9 @@ class Dispatcher:
     def epoch(self) -> int:
         return min(self.state.epoch, self._plan.max_epochs)
 
-    def assign(self, volunteer: str, count: int, held: Collection[str], *, now: float) -> list[Assigned]:
+    def assign(
+        self, volunteer: str, count: int, held: Collection[str], *, now: float, name: str = ""
+    ) -> list[Assigned]:
         """Assign up to ``count`` units to a volunteer that has the subsets of SHA-256 ``held``."""
         record, most = self.state.volunteer(volunteer), self._plan.in_flight
         done = self.state.finished or self.state.epoch > self._plan.max_epochs
@@ -99,6 +101,7 @@ class Dispatcher:
                 unit=unit,
                 assignment=f"{self._rng.getrandbits(128):032x}",
                 volunteer=volunteer,
+                name=name,
                 deadline=now + self._deadline_s(state),
                 version=self._version(state),
             )

@@ -28,9 +28,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from colab_swarm.markup import facts, name_of, settings
+from colab_swarm.markup import settings
 from colab_swarm.workunits.messages import MAX_CODE_CHARACTERS, NAME, Subset
-from colab_swarm.workunits.weights import Floats, Schema
 
 Batch: TypeAlias = tuple[Tensor, ...] | dict[str, Tensor]
 Array: TypeAlias = npt.NDArray[Any]
@@ -270,10 +269,6 @@ class Job:
     def __repr__(self) -> str:
         return f"Job({self.name!r}, {self.plan!r})"
 
-    def _repr_html_(self) -> str:
-        makers = {part: name_of(getattr(self, part)) for part in ("model", "loss", "optimizer", "accuracy")}
-        return facts(f"Job {self.name}", makers | {"plan": repr(self.plan)})
-
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
             raise ValueError(
@@ -312,11 +307,14 @@ class Job:
             torch.manual_seed(self.plan.seed)
             return self.model()
 
-    def train_serially(self, *, on_epoch: Callable[[int, float], None] | None = None) -> "SerialResult":
+    def train_serially(
+        self, *, on_epoch: Callable[[int, float], None] | None = None
+    ) -> tuple[nn.Module, list[float]]:
         """Train on all data in one place with one optimizer, without units: the baseline.
 
-        An epoch makes ``plan.local_epochs`` passes. After each, ``on_epoch`` is called with its
-        number, from 1, and its accuracy. The plan's alpha and subsets play no part.
+        Return the trained model, and its accuracy after each epoch of ``plan.local_epochs`` passes.
+        ``on_epoch`` is called with each epoch's number, from 1, and accuracy. The plan's alpha and
+        subsets play no part.
         """
         plan, model = self.plan, self.first_model()
         rows, validation = self.rows().cut(1, seed=plan.seed)[0], self.validation_rows()
@@ -336,7 +334,7 @@ class Job:
                 on_epoch(epoch, accuracies[-1])
             if plan.target_accuracy is not None and accuracies[-1] >= plan.target_accuracy:
                 break
-        return SerialResult(tuple(accuracies), Schema.of(model).flatten(model))
+        return model, accuracies
 
     def rows(self) -> Rows:
         return rows_of(self.data)
@@ -344,14 +342,6 @@ class Job:
     def validation_rows(self) -> Rows:
         """Return at most ``plan.validation_samples`` samples, always the same ones."""
         return rows_of(self.validation).sample(self.plan.validation_samples, seed=self.plan.seed)
-
-
-@dataclass(frozen=True)
-class SerialResult:
-    """Accuracy after each epoch of serial training, and the last parameters (numel,)."""
-
-    accuracies: tuple[float, ...]
-    parameters: Floats
 
 
 class UnitTraining:
@@ -436,16 +426,6 @@ def measure(job: Job, model: nn.Module, rows: Rows, *, batch_size: int = 256) ->
             total += float(job.accuracy(model, rows.batch(indices, device))) * len(indices)
     model.train(was_training)
     return total / len(rows)
-
-
-class Evaluator:
-    def __init__(self, job: Job) -> None:
-        self._job, self._model, self.rows = job, job.first_model(), job.validation_rows()
-        self.schema = Schema.of(self._model)
-
-    def accuracy(self, values: Floats) -> float:
-        self.schema.load(self._model, values)
-        return measure(self._job, self._model, self.rows)
 
 
 def lay_out(job: Job, folder: Path) -> tuple[Subset, ...]:

@@ -4,11 +4,11 @@ The log is the job's only state. A coordinator that was killed reads it from the
 what it knew. The coordinator writes all entries but `Assimilated` and `Measured`, which the
 parameter servers write.
 
-    Met -> Assigned -> Accepted -> Assimilated -> Measured        then EpochEnded, and at last Finished
-              |  \-> Returned -> Accepted | Rejected             with replicas, until enough of them are back
-              |  \-> Rejected                                    invalid result: the unit goes to another volunteer
-              |---> Expired                                      its deadline passed: likewise
-              \---> GaveBack                                     the volunteer returned it untrained: likewise
+    Assigned -> Accepted -> Assimilated -> Measured               then EpochEnded, and at last Finished
+       |  \-> Returned -> Accepted | Rejected             with replicas, until enough of them are back
+       |  \-> Rejected                                    invalid result: the unit goes to another volunteer
+       |---> Expired                                      its deadline passed: likewise
+       \---> GaveBack                                     the volunteer returned it untrained: likewise
 
 Times are seconds since the epoch, so they stay comparable after a restart.
 
@@ -52,18 +52,12 @@ class AssignmentEntry(Entry, frozen=True):
         return f"result-{self.assignment}"
 
 
-class Met(Entry, frozen=True):
-    """A volunteer, by its peer id in hex, requested units for the first time."""
-
-    volunteer: str
-    name: str
-
-
 class Assigned(AssignmentEntry, frozen=True):
     """A volunteer gets a unit to train, from the parameters of ``version``."""
 
     unit: Unit
-    volunteer: str
+    volunteer: str  # its peer id in hex
+    name: str  # its own choice
     deadline: float
     version: int
 
@@ -123,7 +117,7 @@ class Finished(Entry, frozen=True):
 
 ServerEntry: TypeAlias = Assimilated | Measured
 AnyEntry: TypeAlias = (
-    Met | Assigned | Returned | Accepted | Rejected | Expired | GaveBack | EpochEnded | Finished | ServerEntry
+    Assigned | Returned | Accepted | Rejected | Expired | GaveBack | EpochEnded | Finished | ServerEntry
 )
 encode_entry = msgspec.msgpack.Encoder().encode
 decode_entry = msgspec.msgpack.Decoder[AnyEntry](AnyEntry).decode
@@ -272,8 +266,6 @@ class JobState:
     def apply(self, entry: AnyEntry) -> None:
         """Apply the next entry of the log; raise ValueError if it is of a job with other subsets."""
         match entry:
-            case Met():
-                self._seen(entry.volunteer, entry.at).name = entry.name
             case Assigned():
                 self._assigned(entry)
             case Returned():
@@ -305,7 +297,8 @@ class JobState:
         replica = UnitReplica(entry)
         self.replicas[entry.assignment] = self.out[entry.assignment] = replica
         self.units[entry.unit].replicas.append(replica)
-        self._seen(entry.volunteer, entry.at).in_flight += 1
+        volunteer = self._seen(entry.volunteer, entry.at)
+        volunteer.in_flight, volunteer.name = volunteer.in_flight + 1, entry.name
 
     def _end(self, replica: UnitReplica, fate: Fate) -> VolunteerState:
         volunteer = self.volunteers[replica.given.volunteer]

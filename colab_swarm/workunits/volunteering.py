@@ -28,7 +28,7 @@ from colab_swarm.net.identity import Identity
 from colab_swarm.notebook.panel import Panel, Views
 from colab_swarm.notebook.platforms import require_terms
 from colab_swarm.notebook.units_view import draw_volunteer, volunteer_line
-from colab_swarm.runtime import PauseGate, Runtime
+from colab_swarm.runtime import PauseGate, Runtime, waited
 from colab_swarm.tensors.device import DeviceThread
 from colab_swarm.workunits.client import (
     CoordinatorClient,
@@ -130,20 +130,15 @@ class Volunteer:
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until it has ended, ``seconds`` at most; return True if it has."""
-
-        async def waiting() -> bool:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await self.wait_over()
-            return self._over is not None
-
-        return Runtime.shared().call(waiting())
+        Runtime.shared().call(waited(self.wait_over(), seconds))
+        return self._over is not None
 
     def stop(self, *, finish_s: float = FINISH_S) -> None:
         """Finish the units that ``finish_s`` is enough for, give the others back, and end. Idempotent."""
         if not self._stopped:
             self._stopped = True
             _volunteers.discard(self)
+            atexit.unregister(self.stop)
             with self._held:
                 Runtime.shared().call(self.leave(finish_s=finish_s))
 
@@ -217,9 +212,8 @@ class Volunteer:
 
     async def _farewell(self, over: _Over) -> None:
         """Give back the units in hand; where that fails they stay on disk for the next session."""
-        with suppress(TimeoutError):  # once the thread is idle, nothing is saved any more
-            async with asyncio.timeout(FAREWELL_S):
-                await THREAD.run(lambda: None)
+        # once the thread is idle, nothing is saved any more
+        await waited(THREAD.run(lambda: None), FAREWELL_S)
         last = [*self._in_hand.values(), *self._left_behind]
         if last and not over.finished:
             try:
@@ -250,7 +244,7 @@ class Volunteer:
                 pause_s = next(waits_s)
             self._saves.drop(held.unit)
             del self._in_hand[slot]
-            await self._pause(pause_s)
+            await waited(self._leaving.wait(), pause_s)
 
     # -- one unit
 
@@ -271,13 +265,13 @@ class Volunteer:
             if error.code != "banned":
                 raise _Over(f"the coordinator refuses: {error}") from error
             self._banned = str(error)
-            await self._pause(60.0)
+            await waited(self._leaving.wait(), 60.0)
             return None
         self._banned, self._answer = "", answer
         if answer.finished:
             raise _Over("the job is finished", finished=True)
         if slot not in self._in_hand:
-            await self._pause(max(answer.wait_s, 0.05))
+            await waited(self._leaving.wait(), max(answer.wait_s, 0.05))
         return None if self._leaving.is_set() else self._in_hand.get(slot)
 
     async def _train(self, held: UnitInHand) -> None:
@@ -339,11 +333,6 @@ class Volunteer:
             raise
         except BaseException as error:  # SystemExit too: a retry would raise it again
             raise _Over.failed("the job's code", error) from error
-
-    async def _pause(self, seconds: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._leaving.wait()
 
 
 def volunteer(
@@ -421,6 +410,7 @@ def open_volunteer(
         undo.pop_all()
         volunteer._held = held.pop_all()
     _volunteers.add(volunteer)
+    atexit.register(volunteer.stop, finish_s=0.0)
     return volunteer
 
 
@@ -470,10 +460,3 @@ def take_folder(folder: str | Path | None, name: str) -> tuple[Path, FileLock]:
 
 def _plain(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "_", name)
-
-
-@atexit.register
-def _stop_all() -> None:
-    for volunteer in list(_volunteers):
-        with suppress(Exception):
-            volunteer.stop(finish_s=0.0)

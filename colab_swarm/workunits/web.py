@@ -40,7 +40,7 @@ from colab_swarm.workunits.messages import (
     RequestGate,
     Taken,
 )
-from colab_swarm.workunits.state import Assigned, JobStatus, Met, Rejected, Unit
+from colab_swarm.workunits.state import Assigned, JobStatus, Rejected, Unit
 from colab_swarm.workunits.weights import Floats, Schema, as_bytes, moved
 
 M = TypeVar("M", AskForUnits, GiveBack)
@@ -263,10 +263,11 @@ class CoordinatorServer:
         async with self._log.deciding() as now:
             _raise(self._dispatcher.ban_of(me, now=now))
             again = self._dispatcher.unacknowledged(me, asked.in_hand, now=now)[: asked.count]
-            units = self._dispatcher.assign(me, asked.count - len(again), asked.held, now=now)
-            put, state = {}, self._dispatcher.state
-            met = [Met(at=now, volunteer=me, name=asked.name)] if me not in state.volunteers else []
-            first = [one.unit for one in units if not state.units[one.unit].replicas]
+            units = self._dispatcher.assign(
+                me, asked.count - len(again), asked.held, now=now, name=asked.name
+            )
+            put, open_ = {}, self._dispatcher.state.open
+            first = [one.unit for one in units if not open_[one.unit].replicas]
             if first and self._job.plan.replication > 1:  # replicas have the same initial parameters
                 newest = await asyncio.to_thread(self._log.store.parameters)
                 put = dict.fromkeys((f"base-{unit}" for unit in first), bytes(as_bytes(newest.values)))
@@ -275,7 +276,7 @@ class CoordinatorServer:
                     msgspec.structs.replace(one, version=version) if one.unit in first else one
                     for one in units
                 ]
-            await self._log.write([*met, *units] if units else [], put=put)
+            await self._log.write(units, put=put)
             return self._given(me, [*again, *units], now)
 
     async def _return(self, request: web.Request) -> web.Response:

@@ -55,9 +55,9 @@ def test_one_volunteer_one_subset_and_alpha_0_are_serial_training_bit_for_bit(tm
         trained = Schema.of(coordinator.model()).flatten(coordinator.model())
         accuracies = [end.accuracy for end in coordinator.snapshot().epochs]
         alice.stop()
-    serial = job.train_serially()
-    np.testing.assert_array_equal(trained, serial.parameters)
-    assert accuracies == list(serial.accuracies)
+    serial, measured = job.train_serially()
+    np.testing.assert_array_equal(trained, Schema.of(serial).flatten(serial))
+    assert accuracies == measured
 
 
 @pytest.mark.slow

@@ -20,7 +20,6 @@ from colab_swarm.workunits.state import (
     Expired,
     Finished,
     Measured,
-    Met,
     Rejected,
     Returned,
     VolunteerState,
@@ -49,7 +48,7 @@ class Desk:
         return list(entries)
 
     def ask(self, volunteer: str, count: int = 1, held: tuple[str, ...] = ()) -> list[Assigned]:
-        given = self.core.assign(volunteer, count, held, now=self.now)
+        given = self.core.assign(volunteer, count, held, now=self.now, name=f"{volunteer[0]}'s notebook")
         self.commit(*given)
         return given
 
@@ -129,7 +128,7 @@ def test_a_volunteer_gets_units_of_data_that_it_holds() -> None:
 
 def test_an_expired_unit_goes_to_another_volunteer() -> None:
     desk, given = one_out()
-    desk.commit(Met(at=desk.now + 99, volunteer=BOB, name="bob"))
+    desk.core.state._seen(BOB, desk.now + 99)
     desk.now += 100
     assert [entry.assignment for entry in desk.expire()] == [given.assignment]
     assert desk.refusal(given, ALICE) == ("", "")  # still the only one who has it
@@ -160,7 +159,7 @@ def test_a_volunteer_alone_gets_the_unit_that_it_failed_again_at_once() -> None:
 
 def test_a_failed_unit_returns_to_its_volunteer_when_the_others_did_not_take_it() -> None:
     desk = Desk(subsets=1)
-    desk.commit(Met(at=desk.now, volunteer=BOB, name="bob"))
+    desk.core.state._seen(BOB, desk.now)
     (given,) = desk.ask(ALICE)
     desk.give_back(ALICE, given)
     assert desk.ask(ALICE) == []
@@ -329,12 +328,11 @@ def test_the_log_of_a_job_with_other_subsets_is_refused() -> None:
 
 def test_a_record_has_the_name_and_the_units_of_its_volunteer() -> None:
     desk = Desk(subsets=5)
-    desk.commit(Met(at=desk.now, volunteer=ALICE, name="Alice's notebook"))
     desk.prove(ALICE)
     desk.result(desk.ask(ALICE)[0])
     desk.ask(ALICE)
     record = desk.core.state.volunteers[ALICE]
-    assert (record.volunteer, record.name) == (ALICE, "Alice's notebook")
+    assert (record.volunteer, record.name) == (ALICE, "a's notebook")
     assert (record.accepted, record.in_flight, record.last_seen) == (2, 1, desk.now)
 
 

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from colab_swarm.workunits.job import (
-    Evaluator,
     Job,
     Rows,
     UnitTraining,
     WorkPlan,
     cross_entropy,
     lay_out,
+    measure,
     rows_of,
     share_correct,
     unit_seed,
@@ -125,11 +125,8 @@ def test_the_defaults_are_the_papers_loss_and_measure() -> None:
 
 def test_accuracy_is_measured_on_as_many_samples_as_the_plan_says() -> None:
     job = digits_job(validation_samples=50)
-    evaluator = Evaluator(job)
-    assert len(evaluator.rows) == 50
-    model = job.first_model()
-    accuracy = evaluator.accuracy(Schema.of(model).flatten(model))
-    assert 0 <= accuracy < 0.5
+    assert len(job.validation_rows()) == 50
+    assert 0 <= measure(job, job.first_model(), job.validation_rows()) < 0.5
     assert job.with_plan(alpha=0.9).plan.validation_samples == 50
 
 
@@ -183,7 +180,7 @@ def test_the_save_of_another_unit_is_refused() -> None:
 
 def test_one_subset_and_alpha_0_is_serial_training_bit_for_bit() -> None:
     job = digits_job(max_epochs=3)
-    serial, model, rows = job.train_serially(), job.first_model(), job.rows().cut(1, seed=job.plan.seed)[0]
+    model, rows = job.first_model(), job.rows().cut(1, seed=job.plan.seed)[0]
     schema = Schema.of(model)
     values = schema.flatten(model)
     for epoch in (1, 2, 3):
@@ -192,8 +189,9 @@ def test_one_subset_and_alpha_0_is_serial_training_bit_for_bit() -> None:
         unit = UnitTraining(job, rows, local_epochs=1, batch_size=32, seed=seed, model=model)
         unit.finish()
         values = schema.flatten(model)
-    np.testing.assert_array_equal(values, serial.parameters)
-    assert len(serial.accuracies) == 3 and serial.accuracies[-1] > serial.accuracies[0]
+    serial, accuracies = job.train_serially()
+    np.testing.assert_array_equal(values, schema.flatten(serial))
+    assert len(accuracies) == 3 and accuracies[-1] > accuracies[0]
 
 
 IMAGES, LABELS = np.arange(24, dtype=np.float32).reshape(6, 2, 2), np.arange(6)
