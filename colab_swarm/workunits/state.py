@@ -147,7 +147,12 @@ class VolunteerState:
     banned_until: float = -math.inf
     returns: int = 0  # times it gave units back since its last good result
     returned_at: float = -math.inf  # the last time
-    rests_until: float = -math.inf  # it gets no units before
+    rests_until: float = -math.inf
+
+    @property
+    def idle_until(self) -> float:
+        """It gets no units before."""
+        return max(self.banned_until, self.rests_until)
 
     @property
     def proven(self) -> bool:

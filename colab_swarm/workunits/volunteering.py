@@ -93,12 +93,12 @@ class Volunteer:
         self._schema = Schema.of(THREAD.submit(job.first_model).result())
         if card.schema != self._schema.head():
             raise ValueError(
-                f"this job's model is not that of {card.name!r}: {self._schema.difference(card.schema)}"
+                f"this job's model is not that of {card.name!r}: it {self._schema.difference(card.schema)}"
             )
         self.url, self.folder = client.url, folder
         self._client, self._job, self._card, self._name = client, job, card, name
         self._device, self._gate = device, gate or PauseGate()
-        self._held, self._stopped = ExitStack(), False  # the lock of the folder, until `stop`
+        self._held, self._stopped = ExitStack(), False  # client, and lock of the folder, until `stop`
         self._subsets = {subset.sha256: subset for subset in card.subsets}
         self._cache = SubsetCache(folder / "data", MAX_CACHE_BYTES)
         same = msgspec.structs.replace(card, key=b"", membership=b"", signature=b"").encode()
@@ -126,7 +126,6 @@ class Volunteer:
         self._finish_s = finish_s
         self._leaving.set()
         await self.wait_over()
-        await self._client.close()
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until it has ended, ``seconds`` at most; return True if it has."""
@@ -395,10 +394,10 @@ def open_volunteer(
     """Work for the coordinator of the client that ``client_in`` makes in its folder."""
     runtime = Runtime.shared()
     own, lock = take_folder(folder, name)
-    with ExitStack() as held, ExitStack() as undo:
+    with ExitStack() as held:
         held.callback(lock.release)
         client = client_in(own)
-        undo.callback(lambda: runtime.call(client.close()))
+        held.callback(lambda: runtime.call(client.close()))
         card, code = runtime.call(_first_answers(client, with_code=job is None))
         if job is None:
             job = _trusted(card, code, own, trust_code=trust_code)
@@ -407,7 +406,6 @@ def open_volunteer(
             client, job, card, own, units=units, name=name, device=torch.device(kind), gate=gate
         )
         runtime.call(volunteer.begin())
-        undo.pop_all()
         volunteer._held = held.pop_all()
     _volunteers.add(volunteer)
     atexit.register(volunteer.stop, finish_s=0.0)

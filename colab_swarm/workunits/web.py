@@ -7,7 +7,6 @@ are looked up in the job's card, uploads by a pattern.
 
 import asyncio
 import mmap
-import os
 import re
 import time
 from collections import Counter
@@ -81,16 +80,11 @@ def piece_of(header: str) -> tuple[int, int, int]:
 
 
 class UploadBuffer:
-    """One file per upload in ``folder``; a complete one has ``size_bytes``, and exists only while
-    it is checked: one found at the start was cut short by the death of the process.
-    """
+    """One file per upload in ``folder``, without its last piece; a complete one has ``size_bytes``."""
 
     def __init__(self, folder: Path, *, size_bytes: int) -> None:
         self._folder, self.size_bytes = folder, size_bytes
         folder.mkdir(parents=True, exist_ok=True)
-        for file in folder.iterdir():
-            if file.stat().st_size >= size_bytes:
-                file.unlink()
 
     def received(self, assignment: str) -> int:
         try:
@@ -98,27 +92,21 @@ class UploadBuffer:
         except FileNotFoundError:
             return 0
 
-    def add(self, assignment: str, start: int, piece: bytes) -> int:
-        """Append a piece if it continues the upload; return the bytes so far, or raise ValueError: too many."""
-        received, end = self.received(assignment), start + len(piece)
-        if end > self.size_bytes:
-            raise ValueError(f"{end:,} bytes: a result has {self.size_bytes:,}")
-        if start != received:
-            return received
+    def add(self, assignment: str, start: int, piece: bytes) -> bool:
+        """Save a piece if it continues the upload; return True instead if it is the last one."""
+        if start != self.received(assignment):
+            return False
+        if start + len(piece) >= self.size_bytes:
+            return True
         with self._file(assignment).open("ab") as file:
             file.write(piece)
-        return end
+        return False
 
     def read(self, assignment: str) -> bytes:
-        return self._file(assignment).read_bytes()
+        return self._file(assignment).read_bytes() if self.received(assignment) else b""
 
-    def cut(self, assignment: str, received: int) -> None:
-        """Delete what is beyond ``received`` bytes."""
-        file = self._file(assignment)
-        if received and file.exists():
-            os.truncate(file, received)
-        else:
-            file.unlink(missing_ok=True)
+    def drop(self, assignment: str) -> None:
+        self._file(assignment).unlink(missing_ok=True)
 
     def sweep(self, awaited: Callable[[str], bool]) -> None:
         for file in self._folder.iterdir():
@@ -325,8 +313,7 @@ class CoordinatorServer:
         self._wanted(request)
         async with self._one_of(request, "upload", MAX_UPLOADS):
             piece = await self._read(request, MAX_PIECE_BYTES)
-            taken = await self._add(request, start, piece)
-            answer = _answer(taken)
+            answer = _answer(taken := await self._add(request, start, piece))
             if taken.received != start + size:
                 answer.set_status(GAP)
             return answer
@@ -345,27 +332,25 @@ class CoordinatorServer:
             assignment = self._wanted(request)
             if not start:
                 self.uploads.sweep(partial(self._dispatcher.awaits, now=time.time()))
-            received = await asyncio.to_thread(self.uploads.add, assignment, start, piece)
-            if received < self.uploads.size_bytes:
-                return Taken(received)
+            if not await asyncio.to_thread(self.uploads.add, assignment, start, piece):
+                return Taken(self.uploads.received(assignment))
             self._complete.add(assignment)
-        keep = 0
         try:
             async with self._checking:
-                await self._take(request[VOLUNTEER], assignment)
-        except (StoreError, asyncio.CancelledError):
-            keep = start
+                whole = await asyncio.to_thread(self.uploads.read, assignment) + piece
+                await self._take(request[VOLUNTEER], assignment, whole)
+        except Refused:
+            self.uploads.drop(assignment)
             raise
         finally:
             self._complete.discard(assignment)
-            self.uploads.cut(assignment, keep)
-        return Taken(received, accepted=True)
+        self.uploads.drop(assignment)
+        return Taken(len(whole), accepted=True)
 
-    async def _take(self, volunteer: str, assignment: str) -> None:
+    async def _take(self, volunteer: str, assignment: str, data: bytes) -> None:
         """Check a complete result and write what follows from it; raise Refused if it is invalid or not wanted."""
         core, plan = self._dispatcher, self._job.plan
         _raise(core.refusal(assignment, volunteer, now=time.time()))  # it waited for its check
-        data = await asyncio.to_thread(self.uploads.read, assignment)
         _, file = await self._file(
             core.state.replicas[assignment].given.unit if plan.replication > 1 else None
         )

@@ -84,15 +84,13 @@ class Schema:
         """Return how a file's head differs from this: a stranger's words, but short and plain."""
         try:
             end = 8 + int.from_bytes(data[:8], "little")
-            found = {name: tuple(one["shape"]) for name, one in json.loads(bytes(data[8:end])).items()}
+            found = {(name, tuple(one["shape"])) for name, one in json.loads(bytes(data[8:end])).items()}
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return "not a safetensors file"
-        expected = dict(self.entries)
-        for name in sorted(found.keys() | expected.keys()):
-            if (one := found.get(name, "none")) != (other := expected.get(name, "none")):
-                reason = f"{name} has shape {one}, {other} expected".encode("ascii", "backslashreplace")
-                return reason[:300].decode()  # it goes into the log
-        return "other types or order than the model's"
+        differences = {"lacks": set(self.entries) - found, "has": found.difference(self.entries)}
+        reasons = [f"{it} {name} {shape}" for it, those in differences.items() for name, shape in sorted(those)]
+        reason = ", ".join(reasons) or "other types or order than the model's"
+        return reason[:300].encode("ascii", "backslashreplace")[:300].decode()  # it goes into the log
 
     def judge(
         self, data: bytes, base: Floats, changes: Sequence[float], max_change: float

@@ -188,7 +188,7 @@ async def test_an_invalid_result_is_logged_and_its_unit_goes_to_another(tmp_path
         values, schema = scene.values(), scene.coordinator.schema
         if fault == "shape":  # as many bytes, another model
             other = Schema(tuple((name, shape[::-1]) for name, shape in schema.entries))
-            file, text = other.encode(values), "weight has shape (4, 3), (3, 4) expected"
+            file, text = other.encode(values), "lacks weight (3, 4), has weight (4, 3)"
         elif fault == "nan":
             values[3] = np.nan
             file, text = schema.encode(values), "1 of 15 values are not finite"
