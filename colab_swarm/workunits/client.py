@@ -14,7 +14,7 @@ import re
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from functools import partial
@@ -117,11 +117,11 @@ MAX_ASKED_S = 900.0  # most of what a ``Retry-After`` is worth
 HEADERS = {"Accept-Encoding": "identity", "Content-Type": "application/octet-stream"}
 TROUBLE = (aiohttp.ClientError, OSError)  # timeouts and `RetryableError` are OSErrors
 GAP = 409  # a piece does not continue the upload; the answer says where it ends
-GOOD = (200, 206, 304, GAP)
+GOOD = (200, 206, GAP)
 
 
-class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
-    """Connection to one coordinator of the run ``run_id``. Use it in one event loop; `close` it.
+class CoordinatorClient:
+    """Connection to one coordinator of the run ``run_id``. Use it in one event loop; `aclose` it.
 
     Every method raises `CallRefused` if the coordinator refuses, and retries other errors, between
     the two waits of ``retry_s``. ``authority`` is the run's public key; None in an open run.
@@ -146,8 +146,6 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
         self._retry_s, self._rng, self._clock = retry_s, rng or random.Random(), clock
         self._ahead_s = 0.0  # of the coordinator's clock
         self._session: aiohttp.ClientSession | None = None
-        self._newest: dict[str, tuple[str, Floats]] = {}  # ETag and values of the path fetched last
-        self._fetching = asyncio.Lock()
 
     async def card(self) -> JobCard:
         """Return the job; raise NotAdmitted unless its coordinator belongs to the run."""
@@ -187,16 +185,11 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
                 raise ValueError("other bytes than the job's card says")
             return file
 
-        return (await self._download(f"/api/data/{subset.sha256}", subset.size_bytes, checked))[1]
+        return await self._download(f"/api/data/{subset.sha256}", subset.size_bytes, checked)
 
     async def parameters(self, path: str, schema: Schema) -> Floats:
-        """Fetch the parameters (numel,) at ``path`` below /api, read-only; again only if they have changed."""
-        async with self._fetching:  # a second unit finds what the first has fetched
-            known = self._newest.get(path)
-            self._newest = {
-                path: await self._download(f"/api/{path}", schema.size_bytes, schema.decode, known)
-            }
-            return self._newest[path][1]
+        """Fetch the parameters (numel,) at ``path`` below /api, read-only."""
+        return await self._download(f"/api/{path}", schema.size_bytes, schema.decode)
 
     async def upload(self, assignment: str, data: bytes) -> Taken:
         target, at, lost = f"/api/results/{assignment}", 0, False
@@ -226,15 +219,9 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
 
         return await self._until_done(attempt)
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         if self._session is not None:
             await self._session.close()
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    def __repr__(self) -> str:
-        return f"CoordinatorClient({self.url})"
 
     # -- one request, and its retries
 
@@ -252,20 +239,14 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
 
         return await self._until_done(attempt)
 
-    async def _download(
-        self, target: str, size_bytes: int, decode: Callable[[bytes], T], known: tuple[str, T] | None = None
-    ) -> tuple[str, T]:
-        """Fetch a file, across broken connections; return ETag and content, the ``known`` ones if still valid."""
+    async def _download(self, target: str, size_bytes: int, decode: Callable[[bytes], T]) -> T:
+        """Fetch a file, across broken connections."""
         data, etag = bytearray(), ""
 
-        async def attempt() -> tuple[str, T]:
+        async def attempt() -> T:
             nonlocal data, etag
-            headers = {"If-None-Match": known[0]} if known else {}
-            if data:
-                headers = {"Range": f"bytes={len(data)}-", "If-Range": etag}
+            headers = {"Range": f"bytes={len(data)}-", "If-Range": etag} if data else {}
             async with self._request("GET", target, headers=headers) as answer:
-                if answer.status == 304 and known:
-                    return known
                 if answer.status != 206:
                     data, etag = bytearray(), answer.headers.get("ETag", "")
                 elif not answer.headers.get("Content-Range", "").startswith(f"bytes {len(data)}-"):
@@ -277,7 +258,7 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
                     if len(data) > size_bytes:
                         break
             try:
-                return etag, await asyncio.to_thread(decode, bytes(data))
+                return await asyncio.to_thread(decode, bytes(data))
             except ValueError as error:
                 data = bytearray()
                 raise RetryableError(f"{target} cannot be used: {error}") from error

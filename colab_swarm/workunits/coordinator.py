@@ -92,7 +92,8 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
 
     On an event loop use `start`, ``finished``, `status` and `close`; from other threads the rest.
     ``access`` is of the run of ``token``'s peer, ``tick_s`` the interval of the check for passed
-    deadlines. The caller closes the store. ``url`` is the address of the public status page.
+    deadlines. The caller closes the store. ``url`` is the address of the public status page,
+    ``servers`` the number of parameter servers, which may be set at any time.
     """
 
     link: Invitation
@@ -108,6 +109,8 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         servers: int | Literal["auto"] = "auto",
         tick_s: float = 0.5,
     ) -> None:
+        if servers != "auto" and servers < 1:
+            raise ValueError(f"servers={servers}: it must be 1 at least, or 'auto'")
         self.job, self.store, self.folder, self.servers = job, store, folder, servers
         self.url, self.stopped, self._tick_s, self._since = "", False, tick_s, time.time()
         self._token, self._access = token, access
@@ -136,17 +139,6 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         self._stopping = asyncio.Event()
         self._tunnel: Tunnel | None = None
         self._held = contextlib.ExitStack()  # lock and store, until `stop`
-
-    @property
-    def servers(self) -> int | Literal["auto"]:
-        """Number of parameter servers; may be set at any time."""
-        return self._servers
-
-    @servers.setter
-    def servers(self, servers: int | Literal["auto"]) -> None:
-        if servers != "auto" and servers < 1:
-            raise ValueError(f"servers={servers}: it must be 1 at least, or 'auto'")
-        self._servers = servers
 
     def invite(self, *, hours: float = 7 * 24.0) -> Invitation:
         """Return a link that lets volunteers in for ``hours``; those who used it stay a week
@@ -253,12 +245,9 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         while not self._stopping.is_set():
             try:
                 async with self._log.deciding() as now:
-                    wanted, backlog = self.servers, self.dispatcher.state.backlog
-                if self.finished.is_set():
-                    wanted = 0
-                elif wanted == "auto":
-                    wanted = self._pool.wanted(backlog, now=now)
-                await asyncio.to_thread(self._pool.keep, wanted, now=now)
+                    backlog = self.dispatcher.state.backlog
+                wanted = self._pool.wanted(backlog, now=now) if self.servers == "auto" else self.servers
+                await asyncio.to_thread(self._pool.keep, 0 if self.finished.is_set() else wanted, now=now)
             except StoreError:
                 pass  # the log has reported it, and the next round retries
             except Exception as error:  # volunteers are answered all the same
@@ -407,7 +396,6 @@ class ParameterServer(threading.Thread):
         self._store, self._job, self._end = store, job, threading.Event()
         self._model, self._rows = job.first_model(), job.validation_rows()
         self._schema = Schema.of(self._model)
-        self._measured: list[Measured] = []  # not in the log yet
 
     def stop(self) -> None:
         """Let `run` end after the current update."""
@@ -426,8 +414,7 @@ class ParameterServer(threading.Thread):
                 logger.warning("%s retries the store in %.1f s: %s", self.name, wait_s, error)
 
     def run_once(self, now: float) -> bool:
-        """Assimilate one result; return False if none waits. A StoreError leaves it in the queue."""
-        self._log()
+        """Assimilate one result; return False if none waits. A StoreError leaves it in the queue, or unmeasured."""
         accepted = self._store.claim(self.name, now=now, lease_s=LEASE_S)
         if accepted is None:
             return False
@@ -445,14 +432,8 @@ class ParameterServer(threading.Thread):
         if self._store.assimilate(accepted, update, server=self.name, now=now) is not None:
             self._schema.load(self._model, updated)
             accuracy = measure(self._job, self._model, self._rows)
-            self._measured.append(Measured(at=now, unit=accepted.unit, accuracy=accuracy))
-            self._log()
+            self._store.append([Measured(at=now, unit=accepted.unit, accuracy=accuracy)])
         return True
-
-    def _log(self) -> None:
-        if self._measured:
-            self._store.append(self._measured)
-            self._measured = []
 
 
 class ProcessWorker:

@@ -83,7 +83,7 @@ class Dispatcher:
             for name, other in self.state.volunteers.items()
         )
         free = [pair for pair in self.state.open.items() if self._is_free(pair[1], volunteer, others, now)]
-        first = self._rng.randrange(len(free) or 1)
+        first, replicated = self._rng.randrange(len(free) or 1), self._plan.replication > 1
         chosen = heapq.nsmallest(
             room,
             free[first:] + free[:first],
@@ -97,15 +97,13 @@ class Dispatcher:
                 volunteer=volunteer,
                 name=name,
                 deadline=now + self._deadline_s(state),
-                version=self._version(state),
+                # replicas of a unit start from the same parameters
+                version=state.replicas[0].given.version
+                if replicated and state.replicas
+                else self.state.version,
             )
             for unit, state in chosen
         ]
-
-    def _version(self, state: UnitState) -> int:
-        """Replicas of a unit start from the same parameters; without them each volunteer takes the newest."""
-        replicas = state.replicas if self._plan.replication > 1 else ()
-        return replicas[0].given.version if replicas else self.state.version
 
     def unacknowledged(self, volunteer: str, in_hand: Collection[str], *, now: float) -> list[Assigned]:
         """Return assignments that a volunteer does not have ``in_hand``: their answer was lost."""

@@ -418,13 +418,12 @@ def unit_seed(seed: int, epoch: int, subset: int) -> int:
 def measure(job: Job, model: nn.Module, rows: Rows, *, batch_size: int = 256) -> float:
     """Return the mean accuracy of ``model`` over ``rows``, between 0 and 1."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    was_training, total = model.training, 0.0
+    total = 0.0
     model.eval()
     with torch.no_grad():
         for start in range(0, len(rows), batch_size):
             indices = np.arange(start, min(start + batch_size, len(rows)))
             total += float(job.accuracy(model, rows.batch(indices, device))) * len(indices)
-    model.train(was_training)
     return total / len(rows)
 
 

@@ -150,7 +150,7 @@ class SignedRequest(Signed, frozen=True):
 
 class Token:
     """Sign the requests of a peer with its key. ``membership`` is empty in an open run, or a
-    function returns the newest. The repr holds no secret.
+    function returns the newest.
     """
 
     def __init__(self, identity: Identity | Peers, membership: bytes | Callable[[], bytes] = b"") -> None:
@@ -165,9 +165,6 @@ class Token:
         digest, key = sha256(body).digest(), self.identity.public_key
         unsigned = SignedRequest(key, self.membership, method, target, digest, os.urandom(16), now)
         return SCHEME + base64.urlsafe_b64encode(unsigned.signed(self.identity.sign).encode()).decode()
-
-    def __repr__(self) -> str:
-        return f"Token({self.identity.id.hex()[:8]})"
 
 
 class RequestGate:

@@ -111,7 +111,7 @@ class Volunteer:
         self._over: _Over | None = None
         self._answer = GivenUnits()
         self._accepted = self._refused = self._given_back = self._samples = 0
-        self._refusal, self._banned = "", ""
+        self._refusal = ""
         self._began, self._ended = time.monotonic(), 0.0
 
     async def begin(self) -> None:
@@ -186,8 +186,9 @@ class Volunteer:
             return "leaving, once the units in hand are done"
         if self._gate.closed:
             return "paused"
-        phases, idle = {unit.phase for unit in units}, self._banned or "waiting for units"
-        return next((one for one in ("training", "uploading", "downloading") if one in phases), idle)
+        phases = {unit.phase for unit in units}
+        busy = (one for one in ("training", "uploading", "downloading") if one in phases)
+        return next(busy, "waiting for units")
 
     # -- from the first unit to the last
 
@@ -261,12 +262,8 @@ class Volunteer:
                 for unit in answer.units[:1]:
                     self._in_hand[slot] = UnitInHand(unit, time.time() + unit.deadline_s)
         except CallRefused as error:
-            if error.code != "banned":
-                raise _Over(f"the coordinator refuses: {error}") from error
-            self._banned = str(error)
-            await waited(self._leaving.wait(), 60.0)
-            return None
-        self._banned, self._answer = "", answer
+            raise _Over(f"the coordinator refuses: {error}") from error
+        self._answer = answer
         if answer.finished:
             raise _Over("the job is finished", finished=True)
         if slot not in self._in_hand:
@@ -397,7 +394,7 @@ def open_volunteer(
     with ExitStack() as held:
         held.callback(lock.release)
         client = client_in(own)
-        held.callback(lambda: runtime.call(client.close()))
+        held.callback(lambda: runtime.call(client.aclose()))
         card, code = runtime.call(_first_answers(client, with_code=job is None))
         if job is None:
             job = _trusted(card, code, own, trust_code=trust_code)

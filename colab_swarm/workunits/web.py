@@ -71,11 +71,11 @@ DIGEST: web.RequestKey[bytes] = web.RequestKey("digest", bytes)
 
 
 def piece_of(header: str) -> tuple[int, int, int]:
-    """Return start, length and total length by a ``Content-Range`` header; else raise ValueError."""
+    """Return start, length and total length by a ``Content-Range`` header, or raise Refused."""
     found = CONTENT_RANGE.fullmatch(header)
     start, last, whole = (int(number) for number in found.groups()) if found else (0, 0, 0)
     if not start <= last < whole:
-        raise ValueError("Content-Range is missing or garbled: send one such as bytes 0-1023/4096")
+        raise Refused("invalid", "Content-Range is missing or garbled: send one such as bytes 0-1023/4096")
     return start, last + 1 - start, whole
 
 
@@ -300,10 +300,7 @@ class CoordinatorServer:
     # -- results
 
     async def _piece(self, request: web.Request) -> web.Response:
-        try:
-            start, size, whole = piece_of(request.headers.get("Content-Range", ""))
-        except ValueError as error:
-            raise Refused("invalid", str(error)) from error
+        start, size, whole = piece_of(request.headers.get("Content-Range", ""))
         if whole != self.uploads.size_bytes:
             raise Refused(
                 "size", f"a result of {whole:,} bytes: those of this job have {self.uploads.size_bytes:,}"

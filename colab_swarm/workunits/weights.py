@@ -88,7 +88,9 @@ class Schema:
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return "not a safetensors file"
         differences = {"lacks": set(self.entries) - found, "has": found.difference(self.entries)}
-        reasons = [f"{it} {name} {shape}" for it, those in differences.items() for name, shape in sorted(those)]
+        reasons = [
+            f"{it} {name} {shape}" for it, those in differences.items() for name, shape in sorted(those)
+        ]
         reason = ", ".join(reasons) or "other types or order than the model's"
         return reason[:300].encode("ascii", "backslashreplace")[:300].decode()  # it goes into the log
 
