@@ -11,7 +11,6 @@ import logging
 import os
 import random
 import re
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -57,7 +56,6 @@ class RetryableError(PeerError):
 
 
 logger = logging.getLogger(__name__)
-SUFFIX = ".subset"
 
 
 class SubsetCache:
@@ -68,7 +66,7 @@ class SubsetCache:
 
     def get(self, digest: str) -> bytes | None:
         """Return a file, or None if it is missing or garbled."""
-        path = self._folder / (digest + SUFFIX)
+        path = self._folder / digest
         with suppress(OSError):  # another unit's data may evict it now
             data = path.read_bytes()
             if sha256(data).hexdigest() == digest:
@@ -85,27 +83,22 @@ class SubsetCache:
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            for _, size, path in self._newest_first():
-                room -= size
+            for path in self._newest_first():
+                room -= path.stat().st_size
                 if room < 0:
                     path.unlink(missing_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self._folder, suffix=".partial", delete=False) as file:
-                file.write(data)
-            os.replace(file.name, self._folder / (digest + SUFFIX))
+            (self._folder / digest).write_bytes(data)
         except OSError as error:
             logger.warning("cannot save %s bytes of data in %s: %s", f"{len(data):,}", self._folder, error)
 
     def held(self) -> tuple[str, ...]:
         """Return the digests of the files, last used first, as many as fit in a message."""
-        return tuple(path.stem for *_, path in self._newest_first() if path.suffix == SUFFIX)[:MAX_HELD]
+        with suppress(OSError):  # another unit's data may evict one now
+            return tuple(path.name for path in self._newest_first())[:MAX_HELD]
+        return ()
 
-    def _newest_first(self) -> list[tuple[float, int, Path]]:
-        found = []
-        for path in self._folder.glob("*.*"):
-            with suppress(OSError):  # another unit's data may evict it now
-                stat = path.stat()
-                found.append((stat.st_mtime, stat.st_size, path))
-        return sorted(found, reverse=True)
+    def _newest_first(self) -> list[Path]:
+        return sorted(self._folder.glob("[0-9a-f]" * 64), key=os.path.getmtime, reverse=True)
 
 
 T = TypeVar("T")
@@ -419,10 +412,8 @@ class UnitSaves:
             logger.warning("unit %s is not saved: %s", held.unit.assignment, error)
 
     def drop(self, unit: GivenUnit) -> None:
-        try:
-            self._file(unit).unlink(missing_ok=True)
-        except OSError as error:
-            logger.warning("a save cannot be deleted: %s", error)
+        with suppress(OSError):  # it is deleted once its deadline has passed
+            self._file(unit).unlink()
 
     def left_behind(self, *, now: float) -> list[UnitInHand]:
         """Return units that a killed process had in hand, before their deadlines; delete the others."""

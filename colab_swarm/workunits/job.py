@@ -8,7 +8,6 @@ sent to remote volunteers, who read it first.
 import hashlib
 import linecache
 import math
-import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -439,9 +438,7 @@ def lay_out(job: Job, folder: Path) -> tuple[Subset, ...]:
     for part in parts:
         data = part.encode()
         subsets.append(Subset(hashlib.sha256(data).hexdigest(), len(data), len(part)))
-        half = folder / f"{subsets[-1].sha256}.half"
-        half.write_bytes(data)
-        os.replace(half, half.with_suffix(""))  # whole or not at all, whatever a crash left there
+        (folder / subsets[-1].sha256).write_bytes(data)  # also over what a crash left there
     for name in {file.name for file in folder.iterdir()} - {subset.sha256 for subset in subsets}:
         (folder / name).unlink()
     return tuple(subsets)
