@@ -104,8 +104,8 @@ class AuthorityBook:
             if len(peers) >= grant.uses:
                 return False
             peers.append(peer.hex())
-            used = self.saved.used
-            self.saved.used = {key: one for key, one in used.items() if one[0] + SLACK_S >= now}
+            used = self.saved.used.items()
+            self.saved.used = {key: one for key, one in used if one[0] + SLACK_S >= now}
             self.save()
         return True
 
@@ -203,10 +203,9 @@ class Authority:
                 raise NotAdmitted("it shows the membership of another peer")
             self._admission.inspect(proof.key, shown)
             grant = proof.grant
-            if grant is None:
-                until = proof.expires_at + GRACE_S
-            else:
-                until = proof.expires_at if grant.offline else grant.join_until
+            until = proof.expires_at + (GRACE_S if grant is None else 0.0)
+            if grant is not None and not grant.offline:
+                until = grant.join_until
             late_s = self._peers.time() - until
             if late_s > SLACK_S:
                 raise NotAdmitted(f"the membership it shows ended {in_words(late_s)} ago")
