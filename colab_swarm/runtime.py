@@ -10,10 +10,10 @@ import re
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar
 
@@ -82,13 +82,6 @@ class Runner(Protocol):
 
     def while_waiting(self, work: Callable[[], None]) -> None:
         """Call the method ``work``, held weakly, now and then while this thread waits in `call`."""
-
-
-async def waited(what: Awaitable[object], seconds: float | None) -> None:
-    """Wait for ``what``, ``seconds`` at most, which cancels it."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await what
 
 
 class Pool(ThreadPoolExecutor):

@@ -222,11 +222,9 @@ def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
     plan, rng = job.plan, random.Random(seed)
     rows, validation = job.rows(), job.validation_rows()
     parts = rows.cut(plan.subsets_of(len(rows), rows.size_bytes), seed=plan.seed)
-    model = job.first_model()
-    schema = Schema.of(model)
+    schema = Schema.of(model := job.first_model())
     values: Floats = schema.flatten(model)
-    epochs: list[Epoch] = []
-    now = 0.0
+    epochs, now = list[Epoch](), 0.0
     for epoch in range(1, plan.max_epochs + 1):
         waiting, accuracies = rng.sample(range(len(parts)), len(parts)), []
         flying: list[tuple[float, int, float, Floats]] = []  # returned at, subset, speed, first parameters

@@ -41,12 +41,12 @@ from colab_swarm.notebook.invitation import Invitation
 from colab_swarm.notebook.panel import Panel, Views
 from colab_swarm.notebook.platforms import require_terms
 from colab_swarm.notebook.units_view import draw_job, job_line
-from colab_swarm.runtime import Runtime, waited
+from colab_swarm.runtime import Runtime
 from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.authority import make_grant
 from colab_swarm.workunits.dispatcher import Dispatcher, JobLog
 from colab_swarm.workunits.job import Job, lay_out, measure
-from colab_swarm.workunits.messages import JobCard, RequestGate, Token, WorkLink, backoff
+from colab_swarm.workunits.messages import JobCard, RequestGate, Token, WorkLink, backoff, waited
 from colab_swarm.workunits.state import MARKS, MAX_MARKS, AnyEntry, JobStatus, Measured, Unit
 from colab_swarm.workunits.store import KEEP_MEMORY, ParameterStore, open_store
 from colab_swarm.workunits.web import CoordinatorServer

@@ -6,13 +6,15 @@ coordinator's address, and after ``#`` the content of an invitation:
 never reaches the server.
 """
 
+import asyncio
 import base64
 import os
 import random
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Annotated, TypeAlias
@@ -120,6 +122,13 @@ class Problem(Message, frozen=True):
 
 class Refused(Exception):
     """A request is refused, with the arguments of its `Problem`."""
+
+
+async def waited(what: Awaitable[object], seconds: float | None) -> None:
+    """Wait for ``what``, ``seconds`` at most, which cancels it."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await what
 
 
 def backoff(rng: random.Random, first_s: float, most_s: float) -> Iterator[float]:

@@ -28,7 +28,7 @@ from colab_swarm.net.identity import Identity
 from colab_swarm.notebook.panel import Panel, Views
 from colab_swarm.notebook.platforms import require_terms
 from colab_swarm.notebook.units_view import draw_volunteer, volunteer_line
-from colab_swarm.runtime import PauseGate, Runtime, waited
+from colab_swarm.runtime import PauseGate, Runtime
 from colab_swarm.tensors.device import DeviceThread
 from colab_swarm.workunits.client import (
     CoordinatorClient,
@@ -39,7 +39,15 @@ from colab_swarm.workunits.client import (
     VolunteerSnapshot,
 )
 from colab_swarm.workunits.job import Job, Rows, UnitTraining
-from colab_swarm.workunits.messages import AskForUnits, GiveBack, GivenUnits, JobCard, WorkLink, backoff
+from colab_swarm.workunits.messages import (
+    AskForUnits,
+    GiveBack,
+    GivenUnits,
+    JobCard,
+    WorkLink,
+    backoff,
+    waited,
+)
 from colab_swarm.workunits.weights import Floats, Schema
 
 logger = logging.getLogger(__name__)
