@@ -167,8 +167,9 @@ class CoordinatorClient:
     async def ask(self, request: AskForUnits | GiveBack) -> GivenUnits:
         """Request units, or return some untrained."""
         path = "/api/units" if isinstance(request, AskForUnits) else "/api/return"
-        body = msgspec.msgpack.encode(request)
-        return await self._call("POST", path, partial(_decoded, kind=GivenUnits), body)
+        return await self._call(
+            "POST", path, partial(_decoded, kind=GivenUnits), msgspec.msgpack.encode(request)
+        )
 
     async def data(self, subset: Subset) -> bytes:
         """Fetch a subset of the data, for `Rows.decode`."""

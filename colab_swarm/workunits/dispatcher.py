@@ -114,9 +114,8 @@ class Dispatcher:
         ]
 
     def _missing(self, unit: UnitState) -> int:
-        if unit.accepted:
-            return 0
-        return max(self._plan.replication, len(unit.returned()) + 1) - len(unit.live())
+        wanted = max(self._plan.replication, len(unit.returned()) + 1)
+        return 0 if unit.accepted else wanted - len(unit.live())
 
     def _is_free(self, unit: UnitState, volunteer: str, others: bool, now: float) -> bool:
         """The volunteer that failed a unit leaves it to the ``others`` for a while."""
@@ -132,9 +131,8 @@ class Dispatcher:
         return min(86_400.0, usual_s * 2.0 ** min(expired, 16))
 
     def _poll_s(self) -> float:
-        if not self.state.unit_s:
-            return FIRST_WAIT_S
-        return min(LONGEST_WAIT_S, max(SHORTEST_WAIT_S, statistics.median(self.state.unit_s) / 10))
+        usual_s = statistics.median(self.state.unit_s or [10 * FIRST_WAIT_S])
+        return min(LONGEST_WAIT_S, max(SHORTEST_WAIT_S, usual_s / 10))
 
     def wait_s(self, volunteer: str, *, now: float) -> float:
         """Return the seconds after which a volunteer without units should ask again."""

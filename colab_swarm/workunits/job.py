@@ -206,10 +206,8 @@ class WorkPlan:
         alpha = self.alpha(epoch) if callable(self.alpha) else self.alpha
         if alpha == "e/(e+1)":
             alpha = epoch / (epoch + 1)
-        if isinstance(alpha, str):
-            raise ValueError(f"alpha={alpha!r}: a number, 'e/(e+1)' or a function of the epoch")
-        if not 0 <= alpha < 1:
-            raise ValueError(f"alpha is {float(alpha)} in epoch {epoch}: it must be at least 0 and below 1")
+        if isinstance(alpha, str) or not 0 <= alpha < 1:
+            raise ValueError(f"alpha is {alpha} in epoch {epoch}: 'e/(e+1)', or at least 0 and below 1")
         return float(alpha)
 
     def subsets_of(self, rows: int, size_bytes: int) -> int:

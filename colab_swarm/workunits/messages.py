@@ -259,6 +259,3 @@ class WorkLink:
 
     def __str__(self) -> str:
         return f"{self.url}#{str(self.invite).partition('#')[2]}"
-
-    def __repr__(self) -> str:
-        return f"WorkLink({self.url}, {self.invite.name})"

@@ -182,6 +182,9 @@ class CoordinatorServer:
             if request.path not in PATHS:
                 self._admit(request)
             return await handler(request)
+        except NotAdmitted as error:
+            code = "busy" if error.reason == "busy" else "token"
+            return _refusal(STATUSES[code], Problem(code, str(error)))
         except Refused as error:
             return _refusal(STATUSES[error.args[0]], Problem(*error.args))
         except StoreError:
@@ -196,10 +199,7 @@ class CoordinatorServer:
 
     def _admit(self, request: web.Request) -> None:
         header = request.headers.get("Authorization", "")
-        try:
-            volunteer, digest = self._gate.check(header, request.method, request.raw_path, now=time.time())
-        except NotAdmitted as error:
-            raise Refused("busy" if error.reason == "busy" else "token", str(error)) from error
+        volunteer, digest = self._gate.check(header, request.method, request.raw_path, now=time.time())
         request[VOLUNTEER], request[DIGEST] = volunteer.hex(), digest
         _raise(self._dispatcher.ban_of(volunteer.hex(), now=time.time()))
 
