@@ -8,11 +8,10 @@ page is retried like any network error. Files are never pickles.
 
 import asyncio
 import logging
-import os
 import random
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
@@ -59,46 +58,37 @@ logger = logging.getLogger(__name__)
 
 
 class SubsetCache:
-    """Subsets of data on disk, ``max_bytes`` together. A file is named by its SHA-256, checked at each read."""
+    """Subsets of a job's data on disk, by SHA-256 in ``digests``, ``max_bytes`` together; others are deleted."""
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
-        self._folder, self._max_bytes = folder, max_bytes
+    def __init__(self, folder: Path, digests: Collection[str], max_bytes: int) -> None:
+        self._folder, self._digests, self._max_bytes = folder, digests, max_bytes
+        for path in folder.glob("*"):
+            if path.name not in digests:
+                path.unlink(missing_ok=True)
 
     def get(self, digest: str) -> bytes | None:
         """Return a file, or None if it is missing or garbled."""
         path = self._folder / digest
-        with suppress(OSError):  # another unit's data may evict it now
+        with suppress(OSError):
             data = path.read_bytes()
             if sha256(data).hexdigest() == digest:
-                os.utime(path)
                 return data
             logger.warning("%s is garbled and is fetched again", path)
             path.unlink()
         return None
 
     def put(self, digest: str, data: bytes) -> None:
-        """Save ``data``; the least recently used make room. A failing disk only causes a warning."""
-        room = self._max_bytes - len(data)
-        if room < 0:
-            return
+        """Save ``data`` if there is room. A failing disk only causes a warning."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            for path in self._newest_first():
-                room -= path.stat().st_size
-                if room < 0:
-                    path.unlink(missing_ok=True)
-            (self._folder / digest).write_bytes(data)
+            if len(data) + sum(path.stat().st_size for path in self._folder.iterdir()) <= self._max_bytes:
+                (self._folder / digest).write_bytes(data)
         except OSError as error:
             logger.warning("cannot save %s bytes of data in %s: %s", f"{len(data):,}", self._folder, error)
 
     def held(self) -> tuple[str, ...]:
-        """Return the digests of the files, last used first, as many as fit in a message."""
-        with suppress(OSError):  # another unit's data may evict one now
-            return tuple(path.name for path in self._newest_first())[:MAX_HELD]
-        return ()
-
-    def _newest_first(self) -> list[Path]:
-        return sorted(self._folder.glob("[0-9a-f]" * 64), key=os.path.getmtime, reverse=True)
+        """Return the digests of the files, as many as fit in a message."""
+        return tuple(digest for digest in self._digests if (self._folder / digest).exists())[:MAX_HELD]
 
 
 T = TypeVar("T")
@@ -353,25 +343,25 @@ class UnitProgress:
     seconds: float = 0.0  # since the unit's arrival
 
 
-@dataclass(frozen=True)
+@dataclass
 class VolunteerSnapshot:
     """Progress of one volunteer in a job."""
 
     job: str
-    state: str  # its activity, or why it ended, for people
-    over: bool
-    fault: str  # traceback of the job's own code, if that ended it
-    epoch: int  # of the job, as last reported
-    accuracy: float | None  # of the epoch before
-    units: tuple[UnitProgress, ...]
-    accepted: int  # units, like the next two
-    refused: int
-    given_back: int
-    refusal: str  # why the last result was refused
-    samples: int  # trained in accepted units
-    sent_bytes: int  # of results
-    received_bytes: int  # of data and parameters
-    seconds: float
+    state: str = ""  # its activity, or why it ended, for people
+    over: bool = False
+    fault: str = ""  # traceback of the job's own code, if that ended it
+    epoch: int = 0  # of the job, as last reported
+    accuracy: float | None = None  # of the epoch before
+    units: tuple[UnitProgress, ...] = ()
+    accepted: int = 0  # units, like the next two
+    refused: int = 0
+    given_back: int = 0
+    refusal: str = ""  # why the last result was refused
+    samples: int = 0  # trained in accepted units
+    sent_bytes: int = 0  # of results
+    received_bytes: int = 0  # of data and parameters
+    seconds: float = 0.0
 
 
 @dataclass

@@ -46,7 +46,7 @@ from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.authority import make_grant
 from colab_swarm.workunits.dispatcher import Dispatcher, JobLog
 from colab_swarm.workunits.job import Job, lay_out, measure
-from colab_swarm.workunits.messages import JobCard, RequestGate, Token, WorkLink, backoff, waited
+from colab_swarm.workunits.messages import JobCard, RequestGate, Token, backoff, waited
 from colab_swarm.workunits.state import MARKS, MAX_MARKS, AnyEntry, JobStatus, Measured, Unit
 from colab_swarm.workunits.store import KEEP_MEMORY, ParameterStore, open_store
 from colab_swarm.workunits.web import CoordinatorServer
@@ -146,8 +146,8 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         join the swarm first. A peer that joined passes its own invitation on.
         """
         if self._access.invitation is not None:
-            return shown(WorkLink(self.url, self._access.invitation))
-        return shown(issue(self.url, self._access, self._token.identity, hours=hours))
+            return shown(self.url, self._access.invitation)
+        return shown(self.url, issue(self._access, self._token.identity, hours=hours))
 
     def snapshot(self) -> JobStatus:
         async def look() -> JobStatus:
@@ -298,23 +298,24 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         )
 
 
-def issue(url: str, access: RunAccess, identity: Identity | Peers, *, hours: float) -> WorkLink:
-    """Issue a link as the run's authority, valid for ``hours``. With an allowlist it admits nobody by itself."""
+def issue(access: RunAccess, identity: Identity | Peers, *, hours: float) -> Invite:
+    """Issue an invitation as the run's authority, valid for ``hours``. With an allowlist it admits nobody by itself."""
     end = time.time() + 3600 * hours
     if access.admission is None:
-        return WorkLink(url, Invite(access.run_id, (), end))
+        return Invite(access.run_id, (), end)
     grant, secret = make_grant(access.run_id, Role.WORKER, identity.sign, join_until=end, allow=access.allow)
-    return WorkLink(url, Invite.issue(grant, secret, (), access=access.access, authority=identity.public_key))
+    return Invite.issue(grant, secret, (), access=access.access, authority=identity.public_key)
 
 
-def shown(link: WorkLink) -> Invitation:
+def shown(url: str, invite: Invite) -> Invitation:
+    """Return the link of a coordinator at ``url``; `parse_link` reads it."""
     return Invitation(
-        str(link),
-        run=link.invite.name,
+        f"{url}#{str(invite).partition('#')[2]}",
+        run=invite.name,
         role="volunteer",
-        expires_at=link.invite.expires_at,
+        expires_at=invite.expires_at,
         purpose="volunteer",
-        warning=LOCAL_ONLY if is_local(host_of(link.url)) else "",
+        warning=LOCAL_ONLY if is_local(host_of(url)) else "",
     )
 
 

@@ -15,7 +15,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from hashlib import sha256
 from typing import Annotated, TypeAlias
 
@@ -221,41 +220,27 @@ def _decoded(header: str) -> SignedRequest:
         raise NotAdmitted("the token cannot be read: `pip install -U colab-swarm`") from error
 
 
-@dataclass(frozen=True)
-class WorkLink:
-    """The content of a link: the coordinator's address, and the invitation to its run."""
+def parse_link(text: str) -> tuple[str, Invite]:
+    """Return a link's address and invitation; raise InviteError if it is none, mistyped, tampered with or expired."""
+    url = text.strip().strip("'\"").partition("#")[0]
+    if url.startswith(PROJECT_URL):
+        raise InviteError(
+            "this invites to a swarm, not to a coordinator: swarm = cs.join(link), then swarm.volunteer()"
+        )
+    if not url.startswith(("http://", "https://")) or "#" not in text:
+        raise InviteError("this is no link to a coordinator: it looks like https://HOST/#NAME.PAYLOAD")
+    return url, Invite.parse(text)
 
-    url: str
-    invite: Invite
 
-    @classmethod
-    def parse(cls, text: str) -> "WorkLink":
-        """Read a link; raise InviteError if it is none, mistyped, tampered with or expired."""
-        url = text.strip().strip("'\"").partition("#")[0]
-        if url.startswith(PROJECT_URL):
-            raise InviteError(
-                "this invites to a swarm, not to a coordinator: swarm = cs.join(link), then swarm.volunteer()"
-            )
-        if not url.startswith(("http://", "https://")) or "#" not in text:
-            raise InviteError("this is no link to a coordinator: it looks like https://HOST/#NAME.PAYLOAD")
-        return cls(url, Invite.parse(text))
-
-    @property
-    def authority(self) -> bytes | None:
-        return None if self.invite.access == "open" else self.invite.authority
-
-    def token(self, identity: Identity) -> Token:
-        """Return this key's token; raise InviteError if the organizer must admit each peer."""
-        grant = self.invite.grant
-        if grant is None:
-            return Token(identity)
-        if not grant.offline:
-            raise InviteError(
-                "the organizer wants to admit each peer of this run: swarm = cs.join(invitation), "
-                "then swarm.volunteer()"
-            )
-        mine = Membership.by_invitation(grant, self.invite.key, key=identity.public_key, now=time.time())
-        return Token(identity, mine.encode())
-
-    def __str__(self) -> str:
-        return f"{self.url}#{str(self.invite).partition('#')[2]}"
+def token_by(invite: Invite, identity: Identity) -> Token:
+    """Return this key's token; raise InviteError if the organizer must admit each peer."""
+    grant = invite.grant
+    if grant is None:
+        return Token(identity)
+    if not grant.offline:
+        raise InviteError(
+            "the organizer wants to admit each peer of this run: swarm = cs.join(invitation), "
+            "then swarm.volunteer()"
+        )
+    mine = Membership.by_invitation(grant, invite.key, key=identity.public_key, now=time.time())
+    return Token(identity, mine.encode())

@@ -36,10 +36,10 @@ class PreemptionModel:
     epochs: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.kill_probability < 1:
-            raise ValueError(f"kill_probability={self.kill_probability}: it must be at least 0 and below 1")
-        if not 0 < self.unit_s < self.deadline_s:
-            raise ValueError(f"unit_s={self.unit_s}, deadline_s={self.deadline_s}: no unit would be in time")
+        if not (0 <= self.kill_probability < 1 and 0 < self.unit_s < self.deadline_s):
+            raise ValueError(
+                f"{self}: kill_probability must be at least 0 and below 1, unit_s below deadline_s"
+            )
 
     @property
     def undisturbed_s(self) -> float:

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
@@ -42,10 +43,10 @@ from colab_swarm.workunits.job import Job, Rows, UnitTraining
 from colab_swarm.workunits.messages import (
     AskForUnits,
     GiveBack,
-    GivenUnits,
     JobCard,
-    WorkLink,
     backoff,
+    parse_link,
+    token_by,
     waited,
 )
 from colab_swarm.workunits.weights import Floats, Schema
@@ -108,7 +109,7 @@ class Volunteer:
         self._device, self._gate = device, gate or PauseGate()
         self._held, self._stopped = ExitStack(), False  # client, and lock of the folder, until `stop`
         self._subsets = {subset.sha256: subset for subset in card.subsets}
-        self._cache = SubsetCache(folder / "data", MAX_CACHE_BYTES)
+        self._cache = SubsetCache(folder / "data", self._subsets, MAX_CACHE_BYTES)
         same = msgspec.structs.replace(card, key=b"", membership=b"", signature=b"").encode()
         self._saves = UnitSaves(folder / "units", sha256(client.token.identity.id + same).hexdigest())
         self._slots, self._in_hand = range(units), dict[int, UnitInHand]()  # by slot
@@ -117,10 +118,7 @@ class Volunteer:
         self._asking = asyncio.Lock()
         self._work: asyncio.Task[None] | None = None
         self._over: _Over | None = None
-        self._answer = GivenUnits()
-        self._accepted = self._refused = self._given_back = self._samples = 0
-        self._refusal = ""
-        self._began, self._ended = time.monotonic(), 0.0
+        self._seen, self._began = VolunteerSnapshot(card.name), time.monotonic()
 
     async def begin(self) -> None:
         self._work = asyncio.create_task(self._run(), name="volunteer")
@@ -167,22 +165,13 @@ class Volunteer:
         """Return its progress. Thread-safe."""
         held = dict(self._in_hand)
         units = tuple(held[slot].progress() if slot in held else UnitProgress() for slot in self._slots)
-        return VolunteerSnapshot(
-            job=self._card.name,
+        return replace(
+            self._seen,
             state=self._state(units),
-            over=self._over is not None,
-            fault="" if self._over is None else self._over.fault,
-            epoch=self._answer.epoch,
-            accuracy=self._answer.accuracy,
             units=units,
-            accepted=self._accepted,
-            refused=self._refused,
-            given_back=self._given_back,
-            refusal=self._refusal,
-            samples=self._samples,
             sent_bytes=self._client.sent_bytes,
             received_bytes=self._client.received_bytes,
-            seconds=(self._ended or time.monotonic()) - self._began,
+            seconds=self._seen.seconds or time.monotonic() - self._began,
         )
 
     def _state(self, units: tuple[UnitProgress, ...]) -> str:
@@ -216,7 +205,8 @@ class Volunteer:
             reasons = [end for end in ends.exceptions if isinstance(end, _Over)]
             over = reasons[0] if reasons else _Over.failed("colab-swarm", ends.exceptions[0])
         await self._farewell(over)
-        self._over, self._ended = over, time.monotonic()
+        self._over, self._seen.fault = over, over.fault
+        self._seen.over, self._seen.seconds = True, time.monotonic() - self._began
 
     async def _farewell(self, over: _Over) -> None:
         """Give back the units in hand; where that fails they stay on disk for the next session."""
@@ -230,7 +220,7 @@ class Volunteer:
             except (PeerError, TimeoutError) as error:
                 logger.info("units were not given back: %s", error or "no answer")
                 return
-            self._given_back += len(last)
+            self._seen.given_back += len(last)
         for held in last:
             self._saves.drop(held.unit)
             held.training = None  # a thread that still works on it saves nothing more
@@ -247,7 +237,7 @@ class Volunteer:
                 await self._train(held)
                 waits_s = backoff(rng, *AFTER_REFUSAL_S)
             except CallRefused as error:
-                self._refused, self._refusal = self._refused + 1, str(error)
+                self._seen.refused, self._seen.refusal = self._seen.refused + 1, str(error)
                 logger.info("unit %s was refused: %s", held.unit.assignment, error)
                 pause_s = next(waits_s)
             self._saves.drop(held.unit)
@@ -271,7 +261,7 @@ class Volunteer:
                     self._in_hand[slot] = UnitInHand(unit, time.time() + unit.deadline_s)
         except CallRefused as error:
             raise _Over(f"the coordinator refuses: {error}") from error
-        self._answer = answer
+        self._seen.epoch, self._seen.accuracy = answer.epoch, answer.accuracy
         if answer.finished:
             raise _Over("the job is finished", finished=True)
         if slot not in self._in_hand:
@@ -297,8 +287,8 @@ class Volunteer:
         result = await self._compute(lambda: schema.encode(schema.flatten(training.model)))
         held.phase = "uploading"
         await self._client.upload(unit.assignment, result)
-        self._accepted += 1
-        self._samples += subset.rows * self._card.local_epochs
+        self._seen.accepted += 1
+        self._seen.samples += subset.rows * self._card.local_epochs
 
     def _begin(self, held: UnitInHand, data: bytes, values: Floats | None) -> UnitTraining:
         model = self._job.first_model()
@@ -368,17 +358,18 @@ def volunteer(
         device: to train on; by default a GPU if there is one.
         accept_terms: True if the platform's terms allow this; needed on Colab.
     """
-    parsed, name = WorkLink.parse(link), name or socket.gethostname()
+    (url, invite), name = parse_link(link), name or socket.gethostname()
     for other in list(_volunteers):
-        if other.url == parsed.url.rstrip("/") and other.folder.name == _plain(name):
+        if other.url == url.rstrip("/") and other.folder.name == _plain(name):
             if not other.snapshot().over:
                 return other
             other.stop()  # which releases its folder
     require_terms(accept_terms)
 
     def client(own: Path) -> CoordinatorClient:
-        token = parsed.token(Identity.load_or_create(own / "volunteer.key"))
-        return CoordinatorClient(parsed.url, token, run_id=parsed.invite.run_id, authority=parsed.authority)
+        token = token_by(invite, Identity.load_or_create(own / "volunteer.key"))
+        authority = None if invite.access == "open" else invite.authority
+        return CoordinatorClient(url, token, run_id=invite.run_id, authority=authority)
 
     return open_volunteer(
         client, name=name, job=job, trust_code=trust_code, units=units, folder=folder, device=device

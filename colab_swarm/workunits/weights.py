@@ -126,14 +126,14 @@ class Schema:
         return flat.copy() if len(parts) == 1 else flat
 
     def load(self, model: nn.Module, values: Floats) -> None:
-        state, offset = model.state_dict(), 0
+        state = model.state_dict()
+        ends = np.cumsum([math.prod(shape) for _, shape in self.entries])
+        parts = np.split(np.array(values), ends[:-1])
         with torch.no_grad():
-            for name, shape in self.entries:
-                size = math.prod(shape)
-                part = torch.from_numpy(np.array(values[offset : offset + size])).reshape(shape)
+            for (name, shape), part in zip(self.entries, parts, strict=True):
                 target = state[name]
-                target.copy_(part if target.is_floating_point() else part.round())
-                offset += size
+                whole = part if target.is_floating_point() else part.round()
+                target.copy_(torch.from_numpy(whole).reshape(shape))
 
 
 PIECE = 1 << 16  # values at a time, which stay in the processor's cache between the steps

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import os
 import random
 import time
 from collections.abc import AsyncIterator
@@ -274,36 +273,32 @@ def test_garbage_from_the_network_is_only_retried(body: bytes) -> None:
             assert isinstance(_decoded(body, kind), kind)
 
 
-def put(cache: SubsetCache, folder: Path, data: bytes, *, used_at: float) -> str:
-    digest = sha256(data).hexdigest()
-    cache.put(digest, data)
-    os.utime(folder / digest, (used_at, used_at))
-    return digest
+def digest_of(data: bytes) -> str:
+    return sha256(data).hexdigest()
 
 
-def test_a_saved_file_is_there_for_the_next_process(tmp_path: Path) -> None:
-    cache = SubsetCache(tmp_path / "new", 1000)
-    assert cache.get("0" * 64) is None and cache.held() == ()
-    digest = put(cache, tmp_path / "new", b"alice", used_at=1)
-    assert SubsetCache(tmp_path / "new", 1000).get(digest) == b"alice"
-    assert SubsetCache(tmp_path / "new", 1000).held() == (digest,)
+def test_a_saved_file_is_there_for_the_next_process_and_those_of_other_jobs_are_not(tmp_path: Path) -> None:
+    digests = [digest_of(data) for data in (b"alice", b"bob")]
+    cache = SubsetCache(tmp_path / "new", digests, 1000)
+    assert cache.get(digests[0]) is None and cache.held() == ()
+    cache.put(digests[0], b"alice")
+    again = SubsetCache(tmp_path / "new", digests, 1000)
+    assert (again.get(digests[0]), again.held()) == (b"alice", (digests[0],))
+    assert SubsetCache(tmp_path / "new", digests[1:], 1000).get(digests[0]) is None
 
 
-def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
-    cache = SubsetCache(tmp_path, 100)
-    old, used, new = (put(cache, tmp_path, bytes([n]) * 40, used_at=n) for n in (1, 2, 3))
-    assert cache.held() == (new, used)
-    assert cache.get(old) is None and cache.get(used) is not None
-    assert cache.held() == (used, new)
-    last = put(cache, tmp_path, b"x" * 50, used_at=2e9)
-    assert set(cache.held()) == {used, last}
-    cache.put("1" * 64, bytes(101))  # over the bound: it is not saved and evicts nothing
-    assert set(cache.held()) == {used, last}
+def test_no_more_is_saved_than_the_bound(tmp_path: Path) -> None:
+    files = [bytes([n]) * 50 for n in range(3)]
+    cache = SubsetCache(tmp_path, [*map(digest_of, files)], 100)
+    for data in files:
+        cache.put(digest_of(data), data)
+    assert cache.held() == tuple(map(digest_of, files[:2]))
 
 
 def test_a_garbled_file_is_as_good_as_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cache = SubsetCache(tmp_path, 100)
-    digest = put(cache, tmp_path, b"alice", used_at=1)
+    digest = digest_of(b"alice")
+    cache = SubsetCache(tmp_path, [digest], 100)
+    cache.put(digest, b"alice")
     (tmp_path / digest).write_bytes(b"mallory")
     assert cache.get(digest) is None and cache.held() == ()
     assert "garbled" in caplog.text
@@ -312,15 +307,17 @@ def test_a_garbled_file_is_as_good_as_none(tmp_path: Path, caplog: pytest.LogCap
 def test_a_read_only_disk_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING):
-        SubsetCache(tmp_path / "file", 100).put("0" * 64, b"alice")
+        SubsetCache(tmp_path / "file", [], 100).put("0" * 64, b"alice")
     assert "cannot save 5 bytes" in caplog.text
 
 
 def test_a_message_lists_no_more_digests_than_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_HELD", 3)
-    cache = SubsetCache(tmp_path, 100)
-    digests = [put(cache, tmp_path, bytes([n]), used_at=n) for n in range(5)]
-    assert cache.held() == tuple(digests[:1:-1])
+    digests = [digest_of(bytes([n])) for n in range(5)]
+    cache = SubsetCache(tmp_path, digests, 100)
+    for number, digest in enumerate(digests):
+        cache.put(digest, bytes([number]))
+    assert cache.held() == tuple(digests[:3])
 
 
 DIGEST = "0" * 64

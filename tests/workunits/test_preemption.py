@@ -44,7 +44,11 @@ def test_the_same_seed_gives_the_same_job() -> None:
 
 
 def test_an_impossible_model_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"kill_probability=1\.0"):
-        replace(MODEL, kill_probability=1.0)
-    with pytest.raises(ValueError, match="no unit would be in time"):
-        replace(MODEL, deadline_s=100.0)
+    for changes in (
+        {"kill_probability": 1.0},
+        {"kill_probability": -0.1},
+        {"deadline_s": 144.0},
+        {"unit_s": 0.0},
+    ):
+        with pytest.raises(ValueError, match="unit_s below deadline_s"):
+            replace(MODEL, **changes)
