@@ -9,7 +9,6 @@ import asyncio
 import atexit
 import contextlib
 import logging
-import math
 import os
 import random
 import signal
@@ -502,7 +501,7 @@ class WorkerPool:
         self._running: list[ParameterServer | ProcessWorker] = []
         self._stopping: list[ParameterServer | ProcessWorker] = []
         self._started, self._pause_until = 0, 0.0
-        self._few_since = self._idle_since = math.inf
+        self._trend, self._since = 0, 0.0  # which way the number has to change, since when
 
     @property
     def size(self) -> int:
@@ -512,14 +511,13 @@ class WorkerPool:
         """Return how many servers to run: one more if for `GROW_S` more than `CROWD` results per
         server are ``waiting``, one less if for `SHRINK_S` none is.
         """
-        wanted = self.size
-        self._few_since = min(self._few_since, now) if waiting > CROWD * wanted else math.inf
-        self._idle_since = min(self._idle_since, now) if waiting == 0 else math.inf
-        if now - self._few_since >= GROW_S:
-            wanted, self._few_since = wanted + 1, now
-        elif now - self._idle_since >= SHRINK_S:
-            wanted, self._idle_since = wanted - 1, now
-        return max(1, min(self._most, wanted))
+        size, trend = self.size, -1 if waiting == 0 else 0
+        trend = 1 if waiting > CROWD * size else trend
+        if trend != self._trend:
+            self._trend, self._since = trend, now
+        if now - self._since >= (GROW_S if trend > 0 else SHRINK_S):
+            size, self._since = size + trend, now
+        return max(1, min(self._most, size))
 
     def keep(self, wanted: int, *, now: float) -> None:
         """Run ``wanted`` servers; dead ones are replaced after ever longer pauses."""

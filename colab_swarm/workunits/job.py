@@ -254,17 +254,14 @@ class Job:
     """
 
     name: str
-    model: Callable[[], nn.Module]
+    model: Callable[[], nn.Module] = field(repr=False)
     data: Any = field(repr=False)
     validation: Any = field(repr=False)
-    loss: Callable[[nn.Module, Any], Tensor] = cross_entropy
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = adam
-    accuracy: Callable[[nn.Module, Any], float] = share_correct
+    loss: Callable[[nn.Module, Any], Tensor] = field(default=cross_entropy, repr=False)
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = field(default=adam, repr=False)
+    accuracy: Callable[[nn.Module, Any], float] = field(default=share_correct, repr=False)
     plan: WorkPlan = WorkPlan()
     code: str = field(default="", repr=False)
-
-    def __repr__(self) -> str:
-        return f"Job({self.name!r}, {self.plan!r})"
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):

@@ -117,7 +117,6 @@ class Volunteer:
         self._leaving, self._finish_s = asyncio.Event(), 0.0
         self._asking = asyncio.Lock()
         self._work: asyncio.Task[None] | None = None
-        self._over: _Over | None = None
         self._seen, self._began = VolunteerSnapshot(card.name), time.monotonic()
 
     async def begin(self) -> None:
@@ -136,7 +135,7 @@ class Volunteer:
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until it has ended, ``seconds`` at most; return True if it has."""
         Runtime.shared().call(waited(self.wait_over(), seconds))
-        return self._over is not None
+        return self._seen.over
 
     def stop(self, *, finish_s: float = FINISH_S) -> None:
         """Finish the units that ``finish_s`` is enough for, give the others back, and end. Idempotent."""
@@ -175,8 +174,8 @@ class Volunteer:
         )
 
     def _state(self, units: tuple[UnitProgress, ...]) -> str:
-        if self._over is not None:
-            return str(self._over)
+        if self._seen.over:
+            return self._seen.state
         if self._client.trouble:
             return self._client.trouble
         if self._leaving.is_set():
@@ -205,7 +204,7 @@ class Volunteer:
             reasons = [end for end in ends.exceptions if isinstance(end, _Over)]
             over = reasons[0] if reasons else _Over.failed("colab-swarm", ends.exceptions[0])
         await self._farewell(over)
-        self._over, self._seen.fault = over, over.fault
+        self._seen.state, self._seen.fault = str(over), over.fault
         self._seen.over, self._seen.seconds = True, time.monotonic() - self._began
 
     async def _farewell(self, over: _Over) -> None:
@@ -323,9 +322,7 @@ class Volunteer:
         await self._gate.wait_open()
         try:
             return await THREAD.run(work)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # SystemExit too: a retry would raise it again
+        except (Exception, SystemExit) as error:  # a retry would raise it again
             raise _Over.failed("the job's code", error) from error
 
 
@@ -361,7 +358,7 @@ def volunteer(
     (url, invite), name = parse_link(link), name or socket.gethostname()
     for other in list(_volunteers):
         if other.url == url.rstrip("/") and other.folder.name == _plain(name):
-            if not other.snapshot().over:
+            if not other._seen.over:
                 return other
             other.stop()  # which releases its folder
     require_terms(accept_terms)
