@@ -23,12 +23,10 @@ body, nonce and time. It is valid once, for 60 s. Bodies are msgpack, data and p
 
 | request | answers |
 |---|---|
-| `GET /api/job` | `JobCard`: the job, signed by the coordinator |
-| `GET /api/code` | the job's Python code; its SHA-256 is in the card |
-| `POST /api/units` | `AskForUnits` -> `GivenUnits` |
+| `GET /api/job` | `JobCard`: the job with its Python code, signed by the coordinator |
+| `POST /api/units` | `AskForUnits` -> `GivenUnits`; it also returns units that the volunteer will not train |
 | `GET /api/data/SHA256`, `/api/parameters[/EPOCH-SUBSET]` | files, with ranges |
 | `PUT /api/results/ASSIGNMENT` | a piece -> `Taken`, with status 409 if it does not continue the upload |
-| `POST /api/return` | `GiveBack`: units that the volunteer will not train |
 | `/`, `/status.json`, `/metrics` | the status page, for people, programs and Prometheus |
 
 ## The log

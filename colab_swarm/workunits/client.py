@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -30,10 +29,8 @@ from colab_swarm.training.state import load_checkpoint, save_checkpoint
 from colab_swarm.workunits.job import UnitTraining
 from colab_swarm.workunits.messages import (
     FRESH_S,
-    MAX_CODE_CHARACTERS,
     MAX_HELD,
     AskForUnits,
-    GiveBack,
     GivenUnit,
     GivenUnits,
     JobCard,
@@ -94,7 +91,7 @@ class SubsetCache:
 T = TypeVar("T")
 PIECE_BYTES = 1 << 20  # of an upload: a broken connection costs this at most
 READ_BYTES = 64 << 10
-MAX_ANSWER_BYTES = 64 << 10
+MAX_ANSWER_BYTES, MAX_CARD_BYTES = 64 << 10, 16 << 20
 MAX_ASKED_S = 900.0  # most of what a ``Retry-After`` is worth
 # ranges count bytes of the file itself; data are compressed already
 HEADERS = {"Accept-Encoding": "identity", "Content-Type": "application/octet-stream"}
@@ -132,7 +129,7 @@ class CoordinatorClient:
 
     async def card(self) -> JobCard:
         """Return the job; raise NotAdmitted unless its coordinator belongs to the run."""
-        card = await self._call("GET", "/api/job", partial(_decoded, kind=JobCard))
+        card = await self._call("GET", "/api/job", JobCard)
         if card.run_id != self._run_id:
             raise NotAdmitted(f"{self.url} coordinates another run: ask its organizer for a new link")
         if not card.is_signed_by(card.key):
@@ -144,22 +141,9 @@ class CoordinatorClient:
                 raise NotAdmitted(f"{self.url} belongs to a {role.name.lower()}, who may not coordinate")
         return card
 
-    async def code(self, card: JobCard) -> str:
-        def checked(body: bytes) -> str:
-            if sha256(body).hexdigest() != card.code_sha256:
-                raise RetryableError("the job's code came garbled")
-            return body.decode()
-
-        if not card.code_sha256:
-            return ""
-        return await self._call("GET", "/api/code", checked, most_bytes=4 * MAX_CODE_CHARACTERS)
-
-    async def ask(self, request: AskForUnits | GiveBack) -> GivenUnits:
+    async def ask(self, request: AskForUnits) -> GivenUnits:
         """Request units, or return some untrained."""
-        path = "/api/units" if isinstance(request, AskForUnits) else "/api/return"
-        return await self._call(
-            "POST", path, partial(_decoded, kind=GivenUnits), msgspec.msgpack.encode(request)
-        )
+        return await self._call("POST", "/api/units", GivenUnits, msgspec.msgpack.encode(request))
 
     async def data(self, subset: Subset) -> bytes:
         """Fetch a subset of the data, for `Rows.decode`."""
@@ -213,13 +197,12 @@ class CoordinatorClient:
         self,
         method: str,
         target: str,
-        decode: Callable[[bytes], T],
+        kind: type[T],
         body: bytes = b"",
-        most_bytes: int = 16 << 20,
     ) -> T:
         async def attempt() -> T:
             async with self._request(method, target, body) as answer:
-                return decode(await _body(answer, most_bytes))
+                return _decoded(await _body(answer, MAX_CARD_BYTES), kind)
 
         return await self._until_done(attempt)
 

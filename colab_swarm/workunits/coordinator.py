@@ -19,7 +19,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Literal, TypedDict, Unpack
 from urllib.parse import urlsplit
@@ -123,7 +122,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
             name=job.name,
             key=token.identity.public_key,
             membership=token.membership,
-            code_sha256=sha256(job.code.encode()).hexdigest() if job.code else "",
+            code=job.code,
             local_epochs=plan.local_epochs,
             batch_size=plan.batch_size,
             schema=self.schema.head(),

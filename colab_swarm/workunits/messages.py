@@ -59,7 +59,7 @@ class JobCard(Signed, frozen=True):
     name: JobName
     key: bytes
     membership: bytes
-    code_sha256: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]  # empty: no code
+    code: Annotated[str, msgspec.Meta(max_length=MAX_CODE_CHARACTERS)]  # of its file; empty: none
     local_epochs: Annotated[int, msgspec.Meta(ge=1)]
     batch_size: Annotated[int, msgspec.Meta(ge=1)]
     schema: bytes  # `Schema.head`
@@ -68,13 +68,15 @@ class JobCard(Signed, frozen=True):
 
 class AskForUnits(Message, frozen=True):
     """Request up to ``count`` units, preferably of data in the cache. Assignments that are not
-    ``in_hand`` are sent again: the reply with them was lost.
+    ``in_hand`` are sent again: the reply with them was lost. The volunteer does not train those
+    ``given_back``.
     """
 
-    count: Annotated[int, msgspec.Meta(ge=1, le=MAX_UNITS)]
+    count: Annotated[int, msgspec.Meta(ge=0, le=MAX_UNITS)]
     held: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_HELD)] = ()  # SHA-256
     name: Annotated[str, msgspec.Meta(max_length=64)] = ""
     in_hand: Annotated[tuple[AssignmentId, ...], msgspec.Meta(max_length=MAX_UNITS)] = ()
+    given_back: Annotated[tuple[AssignmentId, ...], msgspec.Meta(max_length=MAX_UNITS)] = ()
 
 
 class GivenUnit(Message, frozen=True):
@@ -104,10 +106,6 @@ class Taken(Message, frozen=True):
 
     received: Annotated[int, msgspec.Meta(ge=0)]
     accepted: bool = False
-
-
-class GiveBack(Message, frozen=True):
-    assignments: Annotated[tuple[AssignmentId, ...], msgspec.Meta(max_length=MAX_UNITS)]
 
 
 class Problem(Message, frozen=True):

@@ -42,7 +42,6 @@ from colab_swarm.workunits.client import (
 from colab_swarm.workunits.job import Job, Rows, UnitTraining
 from colab_swarm.workunits.messages import (
     AskForUnits,
-    GiveBack,
     JobCard,
     backoff,
     parse_link,
@@ -215,7 +214,8 @@ class Volunteer:
         if last and not over.finished:
             try:
                 async with asyncio.timeout(FAREWELL_S):
-                    await self._client.ask(GiveBack(tuple(held.unit.assignment for held in last)))
+                    names = tuple(held.unit.assignment for held in last)
+                    await self._client.ask(AskForUnits(0, in_hand=names, given_back=names))
             except (PeerError, TimeoutError) as error:
                 logger.info("units were not given back: %s", error or "no answer")
                 return
@@ -391,9 +391,8 @@ def open_volunteer(
         held.callback(lock.release)
         client = client_in(own)
         held.callback(lambda: runtime.call(client.aclose()))
-        card, code = runtime.call(_first_answers(client, with_code=job is None))
-        if job is None:
-            job = _trusted(card, code, own, trust_code=trust_code)
+        card = runtime.call(_card_of(client))
+        job = job or _trusted(card, own, trust_code=trust_code)
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
         volunteer = Volunteer(
             client, job, card, own, units=units, name=name, device=torch.device(kind), gate=gate
@@ -405,11 +404,10 @@ def open_volunteer(
     return volunteer
 
 
-async def _first_answers(client: CoordinatorClient, *, with_code: bool) -> tuple[JobCard, str]:
+async def _card_of(client: CoordinatorClient) -> JobCard:
     try:
         async with asyncio.timeout(FIRST_ANSWER_S):
-            card = await client.card()
-            return card, await client.code(card) if with_code else ""
+            return await client.card()
     except PeerError as error:
         raise JoinError(str(error)) from error
     except TimeoutError as error:
@@ -419,21 +417,21 @@ async def _first_answers(client: CoordinatorClient, *, with_code: bool) -> tuple
         ) from error
 
 
-def _trusted(card: JobCard, code: str, folder: Path, *, trust_code: bool) -> Job:
-    if not code:
+def _trusted(card: JobCard, folder: Path, *, trust_code: bool) -> Job:
+    if not card.code:
         raise ValueError(
             f"the job {card.name!r} was made in a notebook and has no file of code: run the cell that makes it here "
             "too, and give it as job=; or its organizer puts it into a file (%%writefile job.py, cs.workunits.Job.load)"
         )
-    path = folder / "jobs" / f"{card.name}-{card.code_sha256[:12]}.py"
+    path = folder / "jobs" / f"{card.name}-{sha256(card.code.encode()).hexdigest()[:12]}.py"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(code, encoding="utf-8")
+    path.write_text(card.code, encoding="utf-8")
     if not trust_code:
         raise ValueError(
-            f"the job {card.name!r} runs its organizer's code on this machine ({len(code.splitlines())} lines): "
+            f"the job {card.name!r} runs its organizer's code on this machine ({len(card.code.splitlines())} lines): "
             f"read {path}, and if you trust it, volunteer with trust_code=True"
         )
-    return Job.from_code(code, str(path))
+    return Job.from_code(card.code, str(path))
 
 
 def take_folder(folder: str | Path | None, name: str) -> tuple[Path, FileLock]:

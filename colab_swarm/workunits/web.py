@@ -15,7 +15,6 @@ from contextlib import asynccontextmanager
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -30,7 +29,6 @@ from colab_swarm.workunits.job import Job, unit_seed
 from colab_swarm.workunits.messages import (
     MAX_BODY_BYTES,
     AskForUnits,
-    GiveBack,
     GivenUnit,
     GivenUnits,
     JobCard,
@@ -42,7 +40,6 @@ from colab_swarm.workunits.messages import (
 from colab_swarm.workunits.state import Assigned, JobStatus, Rejected, Unit
 from colab_swarm.workunits.weights import Floats, Schema, as_bytes, moved
 
-M = TypeVar("M", AskForUnits, GiveBack)
 NUMBER = "(0|[1-9][0-9]{0,17})"
 ASSIGNMENT = re.compile("[0-9a-f]{32}")
 RESULT = f"/api/results/{{assignment:{ASSIGNMENT.pattern}}}"
@@ -150,9 +147,7 @@ class CoordinatorServer:
             [
                 *self._page.routes,
                 web.get("/api/job", self._describe),
-                web.get("/api/code", self._code),
                 web.post("/api/units", self._units),
-                web.post("/api/return", self._return),
                 web.get("/api/data/{digest}", self._data),
                 web.get("/api/parameters", self._parameters),
                 web.get(INITIAL, self._parameters),
@@ -218,13 +213,6 @@ class CoordinatorServer:
             raise Refused("invalid", "the body is not what was signed")
         return body
 
-    async def _message(self, request: web.Request, kind: type[M]) -> M:
-        body = await self._read(request, MAX_BODY_BYTES)
-        try:
-            return msgspec.msgpack.decode(body, type=kind)
-        except UNDECODABLE as error:
-            raise Refused("invalid", f"no {kind.__name__}: {error}") from error
-
     @asynccontextmanager
     async def _one_of(self, request: web.Request, kind: str, most: int) -> AsyncIterator[None]:
         mine = kind, request[VOLUNTEER]
@@ -243,13 +231,15 @@ class CoordinatorServer:
     async def _describe(self, request: web.Request) -> web.Response:
         return _answer(self._card)
 
-    async def _code(self, request: web.Request) -> web.Response:
-        return web.Response(text=self._job.code)
-
     async def _units(self, request: web.Request) -> web.Response:
-        asked, me = await self._message(request, AskForUnits), request[VOLUNTEER]
+        body, me = await self._read(request, MAX_BODY_BYTES), request[VOLUNTEER]
+        try:
+            asked = msgspec.msgpack.decode(body, type=AskForUnits)
+        except UNDECODABLE as error:
+            raise Refused("invalid", f"no AskForUnits: {error}") from error
         async with self._log.deciding() as now:
             _raise(self._dispatcher.ban_of(me, now=now))
+            await self._log.write(self._dispatcher.give_back(me, asked.given_back, now=now))
             again = self._dispatcher.unacknowledged(me, asked.in_hand, now=now)[: asked.count]
             units = self._dispatcher.assign(
                 me, asked.count - len(again), asked.held, now=now, name=asked.name
@@ -266,12 +256,6 @@ class CoordinatorServer:
                 ]
             await self._log.write(units, put=put)
             return self._given(me, [*again, *units], now)
-
-    async def _return(self, request: web.Request) -> web.Response:
-        names, me = (await self._message(request, GiveBack)).assignments, request[VOLUNTEER]
-        async with self._log.deciding() as now:
-            await self._log.write(self._dispatcher.give_back(me, names, now=now))
-            return self._given(me, [], now)
 
     def _given(self, volunteer: str, units: Sequence[Assigned], now: float) -> web.Response:
         plan, state = self._job.plan, self._dispatcher.state

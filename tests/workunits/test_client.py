@@ -76,11 +76,12 @@ def test_waits_double_up_to_a_bound() -> None:
 async def test_a_job_is_learned_and_its_code_is_the_signed_one() -> None:
     job = replace(digits_job(), code="job = 'ünit'")
     async with talking(StandIn(job)) as (standin, client):
-        standin.meets("GET /api/code", garbles)
         card = await client.card()
-        assert card == standin.card()
-        assert await client.code(card) == job.code
-    assert standin.fired == ["GET /api/code"]
+        assert card == standin.card() and card.code == job.code
+        forged = msgspec.structs.replace(card, code="import evil")
+        standin.meets("GET /api/job", answers(200, body=forged.encode()))
+        with pytest.raises(NotAdmitted, match="wrong signature"):
+            await client.card()
 
 
 @pytest.mark.parametrize(
@@ -330,7 +331,7 @@ CARD = JobCard("run", "digits", b"", b"", "", 1, 32, b"", (Subset(DIGEST, 1, 1),
         {"name": "../../../.ipython/profile_default/startup/evil"},
         {"name": "/tmp/evil"},
         {"name": ""},
-        {"code_sha256": "../evil"},
+        {"code": "x" * ((1 << 20) + 1)},
         {"subsets": (Subset(DIGEST, 1 << 40, 1),)},
         {"subsets": (Subset("../" + DIGEST, 1, 1),)},
     ],
