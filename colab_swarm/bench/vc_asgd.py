@@ -237,14 +237,7 @@ def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
             now, subset, speed, base = heapq.heappop(flying)
             free.append(speed)
             schema.load(model, base)
-            UnitTraining(
-                job,
-                parts[subset],
-                local_epochs=plan.local_epochs,
-                batch_size=plan.batch_size,
-                seed=unit_seed(plan.seed, epoch, subset),
-                model=model,
-            ).finish()
+            UnitTraining(job, parts[subset], seed=unit_seed(plan.seed, epoch, subset), model=model).finish()
             values = assimilate(values, schema.flatten(model), plan.alpha_of(epoch))
             schema.load(model, values)
             accuracies.append(measure(job, model, validation))

@@ -215,14 +215,13 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
 
     async def _listen(self, host: str, wanted: int) -> int:
         saved = self.folder / "port"
-        if not wanted and saved.exists():
+        if not wanted:
             with contextlib.suppress(OSError, ValueError):
                 await self.server.start(host, int(saved.read_text()))
-                return int(saved.read_text())
-        await self.server.start(host, wanted)
-        port = urlsplit(self.server.url).port or 0
-        saved.write_text(str(port))
-        return port
+        if not self.server.url:
+            await self.server.start(host, wanted)
+            saved.write_text(str(urlsplit(self.server.url).port))
+        return urlsplit(self.server.url).port or 0
 
     def _set_url(self, address: str | None) -> None:
         if address is not None:
@@ -233,10 +232,9 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         if self._tunnel is not None:
             await self._tunnel.close()
         await self.server.close()
-        upkeep, self._upkeep = self._upkeep, None
-        if upkeep is not None:
+        if self._upkeep is not None:
             self._stopping.set()
-            await upkeep  # not cancelled: its threads use the store, and start servers
+            await self._upkeep  # not cancelled: its threads use the store, and start servers
             await asyncio.to_thread(self._pool.close)
 
     async def _keep_up(self) -> None:

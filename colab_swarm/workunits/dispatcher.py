@@ -14,7 +14,6 @@ the log has not happened, so a coordinator may be killed at any moment.
 """
 
 import asyncio
-import heapq
 import logging
 import math
 import random
@@ -84,8 +83,7 @@ class Dispatcher:
         )
         free = [pair for pair in self.state.open.items() if self._is_free(pair[1], volunteer, others, now)]
         first, replicated = self._rng.randrange(len(free) or 1), self._plan.replication > 1
-        chosen = heapq.nsmallest(
-            room,
+        chosen = sorted(
             free[first:] + free[:first],
             key=lambda pair: (bool(pair[1].failed_by) != proven, self._subsets[pair[0].subset] not in held),
         )
@@ -102,7 +100,7 @@ class Dispatcher:
                 if replicated and state.replicas
                 else self.state.version,
             )
-            for unit, state in chosen
+            for unit, state in chosen[:room]
         ]
 
     def unacknowledged(self, volunteer: str, in_hand: Collection[str], *, now: float) -> list[Assigned]:

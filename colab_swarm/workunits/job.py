@@ -315,13 +315,7 @@ class Job:
         optimizer, accuracies = self.optimizer(model.parameters()), list[float]()
         for epoch in range(1, plan.max_epochs + 1):
             UnitTraining(
-                self,
-                rows,
-                local_epochs=plan.local_epochs,
-                batch_size=plan.batch_size,
-                seed=unit_seed(plan.seed, epoch, 0),
-                model=model,
-                optimizer=optimizer,
+                self, rows, seed=unit_seed(plan.seed, epoch, 0), model=model, optimizer=optimizer
             ).finish()
             accuracies.append(measure(self, model, validation))
             if on_epoch is not None:
@@ -349,19 +343,17 @@ class UnitTraining:
         job: Job,
         rows: Rows,
         *,
-        local_epochs: int,
-        batch_size: int,
         seed: int,
         model: nn.Module,
         optimizer: Optimizer | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self._job, self._rows, self._batch_size, self._seed = job, rows, batch_size, seed
+        self._job, self._rows, self._batch_size, self._seed = job, rows, job.plan.batch_size, seed
         self._device = device or torch.device("cpu")
         self.model = model.to(self._device)
         self._optimizer = optimizer or job.optimizer(self.model.parameters())
-        self._per_epoch = math.ceil(len(rows) / batch_size)
-        self.done, self.batches = 0, self._per_epoch * local_epochs
+        self._per_epoch = math.ceil(len(rows) / self._batch_size)
+        self.done, self.batches = 0, self._per_epoch * job.plan.local_epochs
         self._order: tuple[int, Indices] | None = None  # of the samples in the local epoch
 
     def step(self) -> float:
@@ -443,7 +435,7 @@ def _try_out(job: Job, rows: Rows) -> None:
     """Train one batch and measure the accuracy, to find faults before volunteers do."""
     doing, plan, model = "one batch could not be trained", job.plan, job.first_model()
     try:
-        UnitTraining(job, rows, local_epochs=1, batch_size=plan.batch_size, seed=0, model=model).step()
+        UnitTraining(job, rows, seed=0, model=model).step()
         doing = "the accuracy could not be measured"
         accuracy = measure(job, job.first_model(), job.validation_rows().sample(plan.batch_size, seed=0))
     except Exception as error:  # whatever it is, with its traceback

@@ -221,9 +221,8 @@ class UnitState:
     def mark(self) -> str:
         if self.accepted:
             return "queued" if self.staleness is None else "assimilated"
-        if self.live():
-            return "training"
-        return MARKS.get(self.replicas[-1].fate if self.replicas else "", "waiting")
+        fate = self.replicas[-1].fate if self.replicas else ""
+        return "training" if self.live() else MARKS.get(fate, "waiting")
 
 
 latest: Callable[[], deque[float]] = partial(deque, maxlen=100)

@@ -104,7 +104,8 @@ class Volunteer:
                 f"this job's model is not that of {card.name!r}: it {self._schema.difference(card.schema)}"
             )
         self.url, self.folder = client.url, folder
-        self._client, self._job, self._card, self._name = client, job, card, name
+        self._job = job.with_plan(local_epochs=card.local_epochs, batch_size=card.batch_size)
+        self._client, self._name = client, name
         self._device, self._gate = device, gate or PauseGate()
         self._held, self._stopped = ExitStack(), False  # client, and lock of the folder, until `stop`
         self._subsets = {subset.sha256: subset for subset in card.subsets}
@@ -287,20 +288,14 @@ class Volunteer:
         held.phase = "uploading"
         await self._client.upload(unit.assignment, result)
         self._seen.accepted += 1
-        self._seen.samples += subset.rows * self._card.local_epochs
+        self._seen.samples += subset.rows * self._job.plan.local_epochs
 
     def _begin(self, held: UnitInHand, data: bytes, values: Floats | None) -> UnitTraining:
         model = self._job.first_model()
         if values is not None:
             self._schema.load(model, values)
         training = UnitTraining(
-            self._job,
-            Rows.decode(data),
-            local_epochs=self._card.local_epochs,
-            batch_size=self._card.batch_size,
-            seed=held.unit.seed,
-            model=model,
-            device=self._device,
+            self._job, Rows.decode(data), seed=held.unit.seed, model=model, device=self._device
         )
         if held.state is not None:
             training.load_state_dict(held.state)

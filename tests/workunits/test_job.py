@@ -143,7 +143,7 @@ def test_counts_of_a_plan_are_whole_numbers(name: str) -> None:
 
 
 def training(job: Job, seed: int = 7) -> UnitTraining:
-    return UnitTraining(job, job.rows(), local_epochs=2, batch_size=32, seed=seed, model=job.first_model())
+    return UnitTraining(job.with_plan(local_epochs=2), job.rows(), seed=seed, model=job.first_model())
 
 
 def test_replicas_of_a_unit_agree_bit_for_bit_and_leave_the_users_random_numbers_alone() -> None:
@@ -186,7 +186,7 @@ def test_one_subset_and_alpha_0_is_serial_training_bit_for_bit() -> None:
     for epoch in (1, 2, 3):
         schema.load(model, values)
         seed = unit_seed(job.plan.seed, epoch, 0)
-        unit = UnitTraining(job, rows, local_epochs=1, batch_size=32, seed=seed, model=model)
+        unit = UnitTraining(job, rows, seed=seed, model=model)
         unit.finish()
         values = schema.flatten(model)
     serial, accuracies = job.train_serially()

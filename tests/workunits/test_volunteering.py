@@ -49,8 +49,7 @@ async def playing(
 
 def trained(standin: StandIn, unit: GivenUnit) -> Floats:
     job, model, rows = standin.job, standin.job.first_model(), Rows.decode(standin.files[unit.subset])
-    size = {"local_epochs": job.plan.local_epochs, "batch_size": job.plan.batch_size}
-    training = UnitTraining(job, rows, seed=unit.seed, model=model, **size)
+    training = UnitTraining(job, rows, seed=unit.seed, model=model)
     training.finish()
     return standin.schema.flatten(model)
 
