@@ -29,7 +29,8 @@ MAX_PEERS = 256  # in a snapshot
 class Backbone:
     """Stays with a run from `start` to `stop`; raises ValueError without a package that it needs.
 
-    ``hub_token`` is of Hugging Face; None for the login of this machine. `serve` makes the ``invite``.
+    ``hub_token`` is of Hugging Face; None for the login of this machine. `serve` makes the
+    ``invite``. The ``dashboard`` is the address of the web page, empty if there is none.
     """
 
     invite: Invitation
@@ -57,16 +58,12 @@ class Backbone:
     async def _stored(self, prefix: str) -> Snapshot | None:
         return self.keepers[prefix].stored if prefix in self.keepers else None
 
-    @property
-    def dashboard(self) -> str:
-        """Address of the web page; empty if there is none."""
-        return self.page.url
-
     async def start(self) -> None:
         """Start all parts, or none; raises OSError if the dashboard's port is taken."""
         try:
             if self._file.dashboard.enabled:
                 await self.page.start(self._file.dashboard.host, self._file.dashboard.port)
+            self.dashboard = self.page.url
             await self.assistant.start()
             for keeper in self.keepers.values():
                 keeper.start()

@@ -155,11 +155,11 @@ class Forwarder:
         self._thread.start()
 
     def forward(self, points: Sequence[LossPoint]) -> None:
-        for point in points:
-            try:
+        try:
+            for point in points:
                 self._waiting.put_nowait(point)
-            except queue.Full:
-                logger.warning("%s is too slow: a point is lost", self._settings.to)
+        except queue.Full:
+            logger.warning("%s is too slow: points are lost", self._settings.to)
 
     def close(self) -> None:
         """Log the waiting points and finish, in `FORWARD_S` at most."""
@@ -253,11 +253,8 @@ class HubPush:
         self.newest: tuple[Path, str] | None = None
         self._closed = threading.Event()
         self.state, self.failures = f"{settings.repo}: nothing pushed yet", 0
+        self.close = self._closed.set  # stops pushing; a push under way is not finished
         threading.Thread(target=self._run, name="colab-swarm-hub", daemon=True).start()
-
-    def close(self) -> None:
-        """Stop pushing; a push under way is not finished."""
-        self._closed.set()
 
     def _run(self) -> None:
         every_s, retry_s = 60 * self._settings.push_every_minutes, self._retry_s

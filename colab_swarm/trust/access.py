@@ -93,13 +93,14 @@ class RunMember:
                 self._admission.membership = saved
                 return
         own = Membership.by_invitation(grant, invitation.key, key=key, now=now).encode()
-        over = now > grant.join_until
-        if grant.offline and not (saved and over):
+        proof = (
+            saved if now > grant.join_until else b""
+        )  # the authority renews an ended membership for a while
+        if grant.offline and not proof:
             self._admission.membership = own
             return
-        # the authority renews an ended membership for a while
         try:
-            await self._request(saved if saved and over else own)
+            await self._request(proof or own)
         except CallRefused as error:
             raise JoinError(self._words_of(error)) from error
         except PeerError as error:
