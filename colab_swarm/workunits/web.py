@@ -369,13 +369,12 @@ class CoordinatorServer:
             raise Refused("unknown", "no such data: ask for units")
         with (self._folder / "data" / digest).open("rb") as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        headers = {"Cache-Control": "private, max-age=31536000, immutable"}
-        return await self._send(request, data, f'"{digest}"', headers)
+        return await self._send(request, data, f'"{digest}"')
 
     async def _parameters(self, request: web.Request) -> web.StreamResponse:
         numbers = [int(number) for number in request.match_info.values()]
         version, data = await self._file(Unit(*numbers) if numbers else None)
-        return await self._send(request, data, f'"{version}"', {"Cache-Control": "no-cache"})
+        return await self._send(request, data, f'"{version}"')
 
     async def _file(self, unit: Unit | None) -> tuple[int, memoryview]:
         """Return version and file of a unit's initial parameters; None: the newest ones."""
@@ -393,12 +392,8 @@ class CoordinatorServer:
             raise Refused("stale", f"unit {unit} is not open: ask for other units") from error
         return version, memoryview(self._schema.head() + values)
 
-    async def _send(
-        self, request: web.Request, data: memoryview, etag: str, headers: dict[str, str]
-    ) -> web.StreamResponse:
-        headers = {"ETag": etag, "Accept-Ranges": "bytes", **headers}
-        if request.headers.get("If-None-Match") == etag:
-            return web.Response(status=304, headers=headers)
+    async def _send(self, request: web.Request, data: memoryview, etag: str) -> web.StreamResponse:
+        headers = {"ETag": etag, "Accept-Ranges": "bytes", "Cache-Control": "no-cache"}
         status, start, end = 200, 0, len(data)
         if request.headers.get("If-Range", etag) == etag and "Range" in request.headers:
             status = 206

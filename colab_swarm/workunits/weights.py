@@ -36,16 +36,14 @@ class Schema:
         """Return a model's schema; raise ValueError if it has values that float32 cannot represent."""
         state = model.state_dict()
         for name, values in state.items():
-            if values.is_complex():
-                raise ValueError(f"{name} is complex: work units carry real numbers")
-            if not torch.isfinite(values).all():  # no result may have such values
+            most = MOST if values.is_floating_point() else MAX_WHOLE
+            if (
+                values.is_complex() or not (values.double().abs() <= most).all()
+            ):  # no result may have such values
                 raise ValueError(
-                    f"{name} holds values that are not finite: exclude a mask from the state, by "
-                    "register_buffer(…, persistent=False)"
+                    f"{name} holds complex numbers, or some that are not finite, beyond {MOST:g}, or beyond "
+                    f"{MAX_WHOLE:,} as integers: exclude a mask from the state, by register_buffer(…, persistent=False)"
                 )
-            whole = not values.is_floating_point()
-            if whole and values.numel() and int(values.long().abs().max()) > MAX_WHOLE:
-                raise ValueError(f"{name} holds integers beyond {MAX_WHOLE:,}, which would be rounded")
         return cls(tuple((name, tuple(values.shape)) for name, values in state.items()))
 
     @property

@@ -41,12 +41,10 @@ async def test_data_come_whole_or_in_ranges_and_are_known_by_their_digest(tmp_pa
         path = f"/api/data/{digest}"
         whole = await scene.alice.send("GET", path)
         assert sha256(whole.body).hexdigest() == digest and len(Rows.decode(whole.body)) == 16
-        assert whole.headers["ETag"] == f'"{digest}"' and "immutable" in whole.headers["Cache-Control"]
+        assert whole.headers["ETag"] == f'"{digest}"'
         part = await scene.alice.send("GET", path, Range="bytes=10-19")
         assert (part.status, part.body) == (206, whole.body[10:20])
         assert part.headers["Content-Range"] == f"bytes 10-19/{len(whole.body)}"
-        again = await scene.alice.send("GET", path, If_None_Match=f'"{digest}"')
-        assert (again.status, again.body) == (304, b"")
         beyond = await scene.alice.send("GET", path, Range=f"bytes={len(whole.body)}-")
         assert beyond.status == 416 and "no such range" in beyond.problem.text
 
