@@ -111,14 +111,18 @@ async def test_a_wait_is_as_long_as_the_other_side_requests_within_a_bound(
         asking.cancel()
 
 
-@pytest.mark.parametrize(("status", "code"), [(403, "banned"), (401, "token")])
+@pytest.mark.parametrize(("status", "code"), [(403, "banned"), (401, "token"), (422, "invalid")])
 async def test_a_refusal_ends_the_call_with_its_reason(status: int, code: str) -> None:
     async with talking() as (standin, client):
-        standin.meets("POST /api/units", says(status, code, "three bad results"))
-        with pytest.raises(CallRefused, match="three bad results") as refused:
-            await client.ask(AskForUnits(1))
-        assert refused.value.code == code
-    assert standin.seen == ["POST /api/units"]
+        for what, call in {
+            "POST /api/units": client.ask(AskForUnits(1)),
+            "PUT": client.upload("0" * 32, b"x"),
+        }.items():
+            standin.meets(what, says(status, code, "three bad results"))
+            with pytest.raises(CallRefused, match="three bad results") as refused:
+                await call
+            assert refused.value.code == code
+    assert standin.seen == ["POST /api/units", f"PUT /api/results/{'0' * 32}"]
 
 
 async def test_a_volunteer_with_a_wrong_clock_adopts_the_coordinators() -> None:
@@ -251,13 +255,6 @@ async def test_an_upload_without_progress_is_retried_after_a_wait() -> None:
         standin.meets("PUT /api/results", stuck, *gaps, answers(409), stuck)
         assert (await client.upload(name, result)).accepted
     assert len(standin.fired) == 7
-
-
-async def test_a_refused_upload_ends_with_the_reason() -> None:
-    async with uploading() as (standin, client, name, result):
-        standin.meets("PUT /api/results", says(422, "invalid", "NaN in it"))
-        with pytest.raises(CallRefused, match="NaN in it"):
-            await client.upload(name, result)
 
 
 async def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

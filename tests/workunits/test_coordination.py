@@ -213,4 +213,4 @@ async def test_a_coordinator_that_is_stopped_as_it_starts_leaves_no_parameter_se
     for number in range(30):
         async with coordinating(tiny_job(), tmp_path / str(number)):
             pass
-    assert [thread.name for thread in threading.enumerate() if "parameter server" in thread.name] == []
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("server-")] == []

@@ -86,12 +86,13 @@ POSITIVE = "subsets", "batch_size", "max_epochs", "replication", "deadline_s", "
     ("name", "wrong"),
     [
         *((name, 0) for name in POSITIVE),
+        *((name, 6.4) for name in ("batch_size", "subsets", "max_epochs", "seed")),
         *(("alpha", alpha) for alpha in (1.0, -0.1, "e/e", float("nan"))),
         ("target_accuracy", 1.5),
     ],
 )
 def test_a_plan_that_makes_no_sense_is_refused(name: str, wrong: Any) -> None:
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=f"{name}={wrong}|alpha is"):
         WorkPlan(**{name: wrong})
 
 
@@ -112,11 +113,6 @@ def test_subsets_follow_the_volunteers_but_keep_some_batches_each() -> None:
         WorkPlan(subsets=50).subsets_of(10, 1)
 
 
-def test_a_job_wants_a_usable_name() -> None:
-    with pytest.raises(ValueError, match="no job name"):
-        Job("My Job!", torch.nn.Identity, (), ())
-
-
 def test_the_defaults_are_the_papers_loss_and_measure() -> None:
     model, batch = torch.nn.Identity(), (torch.eye(3) * 50, torch.tensor([0, 1, 0]))
     assert share_correct(model, batch) == pytest.approx(2 / 3)
@@ -134,12 +130,6 @@ def test_a_plan_without_an_end_is_looked_at_in_no_time() -> None:
     assert WorkPlan(max_epochs=10**12, alpha=lambda epoch: 1 - 1 / (1 + epoch)).alpha_of(10**6) < 1
     with pytest.raises(ValueError, match="in epoch 1000000000000"):
         WorkPlan(max_epochs=10**12, alpha=lambda epoch: 0.9 if epoch < 10**12 else 2.0)
-
-
-@pytest.mark.parametrize("name", ["batch_size", "subsets", "max_epochs", "seed"])
-def test_counts_of_a_plan_are_whole_numbers(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}=6.4: it must be a whole number"):
-        WorkPlan(**{name: 6.4})  # type: ignore[arg-type]
 
 
 def training(job: Job, seed: int = 7) -> UnitTraining:
