@@ -61,7 +61,7 @@ def objects(tmp_path: Path) -> list[tuple[object, str]]:
         (cs.TrafficBudget(gb_per_hour=1.0), "TrafficBudget(gb_per_hour=1.0, mbit_s=None)"),
         (cs.moe.ExpertRule(adam, max_grad_norm=1), "ExpertRule(optimizer=Adam(lr=0.001), max_grad_norm=1)"),
         (cs.workunits.WorkPlan(alpha=half), "WorkPlan(alpha=half)"),
-        (digits, "Job('digits', WorkPlan(max_epochs=3))"),
+        (digits, "Job(name='digits', plan=WorkPlan(max_epochs=3))"),
         (cs.CheckpointFolder(tmp_path), f"CheckpointFolder({str(tmp_path)!r}, 0 of 3 kept)"),
         (round_, "RoundResult(step 7, 1 of 0 peers, 0.50 s)"),
         (moshpit, "MoshpitResult(2 peers on 2, 1 failures: bob left, 1.5 s)"),
@@ -94,7 +94,7 @@ def test_html_is_sound_and_says_more(tmp_path: Path) -> None:
     cs.CheckpointFolder(tmp_path).save(12, {"step": 12})
     shown = [one for one, _ in objects(tmp_path) if hasattr(one, "_repr_html_")]
     kinds = {type(one).__name__ for one in shown}
-    assert kinds == {"Job", "CheckpointFolder", "Leaderboard"}
+    assert kinds == {"CheckpointFolder", "Leaderboard"}
     for one in shown:
         ElementTree.fromstring(html_of(one))
     assert "step-000000000012.safetensors" in html_of(cs.CheckpointFolder(tmp_path))

@@ -12,11 +12,9 @@ needs no GPU and no PyTorch.
     colab-swarm backbone run.toml                              # the same from a file, with dashboard
 
 `--identity` saves its key: after a restart it is the same peer and the same run, and old
-invitations stay valid until they expire. Behind port forwarding, state the address with `--announce
-ws://203.0.113.7:4500`. `colab_swarm.backbone.config` shows all keys of the file; flags of the
-command line do not apply to it. The dashboard is at http://127.0.0.1:8080/; from another machine
-use an SSH tunnel. Set `HF_TOKEN` to push checkpoints to the Hub. To start over under the same name,
-move the run's folder away.
+invitations stay valid until they expire. `colab_swarm.backbone.config` shows all keys of the file;
+flags of the command line do not apply to it. The dashboard is at http://127.0.0.1:8080/; from
+another machine use an SSH tunnel. Set `HF_TOKEN` to push checkpoints to the Hub.
 
 ## What it does
 

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from colab_swarm.backbone.config import RunFile
@@ -29,15 +29,18 @@ MAX_PEERS = 256  # in a snapshot
 class Backbone:
     """Stays with a run from `start` to `stop`; raises ValueError without a package that it needs.
 
-    ``hub_token`` is of Hugging Face; None for the login of this machine.
+    ``hub_token`` is of Hugging Face; None for the login of this machine. `serve` makes the
+    ``invite``. The ``dashboard`` is the address of the web page, empty if there is none.
     """
 
+    invite: Invitation
+
     def __init__(self, swarm: Swarm, file: RunFile, *, hub_token: str | None = None) -> None:
-        self._swarm, self._file = swarm, file
+        self.swarm, self._file = swarm, file
         self.assistant = Assistant(
             swarm.runtime, swarm.services, swarm.run_id, name=file.peer_name, stored=self._stored
         )
-        self.dashboard = status_page(self.snapshots)
+        self.page = status_page(self.snapshots)
         self.keepers: dict[str, Keeper] = {}
         for one in file.collaborations:
             prefix = f"{swarm.run_id}/{one.name}"
@@ -56,16 +59,21 @@ class Backbone:
         return self.keepers[prefix].stored if prefix in self.keepers else None
 
     async def start(self) -> None:
-        """Start all parts; raises OSError if the dashboard's port is taken."""
-        if self._file.dashboard.enabled:
-            await self.dashboard.start(self._file.dashboard.host, self._file.dashboard.port)
-        await self.assistant.start()
-        for keeper in self.keepers.values():
-            keeper.start()
+        """Start all parts, or none; raises OSError if the dashboard's port is taken."""
+        try:
+            if self._file.dashboard.enabled:
+                await self.page.start(self._file.dashboard.host, self._file.dashboard.port)
+            self.dashboard = self.page.url
+            await self.assistant.start()
+            for keeper in self.keepers.values():
+                keeper.start()
+        except BaseException:  # an interrupt included: the page's port must not stay taken
+            await self.stop()
+            raise
 
     async def stop(self) -> None:
         """Leave the run; the folder stays."""
-        await self.dashboard.close()
+        await self.page.close()
         for keeper in self.keepers.values():
             await keeper.stop()
         try:
@@ -76,12 +84,12 @@ class Backbone:
     def snapshots(self) -> tuple[SwarmSnapshot, ...]:
         """Return the run as this peer knows it, once for each model."""
         # the page may be public, and texts of faults name files
-        seen = replace(self._swarm.snapshot(), at=time.time(), log=(), rounds=())
+        seen = replace(self.swarm.snapshot(), at=time.time(), log=(), rounds=())
         return tuple(self._snapshot(keeper, seen) for keeper in self.keepers.values())
 
     def _snapshot(self, keeper: Keeper, seen: SwarmSnapshot) -> SwarmSnapshot:
         branch, records = keeper.branch, (keeper.trainers, keeper.progress.assistants)
-        rows = peer_rows(self._swarm.services.peers, self._file.peer_name, *records)
+        rows = peer_rows(self.swarm.services.peers, self._file.peer_name, *records)
         return replace(
             seen,
             me=self._file.peer_name,
@@ -104,19 +112,10 @@ def status_page(look: Callable[[], tuple[SwarmSnapshot, ...]]) -> StatusPage[tup
     )
 
 
-@dataclass(frozen=True)
-class Served:
-    """A running backbone: its swarm, an invitation, and the address of its page (may be empty)."""
-
-    swarm: Swarm
-    invite: Invitation
-    dashboard: str
-
-
 @contextmanager
 def serve(
     file: RunFile, options: NetworkOptions | None = None, *, accept_terms: bool = False
-) -> Iterator[Served]:
+) -> Iterator[Backbone]:
     """Start or continue a run until the block ends.
 
     Without any model in the ``file`` the peer only organizes, reduces and relays. The network's
@@ -135,16 +134,13 @@ def serve(
         token = find_secret("HF_TOKEN") if any(one.repo for one in file.collaborations) else None
         backbone = swarm.runtime.call(_start(swarm, file, token))
         try:
-            yield Served(swarm, swarm.invite(hours=file.invitation_hours), backbone.dashboard.url)
+            backbone.invite = swarm.invite(hours=file.invitation_hours)
+            yield backbone
         finally:
             swarm.runtime.call(backbone.stop())
 
 
 async def _start(swarm: Swarm, file: RunFile, hub_token: str | None) -> Backbone:
     backbone = Backbone(swarm, file, hub_token=hub_token)
-    try:
-        await backbone.start()
-    except BaseException:  # an interrupt included: the page's port must not stay taken
-        await backbone.stop()
-        raise
+    await backbone.start()
     return backbone

@@ -15,7 +15,6 @@ import contextlib
 import importlib.util
 import logging
 import math
-import os
 import queue
 import threading
 import time
@@ -37,6 +36,7 @@ from colab_swarm.tensors.statedict import StepFiles, read_tensors, write_tensors
 from colab_swarm.training.progress import WATCHING, Branch, Progress, ProgressRecord, progress_key
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.training.state import download_state, snapshot_of, tensors_of
+from colab_swarm.trust.access import repeat
 
 logger = logging.getLogger(__name__)
 
@@ -103,10 +103,13 @@ class LossCurve:
             self.points = [point for point in self.points if point.step < branch.step]
         for peer, record in records.items():
             self._report(peer, record, branch.step)
-        ended = sorted(step for step in self._reported if step < branch.step)
-        points = [_loss_point(step, at, list(self._reported.pop(step).values())) for step in ended]
-        for point in points:
-            self._add(point)
+        points = []
+        for step in sorted(step for step in self._reported if step < branch.step):
+            reported = self._reported.pop(step).values()
+            most = median(weight for _, weight in reported)
+            loss = weighted_median([(loss, min(weight, most) or 1.0) for loss, weight in reported])
+            points.append(LossPoint(step, at, loss, len(reported)))
+            self._add(points[-1])
         return points
 
     def _report(self, peer: PeerId, record: ProgressRecord, now: int) -> None:
@@ -128,12 +131,6 @@ class LossCurve:
         if len(self.points) > MAX_POINTS:
             old = len(self.points) * 3 // 4
             self.points = self.points[:old:2] + self.points[old:]
-
-
-def _loss_point(step: int, at: float, reported: list[tuple[float, float]]) -> LossPoint:
-    most = median(weight for _, weight in reported)
-    middle = weighted_median([(loss, min(weight, most) or 1.0) for loss, weight in reported])
-    return LossPoint(step, at, middle, len(reported))
 
 
 def weighted_median(weighted: Sequence[tuple[float, float]]) -> float:
@@ -158,11 +155,11 @@ class Forwarder:
         self._thread.start()
 
     def forward(self, points: Sequence[LossPoint]) -> None:
-        for point in points:
-            try:
+        try:
+            for point in points:
                 self._waiting.put_nowait(point)
-            except queue.Full:
-                logger.warning("%s is too slow: a point is lost", self._settings.to)
+        except queue.Full:
+            logger.warning("%s is too slow: points are lost", self._settings.to)
 
     def close(self) -> None:
         """Log the waiting points and finish, in `FORWARD_S` at most."""
@@ -176,18 +173,16 @@ class Forwarder:
         tracker: Any = None
         while (point := self._waiting.get()) is not None:
             try:
-                tracker = tracker or self._begin()
+                if tracker is None:
+                    began = importlib.import_module(self._settings.to)
+                    run = {RESUMED_BY[self._settings.to]: self._run_id}
+                    began.init(project=self._settings.project, resume="allow", **run)
+                    tracker = began
                 tracker.log({"loss": point.loss, "trainers": float(point.peers)}, step=point.step)
             except Exception as error:  # a tracker's errors are its own
                 logger.warning("step %d not forwarded to %s: %s", point.step, self._settings.to, error)
         if tracker is not None:
             tracker.finish()
-
-    def _begin(self) -> Any:
-        tracker = importlib.import_module(self._settings.to)
-        run = {RESUMED_BY[self._settings.to]: self._run_id}
-        tracker.init(project=self._settings.project, resume="allow", **run)
-        return tracker
 
 
 def read_losses(path: Path) -> Iterator[LossPoint]:
@@ -233,6 +228,7 @@ class Vault(StepFiles):
 class HubPush:
     """Pushes a collaboration's newest checkpoint, in a thread; the run survives all its errors.
 
+    It pushes `newest`, path and title, when its time has come, unless a newer one replaced it.
     ``token`` may write; None for the login of this machine. ``endpoint`` None is the usual Hub. The
     wait ``retry_s`` after a failure doubles with each. ``state`` tells the last push in words.
     Raises ValueError if huggingface_hub is not installed.
@@ -254,52 +250,39 @@ class HubPush:
         disable_progress_bars()
         self._api = HfApi(endpoint=endpoint, token=token)
         self._settings, self._retry_s = settings, retry_s
-        self._newest: tuple[Path, str] | None = None
+        self.newest: tuple[Path, str] | None = None
         self._closed = threading.Event()
         self.state, self.failures = f"{settings.repo}: nothing pushed yet", 0
+        self.close = self._closed.set  # stops pushing; a push under way is not finished
         threading.Thread(target=self._run, name="colab-swarm-hub", daemon=True).start()
-
-    def push(self, path: Path, title: str) -> None:
-        """Push a checkpoint when its time has come, unless a newer one replaces it; returns at once."""
-        self._newest = path, title
-
-    def close(self) -> None:
-        """Stop pushing; a push under way is not finished."""
-        self._closed.set()
 
     def _run(self) -> None:
         every_s, retry_s = 60 * self._settings.push_every_minutes, self._retry_s
         pushed, wait_s = None, 0.0
         while not self._closed.wait(wait_s):
-            newest = self._newest
+            newest = self.newest
             if newest is None or newest is pushed:
                 wait_s = min(1.0, every_s)
                 continue
             try:
                 self._push(*newest)
+                done, pushed, wait_s, retry_s = "pushed", newest, every_s, self._retry_s
             except Exception as error:  # the Hub's and the network's errors are many: all are retried
                 self.failures += 1
-                failed = f"{newest[1]} not pushed ({type(error).__name__}), again in {retry_s:.0f} s"
-                self.state = f"{self._settings.repo}: {failed}"
+                done = f"not pushed ({type(error).__name__}), again in {retry_s:.0f} s"
                 logger.warning("%s not pushed to %s: %s", newest[1], self._settings.repo, error)
                 wait_s, retry_s = retry_s, min(2 * retry_s, MAX_PUSH_RETRY_S)
-            else:
-                self.state = f"{self._settings.repo}: {newest[1]} pushed"
-                pushed, wait_s, retry_s = newest, every_s, self._retry_s
+            self.state = f"{self._settings.repo}: {newest[1]} {done}"
 
     def _push(self, path: Path, title: str) -> None:
         from huggingface_hub import CommitOperationAdd
 
-        repo, link = self._settings.repo, path.with_name("pushing")  # the checkpoint may be deleted meanwhile
-        link.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            os.link(path, link)
+        repo = self._settings.repo
         self._api.create_repo(repo, private=self._settings.private, exist_ok=True)
-        card = CARD.format(repo=repo, file=HUB_FILE, title=title)
-        state = CommitOperationAdd(HUB_FILE, link if link.exists() else path)
-        added = [state, CommitOperationAdd("README.md", card.encode())]
-        self._api.create_commit(repo, added, commit_message=title)
-        link.unlink(missing_ok=True)
+        card = CARD.format(repo=repo, file=HUB_FILE, title=title).encode()
+        with path.open("rb") as file:  # the checkpoint may be deleted meanwhile
+            added = [CommitOperationAdd(HUB_FILE, file), CommitOperationAdd("README.md", card)]
+            self._api.create_commit(repo, added, commit_message=title)
 
 
 class Keeper:
@@ -346,7 +329,8 @@ class Keeper:
         return KeptModel(self.vault.checkpoints, self.standing_in, *hub)
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._keep(), name=f"keep {self._prefix}")
+        what, services = f"keeping {self._prefix}", self._services
+        self._task = asyncio.create_task(repeat(self._keep, LOOK_S, services.events, what, services.rng))
 
     async def stop(self) -> None:
         for task in (self._task, self._saving):
@@ -363,15 +347,10 @@ class Keeper:
                 await self._publish(self.stored, GONE_S)
 
     async def _keep(self) -> None:
-        while True:
-            try:
-                await self.look()
-            except PeerError as error:
-                logger.info("records of %s not read: %s", self._prefix, error)
-            except Exception as error:  # the others' run must not end by our fault
-                logger.exception("keeping %s failed", self._prefix)
-                self._services.events.emit(Fault(_now(), f"keeping {self._prefix}", str(error)))
-            await asyncio.sleep(LOOK_S)
+        try:
+            await self.look()
+        except PeerError as error:
+            logger.info("records of %s not read: %s", self._prefix, error)
 
     async def look(self) -> None:
         """Read the peers' records; stand in or save a checkpoint if due."""
@@ -420,7 +399,11 @@ class Keeper:
 
     async def _save(self, branch: Branch) -> None:
         try:
-            snapshot = await self._download(branch)
+            peers, rng = self._services.peers, self._services.rng
+            donors, others = sorted(branch.peers), sorted(self.progress.assistants.keys() - {peers.id})
+            rng.shuffle(donors)
+            rng.shuffle(others)  # assistants may reach trainers that this peer cannot
+            snapshot = await download_state(peers, self._prefix, [*donors, *others])
             path = await asyncio.to_thread(self.vault.save, snapshot)
         except (StateError, PeerError) as error:
             logger.warning("no checkpoint at step %d: %s; next try in %g s", branch.step, error, RETRY_S)
@@ -433,21 +416,7 @@ class Keeper:
             title = f"Step {step}" + ("" if loss is None else f", loss {loss:.3f}")
             logger.info("%s: %s saved", self._prefix, title)
             if self.hub is not None:
-                self.hub.push(path, title)
-
-    async def _download(self, branch: Branch) -> Snapshot:
-        """Download from a trainer, or from an assistant, which may reach more trainers."""
-        peers, rng = self._services.peers, self._services.rng
-        donors = sorted(branch.peers)
-        rng.shuffle(donors)
-        try:
-            return await download_state(peers, self._prefix, donors)
-        except StateError:
-            assistants = sorted(peer for peer in self.progress.assistants if peer != peers.id)
-            if not assistants:
-                raise
-            rng.shuffle(assistants)
-            return await download_state(peers, self._prefix, assistants)
+                self.hub.newest = path, title
 
     async def _stand_in(self, branch: Branch | None) -> None:
         newest, silent = self._saved_step, _now() - self._heard_at >= SILENCE_S  # records outlive peers

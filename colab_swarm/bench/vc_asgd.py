@@ -43,10 +43,10 @@ from colab_swarm.bench.harness import BenchReport, benchmark, drawn
 from colab_swarm.errors import JoinError
 from colab_swarm.recipes.classify import classification_job
 from colab_swarm.workunits import WorkPlan, coordinate, volunteer
-from colab_swarm.workunits.job import Alpha, Evaluator, Job, UnitTraining, unit_seed
+from colab_swarm.workunits.job import Alpha, Job, UnitTraining, measure, unit_seed
 from colab_swarm.workunits.state import Assigned, Assimilated, EpochEnded, Expired, Finished
 from colab_swarm.workunits.store import open_store
-from colab_swarm.workunits.weights import Floats, assimilate
+from colab_swarm.workunits.weights import Floats, Schema, assimilate
 
 CODE = """
 from dataclasses import replace
@@ -220,12 +220,11 @@ class Epoch:
 
 def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
     plan, rng = job.plan, random.Random(seed)
-    evaluator, rows = Evaluator(job), job.rows()
+    rows, validation = job.rows(), job.validation_rows()
     parts = rows.cut(plan.subsets_of(len(rows), rows.size_bytes), seed=plan.seed)
-    model = job.first_model()
-    values: Floats = evaluator.schema.flatten(model)
-    epochs: list[Epoch] = []
-    now = 0.0
+    schema = Schema.of(model := job.first_model())
+    values: Floats = schema.flatten(model)
+    epochs, now = list[Epoch](), 0.0
     for epoch in range(1, plan.max_epochs + 1):
         waiting, accuracies = rng.sample(range(len(parts)), len(parts)), []
         flying: list[tuple[float, int, float, Floats]] = []  # returned at, subset, speed, first parameters
@@ -237,17 +236,11 @@ def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
                 heapq.heappush(flying, (back, waiting.pop(), speed, values))
             now, subset, speed, base = heapq.heappop(flying)
             free.append(speed)
-            evaluator.schema.load(model, base)
-            UnitTraining(
-                job,
-                parts[subset],
-                local_epochs=plan.local_epochs,
-                batch_size=plan.batch_size,
-                seed=unit_seed(plan.seed, epoch, subset),
-                model=model,
-            ).finish()
-            values = assimilate(values, evaluator.schema.flatten(model), plan.alpha_of(epoch))
-            accuracies.append(evaluator.accuracy(values))
+            schema.load(model, base)
+            UnitTraining(job, parts[subset], seed=unit_seed(plan.seed, epoch, subset), model=model).finish()
+            values = assimilate(values, schema.flatten(model), plan.alpha_of(epoch))
+            schema.load(model, values)
+            accuracies.append(measure(job, model, validation))
         epochs.append(Epoch(statistics.mean(accuracies), min(accuracies), max(accuracies), now))
     return epochs
 
@@ -270,7 +263,7 @@ def run(report: BenchReport, data: str = "digits") -> None:
         name: [train_by_volunteers(_job(data, seed, alpha, quick=report.quick), seed=seed) for seed in seeds]
         for name, alpha in ALPHAS.items()
     }
-    serial = [_job(data, seed, 0.0, quick=report.quick).train_serially().accuracies for seed in seeds]
+    serial = [_job(data, seed, 0.0, quick=report.quick).train_serially()[1] for seed in seeds]
     runs["serial"] = [[Epoch(one, one, one, at) for at, one in enumerate(curve)] for curve in serial]
     report.curves |= runs
     for name, curves in runs.items():

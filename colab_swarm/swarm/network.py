@@ -30,7 +30,7 @@ from colab_swarm.net.tunnels import TunnelSettings
 from colab_swarm.notebook.platforms import SessionClock, wait_for_end
 from colab_swarm.swarm.saved import PeerStore
 from colab_swarm.training.settings import PeerServices
-from colab_swarm.trust.access import ClockWatch, RunAccess, Trust
+from colab_swarm.trust.access import RunAccess, Trust, clock_advice
 from colab_swarm.trust.contributions import merged
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class NetworkSession:
         try:
             await find_others(self._services, entries)
         except JoinError as error:
-            skew = ClockWatch().on_skew(node.linker.clock.behind_s)
+            skew = clock_advice(node.linker.clock.behind_s)
             raise JoinError(f"{error}; {skew}" if skew else str(error)) from error
         await self.reachability.start()
         self.trust.start()

@@ -18,9 +18,7 @@ membership in the handshake (`colab_swarm.net`), and every other peer checks the
 call, in up to 0.34 ms, once per peer.
 
 An invitation is one line, `https://…/join#NAME.PAYLOAD` (`colab_swarm.invite.Invite`). The part
-after ``#`` never reaches a web server. It holds the run's id, three peers to dial, an end, the
-access rule, the authority's public key, the invitation's secret, role, number of uses, and settings
-for training. Its text holds a secret, its ``repr`` not.
+after ``#``, which holds the secret, never reaches a web server.
 
 | `cs.create(…, access=…)` | who may join |
 |---|---|
@@ -47,17 +45,10 @@ for training. Its text holds a secret, its ``repr`` not.
 | clocks may differ by | 600 s |
 | peers look for revocations | every 20 s, and pass new ones on at once; 900 at most |
 
-## Revocation
-
-`swarm.remove_peer("3fa9")` signs a new list, which reaches all peers within a minute
-(`colab_swarm.trust.access`). Links to removed peers close.
-
-## The contribution ledger
-
-Each peer counts the contributions that it *saw*, and publishes this tally signed, with its
-membership. The leaderboard, `swarm.contributions()`, is the sum over all tallies, without what each
-says of its own writer (`colab_swarm.trust.contributions`). A tally stays for a day after its writer
-has left.
+`swarm.remove_peer("3fa9")` signs a new list of revocations, which reaches all peers within a minute
+(`colab_swarm.trust.access`). Links to removed peers close. Each peer counts the contributions that
+it *saw*, and publishes this tally signed (`colab_swarm.trust.contributions`). The leaderboard,
+`swarm.contributions()`, is their sum. A tally stays for a day after its writer has left.
 
 ## Failures
 

@@ -25,7 +25,7 @@ from colab_swarm.errors import CallRefused, JoinError, NotAdmitted, PeerError, P
 from colab_swarm.events import ClockSkewed, EventLog, Fault, MembershipEnding, MembershipRenewed, PeersRevoked
 from colab_swarm.invite import NAME, Access, Invite, role_named
 from colab_swarm.net.identity import Identity, id_of
-from colab_swarm.net.membership import SLACK_S, Grant, Membership, MembershipAdmission, in_words
+from colab_swarm.net.membership import SLACK_S, Membership, MembershipAdmission, in_words
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Ack, Contact, LeftOut, PeerId, Peers, Refusal, Role, short
 from colab_swarm.trust.authority import (
@@ -50,37 +50,15 @@ FIX = (
 )
 
 
-class ClockWatch:
-    """Reports once that the clock is off, that this has much changed, and that it is over."""
-
-    def __init__(self) -> None:
-        self._reported_s = 0.0
-
-    def on_skew(self, behind_s: float) -> str | None:
-        """Return what to report if the clock is ``behind_s`` behind others' (negative: ahead), or None."""
-        off_s, reported_s = abs(behind_s), abs(self._reported_s)
-        if reported_s and off_s <= REPORT_S / 2:
-            self._reported_s = 0.0
-            return "this machine's clock is right again"
-        same = reported_s > 0 and abs(behind_s - self._reported_s) <= max(REPORT_S, reported_s / 2)
-        if off_s <= REPORT_S or (same and (off_s > SLACK_S) == (reported_s > SLACK_S)):
-            return None
-        self._reported_s = behind_s
-        way = "behind" if behind_s > 0 else "ahead of"
-        text = f"this machine's clock is {in_words(off_s)} {way} the other peers'"
-        if off_s <= SLACK_S:
-            return f"{text}: compensated, you need to do nothing"
-        return f"{text}: beyond 10 minutes they refuse what it signs; {FIX}"
-
-
-@dataclass(frozen=True)
-class Credentials:
-    """What admits a peer: an invitation's grant and key, and a Hugging Face token if required."""
-
-    grant: Grant
-    invitation: Identity
-    token: str = field(default="", repr=False)
-    membership: bytes = field(default=b"", repr=False)  # of an earlier session
+def clock_advice(behind_s: float) -> str:
+    """Return what to say of a clock ``behind_s`` behind the others' (negative: ahead); empty if little."""
+    if abs(behind_s) <= REPORT_S:
+        return ""
+    way = "behind" if behind_s > 0 else "ahead of"
+    text = f"this machine's clock is {in_words(abs(behind_s))} {way} the other peers'"
+    if abs(behind_s) <= SLACK_S:
+        return f"{text}: compensated, you need to do nothing"
+    return f"{text}: beyond 10 minutes they refuse what it signs; {FIX}"
 
 
 class RunMember:
@@ -92,36 +70,37 @@ class RunMember:
         dht: DHT,
         admission: MembershipAdmission,
         events: EventLog,
-        credentials: Credentials | None,
+        access: "RunAccess",
         readmit: Callable[[PeerId, bytes], Role],
         behind_s: Callable[[], float],
     ) -> None:
         self._peers, self._dht, self._admission, self._events = peers, dht, admission, events
-        self._credentials, self._readmit, self._behind_s = credentials, readmit, behind_s
+        self._access, self._readmit, self._behind_s = access, readmit, behind_s
         self._loop = asyncio.get_running_loop()
-        self._clock, self._absent = ClockWatch(), LeftOut[str](RETRY_S, MAX_RETRY_S)
+        self._reported_s, self._absent = 0.0, LeftOut[str](RETRY_S, MAX_RETRY_S)  # last skew told of
         self._unaware: set[PeerId] = set()  # linked peers that have not seen the renewed membership
         peers.serve(IssuedMembership, self._on_renewed, role=Role.GUEST)
 
     async def join(self) -> None:
         """Get the first membership; raise `JoinError` if the authority refuses or does not answer."""
-        if self._credentials is None:
+        invitation, saved = self._access.invitation, self._access.membership
+        if invitation is None or invitation.grant is None:
             return
-        grant, key, now = self._credentials.grant, self._peers.public_key, self._peers.time()
-        saved = self._credentials.membership
+        grant, key, now = invitation.grant, self._peers.public_key, self._peers.time()
         if saved:
             with contextlib.suppress(NotAdmitted):
                 self._admission.check(key, saved, now=now)
                 self._admission.membership = saved
                 return
-        own = Membership.by_invitation(grant, self._credentials.invitation, key=key, now=now).encode()
-        over = now > grant.join_until
-        if grant.offline and not (saved and over):
+        own = Membership.by_invitation(grant, invitation.key, key=key, now=now).encode()
+        proof = (
+            saved if now > grant.join_until else b""
+        )  # the authority renews an ended membership for a while
+        if grant.offline and not proof:
             self._admission.membership = own
             return
-        # the authority renews an ended membership for a while
         try:
-            await self._request(saved if saved and over else own, self._credentials.token)
+            await self._request(proof or own)
         except CallRefused as error:
             raise JoinError(self._words_of(error)) from error
         except PeerError as error:
@@ -132,20 +111,23 @@ class RunMember:
 
     async def tick(self) -> None:
         """Renew the membership if due, show it to linked peers that have not seen it, check the clock."""
-        text = self._clock.on_skew(self._behind_s())
-        if text is not None:
-            self._events.emit(ClockSkewed(self._loop.time(), self._behind_s(), text))
-        if self._credentials is not None:
+        behind_s, reported_s = self._behind_s(), self._reported_s
+        refused = abs(behind_s) > SLACK_S, abs(reported_s) > SLACK_S
+        if abs(behind_s - reported_s) > REPORT_S or refused[0] != refused[1]:
+            self._reported_s = behind_s
+            text = clock_advice(behind_s) or "this machine's clock is right again"
+            self._events.emit(ClockSkewed(self._loop.time(), behind_s, text))
+        if self._access.invitation is not None:
             held, now = Membership.decode(self._admission.membership), self._peers.time()
             due_at = held.issued_at if held.grant else (held.issued_at + held.expires_at) / 2
             if now >= due_at and not self._absent.holds("authority", now):
-                await self._renew(held, self._credentials.token)
+                await self._renew(held)
         self._unaware &= self._peers.linked()
         await asyncio.gather(*(self._present(peer) for peer in self._unaware))
 
-    async def _renew(self, held: Membership, token: str) -> None:
+    async def _renew(self, held: Membership) -> None:
         try:
-            renewed = await self._request(self._admission.membership, token)
+            renewed = await self._request(self._admission.membership)
         except PeerError as error:
             now = self._peers.time()
             self._absent.fail("authority", now)
@@ -160,14 +142,14 @@ class RunMember:
         self._unaware = set(self._peers.linked())
         self._events.emit(MembershipRenewed(self._loop.time(), renewed.expires_at - self._peers.time()))
 
-    async def _request(self, proof: bytes, token: str) -> Membership:
+    async def _request(self, proof: bytes) -> Membership:
         authority = id_of(self._admission.authority)
         if authority not in self._peers.linked():
             contact = await self._dht.find_peer(authority)
             if contact is not None:
                 self._peers.learn(contact)
         answer = await self._peers.call(
-            authority, RequestMembership(proof, token), IssuedMembership, timeout_s=ASK_TIMEOUT_S
+            authority, RequestMembership(proof, self._access.token), IssuedMembership, timeout_s=ASK_TIMEOUT_S
         )
         issued = self._admission.check(self._peers.public_key, answer.membership, now=self._peers.time())
         self._admission.membership = answer.membership
@@ -299,7 +281,7 @@ class Trust:
     ) -> None:
         self._node, self._events, self._rng, linker = node, events, rng, node.linker
         self._tasks: list[asyncio.Task[None]] = []
-        admission, credentials = access.admission, access.credentials
+        admission = access.admission
         self.contributions = Contributions(node, dht, access.run_id, admission, linker.metering.relayed_bytes)
         self._work = [(self.contributions.tick, PUBLISH_S, "counting contributions")]
         self.authority: Authority | None = None
@@ -307,7 +289,7 @@ class Trust:
         self._watch: RevocationWatch | None = None
         if admission is not None:
             self._member = RunMember(
-                node, dht, admission, events, credentials, linker.readmit, lambda: linker.clock.behind_s
+                node, dht, admission, events, access, linker.readmit, lambda: linker.clock.behind_s
             )
             self._watch = RevocationWatch(node, dht, admission, events, rng, linker.recheck, linker.spawn)
             self._work += [
@@ -322,10 +304,10 @@ class Trust:
             await self._member.join()
 
     def start(self) -> None:
-        for work, period_s, where in self._work:
-            self._tasks.append(
-                self._node.linker.spawn(repeat(work, period_s, self._events, where, self._rng))
-            )
+        self._tasks = [
+            self._node.linker.spawn(repeat(work, period_s, self._events, where, self._rng))
+            for work, period_s, where in self._work
+        ]
 
     async def stop(self) -> None:
         """End the background work, and publish the last contributions; while the DHT still runs."""
@@ -352,14 +334,16 @@ ENTRIES, ADDRESSES = 3, 4
 class RunAccess:
     """A peer's way into a run, and its rights there.
 
-    ``admission`` is None in an open run. ``credentials`` admit it to a closed one; the authority has a
-    ``book`` instead. ``known`` peers and the ``tally`` are of an earlier session.
+    ``admission`` is None in an open run. The ``invitation`` admits it to a closed one, with a Hugging
+    Face ``token`` if required; the authority has a ``book`` instead. ``membership``, ``known`` peers
+    and the ``tally`` are of an earlier session.
     """
 
     run_id: str
     access: Access
     admission: MembershipAdmission | None = None
-    credentials: Credentials | None = None
+    token: str = field(default="", repr=False)
+    membership: bytes = field(default=b"", repr=False)
     book: AuthorityBook | None = None
     allow: Allowlist | None = None
     invitation: Invite | None = None
@@ -401,12 +385,10 @@ class RunAccess:
         cls, invitation: Invite, identity: Identity, *, token: str = "", membership: bytes = b""
     ) -> "RunAccess":
         """Join a run; ``token`` is of Hugging Face, ``membership`` of an earlier session, if any."""
-        run_id, grant = invitation.run_id, invitation.grant
-        if grant is None:
-            return cls(run_id, invitation.access, invitation=invitation)
-        admission = MembershipAdmission(run_id, authority=invitation.authority, own=identity.public_key)
-        credentials = Credentials(grant, invitation.key, token, membership)
-        return cls(run_id, invitation.access, admission, credentials, invitation=invitation)
+        run_id, admission = invitation.run_id, None
+        if invitation.grant is not None:
+            admission = MembershipAdmission(run_id, authority=invitation.authority, own=identity.public_key)
+        return cls(run_id, invitation.access, admission, token, membership, invitation=invitation)
 
     @property
     def entries(self) -> tuple[Contact, ...]:

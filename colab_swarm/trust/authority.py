@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 
 from colab_swarm.errors import NotAdmitted, PeerError
+from colab_swarm.markup import count
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import (
     MAX_MEMBERSHIP_BYTES,
@@ -104,8 +105,8 @@ class AuthorityBook:
             if len(peers) >= grant.uses:
                 return False
             peers.append(peer.hex())
-            used = self.saved.used
-            self.saved.used = {key: one for key, one in used.items() if one[0] + SLACK_S >= now}
+            used = self.saved.used.items()
+            self.saved.used = {key: one for key, one in used if one[0] + SLACK_S >= now}
             self.save()
         return True
 
@@ -118,10 +119,9 @@ class Allowlist:
     organisations: tuple[str, ...] = ()
 
     def admits(self, account: Account) -> bool:
-        organisations = {name.lower() for name in self.organisations}
-        return account.name.lower() in {name.lower() for name in self.users} or any(
-            one.name.lower() in organisations for one in account.orgs
-        )
+        listed = {name.lower() for name in self.organisations}
+        theirs = {one.name.lower() for one in account.orgs}
+        return account.name.lower() in map(str.lower, self.users) or not listed.isdisjoint(theirs)
 
 
 def make_grant(
@@ -186,8 +186,7 @@ class Authority:
             self._asking.discard(peer)
         now = self._peers.time()
         if proof.grant is not None and not self._book.use(proof.grant, peer, now=now):
-            count = proof.grant.uses
-            why = f"this invitation was for {count} peer{'s' * (count != 1)}, and all have joined"
+            why = f"this invitation was for {count(proof.grant.uses, 'peer')}, and all have joined"
             raise self._refusal(f"peer {short(peer)}", why, "ask for an invitation of your own")
         end = now + member_s(self._allow)
         unsigned = Membership(proof.run_id, proof.role, proof.key, name[:MAX_NAME_CHARS], now, end)
@@ -203,10 +202,9 @@ class Authority:
                 raise NotAdmitted("it shows the membership of another peer")
             self._admission.inspect(proof.key, shown)
             grant = proof.grant
-            if grant is None:
-                until = proof.expires_at + GRACE_S
-            else:
-                until = proof.expires_at if grant.offline else grant.join_until
+            until = proof.expires_at + (GRACE_S if grant is None else 0.0)
+            if grant is not None and not grant.offline:
+                until = grant.join_until
             late_s = self._peers.time() - until
             if late_s > SLACK_S:
                 raise NotAdmitted(f"the membership it shows ended {in_words(late_s)} ago")

@@ -23,7 +23,7 @@ from colab_swarm.averaging.group import Group, Span
 from colab_swarm.dht.records import Record, owner_of
 from colab_swarm.dht.service import DHT
 from colab_swarm.errors import NotAdmitted, PeerError
-from colab_swarm.markup import facts, plain, size
+from colab_swarm.markup import count, facts, plain, size
 from colab_swarm.net.identity import id_of
 from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES, Key, MembershipAdmission
 from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Peers, Role, short
@@ -269,8 +269,13 @@ class Leaderboard(tuple[Contribution, ...]):
     def __getnewargs__(self) -> tuple[tuple[Contribution, ...], Mapping[str, str], PeerId]:
         return tuple(self), self.names, self.me
 
-    def rows(self) -> list[tuple[str, ...]]:
-        return [
+    def __repr__(self) -> str:
+        samples = sum(one.samples for one in self)
+        return f"Leaderboard({count(len(self), 'peer')}, {samples:,.0f} samples)"
+
+    def _repr_html_(self) -> str:
+        nothing = "" if self else ": none yet"
+        rows = [
             (
                 f"{place}.",
                 plain(self.names.get(short(one.peer), ""), 40) + " (me)" * (one.peer == self.me),
@@ -283,11 +288,4 @@ class Leaderboard(tuple[Contribution, ...]):
             )
             for place, one in enumerate(self, 1)
         ]
-
-    def __repr__(self) -> str:
-        peers = f"{len(self)} peer" + "s" * (len(self) != 1)
-        return f"Leaderboard({peers}, {sum(one.samples for one in self):,.0f} samples)"
-
-    def _repr_html_(self) -> str:
-        nothing = "" if self else ": none yet"
-        return facts(f"Leaderboard: contributions seen by other peers{nothing}", {}, COLUMNS, self.rows())
+        return facts(f"Leaderboard: contributions seen by other peers{nothing}", {}, COLUMNS, rows)

@@ -23,34 +23,29 @@ body, nonce and time. It is valid once, for 60 s. Bodies are msgpack, data and p
 
 | request | answers |
 |---|---|
-| `GET /api/job` | `JobCard`: the job, signed by the coordinator |
-| `GET /api/code` | the job's Python code; its SHA-256 is in the card |
-| `POST /api/units` | `AskForUnits` -> `GivenUnits` |
+| `GET /api/job` | `JobCard`: the job with its Python code, signed by the coordinator |
+| `POST /api/units` | `AskForUnits` -> `GivenUnits`; it also returns units that the volunteer will not train |
 | `GET /api/data/SHA256`, `/api/parameters[/EPOCH-SUBSET]` | files, with ranges |
-| `HEAD`, `PUT /api/results/ASSIGNMENT` | bytes received so far; a piece -> `Taken` |
-| `POST /api/return` | `GiveBack`: units that the volunteer will not train |
+| `PUT /api/results/ASSIGNMENT` | a piece -> `Taken`, with status 409 if it does not continue the upload |
 | `/`, `/status.json`, `/metrics` | the status page, for people, programs and Prometheus |
 
 ## The log
 
-    Assigned -> Accepted -> Assimilated -> Measured                   then EpochEnded, and at last Finished
-
-A unit that is rejected, expires or is given back goes to another volunteer (`colab_swarm.workunits.state` has all
-states). The store's **log** of these entries is the job. A decision of the dispatcher (a pure core) is a list of
-entries that takes effect once they are in the log. So a coordinator may be killed between any two steps, and the same
-call resumes the job. A parameter server replaces the parameters, logs the assimilation and removes the result from the
-queue in one step: exactly once, whichever process is killed.
+The store's **log** of entries (`colab_swarm.workunits.state`) is the job. A decision of the dispatcher, a pure core,
+is a list of entries that takes effect once they are in the log. So a coordinator may be killed between any two steps,
+and the same call resumes the job. A parameter server replaces the parameters, logs the assimilation and removes the
+result from the queue in one step: exactly once, whichever process is killed.
 
 A unit's deadline is 600 s at first, then follows the times of earlier units, and doubles after each expiry. A new or
 unreliable volunteer has 2 units in flight. A volunteer saves its unit every 30 s, and counts as gone after 600 s of
-silence. A first ban takes 10 minutes, each further one twice as long.
+silence.
 
 ## Failures
 
 - *A volunteer is preempted.* Its unit expires and goes to another volunteer, a reliable one first. Restarted with the
   same folder, the volunteer resumes its unit.
 - *Results are not finite, of other shapes, or far off* (`max_change`). They are refused. With `replication=3` a
-  majority has to agree. Three bad results in a row, or every fourth, ban the volunteer for a while.
+  majority has to agree. Three bad results in a row, or every fourth, ban the volunteer, ever longer.
 - *The connection breaks.* Uploads and downloads resume where they ended. A proxy's error page is retried too.
 - *The coordinator, a server or the store is down.* Volunteers retry. SQLite and SQL databases lose nothing. In Redis
   two overlapping assimilations may lose one change of the values, as in the paper, but never an entry of the log.
@@ -58,8 +53,8 @@ silence. A first ban takes 10 minutes, each further one twice as long.
 **Security.** The link holds the coordinator's key and a grant (`colab_swarm.trust`). Sizes are checked before a body is
 read, nothing of a request becomes a path, nothing is pickled. But:
 
-- A volunteer runs the program that the job's organizer wrote, without a sandbox. Its digest is signed, and you see the
-  code first. Volunteer for people you trust, or in a notebook that holds no secrets.
+- A volunteer runs the organizer's program without a sandbox. Its digest is signed, and you see the code first.
+  Volunteer for people you trust, or in a notebook that holds no secrets.
 - Anyone with the link can join under many identities, hold units until their deadlines, and outvote others. Give short
   links to people you know (`coordinator.invite(hours=2)`).
 - Without `https` in front (a tunnel, a proxy) data and parameters can be read on the network.
@@ -76,27 +71,19 @@ read, nothing of a request becomes a path, nothing is pickled. But:
     coordinator = cs.workunits.coordinate("job.py", tunnel="cloudflared")     # or url="https://…"
     coordinator.link                                                # a link, a QR code, badges
     volunteer = cs.workunits.volunteer("https://…/#my-job.…", trust_code=True)  # read the code before you trust it
-    volunteer.watch()
     coordinator.wait()
     model = coordinator.model()
 
 In a shell: `colab-swarm coordinate job.py`, `colab-swarm volunteer LINK --trust-code`. Peers of a swarm use
 `swarm.coordinate(job)`, `swarm.volunteer()`. `store="redis://…"`, PostgreSQL or MariaDB hold the state elsewhere (`pip
-install "colab-swarm[workunits]"`). `servers=3` runs three parameter servers; the default follows the results.
-`job.train_serially()` is the baseline.
+install "colab-swarm[workunits]"`). `job.train_serially()` is the baseline.
 
 ## The paper and the modules
 
 Atre, Jha and Rao, *Distributed Deep Learning Using Volunteer Computing-Like Paradigm* (VC-ASGD), [arXiv
-2103.08894](https://arxiv.org/abs/2103.08894).
-
-| section | module |
-|---|---|
-| equation 1, VC-ASGD | `colab_swarm.workunits.weights` |
-| work generator, scheduler, validator (after BOINC) | `job`, `dispatcher`, `weights` |
-| III-D: parameter servers, eventual consistency (Redis) | `coordinator`, `remote` |
-| IV: preemptible machines, price and time | `colab_swarm.workunits.preemption` |
-| IV-D: strong consistency (SQL) | `remote`, `store` (SQLite) |
+2103.08894](https://arxiv.org/abs/2103.08894): equation 1 is in `weights`; work generator, scheduler and validator
+(after BOINC) in `job`, `dispatcher`, `weights`; the parameter servers of section III-D in `coordinator`; eventual and
+strong consistency (IV-D) in `remote`, `store`; preemptible machines (IV) in `preemption`.
 
 ## Measured
 

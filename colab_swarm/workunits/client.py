@@ -8,16 +8,13 @@ page is retried like any network error. Files are never pickles.
 
 import asyncio
 import logging
-import os
 import random
 import re
-import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -32,11 +29,8 @@ from colab_swarm.training.state import load_checkpoint, save_checkpoint
 from colab_swarm.workunits.job import UnitTraining
 from colab_swarm.workunits.messages import (
     FRESH_S,
-    MAX_CODE_CHARACTERS,
     MAX_HELD,
     AskForUnits,
-    Backoff,
-    GiveBack,
     GivenUnit,
     GivenUnits,
     JobCard,
@@ -44,6 +38,7 @@ from colab_swarm.workunits.messages import (
     Subset,
     Taken,
     Token,
+    backoff,
 )
 from colab_swarm.workunits.weights import Floats, Schema
 
@@ -56,85 +51,57 @@ class RetryableError(PeerError):
         self.asked_s = asked_s
 
 
-@dataclass
-class Download:
-    """The part of a file received so far, across broken connections; ``etag`` is its version."""
-
-    target: str
-    size_bytes: int
-    etag: str = ""  # version of `data`
-    data: bytearray = field(default_factory=bytearray)
-
-    def restart(self, text: str) -> RetryableError:
-        self.data = bytearray()
-        return RetryableError(text)
-
-
 logger = logging.getLogger(__name__)
-SUFFIX = ".subset"
 
 
 class SubsetCache:
-    """Subsets of data on disk, ``max_bytes`` together. A file is named by its SHA-256, checked at each read."""
+    """Subsets of a job's data on disk, by SHA-256 in ``digests``, ``max_bytes`` together; others are deleted."""
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
-        self._folder, self._max_bytes = folder, max_bytes
+    def __init__(self, folder: Path, digests: Collection[str], max_bytes: int) -> None:
+        self._folder, self._digests, self._max_bytes = folder, digests, max_bytes
+        for path in folder.glob("*"):
+            if path.name not in digests:
+                path.unlink(missing_ok=True)
 
     def get(self, digest: str) -> bytes | None:
         """Return a file, or None if it is missing or garbled."""
-        path = self._folder / (digest + SUFFIX)
-        with suppress(OSError):  # another unit's data may evict it now
+        path = self._folder / digest
+        with suppress(OSError):
             data = path.read_bytes()
             if sha256(data).hexdigest() == digest:
-                os.utime(path)
                 return data
             logger.warning("%s is garbled and is fetched again", path)
             path.unlink()
         return None
 
     def put(self, digest: str, data: bytes) -> None:
-        """Save ``data``; the least recently used make room. A failing disk only causes a warning."""
-        room = self._max_bytes - len(data)
-        if room < 0:
-            return
+        """Save ``data`` if there is room. A failing disk only causes a warning."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            for _, size, path in self._newest_first():
-                room -= size
-                if room < 0:
-                    path.unlink(missing_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self._folder, suffix=".partial", delete=False) as file:
-                file.write(data)
-            os.replace(file.name, self._folder / (digest + SUFFIX))
+            if len(data) + sum(path.stat().st_size for path in self._folder.iterdir()) <= self._max_bytes:
+                (self._folder / digest).write_bytes(data)
         except OSError as error:
             logger.warning("cannot save %s bytes of data in %s: %s", f"{len(data):,}", self._folder, error)
 
     def held(self) -> tuple[str, ...]:
-        """Return the digests of the files, last used first, as many as fit in a message."""
-        return tuple(path.stem for *_, path in self._newest_first() if path.suffix == SUFFIX)[:MAX_HELD]
-
-    def _newest_first(self) -> list[tuple[float, int, Path]]:
-        found = []
-        for path in self._folder.glob("*.*"):
-            with suppress(OSError):  # another unit's data may evict it now
-                stat = path.stat()
-                found.append((stat.st_mtime, stat.st_size, path))
-        return sorted(found, reverse=True)
+        """Return the digests of the files, as many as fit in a message."""
+        return tuple(digest for digest in self._digests if (self._folder / digest).exists())[:MAX_HELD]
 
 
 T = TypeVar("T")
 PIECE_BYTES = 1 << 20  # of an upload: a broken connection costs this at most
 READ_BYTES = 64 << 10
-MAX_ANSWER_BYTES = 64 << 10
+MAX_ANSWER_BYTES, MAX_CARD_BYTES = 64 << 10, 16 << 20
+MAX_ASKED_S = 900.0  # most of what a ``Retry-After`` is worth
 # ranges count bytes of the file itself; data are compressed already
 HEADERS = {"Accept-Encoding": "identity", "Content-Type": "application/octet-stream"}
 TROUBLE = (aiohttp.ClientError, OSError)  # timeouts and `RetryableError` are OSErrors
-GOOD = (200, 206, 304)
-CONFLICT = 409  # a piece does not continue the upload; header Received says where it ends
+GAP = 409  # a piece does not continue the upload; the answer says where it ends
+GOOD = (200, 206, GAP)
 
 
-class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
-    """Connection to one coordinator of the run ``run_id``. Use it in one event loop; `close` it.
+class CoordinatorClient:
+    """Connection to one coordinator of the run ``run_id``. Use it in one event loop; `aclose` it.
 
     Every method raises `CallRefused` if the coordinator refuses, and retries other errors, between
     the two waits of ``retry_s``. ``authority`` is the run's public key; None in an open run.
@@ -159,12 +126,10 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
         self._retry_s, self._rng, self._clock = retry_s, rng or random.Random(), clock
         self._ahead_s = 0.0  # of the coordinator's clock
         self._session: aiohttp.ClientSession | None = None
-        self._newest: tuple[str, str, Floats] | None = None  # target, ETag and values fetched last
-        self._fetching = asyncio.Lock()
 
     async def card(self) -> JobCard:
         """Return the job; raise NotAdmitted unless its coordinator belongs to the run."""
-        card = await self._call("GET", "/api/job", partial(_decoded, kind=JobCard))
+        card = await self._call("GET", "/api/job", JobCard)
         if card.run_id != self._run_id:
             raise NotAdmitted(f"{self.url} coordinates another run: ask its organizer for a new link")
         if not card.is_signed_by(card.key):
@@ -176,54 +141,23 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
                 raise NotAdmitted(f"{self.url} belongs to a {role.name.lower()}, who may not coordinate")
         return card
 
-    async def code(self, card: JobCard) -> str:
-        def checked(body: bytes) -> str:
-            if sha256(body).hexdigest() != card.code_sha256:
-                raise RetryableError("the job's code came garbled")
-            return body.decode()
-
-        if not card.code_sha256:
-            return ""
-        return await self._call("GET", "/api/code", checked, most_bytes=4 * MAX_CODE_CHARACTERS)
-
-    async def ask(self, request: AskForUnits | GiveBack) -> GivenUnits:
+    async def ask(self, request: AskForUnits) -> GivenUnits:
         """Request units, or return some untrained."""
-        path = "/api/units" if isinstance(request, AskForUnits) else "/api/return"
-        body = msgspec.msgpack.encode(request)
-        return await self._call("POST", path, partial(_decoded, kind=GivenUnits), body)
+        return await self._call("POST", "/api/units", GivenUnits, msgspec.msgpack.encode(request))
 
     async def data(self, subset: Subset) -> bytes:
         """Fetch a subset of the data, for `Rows.decode`."""
-        download = Download(f"/api/data/{subset.sha256}", subset.size_bytes)
 
-        async def attempt() -> bytes:
-            await self._fetch(download)
-            data = bytes(download.data)
-            if await asyncio.to_thread(lambda: sha256(data).hexdigest()) != subset.sha256:
-                raise download.restart("a subset of the data came garbled")
-            return data
+        def checked(file: bytes) -> bytes:
+            if sha256(file).hexdigest() != subset.sha256:
+                raise ValueError("other bytes than the job's card says")
+            return file
 
-        return await self._until_done(attempt)
+        return await self._download(f"/api/data/{subset.sha256}", subset.size_bytes, checked)
 
     async def parameters(self, path: str, schema: Schema) -> Floats:
-        """Fetch the parameters (numel,) at ``path`` below /api, read-only; again only if they have changed."""
-        download = Download(f"/api/{path}", schema.size_bytes)
-
-        async def attempt() -> Floats:
-            target, etag, values = self._newest or ("", "", None)
-            known = etag if target == download.target else ""
-            if not await self._fetch(download, known) and values is not None:
-                return values
-            try:
-                values = schema.decode(memoryview(download.data))
-            except ValueError as error:
-                raise download.restart(f"the parameters cannot be used: {error}") from error
-            values.flags.writeable = False
-            self._newest = download.target, download.etag, values
-            return values
-
-        async with self._fetching:  # a second unit finds what the first has fetched
-            return await self._until_done(attempt)
+        """Fetch the parameters (numel,) at ``path`` below /api, read-only."""
+        return await self._download(f"/api/{path}", schema.size_bytes, schema.decode)
 
     async def upload(self, assignment: str, data: bytes) -> Taken:
         target, at, lost = f"/api/results/{assignment}", 0, False
@@ -235,9 +169,6 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
                 place = {"Content-Range": f"bytes {at}-{at + len(piece) - 1}/{len(data)}"}
                 try:
                     async with self._request("PUT", target, piece, place) as answer:
-                        if answer.status == CONFLICT:  # an answer was lost, or a killed process sent a part
-                            at = _received(answer, at, len(data))
-                            continue
                         taken = _decoded(await _body(answer, MAX_ANSWER_BYTES), Taken)
                 except CallRefused as error:
                     if lost and error.code == "stale":  # the last piece arrived
@@ -246,26 +177,19 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
                 except TROUBLE:
                     lost = at + len(piece) == len(data)  # perhaps only its answer
                     raise
-                self.sent_bytes += len(piece)
+                if answer.status != GAP:  # an answer was lost, or a killed process sent a part
+                    self.sent_bytes += len(piece)
                 if taken.accepted:
                     return taken
-                if not at < taken.received < len(data):
-                    raise RetryableError(
-                        f"the coordinator reports {taken.received:,} bytes of an upload: that cannot be"
-                    )
+                if taken.received == at or taken.received >= len(data):
+                    raise RetryableError(f"a piece of an upload at byte {at:,} was not taken")
                 at = taken.received
 
         return await self._until_done(attempt)
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         if self._session is not None:
             await self._session.close()
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    def __repr__(self) -> str:
-        return f"CoordinatorClient({self.url})"
 
     # -- one request, and its retries
 
@@ -273,41 +197,43 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
         self,
         method: str,
         target: str,
-        decode: Callable[[bytes], T],
+        kind: type[T],
         body: bytes = b"",
-        most_bytes: int = 16 << 20,
     ) -> T:
         async def attempt() -> T:
             async with self._request(method, target, body) as answer:
-                return decode(await _body(answer, most_bytes))
+                return _decoded(await _body(answer, MAX_CARD_BYTES), kind)
 
         return await self._until_done(attempt)
 
-    async def _fetch(self, download: Download, known: str = "") -> bool:
-        """Continue a download, or begin it; return False if the version ``known`` is the newest."""
-        target, most, headers = download.target, download.size_bytes, {}
-        if known and not download.data:
-            headers = {"If-None-Match": known}
-        elif download.data and download.etag:
-            headers = {"Range": f"bytes={len(download.data)}-", "If-Range": download.etag}
-        async with self._request("GET", target, headers=headers) as answer:
-            if answer.status == 304:
-                return False
-            if answer.status != 206:
-                download.data, download.etag = bytearray(), answer.headers.get("ETag", "")
-            elif not answer.headers.get("Content-Range", "").startswith(f"bytes {len(download.data)}-"):
-                raise download.restart(f"{target} came in another range than requested")
-            async for piece in answer.content.iter_chunked(READ_BYTES):
-                if len(download.data) + len(piece) > most:
-                    raise download.restart(f"{target} is longer than its {most:,} bytes")
-                download.data += piece
-                self.received_bytes += len(piece)
-        if len(download.data) < most:
-            raise RetryableError(f"{target} ended after {len(download.data):,} of {most:,} bytes")
-        return True
+    async def _download(self, target: str, size_bytes: int, decode: Callable[[bytes], T]) -> T:
+        """Fetch a file, across broken connections."""
+        data, etag = bytearray(), ""
+
+        async def attempt() -> T:
+            nonlocal data, etag
+            headers = {"Range": f"bytes={len(data)}-", "If-Range": etag} if data else {}
+            async with self._request("GET", target, headers=headers) as answer:
+                if answer.status != 206:
+                    data, etag = bytearray(), answer.headers.get("ETag", "")
+                elif not answer.headers.get("Content-Range", "").startswith(f"bytes {len(data)}-"):
+                    data = bytearray()
+                    raise RetryableError(f"{target} came in another range than requested")
+                async for piece in answer.content.iter_chunked(READ_BYTES):
+                    data += piece
+                    self.received_bytes += len(piece)
+                    if len(data) > size_bytes:
+                        break
+            try:
+                return await asyncio.to_thread(decode, bytes(data))
+            except ValueError as error:
+                data = bytearray()
+                raise RetryableError(f"{target} cannot be used: {error}") from error
+
+        return await self._until_done(attempt)
 
     async def _until_done(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        backoff = Backoff(self._rng, *self._retry_s)
+        waits_s = backoff(self._rng, *self._retry_s)
         while True:
             try:
                 result = await attempt()
@@ -316,7 +242,7 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
             except CallRefused:
                 raise
             except TROUBLE as error:
-                wait_s = backoff.failed(getattr(error, "asked_s", 0.0))
+                wait_s = max(next(waits_s), min(getattr(error, "asked_s", 0.0), MAX_ASKED_S))
                 said = str(error) or type(error).__name__
                 self.trouble = f"coordinator unreachable ({said}), trying again in {wait_s:.0f} s"
                 await asyncio.sleep(wait_s)
@@ -339,32 +265,26 @@ class CoordinatorClient(AbstractAsyncContextManager["CoordinatorClient"]):
             headers={**token, **(headers or {})},
             allow_redirects=False,
         ) as answer:
-            if answer.status not in GOOD and not (answer.status == CONFLICT and "Received" in answer.headers):
+            if answer.status not in GOOD:
                 await self._refused(answer)
             yield answer
 
     async def _refused(self, answer: aiohttp.ClientResponse) -> NoReturn:
-        body, asked_s = await _body(answer, MAX_ANSWER_BYTES), _seconds(answer.headers.get("Retry-After", ""))
+        body, asked = await _body(answer, MAX_ANSWER_BYTES), answer.headers.get("Retry-After", "")
+        asked_s = float(asked) if re.fullmatch(r"[0-9]{1,6}", asked) else 0.0
         try:
             problem = msgspec.msgpack.decode(body, type=Problem)
         except UNDECODABLE as error:  # something else answered
             raise RetryableError(f"answer {answer.status} {answer.reason}", asked_s) from error
-        if problem.code == "token" and self._set_clock(answer.headers.get("Date", "")):
-            raise RetryableError("your clock is wrong: the coordinator's is used")
+        if problem.code == "token":
+            with suppress(ValueError):
+                ahead_s = parsedate_to_datetime(answer.headers.get("Date", "")).timestamp() - self._clock()
+                if abs(ahead_s - self._ahead_s) > FRESH_S / 2:
+                    self._ahead_s = ahead_s
+                    raise RetryableError("your clock is wrong: the coordinator's is used")
         if problem.code == "busy" or answer.status >= 500:
             raise RetryableError(problem.text, asked_s)
         raise CallRefused(problem.code, problem.text)
-
-    def _set_clock(self, date: str) -> bool:
-        """Adopt the coordinator's time if ours is so wrong that it refuses our tokens."""
-        try:
-            ahead_s = parsedate_to_datetime(date).timestamp() - self._clock()
-        except ValueError:
-            return False
-        if abs(ahead_s - self._ahead_s) <= FRESH_S / 2:
-            return False
-        self._ahead_s = ahead_s
-        return True
 
     def _now(self) -> float:
         return self._clock() + self._ahead_s
@@ -394,17 +314,6 @@ def _decoded(body: bytes, kind: type[T]) -> T:
         raise RetryableError("an answer that no coordinator gives: is the link right?") from error
 
 
-def _received(answer: aiohttp.ClientResponse, at: int, size: int) -> int:
-    text = answer.headers["Received"]
-    if not re.fullmatch("[0-9]{1,18}", text) or int(text) == at or int(text) >= size:
-        raise RetryableError(f"a piece at byte {at:,} was not taken")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    return float(text) if re.fullmatch(r"\d{1,6}(\.\d{1,6})?", text) else 0.0
-
-
 @dataclass(frozen=True)
 class UnitProgress:
     """One slot of a volunteer."""
@@ -417,25 +326,25 @@ class UnitProgress:
     seconds: float = 0.0  # since the unit's arrival
 
 
-@dataclass(frozen=True)
+@dataclass
 class VolunteerSnapshot:
     """Progress of one volunteer in a job."""
 
     job: str
-    state: str  # its activity, or why it ended, for people
-    over: bool
-    fault: str  # traceback of the job's own code, if that ended it
-    epoch: int  # of the job, as last reported
-    accuracy: float | None  # of the epoch before
-    units: tuple[UnitProgress, ...]
-    accepted: int  # units, like the next two
-    refused: int
-    given_back: int
-    refusal: str  # why the last result was refused
-    samples: int  # trained in accepted units
-    sent_bytes: int  # of results
-    received_bytes: int  # of data and parameters
-    seconds: float
+    state: str = ""  # its activity, or why it ended, for people
+    over: bool = False
+    fault: str = ""  # traceback of the job's own code, if that ended it
+    epoch: int = 0  # of the job, as last reported
+    accuracy: float | None = None  # of the epoch before
+    units: tuple[UnitProgress, ...] = ()
+    accepted: int = 0  # units, like the next two
+    refused: int = 0
+    given_back: int = 0
+    refusal: str = ""  # why the last result was refused
+    samples: int = 0  # trained in accepted units
+    sent_bytes: int = 0  # of results
+    received_bytes: int = 0  # of data and parameters
+    seconds: float = 0.0
 
 
 @dataclass
@@ -477,10 +386,8 @@ class UnitSaves:
             logger.warning("unit %s is not saved: %s", held.unit.assignment, error)
 
     def drop(self, unit: GivenUnit) -> None:
-        try:
-            self._file(unit).unlink(missing_ok=True)
-        except OSError as error:
-            logger.warning("a save cannot be deleted: %s", error)
+        with suppress(OSError):  # it is deleted once its deadline has passed
+            self._file(unit).unlink()
 
     def left_behind(self, *, now: float) -> list[UnitInHand]:
         """Return units that a killed process had in hand, before their deadlines; delete the others."""

@@ -9,7 +9,6 @@ import asyncio
 import atexit
 import contextlib
 import logging
-import math
 import os
 import random
 import signal
@@ -20,7 +19,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Literal, TypedDict, Unpack
 from urllib.parse import urlsplit
@@ -45,8 +43,8 @@ from colab_swarm.runtime import Runtime
 from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.authority import make_grant
 from colab_swarm.workunits.dispatcher import Dispatcher, JobLog
-from colab_swarm.workunits.job import Evaluator, Job, lay_out
-from colab_swarm.workunits.messages import Backoff, JobCard, RequestGate, Token, WorkLink
+from colab_swarm.workunits.job import Job, lay_out, measure
+from colab_swarm.workunits.messages import JobCard, RequestGate, Token, backoff, waited
 from colab_swarm.workunits.state import MARKS, MAX_MARKS, AnyEntry, JobStatus, Measured, Unit
 from colab_swarm.workunits.store import KEEP_MEMORY, ParameterStore, open_store
 from colab_swarm.workunits.web import CoordinatorServer
@@ -62,6 +60,8 @@ _coordinators: "set[Coordinator]" = set()
 CROWD, GROW_S, SHRINK_S = 2.0, 2.0, 30.0
 LEASE_S = 120.0  # a result whose server died goes to another after this time
 IDLE_S, FAREWELL_S, LONGEST_PAUSE_S = 0.05, 30.0, 60.0
+RETRY_S = 0.1, 30.0
+STORE = "COLAB_SWARM_STORE"  # variable of a server process that holds the store's address
 
 
 class CoordinatorOptions(TypedDict, total=False):
@@ -90,7 +90,8 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
 
     On an event loop use `start`, ``finished``, `status` and `close`; from other threads the rest.
     ``access`` is of the run of ``token``'s peer, ``tick_s`` the interval of the check for passed
-    deadlines. The caller closes the store. ``url`` is the address of the public status page.
+    deadlines. The caller closes the store. ``url`` is the address of the public status page,
+    ``servers`` the number of parameter servers, which may be set at any time.
     """
 
     link: Invitation
@@ -106,6 +107,8 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         servers: int | Literal["auto"] = "auto",
         tick_s: float = 0.5,
     ) -> None:
+        if servers != "auto" and servers < 1:
+            raise ValueError(f"servers={servers}: it must be 1 at least, or 'auto'")
         self.job, self.store, self.folder, self.servers = job, store, folder, servers
         self.url, self.stopped, self._tick_s, self._since = "", False, tick_s, time.time()
         self._token, self._access = token, access
@@ -119,7 +122,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
             name=job.name,
             key=token.identity.public_key,
             membership=token.membership,
-            code_sha256=sha256(job.code.encode()).hexdigest() if job.code else "",
+            code=job.code,
             local_epochs=plan.local_epochs,
             batch_size=plan.batch_size,
             schema=self.schema.head(),
@@ -135,25 +138,14 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         self._tunnel: Tunnel | None = None
         self._held = contextlib.ExitStack()  # lock and store, until `stop`
 
-    @property
-    def servers(self) -> int | Literal["auto"]:
-        """Number of parameter servers; may be set at any time."""
-        return self._servers
-
-    @servers.setter
-    def servers(self, servers: int | Literal["auto"]) -> None:
-        if servers != "auto" and servers < 1:
-            raise ValueError(f"servers={servers}: it must be 1 at least, or 'auto'")
-        self._servers = servers
-
     def invite(self, *, hours: float = 7 * 24.0) -> Invitation:
         """Return a link that lets volunteers in for ``hours``; those who used it stay a week
         longer. With an allowlist they
         join the swarm first. A peer that joined passes its own invitation on.
         """
         if self._access.invitation is not None:
-            return shown(WorkLink(self.url, self._access.invitation))
-        return shown(issue(self.url, self._access, self._token.identity, hours=hours))
+            return shown(self.url, self._access.invitation)
+        return shown(self.url, issue(self._access, self._token.identity, hours=hours))
 
     def snapshot(self) -> JobStatus:
         async def look() -> JobStatus:
@@ -173,20 +165,15 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until the job is done, ``seconds`` at most; return True if it is."""
-
-        async def waiting() -> bool:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await self.finished.wait()
-            return self.finished.is_set()
-
-        return Runtime.shared().call(waiting())
+        Runtime.shared().call(waited(self.finished.wait(), seconds))
+        return self.finished.is_set()
 
     def stop(self) -> None:
         """Stop coordinating; `coordinate` with the same folder resumes the job. Idempotent."""
         if not self.stopped:
             self.stopped = True
             _coordinators.discard(self)
+            atexit.unregister(self.stop)
             with self._held:
                 Runtime.shared().call(self.close())
 
@@ -228,14 +215,13 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
 
     async def _listen(self, host: str, wanted: int) -> int:
         saved = self.folder / "port"
-        if not wanted and saved.exists():
+        if not wanted:
             with contextlib.suppress(OSError, ValueError):
                 await self.server.start(host, int(saved.read_text()))
-                return int(saved.read_text())
-        await self.server.start(host, wanted)
-        port = urlsplit(self.server.url).port or 0
-        saved.write_text(str(port))
-        return port
+        if not self.server.url:
+            await self.server.start(host, wanted)
+            saved.write_text(str(urlsplit(self.server.url).port))
+        return urlsplit(self.server.url).port or 0
 
     def _set_url(self, address: str | None) -> None:
         if address is not None:
@@ -246,36 +232,32 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         if self._tunnel is not None:
             await self._tunnel.close()
         await self.server.close()
-        upkeep, self._upkeep = self._upkeep, None
-        if upkeep is not None:
+        if self._upkeep is not None:
             self._stopping.set()
-            await upkeep  # not cancelled: its threads use the store, and start servers
+            await self._upkeep  # not cancelled: its threads use the store, and start servers
             await asyncio.to_thread(self._pool.close)
 
     async def _keep_up(self) -> None:
         while not self._stopping.is_set():
             try:
                 async with self._log.deciding() as now:
-                    wanted, backlog = self.servers, self.dispatcher.state.backlog
-                if self.finished.is_set():
-                    wanted = 0
-                elif wanted == "auto":
-                    wanted = self._pool.wanted(backlog, now=now)
-                await asyncio.to_thread(self._pool.keep, wanted, now=now)
+                    backlog = self.dispatcher.state.backlog
+                wanted = self._pool.wanted(backlog, now=now) if self.servers == "auto" else self.servers
+                await asyncio.to_thread(self._pool.keep, 0 if self.finished.is_set() else wanted, now=now)
             except StoreError:
                 pass  # the log has reported it, and the next round retries
             except Exception as error:  # volunteers are answered all the same
                 if self._log.fault != str(error):
                     logger.exception("upkeep of the job failed")
                     self._log.fault = str(error)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._tick_s):
-                    await self._stopping.wait()
+            await waited(self._stopping.wait(), self._tick_s)
 
-    def _start_server(self, name: str) -> "ThreadWorker | ProcessWorker":
-        if not self.store.shared or not self.job.code:
-            return ThreadWorker(self.store, self.job, name)
-        return ProcessWorker(self.store.url, self.job.name, self.folder / "job.py", name)
+    def _start_server(self, name: str) -> "ParameterServer | ProcessWorker":
+        if self.store.shared and self.job.code:
+            return ProcessWorker(self.store.url, self.job.name, self.folder / "job.py", name)
+        server = ParameterServer(self.store, self.job, name)
+        server.start()
+        return server
 
     def status(self) -> JobStatus:
         now, plan, state, epoch = time.time(), self.job.plan, self.dispatcher.state, self.dispatcher.epoch
@@ -312,23 +294,24 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         )
 
 
-def issue(url: str, access: RunAccess, identity: Identity | Peers, *, hours: float) -> WorkLink:
-    """Issue a link as the run's authority, valid for ``hours``. With an allowlist it admits nobody by itself."""
+def issue(access: RunAccess, identity: Identity | Peers, *, hours: float) -> Invite:
+    """Issue an invitation as the run's authority, valid for ``hours``. With an allowlist it admits nobody by itself."""
     end = time.time() + 3600 * hours
     if access.admission is None:
-        return WorkLink(url, Invite(access.run_id, (), end))
+        return Invite(access.run_id, (), end)
     grant, secret = make_grant(access.run_id, Role.WORKER, identity.sign, join_until=end, allow=access.allow)
-    return WorkLink(url, Invite.issue(grant, secret, (), access=access.access, authority=identity.public_key))
+    return Invite.issue(grant, secret, (), access=access.access, authority=identity.public_key)
 
 
-def shown(link: WorkLink) -> Invitation:
+def shown(url: str, invite: Invite) -> Invitation:
+    """Return the link of a coordinator at ``url``; `parse_link` reads it."""
     return Invitation(
-        str(link),
-        run=link.invite.name,
+        f"{url}#{str(invite).partition('#')[2]}",
+        run=invite.name,
         role="volunteer",
-        expires_at=link.invite.expires_at,
+        expires_at=invite.expires_at,
         purpose="volunteer",
-        warning=LOCAL_ONLY if is_local(host_of(link.url)) else "",
+        warning=LOCAL_ONLY if is_local(host_of(url)) else "",
     )
 
 
@@ -388,6 +371,7 @@ def open_coordinator(job: Job, access: RunAccess, token: Token, options: Coordin
         coordinator.link = coordinator.invite()
         coordinator._held = held.pop_all()
     _coordinators.add(coordinator)
+    atexit.register(coordinator.stop)
     return coordinator
 
 
@@ -395,38 +379,40 @@ def _folder(job: Job, options: CoordinatorOptions) -> Path:
     return Path(options.get("folder", f"{job.name}-work")).resolve()
 
 
-@atexit.register
-def _stop_all() -> None:
-    for coordinator in list(_coordinators):
-        with contextlib.suppress(Exception):
-            coordinator.stop()
-
-
 # -- parameter servers
 
 
-class ParameterServer:
-    """Assimilate results of the store until stopped; measure the accuracy after each."""
+class ParameterServer(threading.Thread):
+    """Assimilate results of the store until stopped; measure the accuracy after each.
 
-    def __init__(self, store: ParameterStore, evaluator: Evaluator, name: str) -> None:
-        self._store, self._evaluator, self._name = store, evaluator, name
-        self._measured: list[Measured] = []  # not in the log yet
+    A thread, for stores that other processes cannot open; in a process of its own only `run` is called.
+    """
 
-    def run(self, stop: threading.Event) -> None:
-        """Serve until ``stop`` is set, then finish the current update. Store errors are retried."""
-        trouble, wait_s = Backoff(random.Random(), 0.1, 30.0), 0.0
-        while not stop.wait(wait_s):
+    def __init__(self, store: ParameterStore, job: Job, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._store, self._job, self._end = store, job, threading.Event()
+        self._model, self._rows = job.first_model(), job.validation_rows()
+        self._schema = Schema.of(self._model)
+
+    def stop(self) -> None:
+        """Let `run` end after the current update."""
+        self._end.set()
+
+    def run(self) -> None:
+        """Serve until stopped. Store errors are retried."""
+        rng, wait_s = random.Random(), 0.0
+        waits_s = backoff(rng, *RETRY_S)
+        while not self._end.wait(wait_s):
             try:
                 wait_s = 0.0 if self.run_once(time.time()) else IDLE_S
-                trouble.succeeded()
+                waits_s = backoff(rng, *RETRY_S)
             except StoreError as error:
-                wait_s = trouble.failed()
-                logger.warning("%s retries the store in %.1f s: %s", self._name, wait_s, error)
+                wait_s = next(waits_s)
+                logger.warning("%s retries the store in %.1f s: %s", self.name, wait_s, error)
 
     def run_once(self, now: float) -> bool:
-        """Assimilate one result; return False if none waits. A StoreError leaves it in the queue."""
-        self._log()
-        accepted = self._store.claim(self._name, now=now, lease_s=LEASE_S)
+        """Assimilate one result; return False if none waits. A StoreError leaves it in the queue, or unmeasured."""
+        accepted = self._store.claim(self.name, now=now, lease_s=LEASE_S)
         if accepted is None:
             return False
         try:
@@ -440,41 +426,18 @@ class ParameterServer:
             updated = assimilate(server, result, accepted.alpha)
             return updated
 
-        if self._store.assimilate(accepted, update, server=self._name, now=now) is not None:
-            accuracy = self._evaluator.accuracy(updated)
-            self._measured.append(Measured(at=now, unit=accepted.unit, accuracy=accuracy))
-            self._log()
+        if self._store.assimilate(accepted, update, server=self.name, now=now) is not None:
+            self._schema.load(self._model, updated)
+            accuracy = measure(self._job, self._model, self._rows)
+            self._store.append([Measured(at=now, unit=accepted.unit, accuracy=accuracy)])
         return True
-
-    def _log(self) -> None:
-        if self._measured:
-            self._store.append(self._measured)
-            self._measured = []
-
-
-class ThreadWorker(threading.Thread):
-    """A parameter server on a thread, for stores that other processes cannot open."""
-
-    def __init__(self, store: ParameterStore, job: Job, name: str) -> None:
-        super().__init__(name=f"parameter server {name}", daemon=True)
-        self._store, self._job, self._end = store, job, threading.Event()
-        self.start()
-
-    def run(self) -> None:
-        try:
-            ParameterServer(self._store, Evaluator(self._job), self.name.rpartition(" ")[2]).run(self._end)
-        except Exception:  # the pool replaces it
-            logger.exception("%s failed", self.name)
-
-    def stop(self) -> None:
-        self._end.set()
 
 
 class ProcessWorker:
     """A parameter server in a process: ``store`` is an address, ``job`` a name, ``code`` a file.
 
-    The process reads the address from its input: it may hold a password, and all users see
-    arguments. When the input closes, this process is dead, and the server exits at once.
+    The address is in the process's environment: it may hold a password, and all users see
+    arguments. When its input closes, this process is dead, and the server exits at once.
     """
 
     def __init__(self, store: str, job: str, code: Path, name: str) -> None:
@@ -484,14 +447,9 @@ class ProcessWorker:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=os.environ | KEEP_MEMORY,
+                env=os.environ | KEEP_MEMORY | {STORE: store},
                 start_new_session=True,
             )
-        assert self._process.stdin is not None  # it is a pipe
-        self._input = self._process.stdin
-        with contextlib.suppress(OSError):  # it is dead already: the pool notices
-            self._input.write(f"{store}\n".encode())
-            self._input.flush()
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
@@ -500,31 +458,28 @@ class ProcessWorker:
         self._process.terminate()
 
     def join(self, timeout_s: float) -> None:
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        with contextlib.suppress(OSError):
-            self._input.close()
+        with self._process:  # closes its input at last
+            try:
+                self._process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
 
 
 def serve() -> None:
     """Serve in a process of a `ProcessWorker`, until SIGTERM, or until its input closes."""
     job, code, name = sys.argv[1:]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    stop = threading.Event()
-    stop_at_sigterm(stop)
-    url = sys.stdin.readline().strip()
     threading.Thread(target=_exit_with_parent, name="parent watch", daemon=True).start()
     torch.set_num_threads(1)  # the coordinator adds servers until all processors are busy
-    with contextlib.closing(open_store(url, job)) as store:
-        ParameterServer(store, Evaluator(Job.load(code)), name).run(stop)
+    with contextlib.closing(open_store(os.environ[STORE], job)) as store:
+        server = ParameterServer(store, Job.load(code), name)
+        stop_at_sigterm(server)
+        server.run()
 
 
-def stop_at_sigterm(stop: threading.Event) -> None:
-    """Set the event at SIGTERM, from another thread: in this one the handler could deadlock on the event's lock."""
-    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=stop.set).start())
+def stop_at_sigterm(server: ParameterServer) -> None:
+    """Stop the server at SIGTERM, from another thread: in this one the handler could deadlock on its event's lock."""
+    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.stop).start())
 
 
 def _exit_with_parent() -> None:
@@ -535,13 +490,15 @@ def _exit_with_parent() -> None:
 class WorkerPool:
     """Parameter servers, as many as wanted; ``deaths`` counts those that ended by themselves."""
 
-    def __init__(self, start: Callable[[str], ThreadWorker | ProcessWorker], most: int | None = None) -> None:
+    def __init__(
+        self, start: Callable[[str], ParameterServer | ProcessWorker], most: int | None = None
+    ) -> None:
         self._start, self.deaths = start, 0
         self._most = most or max(1, (os.cpu_count() or 1) - 1)  # one processor is the coordinator's
-        self._running: list[ThreadWorker | ProcessWorker] = []
-        self._stopping: list[ThreadWorker | ProcessWorker] = []
+        self._running: list[ParameterServer | ProcessWorker] = []
+        self._stopping: list[ParameterServer | ProcessWorker] = []
         self._started, self._pause_until = 0, 0.0
-        self._few_since = self._idle_since = math.inf
+        self._trend, self._since = 0, 0.0  # which way the number has to change, since when
 
     @property
     def size(self) -> int:
@@ -551,14 +508,13 @@ class WorkerPool:
         """Return how many servers to run: one more if for `GROW_S` more than `CROWD` results per
         server are ``waiting``, one less if for `SHRINK_S` none is.
         """
-        wanted = self.size
-        self._few_since = min(self._few_since, now) if waiting > CROWD * wanted else math.inf
-        self._idle_since = min(self._idle_since, now) if waiting == 0 else math.inf
-        if now - self._few_since >= GROW_S:
-            wanted, self._few_since = wanted + 1, now
-        elif now - self._idle_since >= SHRINK_S:
-            wanted, self._idle_since = wanted - 1, now
-        return max(1, min(self._most, wanted))
+        size, trend = self.size, -1 if waiting == 0 else 0
+        trend = 1 if waiting > CROWD * size else trend
+        if trend != self._trend:
+            self._trend, self._since = trend, now
+        if now - self._since >= (GROW_S if trend > 0 else SHRINK_S):
+            size, self._since = size + trend, now
+        return max(1, min(self._most, size))
 
     def keep(self, wanted: int, *, now: float) -> None:
         """Run ``wanted`` servers; dead ones are replaced after ever longer pauses."""

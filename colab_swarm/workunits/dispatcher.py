@@ -14,7 +14,6 @@ the log has not happened, so a coordinator may be killed at any moment.
 """
 
 import asyncio
-import heapq
 import logging
 import math
 import random
@@ -68,28 +67,23 @@ class Dispatcher:
     def epoch(self) -> int:
         return min(self.state.epoch, self._plan.max_epochs)
 
-    def assign(self, volunteer: str, count: int, held: Collection[str], *, now: float) -> list[Assigned]:
+    def assign(
+        self, volunteer: str, count: int, held: Collection[str], *, now: float, name: str = ""
+    ) -> list[Assigned]:
         """Assign up to ``count`` units to a volunteer that has the subsets of SHA-256 ``held``."""
         record, most = self.state.volunteer(volunteer), self._plan.in_flight
-        done = self.state.finished or self.state.epoch > self._plan.max_epochs
-        if done or record.in_flight >= most or max(record.banned_until, record.rests_until) > now:
-            return []
         proven = record.proven  # gets units that failed before first, others last
-        others = [
-            other
+        room = min(count, (most if proven else min(most, FEW)) - record.in_flight)
+        done = self.state.finished or self.state.epoch > self._plan.max_epochs
+        if done or room <= 0 or record.idle_until > now:
+            return []
+        others = any(
+            name != volunteer and other.last_seen > now - PRESENT_S and other.banned_until <= now
             for name, other in self.state.volunteers.items()
-            if name != volunteer and other.last_seen > now - PRESENT_S and other.banned_until <= now
-        ]
-        most = most if proven else min(most, FEW)
-        yields = not proven and any(other.proven for other in others)
-        free = [
-            pair
-            for pair in self.state.open.items()
-            if self._missing(pair[1]) > 0 and self._is_free(pair[1], volunteer, bool(others), yields, now)
-        ]
-        first = self._rng.randrange(len(free) or 1)
-        chosen = heapq.nsmallest(
-            min(count, most - record.in_flight),
+        )
+        free = [pair for pair in self.state.open.items() if self._is_free(pair[1], volunteer, others, now)]
+        first, replicated = self._rng.randrange(len(free) or 1), self._plan.replication > 1
+        chosen = sorted(
             free[first:] + free[:first],
             key=lambda pair: (bool(pair[1].failed_by) != proven, self._subsets[pair[0].subset] not in held),
         )
@@ -99,16 +93,15 @@ class Dispatcher:
                 unit=unit,
                 assignment=f"{self._rng.getrandbits(128):032x}",
                 volunteer=volunteer,
+                name=name,
                 deadline=now + self._deadline_s(state),
-                version=self._version(state),
+                # replicas of a unit start from the same parameters
+                version=state.replicas[0].given.version
+                if replicated and state.replicas
+                else self.state.version,
             )
-            for unit, state in chosen
+            for unit, state in chosen[:room]
         ]
-
-    def _version(self, state: UnitState) -> int:
-        """Replicas of a unit start from the same parameters; without them each volunteer takes the newest."""
-        replicas = state.replicas if self._plan.replication > 1 else ()
-        return replicas[0].given.version if replicas else self.state.version
 
     def unacknowledged(self, volunteer: str, in_hand: Collection[str], *, now: float) -> list[Assigned]:
         """Return assignments that a volunteer does not have ``in_hand``: their answer was lost."""
@@ -119,17 +112,13 @@ class Dispatcher:
         ]
 
     def _missing(self, unit: UnitState) -> int:
-        if unit.accepted:
-            return 0
-        return max(self._plan.replication, len(unit.returned()) + 1) - len(unit.live())
+        wanted = max(self._plan.replication, len(unit.returned()) + 1)
+        return 0 if unit.accepted else wanted - len(unit.live())
 
-    def _is_free(self, unit: UnitState, volunteer: str, others: bool, yields: bool, now: float) -> bool:
-        if unit.is_with(volunteer):
-            return False
-        if not unit.failed_by or not others:
-            return True
-        failed_at = [at for name, at in unit.failed_by.items() if yields or name == volunteer]
-        return now >= max(failed_at, default=-math.inf) + 2 * self._poll_s()
+    def _is_free(self, unit: UnitState, volunteer: str, others: bool, now: float) -> bool:
+        """The volunteer that failed a unit leaves it to the ``others`` for a while."""
+        own = others and now < unit.failed_by.get(volunteer, -math.inf) + 2 * self._poll_s()
+        return self._missing(unit) > 0 and not unit.is_with(volunteer) and not own
 
     def _deadline_s(self, unit: UnitState) -> float:
         if self._plan.deadline_s is not None:
@@ -140,15 +129,14 @@ class Dispatcher:
         return min(86_400.0, usual_s * 2.0 ** min(expired, 16))
 
     def _poll_s(self) -> float:
-        if not self.state.unit_s:
-            return FIRST_WAIT_S
-        return min(LONGEST_WAIT_S, max(SHORTEST_WAIT_S, statistics.median(self.state.unit_s) / 10))
+        usual_s = statistics.median(self.state.unit_s or [10 * FIRST_WAIT_S])
+        return min(LONGEST_WAIT_S, max(SHORTEST_WAIT_S, usual_s / 10))
 
     def wait_s(self, volunteer: str, *, now: float) -> float:
         """Return the seconds after which a volunteer without units should ask again."""
         record = self.state.volunteer(volunteer)
-        if (idle_until := max(record.banned_until, record.rests_until)) > now:
-            return idle_until - now
+        if record.idle_until > now:
+            return record.idle_until - now
         expiry_s = min((one.given.deadline - now for one in self.state.out.values()), default=math.inf)
         spread = self._rng.uniform(0.75, 1.25)  # of the requests
         return max(SHORTEST_WAIT_S, min(self._poll_s() * spread, expiry_s))

@@ -8,7 +8,6 @@ sent to remote volunteers, who read it first.
 import hashlib
 import linecache
 import math
-import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -28,9 +27,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from colab_swarm.markup import facts, name_of, settings
+from colab_swarm.markup import settings
 from colab_swarm.workunits.messages import MAX_CODE_CHARACTERS, NAME, Subset
-from colab_swarm.workunits.weights import Floats, Schema
 
 Batch: TypeAlias = tuple[Tensor, ...] | dict[str, Tensor]
 Array: TypeAlias = npt.NDArray[Any]
@@ -208,10 +206,8 @@ class WorkPlan:
         alpha = self.alpha(epoch) if callable(self.alpha) else self.alpha
         if alpha == "e/(e+1)":
             alpha = epoch / (epoch + 1)
-        if isinstance(alpha, str):
-            raise ValueError(f"alpha={alpha!r}: a number, 'e/(e+1)' or a function of the epoch")
-        if not 0 <= alpha < 1:
-            raise ValueError(f"alpha is {float(alpha)} in epoch {epoch}: it must be at least 0 and below 1")
+        if isinstance(alpha, str) or not 0 <= alpha < 1:
+            raise ValueError(f"alpha is {alpha} in epoch {epoch}: 'e/(e+1)', or at least 0 and below 1")
         return float(alpha)
 
     def subsets_of(self, rows: int, size_bytes: int) -> int:
@@ -258,21 +254,14 @@ class Job:
     """
 
     name: str
-    model: Callable[[], nn.Module]
+    model: Callable[[], nn.Module] = field(repr=False)
     data: Any = field(repr=False)
     validation: Any = field(repr=False)
-    loss: Callable[[nn.Module, Any], Tensor] = cross_entropy
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = adam
-    accuracy: Callable[[nn.Module, Any], float] = share_correct
+    loss: Callable[[nn.Module, Any], Tensor] = field(default=cross_entropy, repr=False)
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = field(default=adam, repr=False)
+    accuracy: Callable[[nn.Module, Any], float] = field(default=share_correct, repr=False)
     plan: WorkPlan = WorkPlan()
     code: str = field(default="", repr=False)
-
-    def __repr__(self) -> str:
-        return f"Job({self.name!r}, {self.plan!r})"
-
-    def _repr_html_(self) -> str:
-        makers = {part: name_of(getattr(self, part)) for part in ("model", "loss", "optimizer", "accuracy")}
-        return facts(f"Job {self.name}", makers | {"plan": repr(self.plan)})
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
@@ -312,31 +301,28 @@ class Job:
             torch.manual_seed(self.plan.seed)
             return self.model()
 
-    def train_serially(self, *, on_epoch: Callable[[int, float], None] | None = None) -> "SerialResult":
+    def train_serially(
+        self, *, on_epoch: Callable[[int, float], None] | None = None
+    ) -> tuple[nn.Module, list[float]]:
         """Train on all data in one place with one optimizer, without units: the baseline.
 
-        An epoch makes ``plan.local_epochs`` passes. After each, ``on_epoch`` is called with its
-        number, from 1, and its accuracy. The plan's alpha and subsets play no part.
+        Return the trained model, and its accuracy after each epoch of ``plan.local_epochs`` passes.
+        ``on_epoch`` is called with each epoch's number, from 1, and accuracy. The plan's alpha and
+        subsets play no part.
         """
         plan, model = self.plan, self.first_model()
         rows, validation = self.rows().cut(1, seed=plan.seed)[0], self.validation_rows()
         optimizer, accuracies = self.optimizer(model.parameters()), list[float]()
         for epoch in range(1, plan.max_epochs + 1):
             UnitTraining(
-                self,
-                rows,
-                local_epochs=plan.local_epochs,
-                batch_size=plan.batch_size,
-                seed=unit_seed(plan.seed, epoch, 0),
-                model=model,
-                optimizer=optimizer,
+                self, rows, seed=unit_seed(plan.seed, epoch, 0), model=model, optimizer=optimizer
             ).finish()
             accuracies.append(measure(self, model, validation))
             if on_epoch is not None:
                 on_epoch(epoch, accuracies[-1])
             if plan.target_accuracy is not None and accuracies[-1] >= plan.target_accuracy:
                 break
-        return SerialResult(tuple(accuracies), Schema.of(model).flatten(model))
+        return model, accuracies
 
     def rows(self) -> Rows:
         return rows_of(self.data)
@@ -344,14 +330,6 @@ class Job:
     def validation_rows(self) -> Rows:
         """Return at most ``plan.validation_samples`` samples, always the same ones."""
         return rows_of(self.validation).sample(self.plan.validation_samples, seed=self.plan.seed)
-
-
-@dataclass(frozen=True)
-class SerialResult:
-    """Accuracy after each epoch of serial training, and the last parameters (numel,)."""
-
-    accuracies: tuple[float, ...]
-    parameters: Floats
 
 
 class UnitTraining:
@@ -365,19 +343,17 @@ class UnitTraining:
         job: Job,
         rows: Rows,
         *,
-        local_epochs: int,
-        batch_size: int,
         seed: int,
         model: nn.Module,
         optimizer: Optimizer | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self._job, self._rows, self._batch_size, self._seed = job, rows, batch_size, seed
+        self._job, self._rows, self._batch_size, self._seed = job, rows, job.plan.batch_size, seed
         self._device = device or torch.device("cpu")
         self.model = model.to(self._device)
         self._optimizer = optimizer or job.optimizer(self.model.parameters())
-        self._per_epoch = math.ceil(len(rows) / batch_size)
-        self.done, self.batches = 0, self._per_epoch * local_epochs
+        self._per_epoch = math.ceil(len(rows) / self._batch_size)
+        self.done, self.batches = 0, self._per_epoch * job.plan.local_epochs
         self._order: tuple[int, Indices] | None = None  # of the samples in the local epoch
 
     def step(self) -> float:
@@ -428,24 +404,13 @@ def unit_seed(seed: int, epoch: int, subset: int) -> int:
 def measure(job: Job, model: nn.Module, rows: Rows, *, batch_size: int = 256) -> float:
     """Return the mean accuracy of ``model`` over ``rows``, between 0 and 1."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    was_training, total = model.training, 0.0
+    total = 0.0
     model.eval()
     with torch.no_grad():
         for start in range(0, len(rows), batch_size):
             indices = np.arange(start, min(start + batch_size, len(rows)))
             total += float(job.accuracy(model, rows.batch(indices, device))) * len(indices)
-    model.train(was_training)
     return total / len(rows)
-
-
-class Evaluator:
-    def __init__(self, job: Job) -> None:
-        self._job, self._model, self.rows = job, job.first_model(), job.validation_rows()
-        self.schema = Schema.of(self._model)
-
-    def accuracy(self, values: Floats) -> float:
-        self.schema.load(self._model, values)
-        return measure(self._job, self._model, self.rows)
 
 
 def lay_out(job: Job, folder: Path) -> tuple[Subset, ...]:
@@ -460,9 +425,7 @@ def lay_out(job: Job, folder: Path) -> tuple[Subset, ...]:
     for part in parts:
         data = part.encode()
         subsets.append(Subset(hashlib.sha256(data).hexdigest(), len(data), len(part)))
-        half = folder / f"{subsets[-1].sha256}.half"
-        half.write_bytes(data)
-        os.replace(half, half.with_suffix(""))  # whole or not at all, whatever a crash left there
+        (folder / subsets[-1].sha256).write_bytes(data)  # also over what a crash left there
     for name in {file.name for file in folder.iterdir()} - {subset.sha256 for subset in subsets}:
         (folder / name).unlink()
     return tuple(subsets)
@@ -472,7 +435,7 @@ def _try_out(job: Job, rows: Rows) -> None:
     """Train one batch and measure the accuracy, to find faults before volunteers do."""
     doing, plan, model = "one batch could not be trained", job.plan, job.first_model()
     try:
-        UnitTraining(job, rows, local_epochs=1, batch_size=plan.batch_size, seed=0, model=model).step()
+        UnitTraining(job, rows, seed=0, model=model).step()
         doing = "the accuracy could not be measured"
         accuracy = measure(job, job.first_model(), job.validation_rows().sample(plan.batch_size, seed=0))
     except Exception as error:  # whatever it is, with its traceback

@@ -6,14 +6,15 @@ coordinator's address, and after ``#`` the content of an invitation:
 never reaches the server.
 """
 
+import asyncio
 import base64
 import os
 import random
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from hashlib import sha256
 from typing import Annotated, TypeAlias
 
@@ -58,7 +59,7 @@ class JobCard(Signed, frozen=True):
     name: JobName
     key: bytes
     membership: bytes
-    code_sha256: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]  # empty: no code
+    code: Annotated[str, msgspec.Meta(max_length=MAX_CODE_CHARACTERS)]  # of its file; empty: none
     local_epochs: Annotated[int, msgspec.Meta(ge=1)]
     batch_size: Annotated[int, msgspec.Meta(ge=1)]
     schema: bytes  # `Schema.head`
@@ -67,13 +68,15 @@ class JobCard(Signed, frozen=True):
 
 class AskForUnits(Message, frozen=True):
     """Request up to ``count`` units, preferably of data in the cache. Assignments that are not
-    ``in_hand`` are sent again: the reply with them was lost.
+    ``in_hand`` are sent again: the reply with them was lost. The volunteer does not train those
+    ``given_back``.
     """
 
-    count: Annotated[int, msgspec.Meta(ge=1, le=MAX_UNITS)]
+    count: Annotated[int, msgspec.Meta(ge=0, le=MAX_UNITS)]
     held: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_HELD)] = ()  # SHA-256
     name: Annotated[str, msgspec.Meta(max_length=64)] = ""
     in_hand: Annotated[tuple[AssignmentId, ...], msgspec.Meta(max_length=MAX_UNITS)] = ()
+    given_back: Annotated[tuple[AssignmentId, ...], msgspec.Meta(max_length=MAX_UNITS)] = ()
 
 
 class GivenUnit(Message, frozen=True):
@@ -101,12 +104,8 @@ class GivenUnits(Message, frozen=True):
 class Taken(Message, frozen=True):
     """Progress of an upload, in bytes; ``accepted`` once it is complete and valid."""
 
-    received: int
+    received: Annotated[int, msgspec.Meta(ge=0)]
     accepted: bool = False
-
-
-class GiveBack(Message, frozen=True):
-    assignments: Annotated[tuple[AssignmentId, ...], msgspec.Meta(max_length=MAX_UNITS)]
 
 
 class Problem(Message, frozen=True):
@@ -119,29 +118,23 @@ class Problem(Message, frozen=True):
 
 
 class Refused(Exception):
-    """A request is refused; ``received``: bytes so far, if its piece does not continue the upload."""
-
-    def __init__(self, code: str, text: str, *, received: int | None = None) -> None:
-        super().__init__(text)
-        self.problem, self.received = Problem(code, text), received
+    """A request is refused, with the arguments of its `Problem`."""
 
 
-class Backoff:
-    """Wait times after failures in a row, doubling up to ``most_s``, each drawn between half and
-    all of the present delay, so that peers do not retry together.
+async def waited(what: Awaitable[object], seconds: float | None) -> None:
+    """Wait for ``what``, ``seconds`` at most, which cancels it."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await what
+
+
+def backoff(rng: random.Random, first_s: float, most_s: float) -> Iterator[float]:
+    """Yield wait times after failures in a row, doubling up to ``most_s``, each drawn between half
+    and all of the present delay, so that peers do not retry together.
     """
-
-    def __init__(self, rng: random.Random, first_s: float = 1.0, most_s: float = 60.0) -> None:
-        self._rng, self._first_s, self._next_s, self._most_s = rng, first_s, first_s, most_s
-
-    def failed(self, asked_s: float = 0.0) -> float:
-        """Return the seconds to wait now, at least the ``asked_s`` that the other side requested."""
-        wait_s = self._next_s * self._rng.uniform(0.5, 1.0)
-        self._next_s = min(2 * self._next_s, self._most_s)
-        return max(wait_s, min(asked_s, 900.0))
-
-    def succeeded(self) -> None:
-        self._next_s = self._first_s
+    while True:
+        yield first_s * rng.uniform(0.5, 1.0)
+        first_s = min(2 * first_s, most_s)
 
 
 SCHEME = "Swarm "
@@ -163,7 +156,7 @@ class SignedRequest(Signed, frozen=True):
 
 class Token:
     """Sign the requests of a peer with its key. ``membership`` is empty in an open run, or a
-    function returns the newest. The repr holds no secret.
+    function returns the newest.
     """
 
     def __init__(self, identity: Identity | Peers, membership: bytes | Callable[[], bytes] = b"") -> None:
@@ -178,9 +171,6 @@ class Token:
         digest, key = sha256(body).digest(), self.identity.public_key
         unsigned = SignedRequest(key, self.membership, method, target, digest, os.urandom(16), now)
         return SCHEME + base64.urlsafe_b64encode(unsigned.signed(self.identity.sign).encode()).decode()
-
-    def __repr__(self) -> str:
-        return f"Token({self.identity.id.hex()[:8]})"
 
 
 class RequestGate:
@@ -228,44 +218,27 @@ def _decoded(header: str) -> SignedRequest:
         raise NotAdmitted("the token cannot be read: `pip install -U colab-swarm`") from error
 
 
-@dataclass(frozen=True)
-class WorkLink:
-    """The content of a link: the coordinator's address, and the invitation to its run."""
+def parse_link(text: str) -> tuple[str, Invite]:
+    """Return a link's address and invitation; raise InviteError if it is none, mistyped, tampered with or expired."""
+    url = text.strip().strip("'\"").partition("#")[0]
+    if url.startswith(PROJECT_URL):
+        raise InviteError(
+            "this invites to a swarm, not to a coordinator: swarm = cs.join(link), then swarm.volunteer()"
+        )
+    if not url.startswith(("http://", "https://")) or "#" not in text:
+        raise InviteError("this is no link to a coordinator: it looks like https://HOST/#NAME.PAYLOAD")
+    return url, Invite.parse(text)
 
-    url: str
-    invite: Invite
 
-    @classmethod
-    def parse(cls, text: str) -> "WorkLink":
-        """Read a link; raise InviteError if it is none, mistyped, tampered with or expired."""
-        url = text.strip().strip("'\"").partition("#")[0]
-        if url.startswith(PROJECT_URL):
-            raise InviteError(
-                "this invites to a swarm, not to a coordinator: swarm = cs.join(link), then swarm.volunteer()"
-            )
-        if not url.startswith(("http://", "https://")) or "#" not in text:
-            raise InviteError("this is no link to a coordinator: it looks like https://HOST/#NAME.PAYLOAD")
-        return cls(url, Invite.parse(text))
-
-    @property
-    def authority(self) -> bytes | None:
-        return None if self.invite.access == "open" else self.invite.authority
-
-    def token(self, identity: Identity) -> Token:
-        """Return this key's token; raise InviteError if the organizer must admit each peer."""
-        grant = self.invite.grant
-        if grant is None:
-            return Token(identity)
-        if not grant.offline:
-            raise InviteError(
-                "the organizer wants to admit each peer of this run: swarm = cs.join(invitation), "
-                "then swarm.volunteer()"
-            )
-        mine = Membership.by_invitation(grant, self.invite.key, key=identity.public_key, now=time.time())
-        return Token(identity, mine.encode())
-
-    def __str__(self) -> str:
-        return f"{self.url}#{str(self.invite).partition('#')[2]}"
-
-    def __repr__(self) -> str:
-        return f"WorkLink({self.url}, {self.invite.name})"
+def token_by(invite: Invite, identity: Identity) -> Token:
+    """Return this key's token; raise InviteError if the organizer must admit each peer."""
+    grant = invite.grant
+    if grant is None:
+        return Token(identity)
+    if not grant.offline:
+        raise InviteError(
+            "the organizer wants to admit each peer of this run: swarm = cs.join(invitation), "
+            "then swarm.volunteer()"
+        )
+    mine = Membership.by_invitation(grant, invite.key, key=identity.public_key, now=time.time())
+    return Token(identity, mine.encode())

@@ -36,10 +36,10 @@ class PreemptionModel:
     epochs: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.kill_probability < 1:
-            raise ValueError(f"kill_probability={self.kill_probability}: it must be at least 0 and below 1")
-        if not 0 < self.unit_s < self.deadline_s:
-            raise ValueError(f"unit_s={self.unit_s}, deadline_s={self.deadline_s}: no unit would be in time")
+        if not (0 <= self.kill_probability < 1 and 0 < self.unit_s < self.deadline_s):
+            raise ValueError(
+                f"{self}: kill_probability must be at least 0 and below 1, unit_s below deadline_s"
+            )
 
     @property
     def undisturbed_s(self) -> float:
@@ -52,30 +52,10 @@ class PreemptionModel:
         return self.undisturbed_s * (1 + self.kill_probability * self.deadline_s / self.unit_s)
 
 
-@dataclass(frozen=True)
-class PreemptionResult:
-    """A simulated job took ``seconds``; ``kills`` instances were preempted, and ``lost`` units with them."""
-
-    model: PreemptionModel
-    seconds: float
-    kills: int
-    lost: int
-
-    def line(self, *, standard: float, preemptible: float) -> str:
-        """Return time and cost on standard instances, without preemptions, and on preemptible ones,
-        whose prices are in $ per hour and instance.
-        """
-        model, taken_h = self.model, self.seconds / 3600
-        standard_h, expected_h = model.undisturbed_s / 3600, model.expected_s / 3600
-        return (
-            f"{standard_h:.2f} h and ${model.volunteers * standard_h * standard:.2f} on standard instances; "
-            f"{taken_h:.2f} h ({expected_h:.2f} h expected) and ${model.volunteers * taken_h * preemptible:.2f} "
-            f"on preemptible ones, of which {self.kills} were taken away"
-        )
-
-
-def simulate_preemption(model: PreemptionModel, seed: int = 0) -> PreemptionResult:
-    """Simulate the job; the same ``seed`` gives the same result."""
+def simulate_preemption(model: PreemptionModel, seed: int = 0) -> tuple[float, int]:
+    """Simulate the job; return its seconds, and how many instances were preempted. Instances cost
+    ``volunteers * seconds``. The same ``seed`` gives the same result.
+    """
     with ThreadPoolExecutor(1) as thread:  # in a notebook this thread already runs a loop
         return thread.submit(lambda: run_virtual(_Fleet(model, seed).run())).result()
 
@@ -90,14 +70,13 @@ class _Fleet:
         )
         digests = [f"{unit:064x}" for unit in range(model.units)]
         self._dispatcher = Dispatcher(plan, digests, random.Random(seed + 1))
-        self._kills = self._lost = 0
-        self._ended_at = 0.0
+        self._kills, self._ended_at = 0, 0.0
 
-    async def run(self) -> PreemptionResult:
+    async def run(self) -> tuple[float, int]:
         async with asyncio.TaskGroup() as instances:
             for number in range(self._model.volunteers):
                 instances.create_task(self._instance(f"instance {number}"))
-        return PreemptionResult(self._model, self._ended_at, self._kills, self._lost)
+        return self._ended_at, self._kills
 
     async def _instance(self, name: str) -> None:
         rate = -math.log(1 - self._model.kill_probability) / self._model.unit_s
@@ -118,11 +97,7 @@ class _Fleet:
                 await asyncio.sleep(dispatcher.wait_s(instance, now=now))
                 continue
             self._commit(*given)
-            try:
-                await asyncio.sleep(self._model.unit_s)
-            except asyncio.CancelledError:
-                self._lost += not dispatcher.state.finished
-                raise
+            await asyncio.sleep(self._model.unit_s)
             now = self._ended_at = virtual_time()
             unit, name, version = given[0].unit, given[0].assignment, dispatcher.state.version + 1
             self._commit(

@@ -4,11 +4,11 @@ The log is the job's only state. A coordinator that was killed reads it from the
 what it knew. The coordinator writes all entries but `Assimilated` and `Measured`, which the
 parameter servers write.
 
-    Met -> Assigned -> Accepted -> Assimilated -> Measured        then EpochEnded, and at last Finished
-              |  \-> Returned -> Accepted | Rejected             with replicas, until enough of them are back
-              |  \-> Rejected                                    invalid result: the unit goes to another volunteer
-              |---> Expired                                      its deadline passed: likewise
-              \---> GaveBack                                     the volunteer returned it untrained: likewise
+    Assigned -> Accepted -> Assimilated -> Measured               then EpochEnded, and at last Finished
+       |  \-> Returned -> Accepted | Rejected             with replicas, until enough of them are back
+       |  \-> Rejected                                    invalid result: the unit goes to another volunteer
+       |---> Expired                                      its deadline passed: likewise
+       \---> GaveBack                                     the volunteer returned it untrained: likewise
 
 Times are seconds since the epoch, so they stay comparable after a restart.
 
@@ -52,18 +52,12 @@ class AssignmentEntry(Entry, frozen=True):
         return f"result-{self.assignment}"
 
 
-class Met(Entry, frozen=True):
-    """A volunteer, by its peer id in hex, requested units for the first time."""
-
-    volunteer: str
-    name: str
-
-
 class Assigned(AssignmentEntry, frozen=True):
     """A volunteer gets a unit to train, from the parameters of ``version``."""
 
     unit: Unit
-    volunteer: str
+    volunteer: str  # its peer id in hex
+    name: str  # its own choice
     deadline: float
     version: int
 
@@ -123,7 +117,7 @@ class Finished(Entry, frozen=True):
 
 ServerEntry: TypeAlias = Assimilated | Measured
 AnyEntry: TypeAlias = (
-    Met | Assigned | Returned | Accepted | Rejected | Expired | GaveBack | EpochEnded | Finished | ServerEntry
+    Assigned | Returned | Accepted | Rejected | Expired | GaveBack | EpochEnded | Finished | ServerEntry
 )
 encode_entry = msgspec.msgpack.Encoder().encode
 decode_entry = msgspec.msgpack.Decoder[AnyEntry](AnyEntry).decode
@@ -153,7 +147,12 @@ class VolunteerState:
     banned_until: float = -math.inf
     returns: int = 0  # times it gave units back since its last good result
     returned_at: float = -math.inf  # the last time
-    rests_until: float = -math.inf  # it gets no units before
+    rests_until: float = -math.inf
+
+    @property
+    def idle_until(self) -> float:
+        """It gets no units before."""
+        return max(self.banned_until, self.rests_until)
 
     @property
     def proven(self) -> bool:
@@ -222,9 +221,8 @@ class UnitState:
     def mark(self) -> str:
         if self.accepted:
             return "queued" if self.staleness is None else "assimilated"
-        if self.live():
-            return "training"
-        return MARKS.get(self.replicas[-1].fate if self.replicas else "", "waiting")
+        fate = self.replicas[-1].fate if self.replicas else ""
+        return "training" if self.live() else MARKS.get(fate, "waiting")
 
 
 latest: Callable[[], deque[float]] = partial(deque, maxlen=100)
@@ -272,8 +270,6 @@ class JobState:
     def apply(self, entry: AnyEntry) -> None:
         """Apply the next entry of the log; raise ValueError if it is of a job with other subsets."""
         match entry:
-            case Met():
-                self._seen(entry.volunteer, entry.at).name = entry.name
             case Assigned():
                 self._assigned(entry)
             case Returned():
@@ -305,7 +301,8 @@ class JobState:
         replica = UnitReplica(entry)
         self.replicas[entry.assignment] = self.out[entry.assignment] = replica
         self.units[entry.unit].replicas.append(replica)
-        self._seen(entry.volunteer, entry.at).in_flight += 1
+        volunteer = self._seen(entry.volunteer, entry.at)
+        volunteer.in_flight, volunteer.name = volunteer.in_flight + 1, entry.name
 
     def _end(self, replica: UnitReplica, fate: Fate) -> VolunteerState:
         volunteer = self.volunteers[replica.given.volunteer]

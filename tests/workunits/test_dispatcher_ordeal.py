@@ -17,7 +17,6 @@ from colab_swarm.workunits.state import (
     Assimilated,
     Expired,
     GaveBack,
-    Met,
     Rejected,
     Returned,
     Unit,
@@ -44,7 +43,7 @@ class Ordeal(Desk):
         self.sent: dict[str, list[Assigned]] = {volunteer: [] for volunteer in MISBEHAVIOUR}
         self.queue: list[Accepted] = []
         for volunteer in MISBEHAVIOUR:
-            self.commit(Met(at=self.now, volunteer=volunteer, name=volunteer))
+            self.core.state._seen(volunteer, self.now)
 
     def commit(self, *entries: AnyEntry) -> list[AnyEntry]:
         self.done.update(type(entry).__name__ for entry in entries)

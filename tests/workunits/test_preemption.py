@@ -5,7 +5,7 @@ from statistics import fmean
 
 import pytest
 
-from colab_swarm.workunits.preemption import PreemptionModel, PreemptionResult, simulate_preemption
+from colab_swarm.workunits.preemption import PreemptionModel, simulate_preemption
 
 MODEL = PreemptionModel(
     volunteers=2, slots=1, units=400, unit_s=144.0, deadline_s=300.0, kill_probability=0.05, restart_s=60.0
@@ -16,8 +16,8 @@ MODEL = PreemptionModel(
 def extra_by_formula(model: PreemptionModel, seeds: int) -> float:
     """Extra time in simulations, as a share of n p t_o."""
     results = [simulate_preemption(model, seed) for seed in range(seeds)]
-    assert all(result.kills > 0 and result.lost > 0 for result in results)
-    extra_s = fmean(result.seconds for result in results) - model.undisturbed_s
+    assert all(kills > 0 for _, kills in results)
+    extra_s = fmean(seconds for seconds, _ in results) - model.undisturbed_s
     return extra_s / (model.expected_s - model.undisturbed_s)
 
 
@@ -33,10 +33,9 @@ def test_short_epochs_wait_for_lost_units_longer_than_the_formula_says() -> None
 
 
 def test_without_kills_a_job_takes_n_t_e() -> None:
-    result = simulate_preemption(replace(MODEL, units=40, kill_probability=0.0))
-    assert (result.kills, result.lost) == (0, 0)
-    assert result.seconds == pytest.approx(result.model.undisturbed_s, rel=0.01)
-    assert result.model.expected_s == result.model.undisturbed_s == 20 * 144
+    model = replace(MODEL, units=40, kill_probability=0.0)
+    assert simulate_preemption(model) == (pytest.approx(model.undisturbed_s, rel=0.01), 0)
+    assert model.expected_s == model.undisturbed_s == 20 * 144
 
 
 def test_the_same_seed_gives_the_same_job() -> None:
@@ -44,17 +43,12 @@ def test_the_same_seed_gives_the_same_job() -> None:
     assert simulate_preemption(model, 3) == simulate_preemption(model, 3) != simulate_preemption(model, 4)
 
 
-def test_the_costs_are_those_of_all_instances_for_as_long_as_it_takes() -> None:
-    model = replace(MODEL, volunteers=5, units=500)  # 4 h without kills
-    result = PreemptionResult(model, seconds=5 * 3600.0, kills=3, lost=3)
-    assert result.line(standard=1.0, preemptible=0.2) == (
-        "4.00 h and $20.00 on standard instances; 5.00 h (4.42 h expected) and $5.00 on preemptible ones, "
-        "of which 3 were taken away"
-    )
-
-
 def test_an_impossible_model_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"kill_probability=1\.0"):
-        replace(MODEL, kill_probability=1.0)
-    with pytest.raises(ValueError, match="no unit would be in time"):
-        replace(MODEL, deadline_s=100.0)
+    for changes in (
+        {"kill_probability": 1.0},
+        {"kill_probability": -0.1},
+        {"deadline_s": 144.0},
+        {"unit_s": 0.0},
+    ):
+        with pytest.raises(ValueError, match="unit_s below deadline_s"):
+            replace(MODEL, **changes)

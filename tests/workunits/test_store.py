@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from colab_swarm.errors import StoreError
-from colab_swarm.workunits.state import AnyEntry, Assimilated, Met
+from colab_swarm.workunits.state import AnyEntry, Assimilated, Rejected
 from colab_swarm.workunits.store import ParameterStore, open_store
 from colab_swarm.workunits.weights import Floats
 from tests.workunits.servers import KINDS, accepted, begun, check_invariants, new_job, plus_one
@@ -15,8 +15,8 @@ from tests.workunits.servers import KINDS, accepted, begun, check_invariants, ne
 pytestmark = pytest.mark.parametrize("url", KINDS, indirect=True)
 
 
-def met(number: int) -> AnyEntry:
-    return Met(at=0.0, volunteer=f"{number:064x}", name="alice")
+def some(number: int) -> AnyEntry:
+    return Rejected(at=0.0, assignment=f"{number:032x}", reason="bad")
 
 
 def test_the_first_parameters_stay(store: ParameterStore) -> None:
@@ -65,7 +65,7 @@ def test_entries_of_several_writers_are_read_once_and_in_their_order(store: Para
 
     def write(writer: int) -> None:
         for number in range(5):
-            store.append([met(100 * writer + 2 * number), met(100 * writer + 2 * number + 1)])
+            store.append([some(100 * writer + 2 * number), some(100 * writer + 2 * number + 1)])
 
     def read_new(after: int) -> int:
         found = store.entries(after)
@@ -80,15 +80,15 @@ def test_entries_of_several_writers_are_read_once_and_in_their_order(store: Para
         for writer in writers:
             writer.result()
     read_new(last)
-    numbers = [int(entry.volunteer, 16) for entry in seen if isinstance(entry, Met)]
+    numbers = [int(entry.assignment, 16) for entry in seen if isinstance(entry, Rejected)]
     assert [[n for n in numbers if n // 100 == writer] for writer in range(3)] == [
         list(range(100 * writer, 100 * writer + 10)) for writer in range(3)
     ]
 
 
 def test_blobs_are_put_replaced_and_dropped_with_the_entries(store: ParameterStore) -> None:
-    store.append([met(1)], put={"a": b"1", "b": b"2"})
-    store.append([met(2)], put={"b": b"3"}, drop=["a", "never-there"])
+    store.append([some(1)], put={"a": b"1", "b": b"2"})
+    store.append([some(2)], put={"b": b"3"}, drop=["a", "never-there"])
     assert store.blob("b") == b"3"
     with pytest.raises(KeyError):
         store.blob("a")

@@ -7,7 +7,7 @@ import pytest
 import sqlalchemy as sa
 
 from colab_swarm.workunits import remote
-from colab_swarm.workunits.state import Assimilated, Met
+from colab_swarm.workunits.state import Assimilated, Expired
 from colab_swarm.workunits.store import ParameterStore
 from colab_swarm.workunits.weights import Floats
 from tests.workunits.servers import accepted, begun, close_checked, new_job, plus_one
@@ -31,11 +31,11 @@ def test_the_coordinator_writes_while_a_server_assimilates(url: str) -> None:
     store = begun(url, new_job(), units=1)
 
     def update(values: Floats) -> Floats:
-        store.append([Met(at=1.0, volunteer="a", name="alice"), accepted(1)], put={"a": b"1"})
+        store.append([Expired(at=1.0, assignment="a"), accepted(1)], put={"a": b"1"})
         return plus_one(values)
 
     assert store.assimilate(accepted(0), update, server="bob", now=2.0) == 1
-    assert [type(entry) for _, entry in store.entries(1)][::2] == [Met, Assimilated]
+    assert [type(entry) for _, entry in store.entries(1)][::2] == [Expired, Assimilated]
     close_checked(store)
 
 

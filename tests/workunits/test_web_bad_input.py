@@ -100,8 +100,6 @@ async def test_a_connection_that_breaks_within_a_piece_leaves_nothing(
         await asyncio.gather(sent, return_exceptions=True)
         await until(lambda: scene.server.running["upload"] == 0)
         assert scene.state() == before
-        head = await scene.alice.send("HEAD", target)
-        assert head.headers["Received"] == "0"
     assert caplog.records == []  # it happens all the time
 
 
@@ -155,7 +153,7 @@ async def test_a_request_without_a_token_or_with_an_old_or_used_one_is_refused(t
         token = scene.alice.token.header("GET", "/api/job", now=now)
         assert (await send("GET", "/api/job", Authorization=token)).status == 200
         await refused(scene, send("GET", "/api/job", Authorization=token), 401, "sent before")
-        await refused(scene, send("GET", "/api/code", Authorization=token), 401, "another path")
+        await refused(scene, send("GET", "/api/parameters", Authorization=token), 401, "another path")
 
 
 async def test_only_members_who_may_work_take_part_and_only_while_they_are(tmp_path: Path) -> None:
@@ -190,7 +188,7 @@ async def test_an_invalid_result_is_logged_and_its_unit_goes_to_another(tmp_path
         values, schema = scene.values(), scene.coordinator.schema
         if fault == "shape":  # as many bytes, another model
             other = Schema(tuple((name, shape[::-1]) for name, shape in schema.entries))
-            file, text = other.encode(values), "weight has shape (4, 3), (3, 4) expected"
+            file, text = other.encode(values), "lacks weight (3, 4), has weight (4, 3)"
         elif fault == "nan":
             values[3] = np.nan
             file, text = schema.encode(values), "1 of 15 values are not finite"
@@ -244,11 +242,10 @@ async def test_garbled_messages_are_refused_whatever_they_hold(tmp_path: Path) -
     rng = random.Random(0)
     async with coordinating(tiny_job(), tmp_path) as scene:
         before = scene.state()
-        bodies = [b"\xc1", b"\x91\x00", b"\x91\xcd\xff\xff", b"\x91" * 60_000]
+        bodies = [b"\xc1", b"\x91\xff", b"\x91\xcd\xff\xff", b"\x91" * 60_000]
         for body in [*bodies, *map(rng.randbytes, range(40))]:
-            for path in ("/api/units", "/api/return"):
-                answer = await scene.alice.send("POST", path, body)
-                assert answer.status == 422 and answer.problem.text
+            answer = await scene.alice.send("POST", "/api/units", body)
+            assert answer.status == 422 and answer.problem.text
         assert scene.state() == before
 
 

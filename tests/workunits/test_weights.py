@@ -48,9 +48,9 @@ def test_the_file_is_safetensors() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state.pop("1.bias"), r"1.bias has shape none, \(2,\) expected"),
-        (lambda state: state.update({"1.bias": torch.zeros(3)}), r"1.bias has shape \(3,\), \(2,\) expected"),
-        (lambda state: state.update({"more": torch.zeros(3)}), r"more has shape \(3,\), none expected"),
+        (lambda state: state.pop("1.bias"), r"^lacks 1.bias \(2,\)$"),
+        (lambda state: state.update({"1.bias": torch.zeros(3)}), r"^lacks 1.bias \(2,\), has 1.bias \(3,\)$"),
+        (lambda state: state.update({"more": torch.zeros(3)}), r"^has more \(3,\)$"),
         (lambda state: state.update({"1.bias": torch.zeros(2, dtype=torch.float64)}), "other types"),
     ],
 )
@@ -77,7 +77,7 @@ def test_garbled_files_are_refused(noise: bytes, place: int) -> None:
     ("wrong", "message"),
     [
         (torch.zeros(2, dtype=torch.complex64), "complex"),
-        (torch.tensor([1 << 25]), "integers beyond"),
+        (torch.tensor([1 << 25]), "as integers"),
         (torch.full((3, 3), float("-inf")).triu(1), r"mask .* not finite.*persistent=False"),
     ],
 )
@@ -131,16 +131,6 @@ def test_updates_one_by_one_are_the_unrolled_formula(seed: int, alphas: list[flo
     for result, alpha in zip(results, alphas, strict=True):
         values = assimilate(values, result, alpha)
     np.testing.assert_allclose(values, unrolled(first, results, alphas), rtol=0, atol=1e-6)
-
-
-def test_equal_weights_give_the_closed_form_of_the_paper() -> None:
-    alpha, n = 0.95, 12
-    first, *results = np.random.default_rng(1).normal(size=(n + 1, 20)).astype(np.float32)
-    values: Floats = first
-    for result in results:
-        values = assimilate(values, result, alpha)
-    closed = alpha**n * first + (1 - alpha) * sum(alpha ** (j - 1) * results[n - j] for j in range(1, n + 1))
-    np.testing.assert_allclose(values, closed, rtol=0, atol=1e-6)
 
 
 def test_alpha_0_takes_the_result_bit_for_bit_and_nothing_is_changed_in_place() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import time
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def _slow(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 async def _main(url: str, folder: Path) -> None:
-    async with CoordinatorClient(url, Token(Identity(SEED)), run_id=RUN, authority=None) as client:
+    async with aclosing(CoordinatorClient(url, Token(Identity(SEED)), run_id=RUN, authority=None)) as client:
         job = replace(digits_job(), loss=_slow)
         module.SAVE_S = 0.0
         volunteering = module.Volunteer(client, job, await client.card(), folder)
