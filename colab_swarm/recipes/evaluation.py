@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from colab_swarm.recipes.batches import IGNORED, MIN_WINDOW, Collator, check_sizes, windows
+from colab_swarm.recipes.batches import IGNORED, MIN_WINDOW, Collator, check_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -115,9 +115,13 @@ def masked_loss(
     `ValueError` if there is not enough text for one sample, or a size is too small.
     """
     check_sizes(batch_size, sequence_length)
-    collate = Collator(tokenizer, sequence_length, seed)
-    found = [window for text in texts for window in windows(text, tokenizer, sequence_length)]
-    samples = [collate([(one[: len(one) // 2], one[len(one) // 2 :], False)]) for one in found]
+    collate, size = Collator(tokenizer, sequence_length, seed), sequence_length - 3
+    samples = []
+    for text in texts:
+        tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        for start in range(0, len(tokens) - MIN_WINDOW + 1, size):  # a rest of a few is dropped
+            one = tokens[start : start + size]
+            samples.append(collate([(one[: len(one) // 2], one[len(one) // 2 :], False)]))
     if not samples:
         raise ValueError(f"the held-out text is too short: a sample needs {MIN_WINDOW} tokens")
     total = count = 0.0

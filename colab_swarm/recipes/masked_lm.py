@@ -13,7 +13,7 @@ With checkpointing a layer keeps only its input, H per token, and one layer at a
 
 import functools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,22 +21,15 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
-from colab_swarm.recipes.batches import PretrainingBatches, StreamedBatches, TextMix, peer_seed
+from colab_swarm.recipes.batches import MixedBatches, StreamedBatches, TextMix, peer_seed
 from colab_swarm.recipes.evaluation import ENGLISH, EXAMPLES, MaskedText, call
-from colab_swarm.recipes.text import (
-    TextSource,
-    TokenizerSource,
-    load_tokenizer,
-    open_text,
-    pack,
-    train_tokenizer,
-)
+from colab_swarm.recipes.text import TextSource, TokenizerSource, load_tokenizer, train_tokenizer
 from colab_swarm.training.layerwise import Lamb
 
 if TYPE_CHECKING:
     from transformers import AlbertConfig, AlbertForPreTraining, PreTrainedTokenizerFast
 
-Batches: TypeAlias = PretrainingBatches | StreamedBatches
+Batches: TypeAlias = MixedBatches | StreamedBatches
 MAX_POSITIONS = 512
 VALUE_BYTES = 4
 STATE_COPIES = 6
@@ -69,16 +62,13 @@ SIZES = {
 """ALBERT's sizes (Lan et al. 2020, table 1), and one that learns within a minute on a CPU core."""
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """Samples per micro-batch, and whether to recompute layers to save memory."""
+def fit_memory(
+    size: AlbertSize, memory_bytes: int, *, sequence_length: int | None = None
+) -> tuple[int, bool]:
+    """Return the largest micro-batch, a power of two, and whether to recompute layers for it.
 
-    batch_size: int
-    checkpointing: bool
-
-
-def fit_memory(size: AlbertSize, memory_bytes: int, *, sequence_length: int | None = None) -> MicroBatch:
-    """Return the largest micro-batch, a power of two; checkpointed if fewer than `ENOUGH` samples fit."""
+    They are recomputed, to save memory, if fewer than `ENOUGH` samples fit without.
+    """
     length = sequence_length or size.sequence_length
     room = USABLE * memory_bytes - RESERVED_BYTES - STATE_COPIES * VALUE_BYTES * parameter_count(size)
     plain, saving = (int(room // sample_bytes(size, length, checkpointing=twice)) for twice in (False, True))
@@ -88,7 +78,7 @@ def fit_memory(size: AlbertSize, memory_bytes: int, *, sequence_length: int | No
         raise ValueError(
             f"a GPU with {memory_bytes / 2**30:.1f} GiB cannot train {size}: use a smaller size or shorter samples"
         )
-    return MicroBatch(1 << (fitting.bit_length() - 1), checkpointing)
+    return 1 << (fitting.bit_length() - 1), checkpointing
 
 
 def sample_bytes(size: AlbertSize, sequence_length: int, *, checkpointing: bool) -> int:
@@ -201,39 +191,36 @@ def albert(
     length = sequence_length or shape.sequence_length
     if length > MAX_POSITIONS:
         raise ValueError(f"sequence_length={length}: ALBERT has {MAX_POSITIONS} positions")
-    fit = _fit_this_machine(shape, length) if batch_size is None else MicroBatch(batch_size, False)
+    checkpointing = False
+    if batch_size is None:
+        batch_size, checkpointing = _fit_this_machine(shape, length)
     if tokenizer is None:
-        tokenizer = train_tokenizer(_first_pass(text, seed), vocabulary=shape.vocabulary, language=language)
+        blocks = TextMix(text, seed=seed).until_read(random.Random(seed))  # in the same order at all peers
+        tokenizer = train_tokenizer(blocks, vocabulary=shape.vocabulary, language=language)
     words = load_tokenizer(tokenizer)
-    sizes = {"batch_size": fit.batch_size, "sequence_length": length}
-    own_seed = peer_seed(seed, swarm.id if swarm else b"")
+    own = {
+        "batch_size": batch_size,
+        "sequence_length": length,
+        "seed": peer_seed(seed, swarm.id if swarm else b""),
+    }
     batches: Batches = (
-        StreamedBatches(text, words, **sizes, seed=own_seed)
+        StreamedBatches(text, words, **own)
         if isinstance(text, Mapping)
-        else PretrainingBatches(open_text(text), words, **sizes, seed=own_seed)
+        else MixedBatches(TextMix(text, seed=own["seed"]), words, **own)
     )
     from transformers import AlbertForPreTraining
 
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         model = AlbertForPreTraining(albert_config(shape, words)).train()
-    if fit.checkpointing:
+    if checkpointing:
         checkpoint_layers(model)
     if (probe := getattr(swarm, "probe", None)) is not None:
-        examples = EXAMPLES.get(language) or EXAMPLES.get(text if isinstance(text, str) else "") or ENGLISH
-        probe.known = model, MaskedText(words, examples)
+        probe.known = model, MaskedText(words, EXAMPLES.get(language or str(text), ENGLISH))
     return model, batches
 
 
-def _first_pass(text: TextSource | Mapping[str, float], seed: int) -> Iterator[str]:
-    """Return one pass over the text in an order that all peers share, to train a tokenizer on."""
-    rng = random.Random(seed)
-    if isinstance(text, Mapping):
-        return pack(TextMix(text, seed=seed).until_read(rng))
-    return open_text(text)(rng)
-
-
-def _fit_this_machine(shape: AlbertSize, length: int) -> MicroBatch:
+def _fit_this_machine(shape: AlbertSize, length: int) -> tuple[int, bool]:
     has_gpu = torch.cuda.is_available()
     memory_bytes = torch.cuda.get_device_properties(0).total_memory if has_gpu else WITHOUT_GPU_BYTES
     return fit_memory(shape, memory_bytes, sequence_length=length)

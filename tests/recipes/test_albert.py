@@ -13,7 +13,6 @@ from colab_swarm.recipes.batches import StreamedBatches
 from colab_swarm.recipes.masked_lm import (
     SIZES,
     AlbertSize,
-    MicroBatch,
     albert,
     fit_memory,
     mean_loss,
@@ -112,9 +111,7 @@ def test_the_learning_rate_rises_for_5000_steps_and_falls_to_zero_at_125000() ->
 def test_a_mix_of_sources_is_trained_on_with_a_batch_that_fits_the_machine(
     tokenizer: Words, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "colab_swarm.recipes.masked_lm._fit_this_machine", lambda *_: MicroBatch(2, checkpointing=True)
-    )
+    monkeypatch.setattr("colab_swarm.recipes.masked_lm._fit_this_machine", lambda *_: (2, True))
     model, batches = albert(text={"python-docs": 1.0}, tokenizer=tokenizer, batch_size=None)
     assert isinstance(batches, StreamedBatches)
     batch = next(batches)
@@ -229,15 +226,15 @@ def test_checkpointing_gives_the_same_gradients_from_less_memory() -> None:
 @pytest.mark.parametrize(
     ("size", "gib", "fit"),
     [
-        ("large", 6, MicroBatch(8, True)),
-        ("large", 15, MicroBatch(4, False)),  # a T4, with which sahajBERT's volunteers took 4 as well
-        ("large", 80, MicroBatch(32, False)),
-        ("xlarge", 15, MicroBatch(16, True)),
-        ("xlarge", 24, MicroBatch(4, False)),
-        ("tiny", 6, MicroBatch(64, False)),
+        ("large", 6, (8, True)),
+        ("large", 15, (4, False)),  # a T4, with which sahajBERT's volunteers took 4 as well
+        ("large", 80, (32, False)),
+        ("xlarge", 15, (16, True)),
+        ("xlarge", 24, (4, False)),
+        ("tiny", 6, (64, False)),
     ],
 )
-def test_the_micro_batch_follows_the_memory(size: str, gib: int, fit: MicroBatch) -> None:
+def test_the_micro_batch_follows_the_memory(size: str, gib: int, fit: tuple[int, bool]) -> None:
     assert fit_memory(SIZES[size], gib * GIB) == fit
 
 
@@ -245,13 +242,12 @@ def test_the_micro_batch_follows_the_memory(size: str, gib: int, fit: MicroBatch
 def test_what_is_chosen_fits_and_more_memory_never_gives_less_speed(size: str) -> None:
     shape, chosen = SIZES[size], []
     for gib in range(6, 200, 2):
-        fit = fit_memory(shape, gib * GIB)
-        needed = fit.batch_size * masked_lm.sample_bytes(
-            shape, shape.sequence_length, checkpointing=fit.checkpointing
-        )
+        batch_size, checkpointing = fit_memory(shape, gib * GIB)
+        sample_bytes = masked_lm.sample_bytes(shape, shape.sequence_length, checkpointing=checkpointing)
+        needed = batch_size * sample_bytes
         assert needed + 24 * parameter_count(shape) < gib * GIB
-        chosen.append((not fit.checkpointing, fit.batch_size))
-        assert fit.checkpointing or fit.batch_size >= masked_lm.ENOUGH
+        chosen.append((not checkpointing, batch_size))
+        assert checkpointing or batch_size >= masked_lm.ENOUGH
     assert chosen == sorted(chosen)
 
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast as Words
 
-from colab_swarm.recipes.batches import IGNORED, PretrainingBatches, peer_seed
-from colab_swarm.recipes.text import TextSource, open_text
+from colab_swarm.recipes.batches import IGNORED, MixedBatches, TextMix, peer_seed
+from colab_swarm.recipes.text import TextSource
 
 
-def batches(tokenizer: Words, text: TextSource = "python-docs", **options: Any) -> PretrainingBatches:
+def batches(tokenizer: Words, text: TextSource = "python-docs", **options: Any) -> MixedBatches:
     settings = {"batch_size": 16, "sequence_length": 64, "seed": 0} | options
-    return PretrainingBatches(open_text(text), tokenizer, **settings)
+    return MixedBatches(TextMix(text, seed=settings["seed"]), tokenizer, **settings)
 
 
 def original(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -83,7 +83,7 @@ def test_the_same_seed_gives_the_same_batches_and_another_seed_others(tokenizer:
 
 
 def test_batches_do_not_end_with_the_text(tokenizer: Words) -> None:
-    source = batches(tokenizer, ["one short text to go through again and again and again"], batch_size=4)
+    source = batches(tokenizer, ["One short text. Read it again and again."], batch_size=4)
     assert len(list(itertools.islice(source, 400))) == 400
 
 
@@ -94,7 +94,7 @@ def test_a_peers_seed_is_the_same_in_every_process() -> None:
 
 
 def test_an_exhausted_iterator_is_reported(tokenizer: Words) -> None:
-    source = batches(tokenizer, iter(["only a few words, and only once"]))
+    source = batches(tokenizer, iter(["Only a few words. And only once."]))
     with pytest.raises(ValueError, match="exhausted"):
         next(source)
 
