@@ -2,7 +2,6 @@
 
 import enum
 import math
-import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -106,10 +105,6 @@ def fitting_batch(free_bytes: float, subject: Subject) -> int:
     return 1 << (fitting.bit_length() - 1) if fitting > 0 else 0
 
 
-def numbers(version: str) -> list[int]:
-    return [int(digits) for digits in re.findall(r"\d+", version)[:3]]
-
-
 class Light(enum.Enum):
     """A result: hue, symbol and word."""
 
@@ -179,16 +174,9 @@ def check_internet(here: Platform, up: bool) -> Check:
     return judge("internet", "no well-known host answers", fix)
 
 
-def check_versions(versions: Mapping[str, tuple[str | None, str]]) -> Check:
-    """Judge the installed version of each package, or None, beside the lowest one that works."""
-    installed = {name: version for name, (version, _) in versions.items() if version}
+def check_versions(wanted: Sequence[str], installed: Mapping[str, str]) -> Check:
     words = ", ".join(f"{name} {version}" for name, version in installed.items())
-    lowest = {name: versions[name][1] for name in installed}
-    if old := {name: low for name, low in lowest.items() if numbers(installed[name]) < numbers(low)}:
-        wrong = ", ".join(f"{name} {installed[name]} is older than {wanted}" for name, wanted in old.items())
-        packages = " ".join(f'"{name}>={wanted}"' for name, wanted in old.items())
-        return judge("versions", wrong, f"pip install -U {packages}, then restart the kernel", RED)
-    if missing := ", ".join(name for name in versions if name not in installed):
+    if missing := ", ".join(name for name in wanted if name not in installed):
         words += f"; without {missing} this peer can be a backbone or a relay but not train"
         return judge("versions", words, 'pip install "colab-swarm[train]"')
     return judge("versions", words)

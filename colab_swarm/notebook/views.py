@@ -1,16 +1,16 @@
 """The pages of a swarm's panel, as text and HTML: overview, rounds and map. Pure functions.
 
 Everything from peers is escaped and bounded. A peer knows only its own links, so the map shows only
-these. A round is a waterfall with a lane for each member, of three tracks, because transfers
-overlap: above what this peer sent, in the middle the member's contribution to this peer's span,
-below the average that the member returned.
+these. A round is a waterfall with a lane for each member: what this peer sent it, the member's
+contribution to this peer's span, and the average that the member returned; the later covers the
+earlier.
 """
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from colab_swarm.events import MemberTrace, RoundFinished
 from colab_swarm.markup import aligned, bandwidth, count, duration, milliseconds, plain, size, text
@@ -22,16 +22,15 @@ Mark: TypeAlias = tuple[str, str, str]  # hue, symbol and word
 Place: TypeAlias = tuple[float, float]
 ROLES = ("trainer", "catching up", "paused", "idle", "assistant")
 MAX_ON_MAP = 32  # peers; the first page counts all
-MAP_WIDTH, MAP_ROW, MAP_RADIUS = 600, 30, 90
+MAP_WIDTH, MAP_ROW, MAP_RADIUS = 600, 30, 120
 RELAYED = "relayed by "
 ID_CHARS = 8
 MAX_NAME_CHARS = 40
 COLUMNS = ("peer", "id", "role", "step", "samples/s", "RTT", "link", "reachable")
 SOON_S = 1800.0  # the view warns this long before a session's end
 RECENT = 20  # rounds to choose from, and in the list of times
-MAX_LANES = 40
 MIN_S, MAX_S = 1e-6, 1e6
-LANE_WIDTH, LANE_HEIGHT, SLOTS = 400, 20, 40
+SLOTS = 40  # characters of a lane
 NONE_YET = (
     "No averaging round has ended yet: peers average as soon as they have the samples of a step together."
 )
@@ -99,9 +98,7 @@ def _figures(snapshot: SwarmSnapshot) -> dict[str, str]:
         figures["me"] = f"{snapshot.own_samples_per_s:,.1f}\nsamples/s"
         if snapshot.last_share is not None:
             figures["my share"] = f"{snapshot.last_share:.0%}\nof the last step's samples"
-    figures["sent"] = f"{size(snapshot.sent_bytes)}\nnow {size(snapshot.sent_bps / 8)}/s"
-    figures["received"] = f"{size(snapshot.received_bytes)}\nnow {size(snapshot.received_bps / 8)}/s"
-    return figures
+    return figures | {"sent": size(snapshot.sent_bytes), "received": size(snapshot.received_bytes)}
 
 
 def _draw_loss(shown: theme.Document, snapshot: SwarmSnapshot) -> None:
@@ -199,8 +196,7 @@ def draw_map(snapshot: SwarmSnapshot) -> theme.Document:
     height = max(6 * MAP_ROW, MAP_ROW * math.ceil(len(shown) / 2)) + MAP_ROW
     middle = (MAP_WIDTH / 2, height / 2)
     placed = list(zip(shown, _places(len(shown), height), strict=True))
-    places = {peer.id[:ID_CHARS]: place for peer, place in placed}
-    lines = "".join(_link_line(peer, place, middle, places) for peer, place in placed if peer.connected)
+    lines = "".join(_link_line(peer, place, middle) for peer, place in placed if peer.connected)
     nodes = "".join(map(_node, placed, states, links))
     key = "".join(f"{theme.mark(*one[:2], text(one[2]))} &#160; " for one in sorted({own, *states}))
     relayed = sum(peer.connected.startswith(RELAYED) for peer in others)
@@ -250,25 +246,23 @@ def _bandwidth_bps(peer: PeerRow) -> float:
 
 
 def _places(number: int, height: float) -> list[Place]:
-    """Place on an ellipse at even heights, so that labels stay apart: right half first, then left."""
+    """Place at even heights, so that labels stay apart: right half first, then left."""
     right = math.ceil(number / 2)
     places = []
     for index in range(number):
         side, row, rows = (1, index, right) if index < right else (-1, index - right, number - right)
-        y = MAP_ROW / 2 + (height - MAP_ROW) * (row + 0.5) / rows
-        bent = math.sqrt(max(1 - (2 * y / height - 1) ** 2, 0.0))
-        places.append((MAP_WIDTH / 2 + side * (40 + MAP_RADIUS * bent), y))
+        places.append(
+            (MAP_WIDTH / 2 + side * MAP_RADIUS, MAP_ROW / 2 + (height - MAP_ROW) * (row + 0.5) / rows)
+        )
     return places
 
 
-def _link_line(peer: PeerRow, place: Place, middle: Place, by_id: Mapping[str, Place]) -> str:
-    relayed = peer.connected.startswith(RELAYED)
-    begin = by_id.get(peer.connected.removeprefix(RELAYED)[:ID_CHARS], middle) if relayed else middle
-    dashed = ' stroke-dasharray="5 4"' if relayed else ""
+def _link_line(peer: PeerRow, place: Place, middle: Place) -> str:
+    dashed = ' stroke-dasharray="5 4"' if peer.connected.startswith(RELAYED) else ""
     # 1 pixel for 1 Mbit/s or less, 1.3 more for each factor of ten
     width = min(1 + 1.3 * math.log10(max(_bandwidth_bps(peer) / 1e6, 1.0)), 6.0)
     return (
-        f'<path class="soft" d="M{begin[0]:.1f} {begin[1]:.1f}L{place[0]:.1f} {place[1]:.1f}" fill="none" '
+        f'<path class="soft" d="M{middle[0]:.1f} {middle[1]:.1f}L{place[0]:.1f} {place[1]:.1f}" fill="none" '
         f'stroke="currentColor" stroke-width="{width:.1f}"{dashed}/>'
     )
 
@@ -294,21 +288,12 @@ def _node(placed: tuple[PeerRow, Place], state: Mark, link: Sequence[str]) -> st
     )
 
 
-class _Track(NamedTuple):
-    field: str  # of `MemberTrace`; empty for the time before the averaging
-    meaning: str
-    hue: str
-    dashes: str
-    height: float
-    character: str
-
-
-TRACKS = (
-    _Track("", GROUP, "soft", "1 4", 10, "·"),
-    _Track("sent", "sent to it", "blue", "", 4, "░"),
-    _Track("received", "received from it", "amber", "4 2", 10, "▒"),
-    _Track("means", "average received", "green", "1.5 1.5", 16, "▓"),
-)
+TRACKS = {  # by the field of `MemberTrace`; empty for the time before the averaging
+    "": ("·", GROUP),
+    "sent": ("░", "sent to it"),
+    "received": ("▒", "received from it"),
+    "means": ("▓", "average received"),
+}
 
 
 def draw_rounds(snapshot: SwarmSnapshot, back: int = 0) -> theme.Document:
@@ -341,15 +326,27 @@ def draw_waterfall(
     if not one.members:
         shown.note("This round left no trace of its members.")
         return
+
+    def cells(member: MemberTrace) -> tuple[theme.Cell, ...]:
+        short = member.peer[:ID_CHARS]
+        hue, outcome = _outcome(member)
+        drawn = f'<span class="{hue}">{text(outcome, 90)}</span>'
+        share = f"{member.share:4.0%}" if math.isfinite(member.share) else "   ?"
+        return (
+            plain(names.get(short, short), 24),
+            _lane(member, one),
+            f"{member.weight:,.0f}",
+            share,
+            (outcome, drawn),
+        )
+
     # failed ones are not hidden by a crowd
-    members = sorted(one.members, key=lambda member: not member.dropped)[:MAX_LANES]
-    shorts = [member.peer[:ID_CHARS] for member in members]
-    named = list(zip(members, (plain(names.get(short, short), 24) for short in shorts), strict=True))
-    lanes = [(name, _slots(member, one), f"{_share(member)} {_outcome(member)[1]}") for member, name in named]
-    key = "".join(f"  {track.character} {track.meaning}" for track in TRACKS)
-    shown.draw(_lanes(one, named), *aligned(lanes), key)
-    if len(one.members) > MAX_LANES:
-        shown.note(f"… and {len(one.members) - MAX_LANES} more members")
+    members, columns = (
+        sorted(one.members, key=lambda member: not member.dropped),
+        ("member", f"0 to {_seconds(one.seconds)}", "samples", "reduces", "result"),
+    )
+    shown.table(columns, members, cells, numbers=(2, 3), what="members of the round")
+    shown.note("  ".join(f"{character} {meaning}" for character, meaning in TRACKS.values()))
 
 
 def _drawable(finished: RoundFinished) -> RoundFinished:
@@ -382,10 +379,6 @@ def _facts(finished: RoundFinished) -> str:
     return ", ".join(facts)
 
 
-def _share(member: MemberTrace) -> str:
-    return f"{member.share:4.0%}" if math.isfinite(member.share) else "   ?"
-
-
 def _outcome(member: MemberTrace) -> tuple[str, str]:
     if member.dropped:
         return "red", f"✖ {plain(member.dropped, 80)}"
@@ -394,62 +387,17 @@ def _outcome(member: MemberTrace) -> tuple[str, str]:
     return "green", "✔ complete"
 
 
-def _spans(member: MemberTrace, finished: RoundFinished) -> list[tuple[_Track, float, float]]:
-    waited = finished.seconds - finished.averaging_s
-    spans = []
-    for track in TRACKS:
-        times = getattr(member, track.field) if track.field else (-waited, 0.0)
-        if times is not None and all(map(math.isfinite, times)):
-            begin, end = (min(max((waited + second) / finished.seconds, 0.0), 1.0) for second in times)
-            spans.append((track, begin, max(begin, end)))
-    return spans
-
-
-def _slots(member: MemberTrace, finished: RoundFinished) -> str:
-    slots = [" "] * SLOTS
-    for track, begin, end in _spans(member, finished):
+def _lane(member: MemberTrace, finished: RoundFinished) -> theme.Cell:
+    slots, labels, waited = [" "] * SLOTS, [], finished.seconds - finished.averaging_s
+    for field, (character, meaning) in TRACKS.items():
+        times = getattr(member, field) if field else (-waited, 0.0)
+        if times is None or not all(map(math.isfinite, times)):
+            continue
+        begin, end = (min(max((waited + second) / finished.seconds, 0.0), 1.0) for second in times)
         first = min(int(begin * SLOTS), SLOTS - 1)
-        for slot in range(first, max(first + 1, math.ceil(end * SLOTS))):
-            slots[slot] = track.character
-    return "".join(slots)
-
-
-def _lanes(finished: RoundFinished, named: Sequence[tuple[MemberTrace, str]]) -> str:
-    rows = []
-    for member, name in named:
-        hue, outcome = _outcome(member)
-        words = f'<span class="{hue}">{text(outcome, 90)}</span>'
-        rows.append((text(name), _lane(member, finished), f"{member.weight:,.0f}", _share(member), words))
-    axis = (
-        '<span style="display:flex;justify-content:space-between"><span>0 s</span>'
-        f"<span>{_seconds(finished.seconds)}</span></span>"
-    )
-    columns, widths = ("member", axis, "samples", "reduces", "result"), ("18%", "40%", "9%", "9%", "24%")
-    table = theme.table(columns, rows, numbers=(2, 3), widths=widths, label="members of the round")
-    key = "".join(
-        f'<span><svg width="28" height="8" style="display:inline-block" aria-hidden="true">'
-        f"{_line(track, 0, 28, 4, track.meaning)}</svg> {track.meaning}</span>"
-        for track in TRACKS
-    )
-    return f'{table}<p class="key soft">{key}</p>'
-
-
-def _line(track: _Track, begin: float, end: float, y: float, title: str) -> str:
-    dashed = f' stroke-dasharray="{track.dashes}"' if track.dashes else ""
-    return (
-        f'<path class="{track.hue}" d="M{begin:.1f} {y:g}H{end:.1f}" stroke="currentColor" stroke-width="4"'
-        f'{dashed} vector-effect="non-scaling-stroke"><title>{title}</title></path>'
-    )
-
-
-def _lane(member: MemberTrace, finished: RoundFinished) -> str:
-    drawn, labels = "", []
-    for track, begin, end in _spans(member, finished):
-        left, right = LANE_WIDTH * begin, max(LANE_WIDTH * end, LANE_WIDTH * begin + 2)
-        times = " to ".join(_seconds(part * finished.seconds) for part in (begin, end))
-        labels.append(f"{track.meaning}: {times}")
-        drawn += _line(track, left, right, track.height, labels[-1])
-    return (
-        f'<svg viewBox="0 0 {LANE_WIDTH} {LANE_HEIGHT}" width="100%" height="{LANE_HEIGHT}" role="img" '
-        f'preserveAspectRatio="none" aria-label="{"; ".join(labels)}">{drawn}</svg>'
-    )
+        last = max(first + 1, math.ceil(end * SLOTS))
+        slots[first:last] = character * (last - first)
+        labels.append(f"{meaning}: {' to '.join(_seconds(part * finished.seconds) for part in (begin, end))}")
+    lane, label = "".join(slots), "; ".join(labels)
+    style = "font:11px ui-monospace,monospace;white-space:pre"
+    return lane, f'<span style="{style}" role="img" aria-label="{label}" title="{label}">{lane}</span>'

@@ -4,7 +4,7 @@ The model runs in evaluation mode and without gradients, then each module gets i
 Evaluate between two steps, on the thread that trains.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -37,11 +37,6 @@ class Guess:
     token: str
     probability: float
 
-    @property
-    def label(self) -> str:
-        """Return the token, or a word for a lone space."""
-        return self.token or "(space)"
-
     def __str__(self) -> str:
         return f"{self.token} {self.probability:.0%}"
 
@@ -55,21 +50,16 @@ class Reply:
     now: tuple[Guess, ...]
 
 
-@dataclass(frozen=True)
-class MaskedText:
-    """A masked language model's tokenizer, and example texts with ``[MASK]`` in them."""
-
-    tokenizer: "PreTrainedTokenizerFast"
-    examples: Sequence[str] = ENGLISH
-
-    def replies(self, model: nn.Module, question: str, before: Weights | None) -> list[Reply]:
-        """Return a reply for each gap; ``before`` are the weights that the model had at first."""
-        if MASK not in question:
-            raise ValueError(f"{question!r} has no gap: write {MASK} where the model is to fill in a word")
-        now = fill_mask(model, self.tokenizer, question)
-        then = fill_mask(model, self.tokenizer, question, weights=before) if before else [[] for _ in now]
-        texts = [question] if len(now) == 1 else [f"{question} (gap {n})" for n in range(1, len(now) + 1)]
-        return [Reply(*one) for one in zip(texts, map(tuple, then), map(tuple, now), strict=True)]
+def replies(
+    model: nn.Module, tokenizer: "PreTrainedTokenizerFast", question: str, before: Weights | None = None
+) -> list[Reply]:
+    """Return a reply for each gap; ``before`` are the weights that the model had at first."""
+    if MASK not in question:
+        raise ValueError(f"{question!r} has no gap: write {MASK} where the model is to fill in a word")
+    now = fill_mask(model, tokenizer, question)
+    then = fill_mask(model, tokenizer, question, weights=before) if before else [[] for _ in now]
+    texts = [question] if len(now) == 1 else [f"{question} (gap {n})" for n in range(1, len(now) + 1)]
+    return [Reply(*one) for one in zip(texts, map(tuple, then), map(tuple, now), strict=True)]
 
 
 def fill_mask(

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
 from colab_swarm.recipes.batches import MixedBatches, StreamedBatches, TextMix, peer_seed
-from colab_swarm.recipes.evaluation import ENGLISH, EXAMPLES, MaskedText, call
+from colab_swarm.recipes.evaluation import ENGLISH, EXAMPLES, call
 from colab_swarm.recipes.text import TextSource, TokenizerSource, load_tokenizer, train_tokenizer
 from colab_swarm.training.layerwise import Lamb
 
@@ -216,7 +216,7 @@ def albert(
     if checkpointing:
         checkpoint_layers(model)
     if (probe := getattr(swarm, "probe", None)) is not None:
-        probe.known = model, MaskedText(words, EXAMPLES.get(language or str(text), ENGLISH))
+        probe.known = model, words, EXAMPLES.get(language or str(text), ENGLISH)
     return model, batches
 
 

@@ -1,18 +1,16 @@
 """`doctor`: examine this machine and the swarm, and predict the training."""
 
 import contextlib
+import copy
 import os
-import queue
-import re
 import shutil
 import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
 from colab_swarm.errors import PeerError, SwarmError
@@ -32,7 +30,7 @@ from colab_swarm.training.progress import ProgressRecord, read_participants
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.nn import Module, Parameter
+    from torch.nn import Module
 
 VISITOR = "doctor"  # name of the peer that examines the run of an invitation
 TESTS = 3  # peers that are called for a speed test
@@ -41,7 +39,6 @@ TEST_TIMEOUT_S = 15.0
 HOSTS = (("pypi.org", 443), ("huggingface.co", 443))  # which installing and loading a data set contact anyway
 CONNECT_TIMEOUT_S = 3.0
 PACKAGES = ("torch", "transformers", "cryptography", "aiohttp", "colab-swarm")
-FLOOR = re.compile(r"([A-Za-z0-9_-]+)[^;]*>=([0-9.]+)")
 CALIBRATION_S = 2.0
 MIN_PASSES = 3
 
@@ -125,7 +122,7 @@ def _examine(
     found = [
         checks.check_platform(here),
         checks.check_internet(here, internet()),
-        checks.check_versions(versions()),
+        checks.check_versions(PACKAGES, versions()),
         checks.check_compute(cores(), ram_bytes, gpu(), subject),
         checks.check_memory(ram_bytes),
         checks.check_disk(shutil.disk_usage(".").free),
@@ -136,7 +133,10 @@ def _examine(
         speeds, target, codec = trainers(swarm)
         target_batch_size, compression = target_batch_size or target, compression or codec
         peers = sorted(swarm.services.peers.linked(), key=lambda peer: -speeds.get(peer, 0.0))
-        uplink = best(swarm.runtime.call(_test_uplink(swarm.services.peers, peers[:TESTS])))
+        tests = swarm.runtime.call(_test_uplink(swarm.services.peers, peers[:TESTS]))
+        uplink = max(
+            tests, key=lambda speed: speed.upload_bps, default=None
+        )  # others were slow at the other end
         found.append(checks.check_swarm(swarm.run, len(peers), len(speeds)))
         found.append(checks.check_reachability(swarm.reachability))
         if peers:
@@ -186,15 +186,6 @@ async def _test_uplink(peers: Peers, testers: Sequence[PeerId]) -> list[Speed]:
     return found
 
 
-def best(found: Sequence[Speed]) -> Speed | None:
-    """Return this peer's uplink: the fastest test each way (others were slow at the other end)."""
-    if not found:
-        return None
-    upload_bps = max(speed.upload_bps for speed in found)
-    download_bps = max(speed.download_bps for speed in found)
-    return Speed(upload_bps, download_bps, median_high(speed.rtt_s for speed in found))
-
-
 def trainers(swarm: Swarm) -> tuple[dict[PeerId, float], int | None, str | None]:
     """Return the other trainers' speeds, and our target batch size and compression."""
     newest, records = next(reversed(swarm.optimizers.values()), None), dict[PeerId, ProgressRecord]()
@@ -223,36 +214,25 @@ def gpu() -> tuple[str, int, int] | None:
     return (torch.cuda.get_device_name(), *torch.cuda.mem_get_info()) if torch.cuda.is_available() else None
 
 
-def versions() -> dict[str, tuple[str | None, str]]:
-    floors, found = wanted(requires("colab-swarm") or ()), dict[str, str | None].fromkeys(PACKAGES)
-    for name in found:
+def versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
-    return {name: (installed, floors.get(name, "0")) for name, installed in found.items()}
-
-
-def wanted(requirements: Iterable[str]) -> dict[str, str]:
-    """Return the lowest versions in lines such as ``torch>=2.9; extra == "train"``, by name."""
-    return {match[1]: match[2] for line in requirements if (match := FLOOR.match(line))}
+    return found
 
 
 def internet() -> bool:
-    answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    up = threading.Event()
 
     def try_host(host: tuple[str, int]) -> None:
-        try:
+        with contextlib.suppress(OSError):
             socket.create_connection(host, CONNECT_TIMEOUT_S).close()
-            answers.put(True)
-        except OSError:
-            answers.put(False)
+            up.set()
 
     for host in HOSTS:  # in threads, because a name lookup has no timeout
         threading.Thread(target=try_host, args=(host,), daemon=True).start()
-    deadline = time.monotonic() + CONNECT_TIMEOUT_S
-    try:
-        return any(answers.get(timeout=max(0.0, deadline - time.monotonic())) for _ in HOSTS)
-    except queue.Empty:
-        return False
+    return up.wait(CONNECT_TIMEOUT_S)
 
 
 def calibrate(
@@ -260,12 +240,14 @@ def calibrate(
 ) -> Subject:
     """Run ``model(**batch).loss.backward()`` for about ``seconds`` after a short warm-up.
 
-    Afterwards the model and torch's random state are as before; the used batches are gone. Raises
+    A copy is trained, and torch's random state is as before; the used batches are gone. Raises
     ValueError if there are not enough.
     """
     import torch
 
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    name, model = type(model).__name__, copy.deepcopy(model).train()
+    model.zero_grad(set_to_none=True)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved: dict[int, int] = {}
 
@@ -274,15 +256,13 @@ def calibrate(
         saved[storage.data_ptr()] = 0 if storage.data_ptr() in own else storage.nbytes()
         return tensor
 
-    with _restored(model, trained):
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         passes = _train(model, batches)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             micro_batch = next(passes)
         _measure(passes, seconds / 4, 1)  # the first passes are slow
         samples_per_s = _measure(passes, seconds, MIN_PASSES)
-    numel = sum(parameter.numel() for parameter in trained)
-    sample_bytes = sum(saved.values()) / micro_batch
-    return Subject(type(model).__name__, numel, sample_bytes, micro_batch, samples_per_s)
+    return Subject(name, numel, sum(saved.values()) / micro_batch, micro_batch, samples_per_s)
 
 
 def _train(model: "Module", batches: "Iterable[Mapping[str, Tensor]]") -> Iterator[int]:
@@ -303,24 +283,3 @@ def _measure(passes: Iterator[int], seconds: float, least: int) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # kernels run asynchronously
     return samples / (time.perf_counter() - began_at)
-
-
-@contextlib.contextmanager
-def _restored(model: "Module", trained: "list[Parameter]") -> Iterator[None]:
-    import torch
-
-    gradients = [parameter.grad for parameter in trained]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    was_training = model.training
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        try:
-            model.train()
-            model.zero_grad(set_to_none=True)
-            yield
-        finally:
-            model.train(was_training)
-            for parameter, gradient in zip(trained, gradients, strict=True):
-                parameter.grad = gradient
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)

@@ -469,9 +469,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         ``tokenizer`` it takes those of ``cs.recipes.albert(…, swarm=swarm)``. A ValueError if the
         model is unknown, or the text has no gap.
         """
-        from colab_swarm.recipes.evaluation import MaskedText
-
-        return self.probe.try_model(question, model, None if tokenizer is None else MaskedText(tokenizer))
+        return self.probe.try_model(question, model, tokenizer)
 
     @cached_property
     def probe(self) -> "ModelProbe":

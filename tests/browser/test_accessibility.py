@@ -48,8 +48,6 @@ SWARM = dataclasses.replace(
     eta_s=75.0,
     last_share=0.125,
     leaderboard=tuple(ContributionRow(peer.name, peer.id, 1e6, 5e9, peer.me) for peer in CROWD[:9]),
-    sent_bps=3e6,
-    received_bps=12e6,
     session=SessionTime("Colab", 11_400.0, 43_200.0, 42_600.0),
     paused=True,
 )

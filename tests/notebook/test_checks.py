@@ -26,7 +26,7 @@ def test_a_healthy_peer_gets_only_green_lights() -> None:
     found = [
         checks.check_platform(PLAIN),
         checks.check_internet(PLAIN, True),
-        checks.check_versions({"torch": ("2.9.0+cu126", "2.9")}),
+        checks.check_versions(["torch"], {"torch": "2.9.0+cu126"}),
         checks.check_compute(8, 9 * GB, T4, LARGE),
         checks.check_memory(9 * GB),
         checks.check_memory(None),
@@ -46,8 +46,7 @@ def test_a_healthy_peer_gets_only_green_lights() -> None:
         (checks.check_platform(COLAB), YELLOW, "accept_terms=True"),
         (checks.check_internet(PLAIN, False), YELLOW, "cs.join()"),
         (checks.check_internet(KAGGLE, False), RED, "switch Internet on"),
-        (checks.check_versions({"torch": ("2.8.1", "2.9")}), RED, 'pip install -U "torch>=2.9"'),
-        (checks.check_versions({"torch": (None, "2.9")}), YELLOW, "colab-swarm[train]"),
+        (checks.check_versions(["torch"], {}), YELLOW, "colab-swarm[train]"),
         (checks.check_compute(8, 9 * GB, None, LARGE), YELLOW, "Colab and Kaggle"),
         (checks.check_compute(8, 9 * GB, ("Tesla T4", GB, 15 * GB), LARGE), RED, "smaller model"),
         (checks.check_memory(10**8), RED, "restart the kernel"),
@@ -77,13 +76,7 @@ def test_each_problem_is_found_and_has_its_fix(found: Check, light: Light, fix: 
     assert found.light is light and fix in found.fix
 
 
-def test_the_micro_batch_comes_with_its_arithmetic_and_versions_are_compared_by_their_numbers() -> None:
-    assert (
-        checks.numbers("2.9.0+cu126") == [2, 9, 0]
-        and checks.numbers("3.13.0rc1") == [3, 13, 0]
-        and checks.numbers("") == []
-    )
-    assert checks.numbers("2.9.0+cu126") > checks.numbers("2.9") > checks.numbers("2.8.1")
+def test_the_micro_batch_comes_with_its_arithmetic() -> None:
     text = checks.check_compute(8, 9 * GB, T4, LARGE).text
     assert "(0.8 × 14.5 GB free − 18.1 M parameters × 16 B) / 1,605.9 MB a sample: micro-batch 4" in text
 

@@ -157,7 +157,7 @@ def test_the_curve_stays_small_over_thousands_of_epochs() -> None:
     broken = EpochEnded(at=NOW, epoch=5001, accuracy=math.nan, low=math.nan, high=math.nan)
     shown = status()
     drawn = live(dataclasses.replace(shown, epochs=(*epochs, broken)))
-    assert "<polygon" in drawn and len(drawn) < 60_000
+    assert len(drawn) < 60_000
     assert "nan" not in drawn[drawn.index("<svg") : drawn.index("</svg>")]
 
 

@@ -43,8 +43,7 @@ def test_text_shows_the_facts_line_by_line() -> None:
         "alice: accepts connections, connected for 1 h 02 min",
         "demo: training, step 12, 20.0 samples/s from 1 of 2 peers, "
         "64 of 256 samples for the next step, loss 6.500 (first 8.250)",
-        "  all peers: 20.0 samples/s from 1 of 2 peers; me: 0.0 samples/s; "
-        "sent: 1.23 MB now 0 B/s; received: 999 B now 0 B/s",
+        "  all peers: 20.0 samples/s from 1 of 2 peers; me: 0.0 samples/s; sent: 1.23 MB; received: 999 B",
         "  [#####...............] next step: 64 of 256 samples; no peer is training",
         "peers:",
         "  peer        id        role         step  samples/s  RTT  link  reachable",
@@ -75,10 +74,9 @@ def test_speed_share_and_links_are_shown_in_both() -> None:
         own_samples_per_s=20.5,
         eta_s=9.6,
         last_share=0.25,
-        sent_bps=8.2e6,
         leaderboard=(ContributionRow("bob", "b0b00000", 1024.0, 2e6, me=False),),
     )
-    facts = ("step 13 in about 9 s", "20.5 samples/s", "25% of the last step's samples", "now 1.02 MB/s")
+    facts = ("step 13 in about 9 s", "20.5 samples/s", "25% of the last step's samples")
     facts += ("23 ms", "relayed by a11ce000", "contributions, as seen by the other peers", "2 MB")
     for shown in (words(trained), " ".join(draw(trained).text().split())):
         assert [fact for fact in facts if fact not in shown] == []
@@ -110,7 +108,6 @@ def test_no_number_breaks_a_view(one: float, other: float, third: float) -> None
         own_samples_per_s=other,
         eta_s=third,
         last_share=one,
-        sent_bps=other,
         session=SessionTime("Colab", one, other, third),
     )
     parsed(draw(odd).html())
@@ -178,8 +175,6 @@ def test_a_faster_link_is_wider_and_a_relayed_one_dashed() -> None:
     direct, relayed = parsed(draw_map(SWARM).html()).iter("path")
     assert float(direct.attrib["stroke-width"]) < float(relayed.attrib["stroke-width"])
     assert "stroke-dasharray" in relayed.attrib and "stroke-dasharray" not in direct.attrib
-    bob = direct.attrib["d"].partition("L")[2]
-    assert relayed.attrib["d"].startswith(f"M{bob}L")  # it begins at the relay
 
 
 def test_a_lone_peer_has_a_map_too() -> None:

@@ -16,7 +16,6 @@ import colab_swarm as cs
 from colab_swarm.recipes import image_features
 from colab_swarm.recipes.image_features import (
     Crops,
-    Distortions,
     Swav,
     as_image,
     balance,
@@ -261,7 +260,7 @@ def test_the_queue_grows_in_training_only_and_is_not_saved() -> None:
     assert model.state_dict().keys() == state.keys()
 
 
-STILL = Distortions(flip=0.0, colour=0.0, grey=0.0, blur=0.0)
+STILL = replace(image_features.SIZES["resnet50"], flip=0.0, colour=0.0, grey=0.0, blur=0.0)
 
 
 def rng(seed: int = 0) -> torch.Generator:
@@ -305,7 +304,7 @@ def test_without_distortion_views_are_unchanged() -> None:
 
 def test_distorted_views_differ_from_each_other_and_stay_in_range() -> None:
     views = torch.rand(1, 3, 16, 16, generator=rng()).expand(20, 3, 16, 16)
-    distorted, again = (distort(views, Distortions(), rng()) for _ in range(2))
+    distorted, again = (distort(views, image_features.SIZES["resnet50"], rng()) for _ in range(2))
     assert torch.equal(distorted, again)
     assert distorted.min() >= 0 and distorted.max() <= 1 + 1e-5
     assert len({tuple(view.flatten().tolist()) for view in distorted}) == 20
@@ -313,7 +312,7 @@ def test_distorted_views_differ_from_each_other_and_stay_in_range() -> None:
 
 def test_grey_views_keep_their_brightness() -> None:
     views = torch.rand(4, 3, 8, 8, generator=rng())
-    greys = distort(views, Distortions(0.0, 0.0, 1.0, 0.0), rng())
+    greys = distort(views, replace(STILL, grey=1.0), rng())
     brightness = (views * torch.tensor(image_features.GREY).view(3, 1, 1)).sum(dim=1)
     torch.testing.assert_close(greys, brightness[:, None].expand_as(greys))
 
@@ -321,7 +320,7 @@ def test_grey_views_keep_their_brightness() -> None:
 def test_a_blurred_dot_is_a_gaussian_of_the_requested_width() -> None:
     dot = torch.zeros(1, 3, 33, 33)
     dot[..., 16, 16] = 1.0
-    blurred = distort(dot, Distortions(0.0, 0.0, 0.0, 1.0, (2.0, 2.0)), rng())[0, 0]
+    blurred = distort(dot, replace(STILL, blur=1.0, blur_px=(2.0, 2.0)), rng())[0, 0]
     places = torch.arange(33) - 16
     assert float(blurred.sum()) == pytest.approx(1.0, abs=1e-4)
     assert float((blurred.sum(dim=0) * places**2).sum()) == pytest.approx(4.0, rel=0.05)
