@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, ClassVar, TypeVar, cast
 
 from colab_swarm.errors import JoinError
-from colab_swarm.events import Event, EventLog, RoundFinished
+from colab_swarm.events import BatchDropped, Event, EventLog, Fault, RoundFinished, StateReceived
 from colab_swarm.notebook import lessons
 from colab_swarm.notebook.lessons import SimulationSnapshot
 from colab_swarm.notebook.panel import Panel
@@ -32,12 +32,13 @@ from colab_swarm.runtime import POLL_S
 from colab_swarm.sim.network import SimNetwork
 from colab_swarm.sim.profiles import PROFILES, ChurnProfile, NetworkProfile
 from colab_swarm.sim.runtime import SimRuntime
-from colab_swarm.snapshot import PeerRow
+from colab_swarm.snapshot import PeerRow, describe
 from colab_swarm.swarm.network import assemble, find_others
 from colab_swarm.swarm.swarm import Swarm
 
 T = TypeVar("T")
 ENTRIES = 4
+TOLD = (RoundFinished, StateReceived, BatchDropped, Fault)  # events of the story
 RUN_ID = "simulation-0"
 NAMES = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi")
 SLICE_S = 0.5  # virtual time between two looks at what the user injected
@@ -136,12 +137,6 @@ class Simulation(AbstractContextManager["Simulation"]):
     def speed_of(self, name: str) -> float:
         return self._speeds.get(name, self._samples_per_s)
 
-    def change_speed(self, name: str, samples_per_s: float) -> None:
-        if name not in self._names:
-            raise ValueError(f"{name} never joined")
-        self._speeds[name] = samples_per_s
-        self.tell(f"{name} now trains {samples_per_s:g} samples/s")
-
     def tell(self, words: str) -> None:
         self._story.append(f"{self.time:6.1f} s  {words}")
         if self._aloud:
@@ -152,8 +147,8 @@ class Simulation(AbstractContextManager["Simulation"]):
             if event.step <= self._told_step:  # another peer has reported it
                 return
             self._told_step = event.step
-        if words := lessons.describe_event(name, event):
-            self.tell(words)
+        if isinstance(event, TOLD):
+            self.tell(f"{name}: {describe(event).partition(';')[0]}")
 
     def run(
         self, train: Callable[[Swarm], T], *, seconds: float | None = None, churn: ChurnProfile | None = None
@@ -464,8 +459,8 @@ class InteractiveRun:
                 simulation.join(new, at=simulation.time)
             case "join", str(name):
                 simulation.join(name, at=simulation.time)
-            case "speed", str(name), float() | int() as samples_per_s:
-                simulation.change_speed(name, samples_per_s)
+            case "speed", str(name), float() | int() as samples_per_s if name in simulation._names:
+                simulation._speeds[name] = samples_per_s
             case ("crash", name) | ("slow", name, float() | int()) if name in simulation.swarms:
                 simulation.fire(verb, *arguments)
             case (("latency" | "bandwidth" | "lose"), float() | int()):

@@ -260,11 +260,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         average = self.averages.average(
             values, weight=weight, group_size=group_size, name=name, compression=compression
         )
-        try:
-            return self.runtime.call(average)
-        except KeyboardInterrupt:
-            print("Interrupted. Others may have counted your values; call average() again for another mean.")
-            raise
+        return self.runtime.call(average)
 
     def serve_as_reducer(self, name: str | None = None) -> Assistant:
         """Help others train, without torch: organize rounds, reduce, send state to late joiners.

@@ -17,10 +17,9 @@ import torch
 import colab_swarm as cs
 from colab_swarm.events import StepFinished
 from colab_swarm.net.metering import Speed
-from colab_swarm.notebook.checks import UNKNOWN, Prediction, Subject, predict
 from colab_swarm.recipes.batches import MixedBatches
 from colab_swarm.sim import HostProfile, NetworkProfile
-from colab_swarm.swarm.doctor import doctor
+from colab_swarm.swarm.doctor import UNKNOWN, Prediction, Subject, doctor, predict
 
 TARGET = 96
 STEPS = 20

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from colab_swarm.net.metering import Speed
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
-from colab_swarm.notebook import checks
-from colab_swarm.notebook.checks import GREEN, RED, WIDTH, YELLOW, Check, Light, Prediction, Subject
 from colab_swarm.notebook.platforms import COLAB, KAGGLE, PLAIN
+from colab_swarm.swarm import doctor as checks
+from colab_swarm.swarm.doctor import GREEN, RED, WIDTH, YELLOW, Check, Diagnosis, Light, Prediction, Subject
 from tests.notebook.test_views import parsed, tags
 
 T4 = ("Tesla T4", 14_500_000_000, 15_600_000_000)
@@ -28,9 +28,6 @@ def test_a_healthy_peer_gets_only_green_lights() -> None:
         checks.check_internet(PLAIN, True),
         checks.check_versions(["torch"], {"torch": "2.9.0+cu126"}),
         checks.check_compute(8, 9 * GB, T4, LARGE),
-        checks.check_memory(9 * GB),
-        checks.check_memory(None),
-        checks.check_disk(50 * GB),
         checks.check_swarm("demo", linked=2, training=2),
         checks.check_reachability(DIRECT),
         checks.check_clock(0.2),
@@ -49,8 +46,6 @@ def test_a_healthy_peer_gets_only_green_lights() -> None:
         (checks.check_versions(["torch"], {}), YELLOW, "colab-swarm[train]"),
         (checks.check_compute(8, 9 * GB, None, LARGE), YELLOW, "Colab and Kaggle"),
         (checks.check_compute(8, 9 * GB, ("Tesla T4", GB, 15 * GB), LARGE), RED, "smaller model"),
-        (checks.check_memory(10**8), RED, "restart the kernel"),
-        (checks.check_disk(10**8), YELLOW, "delete old"),
         (checks.check_swarm("demo", 0, 0), YELLOW, "swarm.invite()"),
         (checks.check_reachability(Reachability(ReachabilityLevel.OUTGOING)), YELLOW, "colab-swarm backbone"),
         (
@@ -101,8 +96,12 @@ LOOK = Check("bandwidth", Light.YELLOW, "1 Mbit/s up: slow", "use a cable")
 STOP = Check("versions", Light.RED, "torch 2.8 is older than 2.9", 'pip install -U "torch>=2.9"')
 
 
+def html(*found: Check) -> str:
+    return Diagnosis(found)._repr_mimebundle_()["text/html"]
+
+
 def test_text_shows_each_light_with_its_fix() -> None:
-    assert checks.draw([GOOD, LOOK, STOP]).text().splitlines() == [
+    assert str(Diagnosis((GOOD, LOOK, STOP))).splitlines() == [
         "fix the problems before you train: 1 ✔ good, 1 ▲ warning, 1 ✖ problem",
         " ✔ disk           50.0 GB free here",
         " ▲ bandwidth      1 Mbit/s up: slow",
@@ -121,11 +120,11 @@ def test_text_shows_each_light_with_its_fix() -> None:
     ],
 )
 def test_the_worst_light_decides(found: list[Check], verdict: str) -> None:
-    assert checks.summary(found) == verdict
+    assert repr(Diagnosis(tuple(found))) == f"Diagnosis({verdict})"
 
 
 def test_the_html_has_symbols_and_words_and_loads_nothing() -> None:
-    page = checks.draw([GOOD, LOOK, STOP]).html()
+    page = html(GOOD, LOOK, STOP)
     text = " ".join(parsed(page).itertext())
     facts = ("✔", "▲", "✖", "50.0 GB", "use a cable", 'pip install -U "torch>=2.9"')
     assert all(fact in text for fact in facts)
@@ -137,7 +136,7 @@ def test_the_html_has_symbols_and_words_and_loads_nothing() -> None:
 
 
 def test_a_long_text_is_wrapped_under_its_beginning() -> None:
-    lines = checks.draw([Check("compute", Light.GREEN, "word " * 60)]).text().splitlines()
+    lines = str(Diagnosis((Check("compute", Light.GREEN, "word " * 60),))).splitlines()
     assert len(lines) > 3 and all(len(line) <= WIDTH for line in lines)
     assert lines[2].startswith(" " * 18 + "word")
 
@@ -145,9 +144,9 @@ def test_a_long_text_is_wrapped_under_its_beginning() -> None:
 @settings(max_examples=60)
 @given(st.text(max_size=80) | st.sampled_from(["<script>alert(1)</script>", '"><img src=x>', "a\x1b[2Jb\n"]))
 def test_texts_are_escaped(words: str) -> None:
-    hostile = [Check(words, Light.RED, words, words or "x")]
-    assert tags(checks.draw(hostile).html()) <= tags(checks.draw([STOP]).html())
-    assert "\x1b" not in checks.draw(hostile).text()
+    hostile = Check(words, Light.RED, words, words or "x")
+    assert tags(html(hostile)) <= tags(html(STOP))
+    assert "\x1b" not in str(Diagnosis((hostile,)))
 
 
 MODEL = Subject("model", 1_000_000, sample_bytes=1.0, micro_batch=8, samples_per_s=10.0)
