@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from colab_swarm.markup import count
+from colab_swarm.markup import count, milliseconds
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.panel import Panel, Views
 
@@ -63,12 +63,16 @@ def _expert(one: "LiveExpert | tuple[str, str]") -> tuple[theme.Cell, ...]:
 
 
 def _host(row: "HostOfExperts") -> tuple[str, ...]:
-    rtt = "–" if row.rtt_s is None or row.mine else _ms(row.rtt_s)
+    rtt = "–" if row.rtt_s is None or row.mine else milliseconds(row.rtt_s)
     return row.host + " (me)" * row.mine, f"{row.experts:,}", _percent(row.share), rtt
 
 
 def _served(row: "ExpertStatistics") -> tuple[str, ...]:
-    latency = "–" if row.p50_s is None or row.p99_s is None else f"{_ms(row.p50_s)} / {_ms(row.p99_s)}"
+    latency = (
+        "–"
+        if row.p50_s is None or row.p99_s is None
+        else f"{milliseconds(row.p50_s)} / {milliseconds(row.p99_s)}"
+    )
     batch = "–" if row.batch_size is None else f"{row.batch_size:,.0f}"
     rates = (f"{row.calls_per_s:,.1f}", f"{row.samples_per_s:,.0f}")
     return (row.uid, f"{row.step:,}", f"{row.queued:,}", batch, *rates, latency)
@@ -76,10 +80,6 @@ def _served(row: "ExpertStatistics") -> tuple[str, ...]:
 
 def _percent(share: float | None) -> str:
     return "–" if share is None else f"{share:.0%}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:,.0f} ms" if seconds >= 0.01 else f"{1000 * seconds:.1f} ms"
 
 
 EXPERTS_VIEWS: "Views[ExpertsSnapshot]" = Views(

@@ -94,9 +94,7 @@ def _reliability(one: "VolunteerState", now: float) -> str:
         return f"banned for {duration(one.banned_until - now)}"
     if not one.accepted + one.rejected + one.expired:
         return "new"
-    reliability = 1 - one.error_rate
-    word = "high" if reliability >= 0.9 else "fair" if reliability >= 0.6 else "low"
-    return f"{word} ({reliability:.0%})"
+    return f"{1 - one.error_rate:.0%}"
 
 
 def _page(status: "JobStatus") -> list[Document]:

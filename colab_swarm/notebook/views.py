@@ -22,7 +22,7 @@ Mark: TypeAlias = tuple[str, str, str]  # hue, symbol and word
 Place: TypeAlias = tuple[float, float]
 ROLES = ("trainer", "catching up", "paused", "idle", "assistant")
 MAX_ON_MAP = 32  # peers; the first page counts all
-MAP_WIDTH, MAP_ROW, MAP_RADIUS = 600, 30, 120
+MAP_X, MAP_ROW = 150, 30
 RELAYED = "relayed by "
 ID_CHARS = 8
 MAX_NAME_CHARS = 40
@@ -47,7 +47,7 @@ def summary(snapshot: SwarmSnapshot) -> str:
 
 
 def draw(snapshot: SwarmSnapshot) -> theme.Document:
-    me = f"{_name(snapshot.me)}: {plain(snapshot.reached, 100)}, connected for {_clock(snapshot.uptime_s)}"
+    me = f"{_name(snapshot.me)}: {plain(snapshot.reached, 100)}, connected for {duration(snapshot.uptime_s)}"
     shown = theme.Document(_state(snapshot), me, label=f"swarm {plain(snapshot.run)}", line=me)
     shown.draw("", plain(summary(snapshot), theme.MAX_CHARS))
     _draw_notices(shown, snapshot)
@@ -55,11 +55,13 @@ def draw(snapshot: SwarmSnapshot) -> theme.Document:
     if snapshot.target_batch_size > 0:
         when = "no peer is training"
         if snapshot.eta_s is not None and math.isfinite(snapshot.eta_s):
-            soon = "any moment" if snapshot.eta_s < 1 else f"in about {_clock(snapshot.eta_s)}"
+            soon = "any moment" if snapshot.eta_s < 1 else f"in about {duration(snapshot.eta_s)}"
             when = f"step {snapshot.step + 1} {soon}"
         part = snapshot.accumulated / snapshot.target_batch_size
         shown.bar(part, f"{_collected(snapshot)} samples; {when}", title="next step")
-    _draw_loss(shown, snapshot)
+    if drawn := theme.curve(snapshot.loss_history, width=420):
+        whose = f"{snapshot.model}, median over the trainers" if snapshot.model else "my batches"
+        shown.draw(f"<h4>loss of {text(whose)}: {_loss(snapshot)}</h4>{drawn}")
     columns, title = ("peer", "samples", "averaged for others"), "contributions, as seen by the other peers"
     shown.table(columns, snapshot.leaderboard[:8], _credit, numbers=(1, 2), what="contributors", title=title)
     shown.table(COLUMNS, snapshot.peers, _cells, numbers=(3, 4, 5), what="peers", title="peers")
@@ -101,14 +103,6 @@ def _figures(snapshot: SwarmSnapshot) -> dict[str, str]:
     return figures | {"sent": size(snapshot.sent_bytes), "received": size(snapshot.received_bytes)}
 
 
-def _draw_loss(shown: theme.Document, snapshot: SwarmSnapshot) -> None:
-    whose = f"{snapshot.model}, median over the trainers" if snapshot.model else "my batches"
-    if drawn := theme.curve(snapshot.loss_history, width=420):
-        shown.draw(f"<h4>loss of {text(whose)}: {_loss(snapshot)}</h4>{drawn}")
-    elif snapshot.model:
-        shown.note("Fewer than two losses reported yet.")
-
-
 def metrics(snapshot: SwarmSnapshot) -> list[Sample]:
     """Return the figures for Prometheus; those of a model carry its name."""
     run = {"run": snapshot.run}
@@ -131,15 +125,6 @@ def metrics(snapshot: SwarmSnapshot) -> list[Sample]:
     return [*samples, ("hub_failures_total", model, kept.hub_failures)]
 
 
-def _clock(seconds: float) -> str:
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, rest = divmod(max(int(seconds), 0), 60)
-    if minutes >= 60:
-        return f"{minutes // 60} h {minutes % 60:02} min"
-    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
-
-
 def _draw_notices(shown: theme.Document, snapshot: SwarmSnapshot) -> None:
     paused = "Paused: your work has stopped and the others continue. Press Resume, or call swarm.unpause()."
     shown.warn(paused if snapshot.paused else "", "‖")
@@ -150,8 +135,8 @@ def _draw_notices(shown: theme.Document, snapshot: SwarmSnapshot) -> None:
     if (session := snapshot.session) is None:
         return
     ends_s = session.limit_s if session.leaves_s is None else session.leaves_s
-    leaves = "" if session.leaves_s is None else f"; leaves at {_clock(ends_s)}"
-    words = f"{plain(session.platform)}, {_clock(session.elapsed_s)} of {_clock(session.limit_s)}{leaves}"
+    leaves = "" if session.leaves_s is None else f"; leaves at {duration(ends_s)}"
+    words = f"{plain(session.platform)}, {duration(session.elapsed_s)} of {duration(session.limit_s)}{leaves}"
     soon = session.elapsed_s > ends_s - SOON_S
     part = session.elapsed_s / session.limit_s if session.limit_s > 0 else 1.0
     shown.bar(part, words, title="session", hue="amber" if soon else "soft")
@@ -184,31 +169,29 @@ def _credit(row: ContributionRow) -> tuple[str, ...]:
 
 
 def draw_map(snapshot: SwarmSnapshot) -> theme.Document:
-    """Draw this peer in the middle and a line for each link; the text lists the links."""
+    """Draw this peer at the left and a line for each link; the text lists the links."""
     others = sorted((peer for peer in snapshot.peers if not peer.me), key=lambda peer: not peer.connected)
-    shown = others[:MAX_ON_MAP]
+    shown, relayed = others[:MAX_ON_MAP], sum(peer.connected.startswith(RELAYED) for peer in others)
     names = {peer.id[:ID_CHARS]: peer.name for peer in shown}
-    own, states = _own_mark(snapshot), list(map(_mark_of, shown))
-    links = [_link_words(peer, names) for peer in shown]
+    own = ("amber", "‖", "paused") if snapshot.paused else ("blue", "◉", plain(snapshot.state, 24))
     rows = [(f"{own[1]} {plain(snapshot.me, 24)} (me)", own[2], "", "", "")]
-    for peer, (_, symbol, word), link in zip(shown, states, links, strict=True):
-        rows.append((f"{symbol} {plain(peer.name, 24)}", word, *link))
-    height = max(6 * MAP_ROW, MAP_ROW * math.ceil(len(shown) / 2)) + MAP_ROW
-    middle = (MAP_WIDTH / 2, height / 2)
-    placed = list(zip(shown, _places(len(shown), height), strict=True))
-    lines = "".join(_link_line(peer, place, middle) for peer, place in placed if peer.connected)
-    nodes = "".join(map(_node, placed, states, links))
-    key = "".join(f"{theme.mark(*one[:2], text(one[2]))} &#160; " for one in sorted({own, *states}))
-    relayed = sum(peer.connected.startswith(RELAYED) for peer in others)
+    height = MAP_ROW * max(len(shown), 3)
+    y, lines, nodes, marks = height / 2, "", "", {own}
+    nodes += _node((MAP_X, y), own, f"{plain(snapshot.me, 24)} (me)", ())
+    for index, peer in enumerate(shown):
+        mark, link, place = _mark_of(peer), _link_words(peer, names), (2 * MAP_X, MAP_ROW * (index + 0.5))
+        rows.append((f"{mark[1]} {plain(peer.name, 24)}", mark[2], *link))
+        lines += _link_line(peer, (MAP_X, y), place) if peer.connected else ""
+        nodes += _node(place, mark, peer.name, link)
+        marks.add(mark)
+    key = "".join(f"{theme.mark(*one[:2], text(one[2]))} &#160; " for one in sorted(marks))
     linked = count(sum(bool(peer.connected) for peer in others), "link")
     linked += f", {relayed} of them relayed" if relayed else ""
     run = plain(snapshot.run, 40)
     page = theme.Document(run, linked, label="map of the swarm", line=f"links of {run}: {linked}")
     page.draw(
-        f'<svg viewBox="0 0 {MAP_WIDTH} {height}" width="100%" style="max-width:720px" role="img" '
-        f'aria-label="map of {count(len(shown) + 1, "peer")}">{lines}{nodes}{_dot(middle, own, 15)}'
-        f'<text x="{middle[0]}" y="{middle[1] + 29}" text-anchor="middle" style="fill:var(--ink);'
-        f'stroke:var(--paper);stroke-width:4px;paint-order:stroke">{text(snapshot.me, 24)} (me)</text></svg>'
+        f'<svg viewBox="0 0 {4 * MAP_X} {height}" width="100%" style="max-width:720px" role="img" '
+        f'aria-label="map of {count(len(shown) + 1, "peer")}">{lines}{nodes}</svg>'
         f'<p>{key}</p><p class="soft">line: a link, wider if faster; dashed: through a relay; no line: no link</p>',
         *aligned(rows),
     )
@@ -226,13 +209,6 @@ def _mark_of(peer: PeerRow) -> Mark:
     return ("green", "●", "training") if peer.samples_per_s > 0 else ("soft", "○", role)
 
 
-def _own_mark(snapshot: SwarmSnapshot) -> Mark:
-    if snapshot.paused:
-        return "amber", "‖", "paused"
-    me = next((peer for peer in snapshot.peers if peer.me), None)
-    return ("blue", "◉", plain(snapshot.state, 24)) if me is None else _mark_of(me)
-
-
 def _link_words(peer: PeerRow, names: Mapping[str, str]) -> tuple[str, str, str]:
     relay = peer.connected.removeprefix(RELAYED)[:ID_CHARS]
     way = f"via {names.get(relay, relay)}" if peer.connected.startswith(RELAYED) else peer.connected
@@ -245,46 +221,27 @@ def _bandwidth_bps(peer: PeerRow) -> float:
     return min(known, default=0.0)
 
 
-def _places(number: int, height: float) -> list[Place]:
-    """Place at even heights, so that labels stay apart: right half first, then left."""
-    right = math.ceil(number / 2)
-    places = []
-    for index in range(number):
-        side, row, rows = (1, index, right) if index < right else (-1, index - right, number - right)
-        places.append(
-            (MAP_WIDTH / 2 + side * MAP_RADIUS, MAP_ROW / 2 + (height - MAP_ROW) * (row + 0.5) / rows)
-        )
-    return places
-
-
-def _link_line(peer: PeerRow, place: Place, middle: Place) -> str:
+def _link_line(peer: PeerRow, me: Place, place: Place) -> str:
     dashed = ' stroke-dasharray="5 4"' if peer.connected.startswith(RELAYED) else ""
     # 1 pixel for 1 Mbit/s or less, 1.3 more for each factor of ten
     width = min(1 + 1.3 * math.log10(max(_bandwidth_bps(peer) / 1e6, 1.0)), 6.0)
     return (
-        f'<path class="soft" d="M{middle[0]:.1f} {middle[1]:.1f}L{place[0]:.1f} {place[1]:.1f}" fill="none" '
+        f'<path class="soft" d="M{me[0]} {me[1]}L{place[0]} {place[1]}" fill="none" '
         f'stroke="currentColor" stroke-width="{width:.1f}"{dashed}/>'
     )
 
 
-def _dot(place: Place, state: Mark, radius: float) -> str:
-    hue, symbol, word = state
+def _node(place: Place, mark: Mark, name: str, link: Sequence[str]) -> str:
     x, y = place
+    hue, symbol, word = mark
+    at, label = (x + 15, y - 2) if link else (x - 40, y + 29)
+    short, full = (text(", ".join(filter(None, parts))) for parts in (link[:2], link))
     return (
-        f'<g class="{hue}"><title>{text(word)}</title><circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}" '
+        f'<g class="{hue}"><title>{text(word)}</title><circle cx="{x}" cy="{y}" r="10" '
         f'style="fill:var(--card)" stroke="currentColor" stroke-width="2"/>'
-        f'<text x="{x:.1f}" y="{y + 4:.1f}" text-anchor="middle" style="fill:currentColor">{symbol}</text></g>'
-    )
-
-
-def _node(placed: tuple[PeerRow, Place], state: Mark, link: Sequence[str]) -> str:
-    peer, (x, y) = placed
-    at, anchor = (x + 15, "start") if x > MAP_WIDTH / 2 else (x - 15, "end")
-    short, full = (", ".join(filter(None, parts)) for parts in (link[:2], link))
-    return _dot((x, y), state, 10) + (
-        f'<text x="{at:.1f}" y="{y - 2:.1f}" text-anchor="{anchor}" style="fill:var(--ink)">'
-        f'{text(peer.name, 24)}</text><text x="{at:.1f}" y="{y + 11:.1f}" text-anchor="{anchor}">{text(short)}'
-        f"<title>{text(full)}</title></text>"
+        f'<text x="{x}" y="{y + 4}" text-anchor="middle" style="fill:currentColor">{symbol}</text></g>'
+        f'<text x="{at}" y="{label}" style="fill:var(--ink)">{text(name, 32)}</text>'
+        f'<text x="{at}" y="{y + 11}">{short}<title>{full}</title></text>'
     )
 
 
