@@ -44,7 +44,7 @@ class SessionTime:
     platform: str  # its name, for people
     elapsed_s: float  # since the start
     limit_s: float  # from the start to the latest end
-    leaves_s: float | None = None  # from the start to when this peer leaves; None if it does not
+    leaves_s: float  # from the start to when this peer leaves
 
 
 @dataclass(frozen=True)

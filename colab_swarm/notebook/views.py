@@ -134,10 +134,9 @@ def _draw_notices(shown: theme.Document, snapshot: SwarmSnapshot) -> None:
         shown.note(*filter(None, [kept.hub]))
     if (session := snapshot.session) is None:
         return
-    ends_s = session.limit_s if session.leaves_s is None else session.leaves_s
-    leaves = "" if session.leaves_s is None else f"; leaves at {duration(ends_s)}"
-    words = f"{plain(session.platform)}, {duration(session.elapsed_s)} of {duration(session.limit_s)}{leaves}"
-    soon = session.elapsed_s > ends_s - SOON_S
+    words = f"{plain(session.platform)}, {duration(session.elapsed_s)} of {duration(session.limit_s)}"
+    words += f"; leaves at {duration(session.leaves_s)}"
+    soon = session.elapsed_s > session.leaves_s - SOON_S
     part = session.elapsed_s / session.limit_s if session.limit_s > 0 else 1.0
     shown.bar(part, words, title="session", hue="amber" if soon else "soft")
     shown.warn("the session ends soon" if soon else "")
@@ -185,8 +184,7 @@ def draw_map(snapshot: SwarmSnapshot) -> theme.Document:
         nodes += _node(place, mark, peer.name, link)
         marks.add(mark)
     key = "".join(f"{theme.mark(*one[:2], text(one[2]))} &#160; " for one in sorted(marks))
-    linked = count(sum(bool(peer.connected) for peer in others), "link")
-    linked += f", {relayed} of them relayed" if relayed else ""
+    linked = f"{count(sum(bool(peer.connected) for peer in others), 'link')}, {relayed} of them relayed"
     run = plain(snapshot.run, 40)
     page = theme.Document(run, linked, label="map of the swarm", line=f"links of {run}: {linked}")
     page.draw(

@@ -191,9 +191,7 @@ def albert(
     length = sequence_length or shape.sequence_length
     if length > MAX_POSITIONS:
         raise ValueError(f"sequence_length={length}: ALBERT has {MAX_POSITIONS} positions")
-    checkpointing = False
-    if batch_size is None:
-        batch_size, checkpointing = _fit_this_machine(shape, length)
+    batch_size, checkpointing = _fit_this_machine(batch_size, shape, length)
     if tokenizer is None:
         blocks = TextMix(text, seed=seed).until_read(random.Random(seed))  # in the same order at all peers
         tokenizer = train_tokenizer(blocks, vocabulary=shape.vocabulary, language=language)
@@ -220,7 +218,9 @@ def albert(
     return model, batches
 
 
-def _fit_this_machine(shape: AlbertSize, length: int) -> tuple[int, bool]:
+def _fit_this_machine(batch_size: int | None, shape: AlbertSize, length: int) -> tuple[int, bool]:
+    if batch_size is not None:
+        return batch_size, False
     has_gpu = torch.cuda.is_available()
     memory_bytes = torch.cuda.get_device_properties(0).total_memory if has_gpu else WITHOUT_GPU_BYTES
     return fit_memory(shape, memory_bytes, sequence_length=length)

@@ -42,10 +42,6 @@ def open_text(text: TextSource) -> list[Shard]:
     split is streamed. Rows give their ``text``, or the first column of strings. Raises `ValueError` if
     it holds no file or no text.
     """
-    if text == "python-docs":
-        from pydoc_data.topics import topics
-
-        text = [topics[key] for key in sorted(topics)]
     if isinstance(text, str | Path):
         shards = _open_named(str(text))
     elif not isinstance(text, Sequence):
@@ -89,6 +85,10 @@ def find_files(name: str) -> list[Path]:
 
 
 def _open_named(name: str) -> list[Shard]:
+    if name == "python-docs":
+        from pydoc_data.topics import topics
+
+        return open_text([topics[key] for key in sorted(topics)])
     if not (files := find_files(name)):
         path, _, configuration = name.partition(":")
         try:

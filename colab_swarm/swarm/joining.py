@@ -248,21 +248,19 @@ def _save(
 async def _start(
     access: RunAccess, identity: Identity, name: str, options: NetworkOptions, store: PeerStore | None = None
 ) -> tuple[PeerServices, NetworkSession]:
-    events, port = EventLog(), options.port
-    if store is not None and store.saved is not None and options.listen:
-        port = port or store.saved.port
+    events, saved = EventLog(), None if store is None else store.saved
+    former = saved.port if saved is not None and options.listen else 0
     bounds = (options.upload_mbit_s, options.download_mbit_s)
     upload_bps, download_bps = (None if bound is None else bound * 1e6 for bound in bounds)
     announce = tuple(options.announce) or None
-    settings = NodeSettings(access.run_id, "", port, options.listen, announce, upload_bps, download_bps)
-    try:
-        node = await Node.start(identity, settings, events, admission=access.admission)
-    except OSError:
-        if port == options.port:
-            raise
-        # another program uses the port now; old invitations stop working
-        settings = replace(settings, port=options.port)
-        node = await Node.start(identity, settings, events, admission=access.admission)
+    for port in (options.port or former, options.port):
+        settings = NodeSettings(access.run_id, "", port, options.listen, announce, upload_bps, download_bps)
+        try:
+            node = await Node.start(identity, settings, events, admission=access.admission)
+            break
+        except OSError:  # another program uses the port now; old invitations stop working
+            if port == options.port:
+                raise
     try:
         services = assemble(node, access.run_id, events, random.Random(identity.id))
         network = NetworkSession(node, access, options, services)

@@ -2,7 +2,7 @@
 
     identity.key             its key: a process that has the key is this peer
     identity.key.authority   only at the peer that created the run: whom it admitted and removed
-    peer.json                run, invitation, membership, options, contributions; written each minute
+    peer.json                run, invitation, membership, options, contributions; written often
     checkpoints/NAME/        what each optimizer has trained
     in-use.json              which process uses the folder now
 
@@ -32,7 +32,7 @@ from colab_swarm.notebook.platforms import Platform
 from colab_swarm.trust.authority import Allowlist, write_private
 from colab_swarm.trust.contributions import TallyRow
 
-STALE_S = 180.0  # three missed heartbeats
+STALE_S = 180.0  # without a heartbeat
 SETTLE_S = 0.1  # within it, processes that find an abandoned folder at once settle who gets it
 VERSION = 1
 MAX_CONTACTS = 16
