@@ -28,7 +28,7 @@ ID_CHARS = 8
 MAX_NAME_CHARS = 40
 COLUMNS = ("peer", "id", "role", "step", "samples/s", "RTT", "link", "reachable")
 SOON_S = 1800.0  # the view warns this long before a session's end
-RECENT = 20  # rounds to choose from, and in the list of times
+RECENT = 20  # rounds to choose from
 MIN_S, MAX_S = 1e-6, 1e6
 SLOTS = 40  # characters of a lane
 NONE_YET = (
@@ -261,22 +261,16 @@ def draw_rounds(snapshot: SwarmSnapshot, back: int = 0) -> theme.Document:
 def draw_waterfall(
     shown: theme.Document, rounds: Sequence[RoundFinished], back: int, names: Mapping[str, str]
 ) -> None:
-    """Draw the round ``back`` rounds before the last one in full, and the times of the last ones.
+    """Draw the round ``back`` rounds before the last one.
 
     ``rounds`` are oldest first; ``names`` are those of peers, by the first `ID_CHARS` of their ids.
     """
     if not rounds:
         shown.draw(f'<p class="soft">{NONE_YET}</p>', NONE_YET)
         return
-    one, recent = _drawable(rounds[max(len(rounds) - 1 - back, 0)]), rounds[-RECENT:]
+    one = _drawable(rounds[max(len(rounds) - 1 - back, 0)])
     facts = _facts(one)
     shown.draw(theme.heading(f"round {one.step}", text(facts, 400)), f"round {one.step}: {plain(facts, 400)}")
-    times = [
-        _seconds(each.seconds) + "✖" * (each.spans_lost > 0 or each.kept_local > 0)
-        for each in map(_drawable, recent)
-    ]
-    words = f"last {count(len(recent), 'round')}: {', '.join(times)}"
-    shown.draw(f'<p class="soft">{words}</p>', f"  {words}")
     shown.note(*([f"shares: {one.explanation}"] if one.explanation else []))
     if not one.members:
         shown.note("This round left no trace of its members.")
