@@ -13,7 +13,7 @@ from colab_swarm.markup import count, plain, size, text
 from colab_swarm.notebook.panel import make_button
 from colab_swarm.notebook.platforms import has_frontend
 from colab_swarm.notebook.theme import Document
-from colab_swarm.recipes.evaluation import ENGLISH, Guess, Reply, replies
+from colab_swarm.recipes.masked_lm import ENGLISH, Guess, Reply, replies
 
 if TYPE_CHECKING:
     from colab_swarm.training.optimizer import SwarmOptimizer

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 VISITOR = "doctor"  # name of the peer that examines the run of an invitation
-TESTS = 3  # peers that are called for a speed test
+TESTS = 3  # peers that are asked for a speed test, until one is free
 SIZE_BYTES = 4 << 20
 TEST_TIMEOUT_S = 15.0
 HOSTS = (("pypi.org", 443), ("huggingface.co", 443))  # which installing and loading a data set contact anyway
@@ -221,10 +221,7 @@ def _examine(
         speeds, target, codec = trainers(swarm)
         target_batch_size, compression = target_batch_size or target, compression or codec
         peers = sorted(swarm.services.peers.linked(), key=lambda peer: -speeds.get(peer, 0.0))
-        tests = swarm.runtime.call(_test_uplink(swarm.services.peers, peers[:TESTS]))
-        uplink = max(
-            tests, key=lambda speed: speed.upload_bps, default=None
-        )  # others were slow at the other end
+        uplink = swarm.runtime.call(_test_uplink(swarm.services.peers, peers[:TESTS]))
         found.append(check_swarm(swarm.run, len(peers), len(speeds)))
         found.append(check_reachability(swarm.reachability))
         if peers:
@@ -266,12 +263,11 @@ def _subject(
     return replace(known, micro_batch=measured.micro_batch, samples_per_s=measured.samples_per_s)
 
 
-async def _test_uplink(peers: Peers, testers: Sequence[PeerId]) -> list[Speed]:
-    found = []
-    for peer in testers:  # one after the other: together they would share the uplink
+async def _test_uplink(peers: Peers, testers: Sequence[PeerId]) -> Speed | None:
+    for peer in testers:
         with contextlib.suppress(PeerError):  # gone, busy, or too old for it
-            found.append(await measure(peers, peer, size_bytes=SIZE_BYTES, timeout_s=TEST_TIMEOUT_S))
-    return found
+            return await measure(peers, peer, size_bytes=SIZE_BYTES, timeout_s=TEST_TIMEOUT_S)
+    return None
 
 
 def trainers(swarm: Swarm) -> tuple[dict[PeerId, float], int | None, str | None]:

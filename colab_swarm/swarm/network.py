@@ -251,14 +251,9 @@ class NetworkSession:
     async def announce_in_lan(self, name: str) -> None:
         if not self._options.lan or self.node.port is None:
             return
-        contact = Contact(self.node.id)
         try:
             self._announcer = LanAnnouncer(self.access.run_id, self.access.access, name)
-            while True:
-                if self.node.listening() != contact.addresses:
-                    contact = Contact(self.node.id, self.node.listening())
-                    await self._announcer.update(contact)
-                await asyncio.sleep(PUBLISH_EVERY_S)
+            await self._announcer.update(Contact(self.node.id, self.node.listening()))
         except OSError as error:
             logger.info("not announced in the LAN: %s", error)
 

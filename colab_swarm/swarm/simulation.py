@@ -60,7 +60,6 @@ class Simulation(AbstractContextManager["Simulation"]):
         self._crashed: dict[str, PeerRow] = {}  # their last state
         self._arriving: set[str] = set()  # peers that are joining now
         self._story: deque[str] = deque(maxlen=MAX_STORY)
-        self._aloud = False  # whether to print the story
         self._told_step = -1  # last step in the story
         self._lesson: InteractiveRun | None = None
         self.results: dict[str, object] = {}
@@ -139,8 +138,6 @@ class Simulation(AbstractContextManager["Simulation"]):
 
     def tell(self, words: str) -> None:
         self._story.append(f"{self.time:6.1f} s  {words}")
-        if self._aloud:
-            print(self._story[-1], flush=True)
 
     def _on_event(self, name: str, event: Event) -> None:
         if isinstance(event, RoundFinished):
@@ -195,11 +192,10 @@ class Simulation(AbstractContextManager["Simulation"]):
             lesson.start()
             self._lesson = lesson
         else:
-            self._aloud = True
             try:
                 self.run(train, seconds=seconds)
             finally:
-                self._aloud = False
+                print(*self._story, sep="\n")
                 lesson.end("finished")
         return lesson
 

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import MaskedLMOutput
 import colab_swarm as cs
 from colab_swarm.notebook import try_model
 from colab_swarm.notebook.try_model import ModelProbe, TryModel, cell_runs
-from colab_swarm.recipes.evaluation import call, replies
+from colab_swarm.recipes.masked_lm import call, replies
 from colab_swarm.recipes.text import train_tokenizer
 from colab_swarm.swarm.swarm import Swarm
 from tests.training.toy import join_training
