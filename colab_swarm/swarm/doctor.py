@@ -45,7 +45,6 @@ PACKAGES = ("torch", "transformers", "cryptography", "aiohttp", "colab-swarm")
 CALIBRATION_S = 2.0
 MIN_PASSES = 3
 PARAMETER_BYTES = 16  # training memory per parameter: value, gradient and two moments, in float32
-STATE_BYTES = 12  # what a late joiner downloads per parameter: value and two moments, in float32
 USABLE = 0.8  # share of free memory to plan with; the rest is for temporaries and fragments
 ROUND_TRIPS = 2  # round trips to form and start a round
 MAX_MICRO_BATCH = 512
@@ -76,7 +75,6 @@ class Subject:
 class Prediction:
     target_batch_size: int  # samples of all peers for one global step
     vector_bytes: float  # compressed size of the averaged gradients
-    first_sample_s: float  # from now to this peer's first counted sample
     samples_per_s: float  # this peer's speed
     step_s: float  # time of a global step with its averaging
     averaging_s: float  # time of the averaging
@@ -455,7 +453,7 @@ def check_bandwidth(uplink: Speed | None) -> Check:
 
 def check_prediction(found: Prediction) -> Check:
     words = (
-        f"first sample in {_time(found.first_sample_s)}; {found.samples_per_s:,.3g} samples/s here, "
+        f"{found.samples_per_s:,.3g} samples/s here, "
         f"{found.share:.0%} of a step; a step of {found.target_batch_size:,} samples every {_time(found.step_s)}, "
         f"of which {_time(found.averaging_s)} averaging; {found.gb_per_hour:.2g} GB per hour"
     )
@@ -493,7 +491,7 @@ def predict(
     averaging.
     """
     peers, total, micro_batch = 1 + len(others), subject.samples_per_s + sum(others), subject.micro_batch
-    moved_bytes = averaging_s = state_s = 0.0
+    moved_bytes = averaging_s = 0.0
     batch = float(math.ceil(target_batch_size / micro_batch) * micro_batch)
     if others:
         batch = target_batch_size + peers * micro_batch
@@ -501,12 +499,10 @@ def predict(
         download_bps = max(uplink.download_bps, MIN_BPS)
         slowest_bps = min(max(uplink.upload_bps, MIN_BPS), download_bps)
         averaging_s = ROUND_TRIPS * uplink.rtt_s + 8 * moved_bytes / slowest_bps
-        state_s = ROUND_TRIPS * uplink.rtt_s + 8 * subject.parameters * STATE_BYTES / download_bps
     step_s = batch / total + averaging_s
     return Prediction(
         target_batch_size,
         vector_bytes,
-        first_sample_s=state_s + micro_batch / subject.samples_per_s,
         samples_per_s=subject.samples_per_s,
         step_s=step_s,
         averaging_s=averaging_s,

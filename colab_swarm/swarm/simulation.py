@@ -406,20 +406,22 @@ class InteractiveRun:
     def _pass_time(self) -> str:
         simulation, idle = self._simulation, False
         while not self._stopping:
-            began = time.monotonic()
+            began, wait_s = time.monotonic(), None
             while self._injected:
                 self._act(*self._injected.popleft())
                 idle = False
             if idle and simulation.swarms:
                 return "finished"
-            if idle or (self._paused and not self._single_steps):  # idle: every peer has crashed
-                self._wait(None)
-                continue
-            self._single_steps = max(0, self._single_steps - 1)
-            idle = self._pass_slice()
-            if simulation.time > self._until - 1e-6:
-                return "finished"
-            self._wait(max(0.0, began + SLICE_S / max(self.speed, MIN_SPEED) - time.monotonic()))
+            if not idle and (self._single_steps or not self._paused):  # idle: every peer has crashed
+                self._single_steps = max(0, self._single_steps - 1)
+                idle = self._pass_slice()
+                if simulation.time > self._until - 1e-6:
+                    return "finished"
+                wait_s = max(0.0, began + SLICE_S / max(self.speed, MIN_SPEED) - time.monotonic())
+            if wait_s is None or time.monotonic() - self._looked_at > LOOK_S:
+                self._look()
+            self._wake.wait(wait_s)
+            self._wake.clear()
         return "stopped"
 
     def _pass_slice(self) -> bool:
@@ -428,12 +430,6 @@ class InteractiveRun:
         except JoinError as error:
             self._simulation.tell(f"a late joiner could not join: {error}")
             return False
-
-    def _wait(self, seconds: float | None) -> None:
-        if seconds is None or time.monotonic() - self._looked_at > LOOK_S:
-            self._look()
-        self._wake.wait(seconds)
-        self._wake.clear()
 
     def _look(self) -> None:
         self._looked_at, self._seen = time.monotonic(), self._simulation.snapshot()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AlbertConfig, AlbertForPreTraining
+from transformers import AlbertForPreTraining
 from transformers import PreTrainedTokenizerFast as Words
 
 from colab_swarm.recipes import masked_lm
@@ -153,29 +153,16 @@ def test_importing_the_recipe_imports_no_large_library(module: str) -> None:
 
 GIB = 1 << 30
 LENGTH = 32
-SMALL = AlbertSize(layers=3, hidden=128, heads=2, vocabulary=100, sequence_length=LENGTH)
+HIDDEN = 128
 
 
-def model(shape: AlbertSize, layers: int | None = None) -> AlbertForPreTraining:
+def model(tokenizer: Words, layers: int = 3) -> AlbertForPreTraining:
     torch.manual_seed(0)
-    return AlbertForPreTraining(
-        AlbertConfig(
-            vocab_size=shape.vocabulary,
-            embedding_size=128,
-            hidden_size=shape.hidden,
-            num_hidden_layers=layers or shape.layers,
-            num_attention_heads=shape.heads,
-            intermediate_size=4 * shape.hidden,
-            hidden_act="gelu_new",
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-            classifier_dropout_prob=0.0,
-        )
-    )
+    return AlbertForPreTraining(masked_lm.albert_config(AlbertSize(layers, HIDDEN, heads=2), tokenizer))
 
 
 def batch(samples: int = 2) -> dict[str, torch.Tensor]:
-    tokens = torch.arange(samples * LENGTH).reshape(samples, LENGTH) % SMALL.vocabulary
+    tokens = torch.arange(samples * LENGTH).reshape(samples, LENGTH) % 100
     present = torch.ones_like(tokens)
     present[0, -4:] = 0  # padding, as in real batches: attention is computed another way without it
     return {
@@ -202,19 +189,16 @@ def kept_values_per_token(trained: AlbertForPreTraining) -> float:
 
 
 @pytest.mark.slow
-def test_a_layer_keeps_as_many_values_as_the_arithmetic_says() -> None:
-    more, fewer = (kept_values_per_token(model(SMALL, layers)) for layers in (5, 3))
-    assert (more - fewer) / 2 / SMALL.hidden == pytest.approx(masked_lm.LAYER_VALUES, abs=0.5)
+def test_a_layer_keeps_as_many_values_as_the_arithmetic_says(tokenizer: Words) -> None:
+    more, fewer = (kept_values_per_token(model(tokenizer, layers)) for layers in (5, 3))
+    assert (more - fewer) / 2 / HIDDEN == pytest.approx(masked_lm.LAYER_VALUES, abs=0.5)
 
 
 @pytest.mark.slow
-def test_checkpointing_gives_the_same_gradients_from_less_memory() -> None:
-    plain, saving = model(SMALL), model(SMALL)
+def test_checkpointing_gives_the_same_gradients_from_less_memory(tokenizer: Words) -> None:
+    plain, saving = model(tokenizer), model(tokenizer)
     masked_lm.checkpoint_layers(saving)
-    assert (
-        kept_values_per_token(saving)
-        < kept_values_per_token(plain) - 2 * masked_lm.LAYER_VALUES * SMALL.hidden
-    )
+    assert kept_values_per_token(saving) < kept_values_per_token(plain) - 2 * masked_lm.LAYER_VALUES * HIDDEN
     for each in (plain, saving):
         each(**batch()).loss.backward()
     gradients = dict(saving.named_parameters())

@@ -25,7 +25,6 @@ from colab_swarm.recipes.image_features import (
     swav,
 )
 from colab_swarm.swarm.swarm import Swarm
-from colab_swarm.training.replica import Replica, UpdateRule
 
 PICTURES = np.random.default_rng(0).integers(0, 256, size=(20, 10, 12, 3), dtype=np.uint8)
 
@@ -86,22 +85,6 @@ def test_peers_stay_equal_although_images_and_statistics_differ() -> None:
     norm = "backbone.embedder.embedder.normalization.running_mean"
     assert not torch.equal(alice.state_dict()[norm], bob.state_dict()[norm])
     assert torch.equal(embed(alice, PICTURES, size_px=32), embed(bob, PICTURES, size_px=32))
-
-
-def test_a_late_joiner_gets_momentum_and_schedule_with_the_state() -> None:
-    def replica() -> Replica:
-        optimizer, scheduler = image_features.swav_optimizer(swav(images=PICTURES)[0])
-        return Replica(UpdateRule(optimizer, scheduler))
-
-    alice, bob = replica(), replica()
-    mean = np.full(alice.numel, 0.01, np.float32)
-    for _ in range(12):  # past the warm-up and the freezing
-        alice.apply(mean)
-    bob.load_snapshot(alice.snapshot())
-    alice.apply(mean)
-    bob.apply(mean)
-    assert alice.lineage == bob.lineage
-    assert all(torch.equal(a, b) for a, b in zip(alice.model, bob.model, strict=True))
 
 
 @pytest.mark.slow
@@ -369,13 +352,6 @@ def test_a_data_set_gives_its_column_of_images(tmp_path: Path) -> None:
     Dataset.from_dict({"image": [Image.fromarray(RED)] * 3}).to_parquet(tmp_path / "train.parquet")
     opened = open_images(str(tmp_path))
     assert len(opened) == 3 and is_red(as_image(opened[2]))
-
-
-@pytest.mark.slow
-def test_digits_are_part_of_scikit_learn() -> None:
-    opened = open_images("digits")
-    image = as_image(opened[0])
-    assert len(opened) == 1797 and image.shape == (3, 8, 8) and image.max() == 239  # 15 of 16
 
 
 @pytest.mark.slow

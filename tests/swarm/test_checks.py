@@ -19,7 +19,7 @@ T4 = ("Tesla T4", 14_500_000_000, 15_600_000_000)
 GB = 10**9
 DIRECT = Reachability(ReachabilityLevel.DIRECT, addresses=("ws://203.0.113.7:4500",))
 LARGE = Subject("ALBERT-large at 512 tokens", 18_105_474, 1_605_894_144.0)
-PREDICTION = Prediction(4096, 4e6, 12.0, 10.0, step_s=120.0, averaging_s=15.0, gb_per_hour=2.2, share=0.25)
+PREDICTION = Prediction(4096, 4e6, 10.0, step_s=120.0, averaging_s=15.0, gb_per_hour=2.2, share=0.25)
 
 
 def test_a_healthy_peer_gets_only_green_lights() -> None:
@@ -85,7 +85,7 @@ def test_reachability_says_why_it_is_not_better() -> None:
 
 def test_the_prediction_is_shown_in_words() -> None:
     assert checks.check_prediction(PREDICTION).text == (
-        "first sample in 12 s; 10 samples/s here, 25% of a step; a step of 4,096 samples every 2 min, "
+        "10 samples/s here, 25% of a step; a step of 4,096 samples every 2 min, "
         "of which 15 s averaging; 2.2 GB per hour"
     )
     assert "too fast to measure up" in checks.check_bandwidth(Speed(math.inf, 1e9, 0.0)).text
@@ -164,8 +164,6 @@ def test_two_equal_peers_take_half_of_a_step_each() -> None:
     assert found.averaging_s == pytest.approx(2 * 0.05 + 8 * 2e6 / 20e6)
     assert found.step_s == pytest.approx((256 + 2 * 8) / 20 + found.averaging_s)
     assert found.gb_per_hour == pytest.approx(2 * 2e6 * 3600 / found.step_s / 1e9)
-    # a late joiner first downloads the state
-    assert found.first_sample_s == pytest.approx(0.1 + 12e6 * 8 / 100e6 + 8 / 10)
 
 
 def test_a_peer_alone_moves_nothing_and_fills_the_batch_by_itself() -> None:
@@ -186,7 +184,7 @@ def test_any_bandwidth_gives_finite_predictions(
 ) -> None:
     subject = replace(MODEL, samples_per_s=own)
     found = checks.predict(subject, 256, 2e6, tuple(others), Speed(upload_bps, download_bps, 0.1))
-    assert 0 < found.step_s < math.inf and 0 < found.first_sample_s < math.inf
+    assert 0 < found.step_s < math.inf
     assert 0 < found.share <= 1
 
 
