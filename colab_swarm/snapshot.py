@@ -44,7 +44,7 @@ class SessionTime:
     platform: str  # its name, for people
     elapsed_s: float  # since the start
     limit_s: float  # from the start to the latest end
-    leaves_s: float | None = None  # from the start to when this peer leaves; None if it does not
+    leaves_s: float  # from the start to when this peer leaves
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,6 @@ class SwarmSnapshot:
     last_share: float | None = None  # its part of the last global step's samples; None before the first
     rounds: tuple[events.RoundFinished, ...] = ()  # the last averaging rounds, oldest first
     leaderboard: tuple[ContributionRow, ...] = ()  # contributions, most samples first; as of the last reading
-    sent_bps: float = 0.0  # current rates of this peer, bits per second
-    received_bps: float = 0.0
     session: SessionTime | None = None  # None if its limit is unknown
     paused: bool = False  # whether the user has paused this peer's work
     names: Mapping[str, str] = field(default_factory=dict)  # of peers by short id, those that left included

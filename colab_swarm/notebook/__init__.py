@@ -16,10 +16,8 @@ training, grow the notebook, or break when you run a cell again, interrupt it, o
                      view: a pure function, snapshot -> `theme.Document`: HTML, and text with the same content
 
 Only the user's thread touches a widget: some platforms do not repaint what other threads change. A
-button's callback hands its work to a thread and returns at once. There is no JavaScript of ours, no
-`Output` widget and no live matplotlib. A view has its own style sheet
-(`colab_swarm.notebook.theme`): light and dark, contrast of at least
-4.5 to 1, never colour alone.
+button's callback hands its work to a thread. There is no JavaScript of ours. A view has its own
+style sheet (`colab_swarm.notebook.theme`): light and dark, never colour alone.
 
 ## Three ways to stay live
 
@@ -43,7 +41,7 @@ and all pages at the end. Characters that the terminal cannot show are replaced.
 | `coordinator.panel()`, `volunteer.panel()` | units, volunteers, accuracy | `units_view` |
 | web page of a backbone or coordinator | the panel of each model, or of the job; `/status.json`, `/metrics` | `page` |
 | `swarm.consistency_meter()` | inconsistency of an elastic peer, beside its bound | `meters` |
-| `cs.doctor(…)` | traffic lights, each with its fix | `checks` |
+| `cs.doctor(…)` | traffic lights, each with its fix | `colab_swarm.swarm.doctor` |
 | `cs.join()` without an invitation | runs in the local network | `invitation` |
 | `swarm.invite()` | the text, a QR code, badges | `invitation` |
 | `simulation.play(train)` | a simulated swarm with sliders and a kill button | `lessons` |
@@ -85,10 +83,4 @@ handles clicks meanwhile; elsewhere use ■. *Leave swarm* needs a second click.
 
 **Security.** Names, reasons and all other texts of peers are escaped and bounded (`colab_swarm.markup`). Invitations
 are secrets: they show themselves, and no other object's ``repr`` contains one.
-
-## Measured
-
-With the panel open and the flight recorder on, training is no slower (1.02 of the speed with neither, measured in
-turns). A refresh costs 1.4 ms of processor time, four a second 0.6 % of a core. Half an hour of them adds 0.3 MB to the
-kernel and 0.1 kB to the saved notebook. `python -m colab_swarm.bench panel` measures this.
 """

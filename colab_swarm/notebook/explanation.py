@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires
 from typing import Any, TypeAlias
 
-from colab_swarm.errors import SwarmError
 from colab_swarm.markup import plain
 from colab_swarm.notebook.invitation import PROJECT
 from colab_swarm.notebook.theme import MAX_CHARS, Document
@@ -77,7 +76,7 @@ def explain(error: BaseException | type[BaseException] | None = None) -> Explana
         with suppress(Exception):  # an error class whose __str__ fails
             said = plain(str(error), MAX_CHARS)
     title = f"{kind.__name__}: {said}" if said else kind.__name__
-    for base in kind.__mro__ if issubclass(kind, SwarmError) else ():  # a subclass may inherit its advice
+    for base in kind.__mro__:  # our errors say it; a subclass may inherit its advice
         if found := DOCUMENTED.search(inspect.cleandoc(base.__doc__ or "")):
             return Explanation(title, *(" ".join(part.split()).removesuffix(".") for part in found.groups()))
     return Explanation(title, *(_known(kind, error, said) or _unknown(error)))

@@ -27,27 +27,16 @@ NONE = (
 class Invitation(str):
     """The secret that lets others join; a notebook shows it with a QR code and badges."""
 
-    run: str  # its name
-    role: str  # of those who join, such as ``worker``
-    expires_at: float  # seconds since the epoch
-    uses: int | None  # how many peers may join; None for any number
-    purpose: str  # of `NOTEBOOKS`: what the badges open
-    warning: str  # one sentence if not everybody can use it; else empty
+    run: str = ""  # its name
+    role: str = ""  # of those who join, such as ``worker``
+    expires_at: float = 0.0  # seconds since the epoch
+    uses: int | None = None  # how many peers may join; None for any number
+    purpose: str = "join"  # of `NOTEBOOKS`: what the badges open
+    warning: str = ""  # one sentence if not everybody can use it; else empty
 
-    def __new__(
-        cls,
-        text: str,
-        *,
-        run: str = "",
-        role: str = "",
-        expires_at: float = 0.0,
-        uses: int | None = None,
-        purpose: str = "join",
-        warning: str = "",
-    ) -> Self:
+    def __new__(cls, text: str, **facts: Any) -> Self:
         invitation = super().__new__(cls, text)
-        invitation.run, invitation.role, invitation.expires_at = run, role, expires_at
-        invitation.uses, invitation.purpose, invitation.warning = uses, purpose, warning
+        vars(invitation).update(facts)
         return invitation
 
     def described(self) -> str:

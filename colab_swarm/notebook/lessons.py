@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-from colab_swarm.events import BatchDropped, Event, Fault, RoundFinished, StateReceived
-from colab_swarm.markup import count, plain, size, text
+from colab_swarm.markup import count, plain, text
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.panel import WRAPPING, Views, make_button, update_button
 from colab_swarm.snapshot import PeerRow
@@ -56,25 +55,6 @@ def describe_fault(name: str, arguments: Sequence[object]) -> str:
     if name in FAULTS:
         return FAULTS[name].format(*arguments)
     return f"{name} {', '.join(map(str, arguments))}".strip()
-
-
-def describe_event(name: str, event: Event) -> str:
-    """Return an event of the peer ``name`` in words; empty for events that the story leaves out."""
-    match event:
-        case RoundFinished(step=step, group_size=members, samples=samples):
-            seconds = event.averaging_s or event.seconds  # without forming the group
-            words = f"step {step + 1}: {samples:.0f} samples of {count(members, 'peer')}, averaged in {seconds:.1f} s"
-            missing = members - len(event.contributors)
-            return f"{words}; {missing} of them missing" if missing > 0 else words
-        case StateReceived(step=step, size_bytes=size_bytes, donors=donors):
-            return (
-                f"{name} got the state of step {step}, {size(size_bytes)} from {count(len(donors), 'peer')}"
-            )
-        case BatchDropped(reason=reason):
-            return f"{name} drops a batch: {reason}"
-        case Fault(where=where, text=text):
-            return f"{name}: fault in {where}: {text}"
-    return ""
 
 
 def summary(snapshot: SimulationSnapshot) -> str:

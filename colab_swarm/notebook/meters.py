@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from colab_swarm.markup import count
+from colab_swarm.markup import count, milliseconds
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.panel import Panel, Views
 
@@ -61,7 +61,7 @@ def _expert(one: "LiveExpert | tuple[str, str]") -> tuple[theme.Cell, ...]:
 
 
 def _served(row: "ExpertStatistics") -> tuple[str, ...]:
-    latency = "–" if row.latency_s is None else _ms(row.latency_s)
+    latency = milliseconds(row.latency_s) or "–"
     batch = "–" if row.batch_size is None else f"{row.batch_size:,.0f}"
     rates = (f"{row.calls_per_s:,.1f}", f"{row.samples_per_s:,.0f}")
     return (row.uid, f"{row.step:,}", f"{row.queued:,}", batch, *rates, latency)
@@ -69,10 +69,6 @@ def _served(row: "ExpertStatistics") -> tuple[str, ...]:
 
 def _percent(share: float | None) -> str:
     return "–" if share is None else f"{share:.0%}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:,.0f} ms" if seconds >= 0.01 else f"{1000 * seconds:.1f} ms"
 
 
 EXPERTS_VIEWS: "Views[ExpertsSnapshot]" = Views(

@@ -8,7 +8,6 @@ import asyncio
 import base64
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
 from importlib.resources import files
 from string import Template
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -121,12 +120,8 @@ async def listen(app: web.Application, host: str, port: int, **options: Any) -> 
 
 def page(title: str, live: str, *, host: str) -> str:
     """Return a whole page; ``title`` and ``live``, the part that changes, are HTML."""
-    return _template().substitute(title=title, live=live, host=host, script=SCRIPT)
-
-
-@cache
-def _template() -> Template:
-    return Template(files("colab_swarm").joinpath("page.html").read_text(encoding="utf-8"))
+    template = Template(files("colab_swarm").joinpath("page.html").read_text(encoding="utf-8"))
+    return template.substitute(title=title, live=live, host=host, script=SCRIPT)
 
 
 def exposition(samples: Iterable[Sample]) -> str:

@@ -58,7 +58,6 @@ STYLE = (
     ".cs-view tbody th{overflow-wrap:anywhere;min-width:70px}"
     ".cs-view .bar{display:block;height:8px;margin:4px 0;border-radius:4px;background:var(--line);overflow:hidden}"
     ".cs-view .bar i{display:block;height:100%;background:currentColor}"
-    ".cs-view .key span{display:inline-block;margin-right:14px}"
     ".cs-view svg{display:block;max-width:100%}.cs-view svg text{fill:var(--soft);font:11px system-ui,sans-serif}"
 )
 
@@ -72,16 +71,13 @@ def table(
     rows: Iterable[Sequence[str]],
     *,
     numbers: Sequence[int] = (),
-    widths: Sequence[str] = (),
     label: str = "",
 ) -> str:
     """Return a table; the first cell of a row is its header.
 
-    ``numbers`` are the indices of right-aligned columns, ``widths`` those of the columns in CSS;
-    ``label`` is for screen readers.
+    ``numbers`` are the indices of right-aligned columns; ``label`` is for screen readers.
     """
     right = dict.fromkeys(numbers, ' class="n"')
-    wide = "".join(f'<col style="width:{width}"/>' for width in widths)
     head = "".join(f'<th scope="col"{right.get(i, "")}>{name}</th>' for i, name in enumerate(columns))
     body = "".join(
         f'<tr><th scope="row"{right.get(0, "")}>{first}</th>'
@@ -90,8 +86,7 @@ def table(
         for first, *rest in rows
     )
     head = f"<thead><tr>{head}</tr></thead>" if head else ""
-    wide = f"<colgroup>{wide}</colgroup>" if wide else ""
-    return f'<table aria-label="{label}">{wide}{head}<tbody>{body}</tbody></table>'
+    return f'<table aria-label="{label}">{head}<tbody>{body}</tbody></table>'
 
 
 def bar(part: float, label: str, hue: str = "blue") -> str:
@@ -195,7 +190,6 @@ class Document:
 def curve(
     history: History,
     *,
-    spread: Sequence[tuple[float, float, float]] = (),
     limit: History = (),
     label: str = "loss",
     from_zero: bool = False,
@@ -204,13 +198,11 @@ def curve(
 ) -> str:
     """Draw a curve over the steps; empty for fewer than two points.
 
-    ``spread`` is (step, low, high), drawn as a shade; ``limit``, drawn dashed, is a curve that this
-    one should stay below.
+    ``limit``, drawn dashed, is a curve that this one should stay below, or reach.
     """
     points, above = _drawable(history), _drawable(limit)
     if len(points) < 2:
         return ""
-    shade = [one for one in thinned(spread) if max(map(abs, one[1:])) < MAX_VALUE]
     values = [value for _, value in (*points, *above)] + [0.0] * from_zero
     first, last, low = points[0][0], max(points[-1][0], points[0][0] + 1), min(values)
     high = max(*values, low + 1e-3 * (1 + abs(low)))
@@ -235,14 +227,12 @@ def curve(
         for step in ticks(first, last, 5)
         if step == int(step)
     )
-    edge = [(step, top) for step, _, top in shade] + [(step, bottom) for step, bottom, _ in reversed(shade)]
-    area = f'<polygon points="{line(edge)}" style="fill:{LINE};fill-opacity:.2"/>' if edge else ""
     dashed = 'fill="none" stroke="currentColor" stroke-dasharray="5 4"/>'
     bound = f'<polyline points="{line(above)}" {dashed}' if above else ""
     return (
         f'<svg viewBox="0 0 {width} {height}" style="max-width:{width}px;width:100%" role="img" '
         f'aria-label="{label} over steps" fill="currentColor" font-size="11" font-family="sans-serif">'
-        f'{axes}{area}{bound}<polyline points="{line(points)}" fill="none" style="stroke:{LINE}" '
+        f'{axes}{bound}<polyline points="{line(points)}" fill="none" style="stroke:{LINE}" '
         f'stroke-width="2" stroke-linejoin="round"><title>{label} {points[-1][1]:.4g} at step '
         f"{points[-1][0]:,.0f}</title></polyline></svg>"
     )
@@ -256,9 +246,6 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def _drawable(history: History) -> list[tuple[float, float]]:
-    return thinned([(step, value) for step, value in history if abs(value) < MAX_VALUE])
-
-
-def thinned(points: Sequence[T], limit: int = MAX_POINTS) -> list[T]:
-    """Return about ``limit`` of the points, the last one included."""
-    return [*points[: -1 : math.ceil(len(points) / limit)], points[-1]] if points else []
+    """Return about `MAX_POINTS` of the points, the last one included."""
+    points = [(step, value) for step, value in history if abs(value) < MAX_VALUE]
+    return [*points[: -1 : math.ceil(len(points) / MAX_POINTS)], points[-1]] if points else []

@@ -13,7 +13,7 @@ from colab_swarm.markup import count, plain, size, text
 from colab_swarm.notebook.panel import make_button
 from colab_swarm.notebook.platforms import has_frontend
 from colab_swarm.notebook.theme import Document
-from colab_swarm.recipes.evaluation import Guess, MaskedText, Reply
+from colab_swarm.recipes.masked_lm import ENGLISH, Guess, Reply, replies
 
 if TYPE_CHECKING:
     from colab_swarm.training.optimizer import SwarmOptimizer
@@ -26,7 +26,7 @@ class ModelProbe:
     """The models for `Swarm.try_model`: ``known`` unless one is given, and their first weights."""
 
     def __init__(self) -> None:
-        self.known: tuple[nn.Module, MaskedText] | None = None
+        self.known: tuple[nn.Module, Any, Sequence[str]] | None = None  # model, tokenizer, questions
         self._copied: dict[str, list[tuple[Tensor, Tensor]]] = {}  # by optimizer: parameters and copies
 
     def on_optimizer(self, name: str, optimizer: "SwarmOptimizer") -> None:
@@ -36,23 +36,24 @@ class ModelProbe:
         copies = (one.detach().to("cpu", torch.float16, copy=True) for one in trained)
         self._copied[name] = list(zip(trained, copies, strict=True)) if fits else []
 
-    def try_model(
-        self, question: str | None, model: nn.Module | None, texts: MaskedText | None
-    ) -> "TryModel":
-        if model is None or texts is None:
-            if self.known is None or (model is not None and model is not self.known[0]):
+    def try_model(self, question: str | None, model: nn.Module | None, tokenizer: Any) -> "TryModel":
+        examples: Sequence[str] = ENGLISH
+        if model is None or tokenizer is None:
+            if self.known is None or model not in (None, self.known[0]):
                 raise ValueError(
                     "which model? Pass model= and tokenizer=, or build it with cs.recipes.albert(…, swarm=swarm)"
                 )
-            model, texts = self.known[0], texts or self.known[1]
-        questions = texts.examples if question is None else [question]
-        return TryModel(partial(self._ask, model, texts), questions, live=question is None and has_frontend())
+            model, known, examples = self.known
+            tokenizer = tokenizer or known
+        questions = examples if question is None else [question]
+        ask = partial(self._ask, model, tokenizer)
+        return TryModel(ask, questions, live=question is None and has_frontend())
 
-    def _ask(self, model: nn.Module, texts: MaskedText, question: str) -> list[Reply]:
+    def _ask(self, model: nn.Module, tokenizer: Any, question: str) -> list[Reply]:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         known = [pair for copied in self._copied.values() for pair in copied if id(pair[0]) in names]
         before = {names[id(parameter)]: copy for parameter, copy in known}
-        return texts.replies(model, question, before or None)
+        return replies(model, tokenizer, question, before)
 
 
 class TryModel:
@@ -112,7 +113,7 @@ class TryModel:
 
 
 def _in_words(guess: Guess) -> str:
-    return f"{guess.probability:.1%} {plain(guess.label, 24)}"
+    return f"{guess.probability:.1%} {plain(guess.token or '(space)', 24)}"
 
 
 def cell_runs() -> bool:

@@ -82,12 +82,11 @@ def draw_job(status: "JobStatus") -> Document:
 def _accuracy(status: "JobStatus") -> str:
     target = status.target_accuracy
     mean = [(one.epoch, one.accuracy) for one in status.epochs]
-    spread = [(one.epoch, one.low, one.high) for one in status.epochs]
     limit = [] if target is None else [(epoch, target) for epoch, _ in mean]
-    if not (chart := theme.curve(mean, spread=spread, limit=limit, label="accuracy")):
+    if not (chart := theme.curve(mean, limit=limit, label="accuracy")):
         return '<p class="soft">The accuracy is drawn after the second epoch.</p>'
     dashed = "" if target is None else f"; dashed: the target, {target:.1%}"
-    return f'{chart}<p class="soft">accuracy: mean of each epoch, lowest to highest shaded{dashed}</p>'
+    return f'{chart}<p class="soft">accuracy: mean of each epoch{dashed}</p>'
 
 
 def _reliability(one: "VolunteerState", now: float) -> str:
@@ -95,9 +94,7 @@ def _reliability(one: "VolunteerState", now: float) -> str:
         return f"banned for {duration(one.banned_until - now)}"
     if not one.accepted + one.rejected + one.expired:
         return "new"
-    reliability = 1 - one.error_rate
-    word = "high" if reliability >= 0.9 else "fair" if reliability >= 0.6 else "low"
-    return f"{word} ({reliability:.0%})"
+    return f"{1 - one.error_rate:.0%}"
 
 
 def _page(status: "JobStatus") -> list[Document]:

@@ -1,16 +1,16 @@
 """The pages of a swarm's panel, as text and HTML: overview, rounds and map. Pure functions.
 
 Everything from peers is escaped and bounded. A peer knows only its own links, so the map shows only
-these. A round is a waterfall with a lane for each member, of three tracks, because transfers
-overlap: above what this peer sent, in the middle the member's contribution to this peer's span,
-below the average that the member returned.
+these. A round is a waterfall with a lane for each member: what this peer sent it, the member's
+contribution to this peer's span, and the average that the member returned; the later covers the
+earlier.
 """
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from colab_swarm.events import MemberTrace, RoundFinished
 from colab_swarm.markup import aligned, bandwidth, count, duration, milliseconds, plain, size, text
@@ -22,16 +22,15 @@ Mark: TypeAlias = tuple[str, str, str]  # hue, symbol and word
 Place: TypeAlias = tuple[float, float]
 ROLES = ("trainer", "catching up", "paused", "idle", "assistant")
 MAX_ON_MAP = 32  # peers; the first page counts all
-MAP_WIDTH, MAP_ROW, MAP_RADIUS = 600, 30, 90
+MAP_X, MAP_ROW = 150, 30
 RELAYED = "relayed by "
 ID_CHARS = 8
 MAX_NAME_CHARS = 40
 COLUMNS = ("peer", "id", "role", "step", "samples/s", "RTT", "link", "reachable")
 SOON_S = 1800.0  # the view warns this long before a session's end
-RECENT = 20  # rounds to choose from, and in the list of times
-MAX_LANES = 40
+RECENT = 20  # rounds to choose from
 MIN_S, MAX_S = 1e-6, 1e6
-LANE_WIDTH, LANE_HEIGHT, SLOTS = 400, 20, 40
+SLOTS = 40  # characters of a lane
 NONE_YET = (
     "No averaging round has ended yet: peers average as soon as they have the samples of a step together."
 )
@@ -48,7 +47,7 @@ def summary(snapshot: SwarmSnapshot) -> str:
 
 
 def draw(snapshot: SwarmSnapshot) -> theme.Document:
-    me = f"{_name(snapshot.me)}: {plain(snapshot.reached, 100)}, connected for {_clock(snapshot.uptime_s)}"
+    me = f"{_name(snapshot.me)}: {plain(snapshot.reached, 100)}, connected for {duration(snapshot.uptime_s)}"
     shown = theme.Document(_state(snapshot), me, label=f"swarm {plain(snapshot.run)}", line=me)
     shown.draw("", plain(summary(snapshot), theme.MAX_CHARS))
     _draw_notices(shown, snapshot)
@@ -56,11 +55,13 @@ def draw(snapshot: SwarmSnapshot) -> theme.Document:
     if snapshot.target_batch_size > 0:
         when = "no peer is training"
         if snapshot.eta_s is not None and math.isfinite(snapshot.eta_s):
-            soon = "any moment" if snapshot.eta_s < 1 else f"in about {_clock(snapshot.eta_s)}"
+            soon = "any moment" if snapshot.eta_s < 1 else f"in about {duration(snapshot.eta_s)}"
             when = f"step {snapshot.step + 1} {soon}"
         part = snapshot.accumulated / snapshot.target_batch_size
         shown.bar(part, f"{_collected(snapshot)} samples; {when}", title="next step")
-    _draw_loss(shown, snapshot)
+    if drawn := theme.curve(snapshot.loss_history, width=420):
+        whose = f"{snapshot.model}, median over the trainers" if snapshot.model else "my batches"
+        shown.draw(f"<h4>loss of {text(whose)}: {_loss(snapshot)}</h4>{drawn}")
     columns, title = ("peer", "samples", "averaged for others"), "contributions, as seen by the other peers"
     shown.table(columns, snapshot.leaderboard[:8], _credit, numbers=(1, 2), what="contributors", title=title)
     shown.table(COLUMNS, snapshot.peers, _cells, numbers=(3, 4, 5), what="peers", title="peers")
@@ -99,17 +100,7 @@ def _figures(snapshot: SwarmSnapshot) -> dict[str, str]:
         figures["me"] = f"{snapshot.own_samples_per_s:,.1f}\nsamples/s"
         if snapshot.last_share is not None:
             figures["my share"] = f"{snapshot.last_share:.0%}\nof the last step's samples"
-    figures["sent"] = f"{size(snapshot.sent_bytes)}\nnow {size(snapshot.sent_bps / 8)}/s"
-    figures["received"] = f"{size(snapshot.received_bytes)}\nnow {size(snapshot.received_bps / 8)}/s"
-    return figures
-
-
-def _draw_loss(shown: theme.Document, snapshot: SwarmSnapshot) -> None:
-    whose = f"{snapshot.model}, median over the trainers" if snapshot.model else "my batches"
-    if drawn := theme.curve(snapshot.loss_history, width=420):
-        shown.draw(f"<h4>loss of {text(whose)}: {_loss(snapshot)}</h4>{drawn}")
-    elif snapshot.model:
-        shown.note("Fewer than two losses reported yet.")
+    return figures | {"sent": size(snapshot.sent_bytes), "received": size(snapshot.received_bytes)}
 
 
 def metrics(snapshot: SwarmSnapshot) -> list[Sample]:
@@ -134,15 +125,6 @@ def metrics(snapshot: SwarmSnapshot) -> list[Sample]:
     return [*samples, ("hub_failures_total", model, kept.hub_failures)]
 
 
-def _clock(seconds: float) -> str:
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, rest = divmod(max(int(seconds), 0), 60)
-    if minutes >= 60:
-        return f"{minutes // 60} h {minutes % 60:02} min"
-    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
-
-
 def _draw_notices(shown: theme.Document, snapshot: SwarmSnapshot) -> None:
     paused = "Paused: your work has stopped and the others continue. Press Resume, or call swarm.unpause()."
     shown.warn(paused if snapshot.paused else "", "‖")
@@ -152,10 +134,9 @@ def _draw_notices(shown: theme.Document, snapshot: SwarmSnapshot) -> None:
         shown.note(*filter(None, [kept.hub]))
     if (session := snapshot.session) is None:
         return
-    ends_s = session.limit_s if session.leaves_s is None else session.leaves_s
-    leaves = "" if session.leaves_s is None else f"; leaves at {_clock(ends_s)}"
-    words = f"{plain(session.platform)}, {_clock(session.elapsed_s)} of {_clock(session.limit_s)}{leaves}"
-    soon = session.elapsed_s > ends_s - SOON_S
+    words = f"{plain(session.platform)}, {duration(session.elapsed_s)} of {duration(session.limit_s)}"
+    words += f"; leaves at {duration(session.leaves_s)}"
+    soon = session.elapsed_s > session.leaves_s - SOON_S
     part = session.elapsed_s / session.limit_s if session.limit_s > 0 else 1.0
     shown.bar(part, words, title="session", hue="amber" if soon else "soft")
     shown.warn("the session ends soon" if soon else "")
@@ -187,32 +168,28 @@ def _credit(row: ContributionRow) -> tuple[str, ...]:
 
 
 def draw_map(snapshot: SwarmSnapshot) -> theme.Document:
-    """Draw this peer in the middle and a line for each link; the text lists the links."""
+    """Draw this peer at the left and a line for each link; the text lists the links."""
     others = sorted((peer for peer in snapshot.peers if not peer.me), key=lambda peer: not peer.connected)
-    shown = others[:MAX_ON_MAP]
+    shown, relayed = others[:MAX_ON_MAP], sum(peer.connected.startswith(RELAYED) for peer in others)
     names = {peer.id[:ID_CHARS]: peer.name for peer in shown}
-    own, states = _own_mark(snapshot), list(map(_mark_of, shown))
-    links = [_link_words(peer, names) for peer in shown]
+    own = ("amber", "‖", "paused") if snapshot.paused else ("blue", "◉", plain(snapshot.state, 24))
     rows = [(f"{own[1]} {plain(snapshot.me, 24)} (me)", own[2], "", "", "")]
-    for peer, (_, symbol, word), link in zip(shown, states, links, strict=True):
-        rows.append((f"{symbol} {plain(peer.name, 24)}", word, *link))
-    height = max(6 * MAP_ROW, MAP_ROW * math.ceil(len(shown) / 2)) + MAP_ROW
-    middle = (MAP_WIDTH / 2, height / 2)
-    placed = list(zip(shown, _places(len(shown), height), strict=True))
-    places = {peer.id[:ID_CHARS]: place for peer, place in placed}
-    lines = "".join(_link_line(peer, place, middle, places) for peer, place in placed if peer.connected)
-    nodes = "".join(map(_node, placed, states, links))
-    key = "".join(f"{theme.mark(*one[:2], text(one[2]))} &#160; " for one in sorted({own, *states}))
-    relayed = sum(peer.connected.startswith(RELAYED) for peer in others)
-    linked = count(sum(bool(peer.connected) for peer in others), "link")
-    linked += f", {relayed} of them relayed" if relayed else ""
+    height = MAP_ROW * max(len(shown), 3)
+    y, lines, nodes, marks = height / 2, "", "", {own}
+    nodes += _node((MAP_X, y), own, f"{plain(snapshot.me, 24)} (me)", ())
+    for index, peer in enumerate(shown):
+        mark, link, place = _mark_of(peer), _link_words(peer, names), (2 * MAP_X, MAP_ROW * (index + 0.5))
+        rows.append((f"{mark[1]} {plain(peer.name, 24)}", mark[2], *link))
+        lines += _link_line(peer, (MAP_X, y), place) if peer.connected else ""
+        nodes += _node(place, mark, peer.name, link)
+        marks.add(mark)
+    key = "".join(f"{theme.mark(*one[:2], text(one[2]))} &#160; " for one in sorted(marks))
+    linked = f"{count(sum(bool(peer.connected) for peer in others), 'link')}, {relayed} of them relayed"
     run = plain(snapshot.run, 40)
     page = theme.Document(run, linked, label="map of the swarm", line=f"links of {run}: {linked}")
     page.draw(
-        f'<svg viewBox="0 0 {MAP_WIDTH} {height}" width="100%" style="max-width:720px" role="img" '
-        f'aria-label="map of {count(len(shown) + 1, "peer")}">{lines}{nodes}{_dot(middle, own, 15)}'
-        f'<text x="{middle[0]}" y="{middle[1] + 29}" text-anchor="middle" style="fill:var(--ink);'
-        f'stroke:var(--paper);stroke-width:4px;paint-order:stroke">{text(snapshot.me, 24)} (me)</text></svg>'
+        f'<svg viewBox="0 0 {4 * MAP_X} {height}" width="100%" style="max-width:720px" role="img" '
+        f'aria-label="map of {count(len(shown) + 1, "peer")}">{lines}{nodes}</svg>'
         f'<p>{key}</p><p class="soft">line: a link, wider if faster; dashed: through a relay; no line: no link</p>',
         *aligned(rows),
     )
@@ -230,13 +207,6 @@ def _mark_of(peer: PeerRow) -> Mark:
     return ("green", "●", "training") if peer.samples_per_s > 0 else ("soft", "○", role)
 
 
-def _own_mark(snapshot: SwarmSnapshot) -> Mark:
-    if snapshot.paused:
-        return "amber", "‖", "paused"
-    me = next((peer for peer in snapshot.peers if peer.me), None)
-    return ("blue", "◉", plain(snapshot.state, 24)) if me is None else _mark_of(me)
-
-
 def _link_words(peer: PeerRow, names: Mapping[str, str]) -> tuple[str, str, str]:
     relay = peer.connected.removeprefix(RELAYED)[:ID_CHARS]
     way = f"via {names.get(relay, relay)}" if peer.connected.startswith(RELAYED) else peer.connected
@@ -249,66 +219,36 @@ def _bandwidth_bps(peer: PeerRow) -> float:
     return min(known, default=0.0)
 
 
-def _places(number: int, height: float) -> list[Place]:
-    """Place on an ellipse at even heights, so that labels stay apart: right half first, then left."""
-    right = math.ceil(number / 2)
-    places = []
-    for index in range(number):
-        side, row, rows = (1, index, right) if index < right else (-1, index - right, number - right)
-        y = MAP_ROW / 2 + (height - MAP_ROW) * (row + 0.5) / rows
-        bent = math.sqrt(max(1 - (2 * y / height - 1) ** 2, 0.0))
-        places.append((MAP_WIDTH / 2 + side * (40 + MAP_RADIUS * bent), y))
-    return places
-
-
-def _link_line(peer: PeerRow, place: Place, middle: Place, by_id: Mapping[str, Place]) -> str:
-    relayed = peer.connected.startswith(RELAYED)
-    begin = by_id.get(peer.connected.removeprefix(RELAYED)[:ID_CHARS], middle) if relayed else middle
-    dashed = ' stroke-dasharray="5 4"' if relayed else ""
+def _link_line(peer: PeerRow, me: Place, place: Place) -> str:
+    dashed = ' stroke-dasharray="5 4"' if peer.connected.startswith(RELAYED) else ""
     # 1 pixel for 1 Mbit/s or less, 1.3 more for each factor of ten
     width = min(1 + 1.3 * math.log10(max(_bandwidth_bps(peer) / 1e6, 1.0)), 6.0)
     return (
-        f'<path class="soft" d="M{begin[0]:.1f} {begin[1]:.1f}L{place[0]:.1f} {place[1]:.1f}" fill="none" '
+        f'<path class="soft" d="M{me[0]} {me[1]}L{place[0]} {place[1]}" fill="none" '
         f'stroke="currentColor" stroke-width="{width:.1f}"{dashed}/>'
     )
 
 
-def _dot(place: Place, state: Mark, radius: float) -> str:
-    hue, symbol, word = state
+def _node(place: Place, mark: Mark, name: str, link: Sequence[str]) -> str:
     x, y = place
+    hue, symbol, word = mark
+    at, label = (x + 15, y - 2) if link else (x - 40, y + 29)
+    short, full = (text(", ".join(filter(None, parts))) for parts in (link[:2], link))
     return (
-        f'<g class="{hue}"><title>{text(word)}</title><circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}" '
+        f'<g class="{hue}"><title>{text(word)}</title><circle cx="{x}" cy="{y}" r="10" '
         f'style="fill:var(--card)" stroke="currentColor" stroke-width="2"/>'
-        f'<text x="{x:.1f}" y="{y + 4:.1f}" text-anchor="middle" style="fill:currentColor">{symbol}</text></g>'
+        f'<text x="{x}" y="{y + 4}" text-anchor="middle" style="fill:currentColor">{symbol}</text></g>'
+        f'<text x="{at}" y="{label}" style="fill:var(--ink)">{text(name, 32)}</text>'
+        f'<text x="{at}" y="{y + 11}">{short}<title>{full}</title></text>'
     )
 
 
-def _node(placed: tuple[PeerRow, Place], state: Mark, link: Sequence[str]) -> str:
-    peer, (x, y) = placed
-    at, anchor = (x + 15, "start") if x > MAP_WIDTH / 2 else (x - 15, "end")
-    short, full = (", ".join(filter(None, parts)) for parts in (link[:2], link))
-    return _dot((x, y), state, 10) + (
-        f'<text x="{at:.1f}" y="{y - 2:.1f}" text-anchor="{anchor}" style="fill:var(--ink)">'
-        f'{text(peer.name, 24)}</text><text x="{at:.1f}" y="{y + 11:.1f}" text-anchor="{anchor}">{text(short)}'
-        f"<title>{text(full)}</title></text>"
-    )
-
-
-class _Track(NamedTuple):
-    field: str  # of `MemberTrace`; empty for the time before the averaging
-    meaning: str
-    hue: str
-    dashes: str
-    height: float
-    character: str
-
-
-TRACKS = (
-    _Track("", GROUP, "soft", "1 4", 10, "·"),
-    _Track("sent", "sent to it", "blue", "", 4, "░"),
-    _Track("received", "received from it", "amber", "4 2", 10, "▒"),
-    _Track("means", "average received", "green", "1.5 1.5", 16, "▓"),
-)
+TRACKS = {  # by the field of `MemberTrace`; empty for the time before the averaging
+    "": ("·", GROUP),
+    "sent": ("░", "sent to it"),
+    "received": ("▒", "received from it"),
+    "means": ("▓", "average received"),
+}
 
 
 def draw_rounds(snapshot: SwarmSnapshot, back: int = 0) -> theme.Document:
@@ -321,35 +261,41 @@ def draw_rounds(snapshot: SwarmSnapshot, back: int = 0) -> theme.Document:
 def draw_waterfall(
     shown: theme.Document, rounds: Sequence[RoundFinished], back: int, names: Mapping[str, str]
 ) -> None:
-    """Draw the round ``back`` rounds before the last one in full, and the times of the last ones.
+    """Draw the round ``back`` rounds before the last one.
 
     ``rounds`` are oldest first; ``names`` are those of peers, by the first `ID_CHARS` of their ids.
     """
     if not rounds:
         shown.draw(f'<p class="soft">{NONE_YET}</p>', NONE_YET)
         return
-    one, recent = _drawable(rounds[max(len(rounds) - 1 - back, 0)]), rounds[-RECENT:]
+    one = _drawable(rounds[max(len(rounds) - 1 - back, 0)])
     facts = _facts(one)
     shown.draw(theme.heading(f"round {one.step}", text(facts, 400)), f"round {one.step}: {plain(facts, 400)}")
-    times = [
-        _seconds(each.seconds) + "✖" * (each.spans_lost > 0 or each.kept_local > 0)
-        for each in map(_drawable, recent)
-    ]
-    words = f"last {count(len(recent), 'round')}: {', '.join(times)}"
-    shown.draw(f'<p class="soft">{words}</p>', f"  {words}")
     shown.note(*([f"shares: {one.explanation}"] if one.explanation else []))
     if not one.members:
         shown.note("This round left no trace of its members.")
         return
+
+    def cells(member: MemberTrace) -> tuple[theme.Cell, ...]:
+        short = member.peer[:ID_CHARS]
+        hue, outcome = _outcome(member)
+        drawn = f'<span class="{hue}">{text(outcome, 90)}</span>'
+        share = f"{member.share:4.0%}" if math.isfinite(member.share) else "   ?"
+        return (
+            plain(names.get(short, short), 24),
+            _lane(member, one),
+            f"{member.weight:,.0f}",
+            share,
+            (outcome, drawn),
+        )
+
     # failed ones are not hidden by a crowd
-    members = sorted(one.members, key=lambda member: not member.dropped)[:MAX_LANES]
-    shorts = [member.peer[:ID_CHARS] for member in members]
-    named = list(zip(members, (plain(names.get(short, short), 24) for short in shorts), strict=True))
-    lanes = [(name, _slots(member, one), f"{_share(member)} {_outcome(member)[1]}") for member, name in named]
-    key = "".join(f"  {track.character} {track.meaning}" for track in TRACKS)
-    shown.draw(_lanes(one, named), *aligned(lanes), key)
-    if len(one.members) > MAX_LANES:
-        shown.note(f"… and {len(one.members) - MAX_LANES} more members")
+    members, columns = (
+        sorted(one.members, key=lambda member: not member.dropped),
+        ("member", f"0 to {_seconds(one.seconds)}", "samples", "reduces", "result"),
+    )
+    shown.table(columns, members, cells, numbers=(2, 3), what="members of the round")
+    shown.note("  ".join(f"{character} {meaning}" for character, meaning in TRACKS.values()))
 
 
 def _drawable(finished: RoundFinished) -> RoundFinished:
@@ -382,10 +328,6 @@ def _facts(finished: RoundFinished) -> str:
     return ", ".join(facts)
 
 
-def _share(member: MemberTrace) -> str:
-    return f"{member.share:4.0%}" if math.isfinite(member.share) else "   ?"
-
-
 def _outcome(member: MemberTrace) -> tuple[str, str]:
     if member.dropped:
         return "red", f"✖ {plain(member.dropped, 80)}"
@@ -394,62 +336,17 @@ def _outcome(member: MemberTrace) -> tuple[str, str]:
     return "green", "✔ complete"
 
 
-def _spans(member: MemberTrace, finished: RoundFinished) -> list[tuple[_Track, float, float]]:
-    waited = finished.seconds - finished.averaging_s
-    spans = []
-    for track in TRACKS:
-        times = getattr(member, track.field) if track.field else (-waited, 0.0)
-        if times is not None and all(map(math.isfinite, times)):
-            begin, end = (min(max((waited + second) / finished.seconds, 0.0), 1.0) for second in times)
-            spans.append((track, begin, max(begin, end)))
-    return spans
-
-
-def _slots(member: MemberTrace, finished: RoundFinished) -> str:
-    slots = [" "] * SLOTS
-    for track, begin, end in _spans(member, finished):
+def _lane(member: MemberTrace, finished: RoundFinished) -> theme.Cell:
+    slots, labels, waited = [" "] * SLOTS, [], finished.seconds - finished.averaging_s
+    for field, (character, meaning) in TRACKS.items():
+        times = getattr(member, field) if field else (-waited, 0.0)
+        if times is None or not all(map(math.isfinite, times)):
+            continue
+        begin, end = (min(max((waited + second) / finished.seconds, 0.0), 1.0) for second in times)
         first = min(int(begin * SLOTS), SLOTS - 1)
-        for slot in range(first, max(first + 1, math.ceil(end * SLOTS))):
-            slots[slot] = track.character
-    return "".join(slots)
-
-
-def _lanes(finished: RoundFinished, named: Sequence[tuple[MemberTrace, str]]) -> str:
-    rows = []
-    for member, name in named:
-        hue, outcome = _outcome(member)
-        words = f'<span class="{hue}">{text(outcome, 90)}</span>'
-        rows.append((text(name), _lane(member, finished), f"{member.weight:,.0f}", _share(member), words))
-    axis = (
-        '<span style="display:flex;justify-content:space-between"><span>0 s</span>'
-        f"<span>{_seconds(finished.seconds)}</span></span>"
-    )
-    columns, widths = ("member", axis, "samples", "reduces", "result"), ("18%", "40%", "9%", "9%", "24%")
-    table = theme.table(columns, rows, numbers=(2, 3), widths=widths, label="members of the round")
-    key = "".join(
-        f'<span><svg width="28" height="8" style="display:inline-block" aria-hidden="true">'
-        f"{_line(track, 0, 28, 4, track.meaning)}</svg> {track.meaning}</span>"
-        for track in TRACKS
-    )
-    return f'{table}<p class="key soft">{key}</p>'
-
-
-def _line(track: _Track, begin: float, end: float, y: float, title: str) -> str:
-    dashed = f' stroke-dasharray="{track.dashes}"' if track.dashes else ""
-    return (
-        f'<path class="{track.hue}" d="M{begin:.1f} {y:g}H{end:.1f}" stroke="currentColor" stroke-width="4"'
-        f'{dashed} vector-effect="non-scaling-stroke"><title>{title}</title></path>'
-    )
-
-
-def _lane(member: MemberTrace, finished: RoundFinished) -> str:
-    drawn, labels = "", []
-    for track, begin, end in _spans(member, finished):
-        left, right = LANE_WIDTH * begin, max(LANE_WIDTH * end, LANE_WIDTH * begin + 2)
-        times = " to ".join(_seconds(part * finished.seconds) for part in (begin, end))
-        labels.append(f"{track.meaning}: {times}")
-        drawn += _line(track, left, right, track.height, labels[-1])
-    return (
-        f'<svg viewBox="0 0 {LANE_WIDTH} {LANE_HEIGHT}" width="100%" height="{LANE_HEIGHT}" role="img" '
-        f'preserveAspectRatio="none" aria-label="{"; ".join(labels)}">{drawn}</svg>'
-    )
+        last = max(first + 1, math.ceil(end * SLOTS))
+        slots[first:last] = character * (last - first)
+        labels.append(f"{meaning}: {' to '.join(_seconds(part * finished.seconds) for part in (begin, end))}")
+    lane, label = "".join(slots), "; ".join(labels)
+    style = "font:11px ui-monospace,monospace;white-space:pre"
+    return lane, f'<span style="{style}" role="img" aria-label="{label}" title="{label}">{lane}</span>'

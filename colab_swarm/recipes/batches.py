@@ -1,27 +1,22 @@
 """Endless batches for masked language modelling with sentence-order prediction (ALBERT, Lan et al. 2020).
 
 Axes: B samples of a batch, L positions of a sample. A sample is ``[CLS] first [SEP] second [SEP]``:
-two consecutive pieces of text, swapped with probability one half.
+two neighbouring pieces of text, swapped with probability one half.
 
-A mix of sources is streamed by shards, as in sahajBERT's run (DeDLOC, section 3.3): each document
-comes from one source, drawn by probability, and samples are drawn from a buffer of its passages. A
-shard is read by itself: a call starts one pass over its documents, also after a lost connection or
-in another process. None is held in memory.
+Sources are streamed by shards, as in sahajBERT's run (DeDLOC, section 3.3): each document comes from
+one source, drawn by probability, and samples are drawn from a buffer of its passages.
 """
 
-import functools
 import hashlib
-import json
 import logging
 import random
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -29,14 +24,14 @@ import torch
 from torch import Tensor
 
 from colab_swarm.recipes.text import (
-    BlockSource,
     Passage,
-    find_files,
-    open_hub,
+    Shard,
+    Stopped,
+    TextSource,
     open_text,
     order_sample,
+    pack,
     passages,
-    text_of,
 )
 
 if TYPE_CHECKING:
@@ -44,7 +39,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MASKED = 0.15
-SHUFFLE_WINDOWS = 1024
 MIN_WINDOW = 8
 IGNORED = -100  # a label that the loss of `transformers` ignores
 Sample: TypeAlias = "tuple[Sequence[int], Sequence[int], bool]"
@@ -105,71 +99,6 @@ class Collator:
         return masked.where(~(hidden & (fate >= 0.9)), noise), labels
 
 
-def windows(text: str, tokenizer: "PreTrainedTokenizerFast", sequence_length: int) -> Iterator[list[int]]:
-    """Yield a text's tokens in consecutive pieces that fill a sample; a rest of a few is dropped."""
-    tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    size = sequence_length - 3
-    for start in range(0, len(tokens) - MIN_WINDOW + 1, size):
-        yield tokens[start : start + size]
-
-
-class SampledBatches(Iterator[dict[str, Tensor]]):
-    def __init__(
-        self, tokenizer: "PreTrainedTokenizerFast", *, batch_size: int, sequence_length: int, seed: int
-    ) -> None:
-        check_sizes(batch_size, sequence_length)
-        self.tokenizer, self.batch_size, self.sequence_length = tokenizer, batch_size, sequence_length
-        self._rng, self._collate = random.Random(seed), Collator(tokenizer, sequence_length, seed)
-
-    def __repr__(self) -> str:
-        size = f"{self.batch_size} x {self.sequence_length} of {len(self.tokenizer)} tokens"
-        return f"{type(self).__name__}({size})"
-
-
-class PretrainingBatches(SampledBatches):
-    """An endless iterator of batches, ready for ``model(**batch)``.
-
-    A batch holds int64 CPU tensors: ``input_ids``, ``attention_mask``, ``token_type_ids`` and ``labels``
-    of shape (B, L), and ``sentence_order_label`` (B,), 1 where the pieces were swapped. The tokenizer
-    has pad, cls, sep and mask tokens. The seed (`peer_seed`) is for the order of the text, the swaps and
-    the masks. Raises `ValueError` if a size is too small.
-    """
-
-    def __init__(self, blocks: BlockSource, tokenizer: "PreTrainedTokenizerFast", **sizes: int) -> None:
-        super().__init__(tokenizer, **sizes)
-        self._blocks, self._windows = blocks, self._shuffled_windows()
-
-    def __next__(self) -> dict[str, Tensor]:
-        samples: list[Sample] = []
-        for swap in [self._rng.random() < 0.5 for _ in range(self.batch_size)]:
-            window = next(self._windows)
-            cut = self._rng.randint(len(window) // 4, len(window) - len(window) // 4)
-            first, second = window[:cut], window[cut:]
-            samples.append((second, first, True) if swap else (first, second, False))
-        return self._collate(samples)
-
-    def _shuffled_windows(self) -> Iterator[list[int]]:
-        held: list[list[int]] = []
-        while True:
-            found = False
-            for window in (
-                one
-                for text in self._blocks(self._rng)
-                for one in windows(text, self.tokenizer, self.sequence_length)
-            ):
-                found = True
-                held.append(window)
-                if len(held) >= SHUFFLE_WINDOWS:
-                    place = self._rng.randrange(len(held))
-                    held[place], held[-1] = held[-1], held[place]
-                    yield held.pop()
-            if not found:
-                raise ValueError("the text is too short or an exhausted iterator: give a longer list")
-
-
-SHARD_BYTES = 1 << 22  # of a local file; lines stay whole
-MANY_SHARDS = 64
-DOCUMENT_CHARS = 1 << 14  # lines of plain text are joined to about this size; longer rows are cut
 RETRY_AFTER_S = (1.0, 5.0, 25.0)
 CLOSE_S = 5.0
 CHECK_S = 0.2  # A consumer wakes up this often, so that an interrupt reaches it on Windows too.
@@ -178,76 +107,6 @@ FIRST_PASSAGES = 256  # before the first sample; then two for each one drawn, un
 BATCHES_AHEAD = 8
 PATIENCE_DOCUMENTS = 10_000  # without a passage: the text is useless for sentence-order prediction
 T = TypeVar("T")
-Shard: TypeAlias = Callable[[], Iterator[str]]
-
-
-class Stopped(Exception):
-    """The reader was closed while it waited to retry."""
-
-
-def open_shards(source: str) -> list[Shard]:
-    """Return the shards of a source of text.
-
-    ``source`` is a local file or glob pattern (plain text, ``.jsonl`` or ``.parquet``); a folder or a hub
-    name for `datasets` (``name:configuration``), of which the ``train`` split is streamed; or
-    ``"python-docs"``. Rows give their ``text``, or the first column of strings. Raises `ValueError` if
-    the source does not exist or holds no text.
-    """
-    if source == "python-docs":
-        return [functools.partial(iter, [block]) for block in open_text(source)(random.Random(0))]
-    shards: list[Shard] = []
-    files = find_files(source)
-    for file in files:
-        if file.suffix == ".parquet":
-            from datasets import load_dataset
-
-            shards += _rows(load_dataset("parquet", data_files=str(file), split="train", streaming=True))
-        else:
-            starts = range(0, file.stat().st_size, SHARD_BYTES)
-            shards += [functools.partial(_read_shard, file, start) for start in starts]
-    if shards := shards if files else _rows(open_hub(source)):
-        return shards
-    raise ValueError(f"there is no text in {source!r}")
-
-
-def _rows(data_set: Any) -> list[Shard]:
-    if data_set.num_shards < MANY_SHARDS and hasattr(data_set, "reshard"):  # datasets 4.5
-        data_set = data_set.reshard()  # so that peers differ
-    count: int = data_set.num_shards
-
-    def shard(number: int) -> Iterator[str]:
-        return _cut(text_of(row) for row in data_set.shard(count, number))
-
-    return [functools.partial(shard, number) for number in range(count)]
-
-
-def _read_shard(file: Path, start: int) -> Iterator[str]:
-    """Yield the documents of the lines that start within one shard of a file."""
-    lines, waiting = _lines(file, start), ""
-    if file.suffix == ".jsonl":
-        yield from _cut(text_of(json.loads(line)) for line in lines if line.strip())
-        return
-    for line in _cut(lines):
-        waiting += line
-        if len(waiting) >= DOCUMENT_CHARS:
-            yield waiting
-            waiting = ""
-    if waiting:
-        yield waiting
-
-
-def _lines(file: Path, start: int) -> Iterator[str]:
-    with file.open("rb") as opened:
-        if start:
-            opened.seek(start - 1)
-            opened.readline()
-        while opened.tell() < start + SHARD_BYTES and (line := opened.readline()):
-            yield line.decode(errors="ignore")
-
-
-def _cut(texts: Iterable[str]) -> Iterator[str]:
-    for text in texts:
-        yield from (text[start : start + DOCUMENT_CHARS] for start in range(0, len(text), DOCUMENT_CHARS))
 
 
 @dataclass(frozen=True)
@@ -306,6 +165,8 @@ class ShardReader(Iterator[str]):
                     self.position = replace(at, documents=at.documents + 1, given=at.given + 1)
                     yield document
                 return
+            except Stopped:
+                raise
             except Exception as error:  # datasets, fsspec, aiohttp and pyarrow raise many kinds
                 at = self.position
                 where = f"{self.name}: shard {at.shard + 1} of {self.count}"
@@ -392,24 +253,29 @@ def _close(stop: threading.Event, thread: threading.Thread) -> None:
 
 
 class TextMix:
-    """Documents of sources by weight, as ``{"wiki": 0.23}``; ValueError if one is not usable."""
+    """Documents of a text, or of sources by weight, as ``{"wiki": 0.23}``; see `open_text`."""
 
     def __init__(
-        self, sources: Mapping[str, float], *, seed: int, wait: Callable[[float], object] = time.sleep
+        self,
+        text: TextSource | Mapping[str, float],
+        *,
+        seed: int,
+        wait: Callable[[float], object] = time.sleep,
     ) -> None:
-        if not sources or not all(weight > 0 for weight in sources.values()):
-            raise ValueError(f"sources={dict(sources)}: give at least one, with positive weights")
-        self.sources = dict(sources)
-        self._readers = [ShardReader(name, open_shards(name), seed=seed, wait=wait) for name in sources]
+        self.sources = dict(text) if isinstance(text, Mapping) else {"the text": 1.0}
+        if not self.sources or not all(weight > 0 for weight in self.sources.values()):
+            raise ValueError(f"sources={self.sources}: give at least one, with positive weights")
+        opened = {name: open_text(name if isinstance(text, Mapping) else text) for name in self.sources}
+        self._readers = [ShardReader(name, shards, seed=seed, wait=wait) for name, shards in opened.items()]
 
     def draw(self, rng: random.Random) -> str:
         (reader,) = rng.choices(self._readers, weights=list(self.sources.values()))
         return next(reader)
 
     def until_read(self, rng: random.Random) -> Iterator[str]:
-        """Yield documents until each source has been read to its end at least once."""
-        while not all(reader.position.pass_number for reader in self._readers):
-            yield self.draw(rng)
+        """Yield blocks of documents until each source has been read to its end at least once."""
+        left = iter(lambda: all(reader.position.pass_number for reader in self._readers), True)
+        return pack(self.draw(rng) for _ in left)
 
     def state_dict(self) -> dict[str, Any]:
         return {reader.name: (reader.count, *astuple(reader.position)) for reader in self._readers}
@@ -425,20 +291,34 @@ class TextMix:
             reader.seek(StreamPosition(*state[reader.name][1:]))
 
 
-class MixedBatches(SampledBatches):
-    """Batches as of `PretrainingBatches`, from whole sentences of a mix; can be resumed exactly."""
+class MixedBatches(Iterator[dict[str, Tensor]]):
+    """An endless iterator of batches, ready for ``model(**batch)``; can be resumed exactly.
+
+    A batch holds int64 CPU tensors: ``input_ids``, ``attention_mask``, ``token_type_ids`` and ``labels``
+    of shape (B, L), and ``sentence_order_label`` (B,), 1 where the pieces were swapped. The pieces are
+    whole sentences where they fit. The tokenizer has pad, cls, sep and mask tokens. The seed
+    (`peer_seed`) is for the order, the swaps and the masks. Raises `ValueError` if a size is too small.
+    """
 
     def __init__(
         self,
         mix: TextMix,
         tokenizer: "PreTrainedTokenizerFast",
         *,
+        batch_size: int,
+        sequence_length: int,
+        seed: int,
         buffer: int = SHUFFLE_PASSAGES,
-        **sizes: int,
     ) -> None:
-        super().__init__(tokenizer, **sizes)
+        check_sizes(batch_size, sequence_length)
+        self.tokenizer, self.batch_size, self.sequence_length = tokenizer, batch_size, sequence_length
+        self._rng, self._collate = random.Random(seed), Collator(tokenizer, sequence_length, seed)
         self._mix, self._buffer, self._drawn = mix, buffer, 0
         self._held: list[Passage] = []
+
+    def __repr__(self) -> str:
+        size = f"{self.batch_size} x {self.sequence_length} of {len(self.tokenizer)} tokens"
+        return f"{type(self).__name__}({size})"
 
     def __next__(self) -> dict[str, Tensor]:
         samples: list[Sample] = []
@@ -504,10 +384,9 @@ class StreamedBatches(Prefetched[dict[str, Tensor]]):
         self, sources: Mapping[str, float], tokenizer: "PreTrainedTokenizerFast", *, seed: int, **sizes: int
     ) -> None:
         stop = threading.Event()
-        made = MixedBatches(TextMix(sources, seed=seed, wait=stop.wait), tokenizer, seed=seed, **sizes)
-        self.tokenizer, self.batch_size = tokenizer, made.batch_size
-        self.sequence_length = made.sequence_length
-        super().__init__(made, depth=BATCHES_AHEAD, stop=stop)
+        self._made = MixedBatches(TextMix(sources, seed=seed, wait=stop.wait), tokenizer, seed=seed, **sizes)
+        self.tokenizer = tokenizer
+        super().__init__(self._made, depth=BATCHES_AHEAD, stop=stop)
 
     def __repr__(self) -> str:
-        return f"StreamedBatches({self.batch_size} x {self.sequence_length} of {len(self.tokenizer)} tokens)"
+        return f"StreamedBatches({self._made})"

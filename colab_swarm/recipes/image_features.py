@@ -104,17 +104,6 @@ class Crops:
     area: tuple[float, float]
 
 
-@dataclass(frozen=True)
-class Distortions:
-    """Probabilities of flip, grey and blur; strength of the colour jitter; the blur's deviations."""
-
-    flip: float = 0.5
-    colour: float = 1.0
-    grey: float = 0.2
-    blur: float = 0.5
-    blur_px: tuple[float, float] = (0.1, 2.0)
-
-
 def random_view(image_CHW: Tensor, crops: Crops, flip: float, rng: torch.Generator) -> Tensor:
     """Crop a uint8 image at random place, area and aspect; the view is a float32 square in [0, 1]."""
     _, height, width = image_CHW.shape
@@ -133,7 +122,7 @@ def resized(image_CHW: Tensor, size_px: int) -> Tensor:
     return square[0].clamp(0, 1)
 
 
-def distort(views_NCHW: Tensor, how: Distortions, rng: torch.Generator) -> Tensor:
+def distort(views_NCHW: Tensor, how: "SwavSize", rng: torch.Generator) -> Tensor:
     """Jitter, grey and blur each view independently, in that order; values stay in [0, 1]."""
     coins = _uniform(views_NCHW, 0, 1, rng)
     views = torch.where(coins < 0.8, _jitter(views_NCHW, how.colour, rng), views_NCHW)
@@ -185,7 +174,11 @@ class SwavSize:
     resnet: dict[str, Any]  # arguments of `transformers.ResNetConfig`
     large: Crops  # the views of an image: "2 + 6 random crops"
     small: Crops
-    distortions: Distortions = Distortions()
+    flip: float = 0.5  # probabilities of flip, grey and blur
+    grey: float = 0.2
+    blur: float = 0.5
+    blur_px: tuple[float, float] = (0.1, 2.0)  # its least and largest deviation
+    colour: float = 1.0  # strength of the jitter
     hidden: int = 2048  # width of the projection's hidden layer
     features: int = 128  # D
     prototypes: int = 3000  # K
@@ -201,7 +194,9 @@ SIZES = {
         {"layer_type": "basic", "embedding_size": 16, "hidden_sizes": [16, 32, 64], "depths": [1, 1, 1]},
         large=Crops(2, 32, (0.5, 1.0)),
         small=Crops(2, 24, (0.25, 0.5)),
-        distortions=Distortions(flip=0.0, colour=0.3, blur_px=(0.1, 0.8)),
+        flip=0.0,
+        blur_px=(0.1, 0.8),
+        colour=0.3,
         hidden=128,
         features=32,
         prototypes=32,
@@ -313,9 +308,9 @@ def _batches(images: Sequence[Any], size: SwavSize, batch_size: int, rng: torch.
         chosen = [as_image(images[next(order)]) for _ in range(batch_size)]
         batch = {}
         for name, crops in (("large_crops", size.large), ("small_crops", size.small)):
-            flip, repeats = size.distortions.flip, range(crops.count)
-            views = [random_view(image, crops, flip, rng) for image in chosen for _ in repeats]
-            distorted = normalized(distort(torch.stack(views), size.distortions, rng))
+            repeats = range(crops.count)
+            views = [random_view(image, crops, size.flip, rng) for image in chosen for _ in repeats]
+            distorted = normalized(distort(torch.stack(views), size, rng))
             batch[name] = distorted.view(batch_size, crops.count, *distorted.shape[1:])
         yield batch
 

@@ -1,4 +1,4 @@
-"""ALBERT as sahajBERT trained it: model, batches, optimizer, and the micro-batch that fits a GPU.
+"""ALBERT as sahajBERT trained it: model, batches, optimizer, micro-batch; and how well it does.
 
 Memory of training ALBERT, in float32 values (H hidden size, N layers, V vocabulary, P parameters):
 
@@ -9,34 +9,51 @@ Memory of training ALBERT, in float32 values (H hidden size, N layers, V vocabul
 - per token 3 V: logits, their softmax, and its gradient.
 
 With checkpointing a layer keeps only its input, H per token, and one layer at a time is recomputed.
+
+An evaluation runs the model in evaluation mode and without gradients, then each module gets its mode
+back. Evaluate between two steps, on the thread that trains.
 """
 
 import functools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
-from colab_swarm.recipes.batches import PretrainingBatches, StreamedBatches, TextMix, peer_seed
-from colab_swarm.recipes.evaluation import ENGLISH, EXAMPLES, MaskedText, call
-from colab_swarm.recipes.text import (
-    TextSource,
-    TokenizerSource,
-    load_tokenizer,
-    open_text,
-    pack,
-    train_tokenizer,
+from colab_swarm.recipes.batches import (
+    IGNORED,
+    MIN_WINDOW,
+    Collator,
+    MixedBatches,
+    StreamedBatches,
+    TextMix,
+    check_sizes,
+    peer_seed,
 )
+from colab_swarm.recipes.text import TextSource, TokenizerSource, load_tokenizer, train_tokenizer
 from colab_swarm.training.layerwise import Lamb
 
 if TYPE_CHECKING:
     from transformers import AlbertConfig, AlbertForPreTraining, PreTrainedTokenizerFast
 
-Batches: TypeAlias = PretrainingBatches | StreamedBatches
+MASK = "[MASK]"
+Weights: TypeAlias = Mapping[str, Tensor]
+ENGLISH = ("The capital of France is [MASK].", "She went to the [MASK] to buy some bread.")
+EXAMPLES = {
+    "python-docs": (
+        "This function returns a [MASK] of strings.",
+        "If the [MASK] is not found, an exception is raised.",
+        "A class is a [MASK] of the object.",
+    ),
+    "bn": ("বাংলাদেশের রাজধানী [MASK]।", "আমি [MASK] খাই।"),
+}
+"""What to ask by default, by text or language."""
+Batches: TypeAlias = MixedBatches | StreamedBatches
 MAX_POSITIONS = 512
 VALUE_BYTES = 4
 STATE_COPIES = 6
@@ -69,16 +86,13 @@ SIZES = {
 """ALBERT's sizes (Lan et al. 2020, table 1), and one that learns within a minute on a CPU core."""
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """Samples per micro-batch, and whether to recompute layers to save memory."""
+def fit_memory(
+    size: AlbertSize, memory_bytes: int, *, sequence_length: int | None = None
+) -> tuple[int, bool]:
+    """Return the largest micro-batch, a power of two, and whether to recompute layers for it.
 
-    batch_size: int
-    checkpointing: bool
-
-
-def fit_memory(size: AlbertSize, memory_bytes: int, *, sequence_length: int | None = None) -> MicroBatch:
-    """Return the largest micro-batch, a power of two; checkpointed if fewer than `ENOUGH` samples fit."""
+    They are recomputed, to save memory, if fewer than `ENOUGH` samples fit without.
+    """
     length = sequence_length or size.sequence_length
     room = USABLE * memory_bytes - RESERVED_BYTES - STATE_COPIES * VALUE_BYTES * parameter_count(size)
     plain, saving = (int(room // sample_bytes(size, length, checkpointing=twice)) for twice in (False, True))
@@ -88,7 +102,7 @@ def fit_memory(size: AlbertSize, memory_bytes: int, *, sequence_length: int | No
         raise ValueError(
             f"a GPU with {memory_bytes / 2**30:.1f} GiB cannot train {size}: use a smaller size or shorter samples"
         )
-    return MicroBatch(1 << (fitting.bit_length() - 1), checkpointing)
+    return 1 << (fitting.bit_length() - 1), checkpointing
 
 
 def sample_bytes(size: AlbertSize, sequence_length: int, *, checkpointing: bool) -> int:
@@ -201,39 +215,36 @@ def albert(
     length = sequence_length or shape.sequence_length
     if length > MAX_POSITIONS:
         raise ValueError(f"sequence_length={length}: ALBERT has {MAX_POSITIONS} positions")
-    fit = _fit_this_machine(shape, length) if batch_size is None else MicroBatch(batch_size, False)
+    batch_size, checkpointing = _fit_this_machine(batch_size, shape, length)
     if tokenizer is None:
-        tokenizer = train_tokenizer(_first_pass(text, seed), vocabulary=shape.vocabulary, language=language)
+        blocks = TextMix(text, seed=seed).until_read(random.Random(seed))  # in the same order at all peers
+        tokenizer = train_tokenizer(blocks, vocabulary=shape.vocabulary, language=language)
     words = load_tokenizer(tokenizer)
-    sizes = {"batch_size": fit.batch_size, "sequence_length": length}
-    own_seed = peer_seed(seed, swarm.id if swarm else b"")
+    own = {
+        "batch_size": batch_size,
+        "sequence_length": length,
+        "seed": peer_seed(seed, swarm.id if swarm else b""),
+    }
     batches: Batches = (
-        StreamedBatches(text, words, **sizes, seed=own_seed)
+        StreamedBatches(text, words, **own)
         if isinstance(text, Mapping)
-        else PretrainingBatches(open_text(text), words, **sizes, seed=own_seed)
+        else MixedBatches(TextMix(text, seed=own["seed"]), words, **own)
     )
     from transformers import AlbertForPreTraining
 
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         model = AlbertForPreTraining(albert_config(shape, words)).train()
-    if fit.checkpointing:
+    if checkpointing:
         checkpoint_layers(model)
     if (probe := getattr(swarm, "probe", None)) is not None:
-        examples = EXAMPLES.get(language) or EXAMPLES.get(text if isinstance(text, str) else "") or ENGLISH
-        probe.known = model, MaskedText(words, examples)
+        probe.known = model, words, EXAMPLES.get(language or str(text), ENGLISH)
     return model, batches
 
 
-def _first_pass(text: TextSource | Mapping[str, float], seed: int) -> Iterator[str]:
-    """Return one pass over the text in an order that all peers share, to train a tokenizer on."""
-    rng = random.Random(seed)
-    if isinstance(text, Mapping):
-        return pack(TextMix(text, seed=seed).until_read(rng))
-    return open_text(text)(rng)
-
-
-def _fit_this_machine(shape: AlbertSize, length: int) -> MicroBatch:
+def _fit_this_machine(batch_size: int | None, shape: AlbertSize, length: int) -> tuple[int, bool]:
+    if batch_size is not None:
+        return batch_size, False
     has_gpu = torch.cuda.is_available()
     memory_bytes = torch.cuda.get_device_properties(0).total_memory if has_gpu else WITHOUT_GPU_BYTES
     return fit_memory(shape, memory_bytes, sequence_length=length)
@@ -264,3 +275,119 @@ def albert_config(shape: AlbertSize, tokenizer: "PreTrainedTokenizerFast") -> "A
 def mean_loss(model: torch.nn.Module, batches: Batches, *, count: int = 8) -> float:
     """Return the mean loss over the next ``count`` batches, without training on them."""
     return sum(float(call(model, None, **next(batches)).loss) for _ in range(count)) / count
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A token for a masked place, and how sure the model is of it."""
+
+    token: str
+    probability: float
+
+    def __str__(self) -> str:
+        return f"{self.token} {self.probability:.0%}"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The likeliest answers by the model as this peer found it (empty if unknown), and as it is."""
+
+    question: str
+    before: tuple[Guess, ...]
+    now: tuple[Guess, ...]
+
+
+def replies(
+    model: nn.Module, tokenizer: "PreTrainedTokenizerFast", question: str, before: Weights | None = None
+) -> list[Reply]:
+    """Return a reply for each gap; ``before`` are the weights that the model had at first."""
+    if MASK not in question:
+        raise ValueError(f"{question!r} has no gap: write {MASK} where the model is to fill in a word")
+    now = fill_mask(model, tokenizer, question)
+    then = fill_mask(model, tokenizer, question, weights=before) if before else [[] for _ in now]
+    texts = [question] if len(now) == 1 else [f"{question} (gap {n})" for n in range(1, len(now) + 1)]
+    return [Reply(*one) for one in zip(texts, map(tuple, then), map(tuple, now), strict=True)]
+
+
+def fill_mask(
+    model: nn.Module,
+    tokenizer: "PreTrainedTokenizerFast",
+    text: str,
+    *,
+    top: int = 5,
+    weights: Weights | None = None,
+) -> list[list[Guess]]:
+    """Return the ``top`` likeliest tokens per ``[MASK]``; ValueError without one, or if scores are NaN."""
+    length = getattr(getattr(model, "config", None), "max_position_embeddings", 512)
+    text = text.replace(MASK, str(tokenizer.mask_token))
+    batch = tokenizer(text, return_tensors="pt", truncation=True, max_length=length)
+    masked = batch["input_ids"][0] == tokenizer.mask_token_id
+    if not masked.any():
+        first = f"its first {length} tokens, which is all that the model reads"
+        raise ValueError(f"there is no {MASK} in the text, or not within {first}: {text[:80]!r}")
+    scores = token_logits(call(model, weights, **batch))[0].cpu()[masked].float()
+    chances, tokens = scores.softmax(-1).topk(min(top, scores.shape[1]))
+    if not chances.isfinite().all():
+        raise ValueError(
+            "the model's scores are no numbers (NaN): its training has diverged, or so has what it was asked about; go "
+            "back to an earlier checkpoint, and train on with a lower learning rate"
+        )
+    rows = zip(tokens.tolist(), chances.tolist(), strict=True)
+    return [[Guess(tokenizer.decode([t]).strip(), p) for t, p in zip(*row, strict=True)] for row in rows]
+
+
+def masked_loss(
+    model: nn.Module,
+    tokenizer: "PreTrainedTokenizerFast",
+    texts: Iterable[str],
+    *,
+    sequence_length: int = 512,
+    batch_size: int = 16,
+    seed: int = 0,
+) -> float:
+    """Return the mean loss per hidden token of held-out text, in nats; its exponential is the perplexity.
+
+    Each text is cut into samples of ``sequence_length`` tokens by itself. The same text, length and seed
+    hide the same tokens whatever the batch size, so that steps and runs can be compared. Raises
+    `ValueError` if there is not enough text for one sample, or a size is too small.
+    """
+    check_sizes(batch_size, sequence_length)
+    collate, size = Collator(tokenizer, sequence_length, seed), sequence_length - 3
+    samples = []
+    for text in texts:
+        tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        for start in range(0, len(tokens) - MIN_WINDOW + 1, size):  # a rest of a few is dropped
+            one = tokens[start : start + size]
+            samples.append(collate([(one[: len(one) // 2], one[len(one) // 2 :], False)]))
+    if not samples:
+        raise ValueError(f"the held-out text is too short: a sample needs {MIN_WINDOW} tokens")
+    total = count = 0.0
+    for start in range(0, len(samples), batch_size):
+        rows = samples[start : start + batch_size]
+        batch = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+        batch.pop("sentence_order_label")
+        labels = batch.pop("labels").flatten()
+        scores = token_logits(call(model, None, **batch)).float().flatten(0, 1).cpu()
+        total += nn.functional.cross_entropy(scores, labels, ignore_index=IGNORED, reduction="sum").item()
+        count += int((labels != IGNORED).sum())
+    return total / count
+
+
+def token_logits(output: Any) -> Tensor:
+    scores: Tensor = output.prediction_logits if "prediction_logits" in output else output.logits
+    return scores
+
+
+def call(model: nn.Module, weights: Weights | None, **inputs: Tensor) -> Any:
+    """Return the model's output in evaluation mode, with its own weights or others."""
+    own, device = dict(model.named_parameters()), next(model.parameters()).device
+    lent = {name: weight.to(own[name].device, own[name].dtype) for name, weight in (weights or {}).items()}
+    moved = {name: one.to(device) for name, one in inputs.items()}
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            return torch.func.functional_call(model, lent, (), moved)
+    finally:
+        for module, training in modes:
+            module.training = training

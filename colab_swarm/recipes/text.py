@@ -1,7 +1,7 @@
-"""Text for masked language models: blocks of a source, a tokenizer, passages of whole sentences.
+"""Text for masked language models: the shards of a source, a tokenizer, passages of whole sentences.
 
-A `BlockSource` gives one pass over a text, in blocks of a few pages, shuffled by the given random
-generator. Peers with different ones read different text from the start. Files are never loaded whole.
+A shard is read by itself: a call starts one pass over its documents, also after a lost connection
+or in another process. Files are never loaded whole.
 """
 
 import glob
@@ -12,6 +12,7 @@ import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,44 +22,54 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-BLOCK_CHARS = 1 << 14
-HUB_SHUFFLE_ROWS = 10_000
+DOCUMENT_CHARS = 1 << 14  # texts and lines are joined to about this size; longer rows are cut
+SHARD_BYTES = 1 << 18  # of a local file; lines stay whole
+MANY_SHARDS = 64
 TextSource: TypeAlias = str | Path | Iterable[str | Path]
-BlockSource: TypeAlias = Callable[[random.Random], Iterator[str]]
+Shard: TypeAlias = Callable[[], Iterator[str]]
 
 
-def open_text(text: TextSource) -> BlockSource:
-    """Open a source of text blocks.
+class Stopped(ValueError):
+    """No more documents come: an iterator is exhausted, or the reader was closed while it waited."""
 
-    It is ``"python-docs"`` (CPython's language reference); a file or a glob pattern; a list of `Path`; an
-    iterable of strings, read again for each pass; or a folder or hub name for `datasets.load_dataset`
-    (``name:configuration``), of which the ``train`` split is streamed. Raises `ValueError` if it holds
-    no file or no text.
+
+def open_text(text: TextSource) -> list[Shard]:
+    """Return the shards of a text.
+
+    It is ``"python-docs"`` (CPython's language reference); a file or a glob pattern (plain text,
+    ``.jsonl`` or ``.parquet``); a list of `Path`; an iterable of strings, read again for each pass; or
+    a folder or hub name for `datasets.load_dataset` (``name:configuration``), of which the ``train``
+    split is streamed. Rows give their ``text``, or the first column of strings. Raises `ValueError` if
+    it holds no file or no text.
     """
-    if text == "python-docs":
-        from pydoc_data.topics import topics
-
-        text = [topics[key] for key in sorted(topics)]
     if isinstance(text, str | Path):
-        return _open_named(str(text))
-    if not isinstance(text, Sequence):
-        return lambda rng: pack(map(str, text))
-    if not text:
-        raise ValueError("text is an empty list: give some files or some strings")
-    files = [item for item in text if isinstance(item, Path)]
-    if len(files) == len(text):
-        return _open_files(files)
-    blocks = list(pack(map(str, text)))
-    return lambda rng: iter(rng.sample(blocks, len(blocks)))
+        shards = _open_named(str(text))
+    elif not isinstance(text, Sequence):
+        shards = [partial(_read_iterable, text)]
+    elif text and isinstance(text[0], Path):
+        shards = [shard for path in text for shard in open_text(path)]
+    else:
+        shards = [partial(iter, [block]) for block in pack(map(str, text))]
+    if not shards:
+        raise ValueError(f"there is no text in {text!s:.200}")
+    return shards
 
 
-def pack(texts: Iterable[str], block_chars: int = BLOCK_CHARS) -> Iterator[str]:
-    """Join or cut consecutive texts into blocks of ``block_chars``; the last may be shorter."""
+def _read_iterable(texts: Iterable[str | Path]) -> Iterator[str]:
+    blocks = pack(map(str, texts))
+    if (first := next(blocks, None)) is None:
+        raise Stopped("the text is empty or an exhausted iterator: give a longer list")
+    yield first
+    yield from blocks
+
+
+def pack(texts: Iterable[str]) -> Iterator[str]:
+    """Join or cut consecutive texts into blocks of `DOCUMENT_CHARS`; the last may be shorter."""
     waiting = ""
     for text in texts:
         waiting += text + "\n"
-        whole = len(waiting) - len(waiting) % block_chars
-        yield from (waiting[start : start + block_chars] for start in range(0, whole, block_chars))
+        whole = len(waiting) - len(waiting) % DOCUMENT_CHARS
+        yield from _cut([waiting[:whole]])
         waiting = waiting[whole:]
     if waiting.strip():
         yield waiting
@@ -73,38 +84,69 @@ def find_files(name: str) -> list[Path]:
     return files
 
 
-def _open_named(name: str) -> BlockSource:
-    if files := find_files(name):
-        return _open_files(files)
-    rows = open_hub(name)
-    return lambda rng: pack(
-        map(text_of, rows.shuffle(seed=rng.getrandbits(32), buffer_size=HUB_SHUFFLE_ROWS))
-    )
+def _open_named(name: str) -> list[Shard]:
+    if name == "python-docs":
+        from pydoc_data.topics import topics
+
+        return open_text([topics[key] for key in sorted(topics)])
+    if not (files := find_files(name)):
+        path, _, configuration = name.partition(":")
+        try:
+            return _open_rows(path, configuration or None)
+        except (OSError, ValueError) as error:
+            reason = f"is no file here and cannot be loaded as a data set: {error}"
+            raise ValueError(f"{name!r} {reason}") from error
+    shards: list[Shard] = []
+    for file in files:
+        if file.suffix == ".parquet":
+            shards += _open_rows("parquet", data_files=str(file))
+        else:
+            starts = range(0, file.stat().st_size, SHARD_BYTES)
+            shards += [partial(_read_shard, file, start) for start in starts]
+    return shards
 
 
-def _open_files(files: list[Path]) -> BlockSource:
-    places = [(file, start) for file in files for start in range(0, file.stat().st_size, BLOCK_CHARS)]
-    if not places:
-        raise ValueError(f"there is no text in {', '.join(map(str, files))}")
-
-    def blocks(rng: random.Random) -> Iterator[str]:
-        for file, start in rng.sample(places, len(places)):
-            with file.open("rb") as opened:
-                opened.seek(start)
-                block = opened.read(BLOCK_CHARS)
-            yield block.decode(errors="ignore")  # a character cut at either end is dropped
-
-    return blocks
-
-
-def open_hub(name: str) -> Any:
+def _open_rows(path: str, configuration: str | None = None, **options: str) -> list[Shard]:
     from datasets import load_dataset
 
-    path, _, configuration = name.partition(":")
-    try:
-        return load_dataset(path, configuration or None, split="train", streaming=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{name!r} is no file here and cannot be loaded as a data set: {error}") from error
+    data_set = load_dataset(path, configuration, split="train", streaming=True, **options)
+    if data_set.num_shards < MANY_SHARDS and hasattr(data_set, "reshard"):  # datasets 4.5
+        data_set = data_set.reshard()  # so that peers differ
+    count: int = data_set.num_shards
+
+    def shard(number: int) -> Iterator[str]:
+        return _cut(text_of(row) for row in data_set.shard(count, number))
+
+    return [partial(shard, number) for number in range(count)]
+
+
+def _read_shard(file: Path, start: int) -> Iterator[str]:
+    """Yield the documents of the lines that start within one shard of a file."""
+    lines, waiting = _lines(file, start), ""
+    if file.suffix == ".jsonl":
+        yield from _cut(text_of(json.loads(line)) for line in lines if line.strip())
+        return
+    for line in _cut(lines):
+        waiting += line
+        if len(waiting) >= DOCUMENT_CHARS:
+            yield waiting
+            waiting = ""
+    if waiting:
+        yield waiting
+
+
+def _lines(file: Path, start: int) -> Iterator[str]:
+    with file.open("rb") as opened:
+        if start:
+            opened.seek(start - 1)
+            opened.readline()
+        while opened.tell() < start + SHARD_BYTES and (line := opened.readline()):
+            yield line.decode(errors="ignore")
+
+
+def _cut(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        yield from (text[start : start + DOCUMENT_CHARS] for start in range(0, len(text), DOCUMENT_CHARS))
 
 
 def text_of(row: dict[str, Any]) -> str:
@@ -124,7 +166,7 @@ SPECIALS = {
     "sep_token": "[SEP]",
     "mask_token": "[MASK]",
 }
-TRAINING_BLOCKS = 2_000  # text blocks a tokenizer is trained on: about 32 million characters
+TRAINING_BLOCKS = 2_000  # documents a tokenizer is trained on: about 32 million characters
 REPLACEMENTS = {
     "bn": {
         "\u09e4": "\u0964",

@@ -1,27 +1,28 @@
-"""`doctor`: examine this machine and the swarm, and predict the training."""
+"""`doctor`: examine this machine and the swarm with traffic lights, and predict the training."""
 
 import contextlib
+import copy
+import enum
+import math
 import os
-import queue
-import re
-import shutil
 import socket
+import textwrap
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
 from colab_swarm.errors import PeerError, SwarmError
 from colab_swarm.invite import Invite, Setting
+from colab_swarm.markup import bandwidth, count, duration, plain, text
 from colab_swarm.net.carrier import Speed, measure
 from colab_swarm.net.peers import PeerId, Peers
-from colab_swarm.notebook import checks
-from colab_swarm.notebook.checks import Check, Light, Prediction, Subject
-from colab_swarm.notebook.platforms import platform
+from colab_swarm.net.reachability import Reachability, ReachabilityLevel
+from colab_swarm.notebook import theme
+from colab_swarm.notebook.platforms import Platform, platform
 from colab_swarm.runtime import free_ram_bytes
 from colab_swarm.swarm.joining import join
 from colab_swarm.swarm.network import NetworkOptions
@@ -32,18 +33,77 @@ from colab_swarm.training.progress import ProgressRecord, read_participants
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.nn import Module, Parameter
+    from torch.nn import Module
 
 VISITOR = "doctor"  # name of the peer that examines the run of an invitation
-TESTS = 3  # peers that are called for a speed test
+TESTS = 3  # peers that are asked for a speed test, until one is free
 SIZE_BYTES = 4 << 20
 TEST_TIMEOUT_S = 15.0
 HOSTS = (("pypi.org", 443), ("huggingface.co", 443))  # which installing and loading a data set contact anyway
 CONNECT_TIMEOUT_S = 3.0
 PACKAGES = ("torch", "transformers", "cryptography", "aiohttp", "colab-swarm")
-FLOOR = re.compile(r"([A-Za-z0-9_-]+)[^;]*>=([0-9.]+)")
 CALIBRATION_S = 2.0
 MIN_PASSES = 3
+PARAMETER_BYTES = 16  # training memory per parameter: value, gradient and two moments, in float32
+USABLE = 0.8  # share of free memory to plan with; the rest is for temporaries and fragments
+ROUND_TRIPS = 2  # round trips to form and start a round
+MAX_MICRO_BATCH = 512
+MIN_BPS = 1.0  # lowest bandwidth in the arithmetic
+GB = 1e9
+MAX_SKEW_S = 5.0
+MAX_COMPENSATED_SKEW_S = 600.0
+SLOW_BPS = 5e6
+LONG_STEP_S = 600.0
+WIDTH = 100
+INDENT = " " * 18
+MAX_CHARS = 10_000
+UNKNOWN = Speed(math.inf, math.inf, 0.0)  # of a connection that was not measured
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that is to be trained here."""
+
+    name: str  # for people, such as "ALBERT-large at 512 tokens"
+    parameters: int  # number of trained values
+    sample_bytes: float  # saved for the backward pass of one sample
+    micro_batch: int = 0  # samples of one forward and backward pass; 0 if unknown
+    samples_per_s: float = 0.0  # measured speed, with the loading of batches; 0 if unknown
+
+
+@dataclass(frozen=True)
+class Prediction:
+    target_batch_size: int  # samples of all peers for one global step
+    vector_bytes: float  # compressed size of the averaged gradients
+    samples_per_s: float  # this peer's speed
+    step_s: float  # time of a global step with its averaging
+    averaging_s: float  # time of the averaging
+    gb_per_hour: float  # sent plus received by this peer
+    share: float  # this peer's part of a step's samples, 0 to 1
+
+
+class Light(enum.Enum):
+    """A result: hue, symbol and word."""
+
+    GREEN = ("green", "✔", "good")
+    YELLOW = ("amber", "▲", "warning")
+    RED = ("red", "✖", "problem")
+
+
+GREEN, YELLOW, RED = Light.GREEN, Light.YELLOW, Light.RED
+REACH_FIXES = {
+    ReachabilityLevel.UNVERIFIED: "run the doctor again when another peer has joined: it tries to dial this one",
+    ReachabilityLevel.RELAYED: "nothing to do; a port forwarded at the router and announce=… make it faster",
+    ReachabilityLevel.OUTGOING: "if no peer can be dialled, run on any machine: colab-swarm backbone RUN",
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str  # what was checked
+    light: Light  # the result
+    text: str  # the facts
+    fix: str = ""  # what to do; empty only for a green light
 
 
 @dataclass(frozen=True)
@@ -58,13 +118,38 @@ class Diagnosis:
         return all(check.light is not Light.RED for check in self.checks)
 
     def __str__(self) -> str:
-        return checks.draw(self.checks).text()
+        return self._drawn().text()
 
     def __repr__(self) -> str:
-        return f"Diagnosis({checks.summary(self.checks)})"
+        return f"Diagnosis({self._summary()})"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        return checks.draw(self.checks).bundle()
+        return self._drawn().bundle()
+
+    def _summary(self) -> str:
+        number = {light: sum(check.light is light for check in self.checks) for light in Light}
+        verdict = "ready to train" + (", with warnings" if number[YELLOW] else "")
+        if number[RED]:
+            verdict = "fix the problems before you train"
+        lights = ", ".join(
+            f"{many} {light.value[1]} {light.value[2]}" for light, many in number.items() if many
+        )
+        return f"{verdict}: {lights}"
+
+    def _drawn(self) -> theme.Document:
+        shown = theme.Document("doctor", self._summary(), label="report of the doctor", line=self._summary())
+        rows, lines = [], []
+        for check in self.checks:
+            fix = f"<br>→ <b>{text(check.fix, MAX_CHARS)}</b>" if check.fix else ""
+            name = f'<b style="white-space:nowrap">{text(check.name)}</b>'
+            rows.append((name, theme.mark(*check.light.value), text(check.text, MAX_CHARS) + fix))
+            first = f" {check.light.value[1]} {plain(check.name):<15}{plain(check.text, MAX_CHARS)}"
+            lines += textwrap.wrap(first, WIDTH, subsequent_indent=INDENT)
+            if check.fix:
+                arrow = f"{INDENT}→ {plain(check.fix, MAX_CHARS)}"
+                lines += textwrap.wrap(arrow, WIDTH, subsequent_indent=INDENT + "  ", break_on_hyphens=False)
+        shown.draw(theme.table(("check", "", "facts, and what to do"), rows, label="checks"), *lines)
+        return shown
 
 
 def doctor(
@@ -99,7 +184,7 @@ def doctor(
     except SwarmError as error:
         found = _examine(None, model, batches, target_batch_size, compression)
         fix = "fix that, join, and run cs.doctor(cs.join(…))"
-        return replace(found, checks=(*found.checks, checks.judge("swarm", str(error), fix, Light.RED)))
+        return replace(found, checks=(*found.checks, judge("swarm", str(error), fix, Light.RED)))
     with visit:
         target, codec = read_settings(Invite.parse(swarm).settings)
         return _examine(visit, model, batches, target_batch_size or target, compression or codec)
@@ -123,12 +208,10 @@ def _examine(
 ) -> Diagnosis:
     here, subject, ram_bytes = platform(), _subject(swarm, model, batches), free_ram_bytes()
     found = [
-        checks.check_platform(here),
-        checks.check_internet(here, internet()),
-        checks.check_versions(versions()),
-        checks.check_compute(cores(), ram_bytes, gpu(), subject),
-        checks.check_memory(ram_bytes),
-        checks.check_disk(shutil.disk_usage(".").free),
+        check_platform(here),
+        check_internet(here, internet()),
+        check_versions(PACKAGES, versions()),
+        check_compute(cores(), ram_bytes, gpu(), subject),
     ]
     speeds: dict[PeerId, float] = {}
     uplink = prediction = None
@@ -136,23 +219,23 @@ def _examine(
         speeds, target, codec = trainers(swarm)
         target_batch_size, compression = target_batch_size or target, compression or codec
         peers = sorted(swarm.services.peers.linked(), key=lambda peer: -speeds.get(peer, 0.0))
-        uplink = best(swarm.runtime.call(_test_uplink(swarm.services.peers, peers[:TESTS])))
-        found.append(checks.check_swarm(swarm.run, len(peers), len(speeds)))
-        found.append(checks.check_reachability(swarm.reachability))
+        uplink = swarm.runtime.call(_test_uplink(swarm.services.peers, peers[:TESTS]))
+        found.append(check_swarm(swarm.run, len(peers), len(speeds)))
+        found.append(check_reachability(swarm.reachability))
         if peers:
             # a simulated peer has no network, and its wall clock is simulated too
             behind_s = 0.0 if swarm.network is None else swarm.network.node.linker.clock.behind_s
-            found += [checks.check_clock(-behind_s), checks.check_bandwidth(uplink)]
+            found += [check_clock(-behind_s), check_bandwidth(uplink)]
     if subject is not None and subject.samples_per_s and target_batch_size:
-        prediction = checks.predict(
+        prediction = predict(
             subject,
             target_batch_size,
             Precision(compression or "float32", fine=0).at(0).encoded_bytes(subject.parameters),
             tuple(speeds.values()),
-            uplink or checks.UNKNOWN,
+            uplink or UNKNOWN,
             reduces=swarm is not None and bool(swarm.reachability.addresses),
         )
-        found.append(checks.check_prediction(prediction))
+        found.append(check_prediction(prediction))
     return Diagnosis(tuple(found), prediction)
 
 
@@ -178,21 +261,11 @@ def _subject(
     return replace(known, micro_batch=measured.micro_batch, samples_per_s=measured.samples_per_s)
 
 
-async def _test_uplink(peers: Peers, testers: Sequence[PeerId]) -> list[Speed]:
-    found = []
-    for peer in testers:  # one after the other: together they would share the uplink
+async def _test_uplink(peers: Peers, testers: Sequence[PeerId]) -> Speed | None:
+    for peer in testers:
         with contextlib.suppress(PeerError):  # gone, busy, or too old for it
-            found.append(await measure(peers, peer, size_bytes=SIZE_BYTES, timeout_s=TEST_TIMEOUT_S))
-    return found
-
-
-def best(found: Sequence[Speed]) -> Speed | None:
-    """Return this peer's uplink: the fastest test each way (others were slow at the other end)."""
-    if not found:
-        return None
-    upload_bps = max(speed.upload_bps for speed in found)
-    download_bps = max(speed.download_bps for speed in found)
-    return Speed(upload_bps, download_bps, median_high(speed.rtt_s for speed in found))
+            return await measure(peers, peer, size_bytes=SIZE_BYTES, timeout_s=TEST_TIMEOUT_S)
+    return None
 
 
 def trainers(swarm: Swarm) -> tuple[dict[PeerId, float], int | None, str | None]:
@@ -223,36 +296,25 @@ def gpu() -> tuple[str, int, int] | None:
     return (torch.cuda.get_device_name(), *torch.cuda.mem_get_info()) if torch.cuda.is_available() else None
 
 
-def versions() -> dict[str, tuple[str | None, str]]:
-    floors, found = wanted(requires("colab-swarm") or ()), dict[str, str | None].fromkeys(PACKAGES)
-    for name in found:
+def versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
-    return {name: (installed, floors.get(name, "0")) for name, installed in found.items()}
-
-
-def wanted(requirements: Iterable[str]) -> dict[str, str]:
-    """Return the lowest versions in lines such as ``torch>=2.9; extra == "train"``, by name."""
-    return {match[1]: match[2] for line in requirements if (match := FLOOR.match(line))}
+    return found
 
 
 def internet() -> bool:
-    answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    up = threading.Event()
 
     def try_host(host: tuple[str, int]) -> None:
-        try:
+        with contextlib.suppress(OSError):
             socket.create_connection(host, CONNECT_TIMEOUT_S).close()
-            answers.put(True)
-        except OSError:
-            answers.put(False)
+            up.set()
 
     for host in HOSTS:  # in threads, because a name lookup has no timeout
         threading.Thread(target=try_host, args=(host,), daemon=True).start()
-    deadline = time.monotonic() + CONNECT_TIMEOUT_S
-    try:
-        return any(answers.get(timeout=max(0.0, deadline - time.monotonic())) for _ in HOSTS)
-    except queue.Empty:
-        return False
+    return up.wait(CONNECT_TIMEOUT_S)
 
 
 def calibrate(
@@ -260,12 +322,14 @@ def calibrate(
 ) -> Subject:
     """Run ``model(**batch).loss.backward()`` for about ``seconds`` after a short warm-up.
 
-    Afterwards the model and torch's random state are as before; the used batches are gone. Raises
+    A copy is trained, and torch's random state is as before; the used batches are gone. Raises
     ValueError if there are not enough.
     """
     import torch
 
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    name, model = type(model).__name__, copy.deepcopy(model).train()
+    model.zero_grad(set_to_none=True)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved: dict[int, int] = {}
 
@@ -274,15 +338,13 @@ def calibrate(
         saved[storage.data_ptr()] = 0 if storage.data_ptr() in own else storage.nbytes()
         return tensor
 
-    with _restored(model, trained):
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         passes = _train(model, batches)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             micro_batch = next(passes)
         _measure(passes, seconds / 4, 1)  # the first passes are slow
         samples_per_s = _measure(passes, seconds, MIN_PASSES)
-    numel = sum(parameter.numel() for parameter in trained)
-    sample_bytes = sum(saved.values()) / micro_batch
-    return Subject(type(model).__name__, numel, sample_bytes, micro_batch, samples_per_s)
+    return Subject(name, numel, sum(saved.values()) / micro_batch, micro_batch, samples_per_s)
 
 
 def _train(model: "Module", batches: "Iterable[Mapping[str, Tensor]]") -> Iterator[int]:
@@ -305,22 +367,152 @@ def _measure(passes: Iterator[int], seconds: float, least: int) -> float:
     return samples / (time.perf_counter() - began_at)
 
 
-@contextlib.contextmanager
-def _restored(model: "Module", trained: "list[Parameter]") -> Iterator[None]:
-    import torch
+def judge(name: str, words: str, fix: str = "", light: Light = YELLOW) -> Check:
+    """Return a check: green without a fix, else ``light``."""
+    return Check(name, light if fix else GREEN, words, fix)
 
-    gradients = [parameter.grad for parameter in trained]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    was_training = model.training
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        try:
-            model.train()
-            model.zero_grad(set_to_none=True)
-            yield
-        finally:
-            model.train(was_training)
-            for parameter, gradient in zip(trained, gradients, strict=True):
-                parameter.grad = gradient
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+
+def check_platform(here: Platform) -> Check:
+    words = ". ".join(filter(None, (": ".join(filter(None, (here.name, here.limits))), here.terms)))
+    fix = "read the terms; if they allow it: accept_terms=True. cs.simulate(…) needs no permission"
+    return judge("platform", words, fix if here.must_agree else "")
+
+
+def check_internet(here: Platform, up: bool) -> Check:
+    if up:
+        return judge("internet", "well-known hosts answer")
+    if here.internet_help:
+        return judge("internet", "it is off for this notebook", here.internet_help, RED)
+    fix = "check the network and its proxy; a swarm in the local network needs no internet: cs.join()"
+    return judge("internet", "no well-known host answers", fix)
+
+
+def check_versions(wanted: Sequence[str], installed: Mapping[str, str]) -> Check:
+    words = ", ".join(f"{name} {version}" for name, version in installed.items())
+    if missing := ", ".join(name for name in wanted if name not in installed):
+        words += f"; without {missing} this peer can be a backbone or a relay but not train"
+        return judge("versions", words, 'pip install "colab-swarm[train]"')
+    return judge("versions", words)
+
+
+def check_compute(
+    cores: int, free_ram_bytes: int | None, gpu: tuple[str, int, int] | None, subject: Subject | None
+) -> Check:
+    """Judge the cores, or the GPU (name, free and total bytes), and the memory for the model."""
+    free_bytes, words = free_ram_bytes, f"no GPU, {count(cores, 'core')}"
+    fix = "training works, but slowly; Colab and Kaggle offer GPUs in their settings"
+    if gpu is not None:
+        (name, free_bytes, total_bytes), fix = gpu, ""
+        words = f"{name}, {free_bytes / GB:.1f} of {total_bytes / GB:.1f} GB free"
+    if subject is None or free_bytes is None:
+        return judge("compute", words, fix)
+    size = fitting_batch(free_bytes, subject)
+    words += (
+        f". For {subject.name}: ({USABLE:g} × {free_bytes / GB:.1f} GB free − {subject.parameters / 1e6:.1f} M "
+        f"parameters × {PARAMETER_BYTES} B) / {subject.sample_bytes / 1e6:,.1f} MB a sample: micro-batch {size}"
+    )
+    if size:
+        return judge("compute", words, fix)
+    fix = "take a smaller model or shorter samples, or free memory: restart the kernel"
+    return judge("compute", words, fix, RED)
+
+
+def check_swarm(run: str, linked: int, training: int) -> Check:
+    if linked:
+        return judge("swarm", f"{run}: linked to {count(linked, 'peer')}, {training} of the run train")
+    return judge("swarm", f"{run}: no linked peer", "invite others: print(swarm.invite())")
+
+
+def check_reachability(reached: Reachability) -> Check:
+    words = "; ".join((str(reached), *(f"not {level.value}: {why}" for level, why in reached.reasons)))
+    return judge("reachability", words, REACH_FIXES.get(reached.level, ""))
+
+
+def check_clock(skew_s: float) -> Check:
+    """Judge this peer's clock minus the swarm's."""
+    words = f"{abs(skew_s):,.1f} s {'ahead of' if skew_s > 0 else 'behind'} the swarm's"
+    fix = "let the system set its clock: sudo timedatectl set-ntp true"
+    if abs(skew_s) < MAX_SKEW_S:
+        return judge("clock", words)
+    if abs(skew_s) <= MAX_COMPENSATED_SKEW_S:
+        return judge("clock", f"{words}; compensated", fix)
+    return judge(
+        "clock", f"{words}; at most {MAX_COMPENSATED_SKEW_S / 60:g} minutes are compensated", fix, RED
+    )
+
+
+def check_bandwidth(uplink: Speed | None) -> Check:
+    if uplink is None:
+        return judge("bandwidth", "no peer was free for a speed test", "run the doctor again in 10 s")
+    up, down = bandwidth(uplink.upload_bps), bandwidth(uplink.download_bps)
+    words = f"{up} up, {down} down, round trip {uplink.rtt_s * 1e3:.0f} ms"
+    slow = min(uplink.upload_bps, uplink.download_bps) < SLOW_BPS
+    fix = "use a cable, end other transfers, and swarm.optimizer(…, compression='int8')" if slow else ""
+    return judge("bandwidth", words + ": slow" * slow, fix)
+
+
+def check_prediction(found: Prediction) -> Check:
+    words = (
+        f"{found.samples_per_s:,.3g} samples/s here, "
+        f"{found.share:.0%} of a step; a step of {found.target_batch_size:,} samples every {_time(found.step_s)}, "
+        f"of which {_time(found.averaging_s)} averaging; {found.gb_per_hour:.2g} GB per hour"
+    )
+    if found.averaging_s > found.step_s / 2:
+        enough = 2 ** math.ceil(math.log2(found.averaging_s * found.samples_per_s / found.share))
+        fix = f"target_batch_size={enough} or more for all peers, or compression='int8'"
+        return judge("prediction", f"{words}. Most of a step is averaging", fix)
+    fix = "invite more peers, or agree on a smaller target_batch_size" if found.step_s > LONG_STEP_S else ""
+    return judge("prediction", words, fix)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds < 100 else duration(seconds)
+
+
+def predict(
+    subject: Subject,
+    target_batch_size: int,
+    vector_bytes: float,
+    others: Sequence[float] = (),
+    uplink: Speed = UNKNOWN,
+    *,
+    reduces: bool = True,
+) -> Prediction:
+    """Predict a training with equal averaging shares (DeDLOC, sections 3.1 and 3.2).
+
+    n peers of S samples/s in all, a target batch of B samples, micro-batches of m::
+
+        step      = (B + n m) / S + averaging              each peer finishes its current micro-batch
+        averaging = 2 rtt + max(sent / upload, received / download)
+        sent      = received = 2 (n - 1) / n * vector      reducers; others send and receive the vector once
+
+    A lone peer averages nothing. ``others`` are the speeds of the other trainers, whose uplinks are
+    assumed to be no slower. ``reduces``: others can reach this peer, so it takes a share of the
+    averaging.
+    """
+    peers, total, micro_batch = 1 + len(others), subject.samples_per_s + sum(others), subject.micro_batch
+    moved_bytes = averaging_s = 0.0
+    batch = float(math.ceil(target_batch_size / micro_batch) * micro_batch)
+    if others:
+        batch = target_batch_size + peers * micro_batch
+        moved_bytes = vector_bytes * (2 * (peers - 1) / peers if reduces else 1)
+        download_bps = max(uplink.download_bps, MIN_BPS)
+        slowest_bps = min(max(uplink.upload_bps, MIN_BPS), download_bps)
+        averaging_s = ROUND_TRIPS * uplink.rtt_s + 8 * moved_bytes / slowest_bps
+    step_s = batch / total + averaging_s
+    return Prediction(
+        target_batch_size,
+        vector_bytes,
+        samples_per_s=subject.samples_per_s,
+        step_s=step_s,
+        averaging_s=averaging_s,
+        gb_per_hour=2 * moved_bytes * 3600 / step_s / 1e9,
+        share=subject.samples_per_s / total,
+    )
+
+
+def fitting_batch(free_bytes: float, subject: Subject) -> int:
+    """Return the largest power of two, at most 512, that fits into ``free_bytes``; 0 if none does."""
+    room_bytes = USABLE * free_bytes - PARAMETER_BYTES * subject.parameters
+    fitting = min(int(room_bytes / subject.sample_bytes), MAX_MICRO_BATCH)
+    return 1 << (fitting.bit_length() - 1) if fitting > 0 else 0

@@ -248,21 +248,14 @@ def _save(
 async def _start(
     access: RunAccess, identity: Identity, name: str, options: NetworkOptions, store: PeerStore | None = None
 ) -> tuple[PeerServices, NetworkSession]:
-    events, port = EventLog(), options.port
-    if store is not None and store.saved is not None and options.listen:
-        port = port or store.saved.port
-    bounds = (options.upload_mbit_s, options.download_mbit_s)
-    upload_bps, download_bps = (None if bound is None else bound * 1e6 for bound in bounds)
-    announce = tuple(options.announce) or None
-    settings = NodeSettings(access.run_id, "", port, options.listen, announce, upload_bps, download_bps)
+    events, saved = EventLog(), None if store is None else store.saved
+    former = saved.port if saved is not None and options.listen else 0
     try:
-        node = await Node.start(identity, settings, events, admission=access.admission)
-    except OSError:
-        if port == options.port:
+        node = await _start_node(access, identity, options, options.port or former, events)
+    except OSError:  # another program uses the port now; old invitations stop working
+        if not former:
             raise
-        # another program uses the port now; old invitations stop working
-        settings = replace(settings, port=options.port)
-        node = await Node.start(identity, settings, events, admission=access.admission)
+        node = await _start_node(access, identity, options, options.port, events)
     try:
         services = assemble(node, access.run_id, events, random.Random(identity.id))
         network = NetworkSession(node, access, options, services)
@@ -273,6 +266,16 @@ async def _start(
     if not (platforms.in_colab() or platforms.in_kaggle()):  # no other machine is in their networks
         node.linker.spawn(network.announce_in_lan(name))
     return services, network
+
+
+async def _start_node(
+    access: RunAccess, identity: Identity, options: NetworkOptions, port: int, events: EventLog
+) -> Node:
+    bounds = (options.upload_mbit_s, options.download_mbit_s)
+    upload_bps, download_bps = (None if bound is None else bound * 1e6 for bound in bounds)
+    announce = tuple(options.announce) or None
+    settings = NodeSettings(access.run_id, "", port, options.listen, announce, upload_bps, download_bps)
+    return await Node.start(identity, settings, events, admission=access.admission)
 
 
 @atexit.register

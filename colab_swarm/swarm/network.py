@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 ENTER_TIMEOUT_S = 15.0
 PUBLISH_EVERY_S = 60.0
-SAVE_EVERY_S, LOOK_S = 60.0, 2.0
+SAVE_EVERY_S = 15.0  # a killed peer finds back through the peers saved last
 ANNOUNCED_S = 180.0
 PATIENCE_S = 120.0  # for the trainer's next step when the session ends
 HAND_OVER_S = 60.0  # for a last round then
@@ -110,7 +110,6 @@ class NetworkSession:
         self.store: PeerStore | None = None  # the folder that saves this peer
         self.clock: SessionClock | None = None  # None if the session's end is unknown
         self.stops: list[Callable[[], None]] = []  # give work back at the session's end
-        self._saved: set[PeerId] = set()  # linked when the folder was written
         services.averager.on_round = self._on_round
         self.reachability = ReachabilityWatch(
             node,
@@ -168,27 +167,21 @@ class NetworkSession:
         return entries
 
     async def _keep_saving(self, store: PeerStore) -> None:
-        """A killed peer finds back through the peers saved here, so a new link is saved soon."""
         while True:
-            end = time.monotonic() + SAVE_EVERY_S
-            while time.monotonic() < end and self._dialable() <= self._saved:
-                await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(SAVE_EVERY_S)
             try:
                 await self._save(store)
             except StateError as error:
                 logger.warning("this peer could not be saved: %s", error)
                 self._services.events.emit(Fault(time.monotonic(), "saving this peer", str(error)))
 
-    def _dialable(self) -> set[PeerId]:
-        return {peer for peer in self.node.linked() if self.node.contact_of(peer).addresses}
-
     async def _save(self, store: PeerStore) -> None:
         admission, contributions = self.access.admission, self.trust.contributions
         membership = b"" if admission is None else admission.membership
         # what was saved may not be in the ledger yet
         tally = merged(contributions.saved, contributions.ledger.rows())
-        self._saved = self._dialable()
-        contacts = sorted(map(self.node.contact_of, sorted(self._saved)), key=lambda one: not one.direct)
+        linked = map(self.node.contact_of, sorted(self.node.linked()))
+        contacts = sorted((one for one in linked if one.addresses), key=lambda one: not one.direct)
         await asyncio.to_thread(store.write, contacts, membership, tally, self.node.port or 0)
 
     async def leave(self) -> None:
@@ -258,14 +251,9 @@ class NetworkSession:
     async def announce_in_lan(self, name: str) -> None:
         if not self._options.lan or self.node.port is None:
             return
-        contact = Contact(self.node.id)
         try:
             self._announcer = LanAnnouncer(self.access.run_id, self.access.access, name)
-            while True:
-                if self.node.listening() != contact.addresses:
-                    contact = Contact(self.node.id, self.node.listening())
-                    await self._announcer.update(contact)
-                await asyncio.sleep(PUBLISH_EVERY_S)
+            await self._announcer.update(Contact(self.node.id, self.node.listening()))
         except OSError as error:
             logger.info("not announced in the LAN: %s", error)
 

@@ -7,12 +7,11 @@ network call, no file. Slow readings run in the background and appear a moment l
 import logging
 import re
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
-from colab_swarm.events import Event, PeerLeft, RoundFinished, StepFinished
+from colab_swarm.events import Event, RoundFinished, StepFinished
 from colab_swarm.markup import plain
 from colab_swarm.net.peers import PeerId, Peers, short
 from colab_swarm.runtime import Runner
@@ -30,11 +29,8 @@ MAX_LOSSES = 1000
 MAX_ROUNDS = 20
 MAX_CONTRIBUTORS = 20
 LOG_LINES = 8
-ROUTINE_LINES = 4  # at most, for steps and rounds without a fault: they would push rare events out
 MAX_NAMES, MAX_NAME_CHARS = 1000, 40
-SAME_LOSS_S = 1.0  # reports of a lost peer by several services within this time are one event
 MODEL = "model"  # the default name in `Swarm.optimizer`
-RATE_S = 5.0
 _SHORT_ID = re.compile(r"\b[0-9a-f]{8}\b")
 
 T = TypeVar("T")
@@ -79,11 +75,8 @@ class Overview:
         self._runtime, self._services, self._name, self._optimizers = runtime, services, name, optimizers
         self._losses: tuple[tuple[int, float], ...] = ()
         self._rounds: tuple[RoundFinished, ...] = ()
-        self._rare: tuple[Event, ...] = ()
-        self._routine: tuple[Event, ...] = ()
+        self._events: tuple[Event, ...] = ()  # without steps and good rounds, which the figures show
         self._names: dict[str, str] = {}  # by short id
-        self._traffic: deque[tuple[float, int, int]] = deque()  # at, sent and received
-        self._traffic_lock = threading.Lock()
         self._leaderboard: Background[tuple[Contribution, ...]] | None = None
         self._trainers: Background[Records] | None = None
         self._joined_at = runtime.time()
@@ -98,27 +91,20 @@ class Overview:
             self._on_event(event)
 
     def _on_event(self, event: Event) -> None:
-        if isinstance(event, PeerLeft):
-            known = [one for one in self._rare if isinstance(one, PeerLeft) and one.peer == event.peer]
-            if any(event.at - one.at < SAME_LOSS_S for one in known):
-                return
-        routine = isinstance(event, StepFinished)
         if isinstance(event, RoundFinished):
-            dropped = any(member.dropped for member in event.members)
-            routine = not (event.spans_lost or event.kept_local or dropped)
             self.names()  # of its members: one may have left when the panel shows the round
             self._rounds = (*self._rounds[1 - MAX_ROUNDS :], event)
-        if routine:
-            self._routine = (*self._routine[1 - ROUTINE_LINES :], event)
-        else:
-            self._rare = (*self._rare[1 - 2 * LOG_LINES :], event)
-        if isinstance(event, StepFinished) and event.loss is not None:
+            dropped = any(member.dropped for member in event.members)
+            if not (event.spans_lost or event.kept_local or dropped):
+                return
+        if not isinstance(event, StepFinished):
+            self._events = (*self._events[1 - LOG_LINES :], event)
+        elif event.loss is not None:
             losses = self._losses if len(self._losses) < MAX_LOSSES else (self._losses[0], *self._losses[2:])
             self._losses = (*losses, (event.step, event.loss))
 
     def snapshot(self, *, reached: str, left: bool, session: SessionTime | None = None) -> SwarmSnapshot:
         now, total = self._runtime.time(), self._services.peers.statistics()
-        sent_bps, received_bps = self._rates(total.sent_bytes, total.received_bytes, now)
         seen_at = float("-inf") if left else now
         shown = SwarmSnapshot(
             run=self._services.run_id.rpartition("-")[0],
@@ -139,8 +125,6 @@ class Overview:
             last_share=_last_share(self._rounds, self._services.peers.id.hex()),
             rounds=self._rounds,
             leaderboard=self._contributions(seen_at),
-            sent_bps=sent_bps,
-            received_bps=received_bps,
             session=session,
             paused=self._services.gate.closed,
         )
@@ -162,19 +146,6 @@ class Overview:
     def _trained(self) -> "Collaboration | None":
         newest = next(reversed(self._optimizers.values()), None)
         return None if newest is None else newest.collaboration
-
-    def _rates(self, sent_bytes: int, received_bytes: int, now: float) -> tuple[float, float]:
-        """Return bits per second since the last reading `RATE_S` ago or earlier."""
-        readings = self._traffic
-        with self._traffic_lock:
-            while len(readings) > 1 and now - readings[1][0] >= RATE_S:
-                readings.popleft()
-            if not readings or now - readings[-1][0] >= RATE_S / 20:
-                readings.append((now, sent_bytes, received_bytes))
-            at, sent, received = readings[0]
-        if now <= at:
-            return 0.0, 0.0
-        return 8 * (sent_bytes - sent) / (now - at), 8 * (received_bytes - received) / (now - at)
 
     def names(self) -> Mapping[str, str]:
         names = {
@@ -201,8 +172,7 @@ class Overview:
         return tuple(rows)
 
     def _log(self) -> Iterable[str]:
-        events = sorted([*self._rare, *self._routine], key=lambda event: event.at)
-        for event in events[-LOG_LINES:]:
+        for event in self._events:
             # in one pass: peers choose their names, and one may choose another's id
             yield _SHORT_ID.sub(lambda id: self._names.get(id[0], id[0]), describe(event))
 
@@ -222,39 +192,29 @@ def peer_rows(
     assistants: Mapping[PeerId, AssistantRecord],
 ) -> tuple[PeerRow, ...]:
     """Return a row per peer: those that train, those that assist, this one, others linked."""
-    rows, shown = [], trainers.keys() | assistants.keys()
+    rows: dict[PeerId, PeerRow] = {}
     for peer, record in sorted(trainers.items()):
         role = "catching up" if record.syncing else "paused" if record.paused else "trainer"
         role = "idle" if record.idle and not record.paused else role
-        rows.append(_row(peers, peer, record.name, role, bool(record.addresses), record))
-    for peer in sorted(assistants.keys() - trainers.keys()):
-        rows.append(_row(peers, peer, assistants[peer].name, "assistant", True))
-    if peers.id not in shown:
-        rows.append(_row(peers, peers.id, own_name, "peer", bool(peers.contact.addresses)))
-    for peer in sorted(peers.linked() - shown):
-        rows.append(_row(peers, peer, "", "peer", None))
-    return tuple(rows)
+        rows[peer] = replace(
+            _row(peers, peer, record.name, role, bool(record.addresses)),
+            step=record.step,
+            samples_per_s=0.0 if record.absent else record.samples_per_s,
+            samples=record.samples,
+            upload_bps=record.upload_bps,
+            download_bps=record.download_bps,
+        )
+    for peer in sorted(assistants.keys() - rows.keys()):
+        rows[peer] = _row(peers, peer, assistants[peer].name, "assistant", True)
+    if peers.id not in rows:
+        rows[peers.id] = _row(peers, peers.id, own_name, "peer", bool(peers.contact.addresses))
+    for peer in sorted(peers.linked() - rows.keys()):
+        rows[peer] = _row(peers, peer, "", "peer", None)
+    return tuple(rows.values())
 
 
-def _row(
-    peers: Peers,
-    peer: PeerId,
-    name: str,
-    role: str,
-    reachable: bool | None,
-    record: ProgressRecord | None = None,
-) -> PeerRow:
+def _row(peers: Peers, peer: PeerId, name: str, role: str, reachable: bool | None) -> PeerRow:
     me = peer == peers.id
     rtt_s, connected = (None, "") if me else (peers.statistics(peer).rtt_s, peers.way_to(peer))
     name = plain(name, MAX_NAME_CHARS) or f"peer-{short(peer)}"
-    row = PeerRow(name, short(peer), role, 0, 0.0, 0.0, reachable, me, rtt_s, connected)
-    if record is None:
-        return row
-    return replace(
-        row,
-        step=record.step,
-        samples_per_s=0.0 if record.absent else record.samples_per_s,
-        samples=record.samples,
-        upload_bps=record.upload_bps,
-        download_bps=record.download_bps,
-    )
+    return PeerRow(name, short(peer), role, 0, 0.0, 0.0, reachable, me, rtt_s, connected)

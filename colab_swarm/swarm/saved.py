@@ -2,15 +2,15 @@
 
     identity.key             its key: a process that has the key is this peer
     identity.key.authority   only at the peer that created the run: whom it admitted and removed
-    peer.json                run, invitation, membership, options, contributions; written each minute
+    peer.json                run, invitation, membership, options, contributions; written often
     checkpoints/NAME/        what each optimizer has trained
     in-use.json              which process uses the folder now
 
 All but the checkpoints is secret. Every file is written aside and then renamed, so a process may be
 killed at any moment. Two processes with one key would push each other out of the swarm, so one at a
 time uses the folder. File locks mean nothing to other machines on a network drive: `in-use.json`
-names the process and its last heartbeat instead. After a kill its own machine notices at once,
-others once the heartbeats stop.
+names the process and its last heartbeat instead. After a kill its own machine notices at once
+(Linux), others once the heartbeats stop.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from colab_swarm.notebook.platforms import Platform
 from colab_swarm.trust.authority import Allowlist, write_private
 from colab_swarm.trust.contributions import TallyRow
 
-STALE_S = 180.0  # three missed heartbeats
+STALE_S = 180.0  # without a heartbeat
 SETTLE_S = 0.1  # within it, processes that find an abandoned folder at once settle who gets it
 VERSION = 1
 MAX_CONTACTS = 16
@@ -58,18 +58,10 @@ class Occupant(msgspec.Struct, frozen=True):
 
 
 def _start_of(pid: int) -> str:
-    """When a local process started, "lives" where that is unknown; empty if dead, or on Windows."""
+    """When a local process started; empty if it is dead, or where that is unknown (macOS, Windows)."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    if os.name != "posix" or Path("/proc/self/stat").exists():
-        return ""
-    try:
-        os.kill(pid, 0)  # macOS: signal 0 only checks that the process exists
-    except ProcessLookupError:
-        return ""
-    except PermissionError:  # it exists, and belongs to another user
-        pass
-    return "lives"
+    return ""
 
 
 class SavedPeer(msgspec.Struct, frozen=True):

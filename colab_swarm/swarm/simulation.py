@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, ClassVar, TypeVar, cast
 
 from colab_swarm.errors import JoinError
-from colab_swarm.events import Event, EventLog, RoundFinished
+from colab_swarm.events import BatchDropped, Event, EventLog, Fault, RoundFinished, StateReceived
 from colab_swarm.notebook import lessons
 from colab_swarm.notebook.lessons import SimulationSnapshot
 from colab_swarm.notebook.panel import Panel
@@ -32,12 +32,13 @@ from colab_swarm.runtime import POLL_S
 from colab_swarm.sim.network import SimNetwork
 from colab_swarm.sim.profiles import PROFILES, ChurnProfile, NetworkProfile
 from colab_swarm.sim.runtime import SimRuntime
-from colab_swarm.snapshot import PeerRow
+from colab_swarm.snapshot import PeerRow, describe
 from colab_swarm.swarm.network import assemble, find_others
 from colab_swarm.swarm.swarm import Swarm
 
 T = TypeVar("T")
 ENTRIES = 4
+TOLD = (RoundFinished, StateReceived, BatchDropped, Fault)  # events of the story
 RUN_ID = "simulation-0"
 NAMES = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi")
 SLICE_S = 0.5  # virtual time between two looks at what the user injected
@@ -59,7 +60,6 @@ class Simulation(AbstractContextManager["Simulation"]):
         self._crashed: dict[str, PeerRow] = {}  # their last state
         self._arriving: set[str] = set()  # peers that are joining now
         self._story: deque[str] = deque(maxlen=MAX_STORY)
-        self._aloud = False  # whether to print the story
         self._told_step = -1  # last step in the story
         self._lesson: InteractiveRun | None = None
         self.results: dict[str, object] = {}
@@ -136,24 +136,16 @@ class Simulation(AbstractContextManager["Simulation"]):
     def speed_of(self, name: str) -> float:
         return self._speeds.get(name, self._samples_per_s)
 
-    def change_speed(self, name: str, samples_per_s: float) -> None:
-        if name not in self._names:
-            raise ValueError(f"{name} never joined")
-        self._speeds[name] = samples_per_s
-        self.tell(f"{name} now trains {samples_per_s:g} samples/s")
-
     def tell(self, words: str) -> None:
         self._story.append(f"{self.time:6.1f} s  {words}")
-        if self._aloud:
-            print(self._story[-1], flush=True)
 
     def _on_event(self, name: str, event: Event) -> None:
         if isinstance(event, RoundFinished):
             if event.step <= self._told_step:  # another peer has reported it
                 return
             self._told_step = event.step
-        if words := lessons.describe_event(name, event):
-            self.tell(words)
+        if isinstance(event, TOLD):
+            self.tell(f"{name}: {describe(event).partition(';')[0]}")
 
     def run(
         self, train: Callable[[Swarm], T], *, seconds: float | None = None, churn: ChurnProfile | None = None
@@ -200,11 +192,10 @@ class Simulation(AbstractContextManager["Simulation"]):
             lesson.start()
             self._lesson = lesson
         else:
-            self._aloud = True
             try:
                 self.run(train, seconds=seconds)
             finally:
-                self._aloud = False
+                print(*self._story, sep="\n")
                 lesson.end("finished")
         return lesson
 
@@ -415,20 +406,22 @@ class InteractiveRun:
     def _pass_time(self) -> str:
         simulation, idle = self._simulation, False
         while not self._stopping:
-            began = time.monotonic()
+            began, wait_s = time.monotonic(), None
             while self._injected:
                 self._act(*self._injected.popleft())
                 idle = False
             if idle and simulation.swarms:
                 return "finished"
-            if idle or (self._paused and not self._single_steps):  # idle: every peer has crashed
-                self._wait(None)
-                continue
-            self._single_steps = max(0, self._single_steps - 1)
-            idle = self._pass_slice()
-            if simulation.time > self._until - 1e-6:
-                return "finished"
-            self._wait(max(0.0, began + SLICE_S / max(self.speed, MIN_SPEED) - time.monotonic()))
+            if not idle and (self._single_steps or not self._paused):  # idle: every peer has crashed
+                self._single_steps = max(0, self._single_steps - 1)
+                idle = self._pass_slice()
+                if simulation.time > self._until - 1e-6:
+                    return "finished"
+                wait_s = max(0.0, began + SLICE_S / max(self.speed, MIN_SPEED) - time.monotonic())
+            if wait_s is None or time.monotonic() - self._looked_at > LOOK_S:
+                self._look()
+            self._wake.wait(wait_s)
+            self._wake.clear()
         return "stopped"
 
     def _pass_slice(self) -> bool:
@@ -437,12 +430,6 @@ class InteractiveRun:
         except JoinError as error:
             self._simulation.tell(f"a late joiner could not join: {error}")
             return False
-
-    def _wait(self, seconds: float | None) -> None:
-        if seconds is None or time.monotonic() - self._looked_at > LOOK_S:
-            self._look()
-        self._wake.wait(seconds)
-        self._wake.clear()
 
     def _look(self) -> None:
         self._looked_at, self._seen = time.monotonic(), self._simulation.snapshot()
@@ -464,8 +451,8 @@ class InteractiveRun:
                 simulation.join(new, at=simulation.time)
             case "join", str(name):
                 simulation.join(name, at=simulation.time)
-            case "speed", str(name), float() | int() as samples_per_s:
-                simulation.change_speed(name, samples_per_s)
+            case "speed", str(name), float() | int() as samples_per_s if name in simulation._names:
+                simulation._speeds[name] = samples_per_s
             case ("crash", name) | ("slow", name, float() | int()) if name in simulation.swarms:
                 simulation.fire(verb, *arguments)
             case (("latency" | "bandwidth" | "lose"), float() | int()):

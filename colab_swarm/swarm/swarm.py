@@ -259,11 +259,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         average = self.averages.average(
             values, weight=weight, group_size=group_size, name=name, compression=compression
         )
-        try:
-            return self.runtime.call(average)
-        except KeyboardInterrupt:
-            print("Interrupted. Others may have counted your values; call average() again for another mean.")
-            raise
+        return self.runtime.call(average)
 
     def serve_as_reducer(self, name: str | None = None) -> Assistant:
         """Help others train, without torch: organize rounds, reduce, send state to late joiners.
@@ -468,9 +464,7 @@ class Swarm(AbstractContextManager["Swarm"]):
         ``tokenizer`` it takes those of ``cs.recipes.albert(…, swarm=swarm)``. A ValueError if the
         model is unknown, or the text has no gap.
         """
-        from colab_swarm.recipes.evaluation import MaskedText
-
-        return self.probe.try_model(question, model, None if tokenizer is None else MaskedText(tokenizer))
+        return self.probe.try_model(question, model, tokenizer)
 
     @cached_property
     def probe(self) -> "ModelProbe":

@@ -1,7 +1,7 @@
 """What can be told by a script of how a page looks: contrast, names of controls, what sticks out or overlaps."""
 
-from dataclasses import dataclass
-from typing import Any
+import itertools
+from typing import Any, TypeAlias
 
 MIN_CONTRAST = 4.5
 """Of text, at any size (WCAG 2.2, 1.4.3, level AA)."""
@@ -72,57 +72,33 @@ STICKING_OUT = """root => {
 }"""
 
 
-@dataclass(frozen=True)
-class Text:
-    """A piece of text on a page.
-
-    Attributes:
-        text: its beginning.
-        contrast: to what is behind it, 1 to 21.
-        left, top, right, bottom: where it is, in pixels.
-        drawing: number of the SVG it is in, -1 outside.
-    """
-
-    text: str
-    contrast: float
-    left: float
-    top: float
-    right: float
-    bottom: float
-    drawing: int
-
-    def overlaps(self, other: "Text") -> bool:
-        return (
-            min(self.right, other.right) - max(self.left, other.left) > 2
-            and min(self.bottom, other.bottom) - max(self.top, other.top) > 2
-        )
+Text: TypeAlias = dict[str, Any]
+"""The beginning of a text, its contrast (1 to 21), its box, and the number of its SVG (-1: none)."""
 
 
 def texts(page: Any, selector: str) -> list[Text]:
-    found = page.locator(selector).first.evaluate(CONTRASTS)
-    return [
-        Text(
-            one["text"],
-            one["contrast"],
-            *(one["box"][side] for side in ("left", "top", "right", "bottom")),
-            one["drawing"],
-        )
-        for one in found
-    ]
+    found: list[Text] = page.locator(selector).first.evaluate(CONTRASTS)
+    return found
 
 
 def pale(found: list[Text]) -> list[str]:
-    return [f"{one.text}: {one.contrast:.2f}" for one in found if one.contrast < MIN_CONTRAST]
+    return [f"{one['text']}: {one['contrast']:.2f}" for one in found if one["contrast"] < MIN_CONTRAST]
 
 
 def overlapping(found: list[Text]) -> list[str]:
-    drawn = [one for one in found if one.drawing >= 0]
+    pairs = itertools.combinations((one for one in found if one["drawing"] >= 0), 2)
     return [
-        f"{one.text} / {other.text}"
-        for number, one in enumerate(drawn)
-        for other in drawn[number + 1 :]
-        if one.drawing == other.drawing and one.overlaps(other)
+        f"{one['text']} / {other['text']}"
+        for one, other in pairs
+        if one["drawing"] == other["drawing"] and _overlap(one["box"], other["box"])
     ]
+
+
+def _overlap(one: dict[str, float], other: dict[str, float]) -> bool:
+    return all(
+        min(one[end], other[end]) - max(one[begin], other[begin]) > 2
+        for begin, end in (("left", "right"), ("top", "bottom"))
+    )
 
 
 def sticking_out(page: Any, selector: str) -> list[str]:

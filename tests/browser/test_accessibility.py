@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from colab_swarm.notebook import checks, lessons, meters, units_view, views
+from colab_swarm.notebook import lessons, meters, units_view, views
 from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime
 from tests.browser import looks
 from tests.browser.chromium import Window, needs
 from tests.browser.lab import Lab
-from tests.notebook import test_checks, test_lesson, test_meters, test_rounds
+from tests.notebook import test_lesson, test_meters, test_rounds
 from tests.notebook.test_units_view import MARKS
 from tests.notebook.test_units_view import SNAPSHOT as VOLUNTEER
+from tests.swarm import test_checks
 from tests.workunits.statuses import status
 
 pytestmark = needs("jupyterlab", "ipywidgets")
@@ -48,8 +49,6 @@ SWARM = dataclasses.replace(
     eta_s=75.0,
     last_share=0.125,
     leaderboard=tuple(ContributionRow(peer.name, peer.id, 1e6, 5e9, peer.me) for peer in CROWD[:9]),
-    sent_bps=3e6,
-    received_bps=12e6,
     session=SessionTime("Colab", 11_400.0, 43_200.0, 42_600.0),
     paused=True,
 )
@@ -62,7 +61,7 @@ VIEWS = {
     "job": units_view.draw_job(status(marks=MARKS)).html(),
     "volunteer": units_view.draw_volunteer(VOLUNTEER).html(),
     "consistency": meters.draw_elastic(test_meters.elastic(0.2, 0.4, 1.3)).html(),
-    "doctor": checks.draw([test_checks.GOOD, test_checks.LOOK, test_checks.STOP]).html(),
+    "doctor": test_checks.html(test_checks.GOOD, test_checks.LOOK, test_checks.STOP),
     "lesson": lessons.draw(test_lesson.LESSON_NOW).html(),
 }
 TRAINED = """import torch, colab_swarm as cs

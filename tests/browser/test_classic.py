@@ -1,14 +1,12 @@
-"""The panel in classic Notebook with ipywidgets 7, Colab's generation; and the first part of the first tutorial."""
+"""The panel in classic Notebook with ipywidgets 7, Colab's generation."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from colab_swarm.bench.join import code_cells
 from tests.browser.chromium import Window, needs
 from tests.browser.classic import ENVIRONMENT, Classic
-from tests.notebooks.regenerate import TUTORIALS
 
 absent = not (ENVIRONMENT / "installed").exists()
 pytestmark = [*needs(), pytest.mark.skipif(absent, reason="make classic installs what is missing")]
@@ -18,7 +16,6 @@ CELLS = [
     'bob = cs.join(alice.invite(), peer_name="bob")\nprint(bob)',
     "bob.leave()\nprint(alice)",
 ]
-PART_TWO = "cs.simulate"
 KNOWN_COMPLAINTS = ("favicon",)
 
 
@@ -44,15 +41,4 @@ def test_a_panel_repaints_turns_pages_and_leaves(classic: Classic, window: Windo
     notebook.click("Click again")
     notebook.page.locator("button", has_text="Left").wait_for()
     notebook.run(3, says="Swarm(classic-run, alice, left)")
-    assert window.complaints_but(*KNOWN_COMPLAINTS) == []
-
-
-@pytest.mark.ordeal
-def test_the_first_tutorial_runs_there_too(classic: Classic, window: Window, artifacts: Path) -> None:
-    cells = code_cells(TUTORIALS[0])
-    first_part = cells[: next(number for number, cell in enumerate(cells) if PART_TWO in cell)]
-    notebook = classic.open(window, "lesson", first_part)
-    outputs = [notebook.run(number) for number in range(len(first_part))]
-    notebook.page.screenshot(path=artifacts / "lesson.png", full_page=True)
-    assert "the loss fell" in "\n".join(outputs)
     assert window.complaints_but(*KNOWN_COMPLAINTS) == []

@@ -45,7 +45,7 @@ def test_a_peer_is_killed_and_brought_back(lab: Lab, window: Window, artifacts: 
     page.run(0)
     page.run(1)
     page.page.click(".widget-play button")  # from now on the browser asks for news
-    page.wait_output("step 1: ")
+    page.wait_output("round 1: ")
     page.page.select_option(".widget-dropdown select", label="bob")
     page.click("Kill this peer")
     page.wait_output("bob crashes")

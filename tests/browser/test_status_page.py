@@ -19,7 +19,7 @@ FIRST = {"sahajbert": views.view(), "digits-resnet": statuses.status()}
 STATUS = statuses.status(epochs=7, name="later")
 LATER = {"sahajbert": views.view(steps=5000, run="later"), "digits-resnet": STATUS}
 EVIL = {"sahajbert": views.EVIL, "digits-resnet": statuses.EVIL}
-DRAWN = {"sahajbert": "svg polyline", "digits-resnet": "svg polygon"}
+DRAWN = {"sahajbert": "svg", "digits-resnet": "svg"}
 
 
 class Site:

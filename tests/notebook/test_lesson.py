@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from colab_swarm.events import BatchDropped, RoundFinished, StateReceived
 from colab_swarm.notebook import lessons
 from colab_swarm.notebook.lessons import LessonControls, SimulationSnapshot
 from colab_swarm.snapshot import PeerRow
@@ -42,16 +41,6 @@ def test_a_run_shows_its_peers_in_html_and_in_text() -> None:
 )
 def test_faults_are_described_in_words(fault: tuple[Any, ...], words: str) -> None:
     assert lessons.describe_fault(fault[0], fault[1:]) == words
-
-
-def test_events_are_described_in_words() -> None:
-    finished = RoundFinished(1.0, 3, 4, ("a", "b", "c"), 256.0, 0, 0, 1, 1, 0.5)
-    events = (finished, StateReceived(1.0, 3, ("a",), 2000, 0.5), BatchDropped(1.0, "NaN"))
-    assert [lessons.describe_event("bob", event) for event in events] == [
-        "step 4: 256 samples of 4 peers, averaged in 0.5 s; 1 of them missing",
-        "bob got the state of step 3, 2 kB from 1 peer",
-        "bob drops a batch: NaN",
-    ]
 
 
 class Run(list[tuple[Any, ...]]):

@@ -4,7 +4,6 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from html.parser import HTMLParser
 from typing import Any
 
 import aiohttp
@@ -16,6 +15,7 @@ from colab_swarm.notebook.page import ANSWERS_PER_S, SCRIPT, StatusPage
 from colab_swarm.notebook.units_view import status_page as job_page
 from colab_swarm.snapshot import SwarmSnapshot
 from tests.backbone.views import EVIL, view
+from tests.notebook.test_views import parsed
 from tests.workunits.statuses import status
 
 BACKBONE, COORDINATOR = status_page(view), job_page(status)
@@ -28,40 +28,13 @@ PAGES: list[tuple[StatusPage[Any], Any]] = [
 ]
 
 
-class Tags(HTMLParser):
-    """Every tag of a page is closed in order; collects names and attributes."""
-
-    VOID = frozenset({"meta", "br", "col"})
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-        self.attributes: set[str] = set()
-        self._open: list[str] = []
-        self.feed(page)
-        assert not self._open
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
-        self.attributes |= {name for name, _ in attrs}
-        if tag not in self.VOID:
-            self._open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
-        self.attributes |= {name for name, _ in attrs}
-
-
 @pytest.mark.parametrize(("page", "shown"), PAGES)
 def test_a_page_is_well_formed_and_texts_of_others_are_only_text(page: StatusPage[Any], shown: Any) -> None:
-    html = str(page.render(shown)[1])
-    tags = Tags(html)
-    assert tags.seen.count("script") == 1 and "img" not in tags.seen
-    assert not any(name.startswith("on") for name in tags.attributes)
-    assert EVIL not in html and SCRIPT in html
+    html, live = (str(page.render(shown, path)[1]) for path in ("/", "/live"))
+    elements = list(parsed(f"<div>{live}</div>").iter())
+    assert "img" not in {element.tag for element in elements} and live in html
+    assert not any(name.startswith("on") for element in elements for name in element.attrib)
+    assert html.count("<script") == 1 and EVIL not in html and SCRIPT in html
 
 
 @pytest.mark.parametrize(("page", "shown"), PAGES)

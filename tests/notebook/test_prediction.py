@@ -17,10 +17,8 @@ import torch
 import colab_swarm as cs
 from colab_swarm.events import StepFinished
 from colab_swarm.net.carrier import Speed
-from colab_swarm.notebook.checks import UNKNOWN, Prediction, Subject, predict
-from colab_swarm.recipes.batches import PretrainingBatches
 from colab_swarm.sim import HostProfile, NetworkProfile
-from colab_swarm.swarm.doctor import doctor
+from colab_swarm.swarm.doctor import UNKNOWN, Prediction, Subject, doctor, predict
 
 TARGET = 96
 STEPS = 20
@@ -99,7 +97,7 @@ def trial() -> tuple[bool, bool]:
         return near, after.samples_per_s == pytest.approx(before.samples_per_s, rel=STEADY)
 
 
-def train(swarm: cs.Swarm, model: torch.nn.Module, batches: PretrainingBatches) -> tuple[float, float]:
+def train(swarm: cs.Swarm, model: torch.nn.Module, batches: MixedBatches) -> tuple[float, float]:
     lamb = cs.Lamb(cs.recipes.parameter_groups(model), lr=1e-2)
     optimizer = swarm.optimizer(lamb, target_batch_size=TARGET, compression="float16")
     ends: list[float] = []

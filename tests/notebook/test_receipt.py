@@ -47,6 +47,7 @@ def _resigned(receipt: Receipt, **fields: object) -> Receipt:
 
 
 GOOD = receipt(tally(BOB, 100.0), tally(CAROL, 28.0))
+FOREIGN = msgspec.structs.replace(tally(BOB, 1.0), value=tally(BOB, 1000.0).value)
 
 
 def test_a_receipt_proves_the_sum_of_the_signed_tallies(tmp_path: Path) -> None:
@@ -68,17 +69,15 @@ def test_a_receipt_proves_the_sum_of_the_signed_tallies(tmp_path: Path) -> None:
         (receipt(tally(BOB, 1.0, run="other-0badcafe"), given={}), "of another run"),
         (receipt(tally(BOB, 1.0, role=Role.VIEWER), given={}), "only a viewer"),
         (receipt(tally(BOB, 1.0), given={}, owner=CAROL), "does not mention this peer"),
+        (
+            receipt(FOREIGN, given={"samples": 1000.0}),
+            f"the tally of {BOB.id.hex()[:8]} has a wrong signature",
+        ),
     ],
 )
 def test_a_changed_or_forged_receipt_is_refused(forged: Receipt, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         forged.verify()
-
-
-def test_a_voucher_with_another_amount_has_a_wrong_signature() -> None:
-    foreign = msgspec.structs.replace(tally(BOB, 1.0), value=tally(BOB, 1000.0).value)
-    with pytest.raises(ValueError, match=f"the tally of {BOB.id.hex()[:8]} has a wrong signature"):
-        receipt(foreign, given={"samples": 1000.0}).verify()
 
 
 def test_a_stranger_and_another_authority_are_refused() -> None:

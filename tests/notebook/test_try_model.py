@@ -8,18 +8,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerFast as Words
 from transformers.modeling_outputs import MaskedLMOutput
 
 import colab_swarm as cs
 from colab_swarm.notebook import try_model
 from colab_swarm.notebook.try_model import ModelProbe, TryModel, cell_runs
-from colab_swarm.recipes.evaluation import MaskedText, call
+from colab_swarm.recipes.masked_lm import call, replies
 from colab_swarm.recipes.text import train_tokenizer
 from colab_swarm.swarm.swarm import Swarm
 from tests.training.toy import join_training
 
 TEXT = ["the cat sat on the mat and the dog sat on the <b>cat</b>"] * 50
 QUESTION = "the [MASK] sat on the [MASK]"
+EXAMPLES = ("the [MASK] sat", "[MASK] and the dog")
 
 
 class Guesser(nn.Module):
@@ -36,13 +38,13 @@ class Guesser(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def texts() -> MaskedText:
-    return MaskedText(train_tokenizer(TEXT, vocabulary=60), ("the [MASK] sat", "[MASK] and the dog"))
+def texts() -> Words:
+    return train_tokenizer(TEXT, vocabulary=60)
 
 
 @pytest.fixture
-def net(texts: MaskedText) -> Guesser:
-    return Guesser(len(texts.tokenizer)).train()
+def net(texts: Words) -> Guesser:
+    return Guesser(len(texts)).train()
 
 
 @pytest.fixture
@@ -53,31 +55,32 @@ def alice() -> Iterator[Swarm]:
 
 @pytest.mark.slow
 def test_before_and_now_differ_after_a_step_and_the_model_is_left_as_it_was(
-    alice: Swarm, net: Guesser, texts: MaskedText
+    alice: Swarm, net: Guesser, texts: Words
 ) -> None:
     probe = ModelProbe()
     probe.on_optimizer("model", optimizer := join_training(alice, net))
-    first = [answer.label for answer in texts.replies(net, texts.examples[0], None)[0].now]
+    first = [answer.token for answer in replies(net, texts, EXAMPLES[0])[0].now]
     net(torch.arange(16)).logits.square().sum().backward()
     optimizer.step(samples=10)
     net.layers[2].eval()  # a frozen part
     weights = [parameter.clone() for parameter in net.parameters()]
     chance = torch.get_rng_state()
-    found = probe.try_model(None, net, texts).replies
-    assert len(found) == len(texts.examples)
-    assert [answer.label for answer in found[0].before] == first and found[0].before != found[0].now
+    probe.known = net, texts, EXAMPLES
+    found = probe.try_model(None, net, None).replies
+    assert len(found) == len(EXAMPLES)
+    assert [answer.token for answer in found[0].before] == first and found[0].before != found[0].now
     assert [module.training for module in net.layers] == [True, True, False] and net.training
     assert all(torch.equal(one, other) for one, other in zip(weights, net.parameters(), strict=True))
     assert torch.equal(chance, torch.get_rng_state())
 
 
-def test_without_an_optimizer_there_is_no_before_and_it_says_why(net: Guesser, texts: MaskedText) -> None:
+def test_without_an_optimizer_there_is_no_before_and_it_says_why(net: Guesser, texts: Words) -> None:
     found = ModelProbe().try_model(QUESTION, net, texts)
     assert not found.replies[0].before and "no swarm.optimizer" in str(found)
 
 
 def test_a_large_model_has_no_before_and_it_says_why(
-    alice: Swarm, net: Guesser, texts: MaskedText, monkeypatch: pytest.MonkeyPatch
+    alice: Swarm, net: Guesser, texts: Words, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(try_model, "MAX_BYTES", 100)
     probe = ModelProbe()
@@ -86,41 +89,41 @@ def test_a_large_model_has_no_before_and_it_says_why(
     assert found.replies[0].now and not found.replies[0].before and "more than 100 B" in str(found)
 
 
-def test_the_copy_has_only_the_trained_parameters(net: Guesser, texts: MaskedText) -> None:
+def test_the_copy_has_only_the_trained_parameters(net: Guesser, texts: Words) -> None:
     net.layers[0].weight.requires_grad_(False)
     optimizer: Any = SimpleNamespace(param_groups=[{"params": list(net.parameters())}])
     probe = ModelProbe()
     probe.on_optimizer("model", optimizer)
     assert [parameter for parameter, _ in probe._copied["model"]] == list(net.layers[2].parameters())
     assert probe.try_model(QUESTION, net, texts).replies[0].before
-    other = Guesser(len(texts.tokenizer)).train()
+    other = Guesser(len(texts)).train()
     assert not probe.try_model(QUESTION, other, texts).replies[0].before
 
 
-def test_a_model_is_needed_and_a_recipe_can_set_it(net: Guesser, texts: MaskedText) -> None:
+def test_a_model_is_needed_and_a_recipe_can_set_it(net: Guesser, texts: Words) -> None:
     probe = ModelProbe()
     with pytest.raises(ValueError, match="Pass model= and tokenizer="):
         probe.try_model(None, None, None)
-    probe.known = net, texts
+    probe.known = net, texts, EXAMPLES
     assert "TryModel(2 questions: " in repr(probe.try_model(None, None, None))
 
 
 @pytest.mark.slow
-def test_a_masked_language_model_fills_every_gap(texts: MaskedText) -> None:
+def test_a_masked_language_model_fills_every_gap(texts: Words) -> None:
     from transformers import AlbertForPreTraining
 
     from colab_swarm.recipes.masked_lm import SIZES, albert_config
 
-    model = AlbertForPreTraining(albert_config(SIZES["tiny"], texts.tokenizer)).train()
+    model = AlbertForPreTraining(albert_config(SIZES["tiny"], texts)).train()
     zeros = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
-    found = texts.replies(model, QUESTION, zeros)
+    found = replies(model, texts, QUESTION, zeros)
     assert [reply.question[-8:] for reply in found] == [" (gap 1)", " (gap 2)"]
     for reply in found:
         assert len(reply.now) == len(reply.before) == 5
-        assert reply.before[0].probability == pytest.approx(1 / len(texts.tokenizer))  # all weights are 0
+        assert reply.before[0].probability == pytest.approx(1 / len(texts))  # all weights are 0
     assert model.training
     with pytest.raises(ValueError, match=r"write \[MASK\]"):
-        texts.replies(model, "no gap", None)
+        replies(model, texts, "no gap")
 
 
 def test_other_weights_are_used_for_one_call_only_even_if_it_fails(net: Guesser) -> None:
@@ -130,12 +133,12 @@ def test_other_weights_are_used_for_one_call_only_even_if_it_fails(net: Guesser)
     assert net.layers[2].weight is own and net.training
 
 
-def test_the_form_answers_a_question_or_says_what_is_wrong(net: Guesser, texts: MaskedText) -> None:
+def test_the_form_answers_a_question_or_says_what_is_wrong(net: Guesser, texts: Words) -> None:
     probe = ModelProbe()
-    shown = TryModel(lambda question: probe._ask(net, texts, question), texts.examples, live=True)
+    shown = TryModel(lambda question: probe._ask(net, texts, question), EXAMPLES, live=True)
     line, error, view = shown._box.children
     text, button = line.children
-    assert text.value == texts.examples[0]
+    assert text.value == EXAMPLES[0]
     text.value = "no gap here"
     button.click()
     assert "write [MASK]" in error.value
@@ -146,13 +149,13 @@ def test_the_form_answers_a_question_or_says_what_is_wrong(net: Guesser, texts: 
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf])
-def test_a_diverged_model_is_reported(net: Guesser, texts: MaskedText, weight: float) -> None:
+def test_a_diverged_model_is_reported(net: Guesser, texts: Words, weight: float) -> None:
     nn.init.constant_(net.layers[0].weight, weight)
     with pytest.raises(ValueError, match="has diverged"):
         ModelProbe().try_model(QUESTION, net, texts)
 
 
-def test_texts_are_escaped(net: Guesser, texts: MaskedText) -> None:
+def test_texts_are_escaped(net: Guesser, texts: Words) -> None:
     page = ModelProbe().try_model("<script>[MASK]</script>", net, texts)._repr_mimebundle_()["text/html"]
     assert "<script" not in page and "&lt;script&gt;" in page
 

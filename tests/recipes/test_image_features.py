@@ -16,7 +16,6 @@ import colab_swarm as cs
 from colab_swarm.recipes import image_features
 from colab_swarm.recipes.image_features import (
     Crops,
-    Distortions,
     Swav,
     as_image,
     balance,
@@ -26,7 +25,6 @@ from colab_swarm.recipes.image_features import (
     swav,
 )
 from colab_swarm.swarm.swarm import Swarm
-from colab_swarm.training.replica import Replica, UpdateRule
 
 PICTURES = np.random.default_rng(0).integers(0, 256, size=(20, 10, 12, 3), dtype=np.uint8)
 
@@ -87,22 +85,6 @@ def test_peers_stay_equal_although_images_and_statistics_differ() -> None:
     norm = "backbone.embedder.embedder.normalization.running_mean"
     assert not torch.equal(alice.state_dict()[norm], bob.state_dict()[norm])
     assert torch.equal(embed(alice, PICTURES, size_px=32), embed(bob, PICTURES, size_px=32))
-
-
-def test_a_late_joiner_gets_momentum_and_schedule_with_the_state() -> None:
-    def replica() -> Replica:
-        optimizer, scheduler = image_features.swav_optimizer(swav(images=PICTURES)[0])
-        return Replica(UpdateRule(optimizer, scheduler))
-
-    alice, bob = replica(), replica()
-    mean = np.full(alice.numel, 0.01, np.float32)
-    for _ in range(12):  # past the warm-up and the freezing
-        alice.apply(mean)
-    bob.load_snapshot(alice.snapshot())
-    alice.apply(mean)
-    bob.apply(mean)
-    assert alice.lineage == bob.lineage
-    assert all(torch.equal(a, b) for a, b in zip(alice.model, bob.model, strict=True))
 
 
 @pytest.mark.slow
@@ -261,7 +243,7 @@ def test_the_queue_grows_in_training_only_and_is_not_saved() -> None:
     assert model.state_dict().keys() == state.keys()
 
 
-STILL = Distortions(flip=0.0, colour=0.0, grey=0.0, blur=0.0)
+STILL = replace(image_features.SIZES["resnet50"], flip=0.0, colour=0.0, grey=0.0, blur=0.0)
 
 
 def rng(seed: int = 0) -> torch.Generator:
@@ -305,7 +287,7 @@ def test_without_distortion_views_are_unchanged() -> None:
 
 def test_distorted_views_differ_from_each_other_and_stay_in_range() -> None:
     views = torch.rand(1, 3, 16, 16, generator=rng()).expand(20, 3, 16, 16)
-    distorted, again = (distort(views, Distortions(), rng()) for _ in range(2))
+    distorted, again = (distort(views, image_features.SIZES["resnet50"], rng()) for _ in range(2))
     assert torch.equal(distorted, again)
     assert distorted.min() >= 0 and distorted.max() <= 1 + 1e-5
     assert len({tuple(view.flatten().tolist()) for view in distorted}) == 20
@@ -313,7 +295,7 @@ def test_distorted_views_differ_from_each_other_and_stay_in_range() -> None:
 
 def test_grey_views_keep_their_brightness() -> None:
     views = torch.rand(4, 3, 8, 8, generator=rng())
-    greys = distort(views, Distortions(0.0, 0.0, 1.0, 0.0), rng())
+    greys = distort(views, replace(STILL, grey=1.0), rng())
     brightness = (views * torch.tensor(image_features.GREY).view(3, 1, 1)).sum(dim=1)
     torch.testing.assert_close(greys, brightness[:, None].expand_as(greys))
 
@@ -321,7 +303,7 @@ def test_grey_views_keep_their_brightness() -> None:
 def test_a_blurred_dot_is_a_gaussian_of_the_requested_width() -> None:
     dot = torch.zeros(1, 3, 33, 33)
     dot[..., 16, 16] = 1.0
-    blurred = distort(dot, Distortions(0.0, 0.0, 0.0, 1.0, (2.0, 2.0)), rng())[0, 0]
+    blurred = distort(dot, replace(STILL, blur=1.0, blur_px=(2.0, 2.0)), rng())[0, 0]
     places = torch.arange(33) - 16
     assert float(blurred.sum()) == pytest.approx(1.0, abs=1e-4)
     assert float((blurred.sum(dim=0) * places**2).sum()) == pytest.approx(4.0, rel=0.05)
@@ -370,13 +352,6 @@ def test_a_data_set_gives_its_column_of_images(tmp_path: Path) -> None:
     Dataset.from_dict({"image": [Image.fromarray(RED)] * 3}).to_parquet(tmp_path / "train.parquet")
     opened = open_images(str(tmp_path))
     assert len(opened) == 3 and is_red(as_image(opened[2]))
-
-
-@pytest.mark.slow
-def test_digits_are_part_of_scikit_learn() -> None:
-    opened = open_images("digits")
-    image = as_image(opened[0])
-    assert len(opened) == 1797 and image.shape == (3, 8, 8) and image.max() == 239  # 15 of 16
 
 
 @pytest.mark.slow

@@ -8,12 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.recipes import batches
-from colab_swarm.recipes.batches import DOCUMENT_CHARS, RETRY_AFTER_S, ShardReader, Stopped, open_shards
-
-
-def read(source: str | Path) -> list[str]:
-    return [document for shard in open_shards(str(source)) for document in shard()]
+from colab_swarm.recipes import text
+from colab_swarm.recipes.batches import RETRY_AFTER_S, ShardReader
+from colab_swarm.recipes.text import DOCUMENT_CHARS, Stopped, open_text
+from tests.recipes.test_text import read
 
 
 def numbered(count: int, documents: int = 3) -> list[Callable[[], Iterator[str]]]:
@@ -127,7 +125,7 @@ def test_lines_are_read_once_and_whole_for_every_shard_size(
     file = tmp_path_factory.mktemp("cut") / "text.txt"
     file.write_bytes("\n".join(lines).encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batches, "SHARD_BYTES", shard_bytes)
+        patch.setattr(text, "SHARD_BYTES", shard_bytes)
         found = "".join(read(file)) if file.stat().st_size else ""
     assert found == "\n".join(lines)
 
@@ -164,7 +162,7 @@ def test_one_large_parquet_file_is_many_shards(tmp_path: Path) -> None:
 
     rows = pa.Table.from_pylist([{"text": f"row {n}"} for n in range(50)])
     parquet.write_table(rows, tmp_path / "all.parquet", row_group_size=10)
-    shards = open_shards(str(tmp_path / "all.parquet"))
+    shards = open_text(str(tmp_path / "all.parquet"))
     assert len(shards) == (5 if hasattr(datasets.IterableDataset, "reshard") else 1)
     assert sorted(document for shard in shards for document in shard()) == sorted(
         f"row {n}" for n in range(50)
@@ -176,20 +174,8 @@ def test_a_garbled_row_costs_the_rest_of_its_shard_only(
 ) -> None:
     (tmp_path / "good.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     (tmp_path / "bad.jsonl").write_text('{"text": "three"}\n{"text": \n{"text": "four"}\n')
-    reader = ShardReader("both", open_shards(str(tmp_path / "*.jsonl")), seed=0, wait=Waits())
+    reader = ShardReader("both", open_text(str(tmp_path / "*.jsonl")), seed=0, wait=Waits())
     with caplog.at_level(logging.WARNING):
         assert sorted(islice(reader, 3)) == ["one", "three", "two"]
         next(reader)
     assert "given up after 1 documents" in caplog.text
-
-
-def test_a_source_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").touch()
-    with pytest.raises(ValueError, match="no file matches"):
-        open_shards(str(tmp_path / "*.none"))
-    with pytest.raises(ValueError, match="no text in"):
-        open_shards(str(tmp_path / "empty.txt"))
-
-
-def test_the_python_documentation_is_a_source_of_many_shards() -> None:
-    assert len(open_shards("python-docs")) > 20

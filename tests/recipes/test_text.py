@@ -11,14 +11,16 @@ from colab_swarm.recipes import text as recipe_text
 from colab_swarm.recipes.text import Passage, TextSource, open_text, order_sample, pack, passages
 
 
-def read(text: TextSource, seed: int = 0) -> list[str]:
-    return list(open_text(text)(random.Random(seed)))
+def read(text: TextSource) -> list[str]:
+    return [document for shard in open_text(text) for document in shard()]
 
 
 @settings(max_examples=100)
 @given(st.lists(st.text(max_size=50), max_size=20), st.integers(1, 40))
 def test_packing_keeps_all_text_in_order_in_blocks_of_one_size(texts: list[str], size: int) -> None:
-    blocks = list(pack(texts, size))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe_text, "DOCUMENT_CHARS", size)
+        blocks = list(pack(texts))
     assert all(len(block) == size for block in blocks[:-1])
     whole = "".join(text + "\n" for text in texts)
     assert whole.startswith("".join(blocks))
@@ -26,39 +28,25 @@ def test_packing_keeps_all_text_in_order_in_blocks_of_one_size(texts: list[str],
 
 
 def test_the_python_documentation_is_there_without_a_download() -> None:
-    alice, bob = read("python-docs", 1), read("python-docs", 2)
-    assert sum(map(len, alice)) > 300_000 and any("compound statement" in block for block in alice)
-    assert alice != bob and sorted(alice) == sorted(bob)  # the same blocks in different orders
-    assert alice == read("python-docs", 1)
+    shards = open_text("python-docs")  # many: each peer reads them in another order
+    assert len(shards) > 20
+    documents = [document for shard in shards for document in shard()]
+    assert sum(map(len, documents)) > 300_000
+    assert any("compound statement" in document for document in documents)
 
 
 def test_files_are_found_by_path_by_pattern_and_by_list(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("alpha " * 4000)
     (tmp_path / "b.txt").write_text("beta")
-    both = sorted(read(str(tmp_path / "*.txt")))
+    both = read(str(tmp_path / "*.txt"))
     assert sum(map(len, both)) == 24_004
-    assert sorted(read([tmp_path / "a.txt", tmp_path / "b.txt"])) == both
-    assert sorted(read(tmp_path / "a.txt")) == both[:2]
-
-
-def test_a_letter_cut_by_a_block_border_is_left_out_and_nothing_else(tmp_path: Path) -> None:
-    file = tmp_path / "bengali.txt"
-    # three bytes each: every border but one cuts a letter
-    file.write_text("ক" * recipe_text.BLOCK_CHARS, encoding="utf-8")
-    letters = "".join(read(file))
-    assert set(letters) == {"ক"}
-    assert recipe_text.BLOCK_CHARS - 2 <= len(letters) < recipe_text.BLOCK_CHARS
+    assert read([tmp_path / "a.txt", tmp_path / "b.txt"]) == both
+    assert read(tmp_path / "a.txt") == both[:2]
 
 
 def test_strings_and_generators_of_strings_are_text() -> None:
     assert read(["one", "two"]) == ["one\ntwo\n"]
     assert read(word for word in ("one", "two")) == ["one\ntwo\n"]
-
-
-@pytest.mark.slow
-def test_a_folder_is_read_as_a_data_set(tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").write_text('{"id": 1, "body": "first"}\n{"id": 2, "body": "second"}\n')
-    assert sorted("".join(read(tmp_path)).split()) == ["first", "second"]
 
 
 @pytest.mark.slow
@@ -72,7 +60,7 @@ def test_a_name_that_is_nothing_is_refused_in_one_sentence(monkeypatch: pytest.M
 
 def test_a_source_without_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
-    sources = {"*.none": "no file matches", (): "empty list", tmp_path / "empty.txt": "no text"}
+    sources = {"*.none": "no file matches", (): "no text", tmp_path / "empty.txt": "no text"}
     for source, reason in sources.items():
         with pytest.raises(ValueError, match=reason):
             read(source)

@@ -17,9 +17,10 @@ BENGALI = [
     "বৃষ্টি নামলে আমরা ঘরে ফিরে এলাম। তখন চা আর মুড়ি খেতে খুব ভালো লাগল।",
 ]
 PROGRAM = """
-import hashlib, random
-from colab_swarm.recipes.text import open_text, train_tokenizer
-tokenizer = train_tokenizer(open_text("python-docs")(random.Random(0)), vocabulary=2000)
+import hashlib
+from colab_swarm.recipes.text import train_tokenizer
+from tests.recipes.test_text import read
+tokenizer = train_tokenizer(read("python-docs"), vocabulary=2000)
 print(hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest())
 """
 
@@ -27,7 +28,7 @@ print(hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest())
 @pytest.mark.slow
 def test_every_process_trains_the_same_tokenizer_whatever_its_order_of_text(tokenizer: Words) -> None:
     digest = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
-    again = train_tokenizer(read("python-docs", seed=1), vocabulary=2000)
+    again = train_tokenizer(reversed(read("python-docs")), vocabulary=2000)
     assert hashlib.sha256(again.backend_tokenizer.to_str().encode()).hexdigest() == digest
     found = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == digest

@@ -15,11 +15,9 @@ from torch import Tensor
 
 import colab_swarm as cs
 from colab_swarm.cli.__main__ import main
-from colab_swarm.net.carrier import Speed
-from colab_swarm.notebook.checks import Light, numbers
 from colab_swarm.runtime import free_ram_bytes
 from colab_swarm.swarm import doctor as module
-from colab_swarm.swarm.doctor import Diagnosis, best, calibrate, doctor, internet
+from colab_swarm.swarm.doctor import Diagnosis, Light, calibrate, doctor, internet
 
 
 class Net(torch.nn.Module):
@@ -51,7 +49,7 @@ def texts(diagnosis: Diagnosis) -> dict[str, str]:
 
 def test_without_a_swarm_the_machine_is_examined() -> None:
     found = doctor()
-    assert set(texts(found)) >= {"platform", "internet", "versions", "compute", "memory", "disk"}
+    assert set(texts(found)) >= {"platform", "internet", "versions", "compute"}
     assert "swarm" not in texts(found) and found.prediction is None
     bundle = found._repr_mimebundle_()
     assert bundle["text/plain"] == str(found) and bundle["text/html"].startswith("<div")
@@ -124,18 +122,9 @@ def test_usable_settings_are_read(suggested: dict[str, Any], usable: tuple[Any, 
     assert module.read_settings(suggested) == usable
 
 
-def test_the_own_uplink_is_the_fastest_of_the_tests() -> None:
-    found = [Speed(1e6, 9e6, 0.3), Speed(5e6, 2e6, 0.1), Speed(4e6, 3e6, 0.2)]
-    assert best(found) == Speed(5e6, 9e6, 0.2) and best([]) is None
-
-
-def test_this_machine_has_cores_and_the_needed_versions() -> None:
+def test_this_machine_has_cores_and_the_needed_packages() -> None:
     assert module.cores() > 0 and (module.gpu() is None or len(module.gpu() or ()) == 3)
-    found = module.versions()
-    assert found["colab-swarm"][0] and found["cryptography"][1]
-    assert all(numbers(installed) >= numbers(lowest) for installed, lowest in found.values() if installed)
-    lines = ["aiohttp>=3.13", 'torch<3,>=2.9; extra == "train"', "colab-swarm[train]; extra == 'all'"]
-    assert module.wanted(lines) == {"aiohttp": "3.13", "torch": "2.9"}
+    assert module.versions()["colab-swarm"]
 
 
 def test_free_memory_is_limited_by_the_container(tmp_path: Path) -> None:
@@ -158,6 +147,7 @@ def test_one_answering_host_means_internet(up: int | None, monkeypatch: pytest.M
         return socket.socket()
 
     monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 0.2)
     assert internet() is (up is not None)
 
 

@@ -40,7 +40,7 @@ def test_without_a_front_end_the_story_is_printed_and_can_be_repeated(
         return capsys.readouterr().out
 
     story = play(simulation)
-    assert all(line in story for line in ("bob crashes", "bob has joined", "step 2: ", "bob has finished"))
+    assert all(line in story for line in ("bob crashes", "bob has joined", ": round 2: ", "bob has finished"))
     assert [fault.name for fault in simulation.network.fired] == ["crash"]
     with cs.simulate(3, network="home", seed=1, samples_per_s=4.0) as again:
         assert play(again) == story

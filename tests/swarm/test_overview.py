@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 import colab_swarm as cs
-from colab_swarm.events import BatchDropped, PeerLeft, PeerSilent, StepFinished
+from colab_swarm.events import PeerLeft, PeerSilent, StepFinished
 from colab_swarm.snapshot import SwarmSnapshot
 from colab_swarm.swarm.overview import Background
 from colab_swarm.swarm.swarm import Swarm
@@ -111,15 +111,6 @@ def _seconds(work: object) -> float:
     return time.perf_counter() - began
 
 
-def test_rates_are_those_of_the_last_seconds() -> None:
-    with cs.simulate(peers=1) as simulation:
-        rates = simulation.swarms["alice"]._overview._rates
-        assert rates(1000, 0, 10.0) == (0.0, 0.0) and rates(2000, 500, 12.0) == (4000.0, 2000.0)
-        for second in range(13, 31):
-            idle = rates(2000, 500, float(second))
-        assert idle == (0.0, 0.0)
-
-
 def test_slow_readings_run_in_the_background_and_a_failure_keeps_the_last() -> None:
     go_on, done, readings = threading.Semaphore(0), threading.Semaphore(0), iter([1, 2])
 
@@ -147,24 +138,14 @@ def test_slow_readings_run_in_the_background_and_a_failure_keeps_the_last() -> N
     assert background.look(81.0) == 2
 
 
-def test_a_lost_peer_that_two_services_report_is_one_line() -> None:
-    first, again = PeerLeft(5.0, BOB, "it left"), PeerLeft(5.1, BOB, "its link broke")
-    other, later = BatchDropped(5.0, "nan"), PeerLeft(60.0, BOB, "it left")
-    with cs.simulate(peers=1) as simulation:
-        alice = simulation.swarms["alice"]
-        for event in (first, again, other, later):
-            alice.events.emit(event)
-        assert [one for one in alice._overview._rare if one.at >= 5.0] == [first, other, later]
-
-
 def test_steps_do_not_push_a_loss_out_of_the_log() -> None:
     with cs.simulate(peers=1) as simulation:
         alice = simulation.swarms["alice"]
         alice.events.emit(PeerLeft(0.5, BOB, "it was killed"))
         for step in range(50):
             alice.events.emit(StepFinished(1.0 + step, step, 12.0, 1.0))
-        first, *_, last = alice.snapshot().log
-        assert first == "b0b00000 is gone: it was killed" and last == "step 49: 12 samples"
+        assert "b0b00000 is gone: it was killed" in alice.snapshot().log
+        assert len(alice.snapshot().loss_history) == 50
 
 
 def test_a_name_that_is_another_peers_id_does_not_rename_that_peer() -> None:

@@ -10,27 +10,24 @@ from hypothesis import strategies as st
 
 from colab_swarm.net.carrier import Speed
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
-from colab_swarm.notebook import checks
-from colab_swarm.notebook.checks import GREEN, RED, WIDTH, YELLOW, Check, Light, Prediction, Subject
 from colab_swarm.notebook.platforms import COLAB, KAGGLE, PLAIN
+from colab_swarm.swarm import doctor as checks
+from colab_swarm.swarm.doctor import GREEN, RED, WIDTH, YELLOW, Check, Diagnosis, Light, Prediction, Subject
 from tests.notebook.test_views import parsed, tags
 
 T4 = ("Tesla T4", 14_500_000_000, 15_600_000_000)
 GB = 10**9
 DIRECT = Reachability(ReachabilityLevel.DIRECT, addresses=("ws://203.0.113.7:4500",))
 LARGE = Subject("ALBERT-large at 512 tokens", 18_105_474, 1_605_894_144.0)
-PREDICTION = Prediction(4096, 4e6, 12.0, 10.0, step_s=120.0, averaging_s=15.0, gb_per_hour=2.2, share=0.25)
+PREDICTION = Prediction(4096, 4e6, 10.0, step_s=120.0, averaging_s=15.0, gb_per_hour=2.2, share=0.25)
 
 
 def test_a_healthy_peer_gets_only_green_lights() -> None:
     found = [
         checks.check_platform(PLAIN),
         checks.check_internet(PLAIN, True),
-        checks.check_versions({"torch": ("2.9.0+cu126", "2.9")}),
+        checks.check_versions(["torch"], {"torch": "2.9.0+cu126"}),
         checks.check_compute(8, 9 * GB, T4, LARGE),
-        checks.check_memory(9 * GB),
-        checks.check_memory(None),
-        checks.check_disk(50 * GB),
         checks.check_swarm("demo", linked=2, training=2),
         checks.check_reachability(DIRECT),
         checks.check_clock(0.2),
@@ -46,12 +43,9 @@ def test_a_healthy_peer_gets_only_green_lights() -> None:
         (checks.check_platform(COLAB), YELLOW, "accept_terms=True"),
         (checks.check_internet(PLAIN, False), YELLOW, "cs.join()"),
         (checks.check_internet(KAGGLE, False), RED, "switch Internet on"),
-        (checks.check_versions({"torch": ("2.8.1", "2.9")}), RED, 'pip install -U "torch>=2.9"'),
-        (checks.check_versions({"torch": (None, "2.9")}), YELLOW, "colab-swarm[train]"),
+        (checks.check_versions(["torch"], {}), YELLOW, "colab-swarm[train]"),
         (checks.check_compute(8, 9 * GB, None, LARGE), YELLOW, "Colab and Kaggle"),
         (checks.check_compute(8, 9 * GB, ("Tesla T4", GB, 15 * GB), LARGE), RED, "smaller model"),
-        (checks.check_memory(10**8), RED, "restart the kernel"),
-        (checks.check_disk(10**8), YELLOW, "delete old"),
         (checks.check_swarm("demo", 0, 0), YELLOW, "swarm.invite()"),
         (checks.check_reachability(Reachability(ReachabilityLevel.OUTGOING)), YELLOW, "colab-swarm backbone"),
         (
@@ -77,13 +71,7 @@ def test_each_problem_is_found_and_has_its_fix(found: Check, light: Light, fix: 
     assert found.light is light and fix in found.fix
 
 
-def test_the_micro_batch_comes_with_its_arithmetic_and_versions_are_compared_by_their_numbers() -> None:
-    assert (
-        checks.numbers("2.9.0+cu126") == [2, 9, 0]
-        and checks.numbers("3.13.0rc1") == [3, 13, 0]
-        and checks.numbers("") == []
-    )
-    assert checks.numbers("2.9.0+cu126") > checks.numbers("2.9") > checks.numbers("2.8.1")
+def test_the_micro_batch_comes_with_its_arithmetic() -> None:
     text = checks.check_compute(8, 9 * GB, T4, LARGE).text
     assert "(0.8 × 14.5 GB free − 18.1 M parameters × 16 B) / 1,605.9 MB a sample: micro-batch 4" in text
 
@@ -97,7 +85,7 @@ def test_reachability_says_why_it_is_not_better() -> None:
 
 def test_the_prediction_is_shown_in_words() -> None:
     assert checks.check_prediction(PREDICTION).text == (
-        "first sample in 12 s; 10 samples/s here, 25% of a step; a step of 4,096 samples every 2 min, "
+        "10 samples/s here, 25% of a step; a step of 4,096 samples every 2 min, "
         "of which 15 s averaging; 2.2 GB per hour"
     )
     assert "too fast to measure up" in checks.check_bandwidth(Speed(math.inf, 1e9, 0.0)).text
@@ -108,8 +96,12 @@ LOOK = Check("bandwidth", Light.YELLOW, "1 Mbit/s up: slow", "use a cable")
 STOP = Check("versions", Light.RED, "torch 2.8 is older than 2.9", 'pip install -U "torch>=2.9"')
 
 
+def html(*found: Check) -> str:
+    return Diagnosis(found)._repr_mimebundle_()["text/html"]
+
+
 def test_text_shows_each_light_with_its_fix() -> None:
-    assert checks.draw([GOOD, LOOK, STOP]).text().splitlines() == [
+    assert str(Diagnosis((GOOD, LOOK, STOP))).splitlines() == [
         "fix the problems before you train: 1 ✔ good, 1 ▲ warning, 1 ✖ problem",
         " ✔ disk           50.0 GB free here",
         " ▲ bandwidth      1 Mbit/s up: slow",
@@ -128,11 +120,11 @@ def test_text_shows_each_light_with_its_fix() -> None:
     ],
 )
 def test_the_worst_light_decides(found: list[Check], verdict: str) -> None:
-    assert checks.summary(found) == verdict
+    assert repr(Diagnosis(tuple(found))) == f"Diagnosis({verdict})"
 
 
 def test_the_html_has_symbols_and_words_and_loads_nothing() -> None:
-    page = checks.draw([GOOD, LOOK, STOP]).html()
+    page = html(GOOD, LOOK, STOP)
     text = " ".join(parsed(page).itertext())
     facts = ("✔", "▲", "✖", "50.0 GB", "use a cable", 'pip install -U "torch>=2.9"')
     assert all(fact in text for fact in facts)
@@ -144,7 +136,7 @@ def test_the_html_has_symbols_and_words_and_loads_nothing() -> None:
 
 
 def test_a_long_text_is_wrapped_under_its_beginning() -> None:
-    lines = checks.draw([Check("compute", Light.GREEN, "word " * 60)]).text().splitlines()
+    lines = str(Diagnosis((Check("compute", Light.GREEN, "word " * 60),))).splitlines()
     assert len(lines) > 3 and all(len(line) <= WIDTH for line in lines)
     assert lines[2].startswith(" " * 18 + "word")
 
@@ -152,9 +144,9 @@ def test_a_long_text_is_wrapped_under_its_beginning() -> None:
 @settings(max_examples=60)
 @given(st.text(max_size=80) | st.sampled_from(["<script>alert(1)</script>", '"><img src=x>', "a\x1b[2Jb\n"]))
 def test_texts_are_escaped(words: str) -> None:
-    hostile = [Check(words, Light.RED, words, words or "x")]
-    assert tags(checks.draw(hostile).html()) <= tags(checks.draw([STOP]).html())
-    assert "\x1b" not in checks.draw(hostile).text()
+    hostile = Check(words, Light.RED, words, words or "x")
+    assert tags(html(hostile)) <= tags(html(STOP))
+    assert "\x1b" not in str(Diagnosis((hostile,)))
 
 
 MODEL = Subject("model", 1_000_000, sample_bytes=1.0, micro_batch=8, samples_per_s=10.0)
@@ -172,8 +164,6 @@ def test_two_equal_peers_take_half_of_a_step_each() -> None:
     assert found.averaging_s == pytest.approx(2 * 0.05 + 8 * 2e6 / 20e6)
     assert found.step_s == pytest.approx((256 + 2 * 8) / 20 + found.averaging_s)
     assert found.gb_per_hour == pytest.approx(2 * 2e6 * 3600 / found.step_s / 1e9)
-    # a late joiner first downloads the state
-    assert found.first_sample_s == pytest.approx(0.1 + 12e6 * 8 / 100e6 + 8 / 10)
 
 
 def test_a_peer_alone_moves_nothing_and_fills_the_batch_by_itself() -> None:
@@ -194,7 +184,7 @@ def test_any_bandwidth_gives_finite_predictions(
 ) -> None:
     subject = replace(MODEL, samples_per_s=own)
     found = checks.predict(subject, 256, 2e6, tuple(others), Speed(upload_bps, download_bps, 0.1))
-    assert 0 < found.step_s < math.inf and 0 < found.first_sample_s < math.inf
+    assert 0 < found.step_s < math.inf
     assert 0 < found.share <= 1
 
 
