@@ -45,10 +45,9 @@ def test_an_option_of_another_benchmark_is_refused(line: str) -> None:
 @whole
 def test_the_averaging_benchmark_runs_and_every_round_succeeds() -> None:
     figures = averaging.run(quick=True).figures
-    assert figures["success"] == figures["kill_success"] == 1
+    assert figures["success"] == 1
     assert 0 < figures["seconds"] < 10
     assert figures["vs_gloo"] == pytest.approx(figures["seconds"] / figures["gloo_seconds"])
-    assert figures["kill_extra_s"] < 3
 
 
 @pytest.mark.slow
