@@ -14,7 +14,7 @@ BENCHMARKS = {
     "strategy": "dedloc:run_strategy",
     "albert": "dedloc:run_albert",
     "overhead": "overhead:run",
-    "join": "join:run",
+    "join": "overhead:run_join",
     "soak": "overhead:run_soak",
     "experts": "moe:run_experts",
     "moe-throughput": "moe:run_throughput",
@@ -25,7 +25,7 @@ BENCHMARKS = {
     "vc-asgd": "vc_asgd:run",
     "work-ordeal": "vc_asgd:run_ordeal",
     "elastic": "elastic_consistency:run",
-    "panel": "panel:run",
+    "panel": "overhead:run_panel",
 }
 """The functions that run them; ``run…`` is drawn by ``plot…``."""
 OPTIONS = {

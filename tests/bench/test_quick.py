@@ -28,7 +28,7 @@ def whole(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.slow(pytest.mark.ordeal(test))
 
 
-@pytest.mark.parametrize("place", sorted({*BENCHMARKS.values()} - {"panel:run"}))
+@pytest.mark.parametrize("place", sorted(BENCHMARKS.values()))
 def test_every_benchmark_has_its_function(place: str) -> None:
     module, _, name = place.partition(":")
     assert callable(getattr(importlib.import_module(f"colab_swarm.bench.{module}"), name))
@@ -117,9 +117,7 @@ def test_no_peer_is_stuck_after_two_virtual_hours_of_churn() -> None:
 @whole
 def test_watching_costs_little_time_and_memory() -> None:
     pytest.importorskip("nbclient")
-    from colab_swarm.bench import panel
-
-    figures = panel.run(quick=True).figures
+    figures = overhead.run_panel(quick=True).figures
     assert figures.keys() == {"throughput_ratio", "memory_mb", "notebook_kb", "refresh_ms", "core_share"}
     assert figures["throughput_ratio"] > 0.5  # a busy machine, and few and short phases
     assert figures["memory_mb"] < 5 and figures["notebook_kb"] < 100

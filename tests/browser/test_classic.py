@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from colab_swarm.bench.join import code_cells
+from colab_swarm.bench.overhead import code_cells
 from tests.browser.chromium import Window, needs
 from tests.browser.classic import ENVIRONMENT, Classic
 from tests.notebooks.regenerate import TUTORIALS
