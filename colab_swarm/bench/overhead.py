@@ -46,7 +46,10 @@ def run(report: BenchReport) -> None:
 class TrainingLoop:
     def __init__(
         # quoted: the evaluated name would import before `idle` measures the import
-        self, swarm: "cs.Swarm | None", size: str = "tiny", average_every: int = AVERAGE_EVERY
+        self,
+        swarm: "cs.Swarm | None",
+        size: str = "tiny",
+        average_every: int = AVERAGE_EVERY,
     ) -> None:
         import torch
 

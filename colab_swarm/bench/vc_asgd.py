@@ -6,11 +6,6 @@ a time the parameter servers do: each measures the accuracy after every result, 
 ResNetV2 on 11,504 images, which takes far longer than to train a unit of 30 images.
 ``--data`` takes an ``.npz`` of 32 x 32 colour images instead.
 
-*work-ordeal*: the coordinator is killed (SIGKILL) at random moments together with its parameter
-servers, and restarted in the same folder. Volunteers are killed in the middle of a unit with
-probability 0.2 and come back under their names. At the end the store's log must contain every unit
-of every epoch as assimilated exactly once.
-
 *vc-asgd*: the effect of alpha, compared with serial training. Digits by an MLP instead of CIFAR-10 by
 a ResNet of 552 layers, or the images of ``--data``. The product's own code trains and assimilates
 units. Finishing times are random: 3 volunteers, the slowest of which takes twice as long as the
@@ -19,33 +14,22 @@ so up to 11 others are assimilated before it: that is its staleness.
 """
 
 import heapq
-import multiprocessing
-import os
 import random
 import re
-import signal
 import statistics
 import tempfile
-import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from colab_swarm.bench.harness import BenchReport, benchmark, drawn
-from colab_swarm.errors import JoinError
+from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark, drawn
 from colab_swarm.recipes.classify import classification_job
 from colab_swarm.workunits import WorkPlan, coordinate, volunteer
 from colab_swarm.workunits.job import Alpha, Evaluator, Job, UnitTraining, unit_seed
-from colab_swarm.workunits.state import Assigned, Assimilated, EpochEnded, Expired, Finished
-from colab_swarm.workunits.store import open_store
+from colab_swarm.workunits.state import Assigned, EpochEnded
 from colab_swarm.workunits.weights import Floats, assimilate
 
 CODE = """
@@ -63,17 +47,7 @@ job = replace(learned, validation=lambda: [np.concatenate([part] * 8) for part i
 GRID = tuple(product((1, 3, 5), (3, 5), (2, 4, 8)))
 QUICK = ((1, 3, 8), (3, 3, 8))
 SUBSETS, EPOCHS = 48, 3
-SMALL_UNITS: dict[str, Any] = {"local_epochs": 4, "batch_size": 8}
 TIME_LIMIT_S = 300.0
-
-
-def _started(work: Callable[..., None], *arguments: object) -> BaseProcess:
-    """Start a process that is forked from one with torch and this module: it begins at once."""
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload([__name__])
-    process = processes.Process(target=work, args=arguments, daemon=True)
-    process.start()
-    return process
 
 
 @benchmark("workunits")
@@ -96,109 +70,25 @@ def epoch_seconds(
     code = CODE.format(subsets=SUBSETS, epochs=epochs, data=where, shape=shape, validation=validation)
     file.write_text(code)
     coordinator = coordinate(file, folder=folder / "work", host="127.0.0.1", servers=servers)
-    helping = [
-        _started(_volunteer, str(coordinator.link), folder / "volunteers", f"volunteer-{number}", units)
-        for number in range(volunteers)
-    ]
     try:
-        if not coordinator.wait(TIME_LIMIT_S):
-            raise TimeoutError(f"no {epochs} epochs in {TIME_LIMIT_S:.0f} s: {coordinator!r}")
+        with Crew() as crew:
+            for number in range(volunteers):
+                name = f"volunteer-{number}"
+                crew.start(volunteer_all, str(coordinator.link), str(folder / "volunteers"), name, units)
+            if not coordinator.wait(TIME_LIMIT_S):
+                raise TimeoutError(f"no {epochs} epochs in {TIME_LIMIT_S:.0f} s: {coordinator!r}")
         log = list(coordinator.log())
     finally:
         coordinator.stop()
-        for process in helping:
-            _end(process)
     assigned = [entry for entry in log if isinstance(entry, Assigned)]
     begun = {entry.unit.epoch: entry.at for entry in assigned[::-1]}
     took_s = [entry.at - begun[entry.epoch] for entry in log if isinstance(entry, EpochEnded)]
     return statistics.median(took_s[1:])
 
 
-def _volunteer(link: str, folder: Path, name: str, units: int) -> None:
+def volunteer_all(parent: Channel, link: str, folder: str, name: str, units: int) -> None:
     torch.set_num_threads(1)
     volunteer(link, trust_code=True, name=name, folder=folder, units=units).wait()
-    os._exit(0)
-
-
-NAMES = ("alice", "bob", "carol")
-ORDEAL_SUBSETS = 12
-KILL_PROBABILITY = 0.2  # per unit of a volunteer
-UP_S, ORDEAL_LIMIT_S = (0.2, 4.0), 600.0  # life of a coordinator, of all
-
-
-@benchmark("work-ordeal")
-def run_ordeal(report: BenchReport) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        ordeal(report, Path(folder), kills=3 if report.quick else 20, epochs=3 if report.quick else 30)
-
-
-def ordeal(report: BenchReport, folder: Path, *, kills: int, epochs: int) -> None:
-    plan = WorkPlan(
-        subsets=ORDEAL_SUBSETS, max_epochs=epochs, **SMALL_UNITS, alpha=0.7, deadline_s=4.0, in_flight=2
-    )
-    job = classification_job(plan=plan)
-    rng, began = random.Random(0), time.monotonic()
-    coordinator = _started(_coordinate, job, folder)
-    while coordinator.is_alive() and not (folder / "link").exists():
-        time.sleep(0.02)
-    link = (folder / "link").read_text()  # it outlives the coordinator's restarts
-    volunteers = {name: _started(_die_in_units, job, folder, name, link) for name in NAMES}
-    killed, volunteers_killed, die_at = 0, 0, time.monotonic() + rng.uniform(*UP_S)
-    while coordinator.is_alive() and time.monotonic() - began < ORDEAL_LIMIT_S:
-        for name, process in volunteers.items():
-            if not process.is_alive():
-                volunteers_killed += process.exitcode == -signal.SIGKILL
-                volunteers[name] = _started(_die_in_units, job, folder, name, link)
-        if killed < kills and time.monotonic() >= die_at:
-            _end(coordinator)
-            killed += coordinator.exitcode == -signal.SIGKILL
-            coordinator = _started(_coordinate, job, folder)
-            die_at = time.monotonic() + rng.uniform(*UP_S)
-        time.sleep(0.02)
-    for process in (coordinator, *volunteers.values()):
-        _end(process)
-    report.add_all({"coordinator_kills": killed, "volunteer_kills": volunteers_killed}, "", "SIGKILL")
-    store = open_store(str(folder / "work" / "job.db"), job.name)
-    log = [entry for _, entry in store.entries()]
-    store.close()
-    assimilated = [entry for entry in log if isinstance(entry, Assimilated)]
-    ends = [entry.reason for entry in log if isinstance(entry, Finished)]
-    found = {
-        "expired": sum(isinstance(entry, Expired) for entry in log),
-        "once": list(Counter(entry.unit for entry in assimilated).values()).count(1),
-        "versions_in_order": [one.version for one in assimilated] == list(range(1, len(assimilated) + 1)),
-        "finished": bool(ends),
-    }
-    report.add_all(found, "", f"by the store's log; the end: {', '.join(ends)}")
-    report.add("units", epochs * ORDEAL_SUBSETS, "", "of all epochs")
-    report.add("seconds", time.monotonic() - began, "s")
-
-
-def _end(process: BaseProcess) -> None:
-    process.kill()
-    process.join()
-
-
-def _coordinate(job: Job, folder: Path) -> None:
-    coordinator = coordinate(job, folder=folder / "work", host="127.0.0.1", servers=2)
-    (folder / "partial").write_text(coordinator.link)
-    (folder / "partial").replace(folder / "link")
-    coordinator.wait()
-    os._exit(0)
-
-
-def _die_in_units(job: Job, folder: Path, name: str, link: str) -> None:
-    rng, own = random.Random(f"{name} {os.getpid()}"), None
-    while own is None:
-        with suppress(JoinError):  # the coordinator is being started again
-            own = volunteer(link, job=job, name=name, folder=folder / "volunteers")
-        time.sleep(0.02)
-    last = ""
-    while not own.wait(0.01):
-        unit = own.snapshot().units[0].unit
-        if unit and unit != last and rng.random() < KILL_PROBABILITY:
-            threading.Timer(rng.uniform(0.0, 0.3), os.kill, (os.getpid(), signal.SIGKILL)).start()
-        last = unit or last
 
 
 ALPHAS: dict[str, Alpha] = {"0.7": 0.7, "0.95": 0.95, "0.999": 0.999, "e/(e+1)": "e/(e+1)"}
@@ -210,12 +100,11 @@ EARLY = 6  # epochs; in the paper the order of 0.7 and 0.95 turns after them
 
 @dataclass(frozen=True)
 class Epoch:
-    """Accuracy over the units of an epoch, each after its assimilation; and its end, in units' times."""
+    """Accuracy over the units of an epoch, each after its assimilation."""
 
     mean: float
     low: float
     high: float
-    at: float
 
 
 def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
@@ -248,14 +137,20 @@ def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
             ).finish()
             values = assimilate(values, evaluator.schema.flatten(model), plan.alpha_of(epoch))
             accuracies.append(evaluator.accuracy(values))
-        epochs.append(Epoch(statistics.mean(accuracies), min(accuracies), max(accuracies), now))
+        epochs.append(Epoch(statistics.mean(accuracies), min(accuracies), max(accuracies)))
     return epochs
 
 
 def _job(data: str, seed: int, alpha: Alpha, *, quick: bool) -> Job:
     epochs, subsets = (8, 20) if quick else (40, 50)
     plan = WorkPlan(
-        subsets=subsets, max_epochs=epochs, **SMALL_UNITS, alpha=alpha, seed=seed, validation_samples=400
+        subsets=subsets,
+        max_epochs=epochs,
+        local_epochs=4,
+        batch_size=8,
+        alpha=alpha,
+        seed=seed,
+        validation_samples=400,
     )
     if data == "digits":
         return classification_job(plan=plan)
@@ -271,7 +166,7 @@ def run(report: BenchReport, data: str = "digits") -> None:
         for name, alpha in ALPHAS.items()
     }
     serial = [_job(data, seed, 0.0, quick=report.quick).train_serially().accuracies for seed in seeds]
-    runs["serial"] = [[Epoch(one, one, one, at) for at, one in enumerate(curve)] for curve in serial]
+    runs["serial"] = [[Epoch(one, one, one) for one in curve] for curve in serial]
     report.curves |= runs
     for name, curves in runs.items():
         key = re.sub(r"[()]", "", name.replace("/", "_over_"))
