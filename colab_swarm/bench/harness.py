@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Self, TypeVar
 
@@ -91,16 +90,13 @@ def benchmark(name: str, prefix: str = "") -> Callable[[Callable[..., None]], Ca
     return decorate
 
 
-def environment() -> dict[str, str | int | float | None]:
-    packages = ("colab-swarm", "torch", "aiohttp", "cryptography", "numpy")
-    found = {name: version(name) if find_spec(name.replace("-", "_")) else "absent" for name in packages}
+def environment() -> dict[str, str | int | None]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cores": os.cpu_count(),
-        "load_1min": os.getloadavg()[0] if hasattr(os, "getloadavg") else -1.0,
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **found,
+        **{name: version(name) for name in ("colab-swarm", "aiohttp", "cryptography", "numpy")},
     }
 
 
@@ -118,18 +114,6 @@ def drawn(
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
     figure.savefig(path, dpi=150)
-
-
-@contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def run_aside(main: Coroutine[Any, Any, T], run: Callable[[Coroutine[Any, Any, T]], T]) -> T:

@@ -13,7 +13,6 @@ from colab_swarm.bench import averaging, dedloc, dht, link, moe, ordeal, overhea
 from colab_swarm.bench.__main__ import BENCHMARKS, main
 from colab_swarm.bench.dht import PUBLISHED_MS, find_experts
 from colab_swarm.bench.harness import BenchReport
-from colab_swarm.bench.moe import CPU
 from colab_swarm.bench.parameter_store import Absent
 from colab_swarm.bench.vc_asgd import Epoch, plot, train_by_volunteers
 from colab_swarm.moe.expert import FeedForward
@@ -72,10 +71,8 @@ def test_the_dht_benchmark_reports_every_figure() -> None:
 @whole
 def test_the_experts_benchmark_reports_every_figure() -> None:
     figures = moe.run_experts(quick=True).figures
-    keys = {"vs_local", "batching_gain", "nop_calls_per_s", "samples_per_s", "learning_vs_local"}
-    assert figures.keys() >= keys
+    assert figures.keys() == {"vs_local", "batching_gain", "nop_calls_per_s", "samples_per_s"}
     assert all(value > 0 for value in figures.values())
-    assert figures["forward_p99_ms"] >= figures["forward_p50_ms"]
     assert figures["vs_local"] > 0.1  # far below what it should be: catches a fast path that is gone
 
 
@@ -162,11 +159,9 @@ def test_the_report_has_plausible_figures_and_can_be_drawn(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_many_batches_in_flight_do_not_feel_a_delay_that_stops_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = tuple(replace(kind, make=lambda: FeedForward(8), sample=(8,)) for kind in CPU.kinds)
-    plan = replace(CPU, kinds=kinds, blocks=2, in_flight=8, delays_s=(0.0, 0.2), seconds=0.5)
-    monkeypatch.setattr(moe, "CPU", plan)
-    monkeypatch.setattr(moe.torch.cuda, "is_available", lambda: False)
-    values = moe.run_throughput().figures
+    small = {"make": lambda: FeedForward(8), "sample": (8,), "blocks": 2, "in_flight": 8}
+    monkeypatch.setattr(moe, "CHAINS", [replace(chain, **small) for chain in moe.CHAINS])
+    values = moe.run_throughput(quick=True).figures
     assert values["vs_model_parallel_at_200ms"] > 2
     assert values["retained_at_200ms"] > 0
     assert values["ffn_0ms_samples_per_s"] > values["ffn_200ms_samples_per_s"]
