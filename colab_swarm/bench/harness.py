@@ -17,15 +17,15 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Self, TypeVar
+from typing import IO, Any, NamedTuple, Self
 
-T = TypeVar("T")
+PACKAGES = ("colab-swarm", "torch", "aiohttp", "cryptography", "numpy")
 
 
 class Figure(NamedTuple):
@@ -71,7 +71,15 @@ class BenchReport:
         return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:
-        found = {"metrics": {row.key: row.value for row in self.rows}, "environment": environment()}
+        installed = {one.name: one.version for one in distributions()}
+        environment = {
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "cores": os.cpu_count(),
+            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            **{name: installed.get(name) for name in PACKAGES},
+        }
+        found = {"metrics": {row.key: row.value for row in self.rows}, "environment": environment}
         Path(path).write_text(json.dumps(found, indent=1))
 
 
@@ -90,16 +98,6 @@ def benchmark(name: str, prefix: str = "") -> Callable[[Callable[..., None]], Ca
     return decorate
 
 
-def environment() -> dict[str, str | int | None]:
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cores": os.cpu_count(),
-        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **{name: version(name) for name in ("colab-swarm", "aiohttp", "cryptography", "numpy")},
-    }
-
-
 @contextmanager
 def drawn(
     path: str | Path, size: tuple[float, float], columns: int = 1, *, sharey: bool = False
@@ -114,14 +112,6 @@ def drawn(
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
     figure.savefig(path, dpi=150)
-
-
-def run_aside(main: Coroutine[Any, Any, T], run: Callable[[Coroutine[Any, Any, T]], T]) -> T:
-    """Return ``run(main)`` of a new thread: in a notebook, this thread has a loop already."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(run, main).result()
 
 
 def python_command(function: Callable[..., object], *arguments: object) -> list[str]:
