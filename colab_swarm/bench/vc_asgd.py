@@ -1,35 +1,47 @@
-"""Figures 3 and 4 of the VC-ASGD paper: time per epoch by arrangement, and the effect of alpha on speed and spread.
+"""VC-ASGD: Figures 3 and 4, and section IV-D: time per epoch by arrangement, the effect of alpha, and the store.
 
 *workunits*: time per epoch by parameter servers, volunteers and units at a time (PnCnTn), all real
 processes. As in the paper, the volunteers limit an epoch at first, and with more of their units at
 a time the parameter servers do: each measures the accuracy after every result, here of a small
 ResNetV2 on 11,504 images, which takes far longer than to train a unit of 30 images.
-``--data`` takes an ``.npz`` of 32 x 32 colour images instead.
 
 *vc-asgd*: the effect of alpha, compared with serial training. Digits by an MLP instead of CIFAR-10 by
-a ResNet of 552 layers, or the images of ``--data``. The product's own code trains and assimilates
+a ResNet of 552 layers. The product's own code trains and assimilates
 units. Finishing times are random: 3 volunteers, the slowest of which takes twice as long as the
 fastest, with 4 units at a time each (P3C3T4). A unit starts from the parameters at its assignment,
 so up to 11 others are assimilated before it: that is its staleness.
+
+*parameter-store*: how long one update of 5 M parameters takes in each store (paper: Redis 0.87 s, MySQL 1.29 s).
+An update is all work of a parameter server except measuring accuracy: it claims a result, reads it
+and the parameters, computes ``W_s <- alpha W_s + (1 - alpha) W_c`` and writes the new ones.
 """
 
 import heapq
+import os
 import random
 import re
+import shutil
+import signal
 import statistics
+import subprocess
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark, drawn
 from colab_swarm.recipes.classify import classification_job
 from colab_swarm.workunits import WorkPlan, coordinate, volunteer
 from colab_swarm.workunits.job import Alpha, Evaluator, Job, UnitTraining, unit_seed
-from colab_swarm.workunits.state import Assigned, EpochEnded
+from colab_swarm.workunits.state import Accepted, Assigned, EpochEnded, Unit
+from colab_swarm.workunits.store import KEEP_MEMORY, open_store
 from colab_swarm.workunits.weights import Floats, assimilate
 
 CODE = """
@@ -39,36 +51,31 @@ import numpy as np
 from colab_swarm.recipes.classify import classification_job
 
 plan = cs.workunits.WorkPlan(
-    subsets={subsets}, max_epochs={epochs}, alpha=0.95, batch_size=16, validation_samples={validation}
+    subsets={subsets}, max_epochs={epochs}, alpha=0.95, batch_size=16, validation_samples=12_000
 )
-learned = classification_job({data!r}, shape={shape}, model="resnet", plan=plan)
+learned = classification_job(model="resnet", plan=plan)
 job = replace(learned, validation=lambda: [np.concatenate([part] * 8) for part in learned.data()])
 """
 GRID = tuple(product((1, 3, 5), (3, 5), (2, 4, 8)))
 QUICK = ((1, 3, 8), (3, 3, 8))
-SUBSETS, EPOCHS = 48, 3
+SUBSETS = 48
 TIME_LIMIT_S = 300.0
 
 
 @benchmark("workunits")
-def run_workunits(report: BenchReport, data: str = "digits") -> None:
+def run_workunits(report: BenchReport) -> None:
     for servers, volunteers, units in QUICK if report.quick else GRID:
         with tempfile.TemporaryDirectory() as folder:
-            seconds = epoch_seconds(Path(folder), servers, volunteers, units, data=data, quick=report.quick)
+            seconds = epoch_seconds(Path(folder), servers, volunteers, units, epochs=2 if report.quick else 3)
         report.add(f"p{servers}c{volunteers}t{units}_epoch_s", seconds, "s", f"{SUBSETS} units")
     ratio = report.figures["p1c3t8_epoch_s"] / report.figures["p3c3t8_epoch_s"]
     report.add("p1c3t8_vs_p3c3t8", ratio, "x", "the paper: over 1, assimilation is the bottleneck")
 
 
-def epoch_seconds(
-    folder: Path, servers: int, volunteers: int, units: int, *, data: str = "digits", quick: bool = False
-) -> float:
+def epoch_seconds(folder: Path, servers: int, volunteers: int, units: int, *, epochs: int) -> float:
     """Return the median time of a later epoch, from first assignment to last measured result."""
-    shape, validation = ((1, 8, 8), 12_000) if data == "digits" else ((3, 32, 32), 1500)
-    where = data if data == "digits" else str(Path(data).resolve())
-    file, epochs = folder / "job.py", 2 if quick else EPOCHS
-    code = CODE.format(subsets=SUBSETS, epochs=epochs, data=where, shape=shape, validation=validation)
-    file.write_text(code)
+    file = folder / "job.py"
+    file.write_text(CODE.format(subsets=SUBSETS, epochs=epochs))
     coordinator = coordinate(file, folder=folder / "work", host="127.0.0.1", servers=servers)
     try:
         with Crew() as crew:
@@ -141,7 +148,7 @@ def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
     return epochs
 
 
-def _job(data: str, seed: int, alpha: Alpha, *, quick: bool) -> Job:
+def _job(seed: int, alpha: Alpha, *, quick: bool) -> Job:
     epochs, subsets = (8, 20) if quick else (40, 50)
     plan = WorkPlan(
         subsets=subsets,
@@ -152,20 +159,18 @@ def _job(data: str, seed: int, alpha: Alpha, *, quick: bool) -> Job:
         seed=seed,
         validation_samples=400,
     )
-    if data == "digits":
-        return classification_job(plan=plan)
-    return classification_job(data, shape=(3, 32, 32), model="resnet", plan=plan)
+    return classification_job(plan=plan)
 
 
 @benchmark("vc-asgd")
-def run(report: BenchReport, data: str = "digits") -> None:
+def run(report: BenchReport) -> None:
     """Report the orders that the paper found, as differences that are over 0 where they hold."""
     seeds = range(1 if report.quick else 3)
     runs = {
-        name: [train_by_volunteers(_job(data, seed, alpha, quick=report.quick), seed=seed) for seed in seeds]
+        name: [train_by_volunteers(_job(seed, alpha, quick=report.quick), seed=seed) for seed in seeds]
         for name, alpha in ALPHAS.items()
     }
-    serial = [_job(data, seed, 0.0, quick=report.quick).train_serially().accuracies for seed in seeds]
+    serial = [_job(seed, 0.0, quick=report.quick).train_serially().accuracies for seed in seeds]
     runs["serial"] = [[Epoch(one, one, one) for one in curve] for curve in serial]
     report.curves |= runs
     for name, curves in runs.items():
@@ -203,3 +208,159 @@ def plot(report: BenchReport, path: str | Path) -> None:
                 *((epoch.mean - epoch.low, epoch.high - epoch.mean) for epoch in first), strict=True
             )
             axes.errorbar(range(1, len(first) + 1), means, [below, above], label=name, capsize=2)
+
+
+NUMEL = 5_000_000
+START_S, STOP_S = 60.0, 30.0
+DEBIAN_POSTGRESQL = Path("/usr/lib/postgresql")
+
+
+@contextmanager
+def redis_server(*, durable: bool = False) -> Iterator[str]:
+    """Run a Redis server, in memory or writing all to disk, if it is installed; give its URL."""
+    program = _program("redis-server")
+    with _folder() as (folder, user):
+        socket = folder / "redis.sock"
+        options = ["--port", "0", "--unixsocket", str(socket), "--dir", str(folder), "--save", ""]
+        command = [program, *options, "--appendonly", "yes" if durable else "no"]
+        with _running([command], socket.exists, folder, user):
+            yield f"unix://{socket}"
+
+
+@contextmanager
+def postgresql_server() -> Iterator[str]:
+    found = map(str, sorted(DEBIAN_POSTGRESQL.glob("*/bin"), reverse=True))
+    folders = os.pathsep.join([*found, os.environ.get("PATH", "")])
+    initdb, postgres = (_program(name, folders) for name in ("initdb", "postgres"))
+    with _folder("postgres") as (folder, user):
+        data, pid = folder / "data", folder / "data" / "postmaster.pid"
+        options = ["--no-sync", "--auth=trust", "--username=swarm", "--encoding=UTF8", "--no-locale"]
+        install = [initdb, *options, f"--pgdata={data}"]
+        server = [postgres, "-D", str(data), "-k", str(folder), "-h", ""]
+
+        def ready() -> bool:
+            return pid.exists() and "ready" in pid.read_text()
+
+        # SIGTERM waits for clients to leave
+        with _running([install, server], ready, folder, user, end=signal.SIGINT):
+            yield f"postgresql+psycopg://swarm@/postgres?host={folder}"
+
+
+@contextmanager
+def mariadb_server() -> Iterator[str]:
+    program = _program("mariadb-install-db")
+    mariadbd = _program("mariadbd", os.environ.get("PATH", "") + ":/usr/sbin")
+    with _folder("mysql") as (folder, user):
+        data, socket = f"--datadir={folder / 'data'}", folder / "mariadb.sock"
+        options = ["--no-defaults", "--auth-root-authentication-method=normal", "--skip-test-db"]
+        server = [mariadbd, "--no-defaults", "--skip-networking", data, f"--socket={socket}"]
+        with _running([[program, *options, data], server], socket.exists, folder, user):
+            yield f"mysql+pymysql://root@localhost/mysql?unix_socket={socket}"
+
+
+def _program(name: str, path: str | None = None) -> str:
+    if found := shutil.which(name, path=path):
+        return found
+    raise FileNotFoundError(f"{name} is not installed")
+
+
+@contextmanager
+def _folder(user: str | None = None) -> Iterator[tuple[Path, str | None]]:
+    """Make a folder with a path short enough for sockets; as root it belongs to ``user``, else to None."""
+    if os.name != "posix" or os.geteuid() != 0:
+        user = None
+    with tempfile.TemporaryDirectory(prefix="swarm-", ignore_cleanup_errors=True) as folder:
+        if user is not None:
+            try:
+                shutil.chown(folder, user)
+            except LookupError as error:
+                raise FileNotFoundError(
+                    f"there is no user {user}, and its server refuses to run as root"
+                ) from error
+        yield Path(folder), user
+
+
+@contextmanager
+def _running(
+    commands: Sequence[list[str]],
+    ready: Callable[[], bool],
+    folder: Path,
+    user: str | None,
+    *,
+    end: int = signal.SIGTERM,
+) -> Iterator[None]:
+    """Run the last command as a server, after the others have ended."""
+    *before, command = commands
+    for program in before:
+        subprocess.run(program, user=user, cwd="/", check=True, capture_output=True)
+    log = folder / "server.log"
+    with log.open("w") as output:
+        server = subprocess.Popen(command, user=user, cwd="/", stdout=output, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + START_S
+        while not ready():
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{command[0]} did not start: {log.read_text()}")
+            time.sleep(0.02)
+        yield
+    finally:
+        server.send_signal(end)
+        try:
+            server.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+@contextmanager
+def _sqlite() -> Iterator[str]:
+    with _folder() as (folder, _):
+        yield str(folder / "job.db")
+
+
+STORES: dict[str, tuple[Callable[[], AbstractContextManager[str]], str]] = {
+    "memory": (lambda: nullcontext("memory"), "of this process"),
+    "sqlite": (_sqlite, "durable"),
+    "redis": (redis_server, "in memory, as the paper has it; published 870 ms"),
+    "redis_durable": (partial(redis_server, durable=True), "appendonly yes"),
+    "postgresql": (postgresql_server, "durable, strong consistency"),
+    "mariadb": (mariadb_server, "durable, strong consistency; published 1,290 ms (MySQL)"),
+}
+SQL = ("mariadb", "postgresql")
+
+
+@benchmark("parameter-store", "store")
+def run_stores(report: BenchReport) -> None:
+    updates = 5 if report.quick else 20
+    for name, (opened, note) in STORES.items():
+        try:
+            with opened() as url, Crew() as crew:
+                worker = crew.start(time_updates, url, NUMEL, updates, environment=KEEP_MEMORY)
+                report.add(f"{name}_ms", worker.receive()["ms"], "ms", f"median of {updates}; {note}")
+        except FileNotFoundError as absent:
+            print(f"{name} is left out: {absent}", flush=True)
+    found = report.figures
+    if sql := next((name for name in SQL if f"{name}_ms" in found), None):
+        report.add("sql_ms", found[f"{sql}_ms"], "ms", sql)
+        if "redis_ms" in found:
+            report.add(
+                "sql_to_redis", found[f"{sql}_ms"] / found["redis_ms"], "times", f"{sql}; published 1.5"
+            )
+
+
+def time_updates(parent: Channel, url: str, numel: int, updates: int) -> None:
+    store, rng = open_store(url, "bench"), np.random.default_rng(0)
+    store.begin(rng.random(numel, np.float32))
+    result, took_s = rng.random(numel, np.float32).tobytes(), []
+    for subset in range(updates + 1):
+        name = f"{subset:032x}"
+        accepted = Accepted(at=0.0, unit=Unit(1, subset), assignment=name, alpha=0.95, change=1.0)
+        store.append([accepted], put={accepted.result: result})
+        began = time.perf_counter()
+        claimed = store.claim("bench", now=1.0, lease_s=60.0)
+        assert claimed is not None
+        update = partial(assimilate, result=np.frombuffer(store.blob(claimed.result), "<f4"), alpha=0.95)
+        store.assimilate(claimed, update, server="bench", now=1.0)
+        took_s.append(time.perf_counter() - began)
+    store.close()
+    parent.send(ms=1000 * statistics.median(took_s[1:]))  # the first grows files and memory

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from colab_swarm.bench import averaging, dedloc, dht, link, moe, ordeal, overhead, parameter_store, vc_asgd
+from colab_swarm.bench import averaging, dedloc, dht, link, moe, ordeal, overhead, vc_asgd
 from colab_swarm.bench.__main__ import BENCHMARKS, main
 from colab_swarm.bench.dht import PUBLISHED_MS, find_experts
 from colab_swarm.bench.harness import BenchReport
-from colab_swarm.bench.parameter_store import Absent
 from colab_swarm.bench.vc_asgd import Epoch, plot, train_by_volunteers
 from colab_swarm.moe.expert import FeedForward
 from colab_swarm.sim import run_virtual
@@ -33,7 +32,7 @@ def test_every_benchmark_has_its_function(place: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["link --plot x.png", "dht --data x.npz", "link --vs hivemind", "all --faithful"]
+    "line", ["link --plot x.png", "dht --python x", "link --vs hivemind", "all --faithful"]
 )
 def test_an_option_of_another_benchmark_is_refused(line: str) -> None:
     with pytest.raises(SystemExit):
@@ -138,7 +137,7 @@ def test_every_unit_is_assimilated_exactly_once_despite_kills() -> None:
 @whole
 def test_an_epoch_among_processes_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vc_asgd, "SUBSETS", 6)
-    assert 0 < vc_asgd.epoch_seconds(tmp_path, 2, 2, 2, quick=True) < 60
+    assert 0 < vc_asgd.epoch_seconds(tmp_path, 2, 2, 2, epochs=2) < 60
 
 
 def test_the_group_chosen_for_sixteen_falls_from_all_to_pairs() -> None:
@@ -168,18 +167,18 @@ def test_many_batches_in_flight_do_not_feel_a_delay_that_stops_one(monkeypatch: 
 
 
 def absent() -> AbstractContextManager[str]:
-    raise Absent("redis-server is not installed")
+    raise FileNotFoundError("redis-server is not installed")
 
 
 @whole
 def test_updates_are_timed_and_absent_programs_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    memory, sqlite = parameter_store.STORES["memory"], parameter_store.STORES["sqlite"]
+    memory, sqlite = vc_asgd.STORES["memory"], vc_asgd.STORES["sqlite"]
     stores = {"memory": memory, "mariadb": sqlite, "redis": (absent, "")}
-    monkeypatch.setattr(parameter_store, "STORES", stores)
-    monkeypatch.setattr(parameter_store, "NUMEL", 1000)
-    figures = parameter_store.run(quick=True).figures
+    monkeypatch.setattr(vc_asgd, "STORES", stores)
+    monkeypatch.setattr(vc_asgd, "NUMEL", 1000)
+    figures = vc_asgd.run_stores(quick=True).figures
     assert figures.keys() == {"memory_ms", "mariadb_ms", "sql_ms"}
     assert 0 < figures["memory_ms"] < 1000 and figures["sql_ms"] == figures["mariadb_ms"]
     assert "redis is left out: redis-server is not installed" in capsys.readouterr().out
@@ -187,8 +186,8 @@ def test_updates_are_timed_and_absent_programs_reported(
 
 @whole
 def test_an_update_is_timed_in_redis_and_in_sql(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parameter_store, "NUMEL", 100_000)
-    figures = parameter_store.run(quick=True).figures
+    monkeypatch.setattr(vc_asgd, "NUMEL", 100_000)
+    figures = vc_asgd.run_stores(quick=True).figures
     if "redis_ms" not in figures or "sql_ms" not in figures:
         pytest.skip("Redis, or PostgreSQL and MariaDB, are not installed")
     assert figures["sql_to_redis"] > 0.5
