@@ -37,7 +37,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
 from torch.nn.functional import cross_entropy
 
 from colab_swarm.bench.harness import (
@@ -306,34 +305,34 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 class Experts:
-    """One layer's experts, a row of parameters each; `optimizer` steps those that have a gradient."""
+    """One layer's experts and their optimizers; only those that are used have a gradient and step."""
 
     def __init__(self, count: int) -> None:
-        made = [FeedForward(DIM, DIM) for _ in range(count)]
-        self._block = made[0]
-        self.rows = [nn.Parameter(nn.utils.parameters_to_vector(one.parameters()).detach()) for one in made]
-        self.optimizer = torch.optim.Adam(self.rows, lr=LR, amsgrad=True, foreach=True)
-
-    def _compute(self, row_P: Tensor, x_D: Tensor) -> Tensor:
-        parameters = dict(self._block.named_parameters())
-        parts = torch.split(row_P, [one.numel() for one in parameters.values()])
-        mine = {name: part.view_as(parameters[name]) for name, part in zip(parameters, parts, strict=True)}
-        y_D: Tensor = functional_call(self._block, mine, (x_D,))
-        return y_D
+        self.blocks = [FeedForward(DIM, DIM) for _ in range(count)]
+        self.optimizers = [
+            torch.optim.Adam(block.parameters(), lr=LR, amsgrad=True, foreach=True) for block in self.blocks
+        ]
 
     def forward(self, x_ND: Tensor, experts_N: Tensor) -> Tensor:
         """Return (N, D), the output of each sample's expert."""
-        return vmap(self._compute)(torch.stack([self.rows[expert] for expert in experts_N.tolist()]), x_ND)
+        y_ND = torch.empty_like(x_ND)
+        for expert in set(experts_N.tolist()):
+            y_ND[experts_N == expert] = self.blocks[expert](x_ND[experts_N == expert])
+        return y_ND
 
-    def backward(self, x_BD: Tensor, experts_BK: Tensor, grads_BKD: Tensor, used_BK: Tensor) -> Tensor:
+    def backward(
+        self, x_BD: Tensor, experts_BK: Tensor, grads_BKD: Tensor, used_BK: Tensor, lr: float = LR
+    ) -> Tensor:
         """Return the inputs' gradient; only the experts in ``used_BK`` learn, others count as zero."""
         sample, slot = used_BK.nonzero(as_tuple=True)
         x_BD = x_BD.clone().requires_grad_()
+        outputs_ND = self.forward(x_BD[sample], experts_BK[sample, slot])
         if len(sample):
-            outputs_ND = self.forward(x_BD[sample], experts_BK[sample, slot])
             outputs_ND.backward(grads_BKD[sample, slot])  # type: ignore[no-untyped-call]
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+        for expert in set(experts_BK[used_BK].tolist()):
+            self.optimizers[expert].param_groups[0]["lr"] = lr
+            self.optimizers[expert].step()
+            self.optimizers[expert].zero_grad()
         return torch.zeros_like(x_BD) if x_BD.grad is None else x_BD.grad
 
 
@@ -366,11 +365,13 @@ class Mixing:
         self.mixed_BD = torch.where(self._answered_BK.any(1, keepdim=True), mixed_BD, self._x_BD)
         return self.mixed_BD.detach().requires_grad_()
 
-    def experts_backward(self, failed: Tensor) -> Tensor:
+    def experts_backward(self, failed: Tensor, lr: float) -> Tensor:
         grads_BKD, x_grads_BD = self._outputs_BKD.grad, self._x_BD.grad
         assert grads_BKD is not None and x_grads_BD is not None
         used_BK = self._answered_BK & ~failed[self._chosen_BK]
-        return x_grads_BD + self._experts.backward(self._x_BD.detach(), self._chosen_BK, grads_BKD, used_BK)
+        return x_grads_BD + self._experts.backward(
+            self._x_BD.detach(), self._chosen_BK, grads_BKD, used_BK, lr
+        )
 
 
 class ConvergenceEmulation:
@@ -384,7 +385,7 @@ class ConvergenceEmulation:
         self._layers = [Experts(self._experts) for _ in self._trunk.gates]
         trained = [parameter for parameter in self._trunk.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.Adam(trained, lr=LR, amsgrad=True, foreach=True)
-        self._taken = self._applied = 0
+        self._lr, self._taken, self._applied = LR, 0, 0
         self._accuracies: list[float] = []
 
     async def run(self) -> list[float]:
@@ -421,7 +422,7 @@ class ConvergenceEmulation:
         for mixing in reversed(passed):
             mixing.mixed_BD.backward(grads)  # type: ignore[no-untyped-call]
             await self._delay(share)
-            grads = mixing.experts_backward(self._failed())
+            grads = mixing.experts_backward(self._failed(), self._lr)
         stem.backward(grads)
         if self._scene.faithful:
             await self._delay(1.0)
@@ -437,9 +438,8 @@ class ConvergenceEmulation:
         self._optimizer.step()
         self._applied += 1
         if not self._scene.faithful:  # at a constant rate, single evaluations at the end vary too much
-            lr = LR * (1 - self._applied / self._scene.batches)
-            for optimizer in (self._optimizer, *(layer.optimizer for layer in self._layers)):
-                optimizer.param_groups[0]["lr"] = lr
+            self._lr = LR * (1 - self._applied / self._scene.batches)
+            self._optimizer.param_groups[0]["lr"] = self._lr
         if self._applied % (self._scene.batches // self._scene.evaluations) == 0:
             self._accuracies.append(self._evaluate())
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -158,7 +159,7 @@ def test_the_report_has_plausible_figures_and_can_be_drawn(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_many_batches_in_flight_do_not_feel_a_delay_that_stops_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"make": lambda: FeedForward(8), "sample": (8,), "blocks": 2, "in_flight": 8}
+    small: dict[str, Any] = {"make": lambda: FeedForward(8), "sample": (8,), "blocks": 2, "in_flight": 8}
     monkeypatch.setattr(moe, "CHAINS", [replace(chain, **small) for chain in moe.CHAINS])
     values = moe.run_throughput(quick=True).figures
     assert values["vs_model_parallel_at_200ms"] > 2
