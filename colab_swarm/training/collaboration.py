@@ -28,8 +28,8 @@ from colab_swarm.averaging.strategy import AdaptiveShares
 from colab_swarm.errors import PeerError, PeerTimeout, StateError
 from colab_swarm.events import (
     BatchDropped,
-    BudgetChosen,
     Fault,
+    Notice,
     PeerLeft,
     PeerSilent,
     StateReceived,
@@ -385,7 +385,7 @@ class Collaboration:
             before, compute_s = self.plan, self._settings.target_batch_size / speed
             plan = self._policy.choose(result.group, compute_s)
             if plan is not None and (before is None or replace(before, mbit_s=plan.mbit_s) != plan):
-                self.services.events.emit(BudgetChosen(now, str(plan), plan.within))
+                self.services.events.emit(Notice(now, f"budget: {plan}"))
             self.plan = plan
         if self._settings.local_steps == "auto" and self.plan is not None:
             self._update(local_steps=self.plan.local_steps)

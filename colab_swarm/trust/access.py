@@ -22,7 +22,7 @@ from typing import Any
 
 from colab_swarm.dht.service import DHT
 from colab_swarm.errors import CallRefused, JoinError, NotAdmitted, PeerError, ProtocolError
-from colab_swarm.events import ClockSkewed, EventLog, Fault, MembershipEnding, MembershipRenewed, PeersRevoked
+from colab_swarm.events import EventLog, Fault, Notice
 from colab_swarm.invite import NAME, Access, Invite, role_named
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import SLACK_S, Grant, Membership, MembershipAdmission, in_words
@@ -134,7 +134,7 @@ class RunMember:
         """Renew the membership if due, show it to linked peers that have not seen it, check the clock."""
         text = self._clock.on_skew(self._behind_s())
         if text is not None:
-            self._events.emit(ClockSkewed(self._loop.time(), self._behind_s(), text))
+            self._events.emit(Notice(self._loop.time(), text))
         if self._credentials is not None:
             held, now = Membership.decode(self._admission.membership), self._peers.time()
             due_at = held.issued_at if held.grant else (held.issued_at + held.expires_at) / 2
@@ -154,11 +154,13 @@ class RunMember:
             if refused or left_s < (held.expires_at - held.issued_at) / 4:
                 why = self._words_of(error)
                 reason = why if refused else f"the organizer's peer cannot be reached for a new one: {why}"
-                self._events.emit(MembershipEnding(self._loop.time(), max(0.0, left_s), reason))
+                text = f"membership ends in {max(0.0, left_s) / 3600:.1f} h: {reason}"
+                self._events.emit(Notice(self._loop.time(), text))
             return
         self._absent.forgive("authority")
         self._unaware = set(self._peers.linked())
-        self._events.emit(MembershipRenewed(self._loop.time(), renewed.expires_at - self._peers.time()))
+        hours = (renewed.expires_at - self._peers.time()) / 3600
+        self._events.emit(Notice(self._loop.time(), f"membership renewed for {hours:.1f} h"))
 
     async def _request(self, proof: bytes, token: str) -> Membership:
         authority = id_of(self._admission.authority)
@@ -245,7 +247,8 @@ class RevocationWatch:
             logger.warning("%s shares %s", "the DHT" if source is None else short(source), error)
             return
         count = len(set(self._admission.revoked.subjects) - before)
-        self._events.emit(PeersRevoked(self._loop.time(), count))
+        text = f"the authority revoked {count} peers or invitations"
+        self._events.emit(Notice(self._loop.time(), text))
         self._pass_on(but=source)
 
     async def _store(self) -> None:
