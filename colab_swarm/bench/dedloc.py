@@ -50,7 +50,7 @@ from colab_swarm.averaging.moshpit import (
 )
 from colab_swarm.averaging.round import Averager, AveragingSettings, RoundResult
 from colab_swarm.averaging.strategy import AveragingSetup, Capacity, adaptive_shares, plan, plan_round
-from colab_swarm.bench.harness import BenchReport, benchmark, drawn
+from colab_swarm.bench.harness import BenchReport, Lines, benchmark, draw
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.events import StepFinished
 from colab_swarm.net.peers import Contact, Message
@@ -182,14 +182,14 @@ def random_setup(rng: random.Random) -> AveragingSetup:
 
 
 def plot_strategy(report: BenchReport, path: str) -> None:
-    values = report.figures
-    with drawn(path, (9, 3.2), len(TABLE)) as panels:
-        for axes, name in zip(panels, TABLE, strict=True):
-            axes.bar(STRATEGIES.keys(), [values[f"{name}_{kind}_s"] for kind in STRATEGIES])
-            axes.plot([values[f"{name}_{kind}_simulated_s"] for kind in STRATEGIES], "k_", markersize=18)
-            axes.set_title(name.upper())
-            axes.set_xticks(range(len(STRATEGIES)), ["AR", "PS", "ours"])
-        panels[0].set_ylabel("seconds per round (— simulated)")
+    figures, panels, marks = report.figures, [], {"predicted": ("", "o"), "simulated": ("_simulated", "_")}
+    for name in TABLE:
+        lines: Lines = {
+            label: (list(STRATEGIES), [figures[f"{name}_{kind}{end}_s"] for kind in STRATEGIES], mark)
+            for label, (end, mark) in marks.items()
+        }
+        panels.append(({"title": name.upper(), "ylabel": "seconds per round"}, lines))
+    draw(path, panels)
 
 
 ALBERT_LARGE = RoundTerms("bench", 0, b"lineage", 18_105_474, b"schema", "float16", "float16")
@@ -263,18 +263,15 @@ def _whole_peers_s(batch_s: float, scale: int, *, delayed: bool) -> float:
 
 
 def plot_albert(report: BenchReport, path: str) -> None:
-    values = report.figures
-    with drawn(path, (9, 3.4), 2) as (speeds, scaling):
-        shares = [values["high_bandwidth_s"] / values[f"{name}_s"] for name in SETUPS]
-        speeds.barh([name.replace("_", " ") for name in SETUPS], shares)
-        speeds.invert_yaxis()
-        speeds.set_xlabel("speed, share of high bandwidth")
-        for name in ("high_bandwidth", "load_balancing"):
-            keys = [key for key in values if key.startswith(f"scaling_{name}_")]
-            counts = [int(key.split("_")[-2]) for key in keys]
-            scaling.plot(counts, [values[key] for key in keys], "o-", label=name.replace("_", " "))
-        scaling.set(xscale="log", yscale="log", xlabel="peers", ylabel="seconds per step")
-        scaling.set_xticks(counts, labels=map(str, counts))
+    figures, scaling = report.figures, Lines()
+    shares = [figures["high_bandwidth_s"] / figures[f"{name}_s"] for name in SETUPS]
+    speeds: Lines = {"simulated": (shares, [name.replace("_", " ") for name in SETUPS], "o")}
+    for name in ("high_bandwidth", "load_balancing"):
+        keys = [key for key in figures if key.startswith(f"scaling_{name}_")]
+        counts = [int(key.split("_")[-2]) for key in keys]
+        scaling[name.replace("_", " ")] = counts, [figures[key] for key in keys], "o-"
+    logarithmic = {"xscale": "log", "yscale": "log", "xlabel": "peers", "ylabel": "seconds per step"}
+    draw(path, [({"xlabel": "speed, share of high bandwidth"}, speeds), (logarithmic, scaling)])
 
 
 NUMEL = 500
@@ -451,15 +448,14 @@ def _with_failures(report: BenchReport, size: int, *, seeds: int) -> None:
 
 
 def plot_groups(report: BenchReport, path: str) -> None:
-    figures, percents = report.figures, np.geomspace(0.1, 50, 400)
-    with drawn(path, (10, 4), 2) as (left, right):
-        for peers in (16, 64, 256):
-            left.plot(percents, [chosen_size(peers, q / 100) for q in percents], label=f"{peers} peers")
-        left.set(xlabel="peers that fail in a round of four, %", xscale="log")
-        left.set(ylabel="chosen group size m", yscale="log")
-        sizes = [2, 4, 8, 16, 64, 256]
-        left.set_yticks(sizes, labels=map(str, sizes))
-        for size in SIZES:
-            keys = sorted((key for key in figures if key.startswith(f"spread_m{size}_")), key=len)
-            right.plot([max(figures[key], 1e-9) for key in keys], marker="o", label=f"groups of {size}")
-        right.set(xlabel="rounds", ylabel="variance among 16 peers, 10 % crash per round", yscale="log")
+    figures, percents, spreads = report.figures, np.geomspace(0.1, 50, 400), Lines()
+    chosen: Lines = {
+        f"{peers} peers": (percents, [chosen_size(peers, q / 100) for q in percents], "-")
+        for peers in (16, 64, 256)
+    }
+    for size in SIZES:
+        keys = sorted((key for key in figures if key.startswith(f"spread_m{size}_")), key=len)
+        spreads[f"groups of {size}"] = range(len(keys)), [max(figures[key], 1e-9) for key in keys], "o-"
+    left = {"xlabel": "peers that fail in a round of four, %", "ylabel": "chosen group size m"}
+    right = {"xlabel": "rounds", "ylabel": "variance among 16 peers, 10 % crash per round"}
+    draw(path, [({**left, "xscale": "log", "yscale": "log"}, chosen), ({**right, "yscale": "log"}, spreads)])

@@ -251,7 +251,7 @@ async def find_experts(size: int, searches: int) -> tuple[list[float], list[floa
     return list(cold_ms), list(warm_ms)
 
 
-@benchmark("beam-search", "beam")
+@benchmark("beam")
 def run_beam_search(report: BenchReport) -> None:
     for size, name in SIZES.items():
         cold_ms, warm_ms = run_virtual(find_experts(size, 8 if report.quick else 40))

@@ -45,9 +45,10 @@ from colab_swarm.bench.harness import (
     BenchReport,
     Channel,
     Crew,
+    Lines,
     benchmark,
     call_all,
-    drawn,
+    draw,
     python_command,
 )
 from colab_swarm.elastic import schedulers
@@ -348,16 +349,16 @@ def run_emulated(report: BenchReport) -> None:
 
 
 def plot(report: BenchReport, path: str) -> None:
-    figures = report.figures
-    with drawn(path, (10, 4), 2) as both:
-        for axes, kind in zip(both, ("accuracy", "distance"), strict=True):
-            axes.set(xlabel="beta", ylabel=kind)
-            for model in STRESS:
-                if f"{kind}_{model}_variance" in figures:
-                    values = [figures[f"{kind}_{model}_beta_{beta:g}"] for beta in BETAS]
-                    axes.plot(BETAS, values, marker="o", label=f"{model}, norm-bounded")
-                    variance = figures[f"{kind}_{model}_variance"]
-                    axes.axhline(variance, linestyle="--", label=f"{model}, variance-bounded")
+    figures, panels = report.figures, []
+    for kind in ("accuracy", "distance"):
+        lines: Lines = {}
+        for model in STRESS:
+            if variance := figures.get(f"{kind}_{model}_variance"):
+                values = [figures[f"{kind}_{model}_beta_{beta:g}"] for beta in BETAS]
+                lines[f"{model}, norm-bounded"] = BETAS, values, "o-"
+                lines[f"{model}, variance-bounded"] = (0, 1), (variance, variance), "--"
+        panels.append(({"xlabel": "beta", "ylabel": kind}, lines))
+    draw(path, panels)
 
 
 DELAY_S, JITTER_S = 0.005, 0.0002

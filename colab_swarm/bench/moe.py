@@ -43,10 +43,11 @@ from colab_swarm.bench.harness import (
     BenchReport,
     Channel,
     Crew,
+    Lines,
     Worker,
     benchmark,
     call_all,
-    drawn,
+    draw,
     receive_all,
 )
 from colab_swarm.bench.link import contact, start_node, where
@@ -89,7 +90,7 @@ CHAINS = (
 )
 
 
-@benchmark("moe-throughput", "moe")
+@benchmark("moe")
 def run_throughput(report: BenchReport) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))  # one core is the network's
     for chain in CHAINS:
@@ -452,7 +453,7 @@ class ConvergenceEmulation:
         return float((self._trunk.head(h).argmax(1) == self._labels[:TEST_SAMPLES]).float().mean())
 
 
-@benchmark("moe-convergence", "moe")
+@benchmark("moe")
 def run_convergence(report: BenchReport, faithful: bool = False) -> None:
     seeds, batches, evaluations = (1, 240, 6) if report.quick else (3, 1600, 20)
     scenes = {
@@ -472,9 +473,12 @@ def run_convergence(report: BenchReport, faithful: bool = False) -> None:
 
 
 def plot_convergence(report: BenchReport, path: str) -> None:
-    with drawn(path, (12, 4), 3, sharey=True) as panels:
-        for axes, delay in zip(panels, ("low", "high", "failures"), strict=True):
-            axes.set(title=delay, xlabel="part of the run", ylabel="accuracy on unseen digits")
-            for model in MODELS:
-                if curves := report.curves.get(f"{model}_{delay}"):
-                    axes.plot(torch.tensor(curves).mean(0), label=model)
+    panels = []
+    for delay in DELAYS:
+        lines: Lines = {}
+        for model in MODELS:
+            if curves := report.curves.get(f"{model}_{delay}"):
+                lines[model] = range(len(curves[0])), torch.tensor(curves).mean(0), "-"
+        settings = {"title": delay, "xlabel": "part of the run", "ylabel": "accuracy on unseen digits"}
+        panels.append((settings, lines))
+    draw(path, panels)

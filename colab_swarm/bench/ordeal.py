@@ -77,7 +77,7 @@ def kill_in_turn(alive: dict[str, Worker], start: partial[Worker], every_s: floa
         kill_at += every_s
 
 
-@benchmark("expert-ordeal", "moe")
+@benchmark("moe")
 def run_experts(report: BenchReport) -> None:
     minutes, kill_every_s = (0.15, 3.0) if report.quick else (2.0, 10.0)
     options = cs.NetworkOptions(lan=False)
@@ -132,7 +132,7 @@ def job_of(epochs: int) -> Job:
     )
 
 
-@benchmark("work-ordeal")
+@benchmark("work_ordeal")
 def run_work(report: BenchReport) -> None:
     kills, epochs = (3, 3) if report.quick else (20, 30)
     rng, until = random.Random(0), time.monotonic() + TIME_LIMIT_S

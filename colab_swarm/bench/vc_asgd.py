@@ -36,7 +36,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from colab_swarm.bench.harness import BenchReport, Channel, Crew, benchmark, drawn
+from colab_swarm.bench.harness import BenchReport, Channel, Crew, Lines, benchmark, draw
 from colab_swarm.recipes.classify import classification_job
 from colab_swarm.workunits import WorkPlan, coordinate, volunteer
 from colab_swarm.workunits.job import Alpha, Evaluator, Job, UnitTraining, unit_seed
@@ -162,7 +162,7 @@ def _job(seed: int, alpha: Alpha, *, quick: bool) -> Job:
     return classification_job(plan=plan)
 
 
-@benchmark("vc-asgd")
+@benchmark("vc_asgd")
 def run(report: BenchReport) -> None:
     """Report the orders that the paper found, as differences that are over 0 where they hold."""
     seeds = range(1 if report.quick else 3)
@@ -200,14 +200,13 @@ def spread(curves: Sequence[Sequence[Epoch]]) -> float:
 
 
 def plot(report: BenchReport, path: str | Path) -> None:
-    with drawn(path, (7, 4.5)) as (axes,):
-        axes.set(xlabel="epoch", ylabel="validation accuracy")
-        for name, (first, *_) in report.curves.items():
-            means = [epoch.mean for epoch in first]
-            below, above = zip(
-                *((epoch.mean - epoch.low, epoch.high - epoch.mean) for epoch in first), strict=True
-            )
-            axes.errorbar(range(1, len(first) + 1), means, [below, above], label=name, capsize=2)
+    lines: Lines = {}
+    for index, (name, (first, *_)) in enumerate(report.curves.items()):
+        epochs = range(1, len(first) + 1)
+        lines[name] = epochs, [epoch.mean for epoch in first], f"C{index}o-"
+        lines[f"_{name}, lowest"] = epochs, [epoch.low for epoch in first], f"C{index}:"
+        lines[f"_{name}, highest"] = epochs, [epoch.high for epoch in first], f"C{index}:"
+    draw(path, [({"xlabel": "epoch", "ylabel": "validation accuracy"}, lines)])
 
 
 NUMEL = 5_000_000
@@ -329,7 +328,7 @@ STORES: dict[str, tuple[Callable[[], AbstractContextManager[str]], str]] = {
 SQL = ("mariadb", "postgresql")
 
 
-@benchmark("parameter-store", "store")
+@benchmark("store")
 def run_stores(report: BenchReport) -> None:
     updates = 5 if report.quick else 20
     for name, (opened, note) in STORES.items():
